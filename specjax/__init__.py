@@ -1,0 +1,3 @@
+"""specjax: speculative decoding for JAX."""
+
+__version__ = "0.1.0"
