@@ -1,0 +1,33 @@
+"""Decoder-only language models as Flax NNX modules and pure functions of their params."""
+
+from specjax.models.config import ModelConfig, RopeConfig, from_hf, to_hf
+from specjax.models.functional import (
+    KVCache,
+    forward,
+    head_matrix,
+    hidden_states,
+    init_cache,
+    init_params,
+    logits_of,
+    param_shapes,
+)
+from specjax.models.hf import load_pretrained, save_pretrained
+from specjax.models.llama import fuse
+
+__all__ = [
+    "KVCache",
+    "ModelConfig",
+    "RopeConfig",
+    "forward",
+    "from_hf",
+    "fuse",
+    "head_matrix",
+    "hidden_states",
+    "init_cache",
+    "init_params",
+    "load_pretrained",
+    "logits_of",
+    "param_shapes",
+    "save_pretrained",
+    "to_hf",
+]

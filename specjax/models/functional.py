@@ -1,0 +1,173 @@
+"""Models as pure functions of a plain nested dict of params.
+
+A module is split once per (config, layout) and the functions below close over its graph
+definition: handing a ``GraphDef`` to jit as a static argument costs milliseconds per call.
+
+Axis legend: B rows, N or T tokens, S cache slots, L layers, K key heads, E head size,
+D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.models import attention
+from specjax.models.config import ModelConfig
+from specjax.models.layers import linear
+from specjax.models.llama import Llama
+
+# From this many tokens on, training attention is blockwise.
+BLOCKWISE_FROM = 2048
+
+
+@functools.cache
+def _graph(cfg: ModelConfig, fused: bool) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: Llama(cfg, nnx.Rngs(0), fused)))[0]
+
+
+def init_params(cfg: ModelConfig, key: Array, dtype: jnp.dtype = jnp.float32) -> dict:
+    """Random params: a nested dict of arrays, linear weights ``[out, in]``."""
+    state = nnx.split(Llama(cfg, nnx.Rngs(params=key)))[1]
+    return jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(state))
+
+
+def param_shapes(cfg: ModelConfig) -> dict:
+    """The nested dict of ``ShapeDtypeStruct`` that :func:`init_params` would fill."""
+    module = nnx.eval_shape(lambda: Llama(cfg, nnx.Rngs(0)))
+    return nnx.to_pure_dict(nnx.split(module)[1])
+
+
+def head_matrix(cfg: ModelConfig, params: dict) -> Float[Array, "V D"]:
+    """The output head: the embedding itself where they are tied."""
+    return params["embed"] if cfg.tie_embeddings else params["head"]
+
+
+def is_fused(params: dict) -> bool:
+    """Whether ``params`` are in the inference layout of :func:`specjax.models.llama.fuse`."""
+    return "qkv" in params["layers"]["0"]["attention"]
+
+
+def logits_of(
+    cfg: ModelConfig, params: dict, hidden: Float[Array, "B N D"]
+) -> Float[Array, "B N V"]:
+    """Logits of hidden states, in the model's dtype."""
+    return linear(hidden, head_matrix(cfg, params))
+
+
+def hidden_states(
+    cfg: ModelConfig,
+    params: dict,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    segments: Int[Array, "B T"],
+    *,
+    mask_fn: attention.MaskFn | None = None,
+    meta: attention.Meta | None = None,
+    backend: str = "auto",
+    remat: bool = False,
+) -> Float[Array, "B T D"]:
+    """Final-normed hidden states of whole sequences, without a cache (training, scoring).
+
+    Args:
+      positions: int32, within the document; segments: int32, 0 = padding. A token attends
+        causally within its segment, unless ``mask_fn`` says otherwise.
+      meta: further per-token metadata for ``mask_fn``, ``[B, T, ...]`` each.
+      backend: ``dense``, ``blockwise``, or ``auto`` by length.
+      remat: recompute each block in the backward pass.
+    """
+    mask_fn = mask_fn or functools.partial(attention.causal_mask, window=cfg.sliding_window)
+    meta = {"position": positions, "segment": segments, **(meta or {})}
+    if backend == "auto":
+        backend = "blockwise" if tokens.shape[1] >= BLOCKWISE_FROM else "dense"
+    mask = mask_fn(meta, meta) if backend == "dense" else None
+
+    def attend(layer, q, k, v):
+        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        if mask is not None:
+            return attention.dense_attention(q, k, v, mask)
+        return attention.blockwise_attention(q, k, v, meta, meta, mask_fn)
+
+    model = nnx.merge(_graph(cfg, is_fused(params)), params)
+    return model(tokens, positions, attend, remat)
+
+
+class KVCache(NamedTuple):
+    """Keys and values of every layer: a tuple of L arrays ``[B, K, S, E]`` each.
+
+    One array per layer, not one stacked array: an update then touches one buffer and
+    XLA writes it in place. Slot s of row b holds the token at position s while
+    ``s < length[b] - 1``; higher slots are scratch.
+    """
+
+    k: tuple[Float[Array, "B K S E"], ...]
+    v: tuple[Float[Array, "B K S E"], ...]
+
+    @property
+    def slots(self) -> int:
+        return self.k[0].shape[2]
+
+
+def init_cache(cfg: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:
+    """An empty cache; its bytes are ``2 · L · B · K · S · E`` elements of ``dtype``."""
+    shape = (batch, cfg.num_kv_heads, slots, cfg.head_dim)
+    return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in range(cfg.num_layers)) for _ in "kv"))
+
+
+def forward(
+    cfg: ModelConfig,
+    params: dict,
+    cache: KVCache,
+    tokens: Int[Array, "B N"],
+    positions: Int[Array, "B N"],
+    start: Int[Array, "B"],
+    visible: Bool[Array, "B N N"] | None = None,
+) -> tuple[Float[Array, "B N D"], KVCache]:
+    """Runs N new tokens per row against the cache and writes them at ``start``.
+
+    Write, then commit: the new keys and values land in slots ``start .. start + N - 1`` of
+    their row; which of them stay is decided later (:func:`specjax.cache.commit_path`).
+
+    Args:
+      positions: int32; ``start + depth`` for a token tree, never the slot.
+      start: int32, the number of committed tokens of each row. ``start + N`` must not
+        exceed the cache's slots: ``dynamic_update_slice`` would shift the write.
+      visible: ``visible[b, i, j]``: new token i sees new token j. None: a causal chain.
+    Returns:
+      Final-normed hidden states and the cache with the N entries written.
+    """
+    b, n = tokens.shape
+    if visible is None:
+        visible = jnp.broadcast_to(jnp.tri(n, dtype=bool), (b, n, n))
+    mask = attention.cache_mask(positions, start, visible, cache.slots, cfg.sliding_window)
+    keys, values = list(cache.k), list(cache.v)
+
+    def attend(layer, q, k, v):
+        keys[layer] = write_rows(keys[layer], k.transpose(0, 2, 1, 3), start)
+        values[layer] = write_rows(values[layer], v.transpose(0, 2, 1, 3), start)
+        return attention.dense_attention(q, keys[layer], values[layer], mask)
+
+    model = nnx.merge(_graph(cfg, is_fused(params)), params)
+    hidden = model(tokens, positions, attend)
+    return hidden, KVCache(tuple(keys), tuple(values))
+
+
+def write_rows(
+    buffer: Float[Array, "B K S E"], new: Float[Array, "B K N E"], start: Int[Array, "B"]
+) -> Float[Array, "B K S E"]:
+    """Writes each row's new entries at its own start, in place under donation.
+
+    One ``dynamic_update_slice`` per row: under vmap it becomes a scatter that copies the
+    whole cache on CPU.
+    """
+    new = new.astype(buffer.dtype)
+    zero = jnp.zeros((), start.dtype)
+    for row in range(buffer.shape[0]):
+        where = (jnp.asarray(row, start.dtype), zero, start[row], zero)
+        buffer = jax.lax.dynamic_update_slice(buffer, new[row : row + 1], where)
+    return buffer
