@@ -1,0 +1,84 @@
+"""KV cache upkeep: prefill, commit of an accepted path, growing to the next bucket.
+
+Axis legend: B rows, N new tokens, S slots, K key heads, E head size, D draft depth.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from specjax.models import KVCache, ModelConfig, forward
+from specjax.models.functional import write_rows
+
+MIN_SLOTS, MIN_CHUNK, MAX_CHUNK = 128, 16, 512
+
+
+def bucket(slots: int, least: int = MIN_SLOTS) -> int:
+    """The power of two that holds ``slots``: the cost of a step follows the static length."""
+    return max(least, 1 << (slots - 1).bit_length())
+
+
+def chunk_width(prompt: int) -> int:
+    """The prefill width for the longest prompt of a batch, a power of two."""
+    return min(MAX_CHUNK, bucket(prompt, MIN_CHUNK))
+
+
+def prefill(
+    cfg: ModelConfig,
+    params: dict,
+    cache: KVCache,
+    tokens: Int[Array, "B S"],
+    length: Int[Array, "B"],
+    chunk: int,
+) -> KVCache:
+    """Fills the cache with the tokens before ``length``, ``chunk`` of them per pass.
+
+    The number of passes is traced, so prompts of any length share one trace per bucket.
+    Slots past a row's own length hold scratch that later writes replace.
+    """
+    rows = tokens.shape[0]
+
+    def fill(carry):
+        start, cache = carry
+        piece = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
+        at = jnp.full((rows,), start, jnp.int32)
+        positions = at[:, None] + jnp.arange(chunk, dtype=jnp.int32)
+        _, cache = forward(cfg, params, cache, piece, positions, at)
+        return start + chunk, cache
+
+    end = jnp.max(length) - 1  # each row's last token is the first round's root
+    return jax.lax.while_loop(lambda c: c[0] < end, fill, (jnp.int32(0), cache))[1]
+
+
+def commit_path(
+    cache: KVCache, start: Int[Array, "B"], path: Int[Array, "B D+1"]
+) -> KVCache:
+    """Moves the entries of an accepted tree path into the slots ``start, start + 1, …``.
+
+    ``path`` holds node indices; entries past the accepted depth may be any index: what
+    they move lands beyond the committed length.
+    """
+    slots = cache.slots
+    source = jnp.clip(start[:, None] + path, 0, slots - 1)
+
+    def move(buffer):
+        kept = jnp.take_along_axis(buffer, source[:, None, :, None], axis=2)
+        return write_rows(buffer, kept, start)
+
+    return jax.tree.map(move, cache)
+
+
+def grow(tree: Any, slots: int) -> Any:
+    """Every :class:`KVCache` inside ``tree``, padded to ``slots``."""
+
+    def pad(node):
+        if not isinstance(node, KVCache):
+            return node
+        extra = slots - node.slots
+        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0))), node)
+
+    return jax.tree.map(pad, tree, is_leaf=lambda node: isinstance(node, KVCache))

@@ -1,0 +1,1 @@
+"""The embedded demo models and the functions that show them."""

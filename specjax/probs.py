@@ -1,0 +1,104 @@
+"""Probabilities: float32 log-softmax, residuals, inverse-CDF sampling, random streams.
+
+Acceptance arithmetic is float32 whatever the model's dtype: bfloat16 rows do not sum to 1.
+Axis legend: B rows, V vocabulary; ``...`` are leading axes.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+NEVER = -jnp.inf  # the log-probability of what cannot happen
+
+
+class Purpose(enum.IntEnum):
+    """Separate random streams of one round: a draw never depends on another's count."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    EMIT = 2
+    SEARCH = 3
+
+
+def round_keys(keys: Key[Array, "B"], rounds: Int[Array, "B"]) -> Key[Array, "B"]:
+    """The row's keys of one round: ``fold_in(row key, round)``, whatever its batch mates."""
+    return jax.vmap(jax.random.fold_in)(keys, rounds)
+
+
+def draw_keys(
+    keys: Key[Array, "B"], purpose: Purpose, index: Int[Array, "B"] | int
+) -> Key[Array, "B"]:
+    """Keys of one draw: the round's key folded with purpose and position or node index."""
+    folded = (int(purpose) << 16) + jnp.asarray(index, jnp.int32)
+    return jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(folded, keys.shape))
+
+
+def uniforms(
+    keys: Key[Array, "B"], purpose: Purpose, index: Int[Array, "B n"]
+) -> Float[Array, "B n"]:
+    """One uniform in (0, 1] per row and index, each from its own draw key."""
+    folded = (int(purpose) << 16) + jnp.asarray(index, jnp.int32)
+
+    def draw(key, i):
+        return 1.0 - jax.random.uniform(jax.random.fold_in(key, i), dtype=jnp.float32)
+
+    return jax.vmap(jax.vmap(draw, (None, 0)))(keys, folded)
+
+
+def log_softmax(logits: Float[Array, "... V"]) -> Float[Array, "... V"]:
+    """Float32 log-softmax. Rows may hold −inf, but not only −inf."""
+    return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+
+
+def one_hot_log(token: Int[Array, "..."], vocab: int) -> Float[Array, "... V"]:
+    """Log-probabilities of a point mass: 0 at the token, −inf elsewhere."""
+    return jnp.where(jnp.arange(vocab) == token[..., None], 0.0, NEVER)
+
+
+def at_token(rows: Float[Array, "... V"], token: Int[Array, "..."]) -> Float[Array, "..."]:
+    """The entry of each row at its token."""
+    return jnp.take_along_axis(rows, token[..., None], axis=-1)[..., 0]
+
+
+def at_node(rows: Float[Array, "B N V"], node: Int[Array, "B"]) -> Float[Array, "B V"]:
+    """Each row's distribution at one node; only these V entries are touched."""
+    return jnp.take_along_axis(rows, node[:, None, None], axis=1)[:, 0]
+
+
+def residual(p: Float[Array, "... V"], q: Float[Array, "... V"]) -> Float[Array, "... V"]:
+    """Unnormalised ``max(0, p - q)``, or ``p`` where that is zero everywhere."""
+    left = jnp.maximum(p - q, 0.0)
+    return jnp.where(left.sum(-1, keepdims=True) > 0, left, p)
+
+
+def sample(weights: Float[Array, "... V"], u: Float[Array, "..."]) -> Int[Array, "..."]:
+    """The token at quantile ``u`` of unnormalised ``weights``: inverse CDF, in id order.
+
+    Never a token of weight 0, for any ``u`` in (0, 1]. Two levels (blocks, then within the
+    block) because a cumulative sum over the vocabulary costs ten times a plain sum.
+    """
+    vocab = weights.shape[-1]
+    width = 1 << max(1, math.ceil(math.log2(vocab) / 2))
+    pad = [(0, 0)] * (weights.ndim - 1) + [(0, -vocab % width)]
+    blocks = jnp.pad(weights, pad).reshape(*weights.shape[:-1], -1, width)
+    ends = jnp.cumsum(blocks.sum(-1), axis=-1)
+    goal = (u * ends[..., -1])[..., None]
+    block = jnp.argmax(ends >= goal, axis=-1)[..., None]
+    before = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0), -1), 0.0)
+    inside = jnp.cumsum(jnp.take_along_axis(blocks, block[..., None], -2)[..., 0, :], axis=-1)
+    # Rounding may leave the goal past the block's own sum: its last positive token then.
+    goal = jnp.minimum(goal - before, inside[..., -1:])
+    return (block[..., 0] * width + jnp.argmax(inside >= goal, axis=-1)).astype(jnp.int32)
+
+
+def kl_divergence(
+    log_p: Float[Array, "... V"], log_q: Float[Array, "... V"]
+) -> Float[Array, "..."]:
+    """KL(p‖q) in nats; 0·log 0 = 0, and +inf where q misses part of p's support."""
+    gap = jnp.where(log_p > NEVER, log_p - log_q, 0.0)
+    return jnp.sum(jnp.exp(log_p) * gap, axis=-1)

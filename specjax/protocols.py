@@ -1,0 +1,110 @@
+"""What a drafter, a target distribution, a rule and a method must offer.
+
+All of them are frozen, hashable and hold only static choices; arrays come in as arguments.
+So one jitted loop per method serves every checkpoint, key and sampling setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+from jaxtyping import Array, Float, Int, Key
+
+from specjax.types import DecodeState, Draft, Inputs, TreeShape, Verdict
+
+
+class Proposal(NamedTuple):
+    """A draft, the drafter's next state, and what it cost."""
+
+    draft: Draft
+    state: Any
+    calls: Int[Array, "B"]  # draft-model calls of each row
+    passes: Int[Array, ""]  # batched draft-model forwards launched
+
+
+class Drafter(Protocol):
+    """Proposes a tree of tokens below the last committed one.
+
+    ``shape`` bounds every draft; ``law`` says how its tokens come about; ``num_probes`` is
+    the number of probe nodes that ride along in the target's pass.
+    """
+
+    shape: TreeShape
+    law: str
+    num_probes: int
+
+    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> Any:
+        """The drafter's state after the prompt; ``chunk`` is the prefill width."""
+
+    def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
+        """One draft per row; ``keys`` are the round's keys."""
+
+    def update(self, inputs: Inputs, state: Any, draft: Draft, verdict: Verdict,
+               probe_logits: Float[Array, "B P V"] | None) -> Any:  # fmt: skip
+        """The drafter's state after the verdict."""
+
+
+class TargetDist(Protocol):
+    """The distribution p that the rule holds the draft against.
+
+    ``needs_draft_logits`` asks the drafter for its raw logits at every node.
+    """
+
+    needs_draft_logits: bool
+
+    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> Any: ...
+
+    def log_p(self, inputs: Inputs, state: Any, draft: Draft, logits: Float[Array, "B N V"]
+              ) -> tuple[Float[Array, "B N V"], Any]:  # fmt: skip
+        """Log-probabilities of the token after each node, and the next state."""
+
+    def commit(self, inputs: Inputs, state: Any, verdict: Verdict, emitted: Int[Array, "B"]
+               ) -> Any:  # fmt: skip
+        """The state after ``emitted`` tokens of the verdict were kept."""
+
+
+class Rule:
+    """An acceptance rule ``(keys[B], draft, log_p[B, N, V], **settings) -> Verdict``.
+
+    Pure and usable alone. ``laws`` are the draft laws the rule is made for (any other is
+    refused before compiling); ``lossless`` says that the emitted sequence then has exactly
+    the law p; ``chain_only`` that it reads a chain and no tree.
+    """
+
+    def __init__(self, verify: Callable[..., Verdict], laws: Iterable[str], lossless: bool,
+                 chain_only: bool = True, settings: Iterable[str] = ()):  # fmt: skip
+        self.verify, self.laws, self.lossless = verify, frozenset(laws), lossless
+        self.chain_only, self.settings = chain_only, tuple(settings)
+        self.name, self.__doc__ = verify.__name__, verify.__doc__
+
+    def __call__(self, keys: Key[Array, "B"], draft: Draft, log_p: Float[Array, "B N V"],
+                 **settings: Any) -> Verdict:  # fmt: skip
+        return self.verify(keys, draft, log_p, **settings)
+
+    def __repr__(self) -> str:
+        return f"Rule({self.name})"
+
+
+def rule(*, laws: Iterable[str], lossless: bool, chain_only: bool = True,
+         settings: Iterable[str] = ()) -> Callable[[Callable[..., Verdict]], Rule]:  # fmt: skip
+    """Decorator that makes an acceptance rule of a verify function."""
+    return lambda verify: Rule(verify, laws, lossless, chain_only, settings)
+
+
+class Method(Protocol):
+    """A decoding method: state in, state out, one round at a time.
+
+    ``width`` is the number of token slots above ``length`` that one round may write.
+    """
+
+    width: int
+
+    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
+        """Fills the caches from the prompt: everything but each row's last token."""
+
+    def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        """One round; every live row gains at least one token."""
+
+    def finalize(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        """After the last round, e.g. picking the best of several hypotheses."""

@@ -1,0 +1,168 @@
+"""Warping: temperature, then top-k, then top-p, then renormalise; target and draft alike.
+
+Settings are arrays, so no value recompiles, and the vocabulary is never fully sorted: the
+64 largest logits decide almost every row, a bisection over float bit patterns the rest.
+
+Axis legend: B rows, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from specjax import probs
+from specjax.errors import OptionError
+from specjax.types import Warp
+
+TOP = 64  # the fast path looks at this many of the largest logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: ``temperature`` ≥ 0 (0 is greedy), ``top_k`` ≥ 0 (0 is off),
+    ``top_p`` in (0, 1] (1 is off)."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self):
+        if not self.temperature >= 0 or self.temperature == float("inf"):
+            raise OptionError(f"temperature={self.temperature} must be finite and ≥ 0 (0: greedy)")
+        if self.top_k < 0:
+            raise OptionError(f"top_k={self.top_k} must be ≥ 0 (0: off)")
+        if not 0 < self.top_p <= 1:
+            raise OptionError(f"top_p={self.top_p} must be in (0, 1] (1: off)")
+
+    def arrays(self, batch: int) -> Warp:
+        """The settings as arrays for ``batch`` rows."""
+        return Warp(
+            jnp.full((batch,), self.temperature, jnp.float32),
+            jnp.full((batch,), self.top_k, jnp.int32),
+            jnp.full((batch,), self.top_p, jnp.float32),
+        )
+
+
+def warp(logits: Float[Array, "B N V"], settings: Warp, vocab_limit: int) -> Float[Array, "B N V"]:
+    """Warped float32 log-probabilities; −inf where a token cannot be drawn.
+
+    Temperature 0 gives a point mass on the argmax, the lowest id on a tie. Ids from
+    ``vocab_limit`` on (beyond the tokenizer) have probability 0.
+    """
+    logits = logits.astype(jnp.float32)
+    if vocab_limit < logits.shape[-1]:
+        logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_limit, logits, probs.NEVER)
+    greedy = (settings.temperature == 0)[:, None, None]
+
+    def argmax(x):
+        return probs.one_hot_log(jnp.argmax(x, axis=-1), x.shape[-1])
+
+    def sampled(x):
+        x = x / jnp.where(greedy, 1.0, settings.temperature[:, None, None])
+        drawn = probs.log_softmax(truncate(x, settings))
+        # In a mixed batch both kinds of row are computed and each keeps its own.
+        return jax.lax.cond(jnp.any(greedy), lambda: jnp.where(greedy, argmax(x), drawn),
+                            lambda: drawn)  # fmt: skip
+
+    return jax.lax.cond(jnp.all(greedy), argmax, sampled, logits)
+
+
+def truncate(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]:
+    """Top-k, then top-p on the renormalised rest; what is cut becomes −inf.
+
+    Top-k keeps every token ≥ the k-th logit. Top-p keeps a token while the mass strictly
+    above it is below p: the one that crosses p included, at least one.
+    """
+    on = jnp.any((settings.top_k > 0) | (settings.top_p < 1))
+    return jax.lax.cond(on, lambda x: _truncate(x, settings), lambda x: x, logits)
+
+
+def _truncate(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]:
+    vocab = logits.shape[-1]
+    largest = jax.lax.top_k(logits, min(TOP, vocab))[0]
+    k = jnp.broadcast_to(jnp.where(settings.top_k > 0, settings.top_k, vocab)[:, None],
+                         logits.shape[:2])  # fmt: skip
+    p = jnp.broadcast_to(settings.top_p[:, None], logits.shape[:2])
+    floor = _kth_largest(logits, largest, jnp.minimum(k, vocab))
+    logits = jnp.where(logits >= floor[..., None], logits, probs.NEVER)
+    floor = _nucleus_floor(logits, largest, floor, p)
+    return jnp.where(logits >= floor[..., None], logits, probs.NEVER)
+
+
+def _kth_largest(logits, largest, k: Int[Array, "B N"]) -> Float[Array, "B N"]:
+    """The k-th largest logit: read off where k is small, else by bisection."""
+    top, vocab = largest.shape[-1], logits.shape[-1]
+    near = probs.at_token(largest, jnp.minimum(k, top) - 1)
+    far = (k > top) & (k < vocab)
+
+    def search():
+        def enough(floor):  # at least k logits reach the floor
+            return jnp.sum(logits >= floor[..., None], axis=-1) >= k
+
+        return _bisect(enough, largest[..., 0])
+
+    found = jax.lax.cond(jnp.any(far), search, lambda: near)
+    return jnp.where(k >= vocab, probs.NEVER, jnp.where(far, found, near))
+
+
+def _nucleus_floor(logits, largest, floor, p: Float[Array, "B N"]) -> Float[Array, "B N"]:
+    """The smallest logit kept by top-p; each row decides by its own path alone."""
+    total = jax.nn.logsumexp(logits, axis=-1)
+    kept = largest >= floor[..., None]
+    mass = jnp.where(kept, jnp.exp(largest - total[..., None]), 0.0)
+    above = jnp.cumsum(mass, axis=-1) - mass
+    near = jnp.min(jnp.where(kept & (above < p[..., None]), largest, jnp.inf), axis=-1)
+    # Tokens past the 64 largest are needed where those do not reach p and some are left.
+    far = (mass.sum(-1) < p) & (jnp.sum(logits > probs.NEVER, axis=-1) > largest.shape[-1])
+
+    def search():
+        share = jnp.exp(logits - total[..., None])
+
+        def outside(value):  # the mass strictly above still reaches p: the floor is higher
+            return jnp.sum(jnp.where(logits > value[..., None], share, 0.0), axis=-1) >= p
+
+        return _bisect(outside, largest[..., 0], strict=True)
+
+    found = jax.lax.cond(jnp.any(far), search, lambda: near)
+    return jnp.where(p >= 1, probs.NEVER, jnp.where(far, found, near))
+
+
+def _bisect(holds, top: Float[Array, "B N"], strict: bool = False) -> Float[Array, "B N"]:
+    """The boundary of a predicate on floats that holds for low values, exact to the bit.
+
+    Returns the largest float ≤ ``top`` that holds, or with ``strict`` the smallest that
+    does not. 32 halvings of the order-preserving integer image of float32.
+    """
+
+    def halve(_, bounds):
+        low, high = bounds  # holds(low), not holds(high), as ordered integers
+        # The halves first: low + high would overflow.
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        yes = holds(_from_ordered(middle))
+        return jnp.where(yes, middle, low), jnp.where(yes, high, middle)
+
+    low = jnp.full(top.shape, _to_ordered(jnp.float32(-jnp.inf)))
+    low, high = jax.lax.fori_loop(0, 33, halve, (low, _to_ordered(top) + 1))
+    return _from_ordered(high if strict else low)
+
+
+def _to_ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _from_ordered(bits: Int[Array, "..."]) -> Float[Array, "..."]:
+    return jax.lax.bitcast_convert_type(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), jnp.float32)
+
+
+def fit_vocabulary(logits: Float[Array, "... v"], vocab: int) -> Float[Array, "... V"]:
+    """Draft logits over the target's ids: padded with −inf, or cut where they are wider."""
+    width = logits.shape[-1]
+    if width >= vocab:
+        return logits[..., :vocab]
+    pad = [(0, 0)] * (logits.ndim - 1) + [(0, vocab - width)]
+    return jnp.pad(logits, pad, constant_values=probs.NEVER)

@@ -1,0 +1,193 @@
+"""The training loop: one jitted, donated step; logging, evaluation, checkpoints, signals.
+
+It knows nothing of language models: a loss function, batches and params come in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from train.checkpoint import Checkpoints
+from train.config import Optim, Run
+from train.data import Batch, Loader
+from train.progress import Progress
+
+# loss(params, frozen, batch) -> (summed loss, token count): means are taken over the whole step.
+LossFn = Callable[[dict, Any, dict], tuple[jax.Array, jax.Array]]
+
+
+class TrainingError(RuntimeError):
+    """The run failed; the last good checkpoint is intact."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a run ended: its params, the steps done, and the last held-out loss in nats."""
+
+    params: dict
+    step: int
+    finished: bool
+    valid_loss: float | None
+
+
+def make_step(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> Callable:
+    """``step(params, opt_state, frozen, batches) -> (params, opt_state, loss, grad_norm)``.
+
+    ``batches`` are ``[accumulate, B, T]``; gradients add up over the micro-batches and are
+    divided by the token count of all of them, so accumulation does not change the result.
+    """
+
+    def step(params, opt_state, frozen, batches):
+        def total(params, batch):
+            return loss_fn(params, frozen, batch)
+
+        def add(carry, batch):
+            (loss, count), grads = jax.value_and_grad(total, has_aux=True)(params, batch)
+            return jax.tree.map(jnp.add, carry, (loss, count, grads)), None
+
+        zero = (jnp.float32(0), jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+        (loss, count, grads), _ = jax.lax.scan(add, zero, batches)
+        grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1.0), grads)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return params, opt_state, loss / jnp.maximum(count, 1.0), optax.global_norm(grads)
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def fit(
+    loss_fn: LossFn,
+    params: dict,
+    optimizer: optax.GradientTransformation,
+    loader: Loader,
+    *,
+    run: Run,
+    optim: Optim,
+    eval_loss: LossFn,
+    valid: Sequence[Batch] = (),
+    frozen: Any = None,
+    resume: bool = False,
+) -> Outcome:
+    """Trains until ``optim.total_steps``, or until SIGTERM or SIGINT, which save first.
+
+    Args:
+      loss_fn, eval_loss: summed loss and token count of one batch (training, held-out).
+      loader: batches of ``optim.batch_size`` rows; its position is part of a checkpoint.
+      frozen: arrays that the loss reads and nothing updates, e.g. a teacher's params.
+      resume: go on from the newest checkpoint of ``run.dir``.
+    Raises:
+      TrainingError: the loss is no longer finite.
+    """
+    directory = Path(run.dir)
+    checkpoints = Checkpoints(directory / "checkpoints", run.keep)
+    opt_state, step = optimizer.init(params), 0
+    if resume:
+        like = {"params": params, "opt_state": opt_state}
+        arrays, note = checkpoints.restore(like)
+        params, opt_state, step = arrays["params"], arrays["opt_state"], note["step"]
+        loader.set_state(note["loader"])
+    metrics = Metrics(directory / "metrics.jsonl", keep_through=step)
+    train_step, evaluate = make_step(loss_fn, optimizer), jax.jit(eval_loss)
+    # Orbax may hand back arrays that alias its buffers: donation needs our own.
+    params, opt_state = jax.tree.map(jnp.copy, (params, opt_state))
+    tokens_per_step = None
+    valid_loss = None
+
+    def save(step):
+        arrays = {"params": params, "opt_state": opt_state}
+        checkpoints.save(step, arrays, {"step": step, "loader": loader.get_state()})
+
+    with Signals() as signals, Progress(optim.total_steps, step) as progress:
+        losses, since = [], time.perf_counter()
+        while step < optim.total_steps and not signals.received:
+            batches = _stack([next(loader) for _ in range(optim.accumulate)])
+            tokens_per_step = batches["tokens"].size
+            params, opt_state, loss, norm = train_step(params, opt_state, frozen, batches)
+            losses.append(loss)
+            step += 1
+            last = step == optim.total_steps
+            if step % run.log_every == 0 or last:
+                mean = float(np.mean(jax.device_get(losses)))  # the only host sync
+                if not math.isfinite(mean):
+                    checkpoints.wait()
+                    raise TrainingError(f"the loss is {mean} near step {step}; the checkpoint of "
+                                        f"step {checkpoints.latest} is intact")  # fmt: skip
+                seconds, since = time.perf_counter() - since, time.perf_counter()
+                rate = tokens_per_step * len(losses) / seconds
+                metrics.write(step=step, loss=mean, grad_norm=float(norm), tokens_per_second=rate)
+                progress.log(step, mean, rate)
+                losses = []
+            if valid and (step % run.eval_every == 0 or last):
+                valid_loss = mean_loss(evaluate, params, frozen, valid)
+                metrics.write(step=step, valid_loss=valid_loss)
+                progress.note(f"step {step}: held-out loss {valid_loss:.4f} nats per token")
+                since = time.perf_counter()
+            if step % run.checkpoint_every == 0 or last:
+                save(step)
+        save(step)
+    checkpoints.wait()
+    checkpoints.close()
+    return Outcome(params, step, step >= optim.total_steps, valid_loss)
+
+
+def mean_loss(evaluate: Callable, params: dict, frozen: Any, batches: Sequence[Batch]) -> float:
+    """Loss per token over ``batches``, in nats."""
+    sums = jax.device_get([evaluate(params, frozen, batch) for batch in batches])
+    return float(sum(s for s, _ in sums) / max(1.0, sum(n for _, n in sums)))
+
+
+def _stack(batches: list[Batch]) -> Batch:
+    return {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+
+
+class Metrics:
+    """``metrics.jsonl``: one object per line; a resumed run drops what it will write again."""
+
+    def __init__(self, path: Path, keep_through: int):
+        self._path = path
+        kept = []
+        if keep_through and path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError:
+                    continue  # torn by a kill
+                if record["step"] <= keep_through:
+                    kept.append(line + "\n")
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text("".join(kept), encoding="utf-8")
+        os.replace(scratch, path)
+
+    def write(self, **record: float) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+class Signals:
+    """Notes SIGTERM and SIGINT, so that the loop can save before it ends."""
+
+    def __enter__(self) -> Signals:
+        self.received = False
+        names = (signal.SIGTERM, signal.SIGINT)
+        self._before = {name: signal.signal(name, self._note) for name in names}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, handler in self._before.items():
+            signal.signal(name, handler)
+
+    def _note(self, *_: object) -> None:
+        self.received = True

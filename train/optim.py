@@ -1,0 +1,68 @@
+"""Optimisers and learning-rate schedules, all from optax."""
+
+from __future__ import annotations
+
+import jax
+import optax
+from jax.tree_util import tree_map_with_path
+from optax.contrib import MuonDimensionNumbers, muon
+
+from train.config import Optim
+
+
+def schedule(cfg: Optim, peak: float) -> optax.Schedule:
+    """The learning rate as a function of the step alone.
+
+    ``wsd``: linear warm-up, constant, then linear to ``final_fraction`` of the peak over the
+    last ``decay_fraction`` of the steps (arXiv 2404.06395). ``cosine``: warm-up, then cosine.
+    """
+    final = peak * cfg.final_fraction
+    if cfg.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(
+            0.0, peak, cfg.warmup_steps, max(cfg.total_steps, cfg.warmup_steps + 1), final
+        )
+    decay = max(1, round(cfg.total_steps * cfg.decay_fraction))
+    start = max(cfg.warmup_steps, cfg.total_steps - decay)
+    pieces = [
+        optax.linear_schedule(0.0, peak, max(1, cfg.warmup_steps)),
+        optax.constant_schedule(peak),
+        optax.linear_schedule(peak, final, decay),
+    ]
+    return optax.join_schedules(pieces, [cfg.warmup_steps, start])
+
+
+def is_matrix(params: dict) -> dict:
+    """True where weight decay applies: matrices, not norms or biases."""
+    return jax.tree.map(lambda x: x.ndim >= 2, params)
+
+
+def muon_axes(params: dict) -> dict:
+    """Muon takes the matrices inside the blocks; AdamW the tables, norms and biases.
+
+    Our weights are ``[out, in]``, so the reduction axis is 1.
+    """
+
+    def axes(path, x):
+        inside = path[0].key == "layers" and x.ndim == 2
+        return MuonDimensionNumbers(reduction_axis=1, output_axis=0) if inside else None
+
+    return tree_map_with_path(axes, params)
+
+
+def make_optimizer(cfg: Optim) -> optax.GradientTransformation:
+    """Clipping by global norm, then AdamW, or Muon (Jordan et al. 2024) with AdamW beside it."""
+    rate = schedule(cfg, cfg.learning_rate)
+    if cfg.optimizer == "adamw":
+        inner = optax.adamw(
+            rate, cfg.beta1, cfg.beta2, weight_decay=cfg.weight_decay, mask=is_matrix
+        )
+    else:
+        inner = muon(
+            schedule(cfg, cfg.muon_learning_rate),
+            weight_decay=cfg.weight_decay,
+            adam_b1=cfg.beta1,
+            adam_b2=cfg.beta2,
+            adam_learning_rate=rate,
+            muon_weight_dimension_numbers=muon_axes,
+        )
+    return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), inner)

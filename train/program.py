@@ -1,0 +1,65 @@
+"""What every training program shares: arguments, exit codes, one-line errors.
+
+Exit codes: 0 finished, or stopped by SIGTERM after saving; 2 bad input; 1 failed with the
+last good checkpoint intact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+import specjax
+from train.config import from_toml
+from train.loop import TrainingError
+
+
+def run_program(
+    name: str,
+    doc: str,
+    config: type,
+    main: Callable[[Any, bool, bool], dict],
+    bad_input: tuple[type[Exception], ...],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Runs ``main(config, resume, dry_run)`` and prints its summary; returns the exit code."""
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=doc,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("config", metavar="CONFIG.toml")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                        help="override a key of the config; repeatable")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--json", action="store_true", help="print the summary as one object")
+    parser.add_argument("--version", action="version", version=f"specjax {specjax.__version__}")
+    args = parser.parse_args(argv)
+    try:
+        summary = main(from_toml(config, args.config, args.set), args.resume, args.dry_run)
+    except bad_input as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except TrainingError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    except jax.errors.JaxRuntimeError as error:
+        print(f"{name}: the device failed: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    _print(summary, args.json)
+    return 0
+
+
+def _print(summary: dict, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(summary))
+        return
+    table = Table(show_header=False)
+    for key, value in summary.items():
+        table.add_row(key.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
+    Console().print(table)
