@@ -54,9 +54,7 @@ def prefill(
     return jax.lax.while_loop(lambda c: c[0] < end, fill, (jnp.int32(0), cache))[1]
 
 
-def commit_path(
-    cache: KVCache, start: Int[Array, "B"], path: Int[Array, "B D+1"]
-) -> KVCache:
+def commit_path(cache: KVCache, start: Int[Array, "B"], path: Int[Array, "B D+1"]) -> KVCache:
     """Moves the entries of an accepted tree path into the slots ``start, start + 1, …``.
 
     ``path`` holds node indices; entries past the accepted depth may be any index: what

@@ -1,0 +1,294 @@
+"""The one loop: prompts in, rounds of a method, tokens out.
+
+A method's step is pure; :func:`run_rounds` wraps it in one jitted ``while_loop`` per bucket
+of slots. End of sequence, budget, counters and growth exist here and nowhere else.
+
+Axis legend: B rows, N draft nodes, P probes, D draft depth, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from specjax import probs, tree
+from specjax.cache import bucket, commit_path, grow, prefill
+from specjax.compat import check_pair
+from specjax.draft.chain import is_eos
+from specjax.models import ModelConfig, forward, init_cache, logits_of
+from specjax.protocols import Drafter, Method, Rule, TargetDist
+from specjax.types import (
+    FROM_DRAFT,
+    FROM_TARGET,
+    RUNNING,
+    STOP_EOS,
+    STOP_LENGTH,
+    STOP_TEXT,
+    DecodeState,
+    Draft,
+    Inputs,
+    Stats,
+    Verdict,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftVerify:
+    """A drafter, a target distribution and a rule as one method.
+
+    Raises:
+      PairError: the rule is not made for the drafter's law or tree.
+    """
+
+    model: ModelConfig
+    drafter: Drafter
+    target: TargetDist
+    rule: Rule
+
+    def __post_init__(self):
+        check_pair(self.drafter, self.target, self.rule)
+
+    @property
+    def width(self) -> int:
+        return self.drafter.shape.nodes + self.drafter.num_probes + 1
+
+    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
+        rows, slots = state.tokens.shape
+        cache = init_cache(self.model, rows, slots, inputs.target["embed"].dtype)
+        cache = prefill(self.model, inputs.target, cache, state.tokens, state.length, chunk)
+        return state.replace(
+            cache=cache,
+            target=self.target.init(inputs, state, chunk),
+            drafter=self.drafter.init(inputs, state, chunk),
+        )
+
+    def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        keys = probs.round_keys(state.keys, state.stats.rounds)
+        draft, drafter, calls, passes = self.drafter.propose(inputs, state, keys)
+        logits, probe_logits, cache = self._score(inputs, state, draft)
+        log_p, target = self.target.log_p(inputs, state.target, draft, logits)
+        settings = {name: inputs.settings[name] for name in self.rule.settings}
+        verdict = self.rule(keys, draft, log_p, **settings)
+
+        emitted, finish = clip(inputs, state, verdict)
+        if not draft.shape.is_chain:
+            cache = commit_path(cache, state.length - 1, verdict.path)
+        stats = count(state, draft, verdict, emitted, calls, passes)
+        return emit(state, verdict, emitted, finish, logits).replace(
+            cache=cache,
+            target=self.target.commit(inputs, target, verdict, emitted),
+            drafter=self.drafter.update(inputs, drafter, draft, verdict, probe_logits),
+            stats=stats,
+        )
+
+    def finalize(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        return state
+
+    def _score(self, inputs: Inputs, state: DecodeState, draft: Draft):
+        """Logits at the draft's nodes and at its probes, from one pass over both."""
+        tokens, parents, nodes = draft.tokens, draft.parents, draft.shape.nodes
+        start = state.length - 1
+        if draft.probes is not None:
+            tokens = jnp.concatenate([tokens, draft.probes.tokens], axis=1)
+            parents = jnp.concatenate([parents, draft.probes.parents], axis=1)
+        if draft.probes is None and draft.shape.is_chain:
+            visible, depth = None, jnp.arange(nodes, dtype=jnp.int32)
+        else:
+            visible = tree.ancestors(parents, tokens.shape[1])
+            depth = tree.depths(visible)
+        hidden, cache = forward(
+            self.model, inputs.target, state.cache, tokens, start[:, None] + depth, start, visible
+        )
+        logits = logits_of(self.model, inputs.target, hidden)
+        probe_logits = None if draft.probes is None else logits[:, nodes:]
+        return logits[:, :nodes], probe_logits, cache
+
+
+def draft_verify(drafter: Drafter, target: TargetDist, rule: Rule, model: ModelConfig) -> Method:
+    """The method that drafts, verifies with one pass of ``model``, and commits."""
+    return DraftVerify(model, drafter, target, rule)
+
+
+def clip(
+    inputs: Inputs, state: DecodeState, verdict: Verdict
+) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+    """How many of the verdict's tokens are kept, and whether the row ends with them.
+
+    The budget and an end-of-sequence token cut what is emitted, never what is drafted. A
+    finished row keeps 0.
+    """
+    at = jnp.arange(verdict.tokens.shape[1])
+    real = at < verdict.num_tokens[:, None]
+    ends = is_eos(verdict.tokens, inputs.eos_ids) & real
+    through_eos = jnp.where(ends.any(-1), jnp.argmax(ends, axis=-1) + 1, verdict.num_tokens)
+    left = state.max_length - state.length
+    emitted = jnp.where(state.done, 0, jnp.minimum(through_eos, left)).astype(jnp.int32)
+    by_eos = ends.any(-1) & (emitted == through_eos)
+    finish = jnp.where(by_eos, STOP_EOS, jnp.where(emitted == left, STOP_LENGTH, RUNNING))
+    return emitted, jnp.where(state.done, state.finish, finish).astype(jnp.int32)
+
+
+def emit(
+    state: DecodeState,
+    verdict: Verdict,
+    emitted: Int[Array, "B"],
+    finish: Int[Array, "B"],
+    logits: Float[Array, "B N V"],
+) -> DecodeState:
+    """Writes the verdict's tokens behind each row; those past ``emitted`` stay scratch."""
+    at = jnp.arange(verdict.tokens.shape[1])
+    drafted = at < verdict.num_accepted[:, None]
+    origin = jnp.where(drafted, FROM_DRAFT, FROM_TARGET).astype(jnp.int8)
+    logprobs = state.logprobs
+    if logprobs is not None:
+        node = jnp.minimum(verdict.path, logits.shape[1] - 1)
+        rows = jnp.take_along_axis(logits, node[:, :, None], axis=1)
+        chosen = probs.at_token(probs.log_softmax(rows), verdict.tokens)
+        logprobs = write_tokens(logprobs, chosen, state.length)
+    return state.replace(
+        tokens=write_tokens(state.tokens, verdict.tokens, state.length),
+        origin=write_tokens(state.origin, origin, state.length),
+        logprobs=logprobs,
+        length=state.length + emitted,
+        finish=finish,
+    )
+
+
+def write_tokens(buffer: Array, new: Array, start: Int[Array, "B"]) -> Array:
+    """Writes ``new[B, n]`` into ``buffer[B, S]`` at each row's own start."""
+    at = start[:, None] + jnp.arange(new.shape[1])
+    rows = jnp.arange(buffer.shape[0])[:, None]
+    return buffer.at[rows, at].set(new.astype(buffer.dtype), mode="drop")
+
+
+def count(
+    state: DecodeState,
+    draft: Draft,
+    verdict: Verdict,
+    emitted: Int[Array, "B"],
+    calls: Int[Array, "B"],
+    passes: Int[Array, ""],
+) -> Stats:
+    """The counters after one round; finished rows count nothing."""
+    live = (~state.done).astype(jnp.int32)
+    stats = state.stats
+    if draft.shape.is_chain:
+        depth = draft.valid[:, 1:].sum(-1, dtype=jnp.int32)
+    else:
+        bits = tree.ancestors(draft.parents, draft.shape.depth)
+        depth = jnp.max(jnp.where(draft.valid, tree.depths(bits), 0), axis=-1)
+    bins = jnp.arange(stats.accepted_hist.shape[1]) == verdict.num_accepted[:, None]
+    return Stats(
+        target_calls=stats.target_calls + live,
+        draft_calls=stats.draft_calls + live * calls,
+        rounds=stats.rounds + live,
+        drafted=stats.drafted + live * depth,
+        tested=stats.tested + live * verdict.num_tested,
+        accepted=stats.accepted + live * verdict.num_accepted,
+        emitted=stats.emitted + emitted,
+        passes=stats.passes + passes + 1,
+        accepted_hist=stats.accepted_hist + live[:, None] * bins,
+    )
+
+
+def start(
+    method: Method,
+    inputs: Inputs,
+    prompts: list[np.ndarray],
+    budget: Int[np.ndarray, "B"],
+    keys: Key[Array, "B"],
+    *,
+    logprobs: bool = False,
+    chunk: int,
+) -> DecodeState:
+    """The state after the prompts: tokens left-aligned in a bucket, caches filled."""
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    slots = bucket(max(int(lengths.max()) + method.width, chunk))
+    tokens = np.zeros((len(prompts), slots), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    depth = method.drafter.shape.depth if isinstance(method, DraftVerify) else 0
+    return _prefill(method, chunk, logprobs, depth)(
+        inputs, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(lengths + budget), keys
+    )
+
+
+@functools.cache
+def _prefill(method: Method, chunk: int, logprobs: bool, depth: int):
+    @jax.jit
+    def prefill_prompts(inputs, tokens, length, max_length, keys):
+        rows = tokens.shape[0]
+        zero = jnp.zeros((rows,), jnp.int32)
+        # Stats are donated with the state: every counter needs a buffer of its own.
+        stats = Stats(*(zero + 0 for _ in range(7)), passes=jnp.int32(0),
+                      accepted_hist=jnp.zeros((rows, depth + 1), jnp.int32))  # fmt: skip
+        state = DecodeState(
+            tokens=tokens,
+            length=length,
+            prompt_length=length + 0,
+            max_length=max_length,
+            finish=jnp.where(max_length > length, RUNNING, STOP_LENGTH).astype(jnp.int32),
+            origin=jnp.zeros(tokens.shape, jnp.int8),
+            logprobs=jnp.zeros(tokens.shape, jnp.float32) if logprobs else None,
+            keys=keys,
+            cache=(),
+            target=(),
+            drafter=(),
+            stats=stats,
+        )
+        return method.init(inputs, state, chunk)
+
+    return prefill_prompts
+
+
+@functools.cache
+def run_rounds(method: Method):
+    """``run(inputs, state, rounds) -> state``: up to ``rounds`` rounds on the device.
+
+    One trace per bucket of slots. It returns early when every row is done, or when the
+    longest row could outgrow its slots. The state is donated.
+    """
+
+    def run(inputs: Inputs, state: DecodeState, rounds: Int[Array, ""]) -> DecodeState:
+        def more(carry):
+            i, state = carry
+            fits = jnp.max(state.length) + method.width <= state.slots
+            return (i < rounds) & ~jnp.all(state.done) & fits
+
+        def advance(carry):
+            i, state = carry
+            return i + 1, method.step(inputs, state)
+
+        return jax.lax.while_loop(more, advance, (jnp.int32(0), state))[1]
+
+    return jax.jit(run, donate_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def grow_state(state: DecodeState, slots: int) -> DecodeState:
+    """The state in the next bucket: every array along the slots is padded."""
+
+    def pad(x):
+        return x if x is None else jnp.pad(x, ((0, 0), (0, slots - x.shape[1])))
+
+    return grow(state, slots).replace(
+        tokens=pad(state.tokens), origin=pad(state.origin), logprobs=pad(state.logprobs)
+    )
+
+
+def advance(method: Method, inputs: Inputs, state: DecodeState, rounds: int) -> DecodeState:
+    """Runs up to ``rounds`` more rounds, growing the bucket where the next one needs it."""
+    if int(state.length.max()) + method.width > state.slots:
+        state = grow_state(state, 2 * state.slots)
+    return run_rounds(method)(inputs, state, np.int32(min(rounds, 2**31 - 1)))
+
+
+@jax.jit
+def mark_stopped(state: DecodeState, stopped: Bool[Array, "B"]) -> DecodeState:
+    """Ends rows whose text holds a stop string; that is only known outside the device."""
+    return state.replace(finish=jnp.where(stopped & ~state.done, STOP_TEXT, state.finish))

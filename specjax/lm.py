@@ -1,0 +1,108 @@
+"""A language model ready to decode: params in the inference layout, config, tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from specjax.errors import ModelError
+from specjax.models import ModelConfig, fuse, load_pretrained
+from specjax.models.config import as_ids
+from specjax.models.hf import DTYPES
+from specjax.text import Tokenizer
+
+DEMO = Path(__file__).parent / "demo"
+EMBEDDED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft"}
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LM:
+    """A loaded model. ``tokenizer`` is None for models made from bare params.
+
+    ``vocab_limit``: ids from here on are padding of the vocabulary and are never drawn.
+    """
+
+    config: ModelConfig
+    params: dict
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]
+    vocab_limit: int
+    source: str
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.params["embed"].dtype
+
+
+def load(path_or_id: str | Path, dtype: str | None = None) -> LM:
+    """Loads a model directory, a hub id, or an embedded model (``demo``, ``demo-draft``).
+
+    Args:
+      dtype: ``float32``, ``bfloat16`` or ``float16``. None: float32 on CPUs, which compute in
+        it fastest, bfloat16 elsewhere.
+    Raises:
+      ModelError: the directory, id or dtype cannot be used; the message says why.
+    """
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not supported; choose {', '.join(DTYPES)}")
+    directory = _locate(str(path_or_id))
+    config, params = load_pretrained(directory, DTYPES[dtype])
+    tokenizer = Tokenizer.from_directory(directory)
+    return _assemble(config, params, tokenizer, _eos_ids(directory, config), str(path_or_id))
+
+
+def from_params(
+    config: ModelConfig,
+    params: dict,
+    tokenizer: Tokenizer | None = None,
+    eos_ids: tuple[int, ...] = (),
+) -> LM:
+    """An :class:`LM` from params in memory; without a tokenizer prompts are token ids."""
+    return _assemble(config, params, tokenizer, eos_ids or config.eos_ids, "params")
+
+
+def _assemble(config, params, tokenizer, eos_ids, source) -> LM:
+    known = tokenizer.vocab_size if tokenizer else config.vocab_size
+    return LM(config, fuse(params), tokenizer, eos_ids, min(known, config.vocab_size), source)
+
+
+def _locate(name: str) -> Path:
+    if name in EMBEDDED:
+        return EMBEDDED[name]
+    path = Path(name)
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        return path.expanduser()
+    return _from_hub(name)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"{name}: no such directory here, and the hub did not give it ({first})"
+        ) from None
+
+
+def _eos_ids(directory: Path, config: ModelConfig) -> tuple[int, ...]:
+    """End-of-sequence ids: the generation config knows more of them than the model's."""
+    path = directory / "generation_config.json"
+    if path.exists():
+        try:
+            ids = as_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+        except json.JSONDecodeError as error:
+            raise ModelError(f"{path}: not valid JSON ({error})") from None
+        if ids:
+            return ids
+    return config.eos_ids

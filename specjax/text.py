@@ -1,0 +1,170 @@
+"""Text in and out: tokenizer, incremental decoding, chat templates.
+
+The tokenizer comes straight from ``tokenizer.json`` (0.05 s); transformers is imported only
+for directories that have none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from specjax.errors import ModelError
+
+REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
+CONTEXT = 4  # tokens before a new one that can change how it decodes (leading spaces)
+
+
+class Tokenizer:
+    """Encodes and decodes; knows which ids exist and how it differs from another."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, chat_template: str | None = None,
+                 special: dict[str, str] | None = None):  # fmt: skip
+        self._backend, self._chat_template, self._special = backend, chat_template, special or {}
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values()) + 1
+        """One more than the highest id: ids from here on have probability 0."""
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> Tokenizer:
+        """The tokenizer of a model directory, or of its parent (models that share one).
+
+        Raises:
+          ModelError: none is there, or it cannot be read.
+        """
+        directory = Path(directory)
+        settings = _read_json(directory / "tokenizer_config.json")
+        special = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token")}
+        template_file = directory / "chat_template.jinja"
+        template = settings.get("chat_template")
+        if template_file.exists():
+            template = template_file.read_text(encoding="utf-8")
+        for home in (directory, directory.parent):
+            if (home / "tokenizer.json").exists():
+                return cls(_read_backend(home / "tokenizer.json"), template, special)
+        return cls(_through_transformers(directory), template, special)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; ``add_special_tokens`` adds what the checkpoint puts around a text."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the vocabulary and the special tokens."""
+        vocab = sorted(self._backend.get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()
+
+    def difference(self, other: Tokenizer) -> str | None:
+        """How the other's vocabulary differs, in one clause; None where they are the same."""
+        if self.fingerprint == other.fingerprint:
+            return None
+        if self.vocab_size != other.vocab_size:
+            return f"{self.vocab_size} against {other.vocab_size} ids"
+        mine = self._backend.get_vocab(with_added_tokens=True)
+        theirs = other._backend.get_vocab(with_added_tokens=True)
+        moved = sorted((i, token) for token, i in mine.items() if theirs.get(token) != i)
+        return f"id {moved[0][0]} is {moved[0][1]!r} only in the first" if moved else "extra tokens"
+
+    def apply_chat(self, message: str | list[dict[str, str]]) -> str:
+        """The prompt of a chat, by the checkpoint's own template, in a jinja2 sandbox.
+
+        Raises:
+          ModelError: the model has no chat template, or the template fails.
+        """
+        if not self._chat_template:
+            raise ModelError("--chat: this model has no chat template; leave --chat out")
+        from jinja2.exceptions import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(text):
+            raise TemplateError(text)
+
+        messages = [{"role": "user", "content": message}] if isinstance(message, str) else message
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = raise_exception
+        try:
+            template = environment.from_string(self._chat_template)
+            return template.render(messages=messages, add_generation_prompt=True, **self._special)
+        except TemplateError as error:
+            raise ModelError(f"the model's chat template failed: {error}") from None
+
+
+class IncrementalDecoder:
+    """Text piece by piece; the pieces concatenate to ``decode`` of all ids.
+
+    Each push decodes a window of a few known tokens and the new ones, so the cost follows
+    the new tokens alone. An incomplete UTF-8 tail is held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._known: list[int] = []  # context, already shown
+        self._pending: list[int] = []
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that is certain after these tokens."""
+        self._pending += map(int, ids)
+        piece = self._window()
+        if piece.endswith(REPLACEMENT):
+            return ""
+        return self._accept(piece)
+
+    def flush(self) -> str:
+        """What was held back, at the end of a row."""
+        return self._accept(self._window())
+
+    def _window(self) -> str:
+        before = self._tokenizer.decode(self._known)
+        return self._tokenizer.decode(self._known + self._pending)[len(before) :]
+
+    def _accept(self, piece: str) -> str:
+        self._known = (self._known + self._pending)[-CONTEXT:]
+        # A context that starts inside a character would not be a prefix of what follows.
+        while self._known and REPLACEMENT in self._tokenizer.decode(self._known):
+            self._known = self._known[1:]
+        self._pending = []
+        return piece
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{path}: not a readable tokenizer ({error})") from None
+
+
+def _through_transformers(directory: Path) -> tokenizers.Tokenizer:
+    names = ("tokenizer.model", "vocab.json", "vocab.txt")
+    if not any((directory / name).exists() for name in names):
+        raise ModelError(f"{directory}: no tokenizer.json")
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        return loaded.backend_tokenizer
+    except (OSError, ValueError, ImportError, AttributeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ModelError(f"{directory}: its tokenizer cannot be loaded ({first})") from None
+
+
+def _read_json(path: Path) -> dict:
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: not valid JSON ({error})") from None
+
+
+def _content(token: str | dict | None) -> str:
+    return token.get("content", "") if isinstance(token, dict) else token or ""
