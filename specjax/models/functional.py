@@ -24,6 +24,8 @@ from specjax.models.llama import Llama
 
 # From this many tokens on, training attention is blockwise.
 BLOCKWISE_FROM = 2048
+# Up to this many rows the cache is written row by row; more would bloat the program.
+UNROLLED_ROWS = 32
 
 
 @functools.cache
@@ -162,12 +164,18 @@ def write_rows(
 ) -> Float[Array, "B K S E"]:
     """Writes each row's new entries at its own start, in place under donation.
 
-    One ``dynamic_update_slice`` per row: under vmap it becomes a scatter that copies the
-    whole cache on CPU.
+    One ``dynamic_update_slice`` per row: under vmap it becomes a scatter, which CPUs run
+    entry by entry. Large batches take the scatter, their program would grow with the rows.
     """
     new = new.astype(buffer.dtype)
+    rows = buffer.shape[0]
+    if rows > UNROLLED_ROWS:
+        slots = start[:, None] + jnp.arange(new.shape[2])
+        return buffer.at[jnp.arange(rows)[:, None], :, slots].set(
+            new.transpose(0, 2, 1, 3), mode="drop", unique_indices=True
+        )
     zero = jnp.zeros((), start.dtype)
-    for row in range(buffer.shape[0]):
+    for row in range(rows):
         where = (jnp.asarray(row, start.dtype), zero, start[row], zero)
         buffer = jax.lax.dynamic_update_slice(buffer, new[row : row + 1], where)
     return buffer

@@ -1,0 +1,137 @@
+"""Statistics for the tests: synthetic conditional tables and exact-joint chi-square.
+
+A table gives p(· | prefix) and q(· | prefix) for every prefix of up to L tokens over a tiny
+vocabulary, so the law of the emitted sequence is known exactly. A rule runs one round over
+2·10⁵ rows; tokens past the round are drawn from p; the joint of the first L tokens is held
+against its exact law. Axis legend: B rows, N nodes, L tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.special import chdtrc
+
+from specjax import probs, tree
+from specjax.probs import Purpose
+from specjax.types import IID, Draft, TreeShape
+
+ALPHA = 1e-6  # per pair
+SAMPLES = 200_000
+VOCAB, GAMMA = 3, 3
+LENGTH = GAMMA + 1
+
+
+@functools.cache
+def tables(seed: int = 7, zeros: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """p and q, float32 ``[contexts, V]``, one row per prefix of length 0 … L − 1.
+
+    Some entries are zero in p, some in q: truncated distributions are the hard case.
+    """
+    generator = np.random.Generator(np.random.Philox(seed))
+    contexts = sum(VOCAB**n for n in range(LENGTH))
+    p, q = generator.dirichlet(np.ones(VOCAB) * 0.8, (2, contexts))
+    if zeros:
+        p[generator.random(contexts) < 0.2, 0] = 0
+        q[generator.random(contexts) < 0.2, 1] = 0
+    p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
+    return p.astype(np.float32), q.astype(np.float32)
+
+
+def child(context, token):
+    """The index of the prefix ``context`` extended by ``token``; the root is 0."""
+    return context * VOCAB + token + 1
+
+
+def chain_draft(keys, p, q, *, stop=None, log_q=None) -> tuple[Draft, jax.Array]:
+    """A chain drawn from q by the library's own streams, and log p at its nodes.
+
+    ``stop``: contexts before which the row drafts no more (a function of the prefix alone).
+    ``log_q``: what the draft claims as its law, where a mutant wants to lie.
+    """
+    rows = keys.shape[0]
+    context = jnp.zeros((rows,), jnp.int32)
+    tokens, rows_q = [jnp.zeros((rows,), jnp.int32)], []
+    contexts, valid = [context], [jnp.ones((rows,), bool)]
+    for i in range(GAMMA):
+        alive = valid[-1] if stop is None else valid[-1] & ~jnp.asarray(stop)[context]
+        u = probs.uniforms(keys, Purpose.DRAFT, jnp.full((rows, 1), i + 1))[:, 0]
+        x = probs.sample(q[context], u)
+        rows_q.append(jnp.log((q if log_q is None else log_q)[context]))
+        context = child(context, x)
+        tokens.append(x)
+        contexts.append(context)
+        valid.append(alive)
+    draft = Draft(
+        tokens=jnp.stack(tokens, 1),
+        parents=tree.chain_parents(rows, GAMMA + 1),
+        valid=jnp.stack(valid, 1),
+        log_q=jnp.stack(rows_q, 1),
+        shape=TreeShape.chain(GAMMA),
+        q_row=(0, *range(GAMMA)),
+        law=IID,
+    )
+    return draft, jnp.log(p[jnp.stack(contexts, 1)])
+
+
+def complete(keys, verdict, p) -> jax.Array:
+    """The first L tokens ``[B, L]``: the verdict's, then draws from p."""
+    rows = keys.shape[0]
+    context, out = jnp.zeros((rows,), jnp.int32), []
+    for i in range(LENGTH):
+        u = probs.uniforms(keys, Purpose.SEARCH, jnp.full((rows, 1), i))[:, 0]
+        fresh = probs.sample(p[context], u)
+        given = verdict.tokens[:, i] if i < verdict.tokens.shape[1] else fresh
+        token = jnp.where(i < verdict.num_tokens, given, fresh)
+        context = child(context, token)
+        out.append(token)
+    return jnp.stack(out, 1)
+
+
+def exact_joint(p: np.ndarray) -> np.ndarray:
+    """The law of the first L tokens under p, float64 ``[V**L]``."""
+    law, contexts = np.ones(1), np.zeros(1, np.int64)
+    for _ in range(LENGTH):
+        law = (law[:, None] * p.astype(np.float64)[contexts]).reshape(-1)
+        contexts = (contexts[:, None] * VOCAB + np.arange(VOCAB) + 1).reshape(-1)
+    return law / law.sum()
+
+
+def histogram(tokens: np.ndarray, vocab: int = VOCAB) -> np.ndarray:
+    """Counts of the sequences ``[B, L]``, first token slowest."""
+    code = np.zeros(len(tokens), np.int64)
+    for i in range(tokens.shape[1]):
+        code = code * vocab + tokens[:, i]
+    return np.bincount(code, minlength=vocab ** tokens.shape[1])
+
+
+def p_value(counts: np.ndarray, law: np.ndarray) -> float:
+    """Pearson's chi-square against an exact law; cells expecting under 5 are pooled.
+
+    A count where the law is zero gives 0: it cannot happen.
+    """
+    if counts[law == 0].any():
+        return 0.0
+    expected = law * counts.sum()
+    small = expected < 5
+    seen = np.append(counts[~small], counts[small].sum())
+    want = np.append(expected[~small], expected[small].sum())
+    seen, want = seen[want > 0], want[want > 0]
+    statistic = float(np.sum((seen - want) ** 2 / want))
+    return float(chdtrc(len(want) - 1, statistic))
+
+
+def rule_p_value(rule, *, draft_fn=chain_draft, seed: int = 1, **settings) -> float:
+    """p-value of one round of ``rule`` over chains drawn from the table's q."""
+    p, q = map(jnp.asarray, tables())
+
+    @jax.jit
+    def run(keys):
+        draft, log_p = draft_fn(keys, p, q)
+        return complete(keys, rule(keys, draft, log_p, **settings), p)
+
+    keys = jax.random.split(jax.random.key(seed), SAMPLES)
+    return p_value(histogram(np.asarray(run(keys))), exact_joint(tables()[0]))
