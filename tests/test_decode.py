@@ -1,0 +1,196 @@
+"""The loop: greedy equality, the cache's invariant, independence of rows, cuts, growth, traces."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import tiny_lm
+
+import specjax as sj
+from specjax import decode
+from specjax.cache import prefill
+from specjax.generate import Engine
+from specjax.methods import Context
+from specjax.models import init_cache
+
+PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
+METHODS = sorted(sj.methods())
+SAMPLING = sj.Sampling(temperature=0.8, top_k=20, top_p=0.9)
+
+
+def run(target, draft, method, prompts=PROMPTS, **kw):
+    return sj.generate(target, prompts, method=method, draft=draft, **kw)
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 8])
+def test_greedy_speculative_equals_plain(target, draft, gamma):
+    plain = run(target, None, "autoregressive", max_new_tokens=120)
+    out = run(target, draft, "speculative", max_new_tokens=120, options={"gamma": gamma})
+    for a, b in zip(plain.tokens, out.tokens, strict=True):
+        np.testing.assert_array_equal(a, b)
+    accepted = out.stats["accepted"].sum() / out.stats["tested"].sum()
+    assert 0.02 < accepted < 0.98, "the pair must both agree and differ for this to test anything"
+
+
+def states_by_round(target, draft, name, options, sampling, budget=40, prompts=PROMPTS):
+    """The state after every round, through the public pieces."""
+    built, settings = sj.method(name).build(Context(target, draft), options)
+    engine = Engine(target, draft, built, settings)
+    inputs = engine.inputs(sampling, len(prompts))
+    keys = jax.random.split(jax.random.key(3), len(prompts))
+    budgets = np.full(len(prompts), budget, np.int32)
+    state = decode.start(built, inputs, [np.array(p) for p in prompts], budgets, keys, chunk=64)
+    while not bool(state.done.all()):
+        state = decode.advance(built, inputs, state, 1)
+        yield state
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("sampling", [sj.Sampling(), SAMPLING], ids=["greedy", "sampled"])
+def test_cache_equals_fresh_prefill_after_every_round(target, draft, name, sampling):
+    fresh = jax.jit(prefill, static_argnums=(0, 5))
+    rounds = 0
+    for state in states_by_round(target, draft, name, {}, sampling, budget=24):
+        rounds += 1
+        empty = init_cache(target.config, len(PROMPTS), state.slots, target.dtype)
+        want = fresh(target.config, target.params, empty, state.tokens, state.length, 16)
+        held = (jnp.arange(state.slots) < state.length[:, None] - 1)[:, None, :, None]
+        for a, b in zip(jax.tree.leaves(state.cache), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(jnp.where(held, a, 0), jnp.where(held, b, 0), atol=2e-5)
+    assert rounds > 4
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("sampling", [sj.Sampling(), SAMPLING], ids=["greedy", "sampled"])
+def test_row_of_a_batch_is_the_prompt_alone(target, draft, name, sampling):
+    together = run(target, draft, name, max_new_tokens=30, sampling=sampling, seed=5)
+    split = run(target, draft, name, max_new_tokens=30, sampling=sampling, seed=5, batch_size=3)
+    for i, prompt in enumerate(PROMPTS):
+        alone = run(target, draft, name, [prompt], max_new_tokens=30, sampling=sampling, seed=5,
+                    indices=[i])  # fmt: skip
+        np.testing.assert_array_equal(together.tokens[i], alone.tokens[0])
+        np.testing.assert_array_equal(together.tokens[i], split.tokens[i])
+        for counter, values in alone.stats.items():
+            np.testing.assert_array_equal(together.stats[counter][i], values[0], counter)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_smaller_budget_gives_a_prefix(target, draft, name):
+    long = run(target, draft, name, max_new_tokens=40, sampling=SAMPLING)
+    for budget in (1, 2, 7, 23):
+        short = run(target, draft, name, max_new_tokens=budget, sampling=SAMPLING)
+        for a, b in zip(short.tokens, long.tokens, strict=True):
+            assert len(a) == budget
+            np.testing.assert_array_equal(a, b[:budget])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_ends_at_any_of_several_eos_ids(target, draft, name):
+    plain = run(target, draft, name, max_new_tokens=40, sampling=SAMPLING)
+    ids = (int(plain.tokens[0][9]), int(plain.tokens[2][14]))
+    ending = dataclasses.replace(target, eos_ids=ids)
+    out = run(ending, draft, name, max_new_tokens=40, sampling=SAMPLING)
+    for tokens, reason, full in zip(out.tokens, out.finish_reasons, plain.tokens, strict=True):
+        inside = np.isin(tokens, ids)
+        assert not inside[:-1].any()
+        assert (reason == "eos") == bool(inside[-1])
+        assert reason == "eos" or len(tokens) == 40
+        if name == "autoregressive":  # a draft that ends at EOS draws differently afterwards
+            np.testing.assert_array_equal(tokens, full[: len(tokens)])
+    assert out.finish_reasons[0] == "eos"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_growing_buckets_and_chunks_change_nothing(target, draft, name):
+    whole = run(target, draft, name, max_new_tokens=300, sampling=SAMPLING, logprobs=True)
+    pieces = list(sj.stream(target, PROMPTS, method=name, draft=draft, max_new_tokens=300,
+                            sampling=SAMPLING, logprobs=True, rounds_per_piece=7))  # fmt: skip
+    final = pieces[-1].generation
+    for i in range(len(PROMPTS)):
+        np.testing.assert_array_equal(whole.tokens[i], final.tokens[i])
+        np.testing.assert_array_equal(whole.logprobs[i], final.logprobs[i])
+        streamed = np.concatenate([p.tokens for p in pieces[:-1] if p.index == i])
+        np.testing.assert_array_equal(streamed, final.tokens[i])
+    for counter in whole.stats:
+        np.testing.assert_array_equal(whole.stats[counter], final.stats[counter])
+
+
+def test_logprobs_are_the_unwarped_targets(target, draft):
+    out = run(target, draft, "speculative", max_new_tokens=20, sampling=SAMPLING, logprobs=True)
+    from specjax.models import hidden_states, logits_of
+
+    for prompt, tokens, found in zip(PROMPTS, out.tokens, out.logprobs, strict=True):
+        row = np.concatenate([prompt, tokens])[None].astype(np.int32)
+        at = np.arange(row.shape[1])[None]
+        hidden = hidden_states(target.config, target.params, row, at, np.ones_like(row))
+        log_p = jax.nn.log_softmax(logits_of(target.config, target.params, hidden))[0]
+        want = np.asarray(log_p)[
+            np.arange(len(prompt) - 1, row.shape[1] - 1), row[0, len(prompt) :]
+        ]
+        np.testing.assert_allclose(found, want, atol=1e-4)
+
+
+def test_counters_of_plain_decoding(target):
+    out = run(target, None, "autoregressive", max_new_tokens=17)
+    for name in ("target_calls", "rounds", "emitted"):
+        np.testing.assert_array_equal(out.stats[name], 17)
+    for name in ("draft_calls", "drafted", "tested", "accepted"):
+        np.testing.assert_array_equal(out.stats[name], 0)
+
+
+def test_counters_when_the_draft_is_the_target(target):
+    out = run(target, target, "speculative", max_new_tokens=20, options={"gamma": 4})
+    np.testing.assert_array_equal(out.stats["rounds"], 4)
+    np.testing.assert_array_equal(out.stats["accepted"], 16)
+    np.testing.assert_array_equal(out.stats["tested"], 16)
+    np.testing.assert_array_equal(out.stats["draft_calls"], 16)
+    np.testing.assert_array_equal(out.stats["accepted_hist"][:, 4], 4)
+
+
+def test_origins_name_the_writer(target, draft):
+    out = run(target, draft, "speculative", max_new_tokens=60)
+    for i, origin in enumerate(out.origins):
+        drafted = int((origin == 1).sum())
+        assert set(origin.tolist()) <= {1, 2}
+        assert 0 <= out.stats["accepted"][i] - drafted <= 4  # the last round may be cut
+
+
+def test_samples_differ_and_seeds_repeat(target, draft):
+    one = run(target, draft, "speculative", max_new_tokens=20, sampling=SAMPLING, num_samples=3)
+    two = run(target, draft, "speculative", max_new_tokens=20, sampling=SAMPLING, num_samples=3)
+    other = run(target, draft, "speculative", max_new_tokens=20, sampling=SAMPLING, seed=1)
+    assert len(one.tokens) == 12
+    for a, b in zip(one.tokens, two.tokens, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert any((one.tokens[0] != one.tokens[s]).any() for s in (1, 2))
+    assert (one.tokens[0] != other.tokens[0]).any()
+
+
+def test_one_trace_per_bucket_over_settings_keys_and_lengths():
+    target, draft = tiny_lm(1, layers=2), tiny_lm(2, layers=1)
+    decode.run_rounds.cache_clear()
+    for seed, (temperature, k, p) in enumerate([(0, 0, 1), (1, 0, 1), (0.5, 7, 1), (2, 80, 0.3)]):
+        sampling = sj.Sampling(float(temperature), k, float(p))
+        for length in (3, 17, 60):
+            prompts = [list(range(length)), list(range(length // 2 + 1))]
+            run(target, draft, "speculative", prompts, max_new_tokens=20, sampling=sampling,
+                seed=seed)  # fmt: skip
+    built, _ = sj.method("speculative").build(Context(target, draft), {})
+    assert decode.run_rounds(built)._cache_size() == 1
+    run(target, draft, "speculative", [[1, 2]] * 2, max_new_tokens=200)
+    assert decode.run_rounds(built)._cache_size() == 2  # the next bucket, 256
+
+
+def test_compiled_loop_holds_no_copy_of_the_cache():
+    # Wide heads: the cache then dwarfs the scores, which also grow with the slots.
+    target, draft = tiny_lm(1, head_dim=64), tiny_lm(2, layers=1)
+    built, settings = sj.method("speculative").build(Context(target, draft), {"gamma": 3})
+    inputs = Engine(target, draft, built, settings).inputs(SAMPLING, 2)
+    keys, budget = jax.random.split(jax.random.key(0), 2), np.full(2, 10, np.int32)
+    state = decode.start(built, inputs, [np.arange(5)] * 2, budget, keys, chunk=16)
+    state = decode.grow_state(state, 4096)
+    compiled = decode.run_rounds(built).lower(inputs, state, np.int32(5)).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary < 0.5 * state.cache.k[0].nbytes, "a layer's cache is copied"

@@ -1,0 +1,61 @@
+"""Sampling by quantile, residuals and KL at their edges."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax import probs
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 17, 1000, 4096, 50_257])
+def test_sample_equals_a_plain_inverse_cdf(vocab):
+    generator = np.random.Generator(np.random.Philox(vocab))
+    weights = generator.random(vocab).astype(np.float32) ** 4
+    weights[generator.random(vocab) < 0.3] = 0
+    weights[-1] = 0.1
+    u = generator.random(200).astype(np.float32)
+    got = np.asarray(probs.sample(jnp.tile(weights, (200, 1)), jnp.asarray(u)))
+    cdf = np.cumsum(weights.astype(np.float64)) / weights.astype(np.float64).sum()
+    assert (weights[got] > 0).all()
+    # A float32 sum may move a boundary by a few ulps: the quantile must lie in the cell.
+    low = np.where(got > 0, cdf[np.maximum(got - 1, 0)], 0)
+    assert ((u > low - 1e-5) & (u <= cdf[got] + 1e-5)).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from([0.0, 1e-30, 1e-7, 0.1, 1.0]), min_size=1, max_size=9),
+    st.sampled_from([2.0**-24, 0.3, 1 - 2.0**-24, 1.0]),
+)
+def test_sample_never_takes_a_token_without_weight(weights, u):
+    if not any(weights):
+        weights[0] = 1.0
+    token = int(probs.sample(jnp.asarray(weights, jnp.float32), jnp.float32(u)))
+    assert weights[token] > 0
+
+
+def test_residual_of_equal_distributions_is_p():
+    p = jnp.asarray([0.25, 0.75, 0.0])
+    np.testing.assert_array_equal(probs.residual(p, p), p)
+    np.testing.assert_allclose(probs.residual(p, jnp.asarray([0.5, 0.5, 0])), [0, 0.25, 0])
+
+
+def test_kl_edges():
+    log = jnp.log(jnp.asarray([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.5, 0.0, 0.5]]))
+    assert float(probs.kl_divergence(log[0], log[0])) == 0
+    assert float(probs.kl_divergence(log[1], log[0])) == pytest.approx(np.log(2))
+    assert np.isinf(float(probs.kl_divergence(log[0], log[2])))
+
+
+def test_uniforms_lie_in_the_half_open_interval_and_are_apart():
+    import jax
+
+    keys = jax.random.split(jax.random.key(0), 500)
+    nodes = jnp.tile(jnp.arange(20), (500, 1))
+    a = np.asarray(probs.uniforms(keys, probs.Purpose.ACCEPT, nodes))
+    b = np.asarray(probs.uniforms(keys, probs.Purpose.EMIT, nodes))
+    assert (a > 0).all() and (a <= 1).all()
+    assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.05
+    assert len(np.unique(a)) > 0.99 * a.size
