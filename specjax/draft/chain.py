@@ -6,17 +6,18 @@ Axis legend: B rows, N = γ + 1 nodes, S slots, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax import probs, tree
 from specjax.cache import prefill
-from specjax.models import ModelConfig, forward, init_cache, logits_of
+from specjax.models import KVCache, ModelConfig, forward, init_cache, logits_of
 from specjax.probs import Purpose
 from specjax.protocols import Proposal
-from specjax.types import IID, Draft, TreeShape
+from specjax.types import IID, DecodeState, Draft, TreeShape
 from specjax.warp import fit_vocabulary, warp
 
 
@@ -29,9 +30,10 @@ def is_eos(tokens: Int[Array, "..."], eos_ids: Int[Array, "E"]) -> Bool[Array, "
 class Chain:
     """γ tokens drawn from a draft model with the target's warp.
 
-    The draft's cache holds every token before the last two: the first pass of a round feeds
-    those two, so a fully accepted draft leaves no hole. A row's chain ends at its first
-    end-of-sequence token; the loop ends when every row's has.
+    Every draft pass feeds the last two tokens of the row: the one just drawn and the one
+    before it. On decoding hardware that costs what one token costs, and it lets the cache
+    start a round two tokens short, so that a fully accepted draft leaves no hole in it. A
+    row's chain ends at its first end-of-sequence token; the loop ends when every row's has.
     """
 
     model: ModelConfig
@@ -52,76 +54,93 @@ class Chain:
         return prefill(self.model, inputs.draft, cache, state.tokens, state.length, chunk)
 
     def propose(self, inputs, state, keys):
-        logits, cache = self._catch_up(inputs, state)
         rows = state.length.shape[0]
-        tokens = jnp.zeros((rows, self.gamma + 1), jnp.int32)
-        tokens = tokens.at[:, 0].set(probs.at_token(state.tokens, state.length - 1))
-        valid = jnp.zeros((rows, self.gamma + 1), bool).at[:, 0].set(True)
-        log_q = jnp.full((rows, self.gamma, self.vocab), probs.NEVER, jnp.float32)
-        kept = jnp.zeros((rows, self.gamma + 1, self.vocab), jnp.float32)
-        kept = kept.at[:, 0].set(logits) if self.keep_logits else None
-        alive = ~state.done
+        start = _Drawing(
+            step=jnp.int32(0),
+            cache=state.drafter,
+            window=jnp.pad(_last_two(state), ((0, 0), (0, self.gamma))),
+            valid=jnp.zeros((rows, self.gamma), bool),
+            log_q=jnp.full((rows, self.gamma, self.vocab), probs.NEVER, jnp.float32),
+            logits=self._no_logits(rows),
+            alive=~state.done,
+            calls=jnp.zeros((rows,), jnp.int32),
+        )
+        steps = self.gamma + self.keep_logits  # the bonus leaf's logits cost one call more
 
-        def draw(i, logits, tokens, valid, log_q, alive):
-            """Node i + 1 from the logits after node i."""
-            q = warp(logits[:, None], inputs.warp, self.vocab_limit)[:, 0]
-            u = probs.uniforms(keys, Purpose.DRAFT, jnp.broadcast_to(i + 1, (rows, 1)))[:, 0]
-            x = probs.sample(jnp.exp(q), u)
-            tokens = tokens.at[:, i + 1].set(jnp.where(alive, x, 0))
-            valid = valid.at[:, i + 1].set(alive)
-            return tokens, valid, log_q.at[:, i].set(q), alive & ~is_eos(x, inputs.eos_ids)
+        def more(d):
+            return (d.step < steps) & jnp.any(d.alive)
 
-        def more(carry):
-            i, *_, alive, _ = carry
-            return (i < self.gamma) & jnp.any(alive)
-
-        def extend(carry):
-            i, cache, kept, tokens, valid, log_q, alive, calls = carry
-            calls = calls + alive
-            logits, cache = self._feed(inputs, cache, tokens[:, i], state.length - 1 + i)
-            kept = kept if kept is None else kept.at[:, i].set(logits)
-            return i + 1, cache, kept, *draw(i, logits, tokens, valid, log_q, alive), calls
-
-        calls = alive.astype(jnp.int32)
-        first = draw(0, logits, tokens, valid, log_q, alive)
-        carry = (jnp.int32(1), cache, kept, *first, calls)
-        i, cache, kept, tokens, valid, log_q, alive, calls = jax.lax.while_loop(more, extend, carry)
-        passes = i
-        if self.keep_logits:  # the bonus leaf's logits: one call further
-            last = probs.at_token(tokens, jnp.full((rows,), self.gamma))
-            logits, cache = self._feed(inputs, cache, last, state.length - 1 + self.gamma)
-            kept = kept.at[:, self.gamma].set(logits)
-            calls, passes = calls + ~state.done, passes + 1
+        end = jax.lax.while_loop(more, lambda d: self._draw(inputs, state, keys, d), start)
         draft = Draft(
-            tokens=tokens,
+            tokens=end.window[:, 1:],
             parents=tree.chain_parents(rows, self.gamma + 1),
-            valid=valid,
-            log_q=log_q,
-            logits=kept,
+            valid=jnp.concatenate([jnp.ones((rows, 1), bool), end.valid], axis=1),
+            log_q=end.log_q,
+            logits=end.logits,
             shape=self.shape,
             q_row=(0, *range(self.gamma)),
             law=self.law,
         )
-        return Proposal(draft, cache, calls, passes)
+        return Proposal(draft, end.cache, end.calls, end.step)
+
+    def _no_logits(self, rows):
+        if not self.keep_logits:
+            return None
+        return jnp.zeros((rows, self.gamma + 1, self.vocab), jnp.float32)
 
     def update(self, inputs, state, draft, verdict, probe_logits):
         return state
 
-    def _catch_up(self, inputs, state):
-        """Feeds each row's last two tokens; a one-token row feeds its only one first."""
-        start = jnp.maximum(state.length - 2, 0)
-        at = start[:, None] + jnp.arange(2, dtype=jnp.int32)
-        two = jnp.take_along_axis(state.tokens, at, axis=1)
-        hidden, cache = forward(self.model, inputs.draft, state.drafter, two, at, start)
-        last = jnp.take_along_axis(hidden, (state.length - 1 - start)[:, None, None], axis=1)
-        return self._logits(inputs, last), cache
+    def _draw(self, inputs, state, keys, d: _Drawing) -> _Drawing:
+        """One draft pass, and the token it draws: node ``step + 1``.
 
-    def _feed(self, inputs, cache, token, start):
-        hidden, cache = forward(
-            self.model, inputs.draft, cache, token[:, None], start[:, None], start
+        Writes past γ (the pass that only scores the bonus leaf) are dropped.
+        """
+        logits, cache = self._pass(inputs, state, d)
+        q = warp(logits[:, None], inputs.warp, self.vocab_limit)[:, 0]
+        node = jnp.broadcast_to(d.step + 1, (q.shape[0], 1))
+        x = probs.sample(jnp.exp(q), probs.uniforms(keys, Purpose.DRAFT, node)[:, 0])
+        x = jnp.where(d.alive, x, 0)
+        return _Drawing(
+            step=d.step + 1,
+            cache=cache,
+            window=d.window.at[:, d.step + 2].set(x, mode="drop"),
+            valid=d.valid.at[:, d.step].set(d.alive, mode="drop"),
+            log_q=d.log_q.at[:, d.step].set(q, mode="drop"),
+            logits=None if d.logits is None else d.logits.at[:, d.step].set(logits),
+            alive=d.alive & ~is_eos(x, inputs.eos_ids),
+            calls=d.calls + d.alive,
         )
-        return self._logits(inputs, hidden), cache
 
-    def _logits(self, inputs, hidden):
-        logits = logits_of(self.model, inputs.draft, hidden)[:, 0]
-        return fit_vocabulary(logits.astype(jnp.float32), self.vocab)
+    def _pass(self, inputs, state, d: _Drawing):
+        """Feeds each row's last two tokens; a row of one token feeds that one first."""
+        first = state.length - 2 + d.step
+        start = jnp.maximum(first, 0)
+        two = jnp.arange(2, dtype=jnp.int32)
+        inside = d.step + (start - first)[:, None] + two
+        tokens = jnp.take_along_axis(d.window, inside, axis=1, mode="clip")
+        hidden, cache = forward(
+            self.model, inputs.draft, d.cache, tokens, start[:, None] + two, start
+        )
+        last = jnp.take_along_axis(hidden, (first + 1 - start)[:, None, None], axis=1)
+        logits = logits_of(self.model, inputs.draft, last)[:, 0]
+        return fit_vocabulary(logits.astype(jnp.float32), self.vocab), cache
+
+
+class _Drawing(NamedTuple):
+    """The draft loop's carry. ``window`` holds the last two committed tokens, then the draft."""
+
+    step: Int[Array, ""]
+    cache: KVCache
+    window: Int[Array, "B γ+2"]
+    valid: Bool[Array, "B γ"]
+    log_q: Float[Array, "B γ V"]
+    logits: Float[Array, "B γ+1 V"] | None
+    alive: Bool[Array, "B"]
+    calls: Int[Array, "B"]
+
+
+def _last_two(state: DecodeState) -> Int[Array, "B 2"]:
+    """Each row's last two tokens; the first is scratch where the row has only one."""
+    at = jnp.maximum(state.length[:, None] + jnp.arange(-2, 0), 0)
+    return jnp.take_along_axis(state.tokens, at, axis=1)
