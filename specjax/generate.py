@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import compat, decode, methods
+from specjax import compat, decode
 from specjax.cache import chunk_width
 from specjax.errors import OptionError, PairError
 from specjax.lm import LM
+from specjax.methods import Context, compose
+from specjax.methods import method as find_method
 from specjax.protocols import Method, Rule
 from specjax.text import IncrementalDecoder
 from specjax.types import FINISH_REASONS, FROM_DRAFT, DecodeState, Inputs
@@ -160,9 +162,9 @@ class Engine:
         if not isinstance(method, str):
             return cls(target, draft, method, dict(options or {}))
         if isinstance(rule, Rule):
-            base = methods.compose(drafter or ("chain" if draft else "none"), "speculative",
+            base = compose(drafter or ("chain" if draft else "none"), "speculative",
                                    target_dist)  # fmt: skip
-            context = methods.Context(target, draft)
+            context = Context(target, draft)
             settings = {n: v for n, v in (options or {}).items() if n in rule.settings}
             rest = {n: v for n, v in (options or {}).items() if n not in rule.settings}
             missing = [name for name in rule.settings if name not in settings]
@@ -173,12 +175,12 @@ class Engine:
             built = dataclasses.replace(built, rule=rule)
             return cls(target, draft, built, more | settings)
         if drafter or rule or target_dist != "warped":
-            spec = methods.compose(drafter or "none", rule or "speculative", target_dist)
+            spec = compose(drafter or "none", rule or "speculative", target_dist)
         else:
-            spec = methods.method(method)
+            spec = find_method(method)
         if draft is not None and not spec.needs_draft:
             draft = None  # e.g. the baseline beside a speculative run
-        built, settings = spec.build(methods.Context(target, draft), options or {})
+        built, settings = spec.build(Context(target, draft), options or {})
         return cls(target, draft, built, settings)
 
     def inputs(self, sampling: Sampling, batch: int) -> Inputs:
@@ -273,7 +275,7 @@ class Batch:
             logprobs=self._logprobs,
             chunk=chunk_width(max(len(row.tokens) for row in self._all)),
         )
-        jax.block_until_ready(state.length)
+        jax.block_until_ready(state)
         self._times["prefill"] = time.perf_counter() - began
         # One round first: it dates the first token.
         step = 1

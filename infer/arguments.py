@@ -1,0 +1,105 @@
+"""Arguments that the inference programs share, and their one-line errors."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+DEMO_DRAFT = "demo-draft"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line that names the way out."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}; see --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def make_parser(prog: str, doc: str) -> Parser:
+    """A parser with ``--version`` and the models' arguments.
+
+    The version comes from the installed metadata: importing the library imports JAX.
+    """
+    parser = Parser(
+        prog=prog,
+        description=doc,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"specjax {importlib.metadata.version('specjax')}"
+    )
+    models = parser.add_argument_group("models")
+    models.add_argument(
+        "--target",
+        default="demo",
+        metavar="PATH|ID|demo",
+        help="the model p: a directory, a hub id, or the embedded demo (default)",
+    )
+    models.add_argument("--draft", metavar="PATH|ID|demo", help="the draft model q")
+    models.add_argument("--dtype", metavar="D", help="float32, bfloat16 or float16")
+    return parser
+
+
+def add_sampling(parser: Parser) -> None:
+    """``--temperature --top-k --top-p --seed``."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)"
+    )
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off (default)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 is off (default)")
+    group.add_argument("--seed", type=int, default=0, metavar="S")
+
+
+def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
+    """``--set OPTION=VALUE`` pairs as a dict.
+
+    Raises:
+      OptionError: a pair without ``=``.
+    """
+    from specjax.errors import OptionError
+
+    settings = {}
+    for pair in pairs:
+        name, found, value = pair.partition("=")
+        if not found or not name:
+            raise OptionError(f"--set {pair!r}: expected OPTION=VALUE, e.g. --set gamma=3")
+        settings[name.replace("-", "_")] = value
+    return settings
+
+
+def load_models(target: str, draft: str | None, dtype: str | None, want_draft: bool):
+    """The target, and the draft or None; the demo target brings its own draft.
+
+    Raises:
+      ModelError: one of them cannot be loaded.
+    """
+    from specjax import lm
+
+    if draft == "demo" or (draft is None and target == "demo" and want_draft):
+        draft = DEMO_DRAFT
+    return lm.load(target, dtype), lm.load(draft, dtype) if draft else None
+
+
+def use_compilation_cache() -> bool:
+    """Keeps compiled programs across starts; ``SPECJAX_CACHE_DIR=`` (empty) turns it off.
+
+    Returns whether there is nothing to reuse yet, so that this start will compile.
+    """
+    import jax
+
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    directory = os.environ.get("SPECJAX_CACHE_DIR", str(Path(base) / "specjax" / "xla"))
+    if not directory:
+        return True
+    jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return not Path(directory).is_dir() or not any(Path(directory).iterdir())

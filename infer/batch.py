@@ -1,0 +1,130 @@
+"""Batch jobs: prompts from JSONL, one finished row per line, restartable after a kill.
+
+A row is appended and synced before the next batch starts; a started-again job truncates a torn
+last line and does what is missing. Keys follow the prompt's index in the job, so a resumed job
+equals an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from specjax.errors import OptionError, SpecjaxError
+from specjax.generate import encode_prompt
+from specjax.lm import LM
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One prompt of a job. ``index`` counts the file's good and bad lines alike."""
+
+    index: int
+    id: str | int
+    text: str
+    tokens: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class BadLine:
+    """An input line that cannot be decoded; ``number`` counts from 1."""
+
+    number: int
+    reason: str
+
+
+def read_prompts(path: str, target: LM, chat: bool) -> tuple[list[Prompt], list[BadLine]]:
+    """The prompts of a JSONL file and the lines that hold none.
+
+    Raises:
+      OptionError: the file cannot be read or holds no line at all.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"--prompts {path}: cannot be read ({error})") from None
+    if not any(line.strip() for line in lines):
+        raise OptionError(f"--prompts {path}: the file is empty; it needs one JSON object per line")
+    good, bad = [], []
+    for index, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            good.append(_prompt(index, line, target, chat))
+        except (SpecjaxError, ValueError) as error:
+            bad.append(BadLine(index + 1, str(error)))
+    return good, bad
+
+
+def _prompt(index: int, line: str, target: LM, chat: bool) -> Prompt:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg})") from None
+    if not isinstance(entry, dict):
+        raise ValueError(f"expected an object, got {type(entry).__name__}")
+    text = entry.get("prompt")
+    if not isinstance(text, str):
+        raise ValueError('expected a text under "prompt"')
+    name = entry.get("id", index)
+    if not isinstance(name, (str, int)):
+        raise ValueError('"id" must be a text or an integer')
+    return Prompt(index, name, text, encode(target, text, chat))
+
+
+def encode(target: LM, text: str, chat: bool) -> list[int]:
+    """A prompt's token ids; with ``chat`` through the model's template."""
+    if chat:
+        rendered = target.tokenizer.apply_chat(text)
+        return list(encode_prompt(target, target.tokenizer.encode(rendered, False)))
+    return list(encode_prompt(target, text))
+
+
+class Output:
+    """The result file: knows what is done and appends what is not."""
+
+    def __init__(self, path: str, settings: dict[str, object]):
+        self._path = Path(path)
+        self._settings = settings
+        self.done = set(self._finished())
+
+    def _finished(self) -> Iterator[tuple[int, int]]:
+        """(index, sample) of each whole line; a torn last line is cut off the file.
+
+        Raises:
+          OptionError: the file was written by a job with other settings, or is no result file.
+        """
+        if not self._path.exists():
+            return
+        data = self._path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                entry = json.loads(line)
+                yield entry["index"], entry["sample"]
+            except (ValueError, KeyError, TypeError):
+                raise OptionError(
+                    f"--out {self._path}: line {number} is no result of this "
+                    "program; choose another file"
+                ) from None
+            for name, value in self._settings.items():
+                if entry.get(name) != value:
+                    raise OptionError(
+                        f"--out {self._path}: was written with {name}={entry.get(name)!r}, this "
+                        f"job has {value!r}; choose another file"
+                    )
+        if len(whole) < len(data):
+            with self._path.open("r+b") as file:
+                file.truncate(len(whole))
+                os.fsync(file.fileno())
+
+    def append(self, entry: dict) -> None:
+        """Writes one row in one piece and returns once it is on disk."""
+        line = (json.dumps(entry, ensure_ascii=False) + "\n").encode()
+        with self._path.open("ab") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())

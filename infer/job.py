@@ -1,0 +1,150 @@
+"""A decoding job: settings bound to models, run over one prompt or many."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import specjax as sj
+from infer.batch import Output, encode, read_prompts
+from infer.record import record
+from infer.render import Compiling, Screen
+from specjax.methods import MethodSpec, compose, method
+
+DEMO_GAMMA = 3  # what the embedded pair is fastest with: see the README's table
+ROUNDS_PER_PIECE = 2  # of a streamed prompt: often enough to read along
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The models and every setting of a run, checked."""
+
+    target: sj.LM
+    draft: sj.LM | None
+    name: str
+    arguments: dict[str, Any]
+    chat: bool
+    as_json: bool
+    samples: int
+    batch_size: int
+    settings: dict[str, Any]  # what a result file must have been written with
+
+    @classmethod
+    def create(cls, args: argparse.Namespace, target: sj.LM, draft: sj.LM | None) -> Job:
+        """Raises OptionError or PairError for what does not fit, before anything compiles."""
+        parts = {"drafter": args.drafter, "rule": args.rule}
+        composed = any(parts.values()) or args.target_dist
+        name = args.method or ("speculative" if draft else "autoregressive")
+        if composed:
+            parts["drafter"] = args.drafter or ("chain" if draft else "none")
+            parts["rule"] = args.rule or "speculative"
+            parts["target_dist"] = args.target_dist or "warped"
+            spec = compose(**parts)
+        else:
+            parts, spec = {}, method(name)
+        options = spec.resolve(_demo_options(args, spec) | args.options)
+        sampling = sj.Sampling(args.temperature, args.top_k, args.top_p)
+        arguments = parts | {
+            "method": name,
+            "draft": draft,
+            "options": options,
+            "sampling": sampling,
+            "max_new_tokens": args.max_new_tokens,
+            "seed": args.seed,
+            "stop": tuple(args.stop),
+            "logprobs": args.logprobs,
+        }
+        settings = {
+            "method": spec.name,
+            "seed": args.seed,
+            "options": options,
+            "sampling": dataclasses.asdict(sampling),
+            "max_new_tokens": args.max_new_tokens,
+        }
+        return cls(
+            target,
+            draft,
+            spec.name,
+            arguments,
+            args.chat,
+            args.json,
+            args.num_samples,
+            args.batch_size,
+            settings,
+        )
+
+    def show(self, text: str, compiles: bool) -> int:
+        """Streams one prompt's completions, one after the other."""
+        tokens = encode(self.target, text, self.chat)
+        waiting, screen, shown = Compiling(compiles), None, None
+        pieces = sj.stream(
+            self.target,
+            [tokens],
+            rounds_per_piece=ROUNDS_PER_PIECE,
+            num_samples=self.samples,
+            batch_size=1,
+            **self.arguments,
+        )
+        for piece in pieces:
+            waiting.done()
+            if piece.generation is not None:
+                screen.summary(piece.generation, self.name)
+                break
+            if piece.index != shown:
+                if screen:
+                    screen.end()
+                screen, shown = Screen(self.target, self.arguments["stop"]), piece.index
+                screen.prompt(text)
+            screen.piece(piece)
+        return 0
+
+    def objects(self, text: str, out: str | None) -> int:
+        """One prompt's completions as JSON objects."""
+        output = Output(out, self.settings) if out else None
+        tokens = encode(self.target, text, self.chat)
+        self._decode([(0, 0, text, tokens)], output)
+        return 0
+
+    def batch(self, path: str, out: str | None) -> int:
+        """A file of prompts; bad lines are reported and the rest goes on."""
+        prompts, bad = read_prompts(path, self.target, self.chat)
+        for line in bad:
+            print(f"infer.run: {path} line {line.number}: {line.reason}", file=sys.stderr)
+        output = Output(out, self.settings) if out else None
+        self._decode([(p.index, p.id, p.text, p.tokens) for p in prompts], output)
+        return 3 if bad else 0
+
+    def _decode(self, rows: list[tuple], output: Output | None) -> None:
+        """Decodes in batches of ``batch_size`` rows; each batch is on disk before the next."""
+        if output:
+            wanted = range(self.samples)
+            rows = [r for r in rows if not all((r[0], s) in output.done for s in wanted)]
+        per_batch = max(1, self.batch_size // self.samples)
+        for first in range(0, len(rows), per_batch):
+            part = rows[first : first + per_batch]
+            generation = sj.generate(
+                self.target,
+                [tokens for *_, tokens in part],
+                indices=[index for index, *_ in part],
+                num_samples=self.samples,
+                batch_size=per_batch * self.samples,
+                **self.arguments,
+            )
+            for i in range(len(part) * self.samples):
+                (index, name, text, _), sample = part[i // self.samples], i % self.samples
+                head = {"id": name, "index": index, "sample": sample, "prompt": text}
+                entry = record(generation, i, **head, **self.settings)
+                if output is None:
+                    self._print(entry)
+                elif (index, sample) not in output.done:
+                    output.append(entry)
+
+    def _print(self, entry: dict[str, Any]) -> None:
+        print(json.dumps(entry) if self.as_json else entry["text"], flush=True)
+
+
+def _demo_options(args: argparse.Namespace, spec: MethodSpec) -> dict[str, Any]:
+    return {"gamma": DEMO_GAMMA} if args.target == "demo" and "gamma" in spec.options else {}

@@ -1,0 +1,129 @@
+"""Decode with any method: a prompt, a file of prompts, or the embedded demo.
+
+  python -m infer.run                                  the demo: real Python code, coloured
+  python -m infer.run --prompt "def fib(n):" --temperature 0.8 --json
+  python -m infer.run --target DIR --draft DIR --prompts in.jsonl --out out.jsonl
+
+Exit codes: 0 done, 2 bad arguments or input, 3 done but some input lines were bad.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from infer.arguments import (
+    Parser,
+    add_sampling,
+    load_models,
+    make_parser,
+    parse_settings,
+    use_compilation_cache,
+)
+
+
+def parser() -> Parser:
+    """The command line of ``infer.run``."""
+    out = make_parser("python -m infer.run", __doc__)
+    how = out.add_argument_group("method")
+    how.add_argument("--method", metavar="NAME", help="default: speculative where there is a draft")
+    how.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="an option of the method; repeatable",
+    )
+    how.add_argument("--drafter", metavar="NAME", help="compose a method of parts")
+    how.add_argument("--rule", metavar="NAME")
+    how.add_argument("--target-dist", metavar="NAME")
+    how.add_argument("--list-methods", action="store_true", help="print the table and stop")
+    what = out.add_argument_group("prompts")
+    what.add_argument("--prompt", metavar="TEXT")
+    what.add_argument("--prompts", metavar="FILE.jsonl", help='objects with "prompt", maybe "id"')
+    what.add_argument("--chat", action="store_true", help="use the model's chat template")
+    what.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    what.add_argument("--num-samples", type=int, default=1, metavar="N")
+    what.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
+    what.add_argument("--batch-size", type=int, default=8, metavar="B")
+    add_sampling(out)
+    results = out.add_argument_group("output")
+    results.add_argument("--json", action="store_true", help="one object per row on stdout")
+    results.add_argument("--logprobs", action="store_true")
+    results.add_argument("--out", metavar="FILE.jsonl", help="append rows here; resumable")
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns the exit code."""
+    args = parser().parse_args(argv)
+    from specjax.errors import SpecjaxError
+
+    try:
+        return _run(args)
+    except SpecjaxError as error:
+        print(f"infer.run: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader is gone, e.g. `| head`: nothing is left to say, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.list_methods:
+        from rich.console import Console
+
+        from infer.render import method_table
+
+        method_table(Console())
+        return 0
+    _check(args)
+    compiles = use_compilation_cache()
+    from infer.job import Job
+
+    want_draft = args.method != "autoregressive"
+    target, draft = load_models(args.target, args.draft, args.dtype, want_draft)
+    job = Job.create(args, target, draft)
+    if args.prompts:
+        return job.batch(args.prompts, args.out)
+    text = args.prompt if args.prompt is not None else demo_prompt()
+    if args.json or args.out:
+        return job.objects(text, args.out)
+    return job.show(text, compiles)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What can be refused before anything heavy is imported or loaded."""
+    from specjax.errors import OptionError
+
+    args.options = parse_settings(args.set)
+    if args.prompt is not None and args.prompts is not None:
+        raise OptionError("--prompt and --prompts exclude each other; give one")
+    if args.method and (args.drafter or args.rule or args.target_dist):
+        raise OptionError("--method and --drafter/--rule/--target-dist exclude each other")
+    for name in ("max_new_tokens", "num_samples", "batch_size"):
+        if getattr(args, name) < 1:
+            raise OptionError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
+    if args.prompt == "":
+        raise OptionError("--prompt is empty; it needs at least one character")
+    if "" in args.stop:
+        raise OptionError("--stop is empty; it needs at least one character")
+
+
+def demo_prompt() -> str:
+    """A held-out function of the standard library, up to its body."""
+    from specjax.demo.heldout import held_out_functions
+
+    functions, warnings = held_out_functions(1)
+    for warning in warnings:
+        print(warning, file=sys.stderr)
+    return functions[0].prompt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Counters to rates, and the cost model of speculative decoding. Plain numpy, host side.
+
+Symbols: λ acceptance rate per tested token, γ draft length, c draft step time over target step
+time, v(T) time of a target pass over T tokens over one of a single token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+
+def ratio(above: float, below: float) -> float | None:
+    """``above / below``, or None where nothing was counted."""
+    return float(above) / float(below) if below else None
+
+
+def rates(counters: Mapping[str, float]) -> dict[str, float | None]:
+    """The derived rates of one row's (or one job's summed) counters.
+
+    acceptance_rate λ = accepted / tested; accept_rate_per_draft = accepted / drafted;
+    block_efficiency = emitted / rounds (plain decoding: 1); tokens_per_target_call.
+    """
+    return {
+        "acceptance_rate": ratio(counters["accepted"], counters["tested"]),
+        "accept_rate_per_draft": ratio(counters["accepted"], counters["drafted"]),
+        "block_efficiency": ratio(counters["emitted"], counters["rounds"]),
+        "tokens_per_target_call": ratio(counters["emitted"], counters["target_calls"]),
+    }
+
+
+def expected_block_efficiency(acceptance: float, gamma: int) -> float:
+    """Tokens per round, ``(1 − λ^{γ+1}) / (1 − λ)``: Leviathan et al. 2023, equation (1)."""
+    if acceptance >= 1:
+        return gamma + 1.0
+    return (1 - acceptance ** (gamma + 1)) / (1 - acceptance)
+
+
+def expected_speedup(acceptance: float, gamma: int, c: float, v: float = 1.0) -> float:
+    """Wall-clock gain over plain decoding: block efficiency over ``cγ + v``.
+
+    Leviathan et al. 2023, Theorem 3.8, with the measured cost ``v = v(γ + 1)`` of a
+    verification pass in place of 1.
+    """
+    return expected_block_efficiency(acceptance, gamma) / (c * gamma + v)
+
+
+def perplexity(log_probs: Sequence[float] | np.ndarray) -> float | None:
+    """exp of the mean negative log-probability (nats); None for no tokens."""
+    if len(log_probs) == 0:
+        return None
+    return float(np.exp(-np.mean(np.asarray(log_probs, np.float64))))
