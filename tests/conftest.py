@@ -1,10 +1,15 @@
 """Shared fixtures: tiny random models whose greedy output varies."""
 
+import os
+from pathlib import Path
+
 import jax
 import pytest
 
 import specjax as sj
-from specjax.models import ModelConfig, init_params
+from specjax.models import ModelConfig, init_params, save_pretrained
+from train.corpus import Document
+from train.tokenizer import train_tokenizer
 
 EOS = 96
 
@@ -46,3 +51,34 @@ def draft(target) -> sj.LM:
     )
     layers = {"0": target.params["layers"]["0"]}
     return sj.LM(cfg, target.params | {"layers": layers}, None, (), 97, "draft")
+
+
+@pytest.fixture(scope="session")
+def tiny_pair_dirs(tmp_path_factory) -> tuple[str, str]:
+    """Two random models saved with one small tokenizer: target and draft directories."""
+    home = tmp_path_factory.mktemp("pair")
+    sources = sorted(Path(sj.__file__).parent.glob("*.py"))
+    documents = [Document(path.name, path.read_text()) for path in sources]
+    tokenizer = train_tokenizer(documents, 500, home / "tokenizer.json")
+    directories = []
+    for seed, layers in ((0, 2), (1, 1)):
+        cfg = ModelConfig.llama(
+            vocab_size=tokenizer.get_vocab_size(),
+            hidden_size=32,
+            num_layers=layers,
+            num_heads=4,
+            intermediate_size=48,
+            max_position=2048,
+            eos_ids=(0,),
+        )
+        params = init_params(cfg, jax.random.key(seed))
+        params["embed"] = params["embed"] * 20
+        save_pretrained(home / str(seed), cfg, params, tokenizer.to_str())
+        directories.append(str(home / str(seed)))
+    return tuple(directories)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_compilation_cache(tmp_path_factory):
+    """Programs under test must not touch the user's cache of compiled programs."""
+    os.environ["SPECJAX_CACHE_DIR"] = str(tmp_path_factory.mktemp("xla"))

@@ -1,0 +1,252 @@
+"""infer.run: the command line's contract."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from infer import run as program
+from infer.render import printable
+
+PROMPTS = ["def fib(n):", "class Tree:\n", "import os", "for i in range(", "x = [", "return"]
+
+
+def run(capsys, *argv):
+    try:
+        code = program.main(list(map(str, argv)))
+    except SystemExit as stop:
+        code = stop.code
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_pair_dirs):
+    target, draft = tiny_pair_dirs
+    return ["--target", target, "--draft", draft, "--max-new-tokens", "12", "--batch-size", "2"]
+
+
+@pytest.fixture
+def job_file(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "id": f"p{i}"}) + "\n"
+                            for i, p in enumerate(PROMPTS)))  # fmt: skip
+    return path
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def answers(path):
+    """What must not depend on batching, kills or resumption."""
+    return {(r["id"], r["sample"]): (r["text"], r["token_ids"], r["finish_reason"])
+            for r in lines(path)}  # fmt: skip
+
+
+def test_json_has_the_contract_fields_and_nothing_else_is_printed(pair, capsys):
+    code, out, _ = run(capsys, *pair, "--prompt", "def f(x):", "--json", "--logprobs",
+                       "--temperature", "0.9", "--num-samples", "2")  # fmt: skip
+    assert code == 0
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["sample"] for row in rows] == [0, 1]
+    assert rows[0]["token_ids"] != rows[1]["token_ids"]
+    for row in rows:
+        assert {"id", "method", "prompt", "text", "token_ids", "prompt_tokens", "new_tokens",
+                "finish_reason", "stats", "logprobs", "perplexity"} <= set(row)  # fmt: skip
+        assert row["method"] == "speculative"
+        assert len(row["logprobs"]) == len(row["token_ids"]) == row["new_tokens"] == 12
+        assert {"target_calls", "draft_calls", "rounds", "drafted", "tested", "accepted", "emitted",
+                "acceptance_rate", "block_efficiency", "tokens_per_second",
+                "time_to_first_token_s"} <= set(row["stats"])  # fmt: skip
+
+
+def test_plain_output_is_the_text_alone(pair, capsys):
+    _, out, _ = run(capsys, *pair, "--prompt", "def f(x):", "--json")
+    _, plain, _ = run(capsys, *pair, "--prompt", "def f(x):")
+    assert plain == printable(json.loads(out)["text"]) + "\n"
+
+
+def test_methods_and_composition_agree_greedily(pair, capsys):
+    def tokens(*more):
+        code, out, err = run(capsys, *pair, "--prompt", "def f(x):", "--json", *more)
+        assert code == 0, err
+        return json.loads(out)["token_ids"]
+
+    plain = tokens("--method", "autoregressive")
+    assert tokens("--method", "speculative", "--set", "gamma=2") == plain
+    assert tokens("--drafter", "chain", "--rule", "speculative") == plain
+
+
+def test_stop_string_ends_the_text_before_it(pair, capsys):
+    _, out, _ = run(capsys, *pair, "--prompt", "def f(x):", "--json")
+    text = json.loads(out)["text"]
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    _, out, _ = run(capsys, *pair, "--prompt", "def f(x):", "--json", "--stop", stop)
+    row = json.loads(out)
+    assert row["text"] == text[: text.index(stop)]
+    assert row["finish_reason"] == "stop"
+    assert row["new_tokens"] == row["stats"]["emitted"] == len(row["token_ids"]) <= 12
+
+
+def test_batch_job_does_every_prompt_once(pair, job_file, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    code, _, _ = run(capsys, *pair, "--prompts", job_file, "--out", out, "--num-samples", "2",
+                     "--temperature", "0.7")  # fmt: skip
+    assert code == 0
+    assert sorted(answers(out)) == [(f"p{i}", s) for i in range(len(PROMPTS)) for s in (0, 1)]
+    before = out.read_bytes()
+    run(capsys, *pair, "--prompts", job_file, "--out", out, "--num-samples", "2",
+        "--temperature", "0.7")  # fmt: skip
+    assert out.read_bytes() == before, "a finished job has nothing left to do"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.13, 0.5, 0.77, 0.999])
+def test_a_torn_result_file_is_completed(pair, job_file, tmp_path, capsys, share):
+    whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
+    command = [*pair, "--prompts", job_file, "--temperature", "0.7", "--out"]
+    run(capsys, *command, whole)
+    data = whole.read_bytes()
+    torn.write_bytes(data[: int(len(data) * share)])
+    assert run(capsys, *command, torn)[0] == 0
+    assert len(lines(torn)) == len(PROMPTS)
+    assert answers(torn) == answers(whole)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_and_resumed(pair, job_file, tmp_path, capsys):
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    command = [*pair, "--batch-size", "1", "--prompts", str(job_file), "--temperature", "0.7"]
+    assert run(capsys, *command, "--out", whole)[0] == 0
+    seen = 0
+    while seen < 3:  # killed once a further row is there, at whatever point that hits
+        process = subprocess.Popen([sys.executable, "-m", "infer.run", *command, "--out", str(out)],
+                                   env=os.environ, stderr=subprocess.DEVNULL)  # fmt: skip
+        while process.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") <= seen):
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        seen = out.read_bytes().count(b"\n") if out.exists() else 0
+    assert run(capsys, *command, "--out", out)[0] == 0
+    assert len(lines(out)) == len(PROMPTS)
+    assert answers(out) == answers(whole)
+
+
+def test_bad_lines_are_numbered_and_the_rest_is_done(pair, tmp_path, capsys):
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    long = json.dumps({"prompt": "word " * 4000})
+    path.write_text(f'{{"prompt": "a"}}\n[1]\nnot json\n{{"text": "b"}}\n{{"prompt": ""}}\n{long}\n'
+                    '{"prompt": "c"}\n')  # fmt: skip
+    code, _, err = run(capsys, *pair, "--prompts", path, "--out", out)
+    assert code == 3
+    assert [row["prompt"] for row in lines(out)] == ["a", "c"]
+    for number in (2, 3, 4, 5, 6):
+        assert f"line {number}:" in err
+    # Row keys follow the line, so the bad ones do not shift the good.
+    assert [row["index"] for row in lines(out)] == [0, 6]
+
+
+def test_result_file_of_another_job_is_refused(pair, job_file, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    run(capsys, *pair, "--prompts", job_file, "--out", out)
+    code, _, err = run(capsys, *pair, "--prompts", job_file, "--out", out, "--seed", "1")
+    assert code == 2 and "seed" in err
+
+
+BAD = {
+    "unknown method": (["--method", "speculatve"], "speculative"),
+    "unknown option": (["--set", "gama=3"], "gamma"),
+    "option without value": (["--set", "gamma"], "OPTION=VALUE"),
+    "gamma zero": (["--set", "gamma=0"], "gamma=0"),
+    "gamma no number": (["--set", "gamma=many"], "int"),
+    "unknown rule": (["--rule", "speculativ"], "speculative"),
+    "unknown drafter": (["--drafter", "chan"], "chain"),
+    "method and parts": (["--method", "speculative", "--rule", "speculative"], "exclude"),
+    "temperature": (["--temperature", "-0.5"], "temperature=-0.5"),
+    "top-p": (["--top-p", "1.5"], "top_p=1.5"),
+    "top-k": (["--top-k", "-1"], "top_k=-1"),
+    "no number": (["--max-new-tokens", "lots"], "lots"),
+    "no tokens": (["--max-new-tokens", "0"], "--max-new-tokens"),
+    "batch size": (["--batch-size", "0"], "--batch-size"),
+    "unknown flag": (["--gamma", "3"], "--gamma"),
+    "dtype": (["--dtype", "int8"], "bfloat16"),
+    "no model": (["--target", "/nowhere/at/all"], "/nowhere/at/all"),
+    "no prompt file": (["--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
+    "empty stop": (["--stop", ""], "--stop"),
+    "chat without template": (["--chat"], "chat template"),
+    "long prompt": (["--prompt", "word " * 4000], "context"),
+    "empty prompt": (["--prompt", ""], "--prompt"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_one_line_and_exit_2(pair, capsys, name):
+    argv, says = BAD[name]
+    if "--prompts" not in argv and "--prompt" not in argv:
+        argv = [*argv, "--prompt", "x"]
+    code, out, err = run(capsys, *pair, *argv)
+    assert (code, out) == (2, "")
+    assert len(err.strip().splitlines()) == 1, err
+    assert says in err
+
+
+def test_prompt_and_prompts_exclude_each_other(pair, job_file, capsys):
+    code, _, err = run(capsys, *pair, "--prompt", "x", "--prompts", job_file)
+    assert code == 2 and "exclude" in err
+
+
+def test_empty_prompt_file(pair, tmp_path, capsys):
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n")
+    code, _, err = run(capsys, *pair, "--prompts", path)
+    assert code == 2 and "empty" in err
+
+
+def test_mismatched_tokenizers(pair, tiny_pair_dirs, tmp_path, capsys):
+    import shutil
+
+    from train.corpus import Document
+    from train.tokenizer import train_tokenizer
+
+    other = tmp_path / "other"
+    shutil.copytree(tiny_pair_dirs[1], other)
+    text = "".join(chr(97 + i % 26) * (i % 7) + " " for i in range(3000))
+    train_tokenizer([Document("a", text)], 500, other / "tokenizer.json")
+    code, _, err = run(capsys, *pair, "--draft", other, "--prompt", "x")
+    assert code == 2 and "tokenizers" in err and len(err.strip().splitlines()) == 1
+
+
+def test_truncated_weights(pair, tiny_pair_dirs, tmp_path, capsys):
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_pair_dirs[0], broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    code, _, err = run(capsys, *pair, "--target", broken, "--prompt", "x")
+    assert code == 2 and "model.safetensors" in err and len(err.strip().splitlines()) == 1
+
+
+def test_list_methods_names_every_method_and_part(capsys):
+    from specjax.methods import DRAFTERS, METHODS, RULES
+
+    code, out, _ = run(capsys, "--list-methods")
+    assert code == 0
+    for name in (*METHODS, *DRAFTERS, *RULES):
+        assert name in out
+
+
+def test_help_is_quick_and_imports_no_jax():
+    code = "import sys, infer.run as r\ntry: r.main(['--help'])\nexcept SystemExit: pass\n"
+    out = subprocess.run([sys.executable, "-c", code + "print('jax' in sys.modules)"],
+                         capture_output=True, text=True, check=True)  # fmt: skip
+    assert "--max-new-tokens" in out.stdout
+    assert out.stdout.splitlines()[-1] == "False"
+
+
+def test_control_characters_and_markup_stay_text():
+    assert printable("a\x1b[31mb\tc\n[red]é") == "a\\x1b[31mb\tc\n[red]é"
