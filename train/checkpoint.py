@@ -54,9 +54,7 @@ class Checkpoints:
             raise InputError(f"checkpoint {step} does not fit this config: {first}") from None
         return found["arrays"], found["note"]
 
-    def wait(self) -> None:
+    def close(self) -> None:
         """Returns when everything that was started is on disk."""
         self._manager.wait_until_finished()
-
-    def close(self) -> None:
         self._manager.close()

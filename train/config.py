@@ -144,7 +144,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
     name, found, text = override.partition("=")
     section, dot, key = name.strip().partition(".")
     if not found or not dot or not key:
-        raise InputError(f"--set {override!r}: expected section.key=value, e.g. optim.total_steps=9")
+        raise InputError(
+            f"--set {override!r}: expected section.key=value, e.g. optim.total_steps=9"
+        )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import math
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from tokenizers import Tokenizer
 
 from specjax.errors import SpecjaxError
@@ -29,8 +29,8 @@ from train.config import LMConfig
 from train.corpus import load_corpus, permissive_distributions
 from train.data import Prepared, make_loader, prepare, valid_batches
 from train.errors import InputError
-from train.losses import chunked_cross_entropy, chunked_distillation
 from train.loop import LossFn, Outcome, fit
+from train.losses import chunked_cross_entropy, chunked_distillation
 from train.optim import make_optimizer
 from train.program import run_program
 from train.tokenizer import EOS_ID, load_tokenizer, train_tokenizer
@@ -135,12 +135,15 @@ def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict:
     """Trains as the config says; returns the summary that ``--json`` prints."""
     directory = check_directory(cfg, resume or dry_run)
     documents = load_corpus(cfg.data.corpora, cfg.data.files)
+    if dry_run:
+        with tempfile.TemporaryDirectory() as scratch:
+            tokenizer = get_tokenizer(cfg, documents, Path(scratch))
+        data = prepare(documents, tokenizer)
+        return plan(cfg, build_model(cfg, tokenizer.get_vocab_size())[0], data)
     tokenizer = get_tokenizer(cfg, documents, directory)
     data = prepare(documents, tokenizer, directory.parent / "cache")
     model, first_params = build_model(cfg, tokenizer.get_vocab_size())
     summary = plan(cfg, model, data)
-    if dry_run:
-        return summary
     directory.mkdir(parents=True, exist_ok=True)
     loss, frozen = data_loss(model), None
     if cfg.distill.teacher:
@@ -161,8 +164,23 @@ def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict:
         valid=valid_batches(data, cfg.data.seq_len, rows, cfg.run.eval_batches),
         frozen=frozen,
         resume=resume,
+        fixed=fixed_settings(cfg),
     )
     return summary | export(cfg, model, tokenizer, data, outcome)
+
+
+def fixed_settings(cfg: LMConfig) -> dict:
+    """What a resumed run must not change: it decides which batch comes next, or the shapes."""
+    optim = cfg.optim
+    return {
+        "data.corpora": list(cfg.data.corpora),
+        "data.files": list(cfg.data.files),
+        "data.seq_len": cfg.data.seq_len,
+        "run.seed": cfg.run.seed,
+        "optim.optimizer": optim.optimizer,
+        "optim.batch_size": optim.batch_size,
+        "optim.accumulate": optim.accumulate,
+    }
 
 
 def export(

@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ import optax
 from train.checkpoint import Checkpoints
 from train.config import Optim, Run
 from train.data import Batch, Loader
+from train.errors import InputError
 from train.progress import Progress
 
 # loss(params, frozen, batch) -> (summed loss, token count): means are taken over the whole step.
@@ -63,7 +64,7 @@ def make_step(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> Calla
         grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1.0), grads)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-        return params, opt_state, loss / jnp.maximum(count, 1.0), optax.global_norm(grads)
+        return params, opt_state, loss / jnp.maximum(count, 1.0), optax.tree.norm(grads)
 
     return jax.jit(step, donate_argnums=(0, 1))
 
@@ -80,6 +81,7 @@ def fit(
     valid: Sequence[Batch] = (),
     frozen: Any = None,
     resume: bool = False,
+    fixed: dict[str, Any] | None = None,
 ) -> Outcome:
     """Trains until ``optim.total_steps``, or until SIGTERM or SIGINT, which save first.
 
@@ -88,59 +90,87 @@ def fit(
       loader: batches of ``optim.batch_size`` rows; its position is part of a checkpoint.
       frozen: arrays that the loss reads and nothing updates, e.g. a teacher's params.
       resume: go on from the newest checkpoint of ``run.dir``.
+      fixed: settings that a resumed run must not change, by name.
     Raises:
       TrainingError: the loss is no longer finite.
+      InputError: resuming without a checkpoint, or with another ``fixed`` setting.
     """
-    directory = Path(run.dir)
-    checkpoints = Checkpoints(directory / "checkpoints", run.keep)
-    opt_state, step = optimizer.init(params), 0
-    if resume:
-        like = {"params": params, "opt_state": opt_state}
-        arrays, note = checkpoints.restore(like)
-        params, opt_state, step = arrays["params"], arrays["opt_state"], note["step"]
-        loader.set_state(note["loader"])
-    metrics = Metrics(directory / "metrics.jsonl", keep_through=step)
+    checkpoints = Checkpoints(Path(run.dir) / "checkpoints", run.keep)
+    state = _begin(checkpoints, params, optimizer, loader, resume, fixed)
+    metrics = Metrics(Path(run.dir) / "metrics.jsonl", keep_through=state.step)
     train_step, evaluate = make_step(loss_fn, optimizer), jax.jit(eval_loss)
-    # Orbax may hand back arrays that alias its buffers: donation needs our own.
-    params, opt_state = jax.tree.map(jnp.copy, (params, opt_state))
-    tokens_per_step = None
-    valid_loss = None
+    valid_loss, losses = None, []
 
-    def save(step):
-        arrays = {"params": params, "opt_state": opt_state}
-        checkpoints.save(step, arrays, {"step": step, "loader": loader.get_state()})
+    def save():
+        note = {"step": state.step, "loader": loader.get_state(), "fixed": fixed}
+        arrays = {"params": state.params, "opt_state": state.opt_state}
+        checkpoints.save(state.step, arrays, note)
 
-    with Signals() as signals, Progress(optim.total_steps, step) as progress:
-        losses, since = [], time.perf_counter()
-        while step < optim.total_steps and not signals.received:
+    with Signals() as signals, Progress(optim.total_steps, state.step) as progress:
+        since = time.perf_counter()
+        while state.step < optim.total_steps and not signals.received:
             batches = _stack([next(loader) for _ in range(optim.accumulate)])
-            tokens_per_step = batches["tokens"].size
-            params, opt_state, loss, norm = train_step(params, opt_state, frozen, batches)
+            params, opt_state, loss, norm = train_step(
+                state.params, state.opt_state, frozen, batches
+            )
+            state = _State(params, opt_state, state.step + 1)
             losses.append(loss)
-            step += 1
-            last = step == optim.total_steps
-            if step % run.log_every == 0 or last:
-                mean = float(np.mean(jax.device_get(losses)))  # the only host sync
-                if not math.isfinite(mean):
-                    checkpoints.wait()
-                    raise TrainingError(f"the loss is {mean} near step {step}; the checkpoint of "
-                                        f"step {checkpoints.latest} is intact")  # fmt: skip
+            last = state.step == optim.total_steps
+            if state.step % run.log_every == 0 or last:
+                mean = _finite_mean(losses, state.step, checkpoints)
                 seconds, since = time.perf_counter() - since, time.perf_counter()
-                rate = tokens_per_step * len(losses) / seconds
-                metrics.write(step=step, loss=mean, grad_norm=float(norm), tokens_per_second=rate)
-                progress.log(step, mean, rate)
+                rate = batches["tokens"].size * len(losses) / seconds
+                metrics.write(step=state.step, loss=mean, grad_norm=float(norm),
+                              tokens_per_second=rate)  # fmt: skip
+                progress.log(state.step, mean, rate)
                 losses = []
-            if valid and (step % run.eval_every == 0 or last):
+            if valid and (state.step % run.eval_every == 0 or last):
                 valid_loss = mean_loss(evaluate, params, frozen, valid)
-                metrics.write(step=step, valid_loss=valid_loss)
-                progress.note(f"step {step}: held-out loss {valid_loss:.4f} nats per token")
+                metrics.write(step=state.step, valid_loss=valid_loss)
+                progress.note(f"step {state.step}: held-out loss {valid_loss:.4f} nats per token")
                 since = time.perf_counter()
-            if step % run.checkpoint_every == 0 or last:
-                save(step)
-        save(step)
-    checkpoints.wait()
+            if state.step % run.checkpoint_every == 0 or last:
+                save()
+        save()
     checkpoints.close()
-    return Outcome(params, step, step >= optim.total_steps, valid_loss)
+    return Outcome(state.params, state.step, state.step >= optim.total_steps, valid_loss)
+
+
+class _State(NamedTuple):
+    params: dict
+    opt_state: Any
+    step: int
+
+
+def _begin(checkpoints, params, optimizer, loader, resume, fixed) -> _State:
+    """The first state, or the newest checkpoint's; the loader is set to match."""
+    state = _State(params, optimizer.init(params), 0)
+    if resume:
+        like = {"params": state.params, "opt_state": state.opt_state}
+        arrays, note = checkpoints.restore(like)
+        for name, value in (note.get("fixed") or {}).items():
+            if fixed is not None and fixed.get(name) != value:
+                raise InputError(
+                    f"--resume: {name}={fixed.get(name)!r}, but the run was started with "
+                    f"{value!r}; set it back or start a new run"
+                )
+        state = _State(arrays["params"], arrays["opt_state"], note["step"])
+        loader.set_state(note["loader"])
+    # Restored arrays may alias orbax's buffers: donation needs our own.
+    own = jax.tree.map(jnp.copy, (state.params, state.opt_state))
+    return _State(*own, state.step)
+
+
+def _finite_mean(losses: list[jax.Array], step: int, checkpoints: Checkpoints) -> float:
+    """The mean loss of a logging interval: the loop's only host sync."""
+    mean = float(np.mean(jax.device_get(losses)))
+    if not math.isfinite(mean):
+        checkpoints.close()
+        raise TrainingError(
+            f"the loss is {mean} near step {step}; the checkpoint of step {checkpoints.latest} "
+            "is intact: lower the learning rate and --resume"
+        )
+    return mean
 
 
 def mean_loss(evaluate: Callable, params: dict, frozen: Any, batches: Sequence[Batch]) -> float:

@@ -30,8 +30,11 @@ def run_program(
     argv: Sequence[str] | None = None,
 ) -> int:
     """Runs ``main(config, resume, dry_run)`` and prints its summary; returns the exit code."""
-    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=doc,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {name}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("config", metavar="CONFIG.toml")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="override a key of the config; repeatable")  # fmt: skip
