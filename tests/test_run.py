@@ -126,7 +126,9 @@ def test_killed_at_random_moments_and_resumed(pair, job_file, tmp_path, capsys):
     while seen < 3:  # killed once a further row is there, at whatever point that hits
         process = subprocess.Popen([sys.executable, "-m", "infer.run", *command, "--out", str(out)],
                                    env=os.environ, stderr=subprocess.DEVNULL)  # fmt: skip
-        while process.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") <= seen):
+        while process.poll() is None and (
+            not out.exists() or out.read_bytes().count(b"\n") <= seen
+        ):
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.wait()

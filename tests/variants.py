@@ -1,0 +1,76 @@
+"""Tiny random models, one per variant of the Llama family, made alike here and in transformers.
+
+Weights come from numpy's Philox by tensor name, so golden files hold only tokens and logits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+BASE = {
+    "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "tie_word_embeddings": False, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama-1": {"rms_norm_eps": 1e-6},
+    "tinyllama": {"num_key_value_heads": 2},
+    "llama-3.1": {
+        "num_key_value_heads": 2,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "codellama": {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "yarn": {
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+        },
+    },
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "head-dim": {"head_dim": 16, "num_key_value_heads": 1},
+    "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 6},
+}  # fmt: skip
+
+
+def config(name: str) -> dict[str, Any]:
+    """The ``config.json`` of a variant."""
+    return BASE | VARIANTS[name]
+
+
+def weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """float32 values fixed by the tensor's name; norms lie around 1."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    values = np.random.Generator(np.random.Philox(seed)).standard_normal(shape, np.float32)
+    return 1 + 0.1 * values if "norm" in name else values * np.float32(0.2)
+
+
+def tokens(rows: int = 2, length: int = 20) -> np.ndarray:
+    """int32 ``[rows, length]``."""
+    return np.random.Generator(np.random.Philox(9)).integers(3, 61, (rows, length)).astype(np.int32)
+
+
+# A draft tree below a committed prefix: parents of 7 nodes, node 0 the root.
+TREE = (None, 0, 0, 1, 1, 2, 5)
+TREE_TOKENS = (7, 11, 13, 17, 19, 23, 29)
+PREFIX = 8
+
+
+def tree_paths() -> list[list[int]]:
+    """Every root-to-node path, as node indices."""
+    paths = []
+    for node in range(len(TREE)):
+        path = [node]
+        while TREE[path[0]] is not None:
+            path.insert(0, TREE[path[0]])
+        paths.append(path)
+    return paths
