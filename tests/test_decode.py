@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_lm
 
 import specjax as sj
+from conftest import tiny_lm
 from specjax import decode
 from specjax.cache import prefill
 from specjax.generate import Engine

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import variants
 from safetensors.numpy import load_file, save_file
 
 import specjax as sj
+import variants
 from specjax.models import from_hf, init_params, load_pretrained, save_pretrained, to_hf
 from specjax.models.hf import INDEX, WEIGHTS
 
@@ -80,8 +80,9 @@ def test_sharded_files(saved, copy):
 @pytest.mark.parametrize("name", ["llama-3.1", "tied", "biases", "mistral", "yarn"])
 def test_transformers_loads_what_we_save(name, tmp_path):
     torch = pytest.importorskip("torch")
-    from test_models import build, whole
     from transformers import AutoModelForCausalLM
+
+    from test_models import build, whole
 
     cfg, params, _ = build(name)
     save_pretrained(tmp_path, cfg, params)

@@ -5,10 +5,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import laws
 import numpy as np
 import pytest
 
+import laws
 import specjax as sj
 from specjax import decode, probs, verify
 from specjax.generate import Engine

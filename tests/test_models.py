@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import variants
 
+import variants
 from specjax import tree
 from specjax.models import (
     ModelConfig,

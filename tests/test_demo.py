@@ -1,0 +1,86 @@
+"""The embedded pair: sizes, greedy equality on held-out code, acceptance, the contributed rule."""
+
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import laws
+import specjax as sj
+from infer.measure import mismatches
+from specjax.demo.heldout import held_out_functions
+from specjax.lm import DEMO
+from specjax.types import POINT_MASS
+from test_laws import point_mass_draft
+
+NEAR_TIE = 1e-4  # top-2 logit gap below which float32 passes of two widths may disagree
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return sj.load("demo"), sj.load("demo-draft")
+
+
+@pytest.fixture(scope="module")
+def prompts(pair):
+    functions, _ = held_out_functions(200)
+    return [pair[0].tokenizer.encode(function.prompt) for function in functions]
+
+
+def test_sizes(pair):
+    target, draft = pair
+    assert target.config.num_params <= 10e6
+    assert draft.config.num_params <= 1.5e6
+    assert sum(f.stat().st_size for f in DEMO.rglob("*.safetensors")) <= 24e6
+    assert target.tokenizer.difference(draft.tokenizer) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_speculative_is_plain_greedy_on_held_out_functions(pair, prompts, batch_size):
+    target, draft = pair
+    prompts = prompts if batch_size == 8 else prompts[:40]
+    plain = sj.generate(target, prompts, max_new_tokens=48, batch_size=8)
+    fast = sj.generate(target, prompts, method="speculative", draft=draft, max_new_tokens=48,
+                       batch_size=batch_size, options={"gamma": 3})  # fmt: skip
+    differ = mismatches(target, prompts, plain.tokens, fast.tokens)
+    assert all(row["gap"] < NEAR_TIE for row in differ), differ
+    acceptance = fast.stats["accepted"].sum() / fast.stats["tested"].sum()
+    assert acceptance >= 0.7
+
+
+def test_text_reads_as_python(pair, prompts):
+    out = sj.generate(pair[0], prompts[:16], max_new_tokens=64, batch_size=16)
+    text = "\n".join(out.text)
+    assert len(re.findall(r"^ +(if|for|return|self\.|raise|try|def|while|\w+ =)", text, re.M)) > 30
+
+
+def test_the_rule_of_contributing_works_as_printed():
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    source = re.search(r"```python\n(.*?)```", text, re.S).group(1)
+    assert len(source.strip().splitlines()) <= 30
+    namespace = {}
+    exec(source, namespace)
+    rule = namespace["certain"]
+    assert rule.laws == {POINT_MASS}
+    assert laws.rule_p_value(rule, draft_fn=point_mass_draft) > laws.ALPHA
+
+
+def test_sampled_runs_draw_what_the_target_would(pair, prompts):
+    """First sampled tokens of one prompt against the target's own law, over 4,000 samples."""
+    target, draft = pair
+    sampling = sj.Sampling(temperature=1.0, top_k=4)
+    out = sj.generate(target, prompts[:1], method="speculative", draft=draft, max_new_tokens=1,
+                      sampling=sampling, num_samples=4000, options={"gamma": 1})  # fmt: skip
+    from specjax.models import hidden_states, logits_of
+    from specjax.warp import warp
+
+    row = np.asarray(prompts[0], np.int32)[None]
+    at = np.arange(row.shape[1])[None]
+    hidden = hidden_states(target.config, target.params, row, at, np.ones_like(row))
+    logits = logits_of(target.config, target.params, hidden)[:, -1:]
+    law = np.exp(np.asarray(jax.device_get(warp(logits, sampling.arrays(1), target.vocab_limit))))
+    counts = np.bincount([int(t[0]) for t in out.tokens], minlength=law.size)
+    assert laws.p_value(counts, law.ravel() / law.sum()) > laws.ALPHA
