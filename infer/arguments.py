@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 DEMO_DRAFT = "demo-draft"
+INT32_MAX = 2**31 - 1  # counts become int32 arrays
+SEED_MAX = 2**32 - 1  # jax.random.key drops or refuses what is above
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,28 +54,90 @@ def add_sampling(parser: Parser) -> None:
     """``--temperature --top-k --top-p --seed``."""
     group = parser.add_argument_group("sampling")
     group.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)"
+        "--temperature", type=temperature, default=0.0, metavar="T", help="0 is greedy (default)"
     )
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off (default)")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 is off (default)")
-    group.add_argument("--seed", type=int, default=0, metavar="S")
+    group.add_argument("--top-k", type=whole(0), default=0, metavar="K", help="0 is off (default)")
+    group.add_argument("--top-p", type=top_p, default=1.0, metavar="P", help="1 is off (default)")
+    group.add_argument("--seed", type=whole(0, SEED_MAX), default=0, metavar="S")
+
+
+# Values are checked here, while parsing: importing the library, which checks them again,
+# takes seconds.
+
+
+def whole(low: int, high: int = INT32_MAX) -> Callable[[str], int]:
+    """An argparse type: a whole number from ``low`` to ``high``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise _unfit(text, f"a whole number from {low} to {high}")
+        return value
+
+    return parse
+
+
+def temperature(text: str) -> float:
+    """An argparse type: a finite number, at least 0."""
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise _unfit(text, "a number ≥ 0 (0 is greedy)")
+    return value
+
+
+def top_p(text: str) -> float:
+    """An argparse type: a probability above 0."""
+    value = _number(text)
+    if not 0 < value <= 1:
+        raise _unfit(text, "a number above 0 and up to 1 (1 is off)")
+    return value
+
+
+def some_text(text: str) -> str:
+    """An argparse type: text, not empty, and valid Unicode (arguments are bytes at heart)."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; give at least one character")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _unfit(ascii(text), "text in UTF-8") from None
+    return text
+
+
+def setting(pair: str) -> tuple[str, str]:
+    """An argparse type: OPTION=VALUE, as a pair."""
+    name, found, value = pair.partition("=")
+    if not found or not name:
+        raise _unfit(repr(pair), "OPTION=VALUE, e.g. --set gamma=3")
+    return name.replace("-", "_"), value
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
-    """``--set OPTION=VALUE`` pairs as a dict.
+    """``OPTION=VALUE`` texts as a dict.
 
     Raises:
       OptionError: a pair without ``=``.
     """
-    from specjax.errors import OptionError
+    try:
+        return dict(map(setting, pairs))
+    except argparse.ArgumentTypeError as error:
+        from specjax.errors import OptionError
 
-    settings = {}
-    for pair in pairs:
-        name, found, value = pair.partition("=")
-        if not found or not name:
-            raise OptionError(f"--set {pair!r}: expected OPTION=VALUE, e.g. --set gamma=3")
-        settings[name.replace("-", "_")] = value
-    return settings
+        raise OptionError(f"--set {error}") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _unfit(text: str, expected: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"{text}: expected {expected}")
 
 
 def load_models(target: str, draft: str | None, dtype: str | None, want_draft: bool):

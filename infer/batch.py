@@ -43,9 +43,11 @@ def read_prompts(path: str, target: LM, chat: bool) -> tuple[list[Prompt], list[
       OptionError: the file cannot be read or holds no line at all.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"--prompts {path}: cannot be read ({error})") from None
+        # Bytes: text would also split at U+2028 and the like, which JSON allows in strings,
+        # and one undecodable line would spoil the file.
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise OptionError(f"--prompts {path}: cannot be read ({error.strerror})") from None
     if not any(line.strip() for line in lines):
         raise OptionError(f"--prompts {path}: the file is empty; it needs one JSON object per line")
     good, bad = [], []
@@ -59,11 +61,15 @@ def read_prompts(path: str, target: LM, chat: bool) -> tuple[list[Prompt], list[
     return good, bad
 
 
-def _prompt(index: int, line: str, target: LM, chat: bool) -> Prompt:
+def _prompt(index: int, line: bytes, target: LM, chat: bool) -> Prompt:
     try:
-        entry = json.loads(line)
+        entry = json.loads(line.decode())
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg})") from None
+    except RecursionError:
+        raise ValueError("not JSON of a reasonable depth") from None
     if not isinstance(entry, dict):
         raise ValueError(f"expected an object, got {type(entry).__name__}")
     text = entry.get("prompt")
@@ -76,7 +82,18 @@ def _prompt(index: int, line: str, target: LM, chat: bool) -> Prompt:
 
 
 def encode(target: LM, text: str, chat: bool) -> list[int]:
-    """A prompt's token ids; with ``chat`` through the model's template."""
+    """A prompt's token ids; with ``chat`` through the model's template.
+
+    Raises:
+      OptionError: the text is empty, too long, or holds half of a surrogate pair (JSON escapes
+        can), which no tokenizer takes.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise OptionError(
+            "a prompt holds half of a surrogate pair; give whole characters"
+        ) from None
     if chat:
         rendered = target.tokenizer.apply_chat(text)
         return list(encode_prompt(target, target.tokenizer.encode(rendered, False)))
@@ -89,7 +106,14 @@ class Output:
     def __init__(self, path: str, settings: dict[str, object]):
         self._path = Path(path)
         self._settings = settings
+        self._check_writable()
         self.done = set(self._finished())
+
+    def _check_writable(self) -> None:
+        try:
+            self._path.open("ab").close()
+        except OSError as error:
+            raise OptionError(f"--out {self._path}: cannot be written ({error.strerror})") from None
 
     def _finished(self) -> Iterator[tuple[int, int]]:
         """(index, sample) of each whole line; a torn last line is cut off the file.
@@ -97,8 +121,6 @@ class Output:
         Raises:
           OptionError: the file was written by a job with other settings, or is no result file.
         """
-        if not self._path.exists():
-            return
         data = self._path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         for number, line in enumerate(whole.splitlines(), 1):

@@ -102,30 +102,52 @@ def measure(
     return results
 
 
-def pass_seconds(lm: sj.LM, width: int, batch: int = 1) -> float:
-    """Seconds of one pass over ``width`` tokens per row, logits and argmax included."""
-    slots = bucket(CONTEXT + STEPS + width)
+def pass_seconds(lm: sj.LM, width: int, other: sj.LM | None = None, other_passes: int = 0) -> float:
+    """Seconds of one pass over ``width`` tokens, logits and argmax included.
 
-    @jax.jit
-    def many(params, cache, tokens):
-        def one(i, carry):
-            cache, tokens = carry
-            start = jnp.full((batch,), CONTEXT, jnp.int32) + i
-            positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)
-            hidden, cache = forward(lm.config, params, cache, tokens, positions, start)
-            logits = logits_of(lm.config, params, hidden)
-            return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-        return jax.lax.fori_loop(0, STEPS, one, (cache, tokens))
-
-    cache = init_cache(lm.config, batch, slots, lm.dtype)
-    tokens = jnp.ones((batch, width), jnp.int32)
-    times = []
+    With ``other``, that many of its two-token passes run between: what they add is their
+    cost with the caches that decoding leaves them, not with their own weights at hand.
+    """
+    models = [(lm, width, 1)] + ([(other, 2, other_passes)] if other else [])
+    run, caches = _pass_loop(models)
+    params, times = [model.params for model, *_ in models], []
     for _ in range(9):
         began = time.perf_counter()
-        jax.block_until_ready(many(lm.params, cache, tokens))
+        jax.block_until_ready(run(params, caches, jnp.int32(1)))
         times.append((time.perf_counter() - began) / STEPS)
-    return statistics.median(times[1:])  # the first one compiles
+    return min(times[1:])  # the first one compiles
+
+
+def _pass_loop(models: Sequence[tuple[sj.LM, int, int]]) -> tuple[Callable, list]:
+    """A jitted loop of STEPS rounds of (model, width, passes), and the caches it starts from."""
+
+    def one_pass(model, width, params, cache, token, at):
+        start = jnp.full((1,), at, jnp.int32)
+        positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)
+        tokens = jnp.full((1, width), token)
+        hidden, cache = forward(model.config, params, cache, tokens, positions, start)
+        logits = logits_of(model.config, params, hidden)[0, -1]
+        return cache, jnp.argmax(logits).astype(jnp.int32)
+
+    @jax.jit
+    def many(params, caches, token):
+        def round_(i, carry):
+            caches, token = carry
+            out = []
+            for (model, width, passes), p, cache in zip(models, params, caches, strict=True):
+                cache, token = jax.lax.fori_loop(
+                    0,
+                    passes,
+                    lambda j, c, m=model, w=width, p=p: one_pass(m, w, p, *c, CONTEXT + i + j),
+                    (cache, token),
+                )
+                out.append(cache)
+            return out, token
+
+        return jax.lax.fori_loop(0, STEPS, round_, (list(caches), token))
+
+    slots = bucket(CONTEXT + STEPS + max(width + passes for _, width, passes in models))
+    return many, [init_cache(model.config, 1, slots, model.dtype) for model, *_ in models]
 
 
 def verify_curve(target: sj.LM, widths: Sequence[int] = CURVE) -> dict[int, float]:
@@ -134,12 +156,14 @@ def verify_curve(target: sj.LM, widths: Sequence[int] = CURVE) -> dict[int, floa
     return {width: value / seconds[1] for width, value in seconds.items()}
 
 
-def draft_cost(target: sj.LM, draft: sj.LM) -> float:
-    """c = draft step time / target step time, both as the loop runs them.
+def draft_cost(target: sj.LM, draft: sj.LM, passes: int = 3) -> float:
+    """c = what one draft pass adds to a round / the time of a target step.
 
-    A draft pass feeds two tokens (see ``specjax.draft.chain``), so that is what is timed.
+    Measured between target passes: a small draft timed alone would keep its weights in the
+    processor's cache, which the target's empty in every round of decoding.
     """
-    return pass_seconds(draft, 2) / pass_seconds(target, 1)
+    alone = pass_seconds(target, 1)
+    return (pass_seconds(target, 1, draft, passes) - alone) / (passes * alone)
 
 
 def mismatches(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specjax.generate import Generation
-from specjax.metrics import perplexity, rates
+from specjax.metrics import perplexity, rates, speeds
 
 
 def record(generation: Generation, row: int, **head: Any) -> dict[str, Any]:
@@ -28,14 +28,5 @@ def record(generation: Generation, row: int, **head: Any) -> dict[str, Any]:
 def row_stats(generation: Generation, row: int) -> dict[str, Any]:
     """Counters, rates and times of one row. Times are those of the batch it ran in."""
     counters = {n: v[row].tolist() for n, v in generation.stats.items()}
-    seconds = float(generation.decode_seconds[row])
-    return (
-        counters
-        | rates(counters)
-        | {
-            "tokens_per_second": counters["emitted"] / seconds if seconds else None,
-            "time_to_first_token_s": float(generation.first_token_seconds[row]),
-            "prefill_s": float(generation.prefill_seconds[row]),
-            "decode_s": seconds,
-        }
-    )
+    times = (generation.prefill_seconds, generation.first_token_seconds, generation.decode_seconds)
+    return counters | rates(counters) | speeds(counters, *(float(t[row]) for t in times))

@@ -6,9 +6,11 @@ escaped: output cannot move the cursor or restyle the terminal.
 
 from __future__ import annotations
 
+import atexit
 import sys
-import time
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from rich.console import Console
 from rich.table import Table
@@ -16,11 +18,12 @@ from rich.text import Text
 
 from specjax.generate import Generation, Piece
 from specjax.lm import LM
-from specjax.metrics import rates
+from specjax.metrics import rates, ratio
 from specjax.text import IncrementalDecoder
 from specjax.types import FROM_DRAFT
 
 DRAFTED, WRITTEN, PROMPT = "bold green", "bold yellow", "dim"
+COMPILES = "compiling (first run only; later starts reuse it)"
 
 
 def printable(text: str) -> str:
@@ -28,14 +31,25 @@ def printable(text: str) -> str:
     return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+class Terminal(Console):
+    """Standard output. A reader that has gone, e.g. ``| head``, is the program's to handle."""
+
+    def __init__(self):
+        super().__init__(highlight=False, soft_wrap=True)
+
+    def on_broken_pipe(self) -> None:
+        raise  # noqa: PLE0704 - rich calls this while it handles the BrokenPipeError
+
+
 class Screen:
     """Shows one prompt's completion as it streams."""
 
-    def __init__(self, target: LM, stop: Sequence[str]):
-        self.console = Console(highlight=False, soft_wrap=True)
-        self._target, self._stop = target, stop
+    def __init__(self, target: LM, stop: Sequence[str], console: Console | None = None):
+        self.console = console or Terminal()
         self._colour = self.console.is_terminal
         self._decoder = IncrementalDecoder(target.tokenizer)
+        self._styles: list[str] = []  # of characters that are decoded but not shown yet
+        self._first = 0  # tokens that came with the first piece
 
     def prompt(self, text: str) -> None:
         """The prompt, dimmed, only where there is a terminal."""
@@ -43,19 +57,24 @@ class Screen:
             self.console.print(Text(printable(text), style=PROMPT), end="")
 
     def piece(self, piece: Piece) -> None:
-        """New tokens; a stop string may have cut the text, then its colours are dropped."""
-        if not self._colour or self._stop:
+        """New tokens. The text may lag behind them: it can be the start of a stop string."""
+        self._first = self._first or len(piece.tokens)
+        if not self._colour:
             self.console.print(Text(printable(piece.text)), end="")
             return
         for token, origin in zip(piece.tokens, piece.origins, strict=True):
-            text = self._decoder.push([token])
-            self._print(text, DRAFTED if origin == FROM_DRAFT else WRITTEN)
+            style = DRAFTED if origin == FROM_DRAFT else WRITTEN
+            self._styles += [style] * len(self._decoder.push([token]))
         if piece.finish_reason:
-            self._print(self._decoder.flush(), WRITTEN)
+            self._styles += [WRITTEN] * len(self._decoder.flush())
+        self._print(piece.text)
 
-    def _print(self, text: str, style: str) -> None:
-        if text:
-            self.console.print(Text(printable(text), style=style), end="")
+    def _print(self, text: str) -> None:
+        styled = zip(text, self._styles[: len(text)], strict=True)
+        del self._styles[: len(text)]
+        for style, run in groupby(styled, key=itemgetter(1)):
+            part = "".join(character for character, _ in run)
+            self.console.print(Text(printable(part), style=style), end="")
 
     def end(self) -> None:
         """Ends one completion's text."""
@@ -67,62 +86,103 @@ class Screen:
         if not self._colour:
             return
         counters = {name: values.sum() for name, values in generation.stats.items()}
-        found = rates(counters)
-        seconds = float(generation.decode_seconds.max())
         table = Table.grid(padding=(0, 2))
-        table.add_row("method", method)
-        speed = f"{counters['emitted']} in {seconds:.2f} s = {counters['emitted'] / seconds:.0f}/s"
-        table.add_row("tokens", f"{speed}, {generation.finish_reasons[0]}")
-        table.add_row(
-            "rounds", f"{counters['rounds']}, {found['block_efficiency']:.2f} tokens each"
-        )
-        if found["acceptance_rate"] is not None:
-            share = f"{found['acceptance_rate']:.0%} of {counters['tested']} tested draft tokens"
-            table.add_row("accepted", share)
+        for name, value in self._facts(generation, counters, method):
+            table.add_row(name, value)
         self.console.rule(style="dim")
         self.console.print(table)
         if counters["drafted"]:
             legend = Text("colours  ").append("accepted draft", DRAFTED)
             self.console.print(legend.append(" · ").append("target", WRITTEN))
 
+    def _facts(self, generation: Generation, counters: dict, method: str) -> list[tuple[str, str]]:
+        """The summary's rows."""
+        found = rates(counters)
+        ends = ", ".join(dict.fromkeys(generation.finish_reasons))
+        facts = [
+            ("method", method),
+            ("tokens", f"{counters['emitted']}, ended by {ends}"),
+            ("first text", f"after {generation.first_token_seconds[-1]:.2f} s"),
+        ]
+        speed = self._speed(generation)
+        if speed is not None:
+            facts.append(("speed", f"{speed:.0f} tokens/s after that"))
+        rounds = f"{counters['rounds']}, {found['block_efficiency']:.2f} tokens each"
+        facts.append(("rounds", rounds))
+        if found["acceptance_rate"] is not None:
+            share = f"{found['acceptance_rate']:.0%} of {counters['tested']} tested draft tokens"
+            facts.append(("accepted", share))
+        return facts
+
+    def _speed(self, generation: Generation) -> float | None:
+        """Tokens per second of this screen's (the last) row after its first piece.
+
+        A first run compiles until then, and that is no speed of the method.
+        """
+        whole = generation.prefill_seconds[-1] + generation.decode_seconds[-1]
+        after = whole - generation.first_token_seconds[-1]
+        return ratio(len(generation.tokens[-1]) - self._first, after)
+
 
 class Compiling:
-    """Says on stderr, while nothing has come yet, that the first run compiles."""
+    """Says on stderr, while nothing has come yet, that the first run compiles, and for how long."""
 
     def __init__(self, enabled: bool):
-        self._console = Console(stderr=True)
-        self._status = None
-        self._began = time.perf_counter()
-        if enabled and self._console.is_terminal:
-            self._status = self._console.status("compiling (first run only; later starts reuse it)")
-            self._status.start()
+        self._progress = None
+        console = Console(stderr=True)
+        if enabled and console.is_terminal:
+            self._progress = _stopwatch(console)
+            self._progress.add_task(COMPILES)
+            self._progress.start()
+            # An interrupt or an error must give the cursor back.
+            atexit.register(self.done)
         elif enabled:
-            print("compiling (first run only; later starts reuse it)", file=sys.stderr, flush=True)
+            print(COMPILES, file=sys.stderr, flush=True)
 
     def done(self) -> None:
-        if self._status:
-            self._status.stop()
-            self._status = None
+        """Takes the message away; a second call does nothing."""
+        if self._progress:
+            self._progress.stop()
+            self._progress = None
+            atexit.unregister(self.done)
+
+
+def _stopwatch(console: Console):
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    return Progress(*columns, console=console, transient=True)
 
 
 def method_table(console: Console) -> None:
     """``--list-methods``: the methods, then the parts that compose."""
     from specjax.methods import DRAFTERS, METHODS, RULES, TARGET_DISTS
 
-    table = Table("method", "lossless", "what it does", "options", "from")
-    for spec in METHODS.values():
-        options = ", ".join(f"{n}={o.default}" for n, o in spec.options.items())
-        table.add_row(
-            spec.name, "yes" if spec.lossless else "no", spec.summary, options, spec.paper
-        )
-    console.print(table)
-    for title, parts in (
-        ("--drafter", DRAFTERS),
-        ("--rule", RULES),
-        ("--target-dist", TARGET_DISTS),
-    ):
-        rows = Table(title, "what it is", "options")
-        for name, part in parts.items():
-            options = ", ".join(f"{n}={o.default}" for n, o in part.options.items())
-            rows.add_row(name, part.summary, options)
-        console.print(rows)
+    methods = [
+        (spec.name, "yes" if spec.lossless else "no", spec.summary, _options(spec), spec.paper)
+        for spec in METHODS.values()
+    ]
+    _table(console, ("method", "lossless", "what it does", "options", "from"), methods)
+    parts = ("--drafter", DRAFTERS), ("--rule", RULES), ("--target-dist", TARGET_DISTS)
+    for title, known in parts:
+        rows = [(name, part.summary, _options(part)) for name, part in known.items()]
+        _table(console, (title, "what it is", "options"), rows)
+
+
+def _options(item) -> str:
+    return ", ".join(f"{name}={option.default}" for name, option in item.options.items())
+
+
+def _table(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on terminals; elsewhere aligned lines, none wrapped, for grep and the like."""
+    if console.is_terminal:
+        table = Table(*titles)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    for row in (titles, *rows):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        console.print(Text("  ".join(cells).rstrip()))
+    console.print()

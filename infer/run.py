@@ -19,8 +19,10 @@ from infer.arguments import (
     add_sampling,
     load_models,
     make_parser,
-    parse_settings,
+    setting,
+    some_text,
     use_compilation_cache,
+    whole,
 )
 
 
@@ -32,6 +34,7 @@ def parser() -> Parser:
     how.add_argument(
         "--set",
         action="append",
+        type=setting,
         default=[],
         metavar="OPTION=VALUE",
         help="an option of the method; repeatable",
@@ -41,13 +44,15 @@ def parser() -> Parser:
     how.add_argument("--target-dist", metavar="NAME")
     how.add_argument("--list-methods", action="store_true", help="print the table and stop")
     what = out.add_argument_group("prompts")
-    what.add_argument("--prompt", metavar="TEXT")
+    what.add_argument("--prompt", type=some_text, metavar="TEXT")
     what.add_argument("--prompts", metavar="FILE.jsonl", help='objects with "prompt", maybe "id"')
     what.add_argument("--chat", action="store_true", help="use the model's chat template")
-    what.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
-    what.add_argument("--num-samples", type=int, default=1, metavar="N")
-    what.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
-    what.add_argument("--batch-size", type=int, default=8, metavar="B")
+    what.add_argument("--max-new-tokens", type=whole(1), default=128, metavar="N")
+    what.add_argument("--num-samples", type=whole(1), default=1, metavar="N")
+    what.add_argument(
+        "--stop", action="append", type=some_text, default=[], metavar="TEXT", help="repeatable"
+    )
+    what.add_argument("--batch-size", type=whole(1), default=8, metavar="B")
     add_sampling(out)
     results = out.add_argument_group("output")
     results.add_argument("--json", action="store_true", help="one object per row on stdout")
@@ -57,15 +62,17 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns the exit code."""
-    args = parser().parse_args(argv)
-    from specjax.errors import SpecjaxError
+    """Runs the program; returns the exit code.
 
+    Raises:
+      SystemExit: after ``--help`` and ``--version``, and with 2 on an argument that is wrong
+        by itself; such errors come before the seconds that importing the library takes.
+    """
+    commands = parser()
+    args = commands.parse_args(argv)
+    _check(args, commands)
     try:
-        return _run(args)
-    except SpecjaxError as error:
-        print(f"infer.run: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _reported(args)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -74,19 +81,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _reported(args: argparse.Namespace) -> int:
+    """Runs; what the user asked wrongly becomes one line and exit code 2."""
+    from specjax.errors import SpecjaxError
+
+    try:
+        return _run(args)
+    except SpecjaxError as error:
+        print(f"infer.run: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
 def _run(args: argparse.Namespace) -> int:
     if args.list_methods:
-        from rich.console import Console
+        from infer.render import Terminal, method_table
 
-        from infer.render import method_table
-
-        method_table(Console())
+        method_table(Terminal())
         return 0
-    _check(args)
     compiles = use_compilation_cache()
     from infer.job import Job
+    from specjax.methods import method
 
-    want_draft = args.method != "autoregressive"
+    # A wrong name is said before models load, which can take minutes.
+    want_draft = args.method is None or method(args.method).needs_draft
     target, draft = load_models(args.target, args.draft, args.dtype, want_draft)
     job = Job.create(args, target, draft)
     if args.prompts:
@@ -97,22 +114,13 @@ def _run(args: argparse.Namespace) -> int:
     return job.show(text, compiles)
 
 
-def _check(args: argparse.Namespace) -> None:
-    """What can be refused before anything heavy is imported or loaded."""
-    from specjax.errors import OptionError
-
-    args.options = parse_settings(args.set)
+def _check(args: argparse.Namespace, commands: Parser) -> None:
+    """Arguments that do not go together are refused before anything heavy is imported."""
+    args.options = dict(args.set)
     if args.prompt is not None and args.prompts is not None:
-        raise OptionError("--prompt and --prompts exclude each other; give one")
+        commands.error("--prompt and --prompts exclude each other; give one")
     if args.method and (args.drafter or args.rule or args.target_dist):
-        raise OptionError("--method and --drafter/--rule/--target-dist exclude each other")
-    for name in ("max_new_tokens", "num_samples", "batch_size"):
-        if getattr(args, name) < 1:
-            raise OptionError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
-    if args.prompt == "":
-        raise OptionError("--prompt is empty; it needs at least one character")
-    if "" in args.stop:
-        raise OptionError("--stop is empty; it needs at least one character")
+        commands.error("--method and --drafter/--rule/--target-dist exclude each other")
 
 
 def demo_prompt() -> str:

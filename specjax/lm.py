@@ -97,12 +97,8 @@ def _from_hub(name: str) -> Path:
 
 def _eos_ids(directory: Path, config: ModelConfig) -> tuple[int, ...]:
     """End-of-sequence ids: the generation config knows more of them than the model's."""
-    path = directory / "generation_config.json"
-    if path.exists():
-        try:
-            ids = as_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
-        except json.JSONDecodeError as error:
-            raise ModelError(f"{path}: not valid JSON ({error})") from None
-        if ids:
-            return ids
-    return config.eos_ids
+    found = read_json(directory / "generation_config.json")
+    try:
+        return as_ids(found.get("eos_token_id")) or config.eos_ids
+    except ModelError as error:
+        raise ModelError(f"{directory}: generation_config.json: {error}") from None

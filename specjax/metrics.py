@@ -30,6 +30,25 @@ def rates(counters: Mapping[str, float]) -> dict[str, float | None]:
     }
 
 
+def speeds(
+    counters: Mapping[str, float], prefill_s: float, first_token_s: float, decode_s: float
+) -> dict[str, float | None]:
+    """One row's times and speeds, from seconds since its batch began.
+
+    tokens_per_second = emitted / decode time, prefill excluded; time_per_output_token_s is the
+    mean gap after the first token, (whole time − time to first token) / (emitted − 1): the
+    TPOT of serving benchmarks, pessimistic by one round, whose tokens arrive together.
+    """
+    after = max(prefill_s + decode_s - first_token_s, 0.0)
+    return {
+        "tokens_per_second": ratio(counters["emitted"], decode_s),
+        "time_to_first_token_s": first_token_s,
+        "time_per_output_token_s": ratio(after, counters["emitted"] - 1),
+        "prefill_s": prefill_s,
+        "decode_s": decode_s,
+    }
+
+
 def expected_block_efficiency(acceptance: float, gamma: int) -> float:
     """Tokens per round, ``(1 − λ^{γ+1}) / (1 − λ)``: Leviathan et al. 2023, equation (1)."""
     if acceptance >= 1:

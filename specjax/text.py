@@ -6,8 +6,10 @@ for directories that have none.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +18,8 @@ import tokenizers
 from specjax.errors import ModelError
 
 REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
-CONTEXT = 4  # tokens before a new one that can change how it decodes (leading spaces)
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what templates may name
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # a byte that no other token covers (SentencePiece)
 
 
 class Tokenizer:
@@ -28,6 +31,9 @@ class Tokenizer:
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
         """One more than the highest id: ids from here on have probability 0."""
+        added = backend.get_added_tokens_decoder()
+        self._skipped = {i for i, token in added.items() if token.special}
+        self._bytes = {i for token, i in vocab.items() if BYTE_TOKEN.fullmatch(token)}
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Tokenizer:
@@ -37,15 +43,13 @@ class Tokenizer:
           ModelError: none is there, or it cannot be read.
         """
         directory = Path(directory)
-        settings = _read_json(directory / "tokenizer_config.json")
-        special = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token")}
-        template_file = directory / "chat_template.jinja"
-        template = settings.get("chat_template")
-        if template_file.exists():
-            template = template_file.read_text(encoding="utf-8")
-        for home in (directory, directory.parent):
-            if (home / "tokenizer.json").exists():
-                return cls(_read_backend(home / "tokenizer.json"), template, special)
+        homes = [d for d in (directory, directory.parent) if (d / "tokenizer.json").exists()]
+        home = homes[0] if homes else directory
+        settings = read_json(home / "tokenizer_config.json")
+        special = {name: _content(settings.get(name)) for name in SPECIAL}
+        template = _template(home, settings)
+        if homes:
+            return cls(_read_backend(home / "tokenizer.json"), template, special)
         return cls(_through_transformers(directory), template, special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -55,12 +59,16 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens)
 
+    def ends_in_byte(self, ids: Sequence[int]) -> bool:
+        """Whether the last id that has text is a byte token."""
+        return next((i in self._bytes for i in reversed(ids) if i not in self._skipped), False)
+
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the vocabulary and the special tokens."""
+        """A hash of every id's token, special and other added ones included."""
         vocab = sorted(self._backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()
 
@@ -83,39 +91,33 @@ class Tokenizer:
         """
         if not self._chat_template:
             raise ModelError("--chat: this model has no chat template; leave --chat out")
-        from jinja2.exceptions import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        def raise_exception(text):
-            raise TemplateError(text)
-
         messages = [{"role": "user", "content": message}] if isinstance(message, str) else message
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = raise_exception
         try:
-            template = environment.from_string(self._chat_template)
+            template = _chat_environment().from_string(self._chat_template)
             return template.render(messages=messages, add_generation_prompt=True, **self._special)
-        except TemplateError as error:
-            raise ModelError(f"the model's chat template failed: {error}") from None
+        except Exception as error:  # a template is a program: any exception can come out of it
+            first = (str(error) or type(error).__name__).splitlines()[0]
+            raise ModelError(f"the model's chat template failed: {first}") from None
 
 
 class IncrementalDecoder:
     """Text piece by piece; the pieces concatenate to ``decode`` of all ids.
 
-    Each push decodes a window of a few known tokens and the new ones, so the cost follows
-    the new tokens alone. An incomplete UTF-8 tail is held back.
+    A piece is what the new tokens add to the decoded text of the last accepted ones: decoded
+    alone they could lose a leading space. An incomplete UTF-8 tail is held back, and so is a
+    run of byte tokens until it ends: decoders judge the validity of the run as a whole.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._known: list[int] = []  # context, already shown
+        self._known: list[int] = []  # shown; begins where a piece began
         self._pending: list[int] = []
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that is certain after these tokens."""
         self._pending += map(int, ids)
         piece = self._window()
-        if piece.endswith(REPLACEMENT):
+        if piece.endswith(REPLACEMENT) or self._tokenizer.ends_in_byte(self._pending):
             return ""
         return self._accept(piece)
 
@@ -128,12 +130,30 @@ class IncrementalDecoder:
         return self._tokenizer.decode(self._known + self._pending)[len(before) :]
 
     def _accept(self, piece: str) -> str:
-        self._known = (self._known + self._pending)[-CONTEXT:]
-        # A context that starts inside a character would not be a prefix of what follows.
-        while self._known and REPLACEMENT in self._tokenizer.decode(self._known):
-            self._known = self._known[1:]
+        # Tokens without text (special ones) are no context: what follows would count as first.
+        self._known = self._pending if piece else self._known + self._pending
         self._pending = []
         return piece
+
+
+def _chat_environment():
+    """A jinja2 sandbox with what transformers offers to templates."""
+    from jinja2.exceptions import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(text):
+        raise TemplateError(text)
+
+    def tojson(value, ensure_ascii=False, **options):
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson  # jinja's own escapes HTML
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
@@ -157,13 +177,32 @@ def _through_transformers(directory: Path) -> tokenizers.Tokenizer:
         raise ModelError(f"{directory}: its tokenizer cannot be loaded ({first})") from None
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """A JSON object from a file that may be absent (then empty).
+
+    Raises:
+      ModelError: the file holds something else.
+    """
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _template(home: Path, settings: dict) -> str | None:
+    """The chat template: a file of its own, a setting, or the default of several named ones."""
+    file = home / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        return {entry["name"]: entry["template"] for entry in found}.get("default")
+    return found
 
 
 def _content(token: str | dict | None) -> str:

@@ -41,14 +41,27 @@ def test_sizes(pair):
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_speculative_is_plain_greedy_on_held_out_functions(pair, prompts, batch_size):
     target, draft = pair
-    prompts = prompts if batch_size == 8 else prompts[:40]
-    plain = sj.generate(target, prompts, max_new_tokens=48, batch_size=8)
-    fast = sj.generate(target, prompts, method="speculative", draft=draft, max_new_tokens=48,
+    plain = sj.generate(target, prompts, max_new_tokens=32, batch_size=8)
+    fast = sj.generate(target, prompts, method="speculative", draft=draft, max_new_tokens=32,
                        batch_size=batch_size, options={"gamma": 3})  # fmt: skip
     differ = mismatches(target, prompts, plain.tokens, fast.tokens)
     assert all(row["gap"] < NEAR_TIE for row in differ), differ
     acceptance = fast.stats["accepted"].sum() / fast.stats["tested"].sum()
     assert acceptance >= 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_greedy_is_transformers_greedy_on_held_out_functions(pair, prompts):
+    pytest.importorskip("torch")
+    from infer import peer_transformers
+    from specjax.lm import EMBEDDED
+
+    model = peer_transformers.load(str(EMBEDDED["demo"]))
+    theirs = peer_transformers.decode(model, prompts, 24)["tokens"]
+    ours = sj.generate(pair[0], prompts, max_new_tokens=24, batch_size=8)
+    differ = mismatches(pair[0], prompts, ours.tokens, [np.array(t) for t in theirs])
+    assert all(row["gap"] < NEAR_TIE for row in differ), differ
 
 
 def test_text_reads_as_python(pair, prompts):

@@ -128,30 +128,27 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     if family not in ("llama", "mistral"):
         raise ModelError(f"model_type {family!r} is not supported; supported: llama, mistral")
     _refuse_unsupported(config)
-    try:
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        return ModelConfig(
-            family=family,
-            vocab_size=config["vocab_size"],
-            hidden_size=hidden,
-            num_layers=config["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or (8 if family == "mistral" else heads),
-            head_dim=config.get("head_dim") or hidden // heads,
-            intermediate_size=config["intermediate_size"],
-            max_position=config.get("max_position_embeddings", 2048),
-            rope=_rope_from_hf(config),
-            norm_eps=config.get("rms_norm_eps", 1e-6),
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            sliding_window=config.get("sliding_window") if family == "mistral" else None,
-            bos_id=config.get("bos_token_id"),
-            eos_ids=as_ids(config.get("eos_token_id")),
-            pad_id=config.get("pad_token_id"),
-        )
-    except KeyError as missing:
-        raise ModelError(f"config.json lacks {missing}, which every {family} model has") from None
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    return ModelConfig(
+        family=family,
+        vocab_size=_size(config, "vocab_size"),
+        hidden_size=hidden,
+        num_layers=_size(config, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=_kv_heads(config, family, heads),
+        head_dim=_size(config, "head_dim", hidden // heads),
+        intermediate_size=_size(config, "intermediate_size"),
+        max_position=_size(config, "max_position_embeddings", 2048),
+        rope=_rope_from_hf(config),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        sliding_window=_window(config) if family == "mistral" else None,
+        bos_id=config.get("bos_token_id"),
+        eos_ids=as_ids(config.get("eos_token_id")),
+        pad_id=config.get("pad_token_id"),
+    )
 
 
 def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -186,9 +183,34 @@ def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
 
 def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
     """Token ids as a tuple, from the one-or-many form that Hugging Face configs use."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) for i in ids):
+        raise ModelError(f"expected token ids, got {value!r}")
+    return tuple(ids)
+
+
+def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if name not in config:
+        raise ModelError(f"config.json lacks {name!r}, which every Llama-family model has")
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"config.json: {name} must be a positive integer, got {value!r}")
+    return value
+
+
+def _kv_heads(config: dict[str, Any], family: str, heads: int) -> int:
+    """Absent, it is Mistral's 8; null, it is one for each query head (as transformers)."""
+    absent = family == "mistral" and "num_key_value_heads" not in config
+    return 8 if absent else _size(config, "num_key_value_heads", heads)
+
+
+def _window(config: dict[str, Any]) -> int | None:
+    """Mistral's sliding window: absent, it is 4096; null, there is none (as transformers)."""
+    if "sliding_window" in config and config["sliding_window"] is None:
+        return None
+    return _size(config, "sliding_window", 4096)
 
 
 def _refuse_unsupported(config: dict[str, Any]) -> None:
@@ -199,6 +221,8 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
         raise ModelError("quantization_config is not supported: load the unquantised checkpoint")
     if config.get("num_local_experts"):
         raise ModelError("num_local_experts is not supported: mixture-of-experts checkpoint")
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError("partial_rotary_factor is not supported for the Llama family")
 
 
 _ROPE_FIELDS = {
@@ -217,7 +241,10 @@ _ROPE_FIELDS = {
 
 def _rope_from_hf(config: dict[str, Any]) -> RopeConfig:
     """Reads both spellings: ``rope_theta`` + ``rope_scaling``, and ``rope_parameters``."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ModelError(f"config.json: rope_scaling must be an object, got {scaling!r}")
+    scaling = dict(scaling)
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
     theta = scaling.pop("rope_theta", None) or config.get("rope_theta", 10000.0)
@@ -229,6 +256,9 @@ def _rope_from_hf(config: dict[str, Any]) -> RopeConfig:
     if unknown:
         raise ModelError(f"rope setting {unknown[0]!r} is not supported for rope_type {kind!r}")
     fields = {_ROPE_FIELDS[name]: value for name, value in scaling.items() if value is not None}
+    for name, value in (("rope_theta", theta), *scaling.items()):
+        if value is not None and not isinstance(value, (int, float)):
+            raise ModelError(f"config.json: {name} must be a number, got {value!r}")
     if kind in ("llama3", "yarn"):
         fields.setdefault("original_max_position", config.get("max_position_embeddings", 2048))
     if kind != "default" and "factor" not in fields:
