@@ -82,10 +82,22 @@ def _chain(context: Context, gamma: int) -> draft.Chain:
     )
 
 
+def _lookup_draft(context: Context, gamma: int, ngram: int) -> draft.Lookup:
+    return draft.Lookup(gamma=gamma, ngram=ngram)
+
+
 GAMMA = Option(int, 4, "draft length γ", low=1, high=64)
 
 DRAFTERS: dict[str, Part] = {
     "none": Part(lambda context: draft.NoDraft(), "no draft"),
+    "lookup": Part(
+        _lookup_draft,
+        "what followed the longest matching n-gram",
+        {
+            "gamma": dataclasses.replace(GAMMA, default=10),
+            "ngram": Option(int, 3, "longest n-gram tried", low=1, high=8),
+        },
+    ),
     "chain": Part(_chain, "γ tokens from a draft model", {"gamma": GAMMA}, needs_draft=True),
 }
 
@@ -98,6 +110,7 @@ TARGET_DISTS: dict[str, Part] = {
 
 RULES: dict[str, Part] = {
     "speculative": Part(lambda context: verify.speculative, "accept with min(1, p/q)"),
+    "block": Part(lambda context: verify.block, "accept the longest prefix that passes as a whole"),
 }
 
 
@@ -178,6 +191,20 @@ METHODS: dict[str, MethodSpec] = {
             "a draft model proposes γ tokens, the target verifies them in one pass",
             "Leviathan et al. 2023; Chen et al. 2023",
             drafter="chain",
+            rule="speculative",
+        ),
+        MethodSpec(
+            "block",
+            "speculative, but the draft is accepted or cut as a block",
+            "Sun et al. 2024 (block verification)",
+            drafter="chain",
+            rule="block",
+        ),
+        MethodSpec(
+            "lookup",
+            "no draft model: the tokens that followed the same words earlier in the row",
+            "prompt lookup decoding (n-gram drafts)",
+            drafter="lookup",
             rule="speculative",
         ),
     )

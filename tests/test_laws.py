@@ -19,7 +19,7 @@ from specjax.types import POINT_MASS
 from specjax.verify.chain import chain_verdict, draft_length, draft_row, drafted_log_probs
 from specjax.warp import warp
 
-LOSSLESS_CHAIN_RULES = {"speculative": verify.speculative}
+LOSSLESS_CHAIN_RULES = {"speculative": verify.speculative, "block": verify.block}
 
 
 def stop_table():
@@ -89,6 +89,25 @@ def other_law(keys, p, q):
     return laws.chain_draft(keys, p, q, log_q=flat)
 
 
+def block_without_the_cap(keys, draft, log_p):
+    """§3 with the running weight left uncapped: min(1, ·) only at the end."""
+    lp, lq = drafted_log_probs(draft, log_p)
+    gamma = draft_length(draft)
+    weight = jnp.cumprod(jnp.exp(lp - lq), axis=1)
+    index = jnp.arange(1, lp.shape[1] + 1)
+    p, q = jnp.exp(log_p[:, 1:-1]), jnp.exp(draft.log_q[:, 1:])
+    mass = jnp.maximum(weight[:, :-1, None] * p - q, 0).sum(-1)
+    chance = jnp.concatenate([mass / (mass + 1 - weight[:, :-1]), weight[:, -1:]], axis=1)
+    u = probs.uniforms(keys, Purpose.ACCEPT, jnp.broadcast_to(index, lp.shape))
+    accepted = jnp.max(jnp.where(u <= chance, index, 0), axis=1).astype(jnp.int32)
+    before = jnp.pad(weight, ((0, 0), (1, 0)), constant_values=1.0)
+    p = jnp.exp(probs.at_node(log_p, accepted))
+    q = jnp.exp(draft_row(draft, accepted, log_p.shape[-1]))
+    left = probs.residual(probs.at_token(before, accepted)[:, None] * p, q)
+    refused = accepted < gamma
+    return chain_verdict(keys, draft, accepted, refused, jnp.where(refused[:, None], left, p))
+
+
 RULE_MUTANTS = {
     "no residual": (functools.partial(speculative_variant, residual=False), laws.chain_draft),
     "wrong position": (functools.partial(speculative_variant, shift=1), laws.chain_draft),
@@ -97,8 +116,20 @@ RULE_MUTANTS = {
         laws.chain_draft,
     ),
     "stopped on the drawn token": (verify.speculative, stopped_on_drawn_token),
+    "block without the cap": (block_without_the_cap, laws.chain_draft),
     "q is not the law drawn from": (verify.speculative, other_law),
 }
+
+
+def test_block_accepts_no_fewer_in_expectation():
+    p, q = map(jnp.asarray, laws.tables())
+    keys = jax.random.split(jax.random.key(2), laws.SAMPLES)
+    draft, log_p = jax.jit(laws.chain_draft)(keys, p, q)
+    one, two = (np.asarray(jax.jit(rule.verify)(keys, draft, log_p).num_accepted, float)
+                for rule in (verify.speculative, verify.block))  # fmt: skip
+    noise = 5 * (one.std() + two.std()) / laws.SAMPLES**0.5
+    assert two.mean() > one.mean() - noise
+    assert two.mean() > one.mean() + noise, "on these tables the gain is large"
 
 
 def test_the_variant_without_a_fault_is_lossless():

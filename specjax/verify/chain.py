@@ -28,6 +28,13 @@ def drafted_log_probs(
     return lp, lq
 
 
+def draft_rows(draft: Draft, vocab: int) -> Float[Array, "B γ V"]:
+    """log q of every draw; point masses are written out."""
+    if draft.log_q is None:
+        return probs.one_hot_log(draft.tokens[:, 1:], vocab)
+    return draft.log_q
+
+
 def draft_row(draft: Draft, index: Int[Array, "B"], vocab: int) -> Float[Array, "B V"]:
     """log q of the draw after node ``index``; only those V entries are touched."""
     if draft.log_q is None:
