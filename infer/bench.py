@@ -37,8 +37,8 @@ def parser() -> Parser:
     out.add_argument("--prompts", metavar="FILE.jsonl", help="default: held-out functions")
     out.add_argument("--num-prompts", type=int, default=40, metavar="N")
     out.add_argument("--methods", metavar="A,B,…", help="default: all that the models allow")
-    out.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE",
-                     help="for the methods that have the option; repeatable")  # fmt: skip
+    out.add_argument("--set", action="append", default=[], metavar="[METHOD.]OPTION=VALUE",
+                     help="for one method, or all that have the option; repeatable")  # fmt: skip
     out.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     out.add_argument("--batch-size", default="1", metavar="B[,B…]")
     out.add_argument("--temperature", type=float, default=SAMPLED["temperature"], metavar="T")
@@ -58,46 +58,81 @@ def main(argv: Sequence[str] | None = None) -> int:
     from specjax.errors import SpecjaxError
 
     try:
-        report = _run(args)
+        return _run(args)
     except SpecjaxError as error:
-        print(f"infer.bench: {' '.join(str(error).split())}", file=sys.stderr)
+        _say(" ".join(str(error).split()))
         return 2
     except KeyboardInterrupt:
         return 130
-    from infer.report import markdown, write
 
-    if args.out:
-        for path in write(args.out, report):
-            print(f"wrote {path}", file=sys.stderr)
-    print(json.dumps(report) if args.json else markdown(report), end="\n" if args.json else "")
+
+def _run(args: argparse.Namespace) -> int:
+    from infer.peers import check_peer
+    from infer.report import make_directory, markdown, write
+
+    check_arguments(args)
+    if args.peer:
+        check_peer(args.peer)
+    home = make_directory(args.out) if args.out else None
+    report = make_report(args)
+    # Shown before it is written: a full disk costs the files, not the measurement.
+    if args.json:
+        print(json.dumps(report), flush=True)
+    elif sys.stdout.isatty():
+        _show(report)
+    else:
+        print(markdown(report), end="", flush=True)
+    if home:
+        files = write(home, report)
+        _say("wrote " + ", ".join(map(str, files)))
+        if len(files) < 3:
+            _say('no bench.png: it needs matplotlib, pip install "specjax[plots]"')
     return 0
 
 
-def _run(args: argparse.Namespace) -> dict[str, Any]:
-    from infer.measure import draft_cost, measure, verify_curve
-    from infer.report import machine
+def _show(report: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from infer.report import show
+
+    show(report, Console(highlight=False))
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """What needs no model to be refused.
+
+    Raises:
+      OptionError: names the argument and the way out.
+    """
     from specjax.errors import OptionError
 
-    if args.random_target and args.draft:
-        raise OptionError("--random-target takes no --draft: a random model has no tokenizer")
+    if args.random_target and (args.draft or args.prompts or args.target != "demo"):
+        raise OptionError("--random-target has random weights and no tokenizer: it takes no "
+                          "--target, --draft or --prompts")  # fmt: skip
+    if args.random_target and args.random_target not in SIZES:
+        raise OptionError(f"--random-target {args.random_target}: choose {', '.join(SIZES)}")
     if args.num_prompts < 1 or args.repeats < 1 or args.max_new_tokens < 1:
         raise OptionError("--num-prompts, --repeats and --max-new-tokens must be at least 1")
+
+
+def make_report(args: argparse.Namespace) -> dict[str, Any]:
+    """Measures everything, methods first, then the cost curve."""
+    from infer.measure import CURVE, costs, measure
+    from infer.peers import peer_rows
+    from infer.report import machine, make_rows
+
     use_compilation_cache()
-    options = parse_settings(args.set)
+    settings = parse_settings(args.set)
     with models(args) as (target, draft, directories):
+        cases = make_cases(args, draft is not None, settings)
         prompts = read_prompts(args, target)
-        cases = make_cases(args, draft is not None, options)
         _say(f"{len(cases)} cases × {len(prompts)} prompts; warming up")
-        peer = make_peer(args, directories, prompts, cases)
-        results = measure(target, draft, prompts, cases, args.max_new_tokens, args.repeats,
-                          peer.repeat if peer else lambda repeat: None)  # fmt: skip
-        if peer:
-            peer.close()
+        with make_peer(args, directories, prompts, cases) as peer:
+            results = measure(target, draft, prompts, cases, args.max_new_tokens, args.repeats,
+                              peer.repeat if peer else lambda repeat: None)  # fmt: skip
         _say("cost curve")
-        v = verify_curve(target)
-        c = draft_cost(target, draft) if draft else None
-        rows = [make_row(result, results, v, c) for result in results]
-        check_greedy(target, prompts, results, rows)
+        passes = {case.options["gamma"] + 1 for case in cases if case.method == "speculative"}
+        v, c = costs(target, draft, sorted(passes.union(CURVE)))
         return {
             "machine": machine(),
             "target": args.random_target or args.target,
@@ -105,8 +140,8 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
             "prompts": len(prompts),
             "max_new_tokens": args.max_new_tokens,
             "repeats": args.repeats,
-            "rows": rows,
-            "peers": peer_rows(target, prompts, peer, results),
+            "rows": make_rows(target, prompts, results, v, c),
+            "peers": peer_rows(target, prompts, peer.answers, results) if peer else [],
             "v": {str(width): value for width, value in v.items()},
             "c": c,
         }
@@ -134,11 +169,8 @@ def save_random(size: str, directory: str) -> None:
     """A random Llama of about the given size, saved for us and for a peer."""
     import jax
 
-    from specjax.errors import OptionError
     from specjax.models import ModelConfig, init_params, save_pretrained
 
-    if size not in SIZES:
-        raise OptionError(f"--random-target {size}: choose {', '.join(SIZES)}")
     hidden, layers, heads, inner, vocab = SIZES[size]
     cfg = ModelConfig.llama(vocab_size=vocab, hidden_size=hidden, num_layers=layers,
                             num_heads=heads, intermediate_size=inner)  # fmt: skip
@@ -168,7 +200,7 @@ def read_prompts(args: argparse.Namespace, target: Any) -> list[list[int]]:
     return [target.tokenizer.encode(f.prompt) for f in functions]
 
 
-def make_cases(args: argparse.Namespace, has_draft: bool, options: dict[str, str]) -> list:
+def make_cases(args: argparse.Namespace, has_draft: bool, settings: dict[str, str]) -> list:
     """Every method × sampling × batch size; plain decoding always comes first."""
     import specjax as sj
     from infer.measure import Case
@@ -179,8 +211,9 @@ def make_cases(args: argparse.Namespace, has_draft: bool, options: dict[str, str
         n for n, spec in METHODS.items() if has_draft or not spec.needs_draft
     ]  # fmt: skip
     specs = [method("autoregressive"), *(method(n) for n in names if n != "autoregressive")]
-    unused = set(options) - {name for spec in specs for name in spec.options}
-    if unused:
+    used = {name for spec in specs for name in settings
+            if name in spec.options or name.startswith(_prefix(spec))}  # fmt: skip
+    if unused := set(settings) - used:
         raise OptionError(f"--set {min(unused)}: no chosen method has that option")
     try:
         sizes = [int(size) for size in args.batch_size.split(",")]
@@ -192,91 +225,32 @@ def make_cases(args: argparse.Namespace, has_draft: bool, options: dict[str, str
     if not args.greedy_only:
         samplings.append(sj.Sampling(args.temperature, args.top_k, args.top_p))
     return [
-        Case(spec.name, spec.resolve({n: v for n, v in options.items() if n in spec.options}),
-             sampling, size)
+        Case(spec.name, spec.resolve(options_of(spec, settings)), sampling, size)
         for size in sizes for sampling in samplings for spec in specs
     ]  # fmt: skip
 
 
-def make_row(result: Any, results: Sequence[Any], v: dict[int, float], c: float | None) -> dict:
-    """One case as a row of the report; the prediction is made where c and v are known."""
-    import numpy as np
-
-    from specjax.metrics import expected_speedup, rates
-
-    case = result.case
-    base = next(r for r in results if r.case.method == "autoregressive"
-                and (r.case.mode, r.case.batch_size) == (case.mode, case.batch_size))  # fmt: skip
-    pairs = zip(result.tokens_per_second, base.tokens_per_second, strict=True)
-    speedup = None if result is base else float(np.median([a / b for a, b in pairs]))
-    found, predicted = rates(result.counters), None
-    gamma = case.options.get("gamma")
-    if case.method == "speculative" and case.batch_size == 1 and c is not None:
-        cost = float(np.interp(gamma + 1, list(v), list(v.values())))
-        predicted = expected_speedup(found["acceptance_rate"], gamma, c, cost)
-    return {
-        "method": case.method, "mode": case.mode, "batch_size": case.batch_size,
-        "options": dict(case.options), "tokens_per_second": result.speed,
-        "first_token_ms": 1e3 * float(np.median(result.first_token_s)), "speedup": speedup,
-        "predicted_speedup": predicted,
-        "measured_over_predicted": speedup / predicted if predicted and speedup else None,
-        "counters": result.counters, "repeats": result.tokens_per_second,
-    } | found  # fmt: skip
+def options_of(spec: Any, settings: dict[str, str]) -> dict[str, str]:
+    """A method's part of ``--set``: OPTION=VALUE, and METHOD.OPTION=VALUE, which wins."""
+    prefix = _prefix(spec)
+    shared = {name: value for name, value in settings.items() if name in spec.options}
+    own = {name.removeprefix(prefix): value for name, value in settings.items()
+           if name.startswith(prefix)}  # fmt: skip
+    return shared | own
 
 
-def check_greedy(target: Any, prompts: Any, results: Sequence[Any], rows: list[dict]) -> None:
-    """Counts the greedy rows of lossless methods that differ from plain decoding."""
-    from infer.measure import mismatches
-    from specjax.methods import METHODS
-
-    plain = next(r for r in results if r.case.mode == "greedy")
-    for result, row in zip(results, rows, strict=True):
-        if result.case.mode == "greedy" and METHODS[result.case.method].lossless:
-            row["mismatches"] = mismatches(target, prompts, plain.tokens, result.tokens)
-            if row["mismatches"]:
-                _say(f"{row['method']}: {len(row['mismatches'])} rows differ from plain decoding")
+def _prefix(spec: Any) -> str:
+    return spec.name.replace("-", "_") + "."  # as parse_settings spells it
 
 
 def make_peer(args: argparse.Namespace, directories: Sequence, prompts: Any, cases: Any) -> Any:
-    """The peer's process, started and warm, or None."""
-    from infer.peers import PEERS, TransformersPeer
-    from specjax.errors import OptionError
+    """A context: the peer's process, started and warm, or None."""
+    from infer.peers import TransformersPeer
 
     if args.peer is None:
-        return None
-    if args.peer not in PEERS:
-        raise OptionError(f"--peer {args.peer}: choose {', '.join(PEERS)}")
+        return contextlib.nullcontext()
     gamma = next((c.options["gamma"] for c in cases if c.method == "speculative"), 4)
     return TransformersPeer(*directories, prompts, args.max_new_tokens, gamma)
-
-
-def peer_rows(target: Any, prompts: Any, peer: Any, results: Sequence[Any]) -> list[dict]:
-    """The peer's modes against ours: plain with plain, assisted with speculative.
-
-    Both sides count prefill: generate() does not tell it apart.
-    """
-    import numpy as np
-
-    from infer.measure import mismatches
-
-    if peer is None:
-        return []
-    rows = []
-    for name, ours in (("generate", "autoregressive"), ("assisted", "speculative")):
-        mine = next((r for r in results if r.case.method == ours and r.case.mode == "greedy"
-                     and r.case.batch_size == 1), None)  # fmt: skip
-        if mine is None or name not in peer.answers[0]:
-            continue
-        theirs = [answer[name]["tokens_per_second"] for answer in peer.answers]
-        pairs = zip(mine.whole_tokens_per_second, theirs, strict=True)
-        tokens = [np.array(t) for t in peer.answers[0][name]["tokens"]]
-        rows.append({
-            "name": f"transformers {name}", "ours": ours,
-            "tokens_per_second": float(np.median(theirs)),
-            "ratio": float(np.median([a / b for a, b in pairs])),
-            "mismatches": mismatches(target, prompts, mine.tokens, tokens),
-        })  # fmt: skip
-    return rows
 
 
 def _say(text: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import specjax as sj
 from infer.batch import Output, encode, read_prompts
 from infer.record import record
-from infer.render import Compiling, Screen
+from infer.render import Compiling, Screen, printable
 from specjax.methods import MethodSpec, compose, method
 
 DEMO_GAMMA = 3  # what the embedded pair is fastest with: see the README's table
@@ -63,6 +63,10 @@ class Job:
             "options": options,
             "sampling": dataclasses.asdict(sampling),
             "max_new_tokens": args.max_new_tokens,
+            "target": args.target,
+            "draft": draft.source if draft else None,
+            "stop": list(args.stop),
+            "chat": args.chat,
         }
         return cls(
             target,
@@ -130,7 +134,7 @@ class Job:
                 [tokens for *_, tokens in part],
                 indices=[index for index, *_ in part],
                 num_samples=self.samples,
-                batch_size=per_batch * self.samples,
+                batch_size=min(per_batch * self.samples, self.batch_size),
                 **self.arguments,
             )
             for i in range(len(part) * self.samples):
@@ -143,7 +147,7 @@ class Job:
                     output.append(entry)
 
     def _print(self, entry: dict[str, Any]) -> None:
-        print(json.dumps(entry) if self.as_json else entry["text"], flush=True)
+        print(json.dumps(entry) if self.as_json else printable(entry["text"]), flush=True)
 
 
 def _demo_options(args: argparse.Namespace, spec: MethodSpec) -> dict[str, Any]:

@@ -7,6 +7,7 @@ interleaved: a machine that slows down slows all of them, and ratios of one repe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +19,16 @@ import numpy as np
 
 import specjax as sj
 from specjax.cache import bucket
-from specjax.models import forward, init_cache, logits_of
+from specjax.models import ModelConfig, forward, init_cache, logits_of
 
 CURVE = (1, 2, 4, 8, 16, 32, 64)
 STEPS = 24  # passes per timing of the curve
 CONTEXT = 192  # committed tokens the passes of the curve see
+TIMINGS = 8
+DRAFT_PASSES = 3  # draft passes between two target passes where c is measured
+
+# One round of a timing: models, each with its tokens per pass and its passes.
+Round = Sequence[tuple[sj.LM, int, int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,36 +108,54 @@ def measure(
     return results
 
 
-def pass_seconds(lm: sj.LM, width: int, other: sj.LM | None = None, other_passes: int = 0) -> float:
-    """Seconds of one pass over ``width`` tokens, logits and argmax included.
+def costs(
+    target: sj.LM, draft: sj.LM | None, widths: Sequence[int] = CURVE
+) -> tuple[dict[int, float], float | None]:
+    """The verify curve v(T) by width, and c, or None without a draft. ``widths`` hold 1.
 
-    With ``other``, that many of its two-token passes run between: what they add is their
-    cost with the caches that decoding leaves them, not with their own weights at hand.
+    v(T) = time of a target pass over T tokens / over one. c = what one draft pass adds to a
+    round / the time of a target step. It is measured between target passes: a small draft
+    timed alone would keep its weights in the processor's cache, which the target's empty in
+    every round of decoding.
     """
-    models = [(lm, width, 1)] + ([(other, 2, other_passes)] if other else [])
-    run, caches = _pass_loop(models)
-    params, times = [model.params for model, *_ in models], []
-    for _ in range(9):
-        began = time.perf_counter()
-        jax.block_until_ready(run(params, caches, jnp.int32(1)))
-        times.append((time.perf_counter() - began) / STEPS)
-    return min(times[1:])  # the first one compiles
+    rounds: list[Round] = [[(target, width, 1)] for width in widths]
+    if draft:
+        # A draft pass feeds two tokens, see specjax.draft.chain.
+        rounds.append([(target, 1, 1), (draft, 2, DRAFT_PASSES)])
+    seconds = round_seconds(rounds)
+    one = seconds[widths.index(1)]
+    v = {width: value / one for width, value in zip(widths, seconds, strict=False)}
+    return v, (seconds[-1] - one) / (DRAFT_PASSES * one) if draft else None
 
 
-def _pass_loop(models: Sequence[tuple[sj.LM, int, int]]) -> tuple[Callable, list]:
-    """A jitted loop of STEPS rounds of (model, width, passes), and the caches it starts from."""
+def round_seconds(rounds: Sequence[Round]) -> list[float]:
+    """Seconds of each round: the fastest of several timings, which are taken in turn."""
+    loops = [_round_loop(models) for models in rounds]
+    for loop in loops:
+        loop()  # compiles
+    times: list[list[float]] = [[] for _ in loops]
+    for _ in range(TIMINGS):
+        for loop, found in zip(loops, times, strict=True):
+            began = time.perf_counter()
+            loop()
+            found.append((time.perf_counter() - began) / STEPS)
+    return [min(found) for found in times]
+
+
+def _round_loop(models: Round) -> Callable[[], None]:
+    """Runs STEPS rounds on the device, logits and argmax included, and waits for them."""
 
     def one_pass(model, width, params, cache, token, at):
         start = jnp.full((1,), at, jnp.int32)
         positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)
         tokens = jnp.full((1, width), token)
         hidden, cache = forward(model.config, params, cache, tokens, positions, start)
-        logits = logits_of(model.config, params, hidden)[0, -1]
-        return cache, jnp.argmax(logits).astype(jnp.int32)
+        # Every row's argmax counts: a compiler may not skip what a verification needs.
+        best = jnp.argmax(logits_of(model.config, params, hidden)[0], axis=-1)
+        return cache, jnp.max(best).astype(jnp.int32)
 
-    @jax.jit
-    def many(params, caches, token):
-        def round_(i, carry):
+    def many(caches, params):
+        def one_round(i, carry):
             caches, token = carry
             out = []
             for (model, width, passes), p, cache in zip(models, params, caches, strict=True):
@@ -139,31 +163,24 @@ def _pass_loop(models: Sequence[tuple[sj.LM, int, int]]) -> tuple[Callable, list
                     0,
                     passes,
                     lambda j, c, m=model, w=width, p=p: one_pass(m, w, p, *c, CONTEXT + i + j),
-                    (cache, token),
+                    (cache, token % model.config.vocab_size),
                 )
                 out.append(cache)
             return out, token
 
-        return jax.lax.fori_loop(0, STEPS, round_, (list(caches), token))
+        return jax.lax.fori_loop(0, STEPS, one_round, (list(caches), jnp.int32(1)))[0]
 
-    slots = bucket(CONTEXT + STEPS + max(width + passes for _, width, passes in models))
-    return many, [init_cache(model.config, 1, slots, model.dtype) for model, *_ in models]
+    run = jax.jit(many, donate_argnums=0)
+    params = [model.params for model, *_ in models]
+    # The cost of a pass follows the cache's length: one length for every width.
+    slots = bucket(CONTEXT + STEPS + max(CURVE) + DRAFT_PASSES)
+    caches = [init_cache(model.config, 1, slots, model.dtype) for model, *_ in models]
 
+    def loop():
+        nonlocal caches
+        caches = jax.block_until_ready(run(caches, params))
 
-def verify_curve(target: sj.LM, widths: Sequence[int] = CURVE) -> dict[int, float]:
-    """v(T) = time of a pass over T tokens / over one."""
-    seconds = {width: pass_seconds(target, width) for width in widths}
-    return {width: value / seconds[1] for width, value in seconds.items()}
-
-
-def draft_cost(target: sj.LM, draft: sj.LM, passes: int = 3) -> float:
-    """c = what one draft pass adds to a round / the time of a target step.
-
-    Measured between target passes: a small draft timed alone would keep its weights in the
-    processor's cache, which the target's empty in every round of decoding.
-    """
-    alone = pass_seconds(target, 1)
-    return (pass_seconds(target, 1, draft, passes) - alone) / (passes * alone)
+    return loop
 
 
 def mismatches(
@@ -183,10 +200,19 @@ def mismatches(
 
 
 def _top_gap(target: sj.LM, tokens: Sequence[int]) -> float:
-    row = jnp.asarray(tokens, jnp.int32)[None]
-    at = jnp.arange(row.shape[1], dtype=jnp.int32)[None]
-    cache = init_cache(target.config, 1, bucket(row.shape[1]), target.dtype)
-    start = jnp.zeros((1,), jnp.int32)
-    hidden, _ = forward(target.config, target.params, cache, row, at, start)
-    top = jax.lax.top_k(logits_of(target.config, target.params, hidden)[0, -1], 2)[0]
+    """Difference of the two best logits after ``tokens``."""
+    row = np.zeros((1, bucket(len(tokens))), np.int32)
+    row[0, : len(tokens)] = tokens
+    logits = _logits_at(target.config, target.params, row, np.int32(len(tokens) - 1))
+    top = jax.lax.top_k(logits[: target.vocab_limit], 2)[0]
     return float(top[0] - top[1])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits_at(cfg: ModelConfig, params: dict, row: jax.Array, last: jax.Array) -> jax.Array:
+    """Logits at one place; one trace per bucket, however long the text is."""
+    slots = row.shape[1]
+    cache = init_cache(cfg, 1, slots, params["embed"].dtype)
+    at = jnp.arange(slots, dtype=jnp.int32)[None]
+    hidden, _ = forward(cfg, params, cache, row, at, jnp.zeros((1,), jnp.int32))
+    return logits_of(cfg, params, jax.lax.dynamic_slice_in_dim(hidden, last, 1, axis=1))[0, 0]

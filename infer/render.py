@@ -38,7 +38,7 @@ class Terminal(Console):
         super().__init__(highlight=False, soft_wrap=True)
 
     def on_broken_pipe(self) -> None:
-        raise  # noqa: PLE0704 - rich calls this while it handles the BrokenPipeError
+        raise
 
 
 class Screen:
@@ -125,18 +125,22 @@ class Screen:
 
 
 class Compiling:
-    """Says on stderr, while nothing has come yet, that the first run compiles, and for how long."""
+    """Says on stderr, while no text has come yet, what is waited for and for how long.
 
-    def __init__(self, enabled: bool):
+    ``first``: nothing was compiled before. Other starts may compile too (a new model, a longer
+    prompt), so terminals always show the stopwatch; elsewhere only a first run is told.
+    """
+
+    def __init__(self, first: bool):
         self._progress = None
         console = Console(stderr=True)
-        if enabled and console.is_terminal:
+        if console.is_terminal:
             self._progress = _stopwatch(console)
-            self._progress.add_task(COMPILES)
+            self._progress.add_task(COMPILES if first else "starting")
             self._progress.start()
             # An interrupt or an error must give the cursor back.
             atexit.register(self.done)
-        elif enabled:
+        elif first:
             print(COMPILES, file=sys.stderr, flush=True)
 
     def done(self) -> None:

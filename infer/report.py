@@ -1,16 +1,25 @@
-"""Benchmark reports: Markdown, JSON and, with the ``plots`` extra, a picture."""
+"""Benchmark reports: rows, tables, Markdown, JSON and, with the ``plots`` extra, a picture."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specjax.errors import OptionError
+import numpy as np
 
+from infer.measure import Result, mismatches
+from specjax.errors import OptionError
+from specjax.lm import LM
+from specjax.methods import METHODS
+from specjax.metrics import expected_speedup, rates
+
+NEAR_TIE = 1e-4  # greedy rows may part where the target's two best logits are closer
 COLUMNS = (
     ("method", "method", "{}"),
     ("mode", "mode", "{}"),
@@ -20,9 +29,21 @@ COLUMNS = (
     ("speedup", "speedup", "{:.2f}"),
     ("acceptance", "acceptance_rate", "{:.2f}"),
     ("tokens/round", "block_efficiency", "{:.2f}"),
+    ("draft calls", "draft_calls", "{}"),
     ("predicted", "predicted_speedup", "{:.2f}"),
     ("measured/predicted", "measured_over_predicted", "{:.2f}"),
 )
+PEER_COLUMNS = (
+    ("peer", "name", "{}"),
+    ("tokens/s", "tokens_per_second", "{:.0f}"),
+    ("first token, ms", "first_token_ms", "{:.0f}"),
+    ("ours", "ours", "{}"),
+    ("tokens/s", "our_tokens_per_second", "{:.0f}"),
+    ("ours / peer", "ratio", "{:.2f}"),
+)
+
+# A table: column heads, and rows of cells.
+Table = tuple[list[str], list[list[str]]]
 
 
 def machine() -> dict[str, Any]:
@@ -44,67 +65,166 @@ def machine() -> dict[str, Any]:
     }
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """The report as Markdown: the table, the peers, the cost curve."""
+def make_rows(
+    target: LM,
+    prompts: Sequence[Sequence[int]],
+    results: Sequence[Result],
+    v: Mapping[int, float],
+    c: float | None,
+) -> list[dict[str, Any]]:
+    """The cases as rows of the report.
+
+    ``mismatches`` (greedy rows of lossless methods) lists the outputs that differ from plain
+    decoding's at batch 1, or at the first batch size that was measured.
+    """
+    plain = next(r for r in results if r.case.mode == "greedy")
+    rows = []
+    for result in results:
+        row = _row(result, results, v, c)
+        if result.case.mode == "greedy" and METHODS[result.case.method].lossless:
+            row["mismatches"] = mismatches(target, prompts, plain.tokens, result.tokens)
+        rows.append(row)
+    return rows
+
+
+def _row(
+    result: Result, results: Sequence[Result], v: Mapping[int, float], c: float | None
+) -> dict[str, Any]:
+    """One case, with the speedup and, where c and v are known, its prediction."""
+    case = result.case
+    base = next(r for r in results if r.case.method == "autoregressive"
+                and (r.case.mode, r.case.batch_size) == (case.mode, case.batch_size))  # fmt: skip
+    pairs = zip(result.tokens_per_second, base.tokens_per_second, strict=True)
+    speedup = None if result is base else float(np.median([a / b for a, b in pairs]))
+    found, predicted = rates(result.counters), None
+    gamma = case.options.get("gamma")
+    known = c is not None and found["acceptance_rate"] is not None
+    if case.method == "speculative" and case.batch_size == 1 and known:
+        predicted = expected_speedup(found["acceptance_rate"], gamma, c, v[gamma + 1])
+    return {
+        "method": case.method, "mode": case.mode, "batch_size": case.batch_size,
+        "options": dict(case.options), "tokens_per_second": result.speed,
+        "first_token_ms": 1e3 * float(np.median(result.first_token_s)), "speedup": speedup,
+        "predicted_speedup": predicted,
+        "measured_over_predicted": speedup / predicted if predicted and speedup else None,
+        "draft_calls": result.counters["draft_calls"],
+        "counters": result.counters, "repeats": result.tokens_per_second,
+    } | found  # fmt: skip
+
+
+def headline(report: dict[str, Any]) -> str:
+    """What was measured, and where."""
     where = report["machine"]
-    lines = [
+    return (
         f"{where['device']} ({where['cpu']}, {where['cores']} cores), jax {where['jax']}; target "
-        f"{report['target']}, draft {report['draft']}; {report['prompts']} prompts, "
-        f"{report['max_new_tokens']} new tokens each.",
-        "",
-    ]
-    lines += _table([name for name, *_ in COLUMNS], (_cells(row) for row in report["rows"]))
+        f"{report['target']}, draft {report['draft']}; {report['prompts']} prompts, up to "
+        f"{report['max_new_tokens']} new tokens each."
+    )
+
+
+def tables(report: dict[str, Any]) -> list[Table]:
+    """The methods, the peers, the cost curve."""
+    found = [_columns(COLUMNS, report["rows"])]
     if report["peers"]:
-        lines += ["", *_table(
-            ["peer", "tokens/s", "ours", "ours / peer", "rows that differ"],
-            ([p["name"], f"{p['tokens_per_second']:.0f}", p["ours"], f"{p['ratio']:.2f}",
-              f"{len(p['mismatches'])}"] for p in report["peers"]),
-        )]  # fmt: skip
+        found.append(_columns(PEER_COLUMNS, report["peers"]))
     curve = report["v"]
-    lines += [
-        "",
-        *_table(["T", *map(str, curve)], [["v(T)", *(f"{x:.2f}" for x in curve.values())]]),
-    ]
+    found.append((["T", *curve], [["v(T)", *(f"{x:.2f}" for x in curve.values())]]))
+    return found
+
+
+def notes(report: dict[str, Any]) -> list[str]:
+    """The draft's cost, and whether greedy outputs are those of plain decoding."""
+    lines = []
     if report["c"] is not None:
-        lines += ["", f"c = {report['c']:.3f} (draft step time / target step time)."]
-    return "\n".join(lines) + "\n"
+        lines.append(f"c = {report['c']:.3f} (draft step time / target step time).")
+    for row in [*report["rows"], *report["peers"]]:
+        if "mismatches" not in row:
+            continue
+        name = row.get("name") or f"{row['method']} at batch {row['batch_size']}"
+        parted = row["mismatches"]
+        if parted or "name" in row or row["method"] != "autoregressive":
+            far = sum(found["gap"] >= NEAR_TIE for found in parted)
+            lines.append(f"{name}: {len(parted)} of {report['prompts']} greedy outputs differ "
+                         f"from {row.get('ours', 'plain decoding')}, {far} of them not at a "
+                         f"near-tie (gap < {NEAR_TIE:g}).")  # fmt: skip
+    return lines
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    return ["" if row[key] is None else shape.format(row[key]) for _, key, shape in COLUMNS]
+def markdown(report: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    lines = [headline(report), ""]
+    for head, rows in tables(report):
+        lines += ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+        lines += ["| " + " | ".join(row) + " |" for row in rows]
+        lines.append("")
+    return "\n".join([*lines, *(f"- {note}" for note in notes(report))]).rstrip() + "\n"
 
 
-def _table(head: Sequence[str], rows: Any) -> list[str]:
-    out = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return out + ["| " + " | ".join(row) + " |" for row in rows]
+def show(report: dict[str, Any], console: Any) -> None:
+    """The report on a terminal, a rich console."""
+    from rich import box
+    from rich.table import Table as Grid
+
+    console.print(headline(report), markup=False)
+    for head, rows in tables(report):
+        grid = Grid(box=box.SIMPLE_HEAD)
+        for i, name in enumerate(head):
+            # A narrow terminal folds headings; names and numbers are never cut short.
+            grid.add_column(name, justify="right" if i else "left", no_wrap=not i, overflow="fold")
+        for row in rows:
+            grid.add_row(*row)
+        console.print(grid)
+    for note in notes(report):
+        console.print(note, markup=False)
 
 
-def write(directory: str, report: dict[str, Any]) -> list[Path]:
-    """Writes bench.json and bench.md, and bench.png where matplotlib is there.
+def _columns(columns: Sequence[tuple[str, str, str]], rows: Sequence[dict]) -> Table:
+    def cell(value, shape):
+        return "" if value is None else shape.format(value)
+
+    cells = [[cell(row.get(key), shape) for _, key, shape in columns] for row in rows]
+    return [name for name, *_ in columns], cells
+
+
+def make_directory(directory: str) -> Path:
+    """The directory of ``--out``; made first, so that no measurement is lost to a typing error.
 
     Raises:
-      OptionError: the directory cannot be made or written.
+      OptionError: it cannot be made or written.
     """
-    from specjax.models.hf import write_text
-
     home = Path(directory)
     try:
         home.mkdir(parents=True, exist_ok=True)
-        write_text(home / "bench.json", json.dumps(report, indent=1) + "\n")
-        write_text(home / "bench.md", markdown(report))
+        with tempfile.TemporaryFile(dir=home):
+            return home
     except OSError as error:
         raise OptionError(f"--out {directory}: cannot be written ({error.strerror})") from None
-    files = [home / "bench.json", home / "bench.md"]
+
+
+def write(home: Path, report: dict[str, Any]) -> list[Path]:
+    """Writes bench.json and bench.md, and bench.png where matplotlib is there.
+
+    Raises:
+      OptionError: the directory cannot be written.
+    """
+    from specjax.models.hf import write_text
+
     try:
-        import matplotlib
-    except ImportError:
-        return files
-    matplotlib.use("Agg")
-    return [*files, _picture(home / "bench.png", report)]
+        write_text(home / "bench.json", json.dumps(report, indent=1) + "\n")
+        write_text(home / "bench.md", markdown(report))
+        files = [home / "bench.json", home / "bench.md"]
+        if importlib.util.find_spec("matplotlib"):
+            files.append(_picture(home / "bench.png", report))
+    except OSError as error:
+        raise OptionError(f"--out {home}: cannot be written ({error.strerror})") from None
+    return files
 
 
 def _picture(path: Path, report: dict[str, Any]) -> Path:
     """Speedup per method, and the cost curve."""
+    import matplotlib
+
+    matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, (bars, curve) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import jax
@@ -12,12 +11,14 @@ import jax.numpy as jnp
 from specjax.errors import ModelError
 from specjax.models import ModelConfig, fuse, load_pretrained
 from specjax.models.config import as_ids
-from specjax.models.hf import DTYPES
+from specjax.models.hf import DTYPES, read_json
+from specjax.models.llama import fuse_layer
 from specjax.text import Tokenizer
 
 DEMO = Path(__file__).parent / "demo"
 EMBEDDED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft"}
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+HUB_FILES = ("*.json", "model*.safetensors", "*.jinja", "tokenizer.model")
+HUB_SKIPPED = ("*/*",)  # other formats of the same weights
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,6 +55,8 @@ def load(path_or_id: str | Path, dtype: str | None = None) -> LM:
         raise ModelError(f"dtype {dtype!r} is not supported; choose {', '.join(DTYPES)}")
     directory = _locate(str(path_or_id))
     config, params = load_pretrained(directory, DTYPES[dtype])
+    for i, block in params["layers"].items():
+        params["layers"][i] = fuse_layer(block)  # one by one: never two copies of the model
     tokenizer = Tokenizer.from_directory(directory)
     return _assemble(config, params, tokenizer, _eos_ids(directory, config), str(path_or_id))
 
@@ -65,12 +68,12 @@ def from_params(
     eos_ids: tuple[int, ...] = (),
 ) -> LM:
     """An :class:`LM` from params in memory; without a tokenizer prompts are token ids."""
-    return _assemble(config, params, tokenizer, eos_ids or config.eos_ids, "params")
+    return _assemble(config, fuse(params), tokenizer, eos_ids or config.eos_ids, "params")
 
 
 def _assemble(config, params, tokenizer, eos_ids, source) -> LM:
     known = tokenizer.vocab_size if tokenizer else config.vocab_size
-    return LM(config, fuse(params), tokenizer, eos_ids, min(known, config.vocab_size), source)
+    return LM(config, params, tokenizer, eos_ids, min(known, config.vocab_size), source)
 
 
 def _locate(name: str) -> Path:
@@ -87,7 +90,8 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES),
+                                      ignore_patterns=list(HUB_SKIPPED)))  # fmt: skip
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ModelError(

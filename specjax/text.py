@@ -16,6 +16,7 @@ from pathlib import Path
 import tokenizers
 
 from specjax.errors import ModelError
+from specjax.models.hf import read_json
 
 REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what templates may name
@@ -158,9 +159,15 @@ def _chat_environment():
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"{path}: not a readable tokenizer ({error})") from None
+    if not backend.get_vocab_size():
+        raise ModelError(f"{path}: not a readable tokenizer (its vocabulary is empty)")
+    # Stored by the training run; transformers ignores both, and prompts must stay whole.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 def _through_transformers(directory: Path) -> tokenizers.Tokenizer:
@@ -177,32 +184,22 @@ def _through_transformers(directory: Path) -> tokenizers.Tokenizer:
         raise ModelError(f"{directory}: its tokenizer cannot be loaded ({first})") from None
 
 
-def read_json(path: Path) -> dict:
-    """A JSON object from a file that may be absent (then empty).
-
-    Raises:
-      ModelError: the file holds something else.
-    """
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{path}: expected a JSON object, got {type(found).__name__}")
-    return found
-
-
 def _template(home: Path, settings: dict) -> str | None:
     """The chat template: a file of its own, a setting, or the default of several named ones."""
     file = home / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError) as error:
+            raise ModelError(f"{file}: not a readable text ({error})") from None
     found = settings.get("chat_template")
-    if isinstance(found, list):
+    if not isinstance(found, list):
+        return found
+    try:
         return {entry["name"]: entry["template"] for entry in found}.get("default")
-    return found
+    except (KeyError, TypeError):
+        raise ModelError(f"{home / 'tokenizer_config.json'}: chat_template must be a text or a "
+                         "list of objects with a name and a template") from None  # fmt: skip
 
 
 def _content(token: str | dict | None) -> str:

@@ -99,7 +99,8 @@ def test_ends_at_any_of_several_eos_ids(target, draft, name):
         assert reason == "eos" or len(tokens) == 40
         if name == "autoregressive":  # a draft that ends at EOS draws differently afterwards
             np.testing.assert_array_equal(tokens, full[: len(tokens)])
-    assert out.finish_reasons[0] == "eos"
+    # A draft cut at EOS changes later draws, so which rows end differs; some must.
+    assert "eos" in out.finish_reasons
 
 
 @pytest.mark.parametrize("name", METHODS)

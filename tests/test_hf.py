@@ -11,16 +11,16 @@ from safetensors.numpy import load_file, save_file
 
 import specjax as sj
 import variants
-from specjax.models import from_hf, init_params, load_pretrained, save_pretrained, to_hf
+from specjax.models import from_hf, hf, load_pretrained, save_pretrained, to_hf
 from specjax.models.hf import INDEX, WEIGHTS
+from test_models import build, whole
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A saved model: (directory, config, params)."""
     directory = tmp_path_factory.mktemp("model")
-    cfg = from_hf(variants.config("tinyllama"))
-    params = init_params(cfg, jax.random.key(0))
+    cfg, params, _ = build("tinyllama")
     save_pretrained(directory, cfg, params)
     return directory, cfg, params
 
@@ -53,7 +53,7 @@ def test_config_round_trip(name):
 def test_half_precision_files(saved, tmp_path, dtype):
     _, cfg, params = saved
     save_pretrained(tmp_path, cfg, params, dtype=dtype)
-    want = jax.tree.map(lambda x: x.astype(dtype).astype(jnp.float32), params)
+    want = jax.tree.map(lambda x: np.asarray(x).astype(dtype).astype(np.float32), params)
     assert same(want, load_pretrained(tmp_path)[1])
     assert load_pretrained(tmp_path, jnp.bfloat16)[1]["embed"].dtype == jnp.bfloat16
 
@@ -76,13 +76,46 @@ def test_sharded_files(saved, copy):
     assert same(saved[2], load_pretrained(copy)[1])
 
 
+def test_saving_over_a_sharded_directory_replaces_it(saved, copy):
+    _, cfg, params = saved
+    shard(copy)
+    doubled = jax.tree.map(lambda x: 2 * x, params)
+    save_pretrained(copy, cfg, doubled)
+    assert same(doubled, load_pretrained(copy)[1])
+
+
+def test_a_failed_save_leaves_nothing(saved, tmp_path, monkeypatch):
+    def fail(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(hf, "save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_pretrained(tmp_path, *saved[1:])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers():
+    from transformers import AutoConfig
+
+    config = variants.config("mistral")
+    for left_out in ("sliding_window", "num_key_value_heads", "rms_norm_eps", "rope_theta"):
+        del config[left_out]
+    config |= {"num_attention_heads": 16, "hidden_size": 64}
+    for changed in (config, config | {"sliding_window": None, "head_dim": None}):
+        ours, theirs = from_hf(changed), AutoConfig.for_model(**changed)
+        assert ours.num_kv_heads == theirs.num_key_value_heads
+        assert ours.sliding_window == theirs.sliding_window
+        assert ours.head_dim == theirs.head_dim
+        assert ours.norm_eps == theirs.rms_norm_eps
+        assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+
+
 @pytest.mark.torch
-@pytest.mark.parametrize("name", ["llama-3.1", "tied", "biases", "mistral", "yarn"])
+@pytest.mark.parametrize("name", variants.VARIANTS)
 def test_transformers_loads_what_we_save(name, tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
-
-    from test_models import build, whole
 
     cfg, params, _ = build(name)
     save_pretrained(tmp_path, cfg, params)
@@ -119,6 +152,11 @@ def misplace_tensor(directory):
     (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
+def break_index(directory, text):
+    shard(directory)
+    (directory / INDEX).write_text(text)
+
+
 def pickle_only(directory):
     (directory / WEIGHTS).unlink()
     (directory / "pytorch_model.bin").write_bytes(b"\x80\x04.")
@@ -144,6 +182,18 @@ BROKEN = {
         "odd"),
     "rope factor": (lambda d: edit_config(d, rope_scaling={"rope_type": "linear"}), "factor"),
     "quantised": (lambda d: edit_config(d, quantization_config={}), "quantization_config"),
+    "rope number": (
+        lambda d: edit_config(d, rope_scaling={"rope_type": "linear", "factor": "2"}), "factor"),
+    "norm epsilon": (lambda d: edit_config(d, rms_norm_eps="x"), "rms_norm_eps"),
+    "norm epsilon zero": (lambda d: edit_config(d, rms_norm_eps=0), "rms_norm_eps"),
+    "rope base": (lambda d: edit_config(d, rope_theta=-1), "rope_theta"),
+    "rope no object": (lambda d: edit_config(d, rope_scaling="linear"), "rope_scaling"),
+    "partial rotary": (
+        lambda d: edit_config(d, partial_rotary_factor=0.5), "partial_rotary_factor"),
+    "experts": (lambda d: edit_config(d, num_local_experts=8), "num_local_experts"),
+    "size no number": (lambda d: edit_config(d, hidden_size="32"), "hidden_size"),
+    "size zero": (lambda d: edit_config(d, num_attention_heads=0), "num_attention_heads"),
+    "end no id": (lambda d: edit_config(d, eos_token_id="</s>"), "</s>"),
     "missing key": (lambda d: edit_config(d, hidden_size=...), "hidden_size"),
     "heads": (lambda d: edit_config(d, num_key_value_heads=3), "num_kv_heads=3"),
     "missing tensor": (lambda d: edit_weights(d, lambda t: t.pop(Q)), Q),
@@ -153,7 +203,13 @@ BROKEN = {
     "garbage": (lambda d: (d / WEIGHTS).write_bytes(b"no weights at all"), WEIGHTS),
     "missing shard": (drop_shard, "b.safetensors"),
     "misplaced tensor": (misplace_tensor, "lacks tensor"),
-    "broken index": (lambda d: (d / INDEX).write_text("{}"), "weight_map"),
+    "integer tensor": (
+        lambda d: edit_weights(d, lambda t: t.update({Q: t[Q].astype(np.int8)})), "I8"),
+    "empty file": (lambda d: (d / WEIGHTS).write_bytes(b""), WEIGHTS),
+    "broken index": (lambda d: break_index(d, "{"), "not valid JSON"),
+    "index without map": (lambda d: break_index(d, "{}"), "weight_map"),
+    "index with a list": (lambda d: break_index(d, '{"weight_map": ["a"]}'), "weight_map"),
+    "binary config": (lambda d: (d / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json"),
     "pickle only": (pickle_only, "pytorch_model.bin"),
 }  # fmt: skip
 
@@ -169,8 +225,7 @@ def test_a_broken_checkpoint_is_refused_by_name(copy, name):
 
 
 def test_tied_checkpoints_may_repeat_the_head(tmp_path):
-    cfg = from_hf(variants.config("tied"))
-    params = init_params(cfg, jax.random.key(0))
+    cfg, params, _ = build("tied")
     save_pretrained(tmp_path, cfg, params)
     edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
     assert same(params, load_pretrained(tmp_path)[1])

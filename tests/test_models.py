@@ -1,5 +1,6 @@
 """Logits against transformers (golden files, and live with torch), masks, backends, caches."""
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -24,11 +25,12 @@ from specjax.models import (
 )
 from specjax.models.functional import write_rows
 from specjax.models.hf import hf_name
+from specjax.models.layers import rope_frequencies
 from specjax.types import NO_PARENT
 
 GOLDEN = Path(__file__).parent / "golden"
 TOLERANCE = 1e-4
-FORWARD = jax.jit(forward, static_argnums=0)
+BACKENDS = ["dense", "blockwise"]
 
 
 @functools.cache
@@ -55,50 +57,91 @@ def name(request):
     return request.param
 
 
-def whole(cfg, params, rows, backend):
-    at = np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
-    hidden = hidden_states(cfg, params, rows, at, np.ones_like(rows), backend=backend)
+def logits(cfg, params, rows, positions, segments, backend):
+    hidden = hidden_states(cfg, params, rows, positions, segments, backend=backend)
     return logits_of(cfg, params, hidden)
 
 
-@pytest.mark.parametrize("backend", ["dense", "blockwise"])
+COMPILED = jax.jit(logits, static_argnums=(0, 5))
+
+
+def whole(cfg, params, rows, backend, segments=None, positions=None):
+    """Logits of whole sequences.
+
+    Op by op where that is possible: variants share the compiled ops, not whole programs.
+    """
+    if positions is None:
+        positions = np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
+    segments = np.ones_like(rows) if segments is None else segments
+    run = logits if backend == "dense" else COMPILED
+    return run(cfg, params, rows, positions, segments, backend)
+
+
+def close(got, want):
+    np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_whole_sequences(name, backend):
     cfg, params, fused = build(name)
-    for layout in (params, fused):
-        got = whole(cfg, layout, variants.tokens(), backend)
-        np.testing.assert_allclose(got, golden(name)["logits"], atol=TOLERANCE)
+    close(whole(cfg, fused, variants.tokens(), backend), golden(name)["logits"])
+    if backend == "dense" or name == "mistral":
+        close(whole(cfg, params, variants.tokens(), backend), golden(name)["logits"])
+
+
+@functools.cache
+def prefilled(name):
+    """Hidden states and cache after 12 tokens of both rows, written over an earlier round's."""
+    cfg, _, fused = build(name)
+    cache = jax.tree.map(lambda x: x + 7, init_cache(cfg, 2, 32, jnp.float32))
+    at = np.broadcast_to(np.arange(12), (2, 12))
+    return forward(cfg, fused, cache, variants.tokens()[:, :12], at, jnp.zeros(2, jnp.int32))
 
 
 def test_ragged_prefill_then_one_token_steps(name):
     """Row 0 starts after 5 tokens, row 1 after 12: each goes on at its own position."""
     cfg, _, fused = build(name)
     rows, want = variants.tokens(), golden(name)["logits"]
-    start = jnp.asarray([5, 12], jnp.int32)
-    cache = init_cache(cfg, 2, 32, jnp.float32)
-    at = jnp.broadcast_to(jnp.arange(12), (2, 12))
-    _, cache = FORWARD(cfg, fused, cache, rows[:, :12], at, jnp.zeros(2, jnp.int32))
+    hidden, cache = prefilled(name)
+    close(logits_of(cfg, fused, hidden), want[:, :12])
     for step in range(8):
-        here = start + step
-        token = np.take_along_axis(rows, np.asarray(here)[:, None], 1)
-        hidden, cache = FORWARD(cfg, fused, cache, token, here[:, None], here)
-        got = logits_of(cfg, fused, hidden)[:, 0]
-        np.testing.assert_allclose(got, want[np.arange(2), here], atol=TOLERANCE)
+        here = np.array([5, 12], np.int32) + step
+        token = np.take_along_axis(rows, here[:, None], 1)
+        hidden, cache = forward(cfg, fused, cache, token, here[:, None], jnp.asarray(here))
+        close(np.asarray(logits_of(cfg, fused, hidden))[:, 0], want[np.arange(2), here])
+
+
+def tree_logits(cfg, params, cache):
+    start = jnp.asarray(variants.PREFIXES, jnp.int32)
+    parents = [[NO_PARENT if p is None else p for p in parents] for parents in variants.TREES]
+    visible = tree.ancestors(jnp.asarray(parents, jnp.int32), variants.TREE_DEPTH)
+    nodes = np.asarray(variants.TREE_TOKENS, np.int32)
+    positions = start[:, None] + tree.depths(visible)
+    hidden, _ = forward(cfg, params, cache, nodes, positions, start, visible)
+    return logits_of(cfg, params, hidden)
 
 
 def test_tree_nodes_equal_their_paths_alone(name):
-    cfg, _, fused = build(name)
-    prefix = variants.PREFIX
-    cache = init_cache(cfg, 1, 32, jnp.float32)
-    at = jnp.arange(prefix)[None]
-    zero = jnp.zeros(1, jnp.int32)
-    _, cache = FORWARD(cfg, fused, cache, variants.tokens()[:1, :prefix], at, zero)
-    parents = jnp.asarray([[NO_PARENT if p is None else p for p in variants.TREE]], jnp.int32)
+    """Two trees below prefixes of different lengths; Mistral's window counts positions."""
+    cfg, params, fused = build(name)
+    cache = prefilled(name)[1]
+    close(tree_logits(cfg, fused, cache), golden(name)["tree"])
+    if name == "biases":
+        close(tree_logits(cfg, params, cache), golden(name)["tree"])
+
+
+def test_a_window_counts_positions_between_nodes_of_a_tree():
+    """Window 2: a node sees its parent, whatever its slot, and nothing older."""
+    parents = jnp.asarray([[NO_PARENT, 0, 0, 2, 1, 3]], jnp.int32)
     visible = tree.ancestors(parents, 3)
-    nodes = jnp.asarray([variants.TREE_TOKENS], jnp.int32)
-    positions = prefix + tree.depths(visible)
-    hidden, _ = FORWARD(cfg, fused, cache, nodes, positions, zero + prefix, visible)
-    np.testing.assert_allclose(logits_of(cfg, fused, hidden)[0], golden(name)["tree"],
-                               atol=TOLERANCE)  # fmt: skip
+    start, window = jnp.asarray([3], jnp.int32), 2
+    positions = start[:, None] + tree.depths(visible)
+    got = attention.cache_mask(positions, start, visible, 12, window)[0]
+    want = np.zeros((6, 12), bool)
+    want[0, [2, 3]] = True  # the root: the last committed token and itself
+    for node, parent in enumerate([0, 0, 2, 1, 3], start=1):
+        want[node, [3 + node, 3 + parent]] = True
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.torch
@@ -110,54 +153,111 @@ def test_golden_files_are_what_transformers_gives(name):
         np.testing.assert_allclose(value, golden(name)[key], atol=1e-5)
 
 
-def test_backends_agree_in_value_and_gradient():
-    keys = jax.random.split(jax.random.key(0), 3)
-    q = jax.random.normal(keys[0], (2, 9, 4, 8))
-    k, v = (jax.random.normal(key, (2, 2, 9, 8)) for key in keys[1:])
+STRETCHED = {
+    "llama-3.1": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                  "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    "llama-3.2": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
+                  "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    "linear": {"type": "linear", "factor": 4},
+    "dynamic": {"type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096},
+    "yarn at the full length": {"rope_type": "yarn", "factor": 4.0},
+    "yarn ramp": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0,
+                  "original_max_position_embeddings": 1024, "truncate": False},
+    "yarn factor": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25,
+                    "original_max_position_embeddings": 1024},
+    "yarn mscale": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.2,
+                    "original_max_position_embeddings": 1024},
+}  # fmt: skip
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", STRETCHED)
+def test_rope_frequencies_of_real_sizes(kind):
+    pytest.importorskip("torch")
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = variants.BASE | {
+        "hidden_size": 512, "rope_theta": 500000.0, "max_position_embeddings": 16384,
+        "rope_scaling": STRETCHED[kind],
+    }  # fmt: skip
+    theirs = AutoConfig.for_model(**config)
+    inverse, factor = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs, "cpu")
+    ours = rope_frequencies(from_hf(config).rope, 128)
+    np.testing.assert_allclose(ours[0], inverse.numpy(), rtol=1e-6)
+    assert ours[1] == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_backends_agree_in_value_and_gradient(window):
+    """Packed segments, padding at the end, and blocks of 4 that do not divide 9 keys."""
+    shapes = ((2, 9, 4, 8), (2, 2, 9, 8), (2, 2, 9, 8))
+    generator = np.random.Generator(np.random.Philox(0))
+    q, k, v = (generator.standard_normal(shape, np.float32) for shape in shapes)
     meta = {
-        "position": jnp.asarray([[0, 1, 2, 3, 0, 1, 2, 0, 0], list(range(9))]),
-        "segment": jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9]),
+        "position": np.array([[0, 1, 2, 3, 0, 1, 2, 0, 0], list(range(9))]),
+        "segment": np.array([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9]),
     }
-    for window in (None, 2):
-        mask_fn = functools.partial(attention.causal_mask, window=window)
-        real = (meta["segment"] > 0)[..., None, None]
+    mask_fn = functools.partial(attention.causal_mask, window=window)
+    real = (meta["segment"] > 0)[..., None, None]
 
-        def dense(q, k, v, mask_fn=mask_fn, real=real):
-            out = attention.dense_attention(q, k, v, mask_fn(meta, meta))
-            return jnp.sum(jnp.where(real, out, 0) ** 2)
+    def dense(q, k, v):
+        return attention.dense_attention(q, k, v, mask_fn(meta, meta))
 
-        def blockwise(q, k, v, mask_fn=mask_fn, real=real):
-            out = attention.blockwise_attention(q, k, v, meta, meta, mask_fn, block=4)
-            return jnp.sum(jnp.where(real, out, 0) ** 2)
+    def blockwise(q, k, v):
+        return attention.blockwise_attention(q, k, v, meta, meta, mask_fn, block=4)
 
-        gradients = [jax.grad(f, (0, 1, 2))(q, k, v) for f in (dense, blockwise)]
-        for a, b in zip(*gradients, strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-5)
-        np.testing.assert_allclose(dense(q, k, v), blockwise(q, k, v), rtol=1e-5)
+    @jax.jit
+    def both(q, k, v):
+        """(output, gradients of its real rows) of each backend."""
+
+        def total(attend, *args):
+            out = attend(*args)
+            return jnp.sum(jnp.where(real, out, 0) ** 2), out
+
+        run = jax.value_and_grad(total, (1, 2, 3), has_aux=True)
+        results = [run(attend, q, k, v) for attend in (dense, blockwise)]
+        return [(out, gradients) for (_, out), gradients in results]
+
+    (a, da), (b, db) = both(q, k, v)
+    assert np.isfinite(a).all() and np.isfinite(b).all()  # rows that see nothing too
+    np.testing.assert_allclose(np.where(real, a, 0), np.where(real, b, 0), atol=1e-6)
+    for x, y in zip(da, db, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["dense", "blockwise"])
-def test_packed_documents_do_not_see_each_other(backend):
-    cfg, params, _ = build("tinyllama")
-    rows = variants.tokens(1, 12)
-    at = np.concatenate([np.arange(7), np.arange(5)])[None]
-    segments = np.array([[1] * 7 + [2] * 5])
-    packed = hidden_states(cfg, params, rows, at, segments, backend=backend)
-    for part in (slice(0, 7), slice(7, 12)):
-        alone = hidden_states(cfg, params, rows[:, part], at[:, part], segments[:, part])
-        np.testing.assert_allclose(packed[:, part], alone, atol=1e-5)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", ["tinyllama", "mistral"])
+def test_packed_documents_do_not_see_each_other(variant, backend):
+    """Each row packs the beginnings of both documents; row 1 ends with padding."""
+    cfg, _, fused = build(variant)
+    a, b = variants.tokens()
+    rows = np.stack([np.concatenate([a[:13], b[:7]]), np.concatenate([b[:6], a[:9], b[:5]])])
+    segments = np.array([[1] * 13 + [2] * 7, [1] * 6 + [2] * 9 + [0] * 5], np.int32)
+    positions = np.array([[*range(13), *range(7)], [*range(6), *range(9), *range(5)]])
+    got = whole(cfg, fused, rows, backend, segments, positions)
+    want_a, want_b = golden(variant)["logits"]
+    close(got[0], np.concatenate([want_a[:13], want_b[:7]]))
+    close(got[1, :15], np.concatenate([want_b[:6], want_a[:9]]))
 
 
 def test_remat_changes_nothing():
     cfg, params, _ = build("tied")
+    cfg = dataclasses.replace(cfg, num_layers=1)
+    params = params | {"layers": {"0": params["layers"]["0"]}}
     rows = variants.tokens()
     at = np.broadcast_to(np.arange(20), rows.shape)
 
-    def loss(params, remat):
-        return hidden_states(cfg, params, rows, at, np.ones_like(rows), remat=remat).sum()
+    @jax.jit
+    def gradients(params):
+        def loss(params, remat):
+            return hidden_states(cfg, params, rows, at, np.ones_like(rows), remat=remat).sum()
 
-    a, b = (jax.grad(loss)(params, remat) for remat in (False, True))
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        return [jax.grad(loss)(params, remat) for remat in (False, True)]
+
+    a, b = map(jax.tree.leaves, gradients(params))
+    for x, y in zip(a, b, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-4)
 
 
@@ -175,8 +275,10 @@ def test_write_rows_equals_a_plain_loop(rows):
 
 def test_bfloat16_stays_bfloat16_and_close():
     cfg, params, _ = build("tinyllama")
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    got = whole(cfg, half, variants.tokens(), "dense")
+    half = jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16), params)
+    rows = variants.tokens()
+    positions = np.broadcast_to(np.arange(20), rows.shape)
+    got = COMPILED(cfg, half, rows, positions, np.ones_like(rows), "dense")
     assert got.dtype == jnp.bfloat16
     want = golden("tinyllama")["logits"]
     assert np.corrcoef(np.asarray(got, np.float32).ravel(), want.ravel())[0, 1] > 0.99

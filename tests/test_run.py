@@ -1,18 +1,27 @@
 """infer.run: the command line's contract."""
 
+import io
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
+from rich.console import Console
+from rich.text import Text
 
+import specjax as sj
 from infer import run as program
-from infer.render import printable
+from infer.render import DRAFTED, WRITTEN, Screen, printable
+from specjax.types import FROM_DRAFT, FROM_TARGET
 
 PROMPTS = ["def fib(n):", "class Tree:\n", "import os", "for i in range(", "x = [", "return"]
+# The random models are sharp: at a lower temperature two samples can well be the same.
+SAMPLES = ["--json", "--logprobs", "--temperature", "3", "--num-samples", "2", "--set", "gamma=2"]
 
 
 def run(capsys, *argv):
@@ -39,7 +48,8 @@ def job_file(tmp_path):
 
 
 def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    # Bytes: text would also be split at U+2028 and the like.
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def answers(path):
@@ -49,8 +59,7 @@ def answers(path):
 
 
 def test_json_has_the_contract_fields_and_nothing_else_is_printed(pair, capsys):
-    code, out, _ = run(capsys, *pair, "--prompt", "def f(x):", "--json", "--logprobs",
-                       "--temperature", "0.9", "--num-samples", "2")  # fmt: skip
+    code, out, _ = run(capsys, *pair, "--prompt", "def f(x):", *SAMPLES)
     assert code == 0
     rows = [json.loads(line) for line in out.splitlines()]
     assert [row["sample"] for row in rows] == [0, 1]
@@ -58,11 +67,31 @@ def test_json_has_the_contract_fields_and_nothing_else_is_printed(pair, capsys):
     for row in rows:
         assert {"id", "method", "prompt", "text", "token_ids", "prompt_tokens", "new_tokens",
                 "finish_reason", "stats", "logprobs", "perplexity"} <= set(row)  # fmt: skip
-        assert row["method"] == "speculative"
+        assert row["method"] == "speculative" and row["options"] == {"gamma": 2}
+        assert row["stats"]["drafted"] == 2 * row["stats"]["rounds"]
+        nats = -sum(row["logprobs"]) / len(row["logprobs"])
+        assert row["perplexity"] == pytest.approx(math.exp(nats), rel=1e-4)
         assert len(row["logprobs"]) == len(row["token_ids"]) == row["new_tokens"] == 12
         assert {"target_calls", "draft_calls", "rounds", "drafted", "tested", "accepted", "emitted",
                 "acceptance_rate", "block_efficiency", "tokens_per_second",
-                "time_to_first_token_s"} <= set(row["stats"])  # fmt: skip
+                "time_to_first_token_s",
+                "time_per_output_token_s"} <= set(row["stats"])  # fmt: skip
+
+
+def test_rates_without_a_draft_are_null(pair, capsys):
+    _, out, _ = run(capsys, *pair, "--prompt", "x", "--json", "--method", "autoregressive")
+    stats = json.loads(out)["stats"]
+    assert stats["acceptance_rate"] is stats["accept_rate_per_draft"] is None
+    assert stats["block_efficiency"] == 1.0
+
+
+def test_the_seed_fixes_what_is_drawn(pair, capsys):
+    def tokens(seed):
+        _, out, _ = run(capsys, *pair, "--prompt", "x", *SAMPLES, "--seed", seed)
+        return [json.loads(line)["token_ids"] for line in out.splitlines()]
+
+    assert tokens(4) == tokens(4)
+    assert tokens(4) != tokens(5)
 
 
 def test_plain_output_is_the_text_alone(pair, capsys):
@@ -78,7 +107,7 @@ def test_methods_and_composition_agree_greedily(pair, capsys):
         return json.loads(out)["token_ids"]
 
     plain = tokens("--method", "autoregressive")
-    assert tokens("--method", "speculative", "--set", "gamma=2") == plain
+    assert tokens("--method", "speculative") == plain
     assert tokens("--drafter", "chain", "--rule", "speculative") == plain
 
 
@@ -152,6 +181,20 @@ def test_bad_lines_are_numbered_and_the_rest_is_done(pair, tmp_path, capsys):
     assert [row["index"] for row in lines(out)] == [0, 6]
 
 
+def test_a_line_ends_at_its_line_break_alone(pair, tmp_path, capsys):
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    odd = "a\u2028b\x85c"  # line ends for str.splitlines, text for JSON
+    path.write_bytes(json.dumps({"prompt": odd}, ensure_ascii=False).encode() + b"\n"
+                     b'{"prompt": "\xff"}\n{"prompt": "\\ud800"}\n'
+                     + b"[" * 100_000 + b"\n")  # fmt: skip
+    code, _, err = run(capsys, *pair, "--prompts", path, "--out", out)
+    assert code == 3
+    assert [row["prompt"] for row in lines(out)] == [odd]
+    for number, says in ((2, "UTF-8"), (3, "surrogate"), (4, "depth")):
+        assert f"line {number}: " in err and says in err
+    assert len(err.strip().splitlines()) == 3
+
+
 def test_result_file_of_another_job_is_refused(pair, job_file, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     run(capsys, *pair, "--prompts", job_file, "--out", out)
@@ -168,9 +211,16 @@ BAD = {
     "unknown rule": (["--rule", "speculativ"], "speculative"),
     "unknown drafter": (["--drafter", "chan"], "chain"),
     "method and parts": (["--method", "speculative", "--rule", "speculative"], "exclude"),
-    "temperature": (["--temperature", "-0.5"], "temperature=-0.5"),
-    "top-p": (["--top-p", "1.5"], "top_p=1.5"),
-    "top-k": (["--top-k", "-1"], "top_k=-1"),
+    "temperature": (["--temperature", "-0.5"], "-0.5"),
+    "top-p": (["--top-p", "1.5"], "1.5"),
+    "top-k": (["--top-k", "-1"], "--top-k"),
+    "temperature not a number": (["--temperature", "nan"], "--temperature"),
+    "top-k over int32": (["--top-k", "4294967296"], "4294967296"),
+    "seed": (["--seed", "99999999999999999999"], "--seed"),
+    "samples": (["--num-samples", "0"], "--num-samples"),
+    "not UTF-8": (["--prompt", "a\udcff"], "UTF-8"),
+    "out in no folder": (["--out", "/nowhere/out.jsonl"], "/nowhere/out.jsonl"),
+    "prompts is a folder": (["--prompts", "/"], "cannot be read"),
     "no number": (["--max-new-tokens", "lots"], "lots"),
     "no tokens": (["--max-new-tokens", "0"], "--max-new-tokens"),
     "batch size": (["--batch-size", "0"], "--batch-size"),
@@ -242,13 +292,100 @@ def test_list_methods_names_every_method_and_part(capsys):
         assert name in out
 
 
-def test_help_is_quick_and_imports_no_jax():
-    code = "import sys, infer.run as r\ntry: r.main(['--help'])\nexcept SystemExit: pass\n"
-    out = subprocess.run([sys.executable, "-c", code + "print('jax' in sys.modules)"],
-                         capture_output=True, text=True, check=True)  # fmt: skip
-    assert "--max-new-tokens" in out.stdout
-    assert out.stdout.splitlines()[-1] == "False"
+def test_what_needs_no_model_imports_no_jax():
+    for argv, says in (
+        (["--help"], "--max-new-tokens"),
+        (["--version"], sj.__version__),
+        (["--batch-size", "0"], ""),
+        (["--prompt", "x", "--prompts", "y"], ""),
+    ):
+        code = f"import sys, infer.run as r\ntry: r.main({argv})\nexcept SystemExit: pass\n"
+        out = subprocess.run([sys.executable, "-c", code + "print('jax' in sys.modules)"],
+                             capture_output=True, text=True, check=True)  # fmt: skip
+        assert says in out.stdout
+        assert out.stdout.splitlines()[-1] == "False"
 
 
 def test_control_characters_and_markup_stay_text():
     assert printable("a\x1b[31mb\tc\n[red]é") == "a\\x1b[31mb\tc\n[red]é"
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_pair_dirs):
+    return tuple(map(sj.load, tiny_pair_dirs))
+
+
+def terminal():
+    return Console(file=io.StringIO(), force_terminal=True, soft_wrap=True, highlight=False,
+                   color_system="standard", width=10_000)  # fmt: skip
+
+
+@pytest.mark.parametrize("stop", [(), ("e",)])
+def test_the_screen_loses_no_text(loaded, stop):
+    """Drawn at a high temperature: bytes that are no characters, some that wait for others."""
+    target, draft = loaded
+    for seed in range(4):
+        console = terminal()
+        screen = Screen(target, stop, console)
+        for piece in sj.stream(target, "x", method="speculative", draft=draft, stop=stop,
+                               sampling=sj.Sampling(3.0), seed=seed,
+                               max_new_tokens=24):  # fmt: skip
+            if piece.generation is None:
+                screen.piece(piece)
+        text = printable(piece.generation.text[0])
+        assert Text.from_ansi(console.file.getvalue()).plain == Text.from_ansi(text).plain
+
+
+def test_each_token_has_its_writers_colour(loaded):
+    tokenizer, console = loaded[0].tokenizer, terminal()
+    tokens = np.array(tokenizer.encode("def [red](self):"))
+    origins = np.where(np.arange(len(tokens)) % 3 == 2, FROM_TARGET, FROM_DRAFT)
+    screen = Screen(loaded[0], (), console)
+    # The first piece shows nothing yet: its text could be the start of a stop string.
+    screen.piece(sj.Piece(0, "", tokens[:4], origins[:4]))
+    screen.piece(sj.Piece(0, tokenizer.decode(tokens), tokens[4:], origins[4:], "length"))
+    expected = Text()
+    for token, origin in zip(tokens, origins, strict=True):
+        style = DRAFTED if origin == FROM_DRAFT else WRITTEN
+        expected.append(tokenizer.decode([token]), style)
+    wanted = terminal()
+    wanted.print(expected, end="")
+    assert painted(console) == painted(wanted)
+
+
+def painted(console):
+    """(character, style) of everything printed."""
+    text = Text.from_ansi(console.file.getvalue())
+    return [(c, str(text.get_style_at_offset(console, i))) for i, c in enumerate(text.plain)]
+
+
+def test_a_prompt_is_no_markup(loaded):
+    console = terminal()
+    Screen(loaded[0], (), console).prompt("[red]a[/red]\x1b[2J")
+    assert "[red]a[/red]\\x1b[2J" in console.file.getvalue()
+    assert "\x1b[2J" not in console.file.getvalue()
+
+
+def test_a_closed_pipe_ends_quietly(pair, capsys, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        code = program.main([*pair, "--prompt", "x"])
+        monkeypatch.undo()
+    assert code == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_interrupt_is_130(capsys, monkeypatch):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "_run", interrupted)
+    assert run(capsys, "--prompt", "x") == (130, "", "")
+
+
+def test_missing_demo_weights_are_one_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sj.lm.EMBEDDED, "demo", tmp_path / "none")
+    code, out, err = run(capsys, "--prompt", "x")
+    assert (code, out, len(err.strip().splitlines())) == (2, "", 1)

@@ -16,7 +16,6 @@ from specjax.text import IncrementalDecoder, Tokenizer
 from train.corpus import Document
 from train.tokenizer import train_tokenizer
 
-
 TEXT = "def f(x):\n    return x + 1  # naïve café 日本 🙂 e\u0301\n" * 40
 
 
@@ -279,3 +278,34 @@ def test_pairs_are_checked(tiny_pair_dirs):
         sj.generate(target, [[]])
     with pytest.raises(sj.OptionError, match="from 0 to"):
         sj.generate(target, [[10**6]])
+
+
+def test_stored_truncation_and_padding_are_ignored(tmp_path):
+    """As in transformers: they belong to the run that saved the tokenizer."""
+    made = byte_fallback()
+    made.enable_truncation(4)
+    made.enable_padding(length=8, pad_id=0, pad_token="<unk>")
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer.encode("x" * 10) == Tokenizer(byte_fallback()).encode("x" * 10)
+    assert tokenizer.encode("x") == Tokenizer(byte_fallback()).encode("x")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("tokenizer_config.json", b'{"chat_template": [{"x": 1}]}', "chat_template"),
+        ("tokenizer_config.json", b'{"chat_template": ["x"]}', "chat_template"),
+        ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja"),
+        (
+            "tokenizer.json",
+            tokenizers.Tokenizer(tokenizers.models.BPE()).to_str().encode(),
+            "empty",
+        ),
+    ],
+)
+def test_a_broken_tokenizer_is_refused_by_name(tmp_path, file, content, says):
+    byte_fallback().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(sj.ModelError, match=says):
+        Tokenizer.from_directory(tmp_path)

@@ -59,18 +59,15 @@ def tokens(rows: int = 2, length: int = 20) -> np.ndarray:
     return np.random.Generator(np.random.Philox(9)).integers(3, 61, (rows, length)).astype(np.int32)
 
 
-# A draft tree below a committed prefix: parents of 7 nodes, node 0 the root.
-TREE = (None, 0, 0, 1, 1, 2, 5)
-TREE_TOKENS = (7, 11, 13, 17, 19, 23, 29)
-PREFIX = 8
+# Draft trees, one per row, each below its own number of committed tokens: parents of 7 nodes,
+# node 0 the root. The first one branches, the second is a comb with a late branch.
+PREFIXES = (8, 12)
+TREES = ((None, 0, 0, 1, 1, 2, 5), (None, 0, 1, 0, 3, 2, 4))
+TREE_TOKENS = ((7, 11, 13, 17, 19, 23, 29), (5, 31, 3, 37, 41, 43, 47))
+TREE_DEPTH = 3
 
 
-def tree_paths() -> list[list[int]]:
-    """Every root-to-node path, as node indices."""
-    paths = []
-    for node in range(len(TREE)):
-        path = [node]
-        while TREE[path[0]] is not None:
-            path.insert(0, TREE[path[0]])
-        paths.append(path)
-    return paths
+def path(row: int, node: int) -> list[int]:
+    """The nodes from the root of a row's tree to ``node``."""
+    parent = TREES[row][node]
+    return [node] if parent is None else [*path(row, parent), node]

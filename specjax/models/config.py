@@ -7,6 +7,7 @@ This file knows nothing of arrays: it turns a Hugging Face ``config.json`` into 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from specjax.errors import ModelError
@@ -135,12 +136,12 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         hidden_size=hidden,
         num_layers=_size(config, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=_kv_heads(config, family, heads),
+        num_kv_heads=_size(config, "num_key_value_heads", 8 if family == "mistral" else heads),
         head_dim=_size(config, "head_dim", hidden // heads),
         intermediate_size=_size(config, "intermediate_size"),
         max_position=_size(config, "max_position_embeddings", 2048),
         rope=_rope_from_hf(config),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        norm_eps=_positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
@@ -200,10 +201,10 @@ def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
     return value
 
 
-def _kv_heads(config: dict[str, Any], family: str, heads: int) -> int:
-    """Absent, it is Mistral's 8; null, it is one for each query head (as transformers)."""
-    absent = family == "mistral" and "num_key_value_heads" not in config
-    return 8 if absent else _size(config, "num_key_value_heads", heads)
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ModelError(f"config.json: {name} must be a positive number, got {value!r}")
+    return float(value)
 
 
 def _window(config: dict[str, Any]) -> int | None:
@@ -248,6 +249,7 @@ def _rope_from_hf(config: dict[str, Any]) -> RopeConfig:
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
     theta = scaling.pop("rope_theta", None) or config.get("rope_theta", 10000.0)
+    theta = _positive("rope_theta", theta)
     if kind not in ROPE_KINDS:
         raise ModelError(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
     if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
@@ -256,14 +258,14 @@ def _rope_from_hf(config: dict[str, Any]) -> RopeConfig:
     if unknown:
         raise ModelError(f"rope setting {unknown[0]!r} is not supported for rope_type {kind!r}")
     fields = {_ROPE_FIELDS[name]: value for name, value in scaling.items() if value is not None}
-    for name, value in (("rope_theta", theta), *scaling.items()):
+    for name, value in scaling.items():
         if value is not None and not isinstance(value, (int, float)):
             raise ModelError(f"config.json: {name} must be a number, got {value!r}")
     if kind in ("llama3", "yarn"):
         fields.setdefault("original_max_position", config.get("max_position_embeddings", 2048))
     if kind != "default" and "factor" not in fields:
         raise ModelError(f"rope_type {kind!r} lacks its 'factor'")
-    return RopeConfig(theta=float(theta), kind=kind, **fields)
+    return RopeConfig(theta=theta, kind=kind, **fields)
 
 
 def _rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:

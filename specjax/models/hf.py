@@ -25,6 +25,7 @@ from specjax.models.functional import param_shapes
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+STORED_DTYPES = ("F32", "BF16", "F16")  # safetensors' names of the same
 
 _TOP = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight"}
 _MODULES = {
@@ -95,8 +96,11 @@ def save_pretrained(
         for path, leaf in leaves
     }
     scratch = directory / f".{WEIGHTS}.{os.getpid()}"
-    save_file(tensors, scratch, metadata={"format": "pt"})
-    os.replace(scratch, directory / WEIGHTS)
+    try:
+        save_file(tensors, scratch, metadata={"format": "pt"})
+        os.replace(scratch, directory / WEIGHTS)
+    finally:
+        scratch.unlink(missing_ok=True)
     if tokenizer_json is not None:
         write_text(directory / "tokenizer.json", tokenizer_json)
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -109,15 +113,26 @@ def read_config(directory: Path) -> dict:
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such model directory")
     path = directory / "config.json"
+    if not path.exists():
+        raise ModelError(f"{directory}: no config.json, so this is no model directory")
+    return read_json(path)
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file; an empty one where there is no file.
+
+    Raises:
+      ModelError: the file holds something else.
+    """
+    if not path.exists():
+        return {}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{directory}: no config.json, so this is no model directory") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise ModelError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: expected a JSON object, got {type(config).__name__}")
-    return config
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
 
 
 def write_text(path: Path, text: str) -> None:
@@ -130,19 +145,21 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Which file holds each tensor; the files are opened, so a broken one is found."""
-    index = directory / INDEX
-    if not index.exists():
-        single = directory / WEIGHTS
-        if not single.exists():
-            pickles = sorted(p.name for p in directory.glob("*.bin"))
-            hint = f"; {pickles[0]} is a pickle: convert it to safetensors" if pickles else ""
-            raise ModelError(f"{directory}: no {WEIGHTS} and no {INDEX}{hint}")
+    """Which file holds each tensor; the files are opened, so a broken one is found.
+
+    A single file goes before an index, as in transformers: saving over a sharded directory
+    leaves its old index behind.
+    """
+    single, index = directory / WEIGHTS, directory / INDEX
+    if single.exists():
         return dict.fromkeys(_open(single).keys(), single)
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ModelError(f"{index}: no valid index with a weight_map ({error})") from None
+    if not index.exists():
+        pickles = sorted(p.name for p in directory.glob("*.bin"))
+        hint = f"; {pickles[0]} is a pickle: convert it to safetensors" if pickles else ""
+        raise ModelError(f"{directory}: no {WEIGHTS} and no {INDEX}{hint}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise ModelError(f"{index}: no weight_map from tensors to files")
     shards = {name: directory / name for name in sorted(set(weight_map.values()))}
     for name, path in shards.items():
         if not path.exists():
@@ -181,9 +198,13 @@ def _more(names: list[str]) -> str:
 
 
 def _read(handle, path: Path, name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    found = tuple(handle.get_slice(name).get_shape())
+    stored = handle.get_slice(name)
+    found = tuple(stored.get_shape())
     if found != shape:
         raise ModelError(
             f"{path}: tensor {name} has shape {list(found)}, config.json says {list(shape)}"
         )
+    if stored.get_dtype() not in STORED_DTYPES:
+        raise ModelError(f"{path}: tensor {name} is stored as {stored.get_dtype()}; supported: "
+                         f"{', '.join(STORED_DTYPES)}")  # fmt: skip
     return jnp.asarray(handle.get_tensor(name), dtype)

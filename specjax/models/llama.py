@@ -128,14 +128,16 @@ def _residual_std(cfg: ModelConfig) -> float:
 
 def fuse(params: dict) -> dict:
     """The params of ``Llama(..., fused=True)``: q, k, v and gate, up joined row-wise."""
+    return params | {"layers": {i: fuse_layer(block) for i, block in params["layers"].items()}}
+
+
+def fuse_layer(block: dict) -> dict:
+    """One layer of :func:`fuse`, for loading, which drops each plain layer as it goes."""
 
     def join(parts: list[dict]) -> dict:
         return {name: jnp.concatenate([p[name] for p in parts]) for name in parts[0]}
 
-    def layer(block: dict) -> dict:
-        a, m = block["attention"], block["mlp"]
-        attention = {"qkv": join([a["q"], a["k"], a["v"]]), "out": a["out"]}
-        mlp = {"gate_up": join([m["gate"], m["up"]]), "down": m["down"]}
-        return block | {"attention": attention, "mlp": mlp}
-
-    return params | {"layers": {i: layer(block) for i, block in params["layers"].items()}}
+    a, m = block["attention"], block["mlp"]
+    attention = {"qkv": join([a["q"], a["k"], a["v"]]), "out": a["out"]}
+    mlp = {"gate_up": join([m["gate"], m["up"]]), "down": m["down"]}
+    return block | {"attention": attention, "mlp": mlp}
