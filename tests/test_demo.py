@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -80,21 +79,3 @@ def test_the_rule_of_contributing_works_as_printed():
     rule = namespace["certain"]
     assert rule.laws == {POINT_MASS}
     assert laws.rule_p_value(rule, draft_fn=point_mass_draft) > laws.ALPHA
-
-
-def test_sampled_runs_draw_what_the_target_would(pair, prompts):
-    """First sampled tokens of one prompt against the target's own law, over 4,000 samples."""
-    target, draft = pair
-    sampling = sj.Sampling(temperature=1.0, top_k=4)
-    out = sj.generate(target, prompts[:1], method="speculative", draft=draft, max_new_tokens=1,
-                      sampling=sampling, num_samples=4000, options={"gamma": 1})  # fmt: skip
-    from specjax.models import hidden_states, logits_of
-    from specjax.warp import warp
-
-    row = np.asarray(prompts[0], np.int32)[None]
-    at = np.arange(row.shape[1])[None]
-    hidden = hidden_states(target.config, target.params, row, at, np.ones_like(row))
-    logits = logits_of(target.config, target.params, hidden)[:, -1:]
-    law = np.exp(np.asarray(jax.device_get(warp(logits, sampling.arrays(1), target.vocab_limit))))
-    counts = np.bincount([int(t[0]) for t in out.tokens], minlength=law.size)
-    assert laws.p_value(counts, law.ravel() / law.sum()) > laws.ALPHA
