@@ -6,6 +6,7 @@ position. A process killed at any moment leaves the last finished one intact.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class Checkpoints:
         """The newest checkpoint as ``(arrays, note)``, shaped ``like`` the given tree.
 
         Raises:
-          InputError: no checkpoint is there, or its arrays have another shape.
+          InputError: no checkpoint is there, its arrays have another shape, or it is damaged.
         """
         step = self.latest
         if step is None:
@@ -49,12 +50,29 @@ class Checkpoints:
         )
         try:
             found = self._manager.restore(step, args=args)
+        except json.JSONDecodeError as error:
+            raise self._damaged(step, error) from None
         except ValueError as error:
-            first = str(error).strip().splitlines()[0]
-            raise InputError(f"checkpoint {step} does not fit this config: {first}") from None
+            raise InputError(
+                f"checkpoint {step} does not fit this config: {_first(error)}"
+            ) from None
+        except Exception as error:  # orbax raises bare Exceptions for files it cannot read
+            raise self._damaged(step, error) from None
         return found["arrays"], found["note"]
+
+    def _damaged(self, step: int, error: Exception) -> InputError:
+        path = self._manager.directory / str(step)
+        return InputError(
+            f"checkpoint {path} is damaged ({_first(error)}): move it away, and --resume goes on "
+            "from the one before"
+        )
 
     def close(self) -> None:
         """Returns when everything that was started is on disk."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def _first(error: Exception) -> str:
+    """The first sentence of an error: orbax appends pages of storage details."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]

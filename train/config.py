@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import tomllib
 import types
 import typing
@@ -120,6 +121,11 @@ _POSITIVE = {
     "run.eval_every", "run.checkpoint_every", "run.keep", "optim.clip_norm",
     "distill.temperature",
 }  # fmt: skip
+_NOT_NEGATIVE = {
+    "model.num_kv_heads", "optim.warmup_steps", "optim.weight_decay", "run.eval_batches",
+    "run.seed",
+}  # fmt: skip
+_BELOW_ONE = {"optim.beta1", "optim.beta2"}
 _FRACTIONS = {"optim.decay_fraction", "optim.final_fraction", "distill.alpha"}
 
 
@@ -186,6 +192,12 @@ def _value(kind: Any, value: Any, name: str) -> Any:
 def _check_range(value: Any, name: str) -> None:
     if name in _CHOICES and value not in _CHOICES[name]:
         raise InputError(f"{name}={value!r}: expected one of {', '.join(_CHOICES[name])}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InputError(f"{name}={value!r}: expected a finite number")
+    if name in _NOT_NEGATIVE and value < 0:
+        raise InputError(f"{name}={value!r}: expected 0 or more")
+    if name in _BELOW_ONE and not 0 <= value < 1:
+        raise InputError(f"{name}={value!r}: expected a number from 0 to below 1")
     if name in _POSITIVE and not value > 0:
         raise InputError(f"{name}={value!r}: expected a number above 0")
     if name in _FRACTIONS and not 0 <= value <= 1:

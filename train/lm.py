@@ -25,7 +25,7 @@ from specjax.models import (
     save_pretrained,
 )
 from specjax.models.hf import write_text
-from train.config import LMConfig
+from train.config import LMConfig, Model
 from train.corpus import load_corpus, permissive_distributions
 from train.data import Prepared, make_loader, prepare, valid_batches
 from train.errors import InputError
@@ -73,14 +73,28 @@ def build_model(cfg: LMConfig, vocab_size: int) -> tuple[ModelConfig, Callable[[
     """The architecture, and a function that makes its first params."""
     if cfg.model.init_from:
         model, params = load_pretrained(cfg.model.init_from)
-        if model.vocab_size < vocab_size:
-            raise InputError(
-                f"model.init_from={cfg.model.init_from!r} has {model.vocab_size} ids, the "
-                f"tokenizer {vocab_size}: set tokenizer.path to the checkpoint's own"
-            )
+        _check_fit(cfg, model, vocab_size)
         return model, lambda: params
-    section = cfg.model
-    model = ModelConfig.llama(
+    model = _new_model(cfg.model, vocab_size)
+    _check_fit(cfg, model, vocab_size)
+    return model, lambda: init_params(model, jax.random.key(cfg.run.seed))
+
+
+def _check_fit(cfg: LMConfig, model: ModelConfig, vocab_size: int) -> None:
+    if model.vocab_size < vocab_size:
+        raise InputError(
+            f"model.init_from={cfg.model.init_from!r} has {model.vocab_size} ids, the "
+            f"tokenizer {vocab_size}: set tokenizer.path to the checkpoint's own"
+        )
+    if cfg.data.seq_len > model.max_position:
+        raise InputError(
+            f"data.seq_len={cfg.data.seq_len} is longer than the model's context "
+            f"({model.max_position}): lower it, or raise model.max_position"
+        )
+
+
+def _new_model(section: Model, vocab_size: int) -> ModelConfig:
+    return ModelConfig.llama(
         vocab_size=vocab_size,
         hidden_size=section.hidden_size,
         num_layers=section.num_layers,
@@ -93,7 +107,6 @@ def build_model(cfg: LMConfig, vocab_size: int) -> tuple[ModelConfig, Callable[[
         eos_ids=(EOS_ID,),
         bos_id=EOS_ID,
     )
-    return model, lambda: init_params(model, jax.random.key(cfg.run.seed))
 
 
 def get_tokenizer(cfg: LMConfig, documents: list, directory: Path) -> Tokenizer:
@@ -103,7 +116,6 @@ def get_tokenizer(cfg: LMConfig, documents: list, directory: Path) -> Tokenizer:
     own = directory / "tokenizer.json"
     if own.exists():
         return load_tokenizer(own)
-    own.parent.mkdir(parents=True, exist_ok=True)
     return train_tokenizer(documents, cfg.tokenizer.vocab_size, own)
 
 
@@ -131,6 +143,18 @@ def check_directory(cfg: LMConfig, resume: bool) -> Path:
     return directory
 
 
+def make_directory(directory: Path) -> None:
+    """Makes the run's directory.
+
+    Raises:
+      InputError: it cannot be made; the reason is the system's.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"run.dir={str(directory)!r}: {error.strerror}") from None
+
+
 def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict:
     """Trains as the config says; returns the summary that ``--json`` prints."""
     directory = check_directory(cfg, resume or dry_run)
@@ -140,11 +164,11 @@ def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict:
             tokenizer = get_tokenizer(cfg, documents, Path(scratch))
         data = prepare(documents, tokenizer)
         return plan(cfg, build_model(cfg, tokenizer.get_vocab_size())[0], data)
+    make_directory(directory)
     tokenizer = get_tokenizer(cfg, documents, directory)
     data = prepare(documents, tokenizer, directory.parent / "cache")
     model, first_params = build_model(cfg, tokenizer.get_vocab_size())
     summary = plan(cfg, model, data)
-    directory.mkdir(parents=True, exist_ok=True)
     loss, frozen = data_loss(model), None
     if cfg.distill.teacher:
         teacher, frozen = load_pretrained(cfg.distill.teacher)

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,24 +90,31 @@ def fit(
       loss_fn, eval_loss: summed loss and token count of one batch (training, held-out).
       loader: batches of ``optim.batch_size`` rows; its position is part of a checkpoint.
       frozen: arrays that the loss reads and nothing updates, e.g. a teacher's params.
-      resume: go on from the newest checkpoint of ``run.dir``.
+      resume: go on from the newest checkpoint of ``run.dir``; a run that was killed before
+        its first one starts over.
       fixed: settings that a resumed run must not change, by name.
     Raises:
       TrainingError: the loss is no longer finite.
       InputError: resuming without a checkpoint, or with another ``fixed`` setting.
     """
     checkpoints = Checkpoints(Path(run.dir) / "checkpoints", run.keep)
-    state = _begin(checkpoints, params, optimizer, loader, resume, fixed)
-    metrics = Metrics(Path(run.dir) / "metrics.jsonl", keep_through=state.step)
+    log = Path(run.dir) / "metrics.jsonl"
+    resume = resume and not (checkpoints.latest is None and log.exists())
+    state, losses = _begin(checkpoints, params, optimizer, loader, resume, fixed)
+    metrics = Metrics(log, keep_through=state.step)
     train_step, evaluate = make_step(loss_fn, optimizer), jax.jit(eval_loss)
-    valid_loss, losses = None, []
+    valid_loss = None
 
     def save():
-        note = {"step": state.step, "loader": loader.get_state(), "fixed": fixed}
-        arrays = {"params": state.params, "opt_state": state.opt_state}
-        checkpoints.save(state.step, arrays, note)
+        if state.step == (checkpoints.latest or 0):
+            return
+        _save(checkpoints, state, losses, {"loader": loader.get_state(), "fixed": fixed})
 
-    with Signals() as signals, Progress(optim.total_steps, state.step) as progress:
+    with (
+        closing(checkpoints),
+        Signals() as signals,
+        Progress(optim.total_steps, state.step) as progress,
+    ):
         since = time.perf_counter()
         while state.step < optim.total_steps and not signals.received:
             batches = _stack([next(loader) for _ in range(optim.accumulate)])
@@ -117,7 +125,8 @@ def fit(
             losses.append(loss)
             last = state.step == optim.total_steps
             if state.step % run.log_every == 0 or last:
-                mean = _finite_mean(losses, state.step, checkpoints)
+                mean = float(np.mean(jax.device_get(losses)))  # the loop's host sync
+                _require_finite("the loss", mean, state.step, checkpoints)
                 seconds, since = time.perf_counter() - since, time.perf_counter()
                 rate = batches["tokens"].size * len(losses) / seconds
                 metrics.write(step=state.step, loss=mean, grad_norm=float(norm),
@@ -132,8 +141,10 @@ def fit(
             if state.step % run.checkpoint_every == 0 or last:
                 save()
         save()
-    checkpoints.close()
-    return Outcome(state.params, state.step, state.step >= optim.total_steps, valid_loss)
+    finished = state.step >= optim.total_steps
+    if valid and finished and valid_loss is None:  # resumed after its last step
+        valid_loss = mean_loss(evaluate, state.params, frozen, valid)
+    return Outcome(state.params, state.step, finished, valid_loss)
 
 
 class _State(NamedTuple):
@@ -142,9 +153,12 @@ class _State(NamedTuple):
     step: int
 
 
-def _begin(checkpoints, params, optimizer, loader, resume, fixed) -> _State:
-    """The first state, or the newest checkpoint's; the loader is set to match."""
-    state = _State(params, optimizer.init(params), 0)
+def _begin(checkpoints, params, optimizer, loader, resume, fixed) -> tuple[_State, list]:
+    """The first state, or the newest checkpoint's, and its losses that were not logged yet.
+
+    The loader is set to match.
+    """
+    state, losses = _State(params, optimizer.init(params), 0), []
     if resume:
         like = {"params": state.params, "opt_state": state.opt_state}
         arrays, note = checkpoints.restore(like)
@@ -155,22 +169,39 @@ def _begin(checkpoints, params, optimizer, loader, resume, fixed) -> _State:
                     f"{value!r}; set it back or start a new run"
                 )
         state = _State(arrays["params"], arrays["opt_state"], note["step"])
+        losses = [np.float32(loss) for loss in note.get("pending", ())]
         loader.set_state(note["loader"])
     # Restored arrays may alias orbax's buffers: donation needs our own.
     own = jax.tree.map(jnp.copy, (state.params, state.opt_state))
-    return _State(*own, state.step)
+    return _State(*own, state.step), losses
 
 
-def _finite_mean(losses: list[jax.Array], step: int, checkpoints: Checkpoints) -> float:
-    """The mean loss of a logging interval: the loop's only host sync."""
-    mean = float(np.mean(jax.device_get(losses)))
-    if not math.isfinite(mean):
-        checkpoints.close()
-        raise TrainingError(
-            f"the loss is {mean} near step {step}; the checkpoint of step {checkpoints.latest} "
-            "is intact: lower the learning rate and --resume"
-        )
-    return mean
+def _save(checkpoints: Checkpoints, state: _State, losses: list, note: dict[str, Any]) -> None:
+    """Saves the state, and the losses not logged yet: a resumed run averages the same steps.
+
+    Raises:
+      TrainingError: a loss or a parameter is not finite; nothing is saved.
+    """
+    pending = [float(loss) for loss in jax.device_get(losses)]
+    # A loss is of the params before their update: only the params show that it ruined them.
+    size = float(optax.tree.norm(state.params))
+    _require_finite("the loss", sum(pending), state.step, checkpoints)
+    _require_finite("the norm of the params", size, state.step, checkpoints)
+    arrays = {"params": state.params, "opt_state": state.opt_state}
+    checkpoints.save(state.step, arrays, note | {"step": state.step, "pending": pending})
+
+
+def _require_finite(what: str, value: float, step: int, checkpoints: Checkpoints) -> None:
+    if math.isfinite(value):
+        return
+    checkpoints.close()  # the newest may still be on its way to the disk
+    good = checkpoints.latest
+    way_out = (
+        "no checkpoint was saved yet: lower the learning rate and start again"
+        if good is None
+        else f"the checkpoint of step {good} is intact: lower the learning rate and --resume"
+    )
+    raise TrainingError(f"{what} is {value} near step {step}; {way_out}")
 
 
 def mean_loss(evaluate: Callable, params: dict, frozen: Any, batches: Sequence[Batch]) -> float:

@@ -54,6 +54,11 @@ def run_program(
     except jax.errors.JaxRuntimeError as error:
         print(f"{name}: the device failed: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
+    except OSError as error:
+        place = f" ({error.filename})" if error.filename else ""
+        print(f"{name}: {error.strerror or error}{place}; the last finished checkpoint is intact: "
+              "make room and --resume", file=sys.stderr)  # fmt: skip
+        return 1
     _print(summary, args.json)
     return 0
 

@@ -98,7 +98,10 @@ def save_pretrained(
     scratch = directory / f".{WEIGHTS}.{os.getpid()}"
     try:
         save_file(tensors, scratch, metadata={"format": "pt"})
+        scratch.chmod(0o644)  # safetensors makes it readable by its owner alone
         os.replace(scratch, directory / WEIGHTS)
+    except SafetensorError as error:
+        raise OSError(f"cannot write {directory / WEIGHTS}: {error}") from None
     finally:
         scratch.unlink(missing_ok=True)
     if tokenizer_json is not None:
