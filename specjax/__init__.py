@@ -8,15 +8,16 @@ from specjax.generate import Generation, Piece, generate, stream
 from specjax.lm import LM, from_params, load
 from specjax.methods import compose, method, methods
 from specjax.protocols import Rule, rule
-from specjax.target import Warped
+from specjax.target import Contrastive, Warped
 from specjax.types import DecodeState, Draft, Inputs, Stats, TreeShape, Verdict
 from specjax.warp import Sampling
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "LM", "DecodeState", "Draft", "DraftVerify", "Generation", "Inputs", "ModelError",
-    "OptionError", "PairError", "Piece", "Rule", "Sampling", "SpecjaxError", "Stats",
-    "TreeShape", "Verdict", "Warped", "compose", "draft", "draft_verify", "from_params",
-    "generate", "load", "method", "methods", "probs", "rule", "stream", "verify",
+    "LM", "Contrastive", "DecodeState", "Draft", "DraftVerify", "Generation", "Inputs",
+    "ModelError", "OptionError", "PairError", "Piece", "Rule", "Sampling", "SpecjaxError",
+    "Stats", "TreeShape", "Verdict", "Warped", "compose", "draft", "draft_verify",
+    "from_params", "generate", "load", "method", "methods", "probs", "rule", "stream",
+    "verify",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,10 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax import probs, tree
 from specjax.cache import bucket, commit_path, grow, prefill
 from specjax.compat import check_pair
-from specjax.draft.chain import is_eos
-from specjax.models import ModelConfig, forward, init_cache, logits_of
+from specjax.models import ModelConfig, init_cache
 from specjax.protocols import Drafter, Method, Rule, TargetDist
+from specjax.scoring import score
+from specjax.stopping import is_eos
 from specjax.types import (
     FROM_DRAFT,
     FROM_TARGET,
@@ -35,6 +37,7 @@ from specjax.types import (
     Stats,
     Verdict,
 )
+from specjax.warp import limit_vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +58,8 @@ class DraftVerify:
 
     @property
     def width(self) -> int:
-        return self.drafter.shape.nodes + self.drafter.num_probes + 1
+        verified = self.drafter.shape.nodes + self.drafter.num_probes
+        return max(verified, getattr(self.drafter, "slots", 0)) + 1
 
     def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
         rows, slots = state.tokens.shape
@@ -69,44 +73,39 @@ class DraftVerify:
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         keys = probs.round_keys(state.keys, state.stats.rounds)
+        start = state.length - 1
         draft, drafter, calls, passes = self.drafter.propose(inputs, state, keys)
-        logits, probe_logits, cache = self._score(inputs, state, draft)
-        log_p, target = self.target.log_p(inputs, state.target, draft, logits)
-        settings = {name: inputs.settings[name] for name in self.rule.settings}
-        verdict = self.rule(keys, draft, log_p, **settings)
+        scores, cache = score(self.model, inputs.target, state.cache, start, draft)
+        logits = scores[:, : draft.shape.nodes]
+        probe_logits = None if draft.probes is None else scores[:, draft.shape.nodes :]
+        log_p, target = self.target.log_p(inputs, state, draft, logits)
+        verdict = self.rule(keys, draft, log_p, **self._rule_arguments(inputs, logits))
 
         emitted, finish = clip(inputs, state, verdict)
         if not draft.shape.is_chain:
-            cache = commit_path(cache, state.length - 1, verdict.path)
-        stats = count(state, draft, verdict, emitted, calls, passes)
+            cache = commit_path(cache, start, verdict.path)
+        extra = self.target.draft_calls
+        stats = count(state, draft, verdict, emitted, calls + extra, passes + extra)
         return emit(state, verdict, emitted, finish, logits).replace(
             cache=cache,
-            target=self.target.commit(inputs, target, verdict, emitted),
-            drafter=self.drafter.update(inputs, drafter, draft, verdict, probe_logits),
+            target=self.target.commit(inputs, state, target, draft, verdict),
+            drafter=self.drafter.update(inputs, state, drafter, draft, verdict, probe_logits),
             stats=stats,
         )
 
     def finalize(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         return state
 
-    def _score(self, inputs: Inputs, state: DecodeState, draft: Draft):
-        """Logits at the draft's nodes and at its probes, from one pass over both."""
-        tokens, parents, nodes = draft.tokens, draft.parents, draft.shape.nodes
-        start = state.length - 1
-        if draft.probes is not None:
-            tokens = jnp.concatenate([tokens, draft.probes.tokens], axis=1)
-            parents = jnp.concatenate([parents, draft.probes.parents], axis=1)
-        if draft.probes is None and draft.shape.is_chain:
-            visible, depth = None, jnp.arange(nodes, dtype=jnp.int32)
-        else:
-            visible = tree.ancestors(parents, tokens.shape[1])
-            depth = tree.depths(visible)
-        hidden, cache = forward(
-            self.model, inputs.target, state.cache, tokens, start[:, None] + depth, start, visible
-        )
-        logits = logits_of(self.model, inputs.target, hidden)
-        probe_logits = None if draft.probes is None else logits[:, nodes:]
-        return logits[:, :nodes], probe_logits, cache
+    def _rule_arguments(self, inputs: Inputs, logits: Float[Array, "B N V"]) -> dict[str, Any]:
+        """The rule's settings, and what it reads beside the draft and log p."""
+        arguments = {name: inputs.settings[name] for name in self.rule.settings}
+        if "raw_log_p" in self.rule.extras:
+            known = limit_vocabulary(logits, self.target.vocab_limit)
+            arguments["raw_log_p"] = probs.log_softmax(known)
+        if "joint_raw" in self.rule.extras:
+            raw_rows = getattr(self.drafter, "raw_rows", None)
+            arguments["joint_raw"] = raw_rows(inputs) if raw_rows else False
+        return arguments
 
 
 def draft_verify(drafter: Drafter, target: TargetDist, rule: Rule, model: ModelConfig) -> Method:

@@ -16,7 +16,24 @@ from specjax.decode import DraftVerify
 from specjax.errors import OptionError, PairError
 from specjax.lm import LM
 from specjax.protocols import Rule
-from specjax.target import Warped
+from specjax.target import Contrastive, Warped
+
+
+def branching(value: Any) -> tuple[int, ...]:
+    """Children per level, from ``"4,2,2"`` or a sequence of numbers."""
+    parts = value.split(",") if isinstance(value, str) else value
+    counts = tuple(int(part) for part in parts)
+    if not counts or min(counts) < 1:
+        raise ValueError
+    return counts
+
+
+_WANTED = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    branching: "children per level, each at least 1, such as 4,2,2",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +41,13 @@ class Option:
     """One setting of a part. Floats are arrays in the loop (changing one never recompiles);
     everything else is static."""
 
-    kind: type
+    kind: Callable[[Any], Any]
     default: Any
     help: str
     low: float | None = None
     high: float | None = None
+    above: float | None = None  # as low, itself excluded
+    below: float | None = None
     choices: tuple[str, ...] = ()
 
     def parse(self, name: str, value: Any) -> Any:
@@ -45,11 +64,16 @@ class Option:
             else:
                 parsed = self.kind(value)
         except (ValueError, TypeError, KeyError):
-            raise OptionError(f"{name}={value}: expected {self.kind.__name__}") from None
-        low, high = self.low, self.high
-        if (low is not None and not parsed >= low) or (high is not None and not parsed <= high):
-            bounds = f"≥ {low}" if high is None else f"from {low} to {high}"
-            raise OptionError(f"{name}={value}: expected a number {bounds}")
+            wanted = _WANTED.get(self.kind, getattr(self.kind, "__name__", "another value"))
+            raise OptionError(f"{name}={value}: expected {wanted}") from None
+        for bound, sign, holds in (
+            (self.low, "≥", lambda x, y: x >= y),
+            (self.above, ">", lambda x, y: x > y),
+            (self.high, "≤", lambda x, y: x <= y),
+            (self.below, "<", lambda x, y: x < y),
+        ):
+            if bound is not None and not holds(parsed, bound):
+                raise OptionError(f"{name}={value}: expected a number {sign} {bound}")
         if self.choices and parsed not in self.choices:
             raise OptionError(f"{name}={value}: expected one of {', '.join(self.choices)}")
         return parsed
@@ -57,33 +81,72 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The models that parts are built for."""
+    """The models that parts are built for, and whether the drafter is to keep its logits."""
 
     target: LM
     draft: LM | None
+    keep_logits: bool = False
+
+    @property
+    def of_draft(self) -> dict[str, Any]:
+        """What every drafter with a model of its own needs."""
+        return {
+            "model": self.draft.config,
+            "vocab": self.target.config.vocab_size,
+            "vocab_limit": min(self.target.vocab_limit, self.draft.vocab_limit),
+        }
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A named drafter, target distribution or rule: how to build it, and its options."""
+    """A named drafter, target distribution or rule: how to build it, and its options.
+
+    ``gives_logits``: a drafter that can hand on its raw logits; ``wants_logits``: a target
+    distribution that uses them where it can.
+    """
 
     build: Callable[..., Any]
     summary: str
     options: Mapping[str, Option] = dataclasses.field(default_factory=dict)
     needs_draft: bool = False
+    gives_logits: bool = False
+    wants_logits: bool = False
 
 
-def _chain(context: Context, gamma: int) -> draft.Chain:
-    return draft.Chain(
-        model=context.draft.config,
-        vocab=context.target.config.vocab_size,
-        vocab_limit=min(context.target.vocab_limit, context.draft.vocab_limit),
-        gamma=gamma,
-    )
+def _chain(context: Context, gamma: int, stop: str, draft_warp: bool) -> draft.Chain:
+    return draft.Chain(**context.of_draft, gamma=gamma, stop=stop, warped=draft_warp,
+                       keep_logits=context.keep_logits)  # fmt: skip
+
+
+def _tree(context: Context, branching: tuple[int, ...], replacement: bool) -> draft.Tree:
+    _check_width("branching", max(branching), context)
+    return draft.Tree(**context.of_draft, branching=branching, replacement=replacement)
+
+
+def _iid(context: Context, gamma: int, chains: int) -> draft.Tree:
+    counts = (chains, *(1,) * (gamma - 1))
+    return draft.Tree(**context.of_draft, branching=counts, replacement=True)
+
+
+def _beam(context: Context, gamma: int, width: int, verify_beams: str, joint: str) -> draft.Beam:
+    _check_width("width", width, context)
+    return draft.Beam(**context.of_draft, gamma=gamma, width=width, verify_beams=verify_beams,
+                      joint=joint)  # fmt: skip
+
+
+def _check_width(name: str, width: int, context: Context) -> None:
+    if width > context.target.config.vocab_size:
+        raise OptionError(f"{name}={width} is more than the vocabulary's "
+                          f"{context.target.config.vocab_size} tokens")  # fmt: skip
 
 
 def _lookup_draft(context: Context, gamma: int, ngram: int) -> draft.Lookup:
     return draft.Lookup(gamma=gamma, ngram=ngram)
+
+
+def _contrastive(context: Context, variant: str) -> Contrastive:
+    own = None if context.keep_logits else context.draft.config
+    return Contrastive(context.target.vocab_limit, variant, own)
 
 
 GAMMA = Option(int, 4, "draft length γ", low=1, high=64)
@@ -98,7 +161,53 @@ DRAFTERS: dict[str, Part] = {
             "ngram": Option(int, 3, "longest n-gram tried", low=1, high=8),
         },
     ),
-    "chain": Part(_chain, "γ tokens from a draft model", {"gamma": GAMMA}, needs_draft=True),
+    "chain": Part(
+        _chain,
+        "γ tokens from a draft model",
+        {
+            "gamma": GAMMA,
+            "stop": Option(
+                str,
+                "never",
+                "end a draft before or after an unsure token",
+                choices=("never", "before", "after"),
+            ),
+            "tau1": Option(float, 0.9, "a draft is unsure below this probability", low=0, high=1),
+            "draft_warp": Option(bool, True, "warp the draft as the target is warped"),
+        },
+        needs_draft=True,
+        gives_logits=True,
+    ),
+    "iid": Part(
+        _iid,
+        "k independent chains of γ tokens",
+        {"gamma": GAMMA, "chains": Option(int, 4, "number of chains k", low=1, high=64)},
+        needs_draft=True,
+    ),
+    "tree": Part(
+        _tree,
+        "a token tree, so many children per level",
+        {
+            "branching": Option(branching, (4, 2, 2), "children per node, level by level"),
+            "replacement": Option(bool, False, "draw siblings with replacement"),
+        },
+        needs_draft=True,
+    ),
+    "beam": Part(
+        _beam,
+        "beams of the draft model, searched or sampled",
+        {
+            "gamma": GAMMA,
+            "width": Option(int, 8, "number of beams W", low=1, high=64),
+            "verify_beams": Option(
+                str, "top1", "verify the best beam, or all as a tree", choices=("top1", "all")
+            ),
+            "joint": Option(
+                str, "warped", "which probabilities make up a joint", choices=("warped", "raw")
+            ),
+        },
+        needs_draft=True,
+    ),
 }
 
 TARGET_DISTS: dict[str, Part] = {
@@ -106,11 +215,40 @@ TARGET_DISTS: dict[str, Part] = {
         lambda context: Warped(context.target.vocab_limit),
         "the target's own distribution under temperature, top-k and top-p",
     ),
+    "contrastive": Part(
+        _contrastive,
+        "what the target says more than the draft model does",
+        {
+            "variant": Option(str, "improved", "the score", choices=("original", "improved")),
+            "alpha": Option(float, 0.5, "plausible: so much of the likeliest", above=0, high=1),
+            "beta": Option(float, 0.5, "weight of the amateur (improved)", low=0),
+        },
+        needs_draft=True,
+        wants_logits=True,
+    ),
 }
 
 RULES: dict[str, Part] = {
     "speculative": Part(lambda context: verify.speculative, "accept with min(1, p/q)"),
     "block": Part(lambda context: verify.block, "accept the longest prefix that passes as a whole"),
+    "spectr": Part(lambda context: verify.spectr, "k candidates, each with min(1, p/(ρ q))"),
+    "specinfer": Part(lambda context: verify.specinfer, "siblings in turn, a residual after each"),
+    "match": Part(lambda context: verify.match, "draw from p, follow the child that carries it"),
+    "mentored": Part(
+        lambda context: verify.mentored,
+        "accept as often as a bound on KL(p‖π) allows",
+        {"max_kl": Option(float, 0.1, "bound on each token's KL, nats", low=0)},
+    ),
+    "joint": Part(
+        lambda context: verify.joint,
+        "accept the longest path of joint ratio above τ",
+        {"tau": Option(float, 0.1, "threshold on min(1, P/Q)", low=0, below=1)},
+    ),
+    "bild": Part(
+        lambda context: verify.bild,
+        "roll back at the first token the target finds unlikely",
+        {"tau2": Option(float, 1.0, "largest −log p(x) kept, nats", low=0)},
+    ),
 }
 
 
@@ -167,7 +305,9 @@ class MethodSpec:
         values = self.resolve(options)
         if self.needs_draft and context.draft is None:
             raise PairError(f"method {self.name} needs a draft model: give --draft (or draft=)")
-        built = []
+        drafter, target, _ = self.parts
+        keep = drafter.gives_logits and target.wants_logits
+        context, built = dataclasses.replace(context, keep_logits=keep), []
         for part in self.parts:
             static = {n: values[n] for n, o in part.options.items() if o.kind is not float}
             built.append(part.build(context, **static))
@@ -199,6 +339,69 @@ METHODS: dict[str, MethodSpec] = {
             "Sun et al. 2024 (block verification)",
             drafter="chain",
             rule="block",
+        ),
+        MethodSpec(
+            "spectr",
+            "k independent chains, accepted by optimal transport (k-SEQ)",
+            "Sun et al. 2023 (SpecTr)",
+            drafter="iid",
+            rule="spectr",
+        ),
+        MethodSpec(
+            "specinfer",
+            "a token tree, siblings tried in turn",
+            "Miao et al. 2024 (SpecInfer)",
+            drafter="tree",
+            rule="specinfer",
+        ),
+        MethodSpec(
+            "tree-match",
+            "a token tree, followed as far as draws of the target agree",
+            "Miao et al. 2024 (SpecInfer), naive sampling",
+            drafter="tree",
+            rule="match",
+        ),
+        MethodSpec(
+            "bild",
+            "the draft writes while it is sure, the target rolls back what it doubts",
+            "Kim et al. 2023 (BiLD)",
+            drafter="chain",
+            rule="bild",
+            lossless=False,
+            defaults={"gamma": 10, "stop": "before"},
+        ),
+        MethodSpec(
+            "contrastive",
+            "each token from what the target says more than the draft model",
+            "Li et al. 2023; O'Brien and Lewis 2023",
+            drafter="none",
+            rule="speculative",
+            target_dist="contrastive",
+        ),
+        MethodSpec(
+            "scd",
+            "speculative contrastive decoding: the amateur is the draft",
+            "Yuan et al. 2024 (SCD)",
+            drafter="chain",
+            rule="speculative",
+            target_dist="contrastive",
+            defaults={"draft_warp": False},
+        ),
+        MethodSpec(
+            "mentored",
+            "speculative with a bounded deviation from p, for more acceptance",
+            "Tran-Thien 2023 (mentored decoding)",
+            drafter="chain",
+            rule="mentored",
+            lossless=False,
+        ),
+        MethodSpec(
+            "mtad",
+            "the best beam of the draft, accepted by its joint probability",
+            "Qin et al. 2024 (MTAD)",
+            drafter="beam",
+            rule="joint",
+            lossless=False,
         ),
         MethodSpec(
             "lookup",

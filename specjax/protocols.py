@@ -40,28 +40,35 @@ class Drafter(Protocol):
     def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
         """One draft per row; ``keys`` are the round's keys."""
 
-    def update(self, inputs: Inputs, state: Any, draft: Draft, verdict: Verdict,
-               probe_logits: Float[Array, "B P V"] | None) -> Any:  # fmt: skip
-        """The drafter's state after the verdict."""
+    def update(self, inputs: Inputs, state: DecodeState, carried: Any, draft: Draft,
+               verdict: Verdict, probe_logits: Float[Array, "B P V"] | None) -> Any:  # fmt: skip
+        """The drafter's state after the verdict, from the one that :meth:`propose` returned.
+
+        ``state`` is that of the round's beginning: the root stands at ``state.length - 1``.
+        """
 
 
 class TargetDist(Protocol):
     """The distribution p that the rule holds the draft against.
 
-    ``needs_draft_logits`` asks the drafter for its raw logits at every node.
+    ``needs_draft_logits`` asks the drafter for its raw logits at every node; ``draft_calls``
+    is the number of draft-model calls that one round adds; ids from ``vocab_limit`` on never
+    occur.
     """
 
     needs_draft_logits: bool
+    draft_calls: int
+    vocab_limit: int
 
     def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> Any: ...
 
-    def log_p(self, inputs: Inputs, state: Any, draft: Draft, logits: Float[Array, "B N V"]
-              ) -> tuple[Float[Array, "B N V"], Any]:  # fmt: skip
-        """Log-probabilities of the token after each node, and the next state."""
+    def log_p(self, inputs: Inputs, state: DecodeState, draft: Draft,
+              logits: Float[Array, "B N V"]) -> tuple[Float[Array, "B N V"], Any]:  # fmt: skip
+        """Log-probabilities of the token after each node, and the next ``state.target``."""
 
-    def commit(self, inputs: Inputs, state: Any, verdict: Verdict, emitted: Int[Array, "B"]
-               ) -> Any:  # fmt: skip
-        """The state after ``emitted`` tokens of the verdict were kept."""
+    def commit(self, inputs: Inputs, state: DecodeState, carried: Any, draft: Draft,
+               verdict: Verdict) -> Any:  # fmt: skip
+        """The state after the verdict, from the one that :meth:`log_p` returned."""
 
 
 class Rule:
@@ -69,13 +76,17 @@ class Rule:
 
     Pure and usable alone. ``laws`` are the draft laws the rule is made for (any other is
     refused before compiling); ``lossless`` says that the emitted sequence then has exactly
-    the law p; ``chain_only`` that it reads a chain and no tree.
+    the law p; ``chain_only`` that it reads a chain and no tree. ``extras`` name what the loop
+    hands it besides: ``raw_log_p`` (the target at temperature 1, unwarped) and ``joint_raw``
+    (rows whose joint probabilities are unwarped).
     """
 
     def __init__(self, verify: Callable[..., Verdict], laws: Iterable[str], lossless: bool,
-                 chain_only: bool = True, settings: Iterable[str] = ()):  # fmt: skip
+                 chain_only: bool = True, settings: Iterable[str] = (),
+                 extras: Iterable[str] = ()):  # fmt: skip
         self.verify, self.laws, self.lossless = verify, frozenset(laws), lossless
         self.chain_only, self.settings = chain_only, tuple(settings)
+        self.extras = tuple(extras)
         self.name, self.__doc__ = verify.__name__, verify.__doc__
 
     def __call__(self, keys: Key[Array, "B"], draft: Draft, log_p: Float[Array, "B N V"],
@@ -87,9 +98,10 @@ class Rule:
 
 
 def rule(*, laws: Iterable[str], lossless: bool, chain_only: bool = True,
-         settings: Iterable[str] = ()) -> Callable[[Callable[..., Verdict]], Rule]:  # fmt: skip
+         settings: Iterable[str] = (), extras: Iterable[str] = ()
+         ) -> Callable[[Callable[..., Verdict]], Rule]:  # fmt: skip
     """Decorator that makes an acceptance rule of a verify function."""
-    return lambda verify: Rule(verify, laws, lossless, chain_only, settings)
+    return lambda verify: Rule(verify, laws, lossless, chain_only, settings, extras)
 
 
 class Method(Protocol):

@@ -73,8 +73,9 @@ class Draft:
     log_q: Float[Array, "B M V"] | None = None
     # Raw draft logits at every node, only where a target distribution asks for them.
     logits: Float[Array, "B N V"] | None = None
+    # log q of each node's own token given its path, for beams, whose rows are not kept.
+    token_log_q: Float[Array, "B N"] | None = None
     probes: Probes | None = None
-    chain_id: Int[Array, "B N"] | None = None  # k-chain drafts: which chain a node belongs to
     shape: TreeShape = struct.field(pytree_node=False, default=TreeShape(1, 0, 0))
     q_row: tuple[int, ...] = struct.field(pytree_node=False, default=())
     law: str = struct.field(pytree_node=False, default=IID)

@@ -54,8 +54,7 @@ def warp(logits: Float[Array, "B N V"], settings: Warp, vocab_limit: int) -> Flo
     ``vocab_limit`` on (beyond the tokenizer) have probability 0.
     """
     logits = logits.astype(jnp.float32)
-    if vocab_limit < logits.shape[-1]:
-        logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_limit, logits, probs.NEVER)
+    logits = limit_vocabulary(logits, vocab_limit)
     greedy = (settings.temperature == 0)[:, None, None]
 
     def argmax(x):
@@ -157,6 +156,13 @@ def _to_ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
 
 def _from_ordered(bits: Int[Array, "..."]) -> Float[Array, "..."]:
     return jax.lax.bitcast_convert_type(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), jnp.float32)
+
+
+def limit_vocabulary(logits: Float[Array, "... V"], vocab_limit: int) -> Float[Array, "... V"]:
+    """Logits with −inf at the ids from ``vocab_limit`` on, which no tokenizer knows."""
+    if vocab_limit >= logits.shape[-1]:
+        return logits
+    return jnp.where(jnp.arange(logits.shape[-1]) < vocab_limit, logits, probs.NEVER)
 
 
 def fit_vocabulary(logits: Float[Array, "... v"], vocab: int) -> Float[Array, "... V"]:

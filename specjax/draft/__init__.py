@@ -1,7 +1,9 @@
 """Drafters, one file each."""
 
+from specjax.draft.beam import Beam
 from specjax.draft.chain import Chain
 from specjax.draft.lookup import Lookup
 from specjax.draft.none import NoDraft
+from specjax.draft.tree import Tree
 
-__all__ = ["Chain", "Lookup", "NoDraft"]
+__all__ = ["Beam", "Chain", "Lookup", "NoDraft", "Tree"]

@@ -14,35 +14,44 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax import probs, tree
 from specjax.cache import prefill
-from specjax.models import KVCache, ModelConfig, forward, init_cache, logits_of
+from specjax.draft.feeding import feed_pair, last_two
+from specjax.errors import PairError
+from specjax.models import KVCache, ModelConfig, init_cache
 from specjax.probs import Purpose
 from specjax.protocols import Proposal
-from specjax.types import IID, DecodeState, Draft, TreeShape
-from specjax.warp import fit_vocabulary, warp
+from specjax.stopping import is_eos
+from specjax.types import IID, Draft, TreeShape
+from specjax.warp import limit_vocabulary, warp
 
-
-def is_eos(tokens: Int[Array, "..."], eos_ids: Int[Array, "E"]) -> Bool[Array, "..."]:
-    """Whether each token ends a sequence."""
-    return jnp.any(tokens[..., None] == eos_ids, axis=-1)
+# When a row's draft ends early: never, before or after a token that the draft is unsure of.
+NEVER_STOPS, STOPS_BEFORE, STOPS_AFTER = "never", "before", "after"
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """γ tokens drawn from a draft model with the target's warp.
+    """γ tokens drawn from a draft model with the target's warp, or none (``warped=False``).
 
     Every draft pass feeds the last two tokens of the row: the one just drawn and the one
-    before it. On decoding hardware that costs what one token costs, and it lets the cache
-    start a round two tokens short, so that a fully accepted draft leaves no hole in it. A
-    row's chain ends at its first end-of-sequence token; the loop ends when every row's has.
+    before it. A row's chain ends at its first end-of-sequence token; with ``stop``, also where
+    the draft's largest probability, unwarped, is below the setting ``tau1`` (BiLD's fallback,
+    Kim et al. 2023 §3.2; lossless under a lossless rule, for it reads the prefix alone). The
+    loop ends when every row's chain has.
     """
 
     model: ModelConfig
     vocab: int  # the target's V
     vocab_limit: int
     gamma: int = 4
+    stop: str = NEVER_STOPS
+    warped: bool = True
     keep_logits: bool = False
     law = IID
     num_probes = 0
+
+    def __post_init__(self):
+        if self.keep_logits and self.stop == STOPS_AFTER:
+            raise PairError("a chain that stops after an unsure token has no logits behind it, "
+                            "which this target distribution needs: use stop=before")  # fmt: skip
 
     @property
     def shape(self) -> TreeShape:
@@ -58,7 +67,7 @@ class Chain:
         start = _Drawing(
             step=jnp.int32(0),
             cache=state.drafter,
-            window=jnp.pad(_last_two(state), ((0, 0), (0, self.gamma))),
+            window=jnp.pad(last_two(state), ((0, 0), (0, self.gamma))),
             valid=jnp.zeros((rows, self.gamma), bool),
             log_q=jnp.full((rows, self.gamma, self.vocab), probs.NEVER, jnp.float32),
             logits=self._no_logits(rows),
@@ -88,43 +97,44 @@ class Chain:
             return None
         return jnp.zeros((rows, self.gamma + 1, self.vocab), jnp.float32)
 
-    def update(self, inputs, state, draft, verdict, probe_logits):
-        return state
+    def update(self, inputs, state, carried, draft, verdict, probe_logits):
+        return carried
 
     def _draw(self, inputs, state, keys, d: _Drawing) -> _Drawing:
         """One draft pass, and the token it draws: node ``step + 1``.
 
         Writes past γ (the pass that only scores the bonus leaf) are dropped.
         """
-        logits, cache = self._pass(inputs, state, d)
-        q = warp(logits[:, None], inputs.warp, self.vocab_limit)[:, 0]
+        first = state.length - 2 + d.step
+        logits, cache = feed_pair(
+            self.model, inputs.draft, d.cache, d.window, first, d.step, self.vocab
+        )
+        q = self._law(inputs, logits)
+        drawn = d.alive & self._sure(inputs, logits) if self.stop == STOPS_BEFORE else d.alive
         node = jnp.broadcast_to(d.step + 1, (q.shape[0], 1))
         x = probs.sample(jnp.exp(q), probs.uniforms(keys, Purpose.DRAFT, node)[:, 0])
-        x = jnp.where(d.alive, x, 0)
+        x = jnp.where(drawn, x, 0)
+        going = drawn & ~is_eos(x, inputs.eos_ids)
         return _Drawing(
             step=d.step + 1,
             cache=cache,
             window=d.window.at[:, d.step + 2].set(x, mode="drop"),
-            valid=d.valid.at[:, d.step].set(d.alive, mode="drop"),
+            valid=d.valid.at[:, d.step].set(drawn, mode="drop"),
             log_q=d.log_q.at[:, d.step].set(q, mode="drop"),
             logits=None if d.logits is None else d.logits.at[:, d.step].set(logits),
-            alive=d.alive & ~is_eos(x, inputs.eos_ids),
+            alive=going & self._sure(inputs, logits) if self.stop == STOPS_AFTER else going,
             calls=d.calls + d.alive,
         )
 
-    def _pass(self, inputs, state, d: _Drawing):
-        """Feeds each row's last two tokens; a row of one token feeds that one first."""
-        first = state.length - 2 + d.step
-        start = jnp.maximum(first, 0)
-        two = jnp.arange(2, dtype=jnp.int32)
-        inside = d.step + (start - first)[:, None] + two
-        tokens = jnp.take_along_axis(d.window, inside, axis=1, mode="clip")
-        hidden, cache = forward(
-            self.model, inputs.draft, d.cache, tokens, start[:, None] + two, start
-        )
-        last = jnp.take_along_axis(hidden, (first + 1 - start)[:, None, None], axis=1)
-        logits = logits_of(self.model, inputs.draft, last)[:, 0]
-        return fit_vocabulary(logits.astype(jnp.float32), self.vocab), cache
+    def _law(self, inputs, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        if self.warped:
+            return warp(logits[:, None], inputs.warp, self.vocab_limit)[:, 0]
+        return probs.log_softmax(limit_vocabulary(logits, self.vocab_limit))
+
+    def _sure(self, inputs, logits: Float[Array, "B V"]) -> Bool[Array, "B"]:
+        """Whether the draft's largest probability, at temperature 1, reaches ``tau1``."""
+        known = limit_vocabulary(logits, self.vocab_limit)
+        return jnp.exp(probs.log_softmax(known).max(-1)) >= inputs.settings["tau1"]
 
 
 class _Drawing(NamedTuple):
@@ -138,9 +148,3 @@ class _Drawing(NamedTuple):
     logits: Float[Array, "B γ+1 V"] | None
     alive: Bool[Array, "B"]
     calls: Int[Array, "B"]
-
-
-def _last_two(state: DecodeState) -> Int[Array, "B 2"]:
-    """Each row's last two tokens; the first is scratch where the row has only one."""
-    at = jnp.maximum(state.length[:, None] + jnp.arange(-2, 0), 0)
-    return jnp.take_along_axis(state.tokens, at, axis=1)

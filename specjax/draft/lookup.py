@@ -10,8 +10,8 @@ import dataclasses
 import jax.numpy as jnp
 
 from specjax import probs, tree
-from specjax.draft.chain import is_eos
 from specjax.protocols import Proposal
+from specjax.stopping import is_eos
 from specjax.types import POINT_MASS, Draft, TreeShape
 
 
@@ -54,7 +54,7 @@ class Lookup:
         )
         return Proposal(draft, (), jnp.zeros((rows,), jnp.int32), jnp.int32(0))
 
-    def update(self, inputs, state, draft, verdict, probe_logits):
+    def update(self, inputs, state, carried, draft, verdict, probe_logits):
         return ()
 
     def _match(self, state):

@@ -35,5 +35,5 @@ class NoDraft:
         )
         return Proposal(draft, (), jnp.zeros((rows,), jnp.int32), jnp.int32(0))
 
-    def update(self, inputs, state, draft, verdict, probe_logits):
+    def update(self, inputs, state, carried, draft, verdict, probe_logits):
         return ()

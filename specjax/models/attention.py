@@ -38,19 +38,21 @@ def causal_mask(query: Meta, key: Meta, window: int | None = None) -> Bool[Array
 
 def cache_mask(
     positions: Int[Array, "B N"],
-    start: Int[Array, "B"],
-    visible: Bool[Array, "B N N"],
+    base: Int[Array, "B"],
+    visible: Bool[Array, "B N T"],
     slots: int,
     window: int | None = None,
+    tree_positions: Int[Array, "B T"] | None = None,
 ) -> Bool[Array, "B N S"]:
-    """Which cache slots each new token sees, itself written at ``start + i``.
+    """Which cache slots each new token sees.
 
-    Slots below ``start`` hold the committed tokens, slot = position. Above, new token j
-    is seen by new token i where ``visible[b, i, j]`` (for a chain: j ≤ i; for a tree: j
-    is an ancestor of i, or i itself). ``window`` counts positions, not slots.
+    Slots below ``base`` hold the committed tokens, slot = position. Slot ``base + j`` holds
+    token j of the T above them, seen by new token i where ``visible[b, i, j]`` (for a chain:
+    j ≤ i; for a tree: j is an ancestor of i, or i itself). ``window`` counts positions, not
+    slots: ``tree_positions`` are those of the T tokens where they are not just the new ones.
     """
     slot = jnp.arange(slots, dtype=jnp.int32)
-    new = slot[None, :] - start[:, None]  # index among the new tokens, < 0 if committed
+    new = slot[None, :] - base[:, None]  # index among the T tokens, < 0 if committed
     count = visible.shape[-1]
     inside = jnp.clip(new, 0, count - 1)
     tree = jnp.take_along_axis(visible, inside[:, None, :], axis=2)
@@ -59,7 +61,8 @@ def cache_mask(
     mask = committed | tree
     if window is None:
         return mask
-    new_positions = jnp.take_along_axis(positions, inside, axis=1)
+    above = positions if tree_positions is None else tree_positions
+    new_positions = jnp.take_along_axis(above, inside, axis=1)
     key_position = jnp.where(new < 0, slot[None, :], new_positions)
     return mask & (positions[:, :, None] - key_position[:, None, :] < window)
 

@@ -128,7 +128,10 @@ def forward(
     tokens: Int[Array, "B N"],
     positions: Int[Array, "B N"],
     start: Int[Array, "B"],
-    visible: Bool[Array, "B N N"] | None = None,
+    visible: Bool[Array, "B N T"] | None = None,
+    *,
+    base: Int[Array, "B"] | None = None,
+    tree_positions: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B N D"], KVCache]:
     """Runs N new tokens per row against the cache and writes them at ``start``.
 
@@ -137,16 +140,23 @@ def forward(
 
     Args:
       positions: int32; ``start + depth`` for a token tree, never the slot.
-      start: int32, the number of committed tokens of each row. ``start + N`` must not
-        exceed the cache's slots: ``dynamic_update_slice`` would shift the write.
-      visible: ``visible[b, i, j]``: new token i sees new token j. None: a causal chain.
+      start: int32, the slot of each row's first new token. ``start + N`` must not exceed
+        the cache's slots: ``dynamic_update_slice`` would shift the write.
+      visible: ``visible[b, i, j]``: new token i sees the token of slot ``base + j``. None: a
+        causal chain of the new tokens.
+      base: int32, the number of committed tokens; ``start`` by default. Below ``start`` where
+        a tree grows level by level: T then counts the levels already written, too.
+      tree_positions: positions of those T tokens, read only under a sliding window.
     Returns:
       Final-normed hidden states and the cache with the N entries written.
     """
     b, n = tokens.shape
     if visible is None:
         visible = jnp.broadcast_to(jnp.tri(n, dtype=bool), (b, n, n))
-    mask = attention.cache_mask(positions, start, visible, cache.slots, cfg.sliding_window)
+    base = start if base is None else base
+    mask = attention.cache_mask(
+        positions, base, visible, cache.slots, cfg.sliding_window, tree_positions
+    )
     keys, values = list(cache.k), list(cache.v)
 
     def attend(layer, q, k, v):

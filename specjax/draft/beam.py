@@ -1,0 +1,197 @@
+"""Beam drafts (MTAD, Qin et al. 2024 §4.2): beam search or beam sampling in the draft model.
+
+Beams are a growing tree in one draft cache; no cache is ever copied per beam.
+Axis legend: B rows, N nodes, W beams, S beams of a step (1, then W), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax import probs, tree
+from specjax.cache import commit_path, prefill
+from specjax.draft.feeding import feed_level, feed_pair, last_two
+from specjax.models import KVCache, ModelConfig, init_cache
+from specjax.probs import Purpose
+from specjax.protocols import Proposal
+from specjax.stopping import is_eos
+from specjax.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
+from specjax.verify.paths import root_path
+from specjax.warp import limit_vocabulary, warp
+
+
+class _Beams(NamedTuple):
+    """The tree so far, and where each beam ends in it."""
+
+    cache: KVCache
+    tokens: Int[Array, "B n"]
+    parents: Int[Array, "B n"]
+    valid: Bool[Array, "B n"]
+    token_log_q: Float[Array, "B n"]
+    bits: Bool[Array, "B n n"]
+    node: Int[Array, "B S"]
+    score: Float[Array, "B S"]
+    ended: Bool[Array, "B S"]
+    calls: Int[Array, "B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Beam:
+    """``width`` beams of ``gamma`` steps, ranked by the joint draft probability.
+
+    A greedy row searches (the best W of all continuations, scored without warping); a sampled
+    row draws W continuations without replacement from the warped joint. A beam that ended
+    keeps its score. ``verify_beams``: the best beam as a chain (``top1``), or the tree of
+    ``all``. ``joint="raw"`` scores every row without warping.
+    """
+
+    model: ModelConfig
+    vocab: int  # the target's V
+    vocab_limit: int
+    gamma: int = 4
+    width: int = 8
+    verify_beams: str = "top1"
+    joint: str = "warped"
+    law = DETERMINISTIC
+    num_probes = 0
+
+    @property
+    def nodes(self) -> int:
+        return 1 + self.gamma * self.width
+
+    @property
+    def slots(self) -> int:
+        """Slots that a round needs above the committed tokens: those of the whole tree."""
+        return self.nodes
+
+    @property
+    def shape(self) -> TreeShape:
+        if self.verify_beams == "top1":
+            return TreeShape.chain(self.gamma)
+        return TreeShape(self.nodes, self.gamma, self.width)
+
+    def raw_rows(self, inputs) -> Bool[Array, "B"]:
+        """Rows whose draft probabilities are unwarped."""
+        return (inputs.warp.temperature == 0) | (self.joint == "raw")
+
+    def init(self, inputs, state, chunk):
+        rows, slots = state.tokens.shape
+        cache = init_cache(self.model, rows, slots, inputs.draft["embed"].dtype)
+        return prefill(self.model, inputs.draft, cache, state.tokens, state.length, chunk)
+
+    def propose(self, inputs, state, keys):
+        base, rows = state.length - 1, state.length.shape[0]
+        logits, cache = feed_pair(
+            self.model, inputs.draft, state.drafter, last_two(state), base - 1, 0, self.vocab
+        )
+        logits = logits[:, None]
+        one = jnp.ones((rows, 1), jnp.int32)
+        beams = _Beams(
+            cache=cache,
+            tokens=probs.at_token(state.tokens, base)[:, None],
+            parents=one * NO_PARENT,
+            valid=one > 0,
+            token_log_q=jnp.zeros((rows, 1), jnp.float32),
+            bits=jnp.ones((rows, 1, 1), bool),
+            node=one * ROOT,
+            score=jnp.zeros((rows, 1), jnp.float32),
+            ended=state.done[:, None],
+            calls=jnp.ones((rows,), jnp.int32),
+        )
+        for step in range(self.gamma):
+            beams = self._extend(inputs, keys, beams, logits, step)
+            if step + 1 < self.gamma:
+                first = 1 + step * self.width
+                logits, cache = feed_level(
+                    self.model, inputs.draft, beams.cache, beams.tokens[:, first:], base, first,
+                    beams.bits, self.vocab,
+                )  # fmt: skip
+                calls = beams.calls + (~beams.ended).sum(-1, dtype=jnp.int32)
+                beams = beams._replace(cache=cache, calls=calls)
+        draft = Draft(
+            tokens=beams.tokens,
+            parents=beams.parents,
+            valid=beams.valid,
+            token_log_q=beams.token_log_q,
+            shape=TreeShape(self.nodes, self.gamma, self.width),
+            law=self.law,
+        )
+        passes = jnp.int32(self.gamma)
+        if self.verify_beams == "all":
+            return Proposal(draft, beams.cache, beams.calls, passes)
+        chain, path = self._best(draft, beams)
+        return Proposal(chain, commit_path(beams.cache, base, path), beams.calls, passes)
+
+    def update(self, inputs, state, cache, draft, verdict, probe_logits):
+        if self.verify_beams == "top1":
+            return cache  # the best beam stands in place since it was proposed
+        return commit_path(cache, state.length - 1, verdict.path)
+
+    def _extend(self, inputs, keys, b: _Beams, logits, step) -> _Beams:
+        """One more token on every beam: the W best of all S·V continuations."""
+        log_q = self._conditionals(inputs, logits)
+        rows, _, vocab = log_q.shape
+        # A beam that ended is its own only continuation, in the column of token 0.
+        frozen = jnp.where(jnp.arange(vocab) == 0, 0.0, probs.NEVER)
+        total = b.score[..., None] + jnp.where(b.ended[..., None], frozen, log_q)
+        ranked = self._perturbed(inputs, keys, total.reshape(rows, -1), step)
+        best, flat = jax.lax.top_k(ranked, self.width)
+        source, token = flat // vocab, (flat % vocab).astype(jnp.int32)
+
+        def of_source(x):
+            return jnp.take_along_axis(x, source, axis=1)
+
+        possible, stays, parent = best > probs.NEVER, of_source(b.ended), of_source(b.node)
+        grown = possible & ~stays
+        first = b.tokens.shape[1]
+        index = first + jnp.arange(self.width, dtype=jnp.int32)
+        conditional = jnp.take_along_axis(log_q.reshape(rows, -1), flat, axis=1)
+        own = jnp.arange(first + self.width) == index[:, None]
+        above = jnp.pad(b.bits, ((0, 0), (0, 0), (0, self.width)))
+        inherited = jnp.take_along_axis(above, parent[:, :, None], axis=1)
+        return b._replace(
+            tokens=jnp.append(b.tokens, token, axis=1),
+            parents=jnp.append(b.parents, parent, axis=1),
+            valid=jnp.append(b.valid, grown, axis=1),
+            token_log_q=jnp.append(b.token_log_q, jnp.where(grown, conditional, 0.0), axis=1),
+            bits=jnp.append(above, inherited | own, axis=1),
+            node=jnp.where(stays, parent, index),
+            score=jnp.take_along_axis(total.reshape(rows, -1), flat, axis=1),
+            ended=stays | ~possible | is_eos(token, inputs.eos_ids),
+        )
+
+    def _conditionals(self, inputs, logits):
+        warped = warp(logits, inputs.warp, self.vocab_limit)
+        plain = probs.log_softmax(limit_vocabulary(logits, self.vocab_limit))
+        return jnp.where(self.raw_rows(inputs)[:, None, None], plain, warped)
+
+    def _perturbed(self, inputs, keys, total, step):
+        """Joint scores with Gumbel noise where rows are sampled: a draw without replacement."""
+        step_keys = probs.draw_keys(keys, Purpose.DRAFT, step)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, total.shape[1:]))(step_keys)
+        return jnp.where((inputs.warp.temperature == 0)[:, None], total, total + noise)
+
+    def _best(self, draft: Draft, b: _Beams) -> tuple[Draft, Int[Array, "B γ+1"]]:
+        """The likeliest beam as a chain, and its nodes in the tree."""
+        node = probs.at_token(b.node, jnp.argmax(b.score, axis=1))
+        depth = probs.at_token(tree.depths(b.bits), node)
+        path = root_path(draft, node, depth)
+        real = jnp.arange(self.gamma + 1) <= depth[:, None]
+
+        def along(x):
+            return jnp.take_along_axis(x, jnp.where(real, path, ROOT), axis=1)
+
+        chain = Draft(
+            tokens=jnp.where(real, along(b.tokens), 0),
+            parents=tree.chain_parents(path.shape[0], self.gamma + 1),
+            valid=real & along(b.valid),
+            token_log_q=jnp.where(real, along(b.token_log_q), 0.0),
+            shape=self.shape,
+            law=self.law,
+        )
+        return chain, jnp.where(real, path, ROOT)

@@ -1,0 +1,149 @@
+"""Token trees from a draft model (SpecInfer, Miao et al. 2024) and k i.i.d. chains (SpecTr).
+
+Axis legend: B rows, N nodes, n nodes of a level, c children per node, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from specjax import probs
+from specjax.cache import commit_path, prefill
+from specjax.draft.feeding import feed_level, feed_pair, last_two
+from specjax.models import ModelConfig, init_cache
+from specjax.probs import Purpose
+from specjax.protocols import Proposal
+from specjax.stopping import is_eos
+from specjax.types import IID, NO_PARENT, WITHOUT_REPLACEMENT, Draft, TreeShape
+from specjax.warp import limit_vocabulary, warp
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """A tree whose nodes at depth i have ``branching[i]`` children each.
+
+    Children are drawn from the draft's warped distribution: independently (``replacement``)
+    or as Gumbel-top-c, in the order drawn. Branching ``(k, 1, …, 1)`` with replacement is k
+    i.i.d. chains. Nothing hangs below an end-of-sequence token.
+
+    One draft pass per level, over the whole level: the tree grows in one cache, and the
+    accepted path is moved into place afterwards.
+    """
+
+    model: ModelConfig
+    vocab: int  # the target's V
+    vocab_limit: int
+    branching: tuple[int, ...] = (4, 2, 2)
+    replacement: bool = False
+    num_probes = 0
+
+    @property
+    def law(self) -> str:
+        return IID if self.replacement else WITHOUT_REPLACEMENT
+
+    @property
+    def shape(self) -> TreeShape:
+        return TreeShape(len(self._parents), len(self.branching), max(self.branching))
+
+    @functools.cached_property
+    def _levels(self) -> tuple[range, ...]:
+        """Node numbers, level by level."""
+        levels = [range(1)]
+        for count in self.branching:
+            first = levels[-1].stop
+            levels.append(range(first, first + count * len(levels[-1])))
+        return tuple(levels)
+
+    @functools.cached_property
+    def _parents(self) -> tuple[int, ...]:
+        parents = [NO_PARENT]
+        for level, count in zip(self._levels, self.branching, strict=False):
+            parents += [node for node in level for _ in range(count)]
+        return tuple(parents)
+
+    def init(self, inputs, state, chunk):
+        rows, slots = state.tokens.shape
+        cache = init_cache(self.model, rows, slots, inputs.draft["embed"].dtype)
+        return prefill(self.model, inputs.draft, cache, state.tokens, state.length, chunk)
+
+    def propose(self, inputs, state, keys):
+        base, rows = state.length - 1, state.length.shape[0]
+        bits = jnp.broadcast_to(self._ancestors(), (rows, *self._ancestors().shape))
+        logits, cache = feed_pair(
+            self.model, inputs.draft, state.drafter, last_two(state), base - 1, 0, self.vocab
+        )
+        logits = logits[:, None]
+        tokens = probs.at_token(state.tokens, base)[:, None]
+        valid, alive = jnp.ones((rows, 1), bool), ~state.done[:, None]
+        laws, calls = [], jnp.ones((rows,), jnp.int32)
+        for level, count in enumerate(self.branching):
+            log_q = self._law(inputs, logits)
+            x, possible = self._children(keys, log_q, level, count)
+            alive = jnp.repeat(alive, count, axis=1) & possible
+            tokens, valid = jnp.append(tokens, x, axis=1), jnp.append(valid, alive, axis=1)
+            laws.append(log_q)
+            alive = alive & ~is_eos(x, inputs.eos_ids)
+            if level + 1 < len(self.branching):
+                calls = calls + alive.sum(-1, dtype=jnp.int32)
+                first = self._levels[level + 1].start
+                so_far = bits[:, : tokens.shape[1], : tokens.shape[1]]
+                logits, cache = feed_level(
+                    self.model, inputs.draft, cache, x, base, first, so_far, self.vocab
+                )
+        draft = Draft(
+            tokens=tokens,
+            parents=jnp.broadcast_to(jnp.asarray(self._parents, jnp.int32), tokens.shape),
+            valid=valid,
+            log_q=jnp.concatenate(laws, axis=1),
+            shape=self.shape,
+            q_row=(0, *self._parents[1:]),  # inner nodes come first: a row's number is its node
+            law=self.law,
+        )
+        return Proposal(draft, cache, calls, jnp.int32(len(self.branching)))
+
+    def update(self, inputs, state, cache, draft, verdict, probe_logits):
+        return commit_path(cache, state.length - 1, verdict.path)
+
+    def _ancestors(self) -> Bool[Array, "N N"]:
+        bits = jnp.eye(len(self._parents), dtype=bool)
+        for node, parent in enumerate(self._parents):
+            if parent != NO_PARENT:
+                bits = bits.at[node].set(bits[node] | bits[parent])
+        return bits
+
+    def _law(self, inputs, logits: Float[Array, "B n V"]) -> Float[Array, "B n V"]:
+        """log q of the level's draws.
+
+        A greedy row would have one child: its siblings are ranked by the unwarped draft
+        instead. That stays exact, for a one-hot p accepts a child of q > 0 or not at all.
+        """
+        log_q = warp(logits, inputs.warp, self.vocab_limit)
+        if self.replacement:
+            return log_q
+        plain = probs.log_softmax(limit_vocabulary(logits, self.vocab_limit))
+        return jnp.where((inputs.warp.temperature == 0)[:, None, None], plain, log_q)
+
+    def _children(
+        self, keys: Key[Array, "B"], log_q: Float[Array, "B n V"], level: int, count: int
+    ) -> tuple[Int[Array, "B n*c"], Bool[Array, "B n*c"]]:
+        """The level's children, and which of them could be drawn at all."""
+        rows, n, vocab = log_q.shape
+        if self.replacement:
+            nodes = jnp.asarray(self._levels[level + 1], jnp.int32)
+            u = probs.uniforms(keys, Purpose.DRAFT, jnp.broadcast_to(nodes, (rows, n * count)))
+            parents = jnp.repeat(jnp.exp(log_q), count, axis=1)
+            x = probs.sample(parents, u)
+            return x, jnp.ones(x.shape, bool)
+
+        def noise(node):
+            node_keys = probs.draw_keys(keys, Purpose.DRAFT, node)
+            return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,)))(node_keys)
+
+        nodes = jnp.asarray(self._levels[level], jnp.int32)
+        score, x = jax.lax.top_k(log_q + jax.vmap(noise, out_axes=1)(nodes), count)
+        return x.reshape(rows, -1).astype(jnp.int32), score.reshape(rows, -1) > probs.NEVER
