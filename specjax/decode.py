@@ -52,6 +52,7 @@ class DraftVerify:
     drafter: Drafter
     target: TargetDist
     rule: Rule
+    reserves = False
 
     def __post_init__(self):
         check_pair(self.drafter, self.target, self.rule)
@@ -86,7 +87,8 @@ class DraftVerify:
             cache = commit_path(cache, start, verdict.path)
         extra = self.target.draft_calls
         stats = count(state, draft, verdict, emitted, calls + extra, passes + extra)
-        return emit(state, verdict, emitted, finish, logits).replace(
+        logprobs = None if state.logprobs is None else path_logprobs(logits, verdict)
+        return emit(state, verdict, emitted, finish, logprobs).replace(
             cache=cache,
             target=self.target.commit(inputs, state, target, draft, verdict),
             drafter=self.drafter.update(inputs, state, drafter, draft, verdict, probe_logits),
@@ -132,23 +134,26 @@ def clip(
     return emitted, jnp.where(state.done, state.finish, finish).astype(jnp.int32)
 
 
+def path_logprobs(logits: Float[Array, "B N V"], verdict: Verdict) -> Float[Array, "B D+1"]:
+    """Unwarped log-probabilities of the verdict's tokens."""
+    node = jnp.minimum(verdict.path, logits.shape[1] - 1)
+    rows = jnp.take_along_axis(logits, node[:, :, None], axis=1)
+    return probs.at_token(probs.log_softmax(rows), verdict.tokens)
+
+
 def emit(
     state: DecodeState,
     verdict: Verdict,
     emitted: Int[Array, "B"],
     finish: Int[Array, "B"],
-    logits: Float[Array, "B N V"],
+    logprobs: Float[Array, "B D+1"] | None,
 ) -> DecodeState:
     """Writes the verdict's tokens behind each row; those past ``emitted`` stay scratch."""
     at = jnp.arange(verdict.tokens.shape[1])
     drafted = at < verdict.num_accepted[:, None]
     origin = jnp.where(drafted, FROM_DRAFT, FROM_TARGET).astype(jnp.int8)
-    logprobs = state.logprobs
     if logprobs is not None:
-        node = jnp.minimum(verdict.path, logits.shape[1] - 1)
-        rows = jnp.take_along_axis(logits, node[:, :, None], axis=1)
-        chosen = probs.at_token(probs.log_softmax(rows), verdict.tokens)
-        logprobs = write_tokens(logprobs, chosen, state.length)
+        logprobs = write_tokens(state.logprobs, logprobs, state.length)
     return state.replace(
         tokens=write_tokens(state.tokens, verdict.tokens, state.length),
         origin=write_tokens(state.origin, origin, state.length),
@@ -207,7 +212,8 @@ def start(
 ) -> DecodeState:
     """The state after the prompts: tokens left-aligned in a bucket, caches filled."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    slots = bucket(max(int(lengths.max()) + method.width, chunk))
+    room = int(budget.max()) if method.reserves else 0
+    slots = bucket(max(int(lengths.max()) + room + method.width, chunk))
     tokens = np.zeros((len(prompts), slots), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt

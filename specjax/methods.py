@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specjax import draft, verify
+from specjax import draft, search, verify
 from specjax.decode import DraftVerify
 from specjax.errors import OptionError, PairError
 from specjax.lm import LM
@@ -252,21 +252,54 @@ RULES: dict[str, Part] = {
 }
 
 
+def _beam_search(context: Context, beams: int) -> search.BeamSearch:
+    _check_width("beams", beams, context)
+    return search.BeamSearch(context.target.config, context.target.vocab_limit, beams)
+
+
+def _mtjd(context: Context, block: int, width: int) -> search.MTJD:
+    _check_width("width", width, context)
+    return search.MTJD(context.target.config, context.target.vocab_limit, block, width)
+
+
+SEARCHES: dict[str, Part] = {
+    "beam": Part(
+        _beam_search,
+        "the W likeliest hypotheses side by side",
+        {"beams": Option(int, 4, "number of hypotheses W", low=1, high=64)},
+    ),
+    "mtjd": Part(
+        _mtjd,
+        "blocks of K tokens from the joint",
+        {
+            "block": Option(int, 4, "tokens of a block K", low=1, high=16),
+            "width": Option(int, 8, "beams that approximate the joint", low=1, high=64),
+        },
+    ),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class MethodSpec:
-    """A method: the names of its parts, option defaults that differ, and where it is from."""
+    """A method: the names of its parts, option defaults that differ, and where it is from.
+
+    A method is a drafter, a rule and a target distribution, or one entry of ``SEARCHES``.
+    """
 
     name: str
     summary: str
     paper: str
-    drafter: str
-    rule: str
+    drafter: str = ""
+    rule: str = ""
     target_dist: str = "warped"
+    search: str = ""
     lossless: bool = True
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def parts(self) -> tuple[Part, Part, Part]:
+    def parts(self) -> tuple[Part, ...]:
+        if self.search:
+            return (SEARCHES[self.search],)
         return (
             _lookup("drafter", DRAFTERS, self.drafter),
             _lookup("target distribution", TARGET_DISTS, self.target_dist),
@@ -305,14 +338,15 @@ class MethodSpec:
         values = self.resolve(options)
         if self.needs_draft and context.draft is None:
             raise PairError(f"method {self.name} needs a draft model: give --draft (or draft=)")
-        drafter, target, _ = self.parts
-        keep = drafter.gives_logits and target.wants_logits
+        keep = any(p.gives_logits for p in self.parts) and any(p.wants_logits for p in self.parts)
         context, built = dataclasses.replace(context, keep_logits=keep), []
         for part in self.parts:
             static = {n: values[n] for n, o in part.options.items() if o.kind is not float}
             built.append(part.build(context, **static))
-        drafter, target, rule = built
         settings = {n: v for n, v in values.items() if isinstance(v, float)}
+        if self.search:
+            return built[0], settings
+        drafter, target, rule = built
         return DraftVerify(context.target.config, drafter, target, rule), settings
 
 
@@ -325,6 +359,13 @@ METHODS: dict[str, MethodSpec] = {
             "the baseline",
             drafter="none",
             rule="speculative",
+        ),
+        MethodSpec(
+            "beam",
+            "beam search, or beam sampling at a temperature",
+            "Hugging Face num_beams",
+            search="beam",
+            lossless=False,
         ),
         MethodSpec(
             "speculative",
@@ -393,6 +434,13 @@ METHODS: dict[str, MethodSpec] = {
             "Tran-Thien 2023 (mentored decoding)",
             drafter="chain",
             rule="mentored",
+            lossless=False,
+        ),
+        MethodSpec(
+            "mtjd",
+            "several tokens at a time from the target's joint distribution",
+            "Qin et al. 2024 (MTJD)",
+            search="mtjd",
             lossless=False,
         ),
         MethodSpec(

@@ -108,9 +108,12 @@ class Method(Protocol):
     """A decoding method: state in, state out, one round at a time.
 
     ``width`` is the number of token slots above ``length`` that one round may write.
+    ``reserves``: the slots of the whole budget are needed from the start, for tokens stand
+    firm only at the end (beam search).
     """
 
     width: int
+    reserves: bool
 
     def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
         """Fills the caches from the prompt: everything but each row's last token."""

@@ -7,6 +7,7 @@ Axis legend: B rows, N nodes, W beams, S beams of a step (1, then W), V vocabula
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ from specjax.verify.paths import root_path
 from specjax.warp import limit_vocabulary, warp
 
 
-class _Beams(NamedTuple):
+class Beams(NamedTuple):
     """The tree so far, and where each beam ends in it."""
 
     cache: KVCache
@@ -47,7 +48,8 @@ class Beam:
     A greedy row searches (the best W of all continuations, scored without warping); a sampled
     row draws W continuations without replacement from the warped joint. A beam that ended
     keeps its score. ``verify_beams``: the best beam as a chain (``top1``), or the tree of
-    ``all``. ``joint="raw"`` scores every row without warping.
+    ``all``. ``joint="raw"`` scores every row without warping. Where W reaches V^(γ − 1), the
+    search is exact.
     """
 
     model: ModelConfig
@@ -57,12 +59,23 @@ class Beam:
     width: int = 8
     verify_beams: str = "top1"
     joint: str = "warped"
+    drawn: bool = True  # whether sampled rows draw their beams
+    of_target: bool = False  # searches the target model itself, for MTJD
     law = DETERMINISTIC
     num_probes = 0
 
+    @functools.cached_property
+    def _levels(self) -> tuple[range, ...]:
+        """Node numbers by step: W each, fewer where the vocabulary has not that many."""
+        levels = [range(1)]
+        for _ in range(self.gamma):
+            first, width = levels[-1].stop, min(self.width, len(levels[-1]) * self.vocab)
+            levels.append(range(first, first + width))
+        return tuple(levels)
+
     @property
     def nodes(self) -> int:
-        return 1 + self.gamma * self.width
+        return self._levels[-1].stop
 
     @property
     def slots(self) -> int:
@@ -73,6 +86,10 @@ class Beam:
     def shape(self) -> TreeShape:
         if self.verify_beams == "top1":
             return TreeShape.chain(self.gamma)
+        return self._whole
+
+    @property
+    def _whole(self) -> TreeShape:
         return TreeShape(self.nodes, self.gamma, self.width)
 
     def raw_rows(self, inputs) -> Bool[Array, "B"]:
@@ -85,13 +102,24 @@ class Beam:
         return prefill(self.model, inputs.draft, cache, state.tokens, state.length, chunk)
 
     def propose(self, inputs, state, keys):
+        draft, beams = self.search(inputs, state, keys, state.drafter)
+        passes = jnp.int32(self.gamma)
+        if self.verify_beams == "all":
+            return Proposal(draft, beams.cache, beams.calls, passes)
+        chain, path = self.follow(draft, beams, jnp.argmax(beams.score, axis=1))
+        cache = commit_path(beams.cache, state.length - 1, path)
+        return Proposal(chain, cache, beams.calls, passes)
+
+    def search(self, inputs, state, keys, cache, limit=None) -> tuple[Draft, Beams]:
+        """The tree of all beams, and where each ends; none is longer than ``limit[B]``."""
         base, rows = state.length - 1, state.length.shape[0]
+        params = inputs.target if self.of_target else inputs.draft
         logits, cache = feed_pair(
-            self.model, inputs.draft, state.drafter, last_two(state), base - 1, 0, self.vocab
+            self.model, params, cache, last_two(state), base - 1, 0, self.vocab
         )
         logits = logits[:, None]
         one = jnp.ones((rows, 1), jnp.int32)
-        beams = _Beams(
+        beams = Beams(
             cache=cache,
             tokens=probs.at_token(state.tokens, base)[:, None],
             parents=one * NO_PARENT,
@@ -104,11 +132,13 @@ class Beam:
             calls=jnp.ones((rows,), jnp.int32),
         )
         for step in range(self.gamma):
+            if limit is not None:
+                beams = beams._replace(ended=beams.ended | (limit <= step)[:, None])
             beams = self._extend(inputs, keys, beams, logits, step)
             if step + 1 < self.gamma:
-                first = 1 + step * self.width
+                first = self._levels[step + 1].start
                 logits, cache = feed_level(
-                    self.model, inputs.draft, beams.cache, beams.tokens[:, first:], base, first,
+                    self.model, params, beams.cache, beams.tokens[:, first:], base, first,
                     beams.bits, self.vocab,
                 )  # fmt: skip
                 calls = beams.calls + (~beams.ended).sum(-1, dtype=jnp.int32)
@@ -118,21 +148,17 @@ class Beam:
             parents=beams.parents,
             valid=beams.valid,
             token_log_q=beams.token_log_q,
-            shape=TreeShape(self.nodes, self.gamma, self.width),
+            shape=self._whole,
             law=self.law,
         )
-        passes = jnp.int32(self.gamma)
-        if self.verify_beams == "all":
-            return Proposal(draft, beams.cache, beams.calls, passes)
-        chain, path = self._best(draft, beams)
-        return Proposal(chain, commit_path(beams.cache, base, path), beams.calls, passes)
+        return draft, beams
 
     def update(self, inputs, state, cache, draft, verdict, probe_logits):
         if self.verify_beams == "top1":
             return cache  # the best beam stands in place since it was proposed
         return commit_path(cache, state.length - 1, verdict.path)
 
-    def _extend(self, inputs, keys, b: _Beams, logits, step) -> _Beams:
+    def _extend(self, inputs, keys, b: Beams, logits, step) -> Beams:
         """One more token on every beam: the W best of all S·V continuations."""
         log_q = self._conditionals(inputs, logits)
         rows, _, vocab = log_q.shape
@@ -140,7 +166,8 @@ class Beam:
         frozen = jnp.where(jnp.arange(vocab) == 0, 0.0, probs.NEVER)
         total = b.score[..., None] + jnp.where(b.ended[..., None], frozen, log_q)
         ranked = self._perturbed(inputs, keys, total.reshape(rows, -1), step)
-        best, flat = jax.lax.top_k(ranked, self.width)
+        level = self._levels[step + 1]
+        best, flat = jax.lax.top_k(ranked, len(level))
         source, token = flat // vocab, (flat % vocab).astype(jnp.int32)
 
         def of_source(x):
@@ -148,11 +175,10 @@ class Beam:
 
         possible, stays, parent = best > probs.NEVER, of_source(b.ended), of_source(b.node)
         grown = possible & ~stays
-        first = b.tokens.shape[1]
-        index = first + jnp.arange(self.width, dtype=jnp.int32)
+        index = jnp.asarray(level, jnp.int32)
         conditional = jnp.take_along_axis(log_q.reshape(rows, -1), flat, axis=1)
-        own = jnp.arange(first + self.width) == index[:, None]
-        above = jnp.pad(b.bits, ((0, 0), (0, 0), (0, self.width)))
+        own = jnp.arange(level.stop) == index[:, None]
+        above = jnp.pad(b.bits, ((0, 0), (0, 0), (0, len(level))))
         inherited = jnp.take_along_axis(above, parent[:, :, None], axis=1)
         return b._replace(
             tokens=jnp.append(b.tokens, token, axis=1),
@@ -172,26 +198,31 @@ class Beam:
 
     def _perturbed(self, inputs, keys, total, step):
         """Joint scores with Gumbel noise where rows are sampled: a draw without replacement."""
+        if not self.drawn:
+            return total
         step_keys = probs.draw_keys(keys, Purpose.DRAFT, step)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, total.shape[1:]))(step_keys)
         return jnp.where((inputs.warp.temperature == 0)[:, None], total, total + noise)
 
-    def _best(self, draft: Draft, b: _Beams) -> tuple[Draft, Int[Array, "B γ+1"]]:
-        """The likeliest beam as a chain, and its nodes in the tree."""
-        node = probs.at_token(b.node, jnp.argmax(b.score, axis=1))
+    def follow(
+        self, draft: Draft, b: Beams, beam: Int[Array, "B"]
+    ) -> tuple[Draft, Int[Array, "B γ+1"]]:
+        """One beam of each row as a chain, and its nodes in the tree."""
+        node = probs.at_token(b.node, beam)
         depth = probs.at_token(tree.depths(b.bits), node)
         path = root_path(draft, node, depth)
         real = jnp.arange(self.gamma + 1) <= depth[:, None]
+        path = jnp.where(real, path, ROOT)
 
-        def along(x):
-            return jnp.take_along_axis(x, jnp.where(real, path, ROOT), axis=1)
+        def along(x, fill):
+            return jnp.where(real, jnp.take_along_axis(x, path, axis=1), fill)
 
         chain = Draft(
-            tokens=jnp.where(real, along(b.tokens), 0),
+            tokens=along(b.tokens, 0),
             parents=tree.chain_parents(path.shape[0], self.gamma + 1),
-            valid=real & along(b.valid),
-            token_log_q=jnp.where(real, along(b.token_log_q), 0.0),
-            shape=self.shape,
+            valid=along(b.valid, False),
+            token_log_q=along(b.token_log_q, 0.0),
+            shape=TreeShape.chain(self.gamma),
             law=self.law,
         )
-        return chain, jnp.where(real, path, ROOT)
+        return chain, path

@@ -1,0 +1,194 @@
+"""Beam search and beam sampling over the target, as transformers' ``num_beams``.
+
+Axis legend: B rows, W beams, C candidates of a step, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax import probs
+from specjax.cache import prefill
+from specjax.models import KVCache, ModelConfig, forward, init_cache, logits_of
+from specjax.probs import Purpose
+from specjax.search.counting import count_targets
+from specjax.stopping import is_eos
+from specjax.types import FROM_TARGET, STOP_EOS, STOP_LENGTH, DecodeState, Inputs
+from specjax.warp import limit_vocabulary, warp
+
+LOST = -1e9  # below every score that a hypothesis can have
+
+
+@struct.dataclass
+class Hypotheses:
+    """``W`` sequences per row: the prompt, then what was generated; best first."""
+
+    tokens: Int[Array, "B W S"]
+    logprobs: Float[Array, "B W S"]  # of each token, unwarped
+    score: Float[Array, "B W"]  # running: the sum; finished: the mean per token
+
+    def take(self, index: Int[Array, "B n"]) -> Hypotheses:
+        return jax.tree.map(lambda x: _take(x, index), self)
+
+
+@struct.dataclass
+class BeamState:
+    cache: KVCache  # of B·W rows
+    running: Hypotheses
+    finished: Hypotheses
+    is_finished: Bool[Array, "B W"]
+    lengths: Int[Array, "B W"]  # of the finished ones, tokens generated
+    generated: Int[Array, "B"]
+    improvable: Bool[Array, "B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearch:
+    """``beams`` hypotheses by total log-probability, ranked at the end by the mean per token.
+
+    As transformers with ``length_penalty=1`` and ``early_stopping=False``. A sampled row draws
+    its continuations without replacement from the warped joint scores.
+    """
+
+    model: ModelConfig
+    vocab_limit: int
+    beams: int = 4
+    width = 1
+    reserves = True
+
+    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
+        rows, slots = state.tokens.shape
+        cache = init_cache(self.model, rows, slots, inputs.target["embed"].dtype)
+        cache = prefill(self.model, inputs.target, cache, state.tokens, state.length, chunk)
+        tokens = jnp.repeat(state.tokens[:, None], self.beams, axis=1)
+        shape = (rows, self.beams)
+        # One beam is open at first, or all would say the same.
+        score = jnp.where(jnp.arange(self.beams) == 0, 0.0, jnp.full(shape, LOST, jnp.float32))
+        logprobs = jnp.zeros(tokens.shape, jnp.float32)
+        return state.replace(
+            drafter=BeamState(
+                cache=jax.tree.map(lambda x: jnp.repeat(x, self.beams, axis=0), cache),
+                running=Hypotheses(tokens, logprobs, score),
+                finished=Hypotheses(tokens + 0, logprobs + 0, jnp.full(shape, LOST)),
+                is_finished=jnp.zeros(shape, bool),
+                lengths=jnp.zeros(shape, jnp.int32),
+                generated=jnp.zeros((rows,), jnp.int32),
+                improvable=jnp.ones((rows,), bool),
+            )
+        )
+
+    def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        beam = state.drafter
+        logits, cache = self._logits(inputs, state)
+        candidates, ranked, source, ended = self._continue(inputs, state, logits)
+        order = jax.lax.top_k(jnp.where(ended, LOST, ranked), self.beams)[1]
+        parent = _take(source, order)
+        flat = jnp.arange(parent.shape[0])[:, None] * self.beams + parent
+        finished, is_finished, lengths = self._merge(beam, candidates, ended)
+        running = candidates.take(order)
+        running = running.replace(score=jnp.where(_take(ended, order), LOST, running.score))
+        generated = beam.generated + 1
+        best = running.score[:, :1] / generated[:, None]
+        worst = jnp.where(is_finished, finished.score.min(-1, keepdims=True), LOST)
+        improvable = beam.improvable & jnp.any(best > worst, axis=-1)
+        after = BeamState(
+            cache=jax.tree.map(lambda x: x[flat.reshape(-1)], cache),
+            running=running,
+            finished=finished,
+            is_finished=is_finished,
+            lengths=lengths,
+            generated=generated,
+            improvable=improvable,
+        )
+        done = ~improvable | ended.all(-1)
+        return self._close(inputs, state.replace(drafter=after), done & ~state.done)
+
+    def finalize(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        return state
+
+    def _logits(self, inputs, state):
+        """Logits after every running beam, ``[B, W, V]``; row r of the cache is beam r mod W."""
+        beam = state.drafter
+        at = jnp.repeat(state.length - 1 + beam.generated, self.beams)
+        last = probs.at_token(beam.running.tokens.reshape(at.shape[0], -1), at)[:, None]
+        hidden, cache = forward(self.model, inputs.target, beam.cache, last, at[:, None], at)
+        logits = logits_of(self.model, inputs.target, hidden)
+        logits = logits.reshape(-1, self.beams, logits.shape[-1]).astype(jnp.float32)
+        return limit_vocabulary(logits, self.vocab_limit), cache
+
+    def _continue(self, inputs, state, logits):
+        """The best C continuations of all beams: as many as leave W that go on.
+
+        Returns the hypotheses, the scores they were ranked by, the beams they continue, and
+        which of them end.
+        """
+        beam = state.drafter
+        rows, _, vocab = logits.shape
+        plain = probs.log_softmax(logits)
+        greedy = (inputs.warp.temperature == 0)[:, None]
+        conditional = jnp.where(
+            greedy[..., None], plain, warp(logits, inputs.warp, self.vocab_limit)
+        )
+        total = (beam.running.score[..., None] + conditional).reshape(rows, -1)
+        keys = probs.draw_keys(probs.round_keys(state.keys, state.stats.rounds), Purpose.SEARCH, 0)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, total.shape[1:]))(keys)
+        count = min((1 + inputs.eos_ids.shape[0]) * self.beams, total.shape[1])
+        ranked, flat = jax.lax.top_k(jnp.where(greedy, total, total + noise), count)
+        source, token = flat // vocab, (flat % vocab).astype(jnp.int32)
+        at = (state.length + beam.generated)[:, None]
+        here = jnp.arange(state.slots) == at[:, :, None]
+        logprob = jnp.take_along_axis(plain.reshape(rows, -1), flat, axis=1)
+        known = beam.running.take(source)
+        candidates = Hypotheses(
+            tokens=jnp.where(here, token[..., None], known.tokens),
+            logprobs=jnp.where(here, logprob[..., None], known.logprobs),
+            score=jnp.take_along_axis(total, flat, axis=1),
+        )
+        full = beam.generated + 1 >= state.max_length - state.length
+        return candidates, ranked, source, is_eos(token, inputs.eos_ids) | full[:, None]
+
+    def _merge(self, beam: BeamState, candidates: Hypotheses, ended):
+        """The W best finished hypotheses; only the W best candidates of a step may finish."""
+        count = ended.shape[1]
+        closing = ended & (jnp.arange(count) < self.beams) & beam.improvable[:, None]
+        mean = candidates.score / (beam.generated + 1)[:, None]
+        offered = candidates.replace(score=jnp.where(closing, mean, LOST))
+        both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), beam.finished, offered)
+        order = jax.lax.top_k(both.score, self.beams)[1]
+        new = jnp.broadcast_to((beam.generated + 1)[:, None], closing.shape)
+        lengths = jnp.concatenate([beam.lengths, new], axis=1)
+        flags = jnp.concatenate([beam.is_finished, closing], axis=1)
+        return both.take(order), _take(flags, order), _take(lengths, order)
+
+    def _close(self, inputs, state: DecodeState, done: Bool[Array, "B"]) -> DecodeState:
+        """Rows that are done get their best hypothesis, all of it at once."""
+        beam = state.drafter
+        count = beam.lengths[:, 0]
+        end = state.length + jnp.where(done, count, 0)
+        last = probs.at_token(beam.finished.tokens[:, 0], jnp.maximum(end - 1, 0))
+        reason = jnp.where(is_eos(last, inputs.eos_ids), STOP_EOS, STOP_LENGTH)
+        # A row that is done stays as it is: its beams go on, unread.
+        mine = done[:, None] & (jnp.arange(state.slots) >= state.length[:, None])
+        logprobs = state.logprobs
+        if logprobs is not None:
+            logprobs = jnp.where(mine, beam.finished.logprobs[:, 0], logprobs)
+        stats = count_targets(state, jnp.where(done, count, 0), self.beams, 1)
+        return state.replace(
+            tokens=jnp.where(mine, beam.finished.tokens[:, 0], state.tokens),
+            origin=jnp.where(mine, FROM_TARGET, state.origin).astype(state.origin.dtype),
+            logprobs=logprobs,
+            length=end,
+            finish=jnp.where(done, reason, state.finish).astype(jnp.int32),
+            stats=stats,
+        )
+
+
+def _take(x: Array, index: Int[Array, "B n"]) -> Array:
+    """``x[b, index[b]]``."""
+    index = index.reshape(index.shape + (1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1)

@@ -1,0 +1,135 @@
+"""Searches: beam search against transformers, MTJD against enumeration of the joint."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+import specjax as sj
+from specjax.models import ModelConfig, hidden_states, init_params, logits_of, save_pretrained
+
+PROMPTS = [[1, 2, 3], [4], [7, 7, 5, 2, 6, 0, 3]]
+V = 11
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Eleven tokens, two of which end a sequence: hypotheses finish at all lengths."""
+    cfg = ModelConfig.llama(vocab_size=V, hidden_size=16, num_layers=2, num_heads=2,
+                            intermediate_size=24, max_position=128, eos_ids=(9, 10))  # fmt: skip
+    params = init_params(cfg, jax.random.key(4))
+    params["layers"] = jax.tree.map(lambda x: 8 * x, params["layers"])
+    params["embed"] = params["embed"] * 30
+    return cfg, params
+
+
+@pytest.fixture(scope="module")
+def lm(model):
+    return sj.from_params(*model)
+
+
+def log_probs(lm, sequences):
+    """Unwarped log p of the next token after every position, ``[n, T, V]``."""
+    tokens = np.asarray(sequences, np.int32)
+    at = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
+    hidden = hidden_states(lm.config, lm.params, tokens, at, np.ones_like(tokens))
+    return np.asarray(jax.nn.log_softmax(logits_of(lm.config, lm.params, hidden)), np.float64)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("beams", [1, 3, 5])
+def test_beam_search_is_transformers_num_beams(model, lm, beams, tmp_path):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    save_pretrained(tmp_path, *model)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ours = sj.generate(lm, PROMPTS, method="beam", options={"beams": beams}, max_new_tokens=24)
+    lengths = set()
+    for prompt, mine in zip(PROMPTS, ours.tokens, strict=True):
+        ids = torch.tensor([prompt])
+        theirs = peer.generate(ids, attention_mask=torch.ones_like(ids), num_beams=beams,
+                               max_new_tokens=24, do_sample=False, eos_token_id=[9, 10],
+                               pad_token_id=0)  # fmt: skip
+        assert mine.tolist() == theirs[0, len(prompt) :].tolist()
+        lengths.add(len(mine))
+    assert len(lengths) > 1, "some hypothesis must end before the budget"
+
+
+def test_a_row_of_a_batch_is_the_prompt_alone(lm):
+    for method, temperature in itertools.product(("beam", "mtjd"), (0.0, 0.9)):
+        kw = dict(method=method, max_new_tokens=20, sampling=sj.Sampling(temperature), seed=3)
+        together = sj.generate(lm, PROMPTS, **kw)
+        for i, prompt in enumerate(PROMPTS):
+            alone = sj.generate(lm, [prompt], indices=[i], **kw)
+            np.testing.assert_array_equal(together.tokens[i], alone.tokens[0])
+            for name, values in alone.stats.items():
+                np.testing.assert_array_equal(together.stats[name][i], values[0], name)
+
+
+def test_beam_of_one_is_greedy(lm):
+    greedy = sj.generate(lm, PROMPTS, max_new_tokens=30)
+    one = sj.generate(lm, PROMPTS, method="beam", options={"beams": 1}, max_new_tokens=30)
+    for a, b in zip(greedy.tokens, one.tokens, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def best_block(lm, prompt, length):
+    """The likeliest continuation of at most ``length`` tokens, ends absorbing; by enumeration."""
+    blocks = [b for b in itertools.product(range(V), repeat=length)]
+    tables = log_probs(lm, [list(prompt) + list(b) for b in blocks])
+    best = {}
+    for block, table in zip(blocks, tables, strict=True):
+        ends = [i for i, token in enumerate(block) if token in (9, 10)]
+        kept = block[: ends[0] + 1] if ends else block
+        rows = table[len(prompt) - 1 : len(prompt) - 1 + len(kept)]
+        best[kept] = sum(row[token] for row, token in zip(rows, kept, strict=True))
+    return max(best, key=best.get)
+
+
+def test_mtjd_takes_the_argmax_of_the_exact_joint(lm):
+    out = sj.generate(lm, PROMPTS, method="mtjd", options={"block": 3}, max_new_tokens=8)
+    for prompt, tokens in zip(PROMPTS, out.tokens, strict=True):
+        text, want = list(prompt), []
+        while len(want) < 8 and (not want or want[-1] not in (9, 10)):
+            block = best_block(lm, text, min(3, 8 - len(want)))
+            text, want = text + list(block), want + list(block)
+        assert tokens.tolist() == want
+    greedy = sj.generate(lm, PROMPTS, max_new_tokens=8)
+    assert any(len(a) != len(b) or (a != b).any()
+               for a, b in zip(out.tokens, greedy.tokens, strict=True))  # fmt: skip
+
+
+def test_mtjd_draws_blocks_from_the_joint(lm):
+    """One block of two tokens, 4,000 rows: the joint law by chi-square."""
+    from laws import ALPHA, histogram, p_value
+
+    prompt, rows = PROMPTS[0], 4000
+    out = sj.generate(lm, [prompt] * rows, method="mtjd", options={"block": 2},
+                      max_new_tokens=2, sampling=sj.Sampling(1.0))  # fmt: skip
+    tokens = np.array([np.pad(t, (0, 2 - len(t))) for t in out.tokens])
+    first = np.exp(log_probs(lm, [prompt])[0, -1])
+    second = np.exp(log_probs(lm, [[*prompt, x] for x in range(V)])[:, -1])
+    second[[9, 10]] = np.eye(V)[0]  # ended: padded with 0
+    law = (first[:, None] * second).reshape(-1)
+    assert p_value(histogram(tokens, V), law / law.sum()) > ALPHA
+
+
+@pytest.mark.parametrize("method", ["beam", "mtjd"])
+def test_logprobs_are_the_targets(lm, method):
+    out = sj.generate(lm, PROMPTS, method=method, max_new_tokens=12, logprobs=True)
+    for prompt, tokens, found in zip(PROMPTS, out.tokens, out.logprobs, strict=True):
+        table = log_probs(lm, [[*prompt, *tokens]])[0, len(prompt) - 1 : -1]
+        np.testing.assert_allclose(found, table[np.arange(len(tokens)), tokens], atol=1e-4)
+
+
+def test_mtad_loses_little_of_mtjds_joint(lm):
+    """With the target as its own draft, MTAD's block is the best beam: its joint is maximal."""
+    mtjd = sj.generate(lm, PROMPTS, method="mtjd", options={"block": 3, "width": 11},
+                       max_new_tokens=4)  # fmt: skip
+    mtad = sj.generate(lm, PROMPTS, method="mtad", draft=lm,
+                       options={"gamma": 3, "width": 11}, max_new_tokens=4)  # fmt: skip
+    for a, b in zip(mtjd.tokens, mtad.tokens, strict=True):
+        n = min(3, len(a))
+        np.testing.assert_array_equal(a[:n], b[:n])
