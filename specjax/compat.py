@@ -13,7 +13,7 @@ def check_pair(drafter: Drafter, target: TargetDist, rule: Rule) -> None:
     Raises:
       PairError: says what the rule needs and what the drafter offers.
     """
-    name = type(drafter).__name__.lower()
+    name = getattr(drafter, "name", type(drafter).__name__.lower())
     if drafter.law not in rule.laws:
         raise PairError(
             f"rule {rule.name} needs drafts of law {' or '.join(sorted(rule.laws))}, but drafter "

@@ -26,10 +26,11 @@ class Proposal(NamedTuple):
 class Drafter(Protocol):
     """Proposes a tree of tokens below the last committed one.
 
-    ``shape`` bounds every draft; ``law`` says how its tokens come about; ``num_probes`` is
-    the number of probe nodes that ride along in the target's pass.
+    ``name`` stands in messages; ``shape`` bounds every draft; ``law`` says how its tokens come
+    about; ``num_probes`` is the number of probe nodes that ride along in the target's pass.
     """
 
+    name: str
     shape: TreeShape
     law: str
     num_probes: int

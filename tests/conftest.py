@@ -37,8 +37,7 @@ def target() -> sj.LM:
     return tiny_lm(0)
 
 
-@pytest.fixture(scope="session")
-def draft(target) -> sj.LM:
+def tiny_draft(target: sj.LM) -> sj.LM:
     """The target's first layer alone: it agrees with the target often, not always."""
     cfg = ModelConfig.llama(
         vocab_size=97,
@@ -51,6 +50,11 @@ def draft(target) -> sj.LM:
     )
     layers = {"0": target.params["layers"]["0"]}
     return sj.LM(cfg, target.params | {"layers": layers}, None, (), 97, "draft")
+
+
+@pytest.fixture(scope="session")
+def draft(target) -> sj.LM:
+    return tiny_draft(target)
 
 
 @pytest.fixture(scope="session")

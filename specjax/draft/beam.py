@@ -61,6 +61,7 @@ class Beam:
     joint: str = "warped"
     drawn: bool = True  # whether sampled rows draw their beams
     of_target: bool = False  # searches the target model itself, for MTJD
+    name = "beam"
     law = DETERMINISTIC
     num_probes = 0
 

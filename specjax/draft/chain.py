@@ -45,6 +45,7 @@ class Chain:
     stop: str = NEVER_STOPS
     warped: bool = True
     keep_logits: bool = False
+    name = "chain"
     law = IID
     num_probes = 0
 

@@ -25,6 +25,7 @@ class Lookup:
 
     gamma: int = 10
     ngram: int = 3
+    name = "lookup"
     law = POINT_MASS
     num_probes = 0
 

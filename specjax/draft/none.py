@@ -15,6 +15,7 @@ from specjax.types import POINT_MASS, Draft, TreeShape
 class NoDraft:
     """The root alone: with any lossless rule this is plain autoregressive decoding."""
 
+    name = "none"
     law = POINT_MASS
     num_probes = 0
     shape = TreeShape.chain(0)

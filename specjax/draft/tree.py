@@ -43,6 +43,10 @@ class Tree:
     num_probes = 0
 
     @property
+    def name(self) -> str:
+        return "iid" if self.replacement and max(self.branching[1:], default=1) == 1 else "tree"
+
+    @property
     def law(self) -> str:
         return IID if self.replacement else WITHOUT_REPLACEMENT
 

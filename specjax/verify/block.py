@@ -20,6 +20,7 @@ from specjax.verify.chain import (
     draft_rows,
     drafted_log_probs,
 )
+from specjax.verify.speculative import speculative
 
 
 @rule(laws=(IID, POINT_MASS), lossless=True)
@@ -33,6 +34,8 @@ def block(keys, draft, log_p):
 
     Arguments as :func:`specjax.verify.speculative`.
     """
+    if draft.shape.depth == 0:
+        return speculative.verify(keys, draft, log_p)  # nothing to accept: a draw from p
     lp, lq = drafted_log_probs(draft, log_p)
     gamma = draft_length(draft)
     weight = _running_weights(jnp.where(lp > probs.NEVER, jnp.exp(lp - lq), 0.0))
