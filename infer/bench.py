@@ -26,6 +26,7 @@ from infer.arguments import (
 )
 
 SIZES = {"13m": (384, 6, 6, 1024, 8192), "100m": (768, 10, 12, 2048, 32000)}
+DEFAULT = ("speculative", "block", "lookup")
 SAMPLED = {"temperature": 0.8, "top_k": 0, "top_p": 0.9}
 
 
@@ -36,7 +37,10 @@ def parser() -> Parser:
                      help=f"random weights instead of --target: {', '.join(SIZES)}")  # fmt: skip
     out.add_argument("--prompts", metavar="FILE.jsonl", help="default: held-out functions")
     out.add_argument("--num-prompts", type=int, default=40, metavar="N")
-    out.add_argument("--methods", metavar="A,B,…", help="default: all that the models allow")
+    out.add_argument("--methods", metavar="A,B,…",
+                     help=f"default: {','.join(DEFAULT)}; all: every method that fits")  # fmt: skip
+    out.add_argument("--sweep", metavar="OPTION=A..B|A,B,…",
+                     help="every chosen method that has the option, at each value")  # fmt: skip
     out.add_argument("--set", action="append", default=[], metavar="[METHOD.]OPTION=VALUE",
                      help="for one method, or all that have the option; repeatable")  # fmt: skip
     out.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
@@ -119,7 +123,7 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
     """Measures everything, methods first, then the cost curve."""
     from infer.measure import CURVE, costs, measure
     from infer.peers import peer_rows
-    from infer.report import machine, make_rows
+    from infer.report import PREDICTED, machine, make_rows
 
     use_compilation_cache()
     settings = parse_settings(args.set)
@@ -131,7 +135,7 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
             results = measure(target, draft, prompts, cases, args.max_new_tokens, args.repeats,
                               peer.repeat if peer else lambda repeat: None)  # fmt: skip
         _say("cost curve")
-        passes = {case.options["gamma"] + 1 for case in cases if case.method == "speculative"}
+        passes = {case.options["gamma"] + 1 for case in cases if case.method in PREDICTED}
         v, c = costs(target, draft, sorted(passes.union(CURVE)))
         return {
             "machine": machine(),
@@ -144,6 +148,7 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
             "peers": peer_rows(target, prompts, peer.answers, results) if peer else [],
             "v": {str(width): value for width, value in v.items()},
             "c": c,
+            "sweep": parse_sweep(args.sweep)[0] if args.sweep else None,
         }
 
 
@@ -207,9 +212,10 @@ def make_cases(args: argparse.Namespace, has_draft: bool, settings: dict[str, st
     from specjax.errors import OptionError
     from specjax.methods import METHODS, method
 
-    names = args.methods.split(",") if args.methods else [
-        n for n, spec in METHODS.items() if has_draft or not spec.needs_draft
-    ]  # fmt: skip
+    names = args.methods.split(",") if args.methods else list(DEFAULT)
+    if args.methods in (None, "all"):
+        names = [n for n in (METHODS if args.methods else names)
+                 if has_draft or not METHODS[n].needs_draft]  # fmt: skip
     specs = [method("autoregressive"), *(method(n) for n in names if n != "autoregressive")]
     used = {name for spec in specs for name in settings
             if name in spec.options or name.startswith(_prefix(spec))}  # fmt: skip
@@ -224,10 +230,38 @@ def make_cases(args: argparse.Namespace, has_draft: bool, settings: dict[str, st
     samplings = [sj.Sampling()]
     if not args.greedy_only:
         samplings.append(sj.Sampling(args.temperature, args.top_k, args.top_p))
+    option, values = parse_sweep(args.sweep) if args.sweep else ("", [])
+    if option and not any(option in spec.options for spec in specs):
+        raise OptionError(f"--sweep {args.sweep}: no chosen method has the option {option!r}")
+    runs = []
+    for spec in specs:
+        own, swept = options_of(spec, settings), option if option in spec.options else ""
+        each = [own | {option: value} for value in values] if swept else [own]
+        runs += [(spec.name, spec.resolve(options), swept) for options in each]
     return [
-        Case(spec.name, spec.resolve(options_of(spec, settings)), sampling, size)
-        for size in sizes for sampling in samplings for spec in specs
+        Case(name, options, sampling, size, swept)
+        for size in sizes for sampling in samplings for name, options, swept in runs
     ]  # fmt: skip
+
+
+def parse_sweep(text: str) -> tuple[str, list[str]]:
+    """``gamma=1..8`` or ``tau=0,0.1,0.3`` as the option and its values.
+
+    Raises:
+      OptionError: another form.
+    """
+    from specjax.errors import OptionError
+
+    name, found, values = text.partition("=")
+    first, dots, last = values.partition("..")
+    try:
+        listed = range(int(first), int(last) + 1) if dots else values.split(",")
+    except ValueError:
+        listed = []
+    if not found or not all(str(value).strip() for value in listed) or not list(listed):
+        raise OptionError(f"--sweep {text}: expected OPTION=A..B or OPTION=A,B,…, "
+                          "e.g. gamma=1..8")  # fmt: skip
+    return name.strip().replace("-", "_"), [str(value).strip() for value in listed]
 
 
 def options_of(spec: Any, settings: dict[str, str]) -> dict[str, str]:

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax as sj
+from specjax import probs
 from specjax.cache import bucket
-from specjax.models import ModelConfig, forward, init_cache, logits_of
+from specjax.models import ModelConfig, forward, hidden_states, init_cache, logits_of
 
 CURVE = (1, 2, 4, 8, 16, 32, 64)
 STEPS = 24  # passes per timing of the curve
@@ -39,6 +40,13 @@ class Case:
     options: Mapping[str, Any]
     sampling: sj.Sampling
     batch_size: int
+    swept: str = ""  # the option whose values tell this case from its neighbours
+
+    @property
+    def label(self) -> str:
+        return (
+            f"{self.method} {self.swept}={self.options[self.swept]}" if self.swept else self.method
+        )
 
     @property
     def mode(self) -> str:
@@ -181,6 +189,29 @@ def _round_loop(models: Round) -> Callable[[], None]:
         caches = jax.block_until_ready(run(caches, params))
 
     return loop
+
+
+def output_logprobs(
+    target: sj.LM, prompts: Sequence[Sequence[int]], outputs: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """Log-probabilities (nats) of every output token under the unwarped target."""
+    found = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        text = np.concatenate([np.asarray(prompt, np.int32), output.astype(np.int32)])
+        row = np.zeros((1, bucket(len(text))), np.int32)
+        row[0, : len(text)] = text
+        scores = np.asarray(_token_logprobs(target.config, target.params, row))
+        found.append(scores[len(prompt) - 1 : len(text) - 1])
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _token_logprobs(cfg: ModelConfig, params: dict, row: jax.Array) -> jax.Array:
+    """``log p(row[i + 1] | row[: i + 1])`` at every i; one trace per bucket."""
+    at = jnp.arange(row.shape[1], dtype=jnp.int32)[None]
+    hidden = hidden_states(cfg, params, row, at, jnp.ones_like(row))
+    log_p = probs.log_softmax(logits_of(cfg, params, hidden)[0, :-1])
+    return probs.at_token(log_p, row[0, 1:])
 
 
 def mismatches(

@@ -13,15 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from infer.measure import Result, mismatches
+from infer.measure import Result, mismatches, output_logprobs
 from specjax.errors import OptionError
 from specjax.lm import LM
 from specjax.methods import METHODS
-from specjax.metrics import expected_speedup, rates
+from specjax.metrics import (
+    diversity,
+    expected_scd_speedup,
+    expected_scored_speedup,
+    expected_speedup,
+    perplexity,
+    rates,
+)
 
 NEAR_TIE = 1e-4  # greedy rows may part where the target's two best logits are closer
 COLUMNS = (
-    ("method", "method", "{}"),
+    ("method", "label", "{}"),
     ("mode", "mode", "{}"),
     ("batch", "batch_size", "{}"),
     ("tokens/s", "tokens_per_second", "{:.0f}"),
@@ -29,6 +36,8 @@ COLUMNS = (
     ("speedup", "speedup", "{:.2f}"),
     ("acceptance", "acceptance_rate", "{:.2f}"),
     ("tokens/round", "block_efficiency", "{:.2f}"),
+    ("perplexity", "perplexity", "{:.2f}"),
+    ("diversity", "diversity", "{:.2f}"),
     ("draft calls", "draft_calls", "{}"),
     ("predicted", "predicted_speedup", "{:.2f}"),
     ("measured/predicted", "measured_over_predicted", "{:.2f}"),
@@ -41,6 +50,9 @@ PEER_COLUMNS = (
     ("tokens/s", "our_tokens_per_second", "{:.0f}"),
     ("ours / peer", "ratio", "{:.2f}"),
 )
+
+# What the cost model foretells, from the measured acceptance, c and v.
+PREDICTED = {"speculative": expected_speedup, "scd": expected_scored_speedup}
 
 # A table: column heads, and rows of cells.
 Table = tuple[list[str], list[list[str]]]
@@ -74,14 +86,17 @@ def make_rows(
 ) -> list[dict[str, Any]]:
     """The cases as rows of the report.
 
-    ``mismatches`` (greedy rows of lossless methods) lists the outputs that differ from plain
-    decoding's at batch 1, or at the first batch size that was measured.
+    ``mismatches`` (greedy rows of methods that are lossless for the warped target) lists the
+    outputs that differ from plain decoding's at batch 1, or at the first size measured.
     """
     plain = next(r for r in results if r.case.mode == "greedy")
     rows = []
     for result in results:
-        row = _row(result, results, v, c)
-        if result.case.mode == "greedy" and METHODS[result.case.method].lossless:
+        row, spec = _row(result, results, v, c), METHODS[result.case.method]
+        logprobs = output_logprobs(target, prompts, result.tokens)
+        row["perplexity"] = perplexity(np.concatenate(logprobs))
+        row["diversity"] = diversity(result.tokens)
+        if result.case.mode == "greedy" and spec.lossless and spec.target_dist == "warped":
             row["mismatches"] = mismatches(target, prompts, plain.tokens, result.tokens)
         rows.append(row)
     return rows
@@ -97,12 +112,18 @@ def _row(
     pairs = zip(result.tokens_per_second, base.tokens_per_second, strict=True)
     speedup = None if result is base else float(np.median([a / b for a, b in pairs]))
     found, predicted = rates(result.counters), None
-    gamma = case.options.get("gamma")
-    known = c is not None and found["acceptance_rate"] is not None
-    if case.method == "speculative" and case.batch_size == 1 and known:
-        predicted = expected_speedup(found["acceptance_rate"], gamma, c, v[gamma + 1])
+    known = c is not None and found["acceptance_rate"] is not None and case.batch_size == 1
+    if case.method in PREDICTED and known:
+        gamma = case.options["gamma"]
+        formula = PREDICTED[case.method]
+        predicted = formula(found["acceptance_rate"], gamma, c, v[gamma + 1])
+        if case.method == "scd":
+            found["paper_predicted_speedup"] = expected_scd_speedup(
+                found["acceptance_rate"], gamma, c, v[gamma + 1]
+            )
     return {
-        "method": case.method, "mode": case.mode, "batch_size": case.batch_size,
+        "method": case.method, "label": case.label, "mode": case.mode,
+        "batch_size": case.batch_size,
         "options": dict(case.options), "tokens_per_second": result.speed,
         "first_token_ms": 1e3 * float(np.median(result.first_token_s)), "speedup": speedup,
         "predicted_speedup": predicted,
@@ -215,6 +236,8 @@ def write(home: Path, report: dict[str, Any]) -> list[Path]:
         files = [home / "bench.json", home / "bench.md"]
         if importlib.util.find_spec("matplotlib"):
             files.append(_picture(home / "bench.png", report))
+            if report["sweep"]:
+                files.append(_sweep_picture(home / "sweep.png", report))
     except OSError as error:
         raise OptionError(f"--out {home}: cannot be written ({error.strerror})") from None
     return files
@@ -229,7 +252,7 @@ def _picture(path: Path, report: dict[str, Any]) -> Path:
 
     figure, (bars, curve) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     rows = [row for row in report["rows"] if row["speedup"] is not None]
-    labels = [f"{r['method']}\n{r['mode']}, batch {r['batch_size']}" for r in rows]
+    labels = [f"{r['label']}\n{r['mode']}, batch {r['batch_size']}" for r in rows]
     bars.barh(labels, [r["speedup"] for r in rows], color="#4c78a8", label="measured")
     ticks = [(i, r["predicted_speedup"]) for i, r in enumerate(rows) if r["predicted_speedup"]]
     bars.plot([x for _, x in ticks], [i for i, _ in ticks], "|", color="#e45756", markersize=22,
@@ -245,6 +268,40 @@ def _picture(path: Path, report: dict[str, Any]) -> Path:
               ylabel="v(T), cost relative to one token")  # fmt: skip
     curve.set_xticks(widths, [str(w) for w in widths])
     curve.legend(fontsize=8)
+    return _save(figure, path)
+
+
+def _sweep_picture(path: Path, report: dict[str, Any]) -> Path:
+    """Speedup, tokens per round and perplexity against the option that was swept."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    option = report["sweep"]
+    shown = (("speedup", "speedup over plain decoding"), ("block_efficiency", "tokens per round"),
+             ("perplexity", "perplexity under the target"))  # fmt: skip
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    swept = [row for row in report["rows"] if option in row["options"]]
+    lines = dict.fromkeys((row["method"], row["mode"], row["batch_size"]) for row in swept)
+    for method, mode, size in lines:
+        rows = [
+            r for r in swept if (r["method"], r["mode"], r["batch_size"]) == (method, mode, size)
+        ]
+        rows.sort(key=lambda row: row["options"][option])
+        for axis, (key, _) in zip(axes, shown, strict=True):
+            axis.plot([r["options"][option] for r in rows], [r[key] for r in rows], "o-",
+                      label=f"{method}, {mode}, batch {size}")  # fmt: skip
+    for axis, (_, title) in zip(axes, shown, strict=True):
+        axis.set(xlabel=option, ylabel=title)
+    axes[0].legend(fontsize=8)
+    return _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> Path:
+    """Writes the picture aside and renames it."""
+    from matplotlib import pyplot as plt
+
     scratch = path.with_name(f".{path.name}")
     figure.savefig(scratch, dpi=130, format="png")
     os.replace(scratch, path)

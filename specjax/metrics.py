@@ -65,6 +65,38 @@ def expected_speedup(acceptance: float, gamma: int, c: float, v: float = 1.0) ->
     return expected_block_efficiency(acceptance, gamma) / (c * gamma + v)
 
 
+def expected_scd_speedup(acceptance: float, gamma: int, c: float, v: float = 1.0) -> float:
+    """Of speculative contrastive decoding as the paper counts it (SCD, Theorem 5.1).
+
+    The bonus token's amateur logits are paid for only when the whole draft is accepted.
+    """
+    cost = v + c * gamma + c * acceptance**gamma
+    return expected_block_efficiency(acceptance, gamma) / cost
+
+
+def expected_scored_speedup(acceptance: float, gamma: int, c: float, v: float = 1.0) -> float:
+    """Of a loop whose amateur scores all γ + 1 positions in every round, as ours does."""
+    return expected_block_efficiency(acceptance, gamma) / (v + c * (gamma + 1))
+
+
+def diversity(outputs: Sequence[Sequence[int]]) -> float | None:
+    """``Π_{n=2..4} unique n-grams / n-grams`` per output of token ids, averaged.
+
+    Outputs of under 4 tokens are skipped; None where all are.
+    """
+    values = []
+    for output in outputs:
+        tokens = [int(token) for token in output]
+        if len(tokens) < 4:
+            continue
+        value = 1.0
+        for n in (2, 3, 4):
+            grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+            value *= len(set(grams)) / len(grams)
+        values.append(value)
+    return float(np.mean(values)) if values else None
+
+
 def perplexity(log_probs: Sequence[float] | np.ndarray) -> float | None:
     """exp of the mean negative log-probability (nats); None for no tokens."""
     if len(log_probs) == 0:

@@ -33,7 +33,7 @@ def small(tiny_pair_dirs, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "def one(x):"}\n{"prompt": "def two(y):"}\n')
     return ["--target", target, "--draft", draft, "--prompts", file, "--max-new-tokens", 6,
-            "--methods", "speculative", "--set", "speculative.gamma=2"]  # fmt: skip
+            "--methods", "speculative", "--set", "gamma=2"]  # fmt: skip
 
 
 @pytest.fixture
@@ -149,12 +149,41 @@ def test_rows_compare_within_a_repeat_and_predict(target):
     assert (found["row"], found["position"]) == (0, 1) and found["gap"] > NEAR_TIE
 
 
+def test_sweep_runs_the_method_at_each_value(small, short_curve, tmp_path, capsys):
+    home = tmp_path / "out"
+    code, out, _ = run(capsys, *small, "--repeats", 1, "--json", "--out", home, "--greedy-only",
+                       "--sweep", "gamma=1..2")  # fmt: skip
+    assert code == 0
+    rows = json.loads(out)["rows"]
+    assert [row["label"] for row in rows] == [
+        "autoregressive", "speculative gamma=1", "speculative gamma=2"
+    ]  # fmt: skip
+    assert all(row["perplexity"] > 1 and 0 < row["diversity"] <= 1 for row in rows)
+    assert rows[0]["perplexity"] == rows[1]["perplexity"], "lossless: the same text"
+    assert (home / "sweep.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("text", ["gamma", "gamma=", "gamma=a..b", "gamma=3..1", "gamma=1,,2"])
+def test_a_bad_sweep_is_one_line(small, capsys, text):
+    code, _, err = run(capsys, *small, "--sweep", text)
+    assert code == 2 and text in err and len(err.strip().splitlines()) == 1
+
+
+def test_output_logprobs_are_the_unwarped_targets(target):
+    prompts = [[1, 2, 3], [4]]
+    out = sj.generate(target, prompts, max_new_tokens=9, logprobs=True)
+    found = measure.output_logprobs(target, prompts, out.tokens)
+    for a, b in zip(found, out.logprobs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
 def test_greedy_differences_are_told_from_near_ties():
-    row = {"method": "speculative", "mode": "greedy", "batch_size": 1, "tokens_per_second": 1.0,
-           "mismatches": [{"gap": 1e-6}, {"gap": 0.5}]}  # fmt: skip
+    row = {"method": "speculative", "label": "speculative", "mode": "greedy", "batch_size": 1,
+           "tokens_per_second": 1.0, "mismatches": [{"gap": 1e-6}, {"gap": 0.5}]}  # fmt: skip
     where = {"device": "d", "cpu": "c", "cores": 1, "jax": "j"}
     report = {"machine": where, "target": "t", "draft": "d", "prompts": 9, "max_new_tokens": 4,
-              "rows": [row], "peers": [], "v": {"1": 1.0}, "c": 0.1}  # fmt: skip
+              "rows": [row], "peers": [], "v": {"1": 1.0}, "c": 0.1,
+              "sweep": None}  # fmt: skip
     says = "2 of 9 greedy outputs differ from plain decoding, 1 of them not at a near-tie"
     assert says in markdown(report)
     console = Console(width=80, record=True, file=io.StringIO())

@@ -70,3 +70,20 @@ def test_perplexity():
     assert metrics.perplexity(np.log([0.5, 0.5, 0.5])) == pytest.approx(2.0)
     assert metrics.perplexity(np.log([0.25, 1.0])) == pytest.approx(2.0)
     assert metrics.perplexity([]) is None
+
+
+def test_diversity_by_hand():
+    assert metrics.diversity([[1, 2, 3, 4, 5]]) == 1
+    # 1 2 1 2 1: 2 of 4 bigrams, 2 of 3 trigrams, 2 of 2 four-grams are different.
+    assert metrics.diversity([[1, 2, 1, 2, 1]]) == pytest.approx(2 / 4 * 2 / 3)
+    assert metrics.diversity([[1, 2, 3]]) is None
+    assert metrics.diversity([[1, 2, 3], [1, 2, 3, 4]]) == 1
+
+
+def test_contrastive_predictions():
+    # λ = 1: γ + 1 tokens per round, whose cost holds one amateur pass more.
+    assert metrics.expected_scd_speedup(1.0, 3, 0.1) == pytest.approx(4 / 1.4)
+    assert metrics.expected_scored_speedup(1.0, 3, 0.1) == pytest.approx(4 / 1.4)
+    paper = metrics.expected_scd_speedup(0.5, 3, 0.1)
+    ours = metrics.expected_scored_speedup(0.5, 3, 0.1)
+    assert paper == pytest.approx(1.875 / 1.3125) and ours == pytest.approx(1.875 / 1.4)

@@ -78,8 +78,8 @@ def test_refusal_names_both_sides(pair):
 def test_pair_decodes(pair):
     target, draft = models()
     spec = compose(*pair)
-    kw = dict(draft=draft, drafter=pair[0], rule=pair[1], target_dist=pair[2],
-              options=options(spec), max_new_tokens=30)  # fmt: skip
+    kw = {"draft": draft, "drafter": pair[0], "rule": pair[1], "target_dist": pair[2],
+          "options": options(spec), "max_new_tokens": 30}  # fmt: skip
     out = sj.generate(target, PROMPTS, **kw)
     if spec.lossless:
         for got, want in zip(out.tokens, plain(pair[2]), strict=True):

@@ -59,7 +59,8 @@ def test_beam_search_is_transformers_num_beams(model, lm, beams, tmp_path):
 
 def test_a_row_of_a_batch_is_the_prompt_alone(lm):
     for method, temperature in itertools.product(("beam", "mtjd"), (0.0, 0.9)):
-        kw = dict(method=method, max_new_tokens=20, sampling=sj.Sampling(temperature), seed=3)
+        sampling = sj.Sampling(temperature)
+        kw = {"method": method, "max_new_tokens": 20, "sampling": sampling, "seed": 3}
         together = sj.generate(lm, PROMPTS, **kw)
         for i, prompt in enumerate(PROMPTS):
             alone = sj.generate(lm, [prompt], indices=[i], **kw)
@@ -77,7 +78,7 @@ def test_beam_of_one_is_greedy(lm):
 
 def best_block(lm, prompt, length):
     """The likeliest continuation of at most ``length`` tokens, ends absorbing; by enumeration."""
-    blocks = [b for b in itertools.product(range(V), repeat=length)]
+    blocks = list(itertools.product(range(V), repeat=length))
     tables = log_probs(lm, [list(prompt) + list(b) for b in blocks])
     best = {}
     for block, table in zip(blocks, tables, strict=True):
