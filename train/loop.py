@@ -28,7 +28,9 @@ from train.errors import InputError
 from train.progress import Progress
 
 # loss(params, frozen, batch) -> (summed loss, token count): means are taken over the whole step.
-LossFn = Callable[[dict, Any, dict], tuple[jax.Array, jax.Array]]
+# A third value, a dict of (sum, count) pairs of equal shapes, is logged as means by its names.
+LossFn = Callable[[dict, Any, dict], tuple]
+Extras = dict[str, tuple[jax.Array, jax.Array]]
 
 
 class TrainingError(RuntimeError):
@@ -43,29 +45,42 @@ class Outcome:
     step: int
     finished: bool
     valid_loss: float | None
+    valid_extras: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def make_step(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> Callable:
-    """``step(params, opt_state, frozen, batches) -> (params, opt_state, loss, grad_norm)``.
+def make_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    weigh: Callable[[dict], dict] | None = None,
+) -> Callable:
+    """``step(params, opt_state, frozen, batches) -> (params, opt_state, loss, norm, extras)``.
 
     ``batches`` are ``[accumulate, B, T]``; gradients add up over the micro-batches and are
     divided by the token count of all of them, so accumulation does not change the result.
+    ``weigh`` sees the whole step's batches first and may add entries ``[accumulate, ...]``:
+    that is how a loss of several means learns their counts. ``norm`` is of the gradients.
     """
 
     def step(params, opt_state, frozen, batches):
+        batches = weigh(batches) if weigh else batches
+
         def total(params, batch):
-            return loss_fn(params, frozen, batch)
+            loss, count, *extras = loss_fn(params, frozen, batch)
+            return loss, (count, extras[0] if extras else {})
 
         def add(carry, batch):
-            (loss, count), grads = jax.value_and_grad(total, has_aux=True)(params, batch)
-            return jax.tree.map(jnp.add, carry, (loss, count, grads)), None
+            (loss, aux), grads = jax.value_and_grad(total, has_aux=True)(params, batch)
+            return jax.tree.map(jnp.add, carry, (loss, aux, grads)), None
 
-        zero = (jnp.float32(0), jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
-        (loss, count, grads), _ = jax.lax.scan(add, zero, batches)
+        first = jax.tree.map(lambda x: x[0], batches)
+        shapes = (*jax.eval_shape(total, params, first), params)
+        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        (loss, (count, extras), grads), _ = jax.lax.scan(add, zero, batches)
         grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1.0), grads)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-        return params, opt_state, loss / jnp.maximum(count, 1.0), optax.tree.norm(grads)
+        mean = loss / jnp.maximum(count, 1.0)
+        return params, opt_state, mean, optax.tree.norm(grads), extras
 
     return jax.jit(step, donate_argnums=(0, 1))
 
@@ -83,6 +98,7 @@ def fit(
     frozen: Any = None,
     resume: bool = False,
     fixed: dict[str, Any] | None = None,
+    weigh: Callable[[dict], dict] | None = None,
 ) -> Outcome:
     """Trains until ``optim.total_steps``, or until SIGTERM or SIGINT, which save first.
 
@@ -93,6 +109,7 @@ def fit(
       resume: go on from the newest checkpoint of ``run.dir``; a run that was killed before
         its first one starts over.
       fixed: settings that a resumed run must not change, by name.
+      weigh: see :func:`make_step`.
     Raises:
       TrainingError: the loss is no longer finite.
       InputError: resuming without a checkpoint, or with another ``fixed`` setting.
@@ -100,15 +117,15 @@ def fit(
     checkpoints = Checkpoints(Path(run.dir) / "checkpoints", run.keep)
     log = Path(run.dir) / "metrics.jsonl"
     resume = resume and not (checkpoints.latest is None and log.exists())
-    state, losses = _begin(checkpoints, params, optimizer, loader, resume, fixed)
+    state, unlogged = _begin(checkpoints, params, optimizer, loader, resume, fixed)
     metrics = Metrics(log, keep_through=state.step)
-    train_step, evaluate = make_step(loss_fn, optimizer), jax.jit(eval_loss)
-    valid_loss = None
+    train_step, evaluate = make_step(loss_fn, optimizer, weigh), jax.jit(eval_loss)
+    valid_loss, valid_extras = None, {}
 
     def save():
         if state.step == (checkpoints.latest or 0):
             return
-        _save(checkpoints, state, losses, {"loader": loader.get_state(), "fixed": fixed})
+        _save(checkpoints, state, unlogged, {"loader": loader.get_state(), "fixed": fixed})
 
     with (
         closing(checkpoints),
@@ -118,24 +135,25 @@ def fit(
         since = time.perf_counter()
         while state.step < optim.total_steps and not signals.received:
             batches = _stack([next(loader) for _ in range(optim.accumulate)])
-            params, opt_state, loss, norm = train_step(
+            params, opt_state, loss, norm, extras = train_step(
                 state.params, state.opt_state, frozen, batches
             )
             state = _State(params, opt_state, state.step + 1)
-            losses.append(loss)
+            unlogged.append((loss, extras))
             last = state.step == optim.total_steps
             if state.step % run.log_every == 0 or last:
-                mean = float(np.mean(jax.device_get(losses)))  # the loop's host sync
+                mean, means = _means(unlogged)  # the loop's host sync
                 _require_finite("the loss", mean, state.step, checkpoints)
                 seconds, since = time.perf_counter() - since, time.perf_counter()
-                rate = batches["tokens"].size * len(losses) / seconds
+                rate = batches["tokens"].size * len(unlogged) / seconds
                 metrics.write(step=state.step, loss=mean, grad_norm=float(norm),
-                              tokens_per_second=rate)  # fmt: skip
+                              tokens_per_second=rate, **means)  # fmt: skip
                 progress.log(state.step, mean, rate)
-                losses = []
+                unlogged = []
             if valid and (state.step % run.eval_every == 0 or last):
-                valid_loss = mean_loss(evaluate, params, frozen, valid)
-                metrics.write(step=state.step, valid_loss=valid_loss)
+                valid_loss, valid_extras = mean_loss(evaluate, params, frozen, valid)
+                named = {f"valid_{name}": value for name, value in valid_extras.items()}
+                metrics.write(step=state.step, valid_loss=valid_loss, **named)
                 progress.note(f"step {state.step}: held-out loss {valid_loss:.4f} nats per token")
                 since = time.perf_counter()
             if state.step % run.checkpoint_every == 0 or last:
@@ -143,8 +161,8 @@ def fit(
         save()
     finished = state.step >= optim.total_steps
     if valid and finished and valid_loss is None:  # resumed after its last step
-        valid_loss = mean_loss(evaluate, state.params, frozen, valid)
-    return Outcome(state.params, state.step, finished, valid_loss)
+        valid_loss, valid_extras = mean_loss(evaluate, state.params, frozen, valid)
+    return Outcome(state.params, state.step, finished, valid_loss, valid_extras)
 
 
 class _State(NamedTuple):
@@ -154,11 +172,11 @@ class _State(NamedTuple):
 
 
 def _begin(checkpoints, params, optimizer, loader, resume, fixed) -> tuple[_State, list]:
-    """The first state, or the newest checkpoint's, and its losses that were not logged yet.
+    """The first state, or the newest checkpoint's, and its (loss, extras) not logged yet.
 
     The loader is set to match.
     """
-    state, losses = _State(params, optimizer.init(params), 0), []
+    state, unlogged = _State(params, optimizer.init(params), 0), []
     if resume:
         like = {"params": state.params, "opt_state": state.opt_state}
         arrays, note = checkpoints.restore(like)
@@ -170,25 +188,46 @@ def _begin(checkpoints, params, optimizer, loader, resume, fixed) -> tuple[_Stat
                 )
         state = _State(arrays["params"], arrays["opt_state"], note["step"])
         losses = [np.float32(loss) for loss in note.get("pending", ())]
+        unlogged = list(zip(losses, note.get("extras") or [{} for _ in losses], strict=True))
         loader.set_state(note["loader"])
     # Restored arrays may alias orbax's buffers: donation needs our own.
     own = jax.tree.map(jnp.copy, (state.params, state.opt_state))
-    return _State(*own, state.step), losses
+    return _State(*own, state.step), unlogged
 
 
-def _save(checkpoints: Checkpoints, state: _State, losses: list, note: dict[str, Any]) -> None:
+def _save(checkpoints: Checkpoints, state: _State, unlogged: list, note: dict[str, Any]) -> None:
     """Saves the state, and the losses not logged yet: a resumed run averages the same steps.
 
     Raises:
       TrainingError: a loss or a parameter is not finite; nothing is saved.
     """
-    pending = [float(loss) for loss in jax.device_get(losses)]
+    unlogged = jax.device_get(unlogged)
+    pending = [float(loss) for loss, _ in unlogged]
+    extras = [jax.tree.map(lambda x: np.asarray(x).tolist(), extras) for _, extras in unlogged]
     # A loss is of the params before their update: only the params show that it ruined them.
     size = float(optax.tree.norm(state.params))
     _require_finite("the loss", sum(pending), state.step, checkpoints)
     _require_finite("the norm of the params", size, state.step, checkpoints)
     arrays = {"params": state.params, "opt_state": state.opt_state}
-    checkpoints.save(state.step, arrays, note | {"step": state.step, "pending": pending})
+    note |= {"step": state.step, "pending": pending, "extras": extras}
+    checkpoints.save(state.step, arrays, note)
+
+
+def _means(unlogged: Sequence[tuple[Any, Extras]]) -> tuple[float, dict[str, Any]]:
+    """The mean of the losses, and of the extras; the latter weigh every token alike."""
+    unlogged = jax.device_get(list(unlogged))
+    extras = [extras for _, extras in unlogged]
+    return float(np.mean([loss for loss, _ in unlogged])), _ratios(extras)
+
+
+def _ratios(extras: Sequence[Extras]) -> dict[str, Any]:
+    """Sums over counts, by name; null in the place of 0 / 0."""
+    out = {}
+    for name in extras[0] if extras else ():
+        sums, counts = (sum(np.asarray(e[name][i], np.float64) for e in extras) for i in (0, 1))
+        ratio = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+        out[name] = np.where(np.isnan(ratio), None, ratio).tolist()
+    return out
 
 
 def _require_finite(what: str, value: float, step: int, checkpoints: Checkpoints) -> None:
@@ -204,10 +243,13 @@ def _require_finite(what: str, value: float, step: int, checkpoints: Checkpoints
     raise TrainingError(f"{what} is {value} near step {step}; {way_out}")
 
 
-def mean_loss(evaluate: Callable, params: dict, frozen: Any, batches: Sequence[Batch]) -> float:
-    """Loss per token over ``batches``, in nats."""
-    sums = jax.device_get([evaluate(params, frozen, batch) for batch in batches])
-    return float(sum(s for s, _ in sums) / max(1.0, sum(n for _, n in sums)))
+def mean_loss(
+    evaluate: Callable, params: dict, frozen: Any, batches: Sequence[Batch]
+) -> tuple[float, dict[str, Any]]:
+    """Loss per token over ``batches``, in nats, and the means of the extras."""
+    found = jax.device_get([evaluate(params, frozen, batch) for batch in batches])
+    loss = float(sum(s for s, *_ in found) / max(1.0, sum(n for _, n, *_ in found)))
+    return loss, _ratios([extras for _, _, *rest in found for extras in rest])
 
 
 def _stack(batches: list[Batch]) -> Batch:
@@ -232,7 +274,7 @@ class Metrics:
         scratch.write_text("".join(kept), encoding="utf-8")
         os.replace(scratch, path)
 
-    def write(self, **record: float) -> None:
+    def write(self, **record: Any) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 

@@ -7,6 +7,7 @@ Axis legend: B rows, T tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,9 @@ def chunked_cross_entropy(
     """Summed negative log-likelihood in nats, and the number of labels that are not IGNORE."""
 
     def loss(hidden, labels):
-        return _nll(_logits(hidden, head), labels)
+        return nll(logits(hidden, head), labels)
 
-    return _over_chunks(loss, (hidden,), labels, chunk)
+    return sum_over_chunks(loss, (hidden,), labels, chunk), label_count(labels)
 
 
 def chunked_distillation(
@@ -48,33 +49,58 @@ def chunked_distillation(
     """
 
     def loss(hidden, teacher_hidden, labels):
-        logits = _logits(hidden, head)
-        teacher = jax.lax.stop_gradient(_logits(teacher_hidden, teacher_head))
-        log_p = jax.nn.log_softmax(teacher / temperature)
-        log_q = jax.nn.log_softmax(logits / temperature)
-        kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1) * temperature**2
-        real = labels != IGNORE
-        return alpha * jnp.sum(kl * real) + (1 - alpha) * _nll(logits, labels)
+        student = logits(hidden, head)
+        teacher = jax.lax.stop_gradient(logits(teacher_hidden, teacher_head))
+        kl = summed_kl(teacher, student, labels, temperature)
+        return alpha * kl + (1 - alpha) * nll(student, labels)
 
-    return _over_chunks(loss, (hidden, teacher_hidden), labels, chunk)
+    total = sum_over_chunks(loss, (hidden, teacher_hidden), labels, chunk)
+    return total, label_count(labels)
 
 
-def _logits(hidden: Float[Array, "n D"], head: Float[Array, "V D"]) -> Float[Array, "n V"]:
+def logits(hidden: Float[Array, "n D"], head: Float[Array, "V D"]) -> Float[Array, "n V"]:
+    """float32 logits, whatever dtype the hidden states have."""
     return jnp.einsum("nd,vd->nv", hidden, head, preferred_element_type=jnp.float32)
 
 
-def _nll(logits: Float[Array, "n V"], labels: Int[Array, "n"]) -> Float[Array, ""]:
+def nll(logits: Float[Array, "n V"], labels: Int[Array, "n"]) -> Float[Array, ""]:
+    """Summed negative log-likelihood of the labels that are not IGNORE."""
     real = labels != IGNORE
     at = jnp.take_along_axis(logits, jnp.where(real, labels, 0)[:, None], axis=-1)[:, 0]
     return jnp.sum((jax.nn.logsumexp(logits, axis=-1) - at) * real)
 
 
-def _over_chunks(
-    loss: Callable[..., Float[Array, ""]],
-    inputs: tuple[Float[Array, "B T _"], ...],
+def summed_kl(
+    teacher: Float[Array, "n V"],
+    student: Float[Array, "n V"],
+    labels: Int[Array, "n"],
+    temperature: float = 1.0,
+) -> Float[Array, ""]:
+    """Summed KL(teacher ‖ student) of logits, where the label is not IGNORE."""
+    log_p = jax.nn.log_softmax(teacher / temperature)
+    log_q = jax.nn.log_softmax(student / temperature)
+    kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1) * temperature**2
+    return jnp.sum(kl * (labels != IGNORE))
+
+
+def label_count(labels: Int[Array, "..."]) -> Float[Array, ""]:
+    """The number of labels that are not IGNORE, as a float32."""
+    return jnp.sum(labels != IGNORE).astype(jnp.float32)
+
+
+def sum_over_chunks(
+    sums: Callable[..., Any],
+    inputs: tuple[Array, ...],
     labels: Int[Array, "B T"],
-    chunk: int,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    chunk: int = CHUNK,
+) -> Any:
+    """``sums(*inputs, labels)`` for ``chunk`` tokens at a time, added up.
+
+    Args:
+      sums: takes ``[n, ...]`` of each input and ``[n]`` labels; returns any tree of float32
+        sums. It is recomputed in the backward pass. Padding has label IGNORE and zeros.
+      inputs: ``[B, T, ...]`` each.
+    """
     count = labels.size
     chunk = min(chunk, count)
     pad = -count % chunk
@@ -87,7 +113,8 @@ def _over_chunks(
     parts = (*(split(x, 0) for x in inputs), split(labels, IGNORE))
 
     def add(total, part):
-        return total + jax.checkpoint(loss)(*part), None
+        return jax.tree.map(jnp.add, total, jax.checkpoint(sums)(*part)), None
 
-    total, _ = jax.lax.scan(add, jnp.float32(0), parts)
-    return total, jnp.sum(labels != IGNORE).astype(jnp.float32)
+    shapes = jax.eval_shape(sums, *(part[0] for part in parts))
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.scan(add, zero, parts)[0]
