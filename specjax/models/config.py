@@ -43,6 +43,8 @@ class ModelConfig:
 
     Sizes are in elements. ``attention_bias`` covers q, k, v and o; ``mlp_bias`` gate, up
     and down. ``sliding_window`` is the number of positions a token sees, itself included.
+    ``adaptive_ids`` are those of a model that SDSAT tuned, by their place in a window of the
+    trained length L: L times the same id, or L distinct ones.
     """
 
     family: str
@@ -63,6 +65,7 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
+    adaptive_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -149,6 +152,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         bos_id=config.get("bos_token_id"),
         eos_ids=as_ids(config.get("eos_token_id")),
         pad_id=config.get("pad_token_id"),
+        adaptive_ids=as_ids(config.get("adaptive_ids")),
     )
 
 
@@ -179,6 +183,8 @@ def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
         out["sliding_window"] = cfg.sliding_window
     else:
         out |= {"attention_bias": cfg.attention_bias, "mlp_bias": cfg.mlp_bias}
+    if cfg.adaptive_ids:
+        out["adaptive_ids"] = list(cfg.adaptive_ids)
     return out
 
 
