@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from specjax.errors import ModelError
 from specjax.models import ModelConfig, fuse, load_pretrained
+from specjax.models.blocks import fuse_layer
 from specjax.models.config import as_ids
 from specjax.models.hf import DTYPES, read_json
-from specjax.models.llama import fuse_layer
 from specjax.text import Tokenizer
 
 DEMO = Path(__file__).parent / "demo"

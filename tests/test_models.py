@@ -21,10 +21,9 @@ from specjax.models import (
     init_cache,
     init_params,
     logits_of,
-    param_shapes,
 )
 from specjax.models.functional import write_rows
-from specjax.models.hf import hf_name
+from specjax.models.hf import from_tensors
 from specjax.models.layers import rope_frequencies
 from specjax.types import NO_PARENT
 
@@ -37,12 +36,7 @@ BACKENDS = ["dense", "blockwise"]
 def build(name):
     """(config, params, fused params) of a variant."""
     cfg = from_hf(variants.config(name))
-    leaves, structure = jax.tree_util.tree_flatten_with_path(param_shapes(cfg))
-    values = [
-        jnp.asarray(variants.weights(hf_name(tuple(k.key for k in path)), leaf.shape))
-        for path, leaf in leaves
-    ]
-    params = jax.tree.unflatten(structure, values)
+    params = from_tensors(cfg, variants.weights, jnp.float32)
     return cfg, params, fuse(params)
 
 

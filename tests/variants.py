@@ -1,4 +1,4 @@
-"""Tiny random models, one per variant of the Llama family, made alike here and in transformers.
+"""Tiny random models, a few per family and switch, made alike here and in transformers.
 
 Weights come from numpy's Philox by tensor name, so golden files hold only tokens and logits.
 """
@@ -41,23 +41,54 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 6},
 }  # fmt: skip
 
+_COMMON = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 128, "tie_word_embeddings": True,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_QWEN = _COMMON | {
+    "intermediate_size": 48, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+}  # fmt: skip
+_QWEN2 = _QWEN | {"model_type": "qwen2"}
+_QWEN3 = _QWEN | {"model_type": "qwen3", "head_dim": 16}
+
+# Of the other families, whole; the first of each is what slow checks take.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": _QWEN2,
+    "qwen2-window": _QWEN2 | {
+        "tie_word_embeddings": False, "use_sliding_window": True, "sliding_window": 5,
+        "max_window_layers": 1,
+    },
+    "qwen3": _QWEN3,
+    "qwen3-biases": _QWEN3 | {
+        "attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 4,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+        },
+    },
+}  # fmt: skip
+FIRST = {config["model_type"]: name for name, config in reversed(FAMILIES.items())}
+
 
 def config(name: str) -> dict[str, Any]:
     """The ``config.json`` of a variant."""
-    return BASE | VARIANTS[name]
+    return FAMILIES[name] if name in FAMILIES else BASE | VARIANTS[name]
 
 
 def weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """float32 values fixed by the tensor's name; norms lie around 1."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     values = np.random.Generator(np.random.Philox(seed)).standard_normal(shape, np.float32)
-    return 1 + 0.1 * values if "norm" in name else values * np.float32(0.2)
+    is_norm = "norm" in name or ".ln_" in name
+    return 1 + 0.1 * values if is_norm else values * np.float32(0.2)
 
 
 def tokens(rows: int = 2, length: int = 20) -> np.ndarray:
     """int32 ``[rows, length]``."""
     return np.random.Generator(np.random.Philox(9)).integers(3, 61, (rows, length)).astype(np.int32)
 
+
+GREEDY_PROMPT, GREEDY_TOKENS = 8, 64  # greedy decoding goes on after each row's first tokens
 
 # Draft trees, one per row, each below its own number of committed tokens: parents of 7 nodes,
 # node 0 the root. The first one branches, the second is a comb with a late branch.

@@ -1,6 +1,8 @@
 """Decoder-only language models as Flax NNX modules and pure functions of their params."""
 
-from specjax.models.config import ModelConfig, RopeConfig, from_hf, to_hf
+from specjax.models.blocks import fuse
+from specjax.models.config import ModelConfig, RopeConfig
+from specjax.models.families import from_hf, to_hf
 from specjax.models.functional import (
     KVCache,
     forward,
@@ -12,7 +14,6 @@ from specjax.models.functional import (
     param_shapes,
 )
 from specjax.models.hf import load_pretrained, save_pretrained
-from specjax.models.llama import fuse
 
 __all__ = [
     "KVCache",

@@ -10,10 +10,13 @@ Axis legend: B rows, N queries, S keys, H query heads, K key heads, G = H/K, E h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 Meta = Mapping[str, Array]  # per-token arrays, each [B, tokens, ...]
@@ -24,6 +27,45 @@ PADDING_SEGMENT = 0
 MASKED_SCORE = -1e30
 
 
+class Scores(NamedTuple):
+    """What a family does to ``q·k`` before the softmax.
+
+    ``scale``: the factor on it, None for ``E ** -0.5``. ``softcap``: ``c · tanh(score / c)``.
+    ``alibi``: each head adds its slope times the key's position less the query's.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    alibi: bool = False
+
+    def __call__(
+        self, scores: Float[Array, "B K G N S"], distance: Int[Array, "B N S"] | None
+    ) -> Float[Array, "B K G N S"]:
+        """``scores`` are scaled already; ``distance`` is read only under ``alibi``."""
+        if self.softcap is not None:
+            scores = self.softcap * jnp.tanh(scores / self.softcap)
+        if self.alibi:
+            slopes = alibi_slopes(scores.shape[1] * scores.shape[2])
+            slopes = slopes.reshape(*scores.shape[1:3], 1, 1)
+            scores = scores - slopes * distance[:, None, None].astype(jnp.float32)
+        return scores
+
+
+PLAIN = Scores()
+
+
+def alibi_slopes(heads: int) -> np.ndarray:
+    """float32 ``[heads]``: a geometric series for powers of two, else with the next one's
+    odd members (arXiv 2108.12409, §3, and its reference code)."""
+
+    def series(count: int) -> np.ndarray:
+        return 2.0 ** (-8.0 / count * np.arange(1, count + 1))
+
+    whole = 2 ** math.floor(math.log2(heads))
+    slopes = np.concatenate([series(whole), series(2 * whole)[::2][: heads - whole]])
+    return slopes.astype(np.float32)
+
+
 def causal_mask(query: Meta, key: Meta, window: int | None = None) -> Bool[Array, "B N S"]:
     """Keys of the same segment at or before the query's position; padding sees nothing.
 
@@ -31,9 +73,21 @@ def causal_mask(query: Meta, key: Meta, window: int | None = None) -> Bool[Array
     number of positions a token sees, itself included.
     """
     same = query["segment"][:, :, None] == key["segment"][:, None, :]
-    distance = query["position"][:, :, None] - key["position"][:, None, :]
+    distance = distances(query, key)
     seen = same & (distance >= 0) & (key["segment"] != PADDING_SEGMENT)[:, None, :]
     return seen if window is None else seen & (distance < window)
+
+
+def windowed(mask_fn: MaskFn, window: int | None) -> MaskFn:
+    """``mask_fn``, whatever it is, within a layer's sliding window."""
+    if window is None:
+        return mask_fn
+    return lambda query, key: mask_fn(query, key) & (distances(query, key) < window)
+
+
+def distances(query: Meta, key: Meta) -> Int[Array, "B N S"]:
+    """How many positions each key lies before each query."""
+    return query["position"][:, :, None] - key["position"][:, None, :]
 
 
 def cache_mask(
@@ -61,10 +115,27 @@ def cache_mask(
     mask = committed | tree
     if window is None:
         return mask
+    return mask & (cache_distances(positions, base, count, slots, tree_positions) < window)
+
+
+def cache_distances(
+    positions: Int[Array, "B N"],
+    base: Int[Array, "B"],
+    count: int,
+    slots: int,
+    tree_positions: Int[Array, "B T"] | None = None,
+) -> Int[Array, "B N S"]:
+    """How many positions the token in each cache slot lies before each new token.
+
+    Arguments as in :func:`cache_mask`, with T in ``count``. In slots that nothing sees the
+    number means nothing.
+    """
+    slot = jnp.arange(slots, dtype=jnp.int32)
+    new = slot[None, :] - base[:, None]
     above = positions if tree_positions is None else tree_positions
-    new_positions = jnp.take_along_axis(above, inside, axis=1)
+    new_positions = jnp.take_along_axis(above, jnp.clip(new, 0, count - 1), axis=1)
     key_position = jnp.where(new < 0, slot[None, :], new_positions)
-    return mask & (positions[:, :, None] - key_position[:, None, :] < window)
+    return positions[:, :, None] - key_position[:, None, :]
 
 
 def dense_attention(
@@ -72,18 +143,24 @@ def dense_attention(
     k: Float[Array, "B K S E"],
     v: Float[Array, "B K S E"],
     mask: Bool[Array, "B N S"],
+    finish: Scores = PLAIN,
+    distance: Int[Array, "B N S"] | None = None,
 ) -> Float[Array, "B N H E"]:
     """Softmax attention over the whole key axis; scores and softmax in float32."""
     b, n, h, e = q.shape
-    groups = h // k.shape[1]
+    heads, groups = k.shape[1], h // k.shape[1]
+    scale = e**-0.5 if finish.scale is None else finish.scale
     # Queries of one key head become rows of one product: GQA without repeating k and v.
-    q = q.reshape(b, n, k.shape[1], groups, e).transpose(0, 2, 3, 1, 4)
-    q = q.reshape(b, k.shape[1], groups * n, e) * jnp.asarray(e**-0.5, q.dtype)
+    q = q.reshape(b, n, heads, groups, e).transpose(0, 2, 3, 1, 4)
+    q = q.reshape(b, heads, groups * n, e) * jnp.asarray(scale, q.dtype)
     scores = jnp.einsum("bkne,bkse->bkns", q, k, preferred_element_type=jnp.float32)
+    if finish.softcap is not None or finish.alibi:
+        each = scores.reshape(b, heads, groups, n, -1)
+        scores = finish(each, distance).reshape(scores.shape)
     mask = jnp.tile(mask, (1, groups, 1))[:, None]
     weights = jax.nn.softmax(jnp.where(mask, scores, MASKED_SCORE), axis=-1).astype(v.dtype)
     out = jnp.einsum("bkns,bkse->bkne", weights, v)
-    out = out.reshape(b, k.shape[1], groups, n, e).transpose(0, 3, 1, 2, 4)
+    out = out.reshape(b, heads, groups, n, e).transpose(0, 3, 1, 2, 4)
     return out.reshape(b, n, h, e)
 
 
@@ -95,6 +172,7 @@ def blockwise_attention(
     key: Meta,
     mask_fn: MaskFn,
     block: int = 512,
+    finish: Scores = PLAIN,
 ) -> Float[Array, "B N H E"]:
     """The same function by an online softmax over key blocks (arXiv 1805.02867).
 
@@ -105,7 +183,8 @@ def blockwise_attention(
     heads, slots = k.shape[1], k.shape[2]
     pad = -slots % block
     blocks = (slots + pad) // block
-    q = q.reshape(b, n, heads, h // heads, e).astype(jnp.float32) * e**-0.5
+    scale = e**-0.5 if finish.scale is None else finish.scale
+    q = q.reshape(b, n, heads, h // heads, e).astype(jnp.float32) * scale
 
     def split(x: Array, axis: int) -> Array:
         x = jnp.pad(x, [(0, pad if i == axis else 0) for i in range(x.ndim)])
@@ -119,7 +198,9 @@ def blockwise_attention(
     def step(carry, xs):
         top, total, out = carry
         k, v, meta, real = xs
-        scores = jnp.einsum("bnkge,bkse->bnkgs", q, k.astype(jnp.float32))
+        scores = jnp.einsum("bnkge,bkse->bkgns", q, k.astype(jnp.float32))
+        distance = distances(query, meta) if finish.alibi else None
+        scores = finish(scores, distance).transpose(0, 3, 1, 2, 4)
         mask = (mask_fn(query, meta) & real[:, None, :])[:, :, None, None, :]
         scores = jnp.where(mask, scores, MASKED_SCORE)
         new_top = jnp.maximum(top, scores.max(-1))

@@ -10,6 +10,7 @@ D hidden size, V vocabulary.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -17,10 +18,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.errors import ModelError
 from specjax.models import attention
+from specjax.models.blocks import Decoder
 from specjax.models.config import ModelConfig
+from specjax.models.families import FAMILIES
 from specjax.models.layers import linear
-from specjax.models.llama import Llama
 
 # From this many tokens on, training attention is blockwise.
 BLOCKWISE_FROM = 2048
@@ -28,30 +31,49 @@ BLOCKWISE_FROM = 2048
 UNROLLED_ROWS = 32
 
 
+def _module(cfg: ModelConfig, rngs: nnx.Rngs, fused: bool = False) -> Decoder:
+    return FAMILIES[cfg.family].module(cfg, rngs, fused)
+
+
 @functools.cache
 def _graph(cfg: ModelConfig, fused: bool) -> nnx.GraphDef:
-    return nnx.split(nnx.eval_shape(lambda: Llama(cfg, nnx.Rngs(0), fused)))[0]
+    return nnx.split(nnx.eval_shape(lambda: _module(cfg, nnx.Rngs(0), fused)))[0]
 
 
 def init_params(cfg: ModelConfig, key: Array, dtype: jnp.dtype = jnp.float32) -> dict:
     """Random params: a nested dict of arrays, linear weights ``[out, in]``."""
-    state = nnx.split(Llama(cfg, nnx.Rngs(params=key)))[1]
+    state = nnx.split(_module(cfg, nnx.Rngs(params=key)))[1]
     return jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(state))
 
 
 def param_shapes(cfg: ModelConfig) -> dict:
     """The nested dict of ``ShapeDtypeStruct`` that :func:`init_params` would fill."""
-    module = nnx.eval_shape(lambda: Llama(cfg, nnx.Rngs(0)))
+    module = nnx.eval_shape(lambda: _module(cfg, nnx.Rngs(0)))
     return nnx.to_pure_dict(nnx.split(module)[1])
 
 
+def num_params(cfg: ModelConfig) -> int:
+    """Number of parameters, a tied head counted once."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(cfg)))
+
+
 def head_matrix(cfg: ModelConfig, params: dict) -> Float[Array, "V D"]:
-    """The output head: the embedding itself where they are tied."""
+    """The output head, for losses that take their own product with it.
+
+    Raises:
+      ModelError: the logits are more than that product.
+    """
+    if cfg.logit_softcap is not None:
+        raise ModelError(f"{cfg.family} caps its logits: the loss has to use logits_of")
+    return _head(cfg, params)
+
+
+def _head(cfg: ModelConfig, params: dict) -> Float[Array, "V D"]:
     return params["embed"] if cfg.tie_embeddings else params["head"]
 
 
 def is_fused(params: dict) -> bool:
-    """Whether ``params`` are in the inference layout of :func:`specjax.models.llama.fuse`."""
+    """Whether ``params`` are in the inference layout of :func:`specjax.models.blocks.fuse`."""
     return "qkv" in params["layers"]["0"]["attention"]
 
 
@@ -59,7 +81,13 @@ def logits_of(
     cfg: ModelConfig, params: dict, hidden: Float[Array, "B N D"]
 ) -> Float[Array, "B N V"]:
     """Logits of hidden states, in the model's dtype."""
-    return linear(hidden, head_matrix(cfg, params))
+    logits = linear(hidden, _head(cfg, params))
+    cap = cfg.logit_softcap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _scores(cfg: ModelConfig) -> attention.Scores:
+    return attention.Scores(cfg.attention_scale, cfg.attention_softcap, cfg.alibi)
 
 
 def hidden_states(
@@ -78,22 +106,27 @@ def hidden_states(
 
     Args:
       positions: int32, within the document; segments: int32, 0 = padding. A token attends
-        causally within its segment, unless ``mask_fn`` says otherwise.
+        causally within its segment, unless ``mask_fn`` says otherwise; sliding windows come
+        on top.
       meta: further per-token metadata for ``mask_fn``, ``[B, T, ...]`` each.
       backend: ``dense``, ``blockwise``, or ``auto`` by length.
       remat: recompute each block in the backward pass.
     """
-    mask_fn = mask_fn or functools.partial(attention.causal_mask, window=cfg.sliding_window)
+    mask_fn, finish, windows = mask_fn or attention.causal_mask, _scores(cfg), cfg.windows
+    mask_fns = {w: attention.windowed(mask_fn, w) for w in set(windows)}
     meta = {"position": positions, "segment": segments, **(meta or {})}
     if backend == "auto":
         backend = "blockwise" if tokens.shape[1] >= BLOCKWISE_FROM else "dense"
-    mask = mask_fn(meta, meta) if backend == "dense" else None
+    dense = backend == "dense"
+    masks = {w: fn(meta, meta) for w, fn in mask_fns.items()} if dense else {}
+    distance = attention.distances(meta, meta) if dense and cfg.alibi else None
 
     def attend(layer, q, k, v):
-        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-        if mask is not None:
-            return attention.dense_attention(q, k, v, mask)
-        return attention.blockwise_attention(q, k, v, meta, meta, mask_fn)
+        k, v, window = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), windows[layer]
+        if dense:
+            return attention.dense_attention(q, k, v, masks[window], finish, distance)
+        mask_fn = mask_fns[window]
+        return attention.blockwise_attention(q, k, v, meta, meta, mask_fn, finish=finish)
 
     model = nnx.merge(_graph(cfg, is_fused(params)), params)
     return model(tokens, positions, attend, remat)
@@ -146,7 +179,7 @@ def forward(
         causal chain of the new tokens.
       base: int32, the number of committed tokens; ``start`` by default. Below ``start`` where
         a tree grows level by level: T then counts the levels already written, too.
-      tree_positions: positions of those T tokens, read only under a sliding window.
+      tree_positions: positions of those T tokens, read only under a sliding window or ALiBi.
     Returns:
       Final-normed hidden states and the cache with the N entries written.
     """
@@ -154,15 +187,22 @@ def forward(
     if visible is None:
         visible = jnp.broadcast_to(jnp.tri(n, dtype=bool), (b, n, n))
     base = start if base is None else base
-    mask = attention.cache_mask(
-        positions, base, visible, cache.slots, cfg.sliding_window, tree_positions
-    )
+    windows, finish, slots = cfg.windows, _scores(cfg), cache.slots
+    masks = {
+        window: attention.cache_mask(positions, base, visible, slots, window, tree_positions)
+        for window in set(windows)
+    }
+    distance = None
+    if cfg.alibi:
+        count = visible.shape[-1]
+        distance = attention.cache_distances(positions, base, count, slots, tree_positions)
     keys, values = list(cache.k), list(cache.v)
 
     def attend(layer, q, k, v):
         keys[layer] = write_rows(keys[layer], k.transpose(0, 2, 1, 3), start)
         values[layer] = write_rows(values[layer], v.transpose(0, 2, 1, 3), start)
-        return attention.dense_attention(q, keys[layer], values[layer], mask)
+        mask = masks[windows[layer]]
+        return attention.dense_attention(q, keys[layer], values[layer], mask, finish, distance)
 
     model = nnx.merge(_graph(cfg, is_fused(params)), params)
     hidden = model(tokens, positions, attend)

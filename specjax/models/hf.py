@@ -7,9 +7,11 @@ checkpoint contains is executed.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -20,35 +22,51 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from specjax.errors import ModelError
-from specjax.models.config import ModelConfig, from_hf, to_hf
+from specjax.models.config import ModelConfig
+from specjax.models.families import FAMILIES, from_hf, to_hf
 from specjax.models.functional import param_shapes
+from specjax.models.names import Stored
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 STORED_DTYPES = ("F32", "BF16", "F16")  # safetensors' names of the same
 
-_TOP = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight"}
-_MODULES = {
-    "norm": "model.norm",
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.out": "self_attn.o_proj",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
+
+Place = tuple[Stored, tuple[int, ...]]  # of a parameter in the checkpoint; its shape here
+Read = Callable[[str, tuple[int, ...]], np.ndarray]
 
 
-def hf_name(path: tuple[str, ...]) -> str:
-    """The checkpoint's name of the parameter at ``path`` of our nested dict."""
-    if len(path) == 1:
-        return _TOP[path[0]]
-    if path[0] != "layers":
-        return f"{_MODULES[path[0]]}.{path[-1]}"
-    return f"model.layers.{path[1]}.{_MODULES['.'.join(path[2:-1])]}.{path[-1]}"
+@functools.cache
+def _places(cfg: ModelConfig) -> tuple[tuple[Place, ...], jax.tree_util.PyTreeDef]:
+    """Where a checkpoint keeps each parameter, in the order of the tree, and the tree."""
+    names = FAMILIES[cfg.family].names
+    leaves, tree = tree_flatten_with_path(param_shapes(cfg))
+    paths = [(tuple(k.key for k in path), leaf.shape) for path, leaf in leaves]
+    return tuple((names.stored(path, cfg.num_heads), shape) for path, shape in paths), tree
+
+
+def from_tensors(cfg: ModelConfig, read: Read, dtype: jnp.dtype) -> dict:
+    """The params, from a function of a checkpoint tensor's name and the shape it must have."""
+    places, tree = _places(cfg)
+    leaves = [
+        jnp.asarray(place.take(read(place.name, place.shape(shape))), dtype)
+        for place, shape in places
+    ]
+    return jax.tree.unflatten(tree, leaves)
+
+
+def to_tensors(cfg: ModelConfig, params: dict) -> dict[str, np.ndarray]:
+    """The checkpoint's tensors of plain (not fused) params."""
+    tensors: dict[str, np.ndarray] = {}
+    for (place, shape), leaf in zip(_places(cfg)[0], jax.tree.leaves(params), strict=True):
+        value = np.asarray(leaf)
+        if place == Stored(place.name):
+            tensors[place.name] = value  # as it is: no second copy of the model
+            continue
+        if place.name not in tensors:
+            tensors[place.name] = np.empty(place.shape(shape), value.dtype)
+        place.put(tensors[place.name], value)
+    return tensors
 
 
 def load_pretrained(
@@ -64,16 +82,15 @@ def load_pretrained(
     """
     directory = Path(directory)
     cfg = from_hf(read_config(directory))
-    shapes, tree = tree_flatten_with_path(param_shapes(cfg))
-    wanted = {hf_name(tuple(k.key for k in path)): leaf.shape for path, leaf in shapes}
     files = _tensor_files(directory)
-    _check_names(directory, cfg, set(wanted), set(files))
     handles = {file: _open(file) for file in sorted(set(files.values()))}
-    leaves = [
-        _read(handles[files[name]], files[name], name, shape, dtype)
-        for name, shape in wanted.items()
-    ]
-    return cfg, jax.tree.unflatten(tree, leaves)
+    present = _check_names(directory, cfg, sorted(files))
+
+    def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        file = files[present[name]]
+        return _read(handles[file], file, present[name], shape)
+
+    return cfg, from_tensors(cfg, read, dtype)
 
 
 def save_pretrained(
@@ -90,11 +107,7 @@ def save_pretrained(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    leaves = tree_flatten_with_path(params)[0]
-    tensors = {
-        hf_name(tuple(k.key for k in path)): np.asarray(leaf.astype(DTYPES[dtype]))
-        for path, leaf in leaves
-    }
+    tensors = to_tensors(cfg, jax.tree.map(lambda x: x.astype(DTYPES[dtype]), params))
     scratch = directory / f".{WEIGHTS}.{os.getpid()}"
     try:
         save_file(tensors, scratch, metadata={"format": "pt"})
@@ -183,24 +196,29 @@ def _open(path: Path):
         raise ModelError(f"{path}: not a readable safetensors file ({error})") from None
 
 
-def _check_names(directory: Path, cfg: ModelConfig, wanted: set[str], found: set[str]) -> None:
-    missing = sorted(wanted - found)
+def _check_names(directory: Path, cfg: ModelConfig, found: list[str]) -> dict[str, str]:
+    """What the files call each tensor that the model wants."""
+    names = FAMILIES[cfg.family].names
+    wanted = {place.name for place, _ in _places(cfg)[0]}
+    if cfg.tie_embeddings:
+        found = [n for n in found if names.full(n) != names.head]  # a saved copy of the embedding
+    present = {names.full(name): name for name in found}
+    missing = sorted(wanted - set(present))
     if missing:
         raise ModelError(f"{directory}: tensor {missing[0]} is missing{_more(missing)}")
-    extra = {name for name in found - wanted if not name.endswith("rotary_emb.inv_freq")}
-    if cfg.tie_embeddings:
-        extra.discard("lm_head.weight")  # a saved copy of the embedding
+    used = {present[name] for name in wanted}
+    extra = [name for name in found if name not in used and not name.endswith(names.ignored)]
     if extra:
-        names = sorted(extra)
-        raise ModelError(f"{directory}: tensor {names[0]} belongs to no part of the model that "
-                         f"config.json describes{_more(names)}")  # fmt: skip
+        raise ModelError(f"{directory}: tensor {extra[0]} belongs to no part of the model that "
+                         f"config.json describes{_more(extra)}")  # fmt: skip
+    return present
 
 
 def _more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _read(handle, path: Path, name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+def _read(handle, path: Path, name: str, shape: tuple[int, ...]) -> np.ndarray:
     stored = handle.get_slice(name)
     found = tuple(stored.get_shape())
     if found != shape:
@@ -210,4 +228,4 @@ def _read(handle, path: Path, name: str, shape: tuple[int, ...], dtype: jnp.dtyp
     if stored.get_dtype() not in STORED_DTYPES:
         raise ModelError(f"{path}: tensor {name} is stored as {stored.get_dtype()}; supported: "
                          f"{', '.join(STORED_DTYPES)}")  # fmt: skip
-    return jnp.asarray(handle.get_tensor(name), dtype)
+    return handle.get_tensor(name)

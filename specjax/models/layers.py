@@ -1,10 +1,11 @@
-"""The blocks every family shares: linear layers, RMSNorm, rotary embedding.
+"""The layers every family shares: linear layers, norms, activations, rotary embedding.
 
 Axis legend: B rows, N tokens, R = B·N, D hidden size, H heads, E head size.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -62,6 +63,44 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return self.weight[...] * (wide * scale).astype(x.dtype)
+
+
+class UnitOffsetRMSNorm(nnx.Module):
+    """RMS norm scaled by ``1 + weight``, all of it in float32 (Gemma)."""
+
+    def __init__(self, size: int, eps: float):
+        self.weight = nnx.Param(jnp.zeros((size,)))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * scale * (1 + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Mean and variance norm in float32, with scale and bias."""
+
+    def __init__(self, size: int, eps: float):
+        self.weight = nnx.Param(jnp.ones((size,)))
+        self.bias = nnx.Param(jnp.zeros((size,)))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        wide = x.astype(jnp.float32)
+        wide = wide - wide.mean(-1, keepdims=True)
+        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        weight, bias = self.weight[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
+        return (wide * scale * weight + bias).astype(x.dtype)
+
+
+NORMS = {"rms": RMSNorm, "rms+1": UnitOffsetRMSNorm, "layer": LayerNorm}
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
@@ -132,9 +171,15 @@ def rope_table(
 
 
 def rotate(
-    x: Float[Array, "B N H E"], cos: Float[Array, "B N E"], sin: Float[Array, "B N E"]
+    x: Float[Array, "B N H E"], cos: Float[Array, "B N R"], sin: Float[Array, "B N R"]
 ) -> Float[Array, "B N H E"]:
-    """Rotates the two halves of each head (the pairing of Hugging Face checkpoints)."""
+    """Rotates the two halves of each head (the pairing of Hugging Face checkpoints).
+
+    A table narrower than the head leaves the head's last entries as they are.
+    """
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :width], cos, sin), x[..., width:]], axis=-1)
     half = x.shape[-1] // 2
     turned = jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
     cos, sin = cos[:, :, None].astype(x.dtype), sin[:, :, None].astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Writes the golden logits with transformers; needs torch: python tests/golden/make.py"""
+"""Writes the golden logits with transformers; needs torch: python tests/golden/make.py [NAME...]"""
 
 import sys
 from pathlib import Path
@@ -49,12 +49,24 @@ def tree_logits(made) -> np.ndarray:
     return last.reshape(len(variants.TREES), -1, last.shape[-1])
 
 
+def greedy(made) -> np.ndarray:
+    """int32 ``[rows, GREEDY_TOKENS]``: the likeliest tokens after each row's first ones.
+
+    Whole sequences at every step: nothing of a cache is in the expectation.
+    """
+    rows = variants.tokens()[:, : variants.GREEDY_PROMPT]
+    for _ in range(variants.GREEDY_TOKENS):
+        rows = np.concatenate([rows, logits(made, rows)[:, -1:].argmax(-1)], axis=1)
+    return rows[:, variants.GREEDY_PROMPT :].astype(np.int32)
+
+
 def arrays(name: str) -> dict[str, np.ndarray]:
-    """Expected logits: of whole rows, and after every path of the trees."""
+    """Expected logits: of whole rows, and after every path of the trees; greedy tokens."""
     made = model(name)
-    return {"logits": logits(made, variants.tokens()), "tree": tree_logits(made)}
+    out = {"logits": logits(made, variants.tokens()), "tree": tree_logits(made)}
+    return out | {"greedy": greedy(made)} if name in variants.FAMILIES else out
 
 
 if __name__ == "__main__":
-    for name in variants.VARIANTS:
+    for name in sys.argv[1:] or (*variants.VARIANTS, *variants.FAMILIES):
         np.savez_compressed(HERE / f"{name}.npz", **arrays(name))

@@ -1,0 +1,188 @@
+"""What families are made of: attention, MLP, the stack around the blocks, the fused layout.
+
+Which switches are on is the config's; how attention, MLP and norms follow each other is the
+family's. Where keys and values live is not known here: ``attend(layer, q, k, v)`` is passed
+in, so training, prefill, decoding and token trees run the same module.
+
+Axis legend: B rows, N tokens, D hidden size, H query heads, K key heads, E head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from specjax.models.config import ModelConfig
+from specjax.models.layers import ACTIVATIONS, NORMS, Linear, rope_table, rotate
+
+# attend(layer, q[B,N,H,E], k[B,N,K,E], v[B,N,K,E]) -> [B,N,H,E]
+Attend = Callable[[int, Array, Array, Array], Array]
+Table = tuple[Array, Array] | None  # cos and sin, where positions turn q and k
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention; q and k are normed and rotated where the config says so."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
+        self.cfg, self.fused = cfg, fused
+        q, kv = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+        bias = cfg.attention_bias or cfg.qkv_bias
+        if fused:
+            self.qkv = Linear(cfg.hidden_size, q + 2 * kv, bias, rngs)
+        else:
+            self.q = Linear(cfg.hidden_size, q, bias, rngs)
+            self.k = Linear(cfg.hidden_size, kv, bias, rngs)
+            self.v = Linear(cfg.hidden_size, kv, bias, rngs)
+        self.out = Linear(q, cfg.hidden_size, cfg.attention_bias, rngs, _residual_std(cfg))
+        if cfg.qk_norm:
+            self.q_norm = NORMS[cfg.norm](cfg.head_dim, cfg.norm_eps)
+            self.k_norm = NORMS[cfg.norm](cfg.head_dim, cfg.norm_eps)
+
+    def __call__(self, x, table: Table, attend: Callable[[Array, Array, Array], Array]):
+        h, k = self.cfg.num_heads, self.cfg.num_kv_heads
+        b, n, _ = x.shape
+        if self.fused:
+            qkv = self.qkv(x)
+        else:
+            qkv = jnp.concatenate([self.q(x), self.k(x), self.v(x)], axis=-1)
+        qkv = qkv.reshape(b, n, h + 2 * k, self.cfg.head_dim)
+        qk = qkv[:, :, : h + k]
+        if self.cfg.qk_norm:
+            qk = jnp.concatenate([self.q_norm(qk[:, :, :h]), self.k_norm(qk[:, :, h:])], axis=2)
+        if table is not None:
+            qk = rotate(qk, *table)
+        out = attend(qk[:, :, :h], qk[:, :, h:], qkv[:, :, h + k :])
+        return self.out(out.reshape(b, n, -1))
+
+
+class MLP(nnx.Module):
+    """``down(act(gate x) · up x)``, or ``down(act(up x))`` without a gate."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
+        self.cfg, self.fused = cfg, fused
+        d, f = cfg.hidden_size, cfg.intermediate_size
+        if not cfg.gated_mlp:
+            self.up = Linear(d, f, cfg.mlp_bias, rngs)
+        elif fused:
+            self.gate_up = Linear(d, 2 * f, cfg.mlp_bias, rngs)
+        else:
+            self.gate = Linear(d, f, cfg.mlp_bias, rngs)
+            self.up = Linear(d, f, cfg.mlp_bias, rngs)
+        self.down = Linear(f, d, cfg.mlp_bias, rngs, _residual_std(cfg))
+
+    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+        act = ACTIVATIONS[self.cfg.activation]
+        if not self.cfg.gated_mlp:
+            return self.down(act(self.up(x)))
+        if self.fused:
+            gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        else:
+            gate, up = self.gate(x), self.up(x)
+        return self.down(act(gate) * up)
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and MLP, each added to the residual stream."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
+        self.attention_norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps)
+        self.attention = Attention(cfg, rngs, fused)
+        self.mlp_norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps)
+        self.mlp = MLP(cfg, rngs, fused)
+
+    def __call__(self, x, table: Table, attend):
+        x = x + self.attention(self.attention_norm(x), table, attend)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nnx.Module):
+    """Token ids and positions to final-normed hidden states ``[B, N, D]``.
+
+    A family sets ``block`` and replaces what it does otherwise. ``fused`` joins q, k, v and
+    gate, up into one product each: an inference-time layout (:func:`fuse`), never seen by
+    training or saving.
+    """
+
+    block: type[nnx.Module] = Block
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool = False):
+        self.cfg = cfg
+        width = cfg.embed_size or cfg.hidden_size
+        self.embed = make_table(cfg.vocab_size, width, rngs)
+        blocks = {str(i): self.block(cfg, rngs, fused) for i in range(cfg.num_layers)}
+        self.layers = nnx.Dict(blocks)
+        if cfg.final_norm:
+            self.norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps)
+        if not cfg.tie_embeddings:
+            self.head = make_table(cfg.vocab_size, width, rngs)
+
+    def inputs(self, tokens: Int[Array, "B N"], positions: Int[Array, "B N"]):
+        """The first block's input ``[B, N, D]``."""
+        return look_up(self.embed, tokens)
+
+    def tables(self, positions: Int[Array, "B N"]) -> list[Table]:
+        """Each layer's rotary table."""
+        cfg = self.cfg
+        if cfg.rope is None:
+            return [None] * cfg.num_layers
+        return [rope_table(cfg.rope, cfg.rotary_dim or cfg.head_dim, positions)] * cfg.num_layers
+
+    def outputs(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+        """What the head reads."""
+        return self.norm(x) if self.cfg.final_norm else x
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B N"],
+        positions: Int[Array, "B N"],
+        attend: Attend,
+        remat: bool = False,
+    ) -> Float[Array, "B N D"]:
+        x, tables = self.inputs(tokens, positions), self.tables(positions)
+        for i in range(self.cfg.num_layers):
+            run = _call(tables[i], functools.partial(attend, i))
+            x = (nnx.remat(run) if remat else run)(self.layers[str(i)], x)
+        return self.outputs(x)
+
+
+def _call(table: Table, attend: Callable) -> Callable:
+    """Runs a block; what is closed over here is no argument that remat would trace."""
+    return lambda block, x: block(x, table, attend)
+
+
+def make_table(rows: int, width: int, rngs: nnx.Rngs) -> nnx.Param:
+    """A table of random vectors ``[rows, width]``."""
+    return nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (rows, width), jnp.float32))
+
+
+def look_up(table: nnx.Param, ids: Int[Array, "B N"]) -> Float[Array, "B N D"]:
+    """Rows of a table; padding ids (out of range by convention) read one, instead of NaN fill."""
+    return jnp.take(table[...], ids, axis=0, mode="clip")
+
+
+def _residual_std(cfg: ModelConfig) -> float:
+    """Initial scale of what is added to the residual stream, shrunk with depth (GPT-2)."""
+    return 0.02 / (2 * cfg.num_layers) ** 0.5
+
+
+def fuse(params: dict) -> dict:
+    """The params of ``Decoder(..., fused=True)``: q, k, v and gate, up joined row-wise."""
+    return params | {"layers": {i: fuse_layer(block) for i, block in params["layers"].items()}}
+
+
+def fuse_layer(block: dict) -> dict:
+    """One layer of :func:`fuse`, for loading, which drops each plain layer as it goes."""
+
+    def join(module: dict, names: tuple[str, ...], joined: str) -> dict:
+        parts = [module[name] for name in names]
+        kept = {name: part for name, part in module.items() if name not in names}
+        return kept | {joined: {n: jnp.concatenate([p[n] for p in parts]) for n in parts[0]}}
+
+    attention, mlp = join(block["attention"], ("q", "k", "v"), "qkv"), block["mlp"]
+    if "gate" in mlp:
+        mlp = join(mlp, ("gate", "up"), "gate_up")
+    return block | {"attention": attention, "mlp": mlp}

@@ -1,0 +1,46 @@
+"""The table of model families, by Hugging Face's ``model_type``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from specjax.errors import ModelError
+from specjax.models import llama, qwen
+from specjax.models.blocks import Decoder
+from specjax.models.config import ModelConfig
+from specjax.models.names import Names
+
+
+class Family(NamedTuple):
+    """One family: its module, its tensor names, its config translation both ways."""
+
+    module: type[Decoder]
+    names: Names
+    from_hf: Callable[[dict[str, Any]], ModelConfig]
+    to_hf: Callable[[ModelConfig, str], dict[str, Any]]
+
+
+_LLAMA = Family(llama.Llama, llama.NAMES, llama.from_hf, llama.to_hf)
+_QWEN = Family(qwen.Qwen, qwen.NAMES, qwen.from_hf, qwen.to_hf)
+FAMILIES = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _QWEN, "qwen3": _QWEN}
+
+
+def from_hf(config: dict[str, Any]) -> ModelConfig:
+    """The :class:`ModelConfig` of a Hugging Face ``config.json``.
+
+    Raises:
+      ModelError: the model type, activation, rope kind or another switch is not
+        supported; the message names it.
+    """
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ModelError(
+            f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[family].from_hf(config)
+
+
+def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The ``config.json`` that transformers reads back as the same model."""
+    return FAMILIES[cfg.family].to_hf(cfg, dtype)

@@ -1,0 +1,220 @@
+"""What the families' ``config.json`` files have in common, read strictly.
+
+A value of the wrong kind and a feature that the modules cannot express are errors by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from specjax.errors import ModelError
+from specjax.models.config import ROPE_KINDS, ModelConfig, RopeConfig, as_ids
+
+Config = Mapping[str, Any]
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+_REFUSED = {
+    "quantization_config": "load the unquantised checkpoint",
+    "num_local_experts": "mixture-of-experts checkpoint",
+    "add_cross_attention": "the model is no decoder-only model",
+}
+
+
+def common(config: Config, tied: bool = False) -> dict[str, Any]:
+    """The fields of :class:`ModelConfig` that every family stores alike.
+
+    ``tied``: whether the head is the embedding where the config does not say.
+    """
+    for name, why in _REFUSED.items():
+        if config.get(name) not in (None, False, 0):
+            raise ModelError(f"{name} is not supported: {why}")
+    return {
+        "family": config["model_type"],
+        "vocab_size": size(config, "vocab_size"),
+        "hidden_size": size(config, "hidden_size"),
+        "num_layers": size(config, "num_hidden_layers"),
+        "num_heads": size(config, "num_attention_heads"),
+        "tie_embeddings": flag(config, "tie_word_embeddings", tied),
+        "bos_id": config.get("bos_token_id"),
+        "eos_ids": as_ids(config.get("eos_token_id")),
+        "pad_id": config.get("pad_token_id"),
+        "adaptive_ids": as_ids(config.get("adaptive_ids")),
+    }
+
+
+def common_to_hf(cfg: ModelConfig, architecture: str, dtype: str) -> dict[str, Any]:
+    """The inverse of :func:`common`."""
+    adaptive = {"adaptive_ids": list(cfg.adaptive_ids)} if cfg.adaptive_ids else {}
+    return adaptive | {
+        "architectures": [architecture],
+        "model_type": cfg.family,
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.hidden_size,
+        "num_hidden_layers": cfg.num_layers,
+        "num_attention_heads": cfg.num_heads,
+        "tie_word_embeddings": cfg.tie_embeddings,
+        "bos_token_id": cfg.bos_id,
+        "eos_token_id": list(cfg.eos_ids) if len(cfg.eos_ids) != 1 else cfg.eos_ids[0],
+        "pad_token_id": cfg.pad_id,
+        "torch_dtype": dtype,
+    }
+
+
+def renamed(config: Config, aliases: Mapping[str, str]) -> dict[str, Any]:
+    """``config`` with a family's own names of common fields replaced by the common ones."""
+    return {aliases.get(name, name): value for name, value in config.items()}
+
+
+def flag(config: Config, name: str, default: bool) -> bool:
+    """A switch; null counts as absent."""
+    value = config.get(name)
+    return default if value is None else bool(value)
+
+
+def refuse(config: Config, unsupported: Mapping[str, Any]) -> None:
+    """Refuses each name whose value differs from the only supported one, given here."""
+    for name, only in unsupported.items():
+        if config.get(name, only) != only:
+            raise ModelError(f"config.json: {name}={config[name]!r} is not supported")
+
+
+def size(config: Config, name: str, default: int | None = None) -> int:
+    """A positive integer; without a default it must be there."""
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if name not in config:
+        raise ModelError(f"config.json lacks {name!r}, which every {config['model_type']} has")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"config.json: {name} must be a positive integer, got {value!r}")
+    return value
+
+
+def head_dim(config: Config) -> int:
+    """The width of a head: given, or the hidden size's share."""
+    if config.get("head_dim") is not None:
+        return size(config, "head_dim")
+    hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+    if hidden % heads:
+        raise ModelError(f"num_attention_heads={heads} must divide hidden_size={hidden}")
+    return hidden // heads
+
+
+def positive(name: str, value: Any) -> float:
+    """A positive finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ModelError(f"config.json: {name} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def activation(config: Config, name: str, default: str, supported: tuple[str, ...]) -> str:
+    """The activation's name here; ``supported`` are the ones the family's modules know."""
+    found = config.get(name) or default
+    ours = _ACTIVATIONS.get(found)
+    if ours not in supported:
+        raise ModelError(f"{name} {found!r} is not supported; supported: {', '.join(supported)}")
+    return ours
+
+
+def activation_to_hf(ours: str) -> str:
+    """Hugging Face's name of an activation."""
+    return "gelu_pytorch_tanh" if ours == "gelu_tanh" else ours
+
+
+def sliding_layers(
+    config: Config, layers: int, default: tuple[bool, ...]
+) -> tuple[bool, ...] | None:
+    """Which layers slide, by ``layer_types``; None where all do."""
+    types = config.get("layer_types")
+    if types is None:
+        found = default
+    else:
+        odd = sorted({str(t) for t in types} - {"sliding_attention", "full_attention"})
+        if odd:
+            raise ModelError(f"layer type {odd[0]!r} is not supported")
+        found = tuple(t == "sliding_attention" for t in types)
+    if len(found) != layers:
+        raise ModelError(f"config.json: layer_types has {len(found)} entries for {layers} layers")
+    return None if all(found) else found
+
+
+def layer_types(cfg: ModelConfig) -> list[str]:
+    """``layer_types`` of a model with sliding layers."""
+    return ["full_attention" if w is None else "sliding_attention" for w in cfg.windows]
+
+
+_ROPE_FIELDS = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_position",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "truncate": "truncate",
+}
+
+
+def rope_from_hf(config: Config, theta: float = 10000.0) -> RopeConfig:
+    """Reads both spellings: ``rope_theta`` + ``rope_scaling``, and ``rope_parameters``.
+
+    ``theta`` is the base where the config does not give it.
+    """
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ModelError(f"config.json: rope_scaling must be an object, got {scaling!r}")
+    scaling = dict(scaling)
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    scaling.pop("type", None)
+    theta = scaling.pop("rope_theta", None) or config.get("rope_theta", theta)
+    theta = positive("rope_theta", theta)
+    if kind not in ROPE_KINDS:
+        raise ModelError(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(f"partial_rotary_factor is not supported for {config['model_type']}")
+    unknown = sorted(set(scaling) - set(_ROPE_FIELDS))
+    if unknown:
+        raise ModelError(f"rope setting {unknown[0]!r} is not supported for rope_type {kind!r}")
+    fields = {_ROPE_FIELDS[name]: value for name, value in scaling.items() if value is not None}
+    for name, value in scaling.items():
+        if value is not None and not isinstance(value, (int, float)):
+            raise ModelError(f"config.json: {name} must be a number, got {value!r}")
+    if kind in ("llama3", "yarn"):
+        fields.setdefault("original_max_position", config.get("max_position_embeddings", 2048))
+    if kind != "default" and "factor" not in fields:
+        raise ModelError(f"rope_type {kind!r} lacks its 'factor'")
+    return RopeConfig(theta=theta, kind=kind, **fields)
+
+
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
+    """``rope_scaling`` of a config.json; the base stands beside it."""
+    if rope.kind == "default":
+        return None
+    names = {
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position"),
+        "yarn": (
+            "factor",
+            "original_max_position",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+    }.get(rope.kind, ("factor",))
+    hf_names = {ours: theirs for theirs, ours in _ROPE_FIELDS.items()}
+    values = {hf_names[name]: getattr(rope, name) for name in names}
+    return {"rope_type": rope.kind} | {k: v for k, v in values.items() if v is not None}
