@@ -1,6 +1,12 @@
 """train.sdsat: adaptive insertion, isolated windows, losses, FIM, the program."""
 
 import itertools
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +14,17 @@ import numpy as np
 import optax
 import pytest
 
-from specjax.models import ModelConfig, head_matrix, hidden_states, init_params
+from specjax.errors import SpecjaxError
+from specjax.models import (
+    ModelConfig,
+    head_matrix,
+    hidden_states,
+    init_params,
+    load_pretrained,
+    logits_of,
+    save_pretrained,
+)
+from train import sdsat, tuning
 from train.adaptive import (
     Insertion,
     append_windows,
@@ -18,10 +34,18 @@ from train.adaptive import (
     mixed_row,
     probe_row,
 )
-from train.data import IGNORE, pack_row
+from train.config import SDSATConfig, from_toml
+from train.corpus import Document, is_held_out
+from train.data import IGNORE, Plain, pack_row, prepare
 from train.errors import InputError
+from train.fim import CodeLayout, Sentinels, find_sentinels
 from train.loop import make_step
+from train.program import run_program
 from train.sdsat_losses import Objective, probe_loss, sdsat_loss, weigh
+from train.tokenizer import EOS_ID, train_tokenizer
+
+ROOT = Path(__file__).parents[1]
+TINY = str(ROOT / "configs" / "sdsat_tiny.toml")
 
 EOS, ID = 0, 90
 
@@ -346,3 +370,280 @@ def test_probes_of_a_model_that_always_agrees_are_all_accepted(params):
     _, _, extras = probe(params, None, batch)
     sums = np.asarray(extras["acceptance"][0])
     assert (sums[:-1] >= sums[1:]).all() and sums[0] < windows[0]
+
+
+# --- fill in the middle ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    paths = sorted((ROOT / "specjax").glob("*.py"))
+    documents = [Document(path.name, path.read_text()) for path in paths]
+    return train_tokenizer(documents, 400, tmp_path_factory.mktemp("tok") / "tokenizer.json")
+
+
+def test_rearranged_documents_put_their_parts_in_codellamas_order(tokenizer):
+    marks = find_sentinels(tokenizer)
+    assert marks == Sentinels(1, 2, 3, 4)
+    layout = CodeLayout(EOS_ID, None, marks, fim_rate=0.5, seed=1)
+    kinds = {"plain": 0, "psm": 0, "spm": 0}
+    for i in range(400):
+        document = Document(f"d/{i}.py", f"def f{i}(x):\n    return {i}\n")
+        pieces = layout.pieces(document)
+        if pieces == [document.text, EOS_ID]:
+            kinds["plain"] += 1
+        elif pieces[1] == marks.suffix:
+            _, _, suffix, middle, both, end = pieces
+            assert (middle, end, both + suffix) == (marks.middle, marks.end, document.text)
+            kinds["spm"] += 1
+        else:
+            first, prefix, second, suffix, third, middle, end = pieces
+            assert (first, second, third, end) == (1, 2, 3, 4)
+            assert prefix + middle + suffix == document.text
+            kinds["psm"] += 1
+        if is_held_out(document.name):
+            assert pieces == [document.text, EOS_ID]
+    assert 180 < kinds["plain"] < 250 and kinds["psm"] > 70 and kinds["spm"] > 70
+
+
+def test_rearranged_documents_are_tokenised_once_and_cached_apart(tokenizer, tmp_path):
+    documents = [Document(f"d/{i}.py", f"x{i} = {i}\n" * 9) for i in range(40)]
+    plain = prepare(documents, tokenizer, tmp_path)
+    assert (prepare(documents, tokenizer, tmp_path, Plain()).train == plain.train).all()
+    layout = CodeLayout(EOS_ID, None, find_sentinels(tokenizer), 1.0)
+    fim = prepare(documents, tokenizer, tmp_path, layout)
+    assert (fim.valid == plain.valid).all() and (fim.train == 3).sum() == len(fim.train_offsets) - 1
+    ends = fim.train[fim.train_offsets[1:] - 1]
+    assert (ends == 4).all() and not (fim.train == EOS_ID).any()
+    assert (prepare(documents, tokenizer, tmp_path, layout).train == fim.train).all()
+
+
+def test_a_tokenizer_that_adds_a_space_does_so_at_the_start_only(tmp_path):
+    """As CodeLlama's: a suffix is encoded as the middle of a text."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    pieces = ["<s>", "\n", "▁", *"abc"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    spaced = Tokenizer(models.BPE(vocab, []))
+    spaced.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    spaced.decoder = decoders.Replace("▁", " ")
+    layout = CodeLayout(0, 0, Sentinels(10, 11, 12, 13), 1.0)
+    documents = [Document(f"d/{i}.py", "abcabcabc") for i in range(30)]
+    data = prepare(documents, spaced, None, layout)
+    spaces = 0
+    for begin, end in itertools.pairwise(data.train_offsets):
+        spaces += (data.train[begin:end] == vocab["▁"]).sum()
+        assert data.train[begin] == 0, "BOS"
+    assert spaces <= len(data.train_offsets) - 1
+    assert not (data.train == vocab["\n"]).any()
+
+
+# --- the program -----------------------------------------------------------------------------
+
+
+def program(*argv):
+    return run_program("train.sdsat", sdsat.__doc__, SDSATConfig, sdsat.main,
+                       (InputError, SpecjaxError), [TINY, *map(str, argv)])  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def start(tokenizer, tmp_path_factory):
+    """A random model's Hugging Face directory, its head apart from its embedding."""
+    cfg = ModelConfig.llama(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=16, num_layers=1, num_heads=2,
+        intermediate_size=24, max_position=128, tie_embeddings=False, eos_ids=(EOS_ID,),
+    )  # fmt: skip
+    directory = tmp_path_factory.mktemp("start")
+    save_pretrained(directory, cfg, init_params(cfg, jax.random.key(1)), tokenizer.to_str())
+    return directory
+
+
+@pytest.fixture
+def quick(start, monkeypatch):
+    """Arguments of a run in a directory; more are appended as section.key=value."""
+    monkeypatch.chdir(ROOT)
+
+    def arguments(directory, *settings):
+        settings = (f"run.dir={directory}", f"model.init_from={start}", *settings)
+        return [word for setting in settings for word in ("--set", setting)]
+
+    return arguments
+
+
+def lines(directory):
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+
+
+def test_runs_log_their_parts_and_end_in_a_directory_that_knows_its_ids(quick, tmp_path, start):
+    assert program(*quick(tmp_path / "run")) == 0
+    trained = [row for row in lines(tmp_path / "run") if "loss" in row]
+    assert len(trained) == 20 and len(trained[0]["adaptive_accuracy"]) == 3
+    for row in trained:
+        np.testing.assert_allclose(
+            row["loss"], (row["clean_loss"] + row["adaptive_loss"]) / 2, rtol=1e-4
+        )
+    assert trained[-1]["clean_loss"] < trained[0]["clean_loss"]
+    held_out = [row for row in lines(tmp_path / "run") if "valid_loss" in row]
+    assert [row["step"] for row in held_out] == [10, 20]
+    assert len(held_out[0]["valid_acceptance"]) == 3
+    cfg, params = load_pretrained(tmp_path / "run" / "export")
+    assert cfg.adaptive_ids == (400, 400, 400) and cfg.vocab_size == 401
+    assert params["embed"].shape == params["head"].shape == (401, 16)
+    card = json.loads((tmp_path / "run" / "export" / "card.json").read_text())
+    assert card["adaptive_ids"] == [400] and card["recipe"]["sdsat"]["window"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["isolated", "improved"])
+def test_killed_and_resumed_gives_the_same_numbers(quick, tmp_path, loss):
+    targets = "self" if loss == "isolated" else "data"
+    settings = (f"sdsat.loss={loss}", f"sdsat.adaptive_targets={targets}", "run.log_every=3")
+    whole, broken = quick(tmp_path / "whole", *settings), quick(tmp_path / "broken", *settings)
+    assert program(*whole) == 0
+    command = [sys.executable, "-m", "train.sdsat", TINY, *broken]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not (tmp_path / "broken/checkpoints/5").exists():
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert program(*broken, "--resume") == 0
+    assert lines(tmp_path / "broken") == lines(tmp_path / "whole")
+    files = [tmp_path / name / "export/model.safetensors" for name in ("whole", "broken")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["embeddings", "lora"])
+def test_parts_of_a_model_are_trained_and_merged(quick, tmp_path, start, part):
+    settings = (f"model.train={part}", "sdsat.distinct=true", "sdsat.loss=improved")
+    assert program(*quick(tmp_path / "run", *settings, "model.lora_rank=2")) == 0
+    cfg, found = load_pretrained(tmp_path / "run" / "export")
+    _, before = load_pretrained(start)
+    assert cfg.adaptive_ids == (400, 401, 402)
+    moved = jax.tree.map(lambda a, b: bool((a[: len(b)] != b).any()), found, before)
+    matrices = moved["layers"]["0"]["attention"]["q"]["weight"]
+    assert (matrices, moved["embed"]) == ((False, True) if part == "embeddings" else (True, False))
+    rows = np.asarray(found["embed"][400:])
+    assert (rows[0] != rows[1]).any() and not moved["norm"]["weight"]
+
+
+def test_lora_starts_at_the_model_and_merges_its_products(params):
+    tuned = tuning.lora((90, 91), 3, 6.0, seed=0)
+    trainable, frozen = tuned.split(params)
+    same = tuned.merge(trainable, frozen)
+    jax.tree.map(np.testing.assert_array_equal, same, params)
+    pair = trainable["layers"]["1"]["mlp"]["down"]["weight"]
+    pair["up"] = jnp.ones_like(pair["up"])
+    merged = tuned.merge(trainable, frozen)["layers"]["1"]["mlp"]["down"]["weight"]
+    plain = params["layers"]["1"]["mlp"]["down"]["weight"]
+    np.testing.assert_allclose(merged - plain, 2 * pair["up"] @ pair["down"], rtol=1e-3, atol=1e-5)
+
+
+def test_new_rows_and_unused_rows_start_at_the_mean():
+    params = {"embed": jnp.arange(12.0).reshape(4, 3), "head": jnp.ones((4, 3))}
+    grown = sdsat.grow(params, (3, 4), 1)
+    assert grown["embed"].shape == grown["head"].shape == (5, 3)
+    for row in (3, 4):
+        np.testing.assert_allclose(grown["embed"][row], [3, 4, 5])
+
+
+def test_ids_come_from_the_config_the_checkpoint_unused_vocabulary_or_new_rows(tokenizer):
+    def choose(vocab, had=(), **section):
+        cfg = from_toml(SDSATConfig, TINY).sdsat
+        cfg = type(cfg)(**{**vars(cfg), **section})
+        model = ModelConfig.llama(vocab_size=vocab, hidden_size=16, num_layers=1, num_heads=2,
+                                  intermediate_size=24, adaptive_ids=had, eos_ids=(0,))  # fmt: skip
+        return sdsat.choose_ids(cfg, model, tokenizer)
+
+    assert choose(400) == ((400,), 1)
+    assert choose(402) == ((400,), 0)
+    assert choose(402, distinct=True) == ((402, 403, 404), 3)
+    assert choose(408, distinct=True) == ((400, 401, 402), 0)
+    assert choose(408, had=(405, 405)) == ((405,), 0)
+    assert choose(408, ids=(407,)) == ((407,), 0)
+
+
+def test_bad_input_exits_2_with_one_line(quick, tmp_path, start, capsys):
+    held = next(f"{i}.txt" for i in range(1000) if is_held_out(f"{i}.txt"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / held).write_text("y = 3\n" * 90)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (plain / name).write_bytes((start / name).read_bytes())
+    text = (plain / "tokenizer.json").read_text()
+    (plain / "tokenizer.json").write_text(text.replace("fim_suffix", "other"))
+    cases = [
+        (("sdsat.distinct=true", "sdsat.probe_length=4"), "3 distinct ids"),
+        (("sdsat.distinct=true", "sdsat.ids=[1]"), "ask for 3 distinct"),
+        (("sdsat.ids=[300]",), "300 is "),
+        (("sdsat.ids=[0]",), "real text uses"),
+        (("sdsat.ids=[4000]",), "outside the vocabulary of 400"),
+        (("sdsat.ids=[3]", "sdsat.fim_rate=0.5"), "adaptive id 3 stands"),
+        (("data.seq_len=256",), "longer than the model's context (128)"),
+        ((f"model.init_from={plain}", "sdsat.fim_rate=0.5"), "no fill-in-the-middle sentinels"),
+        ((f'data.files=["{tmp_path}/empty"]',), "the corpus is empty"),
+        ((f'data.files=["{tmp_path}/{held}"]',), "is left for training"),
+        (("sdsat.windw=3",), "did you mean sdsat.window"),
+        (("sdsat.ids=[1.5]",), "list of integers"),
+        (("model.init_from=/no/model",), "/no/model"),
+        (("model.init_from=",), "name a Hugging Face directory"),
+        (("sdsat.loss=basic",), "needs a clean stream"),
+        (("sdsat.start_rate=0",), "only loss basic"),
+        (("model.train=lora", "optim.optimizer=muon"), "only adamw"),
+    ]
+    for number, (settings, says) in enumerate(cases):
+        assert program(*quick(tmp_path / f"run{number}", *settings)) == 2, settings
+        out = capsys.readouterr()
+        assert out.out == "" and "Traceback" not in out.err, settings
+        assert says in out.err.strip().splitlines()[-1], (settings, out.err)
+        assert not list((tmp_path / f"run{number}").glob("metrics*"))
+
+
+@pytest.mark.slow
+def test_damaged_checkpoints_and_other_settings_are_refused(quick, tmp_path, capsys):
+    directory = tmp_path / "run"
+    assert program(*quick(directory)) == 0
+    capsys.readouterr()
+    for settings, argv, says in (
+        ((), (), "go on with --resume"),
+        (("sdsat.window=4",), ("--resume",), "sdsat.window"),
+        (("sdsat.loss=improved",), ("--resume",), "sdsat.loss"),
+    ):
+        assert program(*quick(directory, *settings), *argv) == 2
+        assert says in capsys.readouterr().err
+    before = (directory / "metrics.jsonl").read_text()
+    for file in (directory / "checkpoints/20").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    assert program(*quick(directory), "--resume") == 2
+    assert "is damaged" in capsys.readouterr().err
+    assert (directory / "metrics.jsonl").read_text() == before
+
+
+def test_dry_run_counts_tokens_and_writes_nothing(quick, tmp_path, capsys):
+    assert program(*quick(tmp_path / "run", "data.seq_len=128"), "--dry-run", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["clean_tokens_per_step"] == 512 and 614 < plan["forward_tokens_per_step"] < 900
+    assert plan["new_rows"] == 1 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_transformers_loads_the_export_with_equal_logits(quick, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    assert program(*quick(tmp_path / "run", "optim.total_steps=3")) == 0
+    where = tmp_path / "run" / "export"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
+    cfg, params = load_pretrained(where)
+    assert theirs.config.adaptive_ids == [400, 400, 400]
+    tokens = np.array([[7, 30, 200, 400, 400]], np.int32)
+    places = np.arange(5)[None]
+    hidden = hidden_states(cfg, params, tokens, places, np.ones_like(tokens))
+    with torch.no_grad():
+        want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    np.testing.assert_allclose(logits_of(cfg, params, hidden), want, atol=1e-4)

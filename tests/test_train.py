@@ -17,7 +17,7 @@ import pytest
 from specjax.errors import SpecjaxError
 from specjax.models import load_pretrained
 from train import lm
-from train.config import LMConfig, Optim, from_toml
+from train.config import LMConfig, Optim, SDSATConfig, from_toml
 from train.data import IGNORE
 from train.errors import InputError
 from train.loop import make_step
@@ -78,8 +78,10 @@ def test_overrides_are_toml_values():
 
 def test_shipped_configs_are_valid():
     for path in sorted((ROOT / "configs").glob("*.toml")):
-        from_toml(LMConfig, path)
-        assert f"python -m train.lm configs/{path.name}" in path.read_text()
+        sdsat = path.name.startswith("sdsat_")
+        from_toml(SDSATConfig if sdsat else LMConfig, path)
+        name = "sdsat" if sdsat else "lm"
+        assert f"python -m train.{name} configs/{path.name}" in path.read_text()
 
 
 # --- losses, optimiser, schedule -------------------------------------------------------------

@@ -109,7 +109,51 @@ class LMConfig:
     run: Run = Run()
 
 
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """The checkpoint to tune, and what of it is trained."""
+
+    init_from: str = ""  # a Hugging Face directory, or an embedded model's name
+    tokenizer: str = ""  # a tokenizer.json; by default the checkpoint's own
+    train: str = "full"  # full | embeddings | lora
+    lora_rank: int = 16
+    lora_alpha: float = 32.0
+    compute_dtype: str = "float32"  # of the forward pass; master weights are float32
+    remat: bool = False  # recompute each block in the backward pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptive:
+    """SDSAT: which ids are adaptive, where they are put, and what they learn."""
+
+    window: int = 5  # L
+    ids: tuple[int, ...] = ()  # empty: unused vocabulary, else new rows
+    distinct: bool = False  # one id per place of the window, instead of one for all
+    start_rate: float = 0.1  # 0 with loss basic: plain continued training, for comparison
+    loss: str = "isolated"  # basic | improved | isolated
+    adaptive_targets: str = "self"  # data | self | mix
+    mix: float = 0.5  # share of self targets in mix
+    weight: float = 1.0  # w
+    probe_length: int = 0  # adaptive tokens of a held-out window; 0: as window
+    fim_rate: float = 0.5  # documents rearranged for infilling; needs the sentinels
+
+
+@dataclasses.dataclass(frozen=True)
+class SDSATConfig:
+    """``python -m train.sdsat``: one section per concern."""
+
+    model: Tuned = Tuned()
+    data: Data = Data()
+    sdsat: Adaptive = Adaptive()
+    optim: Optim = Optim()
+    run: Run = Run(dir="runs/sdsat")
+
+
 _CHOICES = {
+    "model.train": ("full", "embeddings", "lora"),
+    "model.compute_dtype": ("float32", "bfloat16"),
+    "sdsat.loss": ("basic", "improved", "isolated"),
+    "sdsat.adaptive_targets": ("data", "self", "mix"),
     "optim.optimizer": ("adamw", "muon"),
     "optim.schedule": ("wsd", "cosine"),
     "run.export_dtype": ("float32", "bfloat16", "float16"),
@@ -119,14 +163,16 @@ _POSITIVE = {
     "model.max_position", "data.seq_len", "optim.total_steps", "optim.batch_size",
     "optim.accumulate", "optim.learning_rate", "optim.muon_learning_rate", "run.log_every",
     "run.eval_every", "run.checkpoint_every", "run.keep", "optim.clip_norm",
-    "distill.temperature",
+    "distill.temperature", "model.lora_rank", "model.lora_alpha", "sdsat.window",
 }  # fmt: skip
 _NOT_NEGATIVE = {
     "model.num_kv_heads", "optim.warmup_steps", "optim.weight_decay", "run.eval_batches",
-    "run.seed",
+    "run.seed", "sdsat.probe_length", "sdsat.weight",
 }  # fmt: skip
-_BELOW_ONE = {"optim.beta1", "optim.beta2"}
-_FRACTIONS = {"optim.decay_fraction", "optim.final_fraction", "distill.alpha"}
+_BELOW_ONE = {"optim.beta1", "optim.beta2", "sdsat.start_rate"}
+_FRACTIONS = {
+    "optim.decay_fraction", "optim.final_fraction", "distill.alpha", "sdsat.mix", "sdsat.fim_rate",
+}  # fmt: skip
 
 
 def from_toml(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
@@ -178,8 +224,10 @@ def _value(kind: Any, value: Any, name: str) -> Any:
             raise InputError(f"{name}={value!r}: expected a section [{name}]")
         return _section(kind, value, f"{name}.")
     if typing.get_origin(kind) is tuple:
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise InputError(f"{name}={value!r}: expected a list of strings")
+        item = typing.get_args(kind)[0]
+        if not isinstance(value, list) or not all(type(x) is item for x in value):
+            what = "strings" if item is str else "integers"
+            raise InputError(f"{name}={value!r}: expected a list of {what}")
         return tuple(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)

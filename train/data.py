@@ -7,7 +7,7 @@ Axes: `B` rows of a batch, `T` tokens of a row. A row is a slice of the concaten
 import hashlib
 import os
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,11 +24,36 @@ _ENCODED_AT_ONCE = 256  # documents per call of the tokenizer, which holds their
 _ENDLESS = 1 << 48  # rows; grain wants a length
 
 Batch = dict[str, np.ndarray]
+Transform = Callable[[Batch, int], Batch]  # (row, its number in the run) -> row
+
+
+class Inside(str):
+    """A text in the middle of a document: a tokenizer's own leading space is left out."""
+
+
+class Layout(Protocol):
+    """How a document becomes tokens: texts to encode, and ids that stand as they are."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the pieces of any document do; cached tokens depend on it."""
+        ...
+
+    def pieces(self, document: Document) -> Sequence[str | int]: ...
+
+
+class Plain:
+    """The text, then EOS."""
+
+    fingerprint = ""
+
+    def pieces(self, document: Document) -> Sequence[str | int]:
+        return [document.text, EOS_ID]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The tokenised corpus. Every document ends in EOS.
+    """The tokenised corpus. Every document ends in EOS, or as its layout says.
 
     Attributes:
       train: token ids of the training documents, one after the other, uint16 or uint32.
@@ -66,6 +91,7 @@ def prepare(
     documents: Sequence[Document],
     tokenizer: Tokenizer,
     cache_dir: str | os.PathLike | None = None,
+    layout: Layout | None = None,
 ) -> Prepared:
     """Tokenises the corpus and splits off the held-out documents.
 
@@ -74,6 +100,7 @@ def prepare(
       tokenizer: a tokenizer whose id 0 ends a document.
       cache_dir: keep the result there and read it back when neither the documents nor the
         tokenizer have changed; nothing is kept when None.
+      layout: how a document becomes tokens; `Plain` when None.
 
     Raises:
       InputError: every document is held out, so that none is left to train on.
@@ -83,46 +110,71 @@ def prepare(
             f"none of the corpus's {len(documents)} documents is left for training: the names "
             "of all of them fall into the held-out part; add documents or rename the file"
         )
+    layout = layout or Plain()
     if cache_dir is None:
-        return _tokenise(documents, tokenizer)
-    path = Path(cache_dir) / f"tokens-{_fingerprint(documents, tokenizer)}.npz"
+        return _tokenise(documents, tokenizer, layout)
+    path = Path(cache_dir) / f"tokens-{_fingerprint(documents, tokenizer, layout)}.npz"
     prepared = _read_cache(path)
     if prepared is None:
-        prepared = _tokenise(documents, tokenizer)
+        prepared = _tokenise(documents, tokenizer, layout)
         _write_cache(path, prepared)
     return prepared
 
 
-def _tokenise(documents: Sequence[Document], tokenizer: Tokenizer) -> Prepared:
+def _tokenise(documents: Sequence[Document], tokenizer: Tokenizer, layout: Layout) -> Prepared:
     # A copy, so that the caller's tokenizer keeps its own setting.
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
     tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a source file is plain text
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
-    held_out = [document.text for document in documents if is_held_out(document.name)]
-    trained = [document.text for document in documents if not is_held_out(document.name)]
-    train, train_offsets = _encode(trained, tokenizer, dtype)
-    valid, valid_offsets = _encode(held_out, tokenizer, dtype)
-    valid_bytes = sum(len(text.encode()) for text in held_out)
+    held_out = [document for document in documents if is_held_out(document.name)]
+    trained = [document for document in documents if not is_held_out(document.name)]
+    train, train_offsets = _encode(trained, tokenizer, dtype, layout)
+    valid, valid_offsets = _encode(held_out, tokenizer, dtype, layout)
+    valid_bytes = sum(len(document.text.encode()) for document in held_out)
     return Prepared(train, train_offsets, valid, valid_offsets, valid_bytes)
 
 
 def _encode(
-    texts: Sequence[str], tokenizer: Tokenizer, dtype: type
+    documents: Sequence[Document], tokenizer: Tokenizer, dtype: type, layout: Layout
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(token stream, offsets) of the texts, each followed by EOS."""
-    pieces, lengths = [np.zeros(0, dtype)], [0]
-    for start in range(0, len(texts), _ENCODED_AT_ONCE):
-        for encoding in tokenizer.encode_batch_fast(
-            texts[start : start + _ENCODED_AT_ONCE], add_special_tokens=False
-        ):
-            pieces.append(np.asarray([*encoding.ids, EOS_ID], dtype))
-            lengths.append(len(pieces[-1]))
-    return np.concatenate(pieces), np.cumsum(lengths, dtype=np.int64)
+    """(token stream, offsets) of the documents as `layout` says."""
+    done, lengths = [np.zeros(0, dtype)], [0]
+    lead = _lead(tokenizer)
+    for start in range(0, len(documents), _ENCODED_AT_ONCE):
+        laid = [layout.pieces(document) for document in documents[start : start + _ENCODED_AT_ONCE]]
+        texts = [
+            "\n" + piece if lead and isinstance(piece, Inside) else piece
+            for pieces in laid
+            for piece in pieces
+            if isinstance(piece, str)
+        ]
+        encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        for pieces in laid:
+            ids: list[int] = []
+            for piece in pieces:
+                if isinstance(piece, str):
+                    found = next(encoded).ids
+                    ids += found[len(lead) :] if isinstance(piece, Inside) else found
+                else:
+                    ids.append(piece)
+            done.append(np.asarray(ids, dtype))
+            lengths.append(len(ids))
+    return np.concatenate(done), np.cumsum(lengths, dtype=np.int64)
 
 
-def _fingerprint(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
-    """Changes with the tokenizer, a name, a text, or the held-out split."""
-    digest = hashlib.sha256(tokenizer.to_str().encode())
+def _lead(tokenizer: Tokenizer) -> list[int]:
+    """The ids of a line break where the tokenizer puts a space before a text, else none.
+
+    SentencePiece models do; a line break of one token takes that space upon itself, and
+    what follows it is encoded as in the middle of a document (as CodeLlama's own code does).
+    """
+    once, twice = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("\n", "\n\n"))
+    return once if len(once) == 2 and twice == [*once, once[1]] else []
+
+
+def _fingerprint(documents: Sequence[Document], tokenizer: Tokenizer, layout: Layout) -> str:
+    """Changes with the tokenizer, the layout, a name, a text, or the held-out split."""
+    digest = hashlib.sha256(tokenizer.to_str().encode() + layout.fingerprint.encode())
     for document in documents:
         digest.update(f"\0{document.name}\0{is_held_out(document.name)}\0".encode())
         digest.update(hashlib.sha256(document.text.encode()).digest())
@@ -196,11 +248,18 @@ class _Rows:
     """Random access to the rows of endless epochs; row i is the same whenever it is asked for."""
 
     def __init__(
-        self, prepared: Prepared, seq_len: int, seed: int, process_index: int, process_count: int
+        self,
+        prepared: Prepared,
+        seq_len: int,
+        seed: int,
+        process_index: int,
+        process_count: int,
+        transform: Transform | None,
     ):
         self._stream, self._offsets = prepared.train, prepared.train_offsets
         self._seq_len, self._seed = seq_len, seed
         self._process_index, self._process_count = process_index, process_count
+        self._transform = transform
         self._rows_per_epoch = -(-len(self._stream) // seq_len)
         self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None
 
@@ -208,10 +267,11 @@ class _Rows:
         return _ENDLESS
 
     def __getitem__(self, index: int) -> Batch:
-        row = index * self._process_count + self._process_index
-        epoch, row = divmod(row, self._rows_per_epoch)
+        number = index * self._process_count + self._process_index
+        epoch, place = divmod(number, self._rows_per_epoch)
         order, starts = self._layout(epoch)
-        return pack_row(self._stream, self._offsets, order, starts, row, self._seq_len)
+        row = pack_row(self._stream, self._offsets, order, starts, place, self._seq_len)
+        return self._transform(row, number) if self._transform else row
 
     def _layout(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """(order, starts) of the epoch's documents; only the latest epoch is remembered."""
@@ -233,6 +293,7 @@ def make_loader(
     *,
     process_index: int = 0,
     process_count: int = 1,
+    transform: Transform | None = None,
 ) -> Loader:
     """Endless batches of packed training rows, the documents shuffled anew in every epoch.
 
@@ -243,6 +304,7 @@ def make_loader(
       seed: from 0, below 2**64; fixes the order of the documents.
       process_index: this process; it takes every `process_count`-th row.
       process_count: processes that share the rows.
+      transform: changes a row; it sees the row's number among all rows of the run.
 
     Returns:
       A grain iterator over dicts of int32 `[B, T]` arrays as `pack_row` describes them, with
@@ -258,7 +320,7 @@ def make_loader(
         raise InputError(f"process_index is {process_index}: expected 0 to {process_count - 1}")
     import grain.python as grain  # takes seconds, which only training should pay
 
-    rows = _Rows(prepared, seq_len, seed, process_index, process_count)
+    rows = _Rows(prepared, seq_len, seed, process_index, process_count, transform)
     batches = grain.MapDataset.source(rows).batch(batch_size, drop_remainder=True)
     # The tokens are in memory: reading threads would only contend for the interpreter lock.
     in_this_thread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -266,7 +328,11 @@ def make_loader(
 
 
 def valid_batches(
-    prepared: Prepared, seq_len: int, batch_size: int, limit: int | None = None
+    prepared: Prepared,
+    seq_len: int,
+    batch_size: int,
+    limit: int | None = None,
+    transform: Transform | None = None,
 ) -> list[Batch]:
     """The held-out documents in their order, packed as for training.
 
@@ -278,6 +344,7 @@ def valid_batches(
       seq_len: tokens per row, `T`.
       batch_size: rows per batch, `B`.
       limit: at most so many batches; all when None.
+      transform: changes a row; it sees the row's number.
 
     Raises:
       InputError: a size below 1.
@@ -290,6 +357,8 @@ def valid_batches(
     for batch in range(count if limit is None else min(count, limit)):
         numbers = range(batch * batch_size, (batch + 1) * batch_size)
         rows = [pack_row(prepared.valid, offsets, order, offsets, n, seq_len) for n in numbers]
+        if transform:
+            rows = [transform(row, n) for n, row in zip(numbers, rows, strict=True)]
         batches.append({key: np.stack([row[key] for row in rows]) for key in rows[0]})
     return batches
 

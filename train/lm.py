@@ -25,7 +25,7 @@ from specjax.models import (
     save_pretrained,
 )
 from specjax.models.hf import write_text
-from train.config import LMConfig, Model
+from train.config import LMConfig, Model, Run
 from train.corpus import load_corpus, permissive_distributions
 from train.data import Prepared, make_loader, prepare, valid_batches
 from train.errors import InputError
@@ -134,11 +134,11 @@ def plan(cfg: LMConfig, model: ModelConfig, data: Prepared) -> dict:
     }
 
 
-def check_directory(cfg: LMConfig, resume: bool) -> Path:
+def check_directory(run: Run, resume: bool) -> Path:
     """The run's directory; one that holds a run is only gone on with, never overwritten."""
-    directory = Path(cfg.run.dir)
+    directory = Path(run.dir)
     if (directory / "metrics.jsonl").exists() and not resume:
-        raise InputError(f"run.dir={cfg.run.dir!r} holds a run: go on with --resume, or choose "
+        raise InputError(f"run.dir={run.dir!r} holds a run: go on with --resume, or choose "
                          "another directory with --set run.dir=…")  # fmt: skip
     return directory
 
@@ -157,7 +157,7 @@ def make_directory(directory: Path) -> None:
 
 def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict:
     """Trains as the config says; returns the summary that ``--json`` prints."""
-    directory = check_directory(cfg, resume or dry_run)
+    directory = check_directory(cfg.run, resume or dry_run)
     documents = load_corpus(cfg.data.corpora, cfg.data.files)
     if dry_run:
         with tempfile.TemporaryDirectory() as scratch:
