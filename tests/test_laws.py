@@ -15,6 +15,7 @@ from specjax.generate import Engine
 from specjax.methods import Context
 from specjax.models import ModelConfig, hidden_states, init_params, logits_of
 from specjax.probs import Purpose
+from specjax.target import contrast
 from specjax.types import POINT_MASS
 from specjax.verify.chain import chain_verdict, draft_length, draft_row, drafted_log_probs
 from specjax.warp import warp
@@ -166,23 +167,33 @@ def tiny_pair():
 PROMPT = (1, 3, 0)
 
 
-def exact_continuations(lm) -> np.ndarray:
-    """The law of L tokens after the prompt, by enumerating all of them."""
+def all_logits(lm):
+    """Every continuation of L tokens ``[V**L, L]``, and the logits before each of its tokens."""
     grid = np.stack(np.meshgrid(*[np.arange(V)] * L, indexing="ij"), -1).reshape(-1, L)
     tokens = np.concatenate([np.tile(PROMPT, (len(grid), 1)), grid], 1).astype(np.int32)
     positions = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
     hidden = hidden_states(lm.config, lm.params, tokens, positions, np.ones_like(tokens))
-    logits = logits_of(lm.config, lm.params, hidden)[:, len(PROMPT) - 1 : -1]
-    log_p = warp(logits, SAMPLING.arrays(len(tokens)), V)
+    return grid, logits_of(lm.config, lm.params, hidden)[:, len(PROMPT) - 1 : -1]
+
+
+def exact_continuations(lm, amateur=None) -> np.ndarray:
+    """The law of L tokens after the prompt, by enumerating all of them.
+
+    With an amateur, of contrastive decoding with the method's default settings.
+    """
+    grid, logits = all_logits(lm)
+    if amateur is not None:
+        logits = contrast(logits, all_logits(amateur)[1], 0.5, 0.5, "improved")
+    log_p = warp(logits, SAMPLING.arrays(len(grid)), V)
     chosen = np.take_along_axis(np.asarray(log_p, np.float64), grid[..., None], -1)[..., 0]
     law = np.exp(chosen.sum(-1))
     return law / law.sum()
 
 
-def end_to_end_counts(method) -> np.ndarray:
+def end_to_end_counts(method, settings=None) -> np.ndarray:
     """Counts over all continuations; the device loop alone, without the host's text side."""
     target, draft = tiny_pair()
-    engine = Engine(target, draft, method, {})
+    engine = Engine(target, draft, method, settings or {})
     inputs, budget = engine.inputs(SAMPLING, ROWS), np.full(ROWS, L, np.int32)
     counts = np.zeros(V**L, np.int64)
     for seed in range(-(-laws.SAMPLES // ROWS)):
@@ -204,6 +215,39 @@ def test_end_to_end_law(name, options):
     law = exact_continuations(tiny_pair()[0])
     assert np.sum(law > 1e-3) > 15, "the tiny model must leave room for errors to show"
     assert laws.p_value(end_to_end_counts(build(name, options)), law) > laws.ALPHA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("block", {"gamma": 2}),
+        ("lookup", {"gamma": 2}),
+        ("spectr", {"gamma": 2, "chains": 3}),
+        ("specinfer", {"branching": (2, 2)}),
+        ("specinfer", {"branching": (2, 2), "replacement": True}),
+        ("tree-match", {"branching": (3, 1)}),
+        ("contrastive", {}),
+        ("scd", {"gamma": 2}),
+        ("tree-scd", {"branching": (2, 2)}),
+    ],
+    ids=str,
+)
+def test_end_to_end_law_of_every_drafter(name, options):
+    target, draft = tiny_pair()
+    spec = sj.method(name)
+    built, settings = spec.build(Context(target, draft), options)
+    law = exact_continuations(target, draft if spec.target_dist == "contrastive" else None)
+    assert laws.p_value(end_to_end_counts(built, settings), law) > laws.ALPHA
+
+
+@pytest.mark.slow
+def test_chain_that_stops_early_is_lossless():
+    spec = sj.method("speculative")
+    options = {"gamma": 3, "stop": "after", "tau1": 0.6}
+    built, settings = spec.build(Context(*tiny_pair()), options)
+    law = exact_continuations(tiny_pair()[0])
+    assert laws.p_value(end_to_end_counts(built, settings), law) > laws.ALPHA
 
 
 @dataclasses.dataclass(frozen=True)
