@@ -81,7 +81,7 @@ def main() -> int:
     )
     parser.add_argument("out", type=Path)
     parser.add_argument("--target", required=True, help="a Hugging Face directory, or demo")
-    parser.add_argument("--num", type=int, default=6000, help="documents (default 6000)")
+    parser.add_argument("--num", type=int, default=5000, help="documents (default 5000)")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
