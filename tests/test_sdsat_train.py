@@ -41,6 +41,7 @@ from train.errors import InputError
 from train.fim import CodeLayout, Sentinels, find_sentinels
 from train.loop import make_step
 from train.program import run_program
+from train.sdsat_eval import Decoding, measure_decoding, walk_rounds
 from train.sdsat_losses import Objective, probe_loss, sdsat_loss, weigh
 from train.tokenizer import EOS_ID, train_tokenizer
 
@@ -372,6 +373,45 @@ def test_probes_of_a_model_that_always_agrees_are_all_accepted(params):
     assert (sums[:-1] >= sums[1:]).all() and sums[0] < windows[0]
 
 
+# --- decoding figures ------------------------------------------------------------------------
+
+
+def slow_rounds(params, prompt, new, length, insertion):
+    """Two-step decoding by whole forward passes: accepted drafts of each round."""
+    text, end, found = list(prompt), len(prompt) + len(new), []
+    while len(text) < end - length:
+        # text ends in the pending token t; pass 1 gives m_0..m_k, pass 2 checks them
+        first = alone(params, [*text, *insertion.ids[:1] * length])
+        m = [int(first[len(text) - 1 + i].argmax()) for i in range(length + 1)]
+        second = alone(params, [*text, *m])
+        z = [int(second[len(text) + i].argmax()) for i in range(length + 1)]
+        n = next((i for i in range(length) if m[i + 1] != z[i]), length)
+        text += [m[0], *z[: n + 1]]
+        found.append(n)
+    return found
+
+
+def test_measured_rounds_are_those_of_two_step_decoding(params):
+    insertion = Insertion((ID,) * LONG)
+    prompts = tuple(tuple(range(5 + i, 25 + i)) for i in range(2))
+    decoding = Decoding(prompts, 20, 4)
+    found = measure_decoding(MODEL, insertion, decoding, params)
+    rounds = []
+    for prompt in prompts:
+        text = list(prompt)
+        for _ in range(20):
+            text.append(int(alone(params, text)[len(text) - 1].argmax()))
+        rounds += slow_rounds(params, prompt, text[20:], 4, insertion)
+    want = [np.mean([n > i for n in rounds]) for i in range(4)]
+    np.testing.assert_allclose(found["decode_acceptance"], want, atol=1e-6)
+    np.testing.assert_allclose(found["decode_tokens_per_round"], 2 + np.mean(rounds), atol=1e-6)
+    assert measure_decoding(MODEL, insertion, Decoding((), 20, 4), params) == {}
+
+
+def test_rounds_advance_by_two_and_what_was_accepted():
+    assert walk_rounds(np.array([1, 9, 9, 0, 9, 2])) == [1, 0, 2]
+
+
 # --- fill in the middle ----------------------------------------------------------------------
 
 
@@ -488,7 +528,7 @@ def test_runs_log_their_parts_and_end_in_a_directory_that_knows_its_ids(quick, t
     assert trained[-1]["clean_loss"] < trained[0]["clean_loss"]
     held_out = [row for row in lines(tmp_path / "run") if "valid_loss" in row]
     assert [row["step"] for row in held_out] == [10, 20]
-    assert len(held_out[0]["valid_acceptance"]) == 3
+    assert len(held_out[0]["valid_acceptance"]) == len(held_out[0]["valid_decode_acceptance"]) == 3
     cfg, params = load_pretrained(tmp_path / "run" / "export")
     assert cfg.adaptive_ids == (400, 400, 400) and cfg.vocab_size == 401
     assert params["embed"].shape == params["head"].shape == (401, 16)

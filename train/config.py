@@ -135,6 +135,8 @@ class Adaptive:
     mix: float = 0.5  # share of self targets in mix
     weight: float = 1.0  # w
     probe_length: int = 0  # adaptive tokens of a held-out window; 0: as window
+    decode_prompts: int = 16  # held-out prompts that each evaluation continues greedily
+    decode_tokens: int = 64  # new tokens of each
     fim_rate: float = 0.5  # documents rearranged for infilling; needs the sentinels
 
 
@@ -164,10 +166,11 @@ _POSITIVE = {
     "optim.accumulate", "optim.learning_rate", "optim.muon_learning_rate", "run.log_every",
     "run.eval_every", "run.checkpoint_every", "run.keep", "optim.clip_norm",
     "distill.temperature", "model.lora_rank", "model.lora_alpha", "sdsat.window",
+    "sdsat.decode_tokens",
 }  # fmt: skip
 _NOT_NEGATIVE = {
     "model.num_kv_heads", "optim.warmup_steps", "optim.weight_decay", "run.eval_batches",
-    "run.seed", "sdsat.probe_length", "sdsat.weight",
+    "run.seed", "sdsat.probe_length", "sdsat.weight", "sdsat.decode_prompts",
 }  # fmt: skip
 _BELOW_ONE = {"optim.beta1", "optim.beta2", "sdsat.start_rate"}
 _FRACTIONS = {

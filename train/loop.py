@@ -99,6 +99,7 @@ def fit(
     resume: bool = False,
     fixed: dict[str, Any] | None = None,
     weigh: Callable[[dict], dict] | None = None,
+    measure: Callable[[dict, Any], dict[str, Any]] | None = None,
 ) -> Outcome:
     """Trains until ``optim.total_steps``, or until SIGTERM or SIGINT, which save first.
 
@@ -110,6 +111,7 @@ def fit(
         its first one starts over.
       fixed: settings that a resumed run must not change, by name.
       weigh: see :func:`make_step`.
+      measure: figures by name from (params, frozen), taken with every evaluation.
     Raises:
       TrainingError: the loss is no longer finite.
       InputError: resuming without a checkpoint, or with another ``fixed`` setting.
@@ -126,6 +128,10 @@ def fit(
         if state.step == (checkpoints.latest or 0):
             return
         _save(checkpoints, state, unlogged, {"loader": loader.get_state(), "fixed": fixed})
+
+    def hold_out(params):
+        loss, extras = mean_loss(evaluate, params, frozen, valid)
+        return loss, extras | (measure(params, frozen) if measure else {})
 
     with (
         closing(checkpoints),
@@ -151,7 +157,7 @@ def fit(
                 progress.log(state.step, mean, rate)
                 unlogged = []
             if valid and (state.step % run.eval_every == 0 or last):
-                valid_loss, valid_extras = mean_loss(evaluate, params, frozen, valid)
+                valid_loss, valid_extras = hold_out(params)
                 named = {f"valid_{name}": value for name, value in valid_extras.items()}
                 metrics.write(step=state.step, valid_loss=valid_loss, **named)
                 progress.note(f"step {state.step}: held-out loss {valid_loss:.4f} nats per token")
@@ -161,7 +167,7 @@ def fit(
         save()
     finished = state.step >= optim.total_steps
     if valid and finished and valid_loss is None:  # resumed after its last step
-        valid_loss, valid_extras = mean_loss(evaluate, state.params, frozen, valid)
+        valid_loss, valid_extras = hold_out(state.params)
     return Outcome(state.params, state.step, finished, valid_loss, valid_extras)
 
 

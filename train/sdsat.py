@@ -33,6 +33,7 @@ from train.lm import check_directory, make_directory
 from train.loop import LossFn, Outcome, fit
 from train.optim import make_optimizer
 from train.program import run_program
+from train.sdsat_eval import PROMPT_TOKENS, Decoding, held_out_prompts, measure_decoding
 from train.sdsat_losses import Objective, probe_loss, sdsat_loss, weigh
 from train.tokenizer import load_tokenizer
 
@@ -97,6 +98,12 @@ def _check(cfg: SDSATConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
         )
     if not model.eos_ids:
         raise InputError(f"model.init_from={name!r}: config.json names no eos_token_id")
+    decoded = PROMPT_TOKENS + section.decode_tokens + (section.probe_length or section.window)
+    if section.decode_prompts and decoded > model.max_position:
+        raise InputError(
+            f"sdsat.decode_tokens={section.decode_tokens} after {PROMPT_TOKENS} of a prompt are "
+            f"more than the model's context ({model.max_position}) holds: lower it"
+        )
     if cfg.data.seq_len > model.max_position:
         raise InputError(f"data.seq_len={cfg.data.seq_len} is longer than the model's context "
                          f"({model.max_position}): lower it")  # fmt: skip
@@ -300,6 +307,7 @@ def train(cfg: SDSATConfig, setup: Setup, data: Prepared, resume: bool) -> dict:
         resume=resume,
         fixed=fixed_settings(cfg),
         weigh=functools.partial(weigh, setup.objective),
+        measure=_measure(cfg, setup, data, tuned),
     )
     return export(cfg, setup, data, outcome, tuned.merge(outcome.params, frozen))
 
@@ -307,6 +315,19 @@ def train(cfg: SDSATConfig, setup: Setup, data: Prepared, resume: bool) -> dict:
 def _merged(loss: LossFn, tuned: tuning.Tuning) -> LossFn:
     """The loss as a function of what is trained."""
     return lambda trainable, frozen, batch: loss(tuned.merge(trainable, frozen), None, batch)
+
+
+def _measure(cfg: SDSATConfig, setup: Setup, data: Prepared, tuned: tuning.Tuning):
+    """Decoding figures as a function of what is trained and what is not."""
+    section = cfg.sdsat
+    prompts = held_out_prompts(data, section.decode_prompts)
+    decoding = Decoding(prompts, section.decode_tokens, section.probe_length or section.window)
+
+    def measure(trainable: dict, frozen: dict) -> dict:
+        params = tuned.merge(trainable, frozen)
+        return measure_decoding(setup.model, setup.insertion, decoding, params)
+
+    return measure
 
 
 def fixed_settings(cfg: SDSATConfig) -> dict:

@@ -213,7 +213,7 @@ def probe_loss(cfg: ModelConfig, length: int, dtype: str = "float32") -> LossFn:
         own = at_sources(clean, batch)
         index = batch["index"][:, -labels.shape[1] :]
         found = adaptive_sums(objective, head, windows, own, labels, index)
-        agree = _argmax(windows, head) == _argmax(own, head)
+        agree = argmax_ids(windows, head) == argmax_ids(own, head)
         run, whole = _leading_runs(agree, labels, length)
         nats, adaptive = chunked_cross_entropy(windows, head, labels)
         extras = _extras(total, count, found) | {
@@ -260,7 +260,8 @@ def at_sources(clean: Float[Array, "B T D"], batch: dict) -> Float[Array, "B A D
     return jnp.take_along_axis(clean, batch["sources"][..., None], axis=1)
 
 
-def _argmax(hidden: Float[Array, "B N D"], head: Float[Array, "V D"]) -> Int[Array, "B N"]:
+def argmax_ids(hidden: Float[Array, "B N D"], head: Float[Array, "V D"]) -> Int[Array, "B N"]:
+    """The most probable token after each, row by row: logits of one row exist at a time."""
     return jax.lax.map(lambda row: jnp.argmax(logits(row, head), axis=-1), hidden)
 
 
