@@ -393,7 +393,7 @@ def slow_rounds(params, prompt, new, length, insertion):
 
 def test_measured_rounds_are_those_of_two_step_decoding(params):
     insertion = Insertion((ID,) * LONG)
-    prompts = tuple(tuple(range(5 + i, 25 + i)) for i in range(2))
+    prompts = tuple(tuple(range(5 + i, 25 + i)) for i in range(4))
     decoding = Decoding(prompts, 20, 4)
     found = measure_decoding(MODEL, insertion, decoding, params)
     rounds = []
@@ -402,6 +402,7 @@ def test_measured_rounds_are_those_of_two_step_decoding(params):
         for _ in range(20):
             text.append(int(alone(params, text)[len(text) - 1].argmax()))
         rounds += slow_rounds(params, prompt, text[20:], 4, insertion)
+    assert {0} < set(rounds), "some drafts are accepted, some are not"
     want = [np.mean([n > i for n in rounds]) for i in range(4)]
     np.testing.assert_allclose(found["decode_acceptance"], want, atol=1e-6)
     np.testing.assert_allclose(found["decode_tokens_per_round"], 2 + np.mean(rounds), atol=1e-6)
@@ -662,6 +663,20 @@ def test_damaged_checkpoints_and_other_settings_are_refused(quick, tmp_path, cap
     assert program(*quick(directory), "--resume") == 2
     assert "is damaged" in capsys.readouterr().err
     assert (directory / "metrics.jsonl").read_text() == before
+
+
+def test_isolated_windows_cost_three_quarters_of_two_sequences_at_16k():
+    seven_b = ModelConfig.llama(
+        vocab_size=32016, hidden_size=4096, num_layers=32, num_heads=32, intermediate_size=11008,
+        tie_embeddings=False,
+    )  # fmt: skip
+    flops = {}
+    for loss in ("basic", "improved", "isolated"):
+        flops[loss] = sdsat.forward_flops(seven_b, loss, 5, 0.1, 16384) / 16384
+    dense = 2 * (seven_b.num_params - 32016 * 4096) + 4 * 16384 * 4096 * 32
+    np.testing.assert_allclose(flops["basic"], dense, rtol=1e-3)
+    assert flops["improved"] == 2 * flops["basic"]
+    assert flops["isolated"] < 0.75 * flops["improved"]
 
 
 def test_dry_run_counts_tokens_and_writes_nothing(quick, tmp_path, capsys):

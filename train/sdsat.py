@@ -246,6 +246,20 @@ def transforms(cfg: SDSATConfig, insertion: Insertion) -> tuple[Transform, Trans
     return (isolated if cfg.sdsat.loss == "isolated" else mixed), probes
 
 
+def forward_flops(model: ModelConfig, loss: str, window: int, rate: float, seq_len: int) -> float:
+    """Floating-point operations of one row's forward pass, ``seq_len`` clean tokens long.
+
+    Two per parameter and token, and attention as it runs: scores and values over every key of
+    the sequence, those that the mask hides included. Backward takes twice as many.
+    """
+    appended = appended_slots(window, rate, seq_len) if loss == "isolated" else 0
+    sequences, tokens = (2 if loss == "improved" else 1), seq_len + appended
+    lookups = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
+    products = 2 * (model.num_params - lookups) * tokens
+    attention = 4 * tokens**2 * model.num_heads * model.head_dim * model.num_layers
+    return float(sequences * (products + attention))
+
+
 def plan(cfg: SDSATConfig, setup: Setup, data: Prepared) -> dict:
     """What the run will do, in numbers; clean tokens are those of the corpus."""
     rows = cfg.optim.batch_size * cfg.optim.accumulate
@@ -253,6 +267,11 @@ def plan(cfg: SDSATConfig, setup: Setup, data: Prepared) -> dict:
     section = cfg.sdsat
     spare = appended_slots(section.window, section.start_rate, cfg.data.seq_len)
     extra = {"basic": 0, "improved": clean, "isolated": rows * spare}[section.loss]
+    shape = (section.window, section.start_rate, cfg.data.seq_len)
+    flops = {
+        name: forward_flops(setup.model, loss, *shape)
+        for name, loss in (("own", section.loss), ("improved", "improved"))
+    }
     tuned = make_tuning(cfg, setup)
     trainable = jax.eval_shape(tuned.split, param_shapes(setup.model))[0]
     count = sum(leaf.size for leaf in jax.tree.leaves(trainable))
@@ -264,6 +283,8 @@ def plan(cfg: SDSATConfig, setup: Setup, data: Prepared) -> dict:
         "new_rows": setup.new_rows,
         "clean_tokens_per_step": clean,
         "forward_tokens_per_step": clean + extra,
+        "teraflops_per_step": round(3 * rows * flops["own"] / 1e12, 3),
+        "compute_against_improved": round(flops["own"] / flops["improved"], 3),
         "steps": cfg.optim.total_steps,
         # Master weights, and of what is trained: gradient and two moments.
         "state_megabytes": round((4 * setup.model.num_params + 12 * count) / 1e6, 1),
