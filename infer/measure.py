@@ -106,7 +106,7 @@ def measure(
     for repeat in range(repeats):
         for result in results:
             out = run_case(target, draft, prompts, result.case, budget)
-            firsts = range(0, len(prompts), result.case.batch_size)
+            firsts = np.unique(out.batch, return_index=True)[1]  # one row of every batch
             seconds = sum(out.decode_seconds[i] for i in firsts)
             prefill = sum(out.prefill_seconds[i] for i in firsts)
             result.tokens_per_second.append(float(out.lengths.sum() / seconds))

@@ -58,6 +58,11 @@ class DraftVerify:
         check_pair(self.drafter, self.target, self.rule)
 
     @property
+    def depth(self) -> int:
+        """Bins of the histogram of accepted depths, less one."""
+        return self.drafter.shape.depth
+
+    @property
     def width(self) -> int:
         verified = self.drafter.shape.nodes + self.drafter.num_probes
         return max(verified, getattr(self.drafter, "slots", 0)) + 1
@@ -217,7 +222,7 @@ def start(
     tokens = np.zeros((len(prompts), slots), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-    depth = method.drafter.shape.depth if isinstance(method, DraftVerify) else 0
+    depth = getattr(method, "depth", 0)  # searches draft nothing
     return _prefill(method, chunk, logprobs, depth)(
         inputs, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(lengths + budget), keys
     )

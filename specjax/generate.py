@@ -37,7 +37,8 @@ class Generation:
 
     ``stats`` are counters per row (int), see :class:`specjax.types.Stats`; ``origins`` say for
     each token whether the draft or the target wrote it; ``logprobs`` (where asked) are nats
-    under the unwarped target. Times are seconds of the row's batch, compilation included.
+    under the unwarped target. Times are seconds of the row's batch, compilation included;
+    ``batch`` is that batch's number: prompts of like length are decoded together.
     """
 
     text: list[str]
@@ -50,6 +51,7 @@ class Generation:
     prefill_seconds: np.ndarray
     first_token_seconds: np.ndarray
     decode_seconds: np.ndarray
+    batch: np.ndarray
     passes: int
 
     @property
@@ -127,22 +129,28 @@ def stream(
       indices: the prompts' indices in a larger job, for their keys.
       rounds_per_piece: rounds between looks at the device.
     """
-    engine = Engine.create(target, method, draft, drafter, rule, target_dist, options)
-    rows = _rows(target, prompts, num_samples, seed, max_new_tokens, indices)
     sampling = sampling or Sampling()
+    engine = Engine.create(
+        target, method, draft, drafter, rule, target_dist, options, sampling.temperature == 0
+    )
+    rows = _rows(target, prompts, num_samples, seed, max_new_tokens, indices)
     size = min(batch_size or len(rows), len(rows))
     if size < 1:
         raise OptionError(f"batch_size={batch_size} must be at least 1")
     if stop and target.tokenizer is None:
         raise OptionError("stop strings need a target with a tokenizer")
     done: list[Generation] = []
+    # Rows of like length share a batch: a batch pays for its longest prompt in every row.
+    order = np.argsort([len(row.tokens) for row in rows], kind="stable")
     for first in range(0, len(rows), size):
-        batch = Batch(engine, rows[first : first + size], size, sampling, tuple(stop), logprobs)
+        chosen = order[first : first + size]
+        batch = Batch(engine, [rows[i] for i in chosen], size, sampling, tuple(stop), logprobs)
         for piece in batch.run(rounds_per_piece):
-            yield dataclasses.replace(piece, index=first + piece.index)
-        done.append(batch.result())
+            yield dataclasses.replace(piece, index=int(chosen[piece.index]))
+        done.append(batch.result(len(done)))
     nothing = np.zeros(0, np.int32)
-    yield Piece(len(rows) - 1, "", nothing, nothing, None, _concatenate(done))
+    whole = _concatenate(done, np.argsort(order))
+    yield Piece(len(rows) - 1, "", nothing, nothing, None, whole)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,24 +163,25 @@ class Engine:
     settings: dict[str, float]
 
     @classmethod
-    def create(cls, target, method, draft, drafter, rule, target_dist, options) -> Engine:
+    def create(
+        cls, target, method, draft, drafter, rule, target_dist, options, greedy=True
+    ) -> Engine:
         """Checks that everything fits together; nothing is compiled yet."""
         if draft is not None:
             compat.check_models(target, draft)
         if not isinstance(method, str):
             return cls(target, draft, method, dict(options or {}))
         if isinstance(rule, Rule):
-            base = compose(drafter or ("chain" if draft else "none"), "speculative",
+            base = compose(drafter or ("chain" if draft else "none"), "match",
                                    target_dist)  # fmt: skip
-            context = Context(target, draft)
+            context = Context(target, draft, greedy=greedy)
             settings = {n: v for n, v in (options or {}).items() if n in rule.settings}
             rest = {n: v for n, v in (options or {}).items() if n not in rule.settings}
             missing = [name for name in rule.settings if name not in settings]
             if missing:
                 raise OptionError(f"rule {rule.name} needs options={{{missing[0]!r}: …}}")
             built, more = base.build(context, rest)
-            compat.check_pair(built.drafter, built.target, rule)
-            built = dataclasses.replace(built, rule=rule)
+            built = dataclasses.replace(built, rule=rule)  # refuses a pair that does not fit
             return cls(target, draft, built, more | settings)
         if drafter or rule or target_dist != "warped":
             spec = compose(drafter or "none", rule or "speculative", target_dist)
@@ -180,7 +189,8 @@ class Engine:
             spec = find_method(method)
         if draft is not None and not spec.needs_draft:
             draft = None  # e.g. the baseline beside a speculative run
-        built, settings = spec.build(Context(target, draft), options or {})
+        context = Context(target, draft, greedy=greedy)
+        built, settings = spec.build(context, options or {})
         return cls(target, draft, built, settings)
 
     def inputs(self, sampling: Sampling, batch: int) -> Inputs:
@@ -320,8 +330,8 @@ class Batch:
         self._state = jax.device_get(wanted)
         self._stats = jax.device_get(state.stats)
 
-    def result(self) -> Generation:
-        """The finished rows; call it after :meth:`run` is exhausted."""
+    def result(self, number: int) -> Generation:
+        """The finished rows of batch ``number``; call it after :meth:`run` is exhausted."""
         count, state = len(self._rows), self._state
         spans = [
             slice(int(n), int(n) + reader.count)
@@ -349,6 +359,7 @@ class Batch:
             prefill_seconds=np.full(count, times["prefill"]),
             first_token_seconds=np.full(count, times["first"]),
             decode_seconds=np.full(count, times["total"] - times["prefill"]),
+            batch=np.full(count, number),
             passes=int(self._stats.passes),
         )
 
@@ -397,18 +408,18 @@ class _Reader:
         return bool(found)
 
 
-def _concatenate(parts: list[Generation]) -> Generation:
-    """Batches of one job as one generation."""
+def _concatenate(parts: list[Generation], order: np.ndarray) -> Generation:
+    """Batches of one job as one generation, its rows put in ``order``."""
 
-    def join(name):
-        values = [getattr(part, name) for part in parts]
+    def join(values):
         if values[0] is None:
             return None
         if isinstance(values[0], list):
-            return [item for value in values for item in value]
-        return np.concatenate(values)
+            flat = [item for value in values for item in value]
+            return [flat[i] for i in order]
+        return np.concatenate(values)[order]
 
-    stats = {n: np.concatenate([part.stats[n] for part in parts]) for n in parts[0].stats}
-    fields = {f.name: join(f.name) for f in dataclasses.fields(Generation)
-              if f.name not in ("stats", "passes")}  # fmt: skip
-    return Generation(stats=stats, passes=sum(part.passes for part in parts), **fields)
+    stats = {n: join([part.stats[n] for part in parts]) for n in parts[0].stats}
+    names = {f.name for f in dataclasses.fields(Generation)} - {"stats", "passes"}
+    rest = {name: join([getattr(part, name) for part in parts]) for name in names}
+    return Generation(stats=stats, passes=sum(part.passes for part in parts), **rest)

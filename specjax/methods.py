@@ -81,11 +81,13 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The models that parts are built for, and whether the drafter is to keep its logits."""
+    """What parts are built for: the models, whether the drafter is to keep its logits, and
+    whether rows are greedy (defaults may differ; a method is exact either way)."""
 
     target: LM
     draft: LM | None
     keep_logits: bool = False
+    greedy: bool = True
 
     @property
     def of_draft(self) -> dict[str, Any]:
@@ -144,6 +146,40 @@ def _lookup_draft(context: Context, gamma: int, ngram: int) -> draft.Lookup:
     return draft.Lookup(gamma=gamma, ngram=ngram)
 
 
+def _adaptive(
+    context: Context, k: int, form: str, single: bool, groups: int
+) -> draft.SinglePass | search.TwoPasses:
+    ids, vocab = _adaptive_ids(context, k), context.target.config.vocab_size
+    if form == "auto":
+        form = draft.CHAIN if context.greedy or single else draft.TREE
+    if single and form == draft.TREE:
+        raise PairError("a single pass drafts a chain, for a group of probes stands behind each of "
+                        "its nodes: use form=chain, or single=false")  # fmt: skip
+    candidates = draft.Candidates(len(ids), context.target.vocab_limit, form)
+    if single:
+        every = len(ids) + 1
+        return draft.SinglePass(candidates, ids, vocab, min(groups or every, every))
+    return search.TwoPasses(draft.Asking(ids, vocab), draft.Answering(candidates))
+
+
+def _adaptive_ids(context: Context, k: int) -> tuple[int, ...]:
+    """The ids of a₁ … a_k; k = 0 is the window that the model was tuned with."""
+    trained, source = context.target.config.adaptive_ids, context.target.source
+    if not trained:
+        raise PairError(f"target {source} has no adaptive tokens: tune it with train.sdsat, or "
+                        "take --target demo-sdsat")  # fmt: skip
+    if min(trained) < context.target.vocab_limit:
+        raise PairError(f"target {source}: adaptive id {min(trained)} belongs to the tokenizer's "
+                        "vocabulary and could be emitted: tune with ids beyond it")  # fmt: skip
+    k = k or len(trained)
+    if len(set(trained)) == 1:
+        return (trained[0],) * k
+    if k > len(trained):
+        raise OptionError(f"k={k}: target {source} was tuned with {len(trained)} distinct adaptive "
+                          "tokens, and only a repeated one stretches")  # fmt: skip
+    return trained[:k]
+
+
 def _contrastive(context: Context, variant: str) -> Contrastive:
     own = None if context.keep_logits else context.draft.config
     return Contrastive(context.target.vocab_limit, variant, own)
@@ -192,6 +228,21 @@ DRAFTERS: dict[str, Part] = {
             "replacement": Option(bool, False, "draw siblings with replacement"),
         },
         needs_draft=True,
+    ),
+    "adaptive": Part(
+        _adaptive,
+        "the target's own answers at its adaptive tokens (SDSAT)",
+        {
+            "k": Option(int, 0, "adaptive tokens; 0: as trained", low=0, high=draft.MOST),
+            "form": Option(
+                str,
+                "auto",
+                "a chain, or a tree of candidates; auto: a tree where tokens are drawn",
+                choices=("auto", "chain", "tree"),
+            ),
+            "single": Option(bool, False, "verify and draft in one pass"),
+            "groups": Option(int, 0, "groups of a single pass; 0: all", low=0, high=64),
+        },
     ),
     "beam": Part(
         _beam,
@@ -347,6 +398,8 @@ class MethodSpec:
         if self.search:
             return built[0], settings
         drafter, target, rule = built
+        if isinstance(drafter, search.TwoPasses):
+            return search.TwoStep(context.target.config, *drafter, target, rule), settings
         return DraftVerify(context.target.config, drafter, target, rule), settings
 
 
@@ -475,6 +528,21 @@ METHODS: dict[str, MethodSpec] = {
             drafter="beam",
             rule="joint",
             lossless=False,
+        ),
+        MethodSpec(
+            "sdsat",
+            "the tuned target drafts for itself: one pass to draft, one to verify",
+            "Liu et al. 2024 (SDSAT)",
+            drafter="adaptive",
+            rule="match",
+        ),
+        MethodSpec(
+            "sdsat-single",
+            "the tuned target verifies and drafts in the same pass",
+            "after Liu et al. 2024 (SDSAT)",
+            drafter="adaptive",
+            rule="speculative",
+            defaults={"single": True},
         ),
         MethodSpec(
             "lookup",

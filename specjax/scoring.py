@@ -6,6 +6,7 @@ Axis legend: B rows, N draft nodes, P probes, V vocabulary.
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax import tree
@@ -26,7 +27,9 @@ def score(
     else:
         if draft.probes is not None:
             tokens = jnp.concatenate([tokens, draft.probes.tokens], axis=1)
-            parents = jnp.concatenate([parents, draft.probes.parents], axis=1)
+            known = isinstance(parents, np.ndarray)  # then the mask is a constant
+            join = np.concatenate if known else jnp.concatenate
+            parents = join([parents, draft.probes.parents], axis=1)
         visible = tree.ancestors(parents, tokens.shape[1])
         depth = tree.depths(visible)
     hidden, cache = forward(cfg, params, cache, tokens, start[:, None] + depth, start, visible)

@@ -69,8 +69,9 @@ class Contrastive:
     def log_p(self, inputs, state, draft, logits):
         amateur, carried = draft.logits, state.target
         if self.amateur is not None:
-            amateur, carried = score(self.amateur, inputs.draft, carried, state.length - 1, draft)
-            amateur = fit_vocabulary(amateur[:, : draft.shape.nodes], logits.shape[-1])
+            nodes = draft.replace(probes=None)  # the amateur knows no adaptive tokens
+            amateur, carried = score(self.amateur, inputs.draft, carried, state.length - 1, nodes)
+            amateur = fit_vocabulary(amateur, logits.shape[-1])
         scores = contrast(
             limit_vocabulary(logits, self.vocab_limit),
             limit_vocabulary(amateur, self.vocab_limit),

@@ -6,6 +6,7 @@ Axis legend: B rows, N nodes (node 0 is the root; parents come before children).
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from specjax.types import NO_PARENT
@@ -20,9 +21,16 @@ def chain_parents(batch: int, nodes: int) -> Int[Array, "B N"]:
 def ancestors(parents: Int[Array, "B N"], depth: int) -> Bool[Array, "B N N"]:
     """``bits[b, i, j]``: node j is node i or an ancestor of it.
 
-    Each round of squaring doubles the reach, so ``log2(depth)`` products suffice.
+    Each round of squaring doubles the reach, so ``log2(depth)`` products suffice. Parents
+    known before tracing (a numpy array) give a numpy constant.
     """
     nodes = parents.shape[1]
+    if isinstance(parents, np.ndarray):
+        bits = np.eye(nodes, dtype=bool)
+        for node, parent in enumerate(parents[0]):
+            if parent != NO_PARENT:
+                bits[node] |= bits[parent]
+        return np.broadcast_to(bits, (parents.shape[0], nodes, nodes))
     one = jnp.eye(nodes, dtype=bool) | (parents[:, :, None] == jnp.arange(nodes))
     reach = 1
     while reach < depth:
@@ -33,4 +41,4 @@ def ancestors(parents: Int[Array, "B N"], depth: int) -> Bool[Array, "B N N"]:
 
 def depths(bits: Bool[Array, "B N N"]) -> Int[Array, "B N"]:
     """Edges between each node and the root: its ancestors, itself not counted."""
-    return bits.sum(-1, dtype=jnp.int32) - 1
+    return bits.sum(-1, dtype=np.int32) - 1

@@ -1,5 +1,6 @@
 """Shared fixtures: tiny random models whose greedy output varies."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -11,13 +12,14 @@ from specjax.models import ModelConfig, init_params, save_pretrained
 from train.corpus import Document
 from train.tokenizer import train_tokenizer
 
-EOS = 96
-
 
 def tiny_lm(seed: int, layers: int = 2, hidden: int = 32, vocab: int = 97, **other) -> sj.LM:
-    """A random model; scaled up so that its distributions are far from uniform."""
+    """A random model; scaled up so that its distributions are far from uniform.
+
+    The id after ``vocab`` is an adaptive token, so that SDSAT's methods take the model too.
+    """
     cfg = ModelConfig.llama(
-        vocab_size=vocab,
+        vocab_size=vocab + 1,
         hidden_size=hidden,
         num_layers=layers,
         num_heads=4,
@@ -26,6 +28,7 @@ def tiny_lm(seed: int, layers: int = 2, hidden: int = 32, vocab: int = 97, **oth
         max_position=512,
         **other,
     )
+    cfg = dataclasses.replace(cfg, adaptive_ids=(vocab,) * 4)
     params = init_params(cfg, jax.random.key(seed))
     params["layers"] = jax.tree.map(lambda x: 4 * x, params["layers"])
     params["embed"] = params["embed"] * 20
@@ -40,7 +43,7 @@ def target() -> sj.LM:
 def tiny_draft(target: sj.LM) -> sj.LM:
     """The target's first layer alone: it agrees with the target often, not always."""
     cfg = ModelConfig.llama(
-        vocab_size=97,
+        vocab_size=98,
         hidden_size=32,
         num_layers=1,
         num_heads=4,

@@ -16,7 +16,13 @@ from specjax.methods import Context
 from specjax.models import init_cache
 
 PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
-METHODS = sorted(sj.methods())
+# One method of each kind by default, the others among the slow tests.
+CORE = ("autoregressive", "speculative", "specinfer", "scd")
+METHODS = [
+    pytest.param(name, marks=() if name in CORE else pytest.mark.slow)
+    for name, spec in sorted(sj.methods().items())
+    if not spec.search
+]
 SAMPLING = sj.Sampling(temperature=0.8, top_k=20, top_p=0.9)
 
 

@@ -10,9 +10,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax import probs
+from specjax import probs, tree
 from specjax.cache import commit_path, prefill
 from specjax.draft.feeding import feed_level, feed_pair, last_two
 from specjax.models import ModelConfig, init_cache
@@ -77,7 +78,8 @@ class Tree:
 
     def propose(self, inputs, state, keys):
         base, rows = state.length - 1, state.length.shape[0]
-        bits = jnp.broadcast_to(self._ancestors(), (rows, *self._ancestors().shape))
+        parents = np.broadcast_to(np.array(self._parents, np.int32), (rows, self.shape.nodes))
+        bits = tree.ancestors(parents, self.shape.depth)
         logits, cache = feed_pair(
             self.model, inputs.draft, state.drafter, last_two(state), base - 1, 0, self.vocab
         )
@@ -101,7 +103,7 @@ class Tree:
                 )
         draft = Draft(
             tokens=tokens,
-            parents=jnp.broadcast_to(jnp.asarray(self._parents, jnp.int32), tokens.shape),
+            parents=parents,
             valid=valid,
             log_q=jnp.concatenate(laws, axis=1),
             shape=self.shape,
@@ -112,13 +114,6 @@ class Tree:
 
     def update(self, inputs, state, cache, draft, verdict, probe_logits):
         return commit_path(cache, state.length - 1, verdict.path)
-
-    def _ancestors(self) -> Bool[Array, "N N"]:
-        bits = jnp.eye(len(self._parents), dtype=bool)
-        for node, parent in enumerate(self._parents):
-            if parent != NO_PARENT:
-                bits = bits.at[node].set(bits[node] | bits[parent])
-        return bits
 
     def _law(self, inputs, logits: Float[Array, "B n V"]) -> Float[Array, "B n V"]:
         """log q of the level's draws.

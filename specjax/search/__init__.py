@@ -1,6 +1,7 @@
-"""Methods that are not draft-then-verify, one file each; the same loop runs them."""
+"""Methods that are not one draft and one verification, one file each; the same loop runs them."""
 
 from specjax.search.beam import BeamSearch
 from specjax.search.mtjd import MTJD
+from specjax.search.sdsat import TwoPasses, TwoStep
 
-__all__ = ["MTJD", "BeamSearch"]
+__all__ = ["MTJD", "BeamSearch", "TwoPasses", "TwoStep"]

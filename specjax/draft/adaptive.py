@@ -1,0 +1,257 @@
+"""SDSAT drafts (Liu et al. 2024): the target drafts for itself from adaptive tokens.
+
+Adaptive tokens a₁ … a_k stand behind the text as probes: the model was tuned to answer at aᵢ
+with the token after next, and so on. Axis legend: B rows, k adaptive tokens, N nodes, P
+probes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax import probs
+from specjax.probs import Purpose
+from specjax.protocols import Proposal
+from specjax.stopping import is_eos
+from specjax.types import (
+    DETERMINISTIC,
+    IID,
+    NO_PARENT,
+    POINT_MASS,
+    ROOT,
+    Draft,
+    Probes,
+    TreeShape,
+)
+from specjax.warp import limit_vocabulary, warp
+
+CHAIN, TREE = "chain", "tree"
+# Nodes per level of sampled trees (SDSAT's published code); another k takes the first levels.
+LEVELS = (
+    (4, 8, 8, 5, 3),
+    (4, 8, 8, 6, 5, 3, 2),
+    (4, 8, 8, 6, 6, 5, 4, 3, 2),
+    (4, 8, 8, 8, 6, 6, 6, 5, 4, 3, 2),
+    (4, 8, 8, 8, 8, 8, 6, 6, 6, 5, 4, 3, 2),
+)
+MOST = len(LEVELS[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """Turns the k adaptive distributions into a draft below the root.
+
+    A chain draws each token from its own distribution, warped as the target. A tree offers
+    the most probable tokens of each level: node s of level i hangs from node ⌊s/c⌋ of the
+    level above and carries candidate s mod c, ``c = ⌈Nᵢ/Nᵢ₋₁⌉``.
+    """
+
+    k: int
+    vocab_limit: int
+    form: str = CHAIN
+
+    @property
+    def law(self) -> str:
+        return IID if self.form == CHAIN else DETERMINISTIC
+
+    @property
+    def shape(self) -> TreeShape:
+        if self.form == CHAIN:
+            return TreeShape.chain(self.k)
+        return TreeShape(len(self.parents), self.k, max(self._children))
+
+    @functools.cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        if self.form == CHAIN:
+            return (1,) * self.k
+        return next(row for row in LEVELS if len(row) >= self.k)[: self.k]
+
+    @functools.cached_property
+    def _children(self) -> tuple[int, ...]:
+        """c of each level."""
+        above = (1, *self._sizes[:-1])
+        return tuple(math.ceil(n / m) for n, m in zip(self._sizes, above, strict=True))
+
+    @functools.cached_property
+    def parents(self) -> tuple[int, ...]:
+        found, first = [NO_PARENT], 0
+        for size, count in zip(self._sizes, self._children, strict=True):
+            here = len(found)
+            found += [first + s // count for s in range(size)]
+            first = here
+        return tuple(found)
+
+    def draft(
+        self, inputs, keys, root: Int[Array, "B"], logits: Float[Array, "B k V"],
+        live: Bool[Array, "B"],
+    ) -> Draft:  # fmt: skip
+        """The draft below ``root``; rows that are not ``live`` offer nothing."""
+        log_q = warp(logits, inputs.warp, self.vocab_limit)
+        if self.form == CHAIN:
+            nodes = jnp.broadcast_to(jnp.arange(1, self.k + 1), logits.shape[:2])
+            u = probs.uniforms(keys, Purpose.DRAFT, nodes)
+            below, possible = probs.sample(jnp.exp(log_q), u), jnp.ones(nodes.shape, bool)
+        else:
+            below, possible = self._candidates(inputs, logits, log_q)
+        tokens = jnp.concatenate([root[:, None], below], axis=1)
+        valid = [jnp.ones_like(live)]
+        ended = is_eos(tokens, inputs.eos_ids)
+        for node, parent in enumerate(self.parents[1:], 1):
+            open_ = live if parent == ROOT else valid[parent] & ~ended[:, parent]
+            valid.append(open_ & possible[:, node - 1])
+        return Draft(
+            tokens=tokens,
+            parents=np.broadcast_to(np.array(self.parents, np.int32), tokens.shape),
+            valid=jnp.stack(valid, axis=1),
+            log_q=log_q if self.form == CHAIN else None,
+            shape=self.shape,
+            q_row=(0, *range(self.k)) if self.form == CHAIN else (),
+            law=self.law,
+        )
+
+    def _candidates(self, inputs, logits, log_q):
+        """Tokens of the nodes below the root, and which of them have any probability.
+
+        A greedy row's warped distribution has one token: its siblings are ranked by the
+        unwarped one.
+        """
+        plain = probs.log_softmax(limit_vocabulary(logits, self.vocab_limit))
+        greedy = (inputs.warp.temperature == 0)[:, None, None]
+        score, token = jax.lax.top_k(jnp.where(greedy, plain, log_q), max(self._children))
+        picks = [
+            (level, s % count)
+            for level, (size, count) in enumerate(zip(self._sizes, self._children, strict=True))
+            for s in range(size)
+        ]
+        level, number = np.array(picks).T
+        return token[:, level, number].astype(jnp.int32), score[:, level, number] > probs.NEVER
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking:
+    """No draft, but the k adaptive tokens behind the root: first pass of the two-step method."""
+
+    adaptive: tuple[int, ...]  # the ids of a₁ … a_k
+    vocab: int
+    name = "adaptive"
+    law = POINT_MASS
+    shape = TreeShape.chain(0)
+
+    @property
+    def num_probes(self) -> int:
+        return len(self.adaptive)
+
+    def init(self, inputs, state, chunk):
+        rows = state.tokens.shape[0]
+        return jnp.zeros((rows, len(self.adaptive), self.vocab), jnp.float32)
+
+    def propose(self, inputs, state, keys):
+        rows = state.length.shape[0]
+        root = probs.at_token(state.tokens, state.length - 1)[:, None]
+        draft = Draft(
+            tokens=root,
+            parents=np.full((rows, 1), NO_PARENT, np.int32),
+            valid=jnp.ones((rows, 1), bool),
+            probes=_probes(self.adaptive, groups=1, rows=rows),
+            shape=self.shape,
+            q_row=(0,),
+            law=self.law,
+        )
+        return Proposal(draft, state.drafter, jnp.zeros((rows,), jnp.int32), jnp.int32(0))
+
+    def update(self, inputs, state, carried, draft, verdict, probe_logits):
+        return probe_logits.astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answering:
+    """Drafts what the adaptive tokens answered: second pass of the two-step method."""
+
+    candidates: Candidates
+    name = "adaptive"
+    num_probes = 0
+
+    @property
+    def law(self) -> str:
+        return self.candidates.law
+
+    @property
+    def shape(self) -> TreeShape:
+        return self.candidates.shape
+
+    def propose(self, inputs, state, keys):
+        root = probs.at_token(state.tokens, state.length - 1)
+        draft = self.candidates.draft(inputs, keys, root, state.drafter, ~state.done)
+        none = jnp.zeros(state.length.shape, jnp.int32)
+        return Proposal(draft, state.drafter, none, jnp.int32(0))
+
+    def update(self, inputs, state, carried, draft, verdict, probe_logits):
+        return carried
+
+
+@dataclasses.dataclass(frozen=True)
+class SinglePass:
+    """Draft and next drafts in one pass (ours): a group of k probes behind every node.
+
+    Group j stands behind node j and answers as if it and what precedes it were accepted;
+    with j accepted, its answers are the next draft, which begins after the round's last
+    token. The first round has no draft. ``groups`` of them are carried, ``(k + 1)`` for all;
+    where the one needed is missing, the next round drafts nothing.
+    """
+
+    candidates: Candidates
+    adaptive: tuple[int, ...]
+    vocab: int
+    groups: int
+    name = "adaptive"
+    law = IID
+
+    @property
+    def shape(self) -> TreeShape:
+        return self.candidates.shape
+
+    @property
+    def num_probes(self) -> int:
+        return self.groups * len(self.adaptive)
+
+    def init(self, inputs, state, chunk):
+        rows = state.tokens.shape[0]
+        logits = jnp.zeros((rows, len(self.adaptive), self.vocab), jnp.float32)
+        return logits, jnp.zeros((rows,), bool)
+
+    def propose(self, inputs, state, keys):
+        logits, known = state.drafter
+        root = probs.at_token(state.tokens, state.length - 1)
+        draft = self.candidates.draft(inputs, keys, root, logits, known & ~state.done)
+        draft = draft.replace(probes=_probes(self.adaptive, self.groups, root.shape[0]))
+        none = jnp.zeros(state.length.shape, jnp.int32)
+        return Proposal(draft, state.drafter, none, jnp.int32(0))
+
+    def update(self, inputs, state, carried, draft, verdict, probe_logits):
+        rows, _, vocab = probe_logits.shape
+        groups = probe_logits.reshape(rows, self.groups, -1, vocab)
+        accepted = verdict.num_accepted
+        mine = jnp.minimum(accepted, self.groups - 1)[:, None, None, None]
+        answers = jnp.take_along_axis(groups, mine, axis=1)[:, 0]
+        return answers.astype(jnp.float32), accepted < self.groups
+
+
+def _probes(adaptive: tuple[int, ...], groups: int, rows: int) -> Probes:
+    """``groups`` windows of adaptive tokens, window j behind node j of a chain."""
+    k, nodes = len(adaptive), 1 if groups == 1 else len(adaptive) + 1
+    # A probe's parent is the probe before it, counted after the nodes; the first one's, node j.
+    parents = [
+        nodes + group * k + i - 1 if i else group for group in range(groups) for i in range(k)
+    ]
+    tokens = np.tile(np.array(adaptive, np.int32), groups)
+    return Probes(
+        tokens=np.broadcast_to(tokens, (rows, len(tokens))),
+        parents=np.broadcast_to(np.array(parents, np.int32), (rows, len(parents))),
+    )

@@ -1,0 +1,240 @@
+"""SDSAT decoding: both methods against a reference without a cache, trees, options, counters.
+
+What every method must keep (cache, rows, budgets, ends, growth) is tested in test_decode.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import laws
+import specjax as sj
+from specjax import decode
+from specjax.draft.adaptive import LEVELS, Candidates
+from specjax.errors import OptionError, PairError
+from specjax.generate import Engine
+from specjax.methods import Context
+from specjax.models import ModelConfig, hidden_states, init_params, logits_of
+from specjax.warp import warp
+
+V, ADAPTIVE = 5, 5
+PROMPTS = [[1, 2, 3], [4], [0, 3, 3, 1, 2, 0, 4], [2, 2]]
+
+
+def make(vocab=V, adaptive=(ADAPTIVE,) * 3, seed=0):
+    """Five tokens: random adaptive answers then agree with the model often enough."""
+    cfg = ModelConfig.llama(vocab_size=vocab + len(set(adaptive)), hidden_size=16, num_layers=2,
+                            num_heads=2, intermediate_size=24, max_position=256)  # fmt: skip
+    cfg = dataclasses.replace(cfg, adaptive_ids=adaptive)
+    params = init_params(cfg, jax.random.key(seed))
+    params["layers"] = jax.tree.map(lambda x: 7 * x, params["layers"])
+    params["embed"] = params["embed"] * 25
+    return sj.from_params(cfg, params)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return make()
+
+
+def argmaxes(lm, tokens):
+    """The model's choice after every token of a row, adaptive ids left out; no cache."""
+    row = np.zeros((1, 128), np.int32)
+    row[0, : len(tokens)] = tokens
+    at = np.arange(128)[None]
+    segments = (at < len(tokens)).astype(np.int32)
+    logits = _logits(lm, row, at, segments)
+    return np.argmax(logits[0, : len(tokens), : lm.vocab_limit], axis=-1)
+
+
+def _logits(lm, row, at, segments):
+    hidden = jax.jit(hidden_states, static_argnums=0)(lm.config, lm.params, row, at, segments)
+    return np.asarray(logits_of(lm.config, lm.params, hidden))
+
+
+def two_step(lm, prompt, k, budget):
+    """§11's two passes in plain Python: (tokens, accepted drafts per round)."""
+    text, accepted = list(prompt), []
+    while len(text) < len(prompt) + budget:
+        answers = argmaxes(lm, text + [ADAPTIVE] * k)[len(text) - 1 :]
+        text.append(int(answers[0]))
+        if len(text) == len(prompt) + budget:  # m₀ ends the row: the second pass is ignored
+            accepted.append(0)
+            break
+        draft = [int(token) for token in answers[1:]]
+        checked = argmaxes(lm, text + draft)[len(text) - 1 :]
+        n = 0
+        while n < k and draft[n] == checked[n]:
+            n += 1
+        accepted.append(n)
+        text += [int(token) for token in checked[: n + 1]]
+    return text[len(prompt) :][:budget], accepted
+
+
+def single_pass(lm, prompt, k, budget):
+    """The single-pass method likewise: group j's answers stand behind the accepted draft."""
+    text, draft, accepted = list(prompt), [], []
+    while len(text) < len(prompt) + budget:
+        checked = argmaxes(lm, text + draft)[len(text) - 1 :]
+        n = 0
+        while n < len(draft) and draft[n] == checked[n]:
+            n += 1
+        held = text + draft[:n]
+        answers = argmaxes(lm, held + [ADAPTIVE] * k)[len(held) :]
+        accepted.append(n)
+        text = [*held, int(checked[n])]
+        draft = [int(token) for token in answers]
+    return text[len(prompt) :][:budget], accepted
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize(("method", "reference"), [("sdsat", two_step),
+                                                   ("sdsat-single", single_pass)])  # fmt: skip
+def test_greedy_run_is_the_references(lm, method, reference, k):
+    """Tokens and counters of whole runs, k beyond the trained window of 3 included."""
+    plain = sj.generate(lm, PROMPTS, max_new_tokens=40)
+    out = sj.generate(lm, PROMPTS, method=method, max_new_tokens=40, options={"k": k})
+    total = 0
+    for i, prompt in enumerate(PROMPTS):
+        tokens, accepted = reference(lm, prompt, k, 40)
+        np.testing.assert_array_equal(out.tokens[i], plain.tokens[i])
+        assert out.tokens[i].tolist() == tokens
+        assert out.stats["rounds"][i] == len(accepted)
+        assert out.stats["accepted"][i] == sum(accepted)
+        passes = 2 if method == "sdsat" else 1
+        ended_early = passes * len(accepted) - out.stats["target_calls"][i]
+        assert ended_early in (0, passes - 1)
+        hist = np.bincount(accepted, minlength=k + 1)
+        hist[0] -= ended_early
+        np.testing.assert_array_equal(out.stats["accepted_hist"][i], hist)
+        total += sum(accepted)
+    assert total > 0, "some draft must stand for this to test anything"
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_fewer_groups_change_no_token(lm, groups):
+    every = sj.generate(lm, PROMPTS, method="sdsat-single", max_new_tokens=40)
+    few = sj.generate(lm, PROMPTS, method="sdsat-single", max_new_tokens=40,
+                      options={"groups": groups})  # fmt: skip
+    for a, b in zip(every.tokens, few.tokens, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert few.stats["rounds"].sum() > every.stats["rounds"].sum()
+
+
+def test_tree_has_the_published_levels():
+    assert Candidates(5, 9, "tree").shape == (1 + sum(LEVELS[0]), 5, 4)
+    assert Candidates(6, 9, "tree")._sizes == LEVELS[1][:6]
+    tree = Candidates(3, 9, "tree")
+    assert tree.parents[1:5] == (0,) * 4
+    assert tree.parents[5:13] == (1, 1, 2, 2, 3, 3, 4, 4)
+    assert tree.parents[13:] == tuple(range(5, 13))
+
+
+@pytest.mark.parametrize("options", [{}, {"form": "tree"}], ids=["chain", "tree"])
+def test_greedy_tree_and_chain_are_plain(lm, options):
+    plain = sj.generate(lm, PROMPTS, max_new_tokens=30)
+    out = sj.generate(lm, PROMPTS, method="sdsat", max_new_tokens=30, options=options)
+    for a, b in zip(out.tokens, plain.tokens, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_distinct_ids_do_not_stretch():
+    lm = make(adaptive=(5, 6, 7))
+    assert len(sj.generate(lm, PROMPTS, method="sdsat", max_new_tokens=9).tokens[0]) == 9
+    with pytest.raises(OptionError, match=r"k=4.*3 distinct"):
+        sj.generate(lm, PROMPTS, method="sdsat", options={"k": 4})
+
+
+def test_what_makes_no_sense_is_refused(lm, target):
+    bare = dataclasses.replace(lm, config=dataclasses.replace(lm.config, adaptive_ids=()))
+    with pytest.raises(PairError, match=r"no adaptive tokens.*train\.sdsat"):
+        sj.generate(bare, PROMPTS, method="sdsat")
+    with pytest.raises(PairError, match="form=chain"):
+        sj.generate(lm, PROMPTS, method="sdsat-single", options={"form": "tree"})
+    with pytest.raises(PairError, match=r"rule speculative .*adaptive"):
+        sj.generate(lm, PROMPTS, drafter="adaptive", rule="speculative",
+                    options={"form": "tree"})  # fmt: skip
+    inside = dataclasses.replace(lm, vocab_limit=V + 1)
+    with pytest.raises(PairError, match="adaptive id 5 belongs"):
+        sj.generate(inside, PROMPTS, method="sdsat")
+
+
+def test_adaptive_ids_are_never_emitted(lm):
+    hot = sj.Sampling(temperature=5.0)
+    for method in ("autoregressive", "sdsat", "sdsat-single"):
+        out = sj.generate(lm, PROMPTS * 4, method=method, max_new_tokens=60, sampling=hot)
+        assert max(int(tokens.max()) for tokens in out.tokens) < V
+
+
+# --- the law of sampled output ---------------------------------------------------------------
+
+SAMPLING, L, ROWS = sj.Sampling(temperature=0.9, top_k=4), 3, 8192
+
+
+def exact_law(lm, prompt):
+    grid = np.stack(np.meshgrid(*[np.arange(V)] * L, indexing="ij"), -1).reshape(-1, L)
+    tokens = np.concatenate([np.tile(prompt, (len(grid), 1)), grid], 1).astype(np.int32)
+    at = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
+    logits = _logits(lm, tokens, at, np.ones_like(tokens))[:, len(prompt) - 1 : -1]
+    log_p = warp(jnp.asarray(logits), SAMPLING.arrays(len(grid)), V)[..., :V]
+    chosen = np.take_along_axis(np.asarray(log_p, np.float64), grid[..., None], -1)[..., 0]
+    law = np.exp(chosen.sum(-1))
+    return law / law.sum()
+
+
+def sampled_counts(lm, built, prompt):
+    engine = Engine(lm, None, built, {})
+    inputs, budget = engine.inputs(SAMPLING, ROWS), np.full(ROWS, L, np.int32)
+    counts = np.zeros(V**L, np.int64)
+    for seed in range(-(-laws.SAMPLES // ROWS)):
+        keys = jax.random.split(jax.random.key(seed), ROWS)
+        state = decode.start(built, inputs, [np.array(prompt)] * ROWS, budget, keys, chunk=16)
+        state = decode.advance(built, inputs, state, 2**31 - 1)
+        counts += laws.histogram(np.asarray(state.tokens[:, len(prompt) :][:, :L]), V)
+    return counts
+
+
+def build(lm, drafter_options, rule):
+    spec = sj.compose("adaptive", rule)
+    return spec.build(Context(lm, None, greedy=False), drafter_options)[0]
+
+
+CASES = {
+    "two-step tree, match": ({"k": 2}, "match"),
+    "two-step tree, specinfer": ({"k": 2}, "specinfer"),
+    "two-step chain, speculative": ({"k": 2, "form": "chain"}, "speculative"),
+    "two-step chain, block": ({"k": 2, "form": "chain"}, "block"),
+    "single pass, speculative": ({"k": 2, "single": True}, "speculative"),
+    "single pass, match": ({"k": 2, "single": True, "groups": 2}, "match"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_sampled_output_has_the_targets_law(lm, name):
+    built = build(lm, *CASES[name])
+    law = exact_law(lm, PROMPTS[0])
+    assert laws.p_value(sampled_counts(lm, built, PROMPTS[0]), law) > laws.ALPHA
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepsAnAdaptiveEntry(decode.DraftVerify):
+    """Leaves a probe's cache entry where the newest token's should be."""
+
+    def step(self, inputs, state):
+        after = super().step(inputs, state)
+        rows, probe = jnp.arange(state.length.shape[0]), state.length + self.drafter.shape.depth
+        kept = after.length - 2
+        cache = jax.tree.map(lambda x: x.at[rows, :, kept].set(x[rows, :, probe]), after.cache)
+        return after.replace(cache=cache)
+
+
+@pytest.mark.slow
+def test_an_adaptive_entry_left_behind_is_caught(lm):
+    built = build(lm, *CASES["single pass, speculative"])
+    mutant = KeepsAnAdaptiveEntry(built.model, built.drafter, built.target, built.rule)
+    law = exact_law(lm, PROMPTS[0])
+    assert laws.p_value(sampled_counts(lm, mutant, PROMPTS[0]), law) < laws.ALPHA
