@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from specjax.errors import ModelError
-from specjax.models import llama, qwen
+from specjax.models import gpt2, llama, neox, qwen
 from specjax.models.blocks import Decoder
 from specjax.models.config import ModelConfig
 from specjax.models.names import Names
@@ -23,7 +23,14 @@ class Family(NamedTuple):
 
 _LLAMA = Family(llama.Llama, llama.NAMES, llama.from_hf, llama.to_hf)
 _QWEN = Family(qwen.Qwen, qwen.NAMES, qwen.from_hf, qwen.to_hf)
-FAMILIES = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _QWEN, "qwen3": _QWEN}
+FAMILIES = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
+    "gpt_neox": Family(neox.NeoX, neox.NAMES, neox.from_hf, neox.to_hf),
+    "gpt2": Family(gpt2.GPT2, gpt2.NAMES, gpt2.from_hf, gpt2.to_hf),
+}
 
 
 def from_hf(config: dict[str, Any]) -> ModelConfig:

@@ -82,9 +82,12 @@ def flag(config: Config, name: str, default: bool) -> bool:
 
 
 def refuse(config: Config, unsupported: Mapping[str, Any]) -> None:
-    """Refuses each name whose value differs from the only supported one, given here."""
+    """Refuses each name whose value differs from the only supported one, given here.
+
+    Null counts as absent.
+    """
     for name, only in unsupported.items():
-        if config.get(name, only) != only:
+        if config.get(name) not in (None, only):
             raise ModelError(f"config.json: {name}={config[name]!r} is not supported")
 
 
@@ -115,6 +118,11 @@ def positive(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ModelError(f"config.json: {name} must be a positive number, got {value!r}")
     return float(value)
+
+
+def optional_positive(config: Config, name: str) -> float | None:
+    """A positive number, or None where it is null or absent."""
+    return None if config.get(name) is None else positive(name, config[name])
 
 
 def activation(config: Config, name: str, default: str, supported: tuple[str, ...]) -> str:
