@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from specjax.errors import ModelError
-from specjax.models import gpt2, llama, neox, qwen
+from specjax.models import bloom, gpt2, llama, neox, opt, qwen
 from specjax.models.blocks import Decoder
 from specjax.models.config import ModelConfig
 from specjax.models.names import Names
@@ -30,6 +30,8 @@ FAMILIES = {
     "qwen3": _QWEN,
     "gpt_neox": Family(neox.NeoX, neox.NAMES, neox.from_hf, neox.to_hf),
     "gpt2": Family(gpt2.GPT2, gpt2.NAMES, gpt2.from_hf, gpt2.to_hf),
+    "opt": Family(opt.OPT, opt.NAMES, opt.from_hf, opt.to_hf),
+    "bloom": Family(bloom.Bloom, bloom.NAMES, bloom.from_hf, bloom.to_hf),
 }
 
 
