@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -43,6 +44,7 @@ from train.loop import make_step
 from train.program import run_program
 from train.sdsat_eval import Decoding, measure_decoding, walk_rounds
 from train.sdsat_losses import Objective, probe_loss, sdsat_loss, weigh
+from train.shard import shared_axis
 from train.tokenizer import EOS_ID, train_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -557,6 +559,32 @@ def test_killed_and_resumed_gives_the_same_numbers(quick, tmp_path, loss):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [1, 4])
+def test_eight_devices_give_the_losses_of_one(quick, tmp_path, fsdp):
+    settings = ("optim.batch_size=8", "optim.total_steps=6", f"mesh.fsdp={fsdp}")
+    devices = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    command = [sys.executable, "-m", "train.sdsat", TINY, *quick(tmp_path / "many", *settings)]
+    subprocess.run(command, env=devices, check=True, capture_output=True)
+    assert program(*quick(tmp_path / "one", *settings[:2])) == 0
+    for many, one in zip(lines(tmp_path / "many"), lines(tmp_path / "one"), strict=True):
+        assert many.keys() == one.keys()
+        for name in ("loss", "clean_loss", "adaptive_loss", "grad_norm", "valid_loss"):
+            if name in one:
+                np.testing.assert_allclose(many[name], one[name], rtol=2e-4, err_msg=name)
+    # A checkpoint of eight devices is gone on with on one, and the other way round.
+    longer = (*settings[:1], "optim.total_steps=8")
+    assert program(*quick(tmp_path / "many", *longer), "--resume") == 0
+
+
+def test_large_arrays_are_split_along_their_longest_axis_that_divides():
+    spec = jax.sharding.PartitionSpec
+    assert shared_axis((4097, 512), 8) == spec(None, "fsdp")
+    assert shared_axis((4096, 512), 8) == spec("fsdp")
+    assert shared_axis((512,), 8) == shared_axis((4097, 3), 8) == spec()
+    assert shared_axis((4096, 512), 1) == spec()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["embeddings", "lora"])
 def test_parts_of_a_model_are_trained_and_merged(quick, tmp_path, start, part):
     settings = (f"model.train={part}", "sdsat.distinct=true", "sdsat.loss=improved")
@@ -635,6 +663,7 @@ def test_bad_input_exits_2_with_one_line(quick, tmp_path, start, capsys):
         (("sdsat.loss=basic",), "needs a clean stream"),
         (("sdsat.start_rate=0",), "only loss basic"),
         (("model.train=lora", "optim.optimizer=muon"), "only adamw"),
+        (("mesh.fsdp=3",), "does not divide the 1 devices"),
     ]
     for number, (settings, says) in enumerate(cases):
         assert program(*quick(tmp_path / f"run{number}", *settings)) == 2, settings

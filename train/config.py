@@ -141,6 +141,13 @@ class Adaptive:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshSection:
+    """All devices of the process take part; each holds its share of a batch's rows."""
+
+    fsdp: int = 1  # devices that share one copy of the params and the optimiser state
+
+
+@dataclasses.dataclass(frozen=True)
 class SDSATConfig:
     """``python -m train.sdsat``: one section per concern."""
 
@@ -148,6 +155,7 @@ class SDSATConfig:
     data: Data = Data()
     sdsat: Adaptive = Adaptive()
     optim: Optim = Optim()
+    mesh: MeshSection = MeshSection()
     run: Run = Run(dir="runs/sdsat")
 
 
@@ -166,7 +174,7 @@ _POSITIVE = {
     "optim.accumulate", "optim.learning_rate", "optim.muon_learning_rate", "run.log_every",
     "run.eval_every", "run.checkpoint_every", "run.keep", "optim.clip_norm",
     "distill.temperature", "model.lora_rank", "model.lora_alpha", "sdsat.window",
-    "sdsat.decode_tokens",
+    "sdsat.decode_tokens", "mesh.fsdp",
 }  # fmt: skip
 _NOT_NEGATIVE = {
     "model.num_kv_heads", "optim.warmup_steps", "optim.weight_decay", "run.eval_batches",

@@ -26,6 +26,7 @@ from train.config import Optim, Run
 from train.data import Batch, Loader
 from train.errors import InputError
 from train.progress import Progress
+from train.shard import Placement
 
 # loss(params, frozen, batch) -> (summed loss, token count): means are taken over the whole step.
 # A third value, a dict of (sum, count) pairs of equal shapes, is logged as means by its names.
@@ -52,6 +53,7 @@ def make_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     weigh: Callable[[dict], dict] | None = None,
+    shardings: tuple[Any, Any] | None = None,
 ) -> Callable:
     """``step(params, opt_state, frozen, batches) -> (params, opt_state, loss, norm, extras)``.
 
@@ -59,6 +61,7 @@ def make_step(
     divided by the token count of all of them, so accumulation does not change the result.
     ``weigh`` sees the whole step's batches first and may add entries ``[accumulate, ...]``:
     that is how a loss of several means learns their counts. ``norm`` is of the gradients.
+    ``shardings`` of params and optimiser state keep them in their places.
     """
 
     def step(params, opt_state, frozen, batches):
@@ -82,7 +85,8 @@ def make_step(
         mean = loss / jnp.maximum(count, 1.0)
         return params, opt_state, mean, optax.tree.norm(grads), extras
 
-    return jax.jit(step, donate_argnums=(0, 1))
+    placed = {"out_shardings": (*shardings, None, None, None)} if shardings else {}
+    return jax.jit(step, donate_argnums=(0, 1), **placed)
 
 
 def fit(
@@ -100,6 +104,7 @@ def fit(
     fixed: dict[str, Any] | None = None,
     weigh: Callable[[dict], dict] | None = None,
     measure: Callable[[dict, Any], dict[str, Any]] | None = None,
+    placement: Placement | None = None,
 ) -> Outcome:
     """Trains until ``optim.total_steps``, or until SIGTERM or SIGINT, which save first.
 
@@ -112,6 +117,7 @@ def fit(
       fixed: settings that a resumed run must not change, by name.
       weigh: see :func:`make_step`.
       measure: figures by name from (params, frozen), taken with every evaluation.
+      placement: over which devices the arrays are split; one device when None.
     Raises:
       TrainingError: the loss is no longer finite.
       InputError: resuming without a checkpoint, or with another ``fixed`` setting.
@@ -119,9 +125,13 @@ def fit(
     checkpoints = Checkpoints(Path(run.dir) / "checkpoints", run.keep)
     log = Path(run.dir) / "metrics.jsonl"
     resume = resume and not (checkpoints.latest is None and log.exists())
-    state, unlogged = _begin(checkpoints, params, optimizer, loader, resume, fixed)
+    placement = placement or Placement()
+    state, unlogged = _begin(checkpoints, params, optimizer, loader, resume, fixed, placement)
+    frozen = placement.state(frozen)
     metrics = Metrics(log, keep_through=state.step)
-    train_step, evaluate = make_step(loss_fn, optimizer, weigh), jax.jit(eval_loss)
+    lie = placement.shardings((state.params, state.opt_state))
+    train_step, evaluate = make_step(loss_fn, optimizer, weigh, lie), jax.jit(eval_loss)
+    valid = [placement.rows(batch, 0) for batch in valid]
     valid_loss, valid_extras = None, {}
 
     def save():
@@ -142,7 +152,7 @@ def fit(
         while state.step < optim.total_steps and not signals.received:
             batches = _stack([next(loader) for _ in range(optim.accumulate)])
             params, opt_state, loss, norm, extras = train_step(
-                state.params, state.opt_state, frozen, batches
+                state.params, state.opt_state, frozen, placement.rows(batches, 1)
             )
             state = _State(params, opt_state, state.step + 1)
             unlogged.append((loss, extras))
@@ -177,12 +187,13 @@ class _State(NamedTuple):
     step: int
 
 
-def _begin(checkpoints, params, optimizer, loader, resume, fixed) -> tuple[_State, list]:
+def _begin(checkpoints, params, optimizer, loader, resume, fixed, placement) -> tuple[_State, list]:
     """The first state, or the newest checkpoint's, and its (loss, extras) not logged yet.
 
     The loader is set to match.
     """
-    state, unlogged = _State(params, optimizer.init(params), 0), []
+    params = placement.state(params)
+    state, unlogged = _State(params, placement.state(optimizer.init(params)), 0), []
     if resume:
         like = {"params": state.params, "opt_state": state.opt_state}
         arrays, note = checkpoints.restore(like)

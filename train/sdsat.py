@@ -35,6 +35,7 @@ from train.optim import make_optimizer
 from train.program import run_program
 from train.sdsat_eval import PROMPT_TOKENS, Decoding, held_out_prompts, measure_decoding
 from train.sdsat_losses import Objective, probe_loss, sdsat_loss, weigh
+from train.shard import make_placement
 from train.tokenizer import load_tokenizer
 
 # Small files of the checkpoint that the exported one needs as they are.
@@ -310,6 +311,7 @@ def main(cfg: SDSATConfig, resume: bool, dry_run: bool) -> dict:
 
 def train(cfg: SDSATConfig, setup: Setup, data: Prepared, resume: bool) -> dict:
     """Fits and exports."""
+    placement = make_placement(cfg.mesh.fsdp, cfg.optim.batch_size)
     tuned = make_tuning(cfg, setup)
     trainable, frozen = tuned.split(first_params(setup))
     length = cfg.sdsat.probe_length or cfg.sdsat.window
@@ -329,6 +331,7 @@ def train(cfg: SDSATConfig, setup: Setup, data: Prepared, resume: bool) -> dict:
         fixed=fixed_settings(cfg),
         weigh=functools.partial(weigh, setup.objective),
         measure=_measure(cfg, setup, data, tuned),
+        placement=placement,
     )
     return export(cfg, setup, data, outcome, tuned.merge(outcome.params, frozen))
 
