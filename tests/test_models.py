@@ -36,7 +36,8 @@ BACKENDS = ["dense", "blockwise"]
 def build(name):
     """(config, params, fused params) of a variant."""
     cfg = from_hf(variants.config(name))
-    params = from_tensors(cfg, variants.weights, jnp.float32)
+    read = functools.partial(variants.weights, std=variants.std(name))
+    params = from_tensors(cfg, read, jnp.float32)
     return cfg, params, fuse(params)
 
 

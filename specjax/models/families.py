@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from specjax.errors import ModelError
-from specjax.models import bloom, gpt2, llama, neox, opt, qwen
+from specjax.models import bloom, gemma, gpt2, llama, neox, opt, qwen
 from specjax.models.blocks import Decoder
 from specjax.models.config import ModelConfig
 from specjax.models.names import Names
@@ -23,6 +23,7 @@ class Family(NamedTuple):
 
 _LLAMA = Family(llama.Llama, llama.NAMES, llama.from_hf, llama.to_hf)
 _QWEN = Family(qwen.Qwen, qwen.NAMES, qwen.from_hf, qwen.to_hf)
+_GEMMA = Family(gemma.Gemma, gemma.NAMES, gemma.from_hf, gemma.to_hf)
 FAMILIES = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -32,6 +33,8 @@ FAMILIES = {
     "gpt2": Family(gpt2.GPT2, gpt2.NAMES, gpt2.from_hf, gpt2.to_hf),
     "opt": Family(opt.OPT, opt.NAMES, opt.from_hf, opt.to_hf),
     "bloom": Family(bloom.Bloom, bloom.NAMES, bloom.from_hf, bloom.to_hf),
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
 }
 
 

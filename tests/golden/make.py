@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 import variants  # noqa: E402
+from specjax.models.families import FAMILIES  # noqa: E402
 
 torch.set_num_threads(1)  # waiting for a second thread costs more than these products
 
@@ -18,12 +19,16 @@ torch.set_num_threads(1)  # waiting for a second thread costs more than these pr
 def model(name: str):
     """The variant in transformers, float32, with our weights."""
     settings = dict(variants.config(name))
+    names = FAMILIES[settings["model_type"]].names
     made = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(settings.pop("model_type"), **settings), dtype=torch.float32
+        AutoConfig.for_model(settings.pop("model_type"), **settings),
+        dtype=torch.float32,
+        attn_implementation="eager",
     ).eval()
     with torch.no_grad():
         for key, value in made.named_parameters():
-            value.copy_(torch.from_numpy(variants.weights(key, tuple(value.shape))))
+            made_up = variants.weights(names.full(key), tuple(value.shape), variants.std(name))
+            value.copy_(torch.from_numpy(made_up))
     return made
 
 
