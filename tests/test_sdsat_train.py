@@ -1,5 +1,6 @@
 """train.sdsat: adaptive insertion, isolated windows, losses, FIM, the program."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -43,7 +44,7 @@ from train.fim import CodeLayout, Sentinels, find_sentinels
 from train.loop import make_step
 from train.program import run_program
 from train.sdsat_eval import Decoding, measure_decoding, walk_rounds
-from train.sdsat_losses import Objective, probe_loss, sdsat_loss, weigh
+from train.sdsat_losses import Head, Objective, probe_loss, sdsat_loss, weigh
 from train.shard import shared_axis
 from train.tokenizer import EOS_ID, train_tokenizer
 
@@ -342,6 +343,16 @@ def test_means_run_over_the_accumulated_batch(params, loss):
         new, _, value, _, extras = step(own, optax.sgd(0.1).init(own), None, micro)
         found.append((value, extras, new["embed"]))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
+
+
+def test_heads_cap_their_logits_where_the_model_does():
+    table, hidden = jax.random.normal(jax.random.key(1), (2, 9, 4))
+    hidden, labels = hidden[None], jnp.array([[3, 1, IGNORE, *range(6)]])
+    head = Head.of(dataclasses.replace(MODEL, logit_softcap=2.0), {"embed": table})
+    log_p = jax.nn.log_softmax(2 * jnp.tanh(hidden @ table.T / 2))
+    want = -sum(log_p[0, i, label] for i, label in enumerate(labels[0]) if label != IGNORE)
+    np.testing.assert_allclose(head.cross_entropy(hidden, labels)[0], want, rtol=1e-5)
+    np.testing.assert_array_equal(head.argmax(hidden), log_p.argmax(-1))
 
 
 def test_isolated_windows_leave_the_clean_stream_alone(params):
@@ -651,7 +662,7 @@ def test_bad_input_exits_2_with_one_line(quick, tmp_path, start, capsys):
         (("sdsat.ids=[300]",), "300 is "),
         (("sdsat.ids=[0]",), "real text uses"),
         (("sdsat.ids=[4000]",), "outside the vocabulary of 400"),
-        (("sdsat.ids=[3]", "sdsat.fim_rate=0.5"), "adaptive id 3 stands"),
+        (("sdsat.ids=[3]", "sdsat.fim_rate=0.5"), "3 is '<|fim_middle|>'"),
         (("data.seq_len=256",), "longer than the model's context (128)"),
         ((f"model.init_from={plain}", "sdsat.fim_rate=0.5"), "no fill-in-the-middle sentinels"),
         ((f'data.files=["{tmp_path}/empty"]',), "the corpus is empty"),

@@ -23,11 +23,12 @@ def chunked_cross_entropy(
     head: Float[Array, "V D"],
     labels: Int[Array, "B T"],
     chunk: int = CHUNK,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Summed negative log-likelihood in nats, and the number of labels that are not IGNORE."""
 
     def loss(hidden, labels):
-        return nll(logits(hidden, head), labels)
+        return nll(logits(hidden, head, softcap), labels)
 
     return sum_over_chunks(loss, (hidden,), labels, chunk), label_count(labels)
 
@@ -58,9 +59,12 @@ def chunked_distillation(
     return total, label_count(labels)
 
 
-def logits(hidden: Float[Array, "n D"], head: Float[Array, "V D"]) -> Float[Array, "n V"]:
-    """float32 logits, whatever dtype the hidden states have."""
-    return jnp.einsum("nd,vd->nv", hidden, head, preferred_element_type=jnp.float32)
+def logits(
+    hidden: Float[Array, "n D"], head: Float[Array, "V D"], softcap: float | None = None
+) -> Float[Array, "n V"]:
+    """float32 logits, whatever dtype the hidden states have; capped where the model does."""
+    out = jnp.einsum("nd,vd->nv", hidden, head, preferred_element_type=jnp.float32)
+    return out if softcap is None else softcap * jnp.tanh(out / softcap)
 
 
 def nll(logits: Float[Array, "n V"], labels: Int[Array, "n"]) -> Float[Array, ""]:

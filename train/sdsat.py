@@ -138,7 +138,7 @@ def choose_ids(
     had = tuple(dict.fromkeys(model.adaptive_ids))
     if len(had) == count:
         return had, 0
-    used = max(tokenizer.get_vocab().values()) + 1
+    used = _used_ids(tokenizer)
     if model.vocab_size - used >= count:
         return tuple(range(used, used + count)), 0
     return tuple(range(model.vocab_size, model.vocab_size + count)), count
@@ -149,28 +149,19 @@ def _check_ids(ids: tuple[int, ...], count: int, model: ModelConfig, tokenizer: 
         kind = "distinct ids, one per place" if count > 1 else "id, repeated"
         raise InputError(f"sdsat.ids={list(ids)}: sdsat.window and sdsat.distinct ask for {count} "
                          f"{kind}")  # fmt: skip
-    added = tokenizer.get_added_tokens_decoder()
+    used = _used_ids(tokenizer)
     for i in ids:
         if not 0 <= i < model.vocab_size:
             raise InputError(f"sdsat.ids: {i} is outside the vocabulary of {model.vocab_size}: "
                              "leave sdsat.ids empty to append new rows")  # fmt: skip
-        token = tokenizer.id_to_token(i)
-        if i in model.eos_ids or (token is not None and i not in added):
-            raise InputError(f"sdsat.ids: {i} is {token!r}, which real text uses: name unused "
-                             "ids, or leave sdsat.ids empty")  # fmt: skip
+        if i < used:
+            raise InputError(f"sdsat.ids: {i} is {tokenizer.id_to_token(i)!r}, which real text "
+                             "uses: name unused ids, or leave sdsat.ids empty")  # fmt: skip
 
 
-def check_unused(ids: tuple[int, ...], data: Prepared) -> None:
-    """Refuses adaptive ids that stand in the corpus.
-
-    Raises:
-      InputError: naming the id and how often it stands there.
-    """
-    for i in sorted(set(ids)):
-        count = sum(int((stream == i).sum()) for stream in (data.train, data.valid))
-        if count:
-            raise InputError(f"adaptive id {i} stands {count} times in the corpus, so real text "
-                             "uses it: name another in sdsat.ids, or leave it empty")  # fmt: skip
+def _used_ids(tokenizer: Tokenizer) -> int:
+    """Ids from here on stand for no token: text never has them and decoding never emits them."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def _special_ids(model: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -304,7 +295,6 @@ def main(cfg: SDSATConfig, resume: bool, dry_run: bool) -> dict:
     if not dry_run:
         make_directory(directory)
     data = prepare(documents, setup.tokenizer, cache, setup.layout)
-    check_unused(setup.model.adaptive_ids, data)
     summary = plan(cfg, setup, data)
     return summary if dry_run else summary | train(cfg, setup, data, resume)
 

@@ -15,14 +15,13 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import specjax as sj
-from specjax.models import ModelConfig, head_matrix
+from specjax.models import ModelConfig
 from train.adaptive import Insertion, append_windows
 from train.data import IGNORE, Batch, Prepared
-from train.sdsat_losses import argmax_ids, isolated_hidden, split_hidden
+from train.sdsat_losses import Head, isolated_hidden, split_hidden
 
 PROMPT_TOKENS = 64
 CERTAIN = 2  # tokens of a round whose drafts all fail
@@ -117,7 +116,6 @@ def _drafts(cfg: ModelConfig, length: int):
     @jax.jit
     def drafts(params, batch):
         windows = split_hidden(isolated_hidden(cfg, params, batch, False), batch)[1]
-        ids = argmax_ids(windows, head_matrix(cfg, params))
-        return jnp.reshape(ids, (len(windows), -1, length))
+        return Head.of(cfg, params).argmax(windows).reshape(len(windows), -1, length)
 
     return drafts

@@ -11,14 +11,13 @@ Axes: B rows, T tokens, A appended slots, W windows, k tokens of one, D hidden s
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models import ModelConfig, head_matrix, hidden_states
-from specjax.models.attention import MaskFn, Meta, causal_mask
+from specjax.models import ModelConfig, hidden_states
+from specjax.models.attention import Meta, causal_mask
 from train.data import IGNORE
 from train.loop import Extras, LossFn
 from train.losses import (
@@ -53,7 +52,30 @@ class Objective:
     remat: bool = False
 
 
-def isolated_mask(query: Meta, key: Meta, window: int | None = None) -> Bool[Array, "B N S"]:
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """The output table ``[V, D]`` and what the model does to its logits."""
+
+    table: Float[Array, "V D"]
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, cfg: ModelConfig, params: dict) -> Head:
+        return cls(params["embed" if cfg.tie_embeddings else "head"], cfg.logit_softcap)
+
+    def logits(self, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
+        return logits(hidden, self.table, self.softcap)
+
+    def cross_entropy(self, hidden: Float[Array, "B N D"], labels: Int[Array, "B N"]) -> tuple:
+        """(summed nats, labels that are not IGNORE)."""
+        return chunked_cross_entropy(hidden, self.table, labels, softcap=self.softcap)
+
+    def argmax(self, hidden: Float[Array, "B N D"]) -> Int[Array, "B N"]:
+        """The most probable token after each; the logits of one row exist at a time."""
+        return jax.lax.map(lambda row: jnp.argmax(self.logits(row), axis=-1), hidden)
+
+
+def isolated_mask(query: Meta, key: Meta) -> Bool[Array, "B N S"]:
     """Causal; a window's token sees the clean tokens before its window, and its window.
 
     Metadata beside :func:`causal_mask`'s: ``windows`` int32, 0 for clean tokens, else the
@@ -62,7 +84,7 @@ def isolated_mask(query: Meta, key: Meta, window: int | None = None) -> Bool[Arr
     own = query["windows"][:, :, None] == key["windows"][:, None, :]
     before = key["position"][:, None, :] < query["starts"][:, :, None]
     clean = (key["windows"] == 0)[:, None, :] & (query["windows"] > 0)[:, :, None]
-    return causal_mask(query, key, window) & (own | (clean & before))
+    return causal_mask(query, key) & (own | (clean & before))
 
 
 def sdsat_loss(cfg: ModelConfig, objective: Objective) -> LossFn:
@@ -105,8 +127,8 @@ def _basic(cfg: ModelConfig, objective: Objective, params: dict, batch: dict) ->
     batch = batch | {"tokens": batch["mixed"]}
     hidden = _hidden(cfg, params, batch, objective.remat)
     clean, adaptive = split_labels("basic", batch)
-    head = head_matrix(cfg, params)
-    clean_sum, clean_count = chunked_cross_entropy(hidden, head, clean)
+    head = Head.of(cfg, params)
+    clean_sum, clean_count = head.cross_entropy(hidden, clean)
     found = adaptive_sums(objective, head, hidden, None, adaptive, batch["index"])
     total, count = clean_sum + found["loss"], clean_count + found["count"].astype(jnp.float32)
     return total, count, _extras(clean_sum, clean_count, found)
@@ -123,7 +145,7 @@ def _improved(cfg: ModelConfig, objective: Objective, params: dict, batch: dict)
         )
     }
     clean, mixed = jnp.split(_hidden(cfg, params, both, objective.remat), 2)
-    return _two_means(objective, head_matrix(cfg, params), clean, mixed, clean, batch)
+    return _two_means(objective, Head.of(cfg, params), clean, mixed, clean, batch)
 
 
 def _isolated(cfg: ModelConfig, objective: Objective, params: dict, batch: dict) -> tuple:
@@ -131,7 +153,7 @@ def _isolated(cfg: ModelConfig, objective: Objective, params: dict, batch: dict)
     hidden = isolated_hidden(cfg, params, batch, objective.remat)
     clean, windows = split_hidden(hidden, batch)
     own = at_sources(clean, batch)
-    return _two_means(objective, head_matrix(cfg, params), clean, windows, own, batch)
+    return _two_means(objective, Head.of(cfg, params), clean, windows, own, batch)
 
 
 def _two_means(objective, head, clean, adaptive, own, batch) -> tuple:
@@ -141,7 +163,7 @@ def _two_means(objective, head, clean, adaptive, own, batch) -> tuple:
     """
     clean_labels, labels = split_labels(objective.loss, batch)
     index = batch["index"][:, -labels.shape[1] :]
-    clean_sum, clean_count = chunked_cross_entropy(clean, head, clean_labels)
+    clean_sum, clean_count = head.cross_entropy(clean, clean_labels)
     teacher = own if objective.self_share else None
     found = adaptive_sums(objective, head, adaptive, teacher, labels, index)
     total = 0.5 * (clean_sum + objective.weight * batch["ratio"] * found["loss"])
@@ -150,7 +172,7 @@ def _two_means(objective, head, clean, adaptive, own, batch) -> tuple:
 
 def adaptive_sums(
     objective: Objective,
-    head: Float[Array, "V D"],
+    head: Head,
     hidden: Float[Array, "B N D"],
     teacher: Float[Array, "B N D"] | None,
     labels: Int[Array, "B N"],
@@ -163,7 +185,7 @@ def adaptive_sums(
     share = objective.self_share
 
     def sums(hidden, teacher, index, labels):
-        student, real = logits(hidden, head), labels != IGNORE
+        student, real = head.logits(hidden), labels != IGNORE
         places = jax.nn.one_hot(index - 1, objective.window) * real[:, None]
         guess = jnp.argmax(student, axis=-1)
         out = {
@@ -173,7 +195,7 @@ def adaptive_sums(
             "hits": ((guess == labels)[:, None] * places).sum(0),
         }
         if share:
-            own = jax.lax.stop_gradient(logits(teacher, head))
+            own = jax.lax.stop_gradient(head.logits(teacher))
             out["loss"] += share * summed_kl(own, student, labels)
             out["agreed"] = ((guess == jnp.argmax(own, axis=-1))[:, None] * places).sum(0)
         return out
@@ -207,15 +229,15 @@ def probe_loss(cfg: ModelConfig, length: int, dtype: str = "float32") -> LossFn:
         params = _cast(params, dtype)
         clean, windows = split_hidden(isolated_hidden(cfg, params, batch, False), batch)
         clean_labels, labels = split_labels("isolated", batch)
-        head = head_matrix(cfg, params)
-        total, count = chunked_cross_entropy(clean, head, clean_labels)
+        head = Head.of(cfg, params)
+        total, count = head.cross_entropy(clean, clean_labels)
         objective = Objective("isolated", length, self_share=1.0)
         own = at_sources(clean, batch)
         index = batch["index"][:, -labels.shape[1] :]
         found = adaptive_sums(objective, head, windows, own, labels, index)
-        agree = argmax_ids(windows, head) == argmax_ids(own, head)
+        agree = head.argmax(windows) == head.argmax(own)
         run, whole = _leading_runs(agree, labels, length)
-        nats, adaptive = chunked_cross_entropy(windows, head, labels)
+        nats, adaptive = head.cross_entropy(windows, labels)
         extras = _extras(total, count, found) | {
             "adaptive_loss": (nats, adaptive),
             "acceptance": (run.sum((0, 1)), jnp.broadcast_to(whole.sum(), (length,))),
@@ -241,12 +263,7 @@ def isolated_hidden(
 ) -> Float[Array, "B T+A D"]:
     """Hidden states of rows laid out by ``append_windows``."""
     meta = {name: batch[name] for name in ("windows", "starts")}
-    return _hidden(cfg, params, batch, remat, _mask(cfg.sliding_window), meta)
-
-
-@functools.cache
-def _mask(window: int | None) -> MaskFn:
-    return functools.partial(isolated_mask, window=window)
+    return _hidden(cfg, params, batch, remat, isolated_mask, meta)
 
 
 def split_hidden(hidden: Float[Array, "B T+A D"], batch: dict) -> tuple[Array, Array]:
@@ -258,11 +275,6 @@ def split_hidden(hidden: Float[Array, "B T+A D"], batch: dict) -> tuple[Array, A
 def at_sources(clean: Float[Array, "B T D"], batch: dict) -> Float[Array, "B A D"]:
     """The clean stream where it predicts what each appended slot predicts."""
     return jnp.take_along_axis(clean, batch["sources"][..., None], axis=1)
-
-
-def argmax_ids(hidden: Float[Array, "B N D"], head: Float[Array, "V D"]) -> Int[Array, "B N"]:
-    """The most probable token after each, row by row: logits of one row exist at a time."""
-    return jax.lax.map(lambda row: jnp.argmax(logits(row, head), axis=-1), hidden)
 
 
 def _hidden(cfg, params, batch, remat, mask_fn=None, meta=None) -> Float[Array, "B T D"]:
