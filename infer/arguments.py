@@ -88,6 +88,14 @@ def temperature(text: str) -> float:
     return value
 
 
+def gibibytes(text: str) -> float:
+    """An argparse type: an amount of memory in GiB."""
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise _unfit(text, "a number of GiB above 0")
+    return value
+
+
 def top_p(text: str) -> float:
     """An argparse type: a probability above 0."""
     value = _number(text)

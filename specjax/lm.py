@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -49,16 +50,26 @@ def load(path_or_id: str | Path, dtype: str | None = None) -> LM:
     Raises:
       ModelError: the directory, id or dtype cannot be used; the message says why.
     """
-    if dtype is None:
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    if dtype not in DTYPES:
-        raise ModelError(f"dtype {dtype!r} is not supported; choose {', '.join(DTYPES)}")
-    directory = _locate(str(path_or_id))
+    dtype = resolve_dtype(dtype)
+    directory = locate(str(path_or_id))
     config, params = load_pretrained(directory, DTYPES[dtype])
     for i, block in params["layers"].items():
         params["layers"][i] = fuse_layer(block)  # one by one: never two copies of the model
     tokenizer = Tokenizer.from_directory(directory)
     return _assemble(config, params, tokenizer, _eos_ids(directory, config), str(path_or_id))
+
+
+def resolve_dtype(dtype: str | None) -> str:
+    """The name of the dtype that :func:`load` keeps weights in.
+
+    Raises:
+      ModelError: there is no such dtype.
+    """
+    if dtype is None:
+        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not supported; choose {', '.join(DTYPES)}")
+    return dtype
 
 
 def from_params(
@@ -78,21 +89,26 @@ def _assemble(config, params, tokenizer, eos_ids, source) -> LM:
     return LM(config, params, tokenizer, eos_ids, min(known, config.vocab_size), source)
 
 
-def _locate(name: str) -> Path:
+def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:
+    """The directory of a model, fetched from the hub where it is an id: of it, ``files`` alone.
+
+    Raises:
+      ModelError: the hub does not give it.
+    """
     if name in EMBEDDED:
         return EMBEDDED[name]
     path = Path(name)
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         return path.expanduser()
-    return _from_hub(name)
+    return _from_hub(name, files)
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES),
+        return Path(snapshot_download(name, allow_patterns=list(files),
                                       ignore_patterns=list(HUB_SKIPPED)))  # fmt: skip
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]

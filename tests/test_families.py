@@ -132,6 +132,7 @@ def test_target_and_draft_of_different_families():
 METHODS = {"speculative": {"gamma": 3}, "specinfer": {"branching": (2, 2, 1)}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_drafting_changes_nothing(family, method):
     name = variants.FIRST[family]

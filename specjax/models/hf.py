@@ -171,7 +171,11 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         return dict.fromkeys(_open(single).keys(), single)
     if not index.exists():
         pickles = sorted(p.name for p in directory.glob("*.bin"))
-        hint = f"; {pickles[0]} is a pickle: convert it to safetensors" if pickles else ""
+        hint = (
+            f"; {pickles[0]} is a pickle: python -m infer.convert makes safetensors"
+            if pickles
+            else ""
+        )
         raise ModelError(f"{directory}: no {WEIGHTS} and no {INDEX}{hint}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):

@@ -1,0 +1,110 @@
+"""What models will need, read from their configs before any weight is: ``infer.run --plan``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any
+
+from infer.arguments import DEMO_DRAFT
+
+HEADROOM = 0.1  # of the memory, for activations, logits and the program itself
+CONTEXTS = (1024, 4096, 16384)  # tokens per row to give a batch for, beside the longest
+
+Plan = dict[str, Any]
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Prints the plan of ``--target`` and ``--draft``."""
+    names = {"target": args.target}
+    if args.draft:
+        names["draft"] = DEMO_DRAFT if args.draft == "demo" else args.draft
+    memory = int(args.memory * 2**30) if args.memory else device_memory()
+    plan = make_plan(names, args.dtype, memory)
+    print(json.dumps(plan) if args.json else describe(plan))
+    return 0
+
+
+def make_plan(names: dict[str, str], dtype: str | None, memory: int) -> Plan:
+    """The models' sizes and the largest batches; ``memory`` in bytes.
+
+    Raises:
+      ModelError: a model directory or its config cannot be used.
+    """
+    models = {role: model_plan(name, dtype) for role, name in names.items()}
+    weights = sum(model["weight_bytes"] for model in models.values())
+    per_token = sum(model["cache_bytes_per_token_and_row"] for model in models.values())
+    longest = models["target"]["max_position"]
+    free = int(memory * (1 - HEADROOM)) - weights
+    rows = {
+        tokens: max(0, free // (per_token * tokens))
+        for tokens in sorted({min(tokens, longest) for tokens in (*CONTEXTS, longest)})
+    }
+    return models | {
+        "memory_bytes": memory,
+        "weight_bytes": weights,
+        "largest_batch_by_tokens_per_row": rows,
+    }
+
+
+def model_plan(name: str, dtype: str | None) -> Plan:
+    """One model: parameters, bytes of its weights, bytes of cache per token and row."""
+    import jax.numpy as jnp
+
+    from specjax import lm
+    from specjax.models import from_hf
+    from specjax.models.hf import DTYPES, read_config
+
+    dtype = lm.resolve_dtype(dtype)
+    cfg = from_hf(read_config(lm.locate(name, files=("config.json",))))
+    size = jnp.dtype(DTYPES[dtype]).itemsize
+    return {
+        "model": name,
+        "family": cfg.family,
+        "dtype": dtype,
+        "parameters": cfg.num_params,
+        "weight_bytes": cfg.num_params * size,
+        "cache_bytes_per_token_and_row": 2
+        * cfg.num_layers
+        * cfg.num_kv_heads
+        * cfg.head_dim
+        * size,
+        "max_position": cfg.max_position,
+    }
+
+
+def device_memory() -> int:
+    """Bytes of the first device's memory; the machine's where the device does not say."""
+    import jax
+
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def describe(plan: Plan) -> str:
+    """The plan as lines of text."""
+    lines = []
+    for role in ("target", "draft"):
+        if role in plan:
+            model = plan[role]
+            lines += [
+                f"{role}: {model['model']} ({model['family']}, {model['dtype']})",
+                f"  {model['parameters']:,} parameters, {_bytes(model['weight_bytes'])}",
+                f"  cache: {_bytes(model['cache_bytes_per_token_and_row'])} per token and row",
+            ]
+    memory = f"{_bytes(plan['memory_bytes'])} of device memory, {HEADROOM:.0%} kept free"
+    batches = plan["largest_batch_by_tokens_per_row"]
+    if not any(batches.values()):
+        return "\n".join([*lines, f"does not fit into {memory}"])
+    lines.append(f"largest batch in {memory}:")
+    lines += [f"  {rows:,} rows of {tokens:,} tokens" for tokens, rows in batches.items()]
+    return "\n".join(lines)
+
+
+def _bytes(count: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:,.2f} GiB"
