@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from infer.arguments import (
     Parser,
     add_sampling,
+    gibibytes,
     load_models,
     make_parser,
     setting,
@@ -24,6 +25,8 @@ from infer.arguments import (
     use_compilation_cache,
     whole,
 )
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how JAX's errors begin where an allocation failed
 
 
 def parser() -> Parser:
@@ -54,6 +57,9 @@ def parser() -> Parser:
     )
     what.add_argument("--batch-size", type=whole(1), default=8, metavar="B")
     add_sampling(out)
+    plan = out.add_argument_group("plan")
+    plan.add_argument("--plan", action="store_true", help="print what the models need and stop")
+    plan.add_argument("--memory", type=gibibytes, metavar="GIB", help="default: the device's")
     results = out.add_argument_group("output")
     results.add_argument("--json", action="store_true", help="one object per row on stdout")
     results.add_argument("--logprobs", action="store_true")
@@ -90,6 +96,12 @@ def _reported(args: argparse.Namespace) -> int:
     except SpecjaxError as error:
         print(f"infer.run: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and OUT_OF_MEMORY not in str(error):
+            raise
+        print("infer.run: out of memory; lower --batch-size or --max-new-tokens, or see --plan "
+              "for what fits", file=sys.stderr)  # fmt: skip
+        return 2
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -98,6 +110,10 @@ def _run(args: argparse.Namespace) -> int:
 
         method_table(Terminal())
         return 0
+    if args.plan:
+        from infer.plan import run_plan
+
+        return run_plan(args)
     compiles = use_compilation_cache()
     from infer.job import Job
     from specjax.methods import method
