@@ -16,14 +16,17 @@ import numpy as np
 import optax
 import pytest
 
+import variants
 from specjax.errors import SpecjaxError
 from specjax.models import (
     ModelConfig,
+    from_hf,
     head_matrix,
     hidden_states,
     init_params,
     load_pretrained,
     logits_of,
+    param_shapes,
     save_pretrained,
 )
 from train import sdsat, tuning
@@ -742,3 +745,34 @@ def test_transformers_loads_the_export_with_equal_logits(quick, tmp_path):
     with torch.no_grad():
         want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
     np.testing.assert_allclose(logits_of(cfg, params, hidden), want, atol=1e-4)
+
+
+# --- families --------------------------------------------------------------------------------
+
+FAMILY_MODELS = ("mistral", "qwen2-window", "pythia", "gpt2", "opt", "opt-350m", "bloom", "gemma2",
+                 "gemma3")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILY_MODELS)
+def test_every_family_is_grown_trained_and_read_back(name, tmp_path):
+    start = from_hf(variants.config(name))
+    params = init_params(start, jax.random.key(0))
+    cfg = dataclasses.replace(start, vocab_size=62, adaptive_ids=(61, 61, 61))
+    grown = sdsat.grow(params, (61,), 1)
+    assert jax.tree.map(jnp.shape, grown) == jax.tree.map(lambda x: x.shape, param_shapes(cfg))
+    row, insertion = some_row(1, 48), Insertion((61,) * 3, (EOS,))
+    batch = {name: x[None] for name, x in isolated_row(insertion, row, 0).items()}
+    plain = {name: x[None] for name, x in row.items()}
+    plain |= {"mixed": plain["tokens"], "index": 0 * plain["tokens"]}
+    loss = sdsat_loss(cfg, Objective("isolated", 3, 1.0))
+    grads, extras = jax.jit(jax.grad(lambda p: loss(p, None, batch | {"ratio": 1.0})[::2],
+                                     has_aux=True))(grown)  # fmt: skip
+    clean = jax.jit(sdsat_loss(cfg, Objective("basic", 3)))(grown, None, plain)
+    np.testing.assert_allclose(extras["clean_loss"][0], clean[0], rtol=1e-5)
+    assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
+    assert jnp.abs(grads["embed"][61]).max() > 0
+    save_pretrained(tmp_path, cfg, grown)
+    again, found = load_pretrained(tmp_path)
+    assert again == cfg
+    jax.tree.map(np.testing.assert_array_equal, found, grown)
