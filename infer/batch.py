@@ -17,6 +17,8 @@ from specjax.errors import OptionError, SpecjaxError
 from specjax.generate import encode_prompt
 from specjax.lm import LM
 
+ID_KEYS = ("id", "question_id", "task_id")  # ours, Spec-Bench's, HumanEval's
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
@@ -73,9 +75,12 @@ def _prompt(index: int, line: bytes, target: LM, chat: bool) -> Prompt:
     if not isinstance(entry, dict):
         raise ValueError(f"expected an object, got {type(entry).__name__}")
     text = entry.get("prompt")
+    turns = entry.get("turns")  # Spec-Bench's questions: the first turn is the prompt
+    if text is None and isinstance(turns, list) and turns:
+        text = turns[0]
     if not isinstance(text, str):
         raise ValueError('expected a text under "prompt"')
-    name = entry.get("id", index)
+    name = next((entry[key] for key in ID_KEYS if key in entry), index)
     if not isinstance(name, (str, int)):
         raise ValueError('"id" must be a text or an integer')
     return Prompt(index, name, text, encode(target, text, chat))

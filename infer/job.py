@@ -35,16 +35,9 @@ class Job:
     @classmethod
     def create(cls, args: argparse.Namespace, target: sj.LM, draft: sj.LM | None) -> Job:
         """Raises OptionError or PairError for what does not fit, before anything compiles."""
-        parts = {"drafter": args.drafter, "rule": args.rule}
-        composed = any(parts.values()) or args.target_dist
         name = args.method or ("speculative" if draft else "autoregressive")
-        if composed:
-            parts["drafter"] = args.drafter or ("chain" if draft else "none")
-            parts["rule"] = args.rule or "speculative"
-            parts["target_dist"] = args.target_dist or "warped"
-            spec = compose(**parts)
-        else:
-            parts, spec = {}, method(name)
+        parts = _parts(args, draft is not None)
+        spec = compose(**parts) if parts else method(name)
         options = spec.resolve(_demo_options(args, spec) | args.options)
         sampling = sj.Sampling(args.temperature, args.top_k, args.top_p)
         arguments = parts | {
@@ -68,6 +61,7 @@ class Job:
             "stop": list(args.stop),
             "chat": args.chat,
         }
+        settings = json.loads(json.dumps(settings))  # as they read back from a result file
         return cls(
             target,
             draft,
@@ -148,6 +142,30 @@ class Job:
 
     def _print(self, entry: dict[str, Any]) -> None:
         print(json.dumps(entry) if self.as_json else printable(entry["text"]), flush=True)
+
+
+def check_method(args: argparse.Namespace) -> bool:
+    """Whether the method asked for needs a draft; wrong names and options raise OptionError.
+
+    Said before models load, which can take minutes.
+    """
+    parts = _parts(args, has_draft=True)
+    if not parts and args.method is None:
+        return True
+    spec = compose(**parts) if parts else method(args.method)
+    spec.resolve(args.options)
+    return spec.needs_draft
+
+
+def _parts(args: argparse.Namespace, has_draft: bool) -> dict[str, str]:
+    """The parts a method is composed of by name; none where ``--method`` names it."""
+    if not (args.drafter or args.rule or args.target_dist):
+        return {}
+    return {
+        "drafter": args.drafter or ("chain" if has_draft else "none"),
+        "rule": args.rule or "speculative",
+        "target_dist": args.target_dist or "warped",
+    }
 
 
 def _demo_options(args: argparse.Namespace, spec: MethodSpec) -> dict[str, Any]:

@@ -115,11 +115,9 @@ def _run(args: argparse.Namespace) -> int:
 
         return run_plan(args)
     compiles = use_compilation_cache()
-    from infer.job import Job
-    from specjax.methods import method
+    from infer.job import Job, check_method
 
-    # A wrong name is said before models load, which can take minutes.
-    want_draft = args.method is None or method(args.method).needs_draft
+    want_draft = check_method(args)
     target, draft = load_models(args.target, args.draft, args.dtype, want_draft)
     job = Job.create(args, target, draft)
     if args.prompts:

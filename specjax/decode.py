@@ -85,7 +85,8 @@ class DraftVerify:
         logits = scores[:, : draft.shape.nodes]
         probe_logits = None if draft.probes is None else scores[:, draft.shape.nodes :]
         log_p, target = self.target.log_p(inputs, state, draft, logits)
-        verdict = self.rule(keys, draft, log_p, **self._rule_arguments(inputs, logits))
+        arrays = jax.tree.map(jnp.asarray, draft)  # a constant tree is numpy until here
+        verdict = self.rule(keys, arrays, log_p, **self._rule_arguments(inputs, logits))
 
         emitted, finish = clip(inputs, state, verdict)
         if not draft.shape.is_chain:

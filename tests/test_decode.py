@@ -17,7 +17,7 @@ from specjax.models import init_cache
 
 PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
 # One method of each kind by default, the others among the slow tests.
-CORE = ("autoregressive", "speculative", "specinfer", "scd")
+CORE = ("autoregressive", "speculative", "specinfer")
 METHODS = [
     pytest.param(name, marks=() if name in CORE else pytest.mark.slow)
     for name, spec in sorted(sj.methods().items())

@@ -67,7 +67,7 @@ def test_json_has_the_contract_fields_and_nothing_else_is_printed(pair, capsys):
     for row in rows:
         assert {"id", "method", "prompt", "text", "token_ids", "prompt_tokens", "new_tokens",
                 "finish_reason", "stats", "logprobs", "perplexity"} <= set(row)  # fmt: skip
-        assert row["method"] == "speculative" and row["options"] == {"gamma": 2}
+        assert row["method"] == "speculative" and row["options"]["gamma"] == 2
         assert row["stats"]["drafted"] == 2 * row["stats"]["rounds"]
         nats = -sum(row["logprobs"]) / len(row["logprobs"])
         assert row["perplexity"] == pytest.approx(math.exp(nats), rel=1e-4)
@@ -181,6 +181,31 @@ def test_bad_lines_are_numbered_and_the_rest_is_done(pair, tmp_path, capsys):
     assert [row["index"] for row in lines(out)] == [0, 6]
 
 
+def test_other_formats_and_a_tree_job_resumes(pair, tmp_path, capsys):
+    """Spec-Bench's and HumanEval's names; a tuple among the settings reads back as it was."""
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    first = {"question_id": 81, "category": "writing", "turns": ["def a(x):", "and then?"]}
+    second = {"task_id": "HumanEval/0", "prompt": "def b(x):", "test": "…"}
+    path.write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
+    job = [
+        *pair,
+        "--method",
+        "specinfer",
+        "--set",
+        "branching=2,2",
+        "--prompts",
+        path,
+        "--out",
+        out,
+    ]
+    assert run(capsys, *job)[0] == 0
+    names = [(row["id"], row["prompt"]) for row in lines(out)]
+    assert names == [(81, "def a(x):"), ("HumanEval/0", "def b(x):")]
+    out.write_bytes(out.read_bytes()[:-9])
+    assert run(capsys, *job)[0] == 0
+    assert len(lines(out)) == 2
+
+
 def test_a_line_ends_at_its_line_break_alone(pair, tmp_path, capsys):
     path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     odd = "a\u2028b\x85c"  # line ends for str.splitlines, text for JSON
@@ -207,7 +232,15 @@ BAD = {
     "unknown option": (["--set", "gama=3"], "gamma"),
     "option without value": (["--set", "gamma"], "OPTION=VALUE"),
     "gamma zero": (["--set", "gamma=0"], "gamma=0"),
-    "gamma no number": (["--set", "gamma=many"], "int"),
+    "gamma no number": (["--set", "gamma=many"], "whole number"),
+    "branching with zeros": (["--method", "specinfer", "--set", "branching=4,0"], "4,2,2"),
+    "more beams than tokens": (["--drafter", "beam", "--rule", "joint", "--set", "width=65"], "64"),
+    "tau of one": (["--method", "mtad", "--set", "tau=1"], "< 1"),
+    "negative bound": (["--method", "mentored", "--set", "max_kl=-1"], "≥ 0"),
+    "alpha of zero": (["--method", "scd", "--set", "alpha=0"], "> 0"),
+    "unknown choice": (["--method", "bild", "--set", "stop=maybe"], "before"),
+    "a law the rule cannot take": (["--drafter", "beam", "--rule", "block"], "drafter beam"),
+    "no adaptive tokens": (["--method", "sdsat"], "train.sdsat"),
     "unknown rule": (["--rule", "speculativ"], "speculative"),
     "unknown drafter": (["--drafter", "chan"], "chain"),
     "method and parts": (["--method", "speculative", "--rule", "speculative"], "exclude"),
