@@ -100,7 +100,7 @@ def greedy(name, method, **options):
         target,
         PROMPTS,
         method=method,
-        draft=None if method == "autoregressive" else draft,
+        draft=draft if method in METHODS else None,
         options=options,
         sampling=sj.Sampling(0.0),
         max_new_tokens=variants.GREEDY_TOKENS,
@@ -129,7 +129,10 @@ def test_target_and_draft_of_different_families():
     assert max(tokens.max() for tokens in plain.tokens + drawn.tokens) < 50
 
 
-METHODS = {"speculative": {"gamma": 3}, "specinfer": {"branching": (2, 2, 1)}}
+METHODS = {
+    "speculative": {"gamma": 3},
+    "specinfer": {"branching": (2, 2, 1)},
+}
 
 
 @pytest.mark.slow
@@ -139,6 +142,12 @@ def test_drafting_changes_nothing(family, method):
     tokens, accepted = greedy(name, method, **METHODS[method])
     np.testing.assert_array_equal(tokens, golden(name)["greedy"])
     assert accepted > 0
+
+
+@pytest.mark.slow
+def test_one_beam_is_greedy_decoding(family):
+    name = variants.FIRST[family]
+    np.testing.assert_array_equal(greedy(name, "beam", beams=1)[0], golden(name)["greedy"])
 
 
 @pytest.mark.torch
