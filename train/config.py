@@ -95,6 +95,7 @@ class Run:
     checkpoint_every: int = 100
     keep: int = 2
     export_dtype: str = "float32"
+    tensorboard: bool = False  # also write event files into dir/events
 
 
 @dataclasses.dataclass(frozen=True)

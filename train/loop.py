@@ -128,7 +128,8 @@ def fit(
     placement = placement or Placement()
     state, unlogged = _begin(checkpoints, params, optimizer, loader, resume, fixed, placement)
     frozen = placement.state(frozen)
-    metrics = Metrics(log, keep_through=state.step)
+    events = event_writer(Path(run.dir) / "events", state.step) if run.tensorboard else None
+    metrics = Metrics(log, keep_through=state.step, events=events)
     lie = placement.shardings((state.params, state.opt_state))
     train_step, evaluate = make_step(loss_fn, optimizer, weigh, lie), jax.jit(eval_loss)
     valid = [placement.rows(batch, 0) for batch in valid]
@@ -276,8 +277,8 @@ def _stack(batches: list[Batch]) -> Batch:
 class Metrics:
     """``metrics.jsonl``: one object per line; a resumed run drops what it will write again."""
 
-    def __init__(self, path: Path, keep_through: int):
-        self._path = path
+    def __init__(self, path: Path, keep_through: int, events: Any = None):
+        self._path, self._events = path, events
         kept = []
         if keep_through and path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
@@ -294,6 +295,35 @@ class Metrics:
     def write(self, **record: Any) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+        if self._events is not None:
+            for name, value in _scalars(record).items():
+                self._events.add_scalar(name, value, record["step"])
+            self._events.flush()
+
+
+def _scalars(record: dict[str, Any]) -> dict[str, float]:
+    """A record's numbers by name; those of a list as name/1, name/2, …"""
+    out = {}
+    for name, value in record.items():
+        if isinstance(value, list):
+            out |= {f"{name}/{i}": x for i, x in enumerate(value, start=1)}
+        elif name != "step":
+            out[name] = value
+    return {name: value for name, value in out.items() if value is not None}
+
+
+def event_writer(directory: Path, done: int) -> Any:
+    """A tensorboardX writer; events after step ``done`` of an earlier try are hidden.
+
+    Raises:
+      InputError: the package is missing.
+    """
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise InputError("run.tensorboard=true needs tensorboardX: pip install "
+                         "specjax[tensorboard]") from None  # fmt: skip
+    return SummaryWriter(str(directory), purge_step=done + 1 if done else None)
 
 
 class Signals:
