@@ -558,6 +558,7 @@ def test_event_files_hold_every_place_of_a_list(tmp_path):
     events = event_writer(tmp_path / "events", 0)
     metrics = Metrics(tmp_path / "metrics.jsonl", 0, events)
     metrics.write(step=1, loss=2.5, adaptive_accuracy=[0.5, None, 0.25])
+    metrics.close()
     (file,) = (tmp_path / "events").iterdir()
     found = file.read_bytes()
     assert b"loss" in found and b"adaptive_accuracy/3" in found

@@ -146,6 +146,7 @@ def fit(
 
     with (
         closing(checkpoints),
+        closing(metrics),
         Signals() as signals,
         Progress(optim.total_steps, state.step) as progress,
     ):
@@ -298,7 +299,11 @@ class Metrics:
         if self._events is not None:
             for name, value in _scalars(record).items():
                 self._events.add_scalar(name, value, record["step"])
-            self._events.flush()
+
+    def close(self) -> None:
+        """Event files are written by a thread of their own, which this waits for."""
+        if self._events is not None:
+            self._events.close()
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, float]:
