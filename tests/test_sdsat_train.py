@@ -41,12 +41,12 @@ from train.adaptive import (
 )
 from train.config import SDSATConfig, from_toml
 from train.corpus import Document, is_held_out
-from train.data import IGNORE, Plain, pack_row, prepare
+from train.data import IGNORE, Plain, Prepared, pack_row, prepare
 from train.errors import InputError
 from train.fim import CodeLayout, Sentinels, find_sentinels
 from train.loop import Metrics, event_writer, make_step
 from train.program import run_program
-from train.sdsat_eval import Decoding, measure_decoding, walk_rounds
+from train.sdsat_eval import Decoding, held_out_prompts, measure_decoding, walk_rounds
 from train.sdsat_losses import Head, Objective, probe_loss, sdsat_loss, weigh
 from train.shard import shared_axis
 from train.tokenizer import EOS_ID, train_tokenizer
@@ -423,6 +423,14 @@ def test_measured_rounds_are_those_of_two_step_decoding(params):
     np.testing.assert_allclose(found["decode_acceptance"], want, atol=1e-6)
     np.testing.assert_allclose(found["decode_tokens_per_round"], 2 + np.mean(rounds), atol=1e-6)
     assert measure_decoding(MODEL, insertion, Decoding((), 20, 4), params) == {}
+
+
+def test_prompts_come_from_the_rows_that_are_evaluated():
+    offsets = np.array([0, 100, 130, 330, 500])
+    data = Prepared(np.zeros(0), np.zeros(1), np.arange(500), offsets, 0)
+    found = held_out_prompts(data, 5, within=300)
+    assert [prompt[0] for prompt in found] == [0, 130] and {len(p) for p in found} == {64}
+    assert held_out_prompts(data, 0, 500) == held_out_prompts(data, 3, 0) == ()
 
 
 def test_rounds_advance_by_two_and_what_was_accepted():

@@ -334,7 +334,8 @@ def _merged(loss: LossFn, tuned: tuning.Tuning) -> LossFn:
 def _measure(cfg: SDSATConfig, setup: Setup, data: Prepared, tuned: tuning.Tuning):
     """Decoding figures as a function of what is trained and what is not."""
     section = cfg.sdsat
-    prompts = held_out_prompts(data, section.decode_prompts)
+    evaluated = cfg.run.eval_batches * cfg.optim.batch_size * cfg.data.seq_len
+    prompts = held_out_prompts(data, section.decode_prompts, evaluated)
     decoding = Decoding(prompts, section.decode_tokens, section.probe_length or section.window)
 
     def measure(trainable: dict, frozen: dict) -> dict:

@@ -42,10 +42,10 @@ class Decoding:
     length: int
 
 
-def held_out_prompts(data: Prepared, count: int) -> tuple[tuple[int, ...], ...]:
-    """The first tokens of held-out documents, spread over all that are long enough."""
-    lengths = np.diff(data.valid_offsets)
-    fitting = data.valid_offsets[:-1][lengths > PROMPT_TOKENS]
+def held_out_prompts(data: Prepared, count: int, within: int) -> tuple[tuple[int, ...], ...]:
+    """The first tokens of long enough documents among the first ``within`` held-out tokens."""
+    begins, ends = data.valid_offsets[:-1], data.valid_offsets[1:]
+    fitting = begins[(ends - begins > PROMPT_TOKENS) & (begins < within)]
     picked = fitting[np.linspace(0, len(fitting) - 1, min(count, len(fitting))).astype(int)]
     return tuple(tuple(data.valid[at : at + PROMPT_TOKENS].tolist()) for at in picked)
 
