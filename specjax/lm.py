@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from specjax.errors import ModelError
 from specjax.models import ModelConfig, fuse, load_pretrained
-from specjax.models.blocks import fuse_layer
 from specjax.models.config import as_ids
 from specjax.models.hf import DTYPES, read_json
 from specjax.text import Tokenizer
@@ -52,9 +51,7 @@ def load(path_or_id: str | Path, dtype: str | None = None) -> LM:
     """
     dtype = resolve_dtype(dtype)
     directory = locate(str(path_or_id))
-    config, params = load_pretrained(directory, DTYPES[dtype])
-    for i, block in params["layers"].items():
-        params["layers"][i] = fuse_layer(block)  # one by one: never two copies of the model
+    config, params = load_pretrained(directory, DTYPES[dtype], fused=True)
     tokenizer = Tokenizer.from_directory(directory)
     return _assemble(config, params, tokenizer, _eos_ids(directory, config), str(path_or_id))
 

@@ -112,6 +112,7 @@ def test_greedy_decoding(name):
     np.testing.assert_array_equal(greedy(name, "autoregressive")[0], golden(name)["greedy"])
 
 
+@pytest.mark.slow
 def test_target_and_draft_of_different_families():
     """Their vocabularies are padded differently; ids beyond the tokenizer never come."""
     tokenizer = Tokenizer(tokenizers.Tokenizer(WordLevel({f"t{i}": i for i in range(50)}, "t0")))

@@ -209,7 +209,11 @@ def build(name, options):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("autoregressive", {}), ("speculative", {"gamma": 2})]
+    ("name", "options"),
+    [
+        pytest.param("autoregressive", {}, marks=pytest.mark.slow),
+        ("speculative", {"gamma": 2}),
+    ],
 )
 def test_end_to_end_law(name, options):
     law = exact_continuations(tiny_pair()[0])

@@ -102,6 +102,7 @@ def test_mtjd_takes_the_argmax_of_the_exact_joint(lm):
                for a, b in zip(out.tokens, greedy.tokens, strict=True))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_mtjd_draws_blocks_from_the_joint(lm):
     """One block of two tokens, 4,000 rows: the joint law by chi-square."""
     from laws import ALPHA, histogram, p_value

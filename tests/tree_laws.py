@@ -74,8 +74,9 @@ def draw(keys, row, children, law):
     if law == WITHOUT_REPLACEMENT:
         node_keys = probs.draw_keys(keys, Purpose.DRAFT, children[0])
         score += jax.vmap(lambda key: jax.random.gumbel(key, row.shape[1:]))(node_keys)
-    top, drawn = jax.lax.top_k(score, len(children))
-    return drawn, top > probs.NEVER
+    # Not top_k, which takes seconds over so many rows of three entries.
+    drawn = jnp.argsort(-score, axis=1)[:, : len(children)]
+    return drawn, jnp.take_along_axis(score, drawn, axis=1) > probs.NEVER
 
 
 LAWS = {

@@ -175,7 +175,7 @@ def fuse(params: dict) -> dict:
 
 
 def fuse_layer(block: dict) -> dict:
-    """One layer of :func:`fuse`, for loading, which drops each plain layer as it goes."""
+    """One layer of :func:`fuse`."""
 
     def join(module: dict, names: tuple[str, ...], joined: str) -> dict:
         parts = [module[name] for name in names]

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from specjax.errors import ModelError
+from specjax.models.blocks import fuse_layer
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES, from_hf, to_hf
 from specjax.models.functional import param_shapes
@@ -45,14 +46,27 @@ def _places(cfg: ModelConfig) -> tuple[tuple[Place, ...], jax.tree_util.PyTreeDe
     return tuple((names.stored(path, cfg.num_heads), shape) for path, shape in paths), tree
 
 
-def from_tensors(cfg: ModelConfig, read: Read, dtype: jnp.dtype) -> dict:
-    """The params, from a function of a checkpoint tensor's name and the shape it must have."""
+def from_tensors(cfg: ModelConfig, read: Read, dtype: jnp.dtype, fused: bool = False) -> dict:
+    """The params, from a function of a checkpoint tensor's name and the shape it must have.
+
+    ``fused``: in the inference layout, each layer joined before the next is read, so that
+    what the parts took is used again.
+    """
     places, tree = _places(cfg)
-    leaves = [
-        jnp.asarray(place.take(read(place.name, place.shape(shape))), dtype)
-        for place, shape in places
-    ]
-    return jax.tree.unflatten(tree, leaves)
+
+    def load(part: dict) -> dict:
+        return jax.tree.map(leaf, part, is_leaf=lambda x: isinstance(x, tuple))
+
+    def leaf(place: Place) -> jax.Array:
+        stored, shape = place
+        return jnp.asarray(stored.take(read(stored.name, stored.shape(shape))), dtype)
+
+    def layer(block: dict) -> dict:
+        return jax.block_until_ready(fuse_layer(load(block))) if fused else load(block)
+
+    parts = jax.tree.unflatten(tree, places)
+    layers = {i: layer(block) for i, block in parts.pop("layers").items()}
+    return load(parts) | {"layers": layers}
 
 
 def to_tensors(cfg: ModelConfig, params: dict) -> dict[str, np.ndarray]:
@@ -70,12 +84,13 @@ def to_tensors(cfg: ModelConfig, params: dict) -> dict[str, np.ndarray]:
 
 
 def load_pretrained(
-    directory: str | Path, dtype: jnp.dtype = jnp.float32
+    directory: str | Path, dtype: jnp.dtype = jnp.float32, fused: bool = False
 ) -> tuple[ModelConfig, dict]:
     """Reads a model directory, tensor by tensor onto the device.
 
     Returns:
-      The config and the params as a nested dict of arrays of ``dtype``.
+      The config and the params as a nested dict of arrays of ``dtype``; ``fused`` in the
+      inference layout.
     Raises:
       ModelError: missing or unreadable files, a missing, unknown or misshapen tensor, or a
         config feature that is not supported; each by name.
@@ -90,7 +105,7 @@ def load_pretrained(
         file = files[present[name]]
         return _read(handles[file], file, present[name], shape)
 
-    return cfg, from_tensors(cfg, read, dtype)
+    return cfg, from_tensors(cfg, read, dtype, fused)
 
 
 def save_pretrained(
