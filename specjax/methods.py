@@ -17,6 +17,7 @@ from specjax.errors import OptionError, PairError
 from specjax.lm import LM
 from specjax.protocols import Rule
 from specjax.target import Contrastive, Warped
+from specjax.types import DETERMINISTIC
 
 
 def branching(value: Any) -> tuple[int, ...]:
@@ -81,13 +82,19 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What parts are built for: the models, whether the drafter is to keep its logits, and
-    whether rows are greedy (defaults may differ; a method is exact either way)."""
+    """What parts are built for: the models, the rule, whether the drafter is to keep its logits,
+    and whether rows are greedy (defaults may differ; a method is exact either way)."""
 
     target: LM
     draft: LM | None
     keep_logits: bool = False
+    rule: Rule | None = None
     greedy: bool = True
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether the rule verifies a tree whose nodes were chosen rather than drawn."""
+        return DETERMINISTIC in self.rule.laws and not self.rule.chain_only
 
     @property
     def of_draft(self) -> dict[str, Any]:
@@ -151,7 +158,8 @@ def _adaptive(
 ) -> draft.SinglePass | search.TwoPasses:
     ids, vocab = _adaptive_ids(context, k), context.target.config.vocab_size
     if form == "auto":
-        form = draft.CHAIN if context.greedy or single else draft.TREE
+        tree = context.takes_trees and not (context.greedy or single)
+        form = draft.TREE if tree else draft.CHAIN
     if single and form == draft.TREE:
         raise PairError("a single pass drafts a chain, for a group of probes stands behind each of "
                         "its nodes: use form=chain, or single=false")  # fmt: skip
@@ -390,14 +398,18 @@ class MethodSpec:
         if self.needs_draft and context.draft is None:
             raise PairError(f"method {self.name} needs a draft model: give --draft (or draft=)")
         keep = any(p.gives_logits for p in self.parts) and any(p.wants_logits for p in self.parts)
-        context, built = dataclasses.replace(context, keep_logits=keep), []
-        for part in self.parts:
+        context = dataclasses.replace(context, keep_logits=keep)
+
+        def make(part: Part, context: Context):
             static = {n: values[n] for n, o in part.options.items() if o.kind is not float}
-            built.append(part.build(context, **static))
+            return part.build(context, **static)
+
         settings = {n: v for n, v in values.items() if isinstance(v, float)}
         if self.search:
-            return built[0], settings
-        drafter, target, rule = built
+            return make(self.parts[0], context), settings
+        rule = make(self.parts[2], context)
+        context = dataclasses.replace(context, rule=rule)
+        drafter, target = (make(part, context) for part in self.parts[:2])
         if isinstance(drafter, search.TwoPasses):
             return search.TwoStep(context.target.config, *drafter, target, rule), settings
         return DraftVerify(context.target.config, drafter, target, rule), settings

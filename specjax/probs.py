@@ -11,7 +11,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 NEVER = -jnp.inf  # the log-probability of what cannot happen
 
@@ -48,6 +48,22 @@ def uniforms(
         return 1.0 - jax.random.uniform(jax.random.fold_in(key, i), dtype=jnp.float32)
 
     return jax.vmap(jax.vmap(draw, (None, 0)))(keys, folded)
+
+
+def gumbel(
+    keys: Key[Array, "B *n"], size: int, drawn: Bool[Array, "B"]
+) -> Float[Array, "B *n size"]:
+    """Gumbel noise, one draw per key; 0 in rows that are not ``drawn``, free where none is.
+
+    The largest of log-weights plus noise are a draw without replacement (Gumbel-top-k).
+    """
+
+    def noise():
+        flat = jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys.reshape(-1))
+        rows = drawn.reshape(-1, *(1,) * keys.ndim)
+        return jnp.where(rows, flat.reshape(*keys.shape, size), 0.0)
+
+    return jax.lax.cond(jnp.any(drawn), noise, lambda: jnp.zeros((*keys.shape, size), jnp.float32))
 
 
 def log_softmax(logits: Float[Array, "... V"]) -> Float[Array, "... V"]:

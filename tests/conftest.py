@@ -89,3 +89,16 @@ def tiny_pair_dirs(tmp_path_factory) -> tuple[str, str]:
 def own_compilation_cache(tmp_path_factory):
     """Programs under test must not touch the user's cache of compiled programs."""
     os.environ["SPECJAX_CACHE_DIR"] = str(tmp_path_factory.mktemp("xla"))
+
+
+@pytest.fixture(autouse=True)
+def bounded_compiled_programs():
+    """Drops compiled programs before the process runs out of memory maps.
+
+    XLA maps every compiled CPU program, Linux allows a process about 65,000 maps, and a worker
+    that runs hundreds of methods on hundreds of models passes that and crashes.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()

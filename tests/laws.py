@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.special import chdtrc
 
-from specjax import probs, tree
+from specjax import decode, probs, tree
+from specjax.models import hidden_states, logits_of
 from specjax.probs import Purpose
 from specjax.types import IID, Draft, TreeShape
+from specjax.warp import warp
 
 ALPHA = 1e-6  # per pair
 SAMPLES = 200_000
@@ -120,6 +122,7 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     seen = np.append(counts[~small], counts[small].sum())
     want = np.append(expected[~small], expected[small].sum())
     seen, want = seen[want > 0], want[want > 0]
+    assert len(want) > 1, "a law with one outcome tests nothing"
     statistic = float(np.sum((seen - want) ** 2 / want))
     return float(chdtrc(len(want) - 1, statistic))
 
@@ -135,3 +138,40 @@ def rule_p_value(rule, *, draft_fn=chain_draft, seed: int = 1, **settings) -> fl
 
     keys = jax.random.split(jax.random.key(seed), SAMPLES)
     return p_value(histogram(np.asarray(run(keys))), exact_joint(tables()[0]))
+
+
+# --- end to end: a method's whole loop against an enumeration of its target ------------------
+
+ROWS = 8192
+
+
+def continuation_logits(lm, prompt, length: int):
+    """Every continuation of ``length`` tokens, and the logits before each of its tokens."""
+    grid = np.meshgrid(*[np.arange(lm.vocab_limit)] * length, indexing="ij")
+    grid = np.stack(grid, -1).reshape(-1, length)
+    tokens = np.concatenate([np.tile(prompt, (len(grid), 1)), grid], 1).astype(np.int32)
+    at = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
+    hidden = hidden_states(lm.config, lm.params, tokens, at, np.ones_like(tokens))
+    return grid, logits_of(lm.config, lm.params, hidden)[:, len(prompt) - 1 : -1]
+
+
+def continuation_law(lm, grid, logits, sampling) -> np.ndarray:
+    """The law of the continuations under the warped logits, float64."""
+    log_p = warp(logits, sampling.arrays(len(grid)), lm.vocab_limit)
+    chosen = np.take_along_axis(np.asarray(log_p, np.float64), grid[..., None], -1)[..., 0]
+    law = np.exp(chosen.sum(-1))
+    return law / law.sum()
+
+
+def continuation_counts(engine, prompt, length: int, sampling) -> np.ndarray:
+    """Counts over all continuations; the device loop alone, without the host's text side."""
+    inputs, budget = engine.inputs(sampling, ROWS), np.full(ROWS, length, np.int32)
+    method, vocab = engine.method, engine.target.vocab_limit
+    counts = np.zeros(vocab**length, np.int64)
+    for seed in range(-(-SAMPLES // ROWS)):
+        keys = jax.random.split(jax.random.key(seed), ROWS)
+        state = decode.start(method, inputs, [np.array(prompt)] * ROWS, budget, keys, chunk=16)
+        state = decode.advance(method, inputs, state, 2**31 - 1)
+        new = np.asarray(state.tokens[:, len(prompt) :][:, :length])
+        counts += histogram(new, vocab)
+    return counts

@@ -156,6 +156,13 @@ def test_counters_when_the_draft_is_the_target(target):
     np.testing.assert_array_equal(out.stats["accepted_hist"][:, 4], 4)
 
 
+def test_greedy_trees_rank_the_drafts_own_choices(target):
+    """With the target as its own draft, the first child is what the target says."""
+    out = run(target, target, "specinfer", max_new_tokens=12, options={"branching": (2, 1)})
+    np.testing.assert_array_equal(out.stats["accepted"], out.stats["tested"])
+    np.testing.assert_array_equal(out.stats["rounds"], 4)
+
+
 def test_origins_name_the_writer(target, draft):
     out = run(target, draft, "speculative", max_new_tokens=60)
     for i, origin in enumerate(out.origins):

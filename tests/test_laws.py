@@ -13,12 +13,11 @@ import specjax as sj
 from specjax import decode, probs, verify
 from specjax.generate import Engine
 from specjax.methods import Context
-from specjax.models import ModelConfig, hidden_states, init_params, logits_of
+from specjax.models import ModelConfig, init_params
 from specjax.probs import Purpose
 from specjax.target import contrast
 from specjax.types import POINT_MASS
 from specjax.verify.chain import chain_verdict, draft_length, draft_row, drafted_log_probs
-from specjax.warp import warp
 
 LOSSLESS_CHAIN_RULES = {"speculative": verify.speculative, "block": verify.block}
 
@@ -145,7 +144,7 @@ def test_mutant_is_caught(name):
 
 # --- end to end: a tiny model pair through the whole loop ------------------------------------
 
-V, L, ROWS = 4, 3, 8192
+V, L = 4, 3
 SAMPLING = sj.Sampling(temperature=0.9, top_k=3)
 
 
@@ -165,43 +164,24 @@ def tiny_pair():
 
 
 PROMPT = (1, 3, 0)
-
-
-def all_logits(lm):
-    """Every continuation of L tokens ``[V**L, L]``, and the logits before each of its tokens."""
-    grid = np.stack(np.meshgrid(*[np.arange(V)] * L, indexing="ij"), -1).reshape(-1, L)
-    tokens = np.concatenate([np.tile(PROMPT, (len(grid), 1)), grid], 1).astype(np.int32)
-    positions = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
-    hidden = hidden_states(lm.config, lm.params, tokens, positions, np.ones_like(tokens))
-    return grid, logits_of(lm.config, lm.params, hidden)[:, len(PROMPT) - 1 : -1]
+ALPHA_MASK = 0.1  # contrastive α: masks some tokens; the default 0.5 would leave one alone
 
 
 def exact_continuations(lm, amateur=None) -> np.ndarray:
     """The law of L tokens after the prompt, by enumerating all of them.
 
-    With an amateur, of contrastive decoding with the method's default settings.
+    With an amateur, of contrastive decoding at ALPHA_MASK.
     """
-    grid, logits = all_logits(lm)
+    grid, logits = laws.continuation_logits(lm, PROMPT, L)
     if amateur is not None:
-        logits = contrast(logits, all_logits(amateur)[1], 0.5, 0.5, "improved")
-    log_p = warp(logits, SAMPLING.arrays(len(grid)), V)
-    chosen = np.take_along_axis(np.asarray(log_p, np.float64), grid[..., None], -1)[..., 0]
-    law = np.exp(chosen.sum(-1))
-    return law / law.sum()
+        other = laws.continuation_logits(amateur, PROMPT, L)[1]
+        logits = contrast(logits, other, ALPHA_MASK, 0.5, "improved")
+    return laws.continuation_law(lm, grid, logits, SAMPLING)
 
 
 def end_to_end_counts(method, settings=None) -> np.ndarray:
-    """Counts over all continuations; the device loop alone, without the host's text side."""
-    target, draft = tiny_pair()
-    engine = Engine(target, draft, method, settings or {})
-    inputs, budget = engine.inputs(SAMPLING, ROWS), np.full(ROWS, L, np.int32)
-    counts = np.zeros(V**L, np.int64)
-    for seed in range(-(-laws.SAMPLES // ROWS)):
-        keys = jax.random.split(jax.random.key(seed), ROWS)
-        state = decode.start(method, inputs, [np.array(PROMPT)] * ROWS, budget, keys, chunk=16)
-        state = decode.advance(method, inputs, state, 2**31 - 1)
-        counts += laws.histogram(np.asarray(state.tokens[:, len(PROMPT) :][:, :L]), V)
-    return counts
+    engine = Engine(*tiny_pair(), method, settings or {})
+    return laws.continuation_counts(engine, PROMPT, L, SAMPLING)
 
 
 def build(name, options):
@@ -231,9 +211,9 @@ def test_end_to_end_law(name, options):
         ("specinfer", {"branching": (2, 2)}),
         ("specinfer", {"branching": (2, 2), "replacement": True}),
         ("tree-match", {"branching": (3, 1)}),
-        ("contrastive", {}),
-        ("scd", {"gamma": 2}),
-        ("tree-scd", {"branching": (2, 2)}),
+        ("contrastive", {"alpha": ALPHA_MASK}),
+        ("scd", {"gamma": 2, "alpha": ALPHA_MASK}),
+        ("tree-scd", {"branching": (2, 2), "alpha": ALPHA_MASK}),
     ],
     ids=str,
 )

@@ -88,10 +88,13 @@ def test_pair_decodes(pair):
     for run in (out, sampled):
         stats = run.stats
         np.testing.assert_array_equal(stats["emitted"], 30)
-        np.testing.assert_array_equal(stats["accepted_hist"].sum(1), stats["rounds"])
+        # A two-step round may end with its first pass, which tests no draft.
+        verified = stats["accepted_hist"].sum(1)
+        passes = 2 * stats["rounds"] if pair[0] == "adaptive" else stats["rounds"]
+        np.testing.assert_array_equal(verified, stats["target_calls"] - passes + stats["rounds"])
         depth = np.arange(stats["accepted_hist"].shape[1])
         np.testing.assert_array_equal(stats["accepted_hist"] @ depth, stats["accepted"])
         assert (stats["accepted"] <= stats["tested"]).all()
         assert (stats["tested"] <= stats["drafted"]).all()
-        assert (stats["emitted"] <= stats["accepted"] + stats["rounds"]).all()
-        assert (stats["target_calls"] == stats["rounds"]).all()
+        assert (stats["emitted"] <= stats["accepted"] + stats["target_calls"]).all()
+        assert (stats["target_calls"] <= passes).all()

@@ -18,7 +18,6 @@ from specjax.errors import OptionError, PairError
 from specjax.generate import Engine
 from specjax.methods import Context
 from specjax.models import ModelConfig, hidden_states, init_params, logits_of
-from specjax.warp import warp
 
 V, ADAPTIVE = 5, 5
 PROMPTS = [[1, 2, 3], [4], [0, 3, 3, 1, 2, 0, 4], [2, 2]]
@@ -171,30 +170,16 @@ def test_adaptive_ids_are_never_emitted(lm):
 
 # --- the law of sampled output ---------------------------------------------------------------
 
-SAMPLING, L, ROWS = sj.Sampling(temperature=0.9, top_k=4), 3, 8192
+SAMPLING, L = sj.Sampling(temperature=0.9, top_k=4), 3
 
 
 def exact_law(lm, prompt):
-    grid = np.stack(np.meshgrid(*[np.arange(V)] * L, indexing="ij"), -1).reshape(-1, L)
-    tokens = np.concatenate([np.tile(prompt, (len(grid), 1)), grid], 1).astype(np.int32)
-    at = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
-    logits = _logits(lm, tokens, at, np.ones_like(tokens))[:, len(prompt) - 1 : -1]
-    log_p = warp(jnp.asarray(logits), SAMPLING.arrays(len(grid)), V)[..., :V]
-    chosen = np.take_along_axis(np.asarray(log_p, np.float64), grid[..., None], -1)[..., 0]
-    law = np.exp(chosen.sum(-1))
-    return law / law.sum()
+    grid, logits = laws.continuation_logits(lm, prompt, L)
+    return laws.continuation_law(lm, grid, logits, SAMPLING)
 
 
 def sampled_counts(lm, built, prompt):
-    engine = Engine(lm, None, built, {})
-    inputs, budget = engine.inputs(SAMPLING, ROWS), np.full(ROWS, L, np.int32)
-    counts = np.zeros(V**L, np.int64)
-    for seed in range(-(-laws.SAMPLES // ROWS)):
-        keys = jax.random.split(jax.random.key(seed), ROWS)
-        state = decode.start(built, inputs, [np.array(prompt)] * ROWS, budget, keys, chunk=16)
-        state = decode.advance(built, inputs, state, 2**31 - 1)
-        counts += laws.histogram(np.asarray(state.tokens[:, len(prompt) :][:, :L]), V)
-    return counts
+    return laws.continuation_counts(Engine(lm, None, built, {}), prompt, L, SAMPLING)
 
 
 def build(lm, drafter_options, rule):

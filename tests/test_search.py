@@ -37,6 +37,33 @@ def log_probs(lm, sequences):
     return np.asarray(jax.nn.log_softmax(logits_of(lm.config, lm.params, hidden)), np.float64)
 
 
+def beam_reference(lm, prompt, beams, budget):
+    """Beam search in plain Python: finished hypotheses by mean log-probability, no cache."""
+    running, finished = [(0.0, [])], []
+    for length in range(1, budget + 1):
+        table = log_probs(lm, [[*prompt, *tokens] for _, tokens in running])[:, -1]
+        grown = [(score + row[token], [*tokens, token])
+                 for (score, tokens), row in zip(running, table, strict=True)
+                 for token in range(V)]  # fmt: skip
+        grown.sort(key=lambda pair: -pair[0])
+        ended = [length == budget or tokens[-1] in (9, 10) for _, tokens in grown]
+        # Only the best W candidates of a step may finish; the best W others go on.
+        finished += [(score / length, tokens) for (score, tokens), end
+                     in zip(grown[:beams], ended, strict=False) if end]  # fmt: skip
+        finished = sorted(finished, key=lambda pair: -pair[0])[:beams]
+        running = [pair for pair, end in zip(grown, ended, strict=True) if not end][:beams]
+        if not running or (len(finished) == beams and running[0][0] / length <= finished[-1][0]):
+            break
+    return finished[0][1]
+
+
+@pytest.mark.parametrize("beams", [2, 4])
+def test_beam_search_is_the_reference(lm, beams):
+    ours = sj.generate(lm, PROMPTS, method="beam", options={"beams": beams}, max_new_tokens=16)
+    for prompt, tokens in zip(PROMPTS, ours.tokens, strict=True):
+        assert tokens.tolist() == beam_reference(lm, prompt, beams, 16)
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("beams", [1, 3, 5])
 def test_beam_search_is_transformers_num_beams(model, lm, beams, tmp_path):

@@ -202,8 +202,7 @@ class Beam:
         if not self.drawn:
             return total
         step_keys = probs.draw_keys(keys, Purpose.DRAFT, step)
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, total.shape[1:]))(step_keys)
-        return jnp.where((inputs.warp.temperature == 0)[:, None], total, total + noise)
+        return total + probs.gumbel(step_keys, total.shape[1], inputs.warp.temperature > 0)
 
     def follow(
         self, draft: Draft, b: Beams, beam: Int[Array, "B"]

@@ -89,7 +89,7 @@ class Tree:
         laws, calls = [], jnp.ones((rows,), jnp.int32)
         for level, count in enumerate(self.branching):
             log_q = self._law(inputs, logits)
-            x, possible = self._children(keys, log_q, level, count)
+            x, possible = self._children(inputs, keys, log_q, level, count)
             alive = jnp.repeat(alive, count, axis=1) & possible
             tokens, valid = jnp.append(tokens, x, axis=1), jnp.append(valid, alive, axis=1)
             laws.append(log_q)
@@ -128,7 +128,7 @@ class Tree:
         return jnp.where((inputs.warp.temperature == 0)[:, None, None], plain, log_q)
 
     def _children(
-        self, keys: Key[Array, "B"], log_q: Float[Array, "B n V"], level: int, count: int
+        self, inputs, keys: Key[Array, "B"], log_q: Float[Array, "B n V"], level: int, count: int
     ) -> tuple[Int[Array, "B n*c"], Bool[Array, "B n*c"]]:
         """The level's children, and which of them could be drawn at all."""
         rows, n, vocab = log_q.shape
@@ -139,10 +139,8 @@ class Tree:
             x = probs.sample(parents, u)
             return x, jnp.ones(x.shape, bool)
 
-        def noise(node):
-            node_keys = probs.draw_keys(keys, Purpose.DRAFT, node)
-            return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,)))(node_keys)
-
         nodes = jnp.asarray(self._levels[level], jnp.int32)
-        score, x = jax.lax.top_k(log_q + jax.vmap(noise, out_axes=1)(nodes), count)
+        node_keys = jax.vmap(lambda node: probs.draw_keys(keys, Purpose.DRAFT, node), out_axes=1)
+        noise = probs.gumbel(node_keys(nodes), vocab, inputs.warp.temperature > 0)
+        score, x = jax.lax.top_k(log_q + noise, count)
         return x.reshape(rows, -1).astype(jnp.int32), score.reshape(rows, -1) > probs.NEVER

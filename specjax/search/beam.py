@@ -136,9 +136,9 @@ class BeamSearch:
         )
         total = (beam.running.score[..., None] + conditional).reshape(rows, -1)
         keys = probs.draw_keys(probs.round_keys(state.keys, state.stats.rounds), Purpose.SEARCH, 0)
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, total.shape[1:]))(keys)
+        noise = probs.gumbel(keys, total.shape[1], ~greedy[:, 0])
         count = min((1 + inputs.eos_ids.shape[0]) * self.beams, total.shape[1])
-        ranked, flat = jax.lax.top_k(jnp.where(greedy, total, total + noise), count)
+        ranked, flat = jax.lax.top_k(total + noise, count)
         source, token = flat // vocab, (flat % vocab).astype(jnp.int32)
         at = (state.length + beam.generated)[:, None]
         here = jnp.arange(state.slots) == at[:, :, None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from specjax.compat import check_pair
 from specjax.decode import DraftVerify
 from specjax.draft.adaptive import Answering, Asking
 from specjax.models import ModelConfig
@@ -38,7 +39,7 @@ class TwoStep:
     reserves = False
 
     def __post_init__(self):
-        self._second  # noqa: B018 - a rule that cannot take the draft is refused here
+        check_pair(self.answering, self.target, self.rule)
 
     @property
     def _first(self) -> DraftVerify:

@@ -44,12 +44,12 @@ def joint(keys, draft, log_p, *, tau, raw_log_p=None, joint_raw=False):
     depth = tree.depths(bits)
     passed = draft.valid & (jnp.exp(jnp.minimum(gap, 0.0)) > tau) & (log_joint_p > probs.NEVER)
     passed = passed | (depth == 0)
-    depth = jnp.where(passed, depth, -1)
-    deepest = depth == depth.max(-1, keepdims=True)
+    accepted = jnp.where(passed, depth, 0).max(-1)
+    deepest = passed & (depth == accepted[:, None])
     node = jnp.argmax(jnp.where(deepest, log_joint_p, probs.NEVER), axis=1).astype(jnp.int32)
-    tested = jnp.max(jnp.where(draft.valid, tree.depths(bits), 0), axis=-1)
+    tested = jnp.where(draft.valid, depth, 0).max(-1)
     weights = jnp.exp(probs.at_node(log_p, node))
-    return tree_verdict(keys, draft, node, depth.max(-1), weights, tested)
+    return tree_verdict(keys, draft, node, accepted, weights, tested)
 
 
 def _of_nodes(draft: Draft, log_p):
