@@ -41,9 +41,13 @@ def beam_reference(lm, prompt, beams, budget):
     """Beam search in plain Python: finished hypotheses by mean log-probability, no cache."""
     running, finished = [(0.0, [])], []
     for length in range(1, budget + 1):
-        table = log_probs(lm, [[*prompt, *tokens] for _, tokens in running])[:, -1]
+        # Padded to one shape, for each shape is compiled: what follows a token does not change it.
+        padded = np.zeros((beams, len(prompt) + budget), np.int32)
+        for row, (_, tokens) in zip(padded, running, strict=False):
+            row[: len(prompt) + length - 1] = [*prompt, *tokens]
+        table = log_probs(lm, padded)[:, len(prompt) + length - 2]
         grown = [(score + row[token], [*tokens, token])
-                 for (score, tokens), row in zip(running, table, strict=True)
+                 for (score, tokens), row in zip(running, table, strict=False)
                  for token in range(V)]  # fmt: skip
         grown.sort(key=lambda pair: -pair[0])
         ended = [length == budget or tokens[-1] in (9, 10) for _, tokens in grown]
