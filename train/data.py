@@ -74,6 +74,14 @@ class Prepared:
         """Held-out tokens, EOS included."""
         return len(self.valid)
 
+    @property
+    def fingerprint(self) -> str:
+        """Changes with any token, and with where a document ends."""
+        digest = hashlib.sha256()
+        for array in (self.train, self.train_offsets, self.valid, self.valid_offsets):
+            digest.update(np.ascontiguousarray(array))
+        return digest.hexdigest()
+
 
 class Loader(Protocol):
     """An endless iterator over batches whose position can be saved as JSON."""

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from train import processes
 from train.checkpoint import Checkpoints
 from train.config import Optim, Run
 from train.data import Batch, Loader
@@ -53,7 +54,7 @@ def make_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     weigh: Callable[[dict], dict] | None = None,
-    shardings: tuple[Any, Any] | None = None,
+    placed: tuple[Any, Any, Any] | None = None,
 ) -> Callable:
     """``step(params, opt_state, frozen, batches) -> (params, opt_state, loss, norm, extras)``.
 
@@ -61,7 +62,7 @@ def make_step(
     divided by the token count of all of them, so accumulation does not change the result.
     ``weigh`` sees the whole step's batches first and may add entries ``[accumulate, ...]``:
     that is how a loss of several means learns their counts. ``norm`` is of the gradients.
-    ``shardings`` of params and optimiser state keep them in their places.
+    ``placed`` are shardings of params, optimiser state, and everything else that comes out.
     """
 
     def step(params, opt_state, frozen, batches):
@@ -85,8 +86,8 @@ def make_step(
         mean = loss / jnp.maximum(count, 1.0)
         return params, opt_state, mean, optax.tree.norm(grads), extras
 
-    placed = {"out_shardings": (*shardings, None, None, None)} if shardings else {}
-    return jax.jit(step, donate_argnums=(0, 1), **placed)
+    where = (*placed, *placed[2:] * 2) if placed else None
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=where)
 
 
 def fit(
@@ -117,7 +118,8 @@ def fit(
       fixed: settings that a resumed run must not change, by name.
       weigh: see :func:`make_step`.
       measure: figures by name from (params, frozen), taken with every evaluation.
-      placement: over which devices the arrays are split; one device when None.
+      placement: over which devices the arrays are split; one device when None. With several
+        processes every one calls this; ``loader`` and ``valid`` hold its own rows.
     Raises:
       TrainingError: the loss is no longer finite.
       InputError: resuming without a checkpoint, or with another ``fixed`` setting.
@@ -125,13 +127,17 @@ def fit(
     checkpoints = Checkpoints(Path(run.dir) / "checkpoints", run.keep)
     log = Path(run.dir) / "metrics.jsonl"
     resume = resume and not (checkpoints.latest is None and log.exists())
+    processes.agree(checkpoint=checkpoints.latest, resume=resume, settings=fixed)
     placement = placement or Placement()
     state, unlogged = _begin(checkpoints, params, optimizer, loader, resume, fixed, placement)
     frozen = placement.state(frozen)
-    events = event_writer(Path(run.dir) / "events", state.step) if run.tensorboard else None
-    metrics = Metrics(log, keep_through=state.step, events=events)
+    writes = processes.leads()
+    wants_events = run.tensorboard and writes
+    events = event_writer(Path(run.dir) / "events", state.step) if wants_events else None
+    metrics = Metrics(log if writes else None, keep_through=state.step, events=events)
     lie = placement.shardings((state.params, state.opt_state))
-    train_step, evaluate = make_step(loss_fn, optimizer, weigh, lie), jax.jit(eval_loss)
+    train_step = make_step(loss_fn, optimizer, weigh, lie and (*lie, placement.replicated))
+    evaluate = jax.jit(eval_loss, out_shardings=placement.replicated)
     valid = [placement.rows(batch, 0) for batch in valid]
     valid_loss, valid_extras = None, {}
 
@@ -148,10 +154,10 @@ def fit(
         closing(checkpoints),
         closing(metrics),
         Signals() as signals,
-        Progress(optim.total_steps, state.step) as progress,
+        Progress(optim.total_steps, state.step, shown=writes) as progress,
     ):
         since = time.perf_counter()
-        while state.step < optim.total_steps and not signals.received:
+        while state.step < optim.total_steps and not processes.any_of(signals.received):
             batches = _stack([next(loader) for _ in range(optim.accumulate)])
             params, opt_state, loss, norm, extras = train_step(
                 state.params, state.opt_state, frozen, placement.rows(batches, 1)
@@ -163,7 +169,8 @@ def fit(
                 mean, means = _means(unlogged)  # the loop's host sync
                 _require_finite("the loss", mean, state.step, checkpoints)
                 seconds, since = time.perf_counter() - since, time.perf_counter()
-                rate = batches["tokens"].size * len(unlogged) / seconds
+                tokens = batches["tokens"].size * jax.process_count()
+                rate = tokens * len(unlogged) / seconds
                 metrics.write(step=state.step, loss=mean, grad_norm=float(norm),
                               tokens_per_second=rate, **means)  # fmt: skip
                 progress.log(state.step, mean, rate)
@@ -195,7 +202,7 @@ def _begin(checkpoints, params, optimizer, loader, resume, fixed, placement) -> 
     The loader is set to match.
     """
     params = placement.state(params)
-    state, unlogged = _State(params, placement.state(optimizer.init(params)), 0), []
+    state, unlogged = _State(params, placement.made(optimizer.init, params), 0), []
     if resume:
         like = {"params": state.params, "opt_state": state.opt_state}
         arrays, note = checkpoints.restore(like)
@@ -276,10 +283,18 @@ def _stack(batches: list[Batch]) -> Batch:
 
 
 class Metrics:
-    """``metrics.jsonl``: one object per line; a resumed run drops what it will write again."""
+    """``metrics.jsonl``: one object per line; a resumed run drops what it will write again.
 
-    def __init__(self, path: Path, keep_through: int, events: Any = None):
+    Without a path nothing is written.
+    """
+
+    def __init__(self, path: Path | None, keep_through: int, events: Any = None):
         self._path, self._events = path, events
+        if path is not None:
+            self._drop_after(path, keep_through)
+
+    @staticmethod
+    def _drop_after(path: Path, keep_through: int) -> None:
         kept = []
         if keep_through and path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
@@ -294,6 +309,8 @@ class Metrics:
         os.replace(scratch, path)
 
     def write(self, **record: Any) -> None:
+        if self._path is None:
+            return
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         if self._events is not None:

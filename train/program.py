@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import specjax
+from train import processes
 from train.config import from_toml
 from train.loop import TrainingError
 
@@ -28,8 +29,12 @@ def run_program(
     main: Callable[[Any, bool, bool], dict],
     bad_input: tuple[type[Exception], ...],
     argv: Sequence[str] | None = None,
+    several: bool = False,
 ) -> int:
-    """Runs ``main(config, resume, dry_run)`` and prints its summary; returns the exit code."""
+    """Runs ``main(config, resume, dry_run)`` and prints its summary; returns the exit code.
+
+    ``several``: the program can be one of several processes, of which the first one prints.
+    """
     parser = argparse.ArgumentParser(
         prog=f"python -m {name}",
         description=doc,
@@ -42,8 +47,14 @@ def run_program(
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--json", action="store_true", help="print the summary as one object")
     parser.add_argument("--version", action="version", version=f"specjax {specjax.__version__}")
+    if several:
+        parser.add_argument("--distributed", metavar="HOST:PORT,COUNT,INDEX",
+                            help="one of COUNT processes that meet at process 0's address; "
+                            f"{processes.BY_CLUSTER}: as the cluster manager says")  # fmt: skip
     args = parser.parse_args(argv)
     try:
+        if several and args.distributed:
+            processes.join(args.distributed)
         summary = main(from_toml(config, args.config, args.set), args.resume, args.dry_run)
     except bad_input as error:
         print(f"{name}: {error}", file=sys.stderr)
@@ -59,7 +70,8 @@ def run_program(
         print(f"{name}: {error.strerror or error}{place}; the last finished checkpoint is intact: "
               "make room and --resume", file=sys.stderr)  # fmt: skip
         return 1
-    _print(summary, args.json)
+    if processes.leads():
+        _print(summary, args.json)
     return 0
 
 

@@ -10,10 +10,10 @@ from rich.progress import Progress as RichProgress
 
 
 class Progress:
-    """Shows loss, tokens per second and the time left."""
+    """Shows loss, tokens per second and the time left; nothing unless ``shown``."""
 
-    def __init__(self, total: int, done: int):
-        self._console = Console(stderr=True)
+    def __init__(self, total: int, done: int, shown: bool = True):
+        self._console = Console(stderr=True, quiet=not shown)
         self._bar = None
         self._total, self._began_at, self._start = total, done, time.perf_counter()
         if self._console.is_terminal:

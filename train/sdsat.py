@@ -1,6 +1,7 @@
 """SDSAT: fine-tunes a checkpoint to draft for itself with adaptive tokens.
 
 python -m train.sdsat CONFIG.toml [--set section.key=value ...] [--resume] [--dry-run] [--json]
+    [--distributed HOST:PORT,COUNT,INDEX]
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from specjax.errors import SpecjaxError
 from specjax.lm import EMBEDDED
 from specjax.models import ModelConfig, from_hf, load_pretrained, param_shapes, save_pretrained
 from specjax.models.hf import read_config, write_text
-from train import tuning
+from train import processes, tuning
 from train.adaptive import Insertion, appended_slots, isolated_row, mixed_row, probe_row
 from train.config import Adaptive, SDSATConfig
 from train.corpus import load_corpus
@@ -35,7 +36,7 @@ from train.optim import make_optimizer
 from train.program import run_program
 from train.sdsat_eval import PROMPT_TOKENS, Decoding, held_out_prompts, measure_decoding
 from train.sdsat_losses import Objective, probe_loss, sdsat_loss, weigh
-from train.shard import make_placement
+from train.shard import Placement, host_memory, make_placement
 from train.tokenizer import load_tokenizer
 
 # Small files of the checkpoint that the exported one needs as they are.
@@ -288,42 +289,64 @@ def plan(cfg: SDSATConfig, setup: Setup, data: Prepared) -> dict:
 
 def main(cfg: SDSATConfig, resume: bool, dry_run: bool) -> dict:
     """Tunes as the config says; returns the summary that ``--json`` prints."""
+    setup, data = processes.together(lambda: _read(cfg, resume, dry_run))
+    summary = plan(cfg, setup, data)
+    if dry_run:
+        return summary
+    processes.agree(config=cfg, model=setup.model, corpus=data.fingerprint, jax=jax.__version__)
+    return summary | train(cfg, setup, data, resume)
+
+
+def _read(cfg: SDSATConfig, resume: bool, dry_run: bool) -> tuple[Setup, Prepared]:
+    """Everything but the weights; a dry run leaves nothing on the disk."""
     directory = check_directory(cfg.run, resume or dry_run)
     setup = prepare_setup(cfg)
     documents = load_corpus(cfg.data.corpora, cfg.data.files)
     cache = None if dry_run else directory.parent / "cache"
     if not dry_run:
         make_directory(directory)
-    data = prepare(documents, setup.tokenizer, cache, setup.layout)
-    summary = plan(cfg, setup, data)
-    return summary if dry_run else summary | train(cfg, setup, data, resume)
+    return setup, prepare(documents, setup.tokenizer, cache, setup.layout)
 
 
 def train(cfg: SDSATConfig, setup: Setup, data: Prepared, resume: bool) -> dict:
-    """Fits and exports."""
-    placement = make_placement(cfg.mesh.fsdp, cfg.optim.batch_size)
+    """Fits and exports; every process of a run does, and the first one writes."""
+    rows = cfg.optim.batch_size
+    placement = processes.together(lambda: make_placement(cfg.mesh.fsdp, rows))
     tuned = make_tuning(cfg, setup)
-    trainable, frozen = tuned.split(first_params(setup))
+    with host_memory():  # one device may be too small for what all of them share
+        trainable, frozen = processes.together(lambda: tuned.split(first_params(setup)))
     length = cfg.sdsat.probe_length or cfg.sdsat.window
     laid, probed = transforms(cfg, setup.insertion)
-    rows = cfg.optim.batch_size
+    process, count = jax.process_index(), jax.process_count()
+    valid = valid_batches(data, cfg.data.seq_len, rows, cfg.run.eval_batches, probed)
     outcome = fit(
         _merged(sdsat_loss(setup.model, setup.objective), tuned),
         trainable,
         make_optimizer(cfg.optim),
-        make_loader(data, cfg.data.seq_len, rows, cfg.run.seed, transform=laid),
+        make_loader(
+            data,
+            cfg.data.seq_len,
+            rows // count,
+            cfg.run.seed,
+            process_index=process,
+            process_count=count,
+            transform=laid,
+        ),
         run=cfg.run,
         optim=cfg.optim,
         eval_loss=_merged(probe_loss(setup.model, length, cfg.model.compute_dtype), tuned),
-        valid=valid_batches(data, cfg.data.seq_len, rows, cfg.run.eval_batches, probed),
+        valid=[{name: x[process::count] for name, x in batch.items()} for batch in valid],
         frozen=frozen,
         resume=resume,
         fixed=fixed_settings(cfg),
         weigh=functools.partial(weigh, setup.objective),
-        measure=_measure(cfg, setup, data, tuned),
+        measure=_measure(cfg, setup, data, tuned, placement),
         placement=placement,
     )
-    return export(cfg, setup, data, outcome, tuned.merge(outcome.params, frozen))
+    params = tuned.merge(placement.host(outcome.params), frozen)
+    done = export(cfg, setup, data, outcome, params) if processes.leads() else {}
+    processes.wait("export")
+    return done
 
 
 def _merged(loss: LossFn, tuned: tuning.Tuning) -> LossFn:
@@ -331,15 +354,20 @@ def _merged(loss: LossFn, tuned: tuning.Tuning) -> LossFn:
     return lambda trainable, frozen, batch: loss(tuned.merge(trainable, frozen), None, batch)
 
 
-def _measure(cfg: SDSATConfig, setup: Setup, data: Prepared, tuned: tuning.Tuning):
-    """Decoding figures as a function of what is trained and what is not."""
+def _measure(
+    cfg: SDSATConfig, setup: Setup, data: Prepared, tuned: tuning.Tuning, placement: Placement
+):
+    """Decoding figures as a function of what is trained and what is not.
+
+    Every process decodes all prompts on one of its devices, which takes a copy of the params.
+    """
     section = cfg.sdsat
     evaluated = cfg.run.eval_batches * cfg.optim.batch_size * cfg.data.seq_len
     prompts = held_out_prompts(data, section.decode_prompts, evaluated)
     decoding = Decoding(prompts, section.decode_tokens, section.probe_length or section.window)
 
     def measure(trainable: dict, frozen: dict) -> dict:
-        params = tuned.merge(trainable, frozen)
+        params = placement.local(tuned.merge(trainable, frozen))
         return measure_decoding(setup.model, setup.insertion, decoding, params)
 
     return measure
@@ -380,4 +408,5 @@ def export(cfg: SDSATConfig, setup: Setup, data: Prepared, outcome: Outcome, par
 
 
 if __name__ == "__main__":
-    sys.exit(run_program("train.sdsat", __doc__, SDSATConfig, main, (InputError, SpecjaxError)))
+    sys.exit(run_program("train.sdsat", __doc__, SDSATConfig, main, (InputError, SpecjaxError),
+                         several=True))  # fmt: skip
