@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax import probs, tree
 from specjax.cache import prefill
-from specjax.draft.feeding import feed_pair, last_two
+from specjax.draft.feeding import feed_pair, feed_token, last_two
 from specjax.errors import PairError
 from specjax.models import KVCache, ModelConfig, init_cache
 from specjax.probs import Purpose
@@ -31,11 +31,11 @@ NEVER_STOPS, STOPS_BEFORE, STOPS_AFTER = "never", "before", "after"
 class Chain:
     """γ tokens drawn from a draft model with the target's warp, or none (``warped=False``).
 
-    Every draft pass feeds the last two tokens of the row: the one just drawn and the one
-    before it. A row's chain ends at its first end-of-sequence token; with ``stop``, also where
-    the draft's largest probability, unwarped, is below the setting ``tau1`` (BiLD's fallback,
-    Kim et al. 2023 §3.2; lossless under a lossless rule, for it reads the prefix alone). The
-    loop ends when every row's chain has.
+    The first draft pass feeds the row's last two tokens, every other the one just drawn (on a
+    CPU two tokens cost half as much again as one). A row's chain ends at its first
+    end-of-sequence token; with ``stop``, also where the draft's largest probability, unwarped,
+    is below the setting ``tau1`` (BiLD's fallback, Kim et al. 2023 §3.2; lossless under a
+    lossless rule, for it reads the prefix alone). The loop ends when every row's chain has.
     """
 
     model: ModelConfig
@@ -80,7 +80,15 @@ class Chain:
         def more(d):
             return (d.step < steps) & jnp.any(d.alive)
 
-        end = jax.lax.while_loop(more, lambda d: self._draw(inputs, state, keys, d), start)
+        def follow(d):
+            fed = d.window[:, d.step + 1]
+            at = state.length - 1 + d.step
+            logits = feed_token(self.model, inputs.draft, d.cache, fed, at, self.vocab)
+            return self._draw(inputs, keys, d, *logits)
+
+        first = feed_pair(self.model, inputs.draft, start.cache, start.window, state.length - 2, 0,
+                          self.vocab)  # fmt: skip
+        end = jax.lax.while_loop(more, follow, self._draw(inputs, keys, start, *first))
         draft = Draft(
             tokens=end.window[:, 1:],
             parents=tree.chain_parents(rows, self.gamma + 1),
@@ -101,15 +109,13 @@ class Chain:
     def update(self, inputs, state, carried, draft, verdict, probe_logits):
         return carried
 
-    def _draw(self, inputs, state, keys, d: _Drawing) -> _Drawing:
-        """One draft pass, and the token it draws: node ``step + 1``.
+    def _draw(
+        self, inputs, keys, d: _Drawing, logits: Float[Array, "B V"], cache: KVCache
+    ) -> _Drawing:
+        """The token drawn after one draft pass: node ``step + 1``.
 
         Writes past γ (the pass that only scores the bonus leaf) are dropped.
         """
-        first = state.length - 2 + d.step
-        logits, cache = feed_pair(
-            self.model, inputs.draft, d.cache, d.window, first, d.step, self.vocab
-        )
         q = self._law(inputs, logits)
         drawn = d.alive & self._sure(inputs, logits) if self.stop == STOPS_BEFORE else d.alive
         node = jnp.broadcast_to(d.step + 1, (q.shape[0], 1))

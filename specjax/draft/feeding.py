@@ -30,9 +30,8 @@ def feed_pair(
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """Logits after two tokens, ``window[:, step : step + 2]``, at positions ``first, first + 1``.
 
-    Two tokens cost what one costs on decoding hardware, and the cache may then start a round
-    one token short: a fully accepted draft leaves no hole in it. A row of one token
-    (``first = −1``) feeds that one first.
+    What begins a round: the cache may then be one token short, so a fully accepted draft
+    leaves no hole in it. A row of one token (``first = −1``) feeds that one first.
     """
     start = jnp.maximum(first, 0)
     two = jnp.arange(2, dtype=jnp.int32)
@@ -41,6 +40,20 @@ def feed_pair(
     hidden, cache = forward(model, params, cache, tokens, start[:, None] + two, start)
     last = jnp.take_along_axis(hidden, (first + 1 - start)[:, None, None], axis=1)
     logits = logits_of(model, params, last)[:, 0]
+    return fit_vocabulary(logits.astype(jnp.float32), vocab), cache
+
+
+def feed_token(
+    model: ModelConfig,
+    params: dict,
+    cache: KVCache,
+    token: Int[Array, "B"],
+    at: Int[Array, "B"],
+    vocab: int,
+) -> tuple[Float[Array, "B V"], KVCache]:
+    """Logits after one more token at slot and position ``at``, the row before it being fed."""
+    hidden, cache = forward(model, params, cache, token[:, None], at[:, None], at)
+    logits = logits_of(model, params, hidden)[:, 0]
     return fit_vocabulary(logits.astype(jnp.float32), vocab), cache
 
 
