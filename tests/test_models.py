@@ -93,7 +93,7 @@ def prefilled(name):
     return forward(cfg, fused, cache, variants.tokens()[:, :12], at, jnp.zeros(2, jnp.int32))
 
 
-def test_ragged_prefill_then_one_token_steps(name):
+def check_ragged_steps(name):
     """Row 0 starts after 5 tokens, row 1 after 12: each goes on at its own position."""
     cfg, _, fused = build(name)
     rows, want = variants.tokens(), golden(name)["logits"]
@@ -104,6 +104,10 @@ def test_ragged_prefill_then_one_token_steps(name):
         token = np.take_along_axis(rows, here[:, None], 1)
         hidden, cache = forward(cfg, fused, cache, token, here[:, None], jnp.asarray(here))
         close(np.asarray(logits_of(cfg, fused, hidden))[:, 0], want[np.arange(2), here])
+
+
+def test_ragged_prefill_then_one_token_steps(name):
+    check_ragged_steps(name)
 
 
 def tree_logits(cfg, params, cache):
@@ -220,6 +224,22 @@ def test_backends_agree_in_value_and_gradient(window):
     np.testing.assert_allclose(np.where(real, a, 0), np.where(real, b, 0), atol=1e-6)
     for x, y in zip(da, db, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_blockwise_gradients_hold_one_block_of_scores():
+    """Less than two copies of the scores of all queries with one block of keys."""
+    n, heads, size = 4096, 8, 32
+    q = jax.ShapeDtypeStruct((1, n, heads, size), jnp.float32)
+    k = jax.ShapeDtypeStruct((1, heads, n, size), jnp.float32)
+    meta = {"position": np.arange(n)[None], "segment": np.ones((1, n), np.int32)}
+
+    def total(q, k, v):
+        out = attention.blockwise_attention(q, k, v, meta, meta, attention.causal_mask)
+        return jnp.sum(out**2)
+
+    step = jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, k).compile()
+    one_block_of_keys = 4 * n * heads * 512
+    assert step.memory_analysis().temp_size_in_bytes < 2 * one_block_of_keys
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

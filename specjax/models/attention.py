@@ -176,46 +176,62 @@ def blockwise_attention(
 ) -> Float[Array, "B N H E"]:
     """The same function by an online softmax over key blocks (arXiv 1805.02867).
 
-    Memory is ``O(N · block)``; the backward pass recomputes each block. S is padded to a
-    multiple of ``block`` with keys that nothing sees.
+    ``block`` queries meet ``block`` keys at a time. The backward pass recomputes one block of
+    queries after the other, so that beyond its arguments and result it holds what one of them
+    carries through the keys, ``O(S · H · E)``, and no more of the scores than one block.
+    N and S are padded to multiples of ``block``, with keys that nothing sees.
     """
     b, n, h, e = q.shape
     heads, slots = k.shape[1], k.shape[2]
-    pad = -slots % block
-    blocks = (slots + pad) // block
+    groups, pad = h // heads, -n % block
     scale = e**-0.5 if finish.scale is None else finish.scale
-    q = q.reshape(b, n, heads, h // heads, e).astype(jnp.float32) * scale
-
-    def split(x: Array, axis: int) -> Array:
-        x = jnp.pad(x, [(0, pad if i == axis else 0) for i in range(x.ndim)])
-        shape = (*x.shape[:axis], blocks, block, *x.shape[axis + 1 :])
-        return jnp.moveaxis(x.reshape(shape), axis, 0)
-
+    q = q.reshape(b, n, heads, groups, e).astype(jnp.float32) * scale
     real = jnp.broadcast_to(jnp.arange(slots) < slots, (b, slots))
-    xs = (split(k, 2), split(v, 2), {m: split(x, 1) for m, x in key.items()}, split(real, 1))
+    metas = {m: _split(x, 1, block) for m, x in key.items()}
+    keys = (_split(k, 2, block), _split(v, 2, block), metas, _split(real, 1, block))
 
     @jax.checkpoint
-    def step(carry, xs):
-        top, total, out = carry
-        k, v, meta, real = xs
-        scores = jnp.einsum("bnkge,bkse->bkgns", q, k.astype(jnp.float32))
-        distance = distances(query, meta) if finish.alibi else None
-        scores = finish(scores, distance).transpose(0, 3, 1, 2, 4)
-        mask = (mask_fn(query, meta) & real[:, None, :])[:, :, None, None, :]
-        scores = jnp.where(mask, scores, MASKED_SCORE)
-        new_top = jnp.maximum(top, scores.max(-1))
-        weights = jnp.exp(scores - new_top[..., None]) * mask
-        shrink = jnp.exp(top - new_top)
-        total = total * shrink + weights.sum(-1)
-        gain = jnp.einsum("bnkgs,bkse->bnkge", weights, v.astype(jnp.float32))
-        return (new_top, total, out * shrink[..., None] + gain), None
+    def rows(part):
+        q, query = part
+        shape = (b, q.shape[1], heads, groups)
+        start = (
+            jnp.full(shape, MASKED_SCORE, jnp.float32),
+            jnp.zeros(shape, jnp.float32),
+            jnp.zeros((*shape, e), jnp.float32),
+        )
+        step = jax.checkpoint(lambda carry, xs: _meet(q, query, carry, xs, mask_fn, finish))
+        (_, total, out), _ = jax.lax.scan(step, start, keys)
+        return out / jnp.where(total > 0, total, 1.0)[..., None]
 
-    shape = (b, n, heads, h // heads)
-    start = (
-        jnp.full(shape, MASKED_SCORE, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, e), jnp.float32),
-    )
-    (_, total, out), _ = jax.lax.scan(step, start, xs)
-    out = out / jnp.where(total > 0, total, 1.0)[..., None]
-    return out.reshape(b, n, h, e).astype(v.dtype)
+    queries = (_split(q, 1, block), {m: _split(x, 1, block) for m, x in query.items()})
+    out = jnp.moveaxis(jax.lax.map(rows, queries), 0, 1)
+    return out.reshape(b, n + pad, h, e)[:, :n].astype(v.dtype)
+
+
+def _split(x: Array, axis: int, block: int) -> Array:
+    """Blocks of ``axis``, zero-padded, along a new first axis."""
+    pad = -x.shape[axis] % block
+    x = jnp.pad(x, [(0, pad if i == axis else 0) for i in range(x.ndim)])
+    shape = (*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+
+def _meet(q, query: Meta, carry, keys, mask_fn: MaskFn, finish: Scores):
+    """Queries ``[B, N, K, G, E]`` see one block of keys: the online softmax's step.
+
+    ``carry``: the largest score so far and the sum of weights, ``[B, N, K, G]`` each, and the
+    weighted values ``[B, N, K, G, E]``, all float32.
+    """
+    top, total, out = carry
+    k, v, meta, real = keys
+    scores = jnp.einsum("bnkge,bkse->bkgns", q, k.astype(jnp.float32))
+    distance = distances(query, meta) if finish.alibi else None
+    scores = finish(scores, distance).transpose(0, 3, 1, 2, 4)
+    mask = (mask_fn(query, meta) & real[:, None, :])[:, :, None, None, :]
+    scores = jnp.where(mask, scores, MASKED_SCORE)
+    new_top = jnp.maximum(top, scores.max(-1))
+    weights = jnp.exp(scores - new_top[..., None]) * mask
+    shrink = jnp.exp(top - new_top)
+    total = total * shrink + weights.sum(-1)
+    gain = jnp.einsum("bnkgs,bkse->bnkge", weights, v.astype(jnp.float32))
+    return (new_top, total, out * shrink[..., None] + gain), None
