@@ -215,7 +215,8 @@ def make_cases(args: argparse.Namespace, has_draft: bool, settings: dict[str, st
     names = args.methods.split(",") if args.methods else list(DEFAULT)
     if args.methods in (None, "all"):
         names = [n for n in (METHODS if args.methods else names)
-                 if has_draft or not METHODS[n].needs_draft]  # fmt: skip
+                 if not METHODS[n].needs_reward and (has_draft or not METHODS[n].needs_draft)
+                 ]  # fmt: skip
     specs = [method("autoregressive"), *(method(n) for n in names if n != "autoregressive")]
     used = {name for spec in specs for name in settings
             if name in spec.options or name.startswith(_prefix(spec))}  # fmt: skip

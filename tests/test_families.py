@@ -15,18 +15,16 @@ import specjax as sj
 import variants
 from specjax.models import (
     attention,
-    forward,
     from_hf,
     head_matrix,
     init_params,
     load_pretrained,
-    logits_of,
     save_pretrained,
     to_hf,
 )
 from specjax.text import Tokenizer
 from test_hf import edit_config, edit_weights, same, shard
-from test_models import build, close, golden, prefilled, tree_logits, whole
+from test_models import build, check_ragged_steps, close, golden, prefilled, tree_logits, whole
 
 PROMPTS = variants.tokens()[:, : variants.GREEDY_PROMPT].tolist()
 
@@ -50,16 +48,7 @@ def test_whole_sequences(name, backend):
 
 
 def test_ragged_prefill_then_one_token_steps(name):
-    """Row 0 starts after 5 tokens, row 1 after 12: each goes on at its own position."""
-    cfg, _, fused = build(name)
-    rows, want = variants.tokens(), golden(name)["logits"]
-    hidden, cache = prefilled(name)
-    close(logits_of(cfg, fused, hidden), want[:, :12])
-    for step in range(8):
-        here = np.array([5, 12], np.int32) + step
-        token = np.take_along_axis(rows, here[:, None], 1)
-        hidden, cache = forward(cfg, fused, cache, token, here[:, None], jnp.asarray(here))
-        close(np.asarray(logits_of(cfg, fused, hidden))[:, 0], want[np.arange(2), here])
+    check_ragged_steps(name)
 
 
 def test_tree_nodes_equal_their_paths_alone(name):
