@@ -9,7 +9,16 @@ import jax
 
 import specjax as sj
 from specjax.errors import PairError
-from specjax.methods import DRAFTERS, METHODS, RULES, TARGET_DISTS, Context, Option, compose
+from specjax.methods import (
+    DRAFTERS,
+    METHODS,
+    RULES,
+    SEARCHES,
+    TARGET_DISTS,
+    Context,
+    Option,
+    compose,
+)
 from specjax.models import ModelConfig, init_params
 
 PAGE = Path(__file__).with_name("methods.md")
@@ -37,7 +46,7 @@ def make_page() -> str:
     ]
     parts = [HEAD, _table(("method", "drafter × rule", "lossless", "what it does", "from"), named)]
     for title, table in (("Drafters", DRAFTERS), ("Target distributions", TARGET_DISTS),
-                         ("Rules", RULES)):  # fmt: skip
+                         ("Rules", RULES), ("Searches", SEARCHES)):  # fmt: skip
         rows = [[f"`{name}`", part.summary, _options(part.options)] for name, part in table.items()]
         parts.append(f"## {title}\n\n" + _table(("name", "what it is", "options"), rows))
     return "\n".join([*parts, _matrix()])

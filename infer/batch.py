@@ -10,24 +10,29 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from infer.tasks import plain, read_case
 from specjax.errors import OptionError, SpecjaxError
 from specjax.generate import encode_prompt
 from specjax.lm import LM
+from specjax.rewards import Reward
 
 ID_KEYS = ("id", "question_id", "task_id")  # ours, Spec-Bench's, HumanEval's
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One prompt of a job. ``index`` counts the file's good and bad lines alike."""
+    """One prompt of a job. ``index`` counts the file's good and bad lines alike; ``entry`` is the
+    line's whole object."""
 
     index: int
     id: str | int
     text: str
     tokens: list[int]
+    entry: dict
+    constraints: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,32 +43,39 @@ class BadLine:
     reason: str
 
 
-def read_prompts(path: str, target: LM, chat: bool) -> tuple[list[Prompt], list[BadLine]]:
+def read_prompts(
+    path: str, target: LM, chat: bool, rewards: Sequence[Reward] | None = None
+) -> tuple[list[Prompt], list[BadLine]]:
     """The prompts of a JSONL file and the lines that hold none.
+
+    With ``rewards`` the file is a task: its lines have constraints, which these can score.
 
     Raises:
       OptionError: the file cannot be read or holds no line at all.
     """
+    option = "--prompts" if rewards is None else "--task"
     try:
         # Bytes: text would also split at U+2028 and the like, which JSON allows in strings,
         # and one undecodable line would spoil the file.
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
-        raise OptionError(f"--prompts {path}: cannot be read ({error.strerror})") from None
+        raise OptionError(f"{option} {path}: cannot be read ({error.strerror})") from None
     if not any(line.strip() for line in lines):
-        raise OptionError(f"--prompts {path}: the file is empty; it needs one JSON object per line")
+        raise OptionError(f"{option} {path}: the file is empty; it needs one JSON object per line")
     good, bad = [], []
     for index, line in enumerate(lines):
         if not line.strip():
             continue
         try:
-            good.append(_prompt(index, line, target, chat))
+            good.append(_prompt(index, line, target, chat, rewards))
         except (SpecjaxError, ValueError) as error:
             bad.append(BadLine(index + 1, str(error)))
     return good, bad
 
 
-def _prompt(index: int, line: bytes, target: LM, chat: bool) -> Prompt:
+def _prompt(
+    index: int, line: bytes, target: LM, chat: bool, rewards: Sequence[Reward] | None
+) -> Prompt:
     try:
         entry = json.loads(line.decode())
     except UnicodeDecodeError:
@@ -74,27 +86,38 @@ def _prompt(index: int, line: bytes, target: LM, chat: bool) -> Prompt:
         raise ValueError("not JSON of a reasonable depth") from None
     if not isinstance(entry, dict):
         raise ValueError(f"expected an object, got {type(entry).__name__}")
+    name = next((entry[key] for key in ID_KEYS if key in entry), index)
+    if not isinstance(name, (str, int)):
+        raise ValueError('"id" must be a text or an integer')
+    if rewards is not None:
+        return _case(index, name, entry, target, chat, rewards)
     text = entry.get("prompt")
     turns = entry.get("turns")  # Spec-Bench's questions: the first turn is the prompt
     if text is None and isinstance(turns, list) and turns:
         text = turns[0]
     if not isinstance(text, str):
         raise ValueError('expected a text under "prompt"')
-    name = next((entry[key] for key in ID_KEYS if key in entry), index)
-    if not isinstance(name, (str, int)):
-        raise ValueError('"id" must be a text or an integer')
-    return Prompt(index, name, text, encode(target, text, chat))
+    return Prompt(index, name, text, encode(target, text, chat), entry)
 
 
-def encode(target: LM, text: str, chat: bool) -> list[int]:
-    """A prompt's token ids; with ``chat`` through the model's template.
+def _case(index, name, entry, target: LM, chat: bool, rewards: Sequence[Reward]) -> Prompt:
+    """A line of a task; see :mod:`infer.tasks`."""
+    asked, constraints = read_case(entry)
+    for reward in rewards:
+        reward.check(target.tokenizer, [constraints])
+    text = asked if isinstance(asked, str) else plain(asked)
+    return Prompt(index, name, text, encode(target, asked if chat else text, chat), constraints)
+
+
+def encode(target: LM, text: str | list[dict[str, str]], chat: bool) -> list[int]:
+    """A prompt's token ids; with ``chat`` through the model's template, messages or a text.
 
     Raises:
       OptionError: the text is empty, too long, or holds half of a surrogate pair (JSON escapes
         can), which no tokenizer takes.
     """
     try:
-        text.encode()
+        (text if isinstance(text, str) else plain(text)).encode()
     except UnicodeEncodeError:
         raise OptionError(
             "a prompt holds half of a surrogate pair; give whole characters"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from typing import Any
 
@@ -12,7 +13,9 @@ import specjax as sj
 from infer.batch import Output, encode, read_prompts
 from infer.record import record
 from infer.render import Compiling, Screen, printable
+from specjax.errors import OptionError
 from specjax.methods import MethodSpec, compose, method
+from specjax.rewards import Combined, combine
 
 DEMO_GAMMA = 3  # what the embedded pair is fastest with: see the README's table
 ROUNDS_PER_PIECE = 2  # of a streamed prompt: often enough to read along
@@ -31,6 +34,7 @@ class Job:
     samples: int
     batch_size: int
     settings: dict[str, Any]  # what a result file must have been written with
+    reward: Combined | None
 
     @classmethod
     def create(cls, args: argparse.Namespace, target: sj.LM, draft: sj.LM | None) -> Job:
@@ -61,6 +65,10 @@ class Job:
             "stop": list(args.stop),
             "chat": args.chat,
         }
+        reward = _reward(args, spec)
+        if reward:
+            arguments["reward"] = reward
+            settings["reward"] = args.reward or [part.name for part in reward.parts]
         settings = json.loads(json.dumps(settings))  # as they read back from a result file
         return cls(
             target,
@@ -72,6 +80,7 @@ class Job:
             args.num_samples,
             args.batch_size,
             settings,
+            reward,
         )
 
     def show(self, text: str, compiles: bool) -> int:
@@ -103,16 +112,17 @@ class Job:
         """One prompt's completions as JSON objects."""
         output = Output(out, self.settings) if out else None
         tokens = encode(self.target, text, self.chat)
-        self._decode([(0, 0, text, tokens)], output)
+        self._decode([(0, 0, text, tokens, {})], output)
         return 0
 
-    def batch(self, path: str, out: str | None) -> int:
-        """A file of prompts; bad lines are reported and the rest goes on."""
-        prompts, bad = read_prompts(path, self.target, self.chat)
+    def batch(self, path: str, out: str | None, task: bool = False) -> int:
+        """A file of prompts, or a task; bad lines are reported and the rest goes on."""
+        rewards = (self.reward.parts if self.reward else ()) if task else None
+        prompts, bad = read_prompts(path, self.target, self.chat, rewards)
         for line in bad:
             print(f"infer.run: {path} line {line.number}: {line.reason}", file=sys.stderr)
         output = Output(out, self.settings) if out else None
-        self._decode([(p.index, p.id, p.text, p.tokens) for p in prompts], output)
+        self._decode([(p.index, p.id, p.text, p.tokens, p.constraints) for p in prompts], output)
         return 3 if bad else 0
 
     def _decode(self, rows: list[tuple], output: Output | None) -> None:
@@ -125,20 +135,35 @@ class Job:
             part = rows[first : first + per_batch]
             generation = sj.generate(
                 self.target,
-                [tokens for *_, tokens in part],
+                [tokens for *_, tokens, _ in part],
                 indices=[index for index, *_ in part],
+                constraints=[constraints for *_, constraints in part],
                 num_samples=self.samples,
                 batch_size=min(per_batch * self.samples, self.batch_size),
                 **self.arguments,
             )
             for i in range(len(part) * self.samples):
-                (index, name, text, _), sample = part[i // self.samples], i % self.samples
+                (index, name, text, *_), sample = part[i // self.samples], i % self.samples
                 head = {"id": name, "index": index, "sample": sample, "prompt": text}
                 entry = record(generation, i, **head, **self.settings)
+                entry |= self._rewards(generation, i)
                 if output is None:
                     self._print(entry)
                 elif (index, sample) not in output.done:
                     output.append(entry)
+
+    def _rewards(self, generation: sj.Generation, row: int) -> dict[str, Any]:
+        """Each reward of a row, and whether all are satisfied."""
+        if self.reward is None:
+            return {}
+        scores = generation.rewards[row].tolist()
+        # JSON has no infinity: null is a reward that failed.
+        said = [score if math.isfinite(score) else None for score in scores]
+        names = [part.name for part in self.reward.parts]
+        return {
+            "rewards": [{"name": n, "score": s} for n, s in zip(names, said, strict=True)],
+            "satisfied": self.reward.satisfied(scores),
+        }
 
     def _print(self, entry: dict[str, Any]) -> None:
         print(json.dumps(entry) if self.as_json else printable(entry["text"]), flush=True)
@@ -154,7 +179,21 @@ def check_method(args: argparse.Namespace) -> bool:
         return True
     spec = compose(**parts) if parts else method(args.method)
     spec.resolve(args.options)
+    _reward(args, spec)
+    if spec.needs_reward and args.temperature:
+        raise OptionError(f"--temperature {args.temperature}: method {spec.name} is greedy; leave "
+                          "it out")  # fmt: skip
     return spec.needs_draft
+
+
+def _reward(args: argparse.Namespace, spec: MethodSpec) -> Combined | None:
+    """The rewards asked for; a task brings ``lexical`` with it."""
+    names = args.reward or (["lexical"] if args.task else [])
+    if names:
+        return combine(names)
+    if spec.needs_reward:
+        raise OptionError(f"method {spec.name} needs a reward: give --reward or --task")
+    return None
 
 
 def _parts(args: argparse.Namespace, has_draft: bool) -> dict[str, str]:

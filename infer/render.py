@@ -112,6 +112,8 @@ class Screen:
         if found["acceptance_rate"] is not None:
             share = f"{found['acceptance_rate']:.0%} of {counters['tested']} tested draft tokens"
             facts.append(("accepted", share))
+        if generation.rewards is not None:
+            facts.append(("rewards", ", ".join(f"{score:.2f}" for score in generation.rewards[-1])))
         return facts
 
     def _speed(self, generation: Generation) -> float | None:

@@ -3,6 +3,7 @@
   python -m infer.run                                  the demo: real Python code, coloured
   python -m infer.run --prompt "def fib(n):" --temperature 0.8 --json
   python -m infer.run --target DIR --draft DIR --prompts in.jsonl --out out.jsonl
+  python -m infer.run --method cdsl --reward lexical:yield,items --prompt "def walk(tree):"
 
 Exit codes: 0 done, 2 bad arguments or input, 3 done but some input lines were bad.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from infer.arguments import (
@@ -46,9 +48,20 @@ def parser() -> Parser:
     how.add_argument("--rule", metavar="NAME")
     how.add_argument("--target-dist", metavar="NAME")
     how.add_argument("--list-methods", action="store_true", help="print the table and stop")
+    how.add_argument(
+        "--reward",
+        action="append",
+        type=some_text,
+        default=[],
+        metavar="NAME[:ARG]",
+        help="what completions are worth: lexical, forbidden, length, regex, json, python, "
+        "classifier:DIR, module:function; repeatable, summed (--set combine=product)",
+    )
     what = out.add_argument_group("prompts")
     what.add_argument("--prompt", type=some_text, metavar="TEXT")
     what.add_argument("--prompts", metavar="FILE.jsonl", help='objects with "prompt", maybe "id"')
+    what.add_argument("--task", metavar="FILE.jsonl", help="prompts with constraints; CommonGen's "
+                      "and conversation formats, too")  # fmt: skip
     what.add_argument("--chat", action="store_true", help="use the model's chat template")
     what.add_argument("--max-new-tokens", type=whole(1), default=128, metavar="N")
     what.add_argument("--num-samples", type=whole(1), default=1, metavar="N")
@@ -90,9 +103,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _reported(args: argparse.Namespace) -> int:
     """Runs; what the user asked wrongly becomes one line and exit code 2."""
     from specjax.errors import SpecjaxError
+    from specjax.rewards import RewardWarning
+
+    def say(message, category, filename, lineno, file=None, line=None):
+        print(f"infer.run: {' '.join(str(message).split())}", file=sys.stderr)
 
     try:
-        return _run(args)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", RewardWarning)
+            warnings.showwarning = say
+            return _run(args)
     except SpecjaxError as error:
         print(f"infer.run: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -120,8 +140,8 @@ def _run(args: argparse.Namespace) -> int:
     want_draft = check_method(args)
     target, draft = load_models(args.target, args.draft, args.dtype, want_draft)
     job = Job.create(args, target, draft)
-    if args.prompts:
-        return job.batch(args.prompts, args.out)
+    if args.prompts or args.task:
+        return job.batch(args.prompts or args.task, args.out, bool(args.task))
     text = args.prompt if args.prompt is not None else demo_prompt()
     if args.json or args.out:
         return job.objects(text, args.out)
@@ -131,8 +151,10 @@ def _run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace, commands: Parser) -> None:
     """Arguments that do not go together are refused before anything heavy is imported."""
     args.options = dict(args.set)
-    if args.prompt is not None and args.prompts is not None:
-        commands.error("--prompt and --prompts exclude each other; give one")
+    given = {"--prompt": args.prompt, "--prompts": args.prompts, "--task": args.task}
+    sources = [name for name, value in given.items() if value is not None]
+    if len(sources) > 1:
+        commands.error(f"{' and '.join(sources)} exclude each other; give one")
     if args.method and (args.drafter or args.rule or args.target_dist):
         commands.error("--method and --drafter/--rule/--target-dist exclude each other")
 

@@ -1,7 +1,7 @@
 """specjax: speculative decoding for JAX. A method is a drafter, a target distribution and an
 acceptance rule, joined into one step; one loop runs them all."""
 
-from specjax import draft, probs, verify
+from specjax import draft, probs, rewards, verify
 from specjax.decode import DraftVerify, draft_verify
 from specjax.errors import ModelError, OptionError, PairError, SpecjaxError
 from specjax.generate import Generation, Piece, generate, stream
@@ -18,6 +18,6 @@ __all__ = [
     "LM", "Contrastive", "DecodeState", "Draft", "DraftVerify", "Generation", "Inputs",
     "ModelError", "OptionError", "PairError", "Piece", "Rule", "Sampling", "SpecjaxError",
     "Stats", "TreeShape", "Verdict", "Warped", "compose", "draft", "draft_verify",
-    "from_params", "generate", "load", "method", "methods", "probs", "rule", "stream",
+    "from_params", "generate", "load", "method", "methods", "probs", "rewards", "rule", "stream",
     "verify",
 ]  # fmt: skip

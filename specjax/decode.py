@@ -294,9 +294,15 @@ def grow_state(state: DecodeState, slots: int) -> DecodeState:
 
 def advance(method: Method, inputs: Inputs, state: DecodeState, rounds: int) -> DecodeState:
     """Runs up to ``rounds`` more rounds, growing the bucket where the next one needs it."""
-    if int(state.length.max()) + method.width > state.slots:
-        state = grow_state(state, 2 * state.slots)
+    state = make_room(method, state)
     return run_rounds(method)(inputs, state, np.int32(min(rounds, 2**31 - 1)))
+
+
+def make_room(method: Method, state: DecodeState) -> DecodeState:
+    """The state in the next bucket if another round could outgrow this one."""
+    if int(state.length.max()) + method.width > state.slots:
+        return grow_state(state, 2 * state.slots)
+    return state
 
 
 @jax.jit

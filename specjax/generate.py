@@ -22,6 +22,8 @@ from specjax.lm import LM
 from specjax.methods import Context, compose
 from specjax.methods import method as find_method
 from specjax.protocols import Method, Rule
+from specjax.rewards import PRODUCT, Judge, combine
+from specjax.search.driving import advance_hosted
 from specjax.text import IncrementalDecoder
 from specjax.types import FINISH_REASONS, FROM_DRAFT, DecodeState, Inputs
 from specjax.warp import Sampling
@@ -38,7 +40,8 @@ class Generation:
     ``stats`` are counters per row (int), see :class:`specjax.types.Stats`; ``origins`` say for
     each token whether the draft or the target wrote it; ``logprobs`` (where asked) are nats
     under the unwarped target. Times are seconds of the row's batch, compilation included;
-    ``batch`` is that batch's number: prompts of like length are decoded together.
+    ``batch`` is that batch's number: prompts of like length are decoded together. ``rewards``
+    (where there is a reward) are the scores of the whole completions, one column per reward.
     """
 
     text: list[str]
@@ -53,6 +56,7 @@ class Generation:
     decode_seconds: np.ndarray
     batch: np.ndarray
     passes: int
+    rewards: np.ndarray | None = None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -107,6 +111,8 @@ def stream(
     batch_size: int | None = None,
     indices: Sequence[int] | None = None,
     rounds_per_piece: int = 1,
+    reward: Any = None,
+    constraints: Sequence[Mapping[str, Sequence[str]]] | None = None,
 ) -> Iterator[Piece]:
     """Decodes prompts and yields text as it comes.
 
@@ -128,12 +134,19 @@ def stream(
       batch_size: rows decoded together; all of them by default.
       indices: the prompts' indices in a larger job, for their keys.
       rounds_per_piece: rounds between looks at the device.
+      reward: what the completions are worth: ``NAME[:ARG]`` of :data:`specjax.rewards.REWARDS`,
+        ``module:function``, a callable of the completion (and the prompt), a
+        :class:`specjax.rewards.Reward`, or several of them. It guides ``cdlh``, ``cdlh-appx``
+        and ``cdsl``, and scores the completions of every method.
+      constraints: per prompt, what its completion must satisfy, by reward name:
+        ``{"lexical": ["tree", "grow"]}``.
     """
     sampling = sampling or Sampling()
+    rows = _rows(target, prompts, num_samples, seed, max_new_tokens, indices, constraints)
+    judge = None if reward is None else _judge(target, rows, method, reward, options)
     engine = Engine.create(
-        target, method, draft, drafter, rule, target_dist, options, sampling.temperature == 0
+        target, method, draft, drafter, rule, target_dist, options, sampling.temperature == 0, judge
     )
-    rows = _rows(target, prompts, num_samples, seed, max_new_tokens, indices)
     size = min(batch_size or len(rows), len(rows))
     if size < 1:
         raise OptionError(f"batch_size={batch_size} must be at least 1")
@@ -161,16 +174,17 @@ class Engine:
     draft: LM | None
     method: Method
     settings: dict[str, float]
+    judge: Judge | None = None
 
     @classmethod
     def create(
-        cls, target, method, draft, drafter, rule, target_dist, options, greedy=True
+        cls, target, method, draft, drafter, rule, target_dist, options, greedy=True, judge=None
     ) -> Engine:
         """Checks that everything fits together; nothing is compiled yet."""
         if draft is not None:
             compat.check_models(target, draft)
         if not isinstance(method, str):
-            return cls(target, draft, method, dict(options or {}))
+            return cls(target, draft, method, dict(options or {}), judge)
         if isinstance(rule, Rule):
             base = compose(drafter or ("chain" if draft else "none"), "match",
                                    target_dist)  # fmt: skip
@@ -182,19 +196,29 @@ class Engine:
                 raise OptionError(f"rule {rule.name} needs options={{{missing[0]!r}: …}}")
             built, more = base.build(context, rest)
             built = dataclasses.replace(built, rule=rule)  # refuses a pair that does not fit
-            return cls(target, draft, built, more | settings)
+            return cls(target, draft, built, more | settings, judge)
         if drafter or rule or target_dist != "warped":
             spec = compose(drafter or "none", rule or "speculative", target_dist)
         else:
             spec = find_method(method)
         if draft is not None and not spec.needs_draft:
             draft = None  # e.g. the baseline beside a speculative run
-        context = Context(target, draft, greedy=greedy)
+        if spec.needs_reward and judge is None:
+            raise OptionError(f"method {spec.name} needs a reward: give --reward (or reward=)")
+        fold = judge.fold if judge else None
+        context = Context(target, draft, greedy=greedy, reward=fold)
         built, settings = spec.build(context, options or {})
-        return cls(target, draft, built, settings)
+        if judge and "r_t" in settings:
+            judge.combined.check_threshold(settings["r_t"])
+        return cls(target, draft, built, settings, judge)
 
-    def inputs(self, sampling: Sampling, batch: int) -> Inputs:
-        """Params and settings as the step reads them."""
+    @property
+    def hosted(self) -> bool:
+        """Whether rounds are driven from the host, for the reward needs text."""
+        return getattr(self.method, "reward", False) is None
+
+    def inputs(self, sampling: Sampling, batch: int, cases: Sequence[int] = ()) -> Inputs:
+        """Params and settings as the step reads them; ``cases`` are the rows' numbers."""
         eos = list(self.target.eos_ids) or [NO_EOS]
         return Inputs(
             target=self.target.params,
@@ -202,19 +226,31 @@ class Engine:
             warp=sampling.arrays(batch),
             eos_ids=jnp.asarray(eos + [NO_EOS] * (-len(eos) % 4), jnp.int32),
             settings={n: jnp.asarray(v, jnp.float32) for n, v in self.settings.items()},
+            reward=self.judge.rows(cases) if self.judge else (),
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One sample of one prompt."""
+    """One sample of one prompt. ``case`` is the row's number in the job; ``prompt`` (its text)
+    and ``constraints`` are what rewards read."""
 
     tokens: np.ndarray
     budget: int
     key: jax.Array
+    case: int = 0
+    prompt: str = ""
+    constraints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
 
-def _rows(target, prompts, num_samples, seed, max_new_tokens, indices) -> list[Row]:
+def _judge(target, rows: list[Row], method, reward, options) -> Judge:
+    """The reward, bound to the rows; as a fold where the method is guided by it."""
+    guides = isinstance(method, str) and find_method(method).needs_reward
+    combined = combine(reward, (options or {}).get("combine") == PRODUCT)
+    return Judge.bind(combined, target, [row.constraints for row in rows], guides)
+
+
+def _rows(target, prompts, num_samples, seed, max_new_tokens, indices, constraints) -> list[Row]:
     if isinstance(prompts, str):
         prompts = [prompts]
     if not prompts:
@@ -225,12 +261,17 @@ def _rows(target, prompts, num_samples, seed, max_new_tokens, indices) -> list[R
     indices = range(len(prompts)) if indices is None else indices
     root = jax.random.key(seed)
     rows = []
-    for index, prompt in zip(indices, prompts, strict=True):
+    constraints = [{}] * len(prompts) if constraints is None else constraints
+    if len(constraints) != len(prompts):
+        raise OptionError(f"{len(constraints)} constraints for {len(prompts)} prompts; give each "
+                          "prompt its own")  # fmt: skip
+    for index, prompt, asked in zip(indices, prompts, constraints, strict=True):
         tokens = encode_prompt(target, prompt)
         budget = min(max_new_tokens, target.config.max_position - len(tokens))
         key = jax.random.fold_in(root, index)
         keys = [key, *(jax.random.fold_in(key, SAMPLE_STREAM + s) for s in range(1, num_samples))]
-        rows += [Row(tokens, budget, key) for key in keys]
+        text = target.tokenizer.decode(tokens) if target.tokenizer else ""
+        rows += [Row(tokens, budget, key, len(rows) + s, text, asked) for s, key in enumerate(keys)]
     return rows
 
 
@@ -266,7 +307,7 @@ class Batch:
         self._engine, self._rows, self._stop, self._logprobs = engine, rows, stop, logprobs
         padding = [Row(np.zeros(1, np.int32), 0, rows[0].key)] * (size - len(rows))
         self._all = rows + padding
-        self._inputs = engine.inputs(sampling, size)
+        self._inputs = engine.inputs(sampling, size, [row.case for row in self._all])
         self._shown = np.array([len(row.tokens) for row in self._all])
         self._readers = [_Reader(engine.target.tokenizer, stop) for _ in rows]
         self._times = {"prefill": 0.0, "first": 0.0, "total": 0.0}
@@ -290,7 +331,7 @@ class Batch:
         # One round first: it dates the first token.
         step = 1
         while True:
-            state = decode.advance(method, inputs, state, step)
+            state = self._advance(state, step)
             finish = np.asarray(state.finish)
             self._times["total"] = time.perf_counter() - began
             if step == 1 and not self._times["first"]:
@@ -306,6 +347,25 @@ class Batch:
             step = 1 if self._stop else rounds
         state = method.finalize(inputs, state)
         self._keep(state)
+
+    def _advance(self, state: DecodeState, rounds: int) -> DecodeState:
+        engine = self._engine
+        if not engine.hosted:
+            return decode.advance(engine.method, self._inputs, state, rounds)
+        state = decode.make_room(engine.method, state)
+
+        def score(state, lanes):
+            return engine.judge.lanes(self._all, state, lanes)
+
+        return advance_hosted(engine.method, self._inputs, state, rounds, score)
+
+    def _rewards(self, tokens: list[np.ndarray]) -> np.ndarray | None:
+        """Each reward of each whole completion."""
+        judge = self._engine.judge
+        if judge is None:
+            return None
+        samples = [judge.sample(*pair) for pair in zip(self._rows, tokens, strict=True)]
+        return np.array([judge.scores(sample) for sample in samples], np.float64)
 
     def _read(self, state: DecodeState, finish: np.ndarray) -> tuple[np.ndarray, list[Piece]]:
         length, tokens, origin = jax.device_get((state.length, state.tokens, state.origin))
@@ -347,10 +407,10 @@ class Batch:
             if field.name != "passes"
         }
         stats["emitted"] = np.array([reader.count for reader in self._readers])
-        times = self._times
+        times, tokens = self._times, cut("tokens")
         return Generation(
             text=[reader.text for reader in self._readers],
-            tokens=cut("tokens"),
+            tokens=tokens,
             finish_reasons=[FINISH_REASONS[f] for f in state["finish"][:count]],
             origins=cut("origin"),
             logprobs=None if state["logprobs"] is None else cut("logprobs"),
@@ -361,6 +421,7 @@ class Batch:
             decode_seconds=np.full(count, times["total"] - times["prefill"]),
             batch=np.full(count, number),
             passes=int(self._stats.passes),
+            rewards=self._rewards(tokens),
         )
 
 

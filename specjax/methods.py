@@ -16,6 +16,7 @@ from specjax.decode import DraftVerify
 from specjax.errors import OptionError, PairError
 from specjax.lm import LM
 from specjax.protocols import Rule
+from specjax.rewards.combined import COMBINATIONS
 from specjax.target import Contrastive, Warped
 from specjax.types import DETERMINISTIC
 
@@ -90,6 +91,7 @@ class Context:
     keep_logits: bool = False
     rule: Rule | None = None
     greedy: bool = True
+    reward: Any = None  # of a guided method: a specjax.rewards.Fold, or None where it needs text
 
     @property
     def takes_trees(self) -> bool:
@@ -118,6 +120,7 @@ class Part:
     summary: str
     options: Mapping[str, Option] = dataclasses.field(default_factory=dict)
     needs_draft: bool = False
+    needs_reward: bool = False
     gives_logits: bool = False
     wants_logits: bool = False
 
@@ -321,6 +324,42 @@ def _mtjd(context: Context, block: int, width: int) -> search.MTJD:
     return search.MTJD(context.target.config, context.target.vocab_limit, block, width)
 
 
+def _lookahead(context: Context, k: int, d: int, combine: str) -> search.Lookahead:
+    _check_width("k", k, context)
+    return search.Lookahead(context.target.config, context.target.vocab_limit, k, d,
+                            context.reward)  # fmt: skip
+
+
+def _draft_lookahead(context: Context, k: int, d: int, combine: str) -> search.Lookahead:
+    found, of_draft = _lookahead(context, k, d, combine), context.of_draft
+    return dataclasses.replace(found, draft=of_draft["model"], draft_limit=of_draft["vocab_limit"])
+
+
+def _cdsl(context: Context, k: int, d: int, b: int, accept: str, keep_verified: bool, combine: str
+          ) -> search.CDSL:  # fmt: skip
+    _check_width("k", k, context)
+    return search.CDSL(
+        context.target.config,
+        context.target.vocab_limit,
+        context.draft.config,
+        context.of_draft["vocab_limit"],
+        context.reward,
+        k,
+        d,
+        b,
+        accept,
+        keep_verified,
+    )
+
+
+LOOKAHEAD = {
+    "k": Option(int, 3, "candidates for the next token", low=1, high=64),
+    "d": Option(int, 3, "lookahead tokens", low=1, high=64),
+    "combine": Option(
+        str, "sum", "of several rewards: their sum, or product", choices=COMBINATIONS
+    ),
+}
+
 SEARCHES: dict[str, Part] = {
     "beam": Part(
         _beam_search,
@@ -334,6 +373,33 @@ SEARCHES: dict[str, Part] = {
             "block": Option(int, 4, "tokens of a block K", low=1, high=16),
             "width": Option(int, 8, "beams that approximate the joint", low=1, high=64),
         },
+    ),
+    "lookahead": Part(
+        _lookahead,
+        "each token by the reward of the target's lookaheads",
+        LOOKAHEAD,
+        needs_reward=True,
+    ),
+    "draft-lookahead": Part(
+        _draft_lookahead,
+        "each token by the reward of the draft model's lookaheads",
+        LOOKAHEAD,
+        needs_draft=True,
+        needs_reward=True,
+    ),
+    "cdsl": Part(
+        _cdsl,
+        "verified drafts by their reward, else tokens by lookaheads",
+        LOOKAHEAD
+        | {
+            "b": Option(int, 1, "tokens of the target tried where drafts fail", low=0, high=16),
+            "a_t": Option(float, 0.3, "enough of a draft is accepted from here on", low=0, high=1),
+            "r_t": Option(float, 0.3, "a reward is good from here on", low=-1e9, high=1e9),
+            "accept": Option(str, "hard", "how draft tokens are verified", choices=search.ACCEPTS),
+            "keep_verified": Option(bool, True, "keep verified tokens where a or R is too low"),
+        },
+        needs_draft=True,
+        needs_reward=True,
     ),
 }
 
@@ -377,6 +443,10 @@ class MethodSpec:
     @property
     def needs_draft(self) -> bool:
         return any(part.needs_draft for part in self.parts)
+
+    @property
+    def needs_reward(self) -> bool:
+        return any(part.needs_reward for part in self.parts)
 
     def resolve(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """All options with their values; unknown names and bad values are errors."""
@@ -539,6 +609,27 @@ METHODS: dict[str, MethodSpec] = {
             "Qin et al. 2024 (MTAD)",
             drafter="beam",
             rule="joint",
+            lossless=False,
+        ),
+        MethodSpec(
+            "cdlh",
+            "greedy, each token by the reward of what the target would say after it",
+            "Lu et al. 2022; Nakshatri et al. 2025, §2.1",
+            search="lookahead",
+            lossless=False,
+        ),
+        MethodSpec(
+            "cdlh-appx",
+            "cdlh with the draft model's lookaheads",
+            "Nakshatri et al. 2025, §3.1",
+            search="draft-lookahead",
+            lossless=False,
+        ),
+        MethodSpec(
+            "cdsl",
+            "verified drafts while the reward is content, lookaheads where it is not",
+            "Nakshatri et al. 2025 (CDSL)",
+            search="cdsl",
             lossless=False,
         ),
         MethodSpec(

@@ -21,6 +21,11 @@ from specjax.models.hf import read_json
 REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what templates may name
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # a byte that no other token covers (SentencePiece)
+# Byte-level vocabularies write printable bytes as themselves and the others from U+0100 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_OF = {chr(b): b for b in _PRINTABLE} | {
+    chr(0x100 + i): b for i, b in enumerate(b for b in range(256) if b not in _PRINTABLE)
+}
 
 
 class Tokenizer:
@@ -66,6 +71,25 @@ class Tokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
+
+    def token_bytes(self) -> list[bytes]:
+        """What each id adds to a text, in UTF-8; nothing for special tokens.
+
+        Byte-level vocabularies and SentencePiece's (``▁`` is a space) spell it in the token.
+        """
+        byte_level = "ByteLevel" in json.dumps(json.loads(self._backend.to_str())["decoder"])
+        spelled = _BYTE_OF if byte_level else {}
+        found = [b""] * self.vocab_size
+        for token, i in self._backend.get_vocab(with_added_tokens=True).items():
+            if i in self._skipped:
+                continue
+            if BYTE_TOKEN.fullmatch(token) and not byte_level:
+                found[i] = bytes([int(token[3:5], 16)])
+            elif byte_level and all(c in spelled for c in token):
+                found[i] = bytes(spelled[c] for c in token)
+            else:
+                found[i] = token.replace("▁", " ").encode()
+        return found
 
     @property
     def fingerprint(self) -> str:

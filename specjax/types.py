@@ -159,3 +159,4 @@ class Inputs:
     warp: Warp
     eos_ids: Int[Array, "E"]  # padded with an id that never occurs
     settings: dict[str, jax.Array]  # scalar options of drafter, target distribution and rule
+    reward: Any = ()  # arrays of a reward inside the loop: a specjax.rewards.Data

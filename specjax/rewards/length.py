@@ -1,0 +1,52 @@
+"""The ``length`` reward: completions of so many tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.rewards.protocol import OnDevice
+
+
+@dataclasses.dataclass(frozen=True)
+class Length:
+    """1 for completions of ``low`` to ``high`` tokens, the end of sequence included; ``n/low``
+    below, ``high/n`` above."""
+
+    low: int
+    high: int
+    name = "length"
+    bounds = (0.0, 1.0)
+    full = 1.0
+
+    def check(self, tokenizer, constraints):
+        """Every completion has a length."""
+
+    def score(self, sample):
+        n = np.float32(max(len(sample.tokens), 1))
+        if len(sample.tokens) < self.low:
+            return float(np.float32(len(sample.tokens)) / np.float32(self.low))
+        return float(min(np.float32(1), np.float32(self.high) / n))
+
+    def on_device(self, tokenizer, constraints):
+        rows = np.zeros((len(constraints), 0), np.int32)
+        return OnDevice(Counting(), {"low": np.int32(self.low), "high": np.int32(self.high)}, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting:
+    """The fold of :class:`Length`: a count."""
+
+    def init(self, shared, own):
+        return jnp.int32(0)
+
+    def advance(self, shared, own, carry, token):
+        return carry + 1
+
+    def value(self, shared, own, carry):
+        n = carry.astype(jnp.float32)
+        below = n / jnp.maximum(shared["low"], 1).astype(jnp.float32)
+        above = jnp.minimum(1.0, shared["high"].astype(jnp.float32) / jnp.maximum(n, 1))
+        return jnp.where(carry < shared["low"], below, above)

@@ -1,0 +1,100 @@
+"""The table of rewards by name, and ``NAME[:ARG]``."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from specjax.errors import OptionError
+from specjax.rewards.classifier import Classifier
+from specjax.rewards.combined import Combined
+from specjax.rewards.length import Length
+from specjax.rewards.lexical import Forbidden, Lexical
+from specjax.rewards.text import Json, OfFunction, Python, Regex, from_module
+
+
+def _words(argument: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in argument.split(",")) if argument else ()
+
+
+def _length(argument: str) -> Length:
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", argument)
+    low, high = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    if not found or high < max(low, 1):
+        raise OptionError(f"--reward length:{argument}: expected LOW-HIGH or N, in tokens, such as "
+                          "length:20-40")  # fmt: skip
+    return Length(low, high)
+
+
+def _regex(argument: str) -> Regex:
+    if not argument:
+        raise OptionError("--reward regex: expected a pattern, such as regex:return .*")
+    try:
+        return Regex(re.compile(argument))
+    except re.error as error:
+        raise OptionError(f"--reward regex:{argument}: not a pattern ({error})") from None
+
+
+def _classifier(argument: str) -> Classifier:
+    if not argument:
+        raise OptionError("--reward classifier: expected a directory, as in classifier:DIR")
+    return Classifier(argument)
+
+
+# name → (what it takes, how it is made)
+REWARDS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "lexical": ("[WORD,…] share of the words that occur; =WORD: that spelling alone",
+                lambda argument: Lexical(_words(argument))),
+    "forbidden": ("[WORD,…] share of the words that do not occur",
+                  lambda argument: Forbidden(_words(argument))),
+    "length": ("LOW-HIGH tokens", _length),
+    "regex": ("PATTERN is found in the completion", _regex),
+    "json": ("the completion is JSON, or begins one", lambda argument: Json()),
+    "python": ("the completion parses", lambda argument: Python()),
+    "classifier": ("DIR of a transformers sequence classifier", _classifier),
+}  # fmt: skip
+
+
+def make_reward(text: str) -> Any:
+    """The reward of ``NAME[:ARG]`` or ``module:function``.
+
+    Raises:
+      OptionError: an unknown name, or an argument that it cannot use.
+    """
+    name, _, argument = text.partition(":")
+    if name in REWARDS:
+        if argument and name in ("json", "python"):
+            raise OptionError(f"--reward {text}: {name} takes no argument")
+        return REWARDS[name][1](argument)
+    if argument and re.fullmatch(r"[\w.]+", name) and argument.isidentifier():
+        return from_module(text)
+    raise OptionError(f"unknown reward {text!r}; known: {', '.join(REWARDS)}, and module:function")
+
+
+def combine(rewards: Any, product: bool = False) -> Combined:
+    """One reward of names, :class:`specjax.rewards.Reward` objects and Python callables.
+
+    A :class:`Combined` is taken as it is, but for ``product``.
+
+    Raises:
+      OptionError: nothing that can score.
+    """
+    if isinstance(rewards, Combined):
+        return dataclasses.replace(rewards, product=product)
+    single = isinstance(rewards, str) or not isinstance(rewards, Sequence)
+    parts = [_one(reward) for reward in ([rewards] if single else rewards)]
+    if not parts:
+        raise OptionError("reward=[] holds no reward")
+    return Combined(tuple(parts), product)
+
+
+def _one(reward: Any) -> Any:
+    if isinstance(reward, str):
+        return make_reward(reward)
+    if hasattr(reward, "score") and hasattr(reward, "on_device"):
+        return reward
+    if callable(reward):
+        return OfFunction(reward, getattr(reward, "__name__", "reward"))
+    raise OptionError(f"reward={reward!r}: expected a name, a callable or a specjax.rewards.Reward")

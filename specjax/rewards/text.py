@@ -1,0 +1,110 @@
+"""Rewards on text: ``regex``, ``json``, ``python``, any function. Scored from the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+
+from specjax.errors import OptionError
+from specjax.rewards.parsing import json_state, parses_as_python
+
+VALID, OPEN, INVALID = "valid", "open", "invalid"
+
+
+class OfText:
+    """What text rewards share: they need the host, and a tokenizer."""
+
+    bounds: tuple[float, float] | None = (0.0, 1.0)
+    full = 1.0
+
+    def check(self, tokenizer, constraints):
+        if tokenizer is None:
+            raise OptionError(f"reward {self.name} reads text: it needs a target with a tokenizer")
+
+    def on_device(self, tokenizer, constraints):
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Regex(OfText):
+    """1 where the pattern is found in the completion, else 0."""
+
+    pattern: re.Pattern
+    name = "regex"
+
+    def score(self, sample):
+        return float(self.pattern.search(sample.text) is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Json(OfText):
+    """1 for a completion that is valid JSON, 0.5 for the beginning of one, else 0.
+
+    An end of sequence turns a mere beginning into 0.
+    """
+
+    name = "json"
+
+    def score(self, sample):
+        state = json_state(sample.text)
+        if state == VALID:
+            return 1.0
+        return 0.5 if state == OPEN and not sample.ended else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Python(OfText):
+    """1 where prompt and completion parse as Python, at once or with open blocks closed.
+
+    What is parsed begins at the prompt's last ``def`` or ``class``; see
+    :func:`specjax.rewards.parsing.parses_as_python`.
+    """
+
+    name = "python"
+
+    def score(self, sample):
+        return float(parses_as_python(sample.prompt, sample.text))
+
+
+@dataclasses.dataclass(frozen=True)
+class OfFunction(OfText):
+    """Any Python callable of (completion, prompt), or of the completion alone."""
+
+    function: Callable[..., float]
+    name: str
+    bounds = None
+    full = 1.0
+
+    def score(self, sample):
+        if _takes_two(self.function):
+            return self.function(sample.text, sample.prompt)
+        return self.function(sample.text)
+
+
+def from_module(place: str) -> OfFunction:
+    """The reward of ``module:function``.
+
+    Raises:
+      OptionError: no such module or function, or it cannot be called.
+    """
+    module, _, name = place.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise OptionError(f"--reward {place}: module {module} cannot be imported ({error})"
+                          ) from None  # fmt: skip
+    function = getattr(found, name, None)
+    if not callable(function):
+        raise OptionError(f"--reward {place}: module {module} has no function {name!r}")
+    return OfFunction(function, place)
+
+
+def _takes_two(function: Callable) -> bool:
+    try:
+        inspect.signature(function).bind("", "")
+    except (TypeError, ValueError):  # of another shape, or a builtin that does not say
+        return False
+    return True

@@ -1,0 +1,365 @@
+"""Constrained decoding with speculative lookaheads (CDSL; Nakshatri et al. 2025, Algorithm 1).
+
+Greedy and guided by a reward: not the law of sampling.
+
+Axis legend: B rows, K candidates, d draft tokens, M tokens of a round, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from specjax import probs
+from specjax.decode import clip, emit
+from specjax.draft.feeding import feed_pair, feed_token, last_two
+from specjax.models import KVCache, ModelConfig, forward, logits_of
+from specjax.probs import Purpose
+from specjax.search.driving import Driver, Lanes, OnDevice
+from specjax.search.lookahead import Candidates, best_candidates, choose, fill_caches, roll_out
+from specjax.stopping import is_eos
+from specjax.types import DecodeState, Inputs, Verdict
+from specjax.warp import limit_vocabulary
+
+HARD, RATIO, EXACT = "hard", "ratio", "exact"
+ACCEPTS = (HARD, RATIO, EXACT)
+
+
+class Written(NamedTuple):
+    """Greedy draft tokens behind two known ones."""
+
+    tokens: Int[Array, "B d"]
+    count: Int[Array, "B"]
+    log_q: Float[Array, "B d"]  # of each token, unwarped, where asked for
+    cache: KVCache
+    calls: Int[Array, "B"]
+    passes: Int[Array, ""]
+
+
+def write_draft(
+    model: ModelConfig,
+    params: dict,
+    cache: KVCache,
+    last: Int[Array, "B 2"],
+    first: Int[Array, "B"],
+    alive: Bool[Array, "B"],
+    depth: int,
+    eos_ids: Int[Array, "E"],
+    vocab_limit: int,
+    with_log_q: bool = False,
+) -> Written:
+    """Up to ``depth`` greedy tokens of the draft model; a row ends with an end of sequence.
+
+    ``last`` stands at positions ``first`` and ``first + 1``; the cache may lack both.
+    """
+    rows = last.shape[0]
+
+    def more(carry):
+        step, _, _, _, _, alive, _ = carry
+        return (step < depth) & jnp.any(alive)
+
+    def follow(carry):
+        step, cache, window, *_ = carry
+        token = jnp.take(window, step + 1, axis=1)
+        return write(carry, *feed_token(model, params, cache, token, first + step + 1,
+                                        model.vocab_size))  # fmt: skip
+
+    def write(carry, logits, cache):
+        step, _, window, count, log_q, alive, calls = carry
+        logits = limit_vocabulary(logits, vocab_limit)
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        if with_log_q:
+            log_q = log_q.at[:, step].set(probs.log_softmax(logits).max(-1))
+        window = window.at[:, step + 2].set(token)
+        going = alive & ~is_eos(token, eos_ids)
+        return step + 1, cache, window, count + alive, log_q, going, calls + alive
+
+    zero = jnp.zeros((rows,), jnp.int32)
+    window = jnp.pad(last, ((0, 0), (0, depth)))
+    log_q = jnp.zeros((rows, depth), jnp.float32)
+    start = (jnp.int32(0), cache, window, zero, log_q, alive, zero)
+    begun = write(start, *feed_pair(model, params, cache, last, first, 0, model.vocab_size))
+    step, cache, window, count, log_q, _, calls = jax.lax.while_loop(more, follow, begun)
+    return Written(window[:, 2:], count, log_q, cache, calls, step)
+
+
+@struct.dataclass
+class Round:
+    """One round on its way: the path that it will emit, and what is still open."""
+
+    path: Int[Array, "B M"]  # x₁ … x_n, then the target's greedy tokens or the chosen one
+    count: Int[Array, "B"]  # how much of it stands
+    logprobs: Float[Array, "B M"]  # of the path, unwarped target
+    logits: Float[Array, "B d+1 V"]  # target, after the root and every draft token
+    after: Float[Array, "B V"]  # target logits after the path
+    verified: Int[Array, "B"]  # n, before keep_verified
+    kept: Int[Array, "B"]  # draft tokens on the path
+    drafted: Int[Array, "B"]
+    trying: Bool[Array, "B"]  # S2 and S3: greedy tokens of the target are being tried
+    tries: Int[Array, "B"]
+    open: Bool[Array, "B"]  # will take one CDLH-appx token
+    target_calls: Int[Array, "B"]
+    draft_calls: Int[Array, "B"]
+    passes: Int[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class CDSL:
+    """Drafts ``d`` greedy tokens, verifies them, and asks the reward what to do with them.
+
+    With n tokens verified, acceptance a = n / drafted and reward r of prefix and x₁ … x_n:
+
+    * S1, a ≥ a_t and r ≥ r_t: x₁ … x_n are emitted, without a bonus token.
+    * S2 and S3, a < a_t: the target's greedy tokens are appended, up to ``b`` of them, until a
+      draft lookahead of d tokens behind them has R ≥ r_t; if none has, as S4.
+    * S4, a ≥ a_t and r < r_t: one CDLH-appx token behind x₁ … x_n.
+
+    S1 with n = 0 takes the CDLH-appx token, too: every round emits. ``accept``: ``hard`` (the
+    target's argmax), ``ratio`` (u ≤ min(1, p/q) of unwarped p and q: the paper's sampling,
+    biased on greedy tokens) or ``exact`` (with probability p). ``keep_verified=False`` drops
+    x₁ … x_n in S2 to S4, as the paper's text says; its pseudocode keeps them.
+    """
+
+    model: ModelConfig
+    vocab_limit: int
+    draft: ModelConfig
+    draft_limit: int
+    reward: object | None  # a Fold; None: rewards come from outside, through OnHost
+    k: int = 3
+    d: int = 3
+    b: int = 1
+    accept: str = HARD
+    keep_verified: bool = True
+    reserves = False
+
+    @property
+    def depth(self) -> int:
+        """Bins of the histogram of accepted depths, less one."""
+        return self.d
+
+    @property
+    def most(self) -> int:
+        """M: tokens that one round can emit."""
+        return self.d + max(self.b, 1)
+
+    @property
+    def width(self) -> int:
+        return self.most + max(self.k, 1) * self.d + 2
+
+    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
+        return fill_caches(self, inputs, state, chunk)
+
+    def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        return self.round(OnDevice(self.reward, inputs), state)
+
+    def round(self, drive: Driver, state: DecodeState) -> DecodeState:
+        """One round under either driver; rows may be in different states."""
+        state, work, lanes = drive.stage(self.verify, state)
+        work = drive.stage(self.sort, work, state.done, drive.judge(state, lanes))
+
+        def attempt(carried):
+            state, work, lanes = drive.stage(self.attempt, *carried)
+            return state, drive.stage(self.weigh, work, drive.judge(state, lanes))
+
+        def again(carried):
+            return attempt(drive.stage(self.extend, *carried))
+
+        def look(carried):
+            state, work, candidates, lanes = drive.stage(self.look, *carried)
+            return state, drive.stage(self.take, work, candidates, drive.judge(state, lanes))
+
+        carried = state, work
+        if self.b > 0:
+            carried = drive.once(lambda c: c[1].trying, attempt, carried)
+        if self.b > 1:
+            carried = drive.repeat(lambda c: c[1].trying, again, carried)
+        state, work = drive.once(lambda c: c[1].open, look, carried)
+        state = drive.stage(self.finish, state, work)
+        return drive.commit(state, work.path, work.count)
+
+    def verify(self, inputs: Inputs, state: DecodeState):
+        """The draft, and how much of it the target accepts."""
+        keys = probs.round_keys(state.keys, state.stats.rounds)
+        start = state.length - 1
+        draft = write_draft(
+            self.draft, inputs.draft, state.drafter.draft, last_two(state), start - 1, ~state.done,
+            self.d, inputs.eos_ids, self.draft_limit, self.accept == RATIO,
+        )  # fmt: skip
+        root = probs.at_token(state.tokens, start)
+        fed = jnp.append(root[:, None], draft.tokens, axis=1)
+        positions = start[:, None] + jnp.arange(self.d + 1, dtype=jnp.int32)
+        hidden, cache = forward(self.model, inputs.target, state.cache, fed, positions, start)
+        logits = logits_of(self.model, inputs.target, hidden).astype(jnp.float32)
+        logits = limit_vocabulary(logits, self.vocab_limit)
+        log_p = probs.at_token(probs.log_softmax(logits[:, :-1]), draft.tokens)
+        passed = self._passed(keys, logits, log_p, draft)
+        real = jnp.arange(self.d) < draft.count[:, None]
+        n = jnp.cumprod(passed & real, axis=1, dtype=jnp.int32).sum(-1, dtype=jnp.int32)
+        room = ((0, 0), (0, self.most - self.d))
+        work = Round(
+            path=jnp.pad(draft.tokens, room),
+            count=n,
+            logprobs=jnp.pad(log_p, room),
+            logits=logits,
+            after=probs.at_node(logits, n),
+            verified=n,
+            kept=n,
+            drafted=draft.count,
+            trying=jnp.zeros_like(state.done),
+            tries=jnp.zeros_like(n),
+            open=jnp.zeros_like(state.done),
+            target_calls=jnp.ones_like(n),
+            draft_calls=draft.calls,
+            passes=1 + draft.passes,
+        )
+        drafter = state.drafter.replace(draft=draft.cache)
+        lanes = Lanes(draft.tokens[:, None], n[:, None])
+        return state.replace(cache=cache, drafter=drafter), work, lanes
+
+    def _passed(self, keys: Key[Array, "B"], logits, log_p, draft: Written) -> Bool[Array, "B d"]:
+        if self.accept == HARD:
+            return jnp.argmax(logits[:, :-1], axis=-1) == draft.tokens
+        nodes = jnp.broadcast_to(jnp.arange(1, self.d + 1), log_p.shape)
+        log_u = jnp.log(probs.uniforms(keys, Purpose.ACCEPT, nodes))
+        return log_u <= (log_p - draft.log_q if self.accept == RATIO else log_p)
+
+    def sort(self, inputs: Inputs, work: Round, done: Bool[Array, "B"], values) -> Round:
+        """Sorts the rows into the four states."""
+        a = work.verified / jnp.maximum(work.drafted, 1).astype(jnp.float32)
+        agreed = a >= inputs.settings["a_t"]
+        good = agreed & (values[:, 0] >= inputs.settings["r_t"])
+        n = work.verified if self.keep_verified else jnp.where(good, work.verified, 0)
+        last = probs.at_token(work.path, jnp.maximum(n - 1, 0))
+        ended = done | ((n > 0) & is_eos(last, inputs.eos_ids))
+        trying = ~agreed & ~ended & (self.b > 0)
+        settled = good & (n > 0)
+        return work.replace(
+            count=n,
+            kept=n,
+            after=probs.at_node(work.logits, n),
+            trying=trying,
+            open=~(ended | settled | trying),
+        )
+
+    def attempt(self, inputs: Inputs, state: DecodeState, work: Round):
+        """The target's greedy token on the path, and the draft's lookahead behind it."""
+        log_p = probs.log_softmax(work.after)
+        z = jnp.argmax(log_p, axis=-1).astype(jnp.int32)
+        before = self._last(state, work)
+        work = self._append(work, work.trying, z, log_p.max(-1))
+        at = state.length + work.count - work.trying  # of the token behind the path
+        ahead = write_draft(
+            self.draft, inputs.draft, state.drafter.draft, jnp.stack([before, z], 1), at - 1,
+            work.trying & ~is_eos(z, inputs.eos_ids), self.d, inputs.eos_ids, self.draft_limit,
+        )  # fmt: skip
+        lanes = self._behind(work, Lanes(ahead.tokens[:, None], ahead.count[:, None]))
+        work = work.replace(
+            tries=work.tries + work.trying,
+            draft_calls=work.draft_calls + ahead.calls,
+            passes=work.passes + ahead.passes,
+        )
+        return state.replace(drafter=state.drafter.replace(draft=ahead.cache)), work, lanes
+
+    def weigh(self, inputs: Inputs, work: Round, values) -> Round:
+        """Ends the attempts of rows that succeeded or have none left."""
+        found = work.trying & (values[:, 0] >= inputs.settings["r_t"])
+        z = probs.at_token(work.path, jnp.maximum(work.count - 1, 0))
+        over = (work.tries >= self.b) | is_eos(z, inputs.eos_ids)
+        failed = work.trying & ~found & over
+        return work.replace(
+            count=jnp.where(failed, work.kept, work.count),
+            after=jnp.where(failed[:, None], probs.at_node(work.logits, work.kept), work.after),
+            trying=work.trying & ~found & ~failed,
+            open=work.open | failed,
+        )
+
+    def extend(self, inputs: Inputs, state: DecodeState, work: Round):
+        """The target's logits behind the greedy token that did not suffice."""
+        # Rows that are not trying feed their path's last token again, into its own slot.
+        at = state.length - 1 + work.count
+        token = self._last(state, work)
+        hidden, cache = forward(
+            self.model, inputs.target, state.cache, token[:, None], at[:, None], at
+        )
+        logits = logits_of(self.model, inputs.target, hidden)[:, 0].astype(jnp.float32)
+        logits = limit_vocabulary(logits, self.vocab_limit)
+        work = work.replace(
+            after=jnp.where(work.trying[:, None], logits, work.after),
+            target_calls=work.target_calls + work.trying,
+            passes=work.passes + 1,
+        )
+        return state.replace(cache=cache), work
+
+    def look(self, inputs: Inputs, state: DecodeState, work: Round):
+        """CDLH-appx behind the path: candidates of the target, lookaheads of the draft model."""
+        found = best_candidates(work.after, self.k)
+        out = roll_out(
+            self.draft, inputs.draft, state.drafter.draft, state.length - 1 + work.count,
+            self._last(state, work), found.tokens, found.possible & work.open[:, None], self.d,
+            inputs.eos_ids, self.draft_limit,
+        )  # fmt: skip
+        work = work.replace(
+            draft_calls=work.draft_calls + out.calls, passes=work.passes + out.passes
+        )
+        state = state.replace(drafter=state.drafter.replace(draft=out.cache))
+        return state, work, found, self._behind(work, out.lanes)
+
+    def take(self, inputs: Inputs, work: Round, found: Candidates, values) -> Round:
+        """The best candidate on the path of the rows that asked for one."""
+        best = choose(values, found.possible)
+        token, logprob = (probs.at_token(x, best) for x in (found.tokens, found.logprobs))
+        return self._append(work, work.open, token, logprob)
+
+    def finish(self, inputs: Inputs, state: DecodeState, work: Round) -> DecodeState:
+        """Emits the path and counts."""
+        at = jnp.broadcast_to(jnp.arange(self.most + 1), (work.count.shape[0], self.most + 1))
+        verdict = Verdict(at, work.kept, work.kept, work.path, work.count)
+        emitted, finish = clip(inputs, state, verdict)
+        live = (~state.done).astype(jnp.int32)
+        stats = state.stats
+        bins = jnp.arange(self.d + 1) == work.verified[:, None]
+        stats = stats.replace(
+            target_calls=stats.target_calls + live * work.target_calls,
+            draft_calls=stats.draft_calls + live * work.draft_calls,
+            rounds=stats.rounds + live,
+            drafted=stats.drafted + live * work.drafted,
+            tested=stats.tested + live * jnp.minimum(work.verified + 1, work.drafted),
+            accepted=stats.accepted + live * work.verified,
+            emitted=stats.emitted + emitted,
+            passes=stats.passes + work.passes,
+            accepted_hist=stats.accepted_hist + live[:, None] * bins,
+        )
+        logprobs = None if state.logprobs is None else work.logprobs
+        return emit(state, verdict, emitted, finish, logprobs).replace(stats=stats)
+
+    def finalize(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        return state
+
+    def _last(self, state: DecodeState, work: Round) -> Int[Array, "B"]:
+        """The last token of each row's path, or its root."""
+        root = probs.at_token(state.tokens, state.length - 1)
+        last = probs.at_token(work.path, jnp.maximum(work.count - 1, 0))
+        return jnp.where(work.count > 0, last, root)
+
+    def _append(self, work: Round, rows: Bool[Array, "B"], token, logprob) -> Round:
+        here = rows[:, None] & (jnp.arange(self.most) == work.count[:, None])
+        return work.replace(
+            path=jnp.where(here, token[:, None], work.path),
+            logprobs=jnp.where(here, logprob[:, None], work.logprobs),
+            count=work.count + rows,
+        )
+
+    def _behind(self, work: Round, lanes: Lanes) -> Lanes:
+        """The lanes with the path in front of each."""
+        size = lanes.tokens.shape[2]
+        at = jnp.arange(self.most + size) - work.count[:, None]
+        inside = jnp.clip(at, 0, size - 1)[:, None]
+        lane = jnp.take_along_axis(lanes.tokens, inside, axis=2)
+        path = jnp.pad(work.path, ((0, 0), (0, size)))
+        joined = jnp.where((at < 0)[:, None], path[:, None], lane)
+        return Lanes(joined, work.count[:, None] + lanes.count)
