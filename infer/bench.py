@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from infer.arguments import (
@@ -36,11 +37,17 @@ def parser() -> Parser:
     out.add_argument("--random-target", metavar="SIZE",
                      help=f"random weights instead of --target: {', '.join(SIZES)}")  # fmt: skip
     out.add_argument("--prompts", metavar="FILE.jsonl", help="default: held-out functions")
+    out.add_argument("--run-tests", action="store_true",
+                     help="pass@1 of --prompts in HumanEval's format. WARNING: runs the code that "
+                          "the models write, in a subprocess with limits on time, memory, files "
+                          "and processes, and without network where the kernel allows; that "
+                          "stops accidents, not attacks: use a machine you can lose")  # fmt: skip
     out.add_argument("--num-prompts", type=int, default=40, metavar="N")
     out.add_argument("--methods", metavar="A,B,…",
                      help=f"default: {','.join(DEFAULT)}; all: every method that fits")  # fmt: skip
     out.add_argument("--sweep", metavar="OPTION=A..B|A,B,…",
-                     help="every chosen method that has the option, at each value")  # fmt: skip
+                     help="every chosen method that has the option, at each value; "
+                          "values that hold commas are parted by semicolons")  # fmt: skip
     out.add_argument("--set", action="append", default=[], metavar="[METHOD.]OPTION=VALUE",
                      help="for one method, or all that have the option; repeatable")  # fmt: skip
     out.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
@@ -48,7 +55,9 @@ def parser() -> Parser:
     out.add_argument("--temperature", type=float, default=SAMPLED["temperature"], metavar="T")
     out.add_argument("--top-k", type=int, default=SAMPLED["top_k"], metavar="K")
     out.add_argument("--top-p", type=float, default=SAMPLED["top_p"], metavar="P")
-    out.add_argument("--greedy-only", action="store_true", help="leave the sampled rows out")
+    modes = out.add_mutually_exclusive_group()
+    modes.add_argument("--greedy-only", action="store_true", help="leave the sampled rows out")
+    modes.add_argument("--sampled-only", action="store_true", help="leave the greedy rows out")
     out.add_argument("--repeats", type=int, default=3, metavar="N")
     out.add_argument("--peer", metavar="NAME", help="transformers, in its own process")
     out.add_argument("--json", action="store_true", help="the report as one object on stdout")
@@ -117,26 +126,43 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise OptionError(f"--random-target {args.random_target}: choose {', '.join(SIZES)}")
     if args.num_prompts < 1 or args.repeats < 1 or args.max_new_tokens < 1:
         raise OptionError("--num-prompts, --repeats and --max-new-tokens must be at least 1")
+    if args.run_tests and not args.prompts:
+        raise OptionError("--run-tests needs --prompts FILE.jsonl in HumanEval's format")
+    if args.sampled_only and args.peer:
+        raise OptionError("--sampled-only leaves nothing that the peer is held against: it "
+                          "decodes greedily")  # fmt: skip
+    if args.sampled_only and args.temperature == 0:
+        raise OptionError("--sampled-only --temperature 0: expected a temperature above 0")
 
 
 def make_report(args: argparse.Namespace) -> dict[str, Any]:
     """Measures everything, methods first, then the cost curve."""
+    import jax
+
+    from infer.energy import find_meter
     from infer.measure import CURVE, costs, measure
     from infer.peers import peer_rows
-    from infer.report import PREDICTED, machine, make_rows
+    from infer.report import PREDICTED, add_quality, machine, make_rows
+    from specjax.infill import ending_middles
 
     use_compilation_cache()
     settings = parse_settings(args.set)
+    meter = find_meter(jax.default_backend())
     with models(args) as (target, draft, directories):
         cases = make_cases(args, draft is not None, settings)
-        prompts = read_prompts(args, target)
+        questions = read_questions(args, target)
+        prompts = [question.tokens for question in questions]
+        if any("suffix" in question.task for question in questions):
+            target = ending_middles(target)
         _say(f"{len(cases)} cases × {len(prompts)} prompts; warming up")
         with make_peer(args, directories, prompts, cases) as peer:
             results = measure(target, draft, prompts, cases, args.max_new_tokens, args.repeats,
-                              peer.repeat if peer else lambda repeat: None)  # fmt: skip
+                              peer.repeat if peer else lambda repeat: None, meter)  # fmt: skip
         _say("cost curve")
         passes = {case.options["gamma"] + 1 for case in cases if case.method in PREDICTED}
         v, c = costs(target, draft, sorted(passes.union(CURVE)))
+        rows = make_rows(target, prompts, results, v, c)
+        add_quality(rows, target, draft, questions, results, args.run_tests)
         return {
             "machine": machine(),
             "target": args.random_target or args.target,
@@ -144,7 +170,8 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
             "prompts": len(prompts),
             "max_new_tokens": args.max_new_tokens,
             "repeats": args.repeats,
-            "rows": make_rows(target, prompts, results, v, c),
+            "rows": rows,
+            "energy": meter.source if meter else None,
             "peers": peer_rows(target, prompts, peer.answers, results) if peer else [],
             "v": {str(width): value for width, value in v.items()},
             "c": c,
@@ -182,27 +209,49 @@ def save_random(size: str, directory: str) -> None:
     save_pretrained(directory, cfg, init_params(cfg, jax.random.key(0)))
 
 
-def read_prompts(args: argparse.Namespace, target: Any) -> list[list[int]]:
-    """Token ids: from the file, the held-out functions, or random for random weights."""
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A prompt, and what its completion is judged by."""
+
+    tokens: list[int]
+    references: tuple[str, ...] = ()
+    task: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the file's object
+
+
+def read_questions(args: argparse.Namespace, target: Any) -> list[Question]:
+    """From the file, the held-out functions, or random tokens for random weights."""
     import numpy as np
 
-    from infer.batch import read_prompts as read_file
+    from infer.batch import read_prompts
+    from infer.sandbox import check_tasks
     from specjax.demo.heldout import held_out_functions
     from specjax.errors import OptionError
 
     if target.tokenizer is None:
         generator = np.random.Generator(np.random.Philox(0))
         vocab = target.config.vocab_size
-        return generator.integers(5, vocab, (args.num_prompts, 96)).tolist()
+        return [Question(t) for t in generator.integers(5, vocab, (args.num_prompts, 96)).tolist()]
     if args.prompts:
-        prompts, bad = read_file(args.prompts, target, chat=False)
+        prompts, bad = read_prompts(args.prompts, target, chat=False)
         if bad:
             raise OptionError(f"--prompts {args.prompts} line {bad[0].number}: {bad[0].reason}")
-        return [p.tokens for p in prompts[: args.num_prompts]]
+        prompts = prompts[: args.num_prompts]
+        if args.run_tests:
+            check_tasks([p.entry for p in prompts])
+        return [Question(p.tokens, references_of(p.entry), p.entry) for p in prompts]
     functions, warnings = held_out_functions(args.num_prompts)
     for warning in warnings:
         _say(warning)
-    return [target.tokenizer.encode(f.prompt) for f in functions]
+    return [Question(target.tokenizer.encode(f.prompt), (f.reference,)) for f in functions]
+
+
+def references_of(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """The texts under ``references`` or ``reference``; of Spec-Bench's list the first turn's."""
+    known = entry.get("references", entry.get("reference"))
+    if isinstance(known, list) and "turns" in entry:
+        known = known[:1]
+    known = known if isinstance(known, list) else [known]
+    return tuple(text for text in known if isinstance(text, str))
 
 
 def make_cases(args: argparse.Namespace, has_draft: bool, settings: dict[str, str]) -> list:
@@ -228,9 +277,8 @@ def make_cases(args: argparse.Namespace, has_draft: bool, settings: dict[str, st
         sizes = [0]
     if min(sizes) < 1:
         raise OptionError(f"--batch-size {args.batch_size}: expected numbers from 1, e.g. 1,8")
-    samplings = [sj.Sampling()]
-    if not args.greedy_only:
-        samplings.append(sj.Sampling(args.temperature, args.top_k, args.top_p))
+    sampled = sj.Sampling(args.temperature, args.top_k, args.top_p)
+    samplings = [sj.Sampling()] * (not args.sampled_only) + [sampled] * (not args.greedy_only)
     option, values = parse_sweep(args.sweep) if args.sweep else ("", [])
     if option and not any(option in spec.options for spec in specs):
         raise OptionError(f"--sweep {args.sweep}: no chosen method has the option {option!r}")
@@ -246,7 +294,7 @@ def make_cases(args: argparse.Namespace, has_draft: bool, settings: dict[str, st
 
 
 def parse_sweep(text: str) -> tuple[str, list[str]]:
-    """``gamma=1..8`` or ``tau=0,0.1,0.3`` as the option and its values.
+    """``gamma=1..8``, ``tau=0,0.1,0.3`` or ``branching=4,2,2;2,2`` as option and values.
 
     Raises:
       OptionError: another form.
@@ -255,8 +303,9 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
 
     name, found, values = text.partition("=")
     first, dots, last = values.partition("..")
+    comma = ";" if ";" in values else ","
     try:
-        listed = range(int(first), int(last) + 1) if dots else values.split(",")
+        listed = range(int(first), int(last) + 1) if dots else values.split(comma)
     except ValueError:
         listed = []
     if not found or not all(str(value).strip() for value in listed) or not list(listed):

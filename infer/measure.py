@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax as sj
+from infer.energy import Meter
 from specjax import probs
 from specjax.cache import bucket
 from specjax.models import ModelConfig, forward, hidden_states, init_cache, logits_of
@@ -63,6 +64,9 @@ class Result:
     first_token_s: list[float]
     counters: dict[str, int]
     tokens: list[np.ndarray]
+    origins: list[np.ndarray] = dataclasses.field(default_factory=list)
+    text: list[str] = dataclasses.field(default_factory=list)
+    joules: list[float] = dataclasses.field(default_factory=list)  # prefill included
 
     @property
     def speed(self) -> float:
@@ -93,19 +97,23 @@ def measure(
     budget: int,
     repeats: int,
     between: Callable[[int], None] = lambda repeat: None,
+    meter: Meter | None = None,
 ) -> list[Result]:
     """All cases over all prompts, ``repeats`` times in turn.
 
-    ``between(repeat)`` runs once per repeat: a peer's turn.
+    ``between(repeat)`` runs once per repeat: a peer's turn. ``meter`` reads the energy.
     """
     results = []
     for case in cases:
         warm = run_case(target, draft, prompts, case, budget)  # compiles every bucket
         counters = {n: int(v.sum()) for n, v in warm.stats.items() if v.ndim == 1}
-        results.append(Result(case, [], [], [], counters, warm.tokens))
+        results.append(Result(case, [], [], [], counters, warm.tokens, warm.origins, warm.text))
     for repeat in range(repeats):
         for result in results:
+            before = meter.joules() if meter else 0.0
             out = run_case(target, draft, prompts, result.case, budget)
+            if meter:
+                result.joules.append(meter.joules() - before)
             firsts = np.unique(out.batch, return_index=True)[1]  # one row of every batch
             seconds = sum(out.decode_seconds[i] for i in firsts)
             prefill = sum(out.prefill_seconds[i] for i in firsts)
@@ -197,12 +205,18 @@ def output_logprobs(
     """Log-probabilities (nats) of every output token under the unwarped target."""
     found = []
     for prompt, output in zip(prompts, outputs, strict=True):
-        text = np.concatenate([np.asarray(prompt, np.int32), output.astype(np.int32)])
-        row = np.zeros((1, bucket(len(text))), np.int32)
-        row[0, : len(text)] = text
+        row = padded_row(prompt, output)
         scores = np.asarray(_token_logprobs(target.config, target.params, row))
-        found.append(scores[len(prompt) - 1 : len(text) - 1])
+        found.append(scores[len(prompt) - 1 :][: len(output)])
     return found
+
+
+def padded_row(*parts: Sequence[int]) -> np.ndarray:
+    """The token ids of all parts as one row, ``[1, S]`` int32, in its bucket."""
+    text = np.concatenate([np.asarray(part, np.int32) for part in parts])
+    row = np.zeros((1, bucket(len(text))), np.int32)
+    row[0, : len(text)] = text
+    return row
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -232,8 +246,7 @@ def mismatches(
 
 def _top_gap(target: sj.LM, tokens: Sequence[int]) -> float:
     """Difference of the two best logits after ``tokens``."""
-    row = np.zeros((1, bucket(len(tokens))), np.int32)
-    row[0, : len(tokens)] = tokens
+    row = padded_row(tokens)
     logits = _logits_at(target.config, target.params, row, np.int32(len(tokens) - 1))
     top = jax.lax.top_k(logits[: target.vocab_limit], 2)[0]
     return float(top[0] - top[1])

@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 
 from infer.measure import Result, mismatches, output_logprobs
+from infer.quality import UNKNOWN, kl_to_target, mean_rouge
+from infer.sandbox import pass_at_1
 from specjax.errors import OptionError
+from specjax.infill import exact_matches
 from specjax.lm import LM
 from specjax.methods import METHODS
 from specjax.metrics import (
@@ -24,6 +27,7 @@ from specjax.metrics import (
     expected_speedup,
     perplexity,
     rates,
+    ratio,
 )
 
 NEAR_TIE = 1e-4  # greedy rows may part where the target's two best logits are closer
@@ -37,8 +41,14 @@ COLUMNS = (
     ("acceptance", "acceptance_rate", "{:.2f}"),
     ("tokens/round", "block_efficiency", "{:.2f}"),
     ("perplexity", "perplexity", "{:.2f}"),
+    ("KL, nats/token", "kl", "{:.3g}"),
     ("diversity", "diversity", "{:.2f}"),
-    ("draft calls", "draft_calls", "{}"),
+    ("ROUGE-L", "rouge_l", "{:.3f}"),
+    ("pass@1", "pass_at_1", "{:.3f}"),
+    ("exact match", "exact_match", "{:.3f}"),
+    ("J/token", "joules_per_token", "{:.3g}"),
+    ("target calls/token", "target_calls_per_token", "{:.2f}"),
+    ("draft calls/token", "draft_calls_per_token", "{:.2f}"),
     ("predicted", "predicted_speedup", "{:.2f}"),
     ("measured/predicted", "measured_over_predicted", "{:.2f}"),
 )
@@ -51,8 +61,24 @@ PEER_COLUMNS = (
     ("ours / peer", "ratio", "{:.2f}"),
 )
 
-# What the cost model foretells, from the measured acceptance, c and v.
-PREDICTED = {"speculative": expected_speedup, "scd": expected_scored_speedup}
+# What the cost model foretells, from the measured acceptance, c and v: three ways to count the
+# amateur's pass over the bonus position (none, where it is needed, always), and whose is whose.
+FORMULAS = {
+    "speculative": expected_speedup,
+    "scd_paper": expected_scd_speedup,
+    "scd": expected_scored_speedup,
+}
+PREDICTED = {"speculative": "speculative", "scd": "scd"}
+EXPECTED_COLUMNS = (
+    ("expected from λ, γ, c and v", "label", "{}"),
+    ("mode", "mode", "{}"),
+    ("λ", "acceptance_rate", "{:.2f}"),
+    ("γ", "gamma", "{}"),
+    ("speculative", "expected_speculative", "{:.2f}"),
+    ("SCD, Theorem 5.1", "expected_scd_paper", "{:.2f}"),
+    ("SCD, scored every round", "expected_scd", "{:.2f}"),
+    ("measured", "speedup", "{:.2f}"),
+)
 
 # A table: column heads, and rows of cells.
 Table = tuple[list[str], list[list[str]]]
@@ -71,7 +97,9 @@ def machine() -> dict[str, Any]:
     return {
         "device": f"{device.platform}: {device.device_kind}",
         "cpu": model,
-        "cores": os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "jax": jax.__version__,
         "python": platform.python_version(),
     }
@@ -89,7 +117,7 @@ def make_rows(
     ``mismatches`` (greedy rows of methods that are lossless for the warped target) lists the
     outputs that differ from plain decoding's at batch 1, or at the first size measured.
     """
-    plain = next(r for r in results if r.case.mode == "greedy")
+    plain = next((r for r in results if r.case.mode == "greedy"), None)
     rows = []
     for result in results:
         row, spec = _row(result, results, v, c), METHODS[result.case.method]
@@ -100,6 +128,40 @@ def make_rows(
             row["mismatches"] = mismatches(target, prompts, plain.tokens, result.tokens)
         rows.append(row)
     return rows
+
+
+def add_quality(
+    rows: Sequence[dict[str, Any]],
+    target: LM,
+    draft: LM | None,
+    questions: Sequence[Any],
+    results: Sequence[Result],
+    run_tests: bool,
+) -> None:
+    """Adds to each row KL to the target, energy, ROUGE-L and, where asked for, pass@1.
+
+    Infilling tasks with a ``middle`` add the share of completions that equal it.
+
+    ``questions`` are :class:`infer.bench.Question`. ``run_tests`` runs what the models wrote.
+    """
+    prompts = [question.tokens for question in questions]
+    for row, result in zip(rows, results, strict=True):
+        row["kl"] = kl_to_target(target, draft, prompts, result)
+        tokens = sum(map(len, result.tokens))
+        row["joules_per_token"] = (
+            float(np.median(result.joules)) / tokens if result.joules else UNKNOWN
+        )
+        row["rouge_l"] = mean_rouge(result.text, [question.references for question in questions])
+        row["exact_match"] = exact_match([question.task for question in questions], result.text)
+        if run_tests:
+            row["pass_at_1"] = pass_at_1([question.task for question in questions], result.text)
+
+
+def exact_match(tasks: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> float | None:
+    """The share of infilled texts that are the task's ``middle``; None without such tasks."""
+    pairs = [(text, task["middle"]) for task, text in zip(tasks, texts, strict=True)
+             if "suffix" in task and isinstance(task.get("middle"), str)]  # fmt: skip
+    return exact_matches(*zip(*pairs, strict=True)) if pairs else None
 
 
 def _row(
@@ -114,13 +176,11 @@ def _row(
     found, predicted = rates(result.counters), None
     known = c is not None and found["acceptance_rate"] is not None and case.batch_size == 1
     if case.method in PREDICTED and known:
-        gamma = case.options["gamma"]
-        formula = PREDICTED[case.method]
-        predicted = formula(found["acceptance_rate"], gamma, c, v[gamma + 1])
-        if case.method == "scd":
-            found["paper_predicted_speedup"] = expected_scd_speedup(
-                found["acceptance_rate"], gamma, c, v[gamma + 1]
-            )
+        gamma, rate = case.options["gamma"], found["acceptance_rate"]
+        of = {name: formula(rate, gamma, c, v[gamma + 1]) for name, formula in FORMULAS.items()}
+        predicted = of[PREDICTED[case.method]]
+        found |= {"gamma": gamma, **{f"expected_{name}": value for name, value in of.items()}}
+    tokens = result.counters["emitted"]
     return {
         "method": case.method, "label": case.label, "mode": case.mode,
         "batch_size": case.batch_size,
@@ -129,6 +189,8 @@ def _row(
         "predicted_speedup": predicted,
         "measured_over_predicted": speedup / predicted if predicted and speedup else None,
         "draft_calls": result.counters["draft_calls"],
+        "target_calls_per_token": ratio(result.counters["target_calls"], tokens),
+        "draft_calls_per_token": ratio(result.counters["draft_calls"], tokens),
         "counters": result.counters, "repeats": result.tokens_per_second,
     } | found  # fmt: skip
 
@@ -144,8 +206,10 @@ def headline(report: dict[str, Any]) -> str:
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
-    """The methods, the peers, the cost curve."""
+    """The methods, what the cost model expects of them, the peers, the cost curve."""
     found = [_columns(COLUMNS, report["rows"])]
+    if expected := [row for row in report["rows"] if row.get("gamma")]:
+        found.append(_columns(EXPECTED_COLUMNS, expected))
     if report["peers"]:
         found.append(_columns(PEER_COLUMNS, report["peers"]))
     curve = report["v"]
@@ -158,6 +222,8 @@ def notes(report: dict[str, Any]) -> list[str]:
     lines = []
     if report["c"] is not None:
         lines.append(f"c = {report['c']:.3f} (draft step time / target step time).")
+    if report["energy"]:
+        lines.append(f"Energy: {report['energy']}, prefill and idling included.")
     for row in [*report["rows"], *report["peers"]]:
         if "mismatches" not in row:
             continue
@@ -200,9 +266,12 @@ def show(report: dict[str, Any], console: Any) -> None:
 
 
 def _columns(columns: Sequence[tuple[str, str, str]], rows: Sequence[dict]) -> Table:
-    def cell(value, shape):
-        return "" if value is None else shape.format(value)
+    """The columns of which any row has a value; words such as "n/a" stand as they are."""
 
+    def cell(value, shape):
+        return "" if value is None else value if isinstance(value, str) else shape.format(value)
+
+    columns = [c for c in columns if any(row.get(c[1]) is not None for row in rows)]
     cells = [[cell(row.get(key), shape) for _, key, shape in columns] for row in rows]
     return [name for name, *_ in columns], cells
 
@@ -290,7 +359,9 @@ def _sweep_picture(path: Path, report: dict[str, Any]) -> Path:
         ]
         rows.sort(key=lambda row: row["options"][option])
         for axis, (key, _) in zip(axes, shown, strict=True):
-            axis.plot([r["options"][option] for r in rows], [r[key] for r in rows], "o-",
+            values = [r["options"][option] for r in rows]
+            values = [str(v) if isinstance(v, tuple) else v for v in values]
+            axis.plot(values, [r[key] for r in rows], "o-",
                       label=f"{method}, {mode}, batch {size}")  # fmt: skip
     for axis, (_, title) in zip(axes, shown, strict=True):
         axis.set(xlabel=option, ylabel=title)

@@ -6,6 +6,7 @@ time, v(T) time of a target pass over T tokens over one of a single token.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -102,3 +103,36 @@ def perplexity(log_probs: Sequence[float] | np.ndarray) -> float | None:
     if len(log_probs) == 0:
         return None
     return float(np.exp(-np.mean(np.asarray(log_probs, np.float64))))
+
+
+def rouge_l(text: str, references: Sequence[str]) -> float | None:
+    """ROUGE-L (Lin 2004): the F1 of the longest common subsequence of words; best reference.
+
+    With LCS words in common, precision is LCS / words of the text, recall LCS / words of the
+    reference, F1 = 2·LCS / (words of both). A word is a run of letters, digits and underscores of
+    any script, upper and lower case alike; nothing is stemmed. None without references.
+    """
+    if not references:
+        return None
+    words = _words(text)
+    return max(_f_measure(words, _words(reference)) for reference in references)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.casefold())
+
+
+def _f_measure(a: Sequence[str], b: Sequence[str]) -> float:
+    return 2 * common_subsequence(a, b) / (len(a) + len(b)) if a and b else 0.0
+
+
+def common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
+    """Length of the longest common subsequence; O(|a|·|b|) time, one row of memory."""
+    row = [0] * (len(b) + 1)
+    for x in a:
+        diagonal = 0
+        for j, y in enumerate(b, 1):
+            above = row[j]
+            row[j] = diagonal + 1 if x == y else max(above, row[j - 1])
+            diagonal = above
+    return row[-1]

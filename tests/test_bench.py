@@ -143,7 +143,10 @@ def test_rows_compare_within_a_repeat_and_predict(target):
     assert base["speedup"] is None and base["predicted_speedup"] is None
     assert row["speedup"] == 2.0
     expected = expected_speedup(0.75, 3, 0.1, 1.2)
-    assert row["predicted_speedup"] == pytest.approx(expected)
+    assert row["predicted_speedup"] == row["expected_speculative"] == pytest.approx(expected)
+    assert row["expected_scd_paper"] == pytest.approx(expected * 1.5 / (1.5 + 0.1 * 0.75**3))
+    assert row["expected_scd"] == pytest.approx(expected * 1.5 / 1.6)
+    assert row["draft_calls_per_token"] == 1 and row["target_calls_per_token"] == 0.5
     assert row["measured_over_predicted"] == pytest.approx(2 / expected)
     (found,) = row["mismatches"]
     assert (found["row"], found["position"]) == (0, 1) and found["gap"] > NEAR_TIE
@@ -182,7 +185,7 @@ def test_greedy_differences_are_told_from_near_ties():
            "tokens_per_second": 1.0, "mismatches": [{"gap": 1e-6}, {"gap": 0.5}]}  # fmt: skip
     where = {"device": "d", "cpu": "c", "cores": 1, "jax": "j"}
     report = {"machine": where, "target": "t", "draft": "d", "prompts": 9, "max_new_tokens": 4,
-              "rows": [row], "peers": [], "v": {"1": 1.0}, "c": 0.1,
+              "rows": [row], "peers": [], "v": {"1": 1.0}, "c": 0.1, "energy": None,
               "sweep": None}  # fmt: skip
     says = "2 of 9 greedy outputs differ from plain decoding, 1 of them not at a near-tie"
     assert says in markdown(report)
@@ -203,19 +206,21 @@ def test_settings_reach_one_method_or_all():
 def test_default_prompts_are_held_out_functions(tiny_pair_dirs):
     args = argparse.Namespace(prompts=None, num_prompts=3)
     target = sj.load(tiny_pair_dirs[0])
-    prompts = bench.read_prompts(args, target)
-    assert len(prompts) == 3
-    assert all("def " in target.tokenizer.decode(prompt) for prompt in prompts)
+    questions = bench.read_questions(args, target)
+    assert len(questions) == 3
+    for question in questions:
+        assert "def " in target.tokenizer.decode(question.tokens)
+        assert question.references[0].startswith("\n    ")
 
 
 def test_random_target_is_what_a_peer_loads(monkeypatch):
     monkeypatch.setitem(bench.SIZES, "tiny", (32, 2, 4, 48, 97))
     args = argparse.Namespace(random_target="tiny", dtype=None, num_prompts=3, prompts=None)
     with bench.models(args) as (target, draft, directories):
-        prompts = bench.read_prompts(args, target)
+        questions = bench.read_questions(args, target)
     assert draft is None and directories[1] is None
-    assert target.config.vocab_size == 97 and len(prompts) == 3
-    assert all(5 <= token < 97 for prompt in prompts for token in prompt)
+    assert target.config.vocab_size == 97 and len(questions) == 3
+    assert all(5 <= token < 97 for question in questions for token in question.tokens)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +234,8 @@ def test_random_target_is_what_a_peer_loads(monkeypatch):
         (["--repeats", "0"], "--repeats"),
         (["--peer", "vllm"], "transformers"),
         (["--temperature", "-1"], "temperature"),
+        (["--run-tests"], "--prompts"),
+        (["--sampled-only", "--temperature", "0"], "--sampled-only"),
     ],
 )
 def test_bad_arguments_are_one_line(tiny_pair_dirs, capsys, argv, says):

@@ -87,3 +87,23 @@ def test_contrastive_predictions():
     paper = metrics.expected_scd_speedup(0.5, 3, 0.1)
     ours = metrics.expected_scored_speedup(0.5, 3, 0.1)
     assert paper == pytest.approx(1.875 / 1.3125) and ours == pytest.approx(1.875 / 1.4)
+
+
+def test_common_subsequence_by_hand():
+    # "a c e" runs through both; nothing longer does, for b and d change places.
+    assert metrics.common_subsequence("abcde", "adcbe") == 3
+    assert metrics.common_subsequence("abc", "cab") == 2
+    assert metrics.common_subsequence("abab", "ba") == 2  # order counts, neighbours do not
+    assert metrics.common_subsequence("", "abc") == metrics.common_subsequence("abc", "xyz") == 0
+
+
+def test_rouge_l_by_hand():
+    # Lin 2004, §3: LCS("police kill the gunman", "police killed the gunman") = 3 of 4 and 4.
+    assert metrics.rouge_l("police kill the gunman", ["Police killed the gunman."]) == 0.75
+    # "the gunman police killed": of its 4 words only two stand in the reference's order.
+    assert metrics.rouge_l("the gunman police killed", ["police killed the gunman"]) == 0.5
+    # precision 2/2, recall 2/6: F1 = 2·2/(2 + 6); the better of two references counts.
+    assert metrics.rouge_l("b d", ["a b c d e f"]) == 0.5
+    assert metrics.rouge_l("b d", ["a b c d e f", "x b d"]) == pytest.approx(0.8)
+    assert metrics.rouge_l("", ["a"]) == metrics.rouge_l("a", ["?"]) == 0.0
+    assert metrics.rouge_l("a", []) is None

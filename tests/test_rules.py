@@ -13,7 +13,7 @@ import tree_laws
 from specjax import probs, tree, verify
 from specjax.probs import Purpose
 from specjax.types import IID, NO_NODE, NO_PARENT, POINT_MASS, WITHOUT_REPLACEMENT, Draft, TreeShape
-from specjax.verify.mentored import mentor_levels
+from specjax.verify.mentored import mentor_levels, mentored_kl
 from specjax.verify.paths import drawn_verdict, tree_verdict
 from specjax.verify.spectr import solve_rho
 
@@ -349,6 +349,8 @@ def test_mentored_keeps_its_bound(vocab, rows):
     slack = np.maximum(1e-3 * bound, 1e-6)
     assert np.isfinite(log_alpha).all() and ((b >= 0) & (b <= 1)).all()
     assert (kl <= bound + slack).all()
+    said = np.asarray(jax.jit(mentored_kl)(log_p, log_q, log_alpha, b))
+    np.testing.assert_allclose(said[rejected > 1e-5], kl[rejected > 1e-5], rtol=1e-3, atol=2e-6)
     assert (law[np.isinf(log_p)] == 0).all()
     np.testing.assert_allclose(law.sum(-1), 1, atol=1e-5)
     with np.errstate(invalid="ignore"):

@@ -122,6 +122,16 @@ def mentor_levels(
     return jnp.where(exact, 0.0, -found.low), jnp.where(exact, 1.0, found.b)
 
 
+def mentored_kl(
+    log_p: Float[Array, "... V"],
+    log_q: Float[Array, "... V"],
+    log_alpha: Float[Array, "..."],
+    b: Float[Array, "..."],
+) -> Float[Array, "..."]:
+    """KL(p‖π), nats, of the law π that the levels ``(log α, b)`` give; float32."""
+    return _Pair.of(log_p, log_q).divergence(-log_alpha, b)
+
+
 class _Pair(NamedTuple):
     """p, q and the log ratio log q − log p: +inf where p = 0, −inf where only p > 0."""
 
@@ -157,8 +167,12 @@ class _Pair(NamedTuple):
             return jnp.where(mass_p > 0, jnp.minimum(lower, b), b), b, step + 1
 
         b = jax.lax.while_loop(more, fall, (b, jnp.full_like(b, 2.0), jnp.int32(0)))[0]
-        level = jnp.clip(self.ratio, jnp.log(b)[..., None], log_a[..., None])
-        kl = -jnp.sum(jnp.where(self.p > 0, self.p * level, 0.0), axis=-1)
+        kl = self.divergence(log_a, b)
         mass = jnp.sum(jnp.where(over, self.p, 0.0), axis=-1)
         slope = mass * (jnp.exp(log_a) / b - 1.0)
         return b, kl, jnp.where(jnp.isfinite(slope), slope, 0.0)
+
+    def divergence(self, log_a, b):
+        """KL(p‖π) of ``π = clip(q, b p, A p)``."""
+        level = jnp.clip(self.ratio, jnp.log(b)[..., None], log_a[..., None])
+        return -jnp.sum(jnp.where(self.p > 0, self.p * level, 0.0), axis=-1)
