@@ -106,7 +106,8 @@ def _case(index, name, entry, target: LM, chat: bool, rewards: Sequence[Reward])
     for reward in rewards:
         reward.check(target.tokenizer, [constraints])
     text = asked if isinstance(asked, str) else plain(asked)
-    return Prompt(index, name, text, encode(target, asked if chat else text, chat), constraints)
+    tokens = encode(target, asked if chat else text, chat)
+    return Prompt(index, name, text, tokens, entry, constraints)
 
 
 def encode(target: LM, text: str | list[dict[str, str]], chat: bool) -> list[int]:

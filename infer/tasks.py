@@ -60,7 +60,7 @@ def _constraints(entry: Mapping[str, Any]) -> dict[str, list[str]]:
     if isinstance(found, str):
         found = [word for word in found.split("#") if word]
     if isinstance(found, list):
-        found = {"lexical": found} if found or "constraints" not in entry else {}
+        found = {"lexical": found}
     if not isinstance(found, dict) or not all(map(_is_words, found.values())):
         raise ValueError('"constraints" must be a list of words, or such lists by reward name')
     if not all(found.values()):
