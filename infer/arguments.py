@@ -108,6 +108,11 @@ def some_text(text: str) -> str:
     """An argparse type: text, not empty, and valid Unicode (arguments are bytes at heart)."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty; give at least one character")
+    return any_text(text)
+
+
+def any_text(text: str) -> str:
+    """An argparse type: valid Unicode, maybe empty."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -16,6 +16,7 @@ from pathlib import Path
 from infer.tasks import plain, read_case
 from specjax.errors import OptionError, SpecjaxError
 from specjax.generate import encode_prompt
+from specjax.infill import infill_prompt
 from specjax.lm import LM
 from specjax.rewards import Reward
 
@@ -91,6 +92,8 @@ def _prompt(
         raise ValueError('"id" must be a text or an integer')
     if rewards is not None:
         return _case(index, name, entry, target, chat, rewards)
+    if "prefix" in entry or "suffix" in entry:
+        return _infilling(index, name, entry, target)
     text = entry.get("prompt")
     turns = entry.get("turns")  # Spec-Bench's questions: the first turn is the prompt
     if text is None and isinstance(turns, list) and turns:
@@ -98,6 +101,25 @@ def _prompt(
     if not isinstance(text, str):
         raise ValueError('expected a text under "prompt"')
     return Prompt(index, name, text, encode(target, text, chat), entry)
+
+
+def _infilling(index, name, entry, target: LM) -> Prompt:
+    """A line with a text's parts, whose middle is asked for."""
+    parts = [entry.get(part) for part in ("prefix", "suffix")]
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError('expected texts under "prefix" and "suffix"')
+    return Prompt(index, name, parts[0], encode_infilling(target, *parts), entry)
+
+
+def encode_infilling(target: LM, prefix: str, suffix: str) -> list[int]:
+    """Token ids that ask for the text between the two, with the model's own sentinels.
+
+    Raises:
+      OptionError: as for :func:`encode`.
+      PairError: the model has no sentinels.
+    """
+    _check_characters(prefix + suffix)
+    return list(encode_prompt(target, infill_prompt(target, prefix, suffix)))
 
 
 def _case(index, name, entry, target: LM, chat: bool, rewards: Sequence[Reward]) -> Prompt:
@@ -117,16 +139,20 @@ def encode(target: LM, text: str | list[dict[str, str]], chat: bool) -> list[int
       OptionError: the text is empty, too long, or holds half of a surrogate pair (JSON escapes
         can), which no tokenizer takes.
     """
-    try:
-        (text if isinstance(text, str) else plain(text)).encode()
-    except UnicodeEncodeError:
-        raise OptionError(
-            "a prompt holds half of a surrogate pair; give whole characters"
-        ) from None
+    _check_characters(text if isinstance(text, str) else plain(text))
     if chat:
         rendered = target.tokenizer.apply_chat(text)
         return list(encode_prompt(target, target.tokenizer.encode(rendered, False)))
     return list(encode_prompt(target, text))
+
+
+def _check_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise OptionError(
+            "a prompt holds half of a surrogate pair; give whole characters"
+        ) from None
 
 
 class Output:

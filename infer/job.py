@@ -10,10 +10,11 @@ import sys
 from typing import Any
 
 import specjax as sj
-from infer.batch import Output, encode, read_prompts
+from infer.batch import Output, read_prompts
 from infer.record import record
 from infer.render import Compiling, Screen, printable
 from specjax.errors import OptionError
+from specjax.infill import ending_middles
 from specjax.methods import MethodSpec, compose, method
 from specjax.rewards import Combined, combine
 
@@ -69,6 +70,7 @@ class Job:
         if reward:
             arguments["reward"] = reward
             settings["reward"] = args.reward or [part.name for part in reward.parts]
+        settings |= {} if args.suffix is None else {"suffix": args.suffix}
         settings = json.loads(json.dumps(settings))  # as they read back from a result file
         return cls(
             target,
@@ -83,9 +85,8 @@ class Job:
             reward,
         )
 
-    def show(self, text: str, compiles: bool) -> int:
-        """Streams one prompt's completions, one after the other."""
-        tokens = encode(self.target, text, self.chat)
+    def show(self, text: str, tokens: list[int], compiles: bool) -> int:
+        """Streams one prompt's completions, one after the other; arguments as in `objects`."""
         waiting, screen, shown = Compiling(compiles), None, None
         pieces = sj.stream(
             self.target,
@@ -108,10 +109,9 @@ class Job:
             screen.piece(piece)
         return 0
 
-    def objects(self, text: str, out: str | None) -> int:
-        """One prompt's completions as JSON objects."""
+    def objects(self, text: str, tokens: list[int], out: str | None) -> int:
+        """One prompt's completions as JSON objects; ``text`` is shown, ``tokens`` are decoded."""
         output = Output(out, self.settings) if out else None
-        tokens = encode(self.target, text, self.chat)
         self._decode([(0, 0, text, tokens, {})], output)
         return 0
 
@@ -122,6 +122,8 @@ class Job:
         for line in bad:
             print(f"infer.run: {path} line {line.number}: {line.reason}", file=sys.stderr)
         output = Output(out, self.settings) if out else None
+        if any("suffix" in p.entry for p in prompts):
+            self = dataclasses.replace(self, target=ending_middles(self.target))
         self._decode([(p.index, p.id, p.text, p.tokens, p.constraints) for p in prompts], output)
         return 3 if bad else 0
 

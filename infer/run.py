@@ -15,10 +15,12 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from infer.arguments import (
     Parser,
     add_sampling,
+    any_text,
     gibibytes,
     load_models,
     make_parser,
@@ -27,6 +29,9 @@ from infer.arguments import (
     use_compilation_cache,
     whole,
 )
+
+if TYPE_CHECKING:
+    from specjax.lm import LM
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how JAX's errors begin where an allocation failed
 
@@ -59,7 +64,11 @@ def parser() -> Parser:
     )
     what = out.add_argument_group("prompts")
     what.add_argument("--prompt", type=some_text, metavar="TEXT")
-    what.add_argument("--prompts", metavar="FILE.jsonl", help='objects with "prompt", maybe "id"')
+    what.add_argument("--prefix", type=any_text, metavar="TEXT", help="fill in what stands between "
+                      "this and --suffix, with the model's own sentinels")  # fmt: skip
+    what.add_argument("--suffix", type=any_text, metavar="TEXT")
+    what.add_argument("--prompts", metavar="FILE.jsonl", help='objects with "prompt", or "prefix" '
+                      'and "suffix", maybe "id"')  # fmt: skip
     what.add_argument("--task", metavar="FILE.jsonl", help="prompts with constraints; CommonGen's "
                       "and conversation formats, too")  # fmt: skip
     what.add_argument("--chat", action="store_true", help="use the model's chat template")
@@ -136,25 +145,43 @@ def _run(args: argparse.Namespace) -> int:
         return run_plan(args)
     compiles = use_compilation_cache()
     from infer.job import Job, check_method
+    from specjax.infill import ending_middles
 
     want_draft = check_method(args)
     target, draft = load_models(args.target, args.draft, args.dtype, want_draft)
+    if args.prefix is not None:
+        target = ending_middles(target)
     job = Job.create(args, target, draft)
     if args.prompts or args.task:
         return job.batch(args.prompts or args.task, args.out, bool(args.task))
-    text = args.prompt if args.prompt is not None else demo_prompt()
+    text, tokens = _asked(args, target)
     if args.json or args.out:
-        return job.objects(text, args.out)
-    return job.show(text, compiles)
+        return job.objects(text, tokens, args.out)
+    return job.show(text, tokens, compiles)
+
+
+def _asked(args: argparse.Namespace, target: LM) -> tuple[str, list[int]]:
+    """(what is shown as the prompt, its token ids)."""
+    from infer.batch import encode, encode_infilling
+
+    if args.prefix is not None:
+        return args.prefix, encode_infilling(target, args.prefix, args.suffix)
+    text = args.prompt if args.prompt is not None else demo_prompt()
+    return text, encode(target, text, args.chat)
 
 
 def _check(args: argparse.Namespace, commands: Parser) -> None:
     """Arguments that do not go together are refused before anything heavy is imported."""
     args.options = dict(args.set)
-    given = {"--prompt": args.prompt, "--prompts": args.prompts, "--task": args.task}
+    given = {"--prompt": args.prompt, "--prefix": args.prefix, "--prompts": args.prompts,
+             "--task": args.task}  # fmt: skip
     sources = [name for name, value in given.items() if value is not None]
     if len(sources) > 1:
         commands.error(f"{' and '.join(sources)} exclude each other; give one")
+    if (args.prefix is None) != (args.suffix is None):
+        commands.error("--prefix and --suffix go together; either may be empty")
+    if args.prefix is not None and args.chat:
+        commands.error("--chat and --prefix exclude each other: a middle is no message")
     if args.method and (args.drafter or args.rule or args.target_dist):
         commands.error("--method and --drafter/--rule/--target-dist exclude each other")
 

@@ -18,6 +18,7 @@ import pytest
 
 import variants
 from specjax.errors import SpecjaxError
+from specjax.infill import Sentinels, find_sentinels
 from specjax.models import (
     ModelConfig,
     from_hf,
@@ -43,7 +44,7 @@ from train.config import SDSATConfig, from_toml
 from train.corpus import Document, is_held_out
 from train.data import IGNORE, Plain, Prepared, pack_row, prepare
 from train.errors import InputError
-from train.fim import CodeLayout, Sentinels, find_sentinels
+from train.fim import CodeLayout
 from train.loop import Metrics, event_writer, make_step
 from train.program import run_program
 from train.sdsat_eval import Decoding, held_out_prompts, measure_decoding, walk_rounds

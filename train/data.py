@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
+from specjax.infill import leading_ids
 from train.corpus import Document, is_held_out
 from train.errors import InputError
 from train.tokenizer import EOS_ID
@@ -147,7 +148,7 @@ def _encode(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(token stream, offsets) of the documents as `layout` says."""
     done, lengths = [np.zeros(0, dtype)], [0]
-    lead = _lead(tokenizer)
+    lead = leading_ids(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
     for start in range(0, len(documents), _ENCODED_AT_ONCE):
         laid = [layout.pieces(document) for document in documents[start : start + _ENCODED_AT_ONCE]]
         texts = [
@@ -168,16 +169,6 @@ def _encode(
             done.append(np.asarray(ids, dtype))
             lengths.append(len(ids))
     return np.concatenate(done), np.cumsum(lengths, dtype=np.int64)
-
-
-def _lead(tokenizer: Tokenizer) -> list[int]:
-    """The ids of a line break where the tokenizer puts a space before a text, else none.
-
-    SentencePiece models do; a line break of one token takes that space upon itself, and
-    what follows it is encoded as in the middle of a document (as CodeLlama's own code does).
-    """
-    once, twice = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("\n", "\n\n"))
-    return once if len(once) == 2 and twice == [*once, once[1]] else []
 
 
 def _fingerprint(documents: Sequence[Document], tokenizer: Tokenizer, layout: Layout) -> str:

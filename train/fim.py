@@ -12,39 +12,11 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
-from tokenizers import Tokenizer
 
+from specjax.infill import Sentinels
 from train.corpus import Document, is_held_out
 from train.data import Inside
 from train.errors import InputError
-
-# prefix, suffix, middle, end of the middle
-_SENTINELS = (
-    ("▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"),  # CodeLlama
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_eot|>"),  # the demo's
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|endoftext|>"),  # StarCoder
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|endoftext|>"),  # Qwen-Coder
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_separator|>"),  # CodeGemma
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sentinels:
-    """Ids of the tokens around the parts of a rearranged document."""
-
-    prefix: int
-    suffix: int
-    middle: int
-    end: int
-
-
-def find_sentinels(tokenizer: Tokenizer) -> Sentinels | None:
-    """The tokenizer's own sentinel tokens; None where it lacks one."""
-    for names in _SENTINELS:
-        ids = [tokenizer.token_to_id(name) for name in names]
-        if None not in ids:
-            return Sentinels(*ids)
-    return None
 
 
 @dataclasses.dataclass(frozen=True)

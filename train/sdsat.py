@@ -20,6 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from specjax.errors import SpecjaxError
+from specjax.infill import find_sentinels
 from specjax.lm import EMBEDDED
 from specjax.models import ModelConfig, from_hf, load_pretrained, param_shapes, save_pretrained
 from specjax.models.hf import read_config, write_text
@@ -29,7 +30,7 @@ from train.config import Adaptive, SDSATConfig
 from train.corpus import load_corpus
 from train.data import Batch, Prepared, Transform, make_loader, prepare, valid_batches
 from train.errors import InputError
-from train.fim import CodeLayout, find_sentinels
+from train.fim import CodeLayout
 from train.lm import check_directory, make_directory
 from train.loop import LossFn, Outcome, fit
 from train.optim import make_optimizer
