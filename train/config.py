@@ -143,9 +143,12 @@ class Adaptive:
 
 @dataclasses.dataclass(frozen=True)
 class MeshSection:
-    """All devices of the process take part; each holds its share of a batch's rows."""
+    """All devices of the run take part; each holds its share of a batch's rows."""
 
     fsdp: int = 1  # devices that share one copy of the params and the optimiser state
+    devices: int = 0  # that the run must have, and --dry-run plans for; 0: those that are there
+    topology: str = ""  # of TPUs that --dry-run compiles for, e.g. v5e:2x4
+    memory_gib: float = 0.0  # of one device, for --dry-run; 0: as the device says
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +182,8 @@ _POSITIVE = {
 }  # fmt: skip
 _NOT_NEGATIVE = {
     "model.num_kv_heads", "optim.warmup_steps", "optim.weight_decay", "run.eval_batches",
-    "run.seed", "sdsat.probe_length", "sdsat.weight", "sdsat.decode_prompts",
+    "run.seed", "sdsat.probe_length", "sdsat.weight", "sdsat.decode_prompts", "mesh.devices",
+    "mesh.memory_gib",
 }  # fmt: skip
 _BELOW_ONE = {"optim.beta1", "optim.beta2", "sdsat.start_rate"}
 _FRACTIONS = {
@@ -201,6 +205,15 @@ def from_toml(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> 
         raise InputError(f"{path}: not valid TOML ({error})") from None
     for override in overrides:
         _apply(values, override)
+    return from_dict(cls, values)
+
+
+def from_dict(cls: type[T], values: dict[str, Any]) -> T:
+    """The dataclass ``cls`` from nested dicts, as TOML and JSON give them.
+
+    Raises:
+      InputError: an unknown section or key, a wrong type or range.
+    """
     return _section(cls, values, "")
 
 

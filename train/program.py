@@ -81,5 +81,8 @@ def _print(summary: dict, as_json: bool) -> None:
         return
     table = Table(show_header=False)
     for key, value in summary.items():
-        table.add_row(key.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
+        parts = value if isinstance(value, dict) else {"": value}
+        for part, number in parts.items():
+            name = f"{key} {part}".strip().replace("_", " ")
+            table.add_row(name, f"{number:,}" if type(number) is int else str(number))
     Console().print(table)

@@ -152,13 +152,24 @@ def _check_ids(ids: tuple[int, ...], count: int, model: ModelConfig, tokenizer: 
         raise InputError(f"sdsat.ids={list(ids)}: sdsat.window and sdsat.distinct ask for {count} "
                          f"{kind}")  # fmt: skip
     used = _used_ids(tokenizer)
+    # Tokens added beside the text's own, for no purpose that is known: <reserved> and the like.
+    spare = set(tokenizer.get_added_tokens_decoder()) - _control_ids(model, tokenizer)
     for i in ids:
         if not 0 <= i < model.vocab_size:
             raise InputError(f"sdsat.ids: {i} is outside the vocabulary of {model.vocab_size}: "
                              "leave sdsat.ids empty to append new rows")  # fmt: skip
-        if i < used:
+        if i < used and i not in spare:
             raise InputError(f"sdsat.ids: {i} is {tokenizer.id_to_token(i)!r}, which real text "
                              "uses: name unused ids, or leave sdsat.ids empty")  # fmt: skip
+
+
+def _check_absent(setup: Setup, data: Prepared) -> None:
+    """Raises InputError where the corpus holds an adaptive id."""
+    for i in sorted(set(setup.model.adaptive_ids)):
+        if np.any(data.train == i) or np.any(data.valid == i):
+            token = setup.tokenizer.id_to_token(i)
+            raise InputError(f"sdsat.ids: {i} is {token!r}, which the corpus holds: name unused "
+                             "ids, or leave sdsat.ids empty")  # fmt: skip
 
 
 def _used_ids(tokenizer: Tokenizer) -> int:
@@ -169,9 +180,14 @@ def _used_ids(tokenizer: Tokenizer) -> int:
 def _special_ids(model: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Ids that no window crosses: those that end or begin a text, and the sentinels."""
     ids = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    ids |= {i for i in (*model.eos_ids, model.bos_id, model.pad_id) if i is not None}
+    return tuple(sorted(ids | _control_ids(model, tokenizer)))
+
+
+def _control_ids(model: ModelConfig, tokenizer: Tokenizer) -> set[int]:
+    """Ids that frame a text: its ends, padding, and the sentinels."""
+    ids = {i for i in (*model.eos_ids, model.bos_id, model.pad_id) if i is not None}
     sentinels = find_sentinels(tokenizer)
-    return tuple(sorted(ids | set(dataclasses.astuple(sentinels) if sentinels else ())))
+    return ids | set(dataclasses.astuple(sentinels) if sentinels else ())
 
 
 def _layout(cfg: SDSATConfig, model: ModelConfig, tokenizer: Tokenizer) -> CodeLayout:
@@ -293,7 +309,9 @@ def main(cfg: SDSATConfig, resume: bool, dry_run: bool) -> dict:
     setup, data = processes.together(lambda: _read(cfg, resume, dry_run))
     summary = plan(cfg, setup, data)
     if dry_run:
-        return summary
+        from train import dryrun  # which needs this file
+
+        return summary | dryrun.dry_run(cfg, setup)
     processes.agree(config=cfg, model=setup.model, corpus=data.fingerprint, jax=jax.__version__)
     return summary | train(cfg, setup, data, resume)
 
@@ -306,13 +324,15 @@ def _read(cfg: SDSATConfig, resume: bool, dry_run: bool) -> tuple[Setup, Prepare
     cache = None if dry_run else directory.parent / "cache"
     if not dry_run:
         make_directory(directory)
-    return setup, prepare(documents, setup.tokenizer, cache, setup.layout)
+    data = prepare(documents, setup.tokenizer, cache, setup.layout)
+    _check_absent(setup, data)
+    return setup, data
 
 
 def train(cfg: SDSATConfig, setup: Setup, data: Prepared, resume: bool) -> dict:
     """Fits and exports; every process of a run does, and the first one writes."""
     rows = cfg.optim.batch_size
-    placement = processes.together(lambda: make_placement(cfg.mesh.fsdp, rows))
+    placement = processes.together(lambda: _placement(cfg))
     tuned = make_tuning(cfg, setup)
     with host_memory():  # one device may be too small for what all of them share
         trainable, frozen = processes.together(lambda: tuned.split(first_params(setup)))
@@ -321,7 +341,7 @@ def train(cfg: SDSATConfig, setup: Setup, data: Prepared, resume: bool) -> dict:
     process, count = jax.process_index(), jax.process_count()
     valid = valid_batches(data, cfg.data.seq_len, rows, cfg.run.eval_batches, probed)
     outcome = fit(
-        _merged(sdsat_loss(setup.model, setup.objective), tuned),
+        merged(sdsat_loss(setup.model, setup.objective), tuned),
         trainable,
         make_optimizer(cfg.optim),
         make_loader(
@@ -335,7 +355,7 @@ def train(cfg: SDSATConfig, setup: Setup, data: Prepared, resume: bool) -> dict:
         ),
         run=cfg.run,
         optim=cfg.optim,
-        eval_loss=_merged(probe_loss(setup.model, length, cfg.model.compute_dtype), tuned),
+        eval_loss=merged(probe_loss(setup.model, length, cfg.model.compute_dtype), tuned),
         valid=[{name: x[process::count] for name, x in batch.items()} for batch in valid],
         frozen=frozen,
         resume=resume,
@@ -350,7 +370,15 @@ def train(cfg: SDSATConfig, setup: Setup, data: Prepared, resume: bool) -> dict:
     return done
 
 
-def _merged(loss: LossFn, tuned: tuning.Tuning) -> LossFn:
+def _placement(cfg: SDSATConfig) -> Placement:
+    wanted, there = cfg.mesh.devices, jax.device_count()
+    if wanted not in (0, there):
+        raise InputError(f"mesh.devices={wanted}, but the run has {there} devices: start it where "
+                         "they are, or set mesh.devices=0 to take what there is")  # fmt: skip
+    return make_placement(cfg.mesh.fsdp, cfg.optim.batch_size)
+
+
+def merged(loss: LossFn, tuned: tuning.Tuning) -> LossFn:
     """The loss as a function of what is trained."""
     return lambda trainable, frozen, batch: loss(tuned.merge(trainable, frozen), None, batch)
 
