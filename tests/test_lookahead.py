@@ -384,3 +384,20 @@ def test_cdsl_on_the_demo_pair_is_the_reference(accept, keep):
 @pytest.mark.parametrize("method", ["cdlh", "cdlh-appx"])
 def test_lookaheads_on_the_demo_pair_are_the_reference(method):
     _demo_cases(method, [{"k": 3, "d": 3}, {"k": 2, "d": 5}])
+
+
+@pytest.mark.slow
+def test_three_branches_cost_little_more_than_one():
+    """The lookaheads' batching: k = 3 against k = 1, fastest of seven turns each."""
+    target, draft, _, prompts, words = _demo()
+    fastest = {1: math.inf, 3: math.inf}
+    for turn in range(8):
+        for k in fastest:
+            out = sj.generate(
+                target, prompts[:1], method="cdlh", draft=draft, options={"k": k, "d": 5},
+                reward="lexical", constraints=[{"lexical": words[0]}], max_new_tokens=24,
+            )  # fmt: skip
+            if turn:  # the first one compiles
+                fastest[k] = min(fastest[k], float(out.decode_seconds[0]))
+    print(f"k = 3 over k = 1: {fastest[3] / fastest[1]:.2f}, {fastest[1]:.3f} s for k = 1")
+    assert fastest[3] < 1.7 * fastest[1]

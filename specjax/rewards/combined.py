@@ -123,14 +123,13 @@ class Judge:
         return [self._score(i, part, sample) for i, part in enumerate(self.combined.parts)]
 
     def lanes(self, rows: Sequence, state, lanes) -> np.ndarray:
-        """The combined reward of every lane, float32 ``[B, K]``; rows that are done get 0."""
-        fetched = jax.device_get(
-            (state.tokens, state.prompt_length, state.length, state.done, lanes.tokens, lanes.count)
-        )
-        tokens, begin, end, done, ahead, count = fetched
+        """The combined reward of every lane, float32 ``[B, K]``; rows that do not ask get 0."""
+        fetched = jax.device_get((state.tokens, state.prompt_length, state.length, lanes))
+        tokens, begin, end, lanes = fetched
+        ahead, count = lanes.tokens, lanes.count
         values = np.zeros(count.shape, np.float32)
         for i, row in enumerate(rows):
-            if done[i]:
+            if not lanes.asked[i]:
                 continue
             before = tokens[i, begin[i] : end[i]].tolist()
             for k in range(count.shape[1]):

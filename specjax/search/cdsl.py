@@ -218,7 +218,7 @@ class CDSL:
             passes=1 + draft.passes,
         )
         drafter = state.drafter.replace(draft=draft.cache)
-        lanes = Lanes(draft.tokens[:, None], n[:, None])
+        lanes = Lanes(draft.tokens[:, None], n[:, None], ~state.done)
         return state.replace(cache=cache, drafter=drafter), work, lanes
 
     def _passed(self, keys: Key[Array, "B"], logits, log_p, draft: Written) -> Bool[Array, "B d"]:
@@ -257,7 +257,8 @@ class CDSL:
             self.draft, inputs.draft, state.drafter.draft, jnp.stack([before, z], 1), at - 1,
             work.trying & ~is_eos(z, inputs.eos_ids), self.d, inputs.eos_ids, self.draft_limit,
         )  # fmt: skip
-        lanes = self._behind(work, Lanes(ahead.tokens[:, None], ahead.count[:, None]))
+        lanes = Lanes(ahead.tokens[:, None], ahead.count[:, None], work.trying)
+        lanes = self._behind(work, lanes)
         work = work.replace(
             tries=work.tries + work.trying,
             draft_calls=work.draft_calls + ahead.calls,
@@ -362,4 +363,4 @@ class CDSL:
         lane = jnp.take_along_axis(lanes.tokens, inside, axis=2)
         path = jnp.pad(work.path, ((0, 0), (0, size)))
         joined = jnp.where((at < 0)[:, None], path[:, None], lane)
-        return Lanes(joined, work.count[:, None] + lanes.count)
+        return lanes.replace(tokens=joined, count=work.count[:, None] + lanes.count)

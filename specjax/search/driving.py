@@ -31,6 +31,7 @@ class Lanes:
 
     tokens: Int[Array, "B K M"]
     count: Int[Array, "B K"]
+    asked: Bool[Array, "B"]  # rows whose answer will be read
 
 
 @struct.dataclass

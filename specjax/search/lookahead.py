@@ -102,7 +102,8 @@ def roll_out(
     end = jax.lax.while_loop(
         lambda r: (r.level <= depth) & jnp.any(r.alive), lambda r: grow(r, None), rolling
     )
-    return RollOut(Lanes(end.tokens, end.count), end.cache, end.calls, end.level - 1)
+    lanes = Lanes(end.tokens, end.count, alive.any(axis=1))
+    return RollOut(lanes, end.cache, end.calls, end.level - 1)
 
 
 class _Rolling(NamedTuple):
