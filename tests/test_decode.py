@@ -182,19 +182,39 @@ def test_samples_differ_and_seeds_repeat(target, draft):
     assert (one.tokens[0] != other.tokens[0]).any()
 
 
-def test_one_trace_per_bucket_over_settings_keys_and_lengths():
+def values_of(spec):
+    """Two values of every float option, well inside its bounds."""
+    floats = {name: o for name, o in spec.options.items() if isinstance(o.default, float)}
+    return [{n: 0.75 * o.default if half else o.default for n, o in floats.items()}
+            for half in (False, True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "speculative" else pytest.mark.slow) for n in sj.methods()],
+)
+def test_one_trace_per_bucket_over_settings_keys_and_lengths(name):
+    spec = sj.method(name)
     target, draft = tiny_lm(1, layers=2), tiny_lm(2, layers=1)
+    # SDSAT's form follows the temperature unless it is named; a form is a method of its own.
+    fixed = {"form": "chain"} if "form" in spec.options else {}
+    reward = "length:4-9" if spec.needs_reward else None
     decode.run_rounds.cache_clear()
     for seed, (temperature, k, p) in enumerate([(0, 0, 1), (1, 0, 1), (0.5, 7, 1), (2, 80, 0.3)]):
+        if spec.needs_reward and temperature:
+            continue  # greedy by definition
         sampling = sj.Sampling(float(temperature), k, float(p))
-        for length in (3, 17, 60):
+        for values, length in zip(values_of(spec) * 2, (3, 17, 60, 31), strict=True):
             prompts = [list(range(length)), list(range(length // 2 + 1))]
-            run(target, draft, "speculative", prompts, max_new_tokens=20, sampling=sampling,
-                seed=seed)  # fmt: skip
-    built, _ = sj.method("speculative").build(Context(target, draft), {})
-    assert decode.run_rounds(built)._cache_size() == 1
-    run(target, draft, "speculative", [[1, 2]] * 2, max_new_tokens=200)
-    assert decode.run_rounds(built)._cache_size() == 2  # the next bucket, 256
+            run(target, draft, name, prompts, max_new_tokens=12, sampling=sampling, seed=seed,
+                options=fixed | values, reward=reward)  # fmt: skip
+    assert decode.run_rounds.cache_info().currsize == 1
+    context = Context(target, draft)
+    if not spec.needs_reward:  # else the method holds the reward's fold
+        loop = decode.run_rounds(spec.build(context, fixed)[0])
+        assert decode.run_rounds.cache_info().currsize == 1 and loop._cache_size() == 1
+        run(target, draft, name, [[1, 2]] * 2, max_new_tokens=200, options=fixed)
+        assert loop._cache_size() == 2  # the next bucket
 
 
 def test_compiled_loop_holds_no_copy_of_the_cache():

@@ -122,14 +122,15 @@ RULE_MUTANTS = {
 
 
 def test_block_accepts_no_fewer_in_expectation():
+    """One-sided and paired: both rules judge the same drafts with the same uniforms."""
     p, q = map(jnp.asarray, laws.tables())
     keys = jax.random.split(jax.random.key(2), laws.SAMPLES)
     draft, log_p = jax.jit(laws.chain_draft)(keys, p, q)
     one, two = (np.asarray(jax.jit(rule.verify)(keys, draft, log_p).num_accepted, float)
                 for rule in (verify.speculative, verify.block))  # fmt: skip
-    noise = 5 * (one.std() + two.std()) / laws.SAMPLES**0.5
-    assert two.mean() > one.mean() - noise
-    assert two.mean() > one.mean() + noise, "on these tables the gain is large"
+    gain = two - one
+    assert gain.mean() > 5 * gain.std() / laws.SAMPLES**0.5, "on these tables the gain is large"
+    assert (gain < 0).any(), "in expectation alone: some drafts fare worse"
 
 
 def test_the_variant_without_a_fault_is_lossless():
