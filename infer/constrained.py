@@ -12,7 +12,7 @@ import specjax as sj
 from infer.batch import Prompt
 from specjax.cache import bucket, chunk_width
 from specjax.metrics import ratio
-from specjax.rewards import Combined
+from specjax.rewards import Combined, Judge, Sample
 
 NUCLEUS = sj.Sampling(temperature=1.0, top_p=0.9)
 
@@ -67,9 +67,31 @@ def run_contender(setting: Setting, contender: Contender, warm: bool = True) -> 
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": ratio(tokens, seconds),
+        "satisfied": satisfied,
         "texts": out.text,
     }
     return row | {"cost": modelled_cost(row, setting.c)}
+
+
+def add_measures(
+    rows: Sequence[dict[str, Any]], prompts: Sequence[Prompt], measures: Combined, tokenizer
+) -> None:
+    """Adds what further text rewards, which guided nothing, say of the completions.
+
+    Each one's share of full scores under its name, and under ``all`` the share of completions
+    that satisfy these and the guiding rewards.
+    """
+    judge = Judge(measures, tokenizer, frozenset())
+    for row in rows:
+        full = np.array([
+            [score >= part.full for score, part in
+             zip(judge.scores(Sample(text, prompt.text, (), prompt.constraints)), measures.parts,
+                 strict=True)]
+            for text, prompt in zip(row["texts"], prompts, strict=True)
+        ])  # fmt: skip
+        for i, part in enumerate(measures.parts):
+            row[part.name] = float(full[:, i].mean())
+        row["all"] = float((full.all(axis=1) & np.array(row["satisfied"])).mean())
 
 
 def modelled_cost(row: Mapping[str, Any], c: float | None) -> float:

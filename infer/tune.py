@@ -58,6 +58,9 @@ def parser() -> Parser:
     out.add_argument("--out", required=True, metavar="DIR")
     out.add_argument("--reward", action="append", type=some_text, default=[],
                      metavar="NAME[:ARG]", help="default: lexical; repeatable")  # fmt: skip
+    out.add_argument("--measure", action="append", type=some_text, default=[],
+                     metavar="NAME[:ARG]", help="a reward on text that guides nothing and is "
+                     "measured on the test task, such as python; repeatable")  # fmt: skip
     for name, values in GRID.items():
         out.add_argument("--" + name.replace("_", "-"), type=numbers(int if name == "b" else float),
                          default=values, metavar="A,B,…",
@@ -137,7 +140,14 @@ def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _compare(args, home: Path, tuned: dict[str, Any]) -> list[dict[str, Any]]:
     """The test table: greedy, beam, nucleus and the three lookahead methods."""
-    from infer.constrained import NUCLEUS, Contender, add_speedups, run_contender
+    from infer.constrained import (
+        NUCLEUS,
+        Contender,
+        add_measures,
+        add_speedups,
+        run_contender,
+    )
+    from specjax.rewards import combine
 
     test = _settings(args, args.test, args.test_batch_size)
     shared = _shared(tuned)
@@ -155,6 +165,8 @@ def _compare(args, home: Path, tuned: dict[str, Any]) -> list[dict[str, Any]]:
         for one in contenders
     ]  # fmt: skip
     add_speedups(rows, next(row for row in rows if row["name"] == "CDLH"))
+    if args.measure:
+        add_measures(rows, test.prompts, combine(args.measure), test.target.tokenizer)
     return rows
 
 
@@ -244,7 +256,10 @@ def markdown(report: dict[str, Any]) -> str:
     chosen = ", ".join(f"{n} = {best['options'][n]:g}" for n in GRID)
     lines = [f"c = {report['c']:.3f}. Chosen on the validation task: {chosen}.", ""]
     if "test" in report:
-        lines += ["## Test", "", *_table(COLUMNS, report["test"]), ""]
+        names = [*report["job"]["measure"], "all"] if report["job"]["measure"] else []
+        extra = [(name.partition(":")[0], name.partition(":")[0], "{:.3f}") for name in names]
+        columns = [*COLUMNS[:3], *extra, *COLUMNS[3:]]
+        lines += ["## Test", "", *_table(columns, report["test"]), ""]
     points = [row | row["options"] for row in report["grid"]]
     columns = [(name, name, "{:g}") for name in GRID] + list(COLUMNS[1:])
     return "\n".join([*lines, "## Grid", "", *_table(columns, points), ""])

@@ -5,6 +5,7 @@ import math
 import random
 import re
 import warnings
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -235,3 +236,37 @@ def test_arrays_of_like_jobs_have_one_shape(tokenizer):
     few, more = shapes
     assert few["wanted"] == more["wanted"]
     assert all(a[1] % 16 == 0 for a in (few["final"], more["final"]))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("labels", [1, 2, 3])
+def test_classifier_is_the_sigmoid_of_the_last_class(tmp_path, tiny_pair_dirs, labels):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    config = transformers.LlamaConfig(vocab_size=500, hidden_size=16, intermediate_size=16,
+                                      num_hidden_layers=1, num_attention_heads=2,
+                                      num_labels=labels)  # fmt: skip
+    torch.manual_seed(3)
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    model.score.weight.data *= 20
+    model.save_pretrained(tmp_path)
+    file = str(Path(tiny_pair_dirs[0]) / "tokenizer.json")
+    tokens = transformers.PreTrainedTokenizerFast(tokenizer_file=file)
+    tokens.save_pretrained(tmp_path)
+
+    reward = rewards.make_reward(f"classifier:{tmp_path}")
+    with torch.inference_mode():
+        logits = model(**tokens("def f(x):\n    return x", return_tensors="pt")).logits[0].double()
+    odds = torch.cat([logits, torch.zeros(1)]) if labels == 1 else logits.roll(1)
+    want = float(torch.softmax(odds, 0)[0])
+    found = reward.score(sample("\n    return x", "def f(x):"))
+    assert found == pytest.approx(want, abs=1e-6) and 0.001 < found < 0.999
+
+
+@pytest.mark.torch
+def test_a_directory_without_weights_is_no_classifier(tmp_path, tokenizer):
+    pytest.importorskip("torch")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(sj.OptionError, match="cannot be loaded"):
+        rewards.make_reward(f"classifier:{tmp_path}").check(tokenizer, [{}])
