@@ -276,6 +276,34 @@ def test_remat_changes_nothing():
         np.testing.assert_allclose(x, y, atol=1e-4)
 
 
+@pytest.mark.parametrize("windows", [(None,) * 3, (4, None, 4, None, 4)], ids=["alike", "by turns"])
+def test_scanned_layers_are_the_unrolled_ones(windows):
+    """Layers that alternate are scanned by periods, and what is left over runs behind them."""
+    cfg = ModelConfig.llama(vocab_size=61, hidden_size=16, num_layers=len(windows), num_heads=2,
+                            intermediate_size=24)  # fmt: skip
+    kinds = tuple(width is not None for width in windows)
+    cfg = dataclasses.replace(cfg, sliding_window=4, sliding_layers=kinds)
+    assert cfg.windows == windows
+    params, rows = init_params(cfg, jax.random.key(3)), variants.tokens()[:, :9]
+    at = np.broadcast_to(np.arange(9), rows.shape)
+
+    def loss(params, **how):
+        hidden = hidden_states(cfg, params, rows, at, np.ones_like(rows), **how)
+        return jnp.sum(hidden**2 * jnp.arange(16)), hidden
+
+    def run(**how):
+        graded = jax.value_and_grad(functools.partial(loss, **how), has_aux=True)
+        (_, hidden), gradients = jax.jit(graded)(params)
+        return hidden, jax.tree.leaves(gradients)
+
+    want, gradients = run()
+    for remat in (False, True):
+        got, also = run(scan=True, remat=remat)
+        np.testing.assert_allclose(got, want, atol=1e-5)
+        for x, y in zip(also, gradients, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-3, rtol=1e-4)
+
+
 @pytest.mark.parametrize("rows", [3, 40])
 def test_write_rows_equals_a_plain_loop(rows):
     generator = np.random.Generator(np.random.Philox(1))

@@ -121,6 +121,7 @@ class Tuned:
     lora_alpha: float = 32.0
     compute_dtype: str = "float32"  # of the forward pass; master weights are float32
     remat: bool = False  # recompute each block in the backward pass
+    scan: bool = False  # compile one block and scan the layers: deep models compile sooner
 
 
 @dataclasses.dataclass(frozen=True)

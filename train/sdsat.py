@@ -203,7 +203,7 @@ def objective_of(cfg: SDSATConfig) -> Objective:
     section = cfg.sdsat
     share = {"data": 0.0, "self": 1.0, "mix": section.mix}[section.adaptive_targets]
     return Objective(section.loss, section.window, share, section.weight,
-                     cfg.model.compute_dtype, cfg.model.remat)  # fmt: skip
+                     cfg.model.compute_dtype, cfg.model.remat, cfg.model.scan)  # fmt: skip
 
 
 def grow(params: dict, ids: tuple[int, ...], new_rows: int) -> dict:

@@ -115,7 +115,7 @@ def _drafts(cfg: ModelConfig, length: int):
 
     @jax.jit
     def drafts(params, batch):
-        windows = split_hidden(isolated_hidden(cfg, params, batch, False), batch)[1]
+        windows = split_hidden(isolated_hidden(cfg, params, batch), batch)[1]
         return Head.of(cfg, params).argmax(windows).reshape(len(windows), -1, length)
 
     return drafts

@@ -42,6 +42,7 @@ class Objective:
       weight: w, of the adaptive mean.
       dtype: the forward pass's; params and their gradients stay as they are.
       remat: recompute each block in the backward pass.
+      scan: compile one block and scan the layers.
     """
 
     loss: str
@@ -50,6 +51,12 @@ class Objective:
     weight: float = 1.0
     dtype: str = "float32"
     remat: bool = False
+    scan: bool = False
+
+    @property
+    def passes(self) -> dict[str, bool]:
+        """How :func:`specjax.models.hidden_states` runs its blocks."""
+        return {"remat": self.remat, "scan": self.scan}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +132,7 @@ def split_labels(loss: str, batch: dict) -> tuple[Int[Array, "*a T"], Int[Array,
 def _basic(cfg: ModelConfig, objective: Objective, params: dict, batch: dict) -> tuple:
     """CE(M̂, Y): every token of the mixed sequence alike."""
     batch = batch | {"tokens": batch["mixed"]}
-    hidden = _hidden(cfg, params, batch, objective.remat)
+    hidden = _hidden(cfg, params, batch, **objective.passes)
     clean, adaptive = split_labels("basic", batch)
     head = Head.of(cfg, params)
     clean_sum, clean_count = head.cross_entropy(hidden, clean)
@@ -144,13 +151,13 @@ def _improved(cfg: ModelConfig, objective: Objective, params: dict, batch: dict)
             ("segments", "segments"),
         )
     }
-    clean, mixed = jnp.split(_hidden(cfg, params, both, objective.remat), 2)
+    clean, mixed = jnp.split(_hidden(cfg, params, both, **objective.passes), 2)
     return _two_means(objective, Head.of(cfg, params), clean, mixed, clean, batch)
 
 
 def _isolated(cfg: ModelConfig, objective: Objective, params: dict, batch: dict) -> tuple:
     """The clean sequence once, and the windows that only they themselves see."""
-    hidden = isolated_hidden(cfg, params, batch, objective.remat)
+    hidden = isolated_hidden(cfg, params, batch, **objective.passes)
     clean, windows = split_hidden(hidden, batch)
     own = at_sources(clean, batch)
     return _two_means(objective, Head.of(cfg, params), clean, windows, own, batch)
@@ -227,7 +234,7 @@ def probe_loss(cfg: ModelConfig, length: int, dtype: str = "float32") -> LossFn:
 
     def loss(params, frozen, batch):
         params = _cast(params, dtype)
-        clean, windows = split_hidden(isolated_hidden(cfg, params, batch, False), batch)
+        clean, windows = split_hidden(isolated_hidden(cfg, params, batch), batch)
         clean_labels, labels = split_labels("isolated", batch)
         head = Head.of(cfg, params)
         total, count = head.cross_entropy(clean, clean_labels)
@@ -259,11 +266,11 @@ def _leading_runs(
 
 
 def isolated_hidden(
-    cfg: ModelConfig, params: dict, batch: dict, remat: bool
+    cfg: ModelConfig, params: dict, batch: dict, **how: bool
 ) -> Float[Array, "B T+A D"]:
-    """Hidden states of rows laid out by ``append_windows``."""
+    """Hidden states of rows laid out by ``append_windows``; ``how`` as :meth:`Objective.passes`."""
     meta = {name: batch[name] for name in ("windows", "starts")}
-    return _hidden(cfg, params, batch, remat, isolated_mask, meta)
+    return _hidden(cfg, params, batch, isolated_mask, meta, **how)
 
 
 def split_hidden(hidden: Float[Array, "B T+A D"], batch: dict) -> tuple[Array, Array]:
@@ -277,7 +284,7 @@ def at_sources(clean: Float[Array, "B T D"], batch: dict) -> Float[Array, "B A D
     return jnp.take_along_axis(clean, batch["sources"][..., None], axis=1)
 
 
-def _hidden(cfg, params, batch, remat, mask_fn=None, meta=None) -> Float[Array, "B T D"]:
+def _hidden(cfg, params, batch, mask_fn=None, meta=None, **how) -> Float[Array, "B T D"]:
     return hidden_states(
         cfg,
         params,
@@ -286,7 +293,7 @@ def _hidden(cfg, params, batch, remat, mask_fn=None, meta=None) -> Float[Array, 
         batch["segments"],
         mask_fn=mask_fn,
         meta=meta,
-        remat=remat,
+        **how,
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -141,12 +142,43 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B N"],
         attend: Attend,
         remat: bool = False,
+        scan: bool = False,
     ) -> Float[Array, "B N D"]:
-        x, tables = self.inputs(tokens, positions), self.tables(positions)
-        for i in range(self.cfg.num_layers):
+        x, tables, first = self.inputs(tokens, positions), self.tables(positions), 0
+        if scan:
+            x, first = self._scan(x, tables, attend, remat)
+        for i in range(first, self.cfg.num_layers):
             run = _call(tables[i], functools.partial(attend, i))
             x = (nnx.remat(run) if remat else run)(self.layers[str(i)], x)
         return self.outputs(x)
+
+    def _scan(
+        self, x: Float[Array, "B N D"], tables: list[Table], attend: Attend, remat: bool
+    ) -> tuple[Float[Array, "B N D"], int]:
+        """Layers as one ``lax.scan`` over whole periods of like ones, and how many it ran.
+
+        The program holds one period whatever the depth. It costs a stacked copy of the params.
+        """
+        period = _period(list(zip(self.cfg.windows, map(id, tables), strict=True)))
+        count = self.cfg.num_layers // period * period
+        blocks = [nnx.split(self.layers[str(i)]) for i in range(count)]
+        states = [[state for _, state in blocks[i::period]] for i in range(period)]
+        stacked = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *group) for group in states]
+
+        def run(x, group):
+            for i, state in enumerate(group):
+                block = nnx.merge(blocks[i][0], state)
+                x = _call(tables[i], functools.partial(attend, i))(block, x)
+            return x, None
+
+        # Inside a scan nothing is merged with the forward pass, so no barrier against it.
+        run = jax.checkpoint(run, prevent_cse=False) if remat else run
+        return jax.lax.scan(run, x, stacked)[0], count
+
+
+def _period(kinds: list) -> int:
+    """After how many layers their kinds repeat."""
+    return next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
 
 
 def _call(table: Table, attend: Callable) -> Callable:

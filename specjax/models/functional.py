@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -80,10 +81,18 @@ def is_fused(params: dict) -> bool:
 def logits_of(
     cfg: ModelConfig, params: dict, hidden: Float[Array, "B N D"]
 ) -> Float[Array, "B N V"]:
-    """Logits of hidden states, in the model's dtype."""
+    """Logits of hidden states, in the model's dtype; −inf at adaptive ids.
+
+    Those are inputs alone: no law that comes of these logits emits them, wherever in the
+    vocabulary they stand.
+    """
     logits = linear(hidden, _head(cfg, params))
     cap = cfg.logit_softcap
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+    if not cfg.adaptive_ids:
+        return logits
+    barred = np.isin(np.arange(logits.shape[-1]), cfg.adaptive_ids)
+    return jnp.where(barred, -jnp.inf, logits)
 
 
 def _scores(cfg: ModelConfig) -> attention.Scores:
@@ -101,6 +110,7 @@ def hidden_states(
     meta: attention.Meta | None = None,
     backend: str = "auto",
     remat: bool = False,
+    scan: bool = False,
 ) -> Float[Array, "B T D"]:
     """Final-normed hidden states of whole sequences, without a cache (training, scoring).
 
@@ -111,6 +121,8 @@ def hidden_states(
       meta: further per-token metadata for ``mask_fn``, ``[B, T, ...]`` each.
       backend: ``dense``, ``blockwise``, or ``auto`` by length.
       remat: recompute each block in the backward pass.
+      scan: compile one block (one period, where layers alternate) and scan the stacked layers;
+        compile time then does not grow with the depth.
     """
     mask_fn, finish, windows = mask_fn or attention.causal_mask, _scores(cfg), cfg.windows
     mask_fns = {w: attention.windowed(mask_fn, w) for w in set(windows)}
@@ -129,7 +141,7 @@ def hidden_states(
         return attention.blockwise_attention(q, k, v, meta, meta, mask_fn, finish=finish)
 
     model = nnx.merge(_graph(cfg, is_fused(params)), params)
-    return model(tokens, positions, attend, remat)
+    return model(tokens, positions, attend, remat, scan)
 
 
 class KVCache(NamedTuple):
