@@ -123,6 +123,9 @@ class CDSL:
     target's argmax), ``ratio`` (u ≤ min(1, p/q) of unwarped p and q: the paper's sampling,
     biased on greedy tokens) or ``exact`` (with probability p). ``keep_verified=False`` drops
     x₁ … x_n in S2 to S4, as the paper's text says; its pseudocode keeps them.
+
+    Counters: ``accepted`` is the verified n, kept or not; a lookahead over k branches is k draft
+    calls per depth, and the first target token of S2 and S3 costs none: it was scored already.
     """
 
     model: ModelConfig
