@@ -84,9 +84,13 @@ def run_variant(config: str, overrides: Sequence[str], home: Path, name: str) ->
     cfg = from_toml(SDSATConfig, config, settings)
     if finished(directory):
         recipe = json.loads((directory / "export" / "card.json").read_text())["recipe"]
-        if recipe != json.loads(json.dumps(cfg, default=vars)):
-            raise InputError(f"{directory} was made with other settings: choose another directory "
-                             "with --set run.dir=…")  # fmt: skip
+        now = json.loads(json.dumps(cfg, default=vars))
+        # A key that is newer than the run had no say in it.
+        changed = [f"{part}.{key}" for part, values in recipe.items()
+                   for key, value in values.items() if now[part].get(key) != value]  # fmt: skip
+        if changed:
+            raise InputError(f"{directory} was made with another {changed[0]}: choose another "
+                             "directory with --set run.dir=…")  # fmt: skip
         return True
     print(f"train.ablation: {name}", file=sys.stderr)
     resume = (directory / "metrics.jsonl").exists()
@@ -150,14 +154,17 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
     from matplotlib import pyplot as plt
 
     figure, (losses, places) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for row in rows:
-        style = "--" if row["variant"] == CONTINUED else "-"
-        losses.plot(*zip(*row["curve"], strict=True), style, label=row["variant"])
-        if row["variant"] != CONTINUED:
-            shares = row["acceptance"]
-            places.plot(range(1, len(shares) + 1), shares, "o-", label=row["variant"])
+    for number, row in enumerate(rows):
+        look = {"color": f"C{number}", "label": row["variant"]}
+        if row["variant"] == CONTINUED:
+            losses.plot(*zip(*row["curve"], strict=True), "--", **look)
+            continue
+        losses.plot(*zip(*row["curve"], strict=True), "-", **look)
+        shares = row["acceptance"]
+        places.plot(range(1, len(shares) + 1), shares, "o-", **look)
     losses.set(xlabel="step", ylabel="held-out clean loss, nats per token")
     places.set(xlabel="adaptive place", ylabel="windows that agree up to here")
+    places.xaxis.get_major_locator().set_params(integer=True)
     losses.legend(fontsize=7)
     figure.savefig(path, dpi=130)
     plt.close(figure)
