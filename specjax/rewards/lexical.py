@@ -14,6 +14,7 @@ word, one shift and one mask per byte. Axis legend: F forms, C words, V vocabula
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Sequence
 
@@ -37,9 +38,9 @@ def inflections(word: str) -> list[str]:
     -s; -es after s, x, z, ch, sh and o; y → -ies, -ied after a consonant; -ed, -d and -ing
     with a final e dropped or, after a single vowel, the final consonant doubled.
     """
-    forms = [word, word + "s"]
     if not re.fullmatch("[A-Za-z]{2,}", word):
         return [word]
+    forms = [word, word + "s"]
     last, before = word[-1].lower(), word[-2].lower()
     if re.search("(?i:s|x|z|ch|sh|o)$", word):
         forms.append(word + "es")
@@ -210,14 +211,19 @@ def _cases(byte: int) -> set[int]:
     return {ord(chr(byte).lower()), ord(chr(byte).upper())} if byte < 128 else {byte}
 
 
-def _shared(tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    """Tables over ids and bytes: each token's bytes, and which bytes belong to words."""
+@functools.lru_cache(maxsize=4)
+def _shared(tokenizer: Tokenizer) -> dict[str, jax.Array]:
+    """Tables over ids and bytes: each token's bytes, and which bytes belong to words.
+
+    Kept, for a job asks with every batch and a large vocabulary takes a second.
+    """
     spelled = tokenizer.token_bytes()
     table = np.zeros((len(spelled), max(map(len, spelled))), np.uint8)
     for i, text in enumerate(spelled):
         table[i, : len(text)] = np.frombuffer(text, np.uint8)
     word = np.array([re.match(WORD, bytes([b])) is not None for b in range(256)])
-    return {"bytes": table, "count": np.array([len(s) for s in spelled], np.int32), "word": word}
+    count = np.array([len(text) for text in spelled], np.int32)
+    return {"bytes": jnp.asarray(table), "count": jnp.asarray(count), "word": jnp.asarray(word)}
 
 
 def _up(size: int, step: int) -> int:

@@ -7,6 +7,7 @@ import json
 import re
 import warnings
 
+VALID, OPEN, INVALID = "valid", "open", "invalid"
 CLOSER = {"[": "]", "{": "}"}
 HEAD = re.compile(r"^([ \t]*)(?:async[ \t]+def|def|class)\b", re.MULTILINE)
 _TOKEN = re.compile(
@@ -21,11 +22,11 @@ def json_state(text: str) -> str:
     """``valid``, ``open`` (the beginning of a valid JSON text) or ``invalid``."""
     try:
         json.loads(text)
-        return "valid"
+        return VALID
     except RecursionError:
-        return "invalid"
+        return INVALID
     except ValueError:
-        return "open" if _json_begins(text) else "invalid"
+        return OPEN if _json_begins(text) else INVALID
 
 
 def _json_begins(text: str) -> bool:

@@ -9,9 +9,7 @@ import re
 from collections.abc import Callable
 
 from specjax.errors import OptionError
-from specjax.rewards.parsing import json_state, parses_as_python
-
-VALID, OPEN, INVALID = "valid", "open", "invalid"
+from specjax.rewards.parsing import OPEN, VALID, json_state, parses_as_python
 
 
 class OfText:
