@@ -81,8 +81,6 @@ def from_params(
 
 def _assemble(config, params, tokenizer, eos_ids, source) -> LM:
     known = tokenizer.vocab_size if tokenizer else config.vocab_size
-    if tokenizer is None and config.adaptive_ids:
-        known = min(config.adaptive_ids)  # new rows at the end, which are never emitted
     return LM(config, params, tokenizer, eos_ids, min(known, config.vocab_size), source)
 
 

@@ -179,9 +179,6 @@ def _adaptive_ids(context: Context, k: int) -> tuple[int, ...]:
     if not trained:
         raise PairError(f"target {source} has no adaptive tokens: tune it with train.sdsat, or "
                         "take --target demo-sdsat")  # fmt: skip
-    if min(trained) < context.target.vocab_limit:
-        raise PairError(f"target {source}: adaptive id {min(trained)} belongs to the tokenizer's "
-                        "vocabulary and could be emitted: tune with ids beyond it")  # fmt: skip
     k = k or len(trained)
     if len(set(trained)) == 1:
         return (trained[0],) * k

@@ -145,16 +145,13 @@ def test_a_dry_run_says_what_the_step_needs_and_whether_it_fits(tmp_path, tokeni
 
 @pytest.mark.slow
 def test_other_devices_are_simulated_and_share_the_state(tmp_path, tokenizer):
-    model = shape(8192, 256, 2, 4, 4, 512)
+    model = shape(32768, 512, 1, 4, 4, 512)
     where = directory(tmp_path / "model", model, tokenizer)
-    found = {}
-    for fsdp in (1, 8):
-        cfg = config(where, "mesh.devices=8", f"mesh.fsdp={fsdp}", "optim.batch_size=8")
-        found[fsdp] = dryrun.dry_run(cfg, sdsat.prepare_setup(cfg))
-        assert found[fsdp]["compiled_for"] == dryrun.SIMULATED and found[fsdp]["devices"] == 8
-    held = [found[fsdp]["gib_compiled_parts"]["arguments"] for fsdp in (1, 8)]
-    np.testing.assert_allclose(held[0] / held[1], 8, rtol=0.2)
-    np.testing.assert_allclose(held[0], 12 * model.num_params / GIB, atol=2e-3)
+    cfg = config(where, "mesh.devices=8", "mesh.fsdp=8", "optim.batch_size=8")
+    found = dryrun.dry_run(cfg, sdsat.prepare_setup(cfg))
+    assert found["compiled_for"] == dryrun.SIMULATED and found["devices"] == 8
+    held = found["gib_compiled_parts"]["arguments"]
+    np.testing.assert_allclose(held, 12 * model.num_params / 8 / GIB, rtol=0.1)
 
 
 def test_devices_that_are_not_there_are_one_line(tmp_path, tokenizer):

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tokenizers import Tokenizer
 
+import specjax as sj
 import variants
 from specjax.errors import SpecjaxError
 from specjax.infill import Sentinels, find_sentinels
@@ -30,7 +32,7 @@ from specjax.models import (
     param_shapes,
     save_pretrained,
 )
-from train import sdsat, tuning
+from train import ablation, sdsat, tuning
 from train.adaptive import (
     Insertion,
     append_windows,
@@ -671,6 +673,31 @@ def test_ids_come_from_the_config_the_checkpoint_unused_vocabulary_or_new_rows(t
     assert choose(408, ids=(407,)) == ((407,), 0)
 
 
+def test_reserved_tokens_of_the_tokenizer_serve_where_the_corpus_lacks_them(
+    tokenizer, quick, start, tmp_path, capsys
+):
+    where = tmp_path / "reserved"
+    where.mkdir()
+    grown = Tokenizer.from_str(tokenizer.to_str())
+    grown.add_tokens(["<reserved>"])
+    cfg, params = load_pretrained(start)
+    cfg = dataclasses.replace(cfg, vocab_size=402)
+    save_pretrained(where, cfg, sdsat.grow(params, (400, 401), 2), grown.to_str())
+    settings = (f"model.init_from={where}", "sdsat.ids=[400]", "sdsat.decode_prompts=0")
+    assert program(*quick(tmp_path / "run", *settings, "optim.total_steps=2")) == 0
+    tuned = sj.load(tmp_path / "run" / "export")
+    assert tuned.config.adaptive_ids == (400,) * 3 and tuned.vocab_limit == 401
+    hot = sj.Sampling(temperature=9.0)
+    out = sj.generate(tuned, [[7, 8]] * 8, method="sdsat", max_new_tokens=40, sampling=hot)
+    assert max(int(tokens.max()) for tokens in out.tokens) < 400
+    capsys.readouterr()
+    text = next(tmp_path / f"{i}.txt" for i in range(99) if not is_held_out(f"{i}.txt"))
+    text.write_text("a <reserved> word\n" * 50)
+    held = [f"model.init_from={where}", "sdsat.ids=[400]", f'data.files=["{text}"]']
+    assert program(*quick(tmp_path / "other", *held)) == 2
+    assert "400 is '<reserved>', which the corpus holds" in capsys.readouterr().err
+
+
 def test_bad_input_exits_2_with_one_line(quick, tmp_path, start, capsys):
     held = next(f"{i}.txt" for i in range(1000) if is_held_out(f"{i}.txt"))
     (tmp_path / "empty").mkdir()
@@ -744,6 +771,45 @@ def test_isolated_windows_cost_three_quarters_of_two_sequences_at_16k():
     assert flops["isolated"] < 0.75 * flops["improved"]
 
 
+@pytest.mark.slow
+def test_the_ablation_keeps_what_is_finished_and_reports_it(start, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    settings = [f"run.dir={tmp_path}", f"model.init_from={start}", "sdsat.decode_prompts=0"]
+
+    def run(names, steps):
+        words = [*settings, f"optim.total_steps={steps}"]
+        changes = [word for setting in words for word in ("--set", setting)]
+        return ablation.main([TINY, *changes, "--only", names])
+
+    assert run("none", 3) == 0
+    card = (tmp_path / "none/export/card.json").stat().st_mtime_ns
+    assert run("none,improved-data", 3) == 0
+    assert (tmp_path / "none/export/card.json").stat().st_mtime_ns == card
+    rows = json.loads((tmp_path / "ablation.json").read_text())
+    assert [row["variant"] for row in rows] == ["none", "improved-data"]
+    base, improved = (row["clean_loss"] for row in rows)
+    assert f"{improved / base - 1:+.2%}" in (tmp_path / "ablation.md").read_text()
+    assert (tmp_path / "ablation.png").exists()
+    capsys.readouterr()
+    assert run("none", 4) == 2 and "another optim.total_steps" in capsys.readouterr().err
+    assert run("nothing", 3) == 2 and "--only nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("loss", ["basic", "isolated"])
+def test_counted_operations_are_the_compilers(loss):
+    """Of the blocks, dense attention included; the head runs in chunks, which it counts once."""
+    cfg = ModelConfig.llama(vocab_size=64, hidden_size=128, num_layers=2, num_heads=4,
+                            intermediate_size=256)  # fmt: skip
+    T, window, rate = 256, 3, 0.1
+    tokens = T + (appended_slots(window, rate, T) if loss == "isolated" else 0)
+    row = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+    run = jax.jit(lambda params, *row: hidden_states(cfg, params, *row))
+    found = run.lower(param_shapes(cfg), row, row, row).compile().cost_analysis()["flops"]
+    counted = sdsat.forward_flops(cfg, loss, window, rate, T)
+    head = 2 * tokens * cfg.vocab_size * cfg.hidden_size
+    np.testing.assert_allclose(found, counted - head, rtol=0.05)
+
+
 def test_dry_run_counts_tokens_and_writes_nothing(quick, tmp_path, capsys):
     assert program(*quick(tmp_path / "run", "data.seq_len=128"), "--dry-run", "--json") == 0
     plan = json.loads(capsys.readouterr().out)
@@ -766,7 +832,9 @@ def test_transformers_loads_the_export_with_equal_logits(quick, tmp_path):
     hidden = hidden_states(cfg, params, tokens, places, np.ones_like(tokens))
     with torch.no_grad():
         want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
-    np.testing.assert_allclose(logits_of(cfg, params, hidden), want, atol=1e-4)
+    ours = np.asarray(logits_of(cfg, params, hidden))
+    np.testing.assert_allclose(ours[..., :400], want[..., :400], atol=1e-4)
+    assert np.isneginf(ours[..., 400]).all()  # an adaptive id is an input alone
 
 
 # --- families --------------------------------------------------------------------------------
