@@ -22,7 +22,7 @@ from specjax.methods import METHODS
 FIGURES = Path(__file__).with_name("figures")
 OVERVIEW = Path(__file__).with_name("pages") / "overview.md"
 COMMON = ("--num-prompts", "10", "--max-new-tokens", "48", "--repeats", "1")
-FEWER = ("--num-prompts", "5")  # of the overview, whose every method is a program to compile
+FEWER = ("--num-prompts", "4")  # of the overview, whose every method is a program to compile
 KEPT = ("method", "mode", "options", "speedup", "predicted_speedup", "acceptance_rate",
         "block_efficiency", "tokens_per_target_call", "perplexity", "diversity", "kl")  # fmt: skip
 QUALITIES = {"perplexity": "perplexity under the target", "kl": "measured KL(p‖π), nats per token"}
