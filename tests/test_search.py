@@ -1,5 +1,6 @@
 """Searches: beam search against transformers, MTJD against enumeration of the joint."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -166,3 +167,42 @@ def test_mtad_loses_little_of_mtjds_joint(lm):
     for a, b in zip(mtjd.tokens, mtad.tokens, strict=True):
         n = min(3, len(a))
         np.testing.assert_array_equal(a[:n], b[:n])
+
+
+@pytest.mark.slow
+def test_mtad_lies_within_its_bound_of_mtjd(lm):
+    """Qin et al. 2024, Theorem 3.5, with its proof's constants (equations 26 to 29).
+
+    With |log p − log q| ≤ U, beams that find the best block (ε = 0) and γ̄ tokens per round:
+    ln PPL(MTAD) − ln PPL(MTJD) ≤ (−ln τ + H(p) + (1 + γ̄)·U) / γ̄. Plain samples break it.
+    """
+    generator = np.random.Generator(np.random.Philox(5))
+    params = jax.tree.map(
+        lambda x: x * (1 + 1e-4 * generator.normal(size=x.shape).astype(np.float32)), lm.params
+    )
+    draft = dataclasses.replace(lm, params=params)
+    endless, tau, budget = dataclasses.replace(lm, eos_ids=()), 0.95, 24
+    prompts = [[i, j, 3] for i in range(4) for j in range(3)]
+    kw = {"max_new_tokens": budget}
+    mtjd = sj.generate(endless, prompts, method="mtjd", options={"block": 3}, **kw)
+    # V beams make the search over two tokens exact; greedy rows compare unwarped joints.
+    mtad = sj.generate(endless, prompts, method="mtad", draft=draft,
+                       options={"gamma": 2, "width": V, "tau": tau}, **kw)  # fmt: skip
+    plain = sj.generate(endless, prompts, sampling=sj.Sampling(1.0), **kw)
+    rounds = mtad.stats["emitted"].sum() / mtad.stats["rounds"].sum()
+
+    def scored(model, out):
+        rows = [[*prompt, *new] for prompt, new in zip(prompts, out.tokens, strict=True)]
+        return log_probs(model, rows)[:, 2:-1]
+
+    def mean_log_p(out):
+        chosen = np.take_along_axis(scored(lm, out), np.array(out.tokens)[..., None], -1)
+        return chosen.mean()
+
+    log_p, log_q = scored(lm, mtad), scored(draft, mtad)
+    entropy = -(np.exp(log_p) * log_p).sum(-1).mean()
+    distance = np.abs(log_p - log_q).max()
+    bound = (-np.log(tau) + entropy + (1 + rounds) * distance) / rounds
+    assert distance > 0 and 1.5 < rounds <= 3
+    assert mean_log_p(mtjd) - mean_log_p(mtad) <= bound
+    assert mean_log_p(mtjd) - mean_log_p(plain) > bound, "or the bound would say nothing"
