@@ -182,14 +182,14 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
 @contextlib.contextmanager
 def models(args: argparse.Namespace) -> Iterator[tuple]:
     """Target, draft or None, and the directories a peer loads the same weights from."""
-    from specjax.lm import EMBEDDED, from_params
+    from specjax.lm import from_params, locate
     from specjax.models import load_pretrained
     from specjax.models.hf import DTYPES
 
     if not args.random_target:
         target, draft = load_models(args.target, args.draft, args.dtype, want_draft=True)
         names = args.target, draft.source if draft else None
-        yield target, draft, [str(EMBEDDED.get(n, n)) if n else None for n in names]
+        yield target, draft, [str(locate(n)) if n else None for n in names]
         return
     with tempfile.TemporaryDirectory() as scratch:
         save_random(args.random_target, scratch)

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from specjax.demo import tuned
 from specjax.errors import ModelError
 from specjax.models import ModelConfig, fuse, load_pretrained
 from specjax.models.config import as_ids
@@ -17,6 +18,7 @@ from specjax.text import Tokenizer
 
 DEMO = Path(__file__).parent / "demo"
 EMBEDDED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft"}
+TUNED = "demo-sdsat"
 HUB_FILES = ("*.json", "model*.safetensors", "*.jinja", "tokenizer.model")
 HUB_SKIPPED = ("*/*",)  # other formats of the same weights
 
@@ -41,7 +43,9 @@ class LM:
 
 
 def load(path_or_id: str | Path, dtype: str | None = None) -> LM:
-    """Loads a model directory, a hub id, or an embedded model (``demo``, ``demo-draft``).
+    """Loads a model directory, a hub id, or an embedded model.
+
+    Embedded are ``demo``, ``demo-draft``, and ``demo-sdsat``, which drafts for itself.
 
     Args:
       dtype: ``float32``, ``bfloat16`` or ``float16``. None: float32 on CPUs, which compute in
@@ -92,6 +96,8 @@ def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     """
     if name in EMBEDDED:
         return EMBEDDED[name]
+    if name == TUNED:
+        return tuned.directory()
     path = Path(name)
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         return path.expanduser()

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from specjax.errors import SpecjaxError
 from specjax.infill import find_sentinels
-from specjax.lm import EMBEDDED
+from specjax.lm import locate
 from specjax.models import ModelConfig, from_hf, load_pretrained, param_shapes, save_pretrained
 from specjax.models.hf import read_config, write_text
 from train import processes, tuning
@@ -70,7 +70,7 @@ def prepare_setup(cfg: SDSATConfig) -> Setup:
     """
     if not cfg.model.init_from:
         raise InputError("model.init_from is empty: name a Hugging Face directory to tune")
-    directory = EMBEDDED.get(cfg.model.init_from, Path(cfg.model.init_from))
+    directory = locate(cfg.model.init_from)
     start = from_hf(read_config(directory))
     tokenizer = load_tokenizer(cfg.model.tokenizer or _tokenizer_file(directory))
     _check(cfg, start, tokenizer)
