@@ -107,6 +107,7 @@ def scripted(tokens, decode, prefill):
         tokens=tokens, lengths=np.array([len(t) for t in tokens]), stats=counters,
         decode_seconds=np.array(decode), prefill_seconds=np.array(prefill),
         first_token_seconds=np.array(prefill), batch=np.array([0, 0, 1])[: len(tokens)],
+        origins=[np.zeros(len(t), np.int8) for t in tokens], text=[""] * len(tokens),
     )  # fmt: skip
 
 
