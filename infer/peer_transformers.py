@@ -1,7 +1,8 @@
 """Hugging Face transformers as a peer, in a process of its own.
 
 Reads one JSON object (models, prompts, budget) from stdin, warms up, then answers each further
-line with one timed repeat: plain greedy ``generate`` and assisted generation, one JSON line.
+line with one timed repeat, one JSON line: plain greedy ``generate``, assisted generation with our
+draft length every round (``assisted``) and with its own settings (``assisted-default``).
 What cannot be run is answered with ``{"error": why}``.
 """
 
@@ -74,6 +75,7 @@ def make_modes(job: dict[str, Any]) -> tuple[Any, dict[str, dict[str, Any]]]:
         draft.generation_config.num_assistant_tokens_schedule = "constant"
         draft.generation_config.assistant_confidence_threshold = 0.0
         modes["assisted"] = {"assistant_model": draft}
+        modes["assisted-default"] = {"assistant_model": load(job["draft"])}
     return load(job["target"]), modes
 
 

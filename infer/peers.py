@@ -17,7 +17,8 @@ from specjax.errors import OptionError
 from specjax.lm import LM
 
 PEERS = ("transformers",)
-MODES = (("generate", "autoregressive"), ("assisted", "speculative"))
+MODES = (("generate", "autoregressive"), ("assisted", "speculative"),
+         ("assisted-default", "speculative"))  # fmt: skip
 
 
 def check_peer(name: str) -> None:

@@ -74,6 +74,7 @@ def test_transformers_takes_its_turns_and_agrees(small, short_curve, capsys):
     rows = json.loads(out)["peers"]
     assert [(r["name"], r["ours"]) for r in rows] == [
         ("transformers generate", "autoregressive"), ("transformers assisted", "speculative"),
+        ("transformers assisted-default", "speculative"),
     ]  # fmt: skip
     for row in rows:
         assert len(row["repeats"]) == 2 and len(row["per_prompt"]) == 2
