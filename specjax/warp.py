@@ -19,6 +19,7 @@ from specjax.errors import OptionError
 from specjax.types import Warp
 
 TOP = 64  # the fast path looks at this many of the largest logits
+COLDEST = 1e-20  # below, quotients overflow; at it, all but ties is a point mass already
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ def warp(logits: Float[Array, "B N V"], settings: Warp, vocab_limit: int) -> Flo
         return probs.one_hot_log(jnp.argmax(x, axis=-1), x.shape[-1])
 
     def sampled(x):
-        x = x / jnp.where(greedy, 1.0, settings.temperature[:, None, None])
+        x = x / jnp.where(greedy, 1.0, jnp.maximum(settings.temperature, COLDEST)[:, None, None])
         drawn = probs.log_softmax(truncate(x, settings))
         # In a mixed batch both kinds of row are computed and each keeps its own.
         return jax.lax.cond(jnp.any(greedy), lambda: jnp.where(greedy, argmax(x), drawn),

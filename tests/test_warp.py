@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import specjax as sj
@@ -82,6 +82,7 @@ def test_rows_do_not_see_each_other():
     st.integers(0, 12),
     st.floats(2.0**-10, 1, width=32),
 )
+@example([0.0] * 7 + [4.0], 2.0**-126, 0, 1.0)  # a quotient that overflows
 def test_is_always_a_distribution_that_keeps_the_argmax(logits, temperature, top_k, top_p):
     row = np.asarray(logits, np.float32)[None, None]
     p = np.exp(WARP(row, sj.Sampling(temperature, top_k, top_p).arrays(1), 8))[0, 0]
