@@ -38,7 +38,8 @@ class Tokenizer:
         self.vocab_size = max(vocab.values()) + 1
         """One more than the highest id: ids from here on have probability 0."""
         added = backend.get_added_tokens_decoder()
-        self._skipped = {i for i, token in added.items() if token.special}
+        special_ids = {i for i, token in added.items() if token.special}
+        self._spelled = set(vocab.values()) - special_ids  # ids that have text
         self._bytes = {i for token, i in vocab.items() if BYTE_TOKEN.fullmatch(token)}
 
     @classmethod
@@ -67,7 +68,7 @@ class Tokenizer:
 
     def ends_in_byte(self, ids: Sequence[int]) -> bool:
         """Whether the last id that has text is a byte token."""
-        return next((i in self._bytes for i in reversed(ids) if i not in self._skipped), False)
+        return next((i in self._bytes for i in reversed(ids) if i in self._spelled), False)
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
@@ -81,7 +82,7 @@ class Tokenizer:
         spelled = _BYTE_OF if byte_level else {}
         found = [b""] * self.vocab_size
         for token, i in self._backend.get_vocab(with_added_tokens=True).items():
-            if i in self._skipped:
+            if i not in self._spelled:
                 continue
             if BYTE_TOKEN.fullmatch(token) and not byte_level:
                 found[i] = bytes([int(token[3:5], 16)])

@@ -103,6 +103,7 @@ def test_pieces_of_any_ids_concatenate_to_their_text(backends, data, kind):
         [2 + 0xE6, 2 + 0x97, 2 + 0xA5, 2 + 0xFF, 260],  # a whole character, then a bad byte
         [2 + 0xE6, 1, 2 + 0x97, 2 + 0xA5, 261],
         [258, 258, 262, 2 + 0x0A, 258],
+        [2 + 0x00, 263, 2 + 0x80],  # an id beyond the vocabulary within a run of bytes
     ],
 )
 def test_pieces_of_byte_tokens(backends, ids):
