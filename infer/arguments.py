@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import math
 import os
@@ -47,6 +48,11 @@ def make_parser(prog: str, doc: str) -> Parser:
     )
     models.add_argument("--draft", metavar="PATH|ID|demo", help="the draft model q")
     models.add_argument("--dtype", metavar="D", help="float32, bfloat16 or float16")
+    models.add_argument(
+        "--pickles",
+        action="store_true",
+        help="read pytorch_model*.bin where there are no safetensors: tensors alone, through torch",
+    )
     return parser
 
 
@@ -153,7 +159,7 @@ def _unfit(text: str, expected: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"{text}: expected {expected}")
 
 
-def load_models(target: str, draft: str | None, dtype: str | None, want_draft: bool):
+def load_models(args: argparse.Namespace, want_draft: bool):
     """The target, and the draft or None; the demo target brings its own draft.
 
     Raises:
@@ -161,9 +167,11 @@ def load_models(target: str, draft: str | None, dtype: str | None, want_draft: b
     """
     from specjax import lm
 
-    if draft == "demo" or (draft is None and target == "demo" and want_draft):
+    draft = args.draft
+    if draft == "demo" or (draft is None and args.target == "demo" and want_draft):
         draft = DEMO_DRAFT
-    return lm.load(target, dtype), lm.load(draft, dtype) if draft else None
+    load = functools.partial(lm.load, dtype=args.dtype, pickles=args.pickles)
+    return load(args.target), load(draft) if draft else None
 
 
 def use_compilation_cache() -> bool:

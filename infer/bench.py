@@ -187,7 +187,7 @@ def models(args: argparse.Namespace) -> Iterator[tuple]:
     from specjax.models.hf import DTYPES
 
     if not args.random_target:
-        target, draft = load_models(args.target, args.draft, args.dtype, want_draft=True)
+        target, draft = load_models(args, want_draft=True)
         names = args.target, draft.source if draft else None
         yield target, draft, [str(locate(n)) if n else None for n in names]
         return

@@ -15,13 +15,11 @@ import json
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from infer.arguments import Parser
 
-PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 KEPT = ("*.json", "*.jinja", "tokenizer.model")
 
 
@@ -52,6 +50,7 @@ def convert(directory: Path, out: Path) -> list[Path]:
       ModelError: torch is not there, or a pickle is missing or holds more than tensors.
     """
     from specjax.models.hf import INDEX, WEIGHTS, write_text
+    from specjax.models.pickles import PICKLE_INDEX, read_pickle
 
     pickles = _pickles(directory)
     out.mkdir(parents=True, exist_ok=True)
@@ -60,7 +59,8 @@ def convert(directory: Path, out: Path) -> list[Path]:
     }
     written, weight_map, size = [], {}, 0
     for source, name in names.items():
-        tensors = _read(directory / source)
+        # Tied tensors share memory, which safetensors does not store.
+        tensors = {n: t.clone().contiguous() for n, t in read_pickle(directory / source).items()}
         _write(tensors, out / name)
         weight_map |= dict.fromkeys(tensors, name)
         size += sum(tensor.nbytes for tensor in tensors.values())
@@ -79,6 +79,7 @@ def convert(directory: Path, out: Path) -> list[Path]:
 def _pickles(directory: Path) -> list[str]:
     from specjax.errors import ModelError
     from specjax.models.hf import read_json
+    from specjax.models.pickles import PICKLE, PICKLE_INDEX
 
     if (directory / PICKLE).exists():
         return [PICKLE]
@@ -88,26 +89,6 @@ def _pickles(directory: Path) -> list[str]:
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise ModelError(f"{directory / PICKLE_INDEX}: no weight_map from tensors to files")
     return sorted(set(weight_map.values()))
-
-
-def _read(path: Path) -> dict:
-    """The tensors of one pickle, each contiguous and with memory of its own."""
-    from specjax.errors import ModelError
-
-    try:
-        import torch
-    except ImportError:
-        raise ModelError("pickles need torch: pip install 'specjax[torch]'") from None
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # garbage makes the unpickler fail in any way
-        first = str(error).strip().splitlines() or ["empty"]
-        raise ModelError(f"{path}: not a readable pickle of tensors ({first[0]})") from None
-    if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
-        raise ModelError(f"{path}: holds something else than named tensors")
-    # Tied tensors share memory, which safetensors does not store.
-    return {name: tensor.clone().contiguous() for name, tensor in found.items()}
 
 
 def _write(tensors: dict, path: Path) -> None:

@@ -148,7 +148,7 @@ def _run(args: argparse.Namespace) -> int:
     from specjax.infill import ending_middles
 
     want_draft = check_method(args)
-    target, draft = load_models(args.target, args.draft, args.dtype, want_draft)
+    target, draft = load_models(args, want_draft)
     if args.prefix is not None:
         target = ending_middles(target)
     job = Job.create(args, target, draft)

@@ -197,7 +197,7 @@ def _settings(args: argparse.Namespace, path: str, batch_size: int):
 
     combined = combine(args.reward or ["lexical"], dict(args.set).get("combine") == "product")
     if not args.models:
-        args.models = load_models(args.target, args.draft, args.dtype, True)
+        args.models = load_models(args, True)
     target, draft = args.models
     prompts, bad = read_prompts(path, target, False, combined.parts)
     if bad:

@@ -20,6 +20,7 @@ DEMO = Path(__file__).parent / "demo"
 EMBEDDED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft"}
 TUNED = "demo-sdsat"
 HUB_FILES = ("*.json", "model*.safetensors", "*.jinja", "tokenizer.model")
+PICKLES = ("pytorch_model*.bin",)
 HUB_SKIPPED = ("*/*",)  # other formats of the same weights
 
 
@@ -42,7 +43,7 @@ class LM:
         return self.params["embed"].dtype
 
 
-def load(path_or_id: str | Path, dtype: str | None = None) -> LM:
+def load(path_or_id: str | Path, dtype: str | None = None, pickles: bool = False) -> LM:
     """Loads a model directory, a hub id, or an embedded model.
 
     Embedded are ``demo``, ``demo-draft``, and ``demo-sdsat``, which drafts for itself.
@@ -50,12 +51,14 @@ def load(path_or_id: str | Path, dtype: str | None = None) -> LM:
     Args:
       dtype: ``float32``, ``bfloat16`` or ``float16``. None: float32 on CPUs, which compute in
         it fastest, bfloat16 elsewhere.
+      pickles: read ``pytorch_model*.bin`` where there are no safetensors; needs the torch
+        extra. Only tensors are read: no code in the pickle runs.
     Raises:
       ModelError: the directory, id or dtype cannot be used; the message says why.
     """
     dtype = resolve_dtype(dtype)
-    directory = locate(str(path_or_id))
-    config, params = load_pretrained(directory, DTYPES[dtype], fused=True)
+    directory = locate(str(path_or_id), HUB_FILES + PICKLES * pickles)
+    config, params = load_pretrained(directory, DTYPES[dtype], fused=True, pickles=pickles)
     tokenizer = Tokenizer.from_directory(directory)
     return _assemble(config, params, tokenizer, _eos_ids(directory, config), str(path_or_id))
 

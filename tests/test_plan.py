@@ -3,13 +3,16 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import specjax as sj
 from infer import convert, run
 from infer.plan import make_plan
 from specjax.models import init_cache, load_pretrained, save_pretrained
 from specjax.models.hf import INDEX, WEIGHTS, to_tensors
+from specjax.models.pickles import PICKLE, PICKLE_INDEX
 from test_hf import same
 from test_models import build
 
@@ -64,14 +67,14 @@ def pickled(directory, files):
         torch.save({name: tensors[name] for name in part}, directory / file)
         weight_map |= dict.fromkeys(part, file)
     if len(files) > 1:
-        (directory / convert.PICKLE_INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        (directory / PICKLE_INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
 SHARDS = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("files", [[convert.PICKLE], SHARDS], ids=["one", "sharded"])
+@pytest.mark.parametrize("files", [[PICKLE], SHARDS], ids=["one", "sharded"])
 def test_converted_pickles_load(directory, tmp_path, capsys, files):
     pickled(directory, files)
     out = tmp_path / "out"
@@ -87,11 +90,42 @@ def test_converted_pickles_load(directory, tmp_path, capsys, files):
 def test_what_is_no_pickle_of_tensors_is_refused(directory, capsys, content):
     pytest.importorskip("torch")
     (directory / WEIGHTS).unlink()
-    (directory / convert.PICKLE).write_bytes(content)
+    (directory / PICKLE).write_bytes(content)
     assert convert.main([str(directory)]) == 2
     err = capsys.readouterr().err
-    assert convert.PICKLE in err and err.count("\n") == 1
+    assert PICKLE in err and err.count("\n") == 1
     assert not (directory / WEIGHTS).exists()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("files", [[PICKLE], SHARDS], ids=["one", "sharded"])
+def test_pickles_load_where_asked_for(directory, files):
+    pickled(directory, files)
+    assert same(load_pretrained(directory, pickles=True)[1], build("gemma3")[1])
+    with pytest.raises(sj.ModelError, match="--pickles"):
+        load_pretrained(directory)
+
+
+@pytest.mark.torch
+def test_pickled_bfloat16_is_read_bit_for_bit(directory):
+    pickled(directory, [PICKLE])
+    torch = pytest.importorskip("torch")
+    tensors = torch.load(directory / PICKLE, weights_only=True)
+    torch.save({n: t.bfloat16() for n, t in tensors.items()}, directory / PICKLE)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), build("gemma3")[1])
+    assert same(load_pretrained(directory, jnp.bfloat16, pickles=True)[1], rounded)
+
+
+@pytest.mark.torch
+def test_code_in_a_pickle_does_not_run(directory, tmp_path, capsys):
+    pytest.importorskip("torch")
+    (directory / WEIGHTS).unlink()
+    trace = tmp_path / "ran"
+    (directory / PICKLE).write_bytes(f"cos\nsystem\n(S'touch {trace}'\ntR.".encode())
+    assert run.main(["--prompt", "def", "--target", str(directory), "--pickles"]) == 2
+    err = capsys.readouterr().err
+    assert PICKLE in err and err.count("\n") == 1
+    assert not trace.exists()
 
 
 def test_nothing_to_convert(directory, capsys):

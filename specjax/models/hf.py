@@ -27,6 +27,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES, from_hf, to_hf
 from specjax.models.functional import param_shapes
 from specjax.models.names import Stored
+from specjax.models.pickles import PICKLE, PICKLE_INDEX, Pickle
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -84,10 +85,16 @@ def to_tensors(cfg: ModelConfig, params: dict) -> dict[str, np.ndarray]:
 
 
 def load_pretrained(
-    directory: str | Path, dtype: jnp.dtype = jnp.float32, fused: bool = False
+    directory: str | Path,
+    dtype: jnp.dtype = jnp.float32,
+    fused: bool = False,
+    pickles: bool = False,
 ) -> tuple[ModelConfig, dict]:
     """Reads a model directory, tensor by tensor onto the device.
 
+    Args:
+      pickles: where there are no safetensors, read ``pytorch_model*.bin``: tensors alone, no
+        code of theirs runs; needs the torch extra.
     Returns:
       The config and the params as a nested dict of arrays of ``dtype``; ``fused`` in the
       inference layout.
@@ -97,7 +104,7 @@ def load_pretrained(
     """
     directory = Path(directory)
     cfg = from_hf(read_config(directory))
-    files = _tensor_files(directory)
+    files = _tensor_files(directory, pickles)
     handles = {file: _open(file) for file in sorted(set(files.values()))}
     present = _check_names(directory, cfg, sorted(files))
 
@@ -175,40 +182,49 @@ def write_text(path: Path, text: str) -> None:
     os.replace(scratch, path)
 
 
-def _tensor_files(directory: Path) -> dict[str, Path]:
+def _tensor_files(directory: Path, pickles: bool) -> dict[str, Path]:
     """Which file holds each tensor; the files are opened, so a broken one is found.
 
     A single file goes before an index, as in transformers: saving over a sharded directory
-    leaves its old index behind.
+    leaves its old index behind. Pickles come last, and only where they are asked for.
     """
-    single, index = directory / WEIGHTS, directory / INDEX
-    if single.exists():
-        return dict.fromkeys(_open(single).keys(), single)
-    if not index.exists():
-        pickles = sorted(p.name for p in directory.glob("*.bin"))
-        hint = (
-            f"; {pickles[0]} is a pickle: python -m infer.convert makes safetensors"
-            if pickles
-            else ""
-        )
-        raise ModelError(f"{directory}: no {WEIGHTS} and no {INDEX}{hint}")
-    weight_map = read_json(index).get("weight_map")
+    kinds = [(WEIGHTS, INDEX)] + [(PICKLE, PICKLE_INDEX)] * pickles
+    for single, index in kinds:
+        if (directory / single).exists():
+            return dict.fromkeys(_open(directory / single).keys(), directory / single)
+        if (directory / index).exists():
+            return _sharded(directory, index)
+    found = sorted(p.name for p in directory.glob("pytorch_model*.bin"))
+    hint = (
+        f"; {found[0]} is a pickle: --pickles (in Python pickles=True) reads its tensors, and "
+        "python -m infer.convert makes safetensors of it"
+        if found
+        else ""
+    )
+    raise ModelError(f"{directory}: no {WEIGHTS} and no {INDEX}{hint}")
+
+
+def _sharded(directory: Path, index: str) -> dict[str, Path]:
+    """Which shard holds each tensor: what the shards hold, checked against the index."""
+    weight_map = read_json(directory / index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise ModelError(f"{index}: no weight_map from tensors to files")
+        raise ModelError(f"{directory / index}: no weight_map from tensors to files")
     shards = {name: directory / name for name in sorted(set(weight_map.values()))}
     for name, path in shards.items():
         if not path.exists():
-            raise ModelError(f"{directory}: shard {name}, named by {INDEX}, is missing")
+            raise ModelError(f"{directory}: shard {name}, named by {index}, is missing")
     held = {name: set(_open(path).keys()) for name, path in shards.items()}
     for tensor, shard in weight_map.items():
         if tensor not in held[shard]:
             raise ModelError(
-                f"{directory / shard}: lacks tensor {tensor}, which {INDEX} puts there"
+                f"{directory / shard}: lacks tensor {tensor}, which {index} puts there"
             )
     return {tensor: path for name, path in shards.items() for tensor in sorted(held[name])}
 
 
 def _open(path: Path):
+    if path.suffix == ".bin":
+        return Pickle(path)
     try:
         return safe_open(path, framework="np")
     except (SafetensorError, OSError) as error:

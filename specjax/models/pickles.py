@@ -1,0 +1,77 @@
+"""Checkpoints kept as pickles (``pytorch_model*.bin``), read as tensors alone by torch.
+
+The unpickler is torch's restricted one (``weights_only``): it builds tensors and runs no code of
+the file. Needs the torch extra.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.errors import ModelError
+
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+def read_pickle(path: Path) -> dict[str, Any]:
+    """The torch tensors of one pickle by name, mapped from the file where its format allows.
+
+    Raises:
+      ModelError: torch is not there, or the file is no pickle of named tensors alone.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise ModelError(f"{path}: pickles need torch: pip install 'specjax[torch]'") from None
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            mapped = zipfile.is_zipfile(path)  # what torch writes since 1.6
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # garbage makes the unpickler fail in any way
+        first = str(error).strip().splitlines() or ["empty"]
+        raise ModelError(f"{path}: not a readable pickle of tensors ({first[0]})") from None
+    if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
+        raise ModelError(f"{path}: holds something else than named tensors")
+    return found
+
+
+class Pickle:
+    """One pickle behind the part of ``safetensors.safe_open`` that loading uses."""
+
+    def __init__(self, path: Path):
+        self._tensors = read_pickle(path)
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> _Header:
+        return _Header(self._tensors[name])
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        """The tensor as numpy sees it; numpy has no bfloat16 of its own."""
+        import torch
+
+        tensor = self._tensors[name].contiguous()
+        if tensor.dtype == torch.bfloat16:
+            return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
+        return tensor.numpy()
+
+
+class _Header:
+    """Shape and dtype of a tensor, in safetensors' terms."""
+
+    def __init__(self, tensor: Any):
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        name = str(self._tensor.dtype).removeprefix("torch.")
+        return {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}.get(name, name)
