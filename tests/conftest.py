@@ -8,9 +8,13 @@ import jax
 import pytest
 
 import specjax as sj
+from infer.arguments import use_compilation_cache
 from specjax.models import ModelConfig, init_params, save_pretrained
 from train.corpus import Document
 from train.tokenizer import train_tokenizer
+
+# The tests compile hundreds of programs that run for milliseconds: LLVM's passes are most of that.
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 def tiny_lm(seed: int, layers: int = 2, hidden: int = 32, vocab: int = 97, **other) -> sj.LM:
@@ -86,9 +90,15 @@ def tiny_pair_dirs(tmp_path_factory) -> tuple[str, str]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def own_compilation_cache(tmp_path_factory):
-    """Programs under test must not touch the user's cache of compiled programs."""
-    os.environ["SPECJAX_CACHE_DIR"] = str(tmp_path_factory.mktemp("xla"))
+def own_compilation_cache(request, tmp_path_factory):
+    """One cache of compiled programs for all workers and runs: not the user's.
+
+    It lies in pytest's own cache directory, so ``pytest --cache-clear`` empties it.
+    """
+    kept = getattr(request.config, "cache", None)
+    directory = str(kept.mkdir("xla") if kept else tmp_path_factory.mktemp("xla"))
+    os.environ["SPECJAX_CACHE_DIR"] = directory
+    use_compilation_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -129,15 +129,14 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
 
 def rule_p_value(rule, *, draft_fn=chain_draft, seed: int = 1, **settings) -> float:
     """p-value of one round of ``rule`` over chains drawn from the table's q."""
-    p, q = map(jnp.asarray, tables())
 
     @jax.jit
-    def run(keys):
+    def run(keys, p, q):  # the tables are arguments: constants, XLA would fold while compiling
         draft, log_p = draft_fn(keys, p, q)
         return complete(keys, rule(keys, draft, log_p, **settings), p)
 
     keys = jax.random.split(jax.random.key(seed), SAMPLES)
-    return p_value(histogram(np.asarray(run(keys))), exact_joint(tables()[0]))
+    return p_value(histogram(np.asarray(run(keys, *tables()))), exact_joint(tables()[0]))
 
 
 # --- end to end: a method's whole loop against an enumeration of its target ------------------

@@ -80,7 +80,7 @@ def test_shipped_configs_are_valid():
     for path in sorted((ROOT / "configs").glob("*.toml")):
         sdsat = path.name.startswith("sdsat_")
         from_toml(SDSATConfig if sdsat else LMConfig, path)
-        name = "sdsat" if sdsat else "lm"
+        name = "ablation" if path.stem == "sdsat_ablation" else "sdsat" if sdsat else "lm"
         assert f"python -m train.{name} configs/{path.name}" in path.read_text()
 
 

@@ -100,15 +100,15 @@ def reorder_siblings(draft, log_p, order):
 
 def rule_counts(rule, draft_fn, tables, *, seed: int = 1, **settings):
     """(counts of the first L tokens, accepted depth per row) of one round."""
-    p, q = map(jnp.asarray, tables)
 
     @jax.jit
-    def run(keys):
+    def run(keys, p, q):  # the tables are arguments: constants, XLA would fold while compiling
         draft, log_p = draft_fn(keys, p, q)
         verdict = rule(keys, draft, log_p, **settings)
         return laws.complete(keys, verdict, p), verdict.num_accepted
 
-    tokens, accepted = map(np.asarray, run(jax.random.split(jax.random.key(seed), laws.SAMPLES)))
+    keys = jax.random.split(jax.random.key(seed), laws.SAMPLES)
+    tokens, accepted = map(np.asarray, run(keys, *tables))
     return laws.histogram(tokens), accepted
 
 
