@@ -14,12 +14,13 @@ import pytest
 import laws
 import specjax as sj
 from specjax import decode
-from specjax.draft.adaptive import LEVELS, Candidates
+from specjax.draft.adaptive import LEVELS, Candidates, _probes
 from specjax.errors import OptionError, PairError
 from specjax.generate import Engine
 from specjax.methods import Context
 from specjax.models import ModelConfig, hidden_states, init_params, logits_of
 
+SLOW = pytest.mark.slow
 V, ADAPTIVE = 5, 5
 PROMPTS = [[1, 2, 3], [4], [0, 3, 3, 1, 2, 0, 4], [2, 2]]
 
@@ -90,7 +91,7 @@ def single_pass(lm, prompt, k, budget):
     return text[len(prompt) :][:budget], accepted
 
 
-@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=SLOW), 3, pytest.param(5, marks=SLOW)])
 @pytest.mark.parametrize(("method", "reference"), [("sdsat", two_step),
                                                    ("sdsat-single", single_pass)])  # fmt: skip
 def test_greedy_run_is_the_references(lm, method, reference, k):
@@ -122,6 +123,15 @@ def test_fewer_groups_change_no_token(lm, groups):
     for a, b in zip(every.tokens, few.tokens, strict=True):
         np.testing.assert_array_equal(a, b)
     assert few.stats["rounds"].sum() > every.stats["rounds"].sum()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_every_probe_follows_the_one_before(groups):
+    """Group j hangs from node j; within it each probe from the last: counted after the nodes."""
+    k = 3
+    parents = _probes((7,) * k, groups, rows=2, nodes=k + 1).parents
+    want = [p for j in range(groups) for p in (j, k + 1 + k * j, k + 2 + k * j)]
+    np.testing.assert_array_equal(parents, [want, want])
 
 
 def test_tree_has_the_published_levels():
@@ -159,7 +169,10 @@ def test_what_makes_no_sense_is_refused(lm, target):
                     options={"form": "tree"})  # fmt: skip
 
 
-@pytest.mark.parametrize("id_", [ADAPTIVE, 2], ids=["last", "among the others"])
+@pytest.mark.parametrize(
+    "id_",
+    [pytest.param(ADAPTIVE, id="last", marks=SLOW), pytest.param(2, id="among the others")],
+)
 def test_adaptive_ids_are_never_emitted(id_):
     own = make(adaptive=(id_,) * 3)
     batch = functools.partial(sj.generate, own, PROMPTS[:1] * 8, max_new_tokens=60)

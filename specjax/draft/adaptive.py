@@ -159,7 +159,7 @@ class Asking:
             tokens=root,
             parents=np.full((rows, 1), NO_PARENT, np.int32),
             valid=jnp.ones((rows, 1), bool),
-            probes=_probes(self.adaptive, groups=1, rows=rows),
+            probes=_probes(self.adaptive, groups=1, rows=rows, nodes=1),
             shape=self.shape,
             q_row=(0,),
             law=self.law,
@@ -230,7 +230,8 @@ class SinglePass:
         logits, known = state.drafter
         root = probs.at_token(state.tokens, state.length - 1)
         draft = self.candidates.draft(inputs, keys, root, logits, known & ~state.done)
-        draft = draft.replace(probes=_probes(self.adaptive, self.groups, root.shape[0]))
+        probes = _probes(self.adaptive, self.groups, root.shape[0], self.shape.nodes)
+        draft = draft.replace(probes=probes)
         none = jnp.zeros(state.length.shape, jnp.int32)
         return Proposal(draft, state.drafter, none, jnp.int32(0))
 
@@ -243,9 +244,9 @@ class SinglePass:
         return answers.astype(jnp.float32), accepted < self.groups
 
 
-def _probes(adaptive: tuple[int, ...], groups: int, rows: int) -> Probes:
-    """``groups`` windows of adaptive tokens, window j behind node j of a chain."""
-    k, nodes = len(adaptive), 1 if groups == 1 else len(adaptive) + 1
+def _probes(adaptive: tuple[int, ...], groups: int, rows: int, nodes: int) -> Probes:
+    """``groups`` windows of adaptive tokens, window j behind node j of a chain of ``nodes``."""
+    k = len(adaptive)
     # A probe's parent is the probe before it, counted after the nodes; the first one's, node j.
     parents = [
         nodes + group * k + i - 1 if i else group for group in range(groups) for i in range(k)
