@@ -142,7 +142,7 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
     from infer.energy import find_meter
     from infer.measure import CURVE, costs, measure
     from infer.peers import peer_rows
-    from infer.report import PREDICTED, add_quality, machine, make_rows
+    from infer.report import add_quality, machine, make_rows, pass_widths
     from specjax.infill import ending_middles
 
     use_compilation_cache()
@@ -159,7 +159,7 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
             results = measure(target, draft, prompts, cases, args.max_new_tokens, args.repeats,
                               peer.repeat if peer else lambda repeat: None, meter)  # fmt: skip
         _say("cost curve")
-        passes = {case.options["gamma"] + 1 for case in cases if case.method in PREDICTED}
+        passes = {width for case in cases for width in pass_widths(case, target)}
         v, c = costs(target, draft, sorted(passes.union(CURVE)))
         rows = make_rows(target, prompts, results, v, c)
         add_quality(rows, target, draft, questions, results, args.run_tests)

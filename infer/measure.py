@@ -67,6 +67,7 @@ class Result:
     origins: list[np.ndarray] = dataclasses.field(default_factory=list)
     text: list[str] = dataclasses.field(default_factory=list)
     joules: list[float] = dataclasses.field(default_factory=list)  # prefill included
+    accepted_hist: list[int] = dataclasses.field(default_factory=list)  # rounds by accepted drafts
 
     @property
     def speed(self) -> float:
@@ -107,7 +108,9 @@ def measure(
     for case in cases:
         warm = run_case(target, draft, prompts, case, budget)  # compiles every bucket
         counters = {n: int(v.sum()) for n, v in warm.stats.items() if v.ndim == 1}
-        results.append(Result(case, [], [], [], counters, warm.tokens, warm.origins, warm.text))
+        hist = warm.stats["accepted_hist"].sum(0).tolist()
+        results.append(Result(case, [], [], [], counters, warm.tokens, warm.origins, warm.text,
+                              accepted_hist=hist))  # fmt: skip
     for repeat in range(repeats):
         for result in results:
             before = meter.joules() if meter else 0.0
@@ -136,8 +139,8 @@ def costs(
     """
     rounds: list[Round] = [[(target, width, 1)] for width in widths]
     if draft:
-        # A draft pass feeds two tokens, see specjax.draft.chain.
-        rounds.append([(target, 1, 1), (draft, 2, DRAFT_PASSES)])
+        # The first draft pass feeds two tokens, the others one, see specjax.draft.chain.
+        rounds.append([(target, 1, 1), (draft, 2, 1), (draft, 1, DRAFT_PASSES - 1)])
     seconds = round_seconds(rounds)
     one = seconds[widths.index(1)]
     v = {width: value / one for width, value in zip(widths, seconds, strict=False)}
@@ -189,7 +192,8 @@ def _round_loop(models: Round) -> Callable[[], None]:
     run = jax.jit(many, donate_argnums=0)
     params = [model.params for model, *_ in models]
     # The cost of a pass follows the cache's length: one length for every width.
-    slots = bucket(CONTEXT + STEPS + max(CURVE) + DRAFT_PASSES)
+    widest = max(*CURVE, *(width for _, width, _ in models))
+    slots = bucket(CONTEXT + STEPS + widest + DRAFT_PASSES)
     caches = [init_cache(model.config, 1, slots, model.dtype) for model, *_ in models]
 
     def loop():

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from infer.measure import Result, mismatches, output_logprobs
+from infer.measure import Case, Result, mismatches, output_logprobs
 from infer.quality import UNKNOWN, kl_to_target, mean_rouge
 from infer.sandbox import pass_at_1
+from specjax.draft import CHAIN, TREE, Candidates
 from specjax.errors import OptionError
 from specjax.infill import exact_matches
 from specjax.lm import LM
@@ -24,6 +25,7 @@ from specjax.metrics import (
     diversity,
     expected_scd_speedup,
     expected_scored_speedup,
+    expected_self_draft_speedup,
     expected_speedup,
     perplexity,
     rates,
@@ -69,6 +71,7 @@ FORMULAS = {
     "scd": expected_scored_speedup,
 }
 PREDICTED = {"speculative": "speculative", "scd": "scd"}
+SELF_DRAFTING = "sdsat", "sdsat-single"  # foretold from tokens per round and v alone
 EXPECTED_COLUMNS = (
     ("expected from λ, γ, c and v", "label", "{}"),
     ("mode", "mode", "{}"),
@@ -105,6 +108,21 @@ def machine() -> dict[str, Any]:
     }
 
 
+def pass_widths(case: Case, target: LM) -> tuple[int, ...]:
+    """Tokens per row of each target pass of a round, where the cost model foretells the speed."""
+    if case.method in PREDICTED:
+        return (case.options["gamma"] + 1,)
+    if case.method not in SELF_DRAFTING:
+        return ()
+    k = case.options["k"] or len(target.config.adaptive_ids)
+    if case.method == "sdsat-single":
+        groups = min(case.options["groups"] or k + 1, k + 1)
+        return (1 + k + groups * k,)
+    form = case.options["form"]
+    tree = form == TREE or (form == "auto" and case.mode == "sampled")
+    return k + 1, Candidates(k, target.vocab_limit, TREE if tree else CHAIN).shape.nodes
+
+
 def make_rows(
     target: LM,
     prompts: Sequence[Sequence[int]],
@@ -120,7 +138,8 @@ def make_rows(
     plain = next((r for r in results if r.case.mode == "greedy"), None)
     rows = []
     for result in results:
-        row, spec = _row(result, results, v, c), METHODS[result.case.method]
+        widths = pass_widths(result.case, target)
+        row, spec = _row(result, results, v, c, widths), METHODS[result.case.method]
         logprobs = output_logprobs(target, prompts, result.tokens)
         row["perplexity"] = perplexity(np.concatenate(logprobs))
         row["diversity"] = diversity(result.tokens)
@@ -165,7 +184,11 @@ def exact_match(tasks: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> flo
 
 
 def _row(
-    result: Result, results: Sequence[Result], v: Mapping[int, float], c: float | None
+    result: Result,
+    results: Sequence[Result],
+    v: Mapping[int, float],
+    c: float | None,
+    widths: Sequence[int],
 ) -> dict[str, Any]:
     """One case, with the speedup and, where c and v are known, its prediction."""
     case = result.case
@@ -180,6 +203,9 @@ def _row(
         of = {name: formula(rate, gamma, c, v[gamma + 1]) for name, formula in FORMULAS.items()}
         predicted = of[PREDICTED[case.method]]
         found |= {"gamma": gamma, **{f"expected_{name}": value for name, value in of.items()}}
+    elif case.method in SELF_DRAFTING and case.batch_size == 1:
+        passes = [v[width] for width in widths]
+        predicted = expected_self_draft_speedup(found["block_efficiency"], passes)
     tokens = result.counters["emitted"]
     return {
         "method": case.method, "label": case.label, "mode": case.mode,
@@ -191,7 +217,8 @@ def _row(
         "draft_calls": result.counters["draft_calls"],
         "target_calls_per_token": ratio(result.counters["target_calls"], tokens),
         "draft_calls_per_token": ratio(result.counters["draft_calls"], tokens),
-        "counters": result.counters, "repeats": result.tokens_per_second,
+        "counters": result.counters, "accepted_hist": result.accepted_hist,
+        "repeats": result.tokens_per_second,
     } | found  # fmt: skip
 
 

@@ -80,6 +80,15 @@ def expected_scored_speedup(acceptance: float, gamma: int, c: float, v: float = 
     return expected_block_efficiency(acceptance, gamma) / (v + c * (gamma + 1))
 
 
+def expected_self_draft_speedup(tokens: float, passes: Sequence[float]) -> float:
+    """Of a target that drafts for itself: tokens per round over ``Σ v`` of the round's passes.
+
+    SDSAT's two steps take 2 + j tokens in two passes of k + 1, its single pass 1 + j in one of
+    (k + 1)², with j drafts accepted per round.
+    """
+    return tokens / sum(passes)
+
+
 def diversity(outputs: Sequence[Sequence[int]]) -> float | None:
     """``Π_{n=2..4} unique n-grams / n-grams`` per output of token ids, averaged.
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 import specjax as sj
 from infer import bench, measure, peers
-from infer.report import NEAR_TIE, make_rows, markdown, show
+from infer.report import NEAR_TIE, make_rows, markdown, pass_widths, show
 from specjax.errors import OptionError
 from specjax.methods import method
 from specjax.metrics import expected_block_efficiency, expected_speedup, perplexity, rates
@@ -103,7 +103,7 @@ def scripted(tokens, decode, prefill):
     """A generation with given times per row, batch mates sharing theirs."""
     counters = {n: np.array([8]) for n in ("rounds", "target_calls", "tested", "drafted")}
     counters |= {"accepted": np.array([6]), "emitted": np.array([16]),
-                 "draft_calls": np.array([16])}  # fmt: skip
+                 "draft_calls": np.array([16]), "accepted_hist": np.array([[2, 6]])}  # fmt: skip
     return types.SimpleNamespace(
         tokens=tokens, lengths=np.array([len(t) for t in tokens]), stats=counters,
         decode_seconds=np.array(decode), prefill_seconds=np.array(prefill),
@@ -131,7 +131,7 @@ def test_batches_count_once_and_cases_take_turns(monkeypatch):
 
 
 def result(name, speeds, tokens, **options):
-    counters = {n: int(v[0]) for n, v in scripted([], [], []).stats.items()}
+    counters = {n: int(v[0]) for n, v in scripted([], [], []).stats.items() if v.ndim == 1}
     case = measure.Case(name, options, GREEDY, 1)
     return measure.Result(case, speeds, speeds, [0.1], counters, tokens)
 
@@ -152,6 +152,29 @@ def test_rows_compare_within_a_repeat_and_predict(target):
     assert row["measured_over_predicted"] == pytest.approx(2 / expected)
     (found,) = row["mismatches"]
     assert (found["row"], found["position"]) == (0, 1) and found["gap"] > NEAR_TIE
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "passes"),
+    [
+        ("sdsat", {"k": 3, "form": "auto"}, (4, 4)),
+        # k = 0: the 4 that the model was tuned with.
+        ("sdsat", {"k": 0, "form": "tree"}, (5, 1 + 4 + 8 + 8 + 5)),
+        ("sdsat-single", {"k": 3, "groups": 0}, (16,)),
+        ("sdsat-single", {"k": 3, "groups": 2}, (4 + 6,)),
+    ],
+)
+def test_self_drafting_is_foretold_from_its_passes(target, method, options, passes):
+    """Two tokens per round, each pass at the measured cost of its width."""
+    tokens = np.array([5, 6])
+    results = [result("autoregressive", [100.0], [tokens]),
+               result(method, [150.0], [tokens], **options)]  # fmt: skip
+    assert pass_widths(results[1].case, target) == passes
+    v = {1: 1.0} | {width: 1 + width / 100 for width in passes}
+    row = make_rows(target, [[1, 2]], results, v, None)[1]
+    expected = 2 / sum(v[width] for width in passes)
+    assert row["predicted_speedup"] == pytest.approx(expected)
+    assert row["measured_over_predicted"] == pytest.approx(1.5 / expected)
 
 
 def test_sweep_runs_the_method_at_each_value(small, short_curve, tmp_path, capsys):
