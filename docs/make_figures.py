@@ -24,7 +24,8 @@ OVERVIEW = Path(__file__).with_name("pages") / "overview.md"
 COMMON = ("--num-prompts", "10", "--max-new-tokens", "48", "--repeats", "1")
 FEWER = ("--num-prompts", "4")  # of the overview, whose every method is a program to compile
 KEPT = ("method", "mode", "options", "speedup", "predicted_speedup", "acceptance_rate",
-        "block_efficiency", "tokens_per_target_call", "perplexity", "diversity", "kl")  # fmt: skip
+        "block_efficiency", "tokens_per_target_call", "perplexity", "diversity", "kl",
+        "accepted_hist")  # fmt: skip
 QUALITIES = {"perplexity": "perplexity under the target", "kl": "measured KL(p‖π), nats per token"}
 BLUE, RED, GREY = "#4c78a8", "#e45756", "#888888"
 
@@ -68,7 +69,11 @@ SWEEPS = {
     "beams": Sweep("beams", "hypotheses W",
                    ("--greedy-only", "--methods", "beam", "--sweep", "beams=1,2,4"),
                    quality="perplexity"),
+    "k": Sweep("k", "adaptive tokens k",
+               ("--greedy-only", "--target", "demo-sdsat", "--methods", "sdsat,sdsat-single",
+                "--sweep", "k=1,2,3,4,5,7,9,13")),
 }  # fmt: skip
+POSITIONS = "sdsat_positions.svg"  # a second figure of k's numbers
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -85,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             OVERVIEW.write_text(overview_page(read("overview")), encoding="utf-8")
         else:
             draw(SWEEPS[name], read(name), FIGURES / f"{name}.svg")
+        if name == "k":
+            draw_positions(read(name), FIGURES / POSITIONS)
 
 
 def measure(name: str) -> None:
@@ -118,16 +125,38 @@ def _comparable() -> list[str]:
 # --- drawing ---------------------------------------------------------------------------------
 
 
-def draw(sweep: Sweep, report: dict[str, Any], path: Path) -> None:
-    """Tokens per round and speed over the option; lossy rules: tokens per round over quality."""
+def _pyplot() -> Any:
+    """matplotlib.pyplot, for SVGs that are the same whenever they are drawn."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "specjax",
                                 "font.size": 9, "axes.spines.top": False,
                                 "axes.spines.right": False})  # fmt: skip
-    from matplotlib import pyplot as plt
+    from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw_positions(report: dict[str, Any], path: Path) -> None:
+    """The share of rounds that accept the answers up to each adaptive token, one line per k."""
+    plt = _pyplot()
+    rows = _lines(SWEEPS["k"], report["rows"])["sdsat"]
+    figure, axis = plt.subplots(figsize=(4.6, 3.1), layout="constrained")
+    for i, row in enumerate(rows):
+        hist = row["accepted_hist"]
+        at_least = [sum(hist[n:]) / sum(hist) for n in range(1, len(hist))]
+        axis.plot(range(1, len(hist)), at_least, "o-", ms=3, color=plt.cm.viridis(i / len(rows)),
+                  label=f"k = {row['options']['k']}")  # fmt: skip
+    axis.set(xlabel="adaptive token", ylabel="rounds that accept up to it", ylim=(0, 1))
+    axis.legend(fontsize=7, frameon=False, ncols=2)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def draw(sweep: Sweep, report: dict[str, Any], path: Path) -> None:
+    """Tokens per round and speed over the option; lossy rules: tokens per round over quality."""
+    plt = _pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.1), layout="constrained")
     for color, (method, rows) in zip((BLUE, RED), _lines(sweep, report["rows"]).items(),
                                      strict=False):  # fmt: skip
@@ -168,7 +197,7 @@ def _predicted(axis: Any, x: list, rows: list[dict], color: str) -> None:
     known = [(at, row["predicted_speedup"]) for at, row in zip(x, rows, strict=True)
              if row["predicted_speedup"]]  # fmt: skip
     if known:
-        axis.plot(*zip(*known, strict=True), ":", color=color, label="from λ, c and v")
+        axis.plot(*zip(*known, strict=True), ":", color=color, label="foretold")
 
 
 def _against_quality(axis: Any, sweep: Sweep, rows: list[dict], color: str) -> None:
