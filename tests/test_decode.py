@@ -18,11 +18,18 @@ from specjax.models import init_cache
 PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
 # One method of each kind by default, the others among the slow tests.
 CORE = ("autoregressive", "speculative", "specinfer")
-METHODS = [
-    pytest.param(name, marks=() if name in CORE else pytest.mark.slow)
-    for name, spec in sorted(sj.methods().items())
-    if not spec.search
-]
+
+
+def methods(fast):
+    """Every method of the plain loop; those that are not in ``fast`` among the slow tests."""
+    return [
+        pytest.param(name, marks=() if name in fast else pytest.mark.slow)
+        for name, spec in sorted(sj.methods().items())
+        if not spec.search
+    ]
+
+
+METHODS, TREE_SLOW = methods(CORE), methods(CORE[:2])
 SAMPLING = sj.Sampling(temperature=0.8, top_k=20, top_p=0.9)
 
 
@@ -30,7 +37,7 @@ def run(target, draft, method, prompts=PROMPTS, **kw):
     return sj.generate(target, prompts, method=method, draft=draft, **kw)
 
 
-@pytest.mark.parametrize("gamma", [1, 3, 8])
+@pytest.mark.parametrize("gamma", [1, pytest.param(3, marks=pytest.mark.slow), 8])
 def test_greedy_speculative_equals_plain(target, draft, gamma):
     plain = run(target, None, "autoregressive", max_new_tokens=120)
     out = run(target, draft, "speculative", max_new_tokens=120, options={"gamma": gamma})
@@ -68,7 +75,7 @@ def test_cache_equals_fresh_prefill_after_every_round(target, draft, name, sampl
     assert rounds > 4
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", TREE_SLOW)
 @pytest.mark.parametrize("sampling", [sj.Sampling(), SAMPLING], ids=["greedy", "sampled"])
 def test_row_of_a_batch_is_the_prompt_alone(target, draft, name, sampling):
     together = run(target, draft, name, max_new_tokens=30, sampling=sampling, seed=5)
@@ -109,7 +116,7 @@ def test_ends_at_any_of_several_eos_ids(target, draft, name):
     assert "eos" in out.finish_reasons
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", TREE_SLOW)
 def test_growing_buckets_and_chunks_change_nothing(target, draft, name):
     whole = run(target, draft, name, max_new_tokens=300, sampling=SAMPLING, logprobs=True)
     pieces = list(sj.stream(target, PROMPTS, method=name, draft=draft, max_new_tokens=300,

@@ -1,16 +1,23 @@
 """The embedded pair: sizes, greedy equality on held-out code, acceptance, the contributed rule."""
 
+import functools
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import laws
 import specjax as sj
 from infer.measure import mismatches
+from specjax import decode, verify
 from specjax.demo.heldout import held_out_functions
+from specjax.generate import Engine
 from specjax.lm import DEMO
+from specjax.methods import Context
+from specjax.scoring import score
 from specjax.types import POINT_MASS
 from test_laws import point_mass_draft
 
@@ -79,3 +86,75 @@ def test_the_rule_of_contributing_works_as_printed():
     rule = namespace["certain"]
     assert rule.laws == {POINT_MASS}
     assert laws.rule_p_value(rule, draft_fn=point_mass_draft) > laws.ALPHA
+
+
+@functools.cache
+def demo_runs():
+    """Methods over the same held-out functions, sampled; drafts of one depth, 3."""
+    target, draft = sj.load("demo"), sj.load("demo-draft")
+    functions, _ = held_out_functions(16)
+    # The prompts' ends alone: then all of it fits in one bucket, one program per method.
+    prompts = [target.tokenizer.encode(function.prompt)[-40:] for function in functions]
+    runs = {}
+    for name, options in (
+        ("speculative", {"gamma": 3}),
+        ("specinfer", {"branching": (4, 2, 2)}),
+        ("mtad", {"gamma": 3}),
+    ):
+        out = sj.generate(target, prompts, method=name, draft=draft, options=options,
+                          sampling=sj.Sampling(1.0, 20, 0.9), max_new_tokens=40, num_samples=2,
+                          logprobs=True)  # fmt: skip
+        runs[name] = out
+    return runs
+
+
+def tokens_per_round(out):
+    return out.stats["emitted"] / out.stats["rounds"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("better", ["specinfer", "mtad"])
+def test_more_tokens_per_round_than_the_chain(better):
+    """Paired over prompts and samples, one-sided: a tree of 4,2,2, and MTAD's best beam."""
+    runs = demo_runs()
+    gain = tokens_per_round(runs[better]) - tokens_per_round(runs["speculative"])
+    assert gain.mean() > 3 * gain.std() / len(gain) ** 0.5
+
+
+@pytest.mark.slow
+def test_mtad_is_less_perplexing_than_samples():
+    runs = demo_runs()
+    mtad, plain = (np.array([row.mean() for row in runs[n].logprobs])
+                   for n in ("mtad", "speculative"))  # fmt: skip
+    assert (mtad - plain).mean() > 3 * (mtad - plain).std() / len(plain) ** 0.5
+
+
+@pytest.mark.slow
+def test_block_accepts_more_of_the_demo_drafts(pair, prompts):
+    """10⁵ verdicts of each rule on the same drafts: paired, one-sided."""
+    target, draft = pair
+    method, _ = sj.method("speculative").build(Context(target, draft), {"gamma": 4})
+    rows, per_draft = 32, 160
+    inputs = Engine(target, draft, method, {"tau1": 0.0}).inputs(sj.Sampling(1.0), rows)
+    budget, keys = np.full(rows, 8, np.int32), jax.random.split(jax.random.key(0), rows)
+    state = decode.start(method, inputs, [np.array(p[-40:]) for p in prompts[:rows]], budget,
+                         keys, chunk=64)  # fmt: skip
+
+    @jax.jit
+    def gains(keys):
+        drafted = method.drafter.propose(inputs, state, keys).draft
+        scores, _ = score(target.config, target.params, state.cache, state.length - 1, drafted)
+        log_p, _ = method.target.log_p(inputs, state, drafted, scores)
+
+        def gain(i):
+            again = jax.vmap(jax.random.fold_in, (0, None))(keys, i)
+            one, two = (rule(again, drafted, log_p).num_accepted
+                        for rule in (verify.speculative, verify.block))  # fmt: skip
+            return two - one
+
+        return jax.lax.map(gain, jnp.arange(per_draft)).mean(0)  # of each draft
+
+    found = np.concatenate([gains(jax.random.split(key, rows))
+                            for key in jax.random.split(jax.random.key(1), 20)])  # fmt: skip
+    assert found.size * per_draft >= 1e5
+    assert found.mean() > 5 * found.std() / found.size**0.5

@@ -247,6 +247,7 @@ class SkipsCommit(decode.DraftVerify):
         return after.replace(cache=cache)
 
 
+@pytest.mark.slow
 def test_skipped_commit_is_caught():
     built = build("speculative", {"gamma": 2})
     mutant = SkipsCommit(built.model, built.drafter, built.target, built.rule)

@@ -62,7 +62,7 @@ def beam_reference(lm, prompt, beams, budget):
     return finished[0][1]
 
 
-@pytest.mark.parametrize("beams", [2, 4])
+@pytest.mark.parametrize("beams", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_beam_search_is_the_reference(lm, beams):
     ours = sj.generate(lm, PROMPTS, method="beam", options={"beams": beams}, max_new_tokens=16)
     for prompt, tokens in zip(PROMPTS, ours.tokens, strict=True):
