@@ -14,7 +14,9 @@ from train.corpus import Document
 from train.tokenizer import train_tokenizer
 
 # The tests compile hundreds of programs that run for milliseconds: LLVM's passes are most of that.
+# Programs that tests start do the same, so that both sides of a comparison round alike.
 jax.config.update("jax_disable_most_optimizations", True)
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
 def tiny_lm(seed: int, layers: int = 2, hidden: int = 32, vocab: int = 97, **other) -> sj.LM:

@@ -68,13 +68,14 @@ class BeamSearch:
         tokens = jnp.repeat(state.tokens[:, None], self.beams, axis=1)
         shape = (rows, self.beams)
         # One beam is open at first, or all would say the same.
-        score = jnp.where(jnp.arange(self.beams) == 0, 0.0, jnp.full(shape, LOST, jnp.float32))
+        lost = jnp.full(shape, LOST, jnp.float32)  # a weak dtype would trace the loop twice
+        score = jnp.where(jnp.arange(self.beams) == 0, 0.0, lost)
         logprobs = jnp.zeros(tokens.shape, jnp.float32)
         return state.replace(
             drafter=BeamState(
                 cache=jax.tree.map(lambda x: jnp.repeat(x, self.beams, axis=0), cache),
                 running=Hypotheses(tokens, logprobs, score),
-                finished=Hypotheses(tokens + 0, logprobs + 0, jnp.full(shape, LOST)),
+                finished=Hypotheses(tokens + 0, logprobs + 0, lost + 0),
                 is_finished=jnp.zeros(shape, bool),
                 lengths=jnp.zeros(shape, jnp.int32),
                 generated=jnp.zeros((rows,), jnp.int32),
