@@ -26,7 +26,7 @@ from specjax.models import ModelConfig, forward, hidden_states, init_cache, logi
 CURVE = (1, 2, 4, 8, 16, 32, 64)
 STEPS = 24  # passes per timing of the curve
 CONTEXT = 192  # committed tokens the passes of the curve see
-TIMINGS = 8
+TIMINGS = 16
 DRAFT_PASSES = 3  # draft passes between two target passes where c is measured
 
 # One round of a timing: models, each with its tokens per pass and its passes.
@@ -141,24 +141,25 @@ def costs(
     if draft:
         # The first draft pass feeds two tokens, the others one, see specjax.draft.chain.
         rounds.append([(target, 1, 1), (draft, 2, 1), (draft, 1, DRAFT_PASSES - 1)])
-    seconds = round_seconds(rounds)
-    one = seconds[widths.index(1)]
-    v = {width: value / one for width, value in zip(widths, seconds, strict=False)}
-    return v, (seconds[-1] - one) / (DRAFT_PASSES * one) if draft else None
+    turns = np.array(round_seconds(rounds))
+    relative = np.median(turns / turns[:, [widths.index(1)]], axis=0).tolist()
+    v = dict(zip(widths, relative, strict=False))
+    return v, (relative[-1] - 1) / DRAFT_PASSES if draft else None
 
 
-def round_seconds(rounds: Sequence[Round]) -> list[float]:
-    """Seconds of each round: the fastest of several timings, which are taken in turn."""
+def round_seconds(rounds: Sequence[Round]) -> list[list[float]]:
+    """Seconds of each round, once per turn: ratios within one stand though the machine drifts."""
     loops = [_round_loop(models) for models in rounds]
     for loop in loops:
         loop()  # compiles
-    times: list[list[float]] = [[] for _ in loops]
+    turns: list[list[float]] = []
     for _ in range(TIMINGS):
-        for loop, found in zip(loops, times, strict=True):
+        turns.append([])
+        for loop in loops:
             began = time.perf_counter()
             loop()
-            found.append((time.perf_counter() - began) / STEPS)
-    return [min(found) for found in times]
+            turns[-1].append((time.perf_counter() - began) / STEPS)
+    return turns
 
 
 def _round_loop(models: Round) -> Callable[[], None]:
