@@ -1,6 +1,7 @@
 """What ``--plan`` says before anything loads, and the converter of pickled checkpoints."""
 
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -108,8 +109,8 @@ def test_pickles_load_where_asked_for(directory, files):
 
 @pytest.mark.torch
 def test_pickled_bfloat16_is_read_bit_for_bit(directory):
-    pickled(directory, [PICKLE])
     torch = pytest.importorskip("torch")
+    pickled(directory, [PICKLE])
     tensors = torch.load(directory / PICKLE, weights_only=True)
     torch.save({n: t.bfloat16() for n, t in tensors.items()}, directory / PICKLE)
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), build("gemma3")[1])
@@ -126,6 +127,15 @@ def test_code_in_a_pickle_does_not_run(directory, tmp_path, capsys):
     err = capsys.readouterr().err
     assert PICKLE in err and err.count("\n") == 1
     assert not trace.exists()
+
+
+def test_without_torch_a_pickle_is_one_line(directory, monkeypatch):
+    (directory / WEIGHTS).rename(directory / PICKLE)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(sj.ModelError, match=r"specjax\[torch\]"):
+        load_pretrained(directory, pickles=True)
+    with pytest.raises(sj.ModelError, match="--pickles"):
+        load_pretrained(directory)
 
 
 def test_nothing_to_convert(directory, capsys):
