@@ -16,11 +16,10 @@ import numpy as np
 from infer.measure import Case, Result, mismatches, output_logprobs
 from infer.quality import UNKNOWN, kl_to_target, mean_rouge
 from infer.sandbox import pass_at_1
-from specjax.draft import CHAIN, TREE, Candidates
 from specjax.errors import OptionError
 from specjax.infill import exact_matches
 from specjax.lm import LM
-from specjax.methods import METHODS
+from specjax.methods import METHODS, Context
 from specjax.metrics import (
     diversity,
     expected_scd_speedup,
@@ -71,7 +70,7 @@ FORMULAS = {
     "scd": expected_scored_speedup,
 }
 PREDICTED = {"speculative": "speculative", "scd": "scd"}
-SELF_DRAFTING = "sdsat", "sdsat-single"  # foretold from tokens per round and v alone
+SELF_DRAFTING = "adaptive"  # this drafter's methods: foretold from tokens per round and v alone
 EXPECTED_COLUMNS = (
     ("expected from λ, γ, c and v", "label", "{}"),
     ("mode", "mode", "{}"),
@@ -112,15 +111,11 @@ def pass_widths(case: Case, target: LM) -> tuple[int, ...]:
     """Tokens per row of each target pass of a round, where the cost model foretells the speed."""
     if case.method in PREDICTED:
         return (case.options["gamma"] + 1,)
-    if case.method not in SELF_DRAFTING:
+    spec = METHODS[case.method]
+    if spec.drafter != SELF_DRAFTING:
         return ()
-    k = case.options["k"] or len(target.config.adaptive_ids)
-    if case.method == "sdsat-single":
-        groups = min(case.options["groups"] or k + 1, k + 1)
-        return (1 + k + groups * k,)
-    form = case.options["form"]
-    tree = form == TREE or (form == "auto" and case.mode == "sampled")
-    return k + 1, Candidates(k, target.vocab_limit, TREE if tree else CHAIN).shape.nodes
+    context = Context(target, None, greedy=case.mode == "greedy")
+    return spec.build(context, case.options)[0].passes
 
 
 def make_rows(
@@ -203,7 +198,7 @@ def _row(
         of = {name: formula(rate, gamma, c, v[gamma + 1]) for name, formula in FORMULAS.items()}
         predicted = of[PREDICTED[case.method]]
         found |= {"gamma": gamma, **{f"expected_{name}": value for name, value in of.items()}}
-    elif case.method in SELF_DRAFTING and case.batch_size == 1:
+    elif METHODS[case.method].drafter == SELF_DRAFTING and case.batch_size == 1:
         passes = [v[width] for width in widths]
         predicted = expected_self_draft_speedup(found["block_efficiency"], passes)
     tokens = result.counters["emitted"]

@@ -63,9 +63,13 @@ class DraftVerify:
         return self.drafter.shape.depth
 
     @property
+    def passes(self) -> tuple[int, ...]:
+        """Tokens per row of each target pass of a round: nodes and probes."""
+        return (self.drafter.shape.nodes + self.drafter.num_probes,)
+
+    @property
     def width(self) -> int:
-        verified = self.drafter.shape.nodes + self.drafter.num_probes
-        return max(verified, getattr(self.drafter, "slots", 0)) + 1
+        return max(*self.passes, getattr(self.drafter, "slots", 0)) + 1
 
     def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
         rows, slots = state.tokens.shape

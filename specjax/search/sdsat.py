@@ -54,6 +54,11 @@ class TwoStep:
         return self.answering.shape.depth
 
     @property
+    def passes(self) -> tuple[int, ...]:
+        """Tokens per row of each target pass of a round."""
+        return self._first.passes + self._second.passes
+
+    @property
     def width(self) -> int:
         return 1 + max(self._first.width, self._second.width)
 
