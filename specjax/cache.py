@@ -20,15 +20,21 @@ MIN_SLOTS, MIN_CHUNK = 128, 16
 MAX_CHUNK_CPU, MAX_CHUNK = 64, 512
 
 
-def bucket(slots: int, least: int = MIN_SLOTS) -> int:
-    """The power of two that holds ``slots``: the cost of a step follows the static length."""
-    return max(least, 1 << (slots - 1).bit_length())
+def bucket(slots: int) -> int:
+    """The next of 128, 256, 384, 512, 768, 1024, 1536, … that holds ``slots``.
+
+    The cost of a step follows the static length: powers of two alone would leave up to half of
+    what every step reads unused.
+    """
+    power = max(MIN_SLOTS, 1 << (slots - 1).bit_length())
+    between = power * 3 // 4
+    return between if slots <= between and between % MIN_SLOTS == 0 else power
 
 
 def chunk_width(prompt: int) -> int:
     """The prefill width for the longest prompt of a batch, a power of two."""
     widest = MAX_CHUNK_CPU if jax.default_backend() == "cpu" else MAX_CHUNK
-    return min(widest, bucket(prompt, MIN_CHUNK))
+    return min(widest, max(MIN_CHUNK, 1 << (prompt - 1).bit_length()))
 
 
 def prefill(

@@ -223,7 +223,8 @@ def start(
     """The state after the prompts: tokens left-aligned in a bucket, caches filled."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     room = int(budget.max()) if method.reserves else 0
-    slots = bucket(max(int(lengths.max()) + room + method.width, chunk))
+    longest = int(lengths.max())
+    slots = bucket(max(longest + room + method.width, -(-longest // chunk) * chunk))
     tokens = np.zeros((len(prompts), slots), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
@@ -304,9 +305,8 @@ def advance(method: Method, inputs: Inputs, state: DecodeState, rounds: int) -> 
 
 def make_room(method: Method, state: DecodeState) -> DecodeState:
     """The state in the next bucket if another round could outgrow this one."""
-    if int(state.length.max()) + method.width > state.slots:
-        return grow_state(state, 2 * state.slots)
-    return state
+    needed = int(state.length.max()) + method.width
+    return grow_state(state, bucket(needed)) if needed > state.slots else state
 
 
 @jax.jit

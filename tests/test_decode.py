@@ -10,7 +10,7 @@ import pytest
 import specjax as sj
 from conftest import tiny_lm
 from specjax import decode
-from specjax.cache import prefill
+from specjax.cache import bucket, prefill
 from specjax.generate import Engine
 from specjax.methods import Context
 from specjax.models import init_cache
@@ -224,14 +224,35 @@ def test_one_trace_per_bucket_over_settings_keys_and_lengths(name):
         assert loop._cache_size() == 2  # the next bucket
 
 
-def test_compiled_loop_holds_no_copy_of_the_cache():
+@pytest.mark.parametrize(
+    ("name", "options", "rows"),
+    [("speculative", {"gamma": 3}, 2), ("speculative", {"gamma": 3}, 1), ("autoregressive", {}, 1)],
+)
+def test_compiled_loop_holds_no_copy_of_the_cache(name, options, rows):
     # Wide heads: the cache then dwarfs the scores, which also grow with the slots.
     target, draft = tiny_lm(1, head_dim=64), tiny_lm(2, layers=1)
-    built, settings = sj.method("speculative").build(Context(target, draft), {"gamma": 3})
-    inputs = Engine(target, draft, built, settings).inputs(SAMPLING, 2)
-    keys, budget = jax.random.split(jax.random.key(0), 2), np.full(2, 10, np.int32)
-    state = decode.start(built, inputs, [np.arange(5)] * 2, budget, keys, chunk=16)
+    built, settings = sj.method(name).build(Context(target, draft), options)
+    inputs = Engine(target, draft, built, settings).inputs(SAMPLING, rows)
+    keys, budget = jax.random.split(jax.random.key(0), rows), np.full(rows, 10, np.int32)
+    state = decode.start(built, inputs, [np.arange(5)] * rows, budget, keys, chunk=16)
     state = decode.grow_state(state, 4096)
     compiled = decode.run_rounds(built).lower(inputs, state, np.int32(5)).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
     assert temporary < 0.5 * state.cache.k[0].nbytes, "a layer's cache is copied"
+
+
+def test_buckets_waste_at_most_a_third_and_hold_whole_prefill_passes():
+    for slots in range(257, 5000):
+        assert slots <= bucket(slots) <= 1.5 * slots and bucket(slots) % 128 == 0
+    target = tiny_lm(1)
+    built, settings = sj.method("autoregressive").build(Context(target, None), {})
+    inputs = Engine(target, None, built, settings).inputs(SAMPLING, 1)
+    keys, budget = jax.random.split(jax.random.key(0), 1), np.full(1, 10, np.int32)
+    prompt = np.arange(700) % target.config.vocab_size
+
+    def prefilled(chunk):
+        return decode.start(built, inputs, [prompt], budget, keys, chunk=chunk)
+
+    wide, narrow = prefilled(512), prefilled(16)  # 512 wide: the second pass ends at 1024
+    for a, b in zip(wide.cache.k, narrow.cache.k, strict=True):
+        np.testing.assert_allclose(a[:, :, :699], b[:, :, :699], atol=1e-5)

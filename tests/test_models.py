@@ -24,7 +24,7 @@ from specjax.models import (
 )
 from specjax.models.functional import write_rows
 from specjax.models.hf import from_tensors
-from specjax.models.layers import rope_frequencies
+from specjax.models.layers import linear, rope_frequencies
 from specjax.types import NO_PARENT
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -314,6 +314,25 @@ def test_write_rows_equals_a_plain_loop(rows):
     for row in range(rows):
         want[row, :, start[row] : start[row] + 4] = new[row]
     np.testing.assert_array_equal(write_rows(jnp.asarray(buffer), new, jnp.asarray(start)), want)
+
+
+@pytest.mark.parametrize("at", [0, 1, 7, 15])
+def test_write_rows_of_a_lone_entry_touches_one_slot(at):
+    generator = np.random.Generator(np.random.Philox(2))
+    buffer, new = generator.random((1, 2, 16, 3), np.float32), np.ones((1, 2, 1, 3), np.float32)
+    want = buffer.copy()
+    want[:, :, at] = 1
+    start = jnp.array([at], jnp.int32)
+    got = jax.jit(write_rows, donate_argnums=0)(jnp.asarray(buffer), new, start)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 7, 8, 9, 16, 23, 31, 64, 65])
+def test_linear_pads_rows_and_gives_only_what_was_asked(rows):
+    generator = np.random.Generator(np.random.Philox(3))
+    x, weight = generator.random((rows, 24)), generator.random((10, 24))
+    got = linear(jnp.asarray(x[None], jnp.float32), jnp.asarray(weight, jnp.float32), jnp.ones(10))
+    np.testing.assert_allclose(got, (x @ weight.T + 1)[None], rtol=1e-5)
 
 
 def test_bfloat16_stays_bfloat16_and_close():
