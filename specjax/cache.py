@@ -15,9 +15,9 @@ from specjax.models import KVCache, ModelConfig, forward
 from specjax.models.functional import write_rows
 
 MIN_SLOTS, MIN_CHUNK = 128, 16
-# Tokens per prefill pass. A CPU's products are at full speed from 64 rows on, and a narrow last
-# pass wastes less; accelerators want wide ones.
-MAX_CHUNK_CPU, MAX_CHUNK = 64, 512
+# Tokens per prefill pass. Wider ones cost a CPU less per token, but the last pass is waste in part;
+# accelerators want them wide.
+MAX_CHUNK_CPU, MAX_CHUNK = 128, 512
 
 
 def bucket(slots: int) -> int:

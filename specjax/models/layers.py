@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from specjax.models.config import RopeConfig
 
-# Up to this many rows a CPU product is bound by reading W, and the row layout decides its
-# cost. Beyond it the product is compute bound and XLA's own choice is as good.
-NARROW_ROWS = 64
+# Up to this many rows the layout decides what a CPU product costs; beyond, XLA's own choice is as
+# good.
+NARROW_ROWS = 128
 
 
 def linear(
