@@ -27,7 +27,8 @@ class Drafter(Protocol):
     """Proposes a tree of tokens below the last committed one.
 
     ``name`` stands in messages; ``shape`` bounds every draft; ``law`` says how its tokens come
-    about; ``num_probes`` is the number of probe nodes that ride along in the target's pass.
+    about; ``num_probes`` is the number of probe nodes that ride along in the target's pass. A
+    drafter of chains may have ``ends_early``: most of its drafts end long before their bound.
     """
 
     name: str

@@ -5,13 +5,16 @@ Axis legend: B rows, N draft nodes, P probes, V vocabulary.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax import tree
 from specjax.models import KVCache, ModelConfig, forward, logits_of
 from specjax.types import Draft
+
+NARROW = 4  # tokens of a narrow pass: a CPU's kernels slow down beyond
 
 
 def score(
@@ -34,3 +37,37 @@ def score(
         depth = tree.depths(visible)
     hidden, cache = forward(cfg, params, cache, tokens, start[:, None] + depth, start, visible)
     return logits_of(cfg, params, hidden), cache
+
+
+def score_as_needed(
+    cfg: ModelConfig,
+    params: dict,
+    cache: KVCache,
+    start: Int[Array, "B"],
+    draft: Draft,
+    live: Bool[Array, "B"],
+) -> tuple[Float[Array, "B N V"], KVCache]:
+    """:func:`score` for chains that mostly end long before their bound.
+
+    A narrow pass where it holds the draft of every ``live`` row, else a pass over all nodes.
+    Logits past a narrow pass are 0: no draft is there. Two loops of at most one turn, for
+    ``lax.cond`` keeps a second copy of the cache.
+    """
+    longest = jnp.max(jnp.where(live, draft.valid.sum(-1), 0))
+    rows, nodes = draft.tokens.shape
+
+    def turn(width):
+        def run(carry):
+            positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)
+            hidden, cache = forward(
+                cfg, params, carry[2], draft.tokens[:, :width], positions, start
+            )
+            new = logits_of(cfg, params, hidden)
+            return jnp.bool_(False), carry[1].at[:, :width].set(new), cache
+
+        return run
+
+    none = jnp.zeros((rows, nodes, cfg.vocab_size), params["embed"].dtype)
+    short = longest <= NARROW
+    _, logits, cache = jax.lax.while_loop(lambda c: c[0], turn(NARROW), (short, none, cache))
+    return jax.lax.while_loop(lambda c: c[0], turn(nodes), (~short, logits, cache))[1:]

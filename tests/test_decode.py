@@ -9,11 +9,13 @@ import pytest
 
 import specjax as sj
 from conftest import tiny_lm
-from specjax import decode
+from specjax import decode, tree
 from specjax.cache import bucket, prefill
 from specjax.generate import Engine
 from specjax.methods import Context
 from specjax.models import init_cache
+from specjax.scoring import NARROW, score, score_as_needed
+from specjax.types import POINT_MASS, Draft, TreeShape
 
 PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
 # One method of each kind by default, the others among the slow tests.
@@ -226,7 +228,13 @@ def test_one_trace_per_bucket_over_settings_keys_and_lengths(name):
 
 @pytest.mark.parametrize(
     ("name", "options", "rows"),
-    [("speculative", {"gamma": 3}, 2), ("speculative", {"gamma": 3}, 1), ("autoregressive", {}, 1)],
+    [
+        ("speculative", {"gamma": 3}, 2),
+        ("speculative", {"gamma": 3}, 1),
+        ("autoregressive", {}, 1),
+        ("lookup", {"gamma": 5}, 1),
+        ("bild", {"gamma": 5}, 2),
+    ],
 )
 def test_compiled_loop_holds_no_copy_of_the_cache(name, options, rows):
     # Wide heads: the cache then dwarfs the scores, which also grow with the slots.
@@ -256,3 +264,31 @@ def test_buckets_waste_at_most_a_third_and_hold_whole_prefill_passes():
     wide, narrow = prefilled(512), prefilled(16)  # 512 wide: the second pass ends at 1024
     for a, b in zip(wide.cache.k, narrow.cache.k, strict=True):
         np.testing.assert_allclose(a[:, :, :699], b[:, :, :699], atol=1e-5)
+
+
+@pytest.mark.parametrize(("lengths", "live", "wide"), [
+    ([1, 4], [True, True], False), ([5, 2], [True, True], True), ([5, 2], [False, True], False),
+])  # fmt: skip
+def test_a_pass_is_as_wide_as_the_longest_live_draft(lengths, live, wide):
+    target, rows, nodes = tiny_lm(1), 2, 7
+    tokens = jnp.arange(rows * nodes).reshape(rows, nodes)
+    draft = Draft(
+        tokens=tokens,
+        parents=tree.chain_parents(rows, nodes),
+        valid=jnp.arange(nodes) < jnp.array(lengths)[:, None],
+        shape=TreeShape.chain(nodes - 1),
+        q_row=(0, *range(nodes - 1)),
+        law=POINT_MASS,
+    )
+    start = jnp.array([3, 9], jnp.int32)
+    arguments = target.config, target.params, init_cache(target.config, rows, 128, jnp.float32)
+    want, cache = score(*arguments, start, draft)
+    got, also = jax.jit(score_as_needed, static_argnums=0)(*arguments, start, draft, np.array(live))
+    width = nodes if wide else NARROW
+    np.testing.assert_allclose(got[:, :width], want[:, :width], atol=1e-4)
+    assert not np.any(got[:, width:])
+    for row, at in enumerate(start):
+        for a, b in zip(also.k, cache.k, strict=True):
+            np.testing.assert_allclose(a[row, :, at : at + width], b[row, :, at : at + width],
+                                       atol=1e-5)  # fmt: skip
+            assert not np.any(a[row, :, at + width :])

@@ -58,6 +58,10 @@ class Chain:
     def shape(self) -> TreeShape:
         return TreeShape.chain(self.gamma)
 
+    @property
+    def ends_early(self) -> bool:
+        return self.stop != NEVER_STOPS
+
     def init(self, inputs, state, chunk):
         rows, slots = state.tokens.shape
         cache = init_cache(self.model, rows, slots, inputs.draft["embed"].dtype)

@@ -28,6 +28,7 @@ class Lookup:
     name = "lookup"
     law = POINT_MASS
     num_probes = 0
+    ends_early = True
 
     @property
     def shape(self) -> TreeShape:
