@@ -21,8 +21,8 @@ from specjax.methods import METHODS
 
 FIGURES = Path(__file__).with_name("figures")
 OVERVIEW = Path(__file__).with_name("pages") / "overview.md"
-COMMON = ("--num-prompts", "10", "--max-new-tokens", "48", "--repeats", "1")
-FEWER = ("--num-prompts", "4")  # of the overview, whose every method is a program to compile
+COMMON = ("--max-new-tokens", "48", "--repeats", "1")
+SWEPT, OVERALL = ("--num-prompts", "10"), ("--num-prompts", "4")  # the overview runs every method
 KEPT = ("method", "mode", "options", "speedup", "predicted_speedup", "acceptance_rate",
         "block_efficiency", "tokens_per_target_call", "perplexity", "diversity", "kl",
         "accepted_hist")  # fmt: skip
@@ -96,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(name: str) -> None:
     """Runs infer.bench and keeps the numbers that are drawn, with the command."""
-    overview = ("--methods", ",".join(_comparable()), *FEWER)
-    command = [*COMMON, *(overview if name == "overview" else SWEEPS[name].argv)]
+    overview = (*OVERALL, "--methods", ",".join(_comparable()))
+    command = [*COMMON, *(overview if name == "overview" else (*SWEPT, *SWEEPS[name].argv))]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         code = bench.main([*command, "--json"])

@@ -26,7 +26,7 @@ def bucket(slots: int) -> int:
     The cost of a step follows the static length: powers of two alone would leave up to half of
     what every step reads unused.
     """
-    power = max(MIN_SLOTS, 1 << (slots - 1).bit_length())
+    power = max(MIN_SLOTS, _power_of_two(slots))
     between = power * 3 // 4
     return between if slots <= between and between % MIN_SLOTS == 0 else power
 
@@ -34,7 +34,11 @@ def bucket(slots: int) -> int:
 def chunk_width(prompt: int) -> int:
     """The prefill width for the longest prompt of a batch, a power of two."""
     widest = MAX_CHUNK_CPU if jax.default_backend() == "cpu" else MAX_CHUNK
-    return min(widest, max(MIN_CHUNK, 1 << (prompt - 1).bit_length()))
+    return min(widest, max(MIN_CHUNK, _power_of_two(prompt)))
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def prefill(

@@ -22,7 +22,7 @@ from specjax.cache import bucket, commit_path, grow, prefill
 from specjax.compat import check_pair
 from specjax.models import ModelConfig, init_cache
 from specjax.protocols import Drafter, Method, Rule, TargetDist
-from specjax.scoring import NARROW, score, score_as_needed
+from specjax.scoring import score, score_as_needed
 from specjax.stopping import is_eos
 from specjax.types import (
     FROM_DRAFT,
@@ -85,7 +85,11 @@ class DraftVerify:
         keys = probs.round_keys(state.keys, state.stats.rounds)
         start = state.length - 1
         draft, drafter, calls, passes = self.drafter.propose(inputs, state, keys)
-        scores, cache = self._score(inputs, state, start, draft)
+        arguments = self.model, inputs.target, state.cache, start, draft
+        if getattr(self.drafter, "ends_early", False):
+            scores, cache = score_as_needed(*arguments, ~state.done)
+        else:
+            scores, cache = score(*arguments)
         logits = scores[:, : draft.shape.nodes]
         probe_logits = None if draft.probes is None else scores[:, draft.shape.nodes :]
         log_p, target = self.target.log_p(inputs, state, draft, logits)
@@ -107,13 +111,6 @@ class DraftVerify:
 
     def finalize(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         return state
-
-    def _score(self, inputs: Inputs, state: DecodeState, start: Int[Array, "B"], draft: Draft):
-        """Logits at the draft's nodes, then at its probes, and the cache."""
-        arguments = self.model, inputs.target, state.cache, start, draft
-        if getattr(self.drafter, "ends_early", False) and draft.shape.nodes > NARROW:
-            return score_as_needed(*arguments, ~state.done)
-        return score(*arguments)
 
     def _rule_arguments(self, inputs: Inputs, logits: Float[Array, "B N V"]) -> dict[str, Any]:
         """The rule's settings, and what it reads beside the draft and log p."""

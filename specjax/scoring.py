@@ -5,6 +5,8 @@ Axis legend: B rows, N draft nodes, P probes, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax import tree
 from specjax.models import KVCache, ModelConfig, forward, logits_of
-from specjax.types import Draft
+from specjax.types import Draft, TreeShape
 
 NARROW = 4  # tokens of a narrow pass: a CPU's kernels slow down beyond
 
@@ -53,21 +55,24 @@ def score_as_needed(
     Logits past a narrow pass are 0: no draft is there. Two loops of at most one turn, for
     ``lax.cond`` keeps a second copy of the cache.
     """
+    nodes = draft.shape.nodes
+    if nodes <= NARROW:
+        return score(cfg, params, cache, start, draft)
     longest = jnp.max(jnp.where(live, draft.valid.sum(-1), 0))
-    rows, nodes = draft.tokens.shape
 
     def turn(width):
+        part = dataclasses.replace(
+            draft, tokens=draft.tokens[:, :width], shape=TreeShape.chain(width - 1)
+        )
+
         def run(carry):
-            positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)
-            hidden, cache = forward(
-                cfg, params, carry[2], draft.tokens[:, :width], positions, start
-            )
-            new = logits_of(cfg, params, hidden)
-            return jnp.bool_(False), carry[1].at[:, :width].set(new), cache
+            _, logits, cache = carry
+            new, cache = score(cfg, params, cache, start, part)
+            return jnp.bool_(False), logits.at[:, :width].set(new), cache
 
         return run
 
-    none = jnp.zeros((rows, nodes, cfg.vocab_size), params["embed"].dtype)
+    none = jnp.zeros((*draft.tokens.shape, cfg.vocab_size), params["embed"].dtype)
     short = longest <= NARROW
     _, logits, cache = jax.lax.while_loop(lambda c: c[0], turn(NARROW), (short, none, cache))
     return jax.lax.while_loop(lambda c: c[0], turn(nodes), (~short, logits, cache))[1:]
