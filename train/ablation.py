@@ -37,6 +37,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "isolated-self-distinct": ("sdsat.distinct=true",),
     "isolated-self-L3": ("sdsat.window=3",),
     "isolated-self-L7": ("sdsat.window=7",),
+    # A quarter of the weight on the adaptive mean: what the clean loss pays is a choice.
+    "improved-data-w0.25": ("sdsat.loss=improved", "sdsat.weight=0.25", *DATA),
+    "isolated-self-w0.25": ("sdsat.weight=0.25",),
 }
 
 
@@ -155,7 +158,7 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
 
     figure, (losses, places) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for number, row in enumerate(rows):
-        look = {"color": f"C{number}", "label": row["variant"]}
+        look = {"color": plt.colormaps["tab20"](number), "label": row["variant"]}
         if row["variant"] == CONTINUED:
             losses.plot(*zip(*row["curve"], strict=True), "--", **look)
             continue
