@@ -565,7 +565,6 @@ def test_runs_log_their_parts_and_end_in_a_directory_that_knows_its_ids(quick, t
 
 
 def test_event_files_hold_every_place_of_a_list(tmp_path):
-    pytest.importorskip("tensorboardX")
     events = event_writer(tmp_path / "events", 0)
     metrics = Metrics(tmp_path / "metrics.jsonl", 0, events)
     metrics.write(step=1, loss=2.5, adaptive_accuracy=[0.5, None, 0.25])

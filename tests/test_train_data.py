@@ -5,7 +5,9 @@ import json
 import sys
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from train import corpus
 from train.corpus import Document, is_held_out, load_corpus, permissive_distributions
@@ -109,14 +111,11 @@ def test_bad_sources_are_named(tmp_path):
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(InputError, match="pip install pyarrow"):
+    with pytest.raises(InputError, match=r"specjax\[parquet\]"):
         load_corpus([], [str(tmp_path / "a.parquet")])
 
 
 def test_parquet(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-
     def load(name, columns):
         parquet.write_table(pyarrow.table(columns), tmp_path / name)
         return load_corpus([], [str(tmp_path / name)])

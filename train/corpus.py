@@ -216,7 +216,7 @@ def _read_parquet(path: Path, name: str) -> Iterator[Document]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise InputError(f"reading {path} needs pyarrow: pip install pyarrow") from None
+        raise InputError(f'reading {path} needs pyarrow: pip install "specjax[parquet]"') from None
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except (OSError, pyarrow.ArrowException) as error:
