@@ -10,10 +10,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from specjax.lm import LM
 
 DEMO_DRAFT = "demo-draft"
 INT32_MAX = 2**31 - 1  # counts become int32 arrays
+MESH_AXES = ("data", "model")
 SEED_MAX = 2**32 - 1  # jax.random.key drops or refuses what is above
 
 
@@ -110,6 +114,17 @@ def top_p(text: str) -> float:
     return value
 
 
+def mesh_axes(text: str) -> dict[str, int]:
+    """An argparse type: AXIS=N,… with axes ``data`` and ``model``, as counts of both."""
+    found = dict.fromkeys(MESH_AXES, 1)
+    for part in text.split(","):
+        axis, _, count = part.partition("=")
+        if axis not in found or not count.isdecimal() or not 0 < int(count) <= INT32_MAX:
+            raise _unfit(text, "data=N, model=N or both with a comma between, N at least 1")
+        found[axis] = int(count)
+    return found
+
+
 def some_text(text: str) -> str:
     """An argparse type: text, not empty, and valid Unicode (arguments are bytes at heart)."""
     if not text:
@@ -159,19 +174,29 @@ def _unfit(text: str, expected: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"{text}: expected {expected}")
 
 
-def load_models(args: argparse.Namespace, want_draft: bool):
+def load_models(
+    args: argparse.Namespace, want_draft: bool, mesh: dict[str, int] | None = None
+) -> tuple[LM, LM | None]:
     """The target, and the draft or None; the demo target brings its own draft.
+
+    On a mesh the target is split; a draft that cannot be is whole on each device.
 
     Raises:
       ModelError: one of them cannot be loaded.
+      OptionError: there are not as many devices.
     """
     from specjax import lm
+    from specjax.mesh import make_mesh
 
     draft = args.draft
     if draft == "demo" or (draft is None and args.target == "demo" and want_draft):
         draft = DEMO_DRAFT
-    load = functools.partial(lm.load, dtype=args.dtype, pickles=args.pickles)
-    return load(args.target), load(draft) if draft else None
+    devices = make_mesh(**mesh) if mesh else None
+    load = functools.partial(lm.load, dtype=args.dtype, pickles=args.pickles, mesh=devices)
+    target = load(args.target)
+    if draft is None:
+        return target, None
+    return target, load(draft, split=devices is None or lm.can_split(draft, devices))
 
 
 def use_compilation_cache() -> bool:

@@ -24,6 +24,7 @@ from infer.arguments import (
     gibibytes,
     load_models,
     make_parser,
+    mesh_axes,
     setting,
     some_text,
     use_compilation_cache,
@@ -79,6 +80,8 @@ def parser() -> Parser:
     )
     what.add_argument("--batch-size", type=whole(1), default=8, metavar="B")
     add_sampling(out)
+    what.add_argument("--mesh", type=mesh_axes, metavar="AXIS=N,...", help="several devices: "
+                      "data=N splits the rows, model=N the models")  # fmt: skip
     plan = out.add_argument_group("plan")
     plan.add_argument("--plan", action="store_true", help="print what the models need and stop")
     plan.add_argument("--memory", type=gibibytes, metavar="GIB", help="default: the device's")
@@ -148,7 +151,7 @@ def _run(args: argparse.Namespace) -> int:
     from specjax.infill import ending_middles
 
     want_draft = check_method(args)
-    target, draft = load_models(args, want_draft)
+    target, draft = load_models(args, want_draft, args.mesh)
     if args.prefix is not None:
         target = ending_middles(target)
     job = Job.create(args, target, draft)

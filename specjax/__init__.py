@@ -5,7 +5,8 @@ from specjax import draft, probs, rewards, verify
 from specjax.decode import DraftVerify, draft_verify
 from specjax.errors import ModelError, OptionError, PairError, SpecjaxError
 from specjax.generate import Generation, Piece, generate, stream
-from specjax.lm import LM, from_params, load
+from specjax.lm import LM, from_params, load, on_mesh
+from specjax.mesh import make_mesh
 from specjax.methods import compose, method, methods
 from specjax.protocols import Rule, rule
 from specjax.target import Contrastive, Warped
@@ -18,6 +19,6 @@ __all__ = [
     "LM", "Contrastive", "DecodeState", "Draft", "DraftVerify", "Generation", "Inputs",
     "ModelError", "OptionError", "PairError", "Piece", "Rule", "Sampling", "SpecjaxError",
     "Stats", "TreeShape", "Verdict", "Warped", "compose", "draft", "draft_verify",
-    "from_params", "generate", "load", "method", "methods", "probs", "rewards", "rule", "stream",
-    "verify",
+    "from_params", "generate", "load", "make_mesh", "method", "methods", "on_mesh", "probs",
+    "rewards", "rule", "stream", "verify",
 ]  # fmt: skip

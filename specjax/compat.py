@@ -32,13 +32,16 @@ def check_pair(drafter: Drafter, target: TargetDist, rule: Rule) -> None:
 
 
 def check_models(target: LM, draft: LM) -> None:
-    """Refuses a draft model whose tokenizer is not the target's.
+    """Refuses a draft model on other devices, or whose tokenizer is not the target's.
 
     Vocabularies padded to different sizes are fine: ids beyond the tokenizer have mass 0.
 
     Raises:
-      PairError: says how the tokenizers differ.
+      PairError: says how they differ.
     """
+    if target.mesh != draft.mesh:
+        raise PairError(f"target {target.source} and draft {draft.source} lie on different "
+                        "devices; load both with the same mesh")  # fmt: skip
     if target.tokenizer is None or draft.tokenizer is None:
         if target.config.vocab_size != draft.config.vocab_size:
             raise PairError(

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax import probs, tree
 from specjax.cache import bucket, commit_path, grow, prefill
 from specjax.compat import check_pair
+from specjax.mesh import spread
 from specjax.models import ModelConfig, init_cache
 from specjax.protocols import Drafter, Method, Rule, TargetDist
 from specjax.scoring import score, score_as_needed
@@ -240,7 +241,6 @@ def start(
 
 @functools.cache
 def _prefill(method: Method, chunk: int, logprobs: bool, depth: int):
-    @jax.jit
     def prefill_prompts(inputs, tokens, length, max_length, keys):
         rows = tokens.shape[0]
         zero = jnp.zeros((rows,), jnp.int32)
@@ -263,7 +263,7 @@ def _prefill(method: Method, chunk: int, logprobs: bool, depth: int):
         )
         return method.init(inputs, state, chunk)
 
-    return prefill_prompts
+    return jax.jit(spread(prefill_prompts))
 
 
 @functools.cache
@@ -286,7 +286,7 @@ def run_rounds(method: Method):
 
         return jax.lax.while_loop(more, advance, (jnp.int32(0), state))[1]
 
-    return jax.jit(run, donate_argnums=1)
+    return jax.jit(spread(run), donate_argnums=1)
 
 
 @functools.partial(jax.jit, static_argnums=1)

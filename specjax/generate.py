@@ -19,6 +19,7 @@ from specjax import compat, decode
 from specjax.cache import chunk_width
 from specjax.errors import OptionError, PairError
 from specjax.lm import LM
+from specjax.mesh import Layout, round_up
 from specjax.methods import Context, compose
 from specjax.methods import method as find_method
 from specjax.protocols import Method, Rule
@@ -148,6 +149,8 @@ def stream(
         target, method, draft, drafter, rule, target_dist, options, sampling.temperature == 0, judge
     )
     size = min(batch_size or len(rows), len(rows))
+    if target.mesh is not None:
+        size = round_up(size, target.mesh)
     if size < 1:
         raise OptionError(f"batch_size={batch_size} must be at least 1")
     if stop and target.tokenizer is None:
@@ -227,7 +230,14 @@ class Engine:
             eos_ids=jnp.asarray(eos + [NO_EOS] * (-len(eos) % 4), jnp.int32),
             settings={n: jnp.asarray(v, jnp.float32) for n, v in self.settings.items()},
             reward=self.judge.rows(cases) if self.judge else (),
+            layout=self._layout(),
         )
+
+    def _layout(self) -> Layout | None:
+        if self.target.mesh is None:
+            return None
+        split_draft = self.draft is not None and self.draft.config.shards > 1
+        return Layout(self.target.mesh, self.target.config.shards > 1, split_draft)
 
 
 @dataclasses.dataclass(frozen=True)

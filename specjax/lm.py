@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from specjax.demo import tuned
 from specjax.errors import ModelError
-from specjax.models import ModelConfig, fuse, load_pretrained
+from specjax.models import ModelConfig, from_hf, fuse, load_pretrained
 from specjax.models.config import as_ids
-from specjax.models.hf import DTYPES, read_json
+from specjax.models.hf import DTYPES, read_config, read_json
+from specjax.models.split import AXIS, place, split_config
 from specjax.text import Tokenizer
 
 DEMO = Path(__file__).parent / "demo"
@@ -28,7 +31,8 @@ HUB_SKIPPED = ("*/*",)  # other formats of the same weights
 class LM:
     """A loaded model. ``tokenizer`` is None for models made from bare params.
 
-    ``vocab_limit``: ids from here on are padding of the vocabulary and are never drawn.
+    ``vocab_limit``: ids from here on are padding of the vocabulary and are never drawn. On a
+    ``mesh`` of several devices, ``config`` describes one device's share.
     """
 
     config: ModelConfig
@@ -37,13 +41,20 @@ class LM:
     eos_ids: tuple[int, ...]
     vocab_limit: int
     source: str
+    mesh: Mesh | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
         return self.params["embed"].dtype
 
 
-def load(path_or_id: str | Path, dtype: str | None = None, pickles: bool = False) -> LM:
+def load(
+    path_or_id: str | Path,
+    dtype: str | None = None,
+    pickles: bool = False,
+    mesh: Mesh | None = None,
+    split: bool = True,
+) -> LM:
     """Loads a model directory, a hub id, or an embedded model.
 
     Embedded are ``demo``, ``demo-draft``, and ``demo-sdsat``, which drafts for itself.
@@ -53,14 +64,50 @@ def load(path_or_id: str | Path, dtype: str | None = None, pickles: bool = False
         it fastest, bfloat16 elsewhere.
       pickles: read ``pytorch_model*.bin`` where there are no safetensors; needs the torch
         extra. Only tensors are read: no code in the pickle runs.
+      mesh: several devices (:func:`specjax.make_mesh`); layer by layer, each gets its share.
+      split: False: each device gets a whole copy, which needs no sums between them. Draft and
+        target lie on the same mesh, each split or whole.
     Raises:
       ModelError: the directory, id or dtype cannot be used; the message says why.
     """
     dtype = resolve_dtype(dtype)
     directory = locate(str(path_or_id), HUB_FILES + PICKLES * pickles)
-    config, params = load_pretrained(directory, DTYPES[dtype], fused=True, pickles=pickles)
+    placed = None if mesh is None else functools.partial(place, mesh=mesh, split=split)
+    config, params = load_pretrained(directory, DTYPES[dtype], True, pickles, placed)
     tokenizer = Tokenizer.from_directory(directory)
-    return _assemble(config, params, tokenizer, _eos_ids(directory, config), str(path_or_id))
+    eos_ids, config = _eos_ids(directory, config), _share(config, mesh, split)
+    return _assemble(config, params, tokenizer, eos_ids, str(path_or_id), mesh)
+
+
+def on_mesh(model: LM, mesh: Mesh, split: bool = True) -> LM:
+    """A model that lies on one device, on several; arguments as in :func:`load`.
+
+    Raises:
+      ModelError: it lies on a mesh already, or cannot be split.
+    """
+    if model.mesh is not None:
+        raise ModelError(f"{model.source} lies on a mesh already; load it anew")
+    config = _share(model.config, mesh, split)
+    params = place(model.config, model.params, mesh, split)
+    return dataclasses.replace(model, config=config, params=params, mesh=mesh)
+
+
+def can_split(path_or_id: str | Path, mesh: Mesh) -> bool:
+    """Whether a model's heads and MLP columns divide among the devices of a mesh.
+
+    Raises:
+      ModelError: the model has no config that can be used.
+    """
+    config = from_hf(read_config(locate(str(path_or_id), ("config.json",))))
+    try:
+        split_config(config, mesh.shape[AXIS])
+    except ModelError:
+        return False
+    return True
+
+
+def _share(config: ModelConfig, mesh: Mesh | None, split: bool) -> ModelConfig:
+    return split_config(config, mesh.shape[AXIS]) if mesh is not None and split else config
 
 
 def resolve_dtype(dtype: str | None) -> str:
@@ -86,9 +133,9 @@ def from_params(
     return _assemble(config, fuse(params), tokenizer, eos_ids or config.eos_ids, "params")
 
 
-def _assemble(config, params, tokenizer, eos_ids, source) -> LM:
+def _assemble(config, params, tokenizer, eos_ids, source, mesh=None) -> LM:
     known = tokenizer.vocab_size if tokenizer else config.vocab_size
-    return LM(config, params, tokenizer, eos_ids, min(known, config.vocab_size), source)
+    return LM(config, params, tokenizer, eos_ids, min(known, config.vocab_size), source, mesh)
 
 
 def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:

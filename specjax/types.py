@@ -160,3 +160,5 @@ class Inputs:
     eos_ids: Int[Array, "E"]  # padded with an id that never occurs
     settings: dict[str, jax.Array]  # scalar options of drafter, target distribution and rule
     reward: Any = ()  # arrays of a reward inside the loop: a specjax.rewards.Data
+    # Of several devices, a specjax.mesh.Layout.
+    layout: Any = struct.field(pytree_node=False, default=None)

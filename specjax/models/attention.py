@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.models.split import own_part
+
 Meta = Mapping[str, Array]  # per-token arrays, each [B, tokens, ...]
 MaskFn = Callable[[Meta, Meta], Bool[Array, "B N S"]]
 
@@ -31,12 +33,14 @@ class Scores(NamedTuple):
     """What a family does to ``q·k`` before the softmax.
 
     ``scale``: the factor on it, None for ``E ** -0.5``. ``softcap``: ``c · tanh(score / c)``.
-    ``alibi``: each head adds its slope times the key's position less the query's.
+    ``alibi``: each head adds its slope times the key's position less the query's. ``shards``:
+    devices that the heads are split over.
     """
 
     scale: float | None = None
     softcap: float | None = None
     alibi: bool = False
+    shards: int = 1
 
     def __call__(
         self, scores: Float[Array, "B K G N S"], distance: Int[Array, "B N S"] | None
@@ -45,8 +49,8 @@ class Scores(NamedTuple):
         if self.softcap is not None:
             scores = self.softcap * jnp.tanh(scores / self.softcap)
         if self.alibi:
-            slopes = alibi_slopes(scores.shape[1] * scores.shape[2])
-            slopes = slopes.reshape(*scores.shape[1:3], 1, 1)
+            slopes = alibi_slopes(scores.shape[1] * scores.shape[2] * self.shards)
+            slopes = own_part(slopes, self.shards).reshape(*scores.shape[1:3], 1, 1)
             scores = scores - slopes * distance[:, None, None].astype(jnp.float32)
         return scores
 

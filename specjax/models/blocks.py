@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from specjax.models import split
 from specjax.models.config import ModelConfig
 from specjax.models.layers import ACTIVATIONS, NORMS, Linear, rope_table, rotate
 
@@ -38,7 +39,8 @@ class Attention(nnx.Module):
             self.q = Linear(cfg.hidden_size, q, bias, rngs)
             self.k = Linear(cfg.hidden_size, kv, bias, rngs)
             self.v = Linear(cfg.hidden_size, kv, bias, rngs)
-        self.out = Linear(q, cfg.hidden_size, cfg.attention_bias, rngs, _residual_std(cfg))
+        std = _residual_std(cfg)
+        self.out = Linear(q, cfg.hidden_size, cfg.attention_bias, rngs, std, cfg.shards)
         if cfg.qk_norm:
             self.q_norm = NORMS[cfg.norm](cfg.head_dim, cfg.norm_eps)
             self.k_norm = NORMS[cfg.norm](cfg.head_dim, cfg.norm_eps)
@@ -73,7 +75,7 @@ class MLP(nnx.Module):
         else:
             self.gate = Linear(d, f, cfg.mlp_bias, rngs)
             self.up = Linear(d, f, cfg.mlp_bias, rngs)
-        self.down = Linear(f, d, cfg.mlp_bias, rngs, _residual_std(cfg))
+        self.down = Linear(f, d, cfg.mlp_bias, rngs, _residual_std(cfg), cfg.shards)
 
     def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
         act = ACTIVATIONS[self.cfg.activation]
@@ -123,7 +125,11 @@ class Decoder(nnx.Module):
 
     def inputs(self, tokens: Int[Array, "B N"], positions: Int[Array, "B N"]):
         """The first block's input ``[B, N, D]``."""
-        return look_up(self.embed, tokens)
+        return self.embedded(tokens)
+
+    def embedded(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N D"]:
+        """The tokens' own vectors, as wide as the embedding."""
+        return split.look_up(self.embed[...], tokens, self.cfg.vocab_size)
 
     def tables(self, positions: Int[Array, "B N"]) -> list[Table]:
         """Each layer's rotary table."""
@@ -189,11 +195,6 @@ def _call(table: Table, attend: Callable) -> Callable:
 def make_table(rows: int, width: int, rngs: nnx.Rngs) -> nnx.Param:
     """A table of random vectors ``[rows, width]``."""
     return nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (rows, width), jnp.float32))
-
-
-def look_up(table: nnx.Param, ids: Int[Array, "B N"]) -> Float[Array, "B N D"]:
-    """Rows of a table; padding ids (out of range by convention) read one, instead of NaN fill."""
-    return jnp.take(table[...], ids, axis=0, mode="clip")
 
 
 def _residual_std(cfg: ModelConfig) -> float:

@@ -81,6 +81,7 @@ class ModelConfig:
     attention_scale: float | None = None  # on q·k; None: head_dim ** -0.5
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    shards: int = 1  # devices that share the model; heads and MLP columns are then one device's
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:

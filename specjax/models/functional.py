@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.errors import ModelError
-from specjax.models import attention
+from specjax.models import attention, split
 from specjax.models.blocks import Decoder
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES
@@ -58,6 +58,14 @@ def num_params(cfg: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(cfg)))
 
 
+def num_held(cfg: ModelConfig) -> int:
+    """Number of parameters that one device of a split model holds."""
+    shapes = param_shapes(cfg)
+    tables = sum(shapes[name].size for name in split.TABLES if name in shapes)
+    divides = cfg.vocab_size % cfg.shards == 0
+    return num_params(cfg) - tables + (tables // cfg.shards if divides else tables)
+
+
 def head_matrix(cfg: ModelConfig, params: dict) -> Float[Array, "V D"]:
     """The output head, for losses that take their own product with it.
 
@@ -86,7 +94,7 @@ def logits_of(
     Those are inputs alone: no law that comes of these logits emits them, wherever in the
     vocabulary they stand.
     """
-    logits = linear(hidden, _head(cfg, params))
+    logits = split.gather_logits(linear(hidden, _head(cfg, params)), cfg.vocab_size)
     cap = cfg.logit_softcap
     logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     if not cfg.adaptive_ids:
@@ -96,7 +104,7 @@ def logits_of(
 
 
 def _scores(cfg: ModelConfig) -> attention.Scores:
-    return attention.Scores(cfg.attention_scale, cfg.attention_softcap, cfg.alibi)
+    return attention.Scores(cfg.attention_scale, cfg.attention_softcap, cfg.alibi, cfg.shards)
 
 
 def hidden_states(

@@ -8,9 +8,10 @@ from typing import Any
 from flax import nnx
 
 from specjax.models import reading
-from specjax.models.blocks import Decoder, look_up, make_table
+from specjax.models.blocks import Decoder, make_table
 from specjax.models.config import ModelConfig
 from specjax.models.names import Names
+from specjax.models.split import look_up
 
 NAMES = Names(
     layer="transformer.h",
@@ -47,7 +48,8 @@ class GPT2(Decoder):
         self.positions = make_table(cfg.max_position, cfg.hidden_size, rngs)
 
     def inputs(self, tokens, positions):
-        return look_up(self.embed, tokens) + look_up(self.positions, positions)
+        at = look_up(self.positions[...], positions, self.cfg.max_position)
+        return self.embedded(tokens) + at
 
 
 def from_hf(config: reading.Config) -> ModelConfig:

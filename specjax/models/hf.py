@@ -36,6 +36,7 @@ STORED_DTYPES = ("F32", "BF16", "F16")  # safetensors' names of the same
 
 Place = tuple[Stored, tuple[int, ...]]  # of a parameter in the checkpoint; its shape here
 Read = Callable[[str, tuple[int, ...]], np.ndarray]
+Placed = Callable[[ModelConfig, dict], dict]  # moves a part of the params to where it is to lie
 
 
 @functools.cache
@@ -47,12 +48,19 @@ def _places(cfg: ModelConfig) -> tuple[tuple[Place, ...], jax.tree_util.PyTreeDe
     return tuple((names.stored(path, cfg.num_heads), shape) for path, shape in paths), tree
 
 
-def from_tensors(cfg: ModelConfig, read: Read, dtype: jnp.dtype, fused: bool = False) -> dict:
+def from_tensors(
+    cfg: ModelConfig,
+    read: Read,
+    dtype: jnp.dtype,
+    fused: bool = False,
+    placed: Placed | None = None,
+) -> dict:
     """The params, from a function of a checkpoint tensor's name and the shape it must have.
 
     ``fused``: in the inference layout, each layer joined before the next is read, so that
-    what the parts took is used again.
+    what the parts took is used again; so ``placed`` gets one layer after the other.
     """
+    placed = placed or (lambda _, part: part)
     places, tree = _places(cfg)
 
     def load(part: dict) -> dict:
@@ -63,11 +71,12 @@ def from_tensors(cfg: ModelConfig, read: Read, dtype: jnp.dtype, fused: bool = F
         return jnp.asarray(stored.take(read(stored.name, stored.shape(shape))), dtype)
 
     def layer(block: dict) -> dict:
-        return jax.block_until_ready(fuse_layer(load(block))) if fused else load(block)
+        block = fuse_layer(load(block)) if fused else load(block)
+        return jax.block_until_ready(placed(cfg, {"layers": {"": block}}))["layers"][""]
 
     parts = jax.tree.unflatten(tree, places)
     layers = {i: layer(block) for i, block in parts.pop("layers").items()}
-    return load(parts) | {"layers": layers}
+    return placed(cfg, load(parts)) | {"layers": layers}
 
 
 def to_tensors(cfg: ModelConfig, params: dict) -> dict[str, np.ndarray]:
@@ -89,12 +98,14 @@ def load_pretrained(
     dtype: jnp.dtype = jnp.float32,
     fused: bool = False,
     pickles: bool = False,
+    placed: Placed | None = None,
 ) -> tuple[ModelConfig, dict]:
     """Reads a model directory, tensor by tensor onto the device.
 
     Args:
       pickles: where there are no safetensors, read ``pytorch_model*.bin``: tensors alone, no
         code of theirs runs; needs the torch extra.
+      placed: gets every part of the params as soon as it is read.
     Returns:
       The config and the params as a nested dict of arrays of ``dtype``; ``fused`` in the
       inference layout.
@@ -112,7 +123,7 @@ def load_pretrained(
         file = files[present[name]]
         return _read(handles[file], file, present[name], shape)
 
-    return cfg, from_tensors(cfg, read, dtype, fused)
+    return cfg, from_tensors(cfg, read, dtype, fused, placed)
 
 
 def save_pretrained(

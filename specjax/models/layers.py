@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from specjax.models import split
 from specjax.models.config import RopeConfig
 
 # Up to this many rows the layout decides what a CPU product costs; beyond, XLA's own choice is as
@@ -51,15 +52,21 @@ def _padding(rows: int) -> int:
 
 
 class Linear(nnx.Module):
-    """A linear layer ``y = x Wᵀ (+ b)`` with ``weight[out, in]``."""
+    """A linear layer ``y = x Wᵀ (+ b)`` with ``weight[out, in]``.
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, rngs: nnx.Rngs, std: float = 0.02):
+    With ``shards`` > 1 each device has some of the inputs, and the products are summed.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, rngs: nnx.Rngs, std: float = 0.02,
+                 shards: int = 1):  # fmt: skip
+        self.shards = shards
         init = nnx.initializers.normal(std)
         self.weight = nnx.Param(init(rngs.params(), (outputs, inputs), jnp.float32))
         self.bias = nnx.Param(jnp.zeros((outputs,))) if bias else None
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        return linear(x, self.weight[...], None if self.bias is None else self.bias[...])
+        y = split.total(linear(x, self.weight[...]), self.shards)
+        return y if self.bias is None else y + self.bias[...]
 
 
 class RMSNorm(nnx.Module):

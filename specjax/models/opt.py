@@ -8,10 +8,11 @@ from typing import Any
 from flax import nnx
 
 from specjax.models import reading
-from specjax.models.blocks import Block, Decoder, Table, look_up, make_table
+from specjax.models.blocks import Block, Decoder, Table, make_table
 from specjax.models.config import ModelConfig
 from specjax.models.layers import Linear
 from specjax.models.names import Names
+from specjax.models.split import look_up
 
 NAMES = Names(
     layer="model.decoder.layers",
@@ -62,9 +63,10 @@ class OPT(Decoder):
             self.project_out = Linear(cfg.hidden_size, cfg.embed_size, False, rngs)
 
     def inputs(self, tokens, positions):
-        x = look_up(self.embed, tokens)
+        x = self.embedded(tokens)
         x = x if self.cfg.embed_size is None else self.project_in(x)
-        return x + look_up(self.positions, positions + POSITION_OFFSET)
+        rows = self.cfg.max_position + POSITION_OFFSET
+        return x + look_up(self.positions[...], positions + POSITION_OFFSET, rows)
 
     def outputs(self, x):
         x = super().outputs(x)

@@ -20,6 +20,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.mesh import spread
 from specjax.models import KVCache
 from specjax.rewards.folding import advance_all, start_all, values_of
 from specjax.types import DecodeState, Inputs
@@ -122,7 +123,7 @@ class OnHost:
 def _jitted(method, function, donated: bool):
     """One program per method and stage; a state, argument 1, is donated."""
     donate = (1,) if donated else ()
-    return jax.jit(functools.partial(function, method), donate_argnums=donate)
+    return jax.jit(spread(functools.partial(function, method)), donate_argnums=donate)
 
 
 def start_ahead(method, inputs: Inputs, state: DecodeState, draft: KVCache | tuple) -> Ahead:

@@ -1,0 +1,115 @@
+"""Decoding over several devices: rows over one mesh axis, a model's heads over the other.
+
+A program of the loop runs on every device on its own part, rows of ``data`` and shares of
+``model``: no array of the state ever moves between devices, and rows of one device never wait
+for those of another. What a rule reads (logits) is the same on all devices of ``model``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from specjax.errors import OptionError
+from specjax.models import KVCache
+from specjax.models.split import AXIS as MODEL
+from specjax.models.split import param_specs
+from specjax.types import Inputs
+
+DATA = "data"
+AXES = (DATA, MODEL)
+ROWS, WHOLE = PartitionSpec(DATA), PartitionSpec()
+# A model that is whole on each device has a cache on each, too: its shares are copies.
+CACHE = PartitionSpec(DATA, MODEL)
+
+
+def make_mesh(data: int = 1, model: int = 1) -> Mesh:
+    """The first ``data · model`` devices: rows over ``data``, heads over ``model``.
+
+    Raises:
+      OptionError: there are fewer devices.
+    """
+    devices, wanted = jax.devices(), data * model
+    if data < 1 or model < 1:
+        raise OptionError(f"mesh data={data},model={model}: both must be at least 1")
+    if wanted > len(devices):
+        raise OptionError(
+            f"mesh data={data},model={model} needs {wanted} devices, and there are "
+            f"{len(devices)} ({devices[0].platform}); ask for fewer"
+        )
+    auto = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh((data, model), AXES, axis_types=auto, devices=devices[:wanted])
+
+
+def round_up(rows: int, mesh: Mesh) -> int:
+    """The least number of rows, no smaller, that every device has the same share of."""
+    return -(-rows // mesh.shape[DATA]) * mesh.shape[DATA]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where a program's arrays lie; the flags say which model is split, not copied."""
+
+    mesh: Mesh
+    target: bool
+    draft: bool
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        """The partition spec of every array of ``inputs``."""
+        count = self.mesh.shape[MODEL]
+
+        def params(tree: dict | None, split: bool) -> Any:
+            return param_specs(tree, count) if split and tree is not None else WHOLE
+
+        reward = inputs.reward
+        return inputs.replace(
+            target=params(inputs.target, self.target),
+            draft=params(inputs.draft, self.draft),
+            warp=ROWS,
+            eos_ids=WHOLE,
+            settings=WHOLE,
+            reward=reward._replace(shared=WHOLE, own=ROWS) if reward else WHOLE,
+        )
+
+
+def spread(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function(inputs, ...)`` on every device of ``inputs.layout``, each on its part.
+
+    Without a layout it is ``function`` itself. Every other argument and every result is made of
+    arrays with rows first, caches, and scalars; a scalar result is the largest of all devices.
+    """
+
+    @functools.wraps(function)
+    def run(inputs: Inputs, *args: Any) -> Any:
+        layout = inputs.layout
+        if layout is None:
+            return function(inputs, *args)
+        of_all = functools.partial(
+            jax.shard_map,
+            lambda *own: jax.tree.map(_largest, function(*own)),
+            mesh=layout.mesh,
+            in_specs=(layout.inputs(inputs), *map(_specs, args)),
+            check_vma=False,
+        )
+        result = jax.eval_shape(of_all(out_specs=WHOLE), inputs, *args)
+        return of_all(out_specs=_specs(result))(inputs, *args)
+
+    return run
+
+
+def _specs(tree: Any) -> Any:
+    def spec(node):
+        if isinstance(node, KVCache):
+            return jax.tree.map(lambda _: CACHE, node)
+        return ROWS if node.ndim else WHOLE
+
+    return jax.tree.map(spec, tree, is_leaf=lambda node: isinstance(node, KVCache))
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    return x if x.ndim else jax.lax.pmax(x, DATA)
