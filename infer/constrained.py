@@ -129,9 +129,10 @@ def _warm_up(setting: Setting) -> list[Prompt]:
     A batch is as long as its longest prompt, and a long one may outgrow its bucket.
     """
     groups: dict[tuple, list[Prompt]] = {}
+    rows, heads = setting.batch_size, setting.target.config.num_heads
     for prompt in setting.prompts:
         size = len(prompt.tokens)
-        key = bucket(size), bucket(size + setting.budget), chunk_width(size)
+        key = bucket(size), bucket(size + setting.budget), chunk_width(size, rows, heads)
         groups.setdefault(key, []).append(prompt)
     ends = [end(group, key=lambda p: len(p.tokens)) for group in groups.values()
             for end in (min, max)]  # fmt: skip

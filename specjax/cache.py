@@ -18,6 +18,7 @@ MIN_SLOTS, MIN_CHUNK = 128, 16
 # Tokens per prefill pass. Wider ones cost a CPU less per token, but the last pass is waste in part;
 # accelerators want them wide.
 MAX_CHUNK_CPU, MAX_CHUNK = 128, 512
+SCORES = 1 << 28  # bytes of a layer's attention scores in a prefill pass: its largest array
 
 
 def bucket(slots: int) -> int:
@@ -31,10 +32,16 @@ def bucket(slots: int) -> int:
     return between if slots <= between and between % MIN_SLOTS == 0 else power
 
 
-def chunk_width(prompt: int) -> int:
-    """The prefill width for the longest prompt of a batch, a power of two."""
+def chunk_width(prompt: int, rows: int = 1, heads: int = 1) -> int:
+    """The prefill width, a power of two, for ``rows`` whose longest prompt has ``prompt`` tokens.
+
+    Rows and heads are those of one device. Many long rows go in narrower passes, or float32
+    scores ``[B, H, chunk, S]`` would take a share of the memory that grows with the cache.
+    """
     widest = MAX_CHUNK_CPU if jax.default_backend() == "cpu" else MAX_CHUNK
-    return min(widest, max(MIN_CHUNK, _power_of_two(prompt)))
+    fitting = SCORES // (4 * rows * heads * bucket(prompt))
+    narrow = 1 << fitting.bit_length() >> 1
+    return max(MIN_CHUNK, min(widest, narrow, _power_of_two(prompt)))
 
 
 def _power_of_two(least: int) -> int:

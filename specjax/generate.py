@@ -19,7 +19,7 @@ from specjax import compat, decode
 from specjax.cache import chunk_width
 from specjax.errors import OptionError, PairError
 from specjax.lm import LM
-from specjax.mesh import Layout, round_up
+from specjax.mesh import DATA, Layout, round_up
 from specjax.methods import Context, compose
 from specjax.methods import method as find_method
 from specjax.protocols import Method, Rule
@@ -233,6 +233,12 @@ class Engine:
             layout=self._layout(),
         )
 
+    def chunk(self, rows: Sequence[Row]) -> int:
+        """Tokens per prefill pass of a batch."""
+        share = 1 if self.target.mesh is None else self.target.mesh.shape[DATA]
+        heads = self.target.config.num_heads
+        return chunk_width(max(len(row.tokens) for row in rows), len(rows) // share, heads)
+
     def _layout(self) -> Layout | None:
         if self.target.mesh is None:
             return None
@@ -334,7 +340,7 @@ class Batch:
             np.array([row.budget for row in self._all], np.int32),
             jnp.stack([row.key for row in self._all]),
             logprobs=self._logprobs,
-            chunk=chunk_width(max(len(row.tokens) for row in self._all)),
+            chunk=self._engine.chunk(self._all),
         )
         jax.block_until_ready(state)
         self._times["prefill"] = time.perf_counter() - began

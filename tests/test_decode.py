@@ -1,6 +1,7 @@
 """The loop: greedy equality, the cache's invariant, independence of rows, cuts, growth, traces."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 import specjax as sj
 from conftest import tiny_lm
 from specjax import decode, tree
-from specjax.cache import bucket, prefill
+from specjax.cache import MAX_CHUNK_CPU, SCORES, bucket, chunk_width, prefill
 from specjax.generate import Engine
 from specjax.methods import Context
 from specjax.models import init_cache
@@ -252,6 +253,11 @@ def test_compiled_loop_holds_no_copy_of_the_cache(name, options, rows):
 def test_buckets_waste_at_most_a_third_and_hold_whole_prefill_passes():
     for slots in range(257, 5000):
         assert slots <= bucket(slots) <= 1.5 * slots and bucket(slots) % 128 == 0
+    for rows, heads, prompt in itertools.product((1, 8, 64), (4, 32), (5, 700, 5000, 40_000)):
+        chunk = chunk_width(prompt, rows, heads)
+        assert chunk == 16 or chunk < 2 * prompt
+        assert chunk == 16 or 4 * rows * heads * chunk * bucket(prompt) <= SCORES
+    assert chunk_width(5000) == MAX_CHUNK_CPU and chunk_width(5000, 64, 32) == 16
     target = tiny_lm(1)
     built, settings = sj.method("autoregressive").build(Context(target, None), {})
     inputs = Engine(target, None, built, settings).inputs(SAMPLING, 1)
