@@ -3,6 +3,7 @@
   python -m infer.run                                  the demo: real Python code, coloured
   python -m infer.run --prompt "def fib(n):" --temperature 0.8 --json
   python -m infer.run --target DIR --draft DIR --prompts in.jsonl --out out.jsonl
+  python -m infer.run --target DIR --draft DIR --mesh data=2,model=4 --prompt "def fib(n):"
   python -m infer.run --method cdsl --reward lexical:yield,items --prompt "def walk(tree):"
 
 Exit codes: 0 done, 2 bad arguments or input, 3 done but some input lines were bad.

@@ -233,15 +233,20 @@ def start(
     tokens = np.zeros((len(prompts), slots), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-    depth = getattr(method, "depth", 0)  # searches draft nothing
-    return _prefill(method, chunk, logprobs, depth)(
+    return prefill_prompts(method, chunk, logprobs)(
         inputs, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(lengths + budget), keys
     )
 
 
 @functools.cache
-def _prefill(method: Method, chunk: int, logprobs: bool, depth: int):
-    def prefill_prompts(inputs, tokens, length, max_length, keys):
+def prefill_prompts(method: Method, chunk: int, logprobs: bool):
+    """``fill(inputs, tokens[B,S], length[B], max_length[B], keys[B]) -> state``: caches filled.
+
+    One trace per bucket of slots.
+    """
+    depth = getattr(method, "depth", 0)  # searches draft nothing
+
+    def fill(inputs: Inputs, tokens, length, max_length, keys) -> DecodeState:
         rows = tokens.shape[0]
         zero = jnp.zeros((rows,), jnp.int32)
         # Stats are donated with the state: every counter needs a buffer of its own.
@@ -263,7 +268,7 @@ def _prefill(method: Method, chunk: int, logprobs: bool, depth: int):
         )
         return method.init(inputs, state, chunk)
 
-    return jax.jit(spread(prefill_prompts))
+    return jax.jit(spread(fill))
 
 
 @functools.cache

@@ -169,10 +169,10 @@ def test_mutants_fail(mutant, monkeypatch):
     if name == "own_part":
         monkeypatch.setattr("specjax.models.attention.own_part", change)
     jax.clear_caches()
-    decode._prefill.cache_clear(), decode.run_rounds.cache_clear()
+    decode.prefill_prompts.cache_clear(), decode.run_rounds.cache_clear()
     out = sj.generate(many, PROMPTS, max_new_tokens=16, logprobs=True)
     monkeypatch.undo()
     jax.clear_caches()
-    decode._prefill.cache_clear(), decode.run_rounds.cache_clear()
+    decode.prefill_prompts.cache_clear(), decode.run_rounds.cache_clear()
     with pytest.raises(AssertionError):
         same(sj.generate(model, PROMPTS, max_new_tokens=16, logprobs=True), out)

@@ -81,14 +81,18 @@ def place(cfg: ModelConfig, params: dict, mesh: Mesh, split: bool) -> dict:
     count = mesh.shape[AXIS]
     split_config(cfg, count)
     if "layers" in params:
-        layers = {i: _by_device(cfg, block, count) for i, block in params["layers"].items()}
-        params = params | {"layers": layers}
+        params = split_layers(cfg, params, count)
     specs = param_specs(params, count)
     return jax.device_put(params, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
 
 
+def split_layers(cfg: ModelConfig, params: dict, count: int) -> dict:
+    """Params whose joined products (q, k, v; gate, up) stand device by device, not part by part."""
+    layers = {i: _by_device(cfg, block, count) for i, block in params["layers"].items()}
+    return params | {"layers": layers}
+
+
 def _by_device(cfg: ModelConfig, block: dict, count: int) -> dict:
-    """A fused layer whose joined products stand device by device, not part by part."""
     queries, keys = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
     copies = max(count // cfg.num_kv_heads, 1)
 
