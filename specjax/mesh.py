@@ -80,7 +80,8 @@ class Layout:
 def spread(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function(inputs, ...)`` on every device of ``inputs.layout``, each on its part.
 
-    Without a layout it is ``function`` itself. Every other argument and every result is made of
+    Without a layout it is ``function`` itself. With one it is traced twice, first for the shape of
+    its result. Every other argument and every result is made of
     arrays with rows first, caches, and scalars; a scalar result is the largest of all devices.
     """
 

@@ -96,11 +96,9 @@ def test_the_next_bucket_stays_split(target, draft):
     options = {"method": "speculative", "max_new_tokens": 200}
     same(*(sj.generate(p, PROMPTS, draft=q, **options) for p, q in ((target, draft), many)))
     state = start(*many, "speculative")[2]
-    share = state.cache.k[0].nbytes // 4
     for buffer in jax.tree.leaves((state.cache, decode.grow_state(state, 256).cache)):
         shards = buffer.addressable_shards
         assert len(shards) == 4 and all(s.data.nbytes * 4 == buffer.nbytes for s in shards)
-    assert share == state.cache.k[0].addressable_shards[0].data.nbytes
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "speculative"])

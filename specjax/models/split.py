@@ -79,7 +79,7 @@ def place(cfg: ModelConfig, params: dict, mesh: Mesh, split: bool) -> dict:
     if not split:
         return jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
     count = mesh.shape[AXIS]
-    split_config(cfg, count)
+    split_config(cfg, count)  # refuses what does not divide
     if "layers" in params:
         params = split_layers(cfg, params, count)
     specs = param_specs(params, count)
@@ -117,12 +117,12 @@ def _by_device(cfg: ModelConfig, block: dict, count: int) -> dict:
 
 
 def total(x: Float[Array, "..."], shards: int) -> Float[Array, "..."]:
-    """The sum of the devices' partial products."""
+    """The sum of the devices' partial products, on each of them."""
     return x if shards == 1 else jax.lax.psum(x, AXIS)
 
 
 def own_part(x: Array, shards: int) -> Array:
-    """A device's share of what is known whole, along the first axis."""
+    """A device's share ``[n / shards, ...]`` of what every device knows whole, ``[n, ...]``."""
     if shards == 1:
         return jnp.asarray(x)
     size = x.shape[0] // shards
@@ -144,7 +144,7 @@ def look_up(table: Float[Array, "v D"], ids: Int[Array, "B N"], rows: int) -> Fl
 
 
 def gather_logits(logits: Float[Array, "B N v"], vocab: int) -> Float[Array, "B N V"]:
-    """The logits of every device's share of the vocabulary."""
+    """The whole vocabulary's logits on every device, from each one's share."""
     if logits.shape[-1] == vocab:
         return logits
     # Gathered along a new first axis: along the vocabulary, TPUs would lay it out with the
