@@ -20,7 +20,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from infer.arguments import Parser, whole
+from infer.cli import Parser, whole
 from specjax.demo.heldout import HeldOut, held_out_functions
 
 NAMES = 3  # of a line
@@ -30,12 +30,17 @@ SKIPPED = {"self", "cls"}
 
 def parser() -> Parser:
     """The command line of ``infer.code_task``."""
-    out = Parser(prog="python -m infer.code_task", description=__doc__, allow_abbrev=False,
-                 formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    out = Parser(
+        prog="python -m infer.code_task",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     out.add_argument("directory", metavar="DIR")
     out.add_argument("--test", type=whole(1), default=100, metavar="N", help="lines (default 100)")
-    out.add_argument("--validation", type=whole(1), default=40, metavar="N",
-                     help="lines (default 40)")  # fmt: skip
+    out.add_argument(
+        "--validation", type=whole(1), default=40, metavar="N", help="lines (default 40)"
+    )
     return out
 
 
@@ -53,8 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             found["validation" if _validates(function.module) else "test"].append(line)
     for name, count in wanted.items():
         if len(found[name]) < count:
-            print(f"infer.code_task: --{name} {count}: only {len(found[name])} held-out functions "
-                  "are fit for it; ask for fewer", file=sys.stderr)  # fmt: skip
+            print(
+                f"infer.code_task: --{name} {count}: only {len(found[name])} held-out functions "
+                "are fit for it; ask for fewer",
+                file=sys.stderr,
+            )
             return 2
     home = Path(args.directory)
     try:
@@ -84,8 +92,12 @@ def names_of(function: HeldOut) -> Iterator[str]:
     """The names that the function's body uses, in the order of its text."""
     tree = ast.parse(textwrap.dedent(function.source))
     body = tree.body[0].body
-    nodes = [n for statement in body for n in ast.walk(statement)
-             if isinstance(n, ast.Name | ast.Attribute)]  # fmt: skip
+    nodes = [
+        n
+        for statement in body
+        for n in ast.walk(statement)
+        if isinstance(n, ast.Name | ast.Attribute)
+    ]
     nodes.sort(key=lambda n: (n.end_lineno, n.end_col_offset))
     for node in nodes:
         name = node.id if isinstance(node, ast.Name) else node.attr

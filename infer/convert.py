@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from infer.arguments import Parser
+from infer.cli import Parser
 
 KEPT = ("*.json", "*.jinja", "tokenizer.model")
 
@@ -49,8 +49,8 @@ def convert(directory: Path, out: Path) -> list[Path]:
     Raises:
       ModelError: torch is not there, or a pickle is missing or holds more than tensors.
     """
-    from specjax.models.hf import INDEX, WEIGHTS, write_text
-    from specjax.models.pickles import PICKLE_INDEX, read_pickle
+    from specjax.models.hf.checkpoint import INDEX, WEIGHTS, write_text
+    from specjax.models.hf.pickles import PICKLE_INDEX, read_pickle
 
     pickles = _pickles(directory)
     out.mkdir(parents=True, exist_ok=True)
@@ -78,8 +78,8 @@ def convert(directory: Path, out: Path) -> list[Path]:
 
 def _pickles(directory: Path) -> list[str]:
     from specjax.errors import ModelError
-    from specjax.models.hf import read_json
-    from specjax.models.pickles import PICKLE, PICKLE_INDEX
+    from specjax.models.hf.checkpoint import read_json
+    from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX
 
     if (directory / PICKLE).exists():
         return [PICKLE]

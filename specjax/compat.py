@@ -40,8 +40,10 @@ def check_models(target: LM, draft: LM) -> None:
       PairError: says how they differ.
     """
     if target.mesh != draft.mesh:
-        raise PairError(f"target {target.source} and draft {draft.source} lie on different "
-                        "devices; load both with the same mesh")  # fmt: skip
+        raise PairError(
+            f"target {target.source} and draft {draft.source} lie on different "
+            "devices; load both with the same mesh"
+        )
     if target.tokenizer is None or draft.tokenizer is None:
         if target.config.vocab_size != draft.config.vocab_size:
             raise PairError(

@@ -18,10 +18,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import probs, tree
-from specjax.cache import bucket, commit_path, grow, prefill
 from specjax.compat import check_pair
 from specjax.mesh import spread
 from specjax.models import ModelConfig, init_cache
+from specjax.models.cache import bucket, commit_path, grow
+from specjax.models.forward import prefill
 from specjax.protocols import Drafter, Method, Rule, TargetDist
 from specjax.scoring import score, score_as_needed
 from specjax.stopping import is_eos
@@ -250,8 +251,11 @@ def prefill_prompts(method: Method, chunk: int, logprobs: bool):
         rows = tokens.shape[0]
         zero = jnp.zeros((rows,), jnp.int32)
         # Stats are donated with the state: every counter needs a buffer of its own.
-        stats = Stats(*(zero + 0 for _ in range(7)), passes=jnp.int32(0),
-                      accepted_hist=jnp.zeros((rows, depth + 1), jnp.int32))  # fmt: skip
+        stats = Stats(
+            *(zero + 0 for _ in range(7)),
+            passes=jnp.int32(0),
+            accepted_hist=jnp.zeros((rows, depth + 1), jnp.int32),
+        )
         state = DecodeState(
             tokens=tokens,
             length=length,

@@ -15,3 +15,7 @@ class PairError(SpecjaxError):
 
 class OptionError(SpecjaxError):
     """An unknown method or option, or a value out of its range."""
+
+
+class InputError(SpecjaxError):
+    """A file, a config or a path that a program cannot use."""

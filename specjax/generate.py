@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import compat, decode
-from specjax.cache import chunk_width
 from specjax.errors import OptionError, PairError
 from specjax.lm import LM
 from specjax.mesh import DATA, Layout, round_up
 from specjax.methods import Context, compose
 from specjax.methods import method as find_method
+from specjax.models.cache import chunk_width
 from specjax.protocols import Method, Rule
 from specjax.rewards import PRODUCT, Judge, combine
-from specjax.search.driving import advance_hosted
+from specjax.search.drivers import advance_hosted
 from specjax.text import IncrementalDecoder
 from specjax.types import FINISH_REASONS, FROM_DRAFT, DecodeState, Inputs
 from specjax.warp import Sampling
@@ -82,8 +82,9 @@ class Piece:
         return self.origins == FROM_DRAFT
 
 
-def generate(target: LM, prompts: str | Sequence[str] | Sequence[Sequence[int]], **options: Any
-             ) -> Generation:  # fmt: skip
+def generate(
+    target: LM, prompts: str | Sequence[str] | Sequence[Sequence[int]], **options: Any
+) -> Generation:
     """Decodes prompts; the arguments are those of :func:`stream`.
 
     Raises:
@@ -189,8 +190,7 @@ class Engine:
         if not isinstance(method, str):
             return cls(target, draft, method, dict(options or {}), judge)
         if isinstance(rule, Rule):
-            base = compose(drafter or ("chain" if draft else "none"), "match",
-                                   target_dist)  # fmt: skip
+            base = compose(drafter or ("chain" if draft else "none"), "match", target_dist)
             context = Context(target, draft, greedy=greedy)
             settings = {n: v for n, v in (options or {}).items() if n in rule.settings}
             rest = {n: v for n, v in (options or {}).items() if n not in rule.settings}
@@ -272,15 +272,17 @@ def _rows(target, prompts, num_samples, seed, max_new_tokens, indices, constrain
     if not prompts:
         raise OptionError("no prompt was given")
     if max_new_tokens < 1 or num_samples < 1:
-        raise OptionError(f"max_new_tokens={max_new_tokens} and num_samples={num_samples} "
-                          "must be at least 1")  # fmt: skip
+        raise OptionError(
+            f"max_new_tokens={max_new_tokens} and num_samples={num_samples} must be at least 1"
+        )
     indices = range(len(prompts)) if indices is None else indices
     root = jax.random.key(seed)
     rows = []
     constraints = [{}] * len(prompts) if constraints is None else constraints
     if len(constraints) != len(prompts):
-        raise OptionError(f"{len(constraints)} constraints for {len(prompts)} prompts; give each "
-                          "prompt its own")  # fmt: skip
+        raise OptionError(
+            f"{len(constraints)} constraints for {len(prompts)} prompts; give each prompt its own"
+        )
     for index, prompt, asked in zip(indices, prompts, constraints, strict=True):
         tokens = encode_prompt(target, prompt)
         budget = min(max_new_tokens, target.config.max_position - len(tokens))
@@ -318,8 +320,15 @@ def encode_prompt(target: LM, prompt: str | Sequence[int]) -> np.ndarray:
 class Batch:
     """Rows decoded together. Short batches are padded with rows that are done from the start."""
 
-    def __init__(self, engine: Engine, rows: list[Row], size: int, sampling: Sampling,
-                 stop: tuple[str, ...], logprobs: bool):  # fmt: skip
+    def __init__(
+        self,
+        engine: Engine,
+        rows: list[Row],
+        size: int,
+        sampling: Sampling,
+        stop: tuple[str, ...],
+        logprobs: bool,
+    ):
         self._engine, self._rows, self._stop, self._logprobs = engine, rows, stop, logprobs
         padding = [Row(np.zeros(1, np.int32), 0, rows[0].key)] * (size - len(rows))
         self._all = rows + padding
@@ -395,14 +404,17 @@ class Batch:
             stopped[i] = reader.stopped
             reason = FINISH_REASONS[finish[i]] if ended else None
             new = slice(fresh.start, fresh.start + kept)
-            pieces.append(Piece(i, text, tokens[i, new], origin[i, new],
-                                "stop" if reader.stopped else reason))  # fmt: skip
+            pieces.append(
+                Piece(i, text, tokens[i, new], origin[i, new], "stop" if reader.stopped else reason)
+            )
             self._shown[i] = length[i]
         return stopped, pieces
 
     def _keep(self, state: DecodeState) -> None:
-        wanted = {name: getattr(state, name) for name in
-                  ("tokens", "origin", "logprobs", "prompt_length", "finish")}  # fmt: skip
+        wanted = {
+            name: getattr(state, name)
+            for name in ("tokens", "origin", "logprobs", "prompt_length", "finish")
+        }
         self._state = jax.device_get(wanted)
         self._stats = jax.device_get(state.stats)
 

@@ -69,9 +69,11 @@ def sentinels_of(target: LM) -> Sentinels:
     """
     found = find_sentinels(target.tokenizer) if target.tokenizer else None
     if found is None:
-        raise PairError(f"target {target.source} has no fill-in-the-middle tokens: give a prompt "
-                        "without suffix, or take a model that has them (CodeLlama, StarCoder, "
-                        "DeepSeek-Coder, Qwen-Coder)")  # fmt: skip
+        raise PairError(
+            f"target {target.source} has no fill-in-the-middle tokens: give a prompt "
+            "without suffix, or take a model that has them (CodeLlama, StarCoder, "
+            "DeepSeek-Coder, Qwen-Coder)"
+        )
     return found
 
 

@@ -15,8 +15,8 @@ from specjax.demo import tuned
 from specjax.errors import ModelError
 from specjax.models import ModelConfig, from_hf, fuse, load_pretrained
 from specjax.models.config import as_ids
-from specjax.models.hf import DTYPES, read_config, read_json
-from specjax.models.split import AXIS, place, split_config
+from specjax.models.hf.checkpoint import DTYPES, read_config, read_json
+from specjax.models.sharding import AXIS, place, split_config
 from specjax.text import Tokenizer
 
 DEMO = Path(__file__).parent / "demo"
@@ -159,8 +159,9 @@ def _from_hub(name: str, files: Sequence[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(files),
-                                      ignore_patterns=list(HUB_SKIPPED)))  # fmt: skip
+        return Path(
+            snapshot_download(name, allow_patterns=list(files), ignore_patterns=list(HUB_SKIPPED))
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ModelError(

@@ -126,8 +126,13 @@ class Part:
 
 
 def _chain(context: Context, gamma: int, stop: str, draft_warp: bool) -> draft.Chain:
-    return draft.Chain(**context.of_draft, gamma=gamma, stop=stop, warped=draft_warp,
-                       keep_logits=context.keep_logits)  # fmt: skip
+    return draft.Chain(
+        **context.of_draft,
+        gamma=gamma,
+        stop=stop,
+        warped=draft_warp,
+        keep_logits=context.keep_logits,
+    )
 
 
 def _tree(context: Context, branching: tuple[int, ...], replacement: bool) -> draft.Tree:
@@ -142,14 +147,17 @@ def _iid(context: Context, gamma: int, chains: int) -> draft.Tree:
 
 def _beam(context: Context, gamma: int, width: int, verify_beams: str, joint: str) -> draft.Beam:
     _check_width("width", width, context)
-    return draft.Beam(**context.of_draft, gamma=gamma, width=width, verify_beams=verify_beams,
-                      joint=joint)  # fmt: skip
+    return draft.Beam(
+        **context.of_draft, gamma=gamma, width=width, verify_beams=verify_beams, joint=joint
+    )
 
 
 def _check_width(name: str, width: int, context: Context) -> None:
     if width > context.target.config.vocab_size:
-        raise OptionError(f"{name}={width} is more than the vocabulary's "
-                          f"{context.target.config.vocab_size} tokens")  # fmt: skip
+        raise OptionError(
+            f"{name}={width} is more than the vocabulary's "
+            f"{context.target.config.vocab_size} tokens"
+        )
 
 
 def _lookup_draft(context: Context, gamma: int, ngram: int) -> draft.Lookup:
@@ -164,8 +172,10 @@ def _adaptive(
         tree = context.takes_trees and not (context.greedy or single)
         form = draft.TREE if tree else draft.CHAIN
     if single and form == draft.TREE:
-        raise PairError("a single pass drafts a chain, for a group of probes stands behind each of "
-                        "its nodes: use form=chain, or single=false")  # fmt: skip
+        raise PairError(
+            "a single pass drafts a chain, for a group of probes stands behind each of "
+            "its nodes: use form=chain, or single=false"
+        )
     candidates = draft.Candidates(len(ids), context.target.vocab_limit, form)
     if single:
         every = len(ids) + 1
@@ -177,14 +187,18 @@ def _adaptive_ids(context: Context, k: int) -> tuple[int, ...]:
     """The ids of a₁ … a_k; k = 0 is the window that the model was tuned with."""
     trained, source = context.target.config.adaptive_ids, context.target.source
     if not trained:
-        raise PairError(f"target {source} has no adaptive tokens: tune it with train.sdsat, or "
-                        "take --target demo-sdsat")  # fmt: skip
+        raise PairError(
+            f"target {source} has no adaptive tokens: tune it with train.sdsat, or "
+            "take --target demo-sdsat"
+        )
     k = k or len(trained)
     if len(set(trained)) == 1:
         return (trained[0],) * k
     if k > len(trained):
-        raise OptionError(f"k={k}: target {source} was tuned with {len(trained)} distinct adaptive "
-                          "tokens, and only a repeated one stretches")  # fmt: skip
+        raise OptionError(
+            f"k={k}: target {source} was tuned with {len(trained)} distinct adaptive "
+            "tokens, and only a repeated one stretches"
+        )
     return trained[:k]
 
 
@@ -323,8 +337,7 @@ def _mtjd(context: Context, block: int, width: int) -> search.MTJD:
 
 def _lookahead(context: Context, k: int, d: int, combine: str) -> search.Lookahead:
     _check_width("k", k, context)
-    return search.Lookahead(context.target.config, context.target.vocab_limit, k, d,
-                            context.reward)  # fmt: skip
+    return search.Lookahead(context.target.config, context.target.vocab_limit, k, d, context.reward)
 
 
 def _draft_lookahead(context: Context, k: int, d: int, combine: str) -> search.Lookahead:
@@ -332,8 +345,9 @@ def _draft_lookahead(context: Context, k: int, d: int, combine: str) -> search.L
     return dataclasses.replace(found, draft=of_draft["model"], draft_limit=of_draft["vocab_limit"])
 
 
-def _cdsl(context: Context, k: int, d: int, b: int, accept: str, keep_verified: bool, combine: str
-          ) -> search.CDSL:  # fmt: skip
+def _cdsl(
+    context: Context, k: int, d: int, b: int, accept: str, keep_verified: bool, combine: str
+) -> search.CDSL:
     _check_width("k", k, context)
     return search.CDSL(
         context.target.config,
@@ -450,8 +464,9 @@ class MethodSpec:
         known = self.options
         for name in options:
             if name not in known:
-                raise OptionError(f"unknown option {name!r} of method {self.name}"
-                                  + _hint(name, known))  # fmt: skip
+                raise OptionError(
+                    f"unknown option {name!r} of method {self.name}" + _hint(name, known)
+                )
         return {n: o.parse(n, options.get(n, o.default)) for n, o in known.items()}
 
     def build(self, context: Context, options: Mapping[str, Any]) -> tuple[Any, dict[str, float]]:

@@ -42,8 +42,15 @@ class Drafter(Protocol):
     def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
         """One draft per row; ``keys`` are the round's keys."""
 
-    def update(self, inputs: Inputs, state: DecodeState, carried: Any, draft: Draft,
-               verdict: Verdict, probe_logits: Float[Array, "B P V"] | None) -> Any:  # fmt: skip
+    def update(
+        self,
+        inputs: Inputs,
+        state: DecodeState,
+        carried: Any,
+        draft: Draft,
+        verdict: Verdict,
+        probe_logits: Float[Array, "B P V"] | None,
+    ) -> Any:
         """The drafter's state after the verdict, from the one that :meth:`propose` returned.
 
         ``state`` is that of the round's beginning: the root stands at ``state.length - 1``.
@@ -64,12 +71,14 @@ class TargetDist(Protocol):
 
     def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> Any: ...
 
-    def log_p(self, inputs: Inputs, state: DecodeState, draft: Draft,
-              logits: Float[Array, "B N V"]) -> tuple[Float[Array, "B N V"], Any]:  # fmt: skip
+    def log_p(
+        self, inputs: Inputs, state: DecodeState, draft: Draft, logits: Float[Array, "B N V"]
+    ) -> tuple[Float[Array, "B N V"], Any]:
         """Log-probabilities of the token after each node, and the next ``state.target``."""
 
-    def commit(self, inputs: Inputs, state: DecodeState, carried: Any, draft: Draft,
-               verdict: Verdict) -> Any:  # fmt: skip
+    def commit(
+        self, inputs: Inputs, state: DecodeState, carried: Any, draft: Draft, verdict: Verdict
+    ) -> Any:
         """The state after the verdict, from the one that :meth:`log_p` returned."""
 
 
@@ -83,25 +92,37 @@ class Rule:
     (rows whose joint probabilities are unwarped).
     """
 
-    def __init__(self, verify: Callable[..., Verdict], laws: Iterable[str], lossless: bool,
-                 chain_only: bool = True, settings: Iterable[str] = (),
-                 extras: Iterable[str] = ()):  # fmt: skip
+    def __init__(
+        self,
+        verify: Callable[..., Verdict],
+        laws: Iterable[str],
+        lossless: bool,
+        chain_only: bool = True,
+        settings: Iterable[str] = (),
+        extras: Iterable[str] = (),
+    ):
         self.verify, self.laws, self.lossless = verify, frozenset(laws), lossless
         self.chain_only, self.settings = chain_only, tuple(settings)
         self.extras = tuple(extras)
         self.name, self.__doc__ = verify.__name__, verify.__doc__
 
-    def __call__(self, keys: Key[Array, "B"], draft: Draft, log_p: Float[Array, "B N V"],
-                 **settings: Any) -> Verdict:  # fmt: skip
+    def __call__(
+        self, keys: Key[Array, "B"], draft: Draft, log_p: Float[Array, "B N V"], **settings: Any
+    ) -> Verdict:
         return self.verify(keys, draft, log_p, **settings)
 
     def __repr__(self) -> str:
         return f"Rule({self.name})"
 
 
-def rule(*, laws: Iterable[str], lossless: bool, chain_only: bool = True,
-         settings: Iterable[str] = (), extras: Iterable[str] = ()
-         ) -> Callable[[Callable[..., Verdict]], Rule]:  # fmt: skip
+def rule(
+    *,
+    laws: Iterable[str],
+    lossless: bool,
+    chain_only: bool = True,
+    settings: Iterable[str] = (),
+    extras: Iterable[str] = (),
+) -> Callable[[Callable[..., Verdict]], Rule]:
     """Decorator that makes an acceptance rule of a verify function."""
     return lambda verify: Rule(verify, laws, lossless, chain_only, settings, extras)
 

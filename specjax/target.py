@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from specjax import probs
-from specjax.cache import commit_path, prefill
 from specjax.models import ModelConfig, init_cache
+from specjax.models.cache import commit_path
+from specjax.models.forward import prefill
 from specjax.scoring import score
 from specjax.warp import fit_vocabulary, limit_vocabulary, warp
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import tokenizers
 
 from specjax.errors import ModelError
-from specjax.models.hf import read_json
+from specjax.models.hf.checkpoint import read_json
 
 REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what templates may name
@@ -31,8 +31,12 @@ _BYTE_OF = {chr(b): b for b in _PRINTABLE} | {
 class Tokenizer:
     """Encodes and decodes; knows which ids exist and how it differs from another."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, chat_template: str | None = None,
-                 special: dict[str, str] | None = None):  # fmt: skip
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        chat_template: str | None = None,
+        special: dict[str, str] | None = None,
+    ):
         self._backend, self._chat_template, self._special = backend, chat_template, special or {}
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
@@ -223,8 +227,10 @@ def _template(home: Path, settings: dict) -> str | None:
     try:
         return {entry["name"]: entry["template"] for entry in found}.get("default")
     except (KeyError, TypeError):
-        raise ModelError(f"{home / 'tokenizer_config.json'}: chat_template must be a text or a "
-                         "list of objects with a name and a template") from None  # fmt: skip
+        raise ModelError(
+            f"{home / 'tokenizer_config.json'}: chat_template must be a text or a "
+            "list of objects with a name and a template"
+        ) from None
 
 
 def _content(token: str | dict | None) -> str:

@@ -65,8 +65,9 @@ def warp(logits: Float[Array, "B N V"], settings: Warp, vocab_limit: int) -> Flo
         x = x / jnp.where(greedy, 1.0, jnp.maximum(settings.temperature, COLDEST)[:, None, None])
         drawn = probs.log_softmax(truncate(x, settings))
         # In a mixed batch both kinds of row are computed and each keeps its own.
-        return jax.lax.cond(jnp.any(greedy), lambda: jnp.where(greedy, argmax(x), drawn),
-                            lambda: drawn)  # fmt: skip
+        return jax.lax.cond(
+            jnp.any(greedy), lambda: jnp.where(greedy, argmax(x), drawn), lambda: drawn
+        )
 
     return jax.lax.cond(jnp.all(greedy), argmax, sampled, logits)
 
@@ -84,8 +85,9 @@ def truncate(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N
 def _truncate(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]:
     vocab = logits.shape[-1]
     largest = jax.lax.top_k(logits, min(TOP, vocab))[0]
-    k = jnp.broadcast_to(jnp.where(settings.top_k > 0, settings.top_k, vocab)[:, None],
-                         logits.shape[:2])  # fmt: skip
+    k = jnp.broadcast_to(
+        jnp.where(settings.top_k > 0, settings.top_k, vocab)[:, None], logits.shape[:2]
+    )
     p = jnp.broadcast_to(settings.top_p[:, None], logits.shape[:2])
     floor = _kth_largest(logits, largest, jnp.minimum(k, vocab))
     logits = jnp.where(logits >= floor[..., None], logits, probs.NEVER)

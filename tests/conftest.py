@@ -8,10 +8,10 @@ import jax
 import pytest
 
 import specjax as sj
-from infer.arguments import use_compilation_cache
+from infer.cli import use_compilation_cache
 from specjax.models import ModelConfig, init_params, save_pretrained
-from train.corpus import Document
-from train.tokenizer import train_tokenizer
+from train.data.corpus import Document
+from train.data.tokenizer import train_tokenizer
 
 # The tests compile hundreds of programs that run for milliseconds: LLVM's passes are most of that.
 # Programs that tests start do the same, so that both sides of a comparison round alike.

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from train.errors import InputError
+from specjax.errors import InputError
 
 T = TypeVar("T")
 
@@ -174,22 +174,49 @@ _CHOICES = {
     "run.export_dtype": ("float32", "bfloat16", "float16"),
 }
 _POSITIVE = {
-    "model.hidden_size", "model.num_layers", "model.num_heads", "model.intermediate_size",
-    "model.max_position", "data.seq_len", "optim.total_steps", "optim.batch_size",
-    "optim.accumulate", "optim.learning_rate", "optim.muon_learning_rate", "run.log_every",
-    "run.eval_every", "run.checkpoint_every", "run.keep", "optim.clip_norm",
-    "distill.temperature", "model.lora_rank", "model.lora_alpha", "sdsat.window",
-    "sdsat.decode_tokens", "mesh.fsdp",
-}  # fmt: skip
+    "model.hidden_size",
+    "model.num_layers",
+    "model.num_heads",
+    "model.intermediate_size",
+    "model.max_position",
+    "data.seq_len",
+    "optim.total_steps",
+    "optim.batch_size",
+    "optim.accumulate",
+    "optim.learning_rate",
+    "optim.muon_learning_rate",
+    "run.log_every",
+    "run.eval_every",
+    "run.checkpoint_every",
+    "run.keep",
+    "optim.clip_norm",
+    "distill.temperature",
+    "model.lora_rank",
+    "model.lora_alpha",
+    "sdsat.window",
+    "sdsat.decode_tokens",
+    "mesh.fsdp",
+}
 _NOT_NEGATIVE = {
-    "model.num_kv_heads", "optim.warmup_steps", "optim.weight_decay", "run.eval_batches",
-    "run.seed", "sdsat.probe_length", "sdsat.weight", "sdsat.decode_prompts", "mesh.devices",
+    "model.num_kv_heads",
+    "optim.warmup_steps",
+    "optim.weight_decay",
+    "run.eval_batches",
+    "run.seed",
+    "sdsat.probe_length",
+    "sdsat.weight",
+    "sdsat.decode_prompts",
+    "mesh.devices",
     "mesh.memory_gib",
-}  # fmt: skip
+}
 _BELOW_ONE = {"optim.beta1", "optim.beta2", "sdsat.start_rate"}
 _FRACTIONS = {
-    "optim.decay_fraction", "optim.final_fraction", "distill.alpha", "sdsat.mix", "sdsat.fim_rate",
-}  # fmt: skip
+    "optim.decay_fraction",
+    "optim.final_fraction",
+    "distill.alpha",
+    "sdsat.mix",
+    "sdsat.fim_rate",
+}
 
 
 def from_toml(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:

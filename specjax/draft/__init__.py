@@ -8,6 +8,16 @@ from specjax.draft.none import NoDraft
 from specjax.draft.tree import Tree
 
 __all__ = [
-    "CHAIN", "MOST", "TREE", "Answering", "Asking", "Beam", "Candidates", "Chain", "Lookup",
-    "NoDraft", "SinglePass", "Tree",
-]  # fmt: skip
+    "CHAIN",
+    "MOST",
+    "TREE",
+    "Answering",
+    "Asking",
+    "Beam",
+    "Candidates",
+    "Chain",
+    "Lookup",
+    "NoDraft",
+    "SinglePass",
+    "Tree",
+]

@@ -89,9 +89,13 @@ class Candidates:
         return tuple(found)
 
     def draft(
-        self, inputs, keys, root: Int[Array, "B"], logits: Float[Array, "B k V"],
+        self,
+        inputs,
+        keys,
+        root: Int[Array, "B"],
+        logits: Float[Array, "B k V"],
         live: Bool[Array, "B"],
-    ) -> Draft:  # fmt: skip
+    ) -> Draft:
         """The draft below ``root``; rows that are not ``live`` offer nothing."""
         log_q = warp(logits, inputs.warp, self.vocab_limit)
         if self.form == CHAIN:

@@ -15,14 +15,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import probs, tree
-from specjax.cache import commit_path, prefill
 from specjax.draft.feeding import feed_level, feed_pair, last_two
 from specjax.models import KVCache, ModelConfig, init_cache
+from specjax.models.cache import commit_path
+from specjax.models.forward import prefill
 from specjax.probs import Purpose
 from specjax.protocols import Proposal
 from specjax.stopping import is_eos
 from specjax.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
-from specjax.verify.paths import root_path
+from specjax.verify.verdicts import root_path
 from specjax.warp import limit_vocabulary, warp
 
 
@@ -139,9 +140,15 @@ class Beam:
             if step + 1 < self.gamma:
                 first = self._levels[step + 1].start
                 logits, cache = feed_level(
-                    self.model, params, beams.cache, beams.tokens[:, first:], base, first,
-                    beams.bits, self.vocab,
-                )  # fmt: skip
+                    self.model,
+                    params,
+                    beams.cache,
+                    beams.tokens[:, first:],
+                    base,
+                    first,
+                    beams.bits,
+                    self.vocab,
+                )
                 calls = beams.calls + (~beams.ended).sum(-1, dtype=jnp.int32)
                 beams = beams._replace(cache=cache, calls=calls)
         draft = Draft(

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import probs, tree
-from specjax.cache import prefill
 from specjax.draft.feeding import feed_pair, feed_token, last_two
 from specjax.errors import PairError
 from specjax.models import KVCache, ModelConfig, init_cache
+from specjax.models.forward import prefill
 from specjax.probs import Purpose
 from specjax.protocols import Proposal
 from specjax.stopping import is_eos
@@ -51,8 +51,10 @@ class Chain:
 
     def __post_init__(self):
         if self.keep_logits and self.stop == STOPS_AFTER:
-            raise PairError("a chain that stops after an unsure token has no logits behind it, "
-                            "which this target distribution needs: use stop=before")  # fmt: skip
+            raise PairError(
+                "a chain that stops after an unsure token has no logits behind it, "
+                "which this target distribution needs: use stop=before"
+            )
 
     @property
     def shape(self) -> TreeShape:
@@ -90,8 +92,9 @@ class Chain:
             logits = feed_token(self.model, inputs.draft, d.cache, fed, at, self.vocab)
             return self._draw(inputs, keys, d, *logits)
 
-        first = feed_pair(self.model, inputs.draft, start.cache, start.window, state.length - 2, 0,
-                          self.vocab)  # fmt: skip
+        first = feed_pair(
+            self.model, inputs.draft, start.cache, start.window, state.length - 2, 0, self.vocab
+        )
         end = jax.lax.while_loop(more, follow, self._draw(inputs, keys, start, *first))
         draft = Draft(
             tokens=end.window[:, 1:],

@@ -74,7 +74,14 @@ def feed_level(
     positions = base[:, None] + bits.sum(-1, dtype=jnp.int32) - 1
     new = slice(first, first + tokens.shape[1])
     hidden, cache = forward(
-        model, params, cache, tokens, positions[:, new], base + first, bits[:, new],
-        base=base, tree_positions=positions,
-    )  # fmt: skip
+        model,
+        params,
+        cache,
+        tokens,
+        positions[:, new],
+        base + first,
+        bits[:, new],
+        base=base,
+        tree_positions=positions,
+    )
     return fit_vocabulary(logits_of(model, params, hidden).astype(jnp.float32), vocab), cache

@@ -14,9 +14,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import probs, tree
-from specjax.cache import commit_path, prefill
 from specjax.draft.feeding import feed_level, feed_pair, last_two
 from specjax.models import ModelConfig, init_cache
+from specjax.models.cache import commit_path
+from specjax.models.forward import prefill
 from specjax.probs import Purpose
 from specjax.protocols import Proposal
 from specjax.stopping import is_eos

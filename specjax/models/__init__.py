@@ -1,19 +1,18 @@
 """Decoder-only language models as Flax NNX modules and pure functions of their params."""
 
 from specjax.models.blocks import fuse
+from specjax.models.cache import KVCache, init_cache
 from specjax.models.config import ModelConfig, RopeConfig
 from specjax.models.families import from_hf, to_hf
-from specjax.models.functional import (
-    KVCache,
+from specjax.models.forward import (
     forward,
     head_matrix,
     hidden_states,
-    init_cache,
     init_params,
     logits_of,
     param_shapes,
 )
-from specjax.models.hf import load_pretrained, save_pretrained
+from specjax.models.hf.checkpoint import load_pretrained, save_pretrained
 
 __all__ = [
     "KVCache",

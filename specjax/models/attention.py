@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models.split import own_part
+from specjax.models.sharding import own_part
 
 Meta = Mapping[str, Array]  # per-token arrays, each [B, tokens, ...]
 MaskFn = Callable[[Meta, Meta], Bool[Array, "B N S"]]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.models import split
+from specjax.models import sharding as split
 from specjax.models.config import ModelConfig
 from specjax.models.layers import ACTIVATIONS, NORMS, Linear, rope_table, rotate
 

@@ -136,7 +136,7 @@ class ModelConfig:
     @property
     def num_params(self) -> int:
         """Number of parameters, a tied head counted once."""
-        from specjax.models.functional import num_params  # which imports this file
+        from specjax.models.forward import num_params  # which imports this file
 
         return num_params(self)
 

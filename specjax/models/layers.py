@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.models import split
+from specjax.models import sharding as split
 from specjax.models.config import RopeConfig
 
 # Up to this many rows the layout decides what a CPU product costs; beyond, XLA's own choice is as
@@ -57,8 +57,15 @@ class Linear(nnx.Module):
     With ``shards`` > 1 each device has some of the inputs, and the products are summed.
     """
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, rngs: nnx.Rngs, std: float = 0.02,
-                 shards: int = 1):  # fmt: skip
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        rngs: nnx.Rngs,
+        std: float = 0.02,
+        shards: int = 1,
+    ):
         self.shards = shards
         init = nnx.initializers.normal(std)
         self.weight = nnx.Param(init(rngs.params(), (outputs, inputs), jnp.float32))

@@ -14,7 +14,26 @@ from specjax.rewards.table import REWARDS, combine, make_reward
 from specjax.rewards.text import Json, OfFunction, Python, Regex
 
 __all__ = [
-    "COMBINATIONS", "PRODUCT", "REWARDS", "Combined", "Data", "Fold", "Forbidden", "Json", "Judge",
-    "Length", "Lexical", "OfFunction", "OnDevice", "Python", "Regex", "Reward", "RewardWarning",
-    "Sample", "Together", "combine", "inflections", "make_reward",
-]  # fmt: skip
+    "COMBINATIONS",
+    "PRODUCT",
+    "REWARDS",
+    "Combined",
+    "Data",
+    "Fold",
+    "Forbidden",
+    "Json",
+    "Judge",
+    "Length",
+    "Lexical",
+    "OfFunction",
+    "OnDevice",
+    "Python",
+    "Regex",
+    "Reward",
+    "RewardWarning",
+    "Sample",
+    "Together",
+    "combine",
+    "inflections",
+    "make_reward",
+]

@@ -25,13 +25,15 @@ class Classifier(OfText):
     def __init__(self, directory: str):
         self.directory = Path(directory).expanduser()
         if not (self.directory / "config.json").is_file():
-            raise OptionError(f"reward classifier: {directory} is no model directory (it has no "
-                              "config.json)")  # fmt: skip
+            raise OptionError(
+                f"reward classifier: {directory} is no model directory (it has no config.json)"
+            )
         try:
             import torch  # noqa: F401
         except ImportError:
-            raise OptionError("reward classifier needs torch: pip install 'specjax[torch]'"
-                              ) from None  # fmt: skip
+            raise OptionError(
+                "reward classifier needs torch: pip install 'specjax[torch]'"
+            ) from None
 
     @functools.cached_property
     def _loaded(self):
@@ -42,8 +44,9 @@ class Classifier(OfText):
             model = AutoModelForSequenceClassification.from_pretrained(self.directory).eval()
         except (OSError, ValueError, KeyError) as error:
             first = str(error).strip().splitlines()[0]
-            raise OptionError(f"reward classifier: {self.directory} cannot be loaded ({first})"
-                              ) from None  # fmt: skip
+            raise OptionError(
+                f"reward classifier: {self.directory} cannot be loaded ({first})"
+            ) from None
         return tokenizer, model
 
     def check(self, tokenizer, constraints):

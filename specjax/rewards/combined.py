@@ -64,8 +64,10 @@ class Combined:
             return
         low, high = self.bounds
         if not low <= r_t <= high:
-            raise OptionError(f"r_t={r_t:g}: this reward lies between {low:g} and {high:g}; "
-                              "choose a threshold in between")  # fmt: skip
+            raise OptionError(
+                f"r_t={r_t:g}: this reward lies between {low:g} and {high:g}; "
+                "choose a threshold in between"
+            )
 
     def value(self, scores: Sequence[float]) -> float:
         """The combined float32 score; −inf where a part failed."""
@@ -155,6 +157,9 @@ class Judge:
         if number not in self.combined.reported:
             self.combined.reported.add(number)
             text = sample.text[:SHOWN] + ("…" if len(sample.text) > SHOWN else "")
-            warnings.warn(f"reward {part.name} {problem}; it counts as −∞ on {text!r}",
-                          RewardWarning, stacklevel=2)  # fmt: skip
+            warnings.warn(
+                f"reward {part.name} {problem}; it counts as −∞ on {text!r}",
+                RewardWarning,
+                stacklevel=2,
+            )
         return -math.inf

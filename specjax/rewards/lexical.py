@@ -122,8 +122,10 @@ class Lexical:
         for one in constraints:
             words = self.words_of(one)
             if not words:
-                raise OptionError(f"reward {self.name}: there are no words to look for; give "
-                                  f"--reward {self.name}:WORD,WORD or --task")  # fmt: skip
+                raise OptionError(
+                    f"reward {self.name}: there are no words to look for; give "
+                    f"--reward {self.name}:WORD,WORD or --task"
+                )
             for word in words:
                 _check_word(self.name, word, self.inflect, tokenizer)
 
@@ -177,8 +179,9 @@ def _check_word(reward: str, word: str, inflect: bool, tokenizer: Tokenizer | No
         raise OptionError(f"reward {reward}: word {word!r} is empty; give at least one letter")
     size = max(len(form.encode(errors="replace")) for form in forms)
     if size > LONGEST:
-        raise OptionError(f"reward {reward}: {word!r} has forms of {size} bytes; at most "
-                          f"{LONGEST} can be matched")  # fmt: skip
+        raise OptionError(
+            f"reward {reward}: {word!r} has forms of {size} bytes; at most {LONGEST} can be matched"
+        )
     if tokenizer is None:
         raise OptionError(f"reward {reward} reads text: it needs a target with a tokenizer")
     try:
@@ -186,8 +189,10 @@ def _check_word(reward: str, word: str, inflect: bool, tokenizer: Tokenizer | No
     except (UnicodeEncodeError, TypeError):  # half of a surrogate pair
         again = REPLACEMENT
     if forms[0] not in again:
-        raise OptionError(f"reward {reward}: the target's tokenizer cannot encode {forms[0]!r} "
-                          f"(it reads back as {again!r}); leave the word out")  # fmt: skip
+        raise OptionError(
+            f"reward {reward}: the target's tokenizer cannot encode {forms[0]!r} "
+            f"(it reads back as {again!r}); leave the word out"
+        )
 
 
 def _bytes_of_forms(words: Sequence[str], inflect: bool) -> Iterator[tuple[int, bytes, bool]]:

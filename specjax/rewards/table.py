@@ -23,8 +23,9 @@ def _length(argument: str) -> Length:
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", argument)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
     if not found or high < max(low, 1):
-        raise OptionError(f"--reward length:{argument}: expected LOW-HIGH or N, in tokens, such as "
-                          "length:20-40")  # fmt: skip
+        raise OptionError(
+            f"--reward length:{argument}: expected LOW-HIGH or N, in tokens, such as length:20-40"
+        )
     return Length(low, high)
 
 
@@ -45,16 +46,20 @@ def _classifier(argument: str) -> Classifier:
 
 # name → (what it takes, how it is made)
 REWARDS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "lexical": ("[WORD,…] share of the words that occur; =WORD: that spelling alone",
-                lambda argument: Lexical(_words(argument))),
-    "forbidden": ("[WORD,…] share of the words that do not occur",
-                  lambda argument: Forbidden(_words(argument))),
+    "lexical": (
+        "[WORD,…] share of the words that occur; =WORD: that spelling alone",
+        lambda argument: Lexical(_words(argument)),
+    ),
+    "forbidden": (
+        "[WORD,…] share of the words that do not occur",
+        lambda argument: Forbidden(_words(argument)),
+    ),
     "length": ("LOW-HIGH tokens", _length),
     "regex": ("PATTERN is found in the completion", _regex),
     "json": ("the completion is JSON, or begins one", lambda argument: Json()),
     "python": ("the completion parses", lambda argument: Python()),
     "classifier": ("DIR of a transformers sequence classifier", _classifier),
-}  # fmt: skip
+}
 
 
 def make_reward(text: str) -> Any:

@@ -92,8 +92,9 @@ def from_module(place: str) -> OfFunction:
     try:
         found = importlib.import_module(module)
     except ImportError as error:
-        raise OptionError(f"--reward {place}: module {module} cannot be imported ({error})"
-                          ) from None  # fmt: skip
+        raise OptionError(
+            f"--reward {place}: module {module} cannot be imported ({error})"
+        ) from None
     function = getattr(found, name, None)
     if not callable(function):
         raise OptionError(f"--reward {place}: module {module} has no function {name!r}")

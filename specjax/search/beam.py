@@ -13,8 +13,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import probs
-from specjax.cache import prefill
 from specjax.models import KVCache, ModelConfig, forward, init_cache, logits_of
+from specjax.models.forward import prefill
 from specjax.probs import Purpose
 from specjax.search.counting import count_targets
 from specjax.stopping import is_eos

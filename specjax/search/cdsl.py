@@ -20,7 +20,7 @@ from specjax.decode import clip, emit
 from specjax.draft.feeding import feed_pair, feed_token, last_two
 from specjax.models import KVCache, ModelConfig, forward, logits_of
 from specjax.probs import Purpose
-from specjax.search.driving import Driver, Lanes, OnDevice
+from specjax.search.drivers import Driver, Lanes, OnDevice
 from specjax.search.lookahead import Candidates, best_candidates, choose, fill_caches, roll_out
 from specjax.stopping import is_eos
 from specjax.types import DecodeState, Inputs, Verdict
@@ -66,8 +66,9 @@ def write_draft(
     def follow(carry):
         step, cache, window, *_ = carry
         token = jnp.take(window, step + 1, axis=1)
-        return write(carry, *feed_token(model, params, cache, token, first + step + 1,
-                                        model.vocab_size))  # fmt: skip
+        return write(
+            carry, *feed_token(model, params, cache, token, first + step + 1, model.vocab_size)
+        )
 
     def write(carry, logits, cache):
         step, _, window, count, log_q, alive, calls = carry
@@ -190,9 +191,17 @@ class CDSL:
         keys = probs.round_keys(state.keys, state.stats.rounds)
         start = state.length - 1
         draft = write_draft(
-            self.draft, inputs.draft, state.drafter.draft, last_two(state), start - 1, ~state.done,
-            self.d, inputs.eos_ids, self.draft_limit, self.accept == RATIO,
-        )  # fmt: skip
+            self.draft,
+            inputs.draft,
+            state.drafter.draft,
+            last_two(state),
+            start - 1,
+            ~state.done,
+            self.d,
+            inputs.eos_ids,
+            self.draft_limit,
+            self.accept == RATIO,
+        )
         root = probs.at_token(state.tokens, start)
         fed = jnp.append(root[:, None], draft.tokens, axis=1)
         positions = start[:, None] + jnp.arange(self.d + 1, dtype=jnp.int32)
@@ -257,9 +266,16 @@ class CDSL:
         work = self._append(work, work.trying, z, log_p.max(-1))
         at = state.length + work.count - work.trying  # of the token behind the path
         ahead = write_draft(
-            self.draft, inputs.draft, state.drafter.draft, jnp.stack([before, z], 1), at - 1,
-            work.trying & ~is_eos(z, inputs.eos_ids), self.d, inputs.eos_ids, self.draft_limit,
-        )  # fmt: skip
+            self.draft,
+            inputs.draft,
+            state.drafter.draft,
+            jnp.stack([before, z], 1),
+            at - 1,
+            work.trying & ~is_eos(z, inputs.eos_ids),
+            self.d,
+            inputs.eos_ids,
+            self.draft_limit,
+        )
         lanes = Lanes(ahead.tokens[:, None], ahead.count[:, None], work.trying)
         lanes = self._behind(work, lanes)
         work = work.replace(
@@ -303,10 +319,17 @@ class CDSL:
         """CDLH-appx behind the path: candidates of the target, lookaheads of the draft model."""
         found = best_candidates(work.after, self.k)
         out = roll_out(
-            self.draft, inputs.draft, state.drafter.draft, state.length - 1 + work.count,
-            self._last(state, work), found.tokens, found.possible & work.open[:, None], self.d,
-            inputs.eos_ids, self.draft_limit,
-        )  # fmt: skip
+            self.draft,
+            inputs.draft,
+            state.drafter.draft,
+            state.length - 1 + work.count,
+            self._last(state, work),
+            found.tokens,
+            found.possible & work.open[:, None],
+            self.d,
+            inputs.eos_ids,
+            self.draft_limit,
+        )
         work = work.replace(
             draft_calls=work.draft_calls + out.calls, passes=work.passes + out.passes
         )

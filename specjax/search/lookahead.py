@@ -17,10 +17,10 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import probs
-from specjax.cache import prefill
 from specjax.decode import clip, emit
 from specjax.models import KVCache, ModelConfig, forward, init_cache, logits_of
-from specjax.search.driving import Driver, Lanes, OnDevice, start_ahead
+from specjax.models.forward import prefill
+from specjax.search.drivers import Driver, Lanes, OnDevice, start_ahead
 from specjax.stopping import is_eos
 from specjax.types import DecodeState, Inputs, Verdict
 from specjax.warp import limit_vocabulary
@@ -84,9 +84,16 @@ def roll_out(
         fed = new if root is None else jnp.append(root[:, None], new, axis=1)
         positions, visible = shape.place(base, r.level, root is not None)
         hidden, cache = forward(
-            model, params, r.cache, fed, positions, shape.slot(base, r.level, root is not None),
-            visible, base=base, tree_positions=shape.positions(base),
-        )  # fmt: skip
+            model,
+            params,
+            r.cache,
+            fed,
+            positions,
+            shape.slot(base, r.level, root is not None),
+            visible,
+            base=base,
+            tree_positions=shape.positions(base),
+        )
         logits = logits_of(model, params, hidden[:, -width:]).astype(jnp.float32)
         following = jnp.argmax(limit_vocabulary(logits, vocab_limit), axis=-1).astype(jnp.int32)
         return _Rolling(
@@ -204,12 +211,32 @@ class Lookahead:
         found = best_candidates(limit_vocabulary(logits, self.vocab_limit), self.k)
         alive = found.possible & ~state.done[:, None]
         if self.draft is None:
-            out = roll_out(self.model, inputs.target, cache, base, None, found.tokens, alive,
-                           self.d, inputs.eos_ids, self.vocab_limit)  # fmt: skip
+            out = roll_out(
+                self.model,
+                inputs.target,
+                cache,
+                base,
+                None,
+                found.tokens,
+                alive,
+                self.d,
+                inputs.eos_ids,
+                self.vocab_limit,
+            )
             state = state.replace(cache=out.cache)
         else:
-            out = roll_out(self.draft, inputs.draft, state.drafter.draft, base, root, found.tokens,
-                           alive, self.d, inputs.eos_ids, self.draft_limit)  # fmt: skip
+            out = roll_out(
+                self.draft,
+                inputs.draft,
+                state.drafter.draft,
+                base,
+                root,
+                found.tokens,
+                alive,
+                self.d,
+                inputs.eos_ids,
+                self.draft_limit,
+            )
             state = state.replace(cache=cache, drafter=state.drafter.replace(draft=out.cache))
         return state, Looked(found, out.calls, out.passes), out.lanes
 

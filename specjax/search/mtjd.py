@@ -10,10 +10,11 @@ import dataclasses
 import jax.numpy as jnp
 
 from specjax import probs
-from specjax.cache import commit_path, prefill
 from specjax.decode import clip, emit, path_logprobs
 from specjax.draft.beam import Beam
 from specjax.models import ModelConfig, init_cache
+from specjax.models.cache import commit_path
+from specjax.models.forward import prefill
 from specjax.probs import Purpose
 from specjax.scoring import score
 from specjax.search.counting import count_targets

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from specjax import probs
 from specjax.protocols import rule
 from specjax.types import DETERMINISTIC, IID, POINT_MASS
-from specjax.verify.chain import chain_verdict, draft_length
+from specjax.verify.verdicts import chain_verdict, draft_length
 
 
 @rule(

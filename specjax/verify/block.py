@@ -13,14 +13,14 @@ from specjax import probs
 from specjax.probs import Purpose
 from specjax.protocols import rule
 from specjax.types import IID, POINT_MASS
-from specjax.verify.chain import (
+from specjax.verify.speculative import speculative
+from specjax.verify.verdicts import (
     chain_verdict,
     draft_length,
     draft_row,
     draft_rows,
     drafted_log_probs,
 )
-from specjax.verify.speculative import speculative
 
 
 @rule(laws=(IID, POINT_MASS), lossless=True)

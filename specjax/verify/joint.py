@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from specjax import probs, tree
 from specjax.protocols import rule
 from specjax.types import DETERMINISTIC, IID, POINT_MASS, Draft
-from specjax.verify.paths import tree_verdict
+from specjax.verify.verdicts import tree_verdict
 
 
 @rule(

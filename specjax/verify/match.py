@@ -12,7 +12,7 @@ from specjax import probs
 from specjax.probs import Purpose
 from specjax.protocols import rule
 from specjax.types import DETERMINISTIC, IID, POINT_MASS, ROOT, WITHOUT_REPLACEMENT
-from specjax.verify.paths import drawn_verdict
+from specjax.verify.verdicts import drawn_verdict
 
 
 class _Walk(NamedTuple):

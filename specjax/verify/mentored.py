@@ -16,7 +16,7 @@ from specjax import probs
 from specjax.probs import Purpose
 from specjax.protocols import rule
 from specjax.types import IID, POINT_MASS
-from specjax.verify.chain import (
+from specjax.verify.verdicts import (
     chain_verdict,
     draft_length,
     draft_row,

@@ -15,7 +15,7 @@ from specjax import probs
 from specjax.probs import Purpose
 from specjax.protocols import rule
 from specjax.types import DETERMINISTIC, IID, POINT_MASS, ROOT, WITHOUT_REPLACEMENT, Draft
-from specjax.verify.paths import tree_verdict
+from specjax.verify.verdicts import tree_verdict
 
 
 class _Walk(NamedTuple):
@@ -44,8 +44,9 @@ def specinfer(keys, draft, log_p):
     Arguments as :func:`specjax.verify.match`.
     """
     nodes, vocab = draft.tokens.shape[1], log_p.shape[-1]
-    u = probs.uniforms(keys, Purpose.ACCEPT, jnp.broadcast_to(jnp.arange(nodes),
-                                                              draft.tokens.shape))  # fmt: skip
+    u = probs.uniforms(
+        keys, Purpose.ACCEPT, jnp.broadcast_to(jnp.arange(nodes), draft.tokens.shape)
+    )
 
     def visit(i, w: _Walk) -> _Walk:
         # Parents come before children, so one pass over the nodes walks down the tree.

@@ -12,7 +12,7 @@ from specjax import probs
 from specjax.probs import Purpose
 from specjax.protocols import rule
 from specjax.types import IID, ROOT
-from specjax.verify.paths import tree_verdict
+from specjax.verify.verdicts import tree_verdict
 
 _HALVINGS = 30  # of [1, k]: below float32's resolution
 
@@ -37,8 +37,9 @@ def spectr(keys, draft, log_p):
     Arguments as :func:`specjax.verify.match`; siblings must be i.i.d.
     """
     nodes = draft.tokens.shape[1]
-    u = probs.uniforms(keys, Purpose.ACCEPT, jnp.broadcast_to(jnp.arange(nodes),
-                                                              draft.tokens.shape))  # fmt: skip
+    u = probs.uniforms(
+        keys, Purpose.ACCEPT, jnp.broadcast_to(jnp.arange(nodes), draft.tokens.shape)
+    )
     q_row = jnp.asarray(draft.q_row)
 
     def step(w: _Walk, _):

@@ -1,0 +1,344 @@
+"""Measures and draws the pages' figures and the overview: python docs/make_figures.py
+
+With names (`gamma tau overview`) only those runs; `--draw` draws from the numbers that
+docs/figures already holds. Every run is one of infer.bench on the embedded pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from infer.bench import commands as bench
+from specjax.methods import METHODS
+
+FIGURES = Path(__file__).parents[1] / "figures"
+OVERVIEW = FIGURES.parent / "pages" / "overview.md"
+COMMON = ("--max-new-tokens", "48", "--repeats", "1")
+SWEPT, OVERALL = ("--num-prompts", "10"), ("--num-prompts", "4")  # the overview runs every method
+KEPT = (
+    "method",
+    "mode",
+    "options",
+    "speedup",
+    "predicted_speedup",
+    "acceptance_rate",
+    "block_efficiency",
+    "tokens_per_target_call",
+    "perplexity",
+    "diversity",
+    "kl",
+    "accepted_hist",
+)
+QUALITIES = {"perplexity": "perplexity under the target", "kl": "measured KL(p‖π), nats per token"}
+BLUE, RED, GREY = "#4c78a8", "#e45756", "#888888"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """A run of infer.bench over the values of ``option``, and how the figure is titled.
+
+    ``quality``: what lossy rules pay with, a key of the report's rows; speed is drawn against it.
+    """
+
+    option: str
+    title: str
+    argv: tuple[str, ...]
+    quality: str = ""
+
+
+def _sampled(methods: str, sweep: str, *more: str) -> tuple[str, ...]:
+    return ("--sampled-only", "--methods", methods, "--sweep", sweep, *more)
+
+
+SWEEPS = {
+    "gamma": Sweep("gamma", "draft length γ", _sampled("speculative,block", "gamma=1,2,4,8")),
+    "chains": Sweep("chains", "chains k", _sampled("spectr", "chains=1,2,4")),
+    "branching": Sweep(
+        "branching",
+        "children per level",
+        _sampled("specinfer", "branching=1,1,1;2,1,1;2,2,1;4,2,2"),
+    ),
+    "ngram": Sweep(
+        "ngram", "longest n-gram", ("--greedy-only", "--methods", "lookup", "--sweep", "ngram=1..4")
+    ),
+    "alpha": Sweep("alpha", "plausibility α", _sampled("scd", "alpha=0.1,0.3,0.5,0.8")),
+    "max_kl": Sweep(
+        "max_kl",
+        "bound D, nats",
+        _sampled("speculative,mentored", "max_kl=0,0.01,0.1,0.3,1"),
+        quality="kl",
+    ),
+    "tau1": Sweep(
+        "tau1",
+        "fallback threshold τ₁",
+        _sampled("bild", "tau1=0.1,0.3,0.5,0.7,0.9"),
+        quality="perplexity",
+    ),
+    "tau": Sweep(
+        "tau",
+        "threshold τ",
+        _sampled("speculative,mtad", "tau=0,0.1,0.3,0.6,0.9"),
+        quality="perplexity",
+    ),
+    "width": Sweep(
+        "width", "beams W", _sampled("speculative,mtad", "width=1,2,4,8"), quality="perplexity"
+    ),
+    "beams": Sweep(
+        "beams",
+        "hypotheses W",
+        ("--greedy-only", "--methods", "beam", "--sweep", "beams=1,2,4"),
+        quality="perplexity",
+    ),
+    "k": Sweep(
+        "k",
+        "adaptive tokens k",
+        (
+            "--greedy-only",
+            "--target",
+            "demo-sdsat",
+            "--methods",
+            "sdsat,sdsat-single",
+            "--sweep",
+            "k=1,2,3,4,5,7,9,13",
+        ),
+    ),
+}
+POSITIONS = "sdsat_positions.svg"  # a second figure of k's numbers
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures what is named, or everything, and draws it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[[], *SWEEPS, "overview"], metavar="NAME")
+    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    args = parser.parse_args(argv)
+    FIGURES.mkdir(exist_ok=True)
+    for name in args.names or [*SWEEPS, "overview"]:
+        if not args.draw:
+            measure(name)
+        if name == "overview":
+            OVERVIEW.write_text(overview_page(read("overview")), encoding="utf-8")
+        else:
+            draw(SWEEPS[name], read(name), FIGURES / f"{name}.svg")
+        if name == "k":
+            draw_positions(read(name), FIGURES / POSITIONS)
+
+
+def measure(name: str) -> None:
+    """Runs infer.bench and keeps the numbers that are drawn, with the command."""
+    overview = (*OVERALL, "--methods", ",".join(_comparable()))
+    command = [*COMMON, *(overview if name == "overview" else (*SWEPT, *SWEEPS[name].argv))]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = bench.main([*command, "--json"])
+    if code:
+        sys.exit(code)
+    report = json.loads(out.getvalue())
+    rows = [{key: row[key] for key in KEPT if key in row} for row in report["rows"]]
+    kept = {"command": " ".join(["python -m infer.bench", *command]), "rows": rows}
+    kept |= {key: report[key] for key in ("machine", "prompts", "max_new_tokens", "c")}
+    text = json.dumps(kept, indent=1, ensure_ascii=False)
+    (FIGURES / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def read(name: str) -> dict[str, Any]:
+    """The numbers of an earlier run."""
+    return json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _comparable() -> list[str]:
+    """Methods that run on the embedded pair without a reward and without tuning."""
+    return [
+        name
+        for name, spec in METHODS.items()
+        if not spec.needs_reward and spec.drafter != "adaptive"
+    ]
+
+
+# --- drawing ---------------------------------------------------------------------------------
+
+
+def _pyplot() -> Any:
+    """matplotlib.pyplot, for SVGs that are the same whenever they are drawn."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "specjax",
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
+    )
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def draw_positions(report: dict[str, Any], path: Path) -> None:
+    """The share of rounds that accept the answers up to each adaptive token, one line per k."""
+    plt = _pyplot()
+    rows = _lines(SWEEPS["k"], report["rows"])["sdsat"]
+    figure, axis = plt.subplots(figsize=(4.6, 3.1), layout="constrained")
+    for i, row in enumerate(rows):
+        hist = row["accepted_hist"]
+        at_least = [sum(hist[n:]) / sum(hist) for n in range(1, len(hist))]
+        axis.plot(
+            range(1, len(hist)),
+            at_least,
+            "o-",
+            ms=3,
+            color=plt.cm.viridis(i / len(rows)),
+            label=f"k = {row['options']['k']}",
+        )
+    axis.set(xlabel="adaptive token", ylabel="rounds that accept up to it", ylim=(0, 1))
+    axis.legend(fontsize=7, frameon=False, ncols=2)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def draw(sweep: Sweep, report: dict[str, Any], path: Path) -> None:
+    """Tokens per round and speed over the option; lossy rules: tokens per round over quality."""
+    plt = _pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.1), layout="constrained")
+    for color, (method, rows) in zip(
+        (BLUE, RED), _lines(sweep, report["rows"]).items(), strict=False
+    ):
+        x = [_value(row["options"][sweep.option]) for row in rows]
+        speed, faint = (left, "^--") if sweep.quality else (right, "o-")
+        left.plot(
+            x,
+            [row["block_efficiency"] for row in rows],
+            "o-",
+            color=color,
+            label=f"{method}: tokens per round",
+        )
+        speed.plot(
+            x,
+            [row["speedup"] for row in rows],
+            faint,
+            color=color,
+            label=f"{method}: speed, measured",
+        )
+        if sweep.quality:
+            _against_quality(right, sweep, rows, color)
+        else:
+            _predicted(right, x, rows, color)
+    _references(left, right, sweep, report["rows"])
+    left.set(xlabel=sweep.title, ylabel="plain decoding = 1")
+    right.set_xlabel(QUALITIES.get(sweep.quality, sweep.title))
+    right.set_ylabel("tokens per round" if sweep.quality else "plain decoding = 1")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=7, frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def _lines(sweep: Sweep, rows: list[dict]) -> dict[str, list[dict]]:
+    """Rows that carry the option, by method, in the order of its values."""
+    found: dict[str, list[dict]] = {}
+    for row in rows:
+        if sweep.option in row["options"]:
+            found.setdefault(row["method"], []).append(row)
+    return found
+
+
+def _value(value: Any) -> Any:
+    """A point of the option's axis; trees become categories."""
+    return ",".join(map(str, value)) if isinstance(value, list) else value
+
+
+def _predicted(axis: Any, x: list, rows: list[dict], color: str) -> None:
+    known = [
+        (at, row["predicted_speedup"])
+        for at, row in zip(x, rows, strict=True)
+        if row["predicted_speedup"]
+    ]
+    if known:
+        axis.plot(*zip(*known, strict=True), ":", color=color, label="foretold")
+
+
+def _against_quality(axis: Any, sweep: Sweep, rows: list[dict], color: str) -> None:
+    """Tokens per round over what they cost, every point with the option's value."""
+    points = [(row[sweep.quality], row["block_efficiency"]) for row in rows]
+    axis.plot(*zip(*points, strict=True), "o", color=color)
+    for row, point in zip(rows, points, strict=True):
+        _name(axis, f"{row['options'][sweep.option]:g}", point, color)
+
+
+def _references(left: Any, right: Any, sweep: Sweep, rows: list[dict]) -> None:
+    """Methods without the option: plain decoding, and speculative beside lossy rules."""
+    (left if sweep.quality else right).axhline(1.0, color=GREY, linewidth=0.7)
+    for row in rows:
+        if sweep.option in row["options"]:
+            continue
+        if row["method"] != "autoregressive":
+            left.axhline(
+                row["block_efficiency"],
+                color=GREY,
+                ls=":",
+                label=f"{row['method']}: tokens per round",
+            )
+        if sweep.quality == "perplexity":
+            point = row["perplexity"], row["block_efficiency"]
+            right.plot(*point, "x", color=GREY)
+            _name(right, row["method"], point, GREY)
+
+
+def _name(axis: Any, text: str, point: tuple[float, float], color: str) -> None:
+    axis.annotate(text, point, fontsize=7, color=color, textcoords="offset points", xytext=(4, 4))
+
+
+# --- the overview ----------------------------------------------------------------------------
+
+HEAD = """# All methods side by side
+
+<!-- Written by docs/make_figures.py from docs/figures/overview.json. -->
+
+The embedded pair on {prompts} held-out functions, {max_new_tokens} new tokens each, batch 1,
+float32, default options, on {cores} core(s) of {cpu}. Speed is the ratio to plain decoding of the
+same mode; perplexity is that of the output under the unwarped target; sampled is temperature 0.8,
+top-p 0.9. One command measures and writes this page: `python docs/make_figures.py overview`,
+which runs
+
+    {command}
+
+`cdlh`, `cdlh-appx` and `cdsl` need a reward, `sdsat` and `sdsat-single` a tuned target: they are
+not in this table.
+"""
+
+
+def overview_page(report: dict[str, Any]) -> str:
+    """The table of methods: speed, tokens per round and perplexity, greedy and sampled."""
+    head = HEAD.format(**report["machine"], **report)
+    names = dict.fromkeys(row["method"] for row in report["rows"])
+    found = {(row["method"], row["mode"]): row for row in report["rows"]}
+    lines = [
+        "| method | lossless | greedy: speed | tokens/round | perplexity "
+        "| sampled: speed | tokens/round | perplexity |",
+        "|" + " --- |" * 8,
+    ]
+    for name in names:
+        cells = [f"`{name}`", "yes" if METHODS[name].lossless else "no"]
+        for mode in ("greedy", "sampled"):
+            row = found[name, mode]
+            cells += [
+                f"{row['speedup'] or 1.0:.2f}",
+                f"{row['block_efficiency']:.2f}",
+                f"{row['perplexity']:.2f}",
+            ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([head, *lines, ""])
+
+
+if __name__ == "__main__":
+    main()

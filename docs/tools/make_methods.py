@@ -1,0 +1,116 @@
+"""Writes docs/methods.md from the table of methods: python docs/make_methods.py"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+import specjax as sj
+from specjax.errors import PairError
+from specjax.methods import (
+    DRAFTERS,
+    METHODS,
+    RULES,
+    SEARCHES,
+    TARGET_DISTS,
+    Context,
+    Option,
+    compose,
+)
+from specjax.models import ModelConfig, init_params
+
+PAGE = Path(__file__).parents[1] / "methods.md"
+HEAD = """# Methods
+
+<!-- Written by docs/make_methods.py from specjax/methods.py; a test keeps it current. -->
+
+A method is a drafter, a target distribution and an acceptance rule. **Lossless** means: the
+emitted sequence has exactly the law of sampling token by token from the target distribution,
+warped by the run's temperature, top-k and top-p.
+"""
+
+MATRIX = """## Every drafter with every rule
+
+`--drafter NAME --rule NAME --target-dist NAME`. ✓ lossless, ~ lossy, – refused before compiling.
+The table is the same for both target distributions.
+"""
+
+
+def make_page() -> str:
+    """The page: named methods, parts with their options, and every pair."""
+    named = [
+        [f"`{s.name}`", _composition(s), "yes" if s.lossless else "no", s.summary, s.paper]
+        for s in METHODS.values()
+    ]
+    parts = [HEAD, _table(("method", "drafter × rule", "lossless", "what it does", "from"), named)]
+    for title, table in (
+        ("Drafters", DRAFTERS),
+        ("Target distributions", TARGET_DISTS),
+        ("Rules", RULES),
+        ("Searches", SEARCHES),
+    ):
+        rows = [[f"`{name}`", part.summary, _options(part.options)] for name, part in table.items()]
+        parts.append(f"## {title}\n\n" + _table(("name", "what it is", "options"), rows))
+    return "\n".join([*parts, _matrix()])
+
+
+def _matrix() -> str:
+    """Drafter × rule for every target distribution, and the reason of every refusal."""
+    model, reasons = _tiny(), []
+    lines = [MATRIX]
+    rows = []
+    for drafter in DRAFTERS:
+        cells = []
+        for rule in RULES:
+            found = {_refusal(compose(drafter, rule, t), model) for t in TARGET_DISTS}
+            assert len(found) == 1, "the page says that the target distribution does not matter"
+            (reason,) = found
+            if reason is None:
+                cells.append("✓" if compose(drafter, rule).lossless else "~")
+            else:
+                cells.append("–")
+                reasons.append(f"- `{drafter}` × `{rule}`: {reason}.")
+        rows.append([f"`{drafter}`", *cells])
+    lines.append(_table(("drafter", *(f"`{rule}`" for rule in RULES)), rows))
+    return "\n".join([*lines, "Why pairs are refused:", "", *reasons, ""])
+
+
+def _refusal(spec, model: sj.LM) -> str | None:
+    try:
+        spec.build(Context(model, model), {})
+    except PairError as error:
+        return str(error)
+    return None
+
+
+def _tiny() -> sj.LM:
+    cfg = ModelConfig.llama(
+        vocab_size=64, hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8
+    )
+    return sj.from_params(cfg, init_params(cfg, jax.random.key(0)))
+
+
+def _composition(spec) -> str:
+    if spec.search:
+        return "a search of its own"
+    text = f"`{spec.drafter}` × `{spec.rule}`"
+    return text if spec.target_dist == "warped" else f"{text}, `{spec.target_dist}`"
+
+
+def _options(options: Mapping[str, Option]) -> str:
+    def value(default):
+        return ",".join(map(str, default)) if isinstance(default, tuple) else str(default).lower()
+
+    said = [f"`{name}={value(o.default)}` {o.help}" for name, o in options.items()]
+    return "; ".join(said)
+
+
+def _table(head, rows) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows), ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(make_page(), encoding="utf-8")

@@ -1,0 +1,79 @@
+"""Times mentored decoding's solve beside a target pass: python docs/measure_mentored.py
+
+8 rows of γ + 1 = 5 positions at V = 152,064, the target of Qwen2.5-0.5B's shape with random
+weights: the smallest of its family, so the solve weighs most. Prints ratios of interleaved timings.
+"""
+
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+
+from specjax import probs
+from specjax.models import ModelConfig, forward, fuse, init_cache, init_params, logits_of
+from specjax.verify.mentored import mentor_levels
+from specjax.warp import Sampling, warp
+
+ROWS, GAMMA, VOCAB, SLOTS, CONTEXT, REPEATS = 8, 4, 152_064, 256, 192, 5
+BOUND = 0.1  # nats
+
+
+def main() -> None:
+    """Prints the medians of REPEATS turns as ratios to the target pass."""
+    cfg = ModelConfig.llama(
+        vocab_size=VOCAB,
+        hidden_size=896,
+        num_layers=24,
+        num_heads=14,
+        num_kv_heads=2,
+        intermediate_size=4864,
+    )
+    params = fuse(init_params(cfg, jax.random.key(0)))
+    cache = init_cache(cfg, ROWS, SLOTS, jnp.float32)
+    start = jnp.full((ROWS,), CONTEXT, jnp.int32)
+    positions = start[:, None] + jnp.arange(GAMMA + 1, dtype=jnp.int32)
+    tokens = jnp.zeros((ROWS, GAMMA + 1), jnp.int32)
+
+    @jax.jit
+    def target_pass(params, cache):
+        hidden, _ = forward(cfg, params, cache, tokens, positions, start)
+        return logits_of(cfg, params, hidden)
+
+    bound = jnp.full((ROWS, GAMMA + 1), BOUND)
+    solve = jax.jit(lambda p, q: mentor_levels(p, q, bound))
+    full, cut = law_pair(Sampling(1.0)), law_pair(Sampling(0.8, 0, 0.9))
+    timed = {
+        "target pass": lambda: target_pass(params, cache),
+        "solve, whole distributions": lambda: solve(*full),
+        "solve, temperature 0.8 and top-p 0.9": lambda: solve(*cut),
+    }
+    seconds = {name: [] for name in timed}
+    for turn in range(REPEATS + 1):
+        for name, run in timed.items():
+            began = time.perf_counter()
+            jax.block_until_ready(run())
+            if turn:  # the first compiles
+                seconds[name].append(time.perf_counter() - began)
+    whole = seconds.pop("target pass")
+    for name, found in seconds.items():
+        ratio = statistics.median(a / b for a, b in zip(found, whole, strict=True))
+        print(f"{name}: {ratio:.3f} of a target pass")
+
+
+def law_pair(sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+    """log p and log q of every position, peaked as a model's are, q a disturbed p."""
+    keys = jax.random.split(jax.random.key(1))
+    shape = ROWS, GAMMA + 1, VOCAB
+    logits = 3 * jax.random.normal(keys[0], shape)
+    disturbed = logits + jax.random.normal(keys[1], shape)
+    log_p, log_q = (warp(x, sampling.arrays(ROWS), VOCAB) for x in (logits, disturbed))
+    print(
+        f"mean overlap {float(jnp.minimum(jnp.exp(log_p), jnp.exp(log_q)).sum(-1).mean()):.2f}, "
+        f"support {float((log_p > probs.NEVER).sum(-1).mean()):.0f} tokens"
+    )
+    return log_p, log_q
+
+
+if __name__ == "__main__":
+    main()

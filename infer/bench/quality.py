@@ -1,0 +1,111 @@
+"""What a lossy method's output is worth: KL to the target, ROUGE-L, pass@1.
+
+Axis legend: S slots of a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import specjax as sj
+from infer.timing import Result, padded_row
+from specjax import probs
+from specjax.draft.chain import NEVER_STOPS
+from specjax.methods import METHODS
+from specjax.metrics import rouge_l
+from specjax.models import ModelConfig, hidden_states, logits_of
+from specjax.types import FROM_DRAFT, Warp
+from specjax.verify.mentored import mentor_levels, mentored_kl
+from specjax.warp import fit_vocabulary, limit_vocabulary, warp
+
+EXACT, UNKNOWN = "exact", "n/a"
+
+
+def kl_to_target(
+    target: sj.LM, draft: sj.LM | None, prompts: Sequence[Sequence[int]], result: Result
+) -> float | str:
+    """KL(p‖π) per emitted token, nats: p the warped target, π the law the token was drawn from.
+
+    The mean over a run's own tokens of the divergences between the two *laws* after each
+    token's prefix, no estimate from the tokens' probabilities (the mean of log p ratios of
+    emitted text is not this divergence). Lossless methods have π = p: ``exact``. Mentored
+    decoding's π is known in closed form: both models score the text once more, every token
+    gets the levels that its round solved for, and a bonus token, drawn from p, counts 0. A
+    token's place in its round is part of what is conditioned on; without it the divergence is
+    smaller (KL is convex). Other lossy methods have no law per token at hand: ``n/a``.
+    """
+    case, spec = result.case, METHODS[result.case.method]
+    if spec.lossless and spec.target_dist == "warped":
+        return EXACT
+    # A draft that stops early leaves no trace of whether its last token was a bonus.
+    if case.method != "mentored" or case.options["stop"] != NEVER_STOPS:
+        return UNKNOWN
+    limits = (target.vocab_limit, min(target.vocab_limit, draft.vocab_limit))
+    total = count = 0.0
+    for prompt, tokens, origin in zip(prompts, result.tokens, result.origins, strict=True):
+        found = _token_kl(
+            target.config,
+            draft.config,
+            limits,
+            case.options["draft_warp"],
+            target.params,
+            draft.params,
+            padded_row(prompt, tokens),
+            case.sampling.arrays(1),
+            jnp.float32(case.options["max_kl"]),
+        )
+        kl = np.asarray(found, np.float64)[len(prompt) - 1 :][: len(tokens)]
+        total += kl[was_tested(origin, case.options["gamma"])].sum()
+        count += len(tokens)
+    return float(total / count)
+
+
+def was_tested(origin: np.ndarray, gamma: int) -> np.ndarray:
+    """Bool per token: drawn at a draft position. A token after γ accepted ones is the bonus."""
+    tested, accepted = np.ones(len(origin), bool), 0
+    for i, writer in enumerate(origin):
+        tested[i] = accepted < gamma
+        accepted = accepted + 1 if writer == FROM_DRAFT else 0
+    return tested
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _token_kl(
+    cfg: ModelConfig,
+    draft_cfg: ModelConfig,
+    limits: tuple[int, int],
+    draft_warp: bool,
+    params: dict,
+    draft_params: dict,
+    row: jax.Array,
+    settings: Warp,
+    max_kl: jax.Array,
+) -> jax.Array:
+    """KL(p‖π) of mentored decoding's next token after every slot ``[S]``; one trace per bucket."""
+
+    def logits(cfg, params):
+        at = jnp.arange(row.shape[1], dtype=jnp.int32)[None]
+        hidden = hidden_states(cfg, params, row, at, jnp.ones_like(row))
+        return logits_of(cfg, params, hidden).astype(jnp.float32)
+
+    log_p = warp(logits(cfg, params), settings, limits[0])[0]
+    draft = fit_vocabulary(logits(draft_cfg, draft_params), log_p.shape[-1])
+    log_q = (
+        warp(draft, settings, limits[1])
+        if draft_warp
+        else probs.log_softmax(limit_vocabulary(draft, limits[1]))
+    )[0]
+    bound = jnp.broadcast_to(max_kl, log_p.shape[:1])
+    return mentored_kl(log_p, log_q, *mentor_levels(log_p, log_q, bound))
+
+
+def mean_rouge(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float | None:
+    """ROUGE-L over the prompts that have a reference; None where none has."""
+    values = [rouge_l(text, known) for text, known in zip(texts, references, strict=True)]
+    values = [value for value in values if value is not None]
+    return float(np.mean(values)) if values else None

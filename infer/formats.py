@@ -1,0 +1,99 @@
+"""Constrained tasks: what ``--task FILE`` reads, one JSON object per line.
+
+* ours: ``{"prompt": TEXT, "constraints": [WORD, …]}``, or constraints by reward name,
+  ``{"lexical": […], "forbidden": […]}``
+* CommonGen: ``{"concepts": [WORD, …], "references": […]}``; the words may also be one text,
+  ``a#b#c``, under ``concept_set``. The prompt is :data:`COMMONGEN`, two examples and the words.
+* conversations: ``{"messages": [{"role", "content"}, …]}``, ``{"conversations": [{"from",
+  "value"}, …]}``, or ``{"chosen": TEXT}`` with turns that begin ``Human:`` and ``Assistant:``. The
+  prompt is all that precedes the assistant's last turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+COMMONGEN = """Write one sentence that uses all of the words.
+
+Words: dog, park, ball
+Sentence: A girl throws a ball to her dog in the park.
+
+Words: cook, pan, egg, kitchen
+Sentence: A man cooks an egg in a pan in his kitchen.
+
+Words: {words}
+Sentence:"""
+TURN, USER, ASSISTANT = "\n\n{}: ", "Human", "Assistant"
+WRITERS = {"user": USER, "human": USER, "assistant": ASSISTANT, "gpt": ASSISTANT}
+Message = dict[str, str]
+
+
+def read_case(entry: Mapping[str, Any]) -> tuple[str | list[Message], dict[str, list[str]]]:
+    """A line's prompt, as text or as chat messages, and its constraints by reward name.
+
+    Raises:
+      ValueError: a line of none of the formats; the message says what was expected.
+    """
+    constraints = _constraints(entry)
+    if isinstance(entry.get("prompt"), str):
+        return entry["prompt"], constraints
+    if isinstance(entry.get("chosen"), str):
+        return _before_answer(entry["chosen"]), constraints
+    for key, writer, said in (("messages", "role", "content"), ("conversations", "from", "value")):
+        if key in entry:
+            return _messages(entry[key], key, writer, said), constraints
+    words = constraints.get("lexical")
+    if words and ("concepts" in entry or "concept_set" in entry):
+        return COMMONGEN.format(words=", ".join(words)), constraints
+    raise ValueError('expected "prompt", "concepts", "messages", "conversations" or "chosen"')
+
+
+def plain(messages: list[Message]) -> str:
+    """A conversation as text, for models without a chat template."""
+    turns = [TURN.format(WRITERS.get(m["role"], m["role"])) + m["content"] for m in messages]
+    return "".join([*turns, TURN.format(ASSISTANT).rstrip()])
+
+
+def _constraints(entry: Mapping[str, Any]) -> dict[str, list[str]]:
+    found = entry.get("constraints", entry.get("concepts", entry.get("concept_set", {})))
+    if isinstance(found, str):
+        found = [word for word in found.split("#") if word]
+    if isinstance(found, list):
+        found = {"lexical": found}
+    if not isinstance(found, dict) or not all(map(_is_words, found.values())):
+        raise ValueError('"constraints" must be a list of words, or such lists by reward name')
+    if not all(found.values()):
+        raise ValueError("its constraints hold no word")
+    return found
+
+
+def _is_words(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
+
+def _before_answer(text: str) -> str:
+    """A conversation up to the assistant's last turn."""
+    mark = TURN.format(ASSISTANT).rstrip()
+    head, found, _ = text.rpartition(mark)
+    if not found:
+        raise ValueError('"chosen" has no turn of the assistant')
+    return head + mark
+
+
+def _messages(turns: Any, key: str, writer: str, said: str) -> list[Message]:
+    good = isinstance(turns, list) and all(
+        isinstance(turn, dict)
+        and isinstance(turn.get(writer), str)
+        and isinstance(turn.get(said), str)
+        for turn in turns
+    )
+    if not good:
+        raise ValueError(f'"{key}" must be a list of objects with "{writer}" and "{said}"')
+    names = {"human": "user", "gpt": "assistant"}
+    messages = [{"role": names.get(t[writer], t[writer]), "content": t[said]} for t in turns]
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise ValueError(f'"{key}" holds no turn to answer')
+    return messages

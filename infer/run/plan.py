@@ -1,0 +1,139 @@
+"""What models will need, read from their configs before any weight is: ``infer.run --plan``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from typing import Any
+
+from infer.cli import DEMO_DRAFT
+
+HEADROOM = 0.1  # of the memory, for activations, logits and the program itself
+CONTEXTS = (1024, 4096, 16384)  # tokens per row to give a batch for, beside the longest
+
+Plan = dict[str, Any]
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Prints the plan of ``--target`` and ``--draft``."""
+    names = {"target": args.target}
+    if args.draft:
+        names["draft"] = DEMO_DRAFT if args.draft == "demo" else args.draft
+    memory = int(args.memory * 2**30) if args.memory else device_memory()
+    plan = make_plan(names, args.dtype, memory, args.mesh)
+    print(json.dumps(plan) if args.json else describe(plan))
+    return 0
+
+
+def make_plan(
+    names: dict[str, str], dtype: str | None, memory: int, mesh: dict[str, int] | None = None
+) -> Plan:
+    """The models' sizes and the largest batches; ``memory`` in bytes, of each device.
+
+    Raises:
+      ModelError: a model directory or its config cannot be used, or the target not be split.
+    """
+    mesh = mesh or {"data": 1, "model": 1}
+    models = {role: model_plan(name, dtype, mesh["model"], role) for role, name in names.items()}
+    weights = sum(model["weight_bytes_per_device"] for model in models.values())
+    per_token = sum(model["cache_bytes_per_device_token_and_row"] for model in models.values())
+    longest = models["target"]["max_position"]
+    free = int(memory * (1 - HEADROOM)) - weights
+    rows = {
+        tokens: max(0, free // (per_token * tokens)) * mesh["data"]
+        for tokens in sorted({min(tokens, longest) for tokens in (*CONTEXTS, longest)})
+    }
+    return models | {
+        "mesh": mesh,
+        "memory_bytes": memory,
+        "weight_bytes": sum(model["weight_bytes"] for model in models.values()),
+        "weight_bytes_per_device": weights,
+        "largest_batch_by_tokens_per_row": rows,
+    }
+
+
+def model_plan(name: str, dtype: str | None, devices: int = 1, role: str = "target") -> Plan:
+    """One model: parameters, bytes of its weights, bytes of cache per token and row.
+
+    ``devices`` share it; a draft that cannot be split is whole on each.
+    """
+    import jax.numpy as jnp
+
+    from specjax import lm
+    from specjax.errors import ModelError
+    from specjax.models import from_hf
+    from specjax.models.forward import num_held
+    from specjax.models.hf.checkpoint import DTYPES, read_config
+    from specjax.models.sharding import split_config
+
+    dtype = lm.resolve_dtype(dtype)
+    cfg = from_hf(read_config(lm.locate(name, files=("config.json",))))
+    size = jnp.dtype(DTYPES[dtype]).itemsize
+    try:
+        share = split_config(cfg, devices)
+    except ModelError:
+        if role == "target":
+            raise
+        share = cfg
+
+    def cache(part) -> int:
+        return 2 * part.num_layers * part.num_kv_heads * part.head_dim * size
+
+    return {
+        "model": name,
+        "family": cfg.family,
+        "dtype": dtype,
+        "parameters": cfg.num_params,
+        "weight_bytes": cfg.num_params * size,
+        "weight_bytes_per_device": num_held(share) * size,
+        "cache_bytes_per_token_and_row": cache(cfg),
+        "cache_bytes_per_device_token_and_row": cache(share),
+        "max_position": cfg.max_position,
+    }
+
+
+def device_memory() -> int:
+    """Bytes of the first device's memory; the machine's where the device does not say."""
+    import jax
+
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def describe(plan: Plan) -> str:
+    """The plan as lines of text."""
+    several = math.prod(plan["mesh"].values()) > 1
+    lines = []
+    for role in ("target", "draft"):
+        if role in plan:
+            model = plan[role]
+            weights, cache = _bytes(model["weight_bytes"]), "cache_bytes_per_token_and_row"
+            if several:
+                weights += f", {_bytes(model['weight_bytes_per_device'])} on each device"
+                cache = "cache_bytes_per_device_token_and_row"
+            lines += [
+                f"{role}: {model['model']} ({model['family']}, {model['dtype']})",
+                f"  {model['parameters']:,} parameters, {weights}",
+                f"  cache: {_bytes(model[cache])} per token and row"
+                + " on each device that has the row" * several,
+            ]
+    memory = f"{_bytes(plan['memory_bytes'])} of device memory, {HEADROOM:.0%} kept free"
+    if several:
+        mesh = ",".join(f"{axis}={count}" for axis, count in plan["mesh"].items())
+        memory += f", on each of the devices of {mesh}"
+    batches = plan["largest_batch_by_tokens_per_row"]
+    if not any(batches.values()):
+        return "\n".join([*lines, f"does not fit into {memory}"])
+    lines.append(f"largest batch in {memory}:")
+    lines += [f"  {rows:,} rows of {tokens:,} tokens" for tokens, rows in batches.items()]
+    return "\n".join(lines)
+
+
+def _bytes(count: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:,.2f} GiB"

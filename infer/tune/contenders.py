@@ -1,0 +1,147 @@
+"""Measuring constrained decoding: satisfaction, calls per token, modelled and wall-clock cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import specjax as sj
+from infer.prompts import Prompt
+from specjax.metrics import ratio
+from specjax.models.cache import bucket, chunk_width
+from specjax.rewards import Combined, Judge, Sample
+
+NUCLEUS = sj.Sampling(temperature=1.0, top_p=0.9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One method with its options under one sampling."""
+
+    name: str
+    method: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sampling: sj.Sampling = dataclasses.field(default_factory=sj.Sampling)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What every contender of a table shares."""
+
+    target: sj.LM
+    draft: sj.LM | None
+    reward: Combined
+    prompts: Sequence[Prompt]
+    budget: int
+    batch_size: int
+    seed: int
+    c: float | None  # time of a draft pass over that of a target pass
+
+
+def run_contender(setting: Setting, contender: Contender, warm: bool = True) -> dict[str, Any]:
+    """One row of a table; with ``warm`` no time holds a compilation."""
+    if warm:
+        for chosen in _warm_up(setting):
+            _generate(setting, contender, [chosen] * setting.batch_size)
+    out = _generate(setting, contender, setting.prompts)
+    tokens = int(out.lengths.sum())
+    firsts = np.unique(out.batch, return_index=True)[1]  # one row of every batch
+    seconds = float(sum(out.decode_seconds[i] for i in firsts))
+    target, draft = (int(out.stats[n].sum()) for n in ("target_calls", "draft_calls"))
+    failed = ~np.isfinite(out.rewards)
+    satisfied = [setting.reward.satisfied(scores) for scores in out.rewards]
+    row = {
+        "name": contender.name,
+        "method": contender.method,
+        "options": dict(contender.options),
+        "rows": len(out.tokens),
+        "soft": float(np.where(failed, 0.0, out.rewards).mean()),
+        "hard": float(np.mean(satisfied)),
+        "failed": int(failed.any(axis=1).sum()),
+        "target_calls_per_token": ratio(target, tokens),
+        "draft_calls_per_token": ratio(draft, tokens),
+        "acceptance_rate": ratio(out.stats["accepted"].sum(), out.stats["tested"].sum()),
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": ratio(tokens, seconds),
+        "satisfied": satisfied,
+        "texts": out.text,
+    }
+    return row | {"cost": modelled_cost(row, setting.c)}
+
+
+def add_measures(
+    rows: Sequence[dict[str, Any]], prompts: Sequence[Prompt], measures: Combined, tokenizer
+) -> None:
+    """Adds what further text rewards, which guided nothing, say of the completions.
+
+    Each one's share of full scores under its name, and under ``all`` the share of completions
+    that satisfy these and the guiding rewards.
+    """
+    judge = Judge(measures, tokenizer, frozenset())
+    for row in rows:
+        full = np.array(
+            [
+                [
+                    score >= part.full
+                    for score, part in zip(
+                        judge.scores(Sample(text, prompt.text, (), prompt.constraints)),
+                        measures.parts,
+                        strict=True,
+                    )
+                ]
+                for text, prompt in zip(row["texts"], prompts, strict=True)
+            ]
+        )
+        for i, part in enumerate(measures.parts):
+            row[part.name] = float(full[:, i].mean())
+        row["all"] = float((full.all(axis=1) & np.array(row["satisfied"])).mean())
+
+
+def modelled_cost(row: Mapping[str, Any], c: float | None) -> float:
+    """P = c · draft calls per token + target calls per token (Nakshatri et al. 2025, §4): the
+    time of a token in target passes if every branch of a lookahead cost a pass of its own."""
+    return (c or 0.0) * row["draft_calls_per_token"] + row["target_calls_per_token"]
+
+
+def add_speedups(rows: Sequence[dict[str, Any]], base: Mapping[str, Any]) -> None:
+    """Modelled and wall-clock speedup of every row over ``base``."""
+    for row in rows:
+        row["modelled_speedup"] = ratio(base["cost"], row["cost"])
+        row["speedup"] = ratio(row["tokens_per_second"], base["tokens_per_second"])
+
+
+def _generate(setting: Setting, contender: Contender, prompts: Sequence[Prompt]) -> sj.Generation:
+    return sj.generate(
+        setting.target,
+        [prompt.tokens for prompt in prompts],
+        method=contender.method,
+        draft=setting.draft,
+        options=contender.options,
+        sampling=contender.sampling,
+        max_new_tokens=setting.budget,
+        batch_size=setting.batch_size,
+        seed=setting.seed,
+        reward=setting.reward,
+        constraints=[prompt.constraints for prompt in prompts],
+    )
+
+
+def _warm_up(setting: Setting) -> list[Prompt]:
+    """The longest and the shortest prompt of each bucket that a run can begin in.
+
+    A batch is as long as its longest prompt, and a long one may outgrow its bucket.
+    """
+    groups: dict[tuple, list[Prompt]] = {}
+    rows, heads = setting.batch_size, setting.target.config.num_heads
+    for prompt in setting.prompts:
+        size = len(prompt.tokens)
+        key = bucket(size), bucket(size + setting.budget), chunk_width(size, rows, heads)
+        groups.setdefault(key, []).append(prompt)
+    ends = [
+        end(group, key=lambda p: len(p.tokens)) for group in groups.values() for end in (min, max)
+    ]
+    return list({prompt.index: prompt for prompt in ends}.values())

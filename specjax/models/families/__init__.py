@@ -1,0 +1,58 @@
+"""The table of model families, by Hugging Face's ``model_type``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from specjax.errors import ModelError
+from specjax.models.blocks import Decoder
+from specjax.models.config import ModelConfig
+from specjax.models.families import bloom, gemma, gpt2, llama, neox, opt, qwen
+from specjax.models.hf.names import Names
+
+
+class Family(NamedTuple):
+    """One family: its module, its tensor names, its config translation both ways."""
+
+    module: type[Decoder]
+    names: Names
+    from_hf: Callable[[dict[str, Any]], ModelConfig]
+    to_hf: Callable[[ModelConfig, str], dict[str, Any]]
+
+
+_LLAMA = Family(llama.Llama, llama.NAMES, llama.from_hf, llama.to_hf)
+_QWEN = Family(qwen.Qwen, qwen.NAMES, qwen.from_hf, qwen.to_hf)
+_GEMMA = Family(gemma.Gemma, gemma.NAMES, gemma.from_hf, gemma.to_hf)
+FAMILIES = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
+    "gpt_neox": Family(neox.NeoX, neox.NAMES, neox.from_hf, neox.to_hf),
+    "gpt2": Family(gpt2.GPT2, gpt2.NAMES, gpt2.from_hf, gpt2.to_hf),
+    "opt": Family(opt.OPT, opt.NAMES, opt.from_hf, opt.to_hf),
+    "bloom": Family(bloom.Bloom, bloom.NAMES, bloom.from_hf, bloom.to_hf),
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+}
+
+
+def from_hf(config: dict[str, Any]) -> ModelConfig:
+    """The :class:`ModelConfig` of a Hugging Face ``config.json``.
+
+    Raises:
+      ModelError: the model type, activation, rope kind or another switch is not
+        supported; the message names it.
+    """
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ModelError(
+            f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[family].from_hf(config)
+
+
+def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The ``config.json`` that transformers reads back as the same model."""
+    return FAMILIES[cfg.family].to_hf(cfg, dtype)

@@ -1,0 +1,83 @@
+"""BLOOM: ALiBi in place of position embeddings, a norm on the token embedding. Checkpoints
+interleave q, k and v head by head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+
+from specjax.models.blocks import Decoder
+from specjax.models.config import ModelConfig
+from specjax.models.hf import config as reading
+from specjax.models.hf.names import Names
+from specjax.models.layers import NORMS
+
+NAMES = Names(
+    layer="transformer.h",
+    modules={
+        "embed": "transformer.word_embeddings",
+        "embed_norm": "transformer.word_embeddings_layernorm",
+        "norm": "transformer.ln_f",
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "attention.out": "self_attention.dense",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
+    },
+    base="transformer.",
+    fused_qkv="self_attention.query_key_value",
+    interleaved=True,
+)
+_OURS = {
+    "n_embed": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+}
+
+
+class Bloom(Decoder):
+    """Llama's order of blocks; the embedding is normed."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool = False):
+        super().__init__(cfg, rngs, fused)
+        self.embed_norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps)
+
+    def inputs(self, tokens, positions):
+        return self.embed_norm(super().inputs(tokens, positions))
+
+
+def from_hf(config: reading.Config) -> ModelConfig:
+    """The :class:`ModelConfig` of a BLOOM ``config.json``.
+
+    ``slow_but_exact`` only orders the sums of a sharded product otherwise. ALiBi knows no
+    longest sequence: ``seq_length`` is the one of training.
+    """
+    config = {"bos_token_id": 1, "eos_token_id": 2} | reading.renamed(config, _OURS)
+    reading.refuse(config, {"apply_residual_connection_post_layernorm": False})
+    fields = reading.common(config, tied=True)
+    return ModelConfig(
+        **fields,
+        num_kv_heads=fields["num_heads"],
+        head_dim=reading.head_dim(config),
+        intermediate_size=4 * fields["hidden_size"],
+        max_position=reading.size(config, "seq_length", 2048),
+        rope=None,
+        alibi=True,
+        norm="layer",
+        norm_eps=reading.positive("layer_norm_epsilon", config.get("layer_norm_epsilon", 1e-5)),
+        activation="gelu_tanh",
+        gated_mlp=False,
+        attention_bias=True,
+        mlp_bias=True,
+    )
+
+
+def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The ``config.json`` that transformers reads back as the same model."""
+    out = reading.common_to_hf(cfg, "BloomForCausalLM", dtype)
+    theirs = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+    return reading.renamed(out, theirs) | {
+        "layer_norm_epsilon": cfg.norm_eps,
+        "seq_length": cfg.max_position,
+    }

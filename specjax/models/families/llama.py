@@ -1,0 +1,92 @@
+"""The Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Llama 1/2/3.x, CodeLlama, TinyLlama and Mistral differ only in :class:`ModelConfig`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specjax.errors import ModelError
+from specjax.models.blocks import Decoder
+from specjax.models.config import ModelConfig
+from specjax.models.hf import config as reading
+from specjax.models.hf.names import Names
+
+NAMES = Names(
+    layer="model.layers",
+    modules={
+        "embed": "model.embed_tokens",
+        "norm": "model.norm",
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "attention.q": "self_attn.q_proj",
+        "attention.k": "self_attn.k_proj",
+        "attention.v": "self_attn.v_proj",
+        "attention.out": "self_attn.o_proj",
+        "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj",
+        "mlp.down": "mlp.down_proj",
+    },
+)
+
+
+class Llama(Decoder):
+    """The stack of pre-norm blocks, as it is."""
+
+
+def from_hf(config: reading.Config) -> ModelConfig:
+    """The :class:`ModelConfig` of a Llama or Mistral ``config.json``."""
+    mistral = config["model_type"] == "mistral"
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError("partial_rotary_factor is not supported for the Llama family")
+    heads = reading.size(config, "num_attention_heads")
+    return ModelConfig(
+        **swiglu(config),
+        num_kv_heads=reading.size(config, "num_key_value_heads", 8 if mistral else heads),
+        max_position=reading.size(config, "max_position_embeddings", 2048),
+        attention_bias=reading.flag(config, "attention_bias", False),
+        mlp_bias=reading.flag(config, "mlp_bias", False),
+        sliding_window=_window(config) if mistral else None,
+    )
+
+
+def swiglu(config: reading.Config) -> dict[str, Any]:
+    """The fields that Llama, Mistral and Qwen read alike."""
+    return reading.common(config) | {
+        "head_dim": reading.head_dim(config),
+        "intermediate_size": reading.size(config, "intermediate_size"),
+        "rope": reading.rope_from_hf(config),
+        "norm_eps": reading.positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
+        "activation": reading.activation(config, "hidden_act", "silu", ("silu",)),
+    }
+
+
+def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The ``config.json`` that transformers reads back as the same model."""
+    if cfg.family == "mistral":
+        out = swiglu_to_hf(cfg, "MistralForCausalLM", dtype)
+        return out | {"sliding_window": cfg.sliding_window}
+    out = swiglu_to_hf(cfg, "LlamaForCausalLM", dtype)
+    return out | {"attention_bias": cfg.attention_bias, "mlp_bias": cfg.mlp_bias}
+
+
+def swiglu_to_hf(cfg: ModelConfig, architecture: str, dtype: str) -> dict[str, Any]:
+    """The inverse of :func:`swiglu`."""
+    return reading.common_to_hf(cfg, architecture, dtype) | {
+        "num_key_value_heads": cfg.num_kv_heads,
+        "head_dim": cfg.head_dim,
+        "intermediate_size": cfg.intermediate_size,
+        "max_position_embeddings": cfg.max_position,
+        "rms_norm_eps": cfg.norm_eps,
+        "hidden_act": cfg.activation,
+        "rope_theta": cfg.rope.theta,
+        "rope_scaling": reading.rope_to_hf(cfg.rope),
+    }
+
+
+def _window(config: reading.Config) -> int | None:
+    """Mistral's sliding window: absent, it is 4096; null, there is none (as transformers)."""
+    if "sliding_window" in config and config["sliding_window"] is None:
+        return None
+    return reading.size(config, "sliding_window", 4096)

@@ -1,0 +1,104 @@
+"""GPT-NeoX (Pythia): layer norms, rotary positions on a part of each head, and attention and
+MLP side by side. Checkpoints interleave q, k and v head by head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+
+from specjax.models.blocks import Block, Decoder, Table
+from specjax.models.config import ModelConfig, RopeConfig
+from specjax.models.hf import config as reading
+from specjax.models.hf.names import Names
+
+NAMES = Names(
+    layer="gpt_neox.layers",
+    modules={
+        "embed": "gpt_neox.embed_in",
+        "norm": "gpt_neox.final_layer_norm",
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "attention.out": "attention.dense",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
+    },
+    base="gpt_neox.",
+    head="embed_out.weight",
+    fused_qkv="attention.query_key_value",
+    interleaved=True,
+    ignored=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
+    renamed={"lm_head.weight": "embed_out.weight"},
+)
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
+
+
+class NeoXBlock(Block):
+    """Both read the block's input and add to it; in turn where ``parallel_residual`` is off."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
+        super().__init__(cfg, rngs, fused)
+        self.parallel = cfg.parallel_residual
+
+    def __call__(self, x, table: Table, attend):
+        if not self.parallel:
+            return super().__call__(x, table, attend)
+        attention = self.attention(self.attention_norm(x), table, attend)
+        return x + attention + self.mlp(self.mlp_norm(x))
+
+
+class NeoX(Decoder):
+    """The stack of its blocks."""
+
+    block = NeoXBlock
+
+
+def from_hf(config: reading.Config) -> ModelConfig:
+    """The :class:`ModelConfig` of a GPT-NeoX ``config.json``."""
+    config = {"bos_token_id": 0, "eos_token_id": 2} | config
+    fields = reading.common(config)
+    width = reading.head_dim(config)
+    rope, share = _rope(config)
+    return ModelConfig(
+        **fields,
+        num_kv_heads=fields["num_heads"],
+        head_dim=width,
+        intermediate_size=reading.size(config, "intermediate_size"),
+        max_position=reading.size(config, "max_position_embeddings", 2048),
+        rope=rope,
+        rotary_dim=int(width * share),
+        norm="layer",
+        norm_eps=reading.positive("layer_norm_eps", config.get("layer_norm_eps", 1e-5)),
+        activation=reading.activation(config, "hidden_act", "gelu", ACTIVATIONS),
+        gated_mlp=False,
+        attention_bias=reading.flag(config, "attention_bias", True),
+        mlp_bias=True,
+        parallel_residual=reading.flag(config, "use_parallel_residual", True),
+    )
+
+
+def _rope(config: reading.Config) -> tuple[RopeConfig, float]:
+    """The rope and the share of each head it turns, in both spellings."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    share = config.get("rotary_pct", 0.25)
+    if isinstance(scaling, dict) and "partial_rotary_factor" in scaling:
+        share = scaling["partial_rotary_factor"]
+        scaling = {k: v for k, v in scaling.items() if k != "partial_rotary_factor"}
+    config = {**config, "rope_parameters": scaling, "rope_scaling": None}
+    theta = config.get("rotary_emb_base", 10000.0)
+    return reading.rope_from_hf(config, theta), reading.positive("rotary_pct", share)
+
+
+def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The ``config.json`` that transformers reads back as the same model."""
+    return reading.common_to_hf(cfg, "GPTNeoXForCausalLM", dtype) | {
+        "intermediate_size": cfg.intermediate_size,
+        "max_position_embeddings": cfg.max_position,
+        "rotary_pct": cfg.rotary_dim / cfg.head_dim,
+        "rotary_emb_base": cfg.rope.theta,
+        "rope_scaling": reading.rope_to_hf(cfg.rope),
+        "layer_norm_eps": cfg.norm_eps,
+        "hidden_act": reading.activation_to_hf(cfg.activation),
+        "attention_bias": cfg.attention_bias,
+        "use_parallel_residual": cfg.parallel_residual,
+    }

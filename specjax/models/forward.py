@@ -1,0 +1,233 @@
+"""Models as pure functions of a plain nested dict of params.
+
+A module is split once per (config, layout) and the functions below close over its graph
+definition: handing a ``GraphDef`` to jit as a static argument costs milliseconds per call.
+
+Axis legend: B rows, N or T tokens, S cache slots, L layers, K key heads, E head size,
+D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.errors import ModelError
+from specjax.models import attention
+from specjax.models import sharding as split
+from specjax.models.blocks import Decoder
+from specjax.models.cache import KVCache, write_rows
+from specjax.models.config import ModelConfig
+from specjax.models.families import FAMILIES
+from specjax.models.layers import linear
+
+# From this many tokens on, training attention is blockwise.
+BLOCKWISE_FROM = 2048
+
+
+def _module(cfg: ModelConfig, rngs: nnx.Rngs, fused: bool = False) -> Decoder:
+    return FAMILIES[cfg.family].module(cfg, rngs, fused)
+
+
+@functools.cache
+def _graph(cfg: ModelConfig, fused: bool) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: _module(cfg, nnx.Rngs(0), fused)))[0]
+
+
+def init_params(cfg: ModelConfig, key: Array, dtype: jnp.dtype = jnp.float32) -> dict:
+    """Random params: a nested dict of arrays, linear weights ``[out, in]``."""
+    state = nnx.split(_module(cfg, nnx.Rngs(params=key)))[1]
+    return jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(state))
+
+
+def param_shapes(cfg: ModelConfig) -> dict:
+    """The nested dict of ``ShapeDtypeStruct`` that :func:`init_params` would fill."""
+    module = nnx.eval_shape(lambda: _module(cfg, nnx.Rngs(0)))
+    return nnx.to_pure_dict(nnx.split(module)[1])
+
+
+def num_params(cfg: ModelConfig) -> int:
+    """Number of parameters, a tied head counted once."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(cfg)))
+
+
+def num_held(cfg: ModelConfig) -> int:
+    """Number of parameters that one device of a split model holds."""
+    shapes = param_shapes(cfg)
+    tables = sum(shapes[name].size for name in split.TABLES if name in shapes)
+    divides = cfg.vocab_size % cfg.shards == 0
+    return num_params(cfg) - tables + (tables // cfg.shards if divides else tables)
+
+
+def head_matrix(cfg: ModelConfig, params: dict) -> Float[Array, "V D"]:
+    """The output head, for losses that take their own product with it.
+
+    Raises:
+      ModelError: the logits are more than that product.
+    """
+    if cfg.logit_softcap is not None:
+        raise ModelError(f"{cfg.family} caps its logits: the loss has to use logits_of")
+    return _head(cfg, params)
+
+
+def _head(cfg: ModelConfig, params: dict) -> Float[Array, "V D"]:
+    return params["embed"] if cfg.tie_embeddings else params["head"]
+
+
+def is_fused(params: dict) -> bool:
+    """Whether ``params`` are in the inference layout of :func:`specjax.models.blocks.fuse`."""
+    return "qkv" in params["layers"]["0"]["attention"]
+
+
+def logits_of(
+    cfg: ModelConfig, params: dict, hidden: Float[Array, "B N D"]
+) -> Float[Array, "B N V"]:
+    """Logits of hidden states, in the model's dtype; −inf at adaptive ids.
+
+    Those are inputs alone: no law that comes of these logits emits them, wherever in the
+    vocabulary they stand.
+    """
+    logits = split.gather_logits(linear(hidden, _head(cfg, params)), cfg.vocab_size)
+    cap = cfg.logit_softcap
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+    if not cfg.adaptive_ids:
+        return logits
+    barred = np.isin(np.arange(logits.shape[-1]), cfg.adaptive_ids)
+    return jnp.where(barred, -jnp.inf, logits)
+
+
+def _scores(cfg: ModelConfig) -> attention.Scores:
+    return attention.Scores(cfg.attention_scale, cfg.attention_softcap, cfg.alibi, cfg.shards)
+
+
+def hidden_states(
+    cfg: ModelConfig,
+    params: dict,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    segments: Int[Array, "B T"],
+    *,
+    mask_fn: attention.MaskFn | None = None,
+    meta: attention.Meta | None = None,
+    backend: str = "auto",
+    remat: bool = False,
+    scan: bool = False,
+) -> Float[Array, "B T D"]:
+    """Final-normed hidden states of whole sequences, without a cache (training, scoring).
+
+    Args:
+      positions: int32, within the document; segments: int32, 0 = padding. A token attends
+        causally within its segment, unless ``mask_fn`` says otherwise; sliding windows come
+        on top.
+      meta: further per-token metadata for ``mask_fn``, ``[B, T, ...]`` each.
+      backend: ``dense``, ``blockwise``, or ``auto`` by length.
+      remat: recompute each block in the backward pass.
+      scan: compile one block (one period, where layers alternate) and scan the stacked layers;
+        compile time then does not grow with the depth.
+    """
+    mask_fn, finish, windows = mask_fn or attention.causal_mask, _scores(cfg), cfg.windows
+    mask_fns = {w: attention.windowed(mask_fn, w) for w in set(windows)}
+    meta = {"position": positions, "segment": segments, **(meta or {})}
+    if backend == "auto":
+        backend = "blockwise" if tokens.shape[1] >= BLOCKWISE_FROM else "dense"
+    dense = backend == "dense"
+    masks = {w: fn(meta, meta) for w, fn in mask_fns.items()} if dense else {}
+    distance = attention.distances(meta, meta) if dense and cfg.alibi else None
+
+    def attend(layer, q, k, v):
+        k, v, window = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), windows[layer]
+        if dense:
+            return attention.dense_attention(q, k, v, masks[window], finish, distance)
+        mask_fn = mask_fns[window]
+        return attention.blockwise_attention(q, k, v, meta, meta, mask_fn, finish=finish)
+
+    model = nnx.merge(_graph(cfg, is_fused(params)), params)
+    return model(tokens, positions, attend, remat, scan)
+
+
+def forward(
+    cfg: ModelConfig,
+    params: dict,
+    cache: KVCache,
+    tokens: Int[Array, "B N"],
+    positions: Int[Array, "B N"],
+    start: Int[Array, "B"],
+    visible: Bool[Array, "B N T"] | None = None,
+    *,
+    base: Int[Array, "B"] | None = None,
+    tree_positions: Int[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B N D"], KVCache]:
+    """Runs N new tokens per row against the cache and writes them at ``start``.
+
+    Write, then commit: the new keys and values land in slots ``start .. start + N - 1`` of
+    their row; which of them stay is decided later (:func:`specjax.models.cache.commit_path`).
+
+    Args:
+      positions: int32; ``start + depth`` for a token tree, never the slot.
+      start: int32, the slot of each row's first new token. ``start + N`` must not exceed
+        the cache's slots: ``dynamic_update_slice`` would shift the write.
+      visible: ``visible[b, i, j]``: new token i sees the token of slot ``base + j``. None: a
+        causal chain of the new tokens.
+      base: int32, the number of committed tokens; ``start`` by default. Below ``start`` where
+        a tree grows level by level: T then counts the levels already written, too.
+      tree_positions: positions of those T tokens, read only under a sliding window or ALiBi.
+    Returns:
+      Final-normed hidden states and the cache with the N entries written.
+    """
+    b, n = tokens.shape
+    if visible is None:
+        visible = jnp.broadcast_to(jnp.tri(n, dtype=bool), (b, n, n))
+    base = start if base is None else base
+    windows, finish, slots = cfg.windows, _scores(cfg), cache.slots
+    masks = {
+        window: attention.cache_mask(positions, base, visible, slots, window, tree_positions)
+        for window in set(windows)
+    }
+    distance = None
+    if cfg.alibi:
+        count = visible.shape[-1]
+        distance = attention.cache_distances(positions, base, count, slots, tree_positions)
+    keys, values = list(cache.k), list(cache.v)
+
+    def attend(layer, q, k, v):
+        keys[layer] = write_rows(keys[layer], k.transpose(0, 2, 1, 3), start)
+        values[layer] = write_rows(values[layer], v.transpose(0, 2, 1, 3), start)
+        mask = masks[windows[layer]]
+        return attention.dense_attention(q, keys[layer], values[layer], mask, finish, distance)
+
+    model = nnx.merge(_graph(cfg, is_fused(params)), params)
+    hidden = model(tokens, positions, attend)
+    return hidden, KVCache(tuple(keys), tuple(values))
+
+
+def prefill(
+    cfg: ModelConfig,
+    params: dict,
+    cache: KVCache,
+    tokens: Int[Array, "B S"],
+    length: Int[Array, "B"],
+    chunk: int,
+) -> KVCache:
+    """Fills the cache with the tokens before ``length``, ``chunk`` of them per pass.
+
+    The number of passes is traced, so prompts of any length share one trace per bucket.
+    Slots past a row's own length hold scratch that later writes replace.
+    """
+    rows = tokens.shape[0]
+
+    def fill(carry):
+        start, cache = carry
+        piece = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
+        at = jnp.full((rows,), start, jnp.int32)
+        positions = at[:, None] + jnp.arange(chunk, dtype=jnp.int32)
+        _, cache = forward(cfg, params, cache, piece, positions, at)
+        return start + chunk, cache
+
+    end = jnp.max(length) - 1  # each row's last token is the first round's root
+    return jax.lax.while_loop(lambda c: c[0] < end, fill, (jnp.int32(0), cache))[1]

@@ -1,0 +1,281 @@
+"""Hugging Face directories: strict loading and saving of config.json + safetensors.
+
+Every tensor of the model must be in the files with its exact shape and every tensor of the
+files must be one of the model's: what does not match is an error by name. Nothing that a
+checkpoint contains is executed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import tree_flatten_with_path
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from specjax.errors import ModelError
+from specjax.models.blocks import fuse_layer
+from specjax.models.config import ModelConfig
+from specjax.models.families import FAMILIES, from_hf, to_hf
+from specjax.models.forward import param_shapes
+from specjax.models.hf.names import Stored
+from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX, Pickle
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+STORED_DTYPES = ("F32", "BF16", "F16")  # safetensors' names of the same
+
+
+Place = tuple[Stored, tuple[int, ...]]  # of a parameter in the checkpoint; its shape here
+Read = Callable[[str, tuple[int, ...]], np.ndarray]
+Placed = Callable[[ModelConfig, dict], dict]  # moves a part of the params to where it is to lie
+
+
+@functools.cache
+def _places(cfg: ModelConfig) -> tuple[tuple[Place, ...], jax.tree_util.PyTreeDef]:
+    """Where a checkpoint keeps each parameter, in the order of the tree, and the tree."""
+    names = FAMILIES[cfg.family].names
+    leaves, tree = tree_flatten_with_path(param_shapes(cfg))
+    paths = [(tuple(k.key for k in path), leaf.shape) for path, leaf in leaves]
+    return tuple((names.stored(path, cfg.num_heads), shape) for path, shape in paths), tree
+
+
+def from_tensors(
+    cfg: ModelConfig,
+    read: Read,
+    dtype: jnp.dtype,
+    fused: bool = False,
+    placed: Placed | None = None,
+) -> dict:
+    """The params, from a function of a checkpoint tensor's name and the shape it must have.
+
+    ``fused``: in the inference layout, each layer joined before the next is read, so that
+    what the parts took is used again; so ``placed`` gets one layer after the other.
+    """
+    placed = placed or (lambda _, part: part)
+    places, tree = _places(cfg)
+
+    def load(part: dict) -> dict:
+        return jax.tree.map(leaf, part, is_leaf=lambda x: isinstance(x, tuple))
+
+    def leaf(place: Place) -> jax.Array:
+        stored, shape = place
+        return jnp.asarray(stored.take(read(stored.name, stored.shape(shape))), dtype)
+
+    def layer(block: dict) -> dict:
+        block = fuse_layer(load(block)) if fused else load(block)
+        return jax.block_until_ready(placed(cfg, {"layers": {"": block}}))["layers"][""]
+
+    parts = jax.tree.unflatten(tree, places)
+    layers = {i: layer(block) for i, block in parts.pop("layers").items()}
+    return placed(cfg, load(parts)) | {"layers": layers}
+
+
+def to_tensors(cfg: ModelConfig, params: dict) -> dict[str, np.ndarray]:
+    """The checkpoint's tensors of plain (not fused) params."""
+    tensors: dict[str, np.ndarray] = {}
+    for (place, shape), leaf in zip(_places(cfg)[0], jax.tree.leaves(params), strict=True):
+        value = np.asarray(leaf)
+        if place == Stored(place.name):
+            tensors[place.name] = value  # as it is: no second copy of the model
+            continue
+        if place.name not in tensors:
+            tensors[place.name] = np.empty(place.shape(shape), value.dtype)
+        place.put(tensors[place.name], value)
+    return tensors
+
+
+def load_pretrained(
+    directory: str | Path,
+    dtype: jnp.dtype = jnp.float32,
+    fused: bool = False,
+    pickles: bool = False,
+    placed: Placed | None = None,
+) -> tuple[ModelConfig, dict]:
+    """Reads a model directory, tensor by tensor onto the device.
+
+    Args:
+      pickles: where there are no safetensors, read ``pytorch_model*.bin``: tensors alone, no
+        code of theirs runs; needs the torch extra.
+      placed: gets every part of the params as soon as it is read.
+    Returns:
+      The config and the params as a nested dict of arrays of ``dtype``; ``fused`` in the
+      inference layout.
+    Raises:
+      ModelError: missing or unreadable files, a missing, unknown or misshapen tensor, or a
+        config feature that is not supported; each by name.
+    """
+    directory = Path(directory)
+    cfg = from_hf(read_config(directory))
+    files = _tensor_files(directory, pickles)
+    handles = {file: _open(file) for file in sorted(set(files.values()))}
+    present = _check_names(directory, cfg, sorted(files))
+
+    def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        file = files[present[name]]
+        return _read(handles[file], file, present[name], shape)
+
+    return cfg, from_tensors(cfg, read, dtype, fused, placed)
+
+
+def save_pretrained(
+    directory: str | Path,
+    cfg: ModelConfig,
+    params: dict,
+    tokenizer_json: str | None = None,
+    dtype: str = "float32",
+) -> None:
+    """Writes a directory that transformers loads unchanged.
+
+    Each file is written aside and renamed, config.json last, so that a directory with a
+    config is complete. ``tokenizer_json`` is the text of a ``tokenizer.json``.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = to_tensors(cfg, jax.tree.map(lambda x: x.astype(DTYPES[dtype]), params))
+    scratch = directory / f".{WEIGHTS}.{os.getpid()}"
+    try:
+        save_file(tensors, scratch, metadata={"format": "pt"})
+        scratch.chmod(0o644)  # safetensors makes it readable by its owner alone
+        os.replace(scratch, directory / WEIGHTS)
+    except SafetensorError as error:
+        raise OSError(f"cannot write {directory / WEIGHTS}: {error}") from None
+    finally:
+        scratch.unlink(missing_ok=True)
+    if tokenizer_json is not None:
+        write_text(directory / "tokenizer.json", tokenizer_json)
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        write_text(directory / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")
+    write_text(directory / "config.json", json.dumps(to_hf(cfg, dtype), indent=1) + "\n")
+
+
+def read_config(directory: Path) -> dict:
+    """``config.json`` of a model directory as a dict."""
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such model directory")
+    path = directory / "config.json"
+    if not path.exists():
+        raise ModelError(f"{directory}: no config.json, so this is no model directory")
+    return read_json(path)
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file; an empty one where there is no file.
+
+    Raises:
+      ModelError: the file holds something else.
+    """
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ModelError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file aside and renames it, so that it is never half there."""
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.chmod(scratch, 0o644)
+    os.replace(scratch, path)
+
+
+def _tensor_files(directory: Path, pickles: bool) -> dict[str, Path]:
+    """Which file holds each tensor; the files are opened, so a broken one is found.
+
+    A single file goes before an index, as in transformers: saving over a sharded directory
+    leaves its old index behind. Pickles come last, and only where they are asked for.
+    """
+    kinds = [(WEIGHTS, INDEX)] + [(PICKLE, PICKLE_INDEX)] * pickles
+    for single, index in kinds:
+        if (directory / single).exists():
+            return dict.fromkeys(_open(directory / single).keys(), directory / single)
+        if (directory / index).exists():
+            return _sharded(directory, index)
+    found = sorted(p.name for p in directory.glob("pytorch_model*.bin"))
+    hint = (
+        f"; {found[0]} is a pickle: --pickles (in Python pickles=True) reads its tensors, and "
+        "python -m infer.convert makes safetensors of it"
+        if found
+        else ""
+    )
+    raise ModelError(f"{directory}: no {WEIGHTS} and no {INDEX}{hint}")
+
+
+def _sharded(directory: Path, index: str) -> dict[str, Path]:
+    """Which shard holds each tensor: what the shards hold, checked against the index."""
+    weight_map = read_json(directory / index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise ModelError(f"{directory / index}: no weight_map from tensors to files")
+    shards = {name: directory / name for name in sorted(set(weight_map.values()))}
+    for name, path in shards.items():
+        if not path.exists():
+            raise ModelError(f"{directory}: shard {name}, named by {index}, is missing")
+    held = {name: set(_open(path).keys()) for name, path in shards.items()}
+    for tensor, shard in weight_map.items():
+        if tensor not in held[shard]:
+            raise ModelError(
+                f"{directory / shard}: lacks tensor {tensor}, which {index} puts there"
+            )
+    return {tensor: path for name, path in shards.items() for tensor in sorted(held[name])}
+
+
+def _open(path: Path):
+    if path.suffix == ".bin":
+        return Pickle(path)
+    try:
+        return safe_open(path, framework="np")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: not a readable safetensors file ({error})") from None
+
+
+def _check_names(directory: Path, cfg: ModelConfig, found: list[str]) -> dict[str, str]:
+    """What the files call each tensor that the model wants."""
+    names = FAMILIES[cfg.family].names
+    wanted = {place.name for place, _ in _places(cfg)[0]}
+    if cfg.tie_embeddings:
+        found = [n for n in found if names.full(n) != names.head]  # a saved copy of the embedding
+    present = {names.full(name): name for name in found}
+    missing = sorted(wanted - set(present))
+    if missing:
+        raise ModelError(f"{directory}: tensor {missing[0]} is missing{_more(missing)}")
+    used = {present[name] for name in wanted}
+    extra = [name for name in found if name not in used and not name.endswith(names.ignored)]
+    if extra:
+        raise ModelError(
+            f"{directory}: tensor {extra[0]} belongs to no part of the model that "
+            f"config.json describes{_more(extra)}"
+        )
+    return present
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _read(handle, path: Path, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    stored = handle.get_slice(name)
+    found = tuple(stored.get_shape())
+    if found != shape:
+        raise ModelError(
+            f"{path}: tensor {name} has shape {list(found)}, config.json says {list(shape)}"
+        )
+    if stored.get_dtype() not in STORED_DTYPES:
+        raise ModelError(
+            f"{path}: tensor {name} is stored as {stored.get_dtype()}; supported: "
+            f"{', '.join(STORED_DTYPES)}"
+        )
+    return handle.get_tensor(name)

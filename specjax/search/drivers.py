@@ -1,0 +1,151 @@
+"""Two ways to run a search that asks for rewards in the middle of a round.
+
+A search's ``round`` is written once over a driver. :class:`OnDevice` makes one traced step of
+it, rewards included; :class:`OnHost` calls its stages one by one, each jitted, and scores in
+between with Python rewards: a callback under jit would break the compilation cache and lose
+exceptions.
+
+Axis legend: B rows, K lanes, M tokens of a lane.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.mesh import spread
+from specjax.models import KVCache
+from specjax.rewards.folding import advance_all, start_all, values_of
+from specjax.types import DecodeState, Inputs
+
+
+@struct.dataclass
+class Lanes:
+    """Continuations of each row that a reward is asked about; those past ``count`` are scratch."""
+
+    tokens: Int[Array, "B K M"]
+    count: Int[Array, "B K"]
+    asked: Bool[Array, "B"]  # rows whose answer will be read
+
+
+@struct.dataclass
+class Ahead:
+    """What a lookahead search keeps between rounds, in ``state.drafter``.
+
+    ``draft`` is the draft model's cache, ``carry`` the reward's fold over the tokens generated
+    so far; either is () where there is none.
+    """
+
+    draft: KVCache | tuple
+    carry: Any
+
+
+class Driver(Protocol):
+    """Runs the stages of a round. ``wanted`` gives a ``[B]`` bool array of the carried values."""
+
+    def stage(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(inputs, *args)``; a state that comes first is used up."""
+
+    def judge(self, state: DecodeState, lanes: Lanes) -> Float[Array, "B K"]:
+        """The reward of each lane; −inf for NaN."""
+
+    def commit(
+        self, state: DecodeState, tokens: Int[Array, "B M"], count: Int[Array, "B"]
+    ) -> DecodeState:
+        """Moves the reward's fold over the tokens that the round decided on."""
+
+    def once(self, wanted: Callable[..., Bool[Array, "B"]], body: Callable, carried: Any) -> Any:
+        """``body(carried)`` if any row wants it."""
+
+    def repeat(self, wanted: Callable[..., Bool[Array, "B"]], body: Callable, carried: Any) -> Any:
+        """``body`` for as long as any row wants it."""
+
+
+class OnDevice:
+    """The driver of one traced step; the reward is a :class:`specjax.rewards.Fold`."""
+
+    def __init__(self, reward, inputs: Inputs):
+        self._reward, self._inputs = reward, inputs
+
+    def stage(self, function, *args):
+        return function(self._inputs, *args)
+
+    def judge(self, state, lanes):
+        carry, data = state.drafter.carry, self._inputs.reward
+        ends = advance_all(self._reward, data, carry, lanes.tokens, lanes.count)
+        return values_of(self._reward, data, ends)
+
+    def commit(self, state, tokens, count):
+        carry, data = state.drafter.carry, self._inputs.reward
+        ends = advance_all(self._reward, data, carry, tokens[:, None], count[:, None])
+        carry = jax.tree.map(lambda x: x[:, 0], ends)
+        return state.replace(drafter=state.drafter.replace(carry=carry))
+
+    def once(self, wanted, body, carried):
+        return jax.lax.cond(jnp.any(wanted(carried)), body, lambda c: c, carried)
+
+    def repeat(self, wanted, body, carried):
+        return jax.lax.while_loop(lambda c: jnp.any(wanted(c)), body, carried)
+
+
+class OnHost:
+    """The driver of a host-driven round; ``score(state, lanes) -> float32 [B, K]`` is Python."""
+
+    def __init__(self, score: Callable[[DecodeState, Lanes], np.ndarray], inputs: Inputs):
+        self._score, self._inputs = score, inputs
+
+    def stage(self, function, *args):
+        donated = isinstance(args[0], DecodeState)
+        return _jitted(function.__self__, function.__func__, donated)(self._inputs, *args)
+
+    def judge(self, state, lanes):
+        return self._score(state, lanes)
+
+    def commit(self, state, tokens, count):
+        return state
+
+    def once(self, wanted, body, carried):
+        return body(carried) if np.asarray(wanted(carried)).any() else carried
+
+    def repeat(self, wanted, body, carried):
+        while np.asarray(wanted(carried)).any():
+            carried = body(carried)
+        return carried
+
+
+@functools.cache
+def _jitted(method, function, donated: bool):
+    """One program per method and stage; a state, argument 1, is donated."""
+    donate = (1,) if donated else ()
+    return jax.jit(spread(functools.partial(function, method)), donate_argnums=donate)
+
+
+def start_ahead(method, inputs: Inputs, state: DecodeState, draft: KVCache | tuple) -> Ahead:
+    """The search's state after the prompt: no token generated, so nothing folded."""
+    rows = state.length.shape[0]
+    carry = () if method.reward is None else start_all(method.reward, inputs.reward, rows)
+    return Ahead(draft, carry)
+
+
+def advance_hosted(
+    method,
+    inputs: Inputs,
+    state: DecodeState,
+    rounds: int,
+    score: Callable[[DecodeState, Lanes], np.ndarray],
+) -> DecodeState:
+    """Up to ``rounds`` host-driven rounds; stops where the rows are done or need more slots."""
+    driver = OnHost(score, inputs)
+    for _ in range(rounds):
+        full = int(state.length.max()) + method.width > state.slots
+        if full or np.asarray(state.done).all():
+            break
+        state = method.round(driver, state)
+    return state

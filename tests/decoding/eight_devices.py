@@ -1,0 +1,216 @@
+"""Decoding on eight simulated devices gives what one gives. Run by test_mesh.py, in a process that
+has them."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from test_families import pair
+
+import specjax as sj
+from conftest import tiny_lm
+from infer.run import commands as run
+from specjax import decode
+from specjax.generate import Engine
+from specjax.methods import Context
+from support import variants
+
+PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
+SAMPLED = sj.Sampling(0.9, top_p=0.9)
+FEW = ("speculative",)  # cdsl runs below
+FAMILIES = ("gpt2", "bloom")
+
+
+def some(names, fast):
+    """Parameters of a test; those that are not ``fast`` are slow."""
+    return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+def same(one, many):
+    for a, b in zip(one.tokens, many.tokens, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for name, counts in one.stats.items():
+        np.testing.assert_array_equal(counts, many.stats[name], err_msg=name)
+    if one.logprobs is not None:
+        for a, b in zip(one.logprobs, many.logprobs, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def spread(models, **axes):
+    mesh = sj.make_mesh(**axes)
+    return [sj.on_mesh(model, mesh) for model in models]
+
+
+@pytest.mark.parametrize("name", some(sj.methods(), FEW))
+def test_every_method(name, target, draft):
+    # Tables of 98 rows divide by two; with four, two devices hold the same key head.
+    many = [spread((target, draft), data=2, model=n) for n in (2, 4)]
+    spec = sj.method(name)
+    for sampling in (sj.Sampling(), SAMPLED):
+        options = {
+            "method": name,
+            "max_new_tokens": 20,
+            "sampling": sampling,
+            "logprobs": True,
+            "reward": "length:5-9" if spec.needs_reward else None,
+        }
+        one, *others = (
+            sj.generate(p, PROMPTS, draft=q if spec.needs_draft else None, **options)
+            for p, q in ((target, draft), *many)
+        )
+        for other in others:
+            same(one, other)
+
+
+@pytest.mark.parametrize("name", some((*variants.FAMILIES, *variants.VARIANTS), FAMILIES))
+def test_every_family(name):
+    one = pair(name)[0]
+    options = {"max_new_tokens": 16, "logprobs": True}
+    same(*(sj.generate(model, PROMPTS, **options) for model in (one, *spread([one], model=2))))
+
+
+def test_a_draft_may_be_whole_on_each_device(target, draft):
+    mesh = sj.make_mesh(model=4)
+    many = sj.on_mesh(target, mesh), sj.on_mesh(draft, mesh, split=False)
+    options = {"method": "speculative", "max_new_tokens": 20, "sampling": SAMPLED}
+    same(*(sj.generate(p, PROMPTS, draft=q, **options) for p, q in ((target, draft), many)))
+
+
+def test_a_host_driven_reward(tiny_pair_dirs):
+    mesh = sj.make_mesh(data=2, model=2)
+    one, many = ([sj.load(d, mesh=m) for d in tiny_pair_dirs] for m in (None, mesh))
+    options = {"method": "cdsl", "max_new_tokens": 12, "reward": lambda text: len(text) % 3 / 2}
+    prompts = ["def f(x):", "import", "class A"]
+    same(*(sj.generate(p, prompts, draft=q, **options) for p, q in (one, many)))
+
+
+def start(model, draft, method, rows=4):
+    """A method after the prompts, on the model's mesh: (method, inputs, state)."""
+    spec = sj.method(method)
+    draft = draft if spec.needs_draft else None
+    built, settings = spec.build(Context(model, draft), {})
+    inputs = Engine(model, draft, built, settings).inputs(SAMPLED, rows)
+    keys, budget = jax.random.split(jax.random.key(0), rows), np.full(rows, 10, np.int32)
+    return built, inputs, decode.start(built, inputs, [np.arange(5)] * rows, budget, keys, chunk=16)
+
+
+def test_the_next_bucket_stays_split(target, draft):
+    many = spread((target, draft), data=2, model=2)
+    options = {"method": "speculative", "max_new_tokens": 200}
+    same(*(sj.generate(p, PROMPTS, draft=q, **options) for p, q in ((target, draft), many)))
+    state = start(*many, "speculative")[2]
+    for buffer in jax.tree.leaves((state.cache, decode.grow_state(state, 256).cache)):
+        shards = buffer.addressable_shards
+        assert len(shards) == 4 and all(s.data.nbytes * 4 == buffer.nbytes for s in shards)
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "speculative"])
+def test_devices_meet_twice_per_layer_and_at_the_tables(method, target, draft):
+    built, inputs, state = start(*spread((target, draft), model=2), method)
+    compiled = decode.run_rounds(built).lower(inputs, state, np.int32(5)).compile()
+    found = re.findall(r" (all-[a-z-]+|collective-permute|reduce-scatter)\(", compiled.as_text())
+    # Layers of each pass in the program; a draft's first pass is one of its own.
+    layers = [2] if method == "autoregressive" else [2, 1, 1]
+    # And one behind the loop, for the counter of passes.
+    assert found.count("all-reduce") == sum(2 * count + 1 for count in layers) + 1
+    assert found.count("all-gather") == len(layers)
+    assert len(found) == sum(2 * count + 2 for count in layers) + 1
+
+
+def test_each_device_holds_its_share_of_a_loaded_model(tiny_pair_dirs):
+    one, mesh = sj.load(tiny_pair_dirs[0]), sj.make_mesh(model=4)
+    many = sj.load(tiny_pair_dirs[0], mesh=mesh)
+    assert jax.tree.all(
+        jax.tree.map(
+            lambda a, b: (np.asarray(a) == np.asarray(b)).all(),
+            sj.on_mesh(one, mesh).params,
+            many.params,
+        )
+    )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(many.params["layers"]):
+        share = leaf.nbytes // (1 if "norm" in str(path) else 4)
+        assert {s.data.nbytes for s in leaf.addressable_shards} == {share}, path
+
+
+def test_the_program(tiny_pair_dirs, tmp_path):
+    target, draft = tiny_pair_dirs
+    lines = [{"prompt": f"def f{i}(" + "x, " * i} for i in range(5)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = []
+    for name, mesh in (("one", []), ("many", ["--mesh", "model=4,data=2"])):
+        out = tmp_path / f"{name}.jsonl"
+        assert (
+            run.main(
+                [
+                    "--target",
+                    target,
+                    "--draft",
+                    draft,
+                    "--prompts",
+                    str(tmp_path / "in.jsonl"),
+                    "--out",
+                    str(out),
+                    "--batch-size",
+                    "3",
+                    "--max-new-tokens",
+                    "12",
+                    "--temperature",
+                    "0.7",
+                    *mesh,
+                ]
+            )
+            == 0
+        )
+        found.append([json.loads(line)["token_ids"] for line in out.read_text().splitlines()])
+    assert found[0] == found[1] and len(found[0]) == 5
+
+
+def test_models_on_different_devices_are_refused(target, draft):
+    mesh = sj.make_mesh(model=2)
+    with pytest.raises(sj.PairError, match="the same mesh"):
+        sj.generate(sj.on_mesh(target, mesh), [[1]], method="speculative", draft=draft)
+    with pytest.raises(sj.ModelError, match="on a mesh already"):
+        sj.on_mesh(sj.on_mesh(target, mesh), mesh)
+    with pytest.raises(sj.ModelError, match="num_heads=4 cannot be split over model=3"):
+        sj.on_mesh(target, sj.make_mesh(model=3))
+
+
+MUTANTS = {
+    "no sum": ("sharding.total", lambda x, shards: x, lambda: tiny_lm(3)),
+    "the first device's slopes": (
+        "attention.own_part",
+        lambda x, shards: jax.numpy.asarray(x[: len(x) // shards]),
+        lambda: pair("bloom")[0],
+    ),
+    "a table's own rows alone": (
+        "sharding.look_up",
+        lambda table, ids, rows: table[ids % len(table)],
+        lambda: tiny_lm(3),
+    ),
+}
+
+
+def forget_programs():
+    """What is traced next is traced anew."""
+    jax.clear_caches()
+    decode.prefill_prompts.cache_clear()
+    decode.run_rounds.cache_clear()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_fail(mutant, monkeypatch):
+    where, change, make = MUTANTS[mutant]
+    one = make()
+    (many,) = spread([one], model=2)
+    options = {"max_new_tokens": 16, "logprobs": True}
+    with monkeypatch.context() as patched:
+        patched.setattr(f"specjax.models.{where}", change)
+        forget_programs()
+        mutated = sj.generate(many, PROMPTS, **options)
+    forget_programs()
+    expected = sj.generate(one, PROMPTS, **options)
+    same(expected, sj.generate(many, PROMPTS, **options))
+    with pytest.raises(AssertionError):
+        same(expected, mutated)

@@ -1,0 +1,329 @@
+"""The loop: greedy equality, the cache's invariant, independence of rows, cuts, growth, traces."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from conftest import tiny_lm
+from specjax import decode, tree
+from specjax.generate import Engine
+from specjax.methods import Context
+from specjax.models import init_cache
+from specjax.models.cache import MAX_CHUNK_CPU, SCORES, bucket, chunk_width
+from specjax.models.forward import prefill
+from specjax.scoring import NARROW, score, score_as_needed
+from specjax.types import POINT_MASS, Draft, TreeShape
+
+PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
+# One method of each kind by default, the others among the slow tests.
+CORE = ("autoregressive", "speculative", "specinfer")
+
+
+def methods(fast):
+    """Every method of the plain loop; those that are not in ``fast`` among the slow tests."""
+    return [
+        pytest.param(name, marks=() if name in fast else pytest.mark.slow)
+        for name, spec in sorted(sj.methods().items())
+        if not spec.search
+    ]
+
+
+METHODS, TREE_SLOW = methods(CORE), methods(CORE[:2])
+SAMPLING = sj.Sampling(temperature=0.8, top_k=20, top_p=0.9)
+
+
+def run(target, draft, method, prompts=PROMPTS, **kw):
+    return sj.generate(target, prompts, method=method, draft=draft, **kw)
+
+
+@pytest.mark.parametrize("gamma", [1, pytest.param(3, marks=pytest.mark.slow), 8])
+def test_greedy_speculative_equals_plain(target, draft, gamma):
+    plain = run(target, None, "autoregressive", max_new_tokens=120)
+    out = run(target, draft, "speculative", max_new_tokens=120, options={"gamma": gamma})
+    for a, b in zip(plain.tokens, out.tokens, strict=True):
+        np.testing.assert_array_equal(a, b)
+    accepted = out.stats["accepted"].sum() / out.stats["tested"].sum()
+    assert 0.02 < accepted < 0.98, "the pair must both agree and differ for this to test anything"
+
+
+def states_by_round(target, draft, name, options, sampling, budget=40, prompts=PROMPTS):
+    """The state after every round, through the public pieces."""
+    built, settings = sj.method(name).build(Context(target, draft), options)
+    engine = Engine(target, draft, built, settings)
+    inputs = engine.inputs(sampling, len(prompts))
+    keys = jax.random.split(jax.random.key(3), len(prompts))
+    budgets = np.full(len(prompts), budget, np.int32)
+    state = decode.start(built, inputs, [np.array(p) for p in prompts], budgets, keys, chunk=64)
+    while not bool(state.done.all()):
+        state = decode.advance(built, inputs, state, 1)
+        yield state
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("sampling", [sj.Sampling(), SAMPLING], ids=["greedy", "sampled"])
+def test_cache_equals_fresh_prefill_after_every_round(target, draft, name, sampling):
+    fresh = jax.jit(prefill, static_argnums=(0, 5))
+    rounds = 0
+    for state in states_by_round(target, draft, name, {}, sampling, budget=24):
+        rounds += 1
+        empty = init_cache(target.config, len(PROMPTS), state.slots, target.dtype)
+        want = fresh(target.config, target.params, empty, state.tokens, state.length, 16)
+        held = (jnp.arange(state.slots) < state.length[:, None] - 1)[:, None, :, None]
+        for a, b in zip(jax.tree.leaves(state.cache), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(jnp.where(held, a, 0), jnp.where(held, b, 0), atol=2e-5)
+    assert rounds > 4
+
+
+@pytest.mark.parametrize("name", TREE_SLOW)
+@pytest.mark.parametrize("sampling", [sj.Sampling(), SAMPLING], ids=["greedy", "sampled"])
+def test_row_of_a_batch_is_the_prompt_alone(target, draft, name, sampling):
+    together = run(target, draft, name, max_new_tokens=30, sampling=sampling, seed=5)
+    split = run(target, draft, name, max_new_tokens=30, sampling=sampling, seed=5, batch_size=3)
+    for i, prompt in enumerate(PROMPTS):
+        alone = run(
+            target, draft, name, [prompt], max_new_tokens=30, sampling=sampling, seed=5, indices=[i]
+        )
+        np.testing.assert_array_equal(together.tokens[i], alone.tokens[0])
+        np.testing.assert_array_equal(together.tokens[i], split.tokens[i])
+        for counter, values in alone.stats.items():
+            np.testing.assert_array_equal(together.stats[counter][i], values[0], counter)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_smaller_budget_gives_a_prefix(target, draft, name):
+    long = run(target, draft, name, max_new_tokens=40, sampling=SAMPLING)
+    for budget in (1, 2, 7, 23):
+        short = run(target, draft, name, max_new_tokens=budget, sampling=SAMPLING)
+        for a, b in zip(short.tokens, long.tokens, strict=True):
+            assert len(a) == budget
+            np.testing.assert_array_equal(a, b[:budget])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_ends_at_any_of_several_eos_ids(target, draft, name):
+    plain = run(target, draft, name, max_new_tokens=40, sampling=SAMPLING)
+    ids = (int(plain.tokens[0][9]), int(plain.tokens[2][14]))
+    ending = dataclasses.replace(target, eos_ids=ids)
+    out = run(ending, draft, name, max_new_tokens=40, sampling=SAMPLING)
+    for tokens, reason, full in zip(out.tokens, out.finish_reasons, plain.tokens, strict=True):
+        inside = np.isin(tokens, ids)
+        assert not inside[:-1].any()
+        assert (reason == "eos") == bool(inside[-1])
+        assert reason == "eos" or len(tokens) == 40
+        if name == "autoregressive":  # a draft that ends at EOS draws differently afterwards
+            np.testing.assert_array_equal(tokens, full[: len(tokens)])
+    # A draft cut at EOS changes later draws, so which rows end differs; some must.
+    assert "eos" in out.finish_reasons
+
+
+@pytest.mark.parametrize("name", TREE_SLOW)
+def test_growing_buckets_and_chunks_change_nothing(target, draft, name):
+    whole = run(target, draft, name, max_new_tokens=300, sampling=SAMPLING, logprobs=True)
+    pieces = list(
+        sj.stream(
+            target,
+            PROMPTS,
+            method=name,
+            draft=draft,
+            max_new_tokens=300,
+            sampling=SAMPLING,
+            logprobs=True,
+            rounds_per_piece=7,
+        )
+    )
+    final = pieces[-1].generation
+    for i in range(len(PROMPTS)):
+        np.testing.assert_array_equal(whole.tokens[i], final.tokens[i])
+        np.testing.assert_array_equal(whole.logprobs[i], final.logprobs[i])
+        streamed = np.concatenate([p.tokens for p in pieces[:-1] if p.index == i])
+        np.testing.assert_array_equal(streamed, final.tokens[i])
+    for counter in whole.stats:
+        np.testing.assert_array_equal(whole.stats[counter], final.stats[counter])
+
+
+def test_logprobs_are_the_unwarped_targets(target, draft):
+    out = run(target, draft, "speculative", max_new_tokens=20, sampling=SAMPLING, logprobs=True)
+    from specjax.models import hidden_states, logits_of
+
+    for prompt, tokens, found in zip(PROMPTS, out.tokens, out.logprobs, strict=True):
+        row = np.concatenate([prompt, tokens])[None].astype(np.int32)
+        at = np.arange(row.shape[1])[None]
+        hidden = hidden_states(target.config, target.params, row, at, np.ones_like(row))
+        log_p = jax.nn.log_softmax(logits_of(target.config, target.params, hidden))[0]
+        want = np.asarray(log_p)[
+            np.arange(len(prompt) - 1, row.shape[1] - 1), row[0, len(prompt) :]
+        ]
+        np.testing.assert_allclose(found, want, atol=1e-4)
+
+
+def test_counters_of_plain_decoding(target):
+    out = run(target, None, "autoregressive", max_new_tokens=17)
+    for name in ("target_calls", "rounds", "emitted"):
+        np.testing.assert_array_equal(out.stats[name], 17)
+    for name in ("draft_calls", "drafted", "tested", "accepted"):
+        np.testing.assert_array_equal(out.stats[name], 0)
+
+
+def test_counters_when_the_draft_is_the_target(target):
+    out = run(target, target, "speculative", max_new_tokens=20, options={"gamma": 4})
+    np.testing.assert_array_equal(out.stats["rounds"], 4)
+    np.testing.assert_array_equal(out.stats["accepted"], 16)
+    np.testing.assert_array_equal(out.stats["tested"], 16)
+    np.testing.assert_array_equal(out.stats["draft_calls"], 16)
+    np.testing.assert_array_equal(out.stats["accepted_hist"][:, 4], 4)
+
+
+def test_greedy_trees_rank_the_drafts_own_choices(target):
+    """With the target as its own draft, the first child is what the target says."""
+    out = run(target, target, "specinfer", max_new_tokens=12, options={"branching": (2, 1)})
+    np.testing.assert_array_equal(out.stats["accepted"], out.stats["tested"])
+    np.testing.assert_array_equal(out.stats["rounds"], 4)
+
+
+def test_origins_name_the_writer(target, draft):
+    out = run(target, draft, "speculative", max_new_tokens=60)
+    for i, origin in enumerate(out.origins):
+        drafted = int((origin == 1).sum())
+        assert set(origin.tolist()) <= {1, 2}
+        assert 0 <= out.stats["accepted"][i] - drafted <= 4  # the last round may be cut
+
+
+def test_samples_differ_and_seeds_repeat(target, draft):
+    one = run(target, draft, "speculative", max_new_tokens=20, sampling=SAMPLING, num_samples=3)
+    two = run(target, draft, "speculative", max_new_tokens=20, sampling=SAMPLING, num_samples=3)
+    other = run(target, draft, "speculative", max_new_tokens=20, sampling=SAMPLING, seed=1)
+    assert len(one.tokens) == 12
+    for a, b in zip(one.tokens, two.tokens, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert any((one.tokens[0] != one.tokens[s]).any() for s in (1, 2))
+    assert (one.tokens[0] != other.tokens[0]).any()
+
+
+def values_of(spec):
+    """Two values of every float option, well inside its bounds."""
+    floats = {name: o for name, o in spec.options.items() if isinstance(o.default, float)}
+    return [
+        {n: 0.75 * o.default if half else o.default for n, o in floats.items()}
+        for half in (False, True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "speculative" else pytest.mark.slow) for n in sj.methods()],
+)
+def test_one_trace_per_bucket_over_settings_keys_and_lengths(name):
+    spec = sj.method(name)
+    target, draft = tiny_lm(1, layers=2), tiny_lm(2, layers=1)
+    # SDSAT's form follows the temperature unless it is named; a form is a method of its own.
+    fixed = {"form": "chain"} if "form" in spec.options else {}
+    reward = "length:4-9" if spec.needs_reward else None
+    decode.run_rounds.cache_clear()
+    for seed, (temperature, k, p) in enumerate([(0, 0, 1), (1, 0, 1), (0.5, 7, 1), (2, 80, 0.3)]):
+        if spec.needs_reward and temperature:
+            continue  # greedy by definition
+        sampling = sj.Sampling(float(temperature), k, float(p))
+        for values, length in zip(values_of(spec) * 2, (3, 17, 60, 31), strict=True):
+            prompts = [list(range(length)), list(range(length // 2 + 1))]
+            run(
+                target,
+                draft,
+                name,
+                prompts,
+                max_new_tokens=12,
+                sampling=sampling,
+                seed=seed,
+                options=fixed | values,
+                reward=reward,
+            )
+    assert decode.run_rounds.cache_info().currsize == 1
+    context = Context(target, draft)
+    if not spec.needs_reward:  # else the method holds the reward's fold
+        loop = decode.run_rounds(spec.build(context, fixed)[0])
+        assert decode.run_rounds.cache_info().currsize == 1 and loop._cache_size() == 1
+        run(target, draft, name, [[1, 2]] * 2, max_new_tokens=200, options=fixed)
+        assert loop._cache_size() == 2  # the next bucket
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "rows"),
+    [
+        ("speculative", {"gamma": 3}, 2),
+        ("speculative", {"gamma": 3}, 1),
+        ("autoregressive", {}, 1),
+        ("lookup", {"gamma": 5}, 1),
+        ("bild", {"gamma": 5}, 2),
+    ],
+)
+def test_compiled_loop_holds_no_copy_of_the_cache(name, options, rows):
+    # Wide heads: the cache then dwarfs the scores, which also grow with the slots.
+    target, draft = tiny_lm(1, head_dim=64), tiny_lm(2, layers=1)
+    built, settings = sj.method(name).build(Context(target, draft), options)
+    inputs = Engine(target, draft, built, settings).inputs(SAMPLING, rows)
+    keys, budget = jax.random.split(jax.random.key(0), rows), np.full(rows, 10, np.int32)
+    state = decode.start(built, inputs, [np.arange(5)] * rows, budget, keys, chunk=16)
+    state = decode.grow_state(state, 4096)
+    compiled = decode.run_rounds(built).lower(inputs, state, np.int32(5)).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary < 0.5 * state.cache.k[0].nbytes, "a layer's cache is copied"
+
+
+def test_buckets_waste_at_most_a_third_and_hold_whole_prefill_passes():
+    for slots in range(257, 5000):
+        assert slots <= bucket(slots) <= 1.5 * slots and bucket(slots) % 128 == 0
+    for rows, heads, prompt in itertools.product((1, 8, 64), (4, 32), (5, 700, 5000, 40_000)):
+        chunk = chunk_width(prompt, rows, heads)
+        assert chunk == 16 or chunk < 2 * prompt
+        assert chunk == 16 or 4 * rows * heads * chunk * bucket(prompt) <= SCORES
+    assert chunk_width(5000) == MAX_CHUNK_CPU and chunk_width(5000, 64, 32) == 16
+    target = tiny_lm(1)
+    built, settings = sj.method("autoregressive").build(Context(target, None), {})
+    inputs = Engine(target, None, built, settings).inputs(SAMPLING, 1)
+    keys, budget = jax.random.split(jax.random.key(0), 1), np.full(1, 10, np.int32)
+    prompt = np.arange(700) % target.config.vocab_size
+
+    def prefilled(chunk):
+        return decode.start(built, inputs, [prompt], budget, keys, chunk=chunk)
+
+    wide, narrow = prefilled(512), prefilled(16)  # 512 wide: the second pass ends at 1024
+    for a, b in zip(wide.cache.k, narrow.cache.k, strict=True):
+        np.testing.assert_allclose(a[:, :, :699], b[:, :, :699], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "live", "wide"),
+    [
+        ([1, 4], [True, True], False),
+        ([5, 2], [True, True], True),
+        ([5, 2], [False, True], False),
+    ],
+)
+def test_a_pass_is_as_wide_as_the_longest_live_draft(lengths, live, wide):
+    target, rows, nodes = tiny_lm(1), 2, 7
+    tokens = jnp.arange(rows * nodes).reshape(rows, nodes)
+    draft = Draft(
+        tokens=tokens,
+        parents=tree.chain_parents(rows, nodes),
+        valid=jnp.arange(nodes) < jnp.array(lengths)[:, None],
+        shape=TreeShape.chain(nodes - 1),
+        q_row=(0, *range(nodes - 1)),
+        law=POINT_MASS,
+    )
+    start = jnp.array([3, 9], jnp.int32)
+    arguments = target.config, target.params, init_cache(target.config, rows, 128, jnp.float32)
+    want, cache = score(*arguments, start, draft)
+    got, also = jax.jit(score_as_needed, static_argnums=0)(*arguments, start, draft, np.array(live))
+    width = nodes if wide else NARROW
+    np.testing.assert_allclose(got[:, :width], want[:, :width], atol=1e-4)
+    assert not np.any(got[:, width:])
+    for row, at in enumerate(start):
+        for a, b in zip(also.k, cache.k, strict=True):
+            np.testing.assert_allclose(
+                a[row, :, at : at + width], b[row, :, at : at + width], atol=1e-5
+            )
+            assert not np.any(a[row, :, at + width :])

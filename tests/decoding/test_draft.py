@@ -1,0 +1,52 @@
+"""Drafters, traced by hand."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.draft import Lookup
+
+EOS = 9
+
+
+def propose(row, length, *, gamma=4, ngram=3):
+    """The lookup draft of one row, as the list of its valid tokens."""
+    slots = 24
+    tokens = np.full((1, slots), 99, np.int32)  # scratch past the length must never be read
+    tokens[0, : len(row)] = row
+    state = SimpleNamespace(
+        tokens=jnp.asarray(tokens),
+        length=jnp.asarray([length]),
+        slots=slots,
+        done=jnp.zeros(1, bool),
+    )
+    inputs = SimpleNamespace(eos_ids=jnp.asarray([EOS, -1]))
+    draft = Lookup(gamma, ngram).propose(inputs, state, None).draft
+    valid = np.asarray(draft.valid[0, 1:])
+    assert (np.diff(valid.astype(int)) <= 0).all(), "valid tokens come first"
+    assert int(draft.tokens[0, 0]) == row[length - 1]
+    return np.asarray(draft.tokens[0, 1:])[valid].tolist()
+
+
+@pytest.mark.parametrize(
+    ("row", "drafted"),
+    [
+        ([1, 2, 3, 4, 5, 1, 2, 3], [4, 5, 1, 2]),  # the trigram 1 2 3
+        ([7, 2, 3, 4, 5, 1, 2, 3], [4, 5, 1, 2]),  # only the bigram 2 3 recurs
+        ([3, 8, 3, 6, 1, 3], [6, 1, 3]),  # a single token: the most recent 3, cut at the end
+        ([1, 2, 3, 1, 2, 4, 1, 2], [4, 1, 2]),  # most recent of two matches
+        ([5, 1, 2, 3, 6, 3, 7, 1, 2, 3], [6, 3, 7, 1]),  # the longer match beats the nearer
+        ([1, 2, 3, 4], []),  # nothing recurs
+        ([4], []),
+        ([4, 4], [4]),
+        ([1, 2, EOS, 5, 1, 2], [EOS]),  # a draft ends at its first end of sequence
+    ],
+)
+def test_lookup(row, drafted):
+    assert propose(row, len(row)) == drafted
+
+
+def test_lookup_sees_only_the_rows_own_length():
+    assert propose([1, 2, 3, 1, 2, 8, 1, 2], 5) == [3, 1, 2]

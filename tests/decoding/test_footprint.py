@@ -1,0 +1,207 @@
+"""train.sdsat --dry-run: what a step needs, by hand, by the compiler, and as measured."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from specjax.errors import InputError
+from specjax.models import ModelConfig, init_params, save_pretrained
+from specjax.models.families import to_hf
+from specjax.models.hf.checkpoint import write_text
+from train.config import SDSATConfig, from_toml
+from train.data.corpus import load_corpus
+from train.data.tokenizer import EOS_ID, train_tokenizer
+from train.engine.placement import Placement
+from train.sdsat import dryrun
+from train.sdsat import memory as footprint
+from train.sdsat import program as sdsat
+from train.sdsat.memory import GIB
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "configs" / "sdsat_tiny.toml")
+SEVEN_B = (32000, 4096, 32, 32, 32, 11008)
+SEVENTY_B = (32000, 8192, 80, 64, 8, 28672)
+MEDIUM = (8192, 512, 4, 8, 8, 1376)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    os.chdir(ROOT)
+    home = tmp_path_factory.mktemp("tokenizer")
+    return train_tokenizer(load_corpus((), ("specjax",)), 400, home / "tokenizer.json")
+
+
+def shape(vocab, hidden, layers, heads, kv_heads, inner, **other):
+    return ModelConfig.llama(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        intermediate_size=inner,
+        max_position=16384,
+        tie_embeddings=False,
+        eos_ids=(EOS_ID,),
+        **other,
+    )
+
+
+def directory(path, model, tokenizer):
+    """A model's directory without any weight."""
+    path.mkdir()
+    write_text(path / "config.json", json.dumps(to_hf(model, "float32")))
+    write_text(path / "tokenizer.json", tokenizer.to_str())
+    return path
+
+
+def config(path, *settings):
+    return from_toml(SDSATConfig, TINY, [f"model.init_from={path}", *settings])
+
+
+def big(path, model, tokenizer, devices, *settings):
+    """The paper's step (4 M tokens in sequences of 16,384) on so many devices."""
+    where = directory(path, model, tokenizer)
+    return config(
+        where,
+        "data.seq_len=16384",
+        f"optim.batch_size={devices}",
+        "model.remat=true",
+        f"optim.accumulate={256 // devices}",
+        "model.compute_dtype=bfloat16",
+        f"mesh.fsdp={devices}",
+        "sdsat.decode_prompts=0",
+        *settings,
+    )
+
+
+def by_hand(cfg, devices):
+    setup = sdsat.prepare_setup(cfg)
+    parts = dryrun.step_parts(cfg, setup, setup.model)
+    return footprint.estimate(
+        setup.model, parts, cfg.mesh.fsdp, devices, cfg.model.compute_dtype, cfg.model.remat
+    )
+
+
+@pytest.mark.slow
+def test_which_of_the_papers_models_fit_which_devices(tmp_path, tokenizer):
+    seven = by_hand(big(tmp_path / "7b", shape(*SEVEN_B), tokenizer, 8), 8)
+    count = shape(*SEVEN_B).num_params
+    np.testing.assert_allclose(seven["params"], 4 * count / 8, rtol=0.01)
+    np.testing.assert_allclose(seven["optimizer"], 8 * count / 8, rtol=0.01)
+    assert 16 * GIB < sum(seven.values()) < 80 * GIB
+    seventy = by_hand(big(tmp_path / "70b", shape(*SEVENTY_B), tokenizer, 256), 256)
+    assert 16 * GIB < sum(seventy.values()) < 95 * GIB
+    improved = big(
+        tmp_path / "70b2",
+        shape(*SEVENTY_B),
+        tokenizer,
+        256,
+        "sdsat.loss=improved",
+        "sdsat.adaptive_targets=data",
+    )
+    more = by_hand(improved, 256)["activations"] / seventy["activations"]
+    assert 1.5 < more < 2  # two sequences against one and its windows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [(), ("model.remat=true", "sdsat.loss=improved")])
+def test_predictions_are_within_a_fifth_of_what_a_step_takes(tmp_path, tokenizer, settings):
+    where = directory(tmp_path / "medium", shape(*MEDIUM), tokenizer)
+    cfg = config(where, "data.seq_len=128", "sdsat.decode_prompts=0", *settings)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "measured_step.py")],
+        input=json.dumps(cfg, default=vars),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert abs(found["predicted"] / found["measured"] - 1) < 0.2, found
+    assert abs(found["by_hand"] / found["measured"] - 1) < 0.3, found
+
+
+@pytest.mark.slow
+def test_deep_models_are_extrapolated_from_shallow_ones(tmp_path, tokenizer):
+    model = shape(400, 64, 9, 4, 4, 128)
+    cfg = config(directory(tmp_path / "deep", model, tokenizer), "sdsat.decode_prompts=0")
+    setup = sdsat.prepare_setup(cfg)
+
+    def compile_at(model):
+        parts = dryrun.step_parts(cfg, setup, model)
+        return footprint.compile_step(parts, Placement(), model.num_layers)
+
+    extended, whole = footprint.compile_deep(setup.model, compile_at), compile_at(setup.model)
+    assert extended.layers == (2, 3) and whole.layers == (9,)
+    np.testing.assert_allclose(extended.arguments, whole.arguments, rtol=1e-3)
+    np.testing.assert_allclose(extended.total, whole.total, rtol=0.1)
+
+
+def test_layers_whose_windows_alternate_are_extrapolated_as_groups():
+    sliding = (True, True, False) * 6
+    model = shape(400, 64, 18, 4, 4, 128, sliding_window=8, sliding_layers=sliding)
+    seen = []
+
+    def compile_at(model):
+        seen.append(model.windows)
+        return footprint.Compiled(10 * model.num_layers, 5, 1, (model.num_layers,))
+
+    found = footprint.compile_deep(model, compile_at)
+    assert seen == [(8, 8, None) * 2, (8, 8, None) * 3]
+    assert (found.arguments, found.temporaries, found.layers) == (180, 5, (6, 9))
+
+
+def test_a_dry_run_says_what_the_step_needs_and_whether_it_fits(tmp_path, tokenizer):
+    model = shape(400, 16, 1, 2, 2, 24)
+    cfg = config(directory(tmp_path / "tiny", model, tokenizer), "mesh.memory_gib=0.0001")
+    found = dryrun.dry_run(cfg, sdsat.prepare_setup(cfg))
+    assert found["devices"] == 1 and found["compiled_for"] == jax.devices()[0].device_kind
+    assert found["gib_compiled"] > 0.0001 and not found["fits"]
+    parts = found["gib_compiled_parts"].values()
+    np.testing.assert_allclose(sum(parts), found["gib_compiled"], atol=2e-3)
+
+
+@pytest.mark.slow
+def test_other_devices_are_simulated_and_share_the_state(tmp_path, tokenizer):
+    model = shape(32768, 512, 1, 4, 4, 512)
+    where = directory(tmp_path / "model", model, tokenizer)
+    cfg = config(where, "mesh.devices=8", "mesh.fsdp=8", "optim.batch_size=8")
+    found = dryrun.dry_run(cfg, sdsat.prepare_setup(cfg))
+    assert found["compiled_for"] == dryrun.SIMULATED and found["devices"] == 8
+    held = found["gib_compiled_parts"]["arguments"]
+    np.testing.assert_allclose(held, 12 * model.num_params / 8 / GIB, rtol=0.1)
+
+
+def test_devices_that_are_not_there_are_one_line(tmp_path, tokenizer):
+    model = shape(400, 16, 1, 2, 2, 24)
+    where = directory(tmp_path / "tiny", model, tokenizer)
+    cfg = config(where, "mesh.devices=3", f"run.dir={tmp_path / 'run'}")
+    with pytest.raises(InputError, match=r"mesh.devices=3, but the run has 1 devices"):
+        sdsat.main(cfg, resume=False, dry_run=False)
+    with pytest.raises(InputError, match=r"mesh.topology='v5e': expected KIND:AxB"):
+        dryrun.device_count(config(where, "mesh.topology=v5e"))
+    cfg = config(where, "mesh.devices=3")
+    with pytest.raises(InputError, match=r"batch_size=4 rows do not divide among 3 devices"):
+        dryrun.dry_run(cfg, sdsat.prepare_setup(cfg))
+
+
+def test_a_tuned_model_is_planned_as_it_is_trained(tmp_path, tokenizer):
+    """Parts as shapes, and the real thing, have the same leaves."""
+    model = shape(tokenizer.get_vocab_size(), 16, 1, 2, 2, 24)
+    where = directory(tmp_path / "tiny", model, tokenizer)
+    save_pretrained(where, model, init_params(model, jax.random.key(0)), tokenizer.to_str())
+    for part in ("full", "lora"):
+        cfg = config(where, f"model.train={part}")
+        setup = sdsat.prepare_setup(cfg)
+        parts = dryrun.step_parts(cfg, setup, setup.model)
+        real = sdsat.make_tuning(cfg, setup).split(sdsat.first_params(setup))
+        for planned, there in zip((parts.trainable, parts.frozen), real, strict=True):
+            shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype)), planned)
+            assert shapes == jax.tree.map(lambda x: (x.shape, str(x.dtype)), there)

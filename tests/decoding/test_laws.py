@@ -1,0 +1,263 @@
+"""Exact laws of the rules, alone on synthetic tables and end to end, and mutants they catch."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from specjax import decode, probs, verify
+from specjax.generate import Engine
+from specjax.methods import Context
+from specjax.models import ModelConfig, init_params
+from specjax.probs import Purpose
+from specjax.target import contrast
+from specjax.types import POINT_MASS
+from specjax.verify.verdicts import chain_verdict, draft_length, draft_row, drafted_log_probs
+from support import laws
+
+LOSSLESS_CHAIN_RULES = {"speculative": verify.speculative, "block": verify.block}
+
+
+def stop_table():
+    """Contexts before which drafting ends: a function of the prefix alone."""
+    return np.random.Generator(np.random.Philox(3)).random(len(laws.tables()[0])) < 0.3
+
+
+def point_mass_draft(keys, p, q):
+    """The argmax chain of q: certain tokens, no law of their own."""
+    sure = (q == q.max(-1, keepdims=True)).astype(q.dtype)
+    draft, log_p = laws.chain_draft(keys, p, sure)
+    return draft.replace(log_q=None, law=POINT_MASS), log_p
+
+
+@pytest.mark.parametrize("name", LOSSLESS_CHAIN_RULES)
+@pytest.mark.parametrize(
+    "draft_fn",
+    [
+        laws.chain_draft,
+        functools.partial(laws.chain_draft, stop=stop_table()),
+        point_mass_draft,
+    ],
+    ids=["full", "ragged", "point-mass"],
+)
+def test_lossless_rule_emits_the_law_of_p(name, draft_fn):
+    assert laws.rule_p_value(LOSSLESS_CHAIN_RULES[name], draft_fn=draft_fn) > laws.ALPHA
+
+
+def test_statistic_accepts_the_truth_and_rejects_a_shift():
+    law = laws.exact_joint(laws.tables()[0])
+    generator = np.random.Generator(np.random.Philox(11))
+    true = generator.multinomial(laws.SAMPLES, law)
+    assert laws.p_value(true, law) > 1e-3
+    shifted = 0.98 * law + 0.02 * np.roll(law, 1)
+    wrong = generator.multinomial(laws.SAMPLES, shifted / shifted.sum())
+    assert laws.p_value(wrong, law) < laws.ALPHA
+
+
+# --- mutants of the rule: each is a plausible slip, and the same test must refuse it ---------
+
+
+def speculative_variant(keys, draft, log_p, *, residual=True, u_purpose=Purpose.ACCEPT, shift=0):
+    """§2 written out with one thing wrong at a time."""
+    lp, lq = drafted_log_probs(draft, log_p)
+    nodes = jnp.broadcast_to(jnp.arange(1, lp.shape[1] + 1), lp.shape)
+    u = probs.uniforms(keys, u_purpose, nodes)
+    passed = (jnp.log(u) <= lp - lq) & draft.valid[:, 1:]
+    accepted = jnp.cumprod(passed, axis=1, dtype=jnp.int32).sum(-1, dtype=jnp.int32)
+    refused = accepted < draft_length(draft)
+    p = jnp.exp(probs.at_node(log_p, jnp.maximum(accepted - shift, 0)))
+    q = jnp.exp(draft_row(draft, accepted, log_p.shape[-1]))
+    left = probs.residual(p, q) if residual else p
+    return chain_verdict(keys, draft, accepted, refused, jnp.where(refused[:, None], left, p))
+
+
+def stopped_on_drawn_token(keys, p, q):
+    """Ends the draft where the drawn token itself is unlikely under q."""
+    draft, log_p = laws.chain_draft(keys, p, q)
+    sure = probs.at_token(draft.log_q, draft.tokens[:, 1:]) > jnp.log(0.4)
+    kept = jnp.cumprod(sure, axis=1, dtype=jnp.int32).astype(bool)
+    return draft.replace(valid=draft.valid.at[:, 1:].set(draft.valid[:, 1:] & kept)), log_p
+
+
+def other_law(keys, p, q):
+    """Draws from q but reports a flattened q."""
+    flat = jnp.sqrt(q) / jnp.sqrt(q).sum(-1, keepdims=True)
+    return laws.chain_draft(keys, p, q, log_q=flat)
+
+
+def block_without_the_cap(keys, draft, log_p):
+    """§3 with the running weight left uncapped: min(1, ·) only at the end."""
+    lp, lq = drafted_log_probs(draft, log_p)
+    gamma = draft_length(draft)
+    weight = jnp.cumprod(jnp.exp(lp - lq), axis=1)
+    index = jnp.arange(1, lp.shape[1] + 1)
+    p, q = jnp.exp(log_p[:, 1:-1]), jnp.exp(draft.log_q[:, 1:])
+    mass = jnp.maximum(weight[:, :-1, None] * p - q, 0).sum(-1)
+    chance = jnp.concatenate([mass / (mass + 1 - weight[:, :-1]), weight[:, -1:]], axis=1)
+    u = probs.uniforms(keys, Purpose.ACCEPT, jnp.broadcast_to(index, lp.shape))
+    accepted = jnp.max(jnp.where(u <= chance, index, 0), axis=1).astype(jnp.int32)
+    before = jnp.pad(weight, ((0, 0), (1, 0)), constant_values=1.0)
+    p = jnp.exp(probs.at_node(log_p, accepted))
+    q = jnp.exp(draft_row(draft, accepted, log_p.shape[-1]))
+    left = probs.residual(probs.at_token(before, accepted)[:, None] * p, q)
+    refused = accepted < gamma
+    return chain_verdict(keys, draft, accepted, refused, jnp.where(refused[:, None], left, p))
+
+
+RULE_MUTANTS = {
+    "no residual": (functools.partial(speculative_variant, residual=False), laws.chain_draft),
+    "wrong position": (functools.partial(speculative_variant, shift=1), laws.chain_draft),
+    "reused uniforms": (
+        functools.partial(speculative_variant, u_purpose=Purpose.DRAFT),
+        laws.chain_draft,
+    ),
+    "stopped on the drawn token": (verify.speculative, stopped_on_drawn_token),
+    "block without the cap": (block_without_the_cap, laws.chain_draft),
+    "q is not the law drawn from": (verify.speculative, other_law),
+}
+
+
+def test_block_accepts_no_fewer_in_expectation():
+    """One-sided and paired: both rules judge the same drafts with the same uniforms."""
+    p, q = map(jnp.asarray, laws.tables())
+    keys = jax.random.split(jax.random.key(2), laws.SAMPLES)
+    draft, log_p = jax.jit(laws.chain_draft)(keys, p, q)
+    one, two = (
+        np.asarray(jax.jit(rule.verify)(keys, draft, log_p).num_accepted, float)
+        for rule in (verify.speculative, verify.block)
+    )
+    gain = two - one
+    assert gain.mean() > 5 * gain.std() / laws.SAMPLES**0.5, "on these tables the gain is large"
+    assert (gain < 0).any(), "in expectation alone: some drafts fare worse"
+
+
+def test_the_variant_without_a_fault_is_lossless():
+    assert laws.rule_p_value(speculative_variant) > laws.ALPHA
+
+
+@pytest.mark.parametrize("name", RULE_MUTANTS)
+def test_mutant_is_caught(name):
+    rule, draft_fn = RULE_MUTANTS[name]
+    assert laws.rule_p_value(rule, draft_fn=draft_fn) < laws.ALPHA
+
+
+# --- end to end: a tiny model pair through the whole loop ------------------------------------
+
+V, L = 4, 3
+SAMPLING = sj.Sampling(temperature=0.9, top_k=3)
+
+
+@functools.cache
+def tiny_pair():
+    def make(seed, layers):
+        cfg = ModelConfig.llama(
+            vocab_size=V,
+            hidden_size=8,
+            num_layers=layers,
+            num_heads=2,
+            intermediate_size=16,
+            max_position=64,
+        )
+        params = init_params(cfg, jax.random.key(seed))
+        # Wide enough that the prefix matters, flat enough that every token happens.
+        params["layers"] = jax.tree.map(lambda x: 12 * x, params["layers"])
+        params["embed"] = params["embed"] * 40
+        params["norm"] = {"weight": params["norm"]["weight"] / 2}
+        return sj.from_params(cfg, params)
+
+    return make(0, 2), make(5, 1)
+
+
+PROMPT = (1, 3, 0)
+ALPHA_MASK = 0.1  # contrastive α: masks some tokens; the default 0.5 would leave one alone
+
+
+def exact_continuations(lm, amateur=None) -> np.ndarray:
+    """The law of L tokens after the prompt, by enumerating all of them.
+
+    With an amateur, of contrastive decoding at ALPHA_MASK.
+    """
+    grid, logits = laws.continuation_logits(lm, PROMPT, L)
+    if amateur is not None:
+        other = laws.continuation_logits(amateur, PROMPT, L)[1]
+        logits = contrast(logits, other, ALPHA_MASK, 0.5, "improved")
+    return laws.continuation_law(lm, grid, logits, SAMPLING)
+
+
+def end_to_end_counts(method, settings=None) -> np.ndarray:
+    engine = Engine(*tiny_pair(), method, settings or {})
+    return laws.continuation_counts(engine, PROMPT, L, SAMPLING)
+
+
+def build(name, options):
+    return sj.method(name).build(Context(*tiny_pair()), options)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param("autoregressive", {}, marks=pytest.mark.slow),
+        ("speculative", {"gamma": 2}),
+    ],
+)
+def test_end_to_end_law(name, options):
+    law = exact_continuations(tiny_pair()[0])
+    assert np.sum(law > 1e-3) > 15, "the tiny model must leave room for errors to show"
+    assert laws.p_value(end_to_end_counts(build(name, options)), law) > laws.ALPHA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("block", {"gamma": 2}),
+        ("lookup", {"gamma": 2}),
+        ("spectr", {"gamma": 2, "chains": 3}),
+        ("specinfer", {"branching": (2, 2)}),
+        ("specinfer", {"branching": (2, 2), "replacement": True}),
+        ("tree-match", {"branching": (3, 1)}),
+        ("contrastive", {"alpha": ALPHA_MASK}),
+        ("scd", {"gamma": 2, "alpha": ALPHA_MASK}),
+        ("tree-scd", {"branching": (2, 2), "alpha": ALPHA_MASK}),
+    ],
+    ids=str,
+)
+def test_end_to_end_law_of_every_drafter(name, options):
+    target, draft = tiny_pair()
+    spec = sj.method(name)
+    built, settings = spec.build(Context(target, draft), options)
+    law = exact_continuations(target, draft if spec.target_dist == "contrastive" else None)
+    assert laws.p_value(end_to_end_counts(built, settings), law) > laws.ALPHA
+
+
+@pytest.mark.slow
+def test_chain_that_stops_early_is_lossless():
+    spec = sj.method("speculative")
+    options = {"gamma": 3, "stop": "after", "tau1": 0.6}
+    built, settings = spec.build(Context(*tiny_pair()), options)
+    law = exact_continuations(tiny_pair()[0])
+    assert laws.p_value(end_to_end_counts(built, settings), law) > laws.ALPHA
+
+
+@dataclasses.dataclass(frozen=True)
+class SkipsCommit(decode.DraftVerify):
+    """Commits one position short: the newest entry of the cache is the row before it."""
+
+    def step(self, inputs, state):
+        after = super().step(inputs, state)
+        lost = after.length - 2
+        rows = jnp.arange(lost.shape[0])
+        cache = jax.tree.map(lambda x: x.at[rows, :, lost].set(x[rows, :, lost - 1]), after.cache)
+        return after.replace(cache=cache)
+
+
+@pytest.mark.slow
+def test_skipped_commit_is_caught():
+    built = build("speculative", {"gamma": 2})
+    mutant = SkipsCommit(built.model, built.drafter, built.target, built.rule)
+    law = exact_continuations(tiny_pair()[0])
+    assert laws.p_value(end_to_end_counts(mutant), law) < laws.ALPHA

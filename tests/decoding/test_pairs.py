@@ -1,0 +1,113 @@
+"""Every drafter with every rule and target distribution: one table drives these tests.
+
+A new part is one entry of ``specjax.methods``; each pair it makes is either refused by name or
+decodes: greedily as plain decoding does where it is lossless, with counters that add up, and
+within budget.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+import specjax as sj
+from conftest import tiny_draft, tiny_lm
+from specjax.errors import PairError
+from specjax.methods import DRAFTERS, RULES, TARGET_DISTS, Context, compose
+
+PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
+SAMPLING = sj.Sampling(temperature=0.8, top_k=20, top_p=0.9)
+ALL = [(d, r, t) for t in TARGET_DISTS for d in DRAFTERS for r in RULES]
+# Small drafts: what is tested does not depend on their size.
+SMALL = {"gamma": 3, "chains": 3, "branching": (2, 2), "width": 3}
+
+
+@functools.cache
+def models():
+    target = tiny_lm(0)
+    return target, tiny_draft(target)
+
+
+def options(spec):
+    return {name: value for name, value in SMALL.items() if name in spec.options}
+
+
+def fits(pair) -> bool:
+    spec = compose(*pair)
+    try:
+        spec.build(Context(*models()), options(spec))
+    except PairError:
+        return False
+    return True
+
+
+ACCEPTED = [pair for pair in ALL if fits(pair)]
+REFUSED = [pair for pair in ALL if not fits(pair)]
+
+
+@functools.cache
+def plain(target_dist):
+    """Greedy decoding, token by token, under either target distribution."""
+    target, draft = models()
+    return sj.generate(
+        target,
+        PROMPTS,
+        draft=draft,
+        max_new_tokens=30,
+        drafter="none",
+        rule="speculative",
+        target_dist=target_dist,
+    ).tokens
+
+
+def test_the_matrix_is_as_the_rules_say():
+    """Which pairs are refused follows from laws and shapes; the count guards the table."""
+    tree_rules = {"spectr", "specinfer", "match", "joint"}
+    for drafter, rule, _ in ACCEPTED:
+        assert rule in tree_rules or drafter not in ("iid", "tree")
+    assert ("beam", "speculative", "warped") in REFUSED
+    assert ("tree", "spectr", "warped") in REFUSED
+    assert ("iid", "spectr", "contrastive") in ACCEPTED
+    assert len(ACCEPTED) + len(REFUSED) == len(ALL)
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids="-".join)
+def test_refusal_names_both_sides(pair):
+    spec = compose(*pair)
+    with pytest.raises(PairError) as caught:
+        spec.build(Context(*models()), options(spec))
+    assert pair[0] in str(caught.value) and pair[1] in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", ACCEPTED, ids="-".join)
+def test_pair_decodes(pair):
+    target, draft = models()
+    spec = compose(*pair)
+    kw = {
+        "draft": draft,
+        "drafter": pair[0],
+        "rule": pair[1],
+        "target_dist": pair[2],
+        "options": options(spec),
+        "max_new_tokens": 30,
+    }
+    out = sj.generate(target, PROMPTS, **kw)
+    if spec.lossless:
+        for got, want in zip(out.tokens, plain(pair[2]), strict=True):
+            np.testing.assert_array_equal(got, want)
+    sampled = sj.generate(target, PROMPTS, sampling=SAMPLING, **kw)
+    for run in (out, sampled):
+        stats = run.stats
+        np.testing.assert_array_equal(stats["emitted"], 30)
+        # A two-step round may end with its first pass, which tests no draft.
+        verified = stats["accepted_hist"].sum(1)
+        passes = 2 * stats["rounds"] if pair[0] == "adaptive" else stats["rounds"]
+        np.testing.assert_array_equal(verified, stats["target_calls"] - passes + stats["rounds"])
+        depth = np.arange(stats["accepted_hist"].shape[1])
+        np.testing.assert_array_equal(stats["accepted_hist"] @ depth, stats["accepted"])
+        assert (stats["accepted"] <= stats["tested"]).all()
+        assert (stats["tested"] <= stats["drafted"]).all()
+        assert (stats["emitted"] <= stats["accepted"] + stats["target_calls"]).all()
+        assert (stats["target_calls"] <= passes).all()

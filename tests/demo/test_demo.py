@@ -1,0 +1,180 @@
+"""The embedded pair: sizes, greedy equality on held-out code, acceptance, the contributed rule."""
+
+import functools
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_laws import point_mass_draft
+
+import specjax as sj
+from infer.timing import mismatches
+from specjax import decode, verify
+from specjax.demo.heldout import held_out_functions
+from specjax.generate import Engine
+from specjax.lm import DEMO
+from specjax.methods import Context
+from specjax.scoring import score
+from specjax.types import POINT_MASS
+from support import laws
+
+ACCEPTANCE = 0.7  # the shipped draft reaches 0.87
+NEAR_TIE = 1e-4  # top-2 logit gap below which float32 passes of two widths may disagree
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return sj.load("demo"), sj.load("demo-draft")
+
+
+@pytest.fixture(scope="module")
+def prompts(pair):
+    functions, _ = held_out_functions(200)
+    return [pair[0].tokenizer.encode(function.prompt) for function in functions]
+
+
+def test_sizes(pair):
+    target, draft = pair
+    assert target.config.num_params <= 10e6
+    assert draft.config.num_params <= 1.5e6
+    assert sum(f.stat().st_size for f in DEMO.rglob("*.safetensors")) <= 30e6
+    assert target.tokenizer.difference(draft.tokenizer) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_speculative_is_plain_greedy_on_held_out_functions(pair, prompts, batch_size):
+    target, draft = pair
+    plain = sj.generate(target, prompts, max_new_tokens=32, batch_size=8)
+    fast = sj.generate(
+        target,
+        prompts,
+        method="speculative",
+        draft=draft,
+        max_new_tokens=32,
+        batch_size=batch_size,
+        options={"gamma": 3},
+    )
+    differ = mismatches(target, prompts, plain.tokens, fast.tokens)
+    assert all(row["gap"] < NEAR_TIE for row in differ), differ
+    acceptance = fast.stats["accepted"].sum() / fast.stats["tested"].sum()
+    assert acceptance >= ACCEPTANCE
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_greedy_is_transformers_greedy_on_held_out_functions(pair, prompts):
+    pytest.importorskip("torch")
+    from infer.bench import peer_transformers
+    from specjax.lm import EMBEDDED
+
+    model = peer_transformers.load(str(EMBEDDED["demo"]))
+    theirs = peer_transformers.decode(model, prompts, 24)["tokens"]
+    ours = sj.generate(pair[0], prompts, max_new_tokens=24, batch_size=8)
+    differ = mismatches(pair[0], prompts, ours.tokens, [np.array(t) for t in theirs])
+    assert all(row["gap"] < NEAR_TIE for row in differ), differ
+
+
+def test_text_reads_as_python(pair, prompts):
+    out = sj.generate(pair[0], prompts[:16], max_new_tokens=64, batch_size=16)
+    text = "\n".join(out.text)
+    assert len(re.findall(r"^ +(if|for|return|self\.|raise|try|def|while|\w+ =)", text, re.M)) > 30
+
+
+def test_the_rule_of_contributing_works_as_printed():
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    source = re.search(r"```python\n(.*?)```", text, re.S).group(1)
+    assert len(source.strip().splitlines()) <= 30
+    namespace = {}
+    exec(source, namespace)
+    rule = namespace["certain"]
+    assert rule.laws == {POINT_MASS}
+    assert laws.rule_p_value(rule, draft_fn=point_mass_draft) > laws.ALPHA
+
+
+@functools.cache
+def demo_runs():
+    """Methods over the same held-out functions, sampled; drafts of one depth, 3."""
+    target, draft = sj.load("demo"), sj.load("demo-draft")
+    functions, _ = held_out_functions(16)
+    # The prompts' ends alone: then all of it fits in one bucket, one program per method.
+    prompts = [target.tokenizer.encode(function.prompt)[-40:] for function in functions]
+    runs = {}
+    for name, options in (
+        ("speculative", {"gamma": 3}),
+        ("specinfer", {"branching": (4, 2, 2)}),
+        ("mtad", {"gamma": 3}),
+    ):
+        out = sj.generate(
+            target,
+            prompts,
+            method=name,
+            draft=draft,
+            options=options,
+            sampling=sj.Sampling(1.0, 20, 0.9),
+            max_new_tokens=40,
+            num_samples=2,
+            logprobs=True,
+        )
+        runs[name] = out
+    return runs
+
+
+def tokens_per_round(out):
+    return out.stats["emitted"] / out.stats["rounds"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("better", ["specinfer", "mtad"])
+def test_more_tokens_per_round_than_the_chain(better):
+    """Paired over prompts and samples, one-sided: a tree of 4,2,2, and MTAD's best beam."""
+    runs = demo_runs()
+    gain = tokens_per_round(runs[better]) - tokens_per_round(runs["speculative"])
+    assert gain.mean() > 3 * gain.std() / len(gain) ** 0.5
+
+
+@pytest.mark.slow
+def test_mtad_is_less_perplexing_than_samples():
+    runs = demo_runs()
+    mtad, plain = (
+        np.array([row.mean() for row in runs[n].logprobs]) for n in ("mtad", "speculative")
+    )
+    assert (mtad - plain).mean() > 3 * (mtad - plain).std() / len(plain) ** 0.5
+
+
+@pytest.mark.slow
+def test_block_accepts_more_of_the_demo_drafts(pair, prompts):
+    """10⁵ verdicts of each rule on the same drafts: paired, one-sided."""
+    target, draft = pair
+    method, _ = sj.method("speculative").build(Context(target, draft), {"gamma": 4})
+    rows, per_draft = 32, 160
+    inputs = Engine(target, draft, method, {"tau1": 0.0}).inputs(sj.Sampling(1.0), rows)
+    budget, keys = np.full(rows, 8, np.int32), jax.random.split(jax.random.key(0), rows)
+    state = decode.start(
+        method, inputs, [np.array(p[-40:]) for p in prompts[:rows]], budget, keys, chunk=64
+    )
+
+    @jax.jit
+    def gains(keys):
+        drafted = method.drafter.propose(inputs, state, keys).draft
+        scores, _ = score(target.config, target.params, state.cache, state.length - 1, drafted)
+        log_p, _ = method.target.log_p(inputs, state, drafted, scores)
+
+        def gain(i):
+            again = jax.vmap(jax.random.fold_in, (0, None))(keys, i)
+            one, two = (
+                rule(again, drafted, log_p).num_accepted
+                for rule in (verify.speculative, verify.block)
+            )
+            return two - one
+
+        return jax.lax.map(gain, jnp.arange(per_draft)).mean(0)  # of each draft
+
+    found = np.concatenate(
+        [gains(jax.random.split(key, rows)) for key in jax.random.split(jax.random.key(1), 20)]
+    )
+    assert found.size * per_draft >= 1e5
+    assert found.mean() > 5 * found.std() / found.size**0.5

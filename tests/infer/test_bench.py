@@ -1,0 +1,364 @@
+"""infer.bench end to end on a tiny pair, its figures' arithmetic, and its peer."""
+
+import argparse
+import importlib.util
+import io
+import json
+import types
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import specjax as sj
+from infer import timing as measure
+from infer.bench import commands as bench
+from infer.bench import peers
+from infer.bench.report import NEAR_TIE, make_rows, markdown, pass_widths, show
+from specjax.errors import OptionError
+from specjax.methods import method
+from specjax.metrics import expected_block_efficiency, expected_speedup, perplexity, rates
+
+GREEDY = sj.Sampling()
+
+
+def run(capsys, *argv):
+    code = bench.main(list(map(str, argv)))
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.fixture
+def small(tiny_pair_dirs, tmp_path):
+    """Arguments of a short run on the tiny pair; its prompts share one bucket."""
+    target, draft = tiny_pair_dirs
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "def one(x):"}\n{"prompt": "def two(y):"}\n')
+    return [
+        "--target",
+        target,
+        "--draft",
+        draft,
+        "--prompts",
+        file,
+        "--max-new-tokens",
+        6,
+        "--methods",
+        "speculative",
+        "--set",
+        "gamma=2",
+    ]
+
+
+@pytest.fixture
+def short_curve(monkeypatch):
+    """Every width of the curve is a compilation."""
+    monkeypatch.setattr(measure, "CURVE", (1, 4))
+
+
+def test_report_has_every_case_and_figure(small, short_curve, tmp_path, capsys):
+    home = tmp_path / "out"
+    code, out, _ = run(capsys, *small, "--repeats", 1, "--json", "--out", home)
+    assert code == 0
+    report = json.loads(out)
+    cases = {(r["method"], r["mode"], r["batch_size"]) for r in report["rows"]}
+    assert cases == {
+        (m, s, 1) for m in ("autoregressive", "speculative") for s in ("greedy", "sampled")
+    }
+    for row in report["rows"]:
+        assert row["tokens_per_second"] > 0 and row["first_token_ms"] > 0
+        if row["method"] == "speculative":
+            assert row["speedup"] > 0 and row["predicted_speedup"] > 0
+            assert row["options"]["gamma"] == 2 and row["draft_calls"] > 0
+        if row["mode"] == "greedy":
+            assert row["mismatches"] == []
+    assert list(report["v"]) == ["1", "3", "4"]  # 3 = γ + 1 nodes, which is never interpolated
+    assert report["v"]["1"] == 1 and np.isfinite(report["c"])
+    assert set(report["machine"]) == {"device", "cpu", "cores", "jax", "python"}
+    assert sorted(p.name for p in home.iterdir()) == ["bench.json", "bench.md", "bench.png"]
+    assert json.loads((home / "bench.json").read_text()) == report
+    assert (home / "bench.md").read_text() == markdown(report)
+
+
+@pytest.mark.torch
+def test_transformers_takes_its_turns_and_agrees(small, short_curve, capsys):
+    pytest.importorskip("torch")
+    code, out, _ = run(
+        capsys, *small, "--greedy-only", "--repeats", 2, "--json", "--peer", "transformers"
+    )
+    assert code == 0
+    rows = json.loads(out)["peers"]
+    assert [(r["name"], r["ours"]) for r in rows] == [
+        ("transformers generate", "autoregressive"),
+        ("transformers assisted", "speculative"),
+        ("transformers assisted-default", "speculative"),
+    ]
+    for row in rows:
+        assert len(row["repeats"]) == 2 and len(row["per_prompt"]) == 2
+        assert row["mismatches"] == []
+        assert row["ratio"] > 0 and row["first_token_ms"] > 0
+
+
+@pytest.mark.torch
+def test_peer_failure_is_one_line_and_leaves_no_process(tmp_path):
+    pytest.importorskip("torch")
+    peer = peers.TransformersPeer(str(tmp_path), None, [[1]], 4, 2)
+    with pytest.raises(OptionError, match="peer failed") as caught, peer:
+        pass
+    assert "\n" not in str(caught.value)
+    assert peer._process.poll() is not None
+
+
+def test_peer_without_torch_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, out, err = run(capsys, "--peer", "transformers")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "specjax[torch]" in err
+
+
+def scripted(tokens, decode, prefill):
+    """A generation with given times per row, batch mates sharing theirs."""
+    counters = {n: np.array([8]) for n in ("rounds", "target_calls", "tested", "drafted")}
+    counters |= {
+        "accepted": np.array([6]),
+        "emitted": np.array([16]),
+        "draft_calls": np.array([16]),
+        "accepted_hist": np.array([[2, 6]]),
+    }
+    return types.SimpleNamespace(
+        tokens=tokens,
+        lengths=np.array([len(t) for t in tokens]),
+        stats=counters,
+        decode_seconds=np.array(decode),
+        prefill_seconds=np.array(prefill),
+        first_token_seconds=np.array(prefill),
+        batch=np.array([0, 0, 1])[: len(tokens)],
+        origins=[np.zeros(len(t), np.int8) for t in tokens],
+        text=[""] * len(tokens),
+    )
+
+
+def test_batches_count_once_and_cases_take_turns(monkeypatch):
+    """Three rows in batches of two: a batch's seconds are not counted per row."""
+    order = []
+
+    def run_case(target, draft, prompts, case, budget):
+        order.append(case.method)
+        tokens = [np.arange(4)] * 3
+        return scripted(tokens, decode=[2.0, 2.0, 1.0], prefill=[1.0, 1.0, 2.0])
+
+    monkeypatch.setattr(measure, "run_case", run_case)
+    cases = [measure.Case(name, {}, GREEDY, 2) for name in ("autoregressive", "speculative")]
+    first, _ = measure.measure(None, None, [[1]] * 3, cases, 4, 2, lambda i: order.append(i))
+    assert first.tokens_per_second == [12 / 3, 12 / 3]
+    assert first.whole_tokens_per_second == [12 / 6, 12 / 6]
+    turn = ["autoregressive", "speculative"]
+    assert order == [*turn, *turn, 0, *turn, 1]  # the first turn is the warm-up
+
+
+def result(name, speeds, tokens, **options):
+    counters = {n: int(v[0]) for n, v in scripted([], [], []).stats.items() if v.ndim == 1}
+    case = measure.Case(name, options, GREEDY, 1)
+    return measure.Result(case, speeds, speeds, [0.1], counters, tokens)
+
+
+def test_rows_compare_within_a_repeat_and_predict(target):
+    """A machine that halves its speed between repeats does not change the speedup."""
+    plain, other = np.array([5, 6]), np.array([5, 7])
+    results = [
+        result("autoregressive", [100.0, 50.0, 10.0], [plain]),
+        result("speculative", [200.0, 100.0, 20.0], [other], gamma=3),
+    ]
+    base, row = make_rows(target, [[1, 2]], results, {1: 1.0, 4: 1.2}, 0.1)
+    assert base["speedup"] is None and base["predicted_speedup"] is None
+    assert row["speedup"] == 2.0
+    expected = expected_speedup(0.75, 3, 0.1, 1.2)
+    assert row["predicted_speedup"] == row["expected_speculative"] == pytest.approx(expected)
+    assert row["expected_scd_paper"] == pytest.approx(expected * 1.5 / (1.5 + 0.1 * 0.75**3))
+    assert row["expected_scd"] == pytest.approx(expected * 1.5 / 1.6)
+    assert row["draft_calls_per_token"] == 1 and row["target_calls_per_token"] == 0.5
+    assert row["measured_over_predicted"] == pytest.approx(2 / expected)
+    (found,) = row["mismatches"]
+    assert (found["row"], found["position"]) == (0, 1) and found["gap"] > NEAR_TIE
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "passes"),
+    [
+        ("sdsat", {"k": 3, "form": "auto"}, (4, 4)),
+        # k = 0: the 4 that the model was tuned with.
+        ("sdsat", {"k": 0, "form": "tree"}, (5, 1 + 4 + 8 + 8 + 5)),
+        ("sdsat-single", {"k": 3, "groups": 0}, (16,)),
+        ("sdsat-single", {"k": 3, "groups": 2}, (4 + 6,)),
+    ],
+)
+def test_self_drafting_is_foretold_from_its_passes(target, method, options, passes):
+    """Two tokens per round, each pass at the measured cost of its width."""
+    tokens = np.array([5, 6])
+    results = [
+        result("autoregressive", [100.0], [tokens]),
+        result(method, [150.0], [tokens], **options),
+    ]
+    assert pass_widths(results[1].case, target) == passes
+    v = {1: 1.0} | {width: 1 + width / 100 for width in passes}
+    row = make_rows(target, [[1, 2]], results, v, None)[1]
+    expected = 2 / sum(v[width] for width in passes)
+    assert row["predicted_speedup"] == pytest.approx(expected)
+    assert row["measured_over_predicted"] == pytest.approx(1.5 / expected)
+
+
+def test_sweep_runs_the_method_at_each_value(small, short_curve, tmp_path, capsys):
+    home = tmp_path / "out"
+    code, out, _ = run(
+        capsys,
+        *small,
+        "--repeats",
+        1,
+        "--json",
+        "--out",
+        home,
+        "--greedy-only",
+        "--sweep",
+        "gamma=1..2",
+    )
+    assert code == 0
+    rows = json.loads(out)["rows"]
+    assert [row["label"] for row in rows] == [
+        "autoregressive",
+        "speculative gamma=1",
+        "speculative gamma=2",
+    ]
+    assert all(row["perplexity"] > 1 and 0 < row["diversity"] <= 1 for row in rows)
+    assert rows[0]["perplexity"] == rows[1]["perplexity"], "lossless: the same text"
+    assert (home / "sweep.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("text", ["gamma", "gamma=", "gamma=a..b", "gamma=3..1", "gamma=1,,2"])
+def test_a_bad_sweep_is_one_line(small, capsys, text):
+    code, _, err = run(capsys, *small, "--sweep", text)
+    assert code == 2 and text in err and len(err.strip().splitlines()) == 1
+
+
+def test_output_logprobs_are_the_unwarped_targets(target):
+    prompts = [[1, 2, 3], [4]]
+    out = sj.generate(target, prompts, max_new_tokens=9, logprobs=True)
+    found = measure.output_logprobs(target, prompts, out.tokens)
+    for a, b in zip(found, out.logprobs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_greedy_differences_are_told_from_near_ties():
+    row = {
+        "method": "speculative",
+        "label": "speculative",
+        "mode": "greedy",
+        "batch_size": 1,
+        "tokens_per_second": 1.0,
+        "mismatches": [{"gap": 1e-6}, {"gap": 0.5}],
+    }
+    where = {"device": "d", "cpu": "c", "cores": 1, "jax": "j"}
+    report = {
+        "machine": where,
+        "target": "t",
+        "draft": "d",
+        "prompts": 9,
+        "max_new_tokens": 4,
+        "rows": [row],
+        "peers": [],
+        "v": {"1": 1.0},
+        "c": 0.1,
+        "energy": None,
+        "sweep": None,
+    }
+    says = "2 of 9 greedy outputs differ from plain decoding, 1 of them not at a near-tie"
+    assert says in markdown(report)
+    console = Console(width=80, record=True, file=io.StringIO())
+    show(report, console)
+    text = console.export_text()
+    assert says in " ".join(text.split())
+    assert "speculative" in text and "…" not in text
+
+
+def test_settings_reach_one_method_or_all():
+    spec = method("speculative")
+    assert bench.options_of(spec, {"gamma": "3"}) == {"gamma": "3"}
+    assert bench.options_of(spec, {"gamma": "3", "speculative.gamma": "5"}) == {"gamma": "5"}
+    assert bench.options_of(spec, {"other.gamma": "5"}) == {}
+
+
+def test_default_prompts_are_held_out_functions(tiny_pair_dirs):
+    args = argparse.Namespace(prompts=None, num_prompts=3)
+    target = sj.load(tiny_pair_dirs[0])
+    questions = bench.read_questions(args, target)
+    assert len(questions) == 3
+    for question in questions:
+        assert "def " in target.tokenizer.decode(question.tokens)
+        assert question.references[0].startswith("\n    ")
+
+
+def test_random_target_is_what_a_peer_loads(monkeypatch):
+    monkeypatch.setitem(bench.SIZES, "tiny", (32, 2, 4, 48, 97))
+    args = argparse.Namespace(random_target="tiny", dtype=None, num_prompts=3, prompts=None)
+    with bench.models(args) as (target, draft, directories):
+        questions = bench.read_questions(args, target)
+    assert draft is None and directories[1] is None
+    assert target.config.vocab_size == 97 and len(questions) == 3
+    assert all(5 <= token < 97 for question in questions for token in question.tokens)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--methods", "nope"], "nope"),
+        (["--set", "gama=3"], "gama"),
+        (["--set", "speculative.gama=3"], "gama"),
+        (["--set", "nope.gamma=3"], "nope.gamma"),
+        (["--batch-size", "0"], "--batch-size"),
+        (["--repeats", "0"], "--repeats"),
+        (["--peer", "vllm"], "transformers"),
+        (["--temperature", "-1"], "temperature"),
+        (["--run-tests"], "--prompts"),
+        (["--sampled-only", "--temperature", "0"], "--sampled-only"),
+    ],
+)
+def test_bad_arguments_are_one_line(tiny_pair_dirs, capsys, argv, says):
+    target, draft = tiny_pair_dirs
+    code, out, err = run(capsys, "--target", target, "--draft", draft, "--num-prompts", 1, *argv)
+    assert (code, out) == (2, "")
+    assert says in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_random_target_of_an_unknown_size(capsys):
+    code, _, err = run(capsys, "--random-target", "9t")
+    assert code == 2 and "100m" in err
+
+
+def test_unusable_output_directory_is_found_before_measuring(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    code, out, err = run(capsys, "--target", "nowhere", "--out", tmp_path / "file")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--out" in err
+
+
+def test_rates_and_cost_model():
+    counters = {
+        "accepted": 6,
+        "tested": 8,
+        "drafted": 12,
+        "emitted": 10,
+        "rounds": 4,
+        "target_calls": 4,
+    }
+    assert rates(counters) == {
+        "acceptance_rate": 0.75,
+        "accept_rate_per_draft": 0.5,
+        "block_efficiency": 2.5,
+        "tokens_per_target_call": 2.5,
+    }
+    assert rates(dict.fromkeys(counters, 0))["acceptance_rate"] is None
+    assert expected_block_efficiency(0.5, 3) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
+    assert expected_block_efficiency(1.0, 3) == 4
+    assert expected_speedup(0.5, 3, c=0.1, v=1.2) == pytest.approx(1.875 / 1.5)
+    assert perplexity([]) is None
+    assert perplexity([-1.0, -3.0]) == pytest.approx(7.389056)

@@ -1,0 +1,144 @@
+"""What ``--plan`` says before anything loads, and the converter of pickled checkpoints."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_hf import same
+from test_models import build
+
+import specjax as sj
+from infer import convert
+from infer.run import commands as run
+from infer.run.plan import make_plan
+from specjax.models import init_cache, load_pretrained, save_pretrained
+from specjax.models.hf.checkpoint import INDEX, WEIGHTS, to_tensors
+from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX
+
+
+@pytest.fixture
+def directory(tmp_path):
+    save_pretrained(tmp_path / "model", *build("gemma3")[:2])
+    return tmp_path / "model"
+
+
+def test_the_plan_counts_what_loading_and_caching_take(directory):
+    (directory / WEIGHTS).unlink()  # the config is enough
+    cfg, params, _ = build("gemma3")
+    plan = make_plan({"target": str(directory)}, "float32", 2**20)
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    assert plan["weight_bytes"] == plan["target"]["weight_bytes"] == weights
+    cache = sum(x.nbytes for x in jax.tree.leaves(init_cache(cfg, 3, 128, "float32")))
+    assert plan["target"]["cache_bytes_per_token_and_row"] * 3 * 128 == cache
+    rows = plan["largest_batch_by_tokens_per_row"]
+    assert list(rows) == [128] and rows[128] == (int(0.9 * 2**20) - weights) // (cache // 3)
+
+
+@pytest.mark.parametrize(("memory", "says"), [("1", " rows of 128 tokens"), ("1e-5", "not fit")])
+def test_the_program_prints_it(directory, capsys, memory, says):
+    arguments = ["--plan", "--target", str(directory), "--draft", str(directory)]
+    assert run.main([*arguments, "--memory", memory]) == 0
+    assert says in capsys.readouterr().out
+    assert run.main([*arguments, "--json", "--dtype", "bfloat16"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["weight_bytes"] == 2 * plan["draft"]["weight_bytes"]
+
+
+def test_an_allocation_that_cannot_fit_is_one_line(monkeypatch, capsys):
+    def fail(args):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.\nmore lines")
+
+    monkeypatch.setattr(run, "_run", fail)
+    assert run.main(["--target", "x"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def pickled(directory, files):
+    """Replaces the weights by pickles; ``files`` by the tensors' share that each takes."""
+    torch = pytest.importorskip("torch")
+    cfg, params, _ = build("gemma3")
+    tensors = {n: torch.from_numpy(np.array(t)) for n, t in to_tensors(cfg, params).items()}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # tied: one memory
+    (directory / WEIGHTS).unlink()
+    names, weight_map = sorted(tensors), {}
+    for i, file in enumerate(files):
+        part = names[i :: len(files)]
+        torch.save({name: tensors[name] for name in part}, directory / file)
+        weight_map |= dict.fromkeys(part, file)
+    if len(files) > 1:
+        (directory / PICKLE_INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+SHARDS = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("files", [[PICKLE], SHARDS], ids=["one", "sharded"])
+def test_converted_pickles_load(directory, tmp_path, capsys, files):
+    pickled(directory, files)
+    out = tmp_path / "out"
+    assert convert.main([str(directory), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1].endswith(WEIGHTS if len(files) == 1 else INDEX)
+    assert same(load_pretrained(out)[1], build("gemma3")[1])
+    assert not list(out.glob("*.bin*")) and not list(out.glob(".*"))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("content", [b"", b"\x80\x04.", b"cos\nsystem\n(S'true'\ntR."])
+def test_what_is_no_pickle_of_tensors_is_refused(directory, capsys, content):
+    pytest.importorskip("torch")
+    (directory / WEIGHTS).unlink()
+    (directory / PICKLE).write_bytes(content)
+    assert convert.main([str(directory)]) == 2
+    err = capsys.readouterr().err
+    assert PICKLE in err and err.count("\n") == 1
+    assert not (directory / WEIGHTS).exists()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("files", [[PICKLE], SHARDS], ids=["one", "sharded"])
+def test_pickles_load_where_asked_for(directory, files):
+    pickled(directory, files)
+    assert same(load_pretrained(directory, pickles=True)[1], build("gemma3")[1])
+    with pytest.raises(sj.ModelError, match="--pickles"):
+        load_pretrained(directory)
+
+
+@pytest.mark.torch
+def test_pickled_bfloat16_is_read_bit_for_bit(directory):
+    torch = pytest.importorskip("torch")
+    pickled(directory, [PICKLE])
+    tensors = torch.load(directory / PICKLE, weights_only=True)
+    torch.save({n: t.bfloat16() for n, t in tensors.items()}, directory / PICKLE)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), build("gemma3")[1])
+    assert same(load_pretrained(directory, jnp.bfloat16, pickles=True)[1], rounded)
+
+
+@pytest.mark.torch
+def test_code_in_a_pickle_does_not_run(directory, tmp_path, capsys):
+    pytest.importorskip("torch")
+    (directory / WEIGHTS).unlink()
+    trace = tmp_path / "ran"
+    (directory / PICKLE).write_bytes(f"cos\nsystem\n(S'touch {trace}'\ntR.".encode())
+    assert run.main(["--prompt", "def", "--target", str(directory), "--pickles"]) == 2
+    err = capsys.readouterr().err
+    assert PICKLE in err and err.count("\n") == 1
+    assert not trace.exists()
+
+
+def test_without_torch_a_pickle_is_one_line(directory, monkeypatch):
+    (directory / WEIGHTS).rename(directory / PICKLE)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(sj.ModelError, match=r"specjax\[torch\]"):
+        load_pretrained(directory, pickles=True)
+    with pytest.raises(sj.ModelError, match="--pickles"):
+        load_pretrained(directory)
+
+
+def test_nothing_to_convert(directory, capsys):
+    assert convert.main([str(directory)]) == 2
+    assert "pytorch_model.bin" in capsys.readouterr().err

@@ -1,0 +1,223 @@
+"""What infer.bench says of a method's output: KL to the target, energy, and pass@1 in a sandbox."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+
+import specjax as sj
+from infer.bench import commands as bench
+from infer.bench import energy, sandbox
+from infer.bench.quality import EXACT, UNKNOWN, kl_to_target, was_tested
+from infer.bench.report import COLUMNS, _columns
+from infer.bench.sandbox import Limits, humaneval_program, pass_at_1, run_program
+from infer.timing import Case, Result
+from specjax.errors import OptionError
+from specjax.types import FROM_DRAFT, FROM_TARGET
+
+PROMPTS = [[1, 2, 3], [4], [7, 7, 5]]
+SAMPLED = sj.Sampling(0.8, 0, 0.9)
+
+# --- KL to the target ------------------------------------------------------------------------
+
+
+def decoded(target, draft, method, options=None):
+    """A method's run as the benchmark keeps it."""
+    spec = sj.method(method)
+    values = spec.resolve(options or {})
+    out = sj.generate(
+        target,
+        PROMPTS,
+        method=method,
+        draft=draft,
+        options=values,
+        sampling=SAMPLED,
+        max_new_tokens=20,
+    )
+    return Result(Case(method, values, SAMPLED, 3), [], [], [], {}, out.tokens, out.origins)
+
+
+@pytest.mark.slow
+def test_kl_of_mentored_decoding_is_what_its_bound_allows(target, draft):
+    found = {}
+    for bound in (0.0, 0.02, 0.2):
+        result = decoded(target, draft, "mentored", {"max_kl": bound, "gamma": 2})
+        found[bound] = kl_to_target(target, draft, PROMPTS, result)
+        tested = np.concatenate([was_tested(origin, 2) for origin in result.origins]).mean()
+        assert 0.3 < tested < 1
+        # Bonus tokens have none; every tested one at most D.
+        assert found[bound] <= bound * tested + 1e-6
+    assert found[0.0] == 0 < found[0.02] < found[0.2]
+    assert found[0.02] > 0.005, "most positions use the bound up"
+
+
+def test_kl_is_exact_or_unknown_elsewhere(target, draft):
+    for method, options, want in (
+        ("speculative", {}, EXACT),
+        ("lookup", {}, EXACT),
+        ("scd", {}, UNKNOWN),  # lossless for the contrastive law, which is not the target's
+        ("bild", {}, UNKNOWN),
+        ("mentored", {"stop": "before"}, UNKNOWN),
+    ):
+        case = Case(method, sj.method(method).resolve(options), SAMPLED, 3)
+        result = Result(case, [], [], [], {}, [])
+        assert kl_to_target(target, draft, PROMPTS, result) == want
+
+
+def test_bonus_tokens_are_told_from_corrections():
+    d, t = FROM_DRAFT, FROM_TARGET
+    # γ = 2: two accepted and a bonus; one accepted and a correction; a correction; cut short.
+    origin = np.array([d, d, t, d, t, t, d])
+    assert was_tested(origin, 2).tolist() == [True, True, False, True, True, True, True]
+
+
+# --- energy ----------------------------------------------------------------------------------
+
+
+def powercap(root, **counters):
+    """A tree as Linux lays it out; ``counters`` in microjoules, package by package."""
+    for name, value in counters.items():
+        home = root / name.replace("_", ":").replace("rapl", "intel-rapl")
+        home.mkdir(exist_ok=True)
+        (home / "name").write_text("core\n" if name.count("_") == 2 else "package-0\n")
+        (home / "energy_uj").write_text(f"{value}\n")
+        (home / "max_energy_range_uj").write_text("10000000\n")
+
+
+def test_rapl_sums_packages_and_survives_a_wrap(tmp_path):
+    powercap(tmp_path, rapl_0=9_000_000, rapl_1=1_000_000, rapl_0_0=5)
+    meter = energy.Rapl.find(tmp_path)
+    assert meter.joules() == 0
+    powercap(tmp_path, rapl_0=9_500_000, rapl_1=1_250_000, rapl_0_0=7_000_000)
+    assert meter.joules() == 0.75
+    powercap(tmp_path, rapl_0=500_000)  # past its range of 10 J: one joule further
+    assert meter.joules() == 1.75
+
+
+def test_no_counter_is_no_number(tmp_path):
+    assert energy.Rapl.find(tmp_path) is None
+    powercap(tmp_path, rapl_0=1)
+    (tmp_path / "intel-rapl:0" / "energy_uj").unlink()  # as for users who may not read it
+    assert energy.Rapl.find(tmp_path) is None
+    assert energy.find_meter("tpu") is None
+    heads, cells = _columns(COLUMNS, [{"label": "x", "joules_per_token": UNKNOWN}])
+    assert (heads, cells) == (["method", "J/token"], [["x", "n/a"]])
+
+
+def test_nvml_reads_the_gpus_in_sight(monkeypatch):
+    nvml = types.SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 3,
+        nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetHandleByUUID=lambda u: 2,
+        nvmlDeviceGetTotalEnergyConsumption=lambda i: 1500 * (i + 1),
+    )
+    for named, joules in (("", 9.0), ("1", 3.0), ("0,GPU-abc", 6.0)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        assert energy.Nvml(nvml).joules() == joules
+
+
+# --- pass@1 ----------------------------------------------------------------------------------
+
+SHORT = Limits(wall_s=8, cpu_s=1)
+FAILING = {
+    "wrong": "assert 1 == 2",
+    "does not parse": "def f(:",
+    "ends early": "import sys; sys.exit(0)",
+    "ends early, hard": "import os; os._exit(0)",
+    "never ends": "while True: pass",
+    "takes memory": "x = bytearray(2 << 30)",
+    "writes a large file": "open('f', 'wb').write(bytes(2 << 20))",
+    "writes elsewhere": f"open({str(sandbox.CHILD)!r}, 'a')",
+    "forks": "import os; os.fork()",
+    "starts a thread": "import threading; threading.Thread(target=print).start()",
+    "opens many files": "held = [open('f', 'w') for _ in range(99)]",
+    "reads what it was told": "import sys; assert len(sys.argv) > 1",
+    "reads our environment": "import os; assert 'PATH' in os.environ",
+    "reaches our modules": "import infer.sandbox",
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_program_that_must_not_pass(name):
+    assert not run_program(FAILING[name], SHORT).passed
+
+
+def test_sleeping_program_is_ended():
+    outcome = run_program("import time; time.sleep(60)", Limits(wall_s=1))
+    assert not outcome.passed
+
+
+def test_program_has_an_empty_directory_of_its_own_and_no_network():
+    source = """
+import os, socket
+assert os.listdir() == []
+open("note", "w").write("x" * 1000)
+print("out of sight")
+try:
+    socket.create_connection(("192.0.2.1", 80), timeout=0.5)
+except OSError as error:
+    assert error.errno == 101 or not OFFLINE, error  # unreachable at once: there is no interface
+"""
+    offline = run_program("").offline
+    assert run_program(f"OFFLINE = {offline}\n" + source).passed
+
+
+TASK = {
+    "prompt": "def double(x):\n",
+    "entry_point": "double",
+    "test": "def check(f):\n    assert f(4) == 8\n    assert f(0) == 0\n",
+}
+
+
+def test_pass_at_1_counts_passing_completions():
+    right = "    return x + x\n\ndef other():\n    broken ("  # what follows the function is cut
+    assert "other" not in humaneval_program(TASK, right)
+    assert pass_at_1([TASK] * 4, [right, "    return x * x", "    return", right]) == 0.5
+
+
+def test_bench_runs_tests_only_when_asked(tiny_pair_dirs, tmp_path, monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr("infer.bench.report.pass_at_1", lambda *args: ran.append(args) or 0.5)
+    monkeypatch.setattr("infer.timing.CURVE", (1,))
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(json.dumps(TASK | {"task_id": "t/0", "reference": "    return x"}) + "\n")
+    argv = [
+        "--target",
+        tiny_pair_dirs[0],
+        "--prompts",
+        str(file),
+        "--max-new-tokens",
+        "4",
+        "--methods",
+        "autoregressive",
+        "--greedy-only",
+        "--repeats",
+        "1",
+        "--json",
+    ]
+    for more, count in (([], 0), (["--run-tests"], 1)):
+        assert bench.main([*argv, *more]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["rows"]
+        assert len(ran) == count and ("pass_at_1" in row) == bool(count)
+        assert row["rouge_l"] is not None and row["kl"] == EXACT
+        assert row["joules_per_token"] == UNKNOWN or row["joules_per_token"] > 0
+        assert row["target_calls_per_token"] == 1
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [({"prompt": "x"}, "'test'"), (TASK | {"entry_point": "a; b"}, "a; b")],
+)
+def test_prompts_that_are_no_tasks_are_refused(task, says):
+    with pytest.raises(OptionError, match=says):
+        sandbox.check_tasks([TASK, task])
+
+
+def test_references_of_every_format():
+    assert bench.references_of({"prompt": "p", "reference": "a"}) == ("a",)
+    assert bench.references_of({"prompt": "p", "references": ["a", "b"]}) == ("a", "b")
+    # Spec-Bench: one reference per turn, and the first turn is what is asked.
+    assert bench.references_of({"turns": ["p", "r"], "reference": ["a", "b"]}) == ("a",)
+    assert bench.references_of({"prompt": "p"}) == ()

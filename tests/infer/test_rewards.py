@@ -1,0 +1,351 @@
+"""Rewards: the word rule on device and on text, parsing, failures, names and bad input."""
+
+import json
+import math
+import random
+import re
+import warnings
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from specjax import lm, rewards
+from specjax.rewards import folding, parsing
+from specjax.text import Tokenizer
+
+DEMO = lm.DEMO / "target"
+TEXT = 'def grow(self):\n    trees = ["tree", Trees]\n    return self.growing + _tree.grow_by(x)\n'
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_directory(DEMO)
+
+
+def sample(text, prompt="", tokens=(), ended=False, **constraints):
+    return rewards.Sample(text, prompt, tokens, constraints, ended)
+
+
+def on_device(reward, tokenizer, token_rows, constraints):
+    """The fold's value of each row, through the arrays."""
+    found = reward.on_device(tokenizer, constraints)
+    data = folding.Data(
+        {n: jnp.asarray(x) for n, x in found.shared.items()},
+        {n: jnp.asarray(x) for n, x in found.own.items()},
+    )
+    longest = max(map(len, token_rows))
+    tokens = np.zeros((len(token_rows), 1, longest), np.int32)
+    for row, ids in zip(tokens, token_rows, strict=True):
+        row[0, : len(ids)] = ids
+    count = jnp.array([[len(ids)] for ids in token_rows])
+    carry = folding.start_all(found.fold, data, len(token_rows))
+    ends = folding.advance_all(found.fold, data, carry, jnp.asarray(tokens), count)
+    return np.asarray(folding.values_of(found.fold, data, ends))[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("words", "share"),
+    [
+        (["tree"], 1),
+        (["Grow"], 1),
+        (["growing"], 1),
+        (["=tree"], 1),
+        (["=trees"], 1),
+        (["=grow"], 1),
+        (["=Grow"], 0),
+        (["=growin"], 0),
+        (["=_tree"], 1),
+        (["=_tre"], 0),
+        (["ree"], 0),
+        (["=by"], 0),
+        (["tree", "=nothing"], 0.5),
+        (["=self", "=return", "=yield"], 2 / 3),
+    ],
+)
+def test_words_stand_between_boundaries_in_their_forms(tokenizer, words, share):
+    assert rewards.Lexical().score(sample(TEXT, lexical=words)) == pytest.approx(share)
+    ids = tokenizer.encode(TEXT, False)
+    found = on_device(rewards.Lexical(), tokenizer, [ids], [{"lexical": words}])
+    assert found[0] == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("word", "form"),
+    [
+        ("tree", "trees"),
+        ("box", "boxes"),
+        ("carry", "carried"),
+        ("play", "played"),
+        ("make", "making"),
+        ("hop", "hopped"),
+        ("rain", "raining"),
+        ("fix", "fixed"),
+        ("go", "goes"),
+    ],
+)
+def test_inflections(word, form):
+    assert form in rewards.inflections(word)
+
+
+def test_inflections_stay_regular():
+    assert "raining" in rewards.inflections("rain") and "rainning" not in rewards.inflections(
+        "rain"
+    )
+    assert rewards.inflections("x1") == ["x1"]
+
+
+def test_any_tokenisation_gives_the_same_words(tokenizer):
+    """Texts cut into random tokens, prefixes of them too: the fold is the rule on their text."""
+    chooser, spelled = random.Random(3), tokenizer.token_bytes()
+    by_bytes = {}
+    for i, text in enumerate(spelled):
+        by_bytes.setdefault(text, i)
+    words = ["tree", "=self", "grow", "=_tree", "=x", "return"]
+    rows = []
+    for _ in range(24):
+        at, ids, text = 0, [], TEXT.encode()
+        while at < len(text):
+            sizes = [
+                n for n in range(1, 9) if text[at : at + n] in by_bytes and at + n <= len(text)
+            ]
+            size = chooser.choice(sizes)
+            ids.append(by_bytes[text[at : at + size]])
+            at += size
+        rows.append(ids[: chooser.randrange(1, len(ids) + 1)])
+    for reward in (rewards.Lexical(), rewards.Forbidden()):
+        asked = [{reward.name: words}] * len(rows)
+        found = on_device(reward, tokenizer, rows, asked)
+        want = [
+            reward.score(sample(b"".join(spelled[i] for i in ids).decode(), **asked[0]))
+            for ids in rows
+        ]
+        np.testing.assert_array_equal(found, np.float32(want))
+        assert len(set(want)) > 2
+
+
+def test_token_bytes_are_the_text(tokenizer):
+    ids = tokenizer.encode("x = 'äé\t→'\n", False)
+    assert b"".join(tokenizer.token_bytes()[i] for i in ids).decode() == "x = 'äé\t→'\n"
+
+
+def test_length_rises_and_falls():
+    reward = rewards.make_reward("length:4-8")
+    assert [reward.score(sample("", tokens=range(n))) for n in (0, 2, 4, 8, 16)] == [
+        0,
+        0.5,
+        1,
+        1,
+        0.5,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ('{"a": [1, 2.5, null]}', "valid"),
+        (" true ", "valid"),
+        ('"x"', "valid"),
+        ("", "open"),
+        ("{", "open"),
+        ('{"a', "open"),
+        ('{"a"', "open"),
+        ('{"a":', "open"),
+        ('{"a": 1,', "open"),
+        ("[1, ", "open"),
+        ("[1, 2", "open"),
+        ("tru", "open"),
+        ("-", "open"),
+        ("[1.", "open"),
+        ("1e", "open"),
+        ('["a\\', "open"),
+        ('["\\u00', "open"),
+        ("[nul", "open"),
+        ('{"a": [{"b', "open"),
+        ('{"a": fal', "open"),
+        ('{"x": "y\\"', "open"),
+        ("]", "invalid"),
+        ("{]", "invalid"),
+        ("{1", "invalid"),
+        ("[1 2", "invalid"),
+        ("tree", "invalid"),
+        ('{"a" 1', "invalid"),
+        ("{} x", "invalid"),
+        ("[,", "invalid"),
+        ("{'a'", "invalid"),
+    ],
+)
+def test_json_is_valid_open_or_invalid(text, state):
+    assert parsing.json_state(text) == state
+    value = {"valid": 1, "open": 0.5, "invalid": 0}[state]
+    assert rewards.Json().score(sample(text)) == value
+    assert rewards.Json().score(sample(text, ended=True)) == (value == 1)
+
+
+def test_every_prefix_of_json_is_no_error():
+    text = json.dumps({"a": [1, -2.5e3, True, None, {"b": 'q"\\é'}], "c": {}}, ensure_ascii=True)
+    for end in range(len(text)):
+        assert parsing.json_state(text[:end]) in ("open", "valid"), text[:end]
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("\n        return x\n", True),
+        ("\n        if x:", True),
+        ("\n        y = [1, {2: (", True),
+        ('\n        """Half', True),
+        ("\n        s = 'it", True),
+        ("\n        x = 1\n        y = (x +", True),
+        ("\n        return x\n\n    def g(self):\n        pass\n\nclass B:\n    pass\n", True),
+        ("\n        return )\n        x\n", False),
+        ("\n    x = = 1\n    y\n", False),
+        ("\n        x = 1\n          y = 2\n        z", False),
+        ("\n        for x in:\n            y\n", False),
+    ],
+)
+def test_python_parses_once_closed(text, fits):
+    prompt = "b\n    old line (\n    def f(self, x):"
+    assert rewards.Python().score(sample(text, prompt)) == fits
+
+
+def test_regex_and_functions():
+    assert rewards.make_reward("regex:ret.rn").score(sample("return"))
+    assert not rewards.make_reward("regex:^x").score(sample("return"))
+    assert rewards.make_reward("builtins:len").score(sample("four")) == 4
+    two = rewards.combine(lambda text, prompt: len(prompt) - len(text)).parts[0]
+    assert two.score(sample("abc", "abcde")) == 2
+
+
+def test_several_rewards_are_summed_or_multiplied():
+    for product, want in ((False, 5.0), (True, 6.0)):
+        both = rewards.combine([lambda text: 2.0, lambda text: 3.0], product)
+        judge = rewards.Judge(both, None, frozenset())
+        scores = judge.scores(sample(""))
+        assert both.value(scores) == want
+        assert both.value([0.0, -math.inf]) == -math.inf
+    fold = folding.Together((Number(0.0), Number(math.nan)), True)
+    assert fold.value((None, None), (None, None), (0, 0)) == -math.inf
+    bounds = rewards.combine(["lexical:a", "length:3"]).bounds
+    assert bounds == (0, 2)
+
+
+class Number:
+    def __init__(self, number):
+        self.number = number
+
+    def value(self, shared, own, carry):
+        return self.number
+
+
+def test_a_failing_reward_is_said_once_and_scores_minus_infinity():
+    def fails(text):
+        raise KeyError("gone")
+
+    judge = rewards.Judge(rewards.combine([fails, lambda text: math.nan]), None, frozenset())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for text in ("one text", "another"):
+            assert judge.scores(sample(text)) == [-math.inf, -math.inf]
+    assert len(said) == 2
+    first, second = (str(w.message) for w in said)
+    assert "fails raised KeyError" in first and "'one text'" in first
+    assert "returned NaN" in second
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("lexica", "unknown reward"),
+        ("length:", "LOW-HIGH"),
+        ("length:9-3", "LOW-HIGH"),
+        ("length:0", "LOW-HIGH"),
+        ("regex:(", "not a pattern"),
+        ("regex", "expected a pattern"),
+        ("json:x", "takes no argument"),
+        ("classifier", "expected a directory"),
+        ("classifier:/no/such", "no model directory"),
+        ("nosuchmodule:f", "cannot be imported"),
+        ("math:nothing", "has no function"),
+        ("math:pi", "has no function"),
+    ],
+)
+def test_unknown_and_malformed_rewards(name, says):
+    with pytest.raises(sj.OptionError, match=re.escape(says)):
+        rewards.make_reward(name)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "no words"),
+        ([" "], "is empty"),
+        (["="], "is empty"),
+        (["x" * 40], "at most 32"),
+        (["\ud800"], "cannot encode"),
+    ],
+)
+def test_words_that_cannot_be_looked_for(tokenizer, words, says):
+    with pytest.raises(sj.OptionError, match=says):
+        rewards.Lexical().check(tokenizer, [{"lexical": words}])
+
+
+def test_thresholds_must_lie_within_the_reward():
+    both = rewards.combine(["lexical:a", "length:3"])
+    for good in (0, 1.5, 2):
+        both.check_threshold(good)
+    for bad in (-0.1, 2.1):
+        with pytest.raises(sj.OptionError, match="between 0 and 2"):
+            both.check_threshold(bad)
+    rewards.combine([len]).check_threshold(100)
+
+
+def test_arrays_of_like_jobs_have_one_shape(tokenizer):
+    shapes = []
+    for words in (["a"], ["tree", "grow", "=self"]):
+        own = rewards.Lexical().on_device(tokenizer, [{"lexical": words}]).own
+        shapes.append({n: x.shape for n, x in own.items()})
+    few, more = shapes
+    assert few["wanted"] == more["wanted"]
+    assert all(a[1] % 16 == 0 for a in (few["final"], more["final"]))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("labels", [1, 2, 3])
+def test_classifier_is_the_sigmoid_of_the_last_class(tmp_path, tiny_pair_dirs, labels):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=500,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=labels,
+    )
+    torch.manual_seed(3)
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    model.score.weight.data *= 20
+    model.save_pretrained(tmp_path)
+    file = str(Path(tiny_pair_dirs[0]) / "tokenizer.json")
+    tokens = transformers.PreTrainedTokenizerFast(tokenizer_file=file)
+    tokens.save_pretrained(tmp_path)
+
+    reward = rewards.make_reward(f"classifier:{tmp_path}")
+    with torch.inference_mode():
+        logits = model(**tokens("def f(x):\n    return x", return_tensors="pt")).logits[0].double()
+    odds = torch.cat([logits, torch.zeros(1)]) if labels == 1 else logits.roll(1)
+    want = float(torch.softmax(odds, 0)[0])
+    found = reward.score(sample("\n    return x", "def f(x):"))
+    assert found == pytest.approx(want, abs=1e-6) and 0.001 < found < 0.999
+
+
+@pytest.mark.torch
+def test_a_directory_without_weights_is_no_classifier(tmp_path, tokenizer):
+    pytest.importorskip("torch")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(sj.OptionError, match="cannot be loaded"):
+        rewards.make_reward(f"classifier:{tmp_path}").check(tokenizer, [{}])

@@ -1,0 +1,490 @@
+"""infer.run: the command line's contract."""
+
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+import specjax as sj
+from infer.run import commands as program
+from infer.run.screen import DRAFTED, WRITTEN, Screen, printable
+from specjax.types import FROM_DRAFT, FROM_TARGET
+
+PROMPTS = ["def fib(n):", "class Tree:\n", "import os", "for i in range(", "x = [", "return"]
+# The random models are sharp: at a lower temperature two samples can well be the same.
+SAMPLES = ["--json", "--logprobs", "--temperature", "3", "--num-samples", "2", "--set", "gamma=2"]
+
+
+def run(capsys, *argv):
+    try:
+        code = program.main(list(map(str, argv)))
+    except SystemExit as stop:
+        code = stop.code
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_pair_dirs):
+    target, draft = tiny_pair_dirs
+    return ["--target", target, "--draft", draft, "--max-new-tokens", "12", "--batch-size", "2"]
+
+
+@pytest.fixture
+def job_file(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": p, "id": f"p{i}"}) + "\n" for i, p in enumerate(PROMPTS))
+    )
+    return path
+
+
+def lines(path):
+    # Bytes: text would also be split at U+2028 and the like.
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def answers(path):
+    """What must not depend on batching, kills or resumption."""
+    return {
+        (r["id"], r["sample"]): (r["text"], r["token_ids"], r["finish_reason"]) for r in lines(path)
+    }
+
+
+def test_json_has_the_contract_fields_and_nothing_else_is_printed(pair, capsys):
+    code, out, _ = run(capsys, *pair, "--prompt", "def f(x):", *SAMPLES)
+    assert code == 0
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["sample"] for row in rows] == [0, 1]
+    assert rows[0]["token_ids"] != rows[1]["token_ids"]
+    for row in rows:
+        assert {
+            "id",
+            "method",
+            "prompt",
+            "text",
+            "token_ids",
+            "prompt_tokens",
+            "new_tokens",
+            "finish_reason",
+            "stats",
+            "logprobs",
+            "perplexity",
+        } <= set(row)
+        assert row["method"] == "speculative" and row["options"]["gamma"] == 2
+        assert row["stats"]["drafted"] == 2 * row["stats"]["rounds"]
+        nats = -sum(row["logprobs"]) / len(row["logprobs"])
+        assert row["perplexity"] == pytest.approx(math.exp(nats), rel=1e-4)
+        assert len(row["logprobs"]) == len(row["token_ids"]) == row["new_tokens"] == 12
+        assert {
+            "target_calls",
+            "draft_calls",
+            "rounds",
+            "drafted",
+            "tested",
+            "accepted",
+            "emitted",
+            "acceptance_rate",
+            "block_efficiency",
+            "tokens_per_second",
+            "time_to_first_token_s",
+            "time_per_output_token_s",
+        } <= set(row["stats"])
+
+
+def test_rates_without_a_draft_are_null(pair, capsys):
+    _, out, _ = run(capsys, *pair, "--prompt", "x", "--json", "--method", "autoregressive")
+    stats = json.loads(out)["stats"]
+    assert stats["acceptance_rate"] is stats["accept_rate_per_draft"] is None
+    assert stats["block_efficiency"] == 1.0
+
+
+def test_the_seed_fixes_what_is_drawn(pair, capsys):
+    def tokens(seed):
+        _, out, _ = run(capsys, *pair, "--prompt", "x", *SAMPLES, "--seed", seed)
+        return [json.loads(line)["token_ids"] for line in out.splitlines()]
+
+    assert tokens(4) == tokens(4)
+    assert tokens(4) != tokens(5)
+
+
+def test_plain_output_is_the_text_alone(pair, capsys):
+    _, out, _ = run(capsys, *pair, "--prompt", "def f(x):", "--json")
+    _, plain, _ = run(capsys, *pair, "--prompt", "def f(x):")
+    assert plain == printable(json.loads(out)["text"]) + "\n"
+
+
+def test_methods_and_composition_agree_greedily(pair, capsys):
+    def tokens(*more):
+        code, out, err = run(capsys, *pair, "--prompt", "def f(x):", "--json", *more)
+        assert code == 0, err
+        return json.loads(out)["token_ids"]
+
+    plain = tokens("--method", "autoregressive")
+    assert tokens("--method", "speculative") == plain
+    assert tokens("--drafter", "chain", "--rule", "speculative") == plain
+
+
+def test_stop_string_ends_the_text_before_it(pair, capsys):
+    _, out, _ = run(capsys, *pair, "--prompt", "def f(x):", "--json")
+    text = json.loads(out)["text"]
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    _, out, _ = run(capsys, *pair, "--prompt", "def f(x):", "--json", "--stop", stop)
+    row = json.loads(out)
+    assert row["text"] == text[: text.index(stop)]
+    assert row["finish_reason"] == "stop"
+    assert row["new_tokens"] == row["stats"]["emitted"] == len(row["token_ids"]) <= 12
+
+
+def test_batch_job_does_every_prompt_once(pair, job_file, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    code, _, _ = run(
+        capsys,
+        *pair,
+        "--prompts",
+        job_file,
+        "--out",
+        out,
+        "--num-samples",
+        "2",
+        "--temperature",
+        "0.7",
+    )
+    assert code == 0
+    assert sorted(answers(out)) == [(f"p{i}", s) for i in range(len(PROMPTS)) for s in (0, 1)]
+    before = out.read_bytes()
+    run(
+        capsys,
+        *pair,
+        "--prompts",
+        job_file,
+        "--out",
+        out,
+        "--num-samples",
+        "2",
+        "--temperature",
+        "0.7",
+    )
+    assert out.read_bytes() == before, "a finished job has nothing left to do"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.13, 0.5, 0.77, 0.999])
+def test_a_torn_result_file_is_completed(pair, job_file, tmp_path, capsys, share):
+    whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
+    command = [*pair, "--prompts", job_file, "--temperature", "0.7", "--out"]
+    run(capsys, *command, whole)
+    data = whole.read_bytes()
+    torn.write_bytes(data[: int(len(data) * share)])
+    assert run(capsys, *command, torn)[0] == 0
+    assert len(lines(torn)) == len(PROMPTS)
+    assert answers(torn) == answers(whole)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_and_resumed(pair, job_file, tmp_path, capsys):
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    command = [*pair, "--batch-size", "1", "--prompts", str(job_file), "--temperature", "0.7"]
+    assert run(capsys, *command, "--out", whole)[0] == 0
+    seen = 0
+    while seen < 3:  # killed once a further row is there, at whatever point that hits
+        process = subprocess.Popen(
+            [sys.executable, "-m", "infer.run", *command, "--out", str(out)],
+            env=os.environ,
+            stderr=subprocess.DEVNULL,
+        )
+        while process.poll() is None and (
+            not out.exists() or out.read_bytes().count(b"\n") <= seen
+        ):
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        seen = out.read_bytes().count(b"\n") if out.exists() else 0
+    assert run(capsys, *command, "--out", out)[0] == 0
+    assert len(lines(out)) == len(PROMPTS)
+    assert answers(out) == answers(whole)
+
+
+def test_bad_lines_are_numbered_and_the_rest_is_done(pair, tmp_path, capsys):
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    long = json.dumps({"prompt": "word " * 4000})
+    path.write_text(
+        f'{{"prompt": "a"}}\n[1]\nnot json\n{{"text": "b"}}\n{{"prompt": ""}}\n{long}\n'
+        '{"prompt": "c"}\n'
+    )
+    code, _, err = run(capsys, *pair, "--prompts", path, "--out", out)
+    assert code == 3
+    assert [row["prompt"] for row in lines(out)] == ["a", "c"]
+    for number in (2, 3, 4, 5, 6):
+        assert f"line {number}:" in err
+    # Row keys follow the line, so the bad ones do not shift the good.
+    assert [row["index"] for row in lines(out)] == [0, 6]
+
+
+def test_other_formats_and_a_tree_job_resumes(pair, tmp_path, capsys):
+    """Spec-Bench's and HumanEval's names; a tuple among the settings reads back as it was."""
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    first = {"question_id": 81, "category": "writing", "turns": ["def a(x):", "and then?"]}
+    second = {"task_id": "HumanEval/0", "prompt": "def b(x):", "test": "…"}
+    path.write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
+    job = [
+        *pair,
+        "--method",
+        "specinfer",
+        "--set",
+        "branching=2,2",
+        "--prompts",
+        path,
+        "--out",
+        out,
+    ]
+    assert run(capsys, *job)[0] == 0
+    names = [(row["id"], row["prompt"]) for row in lines(out)]
+    assert names == [(81, "def a(x):"), ("HumanEval/0", "def b(x):")]
+    out.write_bytes(out.read_bytes()[:-9])
+    assert run(capsys, *job)[0] == 0
+    assert len(lines(out)) == 2
+
+
+def test_a_line_ends_at_its_line_break_alone(pair, tmp_path, capsys):
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    odd = "a\u2028b\x85c"  # line ends for str.splitlines, text for JSON
+    path.write_bytes(
+        json.dumps({"prompt": odd}, ensure_ascii=False).encode() + b"\n"
+        b'{"prompt": "\xff"}\n{"prompt": "\\ud800"}\n' + b"[" * 100_000 + b"\n"
+    )
+    code, _, err = run(capsys, *pair, "--prompts", path, "--out", out)
+    assert code == 3
+    assert [row["prompt"] for row in lines(out)] == [odd]
+    for number, says in ((2, "UTF-8"), (3, "surrogate"), (4, "depth")):
+        assert f"line {number}: " in err and says in err
+    assert len(err.strip().splitlines()) == 3
+
+
+def test_result_file_of_another_job_is_refused(pair, job_file, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    run(capsys, *pair, "--prompts", job_file, "--out", out)
+    code, _, err = run(capsys, *pair, "--prompts", job_file, "--out", out, "--seed", "1")
+    assert code == 2 and "seed" in err
+
+
+BAD = {
+    "unknown method": (["--method", "speculatve"], "speculative"),
+    "unknown option": (["--set", "gama=3"], "gamma"),
+    "option without value": (["--set", "gamma"], "OPTION=VALUE"),
+    "gamma zero": (["--set", "gamma=0"], "gamma=0"),
+    "gamma no number": (["--set", "gamma=many"], "whole number"),
+    "branching with zeros": (["--method", "specinfer", "--set", "branching=4,0"], "4,2,2"),
+    "more beams than tokens": (["--drafter", "beam", "--rule", "joint", "--set", "width=65"], "64"),
+    "tau of one": (["--method", "mtad", "--set", "tau=1"], "< 1"),
+    "negative bound": (["--method", "mentored", "--set", "max_kl=-1"], "≥ 0"),
+    "alpha of zero": (["--method", "scd", "--set", "alpha=0"], "> 0"),
+    "unknown choice": (["--method", "bild", "--set", "stop=maybe"], "before"),
+    "a law the rule cannot take": (["--drafter", "beam", "--rule", "block"], "drafter beam"),
+    "no adaptive tokens": (["--method", "sdsat"], "train.sdsat"),
+    "unknown rule": (["--rule", "speculativ"], "speculative"),
+    "unknown drafter": (["--drafter", "chan"], "chain"),
+    "method and parts": (["--method", "speculative", "--rule", "speculative"], "exclude"),
+    "temperature": (["--temperature", "-0.5"], "-0.5"),
+    "top-p": (["--top-p", "1.5"], "1.5"),
+    "top-k": (["--top-k", "-1"], "--top-k"),
+    "temperature not a number": (["--temperature", "nan"], "--temperature"),
+    "top-k over int32": (["--top-k", "4294967296"], "4294967296"),
+    "seed": (["--seed", "99999999999999999999"], "--seed"),
+    "samples": (["--num-samples", "0"], "--num-samples"),
+    "not UTF-8": (["--prompt", "a\udcff"], "UTF-8"),
+    "out in no folder": (["--out", "/nowhere/out.jsonl"], "/nowhere/out.jsonl"),
+    "prompts is a folder": (["--prompts", "/"], "cannot be read"),
+    "no number": (["--max-new-tokens", "lots"], "lots"),
+    "no tokens": (["--max-new-tokens", "0"], "--max-new-tokens"),
+    "batch size": (["--batch-size", "0"], "--batch-size"),
+    "unknown flag": (["--gamma", "3"], "--gamma"),
+    "dtype": (["--dtype", "int8"], "bfloat16"),
+    "no model": (["--target", "/nowhere/at/all"], "/nowhere/at/all"),
+    "no prompt file": (["--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
+    "empty stop": (["--stop", ""], "--stop"),
+    "chat without template": (["--chat"], "chat template"),
+    "long prompt": (["--prompt", "word " * 4000], "context"),
+    "empty prompt": (["--prompt", ""], "--prompt"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_one_line_and_exit_2(pair, capsys, name):
+    argv, says = BAD[name]
+    if "--prompts" not in argv and "--prompt" not in argv:
+        argv = [*argv, "--prompt", "x"]
+    code, out, err = run(capsys, *pair, *argv)
+    assert (code, out) == (2, "")
+    assert len(err.strip().splitlines()) == 1, err
+    assert says in err
+
+
+def test_prompt_and_prompts_exclude_each_other(pair, job_file, capsys):
+    code, _, err = run(capsys, *pair, "--prompt", "x", "--prompts", job_file)
+    assert code == 2 and "exclude" in err
+
+
+def test_empty_prompt_file(pair, tmp_path, capsys):
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n")
+    code, _, err = run(capsys, *pair, "--prompts", path)
+    assert code == 2 and "empty" in err
+
+
+def test_mismatched_tokenizers(pair, tiny_pair_dirs, tmp_path, capsys):
+    import shutil
+
+    from train.data.corpus import Document
+    from train.data.tokenizer import train_tokenizer
+
+    other = tmp_path / "other"
+    shutil.copytree(tiny_pair_dirs[1], other)
+    text = "".join(chr(97 + i % 26) * (i % 7) + " " for i in range(3000))
+    train_tokenizer([Document("a", text)], 500, other / "tokenizer.json")
+    code, _, err = run(capsys, *pair, "--draft", other, "--prompt", "x")
+    assert code == 2 and "tokenizers" in err and len(err.strip().splitlines()) == 1
+
+
+def test_truncated_weights(pair, tiny_pair_dirs, tmp_path, capsys):
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_pair_dirs[0], broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    code, _, err = run(capsys, *pair, "--target", broken, "--prompt", "x")
+    assert code == 2 and "model.safetensors" in err and len(err.strip().splitlines()) == 1
+
+
+def test_list_methods_names_every_method_and_part(capsys):
+    from specjax.methods import DRAFTERS, METHODS, RULES
+
+    code, out, _ = run(capsys, "--list-methods")
+    assert code == 0
+    for name in (*METHODS, *DRAFTERS, *RULES):
+        assert name in out
+
+
+def test_what_needs_no_model_imports_no_jax():
+    for argv, says in (
+        (["--help"], "--max-new-tokens"),
+        (["--version"], sj.__version__),
+        (["--batch-size", "0"], ""),
+        (["--prompt", "x", "--prompts", "y"], ""),
+    ):
+        code = f"import sys, infer.run as r\ntry: r.main({argv})\nexcept SystemExit: pass\n"
+        out = subprocess.run(
+            [sys.executable, "-c", code + "print('jax' in sys.modules)"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert says in out.stdout
+        assert out.stdout.splitlines()[-1] == "False"
+
+
+def test_control_characters_and_markup_stay_text():
+    assert printable("a\x1b[31mb\tc\n[red]é") == "a\\x1b[31mb\tc\n[red]é"
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_pair_dirs):
+    return tuple(map(sj.load, tiny_pair_dirs))
+
+
+def terminal():
+    return Console(
+        file=io.StringIO(),
+        force_terminal=True,
+        soft_wrap=True,
+        highlight=False,
+        color_system="standard",
+        width=10_000,
+    )
+
+
+@pytest.mark.parametrize("stop", [(), ("e",)])
+def test_the_screen_loses_no_text(loaded, stop):
+    """Drawn at a high temperature: bytes that are no characters, some that wait for others."""
+    target, draft = loaded
+    for seed in range(4):
+        console = terminal()
+        screen = Screen(target, stop, console)
+        for piece in sj.stream(
+            target,
+            "x",
+            method="speculative",
+            draft=draft,
+            stop=stop,
+            sampling=sj.Sampling(3.0),
+            seed=seed,
+            max_new_tokens=24,
+        ):
+            if piece.generation is None:
+                screen.piece(piece)
+        text = printable(piece.generation.text[0])
+        assert Text.from_ansi(console.file.getvalue()).plain == Text.from_ansi(text).plain
+
+
+def test_each_token_has_its_writers_colour(loaded):
+    tokenizer, console = loaded[0].tokenizer, terminal()
+    tokens = np.array(tokenizer.encode("def [red](self):"))
+    origins = np.where(np.arange(len(tokens)) % 3 == 2, FROM_TARGET, FROM_DRAFT)
+    screen = Screen(loaded[0], (), console)
+    # The first piece shows nothing yet: its text could be the start of a stop string.
+    screen.piece(sj.Piece(0, "", tokens[:4], origins[:4]))
+    screen.piece(sj.Piece(0, tokenizer.decode(tokens), tokens[4:], origins[4:], "length"))
+    expected = Text()
+    for token, origin in zip(tokens, origins, strict=True):
+        style = DRAFTED if origin == FROM_DRAFT else WRITTEN
+        expected.append(tokenizer.decode([token]), style)
+    wanted = terminal()
+    wanted.print(expected, end="")
+    assert painted(console) == painted(wanted)
+
+
+def painted(console):
+    """(character, style) of everything printed."""
+    text = Text.from_ansi(console.file.getvalue())
+    return [(c, str(text.get_style_at_offset(console, i))) for i, c in enumerate(text.plain)]
+
+
+def test_a_prompt_is_no_markup(loaded):
+    console = terminal()
+    Screen(loaded[0], (), console).prompt("[red]a[/red]\x1b[2J")
+    assert "[red]a[/red]\\x1b[2J" in console.file.getvalue()
+    assert "\x1b[2J" not in console.file.getvalue()
+
+
+def test_a_closed_pipe_ends_quietly(pair, capsys, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        code = program.main([*pair, "--prompt", "x"])
+        monkeypatch.undo()
+    assert code == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_interrupt_is_130(capsys, monkeypatch):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "_run", interrupted)
+    assert run(capsys, "--prompt", "x") == (130, "", "")
+
+
+def test_missing_demo_weights_are_one_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sj.lm.EMBEDDED, "demo", tmp_path / "none")
+    code, out, err = run(capsys, "--prompt", "x")
+    assert (code, out, len(err.strip().splitlines())) == (2, "", 1)

@@ -1,0 +1,241 @@
+"""Hugging Face directories: strict loading, sharded files, round trips, every refusal by name."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from test_models import build, whole
+
+import specjax as sj
+from specjax.models import from_hf, load_pretrained, save_pretrained, to_hf
+from specjax.models.hf import checkpoint as hf
+from specjax.models.hf.checkpoint import INDEX, WEIGHTS
+from support import variants
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A saved model: (directory, config, params)."""
+    directory = tmp_path_factory.mktemp("model")
+    cfg, params, _ = build("tinyllama")
+    save_pretrained(directory, cfg, params)
+    return directory, cfg, params
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """A copy to break."""
+    shutil.copytree(saved[0], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def same(a, b):
+    return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+def test_round_trip_is_exact_and_leaves_no_scratch(saved):
+    directory, cfg, params = saved
+    found, loaded = load_pretrained(directory)
+    assert found == cfg and same(params, loaded)
+    assert sorted(p.name for p in directory.iterdir()) == ["config.json", WEIGHTS]
+
+
+@pytest.mark.parametrize("name", variants.VARIANTS)
+def test_config_round_trip(name):
+    cfg = from_hf(variants.config(name))
+    assert from_hf(json.loads(json.dumps(to_hf(cfg, "float32")))) == cfg
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_files(saved, tmp_path, dtype):
+    _, cfg, params = saved
+    save_pretrained(tmp_path, cfg, params, dtype=dtype)
+    want = jax.tree.map(lambda x: np.asarray(x).astype(dtype).astype(np.float32), params)
+    assert same(want, load_pretrained(tmp_path)[1])
+    assert load_pretrained(tmp_path, jnp.bfloat16)[1]["embed"].dtype == jnp.bfloat16
+
+
+def shard(directory):
+    """Splits the weights into two files with an index, as large checkpoints come."""
+    tensors = load_file(directory / WEIGHTS)
+    (directory / WEIGHTS).unlink()
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, directory / file)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return weight_map
+
+
+def test_sharded_files(saved, copy):
+    shard(copy)
+    assert same(saved[2], load_pretrained(copy)[1])
+
+
+def test_saving_over_a_sharded_directory_replaces_it(saved, copy):
+    _, cfg, params = saved
+    shard(copy)
+    doubled = jax.tree.map(lambda x: 2 * x, params)
+    save_pretrained(copy, cfg, doubled)
+    assert same(doubled, load_pretrained(copy)[1])
+
+
+def test_a_failed_save_leaves_nothing(saved, tmp_path, monkeypatch):
+    def fail(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(hf, "save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_pretrained(tmp_path, *saved[1:])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers():
+    from transformers import AutoConfig
+
+    config = variants.config("mistral")
+    for left_out in ("sliding_window", "num_key_value_heads", "rms_norm_eps", "rope_theta"):
+        del config[left_out]
+    config |= {"num_attention_heads": 16, "hidden_size": 64}
+    for changed in (config, config | {"sliding_window": None, "head_dim": None}):
+        ours, theirs = from_hf(changed), AutoConfig.for_model(**changed)
+        assert ours.num_kv_heads == theirs.num_key_value_heads
+        assert ours.sliding_window == theirs.sliding_window
+        assert ours.head_dim == theirs.head_dim
+        assert ours.norm_eps == theirs.rms_norm_eps
+        assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", variants.VARIANTS)
+def test_transformers_loads_what_we_save(name, tmp_path):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    cfg, params, _ = build(name)
+    save_pretrained(tmp_path, cfg, params)
+    made = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        theirs = made(torch.from_numpy(variants.tokens().astype(np.int64))).logits.numpy()
+    np.testing.assert_allclose(whole(cfg, params, variants.tokens(), "dense"), theirs, atol=1e-4)
+
+
+# --- refusals: each names the culprit --------------------------------------------------------
+
+
+def edit_config(directory, **changes):
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+def edit_weights(directory, change):
+    tensors = load_file(directory / WEIGHTS)
+    change(tensors)
+    save_file(tensors, directory / WEIGHTS)
+
+
+def drop_shard(directory):
+    shard(directory)
+    (directory / "b.safetensors").unlink()
+
+
+def misplace_tensor(directory):
+    weight_map = shard(directory)
+    name = min(weight_map)
+    weight_map[name] = "b.safetensors" if weight_map[name][0] == "a" else "a.safetensors"
+    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def break_index(directory, text):
+    shard(directory)
+    (directory / INDEX).write_text(text)
+
+
+def pickle_only(directory):
+    (directory / WEIGHTS).unlink()
+    (directory / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+def truncate(directory):
+    data = (directory / WEIGHTS).read_bytes()
+    (directory / WEIGHTS).write_bytes(data[:-7])
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+BROKEN = {
+    "no directory": (shutil.rmtree, "no such model directory"),
+    "no config": (lambda d: (d / "config.json").unlink(), "no config.json"),
+    "broken config": (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
+    "config no object": (lambda d: (d / "config.json").write_text("[]"), "expected a JSON object"),
+    "model type": (lambda d: edit_config(d, model_type="mamba"), "mamba"),
+    "activation": (lambda d: edit_config(d, hidden_act="relu"), "relu"),
+    "rope kind": (
+        lambda d: edit_config(d, rope_scaling={"rope_type": "longrope", "factor": 2}),
+        "longrope",
+    ),
+    "rope setting": (
+        lambda d: edit_config(d, rope_scaling={"rope_type": "linear", "factor": 2, "odd": 1}),
+        "odd",
+    ),
+    "rope factor": (lambda d: edit_config(d, rope_scaling={"rope_type": "linear"}), "factor"),
+    "quantised": (lambda d: edit_config(d, quantization_config={}), "quantization_config"),
+    "rope number": (
+        lambda d: edit_config(d, rope_scaling={"rope_type": "linear", "factor": "2"}),
+        "factor",
+    ),
+    "norm epsilon": (lambda d: edit_config(d, rms_norm_eps="x"), "rms_norm_eps"),
+    "norm epsilon zero": (lambda d: edit_config(d, rms_norm_eps=0), "rms_norm_eps"),
+    "rope base": (lambda d: edit_config(d, rope_theta=-1), "rope_theta"),
+    "rope no object": (lambda d: edit_config(d, rope_scaling="linear"), "rope_scaling"),
+    "partial rotary": (
+        lambda d: edit_config(d, partial_rotary_factor=0.5),
+        "partial_rotary_factor",
+    ),
+    "experts": (lambda d: edit_config(d, num_local_experts=8), "num_local_experts"),
+    "size no number": (lambda d: edit_config(d, hidden_size="32"), "hidden_size"),
+    "size zero": (lambda d: edit_config(d, num_attention_heads=0), "num_attention_heads"),
+    "end no id": (lambda d: edit_config(d, eos_token_id="</s>"), "</s>"),
+    "missing key": (lambda d: edit_config(d, hidden_size=...), "hidden_size"),
+    "heads": (lambda d: edit_config(d, num_key_value_heads=3), "num_kv_heads=3"),
+    "missing tensor": (lambda d: edit_weights(d, lambda t: t.pop(Q)), Q),
+    "extra tensor": (lambda d: edit_weights(d, lambda t: t.update(odd=np.zeros(2))), "odd"),
+    "wrong shape": (lambda d: edit_weights(d, lambda t: t.update({Q: t[Q][:-1]})), Q),
+    "truncated": (truncate, WEIGHTS),
+    "garbage": (lambda d: (d / WEIGHTS).write_bytes(b"no weights at all"), WEIGHTS),
+    "missing shard": (drop_shard, "b.safetensors"),
+    "misplaced tensor": (misplace_tensor, "lacks tensor"),
+    "integer tensor": (
+        lambda d: edit_weights(d, lambda t: t.update({Q: t[Q].astype(np.int8)})),
+        "I8",
+    ),
+    "empty file": (lambda d: (d / WEIGHTS).write_bytes(b""), WEIGHTS),
+    "broken index": (lambda d: break_index(d, "{"), "not valid JSON"),
+    "index without map": (lambda d: break_index(d, "{}"), "weight_map"),
+    "index with a list": (lambda d: break_index(d, '{"weight_map": ["a"]}'), "weight_map"),
+    "binary config": (lambda d: (d / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json"),
+    "pickle only": (pickle_only, "pytorch_model.bin"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_checkpoint_is_refused_by_name(copy, name):
+    change, says = BROKEN[name]
+    change(copy)
+    with pytest.raises(sj.ModelError) as error:
+        load_pretrained(copy)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_tied_checkpoints_may_repeat_the_head(tmp_path):
+    cfg, params, _ = build("tied")
+    save_pretrained(tmp_path, cfg, params)
+    edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
+    assert same(params, load_pretrained(tmp_path)[1])

@@ -1,0 +1,389 @@
+"""Logits against transformers (golden files, and live with torch), masks, backends, caches."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import tree
+from specjax.models import (
+    ModelConfig,
+    attention,
+    forward,
+    from_hf,
+    fuse,
+    hidden_states,
+    init_cache,
+    init_params,
+    logits_of,
+)
+from specjax.models.forward import write_rows
+from specjax.models.hf.checkpoint import from_tensors
+from specjax.models.layers import linear, rope_frequencies
+from specjax.types import NO_PARENT
+from support import variants
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TOLERANCE = 1e-4
+BACKENDS = ["dense", "blockwise"]
+
+
+@functools.cache
+def build(name):
+    """(config, params, fused params) of a variant."""
+    cfg = from_hf(variants.config(name))
+    read = functools.partial(variants.weights, std=variants.std(name))
+    params = from_tensors(cfg, read, jnp.float32)
+    return cfg, params, fuse(params)
+
+
+@functools.cache
+def golden(name):
+    with np.load(GOLDEN / f"{name}.npz") as stored:
+        return dict(stored)
+
+
+@pytest.fixture(params=variants.VARIANTS)
+def name(request):
+    return request.param
+
+
+def logits(cfg, params, rows, positions, segments, backend):
+    hidden = hidden_states(cfg, params, rows, positions, segments, backend=backend)
+    return logits_of(cfg, params, hidden)
+
+
+COMPILED = jax.jit(logits, static_argnums=(0, 5))
+
+
+def whole(cfg, params, rows, backend, segments=None, positions=None):
+    """Logits of whole sequences.
+
+    Op by op where that is possible: variants share the compiled ops, not whole programs.
+    """
+    if positions is None:
+        positions = np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
+    segments = np.ones_like(rows) if segments is None else segments
+    run = logits if backend == "dense" else COMPILED
+    return run(cfg, params, rows, positions, segments, backend)
+
+
+def close(got, want):
+    np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_whole_sequences(name, backend):
+    cfg, params, fused = build(name)
+    close(whole(cfg, fused, variants.tokens(), backend), golden(name)["logits"])
+    if backend == "dense" or name == "mistral":
+        close(whole(cfg, params, variants.tokens(), backend), golden(name)["logits"])
+
+
+@functools.cache
+def prefilled(name):
+    """Hidden states and cache after 12 tokens of both rows, written over an earlier round's."""
+    cfg, _, fused = build(name)
+    cache = jax.tree.map(lambda x: x + 7, init_cache(cfg, 2, 32, jnp.float32))
+    at = np.broadcast_to(np.arange(12), (2, 12))
+    return forward(cfg, fused, cache, variants.tokens()[:, :12], at, jnp.zeros(2, jnp.int32))
+
+
+def check_ragged_steps(name):
+    """Row 0 starts after 5 tokens, row 1 after 12: each goes on at its own position."""
+    cfg, _, fused = build(name)
+    rows, want = variants.tokens(), golden(name)["logits"]
+    hidden, cache = prefilled(name)
+    close(logits_of(cfg, fused, hidden), want[:, :12])
+    for step in range(8):
+        here = np.array([5, 12], np.int32) + step
+        token = np.take_along_axis(rows, here[:, None], 1)
+        hidden, cache = forward(cfg, fused, cache, token, here[:, None], jnp.asarray(here))
+        close(np.asarray(logits_of(cfg, fused, hidden))[:, 0], want[np.arange(2), here])
+
+
+def test_ragged_prefill_then_one_token_steps(name):
+    check_ragged_steps(name)
+
+
+def tree_logits(cfg, params, cache):
+    start = jnp.asarray(variants.PREFIXES, jnp.int32)
+    parents = [[NO_PARENT if p is None else p for p in parents] for parents in variants.TREES]
+    visible = tree.ancestors(jnp.asarray(parents, jnp.int32), variants.TREE_DEPTH)
+    nodes = np.asarray(variants.TREE_TOKENS, np.int32)
+    positions = start[:, None] + tree.depths(visible)
+    hidden, _ = forward(cfg, params, cache, nodes, positions, start, visible)
+    return logits_of(cfg, params, hidden)
+
+
+def test_tree_nodes_equal_their_paths_alone(name):
+    """Two trees below prefixes of different lengths; Mistral's window counts positions."""
+    cfg, params, fused = build(name)
+    cache = prefilled(name)[1]
+    close(tree_logits(cfg, fused, cache), golden(name)["tree"])
+    if name == "biases":
+        close(tree_logits(cfg, params, cache), golden(name)["tree"])
+
+
+def test_a_window_counts_positions_between_nodes_of_a_tree():
+    """Window 2: a node sees its parent, whatever its slot, and nothing older."""
+    parents = jnp.asarray([[NO_PARENT, 0, 0, 2, 1, 3]], jnp.int32)
+    visible = tree.ancestors(parents, 3)
+    start, window = jnp.asarray([3], jnp.int32), 2
+    positions = start[:, None] + tree.depths(visible)
+    got = attention.cache_mask(positions, start, visible, 12, window)[0]
+    want = np.zeros((6, 12), bool)
+    want[0, [2, 3]] = True  # the root: the last committed token and itself
+    for node, parent in enumerate([0, 0, 2, 1, 3], start=1):
+        want[node, [3 + node, 3 + parent]] = True
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.torch
+def test_golden_files_are_what_transformers_gives(name):
+    pytest.importorskip("torch")
+    from golden import make
+
+    for key, value in make.arrays(name).items():
+        np.testing.assert_allclose(value, golden(name)[key], atol=1e-5)
+
+
+STRETCHED = {
+    "llama-3.1": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "llama-3.2": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "linear": {"type": "linear", "factor": 4},
+    "dynamic": {"type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096},
+    "yarn at the full length": {"rope_type": "yarn", "factor": 4.0},
+    "yarn ramp": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "original_max_position_embeddings": 1024,
+        "truncate": False,
+    },
+    "yarn factor": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "attention_factor": 1.25,
+        "original_max_position_embeddings": 1024,
+    },
+    "yarn mscale": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.2,
+        "original_max_position_embeddings": 1024,
+    },
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", STRETCHED)
+def test_rope_frequencies_of_real_sizes(kind):
+    pytest.importorskip("torch")
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = variants.BASE | {
+        "hidden_size": 512,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 16384,
+        "rope_scaling": STRETCHED[kind],
+    }
+    theirs = AutoConfig.for_model(**config)
+    inverse, factor = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs, "cpu")
+    ours = rope_frequencies(from_hf(config).rope, 128)
+    np.testing.assert_allclose(ours[0], inverse.numpy(), rtol=1e-6)
+    assert ours[1] == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_backends_agree_in_value_and_gradient(window):
+    """Packed segments, padding at the end, and blocks of 4 that do not divide 9 keys."""
+    shapes = ((2, 9, 4, 8), (2, 2, 9, 8), (2, 2, 9, 8))
+    generator = np.random.Generator(np.random.Philox(0))
+    q, k, v = (generator.standard_normal(shape, np.float32) for shape in shapes)
+    meta = {
+        "position": np.array([[0, 1, 2, 3, 0, 1, 2, 0, 0], list(range(9))]),
+        "segment": np.array([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9]),
+    }
+    mask_fn = functools.partial(attention.causal_mask, window=window)
+    real = (meta["segment"] > 0)[..., None, None]
+
+    def dense(q, k, v):
+        return attention.dense_attention(q, k, v, mask_fn(meta, meta))
+
+    def blockwise(q, k, v):
+        return attention.blockwise_attention(q, k, v, meta, meta, mask_fn, block=4)
+
+    @jax.jit
+    def both(q, k, v):
+        """(output, gradients of its real rows) of each backend."""
+
+        def total(attend, *args):
+            out = attend(*args)
+            return jnp.sum(jnp.where(real, out, 0) ** 2), out
+
+        run = jax.value_and_grad(total, (1, 2, 3), has_aux=True)
+        results = [run(attend, q, k, v) for attend in (dense, blockwise)]
+        return [(out, gradients) for (_, out), gradients in results]
+
+    (a, da), (b, db) = both(q, k, v)
+    assert np.isfinite(a).all() and np.isfinite(b).all()  # rows that see nothing too
+    np.testing.assert_allclose(np.where(real, a, 0), np.where(real, b, 0), atol=1e-6)
+    for x, y in zip(da, db, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_blockwise_gradients_hold_one_block_of_scores():
+    """Less than two copies of the scores of all queries with one block of keys."""
+    n, heads, size = 4096, 8, 32
+    q = jax.ShapeDtypeStruct((1, n, heads, size), jnp.float32)
+    k = jax.ShapeDtypeStruct((1, heads, n, size), jnp.float32)
+    meta = {"position": np.arange(n)[None], "segment": np.ones((1, n), np.int32)}
+
+    def total(q, k, v):
+        out = attention.blockwise_attention(q, k, v, meta, meta, attention.causal_mask)
+        return jnp.sum(out**2)
+
+    step = jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, k).compile()
+    one_block_of_keys = 4 * n * heads * 512
+    assert step.memory_analysis().temp_size_in_bytes < 2 * one_block_of_keys
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", ["tinyllama", "mistral"])
+def test_packed_documents_do_not_see_each_other(variant, backend):
+    """Each row packs the beginnings of both documents; row 1 ends with padding."""
+    cfg, _, fused = build(variant)
+    a, b = variants.tokens()
+    rows = np.stack([np.concatenate([a[:13], b[:7]]), np.concatenate([b[:6], a[:9], b[:5]])])
+    segments = np.array([[1] * 13 + [2] * 7, [1] * 6 + [2] * 9 + [0] * 5], np.int32)
+    positions = np.array([[*range(13), *range(7)], [*range(6), *range(9), *range(5)]])
+    got = whole(cfg, fused, rows, backend, segments, positions)
+    want_a, want_b = golden(variant)["logits"]
+    close(got[0], np.concatenate([want_a[:13], want_b[:7]]))
+    close(got[1, :15], np.concatenate([want_b[:6], want_a[:9]]))
+
+
+def test_remat_changes_nothing():
+    cfg, params, _ = build("tied")
+    cfg = dataclasses.replace(cfg, num_layers=1)
+    params = params | {"layers": {"0": params["layers"]["0"]}}
+    rows = variants.tokens()
+    at = np.broadcast_to(np.arange(20), rows.shape)
+
+    @jax.jit
+    def gradients(params):
+        def loss(params, remat):
+            return hidden_states(cfg, params, rows, at, np.ones_like(rows), remat=remat).sum()
+
+        return [jax.grad(loss)(params, remat) for remat in (False, True)]
+
+    a, b = map(jax.tree.leaves, gradients(params))
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+@pytest.mark.parametrize("windows", [(None,) * 3, (4, None, 4, None, 4)], ids=["alike", "by turns"])
+def test_scanned_layers_are_the_unrolled_ones(windows):
+    """Layers that alternate are scanned by periods, and what is left over runs behind them."""
+    cfg = ModelConfig.llama(
+        vocab_size=61, hidden_size=16, num_layers=len(windows), num_heads=2, intermediate_size=24
+    )
+    kinds = tuple(width is not None for width in windows)
+    cfg = dataclasses.replace(cfg, sliding_window=4, sliding_layers=kinds)
+    assert cfg.windows == windows
+    params, rows = init_params(cfg, jax.random.key(3)), variants.tokens()[:, :9]
+    at = np.broadcast_to(np.arange(9), rows.shape)
+
+    def loss(params, **how):
+        hidden = hidden_states(cfg, params, rows, at, np.ones_like(rows), **how)
+        return jnp.sum(hidden**2 * jnp.arange(16)), hidden
+
+    def run(**how):
+        graded = jax.value_and_grad(functools.partial(loss, **how), has_aux=True)
+        (_, hidden), gradients = jax.jit(graded)(params)
+        return hidden, jax.tree.leaves(gradients)
+
+    want, gradients = run()
+    for remat in (False, True):
+        got, also = run(scan=True, remat=remat)
+        np.testing.assert_allclose(got, want, atol=1e-5)
+        for x, y in zip(also, gradients, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_write_rows_equals_a_plain_loop(rows):
+    generator = np.random.Generator(np.random.Philox(1))
+    buffer = generator.random((rows, 2, 16, 3), np.float32)
+    new = generator.random((rows, 2, 4, 3), np.float32)
+    start = generator.integers(0, 12, rows).astype(np.int32)
+    want = buffer.copy()
+    for row in range(rows):
+        want[row, :, start[row] : start[row] + 4] = new[row]
+    np.testing.assert_array_equal(write_rows(jnp.asarray(buffer), new, jnp.asarray(start)), want)
+
+
+@pytest.mark.parametrize("at", [0, 1, 7, 15])
+def test_write_rows_of_a_lone_entry_touches_one_slot(at):
+    generator = np.random.Generator(np.random.Philox(2))
+    buffer, new = generator.random((1, 2, 16, 3), np.float32), np.ones((1, 2, 1, 3), np.float32)
+    want = buffer.copy()
+    want[:, :, at] = 1
+    start = jnp.array([at], jnp.int32)
+    got = jax.jit(write_rows, donate_argnums=0)(jnp.asarray(buffer), new, start)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 7, 8, 9, 16, 23, 31, 128, 129])
+def test_linear_pads_rows_and_gives_only_what_was_asked(rows):
+    generator = np.random.Generator(np.random.Philox(3))
+    x, weight = generator.random((rows, 24)), generator.random((10, 24))
+    got = linear(jnp.asarray(x[None], jnp.float32), jnp.asarray(weight, jnp.float32), jnp.ones(10))
+    np.testing.assert_allclose(got, (x @ weight.T + 1)[None], rtol=1e-5)
+
+
+def test_bfloat16_stays_bfloat16_and_close():
+    cfg, params, _ = build("tinyllama")
+    half = jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16), params)
+    rows = variants.tokens()
+    positions = np.broadcast_to(np.arange(20), rows.shape)
+    got = COMPILED(cfg, half, rows, positions, np.ones_like(rows), "dense")
+    assert got.dtype == jnp.bfloat16
+    want = golden("tinyllama")["logits"]
+    assert np.corrcoef(np.asarray(got, np.float32).ravel(), want.ravel())[0, 1] > 0.99
+
+
+def test_parameter_count():
+    for name in variants.VARIANTS:
+        cfg, params, _ = build(name)
+        assert cfg.num_params == sum(x.size for x in jax.tree.leaves(params)), name
+
+
+def test_init_is_random_per_key_and_of_the_dtype():
+    cfg = ModelConfig.llama(
+        vocab_size=8, hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8
+    )
+    a, b = (init_params(cfg, jax.random.key(k), jnp.bfloat16) for k in (0, 1))
+    assert a["embed"].dtype == jnp.bfloat16
+    assert (a["embed"] != b["embed"]).any()

@@ -1,0 +1,32 @@
+"""Pages that are written from the code are current."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+LARGEST = 60_000  # bytes of a figure
+
+
+def load(name):
+    found = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_methods_page_is_current():
+    module = load("make_methods")
+    assert module.PAGE.read_text(encoding="utf-8") == module.make_page()
+
+
+def test_figures_of_the_pages_exist_and_are_small():
+    linked = {
+        (page.parent / link).resolve()
+        for page in (DOCS / "pages").glob("*.md")
+        for link in re.findall(r"\]\((\.\./figures/[^)]+)\)", page.read_text())
+    }
+    assert linked and all(path.exists() for path in linked)
+    figures = [path for path in linked if path.suffix == ".svg"]
+    assert figures and all(path.stat().st_size < LARGEST for path in figures)

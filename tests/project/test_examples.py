@@ -1,0 +1,33 @@
+"""The notebooks run from top to bottom, on the embedded models."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebook_runs(path):
+    notebook = nbformat.read(path, as_version=4)
+    assert all(not cell.get("outputs") for cell in notebook.cells), "commit without outputs"
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": EXAMPLES}}).execute()
+
+
+@pytest.mark.slow
+def test_the_sdsat_notebook_runs_as_plain_python(monkeypatch):
+    """Its cells one after the other, without Jupyter; what they find is what the text says."""
+    monkeypatch.chdir(EXAMPLES)
+    notebook = nbformat.read(EXAMPLES / "sdsat.ipynb", as_version=4)
+    names: dict = {"__name__": "notebook"}
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            exec(compile(cell.source, cell.id, "exec"), names)
+    acceptance, found = names["acceptance"], names["found"]
+    assert len(acceptance) == 3 and acceptance == sorted(acceptance, reverse=True)
+    assert acceptance[0] > 0
+    calls = {method: int(out.stats["target_calls"].sum()) for method, out in found.items()}
+    assert calls["sdsat-single"] <= calls["sdsat"]

@@ -1,0 +1,299 @@
+"""train.lm: config errors, losses, schedules, resumption after a kill, exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from specjax.errors import InputError, SpecjaxError
+from specjax.models import load_pretrained
+from train.cli import run_program
+from train.config import LMConfig, Optim, SDSATConfig, from_toml
+from train.data.packing import IGNORE
+from train.engine.loop import make_step
+from train.engine.losses import chunked_cross_entropy, chunked_distillation
+from train.engine.optim import make_optimizer, muon_axes, schedule
+from train.lm import program as lm
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "configs" / "tiny.toml")
+
+
+def program(*argv):
+    return run_program(
+        "train.lm",
+        lm.__doc__,
+        LMConfig,
+        lm.main,
+        (InputError, SpecjaxError),
+        [TINY, *map(str, argv)],
+    )
+
+
+def quick(directory, steps=20):
+    return [
+        "--set",
+        f"run.dir={directory}",
+        "--set",
+        f"optim.total_steps={steps}",
+        "--set",
+        "run.eval_every=1000",
+    ]
+
+
+def losses(directory):
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)  # configs/tiny.toml names the corpus relative to it
+
+
+# --- configs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("optim.lerning_rate=1", "did you mean optim.learning_rate"),
+        ("optimm.total_steps=1", "unknown key optimm"),
+        ("optim.total_steps=many", "expected int, got str"),
+        ("optim.total_steps=0", "above 0"),
+        ("optim.optimizer=sgd", "adamw, muon"),
+        ("distill.alpha=1.5", "from 0 to 1"),
+        ("data.corpora=stdlib", "list of strings"),
+        ("total_steps=3", "section.key=value"),
+        ("optim.total_steps", "section.key=value"),
+    ],
+)
+def test_bad_settings_are_named(override, says):
+    with pytest.raises(InputError, match=says):
+        from_toml(LMConfig, TINY, [override])
+
+
+def test_overrides_are_toml_values():
+    cfg = from_toml(LMConfig, TINY, ["optim.learning_rate=1", 'run.dir="a b"', "run.seed=7"])
+    assert (cfg.optim.learning_rate, cfg.run.dir, cfg.run.seed) == (1.0, "a b", 7)
+
+
+def test_shipped_configs_are_valid():
+    for path in sorted((ROOT / "configs").glob("*.toml")):
+        sdsat = path.name.startswith("sdsat_")
+        from_toml(SDSATConfig if sdsat else LMConfig, path)
+        name = "ablation" if path.stem == "sdsat_ablation" else "sdsat" if sdsat else "lm"
+        assert f"python -m train.{name} configs/{path.name}" in path.read_text()
+
+
+# --- losses, optimiser, schedule -------------------------------------------------------------
+
+
+@pytest.fixture
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 5)
+    hidden, other = (jax.random.normal(k, (2, 7, 4)) for k in keys[:2])
+    head, teacher = (jax.random.normal(k, (11, 4)) for k in keys[2:4])
+    labels = jax.random.randint(keys[4], (2, 7), 0, 11).at[0, 3].set(IGNORE)
+    return hidden, head, other, teacher, labels
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 5, 14, 100])
+def test_chunked_cross_entropy_equals_plain(arrays, chunk):
+    hidden, head, *_, labels = arrays
+
+    def plain(hidden, head):
+        log_p = jax.nn.log_softmax(hidden @ head.T)
+        chosen = jnp.take_along_axis(log_p, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+        return -jnp.sum(jnp.where(labels == IGNORE, 0, chosen))
+
+    def chunked(hidden, head):
+        return chunked_cross_entropy(hidden, head, labels, chunk)[0]
+
+    np.testing.assert_allclose(chunked(hidden, head), plain(hidden, head), rtol=1e-5)
+    for a, b in zip(
+        jax.grad(chunked, (0, 1))(hidden, head), jax.grad(plain, (0, 1))(hidden, head), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert chunked_cross_entropy(hidden, head, labels, chunk)[1] == 13
+
+
+def test_distillation_is_the_kl_from_the_teacher(arrays):
+    hidden, head, other, teacher, labels = arrays
+    log_p, log_q = jax.nn.log_softmax(other @ teacher.T), jax.nn.log_softmax(hidden @ head.T)
+    kl = (jnp.exp(log_p) * (log_p - log_q)).sum(-1)[labels != IGNORE].sum()
+    nll = chunked_cross_entropy(hidden, head, labels)[0]
+    for alpha in (0.0, 0.3, 1.0):
+        got, count = chunked_distillation(hidden, head, other, teacher, labels, alpha, chunk=4)
+        np.testing.assert_allclose(got, alpha * kl + (1 - alpha) * nll, rtol=1e-5)
+        assert count == 13
+
+    def loss(teacher_hidden):
+        return chunked_distillation(hidden, head, teacher_hidden, teacher, labels)[0]
+
+    assert not np.any(jax.grad(loss)(other)), "the teacher gets no gradient"
+
+
+def params():
+    block = {"q": {"weight": jnp.ones((4, 3))}, "norm": {"weight": jnp.ones(3)}}
+    return {"embed": jnp.ones((5, 3)), "layers": {"0": block}, "norm": {"weight": jnp.ones(3)}}
+
+
+def test_weight_decay_touches_matrices_only():
+    optimizer = make_optimizer(Optim(warmup_steps=0, weight_decay=0.5))
+    zero = jax.tree.map(jnp.zeros_like, params())
+    updates, _ = optimizer.update(zero, optimizer.init(params()), params())
+    assert (updates["embed"] < 0).all() and (updates["layers"]["0"]["q"]["weight"] < 0).all()
+    assert not updates["norm"]["weight"].any()
+    assert not updates["layers"]["0"]["norm"]["weight"].any()
+
+
+def test_muon_takes_the_block_matrices_only():
+    axes = muon_axes(params())
+    assert axes["layers"]["0"]["q"]["weight"] is not None
+    assert axes["embed"] is None and axes["layers"]["0"]["norm"]["weight"] is None
+
+
+def test_schedules_at_their_joints():
+    cfg = Optim(warmup_steps=10, total_steps=100, decay_fraction=0.2, final_fraction=0.1)
+    rate = schedule(cfg, 2.0)
+    for step, want in ((0, 0), (5, 1), (10, 2), (79, 2), (80, 2), (90, 1.1), (100, 0.2)):
+        np.testing.assert_allclose(rate(step), want, rtol=1e-5)
+    cosine = schedule(
+        Optim(schedule="cosine", warmup_steps=10, total_steps=100, final_fraction=0.1), 2.0
+    )
+    for step, want in ((0, 0), (10, 2), (55, 1.1), (100, 0.2)):
+        np.testing.assert_allclose(cosine(step), want, rtol=1e-5)
+
+
+def test_accumulation_equals_one_large_batch():
+    def loss(params, frozen, batch):
+        real = batch["labels"] != IGNORE
+        return jnp.sum((batch["tokens"] * params["w"] - 1) ** 2 * real), real.sum().astype(float)
+
+    tokens = jnp.arange(24.0).reshape(4, 6) / 10
+    labels = jnp.where(tokens > 1.1, IGNORE, 1)  # micro-batches of unequal counts
+    step = make_step(loss, optax.sgd(0.1))
+    results = []
+    for split in (1, 2, 4):
+        batch = {"tokens": tokens.reshape(split, -1, 6), "labels": labels.reshape(split, -1, 6)}
+        w = {"w": jnp.float32(0.3)}
+        results.append(step(w, optax.sgd(0.1).init(w), None, batch)[0]["w"])
+    np.testing.assert_allclose(results, results[0], rtol=1e-6)
+
+
+# --- the program -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run") / "whole"
+    os.chdir(ROOT)
+    assert program(*quick(directory)) == 0
+    return directory
+
+
+def test_ends_with_a_loadable_directory_and_a_card(uninterrupted):
+    cfg, found = load_pretrained(uninterrupted / "export")
+    assert cfg.num_params == sum(x.size for x in jax.tree.leaves(found))
+    card = json.loads((uninterrupted / "export" / "card.json").read_text())
+    assert card["step"] == 20 and card["held_out_bits_per_byte"] > 0
+    assert card["recipe"]["optim"]["total_steps"] == 20
+    assert (uninterrupted / "export" / "tokenizer.json").exists()
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_gives_the_same_losses(uninterrupted, tmp_path):
+    directory = tmp_path / "run"
+    command = [sys.executable, "-m", "train.lm", TINY, *quick(directory)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    checkpoints = directory / "checkpoints"
+    while process.poll() is None and not (checkpoints / "10").exists():
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert program(*quick(directory), "--resume") == 0
+    assert losses(directory) == losses(uninterrupted)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_exits_0(uninterrupted, tmp_path):
+    directory = tmp_path / "run"
+    command = [sys.executable, "-m", "train.lm", TINY, *quick(directory, 2000)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    metrics = directory / "metrics.jsonl"
+    while process.poll() is None and (not metrics.exists() or not metrics.read_text()):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 0
+    reached = losses(directory)[-1][0]
+    assert program(*quick(directory, reached + 3), "--resume") == 0
+    assert [step for step, _ in losses(directory)] == list(range(1, reached + 4))
+
+
+def test_a_run_that_diverges_exits_1_and_keeps_its_checkpoint(tmp_path, capsys):
+    directory = tmp_path / "run"
+    assert program(*quick(directory, 5)) == 0
+    broken = ["--set", "optim.learning_rate=1e30", "--set", "optim.warmup_steps=0"]
+    capsys.readouterr()
+    assert program(*quick(directory, 40), *broken, "--resume") == 1
+    err = capsys.readouterr().err.strip().splitlines()
+    assert "checkpoint of step" in err[-1] and "Traceback" not in "".join(err)
+    assert program(*quick(directory, 8), "--resume") in (0, 1)
+
+
+def one_error_line(capsys):
+    out = capsys.readouterr()
+    assert out.out == "" and "Traceback" not in out.err
+    return out.err.strip().splitlines()[-1]
+
+
+def test_bad_input_exits_2_with_one_line(uninterrupted, tmp_path, capsys):
+    cases = [
+        (quick(uninterrupted), "--resume"),
+        ([*quick(uninterrupted, 25), "--set", "run.seed=3", "--resume"], "run.seed"),
+        ([*quick(tmp_path / "new"), "--resume"], "no finished checkpoint"),
+        ([*quick(tmp_path / "t"), "--set", "distill.teacher=/no/teacher"], "/no/teacher"),
+        ([*quick(tmp_path / "u"), "--set", "model.init_from=/no/model"], "/no/model"),
+        (["--set", "optim.batch=3"], "optim.batch_size"),
+        (["--set", 'data.files=["/no/such/file"]'], "/no/such/file"),
+    ]
+    for argv, says in cases:
+        assert program(*argv) == 2, argv
+        assert says in one_error_line(capsys)
+
+
+def test_missing_config_exits_2(capsys):
+    arguments = ("train.lm", "", LMConfig, lm.main, (InputError,), ["/no/config.toml"])
+    assert run_program(*arguments) == 2
+    assert "/no/config.toml" in one_error_line(capsys)
+
+
+def test_dry_run_prints_one_object_and_writes_nothing(tmp_path, capsys):
+    assert program(*quick(tmp_path / "run"), "--dry-run", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["steps"] == 20 and plan["parameters"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_distillation_runs_from_a_teacher(uninterrupted, tmp_path, capsys):
+    teacher = uninterrupted / "export"
+    argv = [
+        *quick(tmp_path / "draft", 4),
+        "--set",
+        f"distill.teacher={teacher}",
+        "--set",
+        f"tokenizer.path={teacher}/tokenizer.json",
+        "--json",
+    ]
+    assert program(*argv) == 0
+    assert json.loads(capsys.readouterr().out)["finished"] is True

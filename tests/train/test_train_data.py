@@ -1,0 +1,320 @@
+"""The corpus, its tokenizer and the loader: exact, deterministic, restartable."""
+
+import itertools
+import json
+import sys
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from specjax.errors import InputError
+from train.data import corpus
+from train.data.corpus import Document, is_held_out, load_corpus, permissive_distributions
+from train.data.packing import (
+    IGNORE,
+    Prepared,
+    make_loader,
+    pack_row,
+    prepare,
+    valid_batches,
+)
+from train.data.tokenizer import EOS_ID, SPECIAL_TOKENS, load_tokenizer, train_tokenizer
+
+SEQ_LEN, BATCH = 16, 2
+
+
+@pytest.fixture(scope="module")
+def documents():
+    """60 small programs, a few of them held out by their names."""
+    texts = [f"def f{i}(x):\n    return x * {i}\n" * (1 + i % 5) for i in range(60)]
+    return [Document(f"d/{i}.py", text) for i, text in enumerate(texts)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(documents, tmp_path_factory):
+    return train_tokenizer(documents, 300, tmp_path_factory.mktemp("tok") / "tokenizer.json")
+
+
+@pytest.fixture(scope="module")
+def prepared(documents, tokenizer):
+    return prepare(documents, tokenizer)
+
+
+def take(loader, count):
+    return [next(loader) for _ in range(count)]
+
+
+def assert_same(left, right):
+    for a, b in zip(left, right, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            np.testing.assert_array_equal(a[key], b[key])
+
+
+# --- corpus ------------------------------------------------------------------------------------
+
+
+def test_stdlib_is_sorted_and_leaves_out_tests_and_tables():
+    names = [name for name, _ in corpus.stdlib_files()]
+    assert names == sorted(names) and "stdlib/json/decoder.py" in names
+    assert not [n for n in names if "/test" in n.removeprefix("stdlib/unittest")]
+    assert not [n for n in names if n.startswith(("stdlib/encodings/", "stdlib/lib2to3/"))]
+
+
+def test_licences():
+    assert "numpy" in permissive_distributions() and "specjax" not in permissive_distributions()
+    accepted = ("MIT", "BSD-3-Clause AND Zlib", "MIT OR GPL-3.0", "PSF-2.0", "ISC License (ISCL)")
+    refused = ("", "UNKNOWN", "MPL-2.0", "MPL-2.0 AND MIT", "GPL-3.0-only", "Proprietary", "LGPL")
+    assert [l for l in accepted if not corpus._is_permissive(l)] == []
+    assert [l for l in refused if corpus._is_permissive(l)] == []
+
+
+def test_files_folders_and_normalisation(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.py").write_bytes(b"x\t= 1\r\n" * 60)
+    (tmp_path / "sub" / "short.txt").write_text("too short")
+    (tmp_path / "sub" / "latin.txt").write_bytes(b"\xe9" * 300)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"content": "y = 2\n" * 60}) + "\n\n")
+    read = load_corpus([], [str(tmp_path / "sub"), str(tmp_path / "b.jsonl")])
+    assert [d.name for d in read] == ["b.jsonl#1", "sub/a.py"]
+    assert read[1].text == "x\t= 1\n" * 60
+
+
+def test_of_two_equal_texts_the_held_out_one_stays(tmp_path):
+    held = next(f"{i}.py" for i in range(1000) if is_held_out(f"{i}.py"))
+    for name in ("!first.py", held):
+        (tmp_path / name).write_text("z = 3\n" * 60)
+    assert not is_held_out("!first.py")
+    read = load_corpus([], [str(tmp_path / "!first.py"), str(tmp_path / held)])
+    assert [d.name for d in read] == [held]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "fine"}\n{"text": \n', r"bad\.jsonl line 2 is not JSON"),
+        ('{"text": "fine"}\n\n[1]\n', r"bad\.jsonl line 3: expected an object .*text or content"),
+        ('{"text": 5}\n', r"bad\.jsonl line 1: expected"),
+    ],
+)
+def test_a_bad_jsonl_line_is_named(tmp_path, content, message):
+    (tmp_path / "bad.jsonl").write_text(content)
+    with pytest.raises(InputError, match=message):
+        load_corpus([], [str(tmp_path / "bad.jsonl")])
+
+
+def test_bad_sources_are_named(tmp_path):
+    with pytest.raises(InputError, match="unknown corpus 'wiki': expected one of installed, stdl"):
+        load_corpus(["wiki"])
+    with pytest.raises(InputError, match=r"cannot read .*none\.txt: No such file"):
+        load_corpus([], [str(tmp_path / "none.txt")])
+    (tmp_path / "s.txt").write_text("short")
+    with pytest.raises(InputError, match="corpus is empty"):
+        load_corpus([], [str(tmp_path / "s.txt")])
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(InputError, match=r"specjax\[parquet\]"):
+        load_corpus([], [str(tmp_path / "a.parquet")])
+
+
+def test_parquet(tmp_path):
+    def load(name, columns):
+        parquet.write_table(pyarrow.table(columns), tmp_path / name)
+        return load_corpus([], [str(tmp_path / name)])
+
+    read = load("a.parquet", {"content": ["a = 1\n" * 60, "b = 2\n" * 60]})
+    assert [d.name for d in read] == ["a.parquet#1", "a.parquet#2"]
+    with pytest.raises(InputError, match=r"b\.parquet has no column text or content: .* body"):
+        load("b.parquet", {"body": ["x"]})
+    with pytest.raises(InputError, match=r"c\.parquet row 2: column text holds None"):
+        load("c.parquet", {"text": ["x", None]})
+    (tmp_path / "d.parquet").write_bytes(b"no parquet")
+    with pytest.raises(InputError, match=r"d\.parquet is not a readable parquet file"):
+        load_corpus([], [str(tmp_path / "d.parquet")])
+
+
+# --- tokenizer ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(x):\n\n\treturn x  # café\n",
+        "a\r\n  b\r\nc\rd \n \n  ",
+        "👩‍👩‍👧 e\u0301 \u00a0\u3000 中文12345 ١٢٣",
+        "null\0byte \x0b\x0c\x1b \ufffd\ufeff",
+        " <|endoftext|> <|fim_eot|>",
+        "  leading and trailing  ",
+        "",
+    ],
+)
+def test_round_trip_is_exact(tokenizer, text):
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_pieces_suit_code(documents, tmp_path):
+    text = "class A:\n\n    def g(self):\n        return self.x_y + 12345\n" * 50
+    tokens = train_tokenizer([Document("t.py", text)], 400, tmp_path / "t.json")
+    pieces = [tokens.decode([i]) for i in tokens.encode(text[:64]).ids]
+    assert "\n\n    " in pieces and "\n        " in pieces and " return" not in pieces
+    assert [p for p in pieces if p.isdigit()] == ["123", "45"]
+
+
+def test_tokenizer_is_deterministic_and_read_back(documents, tokenizer, tmp_path):
+    path = tmp_path / "new" / "tokenizer.json"
+    again = train_tokenizer(documents, 300, path)
+    assert again.to_str() == tokenizer.to_str() == load_tokenizer(path).to_str()
+    assert [tokenizer.token_to_id(t) for t in SPECIAL_TOKENS] == list(range(5))
+    assert [p.name for p in path.parent.iterdir()] == ["tokenizer.json"]
+    seen = [d for d in documents if not is_held_out(d.name)]
+    assert train_tokenizer(seen, 300, path).to_str() == tokenizer.to_str()
+
+
+def test_tokenizer_errors(documents, tmp_path):
+    with pytest.raises(InputError, match="vocab_size 260 is too small: at least 261"):
+        train_tokenizer(documents, 260, tmp_path / "t.json")
+    with pytest.raises(InputError, match="cannot read the tokenizer"):
+        load_tokenizer(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(InputError, match=r"bad\.json is not a tokenizer\.json"):
+        load_tokenizer(tmp_path / "bad.json")
+
+
+# --- streams and rows --------------------------------------------------------------------------
+
+
+def test_held_out_documents_are_not_trained_on(documents, tokenizer, prepared):
+    held = [d.text for d in documents if is_held_out(d.name)]
+    trained = [d.text for d in documents if not is_held_out(d.name)]
+    assert held and trained
+    for stream, offsets, texts in (
+        (prepared.train, prepared.train_offsets, trained),
+        (prepared.valid, prepared.valid_offsets, held),
+    ):
+        parts = [stream[a:b] for a, b in itertools.pairwise(offsets)]
+        assert [tokenizer.decode(part[:-1]) for part in parts] == texts
+        assert all(part[-1] == EOS_ID and EOS_ID not in part[:-1] for part in parts)
+    assert prepared.valid_bytes == sum(len(text.encode()) for text in held)
+    assert prepared.train.dtype == np.uint16
+
+
+def test_special_tokens_in_a_source_are_text(tokenizer):
+    done = prepare([Document("d/0.py", "x <|endoftext|> y")], tokenizer)
+    assert np.flatnonzero(done.train == EOS_ID).tolist() == [len(done.train) - 1]
+
+
+def test_nothing_left_to_train_on(tokenizer):
+    held = next(f"{i}" for i in range(1000) if is_held_out(f"{i}"))
+    with pytest.raises(InputError, match="none of the corpus's 1 documents is left"):
+        prepare([Document(held, "x")], tokenizer)
+
+
+def test_cache_is_used_checked_and_replaced(documents, tokenizer, prepared, tmp_path):
+    def load():
+        return prepare(documents, tokenizer, tmp_path)
+
+    np.testing.assert_array_equal(load().train, prepared.train)
+    (file,) = tmp_path.iterdir()
+    arrays = dict(np.load(file))
+    np.savez(file, **{**arrays, "valid_bytes": -1})
+    assert load().valid_bytes == -1
+    file.write_bytes(file.read_bytes()[:100])
+    assert load().valid_bytes == prepared.valid_bytes
+    prepare(documents[1:], tokenizer, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_row_by_hand():
+    # Documents [1 2 0], [3 4 5 6 0], [7 0] in the order 1, 0, 2, cut every four tokens.
+    stream = np.array([1, 2, 0, 3, 4, 5, 6, 0, 7, 0], np.uint16)
+    offsets, order, starts = np.array([0, 3, 8, 10]), np.array([1, 0, 2]), np.array([0, 5, 8, 10])
+    rows = [pack_row(stream, offsets, order, starts, row, 4) for row in range(4)]
+    by_key = {key: [row[key].tolist() for row in rows] for key in rows[0]}
+    no = IGNORE
+    assert by_key == {
+        "tokens": [[3, 4, 5, 6], [0, 1, 2, 0], [7, 0, 0, 0], [0, 0, 0, 0]],
+        "labels": [[4, 5, 6, 0], [no, 2, 0, no], [0, no, no, no], [no] * 4],
+        "segments": [[1, 1, 1, 1], [1, 2, 2, 2], [1, 1, 0, 0], [0] * 4],
+        "positions": [[0, 1, 2, 3], [0, 0, 1, 2], [0, 1, 0, 0], [0] * 4],
+    }
+    assert all(row[key].dtype == np.int32 for row in rows for key in row)
+
+
+def test_an_epoch_holds_every_token_once_and_epochs_differ(prepared):
+    rows_per_epoch = -(-len(prepared.train) // SEQ_LEN)
+    loader = make_loader(prepared, SEQ_LEN, 1, seed=3)
+    epochs = [take(loader, rows_per_epoch) for _ in range(2)]
+    streams = []
+    for epoch in epochs:
+        batch = {key: np.concatenate([b[key][0] for b in epoch]) for key in epoch[0]}
+        real = batch["segments"] > 0
+        streams.append(batch["tokens"][real])
+        ends = batch["tokens"] == EOS_ID
+        assert (batch["labels"][ends | ~real] == IGNORE).all()
+        # A label is the token that follows in the epoch's text, over row ends too.
+        np.testing.assert_array_equal(
+            batch["labels"][:-1][~ends[:-1]], batch["tokens"][1:][~ends[:-1]]
+        )
+    for stream in streams:
+        np.testing.assert_array_equal(np.sort(stream), np.sort(prepared.train))
+    assert not np.array_equal(*streams)
+
+
+# --- loader ------------------------------------------------------------------------------------
+
+
+def test_a_restored_loader_goes_on_where_it_was(prepared):
+    def new():
+        return make_loader(prepared, SEQ_LEN, BATCH, seed=1)
+
+    loader = new()
+    take(loader, 40)  # into the second epoch
+    state = json.loads(json.dumps(loader.get_state()))
+    following = take(loader, 40)
+    restored = new()
+    restored.set_state(state)
+    assert_same(take(restored, 40), following)
+    other = make_loader(prepared, SEQ_LEN, BATCH, seed=2)
+    assert not np.array_equal(next(other)["tokens"], next(new())["tokens"])
+
+
+def test_two_processes_share_the_rows_without_overlap(prepared):
+    whole = take(make_loader(prepared, SEQ_LEN, 2 * BATCH, seed=1), 20)
+    halves = [
+        take(make_loader(prepared, SEQ_LEN, BATCH, 1, process_index=i, process_count=2), 20)
+        for i in range(2)
+    ]
+    for step, batch in enumerate(whole):
+        for index in range(2):
+            assert_same([halves[index][step]], [{k: v[index::2] for k, v in batch.items()}])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_len": 0}, "seq_len is 0: expected at least 1"),
+        ({"batch_size": -1}, "batch_size is -1"),
+        ({"seed": -1}, "seed is -1: expected 0 or more"),
+        ({"process_index": 2, "process_count": 2}, "process_index is 2: expected 0 to 1"),
+    ],
+)
+def test_loader_refuses_bad_sizes(prepared, options, message):
+    with pytest.raises(InputError, match=message):
+        make_loader(prepared, **{"seq_len": 8, "batch_size": 2, "seed": 0, **options})
+
+
+def test_valid_batches_cover_the_held_out_tokens(prepared):
+    batches = valid_batches(prepared, SEQ_LEN, BATCH)
+    assert_same(batches, valid_batches(prepared, SEQ_LEN, BATCH))
+    assert {batch["tokens"].shape for batch in batches} == {(BATCH, SEQ_LEN)}
+    tokens = np.concatenate([batch["tokens"][batch["segments"] > 0] for batch in batches])
+    np.testing.assert_array_equal(tokens, prepared.valid)
+    assert len(valid_batches(prepared, SEQ_LEN, BATCH, limit=2)) == 2
+    nothing = Prepared(prepared.train, prepared.train_offsets, tokens[:0], np.zeros(1, int), 0)
+    assert valid_batches(nothing, SEQ_LEN, BATCH) == []

@@ -1,0 +1,96 @@
+"""A byte-level BPE tokenizer for Python code, trained on the corpus.
+
+Nothing is normalised and every byte is in the alphabet, so decoding what was encoded gives
+back the text exactly.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from specjax.errors import InputError
+from train.data.corpus import Document, is_held_out
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|fim_prefix|>",
+    "<|fim_suffix|>",
+    "<|fim_middle|>",
+    "<|fim_eot|>",
+)
+EOS_ID = 0
+BYTES = 256
+
+# A token never crosses these pieces. A line break carries the next line's indentation, so one
+# token says "new line, this deep"; a word carries the one space or punctuation mark before it;
+# numbers come in groups of at most three digits.
+_PIECES = "|".join(
+    (
+        r"(?:\r?\n)+[ \t]*",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+",
+        r"[^\S\r\n]+",
+        r"\s",
+    )
+)
+
+
+def train_tokenizer(
+    documents: Sequence[Document], vocab_size: int, out_path: str | os.PathLike
+) -> Tokenizer:
+    """Trains on the documents that are not held out and writes `tokenizer.json` atomically.
+
+    The result depends on the documents and `vocab_size` only.
+
+    Args:
+      documents: the corpus.
+      vocab_size: tokens including the special ones and the 256 bytes.
+      out_path: file to write.
+
+    Raises:
+      InputError: `vocab_size` has no room for the bytes and the special tokens.
+    """
+    smallest = BYTES + len(SPECIAL_TOKENS)
+    if vocab_size < smallest:
+        raise InputError(f"vocab_size {vocab_size} is too small: at least {smallest} are needed")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        # Sorted, because the library hands the alphabet out as an unordered set.
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    texts = (document.text for document in documents if not is_held_out(document.name))
+    tokenizer.train_from_iterator(texts, trainer)
+    save_tokenizer(tokenizer, out_path)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike) -> None:
+    """Writes `tokenizer.json` so that a reader sees the old file or the new one, never half."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
+    """Reads a `tokenizer.json`; raises InputError where there is none or it is damaged."""
+    try:
+        return Tokenizer.from_str(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read the tokenizer {path}: {error.strerror}") from None
+    except Exception as error:  # the library raises bare Exception for malformed JSON
+        raise InputError(f"{path} is not a tokenizer.json: {error}") from None

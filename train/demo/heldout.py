@@ -1,0 +1,97 @@
+"""Writes the manifest of held-out functions: `python -m train.heldout OUT`.
+
+It lists functions of the standard-library files that `is_held_out` keeps from training, less
+those whose code other files of the corpus repeat.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from itertools import zip_longest
+from pathlib import Path
+
+from specjax.demo.heldout import MANIFEST, PROMPT_CHARS, HeldOut, parse_functions
+from specjax.errors import InputError
+from train.data.corpus import Document, is_held_out, load_corpus
+
+BODY_LINES = range(6, 61)
+_REPEATED_LINES = 6  # so many equal lines in a row are a copy, not a common idiom
+
+
+def build_manifest(documents: Iterable[Document]) -> dict:
+    """The manifest as `specjax.demo.heldout` reads it, from the corpora that models train on."""
+    held_out, trained = [], set()
+    for document in documents:
+        if not is_held_out(document.name):
+            trained |= _line_runs(document.text)
+        elif document.name.startswith("stdlib/"):
+            held_out.append(document)
+    by_module = [_select(document, trained) for document in held_out]
+    functions = [f for turn in zip_longest(*by_module) for f in turn if f is not None]
+    entries = [{"module": f.module, "name": f.name, "sha256": f.sha256} for f in functions]
+    return {"python": platform.python_version(), "functions": entries}
+
+
+def _select(document: Document, trained: set[int]) -> list[HeldOut]:
+    """The functions of one file worth completing, in the file's order."""
+    functions = list(parse_functions(document.text, _module(document.name)))
+    count = Counter(function.name for function in functions)
+    return [
+        function
+        for function in functions
+        # A name that stands twice, such as a property and its setter, names neither.
+        if count[function.name] == 1
+        and function.reference.count("\n") in BODY_LINES
+        # The signature must have survived the cut of the prompt.
+        and len(function.source) - len(function.reference) < PROMPT_CHARS
+        and _line_runs(function.source).isdisjoint(trained)
+    ]
+
+
+def _module(name: str) -> str:
+    """`stdlib/json/__init__.py` → `json`."""
+    return (
+        name.removeprefix("stdlib/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    )
+
+
+def _line_runs(text: str) -> set[int]:
+    """Hashes of all runs of `_REPEATED_LINES` lines, blank lines and comments left out."""
+    lines = [line.strip() for line in text.split("\n")]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    starts = range(len(lines) - _REPEATED_LINES + 1)
+    return {hash(tuple(lines[start : start + _REPEATED_LINES])) for start in starts}
+
+
+def write_manifest(manifest: dict, path: Path) -> None:
+    """Writes the JSON atomically, one function per line."""
+    entries = ",\n".join(json.dumps(entry) for entry in manifest["functions"])
+    text = f'{{"python": {json.dumps(manifest["python"])}, "functions": [\n{entries}\n]}}\n'
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m train.heldout", description=__doc__)
+    parser.add_argument("out", nargs="?", type=Path, default=MANIFEST)
+    path = parser.parse_args().out
+    try:
+        manifest = build_manifest(load_corpus(["stdlib", "installed"]))
+        write_manifest(manifest, path)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{len(manifest['functions'])} held-out functions written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Checkpoints through orbax: asynchronous, atomic, the last N kept.
+
+A checkpoint is params, optimiser state, and a JSON note with the step and the loader's
+position. A process killed at any moment leaves the last finished one intact.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from specjax.errors import InputError
+
+
+class Checkpoints:
+    """The checkpoints of one run, in ``directory``."""
+
+    def __init__(self, directory: str | Path, keep: int):
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self._manager = ocp.CheckpointManager(Path(directory).absolute(), options=options)
+
+    @property
+    def latest(self) -> int | None:
+        """The step of the newest finished checkpoint."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, arrays: Any, note: dict[str, Any]) -> None:
+        """Starts saving; the device arrays are copied before this returns."""
+        if step == self.latest:
+            return
+        args = ocp.args.Composite(
+            arrays=ocp.args.StandardSave(arrays), note=ocp.args.JsonSave(note)
+        )
+        self._manager.save(step, args=args)
+
+    def restore(self, like: Any) -> tuple[Any, dict[str, Any]]:
+        """The newest checkpoint as ``(arrays, note)``, shaped ``like`` the given tree.
+
+        Raises:
+          InputError: no checkpoint is there, its arrays have another shape, or it is damaged.
+        """
+        step = self.latest
+        if step is None:
+            raise InputError("--resume: the run has no finished checkpoint; start it without")
+        args = ocp.args.Composite(
+            arrays=ocp.args.StandardRestore(like), note=ocp.args.JsonRestore()
+        )
+        try:
+            found = self._manager.restore(step, args=args)
+        except json.JSONDecodeError as error:
+            raise self._damaged(step, error) from None
+        except ValueError as error:
+            raise InputError(
+                f"checkpoint {step} does not fit this config: {_first(error)}"
+            ) from None
+        except Exception as error:  # orbax raises bare Exceptions for files it cannot read
+            raise self._damaged(step, error) from None
+        return found["arrays"], found["note"]
+
+    def _damaged(self, step: int, error: Exception) -> InputError:
+        path = self._manager.directory / str(step)
+        return InputError(
+            f"checkpoint {path} is damaged ({_first(error)}): move it away, and --resume goes on "
+            "from the one before"
+        )
+
+    def close(self) -> None:
+        """Returns when everything that was started is on disk."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def _first(error: Exception) -> str:
+    """The first sentence of an error: orbax appends pages of storage details."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]

@@ -1,0 +1,124 @@
+"""Losses over the vocabulary that never hold the logits of a whole batch.
+
+Logits exist for ``chunk`` tokens at a time and are recomputed in the backward pass.
+Axis legend: B rows, T tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from train.data.packing import IGNORE
+
+CHUNK = 2048
+
+
+def chunked_cross_entropy(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    labels: Int[Array, "B T"],
+    chunk: int = CHUNK,
+    softcap: float | None = None,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Summed negative log-likelihood in nats, and the number of labels that are not IGNORE."""
+
+    def loss(hidden, labels):
+        return nll(logits(hidden, head, softcap), labels)
+
+    return sum_over_chunks(loss, (hidden,), labels, chunk), label_count(labels)
+
+
+def chunked_distillation(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    teacher_hidden: Float[Array, "B T E"],
+    teacher_head: Float[Array, "V E"],
+    labels: Int[Array, "B T"],
+    alpha: float = 1.0,
+    temperature: float = 1.0,
+    chunk: int = CHUNK,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Summed ``alpha · KL(teacher ‖ student) + (1 − alpha) · NLL``, and the token count.
+
+    The KL is taken at ``temperature`` and scaled by its square (Hinton et al. 2015, §2), so
+    that its gradient keeps its size. The teacher gets no gradient.
+    """
+
+    def loss(hidden, teacher_hidden, labels):
+        student = logits(hidden, head)
+        teacher = jax.lax.stop_gradient(logits(teacher_hidden, teacher_head))
+        kl = summed_kl(teacher, student, labels, temperature)
+        return alpha * kl + (1 - alpha) * nll(student, labels)
+
+    total = sum_over_chunks(loss, (hidden, teacher_hidden), labels, chunk)
+    return total, label_count(labels)
+
+
+def logits(
+    hidden: Float[Array, "n D"], head: Float[Array, "V D"], softcap: float | None = None
+) -> Float[Array, "n V"]:
+    """float32 logits, whatever dtype the hidden states have; capped where the model does."""
+    out = jnp.einsum("nd,vd->nv", hidden, head, preferred_element_type=jnp.float32)
+    return out if softcap is None else softcap * jnp.tanh(out / softcap)
+
+
+def nll(logits: Float[Array, "n V"], labels: Int[Array, "n"]) -> Float[Array, ""]:
+    """Summed negative log-likelihood of the labels that are not IGNORE."""
+    real = labels != IGNORE
+    at = jnp.take_along_axis(logits, jnp.where(real, labels, 0)[:, None], axis=-1)[:, 0]
+    return jnp.sum((jax.nn.logsumexp(logits, axis=-1) - at) * real)
+
+
+def summed_kl(
+    teacher: Float[Array, "n V"],
+    student: Float[Array, "n V"],
+    labels: Int[Array, "n"],
+    temperature: float = 1.0,
+) -> Float[Array, ""]:
+    """Summed KL(teacher ‖ student) of logits, where the label is not IGNORE."""
+    log_p = jax.nn.log_softmax(teacher / temperature)
+    log_q = jax.nn.log_softmax(student / temperature)
+    kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1) * temperature**2
+    return jnp.sum(kl * (labels != IGNORE))
+
+
+def label_count(labels: Int[Array, "..."]) -> Float[Array, ""]:
+    """The number of labels that are not IGNORE, as a float32."""
+    return jnp.sum(labels != IGNORE).astype(jnp.float32)
+
+
+def sum_over_chunks(
+    sums: Callable[..., Any],
+    inputs: tuple[Array, ...],
+    labels: Int[Array, "B T"],
+    chunk: int = CHUNK,
+) -> Any:
+    """``sums(*inputs, labels)`` for ``chunk`` tokens at a time, added up.
+
+    Args:
+      sums: takes ``[n, ...]`` of each input and ``[n]`` labels; returns any tree of float32
+        sums. It is recomputed in the backward pass. Padding has label IGNORE and zeros.
+      inputs: ``[B, T, ...]`` each.
+    """
+    count = labels.size
+    chunk = min(chunk, count)
+    pad = -count % chunk
+
+    def split(x, fill):
+        x = x.reshape(count, *x.shape[2:])
+        x = jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
+        return x.reshape(-1, chunk, *x.shape[1:])
+
+    parts = (*(split(x, 0) for x in inputs), split(labels, IGNORE))
+
+    def add(total, part):
+        return jax.tree.map(jnp.add, total, jax.checkpoint(sums)(*part)), None
+
+    shapes = jax.eval_shape(sums, *(part[0] for part in parts))
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.scan(add, zero, parts)[0]

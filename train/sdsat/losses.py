@@ -1,0 +1,301 @@
+"""SDSAT's losses (ALGORITHMS.md §12; paper §2.2, Appendix A), as functions of a batch.
+
+``basic`` trains on the mixed sequence alone; ``improved`` (the paper's) on the clean and the
+mixed one; ``isolated`` (ours) on the clean one and windows behind it that nothing else sees.
+The last two are ½ (mean over clean tokens + w · mean over adaptive tokens); equation (9)
+multiplies a scalar by a mask and does not say over what its second mean runs.
+
+Axes: B rows, T tokens, A appended slots, W windows, k tokens of one, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.models import ModelConfig, hidden_states
+from specjax.models.attention import Meta, causal_mask
+from train.data.packing import IGNORE
+from train.engine.loop import Extras, LossFn
+from train.engine.losses import (
+    chunked_cross_entropy,
+    label_count,
+    logits,
+    nll,
+    sum_over_chunks,
+    summed_kl,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What is minimised.
+
+    Attributes:
+      loss: ``basic``, ``improved`` or ``isolated``.
+      window: L, the adaptive places that are logged apart.
+      self_share: weight of KL(own clean distribution ‖ adaptive one); the rest of the adaptive
+        loss is cross-entropy on the data. 0: ``data``; 1: ``self``; between: ``mix``.
+      weight: w, of the adaptive mean.
+      dtype: the forward pass's; params and their gradients stay as they are.
+      remat: recompute each block in the backward pass.
+      scan: compile one block and scan the layers.
+    """
+
+    loss: str
+    window: int
+    self_share: float = 0.0
+    weight: float = 1.0
+    dtype: str = "float32"
+    remat: bool = False
+    scan: bool = False
+
+    @property
+    def passes(self) -> dict[str, bool]:
+        """How :func:`specjax.models.hidden_states` runs its blocks."""
+        return {"remat": self.remat, "scan": self.scan}
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """The output table ``[V, D]`` and what the model does to its logits."""
+
+    table: Float[Array, "V D"]
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, cfg: ModelConfig, params: dict) -> Head:
+        return cls(params["embed" if cfg.tie_embeddings else "head"], cfg.logit_softcap)
+
+    def logits(self, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
+        return logits(hidden, self.table, self.softcap)
+
+    def cross_entropy(self, hidden: Float[Array, "B N D"], labels: Int[Array, "B N"]) -> tuple:
+        """(summed nats, labels that are not IGNORE)."""
+        return chunked_cross_entropy(hidden, self.table, labels, softcap=self.softcap)
+
+    def argmax(self, hidden: Float[Array, "B N D"]) -> Int[Array, "B N"]:
+        """The most probable token after each; the logits of one row exist at a time."""
+        return jax.lax.map(lambda row: jnp.argmax(self.logits(row), axis=-1), hidden)
+
+
+def isolated_mask(query: Meta, key: Meta) -> Bool[Array, "B N S"]:
+    """Causal; a window's token sees the clean tokens before its window, and its window.
+
+    Metadata beside :func:`causal_mask`'s: ``windows`` int32, 0 for clean tokens, else the
+    window's number; ``starts`` int32, the position at which a window token's window starts.
+    """
+    own = query["windows"][:, :, None] == key["windows"][:, None, :]
+    before = key["position"][:, None, :] < query["starts"][:, :, None]
+    clean = (key["windows"] == 0)[:, None, :] & (query["windows"] > 0)[:, :, None]
+    return causal_mask(query, key) & (own | (clean & before))
+
+
+def sdsat_loss(cfg: ModelConfig, objective: Objective) -> LossFn:
+    """The training loss; its batches are :func:`weigh`-ed and laid out for ``objective.loss``.
+
+    Logged beside it: ``clean_loss`` and ``adaptive_loss`` in nats per token, and per place in
+    the window ``adaptive_accuracy`` against the data and, with self targets,
+    ``adaptive_agreement`` with the clean argmax.
+    """
+    run = {"basic": _basic, "improved": _improved, "isolated": _isolated}[objective.loss]
+
+    def loss(params, frozen, batch):
+        params = _cast(params, objective.dtype)
+        return run(cfg, objective, params, batch)
+
+    return loss
+
+
+def weigh(objective: Objective, batches: dict) -> dict:
+    """Adds ``ratio`` float32 ``[accumulate]``: clean tokens per adaptive token of the step."""
+    clean, adaptive = split_labels(objective.loss, batches)
+    ratio = label_count(clean) / jnp.maximum(label_count(adaptive), 1.0)
+    return batches | {"ratio": jnp.broadcast_to(ratio, clean.shape[:1])}
+
+
+def split_labels(loss: str, batch: dict) -> tuple[Int[Array, "*a T"], Int[Array, "*a N"]]:
+    """(labels of the clean mean, labels of the adaptive mean): the rest of either is IGNORE."""
+    labels = batch["labels"]
+    if loss == "isolated":
+        tokens = labels.shape[-1] - batch["sources"].shape[-1]
+        return labels[..., :tokens], labels[..., tokens:]
+    adaptive = jnp.where(batch["index"] > 0, labels, IGNORE)
+    if loss == "improved":
+        return labels, adaptive
+    return jnp.where(batch["index"] > 0, IGNORE, labels), adaptive
+
+
+def _basic(cfg: ModelConfig, objective: Objective, params: dict, batch: dict) -> tuple:
+    """CE(M̂, Y): every token of the mixed sequence alike."""
+    batch = batch | {"tokens": batch["mixed"]}
+    hidden = _hidden(cfg, params, batch, **objective.passes)
+    clean, adaptive = split_labels("basic", batch)
+    head = Head.of(cfg, params)
+    clean_sum, clean_count = head.cross_entropy(hidden, clean)
+    found = adaptive_sums(objective, head, hidden, None, adaptive, batch["index"])
+    total, count = clean_sum + found["loss"], clean_count + found["count"].astype(jnp.float32)
+    return total, count, _extras(clean_sum, clean_count, found)
+
+
+def _improved(cfg: ModelConfig, objective: Objective, params: dict, batch: dict) -> tuple:
+    """The clean and the mixed sequence, as rows of one batch."""
+    both = {
+        name: jnp.concatenate([batch[name], batch[other]])
+        for name, other in (
+            ("tokens", "mixed"),
+            ("positions", "positions"),
+            ("segments", "segments"),
+        )
+    }
+    clean, mixed = jnp.split(_hidden(cfg, params, both, **objective.passes), 2)
+    return _two_means(objective, Head.of(cfg, params), clean, mixed, clean, batch)
+
+
+def _isolated(cfg: ModelConfig, objective: Objective, params: dict, batch: dict) -> tuple:
+    """The clean sequence once, and the windows that only they themselves see."""
+    hidden = isolated_hidden(cfg, params, batch, **objective.passes)
+    clean, windows = split_hidden(hidden, batch)
+    own = at_sources(clean, batch)
+    return _two_means(objective, Head.of(cfg, params), clean, windows, own, batch)
+
+
+def _two_means(objective, head, clean, adaptive, own, batch) -> tuple:
+    """½ (clean mean + w · adaptive mean), times the clean count that the step divides by.
+
+    ``own`` are the clean stream's hidden states where ``adaptive`` predict the same label.
+    """
+    clean_labels, labels = split_labels(objective.loss, batch)
+    index = batch["index"][:, -labels.shape[1] :]
+    clean_sum, clean_count = head.cross_entropy(clean, clean_labels)
+    teacher = own if objective.self_share else None
+    found = adaptive_sums(objective, head, adaptive, teacher, labels, index)
+    total = 0.5 * (clean_sum + objective.weight * batch["ratio"] * found["loss"])
+    return total, clean_count, _extras(clean_sum, clean_count, found)
+
+
+def adaptive_sums(
+    objective: Objective,
+    head: Head,
+    hidden: Float[Array, "B N D"],
+    teacher: Float[Array, "B N D"] | None,
+    labels: Int[Array, "B N"],
+    index: Int[Array, "B N"],
+) -> dict[str, Array]:
+    """Sums over adaptive tokens: the loss, the count, and per place the hits.
+
+    ``teacher`` are hidden states of the same model that get no gradient.
+    """
+    share = objective.self_share
+
+    def sums(hidden, teacher, index, labels):
+        student, real = head.logits(hidden), labels != IGNORE
+        places = jax.nn.one_hot(index - 1, objective.window) * real[:, None]
+        guess = jnp.argmax(student, axis=-1)
+        out = {
+            "loss": (1 - share) * nll(student, labels),
+            "count": jnp.sum(real).astype(jnp.float32),
+            "places": places.sum(0),
+            "hits": ((guess == labels)[:, None] * places).sum(0),
+        }
+        if share:
+            own = jax.lax.stop_gradient(head.logits(teacher))
+            out["loss"] += share * summed_kl(own, student, labels)
+            out["agreed"] = ((guess == jnp.argmax(own, axis=-1))[:, None] * places).sum(0)
+        return out
+
+    # Without a teacher the hidden states stand in for it, unread: the compiler drops them.
+    teacher = hidden if teacher is None else teacher
+    return sum_over_chunks(sums, (hidden, jax.lax.stop_gradient(teacher), index), labels)
+
+
+def _extras(clean_sum: Array, clean_count: Array, found: dict[str, Array]) -> Extras:
+    extras = {
+        "clean_loss": (clean_sum, clean_count),
+        "adaptive_loss": (found["loss"], found["count"]),
+        "adaptive_accuracy": (found["hits"], found["places"]),
+    }
+    if "agreed" in found:
+        extras["adaptive_agreement"] = (found["agreed"], found["places"])
+    return jax.lax.stop_gradient(extras)
+
+
+def probe_loss(cfg: ModelConfig, length: int, dtype: str = "float32") -> LossFn:
+    """The clean loss, and how well windows of ``length`` draft, on ``probe_row`` batches.
+
+    Extras beside the training loss's: ``acceptance`` ``[length]``, the share of windows whose
+    places 1..i all agree with the clean argmax; ``accepted``, the mean number of those places;
+    ``adaptive_loss`` is against the data. The clean argmax is taken along the data, not along
+    the model's own continuation: the figures stand in for greedy decoding's.
+    """
+
+    def loss(params, frozen, batch):
+        params = _cast(params, dtype)
+        clean, windows = split_hidden(isolated_hidden(cfg, params, batch), batch)
+        clean_labels, labels = split_labels("isolated", batch)
+        head = Head.of(cfg, params)
+        total, count = head.cross_entropy(clean, clean_labels)
+        objective = Objective("isolated", length, self_share=1.0)
+        own = at_sources(clean, batch)
+        index = batch["index"][:, -labels.shape[1] :]
+        found = adaptive_sums(objective, head, windows, own, labels, index)
+        agree = head.argmax(windows) == head.argmax(own)
+        run, whole = _leading_runs(agree, labels, length)
+        nats, adaptive = head.cross_entropy(windows, labels)
+        extras = _extras(total, count, found) | {
+            "adaptive_loss": (nats, adaptive),
+            "acceptance": (run.sum((0, 1)), jnp.broadcast_to(whole.sum(), (length,))),
+            "accepted": (run.sum(), whole.sum()),
+        }
+        return total, count, extras
+
+    return loss
+
+
+def _leading_runs(
+    agree: Bool[Array, "B A"], labels: Int[Array, "B A"], length: int
+) -> tuple[Float[Array, "B W k"], Float[Array, "B W"]]:
+    """(places 1..i all agree, the window is whole), as 0 and 1, of windows of ``length``."""
+    windows = (labels.shape[0], -1, length)
+    whole = (labels != IGNORE).reshape(windows).all(-1)
+    run = jnp.cumprod(agree.reshape(windows), axis=-1) * whole[..., None]
+    return run.astype(jnp.float32), whole.astype(jnp.float32)
+
+
+def isolated_hidden(
+    cfg: ModelConfig, params: dict, batch: dict, **how: bool
+) -> Float[Array, "B T+A D"]:
+    """Hidden states of rows laid out by ``append_windows``; ``how`` as :meth:`Objective.passes`."""
+    meta = {name: batch[name] for name in ("windows", "starts")}
+    return _hidden(cfg, params, batch, isolated_mask, meta, **how)
+
+
+def split_hidden(hidden: Float[Array, "B T+A D"], batch: dict) -> tuple[Array, Array]:
+    """(the clean stream ``[B, T, D]``, the appended windows ``[B, A, D]``)."""
+    tokens = hidden.shape[1] - batch["sources"].shape[1]
+    return hidden[:, :tokens], hidden[:, tokens:]
+
+
+def at_sources(clean: Float[Array, "B T D"], batch: dict) -> Float[Array, "B A D"]:
+    """The clean stream where it predicts what each appended slot predicts."""
+    return jnp.take_along_axis(clean, batch["sources"][..., None], axis=1)
+
+
+def _hidden(cfg, params, batch, mask_fn=None, meta=None, **how) -> Float[Array, "B T D"]:
+    return hidden_states(
+        cfg,
+        params,
+        batch["tokens"],
+        batch["positions"],
+        batch["segments"],
+        mask_fn=mask_fn,
+        meta=meta,
+        **how,
+    )
+
+
+def _cast(params: dict, dtype: str) -> dict:
+    return jax.tree.map(lambda x: x.astype(dtype), params)

@@ -1,0 +1,175 @@
+"""What a training step needs, known before any weight is read: bytes per device and FLOPs.
+
+Two answers stand side by side: a table worked out by hand, and the compiler's own account of
+the step at its real shapes, compiled ahead of time. Deep models are compiled at two small
+depths and extrapolated: every block takes the same.
+
+Axes: B rows of a micro-batch, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from specjax.models import ModelConfig
+from specjax.models.forward import BLOCKWISE_FROM
+from train.engine.loop import LossFn, make_step
+from train.engine.losses import CHUNK
+from train.engine.placement import Placement, shared_axis
+
+GIB = 2**30
+DEEPEST = 4  # blocks that are compiled as they are; deeper models are extrapolated
+# HBM of one device in GiB, by JAX's name of its kind (vendors' data sheets).
+DEVICE_GIB = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32}
+
+
+class Parts(NamedTuple):
+    """A step, as shapes: everything that :func:`train.engine.loop.make_step` takes."""
+
+    loss: LossFn
+    optimizer: optax.GradientTransformation
+    weigh: Callable[[dict], dict]
+    trainable: Any  # trees of ShapeDtypeStruct
+    frozen: Any
+    batches: dict  # [accumulate, B, ...] each
+    sequences: int  # forward passes over a row: 2 where a clean and a mixed one run
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The compiler's account of one step on one device, in bytes.
+
+    ``layers`` are the depths that were compiled; more than one where the result is extrapolated.
+    """
+
+    arguments: int  # params, optimiser state, batch
+    temporaries: int
+    fresh: int  # results that reuse no argument's memory
+    layers: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.temporaries + self.fresh
+
+
+def compile_step(parts: Parts, placement: Placement, layers: int) -> Compiled:
+    """Compiles the step for the placement's devices; nothing is allocated on them."""
+    state = jax.eval_shape(parts.optimizer.init, parts.trainable)
+    lie = placement.shardings((parts.trainable, state))
+    step = make_step(parts.loss, parts.optimizer, parts.weigh, lie and (*lie, placement.replicated))
+    rows = jax.tree.map(lambda x: _at(x, placement.row_sharding(1)), parts.batches)
+    trainable, state, frozen = (
+        tree if placement.replicated is None else jax.tree.map(_at, tree, placement.shardings(tree))
+        for tree in (parts.trainable, state, parts.frozen)
+    )
+    found = step.lower(trainable, state, frozen, rows).compile().memory_analysis()
+    fresh = found.output_size_in_bytes - found.alias_size_in_bytes
+    return Compiled(
+        found.argument_size_in_bytes, found.temp_size_in_bytes, max(0, fresh), (layers,)
+    )
+
+
+def _at(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+
+def compile_deep(model: ModelConfig, compile_at: Callable[[ModelConfig], Compiled]) -> Compiled:
+    """``compile_at(model)``, or what two shallow copies of the model say about it.
+
+    Layers that alternate (a pattern of sliding windows) count as one group.
+    """
+    period = _period(model.windows)
+    few, more = 2 * period, 3 * period
+    if model.num_layers <= max(DEEPEST, more) or model.num_layers % period:
+        return compile_at(model)
+    a, b = (compile_at(shallow(model, count)) for count in (few, more))
+    steps = (model.num_layers - few) / period
+
+    def extend(name: str) -> int:
+        low, high = getattr(a, name), getattr(b, name)
+        return round(low + steps * (high - low))
+
+    sizes = (extend(name) for name in ("arguments", "temporaries", "fresh"))
+    return Compiled(*sizes, (few, more))
+
+
+def shallow(model: ModelConfig, layers: int) -> ModelConfig:
+    """The model with its first ``layers`` blocks alone."""
+    slides = model.sliding_layers and model.sliding_layers[:layers]
+    return dataclasses.replace(model, num_layers=layers, sliding_layers=slides)
+
+
+def _period(windows: tuple[int | None, ...]) -> int:
+    """The shortest length after which the layers' windows repeat."""
+    count = len(windows)
+    for length in range(1, count):
+        if all(windows[i] == windows[i % length] for i in range(count)):
+            return length
+    return count
+
+
+def estimate(
+    model: ModelConfig, parts: Parts, fsdp: int, devices: int, dtype: str, remat: bool
+) -> dict[str, int]:
+    """Bytes per device by what they are for; the sum is what the step needs, roughly.
+
+    Args:
+      fsdp: devices that share one copy of the params; the rows are split over ``devices``.
+      dtype: the forward pass's.
+      remat: blocks are recomputed in the backward pass, so only their inputs are kept.
+    """
+    item = jnp.dtype(dtype).itemsize
+    trained = _shared(parts.trainable, fsdp)
+    state = _shared(jax.eval_shape(parts.optimizer.init, parts.trainable), fsdp)
+    copied = 0 if dtype == "float32" else (trained + _shared(parts.frozen, fsdp)) * item // 4
+    _, rows, length = parts.batches["tokens"].shape
+    tokens = parts.sequences * rows * length // devices
+    block = tokens * _block_values(model, length) * item
+    inputs = tokens * model.hidden_size * item
+    kept = model.num_layers * inputs + block if remat else model.num_layers * block
+    return {
+        "params": trained + _shared(parts.frozen, fsdp),
+        "optimizer": state,
+        "gradients": 2 * trained,  # the step's sum, and the micro-batch's
+        "compute_copy": copied,
+        "gathered": _gathered(model) * item if fsdp > 1 else 0,
+        "activations": kept,
+        "logits": 3 * min(CHUNK, tokens) * model.vocab_size * 4,
+    }
+
+
+def _shared(tree: Any, fsdp: int) -> int:
+    """Bytes of one device's share of the tree."""
+
+    def share(x) -> int:
+        size = math.prod(x.shape) * x.dtype.itemsize
+        return size // fsdp if any(shared_axis(x.shape, fsdp)) else size
+
+    return sum(map(share, jax.tree.leaves(tree)))
+
+
+def _gathered(model: ModelConfig) -> int:
+    """Parameters that a device holds whole for a moment: a block's, and a table's."""
+    table = model.vocab_size * model.hidden_size
+    tables = table * (1 if model.tie_embeddings else 2)
+    return (model.num_params - tables) // model.num_layers + table
+
+
+def _block_values(model: ModelConfig, keys: int) -> int:
+    """Values per token that one block's backward pass reads.
+
+    The inputs of its norms and products; and every key's weight where attention is dense, whose
+    softmax is kept in float32 beside its input.
+    """
+    heads = model.num_heads * model.head_dim
+    attention = 2 * heads + 2 * model.num_kv_heads * model.head_dim
+    inner = model.intermediate_size * (3 if model.gated_mlp else 2)
+    dense = 2 * model.num_heads * keys if keys < BLOCKWISE_FROM else 0
+    return 4 * model.hidden_size + attention + inner + dense
