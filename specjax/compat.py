@@ -13,21 +13,20 @@ def check_pair(drafter: Drafter, target: TargetDist, rule: Rule) -> None:
     Raises:
       PairError: says what the rule needs and what the drafter offers.
     """
-    name = getattr(drafter, "name", type(drafter).__name__.lower())
     if drafter.law not in rule.laws:
         raise PairError(
             f"rule {rule.name} needs drafts of law {' or '.join(sorted(rule.laws))}, but drafter "
-            f"{name} makes {drafter.law} ones; choose another --rule or --drafter"
+            f"{drafter.name} makes {drafter.law} ones; choose another --rule or --drafter"
         )
     if rule.chain_only and not drafter.shape.is_chain:
         raise PairError(
-            f"rule {rule.name} verifies a chain, but drafter {name} makes a tree; choose a tree "
-            "rule or a chain drafter"
+            f"rule {rule.name} verifies a chain, but drafter {drafter.name} makes a tree; choose a "
+            "tree rule or a chain drafter"
         )
-    if target.needs_draft_logits and not getattr(drafter, "keep_logits", False):
+    if target.needs_draft_logits and not drafter.keep_logits:
         raise PairError(
             f"target distribution {type(target).__name__.lower()} needs the draft's logits at "
-            f"every node, which drafter {name} does not give"
+            f"every node, which drafter {drafter.name} does not give"
         )
 
 

@@ -1,219 +1,24 @@
 """The one loop: prompts in, rounds of a method, tokens out.
 
 A method's step is pure; :func:`run_rounds` wraps it in one jitted ``while_loop`` per bucket
-of slots. End of sequence, budget, counters and growth exist here and nowhere else.
+of slots. Starting, growing and stopping exist here and nowhere else.
 
-Axis legend: B rows, N draft nodes, P probes, D draft depth, S slots, V vocabulary.
+Axis legend: B rows, S slots.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Int, Key
 
-from specjax import probs, tree
-from specjax.compat import check_pair
 from specjax.mesh import spread
-from specjax.models import ModelConfig, init_cache
-from specjax.models.cache import bucket, commit_path, grow
-from specjax.models.forward import prefill
-from specjax.protocols import Drafter, Method, Rule, TargetDist
-from specjax.scoring import score, score_as_needed
-from specjax.stopping import is_eos
-from specjax.types import (
-    FROM_DRAFT,
-    FROM_TARGET,
-    RUNNING,
-    STOP_EOS,
-    STOP_LENGTH,
-    STOP_TEXT,
-    DecodeState,
-    Draft,
-    Inputs,
-    Stats,
-    Verdict,
-)
-from specjax.warp import limit_vocabulary
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftVerify:
-    """A drafter, a target distribution and a rule as one method.
-
-    Raises:
-      PairError: the rule is not made for the drafter's law or tree.
-    """
-
-    model: ModelConfig
-    drafter: Drafter
-    target: TargetDist
-    rule: Rule
-    reserves = False
-
-    def __post_init__(self):
-        check_pair(self.drafter, self.target, self.rule)
-
-    @property
-    def depth(self) -> int:
-        """Bins of the histogram of accepted depths, less one."""
-        return self.drafter.shape.depth
-
-    @property
-    def passes(self) -> tuple[int, ...]:
-        """Tokens per row of each target pass of a round: nodes and probes."""
-        return (self.drafter.shape.nodes + self.drafter.num_probes,)
-
-    @property
-    def width(self) -> int:
-        return max(*self.passes, getattr(self.drafter, "slots", 0)) + 1
-
-    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
-        rows, slots = state.tokens.shape
-        cache = init_cache(self.model, rows, slots, inputs.target["embed"].dtype)
-        cache = prefill(self.model, inputs.target, cache, state.tokens, state.length, chunk)
-        return state.replace(
-            cache=cache,
-            target=self.target.init(inputs, state, chunk),
-            drafter=self.drafter.init(inputs, state, chunk),
-        )
-
-    def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        keys = probs.round_keys(state.keys, state.stats.rounds)
-        start = state.length - 1
-        draft, drafter, calls, passes = self.drafter.propose(inputs, state, keys)
-        arguments = self.model, inputs.target, state.cache, start, draft
-        if getattr(self.drafter, "ends_early", False):
-            scores, cache = score_as_needed(*arguments, ~state.done)
-        else:
-            scores, cache = score(*arguments)
-        logits = scores[:, : draft.shape.nodes]
-        probe_logits = None if draft.probes is None else scores[:, draft.shape.nodes :]
-        log_p, target = self.target.log_p(inputs, state, draft, logits)
-        arrays = jax.tree.map(jnp.asarray, draft)  # a constant tree is numpy until here
-        verdict = self.rule(keys, arrays, log_p, **self._rule_arguments(inputs, logits))
-
-        emitted, finish = clip(inputs, state, verdict)
-        if not draft.shape.is_chain:
-            cache = commit_path(cache, start, verdict.path)
-        extra = self.target.draft_calls
-        stats = count(state, draft, verdict, emitted, calls + extra, passes + extra)
-        logprobs = None if state.logprobs is None else path_logprobs(logits, verdict)
-        return emit(state, verdict, emitted, finish, logprobs).replace(
-            cache=cache,
-            target=self.target.commit(inputs, state, target, draft, verdict),
-            drafter=self.drafter.update(inputs, state, drafter, draft, verdict, probe_logits),
-            stats=stats,
-        )
-
-    def finalize(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        return state
-
-    def _rule_arguments(self, inputs: Inputs, logits: Float[Array, "B N V"]) -> dict[str, Any]:
-        """The rule's settings, and what it reads beside the draft and log p."""
-        arguments = {name: inputs.settings[name] for name in self.rule.settings}
-        if "raw_log_p" in self.rule.extras:
-            known = limit_vocabulary(logits, self.target.vocab_limit)
-            arguments["raw_log_p"] = probs.log_softmax(known)
-        if "joint_raw" in self.rule.extras:
-            raw_rows = getattr(self.drafter, "raw_rows", None)
-            arguments["joint_raw"] = raw_rows(inputs) if raw_rows else False
-        return arguments
-
-
-def draft_verify(drafter: Drafter, target: TargetDist, rule: Rule, model: ModelConfig) -> Method:
-    """The method that drafts, verifies with one pass of ``model``, and commits."""
-    return DraftVerify(model, drafter, target, rule)
-
-
-def clip(
-    inputs: Inputs, state: DecodeState, verdict: Verdict
-) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
-    """How many of the verdict's tokens are kept, and whether the row ends with them.
-
-    The budget and an end-of-sequence token cut what is emitted, never what is drafted. A
-    finished row keeps 0.
-    """
-    at = jnp.arange(verdict.tokens.shape[1])
-    real = at < verdict.num_tokens[:, None]
-    ends = is_eos(verdict.tokens, inputs.eos_ids) & real
-    through_eos = jnp.where(ends.any(-1), jnp.argmax(ends, axis=-1) + 1, verdict.num_tokens)
-    left = state.max_length - state.length
-    emitted = jnp.where(state.done, 0, jnp.minimum(through_eos, left)).astype(jnp.int32)
-    by_eos = ends.any(-1) & (emitted == through_eos)
-    finish = jnp.where(by_eos, STOP_EOS, jnp.where(emitted == left, STOP_LENGTH, RUNNING))
-    return emitted, jnp.where(state.done, state.finish, finish).astype(jnp.int32)
-
-
-def path_logprobs(logits: Float[Array, "B N V"], verdict: Verdict) -> Float[Array, "B D+1"]:
-    """Unwarped log-probabilities of the verdict's tokens."""
-    node = jnp.minimum(verdict.path, logits.shape[1] - 1)
-    rows = jnp.take_along_axis(logits, node[:, :, None], axis=1)
-    return probs.at_token(probs.log_softmax(rows), verdict.tokens)
-
-
-def emit(
-    state: DecodeState,
-    verdict: Verdict,
-    emitted: Int[Array, "B"],
-    finish: Int[Array, "B"],
-    logprobs: Float[Array, "B D+1"] | None,
-) -> DecodeState:
-    """Writes the verdict's tokens behind each row; those past ``emitted`` stay scratch."""
-    at = jnp.arange(verdict.tokens.shape[1])
-    drafted = at < verdict.num_accepted[:, None]
-    origin = jnp.where(drafted, FROM_DRAFT, FROM_TARGET).astype(jnp.int8)
-    if logprobs is not None:
-        logprobs = write_tokens(state.logprobs, logprobs, state.length)
-    return state.replace(
-        tokens=write_tokens(state.tokens, verdict.tokens, state.length),
-        origin=write_tokens(state.origin, origin, state.length),
-        logprobs=logprobs,
-        length=state.length + emitted,
-        finish=finish,
-    )
-
-
-def write_tokens(buffer: Array, new: Array, start: Int[Array, "B"]) -> Array:
-    """Writes ``new[B, n]`` into ``buffer[B, S]`` at each row's own start."""
-    at = start[:, None] + jnp.arange(new.shape[1])
-    rows = jnp.arange(buffer.shape[0])[:, None]
-    return buffer.at[rows, at].set(new.astype(buffer.dtype), mode="drop")
-
-
-def count(
-    state: DecodeState,
-    draft: Draft,
-    verdict: Verdict,
-    emitted: Int[Array, "B"],
-    calls: Int[Array, "B"],
-    passes: Int[Array, ""],
-) -> Stats:
-    """The counters after one round; finished rows count nothing."""
-    live = (~state.done).astype(jnp.int32)
-    stats = state.stats
-    if draft.shape.is_chain:
-        depth = draft.valid[:, 1:].sum(-1, dtype=jnp.int32)
-    else:
-        bits = tree.ancestors(draft.parents, draft.shape.depth)
-        depth = jnp.max(jnp.where(draft.valid, tree.depths(bits), 0), axis=-1)
-    bins = jnp.arange(stats.accepted_hist.shape[1]) == verdict.num_accepted[:, None]
-    return Stats(
-        target_calls=stats.target_calls + live,
-        draft_calls=stats.draft_calls + live * calls,
-        rounds=stats.rounds + live,
-        drafted=stats.drafted + live * depth,
-        tested=stats.tested + live * verdict.num_tested,
-        accepted=stats.accepted + live * verdict.num_accepted,
-        emitted=stats.emitted + emitted,
-        passes=stats.passes + passes + 1,
-        accepted_hist=stats.accepted_hist + live[:, None] * bins,
-    )
+from specjax.models.cache import bucket, grow
+from specjax.protocols import Method
+from specjax.types import RUNNING, STOP_LENGTH, STOP_TEXT, DecodeState, Inputs, Stats
 
 
 def start(
@@ -245,7 +50,6 @@ def prefill_prompts(method: Method, chunk: int, logprobs: bool):
 
     One trace per bucket of slots.
     """
-    depth = getattr(method, "depth", 0)  # searches draft nothing
 
     def fill(inputs: Inputs, tokens, length, max_length, keys) -> DecodeState:
         rows = tokens.shape[0]
@@ -254,7 +58,7 @@ def prefill_prompts(method: Method, chunk: int, logprobs: bool):
         stats = Stats(
             *(zero + 0 for _ in range(7)),
             passes=jnp.int32(0),
-            accepted_hist=jnp.zeros((rows, depth + 1), jnp.int32),
+            accepted_hist=jnp.zeros((rows, method.depth + 1), jnp.int32),
         )
         state = DecodeState(
             tokens=tokens,
@@ -266,8 +70,9 @@ def prefill_prompts(method: Method, chunk: int, logprobs: bool):
             logprobs=jnp.zeros(tokens.shape, jnp.float32) if logprobs else None,
             keys=keys,
             cache=(),
-            target=(),
-            drafter=(),
+            target_state=(),
+            drafter_state=(),
+            method_state=(),
             stats=stats,
         )
         return method.init(inputs, state, chunk)

@@ -17,6 +17,7 @@ from specjax.models import ModelConfig, from_hf, fuse, load_pretrained
 from specjax.models.config import as_ids
 from specjax.models.hf.checkpoint import DTYPES, read_config, read_json
 from specjax.models.sharding import AXIS, place, split_config
+from specjax.net import Net
 from specjax.text import Tokenizer
 
 DEMO = Path(__file__).parent / "demo"
@@ -42,6 +43,11 @@ class LM:
     vocab_limit: int
     source: str
     mesh: Mesh | None = None
+
+    @property
+    def net(self) -> Net:
+        """The model as decoding runs it."""
+        return Net(self.params, self.config, self.config.vocab_size, self.vocab_limit)
 
     @property
     def dtype(self) -> jnp.dtype:

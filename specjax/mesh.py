@@ -19,6 +19,7 @@ from specjax.errors import OptionError
 from specjax.models import KVCache
 from specjax.models.sharding import AXIS as MODEL
 from specjax.models.sharding import param_specs
+from specjax.net import Net
 from specjax.types import Inputs
 
 DATA = "data"
@@ -51,50 +52,43 @@ def round_up(rows: int, mesh: Mesh) -> int:
     return -(-rows // mesh.shape[DATA]) * mesh.shape[DATA]
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where a program's arrays lie; the flags say which model is split, not copied."""
+def input_specs(inputs: Inputs) -> Inputs:
+    """Where every array of ``inputs`` lies; a model is split over the devices, or copied."""
 
-    mesh: Mesh
-    target: bool
-    draft: bool
+    def of(net: Net | None) -> Any:
+        if net is None or net.config.shards == 1:
+            return WHOLE
+        specs = param_specs(net.config, net.params, net.config.shards)
+        return dataclasses.replace(net, params=specs)
 
-    def inputs(self, inputs: Inputs) -> Inputs:
-        """The partition spec of every array of ``inputs``."""
-        count = self.mesh.shape[MODEL]
-
-        def params(tree: dict | None, split: bool) -> Any:
-            return param_specs(tree, count) if split and tree is not None else WHOLE
-
-        reward = inputs.reward
-        return inputs.replace(
-            target=params(inputs.target, self.target),
-            draft=params(inputs.draft, self.draft),
-            warp=ROWS,
-            eos_ids=WHOLE,
-            settings=WHOLE,
-            reward=reward._replace(shared=WHOLE, own=ROWS) if reward else WHOLE,
-        )
+    reward = inputs.reward
+    return inputs.replace(
+        target=of(inputs.target),
+        draft=of(inputs.draft),
+        warp=ROWS,
+        eos_ids=WHOLE,
+        settings=WHOLE,
+        reward=reward._replace(shared=WHOLE, own=ROWS) if reward else WHOLE,
+    )
 
 
 def spread(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function(inputs, ...)`` on every device of ``inputs.layout``, each on its part.
+    """``function(inputs, ...)`` on every device of ``inputs.mesh``, each on its part.
 
-    Without a layout it is ``function`` itself. With one it is traced twice, first for the shape of
+    Without a mesh it is ``function`` itself. With one it is traced twice, first for the shape of
     its result. Every other argument and every result is made of
     arrays with rows first, caches, and scalars; a scalar result is the largest of all devices.
     """
 
     @functools.wraps(function)
     def run(inputs: Inputs, *args: Any) -> Any:
-        layout = inputs.layout
-        if layout is None:
+        if inputs.mesh is None:
             return function(inputs, *args)
         of_all = functools.partial(
             jax.shard_map,
             lambda *own: jax.tree.map(_largest, function(*own)),
-            mesh=layout.mesh,
-            in_specs=(layout.inputs(inputs), *map(_specs, args)),
+            mesh=inputs.mesh,
+            in_specs=(input_specs(inputs), *map(_specs, args)),
             check_vma=False,
         )
         result = jax.eval_shape(of_all(out_specs=WHOLE), inputs, *args)

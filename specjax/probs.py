@@ -86,6 +86,22 @@ def at_node(rows: Float[Array, "B N V"], node: Int[Array, "B"]) -> Float[Array, 
     return jnp.take_along_axis(rows, node[:, None, None], axis=1)[:, 0]
 
 
+def limit_vocabulary(logits: Float[Array, "... V"], vocab_limit: int) -> Float[Array, "... V"]:
+    """Logits with −inf at the ids from ``vocab_limit`` on, which no tokenizer knows."""
+    if vocab_limit >= logits.shape[-1]:
+        return logits
+    return jnp.where(jnp.arange(logits.shape[-1]) < vocab_limit, logits, NEVER)
+
+
+def fit_vocabulary(logits: Float[Array, "... v"], vocab: int) -> Float[Array, "... V"]:
+    """Draft logits over the target's ids: padded with −inf, or cut where they are wider."""
+    width = logits.shape[-1]
+    if width >= vocab:
+        return logits[..., :vocab]
+    pad = [(0, 0)] * (logits.ndim - 1) + [(0, vocab - width)]
+    return jnp.pad(logits, pad, constant_values=NEVER)
+
+
 def residual(p: Float[Array, "... V"], q: Float[Array, "... V"]) -> Float[Array, "... V"]:
     """Unnormalised ``max(0, p - q)``, or ``p`` where that is zero everywhere."""
     left = jnp.maximum(p - q, 0.0)

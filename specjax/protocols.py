@@ -1,15 +1,19 @@
 """What a drafter, a target distribution, a rule and a method must offer.
 
-All of them are frozen, hashable and hold only static choices; arrays come in as arguments.
-So one jitted loop per method serves every checkpoint, key and sampling setting.
+All of them are frozen, hashable and hold only static choices; models and arrays come in as
+arguments. So one jitted loop per method serves every checkpoint, key and sampling setting.
+What has a value here is a default that a class of one's own may leave as it is.
+
+Axis legend: B rows, N draft nodes, P probe nodes, V vocabulary.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.types import DecodeState, Draft, Inputs, TreeShape, Verdict
 
@@ -24,20 +28,32 @@ class Proposal(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Proposes a tree of tokens below the last committed one.
+    """Proposes a tree of tokens below the last committed one."""
 
-    ``name`` stands in messages; ``shape`` bounds every draft; ``law`` says how its tokens come
-    about; ``num_probes`` is the number of probe nodes that ride along in the target's pass. A
-    drafter of chains may have ``ends_early``: most of its drafts end long before their bound.
-    """
+    name: str  # for messages
+    law: str  # how the tokens come about: IID, POINT_MASS, …
+    shape: TreeShape  # bounds every draft
+    num_probes: int = 0  # probe nodes that ride along in the target's pass
+    needs_draft: bool = False  # whether it runs the draft model
+    ends_early: bool = False  # chains: most end long before their bound
+    keep_logits: bool = False  # whether drafts carry the draft model's raw logits
 
-    name: str
-    shape: TreeShape
-    law: str
-    num_probes: int
+    @property
+    def slots(self) -> int:
+        """Cache slots that a round needs from the root's on."""
+        return self.shape.nodes
+
+    def with_logits(self) -> Drafter | None:
+        """The same drafter with ``keep_logits``; None where it cannot."""
+        return self if self.keep_logits else None
+
+    def raw_rows(self, inputs: Inputs) -> Bool[Array, "B"] | bool:
+        """Rows whose draft probabilities are unwarped."""
+        return False
 
     def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> Any:
         """The drafter's state after the prompt; ``chunk`` is the prefill width."""
+        return ()
 
     def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
         """One draft per row; ``keys`` are the round's keys."""
@@ -55,56 +71,66 @@ class Drafter(Protocol):
 
         ``state`` is that of the round's beginning: the root stands at ``state.length - 1``.
         """
+        return carried
 
 
 class TargetDist(Protocol):
-    """The distribution p that the rule holds the draft against.
+    """The distribution p that the rule holds the draft against."""
 
-    ``needs_draft_logits`` asks the drafter for its raw logits at every node; ``draft_calls``
-    is the number of draft-model calls that one round adds; ids from ``vocab_limit`` on never
-    occur.
-    """
+    needs_draft: bool = False  # whether it runs the draft model
+    needs_draft_logits: bool = False  # whether it reads the drafter's raw logits at every node
+    draft_calls: int = 0  # draft-model calls that one round adds
 
-    needs_draft_logits: bool
-    draft_calls: int
-    vocab_limit: int
+    def standalone(self) -> TargetDist:
+        """The same distribution for drafters that give no logits."""
+        return self
 
-    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> Any: ...
+    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> Any:
+        """Its state after the prompt."""
+        return ()
 
     def log_p(
         self, inputs: Inputs, state: DecodeState, draft: Draft, logits: Float[Array, "B N V"]
     ) -> tuple[Float[Array, "B N V"], Any]:
-        """Log-probabilities of the token after each node, and the next ``state.target``."""
+        """Log-probabilities of the token after each node, and the next ``target_state``."""
 
     def commit(
         self, inputs: Inputs, state: DecodeState, carried: Any, draft: Draft, verdict: Verdict
     ) -> Any:
         """The state after the verdict, from the one that :meth:`log_p` returned."""
+        return carried
 
 
+@dataclasses.dataclass(frozen=True)
 class Rule:
     """An acceptance rule ``(keys[B], draft, log_p[B, N, V], **settings) -> Verdict``.
 
-    Pure and usable alone. ``laws`` are the draft laws the rule is made for (any other is
-    refused before compiling); ``lossless`` says that the emitted sequence then has exactly
-    the law p; ``chain_only`` that it reads a chain and no tree. ``extras`` name what the loop
-    hands it besides: ``raw_log_p`` (the target at temperature 1, unwarped) and ``joint_raw``
-    (rows whose joint probabilities are unwarped).
+    Pure and usable alone.
+
+    Attributes:
+      laws: the draft laws it is made for; any other is refused before compiling.
+      lossless: the emitted sequence then has exactly the law p.
+      chain_only: it reads a chain and no tree.
+      settings: names of the scalars that it takes.
+      extras: what the loop hands it besides: ``raw_log_p`` (the target at temperature 1,
+        unwarped) and ``joint_raw`` (rows whose joint probabilities are unwarped).
     """
 
-    def __init__(
-        self,
-        verify: Callable[..., Verdict],
-        laws: Iterable[str],
-        lossless: bool,
-        chain_only: bool = True,
-        settings: Iterable[str] = (),
-        extras: Iterable[str] = (),
-    ):
-        self.verify, self.laws, self.lossless = verify, frozenset(laws), lossless
-        self.chain_only, self.settings = chain_only, tuple(settings)
-        self.extras = tuple(extras)
-        self.name, self.__doc__ = verify.__name__, verify.__doc__
+    verify: Callable[..., Verdict]
+    laws: frozenset[str]
+    lossless: bool
+    chain_only: bool = True
+    settings: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for name, kind in (("laws", frozenset), ("settings", tuple), ("extras", tuple)):
+            object.__setattr__(self, name, kind(getattr(self, name)))
+        object.__setattr__(self, "__doc__", self.verify.__doc__)
+
+    @property
+    def name(self) -> str:
+        return self.verify.__name__
 
     def __call__(
         self, keys: Key[Array, "B"], draft: Draft, log_p: Float[Array, "B N V"], **settings: Any
@@ -115,34 +141,22 @@ class Rule:
         return f"Rule({self.name})"
 
 
-def rule(
-    *,
-    laws: Iterable[str],
-    lossless: bool,
-    chain_only: bool = True,
-    settings: Iterable[str] = (),
-    extras: Iterable[str] = (),
-) -> Callable[[Callable[..., Verdict]], Rule]:
-    """Decorator that makes an acceptance rule of a verify function."""
-    return lambda verify: Rule(verify, laws, lossless, chain_only, settings, extras)
+def rule(*, laws: Iterable[str], lossless: bool, **more: Any) -> Callable[[Callable], Rule]:
+    """Decorator that makes an acceptance rule of a verify function; see :class:`Rule`."""
+    return lambda verify: Rule(verify, laws, lossless, **more)
 
 
 class Method(Protocol):
-    """A decoding method: state in, state out, one round at a time.
+    """A decoding method: state in, state out, one round at a time."""
 
-    ``width`` is the number of token slots above ``length`` that one round may write.
-    ``reserves``: the slots of the whole budget are needed from the start, for tokens stand
-    firm only at the end (beam search).
-    """
-
-    width: int
-    reserves: bool
+    width: int  # token slots above ``length`` that one round may write
+    depth: int = 0  # most draft tokens that a round accepts
+    # Tokens stand firm only at the end (beam search): all slots are needed from the start.
+    reserves: bool = False
+    hosted: bool = False  # its rounds are driven from the host, for the reward needs text
 
     def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
         """Fills the caches from the prompt: everything but each row's last token."""
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         """One round; every live row gains at least one token."""
-
-    def finalize(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        """After the last round, e.g. picking the best of several hypotheses."""

@@ -13,14 +13,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import tree
-from specjax.models import KVCache, ModelConfig, forward, logits_of
+from specjax.models import KVCache
+from specjax.net import Net
 from specjax.types import Draft, TreeShape
 
 NARROW = 4  # tokens of a narrow pass: a CPU's kernels slow down beyond
 
 
 def score(
-    cfg: ModelConfig, params: dict, cache: KVCache, start: Int[Array, "B"], draft: Draft
+    net: Net, cache: KVCache, start: Int[Array, "B"], draft: Draft
 ) -> tuple[Float[Array, "B N+P V"], KVCache]:
     """Logits at the draft's nodes, then at its probes; the cache holds them from ``start`` on.
 
@@ -28,26 +29,18 @@ def score(
     """
     tokens, parents = draft.tokens, draft.parents
     if draft.probes is None and draft.shape.is_chain:
-        visible, depth = None, jnp.arange(draft.shape.nodes, dtype=jnp.int32)
-    else:
-        if draft.probes is not None:
-            tokens = jnp.concatenate([tokens, draft.probes.tokens], axis=1)
-            known = isinstance(parents, np.ndarray)  # then the mask is a constant
-            join = np.concatenate if known else jnp.concatenate
-            parents = join([parents, draft.probes.parents], axis=1)
-        visible = tree.ancestors(parents, tokens.shape[1])
-        depth = tree.depths(visible)
-    hidden, cache = forward(cfg, params, cache, tokens, start[:, None] + depth, start, visible)
-    return logits_of(cfg, params, hidden), cache
+        return net.logits(cache, tokens, start)
+    if draft.probes is not None:
+        tokens = jnp.concatenate([tokens, draft.probes.tokens], axis=1)
+        known = isinstance(parents, np.ndarray)  # then the mask is a constant
+        join = np.concatenate if known else jnp.concatenate
+        parents = join([parents, draft.probes.parents], axis=1)
+    visible = tree.ancestors(parents, tokens.shape[1])
+    return net.logits(cache, tokens, start, start[:, None] + tree.depths(visible), visible)
 
 
 def score_as_needed(
-    cfg: ModelConfig,
-    params: dict,
-    cache: KVCache,
-    start: Int[Array, "B"],
-    draft: Draft,
-    live: Bool[Array, "B"],
+    net: Net, cache: KVCache, start: Int[Array, "B"], draft: Draft, live: Bool[Array, "B"]
 ) -> tuple[Float[Array, "B N V"], KVCache]:
     """:func:`score` for chains that mostly end long before their bound.
 
@@ -57,7 +50,7 @@ def score_as_needed(
     """
     nodes = draft.shape.nodes
     if nodes <= NARROW:
-        return score(cfg, params, cache, start, draft)
+        return score(net, cache, start, draft)
     longest = jnp.max(jnp.where(live, draft.valid.sum(-1), 0))
 
     def turn(width):
@@ -67,12 +60,12 @@ def score_as_needed(
 
         def run(carry):
             _, logits, cache = carry
-            new, cache = score(cfg, params, cache, start, part)
+            new, cache = score(net, cache, start, part)
             return jnp.bool_(False), logits.at[:, :width].set(new), cache
 
         return run
 
-    none = jnp.zeros((*draft.tokens.shape, cfg.vocab_size), params["embed"].dtype)
+    none = jnp.zeros((*draft.tokens.shape, net.vocab), jnp.float32)
     short = longest <= NARROW
     _, logits, cache = jax.lax.while_loop(lambda c: c[0], turn(NARROW), (short, none, cache))
     return jax.lax.while_loop(lambda c: c[0], turn(nodes), (~short, logits, cache))[1:]

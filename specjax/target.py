@@ -11,79 +11,61 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from specjax import probs
-from specjax.models import ModelConfig, init_cache
 from specjax.models.cache import commit_path
-from specjax.models.forward import prefill
+from specjax.protocols import TargetDist
 from specjax.scoring import score
-from specjax.warp import fit_vocabulary, limit_vocabulary, warp
+from specjax.warp import warp
 
 ORIGINAL, IMPROVED = "original", "improved"
 
 
 @dataclasses.dataclass(frozen=True)
-class Warped:
+class Warped(TargetDist):
     """The target model's own distribution, warped by the run's sampling settings."""
 
-    vocab_limit: int  # ids from here on have probability 0
-    needs_draft_logits = False
-    draft_calls = 0
-
-    def init(self, inputs, state, chunk):
-        return ()
-
     def log_p(self, inputs, state, draft, logits):
-        return warp(logits, inputs.warp, self.vocab_limit), state.target
-
-    def commit(self, inputs, state, carried, draft, verdict):
-        return carried
+        return warp(logits, inputs.warp), state.target_state
 
 
 @dataclasses.dataclass(frozen=True)
-class Contrastive:
+class Contrastive(TargetDist):
     """The expert's distribution against an amateur's (Li et al. 2023; Yuan et al. 2024, SCD).
 
-    The amateur is the drafter (its raw logits ride along with the draft), or, where
-    ``amateur`` is set, the draft model scoring every node with a cache of its own. Settings
-    ``alpha`` and ``beta``; the run's temperature, top-k and top-p act on the result.
+    The amateur is the draft model: its raw logits ride along with the draft, or it scores every
+    node with a cache of its own (``own_passes``). Settings ``alpha`` and ``beta``; the run's
+    temperature, top-k and top-p act on the result.
     """
 
-    vocab_limit: int
     variant: str = IMPROVED
-    amateur: ModelConfig | None = None
+    own_passes: bool = False
+    needs_draft = True
 
     @property
     def needs_draft_logits(self) -> bool:
-        return self.amateur is None
+        return not self.own_passes
 
     @property
     def draft_calls(self) -> int:
-        """Draft-model calls that one round adds."""
-        return int(self.amateur is not None)
+        return int(self.own_passes)
+
+    def standalone(self) -> Contrastive:
+        return dataclasses.replace(self, own_passes=True)
 
     def init(self, inputs, state, chunk):
-        if self.amateur is None:
+        if not self.own_passes:
             return ()
-        rows, slots = state.tokens.shape
-        cache = init_cache(self.amateur, rows, slots, inputs.draft["embed"].dtype)
-        return prefill(self.amateur, inputs.draft, cache, state.tokens, state.length, chunk)
+        return inputs.draft.prefill(state.tokens, state.length, chunk)
 
     def log_p(self, inputs, state, draft, logits):
-        amateur, carried = draft.logits, state.target
-        if self.amateur is not None:
+        amateur, cache = draft.logits, state.target_state
+        if self.own_passes:
             nodes = draft.replace(probes=None)  # the amateur knows no adaptive tokens
-            amateur, carried = score(self.amateur, inputs.draft, carried, state.length - 1, nodes)
-            amateur = fit_vocabulary(amateur, logits.shape[-1])
-        scores = contrast(
-            limit_vocabulary(logits, self.vocab_limit),
-            limit_vocabulary(amateur, self.vocab_limit),
-            inputs.settings["alpha"],
-            inputs.settings["beta"],
-            self.variant,
-        )
-        return warp(scores, inputs.warp, self.vocab_limit), carried
+            amateur, cache = score(inputs.draft, cache, state.length - 1, nodes)
+        alpha, beta = inputs.settings["alpha"], inputs.settings["beta"]
+        return warp(contrast(logits, amateur, alpha, beta, self.variant), inputs.warp), cache
 
     def commit(self, inputs, state, carried, draft, verdict):
-        if self.amateur is None or draft.shape.is_chain:
+        if not self.own_passes or draft.shape.is_chain:
             return carried
         return commit_path(carried, state.length - 1, verdict.path)
 

@@ -1,21 +1,39 @@
-"""Draft trees as parent arrays: depth, ancestor bits, paths.
+"""Draft trees as parent arrays: chains, depth, ancestor bits.
 
-Axis legend: B rows, N nodes (node 0 is the root; parents come before children).
+Axis legend: B rows, N nodes (node 0 is the root; parents come before children), γ nodes below.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from specjax.types import NO_PARENT
+from specjax.types import NO_PARENT, Draft, TreeShape
 
 
-def chain_parents(batch: int, nodes: int) -> Int[Array, "B N"]:
-    """Parents of a chain: node i hangs from node i − 1."""
-    parents = jnp.arange(-1, nodes - 1, dtype=jnp.int32).at[0].set(NO_PARENT)
-    return jnp.broadcast_to(parents, (batch, nodes))
+def chain_draft(
+    root: Int[Array, "B"],
+    below: Int[Array, "B γ"],
+    valid: Bool[Array, "B γ"],
+    law: str,
+    **more: Any,
+) -> Draft:
+    """A draft of γ tokens one behind the other; ``more`` are further fields of it."""
+    rows, gamma = below.shape
+    parents = np.arange(-1, gamma, dtype=np.int32)
+    parents[0] = NO_PARENT
+    return Draft(
+        tokens=jnp.concatenate([root[:, None], below], axis=1),
+        parents=np.broadcast_to(parents, (rows, gamma + 1)),
+        valid=jnp.concatenate([jnp.ones((rows, 1), bool), valid], axis=1),
+        shape=TreeShape.chain(gamma),
+        q_row=(0, *range(gamma)),
+        law=law,
+        **more,
+    )
 
 
 def ancestors(parents: Int[Array, "B N"], depth: int) -> Bool[Array, "B N N"]:

@@ -9,8 +9,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Int8, Key
+
+from specjax.net import Net
 
 ROOT = 0  # node 0: the row's last committed token
 NO_PARENT = 2**30  # parent of the root: positive and out of range, so gathers can drop it
@@ -128,8 +131,9 @@ class DecodeState:
     logprobs: Float[Array, "B S"] | None  # of emitted tokens, unwarped target, where asked
     keys: Key[Array, "B"]
     cache: Any  # the target's KVCache
-    target: Any  # state of the target distribution
-    drafter: Any  # state of the drafter
+    target_state: Any  # of the target distribution
+    drafter_state: Any  # of the drafter
+    method_state: Any  # of a method that is not one draft and one verification
     stats: Stats
 
     @property
@@ -149,16 +153,23 @@ class Warp:
     top_k: Int[Array, "B"]  # 0 is off
     top_p: Float[Array, "B"]  # 1 is off
 
+    @property
+    def greedy(self) -> Bool[Array, "B"]:
+        return self.temperature == 0
+
 
 @struct.dataclass
 class Inputs:
-    """What a step reads and never changes: params, sampling and stop settings."""
+    """What a step reads and never changes: models, sampling and stop settings."""
 
-    target: dict
-    draft: dict | None
+    target: Net
+    draft: Net | None  # its logits are over the target's ids
     warp: Warp
     eos_ids: Int[Array, "E"]  # padded with an id that never occurs
     settings: dict[str, jax.Array]  # scalar options of drafter, target distribution and rule
     reward: Any = ()  # arrays of a reward inside the loop: a specjax.rewards.Data
-    # Of several devices, a specjax.mesh.Layout.
-    layout: Any = struct.field(pytree_node=False, default=None)
+    mesh: Any = struct.field(pytree_node=False, default=None)  # of several devices
+
+    def is_eos(self, tokens: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Whether each token ends a sequence."""
+        return jnp.any(tokens[..., None] == self.eos_ids, axis=-1)

@@ -48,14 +48,13 @@ class Sampling:
         )
 
 
-def warp(logits: Float[Array, "B N V"], settings: Warp, vocab_limit: int) -> Float[Array, "B N V"]:
+def warp(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]:
     """Warped float32 log-probabilities; −inf where a token cannot be drawn.
 
-    Temperature 0 gives a point mass on the argmax, the lowest id on a tie. Ids from
-    ``vocab_limit`` on (beyond the tokenizer) have probability 0.
+    Temperature 0 gives a point mass on the argmax, the lowest id on a tie. A logit of −inf is a
+    probability of 0.
     """
     logits = logits.astype(jnp.float32)
-    logits = limit_vocabulary(logits, vocab_limit)
     greedy = (settings.temperature == 0)[:, None, None]
 
     def argmax(x):
@@ -159,19 +158,3 @@ def _to_ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
 
 def _from_ordered(bits: Int[Array, "..."]) -> Float[Array, "..."]:
     return jax.lax.bitcast_convert_type(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), jnp.float32)
-
-
-def limit_vocabulary(logits: Float[Array, "... V"], vocab_limit: int) -> Float[Array, "... V"]:
-    """Logits with −inf at the ids from ``vocab_limit`` on, which no tokenizer knows."""
-    if vocab_limit >= logits.shape[-1]:
-        return logits
-    return jnp.where(jnp.arange(logits.shape[-1]) < vocab_limit, logits, probs.NEVER)
-
-
-def fit_vocabulary(logits: Float[Array, "... v"], vocab: int) -> Float[Array, "... V"]:
-    """Draft logits over the target's ids: padded with −inf, or cut where they are wider."""
-    width = logits.shape[-1]
-    if width >= vocab:
-        return logits[..., :vocab]
-    pad = [(0, 0)] * (logits.ndim - 1) + [(0, vocab - width)]
-    return jnp.pad(logits, pad, constant_values=probs.NEVER)

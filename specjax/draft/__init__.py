@@ -1,6 +1,6 @@
 """Drafters, one file each."""
 
-from specjax.draft.adaptive import CHAIN, MOST, TREE, Answering, Asking, Candidates, SinglePass
+from specjax.draft.adaptive import Candidates, ProbePass, SinglePass, VerifyPass
 from specjax.draft.beam import Beam
 from specjax.draft.chain import Chain
 from specjax.draft.lookup import Lookup
@@ -8,16 +8,13 @@ from specjax.draft.none import NoDraft
 from specjax.draft.tree import Tree
 
 __all__ = [
-    "CHAIN",
-    "MOST",
-    "TREE",
-    "Answering",
-    "Asking",
     "Beam",
     "Candidates",
     "Chain",
     "Lookup",
     "NoDraft",
+    "ProbePass",
     "SinglePass",
     "Tree",
+    "VerifyPass",
 ]

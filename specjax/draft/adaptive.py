@@ -17,20 +17,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import probs
+from specjax.draft.feeding import unwarped_in
+from specjax.draft.none import NoDraft
 from specjax.probs import Purpose
-from specjax.protocols import Proposal
-from specjax.stopping import is_eos
-from specjax.types import (
-    DETERMINISTIC,
-    IID,
-    NO_PARENT,
-    POINT_MASS,
-    ROOT,
-    Draft,
-    Probes,
-    TreeShape,
-)
-from specjax.warp import limit_vocabulary, warp
+from specjax.protocols import Drafter, Proposal
+from specjax.types import DETERMINISTIC, IID, NO_PARENT, POINT_MASS, ROOT, Draft, Probes, TreeShape
+from specjax.warp import warp
 
 CHAIN, TREE = "chain", "tree"
 # Nodes per level of sampled trees (SDSAT's published code); another k takes the first levels.
@@ -54,7 +46,6 @@ class Candidates:
     """
 
     k: int
-    vocab_limit: int
     form: str = CHAIN
 
     @property
@@ -81,12 +72,12 @@ class Candidates:
 
     @functools.cached_property
     def parents(self) -> tuple[int, ...]:
-        found, first = [NO_PARENT], 0
+        parents, first = [NO_PARENT], 0
         for size, count in zip(self._sizes, self._children, strict=True):
-            here = len(found)
-            found += [first + s // count for s in range(size)]
+            here = len(parents)
+            parents += [first + s // count for s in range(size)]
             first = here
-        return tuple(found)
+        return tuple(parents)
 
     def draft(
         self,
@@ -97,7 +88,7 @@ class Candidates:
         live: Bool[Array, "B"],
     ) -> Draft:
         """The draft below ``root``; rows that are not ``live`` offer nothing."""
-        log_q = warp(logits, inputs.warp, self.vocab_limit)
+        log_q = warp(logits, inputs.warp)
         if self.form == CHAIN:
             nodes = jnp.broadcast_to(jnp.arange(1, self.k + 1), logits.shape[:2])
             u = probs.uniforms(keys, Purpose.DRAFT, nodes)
@@ -106,7 +97,7 @@ class Candidates:
             below, possible = self._candidates(inputs, logits, log_q)
         tokens = jnp.concatenate([root[:, None], below], axis=1)
         valid = [jnp.ones_like(live)]
-        ended = is_eos(tokens, inputs.eos_ids)
+        ended = inputs.is_eos(tokens)
         for node, parent in enumerate(self.parents[1:], 1):
             open_ = live if parent == ROOT else valid[parent] & ~ended[:, parent]
             valid.append(open_ & possible[:, node - 1])
@@ -126,9 +117,8 @@ class Candidates:
         A greedy row's warped distribution has one token: its siblings are ranked by the
         unwarped one.
         """
-        plain = probs.log_softmax(limit_vocabulary(logits, self.vocab_limit))
-        greedy = (inputs.warp.temperature == 0)[:, None, None]
-        score, token = jax.lax.top_k(jnp.where(greedy, plain, log_q), max(self._children))
+        ranked = unwarped_in(inputs.warp.greedy, logits, log_q)
+        score, token = jax.lax.top_k(ranked, max(self._children))
         picks = [
             (level, s % count)
             for level, (size, count) in enumerate(zip(self._sizes, self._children, strict=True))
@@ -139,11 +129,10 @@ class Candidates:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asking:
+class ProbePass(Drafter):
     """No draft, but the k adaptive tokens behind the root: first pass of the two-step method."""
 
     adaptive: tuple[int, ...]  # the ids of a₁ … a_k
-    vocab: int
     name = "adaptive"
     law = POINT_MASS
     shape = TreeShape.chain(0)
@@ -153,34 +142,24 @@ class Asking:
         return len(self.adaptive)
 
     def init(self, inputs, state, chunk):
-        rows = state.tokens.shape[0]
-        return jnp.zeros((rows, len(self.adaptive), self.vocab), jnp.float32)
+        return _no_answers(inputs, state, len(self.adaptive))
 
     def propose(self, inputs, state, keys):
+        proposal = NoDraft().propose(inputs, state, keys)
         rows = state.length.shape[0]
-        root = probs.at_token(state.tokens, state.length - 1)[:, None]
-        draft = Draft(
-            tokens=root,
-            parents=np.full((rows, 1), NO_PARENT, np.int32),
-            valid=jnp.ones((rows, 1), bool),
-            probes=_probes(self.adaptive, groups=1, rows=rows, nodes=1),
-            shape=self.shape,
-            q_row=(0,),
-            law=self.law,
-        )
-        return Proposal(draft, state.drafter, jnp.zeros((rows,), jnp.int32), jnp.int32(0))
+        draft = proposal.draft.replace(probes=_probes(self.adaptive, groups=1, rows=rows, nodes=1))
+        return proposal._replace(draft=draft, state=state.drafter_state)
 
     def update(self, inputs, state, carried, draft, verdict, probe_logits):
-        return probe_logits.astype(jnp.float32)
+        return probe_logits
 
 
 @dataclasses.dataclass(frozen=True)
-class Answering:
+class VerifyPass(Drafter):
     """Drafts what the adaptive tokens answered: second pass of the two-step method."""
 
     candidates: Candidates
     name = "adaptive"
-    num_probes = 0
 
     @property
     def law(self) -> str:
@@ -192,16 +171,12 @@ class Answering:
 
     def propose(self, inputs, state, keys):
         root = probs.at_token(state.tokens, state.length - 1)
-        draft = self.candidates.draft(inputs, keys, root, state.drafter, ~state.done)
-        none = jnp.zeros(state.length.shape, jnp.int32)
-        return Proposal(draft, state.drafter, none, jnp.int32(0))
-
-    def update(self, inputs, state, carried, draft, verdict, probe_logits):
-        return carried
+        draft = self.candidates.draft(inputs, keys, root, state.drafter_state, ~state.done)
+        return Proposal(draft, state.drafter_state, jnp.zeros_like(root), jnp.int32(0))
 
 
 @dataclasses.dataclass(frozen=True)
-class SinglePass:
+class SinglePass(Drafter):
     """Draft and next drafts in one pass (ours): a group of k probes behind every node.
 
     Group j stands behind node j and answers as if it and what precedes it were accepted;
@@ -212,7 +187,6 @@ class SinglePass:
 
     candidates: Candidates
     adaptive: tuple[int, ...]
-    vocab: int
     groups: int
     name = "adaptive"
     law = IID
@@ -226,26 +200,26 @@ class SinglePass:
         return self.groups * len(self.adaptive)
 
     def init(self, inputs, state, chunk):
-        rows = state.tokens.shape[0]
-        logits = jnp.zeros((rows, len(self.adaptive), self.vocab), jnp.float32)
-        return logits, jnp.zeros((rows,), bool)
+        return _no_answers(inputs, state, len(self.adaptive)), jnp.zeros(state.length.shape, bool)
 
     def propose(self, inputs, state, keys):
-        logits, known = state.drafter
+        logits, known = state.drafter_state
         root = probs.at_token(state.tokens, state.length - 1)
         draft = self.candidates.draft(inputs, keys, root, logits, known & ~state.done)
         probes = _probes(self.adaptive, self.groups, root.shape[0], self.shape.nodes)
         draft = draft.replace(probes=probes)
-        none = jnp.zeros(state.length.shape, jnp.int32)
-        return Proposal(draft, state.drafter, none, jnp.int32(0))
+        return Proposal(draft, state.drafter_state, jnp.zeros_like(root), jnp.int32(0))
 
     def update(self, inputs, state, carried, draft, verdict, probe_logits):
         rows, _, vocab = probe_logits.shape
         groups = probe_logits.reshape(rows, self.groups, -1, vocab)
         accepted = verdict.num_accepted
         mine = jnp.minimum(accepted, self.groups - 1)[:, None, None, None]
-        answers = jnp.take_along_axis(groups, mine, axis=1)[:, 0]
-        return answers.astype(jnp.float32), accepted < self.groups
+        return jnp.take_along_axis(groups, mine, axis=1)[:, 0], accepted < self.groups
+
+
+def _no_answers(inputs, state, k: int) -> Float[Array, "B k V"]:
+    return jnp.zeros((state.length.shape[0], k, inputs.target.vocab), jnp.float32)
 
 
 def _probes(adaptive: tuple[int, ...], groups: int, rows: int, nodes: int) -> Probes:

@@ -7,7 +7,6 @@ Axis legend: B rows, N nodes, W beams, S beams of a step (1, then W), V vocabula
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
@@ -15,16 +14,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import probs, tree
-from specjax.draft.feeding import feed_level, feed_pair, last_two
-from specjax.models import KVCache, ModelConfig, init_cache
+from specjax.draft.feeding import ModelDrafter, feed_level, feed_pair, last_two, unwarped_in
+from specjax.models import KVCache
 from specjax.models.cache import commit_path
-from specjax.models.forward import prefill
 from specjax.probs import Purpose
 from specjax.protocols import Proposal
-from specjax.stopping import is_eos
+from specjax.tree import chain_draft
 from specjax.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
 from specjax.verify.verdicts import root_path
-from specjax.warp import limit_vocabulary, warp
+from specjax.warp import warp
 
 
 class Beams(NamedTuple):
@@ -43,7 +41,7 @@ class Beams(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Beam:
+class Beam(ModelDrafter):
     """``width`` beams of ``gamma`` steps, ranked by the joint draft probability.
 
     A greedy row searches (the best W of all continuations, scored without warping); a sampled
@@ -53,9 +51,6 @@ class Beam:
     search is exact.
     """
 
-    model: ModelConfig
-    vocab: int  # the target's V
-    vocab_limit: int
     gamma: int = 4
     width: int = 8
     verify_beams: str = "top1"
@@ -64,24 +59,18 @@ class Beam:
     of_target: bool = False  # searches the target model itself, for MTJD
     name = "beam"
     law = DETERMINISTIC
-    num_probes = 0
 
-    @functools.cached_property
-    def _levels(self) -> tuple[range, ...]:
-        """Node numbers by step: W each, fewer where the vocabulary has not that many."""
-        levels = [range(1)]
-        for _ in range(self.gamma):
-            first, width = levels[-1].stop, min(self.width, len(levels[-1]) * self.vocab)
-            levels.append(range(first, first + width))
-        return tuple(levels)
+    def _level(self, step: int) -> range:
+        """Node numbers of a step: W each; where the vocabulary has not that many, some are
+        never valid."""
+        return range(1 + step * self.width, 1 + (step + 1) * self.width)
 
     @property
     def nodes(self) -> int:
-        return self._levels[-1].stop
+        return 1 + self.gamma * self.width
 
     @property
     def slots(self) -> int:
-        """Slots that a round needs above the committed tokens: those of the whole tree."""
         return self.nodes
 
     @property
@@ -96,15 +85,10 @@ class Beam:
 
     def raw_rows(self, inputs) -> Bool[Array, "B"]:
         """Rows whose draft probabilities are unwarped."""
-        return (inputs.warp.temperature == 0) | (self.joint == "raw")
-
-    def init(self, inputs, state, chunk):
-        rows, slots = state.tokens.shape
-        cache = init_cache(self.model, rows, slots, inputs.draft["embed"].dtype)
-        return prefill(self.model, inputs.draft, cache, state.tokens, state.length, chunk)
+        return inputs.warp.greedy | (self.joint == "raw")
 
     def propose(self, inputs, state, keys):
-        draft, beams = self.search(inputs, state, keys, state.drafter)
+        draft, beams = self.search(inputs, state, keys, state.drafter_state)
         passes = jnp.int32(self.gamma)
         if self.verify_beams == "all":
             return Proposal(draft, beams.cache, beams.calls, passes)
@@ -115,10 +99,8 @@ class Beam:
     def search(self, inputs, state, keys, cache, limit=None) -> tuple[Draft, Beams]:
         """The tree of all beams, and where each ends; none is longer than ``limit[B]``."""
         base, rows = state.length - 1, state.length.shape[0]
-        params = inputs.target if self.of_target else inputs.draft
-        logits, cache = feed_pair(
-            self.model, params, cache, last_two(state), base - 1, 0, self.vocab
-        )
+        net = inputs.target if self.of_target else inputs.draft
+        logits, cache = feed_pair(net, cache, last_two(state), base - 1)
         logits = logits[:, None]
         one = jnp.ones((rows, 1), jnp.int32)
         beams = Beams(
@@ -138,17 +120,9 @@ class Beam:
                 beams = beams._replace(ended=beams.ended | (limit <= step)[:, None])
             beams = self._extend(inputs, keys, beams, logits, step)
             if step + 1 < self.gamma:
-                first = self._levels[step + 1].start
-                logits, cache = feed_level(
-                    self.model,
-                    params,
-                    beams.cache,
-                    beams.tokens[:, first:],
-                    base,
-                    first,
-                    beams.bits,
-                    self.vocab,
-                )
+                first = self._level(step).start
+                level = beams.tokens[:, first:]
+                logits, cache = feed_level(net, beams.cache, level, base, first, beams.bits)
                 calls = beams.calls + (~beams.ended).sum(-1, dtype=jnp.int32)
                 beams = beams._replace(cache=cache, calls=calls)
         draft = Draft(
@@ -168,14 +142,17 @@ class Beam:
 
     def _extend(self, inputs, keys, b: Beams, logits, step) -> Beams:
         """One more token on every beam: the W best of all S·V continuations."""
-        log_q = self._conditionals(inputs, logits)
+        log_q = unwarped_in(self.raw_rows(inputs), logits, warp(logits, inputs.warp))
         rows, _, vocab = log_q.shape
         # A beam that ended is its own only continuation, in the column of token 0.
         frozen = jnp.where(jnp.arange(vocab) == 0, 0.0, probs.NEVER)
         total = b.score[..., None] + jnp.where(b.ended[..., None], frozen, log_q)
         ranked = self._perturbed(inputs, keys, total.reshape(rows, -1), step)
-        level = self._levels[step + 1]
+        level = self._level(step)
+        missing = max(0, len(level) - ranked.shape[1])
+        ranked = jnp.pad(ranked, ((0, 0), (0, missing)), constant_values=probs.NEVER)
         best, flat = jax.lax.top_k(ranked, len(level))
+        flat = jnp.minimum(flat, total[0].size - 1)
         source, token = flat // vocab, (flat % vocab).astype(jnp.int32)
 
         def of_source(x):
@@ -185,6 +162,7 @@ class Beam:
         grown = possible & ~stays
         index = jnp.asarray(level, jnp.int32)
         conditional = jnp.take_along_axis(log_q.reshape(rows, -1), flat, axis=1)
+        score = jnp.take_along_axis(total.reshape(rows, -1), flat, axis=1)
         own = jnp.arange(level.stop) == index[:, None]
         above = jnp.pad(b.bits, ((0, 0), (0, 0), (0, len(level))))
         inherited = jnp.take_along_axis(above, parent[:, :, None], axis=1)
@@ -195,21 +173,16 @@ class Beam:
             token_log_q=jnp.append(b.token_log_q, jnp.where(grown, conditional, 0.0), axis=1),
             bits=jnp.append(above, inherited | own, axis=1),
             node=jnp.where(stays, parent, index),
-            score=jnp.take_along_axis(total.reshape(rows, -1), flat, axis=1),
-            ended=stays | ~possible | is_eos(token, inputs.eos_ids),
+            score=jnp.where(possible, score, probs.NEVER),
+            ended=stays | ~possible | inputs.is_eos(token),
         )
-
-    def _conditionals(self, inputs, logits):
-        warped = warp(logits, inputs.warp, self.vocab_limit)
-        plain = probs.log_softmax(limit_vocabulary(logits, self.vocab_limit))
-        return jnp.where(self.raw_rows(inputs)[:, None, None], plain, warped)
 
     def _perturbed(self, inputs, keys, total, step):
         """Joint scores with Gumbel noise where rows are sampled: a draw without replacement."""
         if not self.drawn:
             return total
         step_keys = probs.draw_keys(keys, Purpose.DRAFT, step)
-        return total + probs.gumbel(step_keys, total.shape[1], inputs.warp.temperature > 0)
+        return total + probs.gumbel(step_keys, total.shape[1], ~inputs.warp.greedy)
 
     def follow(
         self, draft: Draft, b: Beams, beam: Int[Array, "B"]
@@ -224,12 +197,6 @@ class Beam:
         def along(x, fill):
             return jnp.where(real, jnp.take_along_axis(x, path, axis=1), fill)
 
-        chain = Draft(
-            tokens=along(b.tokens, 0),
-            parents=tree.chain_parents(path.shape[0], self.gamma + 1),
-            valid=along(b.valid, False),
-            token_log_q=along(b.token_log_q, 0.0),
-            shape=TreeShape.chain(self.gamma),
-            law=self.law,
-        )
+        tokens, valid, log_q = along(b.tokens, 0), along(b.valid, False), along(b.token_log_q, 0.0)
+        chain = chain_draft(tokens[:, 0], tokens[:, 1:], valid[:, 1:], self.law, token_log_q=log_q)
         return chain, path

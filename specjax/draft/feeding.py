@@ -5,12 +5,27 @@ Axis legend: B rows, n new tokens, T tokens of the tree so far, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models import KVCache, ModelConfig, forward, logits_of
+from specjax import probs
+from specjax.models import KVCache
+from specjax.net import Net
+from specjax.protocols import Drafter
 from specjax.types import DecodeState
-from specjax.warp import fit_vocabulary
+
+
+class ModelDrafter(Drafter):
+    """A drafter that runs the draft model; its state is that model's cache."""
+
+    needs_draft = True
+
+    def init(self, inputs, state, chunk):
+        return inputs.draft.prefill(state.tokens, state.length, chunk)
 
 
 def last_two(state: DecodeState) -> Int[Array, "B 2"]:
@@ -20,52 +35,75 @@ def last_two(state: DecodeState) -> Int[Array, "B 2"]:
 
 
 def feed_pair(
-    model: ModelConfig,
-    params: dict,
-    cache: KVCache,
-    window: Int[Array, "B w"],
-    first: Int[Array, "B"],
-    step: Int[Array, ""] | int,
-    vocab: int,
+    net: Net, cache: KVCache, last: Int[Array, "B 2"], first: Int[Array, "B"]
 ) -> tuple[Float[Array, "B V"], KVCache]:
-    """Logits after two tokens, ``window[:, step : step + 2]``, at positions ``first, first + 1``.
+    """Logits after two tokens at positions ``first`` and ``first + 1``.
 
     What begins a round: the cache may then be one token short, so a fully accepted draft
     leaves no hole in it. A row of one token (``first = −1``) feeds that one first.
     """
     start = jnp.maximum(first, 0)
-    two = jnp.arange(2, dtype=jnp.int32)
-    inside = step + (start - first)[:, None] + two
-    tokens = jnp.take_along_axis(window, inside, axis=1, mode="clip")
-    hidden, cache = forward(model, params, cache, tokens, start[:, None] + two, start)
-    last = jnp.take_along_axis(hidden, (first + 1 - start)[:, None, None], axis=1)
-    logits = logits_of(model, params, last)[:, 0]
-    return fit_vocabulary(logits.astype(jnp.float32), vocab), cache
+    inside = (start - first)[:, None] + jnp.arange(2, dtype=jnp.int32)
+    tokens = jnp.take_along_axis(last, inside, axis=1, mode="clip")
+    logits, cache = net.logits(cache, tokens, start, at=(first + 1 - start)[:, None])
+    return logits[:, 0], cache
 
 
-def feed_token(
-    model: ModelConfig,
-    params: dict,
+class Drawn(NamedTuple):
+    """A chain as it is drawn. ``window`` holds two known tokens, then the draft."""
+
+    step: Int[Array, ""]
+    cache: KVCache
+    window: Int[Array, "B 2+γ"]
+    alive: Bool[Array, "B"]  # rows that go on
+    calls: Int[Array, "B"]
+    more: Any  # what else :func:`draw_chain`'s ``draw`` keeps
+
+
+def draw_chain(
+    net: Net,
     cache: KVCache,
-    token: Int[Array, "B"],
-    at: Int[Array, "B"],
-    vocab: int,
-) -> tuple[Float[Array, "B V"], KVCache]:
-    """Logits after one more token at slot and position ``at``, the row before it being fed."""
-    hidden, cache = forward(model, params, cache, token[:, None], at[:, None], at)
-    logits = logits_of(model, params, hidden)[:, 0]
-    return fit_vocabulary(logits.astype(jnp.float32), vocab), cache
+    last: Int[Array, "B 2"],
+    first: Int[Array, "B"],
+    alive: Bool[Array, "B"],
+    gamma: int,
+    draw: Callable[..., tuple],
+    more: Any,
+    passes: int | None = None,
+) -> Drawn:
+    """γ tokens one after another behind the two at ``first`` and ``first + 1``.
+
+    The first pass feeds both, every other the token just drawn (on a CPU two tokens cost half
+    as much again as one). ``draw(step, logits[B, V], alive, more)`` returns the next token, who
+    goes on, and the next ``more``. The loop ends when no row does, or after ``passes``: γ by
+    default; what a further pass draws is dropped.
+    """
+    rows = last.shape[0]
+
+    def push(d: Drawn, logits, cache) -> Drawn:
+        token, going, more = draw(d.step, logits, d.alive, d.more)
+        window = d.window.at[:, d.step + 2].set(token, mode="drop")
+        return Drawn(d.step + 1, cache, window, going, d.calls + d.alive, more)
+
+    def follow(d: Drawn) -> Drawn:
+        token = jax.lax.dynamic_index_in_dim(d.window, d.step + 1, axis=1)
+        logits, cache = net.logits(d.cache, token, first + 1 + d.step)
+        return push(d, logits[:, 0], cache)
+
+    window = jnp.pad(last, ((0, 0), (0, gamma)))
+    start = Drawn(jnp.int32(0), cache, window, alive, jnp.zeros((rows,), jnp.int32), more)
+    begun = push(start, *feed_pair(net, cache, last, first))
+    steps = gamma if passes is None else passes
+    return jax.lax.while_loop(lambda d: (d.step < steps) & jnp.any(d.alive), follow, begun)
 
 
 def feed_level(
-    model: ModelConfig,
-    params: dict,
+    net: Net,
     cache: KVCache,
     tokens: Int[Array, "B n"],
     base: Int[Array, "B"],
     first: int,
     bits: Bool[Array, "B T T"],
-    vocab: int,
 ) -> tuple[Float[Array, "B n V"], KVCache]:
     """Logits after the tree's nodes ``first … first + n − 1``, the levels above being fed.
 
@@ -73,15 +111,12 @@ def feed_level(
     """
     positions = base[:, None] + bits.sum(-1, dtype=jnp.int32) - 1
     new = slice(first, first + tokens.shape[1])
-    hidden, cache = forward(
-        model,
-        params,
-        cache,
-        tokens,
-        positions[:, new],
-        base + first,
-        bits[:, new],
-        base=base,
-        tree_positions=positions,
-    )
-    return fit_vocabulary(logits_of(model, params, hidden).astype(jnp.float32), vocab), cache
+    start, own, visible = base + first, positions[:, new], bits[:, new]
+    return net.logits(cache, tokens, start, own, visible, base=base, tree_positions=positions)
+
+
+def unwarped_in(
+    rows: Bool[Array, "B"], logits: Float[Array, "B n V"], log_q: Float[Array, "B n V"]
+) -> Float[Array, "B n V"]:
+    """``log_q``, but the unwarped log-probabilities in these rows."""
+    return jnp.where(rows[:, None, None], probs.log_softmax(logits), log_q)

@@ -6,35 +6,22 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from specjax import probs, tree
-from specjax.protocols import Proposal
-from specjax.types import POINT_MASS, Draft, TreeShape
+from specjax import probs
+from specjax.protocols import Drafter, Proposal
+from specjax.tree import chain_draft
+from specjax.types import POINT_MASS, TreeShape
 
 
 @dataclasses.dataclass(frozen=True)
-class NoDraft:
+class NoDraft(Drafter):
     """The root alone: with any lossless rule this is plain autoregressive decoding."""
 
     name = "none"
     law = POINT_MASS
-    num_probes = 0
     shape = TreeShape.chain(0)
 
-    def init(self, inputs, state, chunk):
-        return ()
-
     def propose(self, inputs, state, keys):
-        rows = state.length.shape[0]
-        root = probs.at_token(state.tokens, state.length - 1)[:, None]
-        draft = Draft(
-            tokens=root,
-            parents=tree.chain_parents(rows, 1),
-            valid=jnp.ones((rows, 1), bool),
-            shape=self.shape,
-            q_row=(0,),
-            law=self.law,
-        )
-        return Proposal(draft, (), jnp.zeros((rows,), jnp.int32), jnp.int32(0))
-
-    def update(self, inputs, state, carried, draft, verdict, probe_logits):
-        return ()
+        root = probs.at_token(state.tokens, state.length - 1)
+        nothing = jnp.zeros((root.shape[0], 0), jnp.int32)
+        draft = chain_draft(root, nothing, nothing > 0, self.law)
+        return Proposal(draft, (), jnp.zeros_like(root), jnp.int32(0))

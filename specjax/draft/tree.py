@@ -14,19 +14,16 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import probs, tree
-from specjax.draft.feeding import feed_level, feed_pair, last_two
-from specjax.models import ModelConfig, init_cache
+from specjax.draft.feeding import ModelDrafter, feed_level, feed_pair, last_two, unwarped_in
 from specjax.models.cache import commit_path
-from specjax.models.forward import prefill
 from specjax.probs import Purpose
 from specjax.protocols import Proposal
-from specjax.stopping import is_eos
 from specjax.types import IID, NO_PARENT, WITHOUT_REPLACEMENT, Draft, TreeShape
-from specjax.warp import limit_vocabulary, warp
+from specjax.warp import warp
 
 
 @dataclasses.dataclass(frozen=True)
-class Tree:
+class Tree(ModelDrafter):
     """A tree whose nodes at depth i have ``branching[i]`` children each.
 
     Children are drawn from the draft's warped distribution: independently (``replacement``)
@@ -37,12 +34,13 @@ class Tree:
     accepted path is moved into place afterwards.
     """
 
-    model: ModelConfig
-    vocab: int  # the target's V
-    vocab_limit: int
     branching: tuple[int, ...] = (4, 2, 2)
     replacement: bool = False
-    num_probes = 0
+
+    @classmethod
+    def iid(cls, gamma: int, chains: int) -> Tree:
+        """``chains`` independent chains of γ tokens."""
+        return cls((chains, *(1,) * (gamma - 1)), replacement=True)
 
     @property
     def name(self) -> str:
@@ -72,18 +70,12 @@ class Tree:
             parents += [node for node in level for _ in range(count)]
         return tuple(parents)
 
-    def init(self, inputs, state, chunk):
-        rows, slots = state.tokens.shape
-        cache = init_cache(self.model, rows, slots, inputs.draft["embed"].dtype)
-        return prefill(self.model, inputs.draft, cache, state.tokens, state.length, chunk)
-
     def propose(self, inputs, state, keys):
         base, rows = state.length - 1, state.length.shape[0]
         parents = np.broadcast_to(np.array(self._parents, np.int32), (rows, self.shape.nodes))
         bits = tree.ancestors(parents, self.shape.depth)
-        logits, cache = feed_pair(
-            self.model, inputs.draft, state.drafter, last_two(state), base - 1, 0, self.vocab
-        )
+        net = inputs.draft
+        logits, cache = feed_pair(net, state.drafter_state, last_two(state), base - 1)
         logits = logits[:, None]
         tokens = probs.at_token(state.tokens, base)[:, None]
         valid, alive = jnp.ones((rows, 1), bool), ~state.done[:, None]
@@ -94,14 +86,12 @@ class Tree:
             alive = jnp.repeat(alive, count, axis=1) & possible
             tokens, valid = jnp.append(tokens, x, axis=1), jnp.append(valid, alive, axis=1)
             laws.append(log_q)
-            alive = alive & ~is_eos(x, inputs.eos_ids)
+            alive = alive & ~inputs.is_eos(x)
             if level + 1 < len(self.branching):
                 calls = calls + alive.sum(-1, dtype=jnp.int32)
                 first = self._levels[level + 1].start
                 so_far = bits[:, : tokens.shape[1], : tokens.shape[1]]
-                logits, cache = feed_level(
-                    self.model, inputs.draft, cache, x, base, first, so_far, self.vocab
-                )
+                logits, cache = feed_level(net, cache, x, base, first, so_far)
         draft = Draft(
             tokens=tokens,
             parents=parents,
@@ -122,11 +112,8 @@ class Tree:
         A greedy row would have one child: its siblings are ranked by the unwarped draft
         instead. That stays exact, for a one-hot p accepts a child of q > 0 or not at all.
         """
-        log_q = warp(logits, inputs.warp, self.vocab_limit)
-        if self.replacement:
-            return log_q
-        plain = probs.log_softmax(limit_vocabulary(logits, self.vocab_limit))
-        return jnp.where((inputs.warp.temperature == 0)[:, None, None], plain, log_q)
+        log_q = warp(logits, inputs.warp)
+        return log_q if self.replacement else unwarped_in(inputs.warp.greedy, logits, log_q)
 
     def _children(
         self, inputs, keys: Key[Array, "B"], log_q: Float[Array, "B n V"], level: int, count: int
@@ -142,6 +129,6 @@ class Tree:
 
         nodes = jnp.asarray(self._levels[level], jnp.int32)
         node_keys = jax.vmap(lambda node: probs.draw_keys(keys, Purpose.DRAFT, node), out_axes=1)
-        noise = probs.gumbel(node_keys(nodes), vocab, inputs.warp.temperature > 0)
+        noise = probs.gumbel(node_keys(nodes), vocab, ~inputs.warp.greedy)
         score, x = jax.lax.top_k(log_q + noise, count)
         return x.reshape(rows, -1).astype(jnp.int32), score.reshape(rows, -1) > probs.NEVER

@@ -4,6 +4,6 @@ from specjax.search.beam import BeamSearch
 from specjax.search.cdsl import ACCEPTS, CDSL
 from specjax.search.lookahead import Lookahead
 from specjax.search.mtjd import MTJD
-from specjax.search.sdsat import TwoPasses, TwoStep
+from specjax.search.sdsat import TwoStep
 
-__all__ = ["ACCEPTS", "CDSL", "MTJD", "BeamSearch", "Lookahead", "TwoPasses", "TwoStep"]
+__all__ = ["ACCEPTS", "CDSL", "MTJD", "BeamSearch", "Lookahead", "TwoStep"]

@@ -13,13 +13,12 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import probs
-from specjax.models import KVCache, ModelConfig, forward, init_cache, logits_of
-from specjax.models.forward import prefill
+from specjax.models import KVCache
 from specjax.probs import Purpose
-from specjax.search.counting import count_targets
-from specjax.stopping import is_eos
+from specjax.protocols import Method
+from specjax.rounds import Cost, tally
 from specjax.types import FROM_TARGET, STOP_EOS, STOP_LENGTH, DecodeState, Inputs
-from specjax.warp import limit_vocabulary, warp
+from specjax.warp import warp
 
 LOST = -1e9  # below every score that a hypothesis can have
 
@@ -48,31 +47,28 @@ class BeamState:
 
 
 @dataclasses.dataclass(frozen=True)
-class BeamSearch:
+class BeamSearch(Method):
     """``beams`` hypotheses by total log-probability, ranked at the end by the mean per token.
 
     As transformers with ``length_penalty=1`` and ``early_stopping=False``. A sampled row draws
     its continuations without replacement from the warped joint scores.
     """
 
-    model: ModelConfig
-    vocab_limit: int
     beams: int = 4
     width = 1
     reserves = True
 
     def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
-        rows, slots = state.tokens.shape
-        cache = init_cache(self.model, rows, slots, inputs.target["embed"].dtype)
-        cache = prefill(self.model, inputs.target, cache, state.tokens, state.length, chunk)
+        cache = inputs.target.prefill(state.tokens, state.length, chunk)
         tokens = jnp.repeat(state.tokens[:, None], self.beams, axis=1)
+        rows = tokens.shape[0]
         shape = (rows, self.beams)
         # One beam is open at first, or all would say the same.
         lost = jnp.full(shape, LOST, jnp.float32)  # a weak dtype would trace the loop twice
         score = jnp.where(jnp.arange(self.beams) == 0, 0.0, lost)
         logprobs = jnp.zeros(tokens.shape, jnp.float32)
         return state.replace(
-            drafter=BeamState(
+            method_state=BeamState(
                 cache=jax.tree.map(lambda x: jnp.repeat(x, self.beams, axis=0), cache),
                 running=Hypotheses(tokens, logprobs, score),
                 finished=Hypotheses(tokens + 0, logprobs + 0, lost + 0),
@@ -84,7 +80,7 @@ class BeamSearch:
         )
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        beam = state.drafter
+        beam = state.method_state
         logits, cache = self._logits(inputs, state)
         candidates, ranked, source, ended = self._continue(inputs, state, logits)
         order = jax.lax.top_k(jnp.where(ended, LOST, ranked), self.beams)[1]
@@ -107,20 +103,15 @@ class BeamSearch:
             improvable=improvable,
         )
         done = ~improvable | ended.all(-1)
-        return self._close(inputs, state.replace(drafter=after), done & ~state.done)
-
-    def finalize(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        return state
+        return self._close(inputs, state.replace(method_state=after), done & ~state.done)
 
     def _logits(self, inputs, state):
         """Logits after every running beam, ``[B, W, V]``; row r of the cache is beam r mod W."""
-        beam = state.drafter
+        beam = state.method_state
         at = jnp.repeat(state.length - 1 + beam.generated, self.beams)
         last = probs.at_token(beam.running.tokens.reshape(at.shape[0], -1), at)[:, None]
-        hidden, cache = forward(self.model, inputs.target, beam.cache, last, at[:, None], at)
-        logits = logits_of(self.model, inputs.target, hidden)
-        logits = logits.reshape(-1, self.beams, logits.shape[-1]).astype(jnp.float32)
-        return limit_vocabulary(logits, self.vocab_limit), cache
+        logits, cache = inputs.target.logits(beam.cache, last, at)
+        return logits.reshape(-1, self.beams, logits.shape[-1]), cache
 
     def _continue(self, inputs, state, logits):
         """The best C continuations of all beams: as many as leave W that go on.
@@ -128,16 +119,14 @@ class BeamSearch:
         Returns the hypotheses, the scores they were ranked by, the beams they continue, and
         which of them end.
         """
-        beam = state.drafter
+        beam = state.method_state
         rows, _, vocab = logits.shape
         plain = probs.log_softmax(logits)
-        greedy = (inputs.warp.temperature == 0)[:, None]
-        conditional = jnp.where(
-            greedy[..., None], plain, warp(logits, inputs.warp, self.vocab_limit)
-        )
+        greedy = inputs.warp.greedy
+        conditional = jnp.where(greedy[:, None, None], plain, warp(logits, inputs.warp))
         total = (beam.running.score[..., None] + conditional).reshape(rows, -1)
         keys = probs.draw_keys(probs.round_keys(state.keys, state.stats.rounds), Purpose.SEARCH, 0)
-        noise = probs.gumbel(keys, total.shape[1], ~greedy[:, 0])
+        noise = probs.gumbel(keys, total.shape[1], ~greedy)
         count = min((1 + inputs.eos_ids.shape[0]) * self.beams, total.shape[1])
         ranked, flat = jax.lax.top_k(total + noise, count)
         source, token = flat // vocab, (flat % vocab).astype(jnp.int32)
@@ -151,7 +140,7 @@ class BeamSearch:
             score=jnp.take_along_axis(total, flat, axis=1),
         )
         full = beam.generated + 1 >= state.max_length - state.length
-        return candidates, ranked, source, is_eos(token, inputs.eos_ids) | full[:, None]
+        return candidates, ranked, source, inputs.is_eos(token) | full[:, None]
 
     def _merge(self, beam: BeamState, candidates: Hypotheses, ended):
         """The W best finished hypotheses; only the W best candidates of a step may finish."""
@@ -168,17 +157,17 @@ class BeamSearch:
 
     def _close(self, inputs, state: DecodeState, done: Bool[Array, "B"]) -> DecodeState:
         """Rows that are done get their best hypothesis, all of it at once."""
-        beam = state.drafter
+        beam = state.method_state
         count = beam.lengths[:, 0]
         end = state.length + jnp.where(done, count, 0)
         last = probs.at_token(beam.finished.tokens[:, 0], jnp.maximum(end - 1, 0))
-        reason = jnp.where(is_eos(last, inputs.eos_ids), STOP_EOS, STOP_LENGTH)
+        reason = jnp.where(inputs.is_eos(last), STOP_EOS, STOP_LENGTH)
         # A row that is done stays as it is: its beams go on, unread.
         mine = done[:, None] & (jnp.arange(state.slots) >= state.length[:, None])
         logprobs = state.logprobs
         if logprobs is not None:
             logprobs = jnp.where(mine, beam.finished.logprobs[:, 0], logprobs)
-        stats = count_targets(state, jnp.where(done, count, 0), self.beams, 1)
+        stats = tally(state, jnp.where(done, count, 0), Cost(self.beams, 1))
         return state.replace(
             tokens=jnp.where(mine, beam.finished.tokens[:, 0], state.tokens),
             origin=jnp.where(mine, FROM_TARGET, state.origin).astype(state.origin.dtype),

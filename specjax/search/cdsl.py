@@ -10,21 +10,20 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import probs
-from specjax.decode import clip, emit
-from specjax.draft.feeding import feed_pair, feed_token, last_two
-from specjax.models import KVCache, ModelConfig, forward, logits_of
+from specjax.draft.feeding import draw_chain, last_two
+from specjax.models import KVCache
 from specjax.probs import Purpose
-from specjax.search.drivers import Driver, Lanes, OnDevice
-from specjax.search.lookahead import Candidates, best_candidates, choose, fill_caches, roll_out
-from specjax.stopping import is_eos
+from specjax.protocols import Method
+from specjax.rewards.folding import Fold
+from specjax.rounds import Cost, Tested, finish_round
+from specjax.search.drivers import DeviceDriver, Driver, Lanes, start_lookahead
+from specjax.search.lookahead import Candidates, best_candidates, choose, roll_out
 from specjax.types import DecodeState, Inputs, Verdict
-from specjax.warp import limit_vocabulary
 
 HARD, RATIO, EXACT = "hard", "ratio", "exact"
 ACCEPTS = (HARD, RATIO, EXACT)
@@ -42,51 +41,31 @@ class Written(NamedTuple):
 
 
 def write_draft(
-    model: ModelConfig,
-    params: dict,
+    inputs: Inputs,
     cache: KVCache,
     last: Int[Array, "B 2"],
     first: Int[Array, "B"],
     alive: Bool[Array, "B"],
     depth: int,
-    eos_ids: Int[Array, "E"],
-    vocab_limit: int,
     with_log_q: bool = False,
 ) -> Written:
     """Up to ``depth`` greedy tokens of the draft model; a row ends with an end of sequence.
 
     ``last`` stands at positions ``first`` and ``first + 1``; the cache may lack both.
     """
-    rows = last.shape[0]
 
-    def more(carry):
-        step, _, _, _, _, alive, _ = carry
-        return (step < depth) & jnp.any(alive)
-
-    def follow(carry):
-        step, cache, window, *_ = carry
-        token = jnp.take(window, step + 1, axis=1)
-        return write(
-            carry, *feed_token(model, params, cache, token, first + step + 1, model.vocab_size)
-        )
-
-    def write(carry, logits, cache):
-        step, _, window, count, log_q, alive, calls = carry
-        logits = limit_vocabulary(logits, vocab_limit)
+    def draw(step, logits, alive, more):
+        count, log_q = more
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         if with_log_q:
             log_q = log_q.at[:, step].set(probs.log_softmax(logits).max(-1))
-        window = window.at[:, step + 2].set(token)
-        going = alive & ~is_eos(token, eos_ids)
-        return step + 1, cache, window, count + alive, log_q, going, calls + alive
+        return token, alive & ~inputs.is_eos(token), (count + alive, log_q)
 
-    zero = jnp.zeros((rows,), jnp.int32)
-    window = jnp.pad(last, ((0, 0), (0, depth)))
-    log_q = jnp.zeros((rows, depth), jnp.float32)
-    start = (jnp.int32(0), cache, window, zero, log_q, alive, zero)
-    begun = write(start, *feed_pair(model, params, cache, last, first, 0, model.vocab_size))
-    step, cache, window, count, log_q, _, calls = jax.lax.while_loop(more, follow, begun)
-    return Written(window[:, 2:], count, log_q, cache, calls, step)
+    rows = last.shape[0]
+    start = jnp.zeros((rows,), jnp.int32), jnp.zeros((rows, depth), jnp.float32)
+    chain = draw_chain(inputs.draft, cache, last, first, alive, depth, draw, start)
+    count, log_q = chain.more
+    return Written(chain.window[:, 2:], count, log_q, chain.cache, chain.calls, chain.step)
 
 
 @struct.dataclass
@@ -110,7 +89,7 @@ class Round:
 
 
 @dataclasses.dataclass(frozen=True)
-class CDSL:
+class CDSL(Method):
     """Drafts ``d`` greedy tokens, verifies them, and asks the reward what to do with them.
 
     With n tokens verified, acceptance a = n / drafted and reward r of prefix and x₁ … x_n:
@@ -129,17 +108,16 @@ class CDSL:
     calls per depth, and the first target token of S2 and S3 costs none: it was scored already.
     """
 
-    model: ModelConfig
-    vocab_limit: int
-    draft: ModelConfig
-    draft_limit: int
-    reward: object | None  # a Fold; None: rewards come from outside, through OnHost
+    reward: Fold | None  # None: rewards come from outside, through HostDriver
     k: int = 3
     d: int = 3
     b: int = 1
     accept: str = HARD
     keep_verified: bool = True
-    reserves = False
+
+    @property
+    def hosted(self) -> bool:
+        return self.reward is None
 
     @property
     def depth(self) -> int:
@@ -156,10 +134,10 @@ class CDSL:
         return self.most + max(self.k, 1) * self.d + 2
 
     def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
-        return fill_caches(self, inputs, state, chunk)
+        return start_lookahead(inputs, state, chunk, self.reward, drafts=True)
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        return self.round(OnDevice(self.reward, inputs), state)
+        return self.round(DeviceDriver(self.reward, inputs), state)
 
     def round(self, drive: Driver, state: DecodeState) -> DecodeState:
         """One round under either driver; rows may be in different states."""
@@ -190,24 +168,13 @@ class CDSL:
         """The draft, and how much of it the target accepts."""
         keys = probs.round_keys(state.keys, state.stats.rounds)
         start = state.length - 1
+        cache, last = state.method_state.draft, last_two(state)
         draft = write_draft(
-            self.draft,
-            inputs.draft,
-            state.drafter.draft,
-            last_two(state),
-            start - 1,
-            ~state.done,
-            self.d,
-            inputs.eos_ids,
-            self.draft_limit,
-            self.accept == RATIO,
+            inputs, cache, last, start - 1, ~state.done, self.d, self.accept == RATIO
         )
         root = probs.at_token(state.tokens, start)
-        fed = jnp.append(root[:, None], draft.tokens, axis=1)
-        positions = start[:, None] + jnp.arange(self.d + 1, dtype=jnp.int32)
-        hidden, cache = forward(self.model, inputs.target, state.cache, fed, positions, start)
-        logits = logits_of(self.model, inputs.target, hidden).astype(jnp.float32)
-        logits = limit_vocabulary(logits, self.vocab_limit)
+        nodes = jnp.append(root[:, None], draft.tokens, axis=1)
+        logits, cache = inputs.target.logits(state.cache, nodes, start)
         log_p = probs.at_token(probs.log_softmax(logits[:, :-1]), draft.tokens)
         passed = self._passed(keys, logits, log_p, draft)
         real = jnp.arange(self.d) < draft.count[:, None]
@@ -229,9 +196,8 @@ class CDSL:
             draft_calls=draft.calls,
             passes=1 + draft.passes,
         )
-        drafter = state.drafter.replace(draft=draft.cache)
         lanes = Lanes(draft.tokens[:, None], n[:, None], ~state.done)
-        return state.replace(cache=cache, drafter=drafter), work, lanes
+        return _drafted(state, draft.cache).replace(cache=cache), work, lanes
 
     def _passed(self, keys: Key[Array, "B"], logits, log_p, draft: Written) -> Bool[Array, "B d"]:
         if self.accept == HARD:
@@ -247,7 +213,7 @@ class CDSL:
         good = agreed & (values[:, 0] >= inputs.settings["r_t"])
         n = work.verified if self.keep_verified else jnp.where(good, work.verified, 0)
         last = probs.at_token(work.path, jnp.maximum(n - 1, 0))
-        ended = done | ((n > 0) & is_eos(last, inputs.eos_ids))
+        ended = done | ((n > 0) & inputs.is_eos(last))
         trying = ~agreed & ~ended & (self.b > 0)
         settled = good & (n > 0)
         return work.replace(
@@ -265,17 +231,8 @@ class CDSL:
         before = self._last(state, work)
         work = self._append(work, work.trying, z, log_p.max(-1))
         at = state.length + work.count - work.trying  # of the token behind the path
-        ahead = write_draft(
-            self.draft,
-            inputs.draft,
-            state.drafter.draft,
-            jnp.stack([before, z], 1),
-            at - 1,
-            work.trying & ~is_eos(z, inputs.eos_ids),
-            self.d,
-            inputs.eos_ids,
-            self.draft_limit,
-        )
+        known, alive = jnp.stack([before, z], axis=1), work.trying & ~inputs.is_eos(z)
+        ahead = write_draft(inputs, state.method_state.draft, known, at - 1, alive, self.d)
         lanes = Lanes(ahead.tokens[:, None], ahead.count[:, None], work.trying)
         lanes = self._behind(work, lanes)
         work = work.replace(
@@ -283,18 +240,18 @@ class CDSL:
             draft_calls=work.draft_calls + ahead.calls,
             passes=work.passes + ahead.passes,
         )
-        return state.replace(drafter=state.drafter.replace(draft=ahead.cache)), work, lanes
+        return _drafted(state, ahead.cache), work, lanes
 
     def weigh(self, inputs: Inputs, work: Round, values) -> Round:
         """Ends the attempts of rows that succeeded or have none left."""
-        found = work.trying & (values[:, 0] >= inputs.settings["r_t"])
+        good = work.trying & (values[:, 0] >= inputs.settings["r_t"])
         z = probs.at_token(work.path, jnp.maximum(work.count - 1, 0))
-        over = (work.tries >= self.b) | is_eos(z, inputs.eos_ids)
-        failed = work.trying & ~found & over
+        over = (work.tries >= self.b) | inputs.is_eos(z)
+        failed = work.trying & ~good & over
         return work.replace(
             count=jnp.where(failed, work.kept, work.count),
             after=jnp.where(failed[:, None], probs.at_node(work.logits, work.kept), work.after),
-            trying=work.trying & ~found & ~failed,
+            trying=work.trying & ~good & ~failed,
             open=work.open | failed,
         )
 
@@ -303,13 +260,9 @@ class CDSL:
         # Rows that are not trying feed their path's last token again, into its own slot.
         at = state.length - 1 + work.count
         token = self._last(state, work)
-        hidden, cache = forward(
-            self.model, inputs.target, state.cache, token[:, None], at[:, None], at
-        )
-        logits = logits_of(self.model, inputs.target, hidden)[:, 0].astype(jnp.float32)
-        logits = limit_vocabulary(logits, self.vocab_limit)
+        logits, cache = inputs.target.logits(state.cache, token[:, None], at)
         work = work.replace(
-            after=jnp.where(work.trying[:, None], logits, work.after),
+            after=jnp.where(work.trying[:, None], logits[:, 0], work.after),
             target_calls=work.target_calls + work.trying,
             passes=work.passes + 1,
         )
@@ -317,55 +270,37 @@ class CDSL:
 
     def look(self, inputs: Inputs, state: DecodeState, work: Round):
         """CDLH-appx behind the path: candidates of the target, lookaheads of the draft model."""
-        found = best_candidates(work.after, self.k)
+        candidates = best_candidates(work.after, self.k)
         out = roll_out(
-            self.draft,
+            inputs,
             inputs.draft,
-            state.drafter.draft,
+            state.method_state.draft,
             state.length - 1 + work.count,
             self._last(state, work),
-            found.tokens,
-            found.possible & work.open[:, None],
+            candidates.tokens,
+            candidates.possible & work.open[:, None],
             self.d,
-            inputs.eos_ids,
-            self.draft_limit,
         )
         work = work.replace(
             draft_calls=work.draft_calls + out.calls, passes=work.passes + out.passes
         )
-        state = state.replace(drafter=state.drafter.replace(draft=out.cache))
-        return state, work, found, self._behind(work, out.lanes)
+        return _drafted(state, out.cache), work, candidates, self._behind(work, out.lanes)
 
-    def take(self, inputs: Inputs, work: Round, found: Candidates, values) -> Round:
+    def take(self, inputs: Inputs, work: Round, candidates: Candidates, values) -> Round:
         """The best candidate on the path of the rows that asked for one."""
-        best = choose(values, found.possible)
-        token, logprob = (probs.at_token(x, best) for x in (found.tokens, found.logprobs))
+        best = choose(values, candidates.possible)
+        token, logprob = (probs.at_token(x, best) for x in (candidates.tokens, candidates.logprobs))
         return self._append(work, work.open, token, logprob)
 
     def finish(self, inputs: Inputs, state: DecodeState, work: Round) -> DecodeState:
         """Emits the path and counts."""
         at = jnp.broadcast_to(jnp.arange(self.most + 1), (work.count.shape[0], self.most + 1))
         verdict = Verdict(at, work.kept, work.kept, work.path, work.count)
-        emitted, finish = clip(inputs, state, verdict)
-        live = (~state.done).astype(jnp.int32)
-        stats = state.stats
-        bins = jnp.arange(self.d + 1) == work.verified[:, None]
-        stats = stats.replace(
-            target_calls=stats.target_calls + live * work.target_calls,
-            draft_calls=stats.draft_calls + live * work.draft_calls,
-            rounds=stats.rounds + live,
-            drafted=stats.drafted + live * work.drafted,
-            tested=stats.tested + live * jnp.minimum(work.verified + 1, work.drafted),
-            accepted=stats.accepted + live * work.verified,
-            emitted=stats.emitted + emitted,
-            passes=stats.passes + work.passes,
-            accepted_hist=stats.accepted_hist + live[:, None] * bins,
-        )
+        tested = jnp.minimum(work.verified + 1, work.drafted)
+        cost = Cost(work.target_calls, work.passes, work.draft_calls)
+        drafts = Tested(work.drafted, tested, work.verified)
         logprobs = None if state.logprobs is None else work.logprobs
-        return emit(state, verdict, emitted, finish, logprobs).replace(stats=stats)
-
-    def finalize(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        return state
+        return finish_round(inputs, state, verdict, logprobs, cost, drafts)
 
     def _last(self, state: DecodeState, work: Round) -> Int[Array, "B"]:
         """The last token of each row's path, or its root."""
@@ -390,3 +325,8 @@ class CDSL:
         path = jnp.pad(work.path, ((0, 0), (0, size)))
         joined = jnp.where((at < 0)[:, None], path[:, None], lane)
         return lanes.replace(tokens=joined, count=work.count[:, None] + lanes.count)
+
+
+def _drafted(state: DecodeState, cache: KVCache) -> DecodeState:
+    """The state with the draft model's next cache."""
+    return state.replace(method_state=state.method_state.replace(draft=cache))

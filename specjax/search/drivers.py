@@ -1,7 +1,7 @@
 """Two ways to run a search that asks for rewards in the middle of a round.
 
-A search's ``round`` is written once over a driver. :class:`OnDevice` makes one traced step of
-it, rewards included; :class:`OnHost` calls its stages one by one, each jitted, and scores in
+A search's ``round`` is written once over a driver. :class:`DeviceDriver` makes one traced step of
+it, rewards included; :class:`HostDriver` calls its stages one by one, each jitted, and scores in
 between with Python rewards: a callback under jit would break the compilation cache and lose
 exceptions.
 
@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.mesh import spread
 from specjax.models import KVCache
-from specjax.rewards.folding import advance_all, start_all, values_of
+from specjax.rewards.folding import Fold, advance_all, start_all, values_of
 from specjax.types import DecodeState, Inputs
 
 
@@ -36,8 +36,8 @@ class Lanes:
 
 
 @struct.dataclass
-class Ahead:
-    """What a lookahead search keeps between rounds, in ``state.drafter``.
+class LookaheadState:
+    """What a lookahead search keeps between rounds, in ``state.method_state``.
 
     ``draft`` is the draft model's cache, ``carry`` the reward's fold over the tokens generated
     so far; either is () where there is none.
@@ -68,7 +68,7 @@ class Driver(Protocol):
         """``body`` for as long as any row wants it."""
 
 
-class OnDevice:
+class DeviceDriver:
     """The driver of one traced step; the reward is a :class:`specjax.rewards.Fold`."""
 
     def __init__(self, reward, inputs: Inputs):
@@ -78,15 +78,15 @@ class OnDevice:
         return function(self._inputs, *args)
 
     def judge(self, state, lanes):
-        carry, data = state.drafter.carry, self._inputs.reward
+        carry, data = state.method_state.carry, self._inputs.reward
         ends = advance_all(self._reward, data, carry, lanes.tokens, lanes.count)
         return values_of(self._reward, data, ends)
 
     def commit(self, state, tokens, count):
-        carry, data = state.drafter.carry, self._inputs.reward
+        carry, data = state.method_state.carry, self._inputs.reward
         ends = advance_all(self._reward, data, carry, tokens[:, None], count[:, None])
         carry = jax.tree.map(lambda x: x[:, 0], ends)
-        return state.replace(drafter=state.drafter.replace(carry=carry))
+        return state.replace(method_state=state.method_state.replace(carry=carry))
 
     def once(self, wanted, body, carried):
         return jax.lax.cond(jnp.any(wanted(carried)), body, lambda c: c, carried)
@@ -95,7 +95,7 @@ class OnDevice:
         return jax.lax.while_loop(lambda c: jnp.any(wanted(c)), body, carried)
 
 
-class OnHost:
+class HostDriver:
     """The driver of a host-driven round; ``score(state, lanes) -> float32 [B, K]`` is Python."""
 
     def __init__(self, score: Callable[[DecodeState, Lanes], np.ndarray], inputs: Inputs):
@@ -127,11 +127,18 @@ def _jitted(method, function, donated: bool):
     return jax.jit(spread(functools.partial(function, method)), donate_argnums=donate)
 
 
-def start_ahead(method, inputs: Inputs, state: DecodeState, draft: KVCache | tuple) -> Ahead:
-    """The search's state after the prompt: no token generated, so nothing folded."""
+def start_lookahead(
+    inputs: Inputs, state: DecodeState, chunk: int, reward: Fold | None, drafts: bool
+) -> DecodeState:
+    """The state after the prompt: caches filled, the draft model's where it ``drafts``.
+
+    No token is generated yet, so nothing is folded.
+    """
     rows = state.length.shape[0]
-    carry = () if method.reward is None else start_all(method.reward, inputs.reward, rows)
-    return Ahead(draft, carry)
+    carry = () if reward is None else start_all(reward, inputs.reward, rows)
+    draft = inputs.draft.prefill(state.tokens, state.length, chunk) if drafts else ()
+    cache = inputs.target.prefill(state.tokens, state.length, chunk)
+    return state.replace(cache=cache, method_state=LookaheadState(draft, carry))
 
 
 def advance_hosted(
@@ -142,7 +149,7 @@ def advance_hosted(
     score: Callable[[DecodeState, Lanes], np.ndarray],
 ) -> DecodeState:
     """Up to ``rounds`` host-driven rounds; stops where the rows are done or need more slots."""
-    driver = OnHost(score, inputs)
+    driver = HostDriver(score, inputs)
     for _ in range(rounds):
         full = int(state.length.max()) + method.width > state.slots
         if full or np.asarray(state.done).all():

@@ -17,13 +17,13 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import probs
-from specjax.decode import clip, emit
-from specjax.models import KVCache, ModelConfig, forward, init_cache, logits_of
-from specjax.models.forward import prefill
-from specjax.search.drivers import Driver, Lanes, OnDevice, start_ahead
-from specjax.stopping import is_eos
+from specjax.models import KVCache
+from specjax.net import Net
+from specjax.protocols import Method
+from specjax.rewards.folding import Fold
+from specjax.rounds import Cost, finish_round
+from specjax.search.drivers import DeviceDriver, Driver, Lanes, start_lookahead
 from specjax.types import DecodeState, Inputs, Verdict
-from specjax.warp import limit_vocabulary
 
 
 class Candidates(NamedTuple):
@@ -50,16 +50,14 @@ class RollOut(NamedTuple):
 
 
 def roll_out(
-    model: ModelConfig,
-    params: dict,
+    inputs: Inputs,
+    net: Net,
     cache: KVCache,
     base: Int[Array, "B"],
     root: Int[Array, "B"] | None,
     candidates: Int[Array, "B K"],
     alive: Bool[Array, "B K"],
     depth: int,
-    eos_ids: Int[Array, "E"],
-    vocab_limit: int,
 ) -> RollOut:
     """``depth`` greedy tokens behind every candidate that is alive and no end of sequence.
 
@@ -75,33 +73,31 @@ def roll_out(
         cache=cache,
         tokens=jnp.pad(candidates[:, :, None], room),
         count=jnp.ones((rows, width), jnp.int32),
-        alive=alive & ~is_eos(candidates, eos_ids),
+        alive=alive & ~inputs.is_eos(candidates),
         calls=jnp.zeros((rows,), jnp.int32),
     )
 
     def grow(r: _Rolling, root: Int[Array, "B"] | None) -> _Rolling:
-        new = jnp.take(r.tokens, r.level - 1, axis=2)
-        fed = new if root is None else jnp.append(root[:, None], new, axis=1)
-        positions, visible = shape.place(base, r.level, root is not None)
-        hidden, cache = forward(
-            model,
-            params,
+        new, first = jnp.take(r.tokens, r.level - 1, axis=2), root is not None
+        tokens = jnp.append(root[:, None], new, axis=1) if first else new
+        positions, visible = shape.place(base, r.level, first)
+        logits, cache = net.logits(
             r.cache,
-            fed,
+            tokens,
+            shape.slot(base, r.level, first),
             positions,
-            shape.slot(base, r.level, root is not None),
             visible,
             base=base,
             tree_positions=shape.positions(base),
+            at=jnp.broadcast_to(jnp.arange(width) + first, (rows, width)),
         )
-        logits = logits_of(model, params, hidden[:, -width:]).astype(jnp.float32)
-        following = jnp.argmax(limit_vocabulary(logits, vocab_limit), axis=-1).astype(jnp.int32)
+        following = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return _Rolling(
             level=r.level + 1,
             cache=cache,
             tokens=r.tokens.at[:, :, r.level].set(following),
             count=r.count + r.alive,
-            alive=r.alive & ~is_eos(following, eos_ids),
+            alive=r.alive & ~inputs.is_eos(following),
             calls=r.calls + r.alive.sum(-1, dtype=jnp.int32),
         )
 
@@ -156,7 +152,7 @@ def choose(values: Float[Array, "B K"], possible: Bool[Array, "B K"]) -> Int[Arr
 
 
 @struct.dataclass
-class Looked:
+class LookaheadRound:
     """One round between its lookaheads and its choice."""
 
     candidates: Candidates
@@ -165,115 +161,67 @@ class Looked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lookahead:
+class Lookahead(Method):
     """One token per round: the candidate whose greedy lookahead has the highest reward.
 
     The target's ``k`` likeliest next tokens (unwarped) are each followed by ``d`` greedy tokens
-    of the target (CDLH) or, where ``draft`` is set, of the draft model (CDLH-appx). R is asked
-    about the tokens so far, the candidate and its lookahead: the paper's pseudocode leaves the
-    candidate out.
+    of the target (CDLH) or, with ``drafts``, of the draft model (CDLH-appx). R is asked about the
+    tokens so far, the candidate and its lookahead: the paper's pseudocode leaves the candidate
+    out.
     """
 
-    model: ModelConfig
-    vocab_limit: int
     k: int
     d: int
-    reward: object | None  # a Fold; None: rewards come from outside, through OnHost
-    draft: ModelConfig | None = None
-    draft_limit: int = 0
-    reserves = False
+    reward: Fold | None  # None: rewards come from outside, through HostDriver
+    drafts: bool = False
+
+    @property
+    def hosted(self) -> bool:
+        return self.reward is None
 
     @property
     def width(self) -> int:
         return self.k * self.d + 2
 
     def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
-        return fill_caches(self, inputs, state, chunk)
+        return start_lookahead(inputs, state, chunk, self.reward, self.drafts)
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        return self.round(OnDevice(self.reward, inputs), state)
+        return self.round(DeviceDriver(self.reward, inputs), state)
 
     def round(self, drive: Driver, state: DecodeState) -> DecodeState:
         """One round under either driver."""
-        state, looked, lanes = drive.stage(self.look, state)
+        state, work, lanes = drive.stage(self.look, state)
         values = drive.judge(state, lanes)
-        state, token = drive.stage(self.take, state, looked, values)
+        state, token = drive.stage(self.take, state, work, values)
         return drive.commit(state, token, jnp.ones_like(state.length))
 
     def look(self, inputs: Inputs, state: DecodeState):
         """The target's candidates and their lookaheads."""
-        base = state.length - 1
+        base, net = state.length - 1, inputs.target
         root = probs.at_token(state.tokens, base)
-        hidden, cache = forward(
-            self.model, inputs.target, state.cache, root[:, None], base[:, None], base
-        )
-        logits = logits_of(self.model, inputs.target, hidden)[:, 0].astype(jnp.float32)
-        found = best_candidates(limit_vocabulary(logits, self.vocab_limit), self.k)
-        alive = found.possible & ~state.done[:, None]
-        if self.draft is None:
-            out = roll_out(
-                self.model,
-                inputs.target,
-                cache,
-                base,
-                None,
-                found.tokens,
-                alive,
-                self.d,
-                inputs.eos_ids,
-                self.vocab_limit,
-            )
-            state = state.replace(cache=out.cache)
+        logits, cache = net.logits(state.cache, root[:, None], base)
+        candidates = best_candidates(logits[:, 0], self.k)
+        alive = candidates.possible & ~state.done[:, None]
+        tokens, kept = candidates.tokens, state.method_state
+        if self.drafts:
+            net, draft = inputs.draft, kept.draft
+            out = roll_out(inputs, net, draft, base, root, tokens, alive, self.d)
+            state = state.replace(cache=cache, method_state=kept.replace(draft=out.cache))
         else:
-            out = roll_out(
-                self.draft,
-                inputs.draft,
-                state.drafter.draft,
-                base,
-                root,
-                found.tokens,
-                alive,
-                self.d,
-                inputs.eos_ids,
-                self.draft_limit,
-            )
-            state = state.replace(cache=cache, drafter=state.drafter.replace(draft=out.cache))
-        return state, Looked(found, out.calls, out.passes), out.lanes
+            out = roll_out(inputs, net, cache, base, None, tokens, alive, self.d)
+            state = state.replace(cache=out.cache)
+        return state, LookaheadRound(candidates, out.calls, out.passes), out.lanes
 
-    def take(self, inputs: Inputs, state: DecodeState, looked: Looked, values):
+    def take(self, inputs: Inputs, state: DecodeState, work: LookaheadRound, values):
         """Appends the best candidate; returns it, too."""
-        best = choose(values, looked.candidates.possible)
-        token = probs.at_token(looked.candidates.tokens, best)[:, None]
+        best = choose(values, work.candidates.possible)
+        token = probs.at_token(work.candidates.tokens, best)[:, None]
         zero = jnp.zeros_like(best, jnp.int32)
         verdict = Verdict(zero[:, None], zero, zero, token, zero + 1)
-        emitted, finish = clip(inputs, state, verdict)
-        live = (~state.done).astype(jnp.int32)
-        of_target, of_draft = (0, looked.calls) if self.draft else (looked.calls, 0)
-        stats = state.stats
-        stats = stats.replace(
-            target_calls=stats.target_calls + live * (1 + of_target),
-            draft_calls=stats.draft_calls + live * of_draft,
-            rounds=stats.rounds + live,
-            emitted=stats.emitted + emitted,
-            passes=stats.passes + 1 + looked.passes,
-        )
+        of_target, of_draft = (0, work.calls) if self.drafts else (work.calls, 0)
         logprobs = None
         if state.logprobs is not None:
-            logprobs = probs.at_token(looked.candidates.logprobs, best)[:, None]
-        return emit(state, verdict, emitted, finish, logprobs).replace(stats=stats), token
-
-    def finalize(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        return state
-
-
-def fill_caches(method, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
-    """The prompt in the caches of the target and of the draft model, where there is one."""
-    rows, slots = state.tokens.shape
-
-    def filled(model, params):
-        cache = init_cache(model, rows, slots, params["embed"].dtype)
-        return prefill(model, params, cache, state.tokens, state.length, chunk)
-
-    draft = () if method.draft is None else filled(method.draft, inputs.draft)
-    cache = filled(method.model, inputs.target)
-    return state.replace(cache=cache, drafter=start_ahead(method, inputs, state, draft))
+            logprobs = probs.at_token(work.candidates.logprobs, best)[:, None]
+        cost = Cost(1 + of_target, 1 + work.passes, of_draft)
+        return finish_round(inputs, state, verdict, logprobs, cost), token

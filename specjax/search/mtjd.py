@@ -10,57 +10,44 @@ import dataclasses
 import jax.numpy as jnp
 
 from specjax import probs
-from specjax.decode import clip, emit, path_logprobs
 from specjax.draft.beam import Beam
-from specjax.models import ModelConfig, init_cache
 from specjax.models.cache import commit_path
-from specjax.models.forward import prefill
 from specjax.probs import Purpose
+from specjax.protocols import Method
+from specjax.rounds import Cost, finish_round, path_logprobs
 from specjax.scoring import score
-from specjax.search.counting import count_targets
 from specjax.types import DecodeState, Inputs, Verdict
 
-EXACT = 4096  # up to so many continuations V^K the joint is enumerated
+ENUMERATED = 4096  # up to so many continuations V^K the joint is enumerated
 
 
 @dataclasses.dataclass(frozen=True)
-class MTJD:
+class MTJD(Method):
     """K tokens at a time from the target's joint ``p(x_{t+1:t+K})``.
 
-    Greedy rows take the likeliest block of ``width`` beams, sampled rows draw one of the
-    beams by its joint probability. The search is exact where V^K is small. A block ends with
-    the sequence or the budget.
+    Greedy rows take the likeliest block of ``beam_width`` beams, sampled rows draw one of the
+    beams by its joint probability. A block ends with the sequence or the budget.
     """
 
-    model: ModelConfig
-    vocab_limit: int
     block: int = 4
     beam_width: int = 8
-    reserves = False
+
+    @classmethod
+    def over(cls, vocab: int, block: int, beam_width: int) -> MTJD:
+        """With every continuation as a beam where these are few: the search is exact then."""
+        every = vocab**block
+        return cls(block, every if every <= ENUMERATED else beam_width)
 
     @property
     def beams(self) -> Beam:
-        vocab = self.model.vocab_size
-        exact = vocab**self.block <= EXACT
-        return Beam(
-            model=self.model,
-            vocab=vocab,
-            vocab_limit=self.vocab_limit,
-            gamma=self.block,
-            width=vocab**self.block if exact else self.beam_width,
-            drawn=False,
-            of_target=True,
-        )
+        return Beam(gamma=self.block, width=self.beam_width, drawn=False, of_target=True)
 
     @property
     def width(self) -> int:
         return self.beams.nodes + 1
 
     def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
-        rows, slots = state.tokens.shape
-        cache = init_cache(self.model, rows, slots, inputs.target["embed"].dtype)
-        cache = prefill(self.model, inputs.target, cache, state.tokens, state.length, chunk)
-        return state.replace(cache=cache)
+        return state.replace(cache=inputs.target.prefill(state.tokens, state.length, chunk))
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         keys = probs.round_keys(state.keys, state.stats.rounds)
@@ -69,7 +56,7 @@ class MTJD:
         u = probs.uniforms(keys, Purpose.SEARCH, jnp.zeros_like(left)[:, None])[:, 0]
         best = jnp.argmax(beams.score, axis=1)
         share = jnp.exp(beams.score - beams.score.max(-1, keepdims=True))
-        chosen = jnp.where(inputs.warp.temperature == 0, best, probs.sample(share, u))
+        chosen = jnp.where(inputs.warp.greedy, best, probs.sample(share, u))
         chain, path = self.beams.follow(draft, beams, chosen)
         verdict = Verdict(
             path=jnp.broadcast_to(jnp.arange(self.block + 1), chain.tokens.shape),
@@ -78,13 +65,9 @@ class MTJD:
             tokens=jnp.roll(chain.tokens, -1, axis=1),
             num_tokens=chain.valid[:, 1:].sum(-1, dtype=jnp.int32),
         )
-        emitted, finish = clip(inputs, state, verdict)
         cache, logprobs = commit_path(beams.cache, start, path), None
         if state.logprobs is not None:
-            logits, cache = score(self.model, inputs.target, cache, start, chain)
+            logits, cache = score(inputs.target, cache, start, chain)
             logprobs = path_logprobs(logits, verdict)
-        stats = count_targets(state, emitted, beams.calls, self.block)
-        return emit(state, verdict, emitted, finish, logprobs).replace(cache=cache, stats=stats)
-
-    def finalize(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        return state
+        cost = Cost(beams.calls, self.block)
+        return finish_round(inputs, state, verdict, logprobs, cost).replace(cache=cache)

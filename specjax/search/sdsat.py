@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+
+import jax.numpy as jnp
 
 from specjax.compat import check_pair
-from specjax.decode import DraftVerify
-from specjax.draft.adaptive import Answering, Asking
-from specjax.models import ModelConfig
-from specjax.protocols import Rule, TargetDist
+from specjax.draft.adaptive import ProbePass, VerifyPass
+from specjax.protocols import Method, Rule, TargetDist
+from specjax.rounds import DraftVerify
 from specjax.types import DecodeState, Inputs
 from specjax.verify.speculative import speculative
 
 
-class TwoPasses(NamedTuple):
-    """The drafters of the two passes."""
-
-    asking: Asking
-    answering: Answering
-
-
 @dataclasses.dataclass(frozen=True)
-class TwoStep:
+class TwoStep(Method):
     """One round is two passes of the target.
 
     The first carries the pending token and k adaptive tokens: it emits m₀, a plain draw from
@@ -31,27 +24,25 @@ class TwoStep:
     wrote stands above the committed length.
     """
 
-    model: ModelConfig
-    asking: Asking
-    answering: Answering
+    probe: ProbePass
+    verify: VerifyPass
     target: TargetDist
     rule: Rule
-    reserves = False
 
     def __post_init__(self):
-        check_pair(self.answering, self.target, self.rule)
+        check_pair(self.verify, self.target, self.rule)
 
     @property
     def _first(self) -> DraftVerify:
-        return DraftVerify(self.model, self.asking, self.target, speculative)
+        return DraftVerify(self.probe, self.target, speculative)
 
     @property
     def _second(self) -> DraftVerify:
-        return DraftVerify(self.model, self.answering, self.target, self.rule)
+        return DraftVerify(self.verify, self.target, self.rule)
 
     @property
     def depth(self) -> int:
-        return self.answering.shape.depth
+        return self._second.depth
 
     @property
     def passes(self) -> tuple[int, ...]:
@@ -66,11 +57,11 @@ class TwoStep:
         return self._first.init(inputs, state, chunk)
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        return self._second.step(inputs, self._first.step(inputs, state))
-
-    def finalize(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        """Counts a pair of passes as one round; each pass had keys, so a round, of its own."""
-        stats = state.stats
-        rounds = (stats.rounds + 1) // 2  # a row may have ended with m₀
-        hist = stats.accepted_hist.at[:, 0].add(-rounds)
-        return state.replace(stats=stats.replace(rounds=rounds, accepted_hist=hist))
+        """Both passes, each with keys and so a round of its own, counted as one."""
+        live = (~state.done).astype(jnp.int32)
+        rounds = state.stats.rounds
+        state = state.replace(stats=state.stats.replace(rounds=2 * rounds))
+        state = self._second.step(inputs, self._first.step(inputs, state))
+        # The first pass has accepted nothing, and a row may have ended with m₀.
+        hist = state.stats.accepted_hist.at[:, 0].add(-live)
+        return state.replace(stats=state.stats.replace(rounds=rounds + live, accepted_hist=hist))

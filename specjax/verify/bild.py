@@ -20,7 +20,7 @@ def bild(keys, draft, log_p, *, tau2, raw_log_p):
     """Keep draft tokens up to the first with ``−log p(x) > τ₂`` under the unwarped target.
 
     There, or after the whole draft, one token is drawn from warped p. The fallback (ending a
-    draft where the draft model is unsure) is the chain drafter's ``stop_below``.
+    draft where the draft model is unsure) is the chain drafter's ``stop`` and ``tau1``.
 
     Args:
       keys, draft, log_p: as :func:`specjax.verify.speculative`.

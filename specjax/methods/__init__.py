@@ -1,0 +1,20 @@
+"""Methods: options, parts, the table, and what turns names or objects into one of them."""
+
+from specjax.methods.parts import DRAFTERS, RULES, SEARCHES, TARGET_DISTS, Context
+from specjax.methods.resolve import bind, choose
+from specjax.methods.table import METHODS, MethodSpec, compose, method, methods
+
+__all__ = [
+    "DRAFTERS",
+    "METHODS",
+    "RULES",
+    "SEARCHES",
+    "TARGET_DISTS",
+    "Context",
+    "MethodSpec",
+    "bind",
+    "choose",
+    "compose",
+    "method",
+    "methods",
+]

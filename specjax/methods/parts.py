@@ -1,0 +1,318 @@
+"""The parts that methods are made of, by name: drafters, target distributions, rules, searches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from specjax import draft, search, verify
+from specjax.draft.adaptive import CHAIN, MOST, TREE
+from specjax.errors import OptionError, PairError
+from specjax.lm import LM
+from specjax.methods.options import Option, branching, hint
+from specjax.protocols import Drafter, Rule, TargetDist
+from specjax.rewards import Fold
+from specjax.rewards.combined import COMBINATIONS
+from specjax.target import Contrastive, Warped
+from specjax.types import DETERMINISTIC
+
+
+class Context(NamedTuple):
+    """What a method is built for: the models, whether rows are greedy (defaults may differ; a
+    method is exact either way), and the reward of a guided one, None where it needs text."""
+
+    target: LM
+    draft: LM | None
+    greedy: bool = True
+    reward: Fold | None = None
+    rule: Rule | None = None  # that is to verify a drafter's drafts
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """How to make a part of its static options, by name; ``bound`` ones get the context first."""
+
+    make: Callable[..., Any]
+    summary: str
+    options: Mapping[str, Option] = dataclasses.field(default_factory=dict)
+    needs_draft: bool = False
+    needs_reward: bool = False
+    bound: bool = False
+
+    def build(self, context: Context, values: Mapping[str, Any]) -> Any:
+        static = {name: values[name] for name, o in self.options.items() if o.kind is not float}
+        return self.make(context, **static) if self.bound else self.make(**static)
+
+
+def _rule(rule: Rule, summary: str, options: Mapping[str, Option] | None = None) -> Part:
+    return Part(lambda: rule, summary, options or {})
+
+
+class TwoPasses(NamedTuple):
+    """The drafters of a method of two passes, :class:`specjax.search.TwoStep`."""
+
+    probe: draft.ProbePass
+    verify: draft.VerifyPass
+
+
+def _adaptive(
+    context: Context, k: int, form: str, single: bool, groups: int
+) -> draft.SinglePass | TwoPasses:
+    ids, laws = _adaptive_ids(context.target, k), context.rule.laws
+    if form == "auto":
+        chosen = DETERMINISTIC in laws and not context.rule.chain_only
+        form = TREE if chosen and not (context.greedy or single) else CHAIN
+    if single and form == TREE:
+        raise PairError(
+            "a single pass drafts a chain, for a group of probes stands behind each of "
+            "its nodes: use form=chain, or single=false"
+        )
+    candidates = draft.Candidates(len(ids), form)
+    if single:
+        every = len(ids) + 1
+        return draft.SinglePass(candidates, ids, min(groups or every, every))
+    return TwoPasses(draft.ProbePass(ids), draft.VerifyPass(candidates))
+
+
+def _adaptive_ids(target: LM, k: int) -> tuple[int, ...]:
+    """The ids of a₁ … a_k; k = 0 is the window that the model was tuned with."""
+    trained, source = target.config.adaptive_ids, target.source
+    if not trained:
+        raise PairError(
+            f"target {source} has no adaptive tokens: tune it with train.sdsat, or "
+            "take --target demo-sdsat"
+        )
+    k = k or len(trained)
+    if len(set(trained)) == 1:
+        return (trained[0],) * k
+    if k > len(trained):
+        raise OptionError(
+            f"k={k}: target {source} was tuned with {len(trained)} distinct adaptive "
+            "tokens, and only a repeated one stretches"
+        )
+    return trained[:k]
+
+
+GAMMA = Option(int, 4, "draft length γ", low=1, high=64)
+WIDTH = Option(int, 8, "number of beams W", low=1, high=64, within_vocabulary=True)
+
+DRAFTERS: dict[str, Part] = {
+    "none": Part(draft.NoDraft, "no draft"),
+    "lookup": Part(
+        draft.Lookup,
+        "what followed the longest matching n-gram",
+        {
+            "gamma": dataclasses.replace(GAMMA, default=10),
+            "ngram": Option(int, 3, "longest n-gram tried", low=1, high=8),
+        },
+    ),
+    "chain": Part(
+        draft.Chain,
+        "γ tokens from a draft model",
+        {
+            "gamma": GAMMA,
+            "stop": Option(
+                str,
+                "never",
+                "end a draft before or after an unsure token",
+                choices=("never", "before", "after"),
+            ),
+            "tau1": Option(float, 0.9, "a draft is unsure below this probability", low=0, high=1),
+            "draft_warp": Option(bool, True, "warp the draft as the target is warped"),
+        },
+        needs_draft=True,
+    ),
+    "iid": Part(
+        draft.Tree.iid,
+        "k independent chains of γ tokens",
+        {"gamma": GAMMA, "chains": Option(int, 4, "number of chains k", low=1, high=64)},
+        needs_draft=True,
+    ),
+    "tree": Part(
+        draft.Tree,
+        "a token tree, so many children per level",
+        {
+            "branching": Option(
+                branching, (4, 2, 2), "children per node, level by level", within_vocabulary=True
+            ),
+            "replacement": Option(bool, False, "draw siblings with replacement"),
+        },
+        needs_draft=True,
+    ),
+    "adaptive": Part(
+        _adaptive,
+        "the target's own answers at its adaptive tokens (SDSAT)",
+        {
+            "k": Option(int, 0, "adaptive tokens; 0: as trained", low=0, high=MOST),
+            "form": Option(
+                str,
+                "auto",
+                "a chain, or a tree of candidates; auto: a tree where tokens are drawn",
+                choices=("auto", "chain", "tree"),
+            ),
+            "single": Option(bool, False, "verify and draft in one pass"),
+            "groups": Option(int, 0, "groups of a single pass; 0: all", low=0, high=64),
+        },
+        bound=True,
+    ),
+    "beam": Part(
+        draft.Beam,
+        "beams of the draft model, searched or sampled",
+        {
+            "gamma": GAMMA,
+            "width": WIDTH,
+            "verify_beams": Option(
+                str, "top1", "verify the best beam, or all as a tree", choices=("top1", "all")
+            ),
+            "joint": Option(
+                str, "warped", "which probabilities make up a joint", choices=("warped", "raw")
+            ),
+        },
+        needs_draft=True,
+    ),
+}
+
+TARGET_DISTS: dict[str, Part] = {
+    "warped": Part(Warped, "the target's own distribution under temperature, top-k and top-p"),
+    "contrastive": Part(
+        Contrastive,
+        "what the target says more than the draft model does",
+        {
+            "variant": Option(str, "improved", "the score", choices=("original", "improved")),
+            "alpha": Option(float, 0.5, "plausible: so much of the likeliest", above=0, high=1),
+            "beta": Option(float, 0.5, "weight of the amateur (improved)", low=0),
+        },
+        needs_draft=True,
+    ),
+}
+
+RULES: dict[str, Part] = {
+    "speculative": _rule(verify.speculative, "accept with min(1, p/q)"),
+    "block": _rule(verify.block, "accept the longest prefix that passes as a whole"),
+    "spectr": _rule(verify.spectr, "k candidates, each with min(1, p/(ρ q))"),
+    "specinfer": _rule(verify.specinfer, "siblings in turn, a residual after each"),
+    "match": _rule(verify.match, "draw from p, follow the child that carries it"),
+    "mentored": _rule(
+        verify.mentored,
+        "accept as often as a bound on KL(p‖π) allows",
+        {"max_kl": Option(float, 0.1, "bound on each token's KL, nats", low=0)},
+    ),
+    "joint": _rule(
+        verify.joint,
+        "accept the longest path of joint ratio above τ",
+        {"tau": Option(float, 0.1, "threshold on min(1, P/Q)", low=0, below=1)},
+    ),
+    "bild": _rule(
+        verify.bild,
+        "roll back at the first token the target finds unlikely",
+        {"tau2": Option(float, 1.0, "largest −log p(x) kept, nats", low=0)},
+    ),
+}
+
+
+def _mtjd(context: Context, block: int, width: int) -> search.MTJD:
+    return search.MTJD.over(context.target.config.vocab_size, block, width)
+
+
+# ``combine`` is of the reward itself.
+def _lookahead(context: Context, k: int, d: int, combine: str) -> search.Lookahead:
+    return search.Lookahead(k, d, context.reward)
+
+
+def _draft_lookahead(context: Context, k: int, d: int, combine: str) -> search.Lookahead:
+    return search.Lookahead(k, d, context.reward, drafts=True)
+
+
+def _cdsl(context: Context, combine: str, **options: Any) -> search.CDSL:
+    return search.CDSL(context.reward, **options)
+
+
+LOOKAHEAD = {
+    "k": Option(int, 3, "candidates for the next token", low=1, high=64, within_vocabulary=True),
+    "d": Option(int, 3, "lookahead tokens", low=1, high=64),
+    "combine": Option(
+        str, "sum", "of several rewards: their sum, or product", choices=COMBINATIONS
+    ),
+}
+
+SEARCHES: dict[str, Part] = {
+    "beam": Part(
+        search.BeamSearch,
+        "the W likeliest hypotheses side by side",
+        {"beams": Option(int, 4, "number of hypotheses W", low=1, high=64, within_vocabulary=True)},
+    ),
+    "mtjd": Part(
+        _mtjd,
+        "blocks of K tokens from the joint",
+        {
+            "block": Option(int, 4, "tokens of a block K", low=1, high=16),
+            "width": dataclasses.replace(WIDTH, help="beams that approximate the joint"),
+        },
+        bound=True,
+    ),
+    "lookahead": Part(
+        _lookahead,
+        "each token by the reward of the target's lookaheads",
+        LOOKAHEAD,
+        needs_reward=True,
+        bound=True,
+    ),
+    "draft-lookahead": Part(
+        _draft_lookahead,
+        "each token by the reward of the draft model's lookaheads",
+        LOOKAHEAD,
+        needs_draft=True,
+        needs_reward=True,
+        bound=True,
+    ),
+    "cdsl": Part(
+        _cdsl,
+        "verified drafts by their reward, else tokens by lookaheads",
+        LOOKAHEAD
+        | {
+            "b": Option(int, 1, "tokens of the target tried where drafts fail", low=0, high=16),
+            "a_t": Option(float, 0.3, "enough of a draft is accepted from here on", low=0, high=1),
+            "r_t": Option(float, 0.3, "a reward is good from here on", low=-1e9, high=1e9),
+            "accept": Option(str, "hard", "how draft tokens are verified", choices=search.ACCEPTS),
+            "keep_verified": Option(bool, True, "keep verified tokens where a or R is too low"),
+        },
+        needs_draft=True,
+        needs_reward=True,
+        bound=True,
+    ),
+}
+
+
+def drafter_part(drafter: str | Drafter) -> Part:
+    """The part of a name, or of a drafter of one's own."""
+    if isinstance(drafter, str):
+        return lookup("drafter", DRAFTERS, drafter)
+    return Part(lambda: drafter, drafter.name, needs_draft=drafter.needs_draft)
+
+
+def target_part(target_dist: str | TargetDist) -> Part:
+    """The part of a name, or of a target distribution of one's own."""
+    if isinstance(target_dist, str):
+        return lookup("target distribution", TARGET_DISTS, target_dist)
+    return Part(lambda: target_dist, "", needs_draft=target_dist.needs_draft)
+
+
+def rule_part(rule: str | Rule) -> Part:
+    """The part of a name, of a rule that has one, or of a rule of one's own."""
+    if isinstance(rule, str):
+        return lookup("rule", RULES, rule)
+    named = [part for part in RULES.values() if part.make() is rule]
+    settings = {name: Option(float, REQUIRED, "") for name in rule.settings}
+    return named[0] if named else _rule(rule, rule.name, settings)
+
+
+def lookup(kind: str, table: Mapping[str, Any], name: str) -> Any:
+    """An entry by name.
+
+    Raises:
+      OptionError: there is none; names the nearest.
+    """
+    if name not in table:
+        raise OptionError(f"unknown {kind} {name!r}" + hint(name, table))
+    return table[name]

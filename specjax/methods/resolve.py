@@ -1,0 +1,56 @@
+"""From what a user names, or hands over as objects, to one method bound to its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specjax.compat import check_models
+from specjax.errors import OptionError
+from specjax.methods.parts import Context
+from specjax.methods.table import MethodSpec, compose, method
+from specjax.protocols import Drafter, Method, Rule, TargetDist
+
+
+def choose(
+    name: str | Method,
+    drafter: str | Drafter | None,
+    rule: str | Rule | None,
+    target_dist: str | TargetDist | None,
+    has_draft: bool,
+) -> MethodSpec | Method:
+    """The method of that name, the one composed of the parts given, or the object itself.
+
+    Left out, a drafter is ``chain`` where there is a draft model and else ``none``, a rule
+    ``speculative``, a target distribution ``warped``.
+
+    Raises:
+      OptionError: an unknown name, or parts beside a method object.
+    """
+    if drafter or rule or target_dist not in (None, "warped"):
+        if not isinstance(name, str):
+            raise OptionError(
+                "a method object has its parts: leave drafter=, rule=, target_dist= out"
+            )
+        drafter = drafter or ("chain" if has_draft else "none")
+        return compose(drafter, rule or "speculative", target_dist or "warped")
+    return method(name) if isinstance(name, str) else name
+
+
+def bind(
+    chosen: MethodSpec | Method, context: Context, options: Mapping[str, Any], guided: bool
+) -> tuple[Method, dict[str, float]]:
+    """The method for these models, and its float settings; nothing is compiled yet.
+
+    ``guided``: there is a reward.
+
+    Raises:
+      OptionError, PairError: a value, a model or a reward that does not fit.
+    """
+    if context.draft is not None:
+        check_models(context.target, context.draft)
+    if not isinstance(chosen, MethodSpec):
+        return chosen, dict(options)
+    if chosen.needs_reward and not guided:
+        raise OptionError(f"method {chosen.name} needs a reward: give --reward (or reward=)")
+    return chosen.build(context, options)

@@ -1,0 +1,102 @@
+"""A model as decoding runs it: one value, and the few ways to run it.
+
+Axis legend: B rows, N new tokens, n of them whose logits are wanted, T tokens above the
+committed ones, S cache slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.models import KVCache, ModelConfig, forward, init_cache, logits_of
+from specjax.probs import fit_vocabulary, limit_vocabulary
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("params",),
+    meta_fields=("config", "vocab", "vocab_limit"),
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Net:
+    """Params and what is static about them: a pytree whose leaves are the params.
+
+    One jitted loop serves every model of an architecture, and handing a Net to it costs what
+    a plain dict costs. ``vocab`` is the width of its logits: a draft's are over the target's ids.
+    Ids from ``vocab_limit`` on, which no tokenizer knows, have logit −inf.
+    """
+
+    params: dict
+    config: ModelConfig
+    vocab: int
+    vocab_limit: int
+
+    def over(self, target: Net) -> Net:
+        """The same model, its logits over the target's ids."""
+        limit = min(self.vocab_limit, target.vocab_limit)
+        return dataclasses.replace(self, vocab=target.vocab, vocab_limit=limit)
+
+    def cache(self, rows: int, slots: int) -> KVCache:
+        """An empty cache."""
+        return init_cache(self.config, rows, slots, self.params["embed"].dtype)
+
+    def prefill(self, tokens: Int[Array, "B S"], length: Int[Array, "B"], chunk: int) -> KVCache:
+        """A cache that holds all tokens before ``length`` but the last, ``chunk`` per pass.
+
+        Each row's last token is the first round's root. The number of passes is traced, so
+        prompts of any length share one trace per bucket. Slots past a row's own length hold
+        scratch that later writes replace.
+        """
+        rows, slots = tokens.shape
+
+        def fill(carry):
+            first, cache = carry
+            piece = jax.lax.dynamic_slice_in_dim(tokens, first, chunk, axis=1)
+            start = jnp.full((rows,), first, jnp.int32)
+            positions = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)
+            _, cache = forward(self.config, self.params, cache, piece, positions, start)
+            return first + chunk, cache
+
+        end = jnp.max(length) - 1
+        begin = jnp.int32(0), self.cache(rows, slots)
+        return jax.lax.while_loop(lambda carry: carry[0] < end, fill, begin)[1]
+
+    def logits(
+        self,
+        cache: KVCache,
+        tokens: Int[Array, "B N"],
+        start: Int[Array, "B"],
+        positions: Int[Array, "B N"] | None = None,
+        visible: Bool[Array, "B N T"] | None = None,
+        *,
+        base: Int[Array, "B"] | None = None,
+        tree_positions: Int[Array, "B T"] | None = None,
+        at: Int[Array, "B n"] | None = None,
+    ) -> tuple[Float[Array, "B n V"], KVCache]:
+        """float32 logits after new tokens, and the cache that holds them from ``start`` on.
+
+        A chain by default; a tree with ``positions`` and ``visible``, see
+        :func:`specjax.models.forward`. ``at`` are the tokens whose logits are wanted: all.
+        """
+        if positions is None:
+            positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        hidden, cache = forward(
+            self.config,
+            self.params,
+            cache,
+            tokens,
+            positions,
+            start,
+            visible,
+            base=base,
+            tree_positions=tree_positions,
+        )
+        if at is not None:
+            hidden = jnp.take_along_axis(hidden, at[:, :, None], axis=1)
+        logits = logits_of(self.config, self.params, hidden).astype(jnp.float32)
+        return limit_vocabulary(fit_vocabulary(logits, self.vocab), self.vocab_limit), cache

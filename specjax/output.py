@@ -1,0 +1,120 @@
+"""What comes out of decoding: text as it streams, and whole generations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from specjax.text import IncrementalDecoder, Tokenizer
+from specjax.types import FROM_DRAFT
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What was generated, one entry per prompt and sample, prompts outermost.
+
+    ``stats`` are counters per row (int), see :class:`specjax.types.Stats`; ``origins`` say for
+    each token whether the draft or the target wrote it; ``logprobs`` (where asked) are nats
+    under the unwarped target. Times are seconds of the row's batch, compilation included;
+    ``batch`` is that batch's number: prompts of like length are decoded together. ``rewards``
+    (where there is a reward) are the scores of the whole completions, one column per reward.
+    """
+
+    text: list[str]
+    tokens: list[np.ndarray]
+    finish_reasons: list[str]
+    origins: list[np.ndarray]
+    logprobs: list[np.ndarray] | None
+    prompt_tokens: list[int]
+    stats: dict[str, np.ndarray]
+    prefill_seconds: np.ndarray
+    first_token_seconds: np.ndarray
+    decode_seconds: np.ndarray
+    batch: np.ndarray
+    passes: int
+    rewards: np.ndarray | None = None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of generated tokens per row."""
+        return np.array([len(tokens) for tokens in self.tokens])
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """New tokens of one row. The last piece of a stream carries the whole generation."""
+
+    index: int
+    text: str
+    tokens: np.ndarray
+    origins: np.ndarray
+    finish_reason: str | None = None
+    generation: Generation | None = None
+
+    @property
+    def accepted(self) -> np.ndarray:
+        """Which of the tokens are accepted draft tokens."""
+        return self.origins == FROM_DRAFT
+
+
+class Reader:
+    """Turns one row's tokens into text and finds stop strings in it."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]):
+        self._tokenizer, self._stop = tokenizer, stop
+        self._decoder = IncrementalDecoder(tokenizer) if tokenizer else None
+        self.text, self.count = "", 0
+        self.stopped = self.closed = False
+        self._held = max((len(s) - 1 for s in stop), default=0)
+        self._shown = 0
+
+    def read(self, tokens: np.ndarray, ended: bool) -> tuple[str, int]:
+        """New text that can be shown, and how many of ``tokens`` the row keeps."""
+        kept = len(tokens)
+        if self._decoder is None:
+            pass
+        elif not self._stop:
+            self.text += self._decoder.push(tokens)
+        else:
+            kept = self._search(tokens)
+        self.count += kept
+        self.closed = ended or self.stopped
+        if self.closed and self._decoder and not self.stopped:
+            self.text += self._decoder.flush()
+            self._cut_at_stop()
+        # What may be the beginning of a stop string is held back.
+        end = len(self.text) if self.closed else max(self._shown, len(self.text) - self._held)
+        text, self._shown = self.text[self._shown : end], max(end, self._shown)
+        return text, kept
+
+    def _search(self, tokens: np.ndarray) -> int:
+        for n, token in enumerate(tokens, 1):
+            self.text += self._decoder.push([token])
+            if self._cut_at_stop():
+                return n
+        return len(tokens)
+
+    def _cut_at_stop(self) -> bool:
+        found = [at for at in (self.text.find(s) for s in self._stop) if at >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
+        return bool(found)
+
+
+def concatenate(parts: list[Generation], order: np.ndarray) -> Generation:
+    """Batches of one job as one generation, its rows put in ``order``."""
+
+    def join(values):
+        if values[0] is None:
+            return None
+        if isinstance(values[0], list):
+            flat = [item for value in values for item in value]
+            return [flat[i] for i in order]
+        return np.concatenate(values)[order]
+
+    stats = {n: join([part.stats[n] for part in parts]) for n in parts[0].stats}
+    names = {f.name for f in dataclasses.fields(Generation)} - {"stats", "passes"}
+    rest = {name: join([getattr(part, name) for part in parts]) for name in names}
+    return Generation(stats=stats, passes=sum(part.passes for part in parts), **rest)

@@ -1,0 +1,220 @@
+"""One round: draft, verify, commit; and how every method's round ends.
+
+End of sequence, budget, emission and counters exist here and nowhere else.
+
+Axis legend: B rows, N draft nodes, P probes, D draft depth, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from specjax import probs, tree
+from specjax.compat import check_pair
+from specjax.models.cache import commit_path
+from specjax.protocols import Drafter, Method, Rule, TargetDist
+from specjax.scoring import score, score_as_needed
+from specjax.types import (
+    FROM_DRAFT,
+    FROM_TARGET,
+    RUNNING,
+    STOP_EOS,
+    STOP_LENGTH,
+    DecodeState,
+    Draft,
+    Inputs,
+    Stats,
+    Verdict,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftVerify(Method):
+    """A drafter, a target distribution and a rule as one method.
+
+    Raises:
+      PairError: the rule is not made for the drafter's law or tree.
+    """
+
+    drafter: Drafter
+    target: TargetDist
+    rule: Rule
+
+    def __post_init__(self):
+        check_pair(self.drafter, self.target, self.rule)
+
+    @property
+    def depth(self) -> int:
+        return self.drafter.shape.depth
+
+    @property
+    def passes(self) -> tuple[int, ...]:
+        """Tokens per row of each target pass of a round: nodes and probes."""
+        return (self.drafter.shape.nodes + self.drafter.num_probes,)
+
+    @property
+    def width(self) -> int:
+        return max(*self.passes, self.drafter.slots) + 1
+
+    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
+        return state.replace(
+            cache=inputs.target.prefill(state.tokens, state.length, chunk),
+            target_state=self.target.init(inputs, state, chunk),
+            drafter_state=self.drafter.init(inputs, state, chunk),
+        )
+
+    def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        keys = probs.round_keys(state.keys, state.stats.rounds)
+        start = state.length - 1
+        draft, drafter_state, calls, passes = self.drafter.propose(inputs, state, keys)
+        if self.drafter.ends_early:
+            scores, cache = score_as_needed(inputs.target, state.cache, start, draft, ~state.done)
+        else:
+            scores, cache = score(inputs.target, state.cache, start, draft)
+        logits = scores[:, : draft.shape.nodes]
+        probe_logits = None if draft.probes is None else scores[:, draft.shape.nodes :]
+        log_p, target_state = self.target.log_p(inputs, state, draft, logits)
+        arrays = jax.tree.map(jnp.asarray, draft)  # a constant tree is numpy until here
+        verdict = self.rule(keys, arrays, log_p, **self._rule_arguments(inputs, logits))
+
+        if not draft.shape.is_chain:
+            cache = commit_path(cache, start, verdict.path)
+        extra = self.target.draft_calls
+        cost = Cost(1, 1 + passes + extra, calls + extra)
+        tested = Tested(draft_depth(draft), verdict.num_tested, verdict.num_accepted)
+        logprobs = None if state.logprobs is None else path_logprobs(logits, verdict)
+        return finish_round(inputs, state, verdict, logprobs, cost, tested).replace(
+            cache=cache,
+            target_state=self.target.commit(inputs, state, target_state, draft, verdict),
+            drafter_state=self.drafter.update(
+                inputs, state, drafter_state, draft, verdict, probe_logits
+            ),
+        )
+
+    def _rule_arguments(self, inputs: Inputs, logits: Float[Array, "B N V"]) -> dict[str, Any]:
+        """The rule's settings, and what it reads beside the draft and log p."""
+        arguments = {name: inputs.settings[name] for name in self.rule.settings}
+        if "raw_log_p" in self.rule.extras:
+            arguments["raw_log_p"] = probs.log_softmax(logits)
+        if "joint_raw" in self.rule.extras:
+            arguments["joint_raw"] = self.drafter.raw_rows(inputs)
+        return arguments
+
+
+def draft_verify(drafter: Drafter, target: TargetDist, rule: Rule) -> Method:
+    """The method that drafts, verifies with one pass of the target model, and commits."""
+    return DraftVerify(drafter, target, rule)
+
+
+class Cost(NamedTuple):
+    """What a round cost; calls are counted per row, passes per batch."""
+
+    target_calls: Int[Array, "B"] | int
+    passes: Int[Array, ""] | int
+    draft_calls: Int[Array, "B"] | int = 0
+
+
+class Tested(NamedTuple):
+    """What became of a round's draft: depth offered, tokens tested and accepted."""
+
+    drafted: Int[Array, "B"]
+    tested: Int[Array, "B"]
+    accepted: Int[Array, "B"]
+
+
+def finish_round(
+    inputs: Inputs,
+    state: DecodeState,
+    verdict: Verdict,
+    logprobs: Float[Array, "B D+1"] | None,
+    cost: Cost,
+    tested: Tested | None = None,
+) -> DecodeState:
+    """Writes the verdict's tokens behind each row and counts; what is cut stays scratch.
+
+    ``logprobs`` are those of the verdict's tokens, unwarped target, where asked for.
+    """
+    emitted, finish = clip(inputs, state, verdict)
+    at = jnp.arange(verdict.tokens.shape[1])
+    drafted = at < verdict.num_accepted[:, None]
+    origin = jnp.where(drafted, FROM_DRAFT, FROM_TARGET).astype(jnp.int8)
+    if logprobs is not None:
+        logprobs = write_tokens(state.logprobs, logprobs, state.length)
+    return state.replace(
+        tokens=write_tokens(state.tokens, verdict.tokens, state.length),
+        origin=write_tokens(state.origin, origin, state.length),
+        logprobs=logprobs,
+        length=state.length + emitted,
+        finish=finish,
+        stats=tally(state, emitted, cost, tested),
+    )
+
+
+def clip(
+    inputs: Inputs, state: DecodeState, verdict: Verdict
+) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+    """How many of the verdict's tokens are kept, and whether the row ends with them.
+
+    The budget and an end-of-sequence token cut what is emitted, never what is drafted. A
+    finished row keeps 0.
+    """
+    at = jnp.arange(verdict.tokens.shape[1])
+    real = at < verdict.num_tokens[:, None]
+    ends = inputs.is_eos(verdict.tokens) & real
+    through_eos = jnp.where(ends.any(-1), jnp.argmax(ends, axis=-1) + 1, verdict.num_tokens)
+    left = state.max_length - state.length
+    emitted = jnp.where(state.done, 0, jnp.minimum(through_eos, left)).astype(jnp.int32)
+    by_eos = ends.any(-1) & (emitted == through_eos)
+    finish = jnp.where(by_eos, STOP_EOS, jnp.where(emitted == left, STOP_LENGTH, RUNNING))
+    return emitted, jnp.where(state.done, state.finish, finish).astype(jnp.int32)
+
+
+def path_logprobs(logits: Float[Array, "B N V"], verdict: Verdict) -> Float[Array, "B D+1"]:
+    """Unwarped log-probabilities of the verdict's tokens."""
+    node = jnp.minimum(verdict.path, logits.shape[1] - 1)
+    rows = jnp.take_along_axis(logits, node[:, :, None], axis=1)
+    return probs.at_token(probs.log_softmax(rows), verdict.tokens)
+
+
+def write_tokens(buffer: Array, new: Array, start: Int[Array, "B"]) -> Array:
+    """Writes ``new[B, n]`` into ``buffer[B, S]`` at each row's own start."""
+    at = start[:, None] + jnp.arange(new.shape[1])
+    rows = jnp.arange(buffer.shape[0])[:, None]
+    return buffer.at[rows, at].set(new.astype(buffer.dtype), mode="drop")
+
+
+def draft_depth(draft: Draft) -> Int[Array, "B"]:
+    """How deep each row's draft is."""
+    if draft.shape.is_chain:
+        return draft.valid[:, 1:].sum(-1, dtype=jnp.int32)
+    bits = tree.ancestors(draft.parents, draft.shape.depth)
+    return jnp.max(jnp.where(draft.valid, tree.depths(bits), 0), axis=-1)
+
+
+def tally(
+    state: DecodeState, emitted: Int[Array, "B"], cost: Cost, tested: Tested | None = None
+) -> Stats:
+    """The counters after one round; finished rows count nothing."""
+    live = (~state.done).astype(jnp.int32)
+    stats = state.stats
+    stats = stats.replace(
+        target_calls=stats.target_calls + live * cost.target_calls,
+        draft_calls=stats.draft_calls + live * cost.draft_calls,
+        rounds=stats.rounds + live,
+        emitted=stats.emitted + emitted,
+        passes=stats.passes + cost.passes,
+    )
+    if tested is None:
+        return stats
+    bins = jnp.arange(stats.accepted_hist.shape[1]) == tested.accepted[:, None]
+    return stats.replace(
+        drafted=stats.drafted + live * tested.drafted,
+        tested=stats.tested + live * tested.tested,
+        accepted=stats.accepted + live * tested.accepted,
+        accepted_hist=stats.accepted_hist + live[:, None] * bins,
+    )
