@@ -7,7 +7,7 @@ Names are imported when they are first used: ``import specjax`` alone loads no J
 # ruff: noqa: F401 - the imports below are for editors and type checkers
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -44,19 +44,18 @@ _HOMES = {
     "warp": "Sampling",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MODULES = ("draft", "probs", "rewards", "verify")
 
-__all__ = [*_HOME_OF, *_MODULES]
+__all__ = [*_HOME_OF, "draft", "probs", "rewards", "verify"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(f"specjax.{_HOME_OF[name]}"), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_") and importlib.util.find_spec(f"specjax.{name}"):
         return importlib.import_module(f"specjax.{name}")
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'specjax' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"specjax.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value
+    raise AttributeError(f"module 'specjax' has no attribute {name!r}")
 
 
 class _Package(ModuleType):

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 import specjax as sj
 from specjax import decode
-from specjax.generate import Engine
+from specjax.engine import Engine
 from specjax.mesh import AXES
 from specjax.models import ModelConfig, fuse, param_shapes
 from specjax.models.sharding import param_specs, split_config, split_layers

@@ -1,5 +1,6 @@
 """Methods: options, parts, the table, and what turns names or objects into one of them."""
 
+from specjax.methods.options import Option
 from specjax.methods.parts import DRAFTERS, RULES, SEARCHES, TARGET_DISTS, Context
 from specjax.methods.resolve import bind, choose
 from specjax.methods.table import METHODS, MethodSpec, compose, method, methods
@@ -12,6 +13,7 @@ __all__ = [
     "TARGET_DISTS",
     "Context",
     "MethodSpec",
+    "Option",
     "bind",
     "choose",
     "compose",

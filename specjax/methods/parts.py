@@ -10,7 +10,7 @@ from specjax import draft, search, verify
 from specjax.draft.adaptive import CHAIN, MOST, TREE
 from specjax.errors import OptionError, PairError
 from specjax.lm import LM
-from specjax.methods.options import Option, branching, hint
+from specjax.methods.options import REQUIRED, Option, branching, hint
 from specjax.protocols import Drafter, Rule, TargetDist
 from specjax.rewards import Fold
 from specjax.rewards.combined import COMBINATIONS
@@ -302,9 +302,9 @@ def rule_part(rule: str | Rule) -> Part:
     """The part of a name, of a rule that has one, or of a rule of one's own."""
     if isinstance(rule, str):
         return lookup("rule", RULES, rule)
-    named = [part for part in RULES.values() if part.make() is rule]
-    settings = {name: Option(float, REQUIRED, "") for name in rule.settings}
-    return named[0] if named else _rule(rule, rule.name, settings)
+    known = next((part for part in RULES.values() if part.make() is rule), None)
+    own = {name: Option(float, REQUIRED, "") for name in rule.settings}
+    return known or _rule(rule, rule.name, own)
 
 
 def lookup(kind: str, table: Mapping[str, Any], name: str) -> Any:

@@ -13,7 +13,7 @@ import specjax as sj
 from conftest import tiny_lm
 from infer.run import commands as run
 from specjax import decode
-from specjax.generate import Engine
+from specjax.engine import Engine
 from specjax.methods import Context
 from support import variants
 

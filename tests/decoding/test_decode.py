@@ -10,14 +10,14 @@ import pytest
 
 import specjax as sj
 from conftest import tiny_lm
-from specjax import decode, tree
-from specjax.generate import Engine
+from specjax import decode
+from specjax.engine import Engine
 from specjax.methods import Context
-from specjax.models import init_cache
 from specjax.models.cache import MAX_CHUNK_CPU, SCORES, bucket, chunk_width
-from specjax.models.forward import prefill
 from specjax.scoring import NARROW, score, score_as_needed
-from specjax.types import POINT_MASS, Draft, TreeShape
+from specjax.tree import chain_draft
+from specjax.types import POINT_MASS
+from support.caches import check_cache
 
 PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
 # One method of each kind by default, the others among the slow tests.
@@ -67,15 +67,10 @@ def states_by_round(target, draft, name, options, sampling, budget=40, prompts=P
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("sampling", [sj.Sampling(), SAMPLING], ids=["greedy", "sampled"])
 def test_cache_equals_fresh_prefill_after_every_round(target, draft, name, sampling):
-    fresh = jax.jit(prefill, static_argnums=(0, 5))
     rounds = 0
     for state in states_by_round(target, draft, name, {}, sampling, budget=24):
         rounds += 1
-        empty = init_cache(target.config, len(PROMPTS), state.slots, target.dtype)
-        want = fresh(target.config, target.params, empty, state.tokens, state.length, 16)
-        held = (jnp.arange(state.slots) < state.length[:, None] - 1)[:, None, :, None]
-        for a, b in zip(jax.tree.leaves(state.cache), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(jnp.where(held, a, 0), jnp.where(held, b, 0), atol=2e-5)
+        check_cache(target, state)
     assert rounds > 4
 
 
@@ -306,18 +301,12 @@ def test_buckets_waste_at_most_a_third_and_hold_whole_prefill_passes():
 def test_a_pass_is_as_wide_as_the_longest_live_draft(lengths, live, wide):
     target, rows, nodes = tiny_lm(1), 2, 7
     tokens = jnp.arange(rows * nodes).reshape(rows, nodes)
-    draft = Draft(
-        tokens=tokens,
-        parents=tree.chain_parents(rows, nodes),
-        valid=jnp.arange(nodes) < jnp.array(lengths)[:, None],
-        shape=TreeShape.chain(nodes - 1),
-        q_row=(0, *range(nodes - 1)),
-        law=POINT_MASS,
-    )
+    valid = jnp.arange(1, nodes) < jnp.array(lengths)[:, None]
+    draft = chain_draft(tokens[:, 0], tokens[:, 1:], valid, POINT_MASS)
     start = jnp.array([3, 9], jnp.int32)
-    arguments = target.config, target.params, init_cache(target.config, rows, 128, jnp.float32)
-    want, cache = score(*arguments, start, draft)
-    got, also = jax.jit(score_as_needed, static_argnums=0)(*arguments, start, draft, np.array(live))
+    arguments = target.net, target.net.cache(rows, 128), start, draft
+    want, cache = score(*arguments)
+    got, also = jax.jit(score_as_needed)(*arguments, np.array(live))
     width = nodes if wide else NARROW
     np.testing.assert_allclose(got[:, :width], want[:, :width], atol=1e-4)
     assert not np.any(got[:, width:])

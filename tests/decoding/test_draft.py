@@ -22,7 +22,7 @@ def propose(row, length, *, gamma=4, ngram=3):
         slots=slots,
         done=jnp.zeros(1, bool),
     )
-    inputs = SimpleNamespace(eos_ids=jnp.asarray([EOS, -1]))
+    inputs = SimpleNamespace(is_eos=lambda tokens: tokens == EOS)
     draft = Lookup(gamma, ngram).propose(inputs, state, None).draft
     valid = np.asarray(draft.valid[0, 1:])
     assert (np.diff(valid.astype(int)) <= 0).all(), "valid tokens come first"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import decode, probs, verify
-from specjax.generate import Engine
+from specjax import probs, verify
+from specjax.engine import Engine
 from specjax.methods import Context
 from specjax.models import ModelConfig, init_params
 from specjax.probs import Purpose
@@ -244,7 +244,7 @@ def test_chain_that_stops_early_is_lossless():
 
 
 @dataclasses.dataclass(frozen=True)
-class SkipsCommit(decode.DraftVerify):
+class SkipsCommit(sj.DraftVerify):
     """Commits one position short: the newest entry of the cache is the row before it."""
 
     def step(self, inputs, state):
@@ -258,6 +258,6 @@ class SkipsCommit(decode.DraftVerify):
 @pytest.mark.slow
 def test_skipped_commit_is_caught():
     built = build("speculative", {"gamma": 2})
-    mutant = SkipsCommit(built.model, built.drafter, built.target, built.rule)
+    mutant = SkipsCommit(built.drafter, built.target, built.rule)
     law = exact_continuations(tiny_pair()[0])
     assert laws.p_value(end_to_end_counts(mutant), law) < laws.ALPHA

@@ -13,11 +13,11 @@ import pytest
 
 import specjax as sj
 from specjax import decode
-from specjax.generate import Engine
+from specjax.engine import Engine
 from specjax.methods import Context
-from specjax.models import ModelConfig, init_cache, init_params
-from specjax.models.forward import prefill
+from specjax.models import ModelConfig, init_params
 from specjax.rewards import OnDevice, Together
+from support.caches import check_cache
 from support.lookahead_reference import COUNTERS, Model, Run
 
 PROMPTS = [[1, 2, 3], [4], list(range(5, 20)), [7, 7, 7, 7, 9], [50, 3], [11, 12], [60], [2, 2]]
@@ -290,14 +290,10 @@ def states_by_round(target, draft, method, options):
     ],
 )
 def test_cache_equals_fresh_prefill_after_every_round(target, draft, method, options):
-    fresh, rounds = jax.jit(prefill, static_argnums=(0, 5)), 0
+    rounds = 0
     for state in states_by_round(target, draft, method, options):
         rounds += 1
-        empty = init_cache(target.config, len(PROMPTS), state.slots, target.dtype)
-        want = fresh(target.config, target.params, empty, state.tokens, state.length, 16)
-        held = (jnp.arange(state.slots) < state.length[:, None] - 1)[:, None, :, None]
-        for a, b in zip(jax.tree.leaves(state.cache), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(jnp.where(held, a, 0), jnp.where(held, b, 0), atol=2e-5)
+        check_cache(target, state)
     assert rounds > 4
 
 

@@ -6,6 +6,7 @@ within budget.
 """
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -78,6 +79,45 @@ def test_refusal_names_both_sides(pair):
         spec.build(Context(*models()), options(spec))
     assert pair[0] in str(caught.value) and pair[1] in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def outcome(spec, values, greedy):
+    """The method and its settings, or why the pair is refused."""
+    try:
+        return spec.build(Context(*models(), greedy=greedy), values)
+    except PairError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("drafter", "rule"), itertools.product(DRAFTERS, RULES))
+def test_names_and_objects_make_the_same_method(drafter, rule, greedy):
+    spec = compose(drafter, rule)
+    named, as_object = outcome(spec, options(spec), greedy), getattr(sj.verify, rule)
+    assert outcome(compose(drafter, as_object), options(spec), greedy) == named
+    if isinstance(named, str) or not isinstance(named[0], sj.DraftVerify):
+        return  # refused, or two passes: no single drafter stands for them
+    objects = compose(named[0].drafter, as_object, sj.Warped())
+    of_rule = {name: named[1][name] for name in as_object.settings}
+    assert outcome(objects, of_rule, greedy) == (named[0], of_rule)
+
+
+def test_parts_as_objects_decode():
+    target, draft = models()
+    kw = {"draft": draft, "max_new_tokens": 12, "sampling": SAMPLING}
+    for drafter, made in (("adaptive", "adaptive"), ("chain", sj.draft.Chain(gamma=3))):
+        named = {} if drafter == made else {"gamma": 3}
+        want = sj.generate(target, PROMPTS, drafter=drafter, rule="block", options=named, **kw)
+        got = sj.generate(target, PROMPTS, drafter=made, rule=sj.verify.block, **kw)
+        for a, b in zip(got.tokens, want.tokens, strict=True):
+            np.testing.assert_array_equal(a, b)
+    with pytest.raises(sj.OptionError, match="leave drafter="):
+        sj.generate(
+            target,
+            PROMPTS,
+            method=sj.draft_verify(sj.draft.Lookup(), sj.Warped(), sj.verify.match),
+            rule="match",
+        )
 
 
 @pytest.mark.slow

@@ -17,15 +17,11 @@ import pytest
 import specjax as sj
 from conftest import tiny_lm
 from specjax import decode, probs, verify
-from specjax.decode import DraftVerify
-from specjax.generate import Engine
-from specjax.models import init_cache
-from specjax.models.forward import prefill
+from specjax.engine import Engine
 from specjax.probs import Purpose
 from specjax.protocols import Proposal
-from specjax.stopping import is_eos
-from specjax.target import Warped
 from specjax.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
+from support.caches import check_cache
 
 VOCAB, ROWS, NODES, SLOTS = 5, 3, 7, 128
 CHUNK = 16  # prefill width: prompts are shorter
@@ -33,7 +29,7 @@ LONGEST = 10  # prompt tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomTree:
+class RandomTree(sj.Drafter):
     """Draws tokens blindly onto a tree that ``inputs.settings`` describe.
 
     ``parents[N]`` come before their children; nodes whose ``kept[N]`` is false, and all below
@@ -41,10 +37,7 @@ class RandomTree:
     """
 
     shape = TreeShape(NODES, NODES - 2, NODES - 1)
-    name, law, num_probes = "random", DETERMINISTIC, 0
-
-    def init(self, inputs, state, chunk):
-        return ()
+    name, law = "random", DETERMINISTIC
 
     def propose(self, inputs, state, keys):
         rows = state.length.shape[0]
@@ -53,7 +46,7 @@ class RandomTree:
         drawn = jnp.int32(VOCAB * (1 - probs.uniforms(keys, Purpose.DRAFT, nodes)))
         root = probs.at_token(state.tokens, state.length - 1)
         tokens = drawn.at[:, ROOT].set(root)
-        ended, valid = is_eos(tokens, inputs.eos_ids).at[:, ROOT].set(False), [~state.done]
+        ended, valid = inputs.is_eos(tokens).at[:, ROOT].set(False), [~state.done]
         for i in range(1, NODES):
             above = jnp.stack(valid, 1)[:, parents[i]] & ~ended[:, parents[i]]
             valid.append(above & (kept[i] > 0))
@@ -65,9 +58,6 @@ class RandomTree:
             law=self.law,
         )
         return Proposal(draft, (), jnp.zeros((rows,), jnp.int32), jnp.int32(0))
-
-    def update(self, inputs, state, carried, draft, verdict, probe_logits):
-        return carried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,21 +121,6 @@ def emitted(state):
     ]
 
 
-@functools.cache
-def fresh_prefill():
-    return jax.jit(prefill, static_argnums=(0, 5))
-
-
-def check_cache(example, state):
-    """The cache holds what a prefill of the committed tokens gives."""
-    lm = model(example.model)
-    empty = init_cache(lm.config, ROWS, state.slots, lm.dtype)
-    want = fresh_prefill()(lm.config, lm.params, empty, state.tokens, state.length, CHUNK)
-    held = (jnp.arange(state.slots) < state.length[:, None] - 1)[:, None, :, None]
-    for a, b in zip(jax.tree.leaves(state.cache), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(jnp.where(held, a, 0), jnp.where(held, b, 0), atol=5e-5)
-
-
 def check_counters(before, state):
     """What each round may add; ``before`` is None at the first."""
     stats = jax.tree.map(np.asarray, state.stats)
@@ -186,10 +161,10 @@ METHODS = {
 @hypothesis.given(example=examples)
 def test_random_trees_keep_the_loops_promises(name, example):
     lm = model(example.model)
-    method = DraftVerify(lm.config, RandomTree(), Warped(lm.vocab_limit), METHODS[name])
+    method = sj.DraftVerify(RandomTree(), sj.Warped(), METHODS[name])
     before = None
     for state in rounds_of(method, example):
-        check_cache(example, state)
+        check_cache(lm, state, atol=5e-5)
         check_counters(before, state)
         before = state
     check_ends(example, before)
@@ -202,8 +177,7 @@ def test_random_trees_keep_the_loops_promises(name, example):
 
 def test_random_trees_are_accepted_and_refused():
     """The examples above reach every depth; else they would promise little."""
-    lm = model(0)
-    method = DraftVerify(lm.config, RandomTree(), Warped(lm.vocab_limit), verify.match)
+    method = sj.DraftVerify(RandomTree(), sj.Warped(), verify.match)
     example = Example(
         0, [1, 3, 4, 2], [True] * NODES, [[1], [2, 3], [4]], [24] * ROWS, 1, (), 1.0, 0
     )

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import decode
 from specjax.draft.adaptive import LEVELS, Candidates, _probes
+from specjax.engine import Engine
 from specjax.errors import OptionError, PairError
-from specjax.generate import Engine
 from specjax.methods import Context
 from specjax.models import ModelConfig, hidden_states, init_params, logits_of
 from support import laws
@@ -143,9 +142,9 @@ def test_every_probe_follows_the_one_before(groups):
 
 
 def test_tree_has_the_published_levels():
-    assert Candidates(5, 9, "tree").shape == (1 + sum(LEVELS[0]), 5, 4)
-    assert Candidates(6, 9, "tree")._sizes == LEVELS[1][:6]
-    tree = Candidates(3, 9, "tree")
+    assert Candidates(5, "tree").shape == (1 + sum(LEVELS[0]), 5, 4)
+    assert Candidates(6, "tree")._sizes == LEVELS[1][:6]
+    tree = Candidates(3, "tree")
     assert tree.parents[1:5] == (0,) * 4
     assert tree.parents[5:13] == (1, 1, 2, 2, 3, 3, 4, 4)
     assert tree.parents[13:] == tuple(range(5, 13))
@@ -227,7 +226,7 @@ def test_sampled_output_has_the_targets_law(lm, name):
 
 
 @dataclasses.dataclass(frozen=True)
-class KeepsAnAdaptiveEntry(decode.DraftVerify):
+class KeepsAnAdaptiveEntry(sj.DraftVerify):
     """Leaves a probe's cache entry where the newest token's should be."""
 
     def step(self, inputs, state):
@@ -241,6 +240,6 @@ class KeepsAnAdaptiveEntry(decode.DraftVerify):
 @pytest.mark.slow
 def test_an_adaptive_entry_left_behind_is_caught(lm):
     built = build(lm, *CASES["single pass, speculative"])
-    mutant = KeepsAnAdaptiveEntry(built.model, built.drafter, built.target, built.rule)
+    mutant = KeepsAnAdaptiveEntry(built.drafter, built.target, built.rule)
     law = exact_law(lm, PROMPTS[0])
     assert laws.p_value(sampled_counts(lm, mutant, PROMPTS[0]), law) < laws.ALPHA

@@ -8,9 +8,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import specjax as sj
-from specjax.warp import fit_vocabulary, warp
+from specjax.probs import fit_vocabulary, limit_vocabulary
+from specjax.warp import warp
 
-WARP = jax.jit(warp, static_argnums=2)
+WARP = jax.jit(
+    lambda logits, settings, limit: warp(limit_vocabulary(logits, limit), settings),
+    static_argnums=2,
+)
 
 
 def reference(logits, temperature, top_k, top_p, limit):

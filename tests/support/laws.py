@@ -18,7 +18,7 @@ from scipy.special import chdtrc
 from specjax import decode, probs, tree
 from specjax.models import hidden_states, logits_of
 from specjax.probs import Purpose
-from specjax.types import IID, Draft, TreeShape
+from specjax.types import IID, Draft
 from specjax.warp import warp
 
 ALPHA = 1e-6  # per pair
@@ -67,15 +67,8 @@ def chain_draft(keys, p, q, *, stop=None, log_q=None) -> tuple[Draft, jax.Array]
         tokens.append(x)
         contexts.append(context)
         valid.append(alive)
-    draft = Draft(
-        tokens=jnp.stack(tokens, 1),
-        parents=tree.chain_parents(rows, GAMMA + 1),
-        valid=jnp.stack(valid, 1),
-        log_q=jnp.stack(rows_q, 1),
-        shape=TreeShape.chain(GAMMA),
-        q_row=(0, *range(GAMMA)),
-        law=IID,
-    )
+    below, valid = jnp.stack(tokens[1:], 1), jnp.stack(valid[1:], 1)
+    draft = tree.chain_draft(tokens[0], below, valid, IID, log_q=jnp.stack(rows_q, 1))
     return draft, jnp.log(p[jnp.stack(contexts, 1)])
 
 
@@ -156,7 +149,7 @@ def continuation_logits(lm, prompt, length: int):
 
 def continuation_law(lm, grid, logits, sampling) -> np.ndarray:
     """The law of the continuations under the warped logits, float64."""
-    log_p = warp(logits, sampling.arrays(len(grid)), lm.vocab_limit)
+    log_p = warp(logits, sampling.arrays(len(grid)))
     chosen = np.take_along_axis(np.asarray(log_p, np.float64), grid[..., None], -1)[..., 0]
     law = np.exp(chosen.sum(-1))
     return law / law.sum()
