@@ -90,7 +90,7 @@ def outcome(spec, values, greedy):
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("drafter", "rule"), itertools.product(DRAFTERS, RULES))
+@pytest.mark.parametrize(("drafter", "rule"), list(itertools.product(DRAFTERS, RULES)))
 def test_names_and_objects_make_the_same_method(drafter, rule, greedy):
     spec = compose(drafter, rule)
     named, as_object = outcome(spec, options(spec), greedy), getattr(sj.verify, rule)
