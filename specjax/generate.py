@@ -242,8 +242,8 @@ class Engine:
     def _layout(self) -> Layout | None:
         if self.target.mesh is None:
             return None
-        split_draft = self.draft is not None and self.draft.config.shards > 1
-        return Layout(self.target.mesh, self.target.config.shards > 1, split_draft)
+        configs = [model.config if model else None for model in (self.target, self.draft)]
+        return Layout(self.target.mesh, *(c if c and c.shards > 1 else None for c in configs))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,9 @@ import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from specjax.errors import OptionError
-from specjax.models import KVCache
+from specjax.models import KVCache, ModelConfig
+from specjax.models.placement import param_specs
 from specjax.models.sharding import AXIS as MODEL
-from specjax.models.sharding import param_specs
 from specjax.types import Inputs
 
 DATA = "data"
@@ -53,18 +53,18 @@ def round_up(rows: int, mesh: Mesh) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where a program's arrays lie; the flags say which model is split, not copied."""
+    """Where a program's arrays lie; a model that is copied to each device has no config here."""
 
     mesh: Mesh
-    target: bool
-    draft: bool
+    target: ModelConfig | None
+    draft: ModelConfig | None
 
     def inputs(self, inputs: Inputs) -> Inputs:
         """The partition spec of every array of ``inputs``."""
         count = self.mesh.shape[MODEL]
 
-        def params(tree: dict | None, split: bool) -> Any:
-            return param_specs(tree, count) if split and tree is not None else WHOLE
+        def params(tree: dict | None, cfg: ModelConfig | None) -> Any:
+            return WHOLE if cfg is None else param_specs(cfg, tree, count)
 
         reward = inputs.reward
         return inputs.replace(

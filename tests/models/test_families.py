@@ -20,6 +20,7 @@ from specjax.models import (
     head_matrix,
     init_params,
     load_pretrained,
+    num_params,
     save_pretrained,
     to_hf,
 )
@@ -58,7 +59,7 @@ def test_tree_nodes_equal_their_paths_alone(name):
 
 def test_parameter_count_and_init(name):
     cfg, params, _ = build(name)
-    assert cfg.num_params == sum(x.size for x in jax.tree.leaves(params))
+    assert num_params(cfg) == sum(x.size for x in jax.tree.leaves(params))
     made = init_params(cfg, jax.random.key(0), jnp.bfloat16)
     assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
 
@@ -126,10 +127,7 @@ def test_target_and_draft_of_different_families():
     assert max(tokens.max() for tokens in plain.tokens + drawn.tokens) < 50
 
 
-METHODS = {
-    "speculative": {"gamma": 3},
-    "specinfer": {"branching": (2, 2, 1)},
-}
+METHODS = {"speculative": {"gamma": 3}, "specinfer": {"branching": (2, 2, 1)}}
 
 
 @pytest.mark.slow

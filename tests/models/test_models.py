@@ -20,6 +20,7 @@ from specjax.models import (
     init_cache,
     init_params,
     logits_of,
+    num_params,
 )
 from specjax.models.forward import write_rows
 from specjax.models.hf.checkpoint import from_tensors
@@ -377,7 +378,7 @@ def test_bfloat16_stays_bfloat16_and_close():
 def test_parameter_count():
     for name in variants.VARIANTS:
         cfg, params, _ = build(name)
-        assert cfg.num_params == sum(x.size for x in jax.tree.leaves(params)), name
+        assert num_params(cfg) == sum(x.size for x in jax.tree.leaves(params)), name
 
 
 def test_init_is_random_per_key_and_of_the_dtype():
