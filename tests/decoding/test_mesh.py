@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from test_models import build
 
 import specjax as sj
 from infer.run import commands as run
@@ -15,6 +14,7 @@ from infer.run.plan import make_plan
 from specjax.models import fuse, init_cache, init_params, save_pretrained
 from specjax.models.placement import param_specs, place
 from specjax.models.sharding import split_config
+from support.variant_models import build
 
 CASES = Path(__file__).with_name("eight_devices.py")
 

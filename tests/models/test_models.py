@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from specjax.models import (
     attention,
     forward,
     from_hf,
-    fuse,
     hidden_states,
     init_cache,
     init_params,
@@ -23,58 +21,17 @@ from specjax.models import (
     num_params,
 )
 from specjax.models.forward import write_rows
-from specjax.models.hf.checkpoint import from_tensors
 from specjax.models.layers import linear, rope_frequencies
 from specjax.types import NO_PARENT
 from support import variants
+from support.variant_models import build, close, golden, logits_jit, whole
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-TOLERANCE = 1e-4
 BACKENDS = ["dense", "blockwise"]
 
 
-@functools.cache
-def build(name):
-    """(config, params, fused params) of a variant."""
-    cfg = from_hf(variants.config(name))
-    read = functools.partial(variants.weights, std=variants.std(name))
-    params = from_tensors(cfg, read, jnp.float32)
-    return cfg, params, fuse(params)
-
-
-@functools.cache
-def golden(name):
-    with np.load(GOLDEN / f"{name}.npz") as stored:
-        return dict(stored)
-
-
-@pytest.fixture(params=variants.VARIANTS)
+@pytest.fixture(params=(*variants.VARIANTS, *variants.FAMILIES))
 def name(request):
     return request.param
-
-
-def logits(cfg, params, rows, positions, segments, backend):
-    hidden = hidden_states(cfg, params, rows, positions, segments, backend=backend)
-    return logits_of(cfg, params, hidden)
-
-
-COMPILED = jax.jit(logits, static_argnums=(0, 5))
-
-
-def whole(cfg, params, rows, backend, segments=None, positions=None):
-    """Logits of whole sequences.
-
-    Op by op where that is possible: variants share the compiled ops, not whole programs.
-    """
-    if positions is None:
-        positions = np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
-    segments = np.ones_like(rows) if segments is None else segments
-    run = logits if backend == "dense" else COMPILED
-    return run(cfg, params, rows, positions, segments, backend)
-
-
-def close(got, want):
-    np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -94,7 +51,7 @@ def prefilled(name):
     return forward(cfg, fused, cache, variants.tokens()[:, :12], at, jnp.zeros(2, jnp.int32))
 
 
-def check_ragged_steps(name):
+def test_ragged_prefill_then_one_token_steps(name):
     """Row 0 starts after 5 tokens, row 1 after 12: each goes on at its own position."""
     cfg, _, fused = build(name)
     rows, want = variants.tokens(), golden(name)["logits"]
@@ -105,10 +62,6 @@ def check_ragged_steps(name):
         token = np.take_along_axis(rows, here[:, None], 1)
         hidden, cache = forward(cfg, fused, cache, token, here[:, None], jnp.asarray(here))
         close(np.asarray(logits_of(cfg, fused, hidden))[:, 0], want[np.arange(2), here])
-
-
-def test_ragged_prefill_then_one_token_steps(name):
-    check_ragged_steps(name)
 
 
 def tree_logits(cfg, params, cache):
@@ -369,16 +322,17 @@ def test_bfloat16_stays_bfloat16_and_close():
     half = jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16), params)
     rows = variants.tokens()
     positions = np.broadcast_to(np.arange(20), rows.shape)
-    got = COMPILED(cfg, half, rows, positions, np.ones_like(rows), "dense")
+    got = logits_jit(cfg, half, rows, positions, np.ones_like(rows), "dense")
     assert got.dtype == jnp.bfloat16
     want = golden("tinyllama")["logits"]
     assert np.corrcoef(np.asarray(got, np.float32).ravel(), want.ravel())[0, 1] > 0.99
 
 
-def test_parameter_count():
-    for name in variants.VARIANTS:
-        cfg, params, _ = build(name)
-        assert num_params(cfg) == sum(x.size for x in jax.tree.leaves(params)), name
+def test_parameter_count_and_init(name):
+    cfg, params, _ = build(name)
+    assert num_params(cfg) == sum(x.size for x in jax.tree.leaves(params))
+    made = init_params(cfg, jax.random.key(0), jnp.bfloat16)
+    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
 
 
 def test_init_is_random_per_key_and_of_the_dtype():
