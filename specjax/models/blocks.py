@@ -92,6 +92,7 @@ class Block(nnx.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
+        self.cfg = cfg
         self.attention_norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps)
         self.attention = Attention(cfg, rngs, fused)
         self.mlp_norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps)

@@ -17,7 +17,7 @@ from specjax.generate import Engine
 from specjax.methods import Context
 from specjax.models import ModelConfig, init_cache, init_params
 from specjax.models.forward import prefill
-from specjax.rewards import OnDevice, Together
+from specjax.rewards import DeviceReward, Together
 from support.lookahead_reference import COUNTERS, Model, Run
 
 PROMPTS = [[1, 2, 3], [4], list(range(5, 20)), [7, 7, 7, 7, 9], [50, 3], [11, 12], [60], [2, 2]]
@@ -47,7 +47,7 @@ class Share:
 
     def on_device(self, tokenizer, constraints):
         wanted = np.tile(np.array(self.wanted, np.int32), (len(constraints), 1))
-        return OnDevice(ShareFold(), (), wanted)
+        return DeviceReward(ShareFold(), (), wanted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,8 @@ class Constant:
     def on_device(self, tokenizer, constraints):
         if self.hosted:
             return None
-        return OnDevice(ConstantFold(), np.float32(self.number), np.zeros((len(constraints), 0)))
+        own = np.zeros((len(constraints), 0))
+        return DeviceReward(ConstantFold(), np.float32(self.number), own)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -179,7 +179,7 @@ def test_backends_agree_in_value_and_gradient(window):
         "position": np.array([[0, 1, 2, 3, 0, 1, 2, 0, 0], list(range(9))]),
         "segment": np.array([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9]),
     }
-    mask_fn = functools.partial(attention.causal_mask, window=window)
+    mask_fn = attention.windowed(attention.causal_mask, window)
     real = (meta["segment"] > 0)[..., None, None]
 
     def dense(q, k, v):

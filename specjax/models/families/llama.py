@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from specjax.errors import ModelError
-from specjax.models.blocks import Decoder
 from specjax.models.config import ModelConfig
 from specjax.models.hf import config as hf_config
 from specjax.models.hf.names import Names
@@ -29,10 +28,6 @@ NAMES = Names(
         "mlp.down": "mlp.down_proj",
     },
 )
-
-
-class Llama(Decoder):
-    """The stack of pre-norm blocks, as it is."""
 
 
 def from_hf(config: hf_config.Config) -> ModelConfig:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from flax import nnx
-
 from specjax.models.blocks import Block, Decoder, Table
 from specjax.models.config import ModelConfig, RopeConfig
 from specjax.models.hf import config as hf_config
@@ -36,12 +34,8 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 class NeoXBlock(Block):
     """Both read the block's input and add to it; in turn where ``parallel_residual`` is off."""
 
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
-        super().__init__(cfg, rngs, fused)
-        self.parallel = cfg.parallel_residual
-
     def __call__(self, x, table: Table, attend):
-        if not self.parallel:
+        if not self.cfg.parallel_residual:
             return super().__call__(x, table, attend)
         attention = self.attention(self.attention_norm(x), table, attend)
         return x + attention + self.mlp(self.mlp_norm(x))

@@ -39,12 +39,8 @@ POSITION_OFFSET = 2  # rows 0 and 1 of the table served padding in training
 class OPTBlock(Block):
     """Llama's order, or the norms after the sums where ``norm_before`` is off."""
 
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
-        super().__init__(cfg, rngs, fused)
-        self.norm_before = cfg.norm_before
-
     def __call__(self, x, table: Table, attend):
-        if self.norm_before:
+        if self.cfg.norm_before:
             return super().__call__(x, table, attend)
         x = self.attention_norm(x + self.attention(x, table, attend))
         return self.mlp_norm(x + self.mlp(x))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from specjax.models.blocks import Decoder
 from specjax.models.config import ModelConfig
 from specjax.models.families.llama import NAMES as LLAMA
 from specjax.models.families.llama import swiglu, swiglu_to_hf
@@ -20,10 +19,6 @@ NAMES = Names(
     modules=LLAMA.modules
     | {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"},
 )
-
-
-class Qwen(Decoder):
-    """Llama's blocks; the config brings the biases and norms."""
 
 
 def from_hf(config: hf_config.Config) -> ModelConfig:
