@@ -32,15 +32,14 @@ class Attention(nnx.Module):
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
         self.cfg, self.fused = cfg, fused
         d, q, kv = cfg.hidden_size, cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
-        axes, rest = ("heads", "hidden"), (cfg.attention_bias or cfg.qkv_bias, cfg.shards, rngs)
+        bias, std = cfg.attention_bias or cfg.qkv_bias, _residual_std(cfg)
         if fused:
-            self.qkv = Linear((q + 2 * kv, d), axes, *rest)
+            self.qkv = Linear((q + 2 * kv, d), ("heads", "hidden"), bias, cfg.shards, rngs)
         else:
-            self.q = Linear((q, d), axes, *rest)
-            self.k = Linear((kv, d), axes, *rest)
-            self.v = Linear((kv, d), axes, *rest)
-        out = (cfg.attention_bias, cfg.shards, rngs, _residual_std(cfg))
-        self.out = Linear((d, q), ("hidden", "heads"), *out)
+            self.q = Linear((q, d), ("heads", "hidden"), bias, cfg.shards, rngs)
+            self.k = Linear((kv, d), ("heads", "hidden"), bias, cfg.shards, rngs)
+            self.v = Linear((kv, d), ("heads", "hidden"), bias, cfg.shards, rngs)
+        self.out = Linear((d, q), ("hidden", "heads"), cfg.attention_bias, cfg.shards, rngs, std)
         if cfg.qk_norm:
             self.q_norm = NORMS[cfg.norm](cfg.head_dim, cfg.norm_eps, "head")
             self.k_norm = NORMS[cfg.norm](cfg.head_dim, cfg.norm_eps, "head")
@@ -67,15 +66,15 @@ class MLP(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
         self.cfg, self.fused = cfg, fused
-        d, f = cfg.hidden_size, cfg.intermediate_size
-        axes, rest = ("columns", "hidden"), (cfg.mlp_bias, cfg.shards, rngs)
-        if cfg.gated_mlp and fused:
-            self.gate_up = Linear((2 * f, d), axes, *rest)
+        d, f, bias, std = cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias, _residual_std(cfg)
+        if not cfg.gated_mlp:
+            self.up = Linear((f, d), ("columns", "hidden"), bias, cfg.shards, rngs)
+        elif fused:
+            self.gate_up = Linear((2 * f, d), ("columns", "hidden"), bias, cfg.shards, rngs)
         else:
-            if cfg.gated_mlp:
-                self.gate = Linear((f, d), axes, *rest)
-            self.up = Linear((f, d), axes, *rest)
-        self.down = Linear((d, f), ("hidden", "columns"), *rest, _residual_std(cfg))
+            self.gate = Linear((f, d), ("columns", "hidden"), bias, cfg.shards, rngs)
+            self.up = Linear((f, d), ("columns", "hidden"), bias, cfg.shards, rngs)
+        self.down = Linear((d, f), ("hidden", "columns"), bias, cfg.shards, rngs, std)
 
     def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
         act = ACTIVATIONS[self.cfg.activation]

@@ -51,19 +51,15 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
     """
     config = {"bos_token_id": 1, "eos_token_id": 2} | hf_config.renamed(config, _OURS)
     hf_config.refuse(config, {"apply_residual_connection_post_layernorm": False})
-    fields = hf_config.common(config, tied=True)
+    fields = hf_config.gpt_like(config, tied=True)
     return ModelConfig(
         **fields,
-        num_kv_heads=fields["num_heads"],
-        head_dim=hf_config.head_dim(config),
         intermediate_size=4 * fields["hidden_size"],
         max_position=hf_config.size(config, "seq_length", 2048),
         rope=None,
         alibi=True,
-        norm="layer",
         norm_eps=hf_config.positive("layer_norm_epsilon", config.get("layer_norm_epsilon", 1e-5)),
         activation="gelu_tanh",
-        gated_mlp=False,
         attention_bias=True,
         mlp_bias=True,
     )

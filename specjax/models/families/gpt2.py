@@ -60,18 +60,14 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
     """
     config = {"bos_token_id": 50256, "eos_token_id": 50256} | hf_config.renamed(config, _OURS)
     hf_config.refuse(config, {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False})
-    fields = hf_config.common(config, tied=True)
+    fields = hf_config.gpt_like(config, tied=True)
     return ModelConfig(
         **fields,
-        num_kv_heads=fields["num_heads"],
-        head_dim=hf_config.head_dim(config),
         intermediate_size=hf_config.size(config, "intermediate_size", 4 * fields["hidden_size"]),
         max_position=hf_config.size(config, "max_position_embeddings", 1024),
         rope=None,
-        norm="layer",
         norm_eps=hf_config.positive("layer_norm_epsilon", config.get("layer_norm_epsilon", 1e-5)),
         activation=hf_config.activation(config, "activation_function", "gelu_new", ACTIVATIONS),
-        gated_mlp=False,
         attention_bias=True,
         mlp_bias=True,
     )

@@ -50,21 +50,16 @@ class NeoX(Decoder):
 def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a GPT-NeoX ``config.json``."""
     config = {"bos_token_id": 0, "eos_token_id": 2} | config
-    fields = hf_config.common(config)
-    width = hf_config.head_dim(config)
+    fields = hf_config.gpt_like(config)
     rope, share = _rope(config)
     return ModelConfig(
         **fields,
-        num_kv_heads=fields["num_heads"],
-        head_dim=width,
         intermediate_size=hf_config.size(config, "intermediate_size"),
         max_position=hf_config.size(config, "max_position_embeddings", 2048),
         rope=rope,
-        rotary_dim=int(width * share),
-        norm="layer",
+        rotary_dim=int(fields["head_dim"] * share),
         norm_eps=hf_config.positive("layer_norm_eps", config.get("layer_norm_eps", 1e-5)),
         activation=hf_config.activation(config, "hidden_act", "gelu", ACTIVATIONS),
-        gated_mlp=False,
         attention_bias=hf_config.flag(config, "attention_bias", True),
         mlp_bias=True,
         parallel_residual=hf_config.flag(config, "use_parallel_residual", True),

@@ -56,9 +56,9 @@ class OPT(Decoder):
         rows, d = cfg.max_position + POSITION_OFFSET, cfg.hidden_size
         self.positions = make_table((rows, d), ("positions", "hidden"), rngs)
         if cfg.embed_size is not None:
-            e, rest = cfg.embed_size, (False, cfg.shards, rngs)
-            self.project_in = Linear((d, e), ("hidden", "embedding"), *rest)
-            self.project_out = Linear((e, d), ("embedding", "hidden"), *rest)
+            e = cfg.embed_size
+            self.project_in = Linear((d, e), ("hidden", "embedding"), False, cfg.shards, rngs)
+            self.project_out = Linear((e, d), ("embedding", "hidden"), False, cfg.shards, rngs)
 
     def inputs(self, tokens, positions):
         x = self.embedded(tokens)
@@ -75,22 +75,18 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of an OPT ``config.json``."""
     config = {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1} | config
     hf_config.refuse(config, {"layer_norm_elementwise_affine": True})
-    fields = hf_config.common(config, tied=True)
+    fields = hf_config.gpt_like(config, tied=True)
     hidden, bias = fields["hidden_size"], hf_config.flag(config, "enable_bias", True)
     embed = hf_config.size(config, "word_embed_proj_dim", hidden)
     before = hf_config.flag(config, "do_layer_norm_before", True)
     return ModelConfig(
         **fields,
-        num_kv_heads=fields["num_heads"],
-        head_dim=hf_config.head_dim(config),
         intermediate_size=hf_config.size(config, "ffn_dim"),
         max_position=hf_config.size(config, "max_position_embeddings", 2048),
         rope=None,
-        norm="layer",
         norm_before=before,
         final_norm=before and not hf_config.flag(config, "_remove_final_layer_norm", False),
         activation=hf_config.activation(config, "activation_function", "relu", ACTIVATIONS),
-        gated_mlp=False,
         attention_bias=bias,
         mlp_bias=bias,
         embed_size=None if embed == hidden else embed,

@@ -32,7 +32,6 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 STORED_DTYPES = ("F32", "BF16", "F16")  # safetensors' names of the same
 
-
 Place = tuple[Stored, tuple[int, ...]]  # of a parameter in the checkpoint; its shape here
 Read = Callable[[str, tuple[int, ...]], np.ndarray]
 Placed = Callable[[ModelConfig, dict], dict]  # moves a part of the params to where it is to lie

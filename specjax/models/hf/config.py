@@ -53,6 +53,13 @@ def common(config: Config, tied: bool = False) -> dict[str, Any]:
     }
 
 
+def gpt_like(config: Config, tied: bool = False) -> dict[str, Any]:
+    """:func:`common`, and what the families after GPT-2 share: keys for each head, layer norms."""
+    fields = common(config, tied)
+    fields |= {"num_kv_heads": fields["num_heads"], "head_dim": head_dim(config)}
+    return fields | {"norm": "layer", "gated_mlp": False}
+
+
 def common_to_hf(cfg: ModelConfig, architecture: str, dtype: str) -> dict[str, Any]:
     """The inverse of :func:`common`."""
     adaptive = {"adaptive_ids": list(cfg.adaptive_ids)} if cfg.adaptive_ids else {}
