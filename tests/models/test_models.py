@@ -20,8 +20,10 @@ from specjax.models import (
     logits_of,
     num_params,
 )
-from specjax.models.forward import write_rows
+from specjax.models.forward import param_axes, write_rows
 from specjax.models.layers import linear, rope_frequencies
+from specjax.models.placement import param_specs
+from specjax.models.sharding import partition
 from specjax.types import NO_PARENT
 from support import variants
 from support.variant_models import build, close, golden, logits_jit, whole
@@ -342,3 +344,15 @@ def test_init_is_random_per_key_and_of_the_dtype():
     a, b = (init_params(cfg, jax.random.key(k), jnp.bfloat16) for k in (0, 1))
     assert a["embed"].dtype == jnp.bfloat16
     assert (a["embed"] != b["embed"]).any()
+
+
+def test_every_weight_names_axes_that_the_rules_know(name):
+    """In both layouts; a part of the tree lies where the whole tree's does."""
+    cfg, params, fused = build(name)
+    for layout, made in ((False, params), (True, fused)):
+        specs = jax.tree.map(lambda x, a: partition(a, x.shape, 2), made, param_axes(cfg, layout))
+        split = {path[-2].key for path, s in jax.tree.leaves_with_path(specs["layers"]) if any(s)}
+        parts = {"qkv", "gate_up"} if layout else {"q", "k", "v", "gate", "up"}
+        assert {"out", "down"} <= split <= {"out", "down", "up", *parts}
+    part = param_specs(cfg, {"layers": {"": fused["layers"]["1"]}}, 2)
+    assert specs["layers"]["1"] == part["layers"][""]
