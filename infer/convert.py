@@ -49,7 +49,8 @@ def convert(directory: Path, out: Path) -> list[Path]:
     Raises:
       ModelError: torch is not there, or a pickle is missing or holds more than tensors.
     """
-    from specjax.models.hf.checkpoint import INDEX, WEIGHTS, write_text
+    from specjax.files import write_text
+    from specjax.models.hf.checkpoint import INDEX, WEIGHTS
     from specjax.models.hf.pickles import PICKLE_INDEX, read_pickle
 
     pickles = _pickles(directory)

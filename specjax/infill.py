@@ -67,14 +67,14 @@ def sentinels_of(target: LM) -> Sentinels:
     Raises:
       PairError: the model has no tokenizer, or its tokenizer no sentinels.
     """
-    found = find_sentinels(target.tokenizer) if target.tokenizer else None
-    if found is None:
+    sentinels = find_sentinels(target.tokenizer) if target.tokenizer else None
+    if sentinels is None:
         raise PairError(
             f"target {target.source} has no fill-in-the-middle tokens: give a prompt "
             "without suffix, or take a model that has them (CodeLlama, StarCoder, "
             "DeepSeek-Coder, Qwen-Coder)"
         )
-    return found
+    return sentinels
 
 
 def infill_prompt(target: LM, prefix: str, suffix: str) -> list[int]:

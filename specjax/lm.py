@@ -16,7 +16,8 @@ from specjax.errors import ModelError
 from specjax.models import ModelConfig, from_hf, fuse, load_pretrained
 from specjax.models.config import as_ids
 from specjax.models.hf.checkpoint import DTYPES, read_config, read_json
-from specjax.models.sharding import AXIS, place, split_config
+from specjax.models.placement import place
+from specjax.models.sharding import AXIS, split_config
 from specjax.net import Net
 from specjax.text import Tokenizer
 

@@ -17,8 +17,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from specjax.errors import OptionError
 from specjax.models import KVCache
+from specjax.models.placement import param_specs
 from specjax.models.sharding import AXIS as MODEL
-from specjax.models.sharding import param_specs
 from specjax.net import Net
 from specjax.types import Inputs
 

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
+from jinja2.exceptions import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specjax.errors import ModelError
 from specjax.models.hf.checkpoint import read_json
@@ -84,17 +86,17 @@ class Tokenizer:
         """
         byte_level = "ByteLevel" in json.dumps(json.loads(self._backend.to_str())["decoder"])
         spelled = _BYTE_OF if byte_level else {}
-        found = [b""] * self.vocab_size
+        added = [b""] * self.vocab_size
         for token, i in self._backend.get_vocab(with_added_tokens=True).items():
             if i not in self._spelled:
                 continue
             if BYTE_TOKEN.fullmatch(token) and not byte_level:
-                found[i] = bytes([int(token[3:5], 16)])
+                added[i] = bytes([int(token[3:5], 16)])
             elif byte_level and all(c in spelled for c in token):
-                found[i] = bytes(spelled[c] for c in token)
+                added[i] = bytes(spelled[c] for c in token)
             else:
-                found[i] = token.replace("▁", " ").encode()
-        return found
+                added[i] = token.replace("▁", " ").encode()
+        return added
 
     @property
     def fingerprint(self) -> str:
@@ -168,8 +170,6 @@ class IncrementalDecoder:
 
 def _chat_environment():
     """A jinja2 sandbox with what transformers offers to templates."""
-    from jinja2.exceptions import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(text):
         raise TemplateError(text)
@@ -221,11 +221,11 @@ def _template(home: Path, settings: dict) -> str | None:
             return file.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError) as error:
             raise ModelError(f"{file}: not a readable text ({error})") from None
-    found = settings.get("chat_template")
-    if not isinstance(found, list):
-        return found
+    template = settings.get("chat_template")
+    if not isinstance(template, list):
+        return template
     try:
-        return {entry["name"]: entry["template"] for entry in found}.get("default")
+        return {named["name"]: named["template"] for named in template}.get("default")
     except (KeyError, TypeError):
         raise ModelError(
             f"{home / 'tokenizer_config.json'}: chat_template must be a text or a "

@@ -20,7 +20,8 @@ from specjax import decode
 from specjax.engine import Engine
 from specjax.mesh import AXES
 from specjax.models import ModelConfig, fuse, param_shapes
-from specjax.models.sharding import param_specs, split_config, split_layers
+from specjax.models.placement import param_specs, split_layers
+from specjax.models.sharding import split_config
 
 TOPOLOGY = "v5e:2x4"
 MESHES = {"data": 1, "model": 8}, {"data": 2, "model": 4}, {"data": 4, "model": 2}
@@ -81,7 +82,7 @@ def abstract(cfg: ModelConfig, mesh) -> sj.LM:
     params = jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
         fused,
-        param_specs(fused, count),
+        param_specs(cfg, fused, count),
     )
     return sj.LM(split_config(cfg, count), params, None, (2,), cfg.vocab_size, "shapes", mesh)
 

@@ -333,7 +333,7 @@ def write(home: Path, report: dict[str, Any]) -> list[Path]:
     Raises:
       OptionError: the directory cannot be written.
     """
-    from specjax.models.hf.checkpoint import write_text
+    from specjax.files import write_text
 
     try:
         write_text(home / "bench.json", json.dumps(report, indent=1) + "\n")

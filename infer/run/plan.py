@@ -64,7 +64,7 @@ def model_plan(name: str, dtype: str | None, devices: int = 1, role: str = "targ
     from specjax import lm
     from specjax.errors import ModelError
     from specjax.models import from_hf
-    from specjax.models.forward import num_held
+    from specjax.models.forward import num_params
     from specjax.models.hf.checkpoint import DTYPES, read_config
     from specjax.models.sharding import split_config
 
@@ -85,9 +85,9 @@ def model_plan(name: str, dtype: str | None, devices: int = 1, role: str = "targ
         "model": name,
         "family": cfg.family,
         "dtype": dtype,
-        "parameters": cfg.num_params,
-        "weight_bytes": cfg.num_params * size,
-        "weight_bytes_per_device": num_held(share) * size,
+        "parameters": num_params(cfg),
+        "weight_bytes": num_params(cfg) * size,
+        "weight_bytes_per_device": num_params(share) * size,
         "cache_bytes_per_token_and_row": cache(cfg),
         "cache_bytes_per_device_token_and_row": cache(share),
         "max_position": cfg.max_position,

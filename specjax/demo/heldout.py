@@ -67,18 +67,18 @@ def held_out_functions(
     listed = json.loads(manifest.read_text(encoding="utf-8"))
     root = root or Path(sysconfig.get_path("stdlib"))
     functions_of = cache(lambda module: _functions_of(root, module))
-    found: list[HeldOut] = []
+    functions: list[HeldOut] = []
     changed = missing = 0
     for entry in listed["functions"]:
-        if limit is not None and len(found) >= limit:
+        if limit is not None and len(functions) >= limit:
             break
         function = functions_of(entry["module"]).get(entry["name"])
         if function is None:
             missing += 1
         else:
             changed += function.sha256 != entry["sha256"]
-            found.append(function)
-    return found, _warnings(listed["python"], len(found) + missing, changed, missing)
+            functions.append(function)
+    return functions, _warnings(listed["python"], len(functions) + missing, changed, missing)
 
 
 def parse_functions(text: str, module: str) -> Iterator[HeldOut]:

@@ -10,6 +10,7 @@ from specjax.models.forward import (
     hidden_states,
     init_params,
     logits_of,
+    num_params,
     param_shapes,
 )
 from specjax.models.hf.checkpoint import load_pretrained, save_pretrained
@@ -27,6 +28,7 @@ __all__ = [
     "init_params",
     "load_pretrained",
     "logits_of",
+    "num_params",
     "param_shapes",
     "save_pretrained",
     "to_hf",

@@ -70,20 +70,18 @@ def alibi_slopes(heads: int) -> np.ndarray:
     return slopes.astype(np.float32)
 
 
-def causal_mask(query: Meta, key: Meta, window: int | None = None) -> Bool[Array, "B N S"]:
+def causal_mask(query: Meta, key: Meta) -> Bool[Array, "B N S"]:
     """Keys of the same segment at or before the query's position; padding sees nothing.
 
-    Metadata: ``segment`` int32 (0 = padding) and ``position`` int32. ``window`` is the
-    number of positions a token sees, itself included.
+    Metadata: ``segment`` int32 (0 = padding) and ``position`` int32.
     """
     same = query["segment"][:, :, None] == key["segment"][:, None, :]
-    distance = distances(query, key)
-    seen = same & (distance >= 0) & (key["segment"] != PADDING_SEGMENT)[:, None, :]
-    return seen if window is None else seen & (distance < window)
+    before = same & (distances(query, key) >= 0)
+    return before & (key["segment"] != PADDING_SEGMENT)[:, None, :]
 
 
 def windowed(mask_fn: MaskFn, window: int | None) -> MaskFn:
-    """``mask_fn``, whatever it is, within a layer's sliding window."""
+    """``mask_fn``, whatever it is, within ``window`` positions, the token's own included."""
     if window is None:
         return mask_fn
     return lambda query, key: mask_fn(query, key) & (distances(query, key) < window)

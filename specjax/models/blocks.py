@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.models import sharding as split
-from specjax.models.config import ModelConfig
+from specjax.models import sharding
+from specjax.models.config import ModelConfig, period
 from specjax.models.layers import ACTIVATIONS, NORMS, Linear, rope_table, rotate
 
 # attend(layer, q[B,N,H,E], k[B,N,K,E], v[B,N,K,E]) -> [B,N,H,E]
@@ -31,19 +31,18 @@ class Attention(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
         self.cfg, self.fused = cfg, fused
-        q, kv = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
-        bias = cfg.attention_bias or cfg.qkv_bias
+        d, q, kv = cfg.hidden_size, cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+        bias, std = cfg.attention_bias or cfg.qkv_bias, _residual_std(cfg)
         if fused:
-            self.qkv = Linear(cfg.hidden_size, q + 2 * kv, bias, rngs)
+            self.qkv = Linear((q + 2 * kv, d), ("heads", "hidden"), bias, cfg.shards, rngs)
         else:
-            self.q = Linear(cfg.hidden_size, q, bias, rngs)
-            self.k = Linear(cfg.hidden_size, kv, bias, rngs)
-            self.v = Linear(cfg.hidden_size, kv, bias, rngs)
-        std = _residual_std(cfg)
-        self.out = Linear(q, cfg.hidden_size, cfg.attention_bias, rngs, std, cfg.shards)
+            self.q = Linear((q, d), ("heads", "hidden"), bias, cfg.shards, rngs)
+            self.k = Linear((kv, d), ("heads", "hidden"), bias, cfg.shards, rngs)
+            self.v = Linear((kv, d), ("heads", "hidden"), bias, cfg.shards, rngs)
+        self.out = Linear((d, q), ("hidden", "heads"), cfg.attention_bias, cfg.shards, rngs, std)
         if cfg.qk_norm:
-            self.q_norm = NORMS[cfg.norm](cfg.head_dim, cfg.norm_eps)
-            self.k_norm = NORMS[cfg.norm](cfg.head_dim, cfg.norm_eps)
+            self.q_norm = NORMS[cfg.norm](cfg.head_dim, cfg.norm_eps, "head")
+            self.k_norm = NORMS[cfg.norm](cfg.head_dim, cfg.norm_eps, "head")
 
     def __call__(self, x, table: Table, attend: Callable[[Array, Array, Array], Array]):
         h, k = self.cfg.num_heads, self.cfg.num_kv_heads
@@ -67,15 +66,15 @@ class MLP(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
         self.cfg, self.fused = cfg, fused
-        d, f = cfg.hidden_size, cfg.intermediate_size
+        d, f, bias, std = cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias, _residual_std(cfg)
         if not cfg.gated_mlp:
-            self.up = Linear(d, f, cfg.mlp_bias, rngs)
+            self.up = Linear((f, d), ("columns", "hidden"), bias, cfg.shards, rngs)
         elif fused:
-            self.gate_up = Linear(d, 2 * f, cfg.mlp_bias, rngs)
+            self.gate_up = Linear((2 * f, d), ("columns", "hidden"), bias, cfg.shards, rngs)
         else:
-            self.gate = Linear(d, f, cfg.mlp_bias, rngs)
-            self.up = Linear(d, f, cfg.mlp_bias, rngs)
-        self.down = Linear(f, d, cfg.mlp_bias, rngs, _residual_std(cfg), cfg.shards)
+            self.gate = Linear((f, d), ("columns", "hidden"), bias, cfg.shards, rngs)
+            self.up = Linear((f, d), ("columns", "hidden"), bias, cfg.shards, rngs)
+        self.down = Linear((d, f), ("hidden", "columns"), bias, cfg.shards, rngs, std)
 
     def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
         act = ACTIVATIONS[self.cfg.activation]
@@ -92,6 +91,7 @@ class Block(nnx.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
+        self.cfg = cfg
         self.attention_norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps)
         self.attention = Attention(cfg, rngs, fused)
         self.mlp_norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps)
@@ -115,13 +115,13 @@ class Decoder(nnx.Module):
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool = False):
         self.cfg = cfg
         width = cfg.embed_size or cfg.hidden_size
-        self.embed = make_table(cfg.vocab_size, width, rngs)
+        self.embed = make_table((cfg.vocab_size, width), ("vocab", "embedding"), rngs)
         blocks = {str(i): self.block(cfg, rngs, fused) for i in range(cfg.num_layers)}
         self.layers = nnx.Dict(blocks)
         if cfg.final_norm:
             self.norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps)
         if not cfg.tie_embeddings:
-            self.head = make_table(cfg.vocab_size, width, rngs)
+            self.head = make_table((cfg.vocab_size, width), ("vocab", "embedding"), rngs)
 
     def inputs(self, tokens: Int[Array, "B N"], positions: Int[Array, "B N"]):
         """The first block's input ``[B, N, D]``."""
@@ -129,7 +129,7 @@ class Decoder(nnx.Module):
 
     def embedded(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N D"]:
         """The tokens' own vectors, as wide as the embedding."""
-        return split.look_up(self.embed[...], tokens, self.cfg.vocab_size)
+        return sharding.look_up(self.embed[...], tokens, self.cfg.vocab_size)
 
     def tables(self, positions: Int[Array, "B N"]) -> list[Table]:
         """Each layer's rotary table."""
@@ -165,10 +165,10 @@ class Decoder(nnx.Module):
 
         The program holds one period whatever the depth. It costs a stacked copy of the params.
         """
-        period = _period(list(zip(self.cfg.windows, map(id, tables), strict=True)))
-        count = self.cfg.num_layers // period * period
+        repeat = period(list(zip(self.cfg.windows, map(id, tables), strict=True)))
+        count = self.cfg.num_layers // repeat * repeat
         blocks = [nnx.split(self.layers[str(i)]) for i in range(count)]
-        states = [[state for _, state in blocks[i::period]] for i in range(period)]
+        states = [[state for _, state in blocks[i::repeat]] for i in range(repeat)]
         stacked = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *group) for group in states]
 
         def run(x, group):
@@ -182,19 +182,15 @@ class Decoder(nnx.Module):
         return jax.lax.scan(run, x, stacked)[0], count
 
 
-def _period(kinds: list) -> int:
-    """After how many layers their kinds repeat."""
-    return next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
-
-
 def _call(table: Table, attend: Callable) -> Callable:
     """Runs a block; what is closed over here is no argument that remat would trace."""
     return lambda block, x: block(x, table, attend)
 
 
-def make_table(rows: int, width: int, rngs: nnx.Rngs) -> nnx.Param:
-    """A table of random vectors ``[rows, width]``."""
-    return nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (rows, width), jnp.float32))
+def make_table(shape: tuple[int, int], axes: tuple[str, str], rngs: nnx.Rngs) -> nnx.Param:
+    """A table of random vectors, ``[rows, width]``."""
+    init = nnx.initializers.normal(0.02)
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
 
 
 def _residual_std(cfg: ModelConfig) -> float:

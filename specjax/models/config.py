@@ -7,6 +7,7 @@ file translates its own ``config.json``.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from specjax.errors import ModelError
@@ -133,12 +134,10 @@ class ModelConfig:
         slides = self.sliding_layers or (True,) * self.num_layers
         return tuple(self.sliding_window if layer else None for layer in slides)
 
-    @property
-    def num_params(self) -> int:
-        """Number of parameters, a tied head counted once."""
-        from specjax.models.forward import num_params  # which imports this file
 
-        return num_params(self)
+def period(kinds: Sequence[Any]) -> int:
+    """After how many layers their kinds repeat."""
+    return next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
 
 
 def as_ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ D hidden size, V vocabulary.
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.errors import ModelError
-from specjax.models import attention
-from specjax.models import sharding as split
+from specjax.models import attention, sharding
 from specjax.models.blocks import Decoder
 from specjax.models.cache import KVCache, write_rows
 from specjax.models.config import ModelConfig
@@ -36,8 +34,9 @@ def _module(cfg: ModelConfig, rngs: nnx.Rngs, fused: bool = False) -> Decoder:
 
 
 @functools.cache
-def _graph(cfg: ModelConfig, fused: bool) -> nnx.GraphDef:
-    return nnx.split(nnx.eval_shape(lambda: _module(cfg, nnx.Rngs(0), fused)))[0]
+def _abstract(cfg: ModelConfig, fused: bool) -> tuple[nnx.GraphDef, nnx.State]:
+    """The module without arrays: its graph, and its parameters' shapes and axes."""
+    return nnx.split(nnx.eval_shape(lambda: _module(cfg, nnx.Rngs(0), fused)))
 
 
 def init_params(cfg: ModelConfig, key: Array, dtype: jnp.dtype = jnp.float32) -> dict:
@@ -48,21 +47,23 @@ def init_params(cfg: ModelConfig, key: Array, dtype: jnp.dtype = jnp.float32) ->
 
 def param_shapes(cfg: ModelConfig) -> dict:
     """The nested dict of ``ShapeDtypeStruct`` that :func:`init_params` would fill."""
-    module = nnx.eval_shape(lambda: _module(cfg, nnx.Rngs(0)))
-    return nnx.to_pure_dict(nnx.split(module)[1])
+    return nnx.to_pure_dict(_abstract(cfg, False)[1])
+
+
+def param_axes(cfg: ModelConfig, fused: bool = False) -> dict:
+    """The names of each parameter's axes, as it was made with: a nested dict of tuples."""
+    return nnx.to_pure_dict(_abstract(cfg, fused)[1], lambda param: param.get_metadata("axes"))
 
 
 def num_params(cfg: ModelConfig) -> int:
-    """Number of parameters, a tied head counted once."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(cfg)))
+    """Number of parameters, a tied head counted once; of a split model those of one device."""
 
+    def count(leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> int:
+        # Heads and columns are the device's own in ``cfg``, the vocabulary is the whole one.
+        shared = "vocab" in axes and any(sharding.partition(axes, leaf.shape, cfg.shards))
+        return leaf.size // cfg.shards if shared else leaf.size
 
-def num_held(cfg: ModelConfig) -> int:
-    """Number of parameters that one device of a split model holds."""
-    shapes = param_shapes(cfg)
-    tables = sum(shapes[name].size for name in split.TABLES if name in shapes)
-    divides = cfg.vocab_size % cfg.shards == 0
-    return num_params(cfg) - tables + (tables // cfg.shards if divides else tables)
+    return sum(jax.tree.leaves(jax.tree.map(count, param_shapes(cfg), param_axes(cfg))))
 
 
 def head_matrix(cfg: ModelConfig, params: dict) -> Float[Array, "V D"]:
@@ -93,7 +94,7 @@ def logits_of(
     Those are inputs alone: no law that comes of these logits emits them, wherever in the
     vocabulary they stand.
     """
-    logits = split.gather_logits(linear(hidden, _head(cfg, params)), cfg.vocab_size)
+    logits = sharding.gather_logits(linear(hidden, _head(cfg, params)), cfg.vocab_size)
     cap = cfg.logit_softcap
     logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     if not cfg.adaptive_ids:
@@ -147,7 +148,7 @@ def hidden_states(
         mask_fn = mask_fns[window]
         return attention.blockwise_attention(q, k, v, meta, meta, mask_fn, finish=finish)
 
-    model = nnx.merge(_graph(cfg, is_fused(params)), params)
+    model = nnx.merge(_abstract(cfg, is_fused(params))[0], params)
     return model(tokens, positions, attend, remat, scan)
 
 
@@ -201,33 +202,6 @@ def forward(
         mask = masks[windows[layer]]
         return attention.dense_attention(q, keys[layer], values[layer], mask, finish, distance)
 
-    model = nnx.merge(_graph(cfg, is_fused(params)), params)
+    model = nnx.merge(_abstract(cfg, is_fused(params))[0], params)
     hidden = model(tokens, positions, attend)
     return hidden, KVCache(tuple(keys), tuple(values))
-
-
-def prefill(
-    cfg: ModelConfig,
-    params: dict,
-    cache: KVCache,
-    tokens: Int[Array, "B S"],
-    length: Int[Array, "B"],
-    chunk: int,
-) -> KVCache:
-    """Fills the cache with the tokens before ``length``, ``chunk`` of them per pass.
-
-    The number of passes is traced, so prompts of any length share one trace per bucket.
-    Slots past a row's own length hold scratch that later writes replace.
-    """
-    rows = tokens.shape[0]
-
-    def fill(carry):
-        start, cache = carry
-        piece = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
-        at = jnp.full((rows,), start, jnp.int32)
-        positions = at[:, None] + jnp.arange(chunk, dtype=jnp.int32)
-        _, cache = forward(cfg, params, cache, piece, positions, at)
-        return start + chunk, cache
-
-    end = jnp.max(length) - 1  # each row's last token is the first round's root
-    return jax.lax.while_loop(lambda c: c[0] < end, fill, (jnp.int32(0), cache))[1]

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.models import sharding as split
+from specjax.models import sharding
 from specjax.models.config import RopeConfig
 
 # Up to this many rows the layout decides what a CPU product costs; beyond, XLA's own choice is as
@@ -52,70 +52,73 @@ def _padding(rows: int) -> int:
 
 
 class Linear(nnx.Module):
-    """A linear layer ``y = x Wᵀ (+ b)`` with ``weight[out, in]``.
+    """A linear layer ``y = x Wᵀ (+ b)`` with a weight of ``shape`` ``[out, in]``.
 
-    With ``shards`` > 1 each device has some of the inputs, and the products are summed.
+    ``axes`` names the weight's axes (:data:`specjax.models.sharding.RULES`). Where the second is
+    split over ``shards`` devices, each has some of the inputs, and their products are summed.
     """
 
     def __init__(
         self,
-        inputs: int,
-        outputs: int,
+        shape: tuple[int, int],
+        axes: tuple[str, str],
         bias: bool,
+        shards: int,
         rngs: nnx.Rngs,
         std: float = 0.02,
-        shards: int = 1,
     ):
-        self.shards = shards
+        self.summed = shards if sharding.RULES[axes[1]] else 1
         init = nnx.initializers.normal(std)
-        self.weight = nnx.Param(init(rngs.params(), (outputs, inputs), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros((outputs,))) if bias else None
+        self.weight = nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
+        self.bias = nnx.Param(jnp.zeros(shape[:1]), axes=axes[:1]) if bias else None
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        y = split.total(linear(x, self.weight[...]), self.shards)
+        y = sharding.total(linear(x, self.weight[...]), self.summed)
         return y if self.bias is None else y + self.bias[...]
 
 
 class RMSNorm(nnx.Module):
     """Root-mean-square norm in float32, scaled in the input's dtype (as transformers)."""
 
-    def __init__(self, size: int, eps: float):
-        self.weight = nnx.Param(jnp.ones((size,)))
+    def __init__(self, size: int, eps: float, axis: str = "hidden"):
+        self.weight = nnx.Param(jnp.ones((size,)), axes=(axis,))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        wide = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return self.weight[...] * (wide * scale).astype(x.dtype)
+        return self.weight[...] * _of_unit_size(x, self.eps).astype(x.dtype)
 
 
 class UnitOffsetRMSNorm(nnx.Module):
     """RMS norm scaled by ``1 + weight``, all of it in float32 (Gemma)."""
 
-    def __init__(self, size: int, eps: float):
-        self.weight = nnx.Param(jnp.zeros((size,)))
+    def __init__(self, size: int, eps: float, axis: str = "hidden"):
+        self.weight = nnx.Param(jnp.zeros((size,)), axes=(axis,))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        wide = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * scale * (1 + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+        scale = 1 + self.weight[...].astype(jnp.float32)
+        return (_of_unit_size(x, self.eps) * scale).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
     """Mean and variance norm in float32, with scale and bias."""
 
-    def __init__(self, size: int, eps: float):
-        self.weight = nnx.Param(jnp.ones((size,)))
-        self.bias = nnx.Param(jnp.zeros((size,)))
+    def __init__(self, size: int, eps: float, axis: str = "hidden"):
+        self.weight = nnx.Param(jnp.ones((size,)), axes=(axis,))
+        self.bias = nnx.Param(jnp.zeros((size,)), axes=(axis,))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         wide = x.astype(jnp.float32)
-        wide = wide - wide.mean(-1, keepdims=True)
-        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        even = _of_unit_size(wide - wide.mean(-1, keepdims=True), self.eps)
         weight, bias = self.weight[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
-        return (wide * scale * weight + bias).astype(x.dtype)
+        return (even * weight + bias).astype(x.dtype)
+
+
+def _of_unit_size(x: Float[Array, "... d"], eps: float) -> Float[Array, "... d"]:
+    """float32, divided by the root of its mean square."""
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
 NORMS = {"rms": RMSNorm, "rms+1": UnitOffsetRMSNorm, "layer": LayerNorm}

@@ -1,8 +1,9 @@
-"""One model over several devices: the share of each parameter that a device holds.
+"""One model over several devices: which axes of its weights are split, and what modules do then.
 
 Heads and MLP columns are split along a mesh axis, and a block sums its partial products twice,
 behind attention and behind the MLP (Megatron-LM, arXiv 1909.08053, §3); embedding and head are
-split by vocabulary where it divides. The functions that a module calls run inside ``shard_map``
+split by vocabulary where it divides. Each weight names its axes where it is made; the rules say
+here, once, what becomes of an axis. The functions that a module calls run inside ``shard_map``
 and do nothing for a model that is whole (``cfg.shards == 1``).
 
 Axis legend: B rows, N tokens, D hidden size, V vocabulary, v a device's share of it.
@@ -14,16 +15,22 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from specjax.errors import ModelError
 from specjax.models.config import ModelConfig
 
 AXIS = "model"
-ROW_WISE = {"qkv", "gate_up", "up"}  # split along what they give
-COLUMN_WISE = {"out", "down"}  # split along what they read: their products are partial sums
-TABLES = ("embed", "head")
+RULES = {  # the mesh axis that a weight's axis is split along; None: each device has all of it
+    "vocab": AXIS,
+    "heads": AXIS,  # of queries, keys or values, each with its whole size
+    "columns": AXIS,  # of the MLP
+    "hidden": None,
+    "embedding": None,  # what a row of the tables holds: the hidden size, or less
+    "head": None,  # the inside of one head
+    "positions": None,
+}
 
 
 def split_config(cfg: ModelConfig, count: int) -> ModelConfig:
@@ -54,68 +61,10 @@ def split_config(cfg: ModelConfig, count: int) -> ModelConfig:
     )
 
 
-def param_specs(params: dict, count: int) -> dict:
-    """Where each parameter of a whole model lies: a tree of partition specs."""
-
-    def spec(path, leaf) -> PartitionSpec:
-        names = [key.key for key in path]
-        if names[0] in TABLES:
-            return PartitionSpec(AXIS) if leaf.shape[0] % count == 0 else PartitionSpec()
-        if ROW_WISE & set(names):
-            return PartitionSpec(AXIS)
-        if COLUMN_WISE & set(names) and names[-1] == "weight":
-            return PartitionSpec(None, AXIS)
-        return PartitionSpec()
-
-    return jax.tree_util.tree_map_with_path(spec, params)
-
-
-def place(cfg: ModelConfig, params: dict, mesh: Mesh, split: bool) -> dict:
-    """Params in the inference layout on a mesh, each device with its share or a whole copy.
-
-    ``params`` may be a part of the tree, ``cfg`` is the whole model's.
-
-    Raises:
-      ModelError: the model cannot be split.
-    """
-    if not split:
-        return jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-    count = mesh.shape[AXIS]
-    split_config(cfg, count)  # refuses what does not divide
-    if "layers" in params:
-        params = split_layers(cfg, params, count)
-    specs = param_specs(params, count)
-    return jax.device_put(params, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
-
-
-def split_layers(cfg: ModelConfig, params: dict, count: int) -> dict:
-    """Params whose joined products (q, k, v; gate, up) stand device by device, not part by part."""
-    layers = {i: _by_device(cfg, block, count) for i, block in params["layers"].items()}
-    return params | {"layers": layers}
-
-
-def _by_device(cfg: ModelConfig, block: dict, count: int) -> dict:
-    queries, keys = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
-    copies = max(count // cfg.num_kv_heads, 1)
-
-    def repeated(x: Array) -> Array:
-        heads = x.reshape(cfg.num_kv_heads, cfg.head_dim, *x.shape[1:])
-        return jnp.repeat(heads, copies, axis=0).reshape(-1, *x.shape[1:])
-
-    def join(*parts: Array) -> Array:
-        shares = [part.reshape(count, -1, *part.shape[1:]) for part in parts]
-        joined = jnp.concatenate(shares, axis=1)
-        return joined.reshape(-1, *joined.shape[2:])
-
-    def qkv(x: Array) -> Array:
-        q, k, v = jnp.split(x, [queries, queries + keys])
-        return join(q, repeated(k), repeated(v))
-
-    attention, mlp = block["attention"], block["mlp"]
-    attention = attention | {"qkv": jax.tree.map(qkv, attention["qkv"])}
-    if "gate_up" in mlp:
-        mlp = mlp | {"gate_up": jax.tree.map(lambda x: join(*jnp.split(x, 2)), mlp["gate_up"])}
-    return block | {"attention": attention, "mlp": mlp}
+def partition(axes: tuple[str, ...], shape: tuple[int, ...], count: int) -> PartitionSpec:
+    """Where a weight lies on ``count`` devices; a vocabulary that does not divide stays whole."""
+    sizes = zip(axes, shape, strict=True)
+    return PartitionSpec(*(None if a == "vocab" and n % count else RULES[a] for a, n in sizes))
 
 
 def total(x: Float[Array, "..."], shards: int) -> Float[Array, "..."]:
@@ -140,9 +89,9 @@ def look_up(table: Float[Array, "v D"], ids: Int[Array, "B N"], rows: int) -> Fl
     if held == rows:
         return jnp.take(table, ids, axis=0, mode="clip")
     own = jnp.clip(ids, 0, rows - 1) - jax.lax.axis_index(AXIS) * held
-    found = jnp.take(table, own, axis=0, mode="clip")
+    vectors = jnp.take(table, own, axis=0, mode="clip")
     here = (own >= 0) & (own < held)
-    return jax.lax.psum(jnp.where(here[..., None], found, 0), AXIS)
+    return jax.lax.psum(jnp.where(here[..., None], vectors, 0), AXIS)
 
 
 def gather_logits(logits: Float[Array, "B N v"], vocab: int) -> Float[Array, "B N V"]:

@@ -9,9 +9,11 @@ from specjax.rewards.combined import COMBINATIONS, PRODUCT, Combined, Judge, Rew
 from specjax.rewards.folding import Data, Fold, Together
 from specjax.rewards.length import Length
 from specjax.rewards.lexical import Forbidden, Lexical, inflections
-from specjax.rewards.protocol import OnDevice, Reward, Sample
+from specjax.rewards.protocol import DeviceReward, Reward, Sample
 from specjax.rewards.table import REWARDS, combine, make_reward
 from specjax.rewards.text import Json, OfFunction, Python, Regex
+
+OnDevice = DeviceReward  # its former name
 
 __all__ = [
     "COMBINATIONS",
@@ -19,6 +21,7 @@ __all__ = [
     "REWARDS",
     "Combined",
     "Data",
+    "DeviceReward",
     "Fold",
     "Forbidden",
     "Json",

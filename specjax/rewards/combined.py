@@ -110,8 +110,9 @@ class Judge:
         """
         for part in combined.parts:
             part.check(target.tokenizer, constraints)
-        found = combined.fold(target.tokenizer, constraints) if guides else None
-        return cls(combined, target.tokenizer, frozenset(target.eos_ids), *(found or (None, None)))
+        on_device = combined.fold(target.tokenizer, constraints) if guides else None
+        eos_ids = frozenset(target.eos_ids)
+        return cls(combined, target.tokenizer, eos_ids, *(on_device or (None, None)))
 
     def rows(self, cases: Sequence[int]) -> Data | tuple:
         """The arrays of some of the rows."""

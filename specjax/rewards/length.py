@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.rewards.protocol import OnDevice
+from specjax.rewards.protocol import DeviceReward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Length:
         return float(min(np.float32(1), np.float32(self.high) / n))
 
     def on_device(self, tokenizer, constraints):
-        rows = np.zeros((len(constraints), 0), np.int32)
-        return OnDevice(Counting(), {"low": np.int32(self.low), "high": np.int32(self.high)}, rows)
+        shared = {"low": np.int32(self.low), "high": np.int32(self.high)}
+        return DeviceReward(Counting(), shared, np.zeros((len(constraints), 0), np.int32))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import OptionError
-from specjax.rewards.protocol import OnDevice
+from specjax.rewards.protocol import DeviceReward
 from specjax.text import REPLACEMENT, Tokenizer
 
 LONGEST = 32  # bytes of a form: the bits of a word
@@ -74,8 +74,8 @@ class ShiftAnd:
 
     def init(self, shared, own):
         bits = jnp.zeros(own["final"].shape, jnp.uint32)
-        found = jnp.zeros(own["wanted"].shape, bool)
-        return {"bits": bits, "boundary": jnp.bool_(True), "found": found}
+        occurred = jnp.zeros(own["wanted"].shape, bool)
+        return {"bits": bits, "boundary": jnp.bool_(True), "occurred": occurred}
 
     def advance(self, shared, own, carry, token):
         spelled = shared["bytes"][token]
@@ -84,18 +84,18 @@ class ShiftAnd:
             byte = spelled[i].astype(jnp.int32)
             boundary = ~shared["word"][byte]
             ended = boundary & ((carry["bits"] & own["final"]) > 0)
-            found = carry["found"] | jnp.any(ended[:, None] & own["owner"], axis=0)
+            occurred = carry["occurred"] | jnp.any(ended[:, None] & own["owner"], axis=0)
             begun = jnp.where(carry["boundary"], jnp.uint32(1), jnp.uint32(0))
             bits = ((carry["bits"] << 1) | begun) & own["masks"][:, byte]
-            return {"bits": bits, "boundary": boundary, "found": found}
+            return {"bits": bits, "boundary": boundary, "occurred": occurred}
 
         return jax.lax.fori_loop(0, shared["count"][token], push, carry)
 
     def value(self, shared, own, carry):
         last = (carry["bits"] & own["final"]) > 0
-        found = carry["found"] | jnp.any(last[:, None] & own["owner"], axis=0)
+        occurred = carry["occurred"] | jnp.any(last[:, None] & own["owner"], axis=0)
         wanted = own["wanted"].sum()
-        share = (found & own["wanted"]).sum() / jnp.maximum(wanted, 1).astype(jnp.float32)
+        share = (occurred & own["wanted"]).sum() / jnp.maximum(wanted, 1).astype(jnp.float32)
         # Nothing to look for: nothing is missing.
         share = jnp.where(wanted > 0, share, jnp.float32(0 if self.absent else 1))
         return 1 - share if self.absent else share
@@ -132,16 +132,16 @@ class Lexical:
     def score(self, sample):
         words = self.words_of(sample.constraints)
         text = sample.text.encode()
-        found = [any(_occurs(p, text) for p in _patterns(w, self.inflect)) for w in words]
+        count = sum(any(p.search(text) for p in _patterns(w, self.inflect)) for w in words)
         # float32 as on the device: thresholds must fall alike.
-        share = np.float32(sum(found)) / np.float32(len(words))
+        share = np.float32(count) / np.float32(len(words))
         return float(np.float32(1) - share if self.absent else share)
 
     def on_device(self, tokenizer, constraints):
         if tokenizer is None:
             return None
         rows = [self.words_of(one) for one in constraints]
-        return OnDevice(ShiftAnd(self.absent), _shared(tokenizer), self._own(rows))
+        return DeviceReward(ShiftAnd(self.absent), _shared(tokenizer), self._own(rows))
 
     def _own(self, rows: list[list[str]]) -> dict[str, np.ndarray]:
         """Masks of every form, all rows padded alike."""
@@ -206,10 +206,6 @@ def _patterns(word: str, inflect: bool) -> Iterator[re.Pattern]:
     for _, form, exact in _bytes_of_forms([word], inflect):
         flags = 0 if exact else re.IGNORECASE
         yield re.compile(b"(?<!%b)%b(?!%b)" % (WORD, re.escape(form), WORD), flags)
-
-
-def _occurs(pattern: re.Pattern, text: bytes) -> bool:
-    return pattern.search(text) is not None
 
 
 def _cases(byte: int) -> set[int]:

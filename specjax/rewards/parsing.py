@@ -91,13 +91,10 @@ def closed(code: str) -> str:
     while at < len(code):
         token = _TOKEN.match(code, at)
         at = token.end()
-        if token["text"]:
-            mark = token[0][-3:]
-            found = _end_of_string(code, at, mark)
-            ending, at = (mark, len(code)) if found is None else (ending, found)
-        elif token["quote"]:
-            found = _end_of_string(code, at, token[0])
-            ending, at = (token[0], len(code)) if found is None else (ending, found)
+        if token["text"] or token["quote"]:
+            mark = token["quote"] or token[0][-3:]
+            end = _end_of_string(code, at, mark)
+            ending, at = (mark, len(code)) if end is None else (ending, end)
         elif token["open"]:
             brackets.append(_PAIRS[token[0]])
         elif token["close"] and brackets and brackets[-1] == token[0]:

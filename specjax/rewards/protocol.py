@@ -25,7 +25,7 @@ class Sample:
     ended: bool = False
 
 
-class OnDevice(NamedTuple):
+class DeviceReward(NamedTuple):
     """A reward as arrays: ``own`` has one leading row per row of the job."""
 
     fold: Fold
@@ -56,5 +56,5 @@ class Reward(Protocol):
 
     def on_device(
         self, tokenizer: Tokenizer | None, constraints: Sequence[dict]
-    ) -> OnDevice | None:
+    ) -> DeviceReward | None:
         """The reward for the rows of a job, or None where it needs text."""

@@ -20,9 +20,9 @@ def _words(argument: str) -> tuple[str, ...]:
 
 
 def _length(argument: str) -> Length:
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", argument)
-    low, high = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-    if not found or high < max(low, 1):
+    bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", argument)
+    low, high = (int(bounds[1]), int(bounds[2] or bounds[1])) if bounds else (1, 0)
+    if high < max(low, 1):
         raise OptionError(
             f"--reward length:{argument}: expected LOW-HIGH or N, in tokens, such as length:20-40"
         )

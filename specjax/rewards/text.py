@@ -90,12 +90,11 @@ def from_module(place: str) -> OfFunction:
     """
     module, _, name = place.partition(":")
     try:
-        found = importlib.import_module(module)
+        function = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
         raise OptionError(
             f"--reward {place}: module {module} cannot be imported ({error})"
         ) from None
-    function = getattr(found, name, None)
     if not callable(function):
         raise OptionError(f"--reward {place}: module {module} has no function {name!r}")
     return OfFunction(function, place)

@@ -7,7 +7,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from test_families import pair
 
 import specjax as sj
 from conftest import tiny_lm
@@ -16,6 +15,7 @@ from specjax import decode
 from specjax.engine import Engine
 from specjax.methods import Context
 from support import variants
+from support.variant_models import pair
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 SAMPLED = sj.Sampling(0.9, top_p=0.9)

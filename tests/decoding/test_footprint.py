@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from specjax.errors import InputError
-from specjax.models import ModelConfig, init_params, save_pretrained
+from specjax.files import write_text
+from specjax.models import ModelConfig, init_params, num_params, save_pretrained
 from specjax.models.families import to_hf
-from specjax.models.hf.checkpoint import write_text
 from train.config import SDSATConfig, from_toml
 from train.data.corpus import load_corpus
 from train.data.tokenizer import EOS_ID, train_tokenizer
@@ -91,7 +91,7 @@ def by_hand(cfg, devices):
 @pytest.mark.slow
 def test_which_of_the_papers_models_fit_which_devices(tmp_path, tokenizer):
     seven = by_hand(big(tmp_path / "7b", shape(*SEVEN_B), tokenizer, 8), 8)
-    count = shape(*SEVEN_B).num_params
+    count = num_params(shape(*SEVEN_B))
     np.testing.assert_allclose(seven["params"], 4 * count / 8, rtol=0.01)
     np.testing.assert_allclose(seven["optimizer"], 8 * count / 8, rtol=0.01)
     assert 16 * GIB < sum(seven.values()) < 80 * GIB
@@ -176,7 +176,7 @@ def test_other_devices_are_simulated_and_share_the_state(tmp_path, tokenizer):
     found = dryrun.dry_run(cfg, sdsat.prepare_setup(cfg))
     assert found["compiled_for"] == dryrun.SIMULATED and found["devices"] == 8
     held = found["gib_compiled_parts"]["arguments"]
-    np.testing.assert_allclose(held, 12 * model.num_params / 8 / GIB, rtol=0.1)
+    np.testing.assert_allclose(held, 12 * num_params(model) / 8 / GIB, rtol=0.1)
 
 
 def test_devices_that_are_not_there_are_one_line(tmp_path, tokenizer):

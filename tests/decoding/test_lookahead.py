@@ -16,7 +16,7 @@ from specjax import decode
 from specjax.engine import Engine
 from specjax.methods import Context
 from specjax.models import ModelConfig, init_params
-from specjax.rewards import OnDevice, Together
+from specjax.rewards import DeviceReward, Together
 from support.caches import check_cache
 from support.lookahead_reference import COUNTERS, Model, Run
 
@@ -47,7 +47,7 @@ class Share:
 
     def on_device(self, tokenizer, constraints):
         wanted = np.tile(np.array(self.wanted, np.int32), (len(constraints), 1))
-        return OnDevice(ShareFold(), (), wanted)
+        return DeviceReward(ShareFold(), (), wanted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,9 @@ class Constant:
     def on_device(self, tokenizer, constraints):
         if self.hosted:
             return None
-        return OnDevice(ConstantFold(), np.float32(self.number), np.zeros((len(constraints), 0)))
+        return DeviceReward(
+            ConstantFold(), np.float32(self.number), np.zeros((len(constraints), 0))
+        )
 
 
 @dataclasses.dataclass(frozen=True)

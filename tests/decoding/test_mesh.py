@@ -7,13 +7,14 @@ from pathlib import Path
 
 import jax
 import pytest
-from test_models import build
 
 import specjax as sj
 from infer.run import commands as run
 from infer.run.plan import make_plan
 from specjax.models import fuse, init_cache, init_params, save_pretrained
-from specjax.models.sharding import param_specs, place, split_config
+from specjax.models.placement import param_specs, place
+from specjax.models.sharding import split_config
+from support.variant_models import build
 
 CASES = Path(__file__).with_name("eight_devices.py")
 
@@ -31,7 +32,7 @@ def test_shares_add_up():
     cfg, params, _ = build("biases")
     for count in (2, 4):
         share = split_config(cfg, count)
-        specs = param_specs(fuse(params), count)
+        specs = param_specs(cfg, fuse(params), count)
         wide = [spec for spec in jax.tree.leaves(specs) if "model" in tuple(spec)]
         # Per layer qkv and gate_up with their biases, out and down; the table has 61 rows.
         assert len(wide) == 2 * 6

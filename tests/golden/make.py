@@ -10,9 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-import variants  # noqa: E402
-
 from specjax.models.families import FAMILIES  # noqa: E402
+from support import variants  # noqa: E402
 
 torch.set_num_threads(1)  # waiting for a second thread costs more than these products
 

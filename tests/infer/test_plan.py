@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_hf import same
-from test_models import build
 
 import specjax as sj
 from infer import convert
@@ -17,6 +15,8 @@ from infer.run.plan import make_plan
 from specjax.models import init_cache, load_pretrained, save_pretrained
 from specjax.models.hf.checkpoint import INDEX, WEIGHTS, to_tensors
 from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX
+from support.checkpoints import same
+from support.variant_models import build
 
 
 @pytest.fixture

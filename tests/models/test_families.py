@@ -1,16 +1,12 @@
 """Every other family as the Llamas: logits, trees, greedy decoding, round trips, methods."""
 
 import dataclasses
-import functools
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from test_hf import edit_config, edit_weights, same, shard
-from test_models import build, check_ragged_steps, close, golden, prefilled, tree_logits, whole
 from tokenizers.models import WordLevel
 
 import specjax as sj
@@ -25,6 +21,8 @@ from specjax.models import (
 )
 from specjax.text import Tokenizer
 from support import variants
+from support.checkpoints import edit_config, edit_weights, same, shard
+from support.variant_models import build, close, golden, pair
 
 PROMPTS = variants.tokens()[:, : variants.GREEDY_PROMPT].tolist()
 
@@ -39,47 +37,12 @@ def family(request):
     return request.param
 
 
-@pytest.mark.parametrize("backend", ["dense", "blockwise"])
-def test_whole_sequences(name, backend):
-    cfg, params, fused = build(name)
-    close(whole(cfg, fused, variants.tokens(), backend), golden(name)["logits"])
-    if backend == "dense":
-        close(whole(cfg, params, variants.tokens(), backend), golden(name)["logits"])
-
-
-def test_ragged_prefill_then_one_token_steps(name):
-    check_ragged_steps(name)
-
-
-def test_tree_nodes_equal_their_paths_alone(name):
-    cfg, _, fused = build(name)
-    close(tree_logits(cfg, fused, prefilled(name)[1]), golden(name)["tree"])
-
-
-def test_parameter_count_and_init(name):
-    cfg, params, _ = build(name)
-    assert cfg.num_params == sum(x.size for x in jax.tree.leaves(params))
-    made = init_params(cfg, jax.random.key(0), jnp.bfloat16)
-    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
-
-
 def test_round_trip(name, tmp_path):
     cfg, params, _ = build(name)
     assert from_hf(json.loads(json.dumps(to_hf(cfg, "float32")))) == cfg
     save_pretrained(tmp_path, cfg, params)
-    found, loaded = load_pretrained(tmp_path)
-    assert found == cfg and same(params, loaded)
-
-
-@functools.cache
-def pair(name):
-    """A model that never ends, and its first layer as a draft that often agrees."""
-    cfg, params, _ = build(name)
-    cfg = dataclasses.replace(cfg, eos_ids=())
-    slides = cfg.sliding_layers and cfg.sliding_layers[:1]
-    small = dataclasses.replace(cfg, num_layers=1, sliding_layers=slides)
-    layer = params | {"layers": {"0": params["layers"]["0"]}}
-    return sj.from_params(cfg, params), sj.from_params(small, layer)
+    read, loaded = load_pretrained(tmp_path)
+    assert read == cfg and same(params, loaded)
 
 
 def greedy(name, method, **options):
@@ -126,10 +89,7 @@ def test_target_and_draft_of_different_families():
     assert max(tokens.max() for tokens in plain.tokens + drawn.tokens) < 50
 
 
-METHODS = {
-    "speculative": {"gamma": 3},
-    "specinfer": {"branching": (2, 2, 1)},
-}
+METHODS = {"speculative": {"gamma": 3}, "specinfer": {"branching": (2, 2, 1)}}
 
 
 @pytest.mark.slow
@@ -145,15 +105,6 @@ def test_drafting_changes_nothing(family, method):
 def test_one_beam_is_greedy_decoding(family):
     name = variants.FIRST[family]
     np.testing.assert_array_equal(greedy(name, "beam", beams=1)[0], golden(name)["greedy"])
-
-
-@pytest.mark.torch
-def test_golden_files_are_what_transformers_gives(name):
-    pytest.importorskip("torch")
-    from golden import make
-
-    for key, value in make.arrays(name).items():
-        np.testing.assert_allclose(value, golden(name)[key], atol=1e-5)
 
 
 @pytest.mark.torch
@@ -179,9 +130,9 @@ def test_we_load_what_transformers_saves(name, tmp_path):
 
     make.model(name).save_pretrained(tmp_path, max_shard_size="20KB")
     cfg, params, _ = build(name)
-    found, loaded = load_pretrained(tmp_path)
+    read, loaded = load_pretrained(tmp_path)
     assert same(params, loaded)
-    assert dataclasses.replace(found, bos_id=1, eos_ids=(2,), pad_id=cfg.pad_id) == cfg
+    assert dataclasses.replace(read, bos_id=1, eos_ids=(2,), pad_id=cfg.pad_id) == cfg
 
 
 # --- checkpoints as they are found, and broken ones ------------------------------------------

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-from test_models import build, whole
 
 import specjax as sj
 from specjax.models import from_hf, load_pretrained, save_pretrained, to_hf
 from specjax.models.hf import checkpoint as hf
 from specjax.models.hf.checkpoint import INDEX, WEIGHTS
 from support import variants
+from support.checkpoints import edit_config, edit_weights, same, shard
+from support.variant_models import build, whole
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +33,10 @@ def copy(saved, tmp_path):
     return tmp_path / "copy"
 
 
-def same(a, b):
-    return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
-
-
 def test_round_trip_is_exact_and_leaves_no_scratch(saved):
     directory, cfg, params = saved
-    found, loaded = load_pretrained(directory)
-    assert found == cfg and same(params, loaded)
+    read, loaded = load_pretrained(directory)
+    assert read == cfg and same(params, loaded)
     assert sorted(p.name for p in directory.iterdir()) == ["config.json", WEIGHTS]
 
 
@@ -57,19 +53,6 @@ def test_half_precision_files(saved, tmp_path, dtype):
     want = jax.tree.map(lambda x: np.asarray(x).astype(dtype).astype(np.float32), params)
     assert same(want, load_pretrained(tmp_path)[1])
     assert load_pretrained(tmp_path, jnp.bfloat16)[1]["embed"].dtype == jnp.bfloat16
-
-
-def shard(directory):
-    """Splits the weights into two files with an index, as large checkpoints come."""
-    tensors = load_file(directory / WEIGHTS)
-    (directory / WEIGHTS).unlink()
-    names = sorted(tensors)
-    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, part in parts.items():
-        save_file({name: tensors[name] for name in part}, directory / file)
-    weight_map = {name: file for file, part in parts.items() for name in part}
-    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    return weight_map
 
 
 def test_sharded_files(saved, copy):
@@ -127,18 +110,6 @@ def test_transformers_loads_what_we_save(name, tmp_path):
 
 
 # --- refusals: each names the culprit --------------------------------------------------------
-
-
-def edit_config(directory, **changes):
-    path = directory / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
-
-
-def edit_weights(directory, change):
-    tensors = load_file(directory / WEIGHTS)
-    change(tensors)
-    save_file(tensors, directory / WEIGHTS)
 
 
 def drop_shard(directory):

@@ -91,26 +91,19 @@ def test_models_without_sentinels_are_refused(target):
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     """(a model with sentinels, one without)."""
-    found = []
+    directories = []
     for style in (STYLES[1], ()):
         target, own = lm(style)
-        found.append(tmp_path_factory.mktemp("model"))
+        directories.append(tmp_path_factory.mktemp("model"))
         params = init_params(target.config, jax.random.key(0))
-        save_pretrained(found[-1], target.config, params, own.to_str())
-    return found
+        save_pretrained(directories[-1], target.config, params, own.to_str())
+    return directories
 
 
 def test_the_command_line_decodes_the_middle_and_ends_with_it(directories, capsys):
-    common = [
-        "--target",
-        str(directories[0]),
-        "--json",
-        "--max-new-tokens",
-        "12",
-        "--method",
-        "autoregressive",
-    ]
-    assert main([*common, "--prefix", "ab", "--suffix", "c"]) == 0
+    settings = ["--json", "--max-new-tokens", "12", "--method", "autoregressive"]
+    settings += ["--target", str(directories[0])]
+    assert main([*settings, "--prefix", "ab", "--suffix", "c"]) == 0
     row = json.loads(capsys.readouterr().out)
     target = ending_middles(sj.load(directories[0]))
     prompt = infill_prompt(target, "ab", "c")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,65 +14,26 @@ from specjax.models import (
     attention,
     forward,
     from_hf,
-    fuse,
     hidden_states,
     init_cache,
     init_params,
     logits_of,
+    num_params,
 )
-from specjax.models.forward import write_rows
-from specjax.models.hf.checkpoint import from_tensors
+from specjax.models.forward import param_axes, write_rows
 from specjax.models.layers import linear, rope_frequencies
+from specjax.models.placement import param_specs
+from specjax.models.sharding import partition
 from specjax.types import NO_PARENT
 from support import variants
+from support.variant_models import build, close, golden, logits_jit, whole
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-TOLERANCE = 1e-4
 BACKENDS = ["dense", "blockwise"]
 
 
-@functools.cache
-def build(name):
-    """(config, params, fused params) of a variant."""
-    cfg = from_hf(variants.config(name))
-    read = functools.partial(variants.weights, std=variants.std(name))
-    params = from_tensors(cfg, read, jnp.float32)
-    return cfg, params, fuse(params)
-
-
-@functools.cache
-def golden(name):
-    with np.load(GOLDEN / f"{name}.npz") as stored:
-        return dict(stored)
-
-
-@pytest.fixture(params=variants.VARIANTS)
+@pytest.fixture(params=(*variants.VARIANTS, *variants.FAMILIES))
 def name(request):
     return request.param
-
-
-def logits(cfg, params, rows, positions, segments, backend):
-    hidden = hidden_states(cfg, params, rows, positions, segments, backend=backend)
-    return logits_of(cfg, params, hidden)
-
-
-COMPILED = jax.jit(logits, static_argnums=(0, 5))
-
-
-def whole(cfg, params, rows, backend, segments=None, positions=None):
-    """Logits of whole sequences.
-
-    Op by op where that is possible: variants share the compiled ops, not whole programs.
-    """
-    if positions is None:
-        positions = np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
-    segments = np.ones_like(rows) if segments is None else segments
-    run = logits if backend == "dense" else COMPILED
-    return run(cfg, params, rows, positions, segments, backend)
-
-
-def close(got, want):
-    np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -93,7 +53,7 @@ def prefilled(name):
     return forward(cfg, fused, cache, variants.tokens()[:, :12], at, jnp.zeros(2, jnp.int32))
 
 
-def check_ragged_steps(name):
+def test_ragged_prefill_then_one_token_steps(name):
     """Row 0 starts after 5 tokens, row 1 after 12: each goes on at its own position."""
     cfg, _, fused = build(name)
     rows, want = variants.tokens(), golden(name)["logits"]
@@ -104,10 +64,6 @@ def check_ragged_steps(name):
         token = np.take_along_axis(rows, here[:, None], 1)
         hidden, cache = forward(cfg, fused, cache, token, here[:, None], jnp.asarray(here))
         close(np.asarray(logits_of(cfg, fused, hidden))[:, 0], want[np.arange(2), here])
-
-
-def test_ragged_prefill_then_one_token_steps(name):
-    check_ragged_steps(name)
 
 
 def tree_logits(cfg, params, cache):
@@ -225,7 +181,7 @@ def test_backends_agree_in_value_and_gradient(window):
         "position": np.array([[0, 1, 2, 3, 0, 1, 2, 0, 0], list(range(9))]),
         "segment": np.array([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9]),
     }
-    mask_fn = functools.partial(attention.causal_mask, window=window)
+    mask_fn = attention.windowed(attention.causal_mask, window)
     real = (meta["segment"] > 0)[..., None, None]
 
     def dense(q, k, v):
@@ -368,16 +324,17 @@ def test_bfloat16_stays_bfloat16_and_close():
     half = jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16), params)
     rows = variants.tokens()
     positions = np.broadcast_to(np.arange(20), rows.shape)
-    got = COMPILED(cfg, half, rows, positions, np.ones_like(rows), "dense")
+    got = logits_jit(cfg, half, rows, positions, np.ones_like(rows), "dense")
     assert got.dtype == jnp.bfloat16
     want = golden("tinyllama")["logits"]
     assert np.corrcoef(np.asarray(got, np.float32).ravel(), want.ravel())[0, 1] > 0.99
 
 
-def test_parameter_count():
-    for name in variants.VARIANTS:
-        cfg, params, _ = build(name)
-        assert cfg.num_params == sum(x.size for x in jax.tree.leaves(params)), name
+def test_parameter_count_and_init(name):
+    cfg, params, _ = build(name)
+    assert num_params(cfg) == sum(x.size for x in jax.tree.leaves(params))
+    made = init_params(cfg, jax.random.key(0), jnp.bfloat16)
+    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
 
 
 def test_init_is_random_per_key_and_of_the_dtype():
@@ -387,3 +344,15 @@ def test_init_is_random_per_key_and_of_the_dtype():
     a, b = (init_params(cfg, jax.random.key(k), jnp.bfloat16) for k in (0, 1))
     assert a["embed"].dtype == jnp.bfloat16
     assert (a["embed"] != b["embed"]).any()
+
+
+def test_every_weight_names_axes_that_the_rules_know(name):
+    """In both layouts; a part of the tree lies where the whole tree's does."""
+    cfg, params, fused = build(name)
+    for layout, made in ((False, params), (True, fused)):
+        specs = jax.tree.map(lambda x, a: partition(a, x.shape, 2), made, param_axes(cfg, layout))
+        split = {path[-2].key for path, s in jax.tree.leaves_with_path(specs["layers"]) if any(s)}
+        parts = {"qkv", "gate_up"} if layout else {"q", "k", "v", "gate", "up"}
+        assert {"out", "down"} <= split <= {"out", "down", "up", *parts}
+    part = param_specs(cfg, {"layers": {"": fused["layers"]["1"]}}, 2)
+    assert specs["layers"]["1"] == part["layers"][""]

@@ -39,9 +39,10 @@ class Model:
         if prefix not in self._known:
             padded = np.zeros((1, self._slots), np.int32)
             padded[0, : len(prefix)] = prefix
-            found = np.asarray(self._logits(self._lm.params, padded, len(prefix) - 1), np.float32)
-            found = found[: self._limit]
-            self._known[prefix] = found - (found.max() + np.log(np.exp(found - found.max()).sum()))
+            logits = np.asarray(self._logits(self._lm.params, padded, len(prefix) - 1), np.float32)
+            logits = logits[: self._limit]
+            total = np.log(np.exp(logits - logits.max()).sum())
+            self._known[prefix] = logits - (logits.max() + total)
         return self._known[prefix]
 
     def greedy(self, prefix: Sequence[int]) -> int:

@@ -44,11 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "codellama": {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "yarn": {
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     },
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
@@ -158,11 +154,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt2": _GPT2,
     "gpt2-inner": _GPT2
-    | {
-        "n_inner": 48,
-        "activation_function": "relu",
-        "tie_word_embeddings": False,
-    },
+    | {"n_inner": 48, "activation_function": "relu", "tie_word_embeddings": False},
     "opt": _OPT,
     "opt-350m": _OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 20},
     "opt-no-bias": _OPT

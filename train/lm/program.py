@@ -15,15 +15,16 @@ import jax
 from tokenizers import Tokenizer
 
 from specjax.errors import InputError, SpecjaxError
+from specjax.files import write_text
 from specjax.models import (
     ModelConfig,
     head_matrix,
     hidden_states,
     init_params,
     load_pretrained,
+    num_params,
     save_pretrained,
 )
-from specjax.models.hf.checkpoint import write_text
 from train.cli import run_program
 from train.config import LMConfig, Model, Run
 from train.data.corpus import load_corpus, permissive_distributions
@@ -121,14 +122,14 @@ def plan(cfg: LMConfig, model: ModelConfig, data: Prepared) -> dict:
     """What the run will do, in numbers; memory counts params, gradients and two moments."""
     tokens = cfg.optim.batch_size * cfg.optim.accumulate * cfg.data.seq_len
     return {
-        "parameters": model.num_params,
+        "parameters": num_params(model),
         "vocab_size": model.vocab_size,
         "train_tokens": len(data.train),
         "held_out_tokens": data.valid_tokens,
         "tokens_per_step": tokens,
         "steps": cfg.optim.total_steps,
         "epochs": round(tokens * cfg.optim.total_steps / max(1, len(data.train)), 2),
-        "state_megabytes": round(16 * model.num_params / 1e6, 1),
+        "state_megabytes": round(16 * num_params(model) / 1e6, 1),
     }
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.errors import InputError, SpecjaxError
-from specjax.models.hf.checkpoint import write_text
+from specjax.files import write_text
 from train.config import SDSATConfig, from_toml
 from train.engine.loop import TrainingError
 from train.sdsat import program as sdsat

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specjax.models import ModelConfig
+from specjax.models import ModelConfig, num_params
+from specjax.models.config import period
 from specjax.models.forward import BLOCKWISE_FROM
 from train.engine.loop import LossFn, make_step
 from train.engine.losses import CHUNK
@@ -85,12 +86,12 @@ def compile_deep(model: ModelConfig, compile_at: Callable[[ModelConfig], Compile
 
     Layers that alternate (a pattern of sliding windows) count as one group.
     """
-    period = _period(model.windows)
-    few, more = 2 * period, 3 * period
-    if model.num_layers <= max(DEEPEST, more) or model.num_layers % period:
+    group = period(model.windows)
+    few, more = 2 * group, 3 * group
+    if model.num_layers <= max(DEEPEST, more) or model.num_layers % group:
         return compile_at(model)
     a, b = (compile_at(shallow(model, count)) for count in (few, more))
-    steps = (model.num_layers - few) / period
+    steps = (model.num_layers - few) / group
 
     def extend(name: str) -> int:
         low, high = getattr(a, name), getattr(b, name)
@@ -104,15 +105,6 @@ def shallow(model: ModelConfig, layers: int) -> ModelConfig:
     """The model with its first ``layers`` blocks alone."""
     slides = model.sliding_layers and model.sliding_layers[:layers]
     return dataclasses.replace(model, num_layers=layers, sliding_layers=slides)
-
-
-def _period(windows: tuple[int | None, ...]) -> int:
-    """The shortest length after which the layers' windows repeat."""
-    count = len(windows)
-    for length in range(1, count):
-        if all(windows[i] == windows[i % length] for i in range(count)):
-            return length
-    return count
 
 
 def estimate(
@@ -159,7 +151,7 @@ def _gathered(model: ModelConfig) -> int:
     """Parameters that a device holds whole for a moment: a block's, and a table's."""
     table = model.vocab_size * model.hidden_size
     tables = table * (1 if model.tie_embeddings else 2)
-    return (model.num_params - tables) // model.num_layers + table
+    return (num_params(model) - tables) // model.num_layers + table
 
 
 def _block_values(model: ModelConfig, keys: int) -> int:

@@ -19,10 +19,18 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from specjax.errors import InputError, SpecjaxError
+from specjax.files import write_text
 from specjax.infill import find_sentinels
 from specjax.lm import locate
-from specjax.models import ModelConfig, from_hf, load_pretrained, param_shapes, save_pretrained
-from specjax.models.hf.checkpoint import read_config, write_text
+from specjax.models import (
+    ModelConfig,
+    from_hf,
+    load_pretrained,
+    num_params,
+    param_shapes,
+    save_pretrained,
+)
+from specjax.models.hf.checkpoint import read_config
 from train.cli import run_program
 from train.config import Adaptive, SDSATConfig
 from train.data.corpus import load_corpus
@@ -291,7 +299,7 @@ def forward_flops(model: ModelConfig, loss: str, window: int, rate: float, seq_l
     appended = appended_slots(window, rate, seq_len) if loss == "isolated" else 0
     sequences, tokens = (2 if loss == "improved" else 1), seq_len + appended
     lookups = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-    products = 2 * (model.num_params - lookups) * tokens
+    products = 2 * (num_params(model) - lookups) * tokens
     attention = 4 * tokens**2 * model.num_heads * model.head_dim * model.num_layers
     return float(sequences * (products + attention))
 
@@ -312,7 +320,7 @@ def plan(cfg: SDSATConfig, setup: Setup, data: Prepared) -> dict:
     trainable = jax.eval_shape(tuned.split, param_shapes(setup.model))[0]
     count = sum(leaf.size for leaf in jax.tree.leaves(trainable))
     return {
-        "parameters": setup.model.num_params,
+        "parameters": num_params(setup.model),
         "trained_parameters": count,
         "vocab_size": setup.model.vocab_size,
         "adaptive_ids": sorted(set(setup.model.adaptive_ids)),
@@ -323,7 +331,7 @@ def plan(cfg: SDSATConfig, setup: Setup, data: Prepared) -> dict:
         "compute_against_improved": round(flops["own"] / flops["improved"], 3),
         "steps": cfg.optim.total_steps,
         # Master weights, and of what is trained: gradient and two moments.
-        "state_megabytes": round((4 * setup.model.num_params + 12 * count) / 1e6, 1),
+        "state_megabytes": round((4 * num_params(setup.model) + 12 * count) / 1e6, 1),
         "train_tokens": len(data.train),
         "held_out_tokens": data.valid_tokens,
         "epochs": round(clean * cfg.optim.total_steps / max(1, len(data.train)), 2),

@@ -1,4 +1,11 @@
-"""The table of model families, by Hugging Face's ``model_type``."""
+"""The table of model families, by Hugging Face's ``model_type``.
+
+How to add one: a file here with ``NAMES``, where a checkpoint keeps each parameter; ``from_hf``
+and ``to_hf``, its ``config.json`` read into a :class:`ModelConfig` and written again; and a
+subclass of :class:`specjax.models.blocks.Decoder` where switches of the config do not say what it
+does otherwise, each new weight with its axes. Then its entry in ``FAMILIES``, and a tiny variant
+of it in tests/support/variants.py, whose golden file tests/golden/make.py writes.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +28,8 @@ class Family(NamedTuple):
     to_hf: Callable[[ModelConfig, str], dict[str, Any]]
 
 
-_LLAMA = Family(llama.Llama, llama.NAMES, llama.from_hf, llama.to_hf)
-_QWEN = Family(qwen.Qwen, qwen.NAMES, qwen.from_hf, qwen.to_hf)
+_LLAMA = Family(Decoder, llama.NAMES, llama.from_hf, llama.to_hf)
+_QWEN = Family(Decoder, qwen.NAMES, qwen.from_hf, qwen.to_hf)
 _GEMMA = Family(gemma.Gemma, gemma.NAMES, gemma.from_hf, gemma.to_hf)
 FAMILIES = {
     "llama": _LLAMA,

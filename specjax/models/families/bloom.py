@@ -9,7 +9,7 @@ from flax import nnx
 
 from specjax.models.blocks import Decoder
 from specjax.models.config import ModelConfig
-from specjax.models.hf import config as reading
+from specjax.models.hf import config as hf_config
 from specjax.models.hf.names import Names
 from specjax.models.layers import NORMS
 
@@ -29,11 +29,7 @@ NAMES = Names(
     fused_qkv="self_attention.query_key_value",
     interleaved=True,
 )
-_OURS = {
-    "n_embed": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-}
+_OURS = {"n_embed": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 
 
 class Bloom(Decoder):
@@ -47,27 +43,23 @@ class Bloom(Decoder):
         return self.embed_norm(super().inputs(tokens, positions))
 
 
-def from_hf(config: reading.Config) -> ModelConfig:
+def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a BLOOM ``config.json``.
 
     ``slow_but_exact`` only orders the sums of a sharded product otherwise. ALiBi knows no
     longest sequence: ``seq_length`` is the one of training.
     """
-    config = {"bos_token_id": 1, "eos_token_id": 2} | reading.renamed(config, _OURS)
-    reading.refuse(config, {"apply_residual_connection_post_layernorm": False})
-    fields = reading.common(config, tied=True)
+    config = {"bos_token_id": 1, "eos_token_id": 2} | hf_config.renamed(config, _OURS)
+    hf_config.refuse(config, {"apply_residual_connection_post_layernorm": False})
+    fields = hf_config.gpt_like(config, tied=True)
     return ModelConfig(
         **fields,
-        num_kv_heads=fields["num_heads"],
-        head_dim=reading.head_dim(config),
         intermediate_size=4 * fields["hidden_size"],
-        max_position=reading.size(config, "seq_length", 2048),
+        max_position=hf_config.size(config, "seq_length", 2048),
         rope=None,
         alibi=True,
-        norm="layer",
-        norm_eps=reading.positive("layer_norm_epsilon", config.get("layer_norm_epsilon", 1e-5)),
+        norm_eps=hf_config.positive("layer_norm_epsilon", config.get("layer_norm_epsilon", 1e-5)),
         activation="gelu_tanh",
-        gated_mlp=False,
         attention_bias=True,
         mlp_bias=True,
     )
@@ -75,9 +67,9 @@ def from_hf(config: reading.Config) -> ModelConfig:
 
 def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
     """The ``config.json`` that transformers reads back as the same model."""
-    out = reading.common_to_hf(cfg, "BloomForCausalLM", dtype)
+    out = hf_config.common_to_hf(cfg, "BloomForCausalLM", dtype)
     theirs = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
-    return reading.renamed(out, theirs) | {
+    return hf_config.renamed(out, theirs) | {
         "layer_norm_epsilon": cfg.norm_eps,
         "seq_length": cfg.max_position,
     }

@@ -14,7 +14,7 @@ from specjax.errors import ModelError
 from specjax.models.blocks import Block, Decoder, Table
 from specjax.models.config import ModelConfig, RopeConfig
 from specjax.models.families.qwen import NAMES as QWEN
-from specjax.models.hf import config as reading
+from specjax.models.hf import config as hf_config
 from specjax.models.hf.names import Names
 from specjax.models.layers import NORMS, rope_table
 
@@ -61,39 +61,39 @@ class Gemma(Decoder):
         return [t if w is None else local for t, w in zip(tables, cfg.windows, strict=True)]
 
 
-def from_hf(config: reading.Config) -> ModelConfig:
+def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a Gemma 2 or 3 text ``config.json``."""
     gemma3 = config["model_type"] == "gemma3_text"
     config = _DEFAULTS[gemma3] | config
-    reading.refuse(config, {"use_bidirectional_attention": False})
+    hf_config.refuse(config, {"use_bidirectional_attention": False})
     if gemma3:
-        reading.refuse(config, {"attn_logit_softcapping": None})
-    fields = reading.common(config, tied=True)
+        hf_config.refuse(config, {"attn_logit_softcapping": None})
+    fields = hf_config.common(config, tied=True)
     layers = fields["num_layers"]
-    period = reading.size(config, "sliding_window_pattern", 6) if gemma3 else 2
-    rope, local = _ropes(config) if gemma3 else (reading.rope_from_hf(config), None)
+    period = hf_config.size(config, "sliding_window_pattern", 6) if gemma3 else 2
+    rope, local = _ropes(config) if gemma3 else (hf_config.rope_from_hf(config), None)
     return ModelConfig(
         **fields,
-        num_kv_heads=reading.size(config, "num_key_value_heads"),
-        head_dim=reading.size(config, "head_dim"),
-        intermediate_size=reading.size(config, "intermediate_size"),
-        max_position=reading.size(config, "max_position_embeddings"),
+        num_kv_heads=hf_config.size(config, "num_key_value_heads"),
+        head_dim=hf_config.size(config, "head_dim"),
+        intermediate_size=hf_config.size(config, "intermediate_size"),
+        max_position=hf_config.size(config, "max_position_embeddings"),
         rope=rope,
         local_rope=local,
         norm="rms+1",
-        norm_eps=reading.positive("rms_norm_eps", config["rms_norm_eps"]),
-        activation=reading.activation(
+        norm_eps=hf_config.positive("rms_norm_eps", config["rms_norm_eps"]),
+        activation=hf_config.activation(
             config, "hidden_activation", "gelu_pytorch_tanh", ("gelu_tanh", "gelu", "silu")
         ),
-        attention_bias=reading.flag(config, "attention_bias", False),
+        attention_bias=hf_config.flag(config, "attention_bias", False),
         qk_norm=gemma3,
-        sliding_window=reading.size(config, "sliding_window"),
-        sliding_layers=reading.sliding_layers(
+        sliding_window=hf_config.size(config, "sliding_window"),
+        sliding_layers=hf_config.sliding_layers(
             config, layers, tuple((i + 1) % period > 0 for i in range(layers))
         ),
-        attention_scale=reading.size(config, "query_pre_attn_scalar") ** -0.5,
-        attention_softcap=reading.optional_positive(config, "attn_logit_softcapping"),
-        logit_softcap=reading.optional_positive(config, "final_logit_softcapping"),
+        attention_scale=hf_config.size(config, "query_pre_attn_scalar") ** -0.5,
+        attention_softcap=hf_config.optional_positive(config, "attn_logit_softcapping"),
+        logit_softcap=hf_config.optional_positive(config, "final_logit_softcapping"),
     )
 
 
@@ -119,18 +119,18 @@ _DEFAULTS = (
 )
 
 
-def _ropes(config: reading.Config) -> tuple[RopeConfig, RopeConfig]:
+def _ropes(config: hf_config.Config) -> tuple[RopeConfig, RopeConfig]:
     """Gemma 3's ropes of full and of sliding layers, in the old and the new spelling."""
     both = config.get("rope_parameters")
     if not both:
         local = config.get("rope_local_base_freq", LOCAL_THETA)
-        local = RopeConfig(theta=reading.positive("rope_local_base_freq", local))
-        return reading.rope_from_hf(config, GLOBAL_THETA), local
+        local = RopeConfig(theta=hf_config.positive("rope_local_base_freq", local))
+        return hf_config.rope_from_hf(config, GLOBAL_THETA), local
     if not isinstance(both, dict) or set(both) - {"full_attention", "sliding_attention"}:
         raise ModelError(f"config.json: rope_parameters must be per layer type, got {both!r}")
     kinds = ("full_attention", GLOBAL_THETA), ("sliding_attention", LOCAL_THETA)
     full, local = (
-        reading.rope_from_hf(
+        hf_config.rope_from_hf(
             config | {"rope_parameters": both.get(kind), "rope_scaling": None}, theta
         )
         for kind, theta in kinds
@@ -144,18 +144,18 @@ def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
     """The ``config.json`` that transformers reads back as the same model."""
     gemma3 = cfg.family == "gemma3_text"
     name = "Gemma3ForCausalLM" if gemma3 else "Gemma2ForCausalLM"
-    out = reading.common_to_hf(cfg, name, dtype) | {
+    out = hf_config.common_to_hf(cfg, name, dtype) | {
         "num_key_value_heads": cfg.num_kv_heads,
         "head_dim": cfg.head_dim,
         "intermediate_size": cfg.intermediate_size,
         "max_position_embeddings": cfg.max_position,
         "rms_norm_eps": cfg.norm_eps,
-        "hidden_activation": reading.activation_to_hf(cfg.activation),
+        "hidden_activation": hf_config.activation_to_hf(cfg.activation),
         "attention_bias": cfg.attention_bias,
         "rope_theta": cfg.rope.theta,
-        "rope_scaling": reading.rope_to_hf(cfg.rope),
+        "rope_scaling": hf_config.rope_to_hf(cfg.rope),
         "sliding_window": cfg.sliding_window,
-        "layer_types": reading.layer_types(cfg),
+        "layer_types": hf_config.layer_types(cfg),
         "query_pre_attn_scalar": round(cfg.attention_scale**-2),
         "attn_logit_softcapping": cfg.attention_softcap,
         "final_logit_softcapping": cfg.logit_softcap,

@@ -9,7 +9,7 @@ from flax import nnx
 
 from specjax.models.blocks import Decoder, make_table
 from specjax.models.config import ModelConfig
-from specjax.models.hf import config as reading
+from specjax.models.hf import config as hf_config
 from specjax.models.hf.names import Names
 from specjax.models.sharding import look_up
 
@@ -45,32 +45,29 @@ class GPT2(Decoder):
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool = False):
         super().__init__(cfg, rngs, fused)
-        self.positions = make_table(cfg.max_position, cfg.hidden_size, rngs)
+        shape = cfg.max_position, cfg.hidden_size
+        self.positions = make_table(shape, ("positions", "hidden"), rngs)
 
     def inputs(self, tokens, positions):
         at = look_up(self.positions[...], positions, self.cfg.max_position)
         return self.embedded(tokens) + at
 
 
-def from_hf(config: reading.Config) -> ModelConfig:
+def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a GPT-2 ``config.json``.
 
     ``reorder_and_upcast_attn`` asks for float32 scores, which ours are anyway.
     """
-    config = {"bos_token_id": 50256, "eos_token_id": 50256} | reading.renamed(config, _OURS)
-    reading.refuse(config, {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False})
-    fields = reading.common(config, tied=True)
+    config = {"bos_token_id": 50256, "eos_token_id": 50256} | hf_config.renamed(config, _OURS)
+    hf_config.refuse(config, {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False})
+    fields = hf_config.gpt_like(config, tied=True)
     return ModelConfig(
         **fields,
-        num_kv_heads=fields["num_heads"],
-        head_dim=reading.head_dim(config),
-        intermediate_size=reading.size(config, "intermediate_size", 4 * fields["hidden_size"]),
-        max_position=reading.size(config, "max_position_embeddings", 1024),
+        intermediate_size=hf_config.size(config, "intermediate_size", 4 * fields["hidden_size"]),
+        max_position=hf_config.size(config, "max_position_embeddings", 1024),
         rope=None,
-        norm="layer",
-        norm_eps=reading.positive("layer_norm_epsilon", config.get("layer_norm_epsilon", 1e-5)),
-        activation=reading.activation(config, "activation_function", "gelu_new", ACTIVATIONS),
-        gated_mlp=False,
+        norm_eps=hf_config.positive("layer_norm_epsilon", config.get("layer_norm_epsilon", 1e-5)),
+        activation=hf_config.activation(config, "activation_function", "gelu_new", ACTIVATIONS),
         attention_bias=True,
         mlp_bias=True,
     )
@@ -78,10 +75,10 @@ def from_hf(config: reading.Config) -> ModelConfig:
 
 def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
     """The ``config.json`` that transformers reads back as the same model."""
-    out = reading.common_to_hf(cfg, "GPT2LMHeadModel", dtype) | {
+    out = hf_config.common_to_hf(cfg, "GPT2LMHeadModel", dtype) | {
         "intermediate_size": cfg.intermediate_size,
         "max_position_embeddings": cfg.max_position,
         "layer_norm_epsilon": cfg.norm_eps,
-        "activation_function": reading.activation_to_hf(cfg.activation),
+        "activation_function": hf_config.activation_to_hf(cfg.activation),
     }
-    return reading.renamed(out, {ours: theirs for theirs, ours in _OURS.items()})
+    return hf_config.renamed(out, {ours: theirs for theirs, ours in _OURS.items()})

@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from specjax.errors import ModelError
-from specjax.models.blocks import Decoder
 from specjax.models.config import ModelConfig
-from specjax.models.hf import config as reading
+from specjax.models.hf import config as hf_config
 from specjax.models.hf.names import Names
 
 NAMES = Names(
@@ -31,34 +30,30 @@ NAMES = Names(
 )
 
 
-class Llama(Decoder):
-    """The stack of pre-norm blocks, as it is."""
-
-
-def from_hf(config: reading.Config) -> ModelConfig:
+def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a Llama or Mistral ``config.json``."""
     mistral = config["model_type"] == "mistral"
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError("partial_rotary_factor is not supported for the Llama family")
-    heads = reading.size(config, "num_attention_heads")
+    heads = hf_config.size(config, "num_attention_heads")
     return ModelConfig(
         **swiglu(config),
-        num_kv_heads=reading.size(config, "num_key_value_heads", 8 if mistral else heads),
-        max_position=reading.size(config, "max_position_embeddings", 2048),
-        attention_bias=reading.flag(config, "attention_bias", False),
-        mlp_bias=reading.flag(config, "mlp_bias", False),
+        num_kv_heads=hf_config.size(config, "num_key_value_heads", 8 if mistral else heads),
+        max_position=hf_config.size(config, "max_position_embeddings", 2048),
+        attention_bias=hf_config.flag(config, "attention_bias", False),
+        mlp_bias=hf_config.flag(config, "mlp_bias", False),
         sliding_window=_window(config) if mistral else None,
     )
 
 
-def swiglu(config: reading.Config) -> dict[str, Any]:
+def swiglu(config: hf_config.Config) -> dict[str, Any]:
     """The fields that Llama, Mistral and Qwen read alike."""
-    return reading.common(config) | {
-        "head_dim": reading.head_dim(config),
-        "intermediate_size": reading.size(config, "intermediate_size"),
-        "rope": reading.rope_from_hf(config),
-        "norm_eps": reading.positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
-        "activation": reading.activation(config, "hidden_act", "silu", ("silu",)),
+    return hf_config.common(config) | {
+        "head_dim": hf_config.head_dim(config),
+        "intermediate_size": hf_config.size(config, "intermediate_size"),
+        "rope": hf_config.rope_from_hf(config),
+        "norm_eps": hf_config.positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
+        "activation": hf_config.activation(config, "hidden_act", "silu", ("silu",)),
     }
 
 
@@ -73,7 +68,7 @@ def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
 
 def swiglu_to_hf(cfg: ModelConfig, architecture: str, dtype: str) -> dict[str, Any]:
     """The inverse of :func:`swiglu`."""
-    return reading.common_to_hf(cfg, architecture, dtype) | {
+    return hf_config.common_to_hf(cfg, architecture, dtype) | {
         "num_key_value_heads": cfg.num_kv_heads,
         "head_dim": cfg.head_dim,
         "intermediate_size": cfg.intermediate_size,
@@ -81,12 +76,12 @@ def swiglu_to_hf(cfg: ModelConfig, architecture: str, dtype: str) -> dict[str, A
         "rms_norm_eps": cfg.norm_eps,
         "hidden_act": cfg.activation,
         "rope_theta": cfg.rope.theta,
-        "rope_scaling": reading.rope_to_hf(cfg.rope),
+        "rope_scaling": hf_config.rope_to_hf(cfg.rope),
     }
 
 
-def _window(config: reading.Config) -> int | None:
+def _window(config: hf_config.Config) -> int | None:
     """Mistral's sliding window: absent, it is 4096; null, there is none (as transformers)."""
     if "sliding_window" in config and config["sliding_window"] is None:
         return None
-    return reading.size(config, "sliding_window", 4096)
+    return hf_config.size(config, "sliding_window", 4096)

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flax import nnx
-
 from specjax.models.blocks import Block, Decoder, Table
 from specjax.models.config import ModelConfig, RopeConfig
-from specjax.models.hf import config as reading
+from specjax.models.hf import config as hf_config
 from specjax.models.hf.names import Names
 
 NAMES = Names(
@@ -36,12 +34,8 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 class NeoXBlock(Block):
     """Both read the block's input and add to it; in turn where ``parallel_residual`` is off."""
 
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
-        super().__init__(cfg, rngs, fused)
-        self.parallel = cfg.parallel_residual
-
     def __call__(self, x, table: Table, attend):
-        if not self.parallel:
+        if not self.cfg.parallel_residual:
             return super().__call__(x, table, attend)
         attention = self.attention(self.attention_norm(x), table, attend)
         return x + attention + self.mlp(self.mlp_norm(x))
@@ -53,31 +47,26 @@ class NeoX(Decoder):
     block = NeoXBlock
 
 
-def from_hf(config: reading.Config) -> ModelConfig:
+def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a GPT-NeoX ``config.json``."""
     config = {"bos_token_id": 0, "eos_token_id": 2} | config
-    fields = reading.common(config)
-    width = reading.head_dim(config)
+    fields = hf_config.gpt_like(config)
     rope, share = _rope(config)
     return ModelConfig(
         **fields,
-        num_kv_heads=fields["num_heads"],
-        head_dim=width,
-        intermediate_size=reading.size(config, "intermediate_size"),
-        max_position=reading.size(config, "max_position_embeddings", 2048),
+        intermediate_size=hf_config.size(config, "intermediate_size"),
+        max_position=hf_config.size(config, "max_position_embeddings", 2048),
         rope=rope,
-        rotary_dim=int(width * share),
-        norm="layer",
-        norm_eps=reading.positive("layer_norm_eps", config.get("layer_norm_eps", 1e-5)),
-        activation=reading.activation(config, "hidden_act", "gelu", ACTIVATIONS),
-        gated_mlp=False,
-        attention_bias=reading.flag(config, "attention_bias", True),
+        rotary_dim=int(fields["head_dim"] * share),
+        norm_eps=hf_config.positive("layer_norm_eps", config.get("layer_norm_eps", 1e-5)),
+        activation=hf_config.activation(config, "hidden_act", "gelu", ACTIVATIONS),
+        attention_bias=hf_config.flag(config, "attention_bias", True),
         mlp_bias=True,
-        parallel_residual=reading.flag(config, "use_parallel_residual", True),
+        parallel_residual=hf_config.flag(config, "use_parallel_residual", True),
     )
 
 
-def _rope(config: reading.Config) -> tuple[RopeConfig, float]:
+def _rope(config: hf_config.Config) -> tuple[RopeConfig, float]:
     """The rope and the share of each head it turns, in both spellings."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     share = config.get("rotary_pct", 0.25)
@@ -86,19 +75,19 @@ def _rope(config: reading.Config) -> tuple[RopeConfig, float]:
         scaling = {k: v for k, v in scaling.items() if k != "partial_rotary_factor"}
     config = {**config, "rope_parameters": scaling, "rope_scaling": None}
     theta = config.get("rotary_emb_base", 10000.0)
-    return reading.rope_from_hf(config, theta), reading.positive("rotary_pct", share)
+    return hf_config.rope_from_hf(config, theta), hf_config.positive("rotary_pct", share)
 
 
 def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
     """The ``config.json`` that transformers reads back as the same model."""
-    return reading.common_to_hf(cfg, "GPTNeoXForCausalLM", dtype) | {
+    return hf_config.common_to_hf(cfg, "GPTNeoXForCausalLM", dtype) | {
         "intermediate_size": cfg.intermediate_size,
         "max_position_embeddings": cfg.max_position,
         "rotary_pct": cfg.rotary_dim / cfg.head_dim,
         "rotary_emb_base": cfg.rope.theta,
-        "rope_scaling": reading.rope_to_hf(cfg.rope),
+        "rope_scaling": hf_config.rope_to_hf(cfg.rope),
         "layer_norm_eps": cfg.norm_eps,
-        "hidden_act": reading.activation_to_hf(cfg.activation),
+        "hidden_act": hf_config.activation_to_hf(cfg.activation),
         "attention_bias": cfg.attention_bias,
         "use_parallel_residual": cfg.parallel_residual,
     }

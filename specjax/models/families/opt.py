@@ -9,7 +9,7 @@ from flax import nnx
 
 from specjax.models.blocks import Block, Decoder, Table, make_table
 from specjax.models.config import ModelConfig
-from specjax.models.hf import config as reading
+from specjax.models.hf import config as hf_config
 from specjax.models.hf.names import Names
 from specjax.models.layers import Linear
 from specjax.models.sharding import look_up
@@ -39,12 +39,8 @@ POSITION_OFFSET = 2  # rows 0 and 1 of the table served padding in training
 class OPTBlock(Block):
     """Llama's order, or the norms after the sums where ``norm_before`` is off."""
 
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
-        super().__init__(cfg, rngs, fused)
-        self.norm_before = cfg.norm_before
-
     def __call__(self, x, table: Table, attend):
-        if self.norm_before:
+        if self.cfg.norm_before:
             return super().__call__(x, table, attend)
         x = self.attention_norm(x + self.attention(x, table, attend))
         return self.mlp_norm(x + self.mlp(x))
@@ -57,10 +53,12 @@ class OPT(Decoder):
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool = False):
         super().__init__(cfg, rngs, fused)
-        self.positions = make_table(cfg.max_position + POSITION_OFFSET, cfg.hidden_size, rngs)
+        rows, d = cfg.max_position + POSITION_OFFSET, cfg.hidden_size
+        self.positions = make_table((rows, d), ("positions", "hidden"), rngs)
         if cfg.embed_size is not None:
-            self.project_in = Linear(cfg.embed_size, cfg.hidden_size, False, rngs)
-            self.project_out = Linear(cfg.hidden_size, cfg.embed_size, False, rngs)
+            e = cfg.embed_size
+            self.project_in = Linear((d, e), ("hidden", "embedding"), False, cfg.shards, rngs)
+            self.project_out = Linear((e, d), ("embedding", "hidden"), False, cfg.shards, rngs)
 
     def inputs(self, tokens, positions):
         x = self.embedded(tokens)
@@ -73,26 +71,22 @@ class OPT(Decoder):
         return x if self.cfg.embed_size is None else self.project_out(x)
 
 
-def from_hf(config: reading.Config) -> ModelConfig:
+def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of an OPT ``config.json``."""
     config = {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1} | config
-    reading.refuse(config, {"layer_norm_elementwise_affine": True})
-    fields = reading.common(config, tied=True)
-    hidden, bias = fields["hidden_size"], reading.flag(config, "enable_bias", True)
-    embed = reading.size(config, "word_embed_proj_dim", hidden)
-    before = reading.flag(config, "do_layer_norm_before", True)
+    hf_config.refuse(config, {"layer_norm_elementwise_affine": True})
+    fields = hf_config.gpt_like(config, tied=True)
+    hidden, bias = fields["hidden_size"], hf_config.flag(config, "enable_bias", True)
+    embed = hf_config.size(config, "word_embed_proj_dim", hidden)
+    before = hf_config.flag(config, "do_layer_norm_before", True)
     return ModelConfig(
         **fields,
-        num_kv_heads=fields["num_heads"],
-        head_dim=reading.head_dim(config),
-        intermediate_size=reading.size(config, "ffn_dim"),
-        max_position=reading.size(config, "max_position_embeddings", 2048),
+        intermediate_size=hf_config.size(config, "ffn_dim"),
+        max_position=hf_config.size(config, "max_position_embeddings", 2048),
         rope=None,
-        norm="layer",
         norm_before=before,
-        final_norm=before and not reading.flag(config, "_remove_final_layer_norm", False),
-        activation=reading.activation(config, "activation_function", "relu", ACTIVATIONS),
-        gated_mlp=False,
+        final_norm=before and not hf_config.flag(config, "_remove_final_layer_norm", False),
+        activation=hf_config.activation(config, "activation_function", "relu", ACTIVATIONS),
         attention_bias=bias,
         mlp_bias=bias,
         embed_size=None if embed == hidden else embed,
@@ -101,12 +95,12 @@ def from_hf(config: reading.Config) -> ModelConfig:
 
 def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
     """The ``config.json`` that transformers reads back as the same model."""
-    return reading.common_to_hf(cfg, "OPTForCausalLM", dtype) | {
+    return hf_config.common_to_hf(cfg, "OPTForCausalLM", dtype) | {
         "ffn_dim": cfg.intermediate_size,
         "max_position_embeddings": cfg.max_position,
         "do_layer_norm_before": cfg.norm_before,
         "_remove_final_layer_norm": cfg.norm_before and not cfg.final_norm,
-        "activation_function": reading.activation_to_hf(cfg.activation),
+        "activation_function": hf_config.activation_to_hf(cfg.activation),
         "enable_bias": cfg.attention_bias,
         "word_embed_proj_dim": cfg.embed_size or cfg.hidden_size,
     }

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from specjax.models.blocks import Decoder
 from specjax.models.config import ModelConfig
 from specjax.models.families.llama import NAMES as LLAMA
 from specjax.models.families.llama import swiglu, swiglu_to_hf
-from specjax.models.hf import config as reading
+from specjax.models.hf import config as hf_config
 from specjax.models.hf.names import Names
 
 NAMES = Names(
@@ -22,11 +21,7 @@ NAMES = Names(
 )
 
 
-class Qwen(Decoder):
-    """Llama's blocks; the config brings the biases and norms."""
-
-
-def from_hf(config: reading.Config) -> ModelConfig:
+def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a Qwen2 or Qwen3 ``config.json``."""
     qwen3 = config["model_type"] == "qwen3"
     if qwen3:
@@ -35,25 +30,25 @@ def from_hf(config: reading.Config) -> ModelConfig:
     window, slides = _windows(config, fields["num_layers"])
     return ModelConfig(
         **fields,
-        num_kv_heads=reading.size(config, "num_key_value_heads", fields["num_heads"]),
-        max_position=reading.size(config, "max_position_embeddings", 32768),
+        num_kv_heads=hf_config.size(config, "num_key_value_heads", fields["num_heads"]),
+        max_position=hf_config.size(config, "max_position_embeddings", 32768),
         qkv_bias=not qwen3,
         qk_norm=qwen3,
-        attention_bias=qwen3 and reading.flag(config, "attention_bias", False),
+        attention_bias=qwen3 and hf_config.flag(config, "attention_bias", False),
         sliding_window=window,
         sliding_layers=slides,
     )
 
 
-def _windows(config: reading.Config, layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+def _windows(config: hf_config.Config, layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
     """The window and the layers it holds for: from ``max_window_layers`` on, by default."""
-    if not reading.flag(config, "use_sliding_window", False):
+    if not hf_config.flag(config, "use_sliding_window", False):
         return None, None
     first = config.get("max_window_layers", 28)
-    slides = reading.sliding_layers(config, layers, tuple(i >= first for i in range(layers)))
+    slides = hf_config.sliding_layers(config, layers, tuple(i >= first for i in range(layers)))
     if slides is not None and not any(slides):
         return None, None
-    return reading.size(config, "sliding_window", 4096), slides
+    return hf_config.size(config, "sliding_window", 4096), slides
 
 
 def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -62,5 +57,5 @@ def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
     out = swiglu_to_hf(cfg, "Qwen3ForCausalLM" if qwen3 else "Qwen2ForCausalLM", dtype)
     out["use_sliding_window"] = cfg.sliding_window is not None
     if cfg.sliding_window is not None:
-        out |= {"sliding_window": cfg.sliding_window, "layer_types": reading.layer_types(cfg)}
+        out |= {"sliding_window": cfg.sliding_window, "layer_types": hf_config.layer_types(cfg)}
     return out | ({"attention_bias": cfg.attention_bias} if qwen3 else {})

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from specjax.errors import ModelError
+from specjax.files import aside, write_text
 from specjax.models.blocks import fuse_layer
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES, from_hf, to_hf
@@ -32,7 +31,6 @@ from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX, Pickle
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 STORED_DTYPES = ("F32", "BF16", "F16")  # safetensors' names of the same
-
 
 Place = tuple[Stored, tuple[int, ...]]  # of a parameter in the checkpoint; its shape here
 Read = Callable[[str, tuple[int, ...]], np.ndarray]
@@ -141,15 +139,11 @@ def save_pretrained(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = to_tensors(cfg, jax.tree.map(lambda x: x.astype(DTYPES[dtype]), params))
-    scratch = directory / f".{WEIGHTS}.{os.getpid()}"
     try:
-        save_file(tensors, scratch, metadata={"format": "pt"})
-        scratch.chmod(0o644)  # safetensors makes it readable by its owner alone
-        os.replace(scratch, directory / WEIGHTS)
+        with aside(directory / WEIGHTS) as scratch:
+            save_file(tensors, scratch, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"cannot write {directory / WEIGHTS}: {error}") from None
-    finally:
-        scratch.unlink(missing_ok=True)
     if tokenizer_json is not None:
         write_text(directory / "tokenizer.json", tokenizer_json)
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -176,21 +170,12 @@ def read_json(path: Path) -> dict:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise ModelError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{path}: expected a JSON object, got {type(found).__name__}")
-    return found
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file aside and renames it, so that it is never half there."""
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.chmod(scratch, 0o644)
-    os.replace(scratch, path)
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
 
 
 def _tensor_files(directory: Path, pickles: bool) -> dict[str, Path]:
@@ -205,13 +190,12 @@ def _tensor_files(directory: Path, pickles: bool) -> dict[str, Path]:
             return dict.fromkeys(_open(directory / single).keys(), directory / single)
         if (directory / index).exists():
             return _sharded(directory, index)
-    found = sorted(p.name for p in directory.glob("pytorch_model*.bin"))
-    hint = (
-        f"; {found[0]} is a pickle: --pickles (in Python pickles=True) reads its tensors, and "
-        "python -m infer.convert makes safetensors of it"
-        if found
-        else ""
-    )
+    unread, hint = sorted(p.name for p in directory.glob("pytorch_model*.bin")), ""
+    if unread:
+        hint = (
+            f"; {unread[0]} is a pickle: --pickles (in Python pickles=True) reads its tensors, and "
+            "python -m infer.convert makes safetensors of it"
+        )
     raise ModelError(f"{directory}: no {WEIGHTS} and no {INDEX}{hint}")
 
 
@@ -242,18 +226,18 @@ def _open(path: Path):
         raise ModelError(f"{path}: not a readable safetensors file ({error})") from None
 
 
-def _check_names(directory: Path, cfg: ModelConfig, found: list[str]) -> dict[str, str]:
+def _check_names(directory: Path, cfg: ModelConfig, stored: list[str]) -> dict[str, str]:
     """What the files call each tensor that the model wants."""
     names = FAMILIES[cfg.family].names
     wanted = {place.name for place, _ in _places(cfg)[0]}
     if cfg.tie_embeddings:
-        found = [n for n in found if names.full(n) != names.head]  # a saved copy of the embedding
-    present = {names.full(name): name for name in found}
+        stored = [n for n in stored if names.full(n) != names.head]  # a copy of the embedding
+    present = {names.full(name): name for name in stored}
     missing = sorted(wanted - set(present))
     if missing:
         raise ModelError(f"{directory}: tensor {missing[0]} is missing{_more(missing)}")
     used = {present[name] for name in wanted}
-    extra = [name for name in found if name not in used and not name.endswith(names.ignored)]
+    extra = [name for name in stored if name not in used and not name.endswith(names.ignored)]
     if extra:
         raise ModelError(
             f"{directory}: tensor {extra[0]} belongs to no part of the model that "
@@ -268,10 +252,10 @@ def _more(names: list[str]) -> str:
 
 def _read(handle, path: Path, name: str, shape: tuple[int, ...]) -> np.ndarray:
     stored = handle.get_slice(name)
-    found = tuple(stored.get_shape())
-    if found != shape:
+    if tuple(stored.get_shape()) != shape:
         raise ModelError(
-            f"{path}: tensor {name} has shape {list(found)}, config.json says {list(shape)}"
+            f"{path}: tensor {name} has shape {list(stored.get_shape())}, "
+            f"config.json says {list(shape)}"
         )
     if stored.get_dtype() not in STORED_DTYPES:
         raise ModelError(

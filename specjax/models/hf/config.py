@@ -5,6 +5,7 @@ A value of the wrong kind and a feature that the modules cannot express are erro
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -50,6 +51,13 @@ def common(config: Config, tied: bool = False) -> dict[str, Any]:
         "pad_id": config.get("pad_token_id"),
         "adaptive_ids": as_ids(config.get("adaptive_ids")),
     }
+
+
+def gpt_like(config: Config, tied: bool = False) -> dict[str, Any]:
+    """:func:`common`, and what the families after GPT-2 share: keys for each head, layer norms."""
+    fields = common(config, tied)
+    fields |= {"num_kv_heads": fields["num_heads"], "head_dim": head_dim(config)}
+    return fields | {"norm": "layer", "gated_mlp": False}
 
 
 def common_to_hf(cfg: ModelConfig, architecture: str, dtype: str) -> dict[str, Any]:
@@ -127,10 +135,10 @@ def optional_positive(config: Config, name: str) -> float | None:
 
 def activation(config: Config, name: str, default: str, supported: tuple[str, ...]) -> str:
     """The activation's name here; ``supported`` are the ones the family's modules know."""
-    found = config.get(name) or default
-    ours = _ACTIVATIONS.get(found)
+    theirs = config.get(name) or default
+    ours = _ACTIVATIONS.get(theirs)
     if ours not in supported:
-        raise ModelError(f"{name} {found!r} is not supported; supported: {', '.join(supported)}")
+        raise ModelError(f"{name} {theirs!r} is not supported; supported: {', '.join(supported)}")
     return ours
 
 
@@ -144,16 +152,15 @@ def sliding_layers(
 ) -> tuple[bool, ...] | None:
     """Which layers slide, by ``layer_types``; None where all do."""
     types = config.get("layer_types")
-    if types is None:
-        found = default
-    else:
+    slides = default
+    if types is not None:
         odd = sorted({str(t) for t in types} - {"sliding_attention", "full_attention"})
         if odd:
             raise ModelError(f"layer type {odd[0]!r} is not supported")
-        found = tuple(t == "sliding_attention" for t in types)
-    if len(found) != layers:
-        raise ModelError(f"config.json: layer_types has {len(found)} entries for {layers} layers")
-    return None if all(found) else found
+        slides = tuple(t == "sliding_attention" for t in types)
+    if len(slides) != layers:
+        raise ModelError(f"config.json: layer_types has {len(slides)} entries for {layers} layers")
+    return None if all(slides) else slides
 
 
 def layer_types(cfg: ModelConfig) -> list[str]:
@@ -161,17 +168,11 @@ def layer_types(cfg: ModelConfig) -> list[str]:
     return ["full_attention" if w is None else "sliding_attention" for w in cfg.windows]
 
 
-_ROPE_FIELDS = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_max_position",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "attention_factor": "attention_factor",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-    "truncate": "truncate",
+_RENAMED = {"original_max_position": "original_max_position_embeddings"}
+_ROPE_FIELDS = {  # Hugging Face's name → RopeConfig's
+    _RENAMED.get(field.name, field.name): field.name
+    for field in dataclasses.fields(RopeConfig)
+    if field.name not in ("theta", "kind")
 }
 
 
@@ -210,19 +211,10 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
     """``rope_scaling`` of a config.json; the base stands beside it."""
     if rope.kind == "default":
         return None
+    ramp = [name for name in _ROPE_FIELDS if name.endswith("_freq_factor")]
     names = {
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position"),
-        "yarn": (
-            "factor",
-            "original_max_position",
-            "beta_fast",
-            "beta_slow",
-            "attention_factor",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        ),
-    }.get(rope.kind, ("factor",))
-    hf_names = {ours: theirs for theirs, ours in _ROPE_FIELDS.items()}
-    values = {hf_names[name]: getattr(rope, name) for name in names}
+        "llama3": ["factor", *ramp, "original_max_position_embeddings"],
+        "yarn": [name for name in _ROPE_FIELDS if name not in ramp],
+    }.get(rope.kind, ["factor"])
+    values = {name: getattr(rope, _ROPE_FIELDS[name]) for name in names}
     return {"rope_type": rope.kind} | {k: v for k, v in values.items() if v is not None}

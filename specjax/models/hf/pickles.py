@@ -32,13 +32,14 @@ def read_pickle(path: Path) -> dict[str, Any]:
     try:
         with warnings.catch_warnings(action="ignore"):
             mapped = zipfile.is_zipfile(path)  # what torch writes since 1.6
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # garbage makes the unpickler fail in any way
         first = str(error).strip().splitlines() or ["empty"]
         raise ModelError(f"{path}: not a readable pickle of tensors ({first[0]})") from None
-    if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
+    values = tensors.values() if isinstance(tensors, dict) else [None]
+    if not all(isinstance(value, torch.Tensor) for value in values):
         raise ModelError(f"{path}: holds something else than named tensors")
-    return found
+    return tensors
 
 
 class Pickle:
