@@ -43,7 +43,7 @@ def decode(model: Any, prompts: list[list[int]], budget: int, **more: Any) -> di
     out: dict[str, Any] = {"tokens": [], "seconds": [], "first_token_s": []}
     for prompt in prompts:
         ids, clock = torch.tensor([prompt]), Clock()
-        found = model.generate(
+        generated = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
@@ -55,7 +55,7 @@ def decode(model: Any, prompts: list[list[int]], budget: int, **more: Any) -> di
         )
         out["seconds"].append(time.perf_counter() - clock.began)
         out["first_token_s"].append(clock.first)
-        out["tokens"].append(found[0, len(prompt) :].tolist())
+        out["tokens"].append(generated[0, len(prompt) :].tolist())
     pairs = zip(out["tokens"], out["seconds"], strict=True)
     return out | {"tokens_per_second": [len(tokens) / seconds for tokens, seconds in pairs]}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,28 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from infer.timing import Result, mismatches
+from infer.bench.measure import Result
+from infer.bench.rescoring import mismatches
 from specjax.errors import OptionError
 from specjax.lm import LM
 
-PEERS = ("transformers",)
 MODES = (
     ("generate", "autoregressive"),
     ("assisted", "speculative"),
     ("assisted-default", "speculative"),
 )
-
-
-def check_peer(name: str) -> None:
-    """Refuses a peer that cannot run here, before anything is loaded.
-
-    Raises:
-      OptionError: unknown, or what it needs is not installed.
-    """
-    if name not in PEERS:
-        raise OptionError(f"--peer {name}: choose {', '.join(PEERS)}")
-    if importlib.util.find_spec("torch") is None:
-        raise OptionError('--peer transformers needs torch: pip install "specjax[torch]"')
 
 
 class TransformersPeer:
@@ -108,14 +95,9 @@ def peer_rows(
     """
     rows = []
     for name, ours in MODES:
-        mine = next(
-            (
-                r
-                for r in results
-                if r.case.method == ours and r.case.mode == "greedy" and r.case.batch_size == 1
-            ),
-            None,
-        )
+        of = (ours, "greedy", 1)
+        cases = ((r.case.method, r.case.mode, r.case.batch_size) for r in results)
+        mine = next((r for r, case in zip(results, cases, strict=True) if case == of), None)
         theirs = [answer[name] for answer in answers if name in answer]
         if mine is None or not theirs:
             continue

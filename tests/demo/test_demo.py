@@ -11,7 +11,7 @@ import pytest
 from test_laws import point_mass_draft
 
 import specjax as sj
-from infer.timing import mismatches
+from infer.bench.rescoring import mismatches
 from specjax import decode, verify
 from specjax.demo.heldout import held_out_functions
 from specjax.generate import Engine

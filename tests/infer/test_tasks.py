@@ -9,6 +9,7 @@ from infer import code_task
 from infer import formats as tasks
 from infer.run import commands as run
 from infer.tune import commands as tune
+from infer.tune.tuning import choose
 
 TASK = [
     {"prompt": "def walk(tree):", "constraints": ["=yield", "=tree"]},
@@ -180,9 +181,9 @@ def test_the_code_task_names_what_prompt_and_body_share(tmp_path, capsys):
 
 def test_the_best_of_the_ten_fastest_is_chosen():
     rows = [{"soft": i / 20, "hard": 0.0, "cost": float(i)} for i in range(20)]
-    assert tune.choose(rows)["cost"] == 9
+    assert choose(rows)["cost"] == 9
     rows[3]["soft"] = rows[9]["soft"]
-    assert tune.choose(rows)["cost"] == 3, "the faster one on ties"
+    assert choose(rows)["cost"] == 3, "the faster one on ties"
 
 
 @pytest.mark.slow
