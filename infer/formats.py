@@ -81,9 +81,7 @@ def _before_answer(text: str) -> str:
 
 def _messages(turns: Any, key: str, writer: str, said: str) -> list[Message]:
     good = isinstance(turns, list) and all(
-        isinstance(turn, dict)
-        and isinstance(turn.get(writer), str)
-        and isinstance(turn.get(said), str)
+        isinstance(turn, dict) and all(isinstance(turn.get(part), str) for part in (writer, said))
         for turn in turns
     )
     if not good:

@@ -72,26 +72,25 @@ def round_seconds(rounds: Sequence[Round]) -> list[list[float]]:
 def _round_loop(models: Round) -> Callable[[], None]:
     """Runs STEPS rounds on the device, logits and argmax included, and waits for them."""
 
-    def one_pass(model, width, params, cache, token, at):
-        start = jnp.full((1,), at, jnp.int32)
-        positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)
-        tokens = jnp.full((1, width), token)
-        hidden, cache = forward(model.config, params, cache, tokens, positions, start)
-        # Every row's argmax counts: a compiler may not skip what a verification needs.
-        best = jnp.argmax(logits_of(model.config, params, hidden)[0], axis=-1)
-        return cache, jnp.max(best).astype(jnp.int32)
+    def run_model(model, width, passes, params, cache, token, at):
+        def one_pass(i, carry):
+            cache, token = carry
+            start = jnp.full((1,), at + i, jnp.int32)
+            positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)
+            tokens = jnp.full((1, width), token)
+            hidden, cache = forward(model.config, params, cache, tokens, positions, start)
+            # Every row's argmax counts: a compiler may not skip what a verification needs.
+            best = jnp.argmax(logits_of(model.config, params, hidden)[0], axis=-1)
+            return cache, jnp.max(best).astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, passes, one_pass, (cache, token % model.config.vocab_size))
 
     def many(caches, params):
         def one_round(i, carry):
             caches, token = carry
             out = []
-            for (model, width, passes), p, cache in zip(models, params, caches, strict=True):
-                cache, token = jax.lax.fori_loop(
-                    0,
-                    passes,
-                    lambda j, c, m=model, w=width, p=p: one_pass(m, w, p, *c, CONTEXT + i + j),
-                    (cache, token % model.config.vocab_size),
-                )
+            for one, p, cache in zip(models, params, caches, strict=True):
+                cache, token = run_model(*one, p, cache, token, CONTEXT + i)
                 out.append(cache)
             return out, token
 

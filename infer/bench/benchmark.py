@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from rich.console import Console
 
 import specjax as sj
 from infer import timing
-from infer.bench.cases import Case, make_cases
-from infer.bench.commands import SIZES
+from infer.bench.cases import make_cases
+from infer.bench.commands import SHAPE, SIZES
 from infer.bench.energy import find_meter
 from infer.bench.measure import measure
 from infer.bench.peers import TransformersPeer, peer_rows
@@ -69,7 +69,11 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
         if any("suffix" in question.task for question in questions):
             target = ending_middles(target)
         say("infer.bench", f"{len(cases)} cases × {len(prompts)} prompts; warming up")
-        with make_peer(args, directories, prompts, cases) as peer:
+        # The peer drafts as long as ours does; its process is started and warm within.
+        gamma = next((c.options["gamma"] for c in cases if c.method == "speculative"), 4)
+        described = (*directories, prompts, args.max_new_tokens, gamma)
+        peer = TransformersPeer(*described) if args.peer else None
+        with peer or contextlib.nullcontext():
             between = peer.repeat if peer else lambda repeat: None
             results = measure(
                 target, draft, prompts, cases, args.max_new_tokens, args.repeats, between, meter
@@ -111,28 +115,8 @@ def models(args: argparse.Namespace) -> Iterator[tuple[sj.LM, sj.LM | None, list
 
 def save_random(size: str, directory: str) -> None:
     """A random Llama of about the given size, saved for us and for a peer."""
-    hidden, layers, heads, inner, vocab = SIZES[size]
-    cfg = ModelConfig.llama(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        intermediate_size=inner,
-    )
+    cfg = ModelConfig.llama(**dict(zip(SHAPE, SIZES[size], strict=True)))
     save_pretrained(directory, cfg, init_params(cfg, jax.random.key(0)))
-
-
-def make_peer(
-    args: argparse.Namespace,
-    directories: Sequence[str | None],
-    prompts: Sequence[Sequence[int]],
-    cases: Sequence[Case],
-) -> contextlib.AbstractContextManager[TransformersPeer | None]:
-    """A context: the peer's process, started and warm, or None."""
-    if args.peer is None:
-        return contextlib.nullcontext()
-    gamma = next((c.options["gamma"] for c in cases if c.method == "speculative"), 4)
-    return TransformersPeer(*directories, prompts, args.max_new_tokens, gamma)
 
 
 def machine() -> dict[str, Any]:

@@ -42,8 +42,8 @@ def make_cases(args: argparse.Namespace, has_draft: bool) -> list[Case]:
     """
     specs = [method(name) for name in _names(args.methods, has_draft)]
     settings, (option, values) = dict(args.set), args.sweep or ("", [])
-    used = {name for spec in specs for name in settings if _is_of(name, spec)}
-    if unused := set(settings) - used:
+    unused = {name for name in settings if not any(options_of(s, {name: ""}) for s in specs)}
+    if unused:
         raise OptionError(f"--set {min(unused)}: no chosen method has that option")
     if option and not any(option in spec.options for spec in specs):
         raise OptionError(f"--sweep {option}: no chosen method has that option")
@@ -84,10 +84,6 @@ def options_of(spec: MethodSpec, settings: Mapping[str, str]) -> dict[str, str]:
         if name.startswith(_prefix(spec))
     }
     return shared | own
-
-
-def _is_of(name: str, spec: MethodSpec) -> bool:
-    return name in spec.options or name.startswith(_prefix(spec))
 
 
 def _prefix(spec: MethodSpec) -> str:

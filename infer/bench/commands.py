@@ -13,20 +13,13 @@ import argparse
 import importlib.util
 from collections.abc import Sequence
 
-from infer.cli import (
-    REPEATABLE,
-    add_models,
-    add_sampling,
-    checked,
-    setting,
-    unfit,
-    whole,
-)
+from infer.cli import REPEATABLE, add_models, add_sampling, checked, setting, unfit, whole
 from specjax.program import Parser, run
 
 DEFAULT = ("speculative", "block", "lookup")
 PEERS = ("transformers",)
-# Random Llamas: hidden size, layers, heads, intermediate size, vocabulary.
+# Random Llamas, by what SHAPE names.
+SHAPE = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size")
 SIZES = {"13m": (384, 6, 6, 1024, 8192), "100m": (768, 10, 12, 2048, 32000)}
 
 batch_sizes = checked(
@@ -37,11 +30,7 @@ batch_sizes = checked(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns the exit code.
-
-    Raises:
-      SystemExit: after ``--help`` and ``--version``, and with 2 on wrong arguments.
-    """
+    """Runs the program; returns the exit code. Wrong arguments exit at once, with 2."""
     commands = parser()
     args = commands.parse_args(argv)
     check(args, commands)

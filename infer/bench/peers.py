@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -72,11 +73,9 @@ class TransformersPeer:
         self.answers.append(self._ask({"repeat": number}))
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the answer, or its absence, says why
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the answer, or its absence, says why
         line = self._process.stdout.readline()
         if not line:
             raise OptionError(f"the transformers peer ended with {self._process.wait()}")

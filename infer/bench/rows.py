@@ -139,15 +139,13 @@ def _prediction(
 ) -> dict[str, Any]:
     """What the cost model foretells, at batch 1 and where c and v are known."""
     case, rate = result.case, row["acceptance_rate"]
-    predicted, inputs = None, {}
-    if case.batch_size > 1:
-        pass
-    elif case.method in FORMULAS and c is not None and rate is not None:
+    predicted, inputs, alone = None, {}, case.batch_size == 1
+    if alone and case.method in FORMULAS and c is not None and rate is not None:
         gamma = case.options["gamma"]
         expected = {name: of(rate, gamma, c, v[gamma + 1]) for name, of in FORMULAS.items()}
         predicted = expected[case.method]
         inputs = {"gamma": gamma} | {f"expected_{name}": x for name, x in expected.items()}
-    elif METHODS[case.method].drafter == SELF_DRAFTING:
+    elif alone and METHODS[case.method].drafter == SELF_DRAFTING:
         passes = [v[width] for width in widths]
         predicted = expected_self_draft_speedup(row["block_efficiency"], passes)
     over = row["speedup"] / predicted if predicted and row["speedup"] else None

@@ -33,12 +33,7 @@ gibibytes = checked(float, "a number of GiB above 0", lambda g: 0 < g < math.inf
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns the exit code.
-
-    Raises:
-      SystemExit: after ``--help`` and ``--version``, and with 2 on an argument that is wrong
-        by itself.
-    """
+    """Runs the program; returns the exit code. Wrong arguments exit at once, with 2."""
     commands = parser()
     args = commands.parse_args(argv)
     check(args, commands)
@@ -101,13 +96,8 @@ def parser() -> Parser:
 
 def check(args: argparse.Namespace, commands: Parser) -> None:
     """Refuses arguments that do not go together."""
-    sources = {
-        "--prompt": args.prompt,
-        "--prefix": args.prefix,
-        "--prompts": args.prompts,
-        "--task": args.task,
-    }
-    given = [name for name, value in sources.items() if value is not None]
+    sources = ("prompt", "prefix", "prompts", "task")
+    given = [f"--{name}" for name in sources if vars(args)[name] is not None]
     if len(given) > 1:
         commands.error(f"{' and '.join(given)} exclude each other; give one")
     if (args.prefix is None) != (args.suffix is None):

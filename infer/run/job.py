@@ -108,7 +108,8 @@ class Job:
     def create(cls, args: argparse.Namespace, target: sj.LM, draft: sj.LM | None) -> Job:
         """Raises OptionError or PairError for what does not fit, before anything compiles."""
         spec, named = _chosen(args, draft is not None)
-        options = spec.resolve(_demo_options(args, spec) | dict(args.set))
+        demo = {"gamma": DEMO_GAMMA} if args.target == "demo" and "gamma" in spec.options else {}
+        options = spec.resolve(demo | dict(args.set))
         sampling = sj.Sampling(args.temperature, args.top_k, args.top_p)
         reward = _reward(args, spec)
         arguments = named | {
@@ -230,7 +231,3 @@ def _reward(args: argparse.Namespace, spec: MethodSpec) -> Combined | None:
     if spec.needs_reward:
         raise OptionError(f"method {spec.name} needs a reward: give --reward or --task")
     return None
-
-
-def _demo_options(args: argparse.Namespace, spec: MethodSpec) -> dict[str, Any]:
-    return {"gamma": DEMO_GAMMA} if args.target == "demo" and "gamma" in spec.options else {}

@@ -21,9 +21,9 @@ def list_methods(_: argparse.Namespace) -> int:
         for spec in METHODS.values()
     ]
     _print(console, ("method", "lossless", "what it does", "options", "from"), methods)
-    parts = ("--drafter", DRAFTERS), ("--rule", RULES), ("--target-dist", TARGET_DISTS)
-    for title, known in parts:
-        rows = [(name, part.summary, _options(part)) for name, part in known.items()]
+    tables = ("--drafter", DRAFTERS), ("--rule", RULES), ("--target-dist", TARGET_DISTS)
+    for title, table in tables:
+        rows = [(name, part.summary, _options(part)) for name, part in table.items()]
         _print(console, (title, "what it is", "options"), rows)
     return 0
 

@@ -23,15 +23,21 @@ from specjax.rewards import Combined
 def row_object(
     generation: Generation, row: int, head: dict[str, Any], reward: Combined | None
 ) -> dict[str, Any]:
-    """The object of one row; ``head`` are its first fields (id, sample, method, prompt …)."""
+    """The object of one row; ``head`` are its first fields (id, sample, method, prompt …).
+
+    Its ``stats`` are counters, rates and times; times are those of the batch it ran in.
+    """
     tokens = generation.tokens[row]
+    counters = {name: values[row].tolist() for name, values in generation.stats.items()}
+    spans = (generation.prefill_seconds, generation.first_token_seconds, generation.decode_seconds)
+    times = speeds(counters, *(float(seconds[row]) for seconds in spans))
     entry = head | {
         "text": generation.text[row],
         "token_ids": tokens.tolist(),
         "prompt_tokens": generation.prompt_tokens[row],
         "new_tokens": len(tokens),
         "finish_reason": generation.finish_reasons[row],
-        "stats": row_stats(generation, row),
+        "stats": counters | rates(counters) | times,
     }
     if generation.logprobs is not None:
         entry["logprobs"] = [round(float(x), 6) for x in generation.logprobs[row]]
@@ -45,13 +51,6 @@ def row_object(
         ]
         entry["satisfied"] = reward.satisfied(scores)
     return entry
-
-
-def row_stats(generation: Generation, row: int) -> dict[str, Any]:
-    """Counters, rates and times of one row. Times are those of the batch it ran in."""
-    counters = {name: values[row].tolist() for name, values in generation.stats.items()}
-    times = (generation.prefill_seconds, generation.first_token_seconds, generation.decode_seconds)
-    return counters | rates(counters) | speeds(counters, *(float(t[row]) for t in times))
 
 
 class Output:

@@ -102,21 +102,20 @@ def device_memory() -> int:
 
 def describe(plan: Plan) -> str:
     """The plan as lines of text."""
-    several = math.prod(plan["mesh"].values()) > 1
-    lines = []
-    for role in ("target", "draft"):
-        if role in plan:
-            model = plan[role]
-            weights, cache = _bytes(model["weight_bytes"]), "cache_bytes_per_token_and_row"
-            if several:
-                weights += f", {_bytes(model['weight_bytes_per_device'])} on each device"
-                cache = "cache_bytes_per_device_token_and_row"
-            lines += [
-                f"{role}: {model['model']} ({model['family']}, {model['dtype']})",
-                f"  {model['parameters']:,} parameters, {weights}",
-                f"  cache: {_bytes(model[cache])} per token and row"
-                + " on each device that has the row" * several,
-            ]
+    lines, several = [], math.prod(plan["mesh"].values()) > 1
+    for role in ("target", "draft") if "draft" in plan else ("target",):
+        model = plan[role]
+        weights = f"{model['parameters']:,} parameters, {_bytes(model['weight_bytes'])}"
+        cache = f"{_bytes(model['cache_bytes_per_token_and_row'])} per token and row"
+        if several:
+            weights += f", {_bytes(model['weight_bytes_per_device'])} on each device"
+            share = _bytes(model["cache_bytes_per_device_token_and_row"])
+            cache = f"{share} per token and row on each device that has the row"
+        lines += [
+            f"{role}: {model['model']} ({model['family']}, {model['dtype']})",
+            f"  {weights}",
+            f"  cache: {cache}",
+        ]
     memory = f"{_bytes(plan['memory_bytes'])} of device memory, {HEADROOM:.0%} kept free"
     if several:
         mesh = ",".join(f"{axis}={count}" for axis, count in plan["mesh"].items())

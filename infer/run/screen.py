@@ -86,34 +86,30 @@ class Screen:
         if not self._colour:
             return
         counters = {name: values.sum() for name, values in generation.stats.items()}
-        table = Table.grid(padding=(0, 2))
-        for name, value in self._facts(generation, counters, method):
-            table.add_row(name, value)
         self.console.rule(style="dim")
-        self.console.print(table)
+        self.console.print(self._facts(generation, counters, method))
         if counters["drafted"]:
             legend = Text("colours  ").append("accepted draft", DRAFTED)
             self.console.print(legend.append(" · ").append("target", WRITTEN))
 
-    def _facts(self, generation: Generation, counters: dict, method: str) -> list[tuple[str, str]]:
-        """The summary's rows."""
+    def _facts(self, generation: Generation, counters: dict, method: str) -> Table:
+        """Name and value of what the summary says."""
         derived = rates(counters)
         ends = ", ".join(dict.fromkeys(generation.finish_reasons))
-        facts = [
-            ("method", method),
-            ("tokens", f"{counters['emitted']}, ended by {ends}"),
-            ("first text", f"after {generation.first_token_seconds[-1]:.2f} s"),
-        ]
+        facts = Table.grid(padding=(0, 2))
+        facts.add_row("method", method)
+        facts.add_row("tokens", f"{counters['emitted']}, ended by {ends}")
+        facts.add_row("first text", f"after {generation.first_token_seconds[-1]:.2f} s")
         speed = self._speed(generation)
         if speed is not None:
-            facts.append(("speed", f"{speed:.0f} tokens/s after that"))
+            facts.add_row("speed", f"{speed:.0f} tokens/s after that")
         rounds = f"{counters['rounds']}, {derived['block_efficiency']:.2f} tokens each"
-        facts.append(("rounds", rounds))
+        facts.add_row("rounds", rounds)
         if derived["acceptance_rate"] is not None:
             share = f"{derived['acceptance_rate']:.0%} of {counters['tested']} tested draft tokens"
-            facts.append(("accepted", share))
+            facts.add_row("accepted", share)
         if generation.rewards is not None:
-            facts.append(("rewards", ", ".join(f"{score:.2f}" for score in generation.rewards[-1])))
+            facts.add_row("rewards", ", ".join(f"{score:.2f}" for score in generation.rewards[-1]))
         return facts
 
     def _speed(self, generation: Generation) -> float | None:

@@ -23,11 +23,7 @@ GRID = {"a_t": (0.3, 0.6, 0.9), "r_t": (0.3, 0.5, 0.6, 0.9), "b": (0, 1, 2)}  # 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns the exit code.
-
-    Raises:
-      SystemExit: after ``--help`` and ``--version``, and with 2 on wrong arguments.
-    """
+    """Runs the program; returns the exit code. Wrong arguments exit at once, with 2."""
     return run("infer.tune", "infer.tune.tuning:tune", parser().parse_args(argv))
 
 

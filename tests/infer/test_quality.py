@@ -209,8 +209,7 @@ def test_bench_runs_tests_only_when_asked(tiny_pair_dirs, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("task", "says"),
-    [({"prompt": "x"}, "'test'"), (TASK | {"entry_point": "a; b"}, "a; b")],
+    ("task", "says"), [({"prompt": "x"}, "'test'"), (TASK | {"entry_point": "a; b"}, "a; b")]
 )
 def test_prompts_that_are_no_tasks_are_refused(task, says):
     with pytest.raises(OptionError, match=says):
