@@ -89,10 +89,8 @@ def add_measures(
             for text, prompt in zip(row["texts"], prompts, strict=True)
         ]
         full = np.array([judge.scores(sample) for sample in samples]) >= full_scores
-        row |= {
-            part.name: float(share)
-            for part, share in zip(measures.parts, full.mean(0), strict=True)
-        }
+        for part, share in zip(measures.parts, full.mean(axis=0), strict=True):
+            row[part.name] = float(share)
         row["all"] = float((full.all(axis=1) & np.array(row["satisfied"])).mean())
 
 

@@ -183,8 +183,8 @@ def test_rows_compare_within_a_repeat_and_predict(target):
     assert row["expected_scd"] == pytest.approx(expected * 1.5 / 1.6)
     assert row["draft_calls_per_token"] == 1 and row["target_calls_per_token"] == 0.5
     assert row["measured_over_predicted"] == pytest.approx(2 / expected)
-    (found,) = row["mismatches"]
-    assert (found["row"], found["position"]) == (0, 1) and found["gap"] > NEAR_TIE
+    (parted,) = row["mismatches"]
+    assert (parted["row"], parted["position"]) == (0, 1) and parted["gap"] > NEAR_TIE
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,8 @@ def test_a_bad_sweep_is_one_line(small, capsys, text):
 def test_output_logprobs_are_the_unwarped_targets(target):
     prompts = [[1, 2, 3], [4]]
     out = sj.generate(target, prompts, max_new_tokens=9, logprobs=True)
-    found = rescoring.output_logprobs(target, prompts, out.tokens)
-    for a, b in zip(found, out.logprobs, strict=True):
+    scores = rescoring.output_logprobs(target, prompts, out.tokens)
+    for a, b in zip(scores, out.logprobs, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 

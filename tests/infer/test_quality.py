@@ -42,16 +42,16 @@ def decoded(target, draft, method, options=None):
 
 @pytest.mark.slow
 def test_kl_of_mentored_decoding_is_what_its_bound_allows(target, draft):
-    found = {}
+    divergence = {}
     for bound in (0.0, 0.02, 0.2):
         result = decoded(target, draft, "mentored", {"max_kl": bound, "gamma": 2})
-        found[bound] = kl_to_target(target, draft, PROMPTS, result)
+        divergence[bound] = kl_to_target(target, draft, PROMPTS, result)
         tested = np.concatenate([was_tested(origin, 2) for origin in result.origins]).mean()
         assert 0.3 < tested < 1
         # Bonus tokens have none; every tested one at most D.
-        assert found[bound] <= bound * tested + 1e-6
-    assert found[0.0] == 0 < found[0.02] < found[0.2]
-    assert found[0.02] > 0.005, "most positions use the bound up"
+        assert divergence[bound] <= bound * tested + 1e-6
+    assert divergence[0.0] == 0 < divergence[0.02] < divergence[0.2]
+    assert divergence[0.02] > 0.005, "most positions use the bound up"
 
 
 def test_kl_is_exact_or_unknown_elsewhere(target, draft):

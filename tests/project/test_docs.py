@@ -10,9 +10,9 @@ LARGEST = 60_000  # bytes of a figure
 
 
 def load(name):
-    found = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    spec = importlib.util.spec_from_file_location(name, DOCS / "tools" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
