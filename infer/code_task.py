@@ -15,64 +15,60 @@ import hashlib
 import json
 import keyword
 import re
-import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from infer.cli import Parser, whole
+from infer.cli import whole
 from specjax.demo.heldout import HeldOut, held_out_functions
+from specjax.errors import OptionError
+from specjax.files import write_text
+from specjax.program import Parser, run, say
 
 NAMES = 3  # of a line
 VALIDATION_SHARE = 4  # one module in so many is for validation
 SKIPPED = {"self", "cls"}
 
 
-def parser() -> Parser:
-    """The command line of ``infer.code_task``."""
-    out = Parser(
-        prog="python -m infer.code_task",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    out.add_argument("directory", metavar="DIR")
-    out.add_argument("--test", type=whole(1), default=100, metavar="N", help="lines (default 100)")
-    out.add_argument(
-        "--validation", type=whole(1), default=40, metavar="N", help="lines (default 40)"
-    )
-    return out
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code."""
-    args = parser().parse_args(argv)
+    parser = Parser("infer.code_task", __doc__)
+    parser.add_argument("directory", metavar="DIR")
+    for name, lines in (("--test", 100), ("--validation", 40)):
+        said = f"lines (default {lines})"
+        parser.add_argument(name, type=whole(1), default=lines, metavar="N", help=said)
+    return run("infer.code_task", "infer.code_task:write_task", parser.parse_args(argv))
+
+
+def write_task(args: argparse.Namespace) -> int:
+    """Writes both files.
+
+    Raises:
+      OptionError: there are not as many functions, or the directory cannot be written.
+    """
     functions, warnings = held_out_functions()
     for warning in warnings:
-        print(f"infer.code_task: {warning}", file=sys.stderr)
-    wanted = {"validation": args.validation, "test": args.test}
-    found = {name: [] for name in wanted}
+        say("infer.code_task", warning)
+    lines = {"validation": [], "test": []}
     for function in functions:
         line = task_line(function)
         if line is not None:
-            found["validation" if _validates(function.module) else "test"].append(line)
+            lines["validation" if _validates(function.module) else "test"].append(line)
+    wanted = {"validation": args.validation, "test": args.test}
     for name, count in wanted.items():
-        if len(found[name]) < count:
-            print(
-                f"infer.code_task: --{name} {count}: only {len(found[name])} held-out functions "
-                "are fit for it; ask for fewer",
-                file=sys.stderr,
+        if len(lines[name]) < count:
+            raise OptionError(
+                f"--{name} {count}: only {len(lines[name])} held-out functions are fit for it; "
+                "ask for fewer"
             )
-            return 2
     home = Path(args.directory)
     try:
         home.mkdir(parents=True, exist_ok=True)
         for name, count in wanted.items():
-            text = "".join(json.dumps(line) + "\n" for line in found[name][:count])
-            (home / f"{name}.jsonl").write_text(text, encoding="utf-8")
+            text = "".join(json.dumps(line) + "\n" for line in lines[name][:count])
+            write_text(home / f"{name}.jsonl", text)
     except OSError as error:
-        print(f"infer.code_task: {home}: cannot be written ({error.strerror})", file=sys.stderr)
-        return 2
+        raise OptionError(f"{home}: cannot be written ({error.strerror})") from None
     return 0
 
 
@@ -90,14 +86,9 @@ def task_line(function: HeldOut) -> dict | None:
 
 def names_of(function: HeldOut) -> Iterator[str]:
     """The names that the function's body uses, in the order of its text."""
-    tree = ast.parse(textwrap.dedent(function.source))
-    body = tree.body[0].body
-    nodes = [
-        n
-        for statement in body
-        for n in ast.walk(statement)
-        if isinstance(n, ast.Name | ast.Attribute)
-    ]
+    body = ast.parse(textwrap.dedent(function.source)).body[0].body
+    parts = ast.walk(ast.Module(body, type_ignores=[]))
+    nodes = [node for node in parts if isinstance(node, ast.Name | ast.Attribute)]
     nodes.sort(key=lambda n: (n.end_lineno, n.end_col_offset))
     for node in nodes:
         name = node.id if isinstance(node, ast.Name) else node.attr
@@ -114,4 +105,4 @@ def _validates(module: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -56,16 +56,15 @@ def plain(messages: list[Message]) -> str:
 
 
 def _constraints(entry: Mapping[str, Any]) -> dict[str, list[str]]:
-    found = entry.get("constraints", entry.get("concepts", entry.get("concept_set", {})))
-    if isinstance(found, str):
-        found = [word for word in found.split("#") if word]
-    if isinstance(found, list):
-        found = {"lexical": found}
-    if not isinstance(found, dict) or not all(map(_is_words, found.values())):
+    words = entry.get("constraints", entry.get("concepts", entry.get("concept_set", {})))
+    if isinstance(words, str):
+        words = [word for word in words.split("#") if word]
+    by_reward = {"lexical": words} if isinstance(words, list) else words
+    if not isinstance(by_reward, dict) or not all(map(_is_words, by_reward.values())):
         raise ValueError('"constraints" must be a list of words, or such lists by reward name')
-    if not all(found.values()):
+    if not all(by_reward.values()):
         raise ValueError("its constraints hold no word")
-    return found
+    return by_reward
 
 
 def _is_words(value: Any) -> bool:
@@ -75,17 +74,14 @@ def _is_words(value: Any) -> bool:
 def _before_answer(text: str) -> str:
     """A conversation up to the assistant's last turn."""
     mark = TURN.format(ASSISTANT).rstrip()
-    head, found, _ = text.rpartition(mark)
-    if not found:
+    if mark not in text:
         raise ValueError('"chosen" has no turn of the assistant')
-    return head + mark
+    return text[: text.rindex(mark)] + mark
 
 
 def _messages(turns: Any, key: str, writer: str, said: str) -> list[Message]:
     good = isinstance(turns, list) and all(
-        isinstance(turn, dict)
-        and isinstance(turn.get(writer), str)
-        and isinstance(turn.get(said), str)
+        isinstance(turn, dict) and all(isinstance(turn.get(part), str) for part in (writer, said))
         for turn in turns
     )
     if not good:

@@ -1,20 +1,18 @@
-"""Batch jobs: prompts from JSONL, one finished row per line, restartable after a kill.
+"""Prompts as token ids: a text, a conversation, a text's middle, and JSONL files of them.
 
-A row is appended and synced before the next batch starts; a started-again job truncates a torn
-last line and does what is missing. Keys follow the prompt's index in the job, so a resumed job
-equals an uninterrupted one.
+Keys follow the prompt's index in its file, so a resumed job equals an uninterrupted one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from infer.formats import plain, read_case
-from specjax.errors import OptionError, SpecjaxError
+from infer.formats import Message, plain, read_case
+from specjax.errors import OptionError
 from specjax.generate import encode_prompt
 from specjax.infill import infill_prompt
 from specjax.lm import LM
@@ -32,7 +30,7 @@ class Prompt:
     id: str | int
     text: str
     tokens: list[int]
-    entry: dict
+    entry: dict[str, Any]
     constraints: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
@@ -68,15 +66,13 @@ def read_prompts(
         if not line.strip():
             continue
         try:
-            good.append(_prompt(index, line, target, chat, rewards))
-        except (SpecjaxError, ValueError) as error:
+            good.append(_prompt(index, _object(line), target, chat, rewards))
+        except ValueError as error:
             bad.append(BadLine(index + 1, str(error)))
     return good, bad
 
 
-def _prompt(
-    index: int, line: bytes, target: LM, chat: bool, rewards: Sequence[Reward] | None
-) -> Prompt:
+def _object(line: bytes) -> dict[str, Any]:
     try:
         entry = json.loads(line.decode())
     except UnicodeDecodeError:
@@ -87,28 +83,36 @@ def _prompt(
         raise ValueError("not JSON of a reasonable depth") from None
     if not isinstance(entry, dict):
         raise ValueError(f"expected an object, got {type(entry).__name__}")
+    return entry
+
+
+def _prompt(
+    index: int, entry: dict[str, Any], target: LM, chat: bool, rewards: Sequence[Reward] | None
+) -> Prompt:
+    """A line's prompt: of a task (see :mod:`infer.formats`), a middle to fill in, or a text."""
     name = next((entry[key] for key in ID_KEYS if key in entry), index)
     if not isinstance(name, (str, int)):
         raise ValueError('"id" must be a text or an integer')
+    constraints: dict[str, list[str]] = {}
     if rewards is not None:
-        return _case(index, name, entry, target, chat, rewards)
-    if "prefix" in entry or "suffix" in entry:
-        return _infilling(index, name, entry, target)
-    text = entry.get("prompt")
-    turns = entry.get("turns")  # Spec-Bench's questions: the first turn is the prompt
-    if text is None and isinstance(turns, list) and turns:
-        text = turns[0]
-    if not isinstance(text, str):
-        raise ValueError('expected a text under "prompt"')
-    return Prompt(index, name, text, encode(target, text, chat), entry)
-
-
-def _infilling(index, name, entry, target: LM) -> Prompt:
-    """A line with a text's parts, whose middle is asked for."""
-    parts = [entry.get(part) for part in ("prefix", "suffix")]
-    if not all(isinstance(part, str) for part in parts):
-        raise ValueError('expected texts under "prefix" and "suffix"')
-    return Prompt(index, name, parts[0], encode_infilling(target, *parts), entry)
+        asked, constraints = read_case(entry)
+        for reward in rewards:
+            reward.check(target.tokenizer, [constraints])
+        text = asked if isinstance(asked, str) else plain(asked)
+        tokens = encode(target, asked if chat else text, chat)
+    elif "prefix" in entry or "suffix" in entry:
+        text, suffix = entry.get("prefix"), entry.get("suffix")
+        if not isinstance(text, str) or not isinstance(suffix, str):
+            raise ValueError('expected texts under "prefix" and "suffix"')
+        tokens = encode_infilling(target, text, suffix)
+    else:
+        text, turns = entry.get("prompt"), entry.get("turns")
+        if text is None and isinstance(turns, list) and turns:
+            text = turns[0]  # of Spec-Bench's questions the first turn is the prompt
+        if not isinstance(text, str):
+            raise ValueError('expected a text under "prompt"')
+        tokens = encode(target, text, chat)
+    return Prompt(index, name, text, tokens, entry, constraints)
 
 
 def encode_infilling(target: LM, prefix: str, suffix: str) -> list[int]:
@@ -122,17 +126,7 @@ def encode_infilling(target: LM, prefix: str, suffix: str) -> list[int]:
     return list(encode_prompt(target, infill_prompt(target, prefix, suffix)))
 
 
-def _case(index, name, entry, target: LM, chat: bool, rewards: Sequence[Reward]) -> Prompt:
-    """A line of a task; see :mod:`infer.formats`."""
-    asked, constraints = read_case(entry)
-    for reward in rewards:
-        reward.check(target.tokenizer, [constraints])
-    text = asked if isinstance(asked, str) else plain(asked)
-    tokens = encode(target, asked if chat else text, chat)
-    return Prompt(index, name, text, tokens, entry, constraints)
-
-
-def encode(target: LM, text: str | list[dict[str, str]], chat: bool) -> list[int]:
+def encode(target: LM, text: str | list[Message], chat: bool) -> list[int]:
     """A prompt's token ids; with ``chat`` through the model's template, messages or a text.
 
     Raises:
@@ -153,55 +147,3 @@ def _check_characters(text: str) -> None:
         raise OptionError(
             "a prompt holds half of a surrogate pair; give whole characters"
         ) from None
-
-
-class Output:
-    """The result file: knows what is done and appends what is not."""
-
-    def __init__(self, path: str, settings: dict[str, object]):
-        self._path = Path(path)
-        self._settings = settings
-        self._check_writable()
-        self.done = set(self._finished())
-
-    def _check_writable(self) -> None:
-        try:
-            self._path.open("ab").close()
-        except OSError as error:
-            raise OptionError(f"--out {self._path}: cannot be written ({error.strerror})") from None
-
-    def _finished(self) -> Iterator[tuple[int, int]]:
-        """(index, sample) of each whole line; a torn last line is cut off the file.
-
-        Raises:
-          OptionError: the file was written by a job with other settings, or is no result file.
-        """
-        data = self._path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.splitlines(), 1):
-            try:
-                entry = json.loads(line)
-                yield entry["index"], entry["sample"]
-            except (ValueError, KeyError, TypeError):
-                raise OptionError(
-                    f"--out {self._path}: line {number} is no result of this "
-                    "program; choose another file"
-                ) from None
-            for name, value in self._settings.items():
-                if entry.get(name) != value:
-                    raise OptionError(
-                        f"--out {self._path}: was written with {name}={entry.get(name)!r}, this "
-                        f"job has {value!r}; choose another file"
-                    )
-        if len(whole) < len(data):
-            with self._path.open("r+b") as file:
-                file.truncate(len(whole))
-                os.fsync(file.fileno())
-
-    def append(self, entry: dict) -> None:
-        """Writes one row in one piece and returns once it is on disk."""
-        line = (json.dumps(entry, ensure_ascii=False) + "\n").encode()
-        with self._path.open("ab") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())

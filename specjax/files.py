@@ -34,3 +34,11 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown, a line for the head, a rule and one line per row."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def append_line(path: str | os.PathLike, line: str) -> None:
+    """Appends a line of UTF-8 in one piece, and returns once it is on disk."""
+    with open(path, "ab") as file:
+        file.write(f"{line}\n".encode())
+        file.flush()
+        os.fsync(file.fileno())

@@ -13,7 +13,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models import KVCache, ModelConfig, forward, init_cache, logits_of
+from specjax.models import (
+    KVCache,
+    ModelConfig,
+    forward,
+    hidden_states,
+    init_cache,
+    logits_of,
+)
 from specjax.probs import fit_vocabulary, limit_vocabulary
 
 
@@ -96,7 +103,19 @@ class Net:
             base=base,
             tree_positions=tree_positions,
         )
+        return self._head(hidden, at), cache
+
+    def rescore(
+        self, tokens: Int[Array, "B T"], at: Int[Array, "B n"] | None = None
+    ) -> Float[Array, "B n V"]:
+        """float32 logits after the tokens of whole rows, without a cache; ``at`` as above."""
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        segments = jnp.ones_like(positions)
+        hidden = hidden_states(self.config, self.params, tokens, positions, segments)
+        return self._head(hidden, at)
+
+    def _head(self, hidden: Float[Array, "B N D"], at: Int[Array, "B n"] | None):
         if at is not None:
             hidden = jnp.take_along_axis(hidden, at[:, :, None], axis=1)
         logits = logits_of(self.config, self.params, hidden).astype(jnp.float32)
-        return limit_vocabulary(fit_vocabulary(logits, self.vocab), self.vocab_limit), cache
+        return limit_vocabulary(fit_vocabulary(logits, self.vocab), self.vocab_limit)

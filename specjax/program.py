@@ -7,9 +7,9 @@ lies in a module that :func:`run` imports when the arguments are good.
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.metadata
 import os
+import pkgutil
 import sys
 from typing import NoReturn
 
@@ -40,9 +40,9 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(BAD_INPUT)
 
 
-def say(name: str, problem: object) -> None:
-    """Tells a user on stderr, in one line, what is wrong; ``name`` is the program's."""
-    print(f"{name}: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)
+def say(name: str, message: object) -> None:
+    """Tells a user something on stderr, in one line; ``name`` is the program's."""
+    print(f"{name}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 
 
 def run(name: str, work: str, args: argparse.Namespace) -> int:
@@ -50,9 +50,8 @@ def run(name: str, work: str, args: argparse.Namespace) -> int:
 
     What the user asked wrongly is one line and 2, an interrupt 130.
     """
-    module, _, function = work.partition(":")
     try:
-        return getattr(importlib.import_module(module), function)(args)
+        return pkgutil.resolve_name(work)(args)
     except SpecjaxError as error:
         say(name, error)
         return BAD_INPUT

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import specjax as sj
-from infer.cli import use_compilation_cache
+from infer.loading import use_compilation_cache
 from specjax.models import ModelConfig, init_params, save_pretrained
 from train.data.corpus import Document
 from train.data.tokenizer import train_tokenizer

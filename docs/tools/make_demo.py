@@ -1,4 +1,4 @@
-"""Draws docs/demo.svg, the README's picture, from a real run: python docs/make_demo.py"""
+"""Draws docs/demo.svg, the README's picture, from a real run: python docs/tools/make_demo.py"""
 
 import re
 from pathlib import Path
@@ -6,8 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 import specjax as sj
-from infer.run.commands import demo_prompt
-from infer.run.job import DEMO_GAMMA
+from infer.run.job import DEMO_GAMMA, demo_prompt
 from infer.run.screen import Screen
 
 TOKENS, WIDTH = 96, 92
@@ -17,7 +16,7 @@ def main() -> None:
     """Records the screen of ``python -m infer.run`` with fewer tokens."""
     target, draft = sj.load("demo"), sj.load("demo-draft")
     console = Console(record=True, force_terminal=True, width=WIDTH, highlight=False)
-    screen = Screen(target, (), console)
+    screen = Screen(target, console)
     text = demo_prompt()
     screen.prompt(text)
     for piece in sj.stream(

@@ -1,4 +1,4 @@
-"""Measures and draws the pages' figures and the overview: python docs/make_figures.py
+"""Measures and draws the pages' figures and the overview: python docs/tools/make_figures.py
 
 With names (`gamma tau overview`) only those runs; `--draw` draws from the numbers that
 docs/figures already holds. Every run is one of infer.bench on the embedded pair.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.bench import commands as bench
+from specjax.files import markdown_table, write_text
 from specjax.methods import METHODS
 
 FIGURES = Path(__file__).parents[1] / "figures"
@@ -125,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not args.draw:
             measure(name)
         if name == "overview":
-            OVERVIEW.write_text(overview_page(read("overview")), encoding="utf-8")
+            write_text(OVERVIEW, overview_page(read("overview")))
         else:
             draw(SWEEPS[name], read(name), FIGURES / f"{name}.svg")
         if name == "k":
@@ -146,7 +147,7 @@ def measure(name: str) -> None:
     kept = {"command": " ".join(["python -m infer.bench", *command]), "rows": rows}
     kept |= {key: report[key] for key in ("machine", "prompts", "max_new_tokens", "c")}
     text = json.dumps(kept, indent=1, ensure_ascii=False)
-    (FIGURES / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    write_text(FIGURES / f"{name}.json", text + "\n")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -245,11 +246,11 @@ def draw(sweep: Sweep, report: dict[str, Any], path: Path) -> None:
 
 def _lines(sweep: Sweep, rows: list[dict]) -> dict[str, list[dict]]:
     """Rows that carry the option, by method, in the order of its values."""
-    found: dict[str, list[dict]] = {}
+    lines: dict[str, list[dict]] = {}
     for row in rows:
         if sweep.option in row["options"]:
-            found.setdefault(row["method"], []).append(row)
-    return found
+            lines.setdefault(row["method"], []).append(row)
+    return lines
 
 
 def _value(value: Any) -> Any:
@@ -302,12 +303,12 @@ def _name(axis: Any, text: str, point: tuple[float, float], color: str) -> None:
 
 HEAD = """# All methods side by side
 
-<!-- Written by docs/make_figures.py from docs/figures/overview.json. -->
+<!-- Written by docs/tools/make_figures.py from docs/figures/overview.json. -->
 
 The embedded pair on {prompts} held-out functions, {max_new_tokens} new tokens each, batch 1,
 float32, default options, on {cores} core(s) of {cpu}. Speed is the ratio to plain decoding of the
 same mode; perplexity is that of the output under the unwarped target; sampled is temperature 0.8,
-top-p 0.9. One command measures and writes this page: `python docs/make_figures.py overview`,
+top-p 0.9. One command measures and writes this page: `python docs/tools/make_figures.py overview`,
 which runs
 
     {command}
@@ -321,23 +322,21 @@ def overview_page(report: dict[str, Any]) -> str:
     """The table of methods: speed, tokens per round and perplexity, greedy and sampled."""
     head = HEAD.format(**report["machine"], **report)
     names = dict.fromkeys(row["method"] for row in report["rows"])
-    found = {(row["method"], row["mode"]): row for row in report["rows"]}
-    lines = [
-        "| method | lossless | greedy: speed | tokens/round | perplexity "
-        "| sampled: speed | tokens/round | perplexity |",
-        "|" + " --- |" * 8,
-    ]
+    measured = {(row["method"], row["mode"]): row for row in report["rows"]}
+    figures = "tokens/round", "perplexity"
+    columns = "method", "lossless", "greedy: speed", *figures, "sampled: speed", *figures
+    rows = []
     for name in names:
         cells = [f"`{name}`", "yes" if METHODS[name].lossless else "no"]
         for mode in ("greedy", "sampled"):
-            row = found[name, mode]
+            row = measured[name, mode]
             cells += [
                 f"{row['speedup'] or 1.0:.2f}",
                 f"{row['block_efficiency']:.2f}",
                 f"{row['perplexity']:.2f}",
             ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([head, *lines, ""])
+        rows.append(cells)
+    return head + "\n" + markdown_table(columns, rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes docs/methods.md from the table of methods: python docs/make_methods.py"""
+"""Writes docs/methods.md from the table of methods: python docs/tools/make_methods.py"""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 
 import specjax as sj
 from specjax.errors import PairError
+from specjax.files import markdown_table
 from specjax.methods import (
     DRAFTERS,
     METHODS,
@@ -24,7 +25,7 @@ from specjax.models import ModelConfig, init_params
 PAGE = Path(__file__).parents[1] / "methods.md"
 HEAD = """# Methods
 
-<!-- Written by docs/make_methods.py from specjax/methods.py; a test keeps it current. -->
+<!-- Written by docs/tools/make_methods.py from specjax/methods.py; a test keeps it current. -->
 
 A method is a drafter, a target distribution and an acceptance rule. **Lossless** means: the
 emitted sequence has exactly the law of sampling token by token from the target distribution,
@@ -44,7 +45,8 @@ def make_page() -> str:
         [f"`{s.name}`", _composition(s), "yes" if s.lossless else "no", s.summary, s.paper]
         for s in METHODS.values()
     ]
-    parts = [HEAD, _table(("method", "drafter × rule", "lossless", "what it does", "from"), named)]
+    columns = ("method", "drafter × rule", "lossless", "what it does", "from")
+    parts = [HEAD, markdown_table(columns, named)]
     for title, table in (
         ("Drafters", DRAFTERS),
         ("Target distributions", TARGET_DISTS),
@@ -52,7 +54,7 @@ def make_page() -> str:
         ("Searches", SEARCHES),
     ):
         rows = [[f"`{name}`", part.summary, _options(part.options)] for name, part in table.items()]
-        parts.append(f"## {title}\n\n" + _table(("name", "what it is", "options"), rows))
+        parts.append(f"## {title}\n\n" + markdown_table(("name", "what it is", "options"), rows))
     return "\n".join([*parts, _matrix()])
 
 
@@ -64,16 +66,16 @@ def _matrix() -> str:
     for drafter in DRAFTERS:
         cells = []
         for rule in RULES:
-            found = {_refusal(compose(drafter, rule, t), model) for t in TARGET_DISTS}
-            assert len(found) == 1, "the page says that the target distribution does not matter"
-            (reason,) = found
+            refusals = {_refusal(compose(drafter, rule, t), model) for t in TARGET_DISTS}
+            assert len(refusals) == 1, "the page says that the target distribution does not matter"
+            (reason,) = refusals
             if reason is None:
                 cells.append("✓" if compose(drafter, rule).lossless else "~")
             else:
                 cells.append("–")
                 reasons.append(f"- `{drafter}` × `{rule}`: {reason}.")
         rows.append([f"`{drafter}`", *cells])
-    lines.append(_table(("drafter", *(f"`{rule}`" for rule in RULES)), rows))
+    lines.append(markdown_table(("drafter", *(f"`{rule}`" for rule in RULES)), rows))
     return "\n".join([*lines, "Why pairs are refused:", "", *reasons, ""])
 
 
@@ -105,11 +107,6 @@ def _options(options: Mapping[str, Option]) -> str:
 
     said = [f"`{name}={value(o.default)}` {o.help}" for name, o in options.items()]
     return "; ".join(said)
-
-
-def _table(head, rows) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows), ""])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Times compiling each family, layers unrolled against scanned: python docs/measure_compile.py
+"""Times compiling each family, unrolled against scanned: python docs/tools/measure_compile.py
 
 Tracing, lowering and compiling, without weights: the gradient of a training loss both ways, and
 the pass over 5 tokens per row that verifies a draft, which is always unrolled. Narrow models: what

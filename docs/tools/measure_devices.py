@@ -1,4 +1,4 @@
-"""Compiles decoding for TPUs, without any: python docs/measure_devices.py [METHOD ...]
+"""Compiles decoding for TPUs, without any: python docs/tools/measure_devices.py [METHOD ...]
 
 Prints the table of devices.md: an 8B target with a 1B draft (the shapes of Llama 3, bfloat16) on
 chips of a v5e slice, eight rows of 2048 slots. Needs libtpu, which compiles without a TPU, and no

@@ -1,4 +1,4 @@
-"""Loads a sharded 1 B checkpoint here and in transformers: python docs/measure_loading.py
+"""Loads a sharded 1 B checkpoint here and in transformers: python docs/tools/measure_loading.py
 
 Random weights of TinyLlama's shape, bfloat16 on disk, in files of at most 1 GB; every load is a
 process of its own that starts with its imports done and the files in the page cache, and ends with

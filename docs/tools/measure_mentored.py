@@ -1,4 +1,4 @@
-"""Times mentored decoding's solve beside a target pass: python docs/measure_mentored.py
+"""Times mentored decoding's solve beside a target pass: python docs/tools/measure_mentored.py
 
 8 rows of γ + 1 = 5 positions at V = 152,064, the target of Qwen2.5-0.5B's shape with random
 weights: the smallest of its family, so the solve weighs most. Prints ratios of interleaved timings.
@@ -56,8 +56,8 @@ def main() -> None:
             if turn:  # the first compiles
                 seconds[name].append(time.perf_counter() - began)
     whole = seconds.pop("target pass")
-    for name, found in seconds.items():
-        ratio = statistics.median(a / b for a, b in zip(found, whole, strict=True))
+    for name, solving in seconds.items():
+        ratio = statistics.median(a / b for a, b in zip(solving, whole, strict=True))
         print(f"{name}: {ratio:.3f} of a target pass")
 
 

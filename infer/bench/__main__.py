@@ -1,7 +1,5 @@
 """``python -m infer.bench``."""
 
-import sys
-
 from infer.bench.commands import main
 
-sys.exit(main())
+raise SystemExit(main())

@@ -92,12 +92,8 @@ def _visible(nvml) -> list:
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
     if not named:
         return [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    return [
-        nvml.nvmlDeviceGetHandleByIndex(int(name))
-        if name.isdigit()
-        else nvml.nvmlDeviceGetHandleByUUID(name)
-        for name in named.split(",")
-    ]
+    by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
+    return [by_index(int(n)) if n.isdigit() else by_uuid(n) for n in named.split(",")]
 
 
 def find_meter(platform: str) -> Meter | None:

@@ -17,10 +17,9 @@ from typing import Any
 
 def load(directory: str) -> Any:
     """The model in float32, ready to decode."""
-    import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
 
 
 class Clock:
@@ -30,10 +29,8 @@ class Clock:
         self.began, self.first = time.perf_counter(), None
 
     def __call__(self, ids: Any, scores: Any, **_: Any) -> Any:
-        import torch
-
         self.first = self.first or time.perf_counter() - self.began
-        return torch.zeros(len(ids), dtype=torch.bool)
+        return ids[:, 0] < 0  # no row ends here
 
 
 def decode(model: Any, prompts: list[list[int]], budget: int, **more: Any) -> dict[str, Any]:
@@ -43,7 +40,7 @@ def decode(model: Any, prompts: list[list[int]], budget: int, **more: Any) -> di
     out: dict[str, Any] = {"tokens": [], "seconds": [], "first_token_s": []}
     for prompt in prompts:
         ids, clock = torch.tensor([prompt]), Clock()
-        found = model.generate(
+        generated = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
@@ -55,19 +52,17 @@ def decode(model: Any, prompts: list[list[int]], budget: int, **more: Any) -> di
         )
         out["seconds"].append(time.perf_counter() - clock.began)
         out["first_token_s"].append(clock.first)
-        out["tokens"].append(found[0, len(prompt) :].tolist())
+        out["tokens"].append(generated[0, len(prompt) :].tolist())
     pairs = zip(out["tokens"], out["seconds"], strict=True)
     return out | {"tokens_per_second": [len(tokens) / seconds for tokens, seconds in pairs]}
 
 
 def make_modes(job: dict[str, Any]) -> tuple[Any, dict[str, dict[str, Any]]]:
     """The target, and the arguments of ``generate`` for each mode."""
-    import torch
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    torch.set_num_threads(job["threads"])
     modes: dict[str, dict[str, Any]] = {"generate": {}}
     if job["draft"]:
         draft = load(job["draft"])
@@ -84,6 +79,7 @@ def serve(lines: Any) -> Any:
     import torch
 
     job = json.loads(next(lines))
+    torch.set_num_threads(job["threads"])
     target, modes = make_modes(job)
     with torch.inference_mode():
         for more in modes.values():

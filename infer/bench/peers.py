@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import json
 import os
 import subprocess
@@ -12,28 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from infer.timing import Result, mismatches
+from infer.bench.measure import Result
+from infer.bench.rescoring import mismatches
 from specjax.errors import OptionError
 from specjax.lm import LM
 
-PEERS = ("transformers",)
 MODES = (
     ("generate", "autoregressive"),
     ("assisted", "speculative"),
     ("assisted-default", "speculative"),
 )
-
-
-def check_peer(name: str) -> None:
-    """Refuses a peer that cannot run here, before anything is loaded.
-
-    Raises:
-      OptionError: unknown, or what it needs is not installed.
-    """
-    if name not in PEERS:
-        raise OptionError(f"--peer {name}: choose {', '.join(PEERS)}")
-    if importlib.util.find_spec("torch") is None:
-        raise OptionError('--peer transformers needs torch: pip install "specjax[torch]"')
 
 
 class TransformersPeer:
@@ -85,11 +73,9 @@ class TransformersPeer:
         self.answers.append(self._ask({"repeat": number}))
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the answer, or its absence, says why
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the answer, or its absence, says why
         line = self._process.stdout.readline()
         if not line:
             raise OptionError(f"the transformers peer ended with {self._process.wait()}")
@@ -108,14 +94,9 @@ def peer_rows(
     """
     rows = []
     for name, ours in MODES:
-        mine = next(
-            (
-                r
-                for r in results
-                if r.case.method == ours and r.case.mode == "greedy" and r.case.batch_size == 1
-            ),
-            None,
-        )
+        of = (ours, "greedy", 1)
+        cases = ((r.case.method, r.case.mode, r.case.batch_size) for r in results)
+        mine = next((r for r, case in zip(results, cases, strict=True) if case == of), None)
         theirs = [answer[name] for answer in answers if name in answer]
         if mine is None or not theirs:
             continue

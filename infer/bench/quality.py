@@ -1,4 +1,4 @@
-"""What a lossy method's output is worth: KL to the target, ROUGE-L, pass@1.
+"""What a lossy method's output is worth: KL to the target, ROUGE-L, exact matches.
 
 Axis legend: S slots of a row, V vocabulary.
 """
@@ -6,24 +6,27 @@ Axis legend: S slots of a row, V vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import specjax as sj
-from infer.timing import Result, padded_row
+from infer.bench.measure import Result
+from infer.bench.rescoring import padded_row
 from specjax import probs
 from specjax.draft.chain import NEVER_STOPS
+from specjax.infill import exact_matches
 from specjax.methods import METHODS
 from specjax.metrics import rouge_l
-from specjax.models import ModelConfig, hidden_states, logits_of
+from specjax.net import Net
 from specjax.types import FROM_DRAFT, Warp
 from specjax.verify.mentored import mentor_levels, mentored_kl
-from specjax.warp import fit_vocabulary, limit_vocabulary, warp
+from specjax.warp import warp
 
-EXACT, UNKNOWN = "exact", "n/a"
+LOSSLESS, UNKNOWN = "exact", "n/a"  # what stands in place of a number
 
 
 def kl_to_target(
@@ -41,25 +44,21 @@ def kl_to_target(
     """
     case, spec = result.case, METHODS[result.case.method]
     if spec.lossless and spec.target_dist == "warped":
-        return EXACT
+        return LOSSLESS
     # A draft that stops early leaves no trace of whether its last token was a bonus.
     if case.method != "mentored" or case.options["stop"] != NEVER_STOPS:
         return UNKNOWN
-    limits = (target.vocab_limit, min(target.vocab_limit, draft.vocab_limit))
     total = count = 0.0
     for prompt, tokens, origin in zip(prompts, result.tokens, result.origins, strict=True):
-        found = _token_kl(
-            target.config,
-            draft.config,
-            limits,
+        divergences = _token_kl(
+            target.net,
+            draft.net.over(target.net),
             case.options["draft_warp"],
-            target.params,
-            draft.params,
             padded_row(prompt, tokens),
             case.sampling.arrays(1),
             jnp.float32(case.options["max_kl"]),
         )
-        kl = np.asarray(found, np.float64)[len(prompt) - 1 :][: len(tokens)]
+        kl = np.asarray(divergences, np.float64)[len(prompt) - 1 :][: len(tokens)]
         total += kl[was_tested(origin, case.options["gamma"])].sum()
         count += len(tokens)
     return float(total / count)
@@ -74,38 +73,29 @@ def was_tested(origin: np.ndarray, gamma: int) -> np.ndarray:
     return tested
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=2)
 def _token_kl(
-    cfg: ModelConfig,
-    draft_cfg: ModelConfig,
-    limits: tuple[int, int],
-    draft_warp: bool,
-    params: dict,
-    draft_params: dict,
-    row: jax.Array,
-    settings: Warp,
-    max_kl: jax.Array,
+    target: Net, draft: Net, draft_warp: bool, row: jax.Array, settings: Warp, max_kl: jax.Array
 ) -> jax.Array:
     """KL(p‖π) of mentored decoding's next token after every slot ``[S]``; one trace per bucket."""
-
-    def logits(cfg, params):
-        at = jnp.arange(row.shape[1], dtype=jnp.int32)[None]
-        hidden = hidden_states(cfg, params, row, at, jnp.ones_like(row))
-        return logits_of(cfg, params, hidden).astype(jnp.float32)
-
-    log_p = warp(logits(cfg, params), settings, limits[0])[0]
-    draft = fit_vocabulary(logits(draft_cfg, draft_params), log_p.shape[-1])
-    log_q = (
-        warp(draft, settings, limits[1])
-        if draft_warp
-        else probs.log_softmax(limit_vocabulary(draft, limits[1]))
-    )[0]
+    log_p, drafted = warp(target.rescore(row), settings)[0], draft.rescore(row)
+    log_q = (warp(drafted, settings) if draft_warp else probs.log_softmax(drafted))[0]
     bound = jnp.broadcast_to(max_kl, log_p.shape[:1])
     return mentored_kl(log_p, log_q, *mentor_levels(log_p, log_q, bound))
 
 
 def mean_rouge(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float | None:
     """ROUGE-L over the prompts that have a reference; None where none has."""
-    values = [rouge_l(text, known) for text, known in zip(texts, references, strict=True)]
-    values = [value for value in values if value is not None]
+    scores = [rouge_l(text, known) for text, known in zip(texts, references, strict=True)]
+    values = [score for score in scores if score is not None]
     return float(np.mean(values)) if values else None
+
+
+def exact_match(tasks: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> float | None:
+    """The share of infilled texts that are the task's ``middle``; None without such tasks."""
+    pairs = [
+        (text, task["middle"])
+        for task, text in zip(tasks, texts, strict=True)
+        if "suffix" in task and isinstance(task.get("middle"), str)
+    ]
+    return exact_matches(*zip(*pairs, strict=True)) if pairs else None

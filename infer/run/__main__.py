@@ -1,7 +1,5 @@
 """``python -m infer.run``."""
 
-import sys
-
 from infer.run.commands import main
 
-sys.exit(main())
+raise SystemExit(main())

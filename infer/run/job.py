@@ -5,48 +5,114 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
-import sys
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import specjax as sj
-from infer.prompts import Output, read_prompts
-from infer.run.record import record
+from infer.loading import load_models, use_compilation_cache
+from infer.prompts import Prompt, encode, encode_infilling, read_prompts
+from infer.run.output import Output, row_object
 from infer.run.screen import Compiling, Screen, printable
-from specjax.errors import OptionError
+from specjax.demo.heldout import held_out_functions
+from specjax.errors import OptionError, SpecjaxError
 from specjax.infill import ending_middles
 from specjax.methods import MethodSpec, compose, method
-from specjax.rewards import Combined, combine
+from specjax.program import say
+from specjax.rewards import Combined, RewardWarning, combine
 
+BAD_LINES = 3  # the exit code where some input lines were bad
 DEMO_GAMMA = 3  # what the embedded pair is fastest with: see the README's table
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how JAX's errors begin where an allocation failed
 ROUNDS_PER_PIECE = 2  # of a streamed prompt: often enough to read along
+
+
+def run_job(args: argparse.Namespace) -> int:
+    """Decodes what the arguments ask for; returns the exit code.
+
+    Raises:
+      SpecjaxError: they cannot be met, or memory does not suffice.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", RewardWarning)
+        warnings.showwarning = lambda message, *_: say("infer.run", message)
+        try:
+            return _run(args)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and OUT_OF_MEMORY not in str(error):
+                raise
+            raise SpecjaxError(
+                "out of memory; lower --batch-size or --max-new-tokens, or see --plan for what fits"
+            ) from None
+
+
+def _run(args: argparse.Namespace) -> int:
+    compiles = use_compilation_cache()
+    want_draft = check_method(args)
+    target, draft = load_models(args, want_draft, args.mesh)
+    if args.prefix is not None:
+        target = ending_middles(target)
+    job = Job.create(args, target, draft)
+    if args.prompts or args.task:
+        return _batch(job)
+    prompt = _only_prompt(args, target)
+    if args.json or args.out:
+        job.decode([prompt])
+    else:
+        job.show(prompt, compiles)
+    return 0
+
+
+def _batch(job: Job) -> int:
+    """A file of prompts, or a task; bad lines are reported and the rest goes on."""
+    args, path = job.args, job.args.prompts or job.args.task
+    rewards = (job.reward.parts if job.reward else ()) if args.task else None
+    prompts, bad = read_prompts(path, job.target, args.chat, rewards)
+    for line in bad:
+        say("infer.run", f"{path} line {line.number}: {line.reason}")
+    if any("suffix" in prompt.entry for prompt in prompts):
+        job = dataclasses.replace(job, target=ending_middles(job.target))
+    job.decode(prompts)
+    return BAD_LINES if bad else 0
+
+
+def _only_prompt(args: argparse.Namespace, target: sj.LM) -> Prompt:
+    """``--prompt``, or ``--prefix`` with ``--suffix``, or else the demo's."""
+    if args.prefix is not None:
+        tokens = encode_infilling(target, args.prefix, args.suffix)
+        return Prompt(0, 0, args.prefix, tokens, {})
+    text = args.prompt if args.prompt is not None else demo_prompt()
+    return Prompt(0, 0, text, encode(target, text, args.chat), {})
+
+
+def demo_prompt() -> str:
+    """A held-out function of the standard library, up to its body."""
+    functions, changed = held_out_functions(1)
+    for warning in changed:
+        say("infer.run", warning)
+    return functions[0].prompt
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     """The models and every setting of a run, checked."""
 
+    args: argparse.Namespace
     target: sj.LM
-    draft: sj.LM | None
-    name: str
-    arguments: dict[str, Any]
-    chat: bool
-    as_json: bool
-    samples: int
-    batch_size: int
+    method: str
+    arguments: dict[str, Any]  # of sj.generate
     settings: dict[str, Any]  # what a result file must have been written with
     reward: Combined | None
 
     @classmethod
     def create(cls, args: argparse.Namespace, target: sj.LM, draft: sj.LM | None) -> Job:
         """Raises OptionError or PairError for what does not fit, before anything compiles."""
-        name = args.method or ("speculative" if draft else "autoregressive")
-        parts = _parts(args, draft is not None)
-        spec = compose(**parts) if parts else method(name)
-        options = spec.resolve(_demo_options(args, spec) | args.options)
+        spec, named = _chosen(args, draft is not None)
+        demo = {"gamma": DEMO_GAMMA} if args.target == "demo" and "gamma" in spec.options else {}
+        options = spec.resolve(demo | dict(args.set))
         sampling = sj.Sampling(args.temperature, args.top_k, args.top_p)
-        arguments = parts | {
-            "method": name,
+        reward = _reward(args, spec)
+        arguments = named | {
             "draft": draft,
             "options": options,
             "sampling": sampling,
@@ -54,6 +120,7 @@ class Job:
             "seed": args.seed,
             "stop": tuple(args.stop),
             "logprobs": args.logprobs,
+            "reward": reward,
         }
         settings = {
             "method": spec.name,
@@ -63,112 +130,67 @@ class Job:
             "max_new_tokens": args.max_new_tokens,
             "target": args.target,
             "draft": draft.source if draft else None,
-            "stop": list(args.stop),
+            "stop": args.stop,
             "chat": args.chat,
         }
-        reward = _reward(args, spec)
         if reward:
-            arguments["reward"] = reward
             settings["reward"] = args.reward or [part.name for part in reward.parts]
-        settings |= {} if args.suffix is None else {"suffix": args.suffix}
+        if args.suffix is not None:
+            settings["suffix"] = args.suffix
         settings = json.loads(json.dumps(settings))  # as they read back from a result file
-        return cls(
-            target,
-            draft,
-            spec.name,
-            arguments,
-            args.chat,
-            args.json,
-            args.num_samples,
-            args.batch_size,
-            settings,
-            reward,
-        )
+        return cls(args, target, spec.name, arguments, settings, reward)
 
-    def show(self, text: str, tokens: list[int], compiles: bool) -> int:
-        """Streams one prompt's completions, one after the other; arguments as in `objects`."""
+    def show(self, prompt: Prompt, compiles: bool) -> None:
+        """Streams one prompt's completions, one after the other."""
         waiting, screen, shown = Compiling(compiles), None, None
         pieces = sj.stream(
             self.target,
-            [tokens],
+            [prompt.tokens],
             rounds_per_piece=ROUNDS_PER_PIECE,
-            num_samples=self.samples,
+            num_samples=self.args.num_samples,
             batch_size=1,
             **self.arguments,
         )
         for piece in pieces:
             waiting.done()
             if piece.generation is not None:
-                screen.summary(piece.generation, self.name)
+                screen.summary(piece.generation, self.method)
                 break
             if piece.index != shown:
                 if screen:
                     screen.end()
-                screen, shown = Screen(self.target, self.arguments["stop"]), piece.index
-                screen.prompt(text)
+                screen, shown = Screen(self.target), piece.index
+                screen.prompt(prompt.text)
             screen.piece(piece)
-        return 0
 
-    def objects(self, text: str, tokens: list[int], out: str | None) -> int:
-        """One prompt's completions as JSON objects; ``text`` is shown, ``tokens`` are decoded."""
-        output = Output(out, self.settings) if out else None
-        self._decode([(0, 0, text, tokens, {})], output)
-        return 0
-
-    def batch(self, path: str, out: str | None, task: bool = False) -> int:
-        """A file of prompts, or a task; bad lines are reported and the rest goes on."""
-        rewards = (self.reward.parts if self.reward else ()) if task else None
-        prompts, bad = read_prompts(path, self.target, self.chat, rewards)
-        for line in bad:
-            print(f"infer.run: {path} line {line.number}: {line.reason}", file=sys.stderr)
-        output = Output(out, self.settings) if out else None
-        if any("suffix" in p.entry for p in prompts):
-            self = dataclasses.replace(self, target=ending_middles(self.target))
-        self._decode([(p.index, p.id, p.text, p.tokens, p.constraints) for p in prompts], output)
-        return 3 if bad else 0
-
-    def _decode(self, rows: list[tuple], output: Output | None) -> None:
-        """Decodes in batches of ``batch_size`` rows; each batch is on disk before the next."""
-        if output:
-            wanted = range(self.samples)
-            rows = [r for r in rows if not all((r[0], s) in output.done for s in wanted)]
-        per_batch = max(1, self.batch_size // self.samples)
-        for first in range(0, len(rows), per_batch):
-            part = rows[first : first + per_batch]
+    def decode(self, prompts: Sequence[Prompt]) -> None:
+        """Decodes in batches of ``--batch-size`` rows; each batch is out before the next."""
+        samples, rows = self.args.num_samples, self.args.batch_size
+        output = Output(self.args.out, self.settings) if self.args.out else None
+        done = output.done if output else set()
+        prompts = [p for p in prompts if not done.issuperset((p.index, s) for s in range(samples))]
+        per_batch = max(1, rows // samples)
+        for first in range(0, len(prompts), per_batch):
+            part = prompts[first : first + per_batch]
             generation = sj.generate(
                 self.target,
-                [tokens for *_, tokens, _ in part],
-                indices=[index for index, *_ in part],
-                constraints=[constraints for *_, constraints in part],
-                num_samples=self.samples,
-                batch_size=min(per_batch * self.samples, self.batch_size),
+                [prompt.tokens for prompt in part],
+                indices=[prompt.index for prompt in part],
+                constraints=[prompt.constraints for prompt in part],
+                num_samples=samples,
+                batch_size=min(per_batch * samples, rows),
                 **self.arguments,
             )
-            for i in range(len(part) * self.samples):
-                (index, name, text, *_), sample = part[i // self.samples], i % self.samples
-                head = {"id": name, "index": index, "sample": sample, "prompt": text}
-                entry = record(generation, i, **head, **self.settings)
-                entry |= self._rewards(generation, i)
+            for row in range(len(part) * samples):
+                prompt, sample = part[row // samples], row % samples
+                head = {"id": prompt.id, "index": prompt.index, "sample": sample}
+                head |= {"prompt": prompt.text} | self.settings
+                entry = row_object(generation, row, head, self.reward)
                 if output is None:
-                    self._print(entry)
-                elif (index, sample) not in output.done:
+                    shown = json.dumps(entry) if self.args.json else printable(entry["text"])
+                    print(shown, flush=True)
+                elif (prompt.index, sample) not in done:
                     output.append(entry)
-
-    def _rewards(self, generation: sj.Generation, row: int) -> dict[str, Any]:
-        """Each reward of a row, and whether all are satisfied."""
-        if self.reward is None:
-            return {}
-        scores = generation.rewards[row].tolist()
-        # JSON has no infinity: null is a reward that failed.
-        said = [score if math.isfinite(score) else None for score in scores]
-        names = [part.name for part in self.reward.parts]
-        return {
-            "rewards": [{"name": n, "score": s} for n, s in zip(names, said, strict=True)],
-            "satisfied": self.reward.satisfied(scores),
-        }
-
-    def _print(self, entry: dict[str, Any]) -> None:
-        print(json.dumps(entry) if self.as_json else printable(entry["text"]), flush=True)
 
 
 def check_method(args: argparse.Namespace) -> bool:
@@ -176,17 +198,29 @@ def check_method(args: argparse.Namespace) -> bool:
 
     Said before models load, which can take minutes.
     """
-    parts = _parts(args, has_draft=True)
-    if not parts and args.method is None:
-        return True
-    spec = compose(**parts) if parts else method(args.method)
-    spec.resolve(args.options)
+    if not (args.method or args.drafter or args.rule or args.target_dist):
+        return True  # a draft, where there is one, decides
+    spec, _ = _chosen(args, has_draft=True)
+    spec.resolve(dict(args.set))
     _reward(args, spec)
     if spec.needs_reward and args.temperature:
         raise OptionError(
             f"--temperature {args.temperature}: method {spec.name} is greedy; leave it out"
         )
     return spec.needs_draft
+
+
+def _chosen(args: argparse.Namespace, has_draft: bool) -> tuple[MethodSpec, dict[str, str]]:
+    """The method asked for, and the arguments of ``sj.generate`` that name it or its parts."""
+    if not (args.drafter or args.rule or args.target_dist):
+        name = args.method or ("speculative" if has_draft else "autoregressive")
+        return method(name), {"method": name}
+    parts = {
+        "drafter": args.drafter or ("chain" if has_draft else "none"),
+        "rule": args.rule or "speculative",
+        "target_dist": args.target_dist or "warped",
+    }
+    return compose(**parts), parts
 
 
 def _reward(args: argparse.Namespace, spec: MethodSpec) -> Combined | None:
@@ -197,18 +231,3 @@ def _reward(args: argparse.Namespace, spec: MethodSpec) -> Combined | None:
     if spec.needs_reward:
         raise OptionError(f"method {spec.name} needs a reward: give --reward or --task")
     return None
-
-
-def _parts(args: argparse.Namespace, has_draft: bool) -> dict[str, str]:
-    """The parts a method is composed of by name; none where ``--method`` names it."""
-    if not (args.drafter or args.rule or args.target_dist):
-        return {}
-    return {
-        "drafter": args.drafter or ("chain" if has_draft else "none"),
-        "rule": args.rule or "speculative",
-        "target_dist": args.target_dist or "warped",
-    }
-
-
-def _demo_options(args: argparse.Namespace, spec: MethodSpec) -> dict[str, Any]:
-    return {"gamma": DEMO_GAMMA} if args.target == "demo" and "gamma" in spec.options else {}

@@ -8,7 +8,15 @@ import math
 import os
 from typing import Any
 
-from infer.cli import DEMO_DRAFT
+import jax
+import jax.numpy as jnp
+
+from infer.loading import draft_name
+from specjax import lm
+from specjax.errors import ModelError
+from specjax.models import from_hf, num_params
+from specjax.models.hf.checkpoint import DTYPES, read_config
+from specjax.models.sharding import split_config
 
 HEADROOM = 0.1  # of the memory, for activations, logits and the program itself
 CONTEXTS = (1024, 4096, 16384)  # tokens per row to give a batch for, beside the longest
@@ -16,11 +24,11 @@ CONTEXTS = (1024, 4096, 16384)  # tokens per row to give a batch for, beside the
 Plan = dict[str, Any]
 
 
-def run_plan(args: argparse.Namespace) -> int:
+def print_plan(args: argparse.Namespace) -> int:
     """Prints the plan of ``--target`` and ``--draft``."""
     names = {"target": args.target}
-    if args.draft:
-        names["draft"] = DEMO_DRAFT if args.draft == "demo" else args.draft
+    if draft := draft_name(args, want_draft=False):
+        names["draft"] = draft
     memory = int(args.memory * 2**30) if args.memory else device_memory()
     plan = make_plan(names, args.dtype, memory, args.mesh)
     print(json.dumps(plan) if args.json else describe(plan))
@@ -59,15 +67,6 @@ def model_plan(name: str, dtype: str | None, devices: int = 1, role: str = "targ
 
     ``devices`` share it; a draft that cannot be split is whole on each.
     """
-    import jax.numpy as jnp
-
-    from specjax import lm
-    from specjax.errors import ModelError
-    from specjax.models import from_hf
-    from specjax.models.forward import num_params
-    from specjax.models.hf.checkpoint import DTYPES, read_config
-    from specjax.models.sharding import split_config
-
     dtype = lm.resolve_dtype(dtype)
     cfg = from_hf(read_config(lm.locate(name, files=("config.json",))))
     size = jnp.dtype(DTYPES[dtype]).itemsize
@@ -96,29 +95,26 @@ def model_plan(name: str, dtype: str | None, devices: int = 1, role: str = "targ
 
 def device_memory() -> int:
     """Bytes of the first device's memory; the machine's where the device does not say."""
-    import jax
-
     stats = jax.devices()[0].memory_stats() or {}
     return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def describe(plan: Plan) -> str:
     """The plan as lines of text."""
-    several = math.prod(plan["mesh"].values()) > 1
-    lines = []
-    for role in ("target", "draft"):
-        if role in plan:
-            model = plan[role]
-            weights, cache = _bytes(model["weight_bytes"]), "cache_bytes_per_token_and_row"
-            if several:
-                weights += f", {_bytes(model['weight_bytes_per_device'])} on each device"
-                cache = "cache_bytes_per_device_token_and_row"
-            lines += [
-                f"{role}: {model['model']} ({model['family']}, {model['dtype']})",
-                f"  {model['parameters']:,} parameters, {weights}",
-                f"  cache: {_bytes(model[cache])} per token and row"
-                + " on each device that has the row" * several,
-            ]
+    lines, several = [], math.prod(plan["mesh"].values()) > 1
+    for role in ("target", "draft") if "draft" in plan else ("target",):
+        model = plan[role]
+        weights = f"{model['parameters']:,} parameters, {_bytes(model['weight_bytes'])}"
+        cache = f"{_bytes(model['cache_bytes_per_token_and_row'])} per token and row"
+        if several:
+            weights += f", {_bytes(model['weight_bytes_per_device'])} on each device"
+            share = _bytes(model["cache_bytes_per_device_token_and_row"])
+            cache = f"{share} per token and row on each device that has the row"
+        lines += [
+            f"{role}: {model['model']} ({model['family']}, {model['dtype']})",
+            f"  {weights}",
+            f"  cache: {cache}",
+        ]
     memory = f"{_bytes(plan['memory_bytes'])} of device memory, {HEADROOM:.0%} kept free"
     if several:
         mesh = ",".join(f"{axis}={count}" for axis, count in plan["mesh"].items())

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -44,7 +44,7 @@ class Terminal(Console):
 class Screen:
     """Shows one prompt's completion as it streams."""
 
-    def __init__(self, target: LM, stop: Sequence[str], console: Console | None = None):
+    def __init__(self, target: LM, console: Console | None = None):
         self.console = console or Terminal()
         self._colour = self.console.is_terminal
         self._decoder = IncrementalDecoder(target.tokenizer)
@@ -86,34 +86,30 @@ class Screen:
         if not self._colour:
             return
         counters = {name: values.sum() for name, values in generation.stats.items()}
-        table = Table.grid(padding=(0, 2))
-        for name, value in self._facts(generation, counters, method):
-            table.add_row(name, value)
         self.console.rule(style="dim")
-        self.console.print(table)
+        self.console.print(self._facts(generation, counters, method))
         if counters["drafted"]:
             legend = Text("colours  ").append("accepted draft", DRAFTED)
             self.console.print(legend.append(" · ").append("target", WRITTEN))
 
-    def _facts(self, generation: Generation, counters: dict, method: str) -> list[tuple[str, str]]:
-        """The summary's rows."""
-        found = rates(counters)
+    def _facts(self, generation: Generation, counters: dict, method: str) -> Table:
+        """Name and value of what the summary says."""
+        derived = rates(counters)
         ends = ", ".join(dict.fromkeys(generation.finish_reasons))
-        facts = [
-            ("method", method),
-            ("tokens", f"{counters['emitted']}, ended by {ends}"),
-            ("first text", f"after {generation.first_token_seconds[-1]:.2f} s"),
-        ]
+        facts = Table.grid(padding=(0, 2))
+        facts.add_row("method", method)
+        facts.add_row("tokens", f"{counters['emitted']}, ended by {ends}")
+        facts.add_row("first text", f"after {generation.first_token_seconds[-1]:.2f} s")
         speed = self._speed(generation)
         if speed is not None:
-            facts.append(("speed", f"{speed:.0f} tokens/s after that"))
-        rounds = f"{counters['rounds']}, {found['block_efficiency']:.2f} tokens each"
-        facts.append(("rounds", rounds))
-        if found["acceptance_rate"] is not None:
-            share = f"{found['acceptance_rate']:.0%} of {counters['tested']} tested draft tokens"
-            facts.append(("accepted", share))
+            facts.add_row("speed", f"{speed:.0f} tokens/s after that")
+        rounds = f"{counters['rounds']}, {derived['block_efficiency']:.2f} tokens each"
+        facts.add_row("rounds", rounds)
+        if derived["acceptance_rate"] is not None:
+            share = f"{derived['acceptance_rate']:.0%} of {counters['tested']} tested draft tokens"
+            facts.add_row("accepted", share)
         if generation.rewards is not None:
-            facts.append(("rewards", ", ".join(f"{score:.2f}" for score in generation.rewards[-1])))
+            facts.add_row("rewards", ", ".join(f"{score:.2f}" for score in generation.rewards[-1]))
         return facts
 
     def _speed(self, generation: Generation) -> float | None:
@@ -137,7 +133,8 @@ class Compiling:
         self._progress = None
         console = Console(stderr=True)
         if console.is_terminal:
-            self._progress = _stopwatch(console)
+            columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+            self._progress = Progress(*columns, console=console, transient=True)
             self._progress.add_task(COMPILES if first else "starting")
             self._progress.start()
             # An interrupt or an error must give the cursor back.
@@ -151,44 +148,3 @@ class Compiling:
             self._progress.stop()
             self._progress = None
             atexit.unregister(self.done)
-
-
-def _stopwatch(console: Console):
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    return Progress(*columns, console=console, transient=True)
-
-
-def method_table(console: Console) -> None:
-    """``--list-methods``: the methods, then the parts that compose."""
-    from specjax.methods import DRAFTERS, METHODS, RULES, TARGET_DISTS
-
-    methods = [
-        (spec.name, "yes" if spec.lossless else "no", spec.summary, _options(spec), spec.paper)
-        for spec in METHODS.values()
-    ]
-    _table(console, ("method", "lossless", "what it does", "options", "from"), methods)
-    parts = ("--drafter", DRAFTERS), ("--rule", RULES), ("--target-dist", TARGET_DISTS)
-    for title, known in parts:
-        rows = [(name, part.summary, _options(part)) for name, part in known.items()]
-        _table(console, (title, "what it is", "options"), rows)
-
-
-def _options(item) -> str:
-    return ", ".join(f"{name}={option.default}" for name, option in item.options.items())
-
-
-def _table(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on terminals; elsewhere aligned lines, none wrapped, for grep and the like."""
-    if console.is_terminal:
-        table = Table(*titles)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    for row in (titles, *rows):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        console.print(Text("  ".join(cells).rstrip()))
-    console.print()

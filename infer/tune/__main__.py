@@ -1,7 +1,5 @@
 """``python -m infer.tune``."""
 
-import sys
-
 from infer.tune.commands import main
 
-sys.exit(main())
+raise SystemExit(main())

@@ -10,6 +10,7 @@ import numpy as np
 
 import specjax as sj
 from infer.prompts import Prompt
+from infer.timing import batch_seconds
 from specjax.metrics import ratio
 from specjax.models.cache import bucket, chunk_width
 from specjax.rewards import Combined, Judge, Sample
@@ -48,8 +49,7 @@ def run_contender(setting: Setting, contender: Contender, warm: bool = True) -> 
             _generate(setting, contender, [chosen] * setting.batch_size)
     out = _generate(setting, contender, setting.prompts)
     tokens = int(out.lengths.sum())
-    firsts = np.unique(out.batch, return_index=True)[1]  # one row of every batch
-    seconds = float(sum(out.decode_seconds[i] for i in firsts))
+    _, seconds = batch_seconds(out)
     target, draft = (int(out.stats[n].sum()) for n in ("target_calls", "draft_calls"))
     failed = ~np.isfinite(out.rewards)
     satisfied = [setting.reward.satisfied(scores) for scores in out.rewards]
@@ -82,22 +82,15 @@ def add_measures(
     that satisfy these and the guiding rewards.
     """
     judge = Judge(measures, tokenizer, frozenset())
+    full_scores = [part.full for part in measures.parts]
     for row in rows:
-        full = np.array(
-            [
-                [
-                    score >= part.full
-                    for score, part in zip(
-                        judge.scores(Sample(text, prompt.text, (), prompt.constraints)),
-                        measures.parts,
-                        strict=True,
-                    )
-                ]
-                for text, prompt in zip(row["texts"], prompts, strict=True)
-            ]
-        )
-        for i, part in enumerate(measures.parts):
-            row[part.name] = float(full[:, i].mean())
+        samples = [
+            Sample(text, prompt.text, (), prompt.constraints)
+            for text, prompt in zip(row["texts"], prompts, strict=True)
+        ]
+        full = np.array([judge.scores(sample) for sample in samples]) >= full_scores
+        for part, share in zip(measures.parts, full.mean(axis=0), strict=True):
+            row[part.name] = float(share)
         row["all"] = float((full.all(axis=1) & np.array(row["satisfied"])).mean())
 
 

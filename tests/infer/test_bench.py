@@ -11,10 +11,12 @@ import pytest
 from rich.console import Console
 
 import specjax as sj
-from infer import timing as measure
+from infer import timing
+from infer.bench import benchmark, cases, measure, peers, questions, rescoring
 from infer.bench import commands as bench
-from infer.bench import peers
-from infer.bench.report import NEAR_TIE, make_rows, markdown, pass_widths, show
+from infer.bench.cases import Case
+from infer.bench.report import NEAR_TIE, markdown, show
+from infer.bench.rows import make_rows, pass_widths
 from specjax.errors import OptionError
 from specjax.methods import method
 from specjax.metrics import expected_block_efficiency, expected_speedup, perplexity, rates
@@ -23,7 +25,10 @@ GREEDY = sj.Sampling()
 
 
 def run(capsys, *argv):
-    code = bench.main(list(map(str, argv)))
+    try:
+        code = bench.main(list(map(str, argv)))
+    except SystemExit as stop:
+        code = stop.code
     out = capsys.readouterr()
     return code, out.out, out.err
 
@@ -53,7 +58,7 @@ def small(tiny_pair_dirs, tmp_path):
 @pytest.fixture
 def short_curve(monkeypatch):
     """Every width of the curve is a compilation."""
-    monkeypatch.setattr(measure, "CURVE", (1, 4))
+    monkeypatch.setattr(timing, "CURVE", (1, 4))
 
 
 def test_report_has_every_case_and_figure(small, short_curve, tmp_path, capsys):
@@ -148,8 +153,8 @@ def test_batches_count_once_and_cases_take_turns(monkeypatch):
         return scripted(tokens, decode=[2.0, 2.0, 1.0], prefill=[1.0, 1.0, 2.0])
 
     monkeypatch.setattr(measure, "run_case", run_case)
-    cases = [measure.Case(name, {}, GREEDY, 2) for name in ("autoregressive", "speculative")]
-    first, _ = measure.measure(None, None, [[1]] * 3, cases, 4, 2, lambda i: order.append(i))
+    both = [Case(name, {}, GREEDY, 2) for name in ("autoregressive", "speculative")]
+    first, _ = measure.measure(None, None, [[1]] * 3, both, 4, 2, lambda i: order.append(i))
     assert first.tokens_per_second == [12 / 3, 12 / 3]
     assert first.whole_tokens_per_second == [12 / 6, 12 / 6]
     turn = ["autoregressive", "speculative"]
@@ -158,7 +163,7 @@ def test_batches_count_once_and_cases_take_turns(monkeypatch):
 
 def result(name, speeds, tokens, **options):
     counters = {n: int(v[0]) for n, v in scripted([], [], []).stats.items() if v.ndim == 1}
-    case = measure.Case(name, options, GREEDY, 1)
+    case = Case(name, options, GREEDY, 1)
     return measure.Result(case, speeds, speeds, [0.1], counters, tokens)
 
 
@@ -178,8 +183,8 @@ def test_rows_compare_within_a_repeat_and_predict(target):
     assert row["expected_scd"] == pytest.approx(expected * 1.5 / 1.6)
     assert row["draft_calls_per_token"] == 1 and row["target_calls_per_token"] == 0.5
     assert row["measured_over_predicted"] == pytest.approx(2 / expected)
-    (found,) = row["mismatches"]
-    assert (found["row"], found["position"]) == (0, 1) and found["gap"] > NEAR_TIE
+    (parted,) = row["mismatches"]
+    assert (parted["row"], parted["position"]) == (0, 1) and parted["gap"] > NEAR_TIE
 
 
 @pytest.mark.parametrize(
@@ -242,8 +247,8 @@ def test_a_bad_sweep_is_one_line(small, capsys, text):
 def test_output_logprobs_are_the_unwarped_targets(target):
     prompts = [[1, 2, 3], [4]]
     out = sj.generate(target, prompts, max_new_tokens=9, logprobs=True)
-    found = measure.output_logprobs(target, prompts, out.tokens)
-    for a, b in zip(found, out.logprobs, strict=True):
+    scores = rescoring.output_logprobs(target, prompts, out.tokens)
+    for a, b in zip(scores, out.logprobs, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
@@ -281,17 +286,17 @@ def test_greedy_differences_are_told_from_near_ties():
 
 def test_settings_reach_one_method_or_all():
     spec = method("speculative")
-    assert bench.options_of(spec, {"gamma": "3"}) == {"gamma": "3"}
-    assert bench.options_of(spec, {"gamma": "3", "speculative.gamma": "5"}) == {"gamma": "5"}
-    assert bench.options_of(spec, {"other.gamma": "5"}) == {}
+    assert cases.options_of(spec, {"gamma": "3"}) == {"gamma": "3"}
+    assert cases.options_of(spec, {"gamma": "3", "speculative.gamma": "5"}) == {"gamma": "5"}
+    assert cases.options_of(spec, {"other.gamma": "5"}) == {}
 
 
 def test_default_prompts_are_held_out_functions(tiny_pair_dirs):
     args = argparse.Namespace(prompts=None, num_prompts=3)
     target = sj.load(tiny_pair_dirs[0])
-    questions = bench.read_questions(args, target)
-    assert len(questions) == 3
-    for question in questions:
+    asked = questions.read_questions(args, target)
+    assert len(asked) == 3
+    for question in asked:
         assert "def " in target.tokenizer.decode(question.tokens)
         assert question.references[0].startswith("\n    ")
 
@@ -299,11 +304,11 @@ def test_default_prompts_are_held_out_functions(tiny_pair_dirs):
 def test_random_target_is_what_a_peer_loads(monkeypatch):
     monkeypatch.setitem(bench.SIZES, "tiny", (32, 2, 4, 48, 97))
     args = argparse.Namespace(random_target="tiny", dtype=None, num_prompts=3, prompts=None)
-    with bench.models(args) as (target, draft, directories):
-        questions = bench.read_questions(args, target)
+    with benchmark.models(args) as (target, draft, directories):
+        asked = questions.read_questions(args, target)
     assert draft is None and directories[1] is None
-    assert target.config.vocab_size == 97 and len(questions) == 3
-    assert all(5 <= token < 97 for question in questions for token in question.tokens)
+    assert target.config.vocab_size == 97 and len(asked) == 3
+    assert all(5 <= token < 97 for question in asked for token in question.tokens)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import specjax as sj
 from infer import convert
 from infer.run import commands as run
+from infer.run import job
 from infer.run.plan import make_plan
 from specjax.models import init_cache, load_pretrained, save_pretrained
 from specjax.models.hf.checkpoint import INDEX, WEIGHTS, to_tensors
@@ -51,7 +52,7 @@ def test_an_allocation_that_cannot_fit_is_one_line(monkeypatch, capsys):
     def fail(args):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.\nmore lines")
 
-    monkeypatch.setattr(run, "_run", fail)
+    monkeypatch.setattr(job, "_run", fail)
     assert run.main(["--target", "x"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

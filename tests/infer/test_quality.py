@@ -8,11 +8,13 @@ import pytest
 
 import specjax as sj
 from infer.bench import commands as bench
-from infer.bench import energy, sandbox
-from infer.bench.quality import EXACT, UNKNOWN, kl_to_target, was_tested
-from infer.bench.report import COLUMNS, _columns
+from infer.bench import energy, questions, sandbox
+from infer.bench.cases import Case
+from infer.bench.measure import Result
+from infer.bench.quality import LOSSLESS, UNKNOWN, kl_to_target, was_tested
+from infer.bench.report import COLUMNS
 from infer.bench.sandbox import Limits, humaneval_program, pass_at_1, run_program
-from infer.timing import Case, Result
+from infer.reporting import fill
 from specjax.errors import OptionError
 from specjax.types import FROM_DRAFT, FROM_TARGET
 
@@ -40,22 +42,22 @@ def decoded(target, draft, method, options=None):
 
 @pytest.mark.slow
 def test_kl_of_mentored_decoding_is_what_its_bound_allows(target, draft):
-    found = {}
+    divergence = {}
     for bound in (0.0, 0.02, 0.2):
         result = decoded(target, draft, "mentored", {"max_kl": bound, "gamma": 2})
-        found[bound] = kl_to_target(target, draft, PROMPTS, result)
+        divergence[bound] = kl_to_target(target, draft, PROMPTS, result)
         tested = np.concatenate([was_tested(origin, 2) for origin in result.origins]).mean()
         assert 0.3 < tested < 1
         # Bonus tokens have none; every tested one at most D.
-        assert found[bound] <= bound * tested + 1e-6
-    assert found[0.0] == 0 < found[0.02] < found[0.2]
-    assert found[0.02] > 0.005, "most positions use the bound up"
+        assert divergence[bound] <= bound * tested + 1e-6
+    assert divergence[0.0] == 0 < divergence[0.02] < divergence[0.2]
+    assert divergence[0.02] > 0.005, "most positions use the bound up"
 
 
 def test_kl_is_exact_or_unknown_elsewhere(target, draft):
     for method, options, want in (
-        ("speculative", {}, EXACT),
-        ("lookup", {}, EXACT),
+        ("speculative", {}, LOSSLESS),
+        ("lookup", {}, LOSSLESS),
         ("scd", {}, UNKNOWN),  # lossless for the contrastive law, which is not the target's
         ("bild", {}, UNKNOWN),
         ("mentored", {"stop": "before"}, UNKNOWN),
@@ -101,7 +103,7 @@ def test_no_counter_is_no_number(tmp_path):
     (tmp_path / "intel-rapl:0" / "energy_uj").unlink()  # as for users who may not read it
     assert energy.Rapl.find(tmp_path) is None
     assert energy.find_meter("tpu") is None
-    heads, cells = _columns(COLUMNS, [{"label": "x", "joules_per_token": UNKNOWN}])
+    heads, cells = fill(COLUMNS, [{"label": "x", "joules_per_token": UNKNOWN}])
     assert (heads, cells) == (["method", "J/token"], [["x", "n/a"]])
 
 
@@ -135,7 +137,7 @@ FAILING = {
     "opens many files": "held = [open('f', 'w') for _ in range(99)]",
     "reads what it was told": "import sys; assert len(sys.argv) > 1",
     "reads our environment": "import os; assert 'PATH' in os.environ",
-    "reaches our modules": "import infer.sandbox",
+    "reaches our modules": "import infer.bench.sandbox",
 }
 
 
@@ -179,7 +181,7 @@ def test_pass_at_1_counts_passing_completions():
 
 def test_bench_runs_tests_only_when_asked(tiny_pair_dirs, tmp_path, monkeypatch, capsys):
     ran = []
-    monkeypatch.setattr("infer.bench.report.pass_at_1", lambda *args: ran.append(args) or 0.5)
+    monkeypatch.setattr("infer.bench.rows.pass_at_1", lambda *args: ran.append(args) or 0.5)
     monkeypatch.setattr("infer.timing.CURVE", (1,))
     file = tmp_path / "tasks.jsonl"
     file.write_text(json.dumps(TASK | {"task_id": "t/0", "reference": "    return x"}) + "\n")
@@ -201,14 +203,13 @@ def test_bench_runs_tests_only_when_asked(tiny_pair_dirs, tmp_path, monkeypatch,
         assert bench.main([*argv, *more]) == 0
         (row,) = json.loads(capsys.readouterr().out)["rows"]
         assert len(ran) == count and ("pass_at_1" in row) == bool(count)
-        assert row["rouge_l"] is not None and row["kl"] == EXACT
+        assert row["rouge_l"] is not None and row["kl"] == LOSSLESS
         assert row["joules_per_token"] == UNKNOWN or row["joules_per_token"] > 0
         assert row["target_calls_per_token"] == 1
 
 
 @pytest.mark.parametrize(
-    ("task", "says"),
-    [({"prompt": "x"}, "'test'"), (TASK | {"entry_point": "a; b"}, "a; b")],
+    ("task", "says"), [({"prompt": "x"}, "'test'"), (TASK | {"entry_point": "a; b"}, "a; b")]
 )
 def test_prompts_that_are_no_tasks_are_refused(task, says):
     with pytest.raises(OptionError, match=says):
@@ -216,8 +217,8 @@ def test_prompts_that_are_no_tasks_are_refused(task, says):
 
 
 def test_references_of_every_format():
-    assert bench.references_of({"prompt": "p", "reference": "a"}) == ("a",)
-    assert bench.references_of({"prompt": "p", "references": ["a", "b"]}) == ("a", "b")
+    assert questions.references_of({"prompt": "p", "reference": "a"}) == ("a",)
+    assert questions.references_of({"prompt": "p", "references": ["a", "b"]}) == ("a", "b")
     # Spec-Bench: one reference per turn, and the first turn is what is asked.
-    assert bench.references_of({"turns": ["p", "r"], "reference": ["a", "b"]}) == ("a",)
-    assert bench.references_of({"prompt": "p"}) == ()
+    assert questions.references_of({"turns": ["p", "r"], "reference": ["a", "b"]}) == ("a",)
+    assert questions.references_of({"prompt": "p"}) == ()

@@ -16,6 +16,7 @@ from rich.text import Text
 
 import specjax as sj
 from infer.run import commands as program
+from infer.run import job
 from infer.run.screen import DRAFTED, WRITTEN, Screen, printable
 from specjax.types import FROM_DRAFT, FROM_TARGET
 
@@ -374,22 +375,32 @@ def test_list_methods_names_every_method_and_part(capsys):
         assert name in out
 
 
-def test_what_needs_no_model_imports_no_jax():
-    for argv, says in (
-        (["--help"], "--max-new-tokens"),
-        (["--version"], sj.__version__),
-        (["--batch-size", "0"], ""),
-        (["--prompt", "x", "--prompts", "y"], ""),
-    ):
-        code = f"import sys, infer.run as r\ntry: r.main({argv})\nexcept SystemExit: pass\n"
-        out = subprocess.run(
-            [sys.executable, "-c", code + "print('jax' in sys.modules)"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert says in out.stdout
-        assert out.stdout.splitlines()[-1] == "False"
+@pytest.mark.parametrize(
+    ("module", "argv", "says"),
+    [
+        ("infer.run.commands", ["--help"], "--max-new-tokens"),
+        ("infer.run.commands", ["--version"], sj.__version__),
+        ("infer.run.commands", ["--batch-size", "0"], ""),
+        ("infer.run.commands", ["--prompt", "x", "--prompts", "y"], ""),
+        ("infer.bench.commands", ["--help"], "--repeats"),
+        ("infer.bench.commands", ["--sweep", "gamma"], ""),
+        ("infer.bench.commands", ["--peer", "vllm"], ""),
+        ("infer.tune.commands", ["--help"], "--a-t"),
+        ("infer.tune.commands", ["x", "--out", "y", "--b", "z"], ""),
+        ("infer.convert", ["--help"], "--out"),
+        ("infer.code_task", ["--help"], "--validation"),
+    ],
+)
+def test_what_needs_no_model_imports_no_jax(module, argv, says):
+    code = f"import sys\nfrom {module} import main\ntry: main({argv})\nexcept SystemExit: pass\n"
+    out = subprocess.run(
+        [sys.executable, "-c", code + "print('jax' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert says in out.stdout
+    assert out.stdout.splitlines()[-1] == "False"
 
 
 def test_control_characters_and_markup_stay_text():
@@ -418,7 +429,7 @@ def test_the_screen_loses_no_text(loaded, stop):
     target, draft = loaded
     for seed in range(4):
         console = terminal()
-        screen = Screen(target, stop, console)
+        screen = Screen(target, console)
         for piece in sj.stream(
             target,
             "x",
@@ -439,7 +450,7 @@ def test_each_token_has_its_writers_colour(loaded):
     tokenizer, console = loaded[0].tokenizer, terminal()
     tokens = np.array(tokenizer.encode("def [red](self):"))
     origins = np.where(np.arange(len(tokens)) % 3 == 2, FROM_TARGET, FROM_DRAFT)
-    screen = Screen(loaded[0], (), console)
+    screen = Screen(loaded[0], console)
     # The first piece shows nothing yet: its text could be the start of a stop string.
     screen.piece(sj.Piece(0, "", tokens[:4], origins[:4]))
     screen.piece(sj.Piece(0, tokenizer.decode(tokens), tokens[4:], origins[4:], "length"))
@@ -460,7 +471,7 @@ def painted(console):
 
 def test_a_prompt_is_no_markup(loaded):
     console = terminal()
-    Screen(loaded[0], (), console).prompt("[red]a[/red]\x1b[2J")
+    Screen(loaded[0], console).prompt("[red]a[/red]\x1b[2J")
     assert "[red]a[/red]\\x1b[2J" in console.file.getvalue()
     assert "\x1b[2J" not in console.file.getvalue()
 
@@ -480,7 +491,7 @@ def test_an_interrupt_is_130(capsys, monkeypatch):
     def interrupted(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(program, "_run", interrupted)
+    monkeypatch.setattr(job, "run_job", interrupted)
     assert run(capsys, "--prompt", "x") == (130, "", "")
 
 

@@ -9,6 +9,7 @@ from infer import code_task
 from infer import formats as tasks
 from infer.run import commands as run
 from infer.tune import commands as tune
+from infer.tune.tuning import choose
 
 TASK = [
     {"prompt": "def walk(tree):", "constraints": ["=yield", "=tree"]},
@@ -165,24 +166,24 @@ def test_bad_arguments_are_one_line_and_exit_2(pair, capsys, name):
 
 def test_the_code_task_names_what_prompt_and_body_share(tmp_path, capsys):
     assert call(capsys, code_task, tmp_path, "--test", 20, "--validation", 5)[0] == 0
-    found = {}
+    modules = {}
     for name, count in (("test", 20), ("validation", 5)):
         lines = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()]
         assert len(lines) == count
-        found[name] = {line["id"].partition(":")[0] for line in lines}
+        modules[name] = {line["id"].partition(":")[0] for line in lines}
         for line in lines:
             assert len(line["constraints"]) == 3
             assert all(word[1:] in line["prompt"] for word in line["constraints"])
-    assert not found["test"] & found["validation"], "no module may be in both"
+    assert not modules["test"] & modules["validation"], "no module may be in both"
     code, _, err = call(capsys, code_task, tmp_path, "--test", 10**6)
     assert code == 2 and "ask for fewer" in err
 
 
 def test_the_best_of_the_ten_fastest_is_chosen():
     rows = [{"soft": i / 20, "hard": 0.0, "cost": float(i)} for i in range(20)]
-    assert tune.choose(rows)["cost"] == 9
+    assert choose(rows)["cost"] == 9
     rows[3]["soft"] = rows[9]["soft"]
-    assert tune.choose(rows)["cost"] == 3, "the faster one on ties"
+    assert choose(rows)["cost"] == 3, "the faster one on ties"
 
 
 @pytest.mark.slow

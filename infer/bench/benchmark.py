@@ -1,0 +1,136 @@
+"""A benchmark from its arguments to its report: methods first, then the cost curve."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+import specjax as sj
+from infer import timing
+from infer.bench.cases import make_cases
+from infer.bench.commands import SHAPE, SIZES
+from infer.bench.energy import find_meter
+from infer.bench.measure import measure
+from infer.bench.peers import TransformersPeer, peer_rows
+from infer.bench.questions import read_questions
+from infer.bench.report import markdown, show, write
+from infer.bench.rows import add_quality, make_rows, pass_widths
+from infer.cli import make_directory
+from infer.loading import load_models, use_compilation_cache
+from specjax.infill import ending_middles
+from specjax.lm import locate
+from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
+from specjax.models.hf.checkpoint import DTYPES
+from specjax.program import say
+
+
+def run_benchmark(args: argparse.Namespace) -> int:
+    """Measures, shows and writes the report."""
+    home = make_directory(args.out) if args.out else None
+    report = make_report(args)
+    # Shown before it is written: a full disk costs the files, not the measurement.
+    if args.json:
+        print(json.dumps(report), flush=True)
+    elif sys.stdout.isatty():
+        show(report, Console(highlight=False))
+    else:
+        print(markdown(report), end="", flush=True)
+    if home:
+        files = write(home, report)
+        say("infer.bench", "wrote " + ", ".join(map(str, files)))
+        if len(files) < 3:
+            say("infer.bench", 'no bench.png: it needs matplotlib, pip install "specjax[plots]"')
+    return 0
+
+
+def make_report(args: argparse.Namespace) -> dict[str, Any]:
+    """Measures everything.
+
+    Raises:
+      SpecjaxError: an argument does not fit the models, or they cannot be loaded.
+    """
+    use_compilation_cache()
+    meter = find_meter(jax.default_backend())
+    with models(args) as (target, draft, directories):
+        cases = make_cases(args, draft is not None)
+        questions = read_questions(args, target)
+        prompts = [question.tokens for question in questions]
+        if any("suffix" in question.task for question in questions):
+            target = ending_middles(target)
+        say("infer.bench", f"{len(cases)} cases × {len(prompts)} prompts; warming up")
+        # The peer drafts as long as ours does; its process is started and warm within.
+        gamma = next((c.options["gamma"] for c in cases if c.method == "speculative"), 4)
+        described = (*directories, prompts, args.max_new_tokens, gamma)
+        peer = TransformersPeer(*described) if args.peer else None
+        with peer or contextlib.nullcontext():
+            between = peer.repeat if peer else lambda repeat: None
+            results = measure(
+                target, draft, prompts, cases, args.max_new_tokens, args.repeats, between, meter
+            )
+        say("infer.bench", "cost curve")
+        passes = {width for case in cases for width in pass_widths(case, target)}
+        v, c = timing.costs(target, draft, sorted(passes.union(timing.CURVE)))
+        rows = make_rows(target, prompts, results, v, c)
+        add_quality(rows, target, draft, questions, results, args.run_tests)
+        return {
+            "machine": machine(),
+            "target": args.random_target or args.target,
+            "draft": draft.source if draft else None,
+            "prompts": len(prompts),
+            "max_new_tokens": args.max_new_tokens,
+            "repeats": args.repeats,
+            "rows": rows,
+            "energy": meter.source if meter else None,
+            "peers": peer_rows(target, prompts, peer.answers, results) if peer else [],
+            "v": {str(width): value for width, value in v.items()},
+            "c": c,
+            "sweep": args.sweep[0] if args.sweep else None,
+        }
+
+
+@contextlib.contextmanager
+def models(args: argparse.Namespace) -> Iterator[tuple[sj.LM, sj.LM | None, list[str | None]]]:
+    """Target, draft or None, and the directories a peer loads the same weights from."""
+    if not args.random_target:
+        target, draft = load_models(args, want_draft=True)
+        names = args.target, draft.source if draft else None
+        yield target, draft, [str(locate(name)) if name else None for name in names]
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        save_random(args.random_target, scratch)
+        loaded = load_pretrained(scratch, DTYPES[args.dtype or "float32"])
+        yield sj.from_params(*loaded), None, [scratch, None]
+
+
+def save_random(size: str, directory: str) -> None:
+    """A random Llama of about the given size, saved for us and for a peer."""
+    cfg = ModelConfig.llama(**dict(zip(SHAPE, SIZES[size], strict=True)))
+    save_pretrained(directory, cfg, init_params(cfg, jax.random.key(0)))
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers are measured on."""
+    model, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    if info.exists():
+        names = [x for x in info.read_text().splitlines() if x.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    device = jax.devices()[0]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "device": f"{device.platform}: {device.device_kind}",
+        "cpu": model,
+        "cores": cores,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+    }

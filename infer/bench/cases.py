@@ -1,0 +1,90 @@
+"""What is measured: every chosen method with its options, under each sampling, in each size."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import specjax as sj
+from infer.bench.commands import DEFAULT
+from specjax.errors import OptionError
+from specjax.methods import METHODS, MethodSpec, method
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One line of the table: a method under one sampling at one batch size."""
+
+    method: str
+    options: Mapping[str, Any]
+    sampling: sj.Sampling
+    batch_size: int
+    swept: str = ""  # the option whose values tell this case from its neighbours
+
+    @property
+    def label(self) -> str:
+        if self.swept:
+            return f"{self.method} {self.swept}={self.options[self.swept]}"
+        return self.method
+
+    @property
+    def mode(self) -> str:
+        return "greedy" if self.sampling.temperature == 0 else "sampled"
+
+
+def make_cases(args: argparse.Namespace, has_draft: bool) -> list[Case]:
+    """Every method × sampling × batch size; plain decoding always comes first.
+
+    Raises:
+      OptionError: no such method or option.
+    """
+    specs = [method(name) for name in _names(args.methods, has_draft)]
+    settings, (option, values) = dict(args.set), args.sweep or ("", [])
+    unused = {name for name in settings if not any(options_of(s, {name: ""}) for s in specs)}
+    if unused:
+        raise OptionError(f"--set {min(unused)}: no chosen method has that option")
+    if option and not any(option in spec.options for spec in specs):
+        raise OptionError(f"--sweep {option}: no chosen method has that option")
+    sampled = sj.Sampling(args.temperature, args.top_k, args.top_p)
+    samplings = [sj.Sampling()] * (not args.sampled_only) + [sampled] * (not args.greedy_only)
+    runs = []
+    for spec in specs:
+        own, swept = options_of(spec, settings), option if option in spec.options else ""
+        each = [own | {option: value} for value in values] if swept else [own]
+        runs += [(spec.name, spec.resolve(options), swept) for options in each]
+    return [
+        Case(name, options, sampling, size, swept)
+        for size in args.batch_size
+        for sampling in samplings
+        for name, options, swept in runs
+    ]
+
+
+def _names(methods: str | None, has_draft: bool) -> list[str]:
+    """The methods of ``--methods``; of ``all`` and of the default those that fit the models."""
+    if methods in (None, "all"):
+        names = [
+            name
+            for name in (METHODS if methods else DEFAULT)
+            if not METHODS[name].needs_reward and (has_draft or not METHODS[name].needs_draft)
+        ]
+    else:
+        names = methods.split(",")
+    return ["autoregressive", *(name for name in names if name != "autoregressive")]
+
+
+def options_of(spec: MethodSpec, settings: Mapping[str, str]) -> dict[str, str]:
+    """A method's part of ``--set``: OPTION=VALUE, and METHOD.OPTION=VALUE, which wins."""
+    shared = {name: value for name, value in settings.items() if name in spec.options}
+    own = {
+        name.removeprefix(_prefix(spec)): value
+        for name, value in settings.items()
+        if name.startswith(_prefix(spec))
+    }
+    return shared | own
+
+
+def _prefix(spec: MethodSpec) -> str:
+    return spec.name.replace("-", "_") + "."  # as the type of --set spells it

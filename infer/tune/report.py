@@ -1,0 +1,62 @@
+"""The report of a tuning: the chosen point, the test table, the grid, and a picture."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from infer.reporting import fill, pyplot, save_figure
+from infer.tune.commands import GRID
+from specjax.files import markdown_table
+
+COLUMNS = (
+    ("method", "name", "{}"),
+    ("soft", "soft", "{:.3f}"),
+    ("hard", "hard", "{:.3f}"),
+    ("target calls/token", "target_calls_per_token", "{:.2f}"),
+    ("draft calls/token", "draft_calls_per_token", "{:.2f}"),
+    ("P", "cost", "{:.2f}"),
+    ("modelled speedup", "modelled_speedup", "{:.2f}"),
+    ("tokens/s", "tokens_per_second", "{:.0f}"),
+    ("wall-clock speedup", "speedup", "{:.2f}"),
+)
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as Markdown: the chosen point, the test table, the grid."""
+    best = report["best"]
+    chosen = ", ".join(f"{name} = {best['options'][name]:g}" for name in GRID)
+    lines = [f"c = {report['c']:.3f}. Chosen on the validation task: {chosen}.", ""]
+    if "test" in report:
+        names = [*report["job"]["measure"], "all"] if report["job"]["measure"] else []
+        extra = [(name.partition(":")[0], name.partition(":")[0], "{:.3f}") for name in names]
+        columns = [*COLUMNS[:3], *extra, *COLUMNS[3:]]
+        lines += ["## Test", "", markdown_table(*fill(columns, report["test"]))]
+    columns = [*((name, name, "{:g}") for name in GRID), *COLUMNS[1:]]
+    points = [row | row["options"] for row in report["grid"]]
+    return "\n".join([*lines, "## Grid", "", markdown_table(*fill(columns, points))])
+
+
+def draw_thresholds(report: dict[str, Any], path: Path) -> None:
+    """Modelled speedup over CDLH and soft satisfaction against a_t and r_t, means over the grid.
+
+    Nothing is drawn without the plots extra.
+    """
+    plt = pyplot()
+    if plt is None:
+        return
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    for left, name in zip(axes, ("a_t", "r_t"), strict=True):
+        right = left.twinx()
+        values = sorted({row["options"][name] for row in report["grid"]})
+        rows = {v: [r for r in report["grid"] if r["options"][name] == v] for v in values}
+        for axis, key, label, style in (
+            (left, "modelled_speedup", "speedup over CDLH", "C0o-"),
+            (right, "soft", "satisfaction", "C1s--"),
+        ):
+            means = [statistics.mean(row[key] for row in rows[value]) for value in values]
+            axis.plot(values, means, style)
+            axis.set_ylabel(label, color=style[:2])
+        left.set_xlabel(name)
+    save_figure(figure, path)

@@ -1,0 +1,78 @@
+"""Pickled checkpoints as safetensors files: what ``infer.convert`` does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from specjax.errors import InputError, ModelError
+from specjax.files import aside, write_text
+from specjax.models.hf.checkpoint import INDEX, WEIGHTS, read_json
+from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX, read_pickle
+
+KEPT = ("*.json", "*.jinja", "tokenizer.model")
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Converts the checkpoint and prints which files were written.
+
+    Raises:
+      SpecjaxError: as :func:`write_safetensors`, or a file cannot be read or written.
+    """
+    try:
+        written = write_safetensors(args.directory, args.out or args.directory)
+    except OSError as error:
+        raise InputError(str(error)) from None
+    print(*written, sep="\n")
+    return 0
+
+
+def write_safetensors(directory: Path, out: Path) -> list[Path]:
+    """Writes each pickle as a safetensors file, and the index of several.
+
+    Returns:
+      The files written.
+    Raises:
+      ModelError: torch is not there, or a pickle is missing or holds more than tensors.
+    """
+    written, weight_map, size = [], {}, 0
+    pickles = _pickles(directory)
+    out.mkdir(parents=True, exist_ok=True)
+    for source in pickles:
+        name = source.replace("pytorch_model", "model").replace(".bin", ".safetensors")
+        # Tied tensors share memory, which safetensors does not store.
+        tensors = {n: t.clone().contiguous() for n, t in read_pickle(directory / source).items()}
+        _write(tensors, out / name)
+        weight_map |= dict.fromkeys(tensors, name)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+        written.append(out / name)
+    if written != [out / WEIGHTS]:
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        write_text(out / INDEX, json.dumps(index, indent=1) + "\n")
+        written.append(out / INDEX)
+    if out.resolve() != directory.resolve():
+        for path in sorted({p for kept in KEPT for p in directory.glob(kept)}):
+            if path.name != PICKLE_INDEX:
+                shutil.copy(path, out)
+    return written
+
+
+def _pickles(directory: Path) -> list[str]:
+    """The names of the checkpoint's pickles."""
+    if (directory / PICKLE).exists():
+        return [PICKLE]
+    if not (directory / PICKLE_INDEX).exists():
+        raise ModelError(f"{directory}: no {PICKLE} and no {PICKLE_INDEX}")
+    weight_map = read_json(directory / PICKLE_INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise ModelError(f"{directory / PICKLE_INDEX}: no weight_map from tensors to files")
+    return sorted(set(weight_map.values()))
+
+
+def _write(tensors: dict, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    with aside(path) as scratch:
+        save_file(tensors, scratch, metadata={"format": "pt"})
