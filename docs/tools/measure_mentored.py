@@ -67,7 +67,7 @@ def law_pair(sampling: Sampling) -> tuple[jax.Array, jax.Array]:
     shape = ROWS, GAMMA + 1, VOCAB
     logits = 3 * jax.random.normal(keys[0], shape)
     disturbed = logits + jax.random.normal(keys[1], shape)
-    log_p, log_q = (warp(x, sampling.arrays(ROWS), VOCAB) for x in (logits, disturbed))
+    log_p, log_q = (warp(x, sampling.arrays(ROWS)) for x in (logits, disturbed))
     print(
         f"mean overlap {float(jnp.minimum(jnp.exp(log_p), jnp.exp(log_q)).sum(-1).mean()):.2f}, "
         f"support {float((log_p > probs.NEVER).sum(-1).mean()):.0f} tokens"
