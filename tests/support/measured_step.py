@@ -1,4 +1,4 @@
-"""Peak memory of two real training steps: python tests/measured_step.py < CONFIG.json
+"""Peak memory of two real training steps: python tests/support/measured_step.py < CONFIG.json
 
 Prints {"predicted", "measured", "by_hand"} in bytes; a process of its own, so that nothing else
 has used memory that the step could reuse.
@@ -17,7 +17,7 @@ from train.engine.loop import make_step
 from train.engine.placement import Placement
 from train.sdsat.dryrun import step_parts
 from train.sdsat.memory import compile_step, estimate
-from train.sdsat.program import prepare_setup
+from train.sdsat.setup import prepare_setup
 
 
 def memory(key: str) -> int:
@@ -34,7 +34,7 @@ def main() -> None:
     cfg = from_dict(SDSATConfig, json.load(sys.stdin))
     setup = prepare_setup(cfg)
     parts = step_parts(cfg, setup, setup.model)
-    found = compile_step(parts, Placement(), setup.model.num_layers)
+    compiled = compile_step(parts, Placement(), setup.model.num_layers)
     by_hand = estimate(setup.model, parts, 1, 1, cfg.model.compute_dtype, cfg.model.remat)
     step = make_step(parts.loss, parts.optimizer, parts.weigh)
     state = jax.eval_shape(parts.optimizer.init, parts.trainable)
@@ -50,7 +50,7 @@ def main() -> None:
     measured = memory("VmHWM") - before
     print(
         json.dumps(
-            {"predicted": found.total, "measured": measured, "by_hand": sum(by_hand.values())}
+            {"predicted": compiled.total, "measured": measured, "by_hand": sum(by_hand.values())}
         )
     )
 

@@ -49,7 +49,7 @@ class Checkpoints:
             arrays=ocp.args.StandardRestore(like), note=ocp.args.JsonRestore()
         )
         try:
-            found = self._manager.restore(step, args=args)
+            kept = self._manager.restore(step, args=args)
         except json.JSONDecodeError as error:
             raise self._damaged(step, error) from None
         except ValueError as error:
@@ -58,7 +58,7 @@ class Checkpoints:
             ) from None
         except Exception as error:  # orbax raises bare Exceptions for files it cannot read
             raise self._damaged(step, error) from None
-        return found["arrays"], found["note"]
+        return kept["arrays"], kept["note"]
 
     def _damaged(self, step: int, error: Exception) -> InputError:
         path = self._manager.directory / str(step)

@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ import numpy as np
 import optax
 
 from specjax.errors import InputError
+from specjax.files import write_text
 from train.config import Optim, Run
 from train.data.packing import Batch, Loader
 from train.engine import processes
@@ -62,7 +62,7 @@ def make_step(
     divided by the token count of all of them, so accumulation does not change the result.
     ``weigh`` sees the whole step's batches first and may add entries ``[accumulate, ...]``:
     that is how a loss of several means learns their counts. ``norm`` is of the gradients.
-    ``placed`` are shardings of params, optimiser state, and everything else that comes out.
+    ``placed`` are shardings of what comes out, as :meth:`Placement.of_step` gives them.
     """
 
     def step(params, opt_state, frozen, batches):
@@ -135,8 +135,8 @@ def fit(
     wants_events = run.tensorboard and writes
     events = event_writer(Path(run.dir) / "events", state.step) if wants_events else None
     metrics = Metrics(log if writes else None, keep_through=state.step, events=events)
-    lie = placement.shardings((state.params, state.opt_state))
-    train_step = make_step(loss_fn, optimizer, weigh, lie and (*lie, placement.replicated))
+    placed = placement.of_step(state.params, state.opt_state)
+    train_step = make_step(loss_fn, optimizer, weigh, placed)
     evaluate = jax.jit(eval_loss, out_shardings=placement.replicated)
     valid = [placement.rows(batch, 0) for batch in valid]
     valid_loss, valid_extras = None, {}
@@ -171,13 +171,8 @@ def fit(
                 seconds, since = time.perf_counter() - since, time.perf_counter()
                 tokens = batches["tokens"].size * jax.process_count()
                 rate = tokens * len(unlogged) / seconds
-                metrics.write(
-                    step=state.step,
-                    loss=mean,
-                    grad_norm=float(norm),
-                    tokens_per_second=rate,
-                    **means,
-                )
+                figures = {"loss": mean, "grad_norm": float(norm), "tokens_per_second": rate}
+                metrics.write(step=state.step, **figures, **means)
                 progress.log(state.step, mean, rate)
                 unlogged = []
             if valid and (state.step % run.eval_every == 0 or last):
@@ -278,9 +273,9 @@ def mean_loss(
     evaluate: Callable, params: dict, frozen: Any, batches: Sequence[Batch]
 ) -> tuple[float, dict[str, Any]]:
     """Loss per token over ``batches``, in nats, and the means of the extras."""
-    found = jax.device_get([evaluate(params, frozen, batch) for batch in batches])
-    loss = float(sum(s for s, *_ in found) / max(1.0, sum(n for _, n, *_ in found)))
-    return loss, _ratios([extras for _, _, *rest in found for extras in rest])
+    sums = jax.device_get([evaluate(params, frozen, batch) for batch in batches])
+    loss = float(sum(nats for nats, *_ in sums) / max(1.0, sum(count for _, count, *_ in sums)))
+    return loss, _ratios([extras for _, _, *rest in sums for extras in rest])
 
 
 def _stack(batches: list[Batch]) -> Batch:
@@ -296,22 +291,7 @@ class Metrics:
     def __init__(self, path: Path | None, keep_through: int, events: Any = None):
         self._path, self._events = path, events
         if path is not None:
-            self._drop_after(path, keep_through)
-
-    @staticmethod
-    def _drop_after(path: Path, keep_through: int) -> None:
-        kept = []
-        if keep_through and path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError:
-                    continue  # torn by a kill
-                if record["step"] <= keep_through:
-                    kept.append(line + "\n")
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text("".join(kept), encoding="utf-8")
-        os.replace(scratch, path)
+            write_text(path, "".join(_lines_through(keep_through, path)))
 
     def write(self, **record: Any) -> None:
         if self._path is None:
@@ -326,6 +306,19 @@ class Metrics:
         """Event files are written by a thread of their own, which this waits for."""
         if self._events is not None:
             self._events.close()
+
+
+def _lines_through(last: int, path: Path) -> Iterator[str]:
+    """The lines of an earlier try up to step ``last``."""
+    if not last or not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            step = json.loads(line)["step"]
+        except json.JSONDecodeError:
+            continue  # torn by a kill
+        if step <= last:
+            yield line + "\n"
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, float]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from specjax.models import ModelConfig, hidden_states
 from train.data.packing import IGNORE
 
 CHUNK = 2048
@@ -57,6 +58,12 @@ def chunked_distillation(
 
     total = sum_over_chunks(loss, (hidden, teacher_hidden), labels, chunk)
     return total, label_count(labels)
+
+
+def hidden_of(cfg: ModelConfig, params: dict, batch: dict, **how: Any) -> Float[Array, "B T D"]:
+    """Hidden states of a batch's rows; ``how`` as :func:`specjax.models.hidden_states` takes it."""
+    rows = (batch[name] for name in ("tokens", "positions", "segments"))
+    return hidden_states(cfg, params, *rows, **how)
 
 
 def logits(

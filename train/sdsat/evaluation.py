@@ -83,11 +83,11 @@ def measure_decoding(
 
 def walk_rounds(runs: np.ndarray) -> list[int]:
     """Accepted drafts of each round, from those of the windows at every new token, in order."""
-    found, at = [], 0
+    accepted, at = [], 0
     while at < len(runs):
-        found.append(int(runs[at]))
-        at += CERTAIN + found[-1]
-    return found
+        accepted.append(int(runs[at]))
+        at += CERTAIN + accepted[-1]
+    return accepted
 
 
 def lay_windows(

@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models import ModelConfig, hidden_states
+from specjax.models import ModelConfig
 from specjax.models.attention import Meta, causal_mask
 from train.data.packing import IGNORE
 from train.engine.loop import Extras, LossFn
 from train.engine.losses import (
     chunked_cross_entropy,
+    hidden_of,
     label_count,
     logits,
     nll,
@@ -131,27 +132,20 @@ def split_labels(loss: str, batch: dict) -> tuple[Int[Array, "*a T"], Int[Array,
 
 def _basic(cfg: ModelConfig, objective: Objective, params: dict, batch: dict) -> tuple:
     """CE(M̂, Y): every token of the mixed sequence alike."""
-    batch = batch | {"tokens": batch["mixed"]}
-    hidden = _hidden(cfg, params, batch, **objective.passes)
-    clean, adaptive = split_labels("basic", batch)
+    hidden = hidden_of(cfg, params, batch | {"tokens": batch["mixed"]}, **objective.passes)
+    clean_labels, labels = split_labels("basic", batch)
     head = Head.of(cfg, params)
-    clean_sum, clean_count = head.cross_entropy(hidden, clean)
-    found = adaptive_sums(objective, head, hidden, None, adaptive, batch["index"])
-    total, count = clean_sum + found["loss"], clean_count + found["count"].astype(jnp.float32)
-    return total, count, _extras(clean_sum, clean_count, found)
+    clean_sum, clean_count = head.cross_entropy(hidden, clean_labels)
+    adaptive = adaptive_sums(objective, head, hidden, None, labels, batch["index"])
+    extras = _extras(clean_sum, clean_count, adaptive)
+    return clean_sum + adaptive["loss"], clean_count + adaptive["count"], extras
 
 
 def _improved(cfg: ModelConfig, objective: Objective, params: dict, batch: dict) -> tuple:
     """The clean and the mixed sequence, as rows of one batch."""
-    both = {
-        name: jnp.concatenate([batch[name], batch[other]])
-        for name, other in (
-            ("tokens", "mixed"),
-            ("positions", "positions"),
-            ("segments", "segments"),
-        )
-    }
-    clean, mixed = jnp.split(_hidden(cfg, params, both, **objective.passes), 2)
+    both = {name: jnp.concatenate([batch[name]] * 2) for name in ("positions", "segments")}
+    both["tokens"] = jnp.concatenate([batch["tokens"], batch["mixed"]])
+    clean, mixed = jnp.split(hidden_of(cfg, params, both, **objective.passes), 2)
     return _two_means(objective, Head.of(cfg, params), clean, mixed, clean, batch)
 
 
@@ -172,9 +166,9 @@ def _two_means(objective, head, clean, adaptive, own, batch) -> tuple:
     index = batch["index"][:, -labels.shape[1] :]
     clean_sum, clean_count = head.cross_entropy(clean, clean_labels)
     teacher = own if objective.self_share else None
-    found = adaptive_sums(objective, head, adaptive, teacher, labels, index)
-    total = 0.5 * (clean_sum + objective.weight * batch["ratio"] * found["loss"])
-    return total, clean_count, _extras(clean_sum, clean_count, found)
+    sums = adaptive_sums(objective, head, adaptive, teacher, labels, index)
+    total = 0.5 * (clean_sum + objective.weight * batch["ratio"] * sums["loss"])
+    return total, clean_count, _extras(clean_sum, clean_count, sums)
 
 
 def adaptive_sums(
@@ -212,14 +206,14 @@ def adaptive_sums(
     return sum_over_chunks(sums, (hidden, jax.lax.stop_gradient(teacher), index), labels)
 
 
-def _extras(clean_sum: Array, clean_count: Array, found: dict[str, Array]) -> Extras:
+def _extras(clean_sum: Array, clean_count: Array, adaptive: dict[str, Array]) -> Extras:
     extras = {
         "clean_loss": (clean_sum, clean_count),
-        "adaptive_loss": (found["loss"], found["count"]),
-        "adaptive_accuracy": (found["hits"], found["places"]),
+        "adaptive_loss": (adaptive["loss"], adaptive["count"]),
+        "adaptive_accuracy": (adaptive["hits"], adaptive["places"]),
     }
-    if "agreed" in found:
-        extras["adaptive_agreement"] = (found["agreed"], found["places"])
+    if "agreed" in adaptive:
+        extras["adaptive_agreement"] = (adaptive["agreed"], adaptive["places"])
     return jax.lax.stop_gradient(extras)
 
 
@@ -241,12 +235,11 @@ def probe_loss(cfg: ModelConfig, length: int, dtype: str = "float32") -> LossFn:
         objective = Objective("isolated", length, self_share=1.0)
         own = at_sources(clean, batch)
         index = batch["index"][:, -labels.shape[1] :]
-        found = adaptive_sums(objective, head, windows, own, labels, index)
+        sums = adaptive_sums(objective, head, windows, own, labels, index)
         agree = head.argmax(windows) == head.argmax(own)
         run, whole = _leading_runs(agree, labels, length)
-        nats, adaptive = head.cross_entropy(windows, labels)
-        extras = _extras(total, count, found) | {
-            "adaptive_loss": (nats, adaptive),
+        extras = _extras(total, count, sums) | {
+            "adaptive_loss": head.cross_entropy(windows, labels),
             "acceptance": (run.sum((0, 1)), jnp.broadcast_to(whole.sum(), (length,))),
             "accepted": (run.sum(), whole.sum()),
         }
@@ -270,7 +263,7 @@ def isolated_hidden(
 ) -> Float[Array, "B T+A D"]:
     """Hidden states of rows laid out by ``append_windows``; ``how`` as :meth:`Objective.passes`."""
     meta = {name: batch[name] for name in ("windows", "starts")}
-    return _hidden(cfg, params, batch, isolated_mask, meta, **how)
+    return hidden_of(cfg, params, batch, mask_fn=isolated_mask, meta=meta, **how)
 
 
 def split_hidden(hidden: Float[Array, "B T+A D"], batch: dict) -> tuple[Array, Array]:
@@ -282,19 +275,6 @@ def split_hidden(hidden: Float[Array, "B T+A D"], batch: dict) -> tuple[Array, A
 def at_sources(clean: Float[Array, "B T D"], batch: dict) -> Float[Array, "B A D"]:
     """The clean stream where it predicts what each appended slot predicts."""
     return jnp.take_along_axis(clean, batch["sources"][..., None], axis=1)
-
-
-def _hidden(cfg, params, batch, mask_fn=None, meta=None, **how) -> Float[Array, "B T D"]:
-    return hidden_states(
-        cfg,
-        params,
-        batch["tokens"],
-        batch["positions"],
-        batch["segments"],
-        mask_fn=mask_fn,
-        meta=meta,
-        **how,
-    )
 
 
 def _cast(params: dict, dtype: str) -> dict:
