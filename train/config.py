@@ -210,6 +210,8 @@ def from_toml(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> 
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError):
         raise InputError(f"{path}: no such config file; configs/ holds examples") from None
+    except OSError as error:
+        raise InputError(f"cannot read the config {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not valid TOML ({error})") from None
     for override in overrides:
@@ -217,13 +219,21 @@ def from_toml(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> 
     return from_dict(cls, values)
 
 
-def from_dict(cls: type[T], values: dict[str, Any]) -> T:
+def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
     """The dataclass ``cls`` from nested dicts, as TOML and JSON give them.
+
+    ``prefix`` is what stands before a key in the errors' names.
 
     Raises:
       InputError: an unknown section or key, a wrong type or range.
     """
-    return _section(cls, values, "")
+    fields = inspect.get_annotations(cls, eval_str=True)
+    for key in values:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1)
+            hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known: {', '.join(fields)}"
+            raise InputError(f"unknown key {prefix}{key}{hint}")
+    return cls(**{key: _value(fields[key], value, prefix + key) for key, value in values.items()})
 
 
 def to_dict(cfg: Any) -> dict[str, Any]:
@@ -254,21 +264,16 @@ def _apply(values: dict[str, Any], override: str) -> None:
     values[section][key] = value
 
 
-def _section(cls: type[T], values: dict[str, Any], prefix: str) -> T:
-    fields = inspect.get_annotations(cls, eval_str=True)
-    for key in values:
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, 1)
-            hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known: {', '.join(fields)}"
-            raise InputError(f"unknown key {prefix}{key}{hint}")
-    return cls(**{key: _value(fields[key], value, prefix + key) for key, value in values.items()})
-
-
 def _value(kind: Any, value: Any, name: str) -> Any:
+    """The value as a field of type ``kind`` takes it."""
+
+    def require(holds: bool, expected: str) -> None:
+        if not holds:
+            raise InputError(f"{name}={value!r}: expected {expected}")
+
     if dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise InputError(f"{name}={value!r}: expected a section [{name}]")
-        return _section(kind, value, f"{name}.")
+        require(isinstance(value, dict), f"a section [{name}]")
+        return from_dict(kind, value, f"{name}.")
     ranges, choices = (), ()
     if get_origin(kind) is Annotated:
         kind, *ranges = get_args(kind)
@@ -276,19 +281,14 @@ def _value(kind: Any, value: Any, name: str) -> Any:
         kind, choices = str, get_args(kind)
     if get_origin(kind) is tuple:
         item = get_args(kind)[0]
-        if not isinstance(value, list) or not all(type(x) is item for x in value):
-            what = "strings" if item is str else "integers"
-            raise InputError(f"{name}={value!r}: expected a list of {what}")
+        listed = isinstance(value, list) and all(type(x) is item for x in value)
+        require(listed, "a list of strings" if item is str else "a list of integers")
         return tuple(value)
     if kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind:
-        raise InputError(f"{name}={value!r}: expected {kind.__name__}, got {type(value).__name__}")
-    if choices and value not in choices:
-        raise InputError(f"{name}={value!r}: expected one of {', '.join(choices)}")
-    if kind is float and not math.isfinite(value):
-        raise InputError(f"{name}={value!r}: expected a finite number")
+    require(type(value) is kind, f"{kind.__name__}, got {type(value).__name__}")
+    require(not choices or value in choices, f"one of {', '.join(choices)}")
+    require(kind is not float or math.isfinite(value), "a finite number")
     for allowed in ranges:
-        if not allowed.holds(value):
-            raise InputError(f"{name}={value!r}: expected {allowed.says}")
+        require(allowed.holds(value), allowed.says)
     return value

@@ -341,8 +341,13 @@ def valid_batches(
         rows = [pack_row(prepared.valid, offsets, order, offsets, n, seq_len) for n in numbers]
         if transform:
             rows = [transform(row, n) for n, row in zip(numbers, rows, strict=True)]
-        batches.append({key: np.stack([row[key] for row in rows]) for key in rows[0]})
+        batches.append(stack(rows))
     return batches
+
+
+def stack(rows: Sequence[Batch]) -> Batch:
+    """Arrays of equal shapes, name by name, along a new first axis."""
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def _require_positive(**sizes: int) -> None:

@@ -23,19 +23,8 @@ def finish(name: str, work: Callable[[], dict[str, Any] | None], as_json: bool =
     """
     try:
         summary = work()
-    except TrainingError as error:
-        say(name, error)
-        return FAILED
-    except jax.errors.JaxRuntimeError as error:
-        say(name, f"the device failed: {str(error).splitlines()[0]}")
-        return FAILED
-    except OSError as error:
-        place = f" ({error.filename})" if error.filename else ""
-        say(
-            name,
-            f"{error.strerror or error}{place}; the last finished checkpoint is intact: "
-            "make room and --resume",
-        )
+    except (TrainingError, jax.errors.JaxRuntimeError, OSError) as error:
+        say(name, _what_failed(error))
         return FAILED
     # Of several processes the first one speaks.
     if summary and processes.leads():
@@ -44,6 +33,18 @@ def finish(name: str, work: Callable[[], dict[str, Any] | None], as_json: bool =
         else:
             _print_table(summary)
     return 0
+
+
+def _what_failed(error: Exception) -> str:
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return f"the device failed: {str(error).splitlines()[0]}"
+    if isinstance(error, OSError):
+        place = f" ({error.filename})" if error.filename else ""
+        return (
+            f"{error.strerror or error}{place}; the last finished checkpoint is intact: "
+            "make room and --resume"
+        )
+    return str(error)
 
 
 def _print_table(summary: dict[str, Any]) -> None:

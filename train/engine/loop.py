@@ -23,7 +23,7 @@ import optax
 from specjax.errors import InputError
 from specjax.files import write_text
 from train.config import Optim, Run
-from train.data.packing import Batch, Loader
+from train.data.packing import Batch, Loader, stack
 from train.engine import processes
 from train.engine.checkpoints import Checkpoints
 from train.engine.placement import Placement
@@ -158,7 +158,7 @@ def fit(
     ):
         since = time.perf_counter()
         while state.step < optim.total_steps and not processes.any_of(signals.received):
-            batches = _stack([next(loader) for _ in range(optim.accumulate)])
+            batches = stack([next(loader) for _ in range(optim.accumulate)])
             params, opt_state, loss, norm, extras = train_step(
                 state.params, state.opt_state, frozen, placement.rows(batches, 1)
             )
@@ -276,10 +276,6 @@ def mean_loss(
     sums = jax.device_get([evaluate(params, frozen, batch) for batch in batches])
     loss = float(sum(nats for nats, *_ in sums) / max(1.0, sum(count for _, count, *_ in sums)))
     return loss, _ratios([extras for _, _, *rest in sums for extras in rest])
-
-
-def _stack(batches: list[Batch]) -> Batch:
-    return {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
 
 
 class Metrics:

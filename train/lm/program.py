@@ -28,11 +28,8 @@ from train.engine.optim import make_optimizer
 
 def run(args: argparse.Namespace) -> int:
     """The program; returns the exit code."""
-
-    def work() -> dict[str, Any]:
-        return main(from_toml(LMConfig, args.config, args.set), args.resume, args.dry_run)
-
-    return finish("train.lm", work, args.json)
+    cfg = from_toml(LMConfig, args.config, args.set)
+    return finish("train.lm", lambda: main(cfg, args.resume, args.dry_run), args.json)
 
 
 def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict[str, Any]:

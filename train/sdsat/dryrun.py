@@ -30,16 +30,9 @@ from specjax.program import BAD_INPUT, Parser
 from train.config import SDSATConfig, from_dict, to_dict
 from train.engine.optim import make_optimizer
 from train.engine.placement import make_placement
+from train.sdsat import memory
 from train.sdsat.losses import sdsat_loss, weigh
-from train.sdsat.memory import (
-    DEVICE_GIB,
-    GIB,
-    Compiled,
-    Parts,
-    compile_deep,
-    compile_step,
-    estimate,
-)
+from train.sdsat.memory import GIB, Compiled, Parts
 from train.sdsat.setup import Setup, prepare_setup, transforms
 
 SIMULATED = "simulated CPU devices: an upper estimate"
@@ -55,22 +48,16 @@ def needed_memory(cfg: SDSATConfig, setup: Setup) -> dict[str, Any]:
     devices = device_count(cfg)
     elsewhere = cfg.mesh.topology or devices != jax.device_count()
     compiled = _in_a_process(cfg, devices) if elsewhere else compile_here(cfg, setup)
-    by_hand = estimate(
-        setup.model,
-        step_parts(cfg, setup, setup.model),
-        cfg.mesh.fsdp,
-        devices,
-        cfg.model.compute_dtype,
-        cfg.model.remat,
-    )
+    parts = step_parts(cfg, setup, setup.model)
+    how = (cfg.model.compute_dtype, cfg.model.remat)
+    by_hand = memory.estimate(setup.model, parts, cfg.mesh.fsdp, devices, *how)
     by_hand["total"] = sum(by_hand.values())
     table = {name: round(size / GIB, 3) for name, size in by_hand.items()}
     needed = compiled.get("gib_compiled") or table["total"]
-    memory = cfg.mesh.memory_gib or compiled.pop("gib_of_device", None)
+    held = cfg.mesh.memory_gib or compiled.pop("gib_of_device", None)
     needs = {"devices": devices, "gib_by_hand": table, **compiled}
-    if memory:
-        fits = needed <= memory and "refused" not in compiled
-        needs |= {"gib_of_device": memory, "fits": fits}
+    if held:
+        needs |= {"gib_of_device": held, "fits": needed <= held and "refused" not in compiled}
     return needs
 
 
@@ -114,28 +101,24 @@ def compile_here(cfg: SDSATConfig, setup: Setup, devices: list | None = None) ->
     placement = make_placement(cfg.mesh.fsdp, cfg.optim.batch_size, devices)
     first = (devices or jax.devices())[0]
     limit = (first.memory_stats() or {}).get("bytes_limit") if devices is None else None
-    memory = limit / GIB if limit else DEVICE_GIB.get(first.device_kind)
-    about = {"compiled_for": first.device_kind} | ({"gib_of_device": memory} if memory else {})
+    held = limit / GIB if limit else memory.DEVICE_GIB.get(first.device_kind)
+    about = {"compiled_for": first.device_kind} | ({"gib_of_device": held} if held else {})
 
     def compile_at(model: ModelConfig) -> Compiled:
-        return compile_step(step_parts(cfg, setup, model), placement, model.num_layers)
+        return memory.compile_step(step_parts(cfg, setup, model), placement, model.num_layers)
 
     try:
-        compiled = compile_deep(setup.model, compile_at)
+        compiled = memory.compile_deep(setup.model, compile_at)
     except jax.errors.JaxRuntimeError as error:
         if _TOO_LARGE not in str(error):
             raise
         return about | {"refused": " ".join(str(error).split())[:300]}
     if len(compiled.layers) > 1:
         about["extrapolated_from_layers"] = list(compiled.layers)
-    sizes = {
-        "arguments": compiled.arguments,
-        "temporaries": compiled.temporaries,
-        "results": compiled.fresh,
-    }
+    sizes = zip(("arguments", "temporaries", "results"), compiled.sizes, strict=True)
     return about | {
         "gib_compiled": round(compiled.total / GIB, 3),
-        "gib_compiled_parts": {name: round(size / GIB, 3) for name, size in sizes.items()},
+        "gib_compiled_parts": {name: round(size / GIB, 3) for name, size in sizes},
     }
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 import specjax as sj
 from specjax.models import ModelConfig
-from train.data.packing import IGNORE, Batch, Prepared
+from train.data.packing import IGNORE, Batch, Prepared, stack
 from train.sdsat.insertion import Insertion, append_windows
 from train.sdsat.losses import Head, isolated_hidden, split_hidden
 
@@ -66,8 +66,7 @@ def measure_decoding(
     )
     pairs = zip(decoding.prompts, made.tokens, strict=True)
     rows = [lay_windows(prompt, new, decoding, insertion) for prompt, new in pairs]
-    batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    guesses = np.asarray(_drafts(cfg, decoding.length)(params, batch))
+    guesses = np.asarray(_drafts(cfg, decoding.length)(params, stack(rows)))
     accepted = []
     for row, drafts, new in zip(rows, guesses, made.tokens, strict=True):
         labels = row["labels"][len(row["tokens"]) - drafts.size :].reshape(drafts.shape)

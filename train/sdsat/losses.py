@@ -133,12 +133,10 @@ def split_labels(loss: str, batch: dict) -> tuple[Int[Array, "*a T"], Int[Array,
 def _basic(cfg: ModelConfig, objective: Objective, params: dict, batch: dict) -> tuple:
     """CE(M̂, Y): every token of the mixed sequence alike."""
     hidden = hidden_of(cfg, params, batch | {"tokens": batch["mixed"]}, **objective.passes)
-    clean_labels, labels = split_labels("basic", batch)
-    head = Head.of(cfg, params)
-    clean_sum, clean_count = head.cross_entropy(hidden, clean_labels)
-    adaptive = adaptive_sums(objective, head, hidden, None, labels, batch["index"])
-    extras = _extras(clean_sum, clean_count, adaptive)
-    return clean_sum + adaptive["loss"], clean_count + adaptive["count"], extras
+    nats, count, adaptive, extras = _both_sums(
+        objective, Head.of(cfg, params), hidden, hidden, hidden, batch
+    )
+    return nats + adaptive["loss"], count + adaptive["count"], extras
 
 
 def _improved(cfg: ModelConfig, objective: Objective, params: dict, batch: dict) -> tuple:
@@ -158,30 +156,50 @@ def _isolated(cfg: ModelConfig, objective: Objective, params: dict, batch: dict)
 
 
 def _two_means(objective, head, clean, adaptive, own, batch) -> tuple:
-    """½ (clean mean + w · adaptive mean), times the clean count that the step divides by.
+    """½ (clean mean + w · adaptive mean), times the clean count that the step divides by."""
+    nats, count, adaptive, extras = _both_sums(objective, head, clean, adaptive, own, batch)
+    total = 0.5 * (nats + objective.weight * batch["ratio"] * adaptive["loss"])
+    return total, count, extras
 
-    ``own`` are the clean stream's hidden states where ``adaptive`` predict the same label.
+
+def _both_sums(
+    objective: Objective,
+    head: Head,
+    clean: Float[Array, "B T D"],
+    adaptive: Float[Array, "B N D"],
+    own: Float[Array, "B N D"],
+    batch: dict,
+) -> tuple[Array, Array, dict[str, Array], Extras]:
+    """(clean nats, clean count, :func:`adaptive_sums`, what is logged) of hidden states.
+
+    ``own`` are the clean stream's where ``adaptive`` predict the same label.
     """
     clean_labels, labels = split_labels(objective.loss, batch)
     index = batch["index"][:, -labels.shape[1] :]
-    clean_sum, clean_count = head.cross_entropy(clean, clean_labels)
-    teacher = own if objective.self_share else None
-    sums = adaptive_sums(objective, head, adaptive, teacher, labels, index)
-    total = 0.5 * (clean_sum + objective.weight * batch["ratio"] * sums["loss"])
-    return total, clean_count, _extras(clean_sum, clean_count, sums)
+    nats, count = head.cross_entropy(clean, clean_labels)
+    sums = adaptive_sums(objective, head, adaptive, own, labels, index)
+    extras = {
+        "clean_loss": (nats, count),
+        "adaptive_loss": (sums["loss"], sums["count"]),
+        "adaptive_accuracy": (sums["hits"], sums["places"]),
+    }
+    if "agreed" in sums:
+        extras["adaptive_agreement"] = (sums["agreed"], sums["places"])
+    return nats, count, sums, jax.lax.stop_gradient(extras)
 
 
 def adaptive_sums(
     objective: Objective,
     head: Head,
     hidden: Float[Array, "B N D"],
-    teacher: Float[Array, "B N D"] | None,
+    teacher: Float[Array, "B N D"],
     labels: Int[Array, "B N"],
     index: Int[Array, "B N"],
 ) -> dict[str, Array]:
     """Sums over adaptive tokens: the loss, the count, and per place the hits.
 
-    ``teacher`` are hidden states of the same model that get no gradient.
+    ``teacher`` are hidden states of the same model that get no gradient; they are unread, and
+    dropped by the compiler, where the objective has no self targets.
     """
     share = objective.self_share
 
@@ -201,20 +219,7 @@ def adaptive_sums(
             out["agreed"] = ((guess == jnp.argmax(own, axis=-1))[:, None] * places).sum(0)
         return out
 
-    # Without a teacher the hidden states stand in for it, unread: the compiler drops them.
-    teacher = hidden if teacher is None else teacher
     return sum_over_chunks(sums, (hidden, jax.lax.stop_gradient(teacher), index), labels)
-
-
-def _extras(clean_sum: Array, clean_count: Array, adaptive: dict[str, Array]) -> Extras:
-    extras = {
-        "clean_loss": (clean_sum, clean_count),
-        "adaptive_loss": (adaptive["loss"], adaptive["count"]),
-        "adaptive_accuracy": (adaptive["hits"], adaptive["places"]),
-    }
-    if "agreed" in adaptive:
-        extras["adaptive_agreement"] = (adaptive["agreed"], adaptive["places"])
-    return jax.lax.stop_gradient(extras)
 
 
 def probe_loss(cfg: ModelConfig, length: int, dtype: str = "float32") -> LossFn:
@@ -229,16 +234,13 @@ def probe_loss(cfg: ModelConfig, length: int, dtype: str = "float32") -> LossFn:
     def loss(params, frozen, batch):
         params = _cast(params, dtype)
         clean, windows = split_hidden(isolated_hidden(cfg, params, batch), batch)
-        clean_labels, labels = split_labels("isolated", batch)
-        head = Head.of(cfg, params)
-        total, count = head.cross_entropy(clean, clean_labels)
+        own, head = at_sources(clean, batch), Head.of(cfg, params)
         objective = Objective("isolated", length, self_share=1.0)
-        own = at_sources(clean, batch)
-        index = batch["index"][:, -labels.shape[1] :]
-        sums = adaptive_sums(objective, head, windows, own, labels, index)
+        total, count, _, extras = _both_sums(objective, head, clean, windows, own, batch)
         agree = head.argmax(windows) == head.argmax(own)
+        labels = split_labels("isolated", batch)[1]
         run, whole = _leading_runs(agree, labels, length)
-        extras = _extras(total, count, sums) | {
+        extras |= {
             "adaptive_loss": head.cross_entropy(windows, labels),
             "acceptance": (run.sum((0, 1)), jnp.broadcast_to(whole.sum(), (length,))),
             "accepted": (run.sum(), whole.sum()),

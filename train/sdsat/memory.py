@@ -42,8 +42,7 @@ class Parts(NamedTuple):
     sequences: int  # forward passes over a row: 2 where a clean and a mixed one run
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
+class Compiled(NamedTuple):
     """The compiler's account of one step on one device, in bytes.
 
     ``layers`` are the depths that were compiled; more than one where the result is extrapolated.
@@ -55,8 +54,13 @@ class Compiled:
     layers: tuple[int, ...]
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Of the three parts."""
+        return self[:3]
+
+    @property
     def total(self) -> int:
-        return self.arguments + self.temporaries + self.fresh
+        return sum(self.sizes)
 
 
 def compile_step(parts: Parts, placement: Placement, layers: int) -> Compiled:
@@ -88,16 +92,8 @@ def compile_deep(model: ModelConfig, compile_at: Callable[[ModelConfig], Compile
         return compile_at(model)
     low, high = (compile_at(shallow(model, count)) for count in (few, more))
     steps = (model.num_layers - few) / period
-
-    def extend(a: int, b: int) -> int:
-        return round(a + steps * (b - a))
-
-    return Compiled(
-        extend(low.arguments, high.arguments),
-        extend(low.temporaries, high.temporaries),
-        extend(low.fresh, high.fresh),
-        (few, more),
-    )
+    sizes = (round(a + steps * (b - a)) for a, b in zip(low.sizes, high.sizes, strict=True))
+    return Compiled(*sizes, (few, more))
 
 
 def shallow(model: ModelConfig, layers: int) -> ModelConfig:

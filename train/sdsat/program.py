@@ -55,11 +55,8 @@ def run(args: argparse.Namespace) -> int:
     """The program; returns the exit code."""
     if args.distributed:
         processes.join(args.distributed)
-
-    def work() -> dict[str, Any]:
-        return main(from_toml(SDSATConfig, args.config, args.set), args.resume, args.dry_run)
-
-    return finish("train.sdsat", work, args.json)
+    cfg = from_toml(SDSATConfig, args.config, args.set)
+    return finish("train.sdsat", lambda: main(cfg, args.resume, args.dry_run), args.json)
 
 
 def main(cfg: SDSATConfig, resume: bool, dry_run: bool) -> dict[str, Any]:

@@ -188,8 +188,7 @@ def _control_ids(model: ModelConfig, tokenizer: Tokenizer) -> set[int]:
 
 def _layout(cfg: SDSATConfig, model: ModelConfig, tokenizer: Tokenizer) -> CodeLayout:
     # The tokenizer's template says whether a text begins with BOS; the config only names it.
-    begins = tokenizer.encode("").ids[:1] == [model.bos_id]
-    bos = model.bos_id if begins else None
+    bos = model.bos_id if tokenizer.encode("").ids[:1] == [model.bos_id] else None
     sentinels = find_sentinels(tokenizer)
     return CodeLayout(model.eos_ids[0], bos, sentinels, cfg.sdsat.fim_rate, cfg.run.seed)
 
@@ -198,15 +197,8 @@ def _objective(cfg: SDSATConfig) -> Objective:
     """The loss as the config describes it."""
     section = cfg.sdsat
     share = {"data": 0.0, "self": 1.0, "mix": section.mix}[section.adaptive_targets]
-    return Objective(
-        section.loss,
-        section.window,
-        share,
-        section.weight,
-        cfg.model.compute_dtype,
-        cfg.model.remat,
-        cfg.model.scan,
-    )
+    forward = (cfg.model.compute_dtype, cfg.model.remat, cfg.model.scan)
+    return Objective(section.loss, section.window, share, section.weight, *forward)
 
 
 def transforms(cfg: SDSATConfig, insertion: Insertion) -> tuple[Transform, Transform]:

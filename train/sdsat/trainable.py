@@ -34,15 +34,10 @@ class Tuning:
 def make_tuning(section: Tuned, adaptive_ids: tuple[int, ...], seed: int) -> Tuning:
     """What the config trains of a model with these ids."""
     if section.train == "full":
-        return full()
+        return Tuning(lambda params: (params, {}), lambda trainable, frozen: trainable)
     if section.train == "embeddings":
         return embeddings()
     return lora(tuple(sorted(set(adaptive_ids))), section.lora_rank, section.lora_alpha, seed)
-
-
-def full() -> Tuning:
-    """Every parameter."""
-    return Tuning(lambda params: (params, {}), lambda trainable, frozen: trainable)
 
 
 def embeddings() -> Tuning:
