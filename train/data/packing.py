@@ -72,11 +72,6 @@ class Prepared:
     valid_bytes: int
 
     @property
-    def valid_tokens(self) -> int:
-        """Held-out tokens, EOS included."""
-        return len(self.valid)
-
-    @property
     def fingerprint(self) -> str:
         """Changes with any token, and with where a document ends."""
         digest = hashlib.sha256()
@@ -334,7 +329,7 @@ def valid_batches(
     _require_positive(seq_len=seq_len, batch_size=batch_size)
     offsets = prepared.valid_offsets
     order = np.arange(len(offsets) - 1)
-    count = -(-prepared.valid_tokens // (seq_len * batch_size))
+    count = -(-len(prepared.valid) // (seq_len * batch_size))
     batches = []
     for batch in range(count if limit is None else min(count, limit)):
         numbers = range(batch * batch_size, (batch + 1) * batch_size)

@@ -54,7 +54,7 @@ def make_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     weigh: Callable[[dict], dict] | None = None,
-    placed: tuple[Any, Any, Any] | None = None,
+    placed: tuple | None = None,
 ) -> Callable:
     """``step(params, opt_state, frozen, batches) -> (params, opt_state, loss, norm, extras)``.
 
@@ -86,8 +86,7 @@ def make_step(
         mean = loss / jnp.maximum(count, 1.0)
         return params, opt_state, mean, optax.tree.norm(grads), extras
 
-    where = (*placed, *placed[2:] * 2) if placed else None
-    return jax.jit(step, donate_argnums=(0, 1), out_shardings=where)
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=placed)
 
 
 def fit(

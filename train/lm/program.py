@@ -62,7 +62,7 @@ def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     )
     if outcome.valid_loss is not None:
         # Nats per token, over bytes per token, in bits.
-        bits = outcome.valid_loss * data.valid_tokens / data.valid_bytes / math.log(2)
+        bits = outcome.valid_loss * len(data.valid) / data.valid_bytes / math.log(2)
         outcome = dataclasses.replace(outcome, valid_extras={"bits_per_byte": bits})
     summary = plan(cfg, model, data)
     card = summary | {"recipe": to_dict(cfg)}
@@ -159,7 +159,7 @@ def plan(cfg: LMConfig, model: ModelConfig, data: Prepared) -> dict[str, Any]:
         "parameters": model.num_params,
         "vocab_size": model.vocab_size,
         "train_tokens": len(data.train),
-        "held_out_tokens": data.valid_tokens,
+        "held_out_tokens": len(data.valid),
         "tokens_per_step": tokens,
         "steps": cfg.optim.total_steps,
         "epochs": round(tokens * cfg.optim.total_steps / max(1, len(data.train)), 2),

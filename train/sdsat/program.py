@@ -212,6 +212,6 @@ def plan(cfg: SDSATConfig, setup: Setup, data: Prepared) -> dict[str, Any]:
         # Master weights, and of what is trained: gradient and two moments.
         "state_megabytes": round((4 * setup.model.num_params + 12 * count) / 1e6, 1),
         "train_tokens": len(data.train),
-        "held_out_tokens": data.valid_tokens,
+        "held_out_tokens": len(data.valid),
         "epochs": round(clean * cfg.optim.total_steps / max(1, len(data.train)), 2),
     }
