@@ -14,7 +14,7 @@ import jax
 from tokenizers import Tokenizer
 
 from specjax.errors import InputError
-from specjax.models import ModelConfig, head_matrix, init_params, load_pretrained
+from specjax.models import ModelConfig, init_params, load_pretrained
 from train.config import LMConfig, Model, fixed_settings, from_toml, to_dict
 from train.data.corpus import Document, load_corpus, permissive_distributions
 from train.data.packing import Prepared, make_loader, prepare, valid_batches
@@ -22,7 +22,7 @@ from train.data.tokenizer import EOS_ID, load_tokenizer, train_tokenizer
 from train.engine.directory import check_directory, export, make_directory
 from train.engine.ending import finish
 from train.engine.loop import LossFn, fit
-from train.engine.losses import chunked_cross_entropy, chunked_distillation, hidden_of
+from train.engine.losses import Head, chunked_distillation, hidden_of
 from train.engine.optim import make_optimizer
 
 
@@ -88,8 +88,7 @@ def data_loss(cfg: ModelConfig) -> LossFn:
     """Cross-entropy of the next token, summed, and the number of tokens."""
 
     def loss(params, frozen, batch):
-        hidden = hidden_of(cfg, params, batch)
-        return chunked_cross_entropy(hidden, head_matrix(cfg, params), batch["labels"])
+        return Head.of(cfg, params).cross_entropy(hidden_of(cfg, params, batch), batch["labels"])
 
     return loss
 
@@ -100,15 +99,12 @@ def distillation_loss(
     """The draft's loss; ``frozen`` are the teacher's params."""
 
     def loss(params, frozen, batch):
-        return chunked_distillation(
-            hidden_of(cfg, params, batch),
-            head_matrix(cfg, params),
+        own = (Head.of(cfg, params), hidden_of(cfg, params, batch))
+        others = (
+            Head.of(teacher, frozen),
             jax.lax.stop_gradient(hidden_of(teacher, frozen, batch)),
-            head_matrix(teacher, frozen),
-            batch["labels"],
-            alpha,
-            temperature,
         )
+        return chunked_distillation(*own, *others, batch["labels"], alpha, temperature)
 
     return loss
 

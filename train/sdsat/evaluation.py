@@ -20,8 +20,9 @@ import numpy as np
 import specjax as sj
 from specjax.models import ModelConfig
 from train.data.packing import IGNORE, Batch, Prepared, stack
+from train.engine.losses import Head
 from train.sdsat.insertion import Insertion, append_windows
-from train.sdsat.losses import Head, isolated_hidden, split_hidden
+from train.sdsat.losses import isolated_streams
 
 PROMPT_TOKENS = 64
 CERTAIN = 2  # tokens of a round whose drafts all fail
@@ -114,7 +115,7 @@ def _drafts(cfg: ModelConfig, length: int):
 
     @jax.jit
     def drafts(params, batch):
-        windows = split_hidden(isolated_hidden(cfg, params, batch), batch)[1]
+        windows = isolated_streams(cfg, params, batch)[1]
         return Head.of(cfg, params).argmax(windows).reshape(len(windows), -1, length)
 
     return drafts
