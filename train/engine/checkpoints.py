@@ -29,8 +29,6 @@ class Checkpoints:
 
     def save(self, step: int, arrays: Any, note: dict[str, Any]) -> None:
         """Starts saving; the device arrays are copied before this returns."""
-        if step == self.latest:
-            return
         parts = args.Composite(arrays=args.StandardSave(arrays), note=args.JsonSave(note))
         self._manager.save(step, args=parts)
 

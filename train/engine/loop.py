@@ -11,7 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,8 +141,6 @@ def fit(
     valid_loss, valid_extras = None, {}
 
     def save():
-        if state.step == (checkpoints.latest or 0):
-            return
         _save(checkpoints, state, unlogged, {"loader": loader.get_state(), "fixed": fixed})
 
     def hold_out(params):
@@ -152,11 +150,11 @@ def fit(
     with (
         closing(checkpoints),
         closing(metrics),
-        Signals() as signals,
+        noted_signals() as signals,
         Progress(optim.total_steps, state.step, shown=writes) as progress,
     ):
         since = time.perf_counter()
-        while state.step < optim.total_steps and not processes.any_of(signals.received):
+        while state.step < optim.total_steps and not processes.any_of(bool(signals)):
             batches = stack([next(loader) for _ in range(optim.accumulate)])
             params, opt_state, loss, norm, extras = train_step(
                 state.params, state.opt_state, frozen, placement.rows(batches, 1)
@@ -221,11 +219,13 @@ def _begin(checkpoints, params, optimizer, loader, resume, fixed, placement) -> 
 
 
 def _save(checkpoints: Checkpoints, state: _State, unlogged: list, note: dict[str, Any]) -> None:
-    """Saves the state, and the losses not logged yet: a resumed run averages the same steps.
+    """Saves a new state, and the losses not logged yet: a resumed run averages the same steps.
 
     Raises:
       TrainingError: a loss or a parameter is not finite; nothing is saved.
     """
+    if state.step == (checkpoints.latest or 0):
+        return
     unlogged = jax.device_get(unlogged)
     pending = [float(loss) for loss, _ in unlogged]
     extras = [jax.tree.map(lambda x: np.asarray(x).tolist(), extras) for _, extras in unlogged]
@@ -342,18 +342,14 @@ def event_writer(directory: Path, done: int) -> Any:
     return SummaryWriter(str(directory), purge_step=done + 1 if done else None)
 
 
-class Signals:
-    """Notes SIGTERM and SIGINT, so that the loop can save before it ends."""
-
-    def __enter__(self) -> Signals:
-        self.received = False
-        names = (signal.SIGTERM, signal.SIGINT)
-        self._before = {name: signal.signal(name, self._note) for name in names}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, handler in self._before.items():
-            signal.signal(name, handler)
-
-    def _note(self, *_: object) -> None:
-        self.received = True
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """A list that gets every SIGTERM and SIGINT, so that the loop can save before it ends."""
+    received: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda got, _: received.append(got)) for number in numbers]
+    try:
+        yield received
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
