@@ -54,10 +54,13 @@ def needed_memory(cfg: SDSATConfig, setup: Setup) -> dict[str, Any]:
     by_hand["total"] = sum(by_hand.values())
     table = {name: round(size / GIB, 3) for name, size in by_hand.items()}
     needed = compiled.get("gib_compiled") or table["total"]
-    held = cfg.mesh.memory_gib or compiled.pop("gib_of_device", None)
+    capacity = cfg.mesh.memory_gib or compiled.pop("gib_of_device", None)
     needs = {"devices": devices, "gib_by_hand": table, **compiled}
-    if held:
-        needs |= {"gib_of_device": held, "fits": needed <= held and "refused" not in compiled}
+    if capacity:
+        needs |= {
+            "gib_of_device": capacity,
+            "fits": needed <= capacity and "refused" not in compiled,
+        }
     return needs
 
 
@@ -101,8 +104,8 @@ def compile_here(cfg: SDSATConfig, setup: Setup, devices: list | None = None) ->
     placement = make_placement(cfg.mesh.fsdp, cfg.optim.batch_size, devices)
     first = (devices or jax.devices())[0]
     limit = (first.memory_stats() or {}).get("bytes_limit") if devices is None else None
-    held = limit / GIB if limit else memory.DEVICE_GIB.get(first.device_kind)
-    about = {"compiled_for": first.device_kind} | ({"gib_of_device": held} if held else {})
+    capacity = limit / GIB if limit else memory.DEVICE_GIB.get(first.device_kind)
+    about = {"compiled_for": first.device_kind} | ({"gib_of_device": capacity} if capacity else {})
 
     def compile_at(model: ModelConfig) -> Compiled:
         return memory.compile_step(step_parts(cfg, setup, model), placement, model.num_layers)
