@@ -27,9 +27,9 @@ def test_insertion_equals_the_slow_reference(ids, rate):
         starts, lengths = draw_windows(insertion, row, number)
         assert [[*range(s, s + n)] for s, n in zip(starts, lengths, strict=True)] == windows
         mixed, index = slow_mixed(insertion, row, windows)
-        found = mixed_row(insertion, row, number)
-        np.testing.assert_array_equal(found["mixed"], mixed)
-        np.testing.assert_array_equal(found["index"], index)
+        laid = mixed_row(insertion, row, number)
+        np.testing.assert_array_equal(laid["mixed"], mixed)
+        np.testing.assert_array_equal(laid["index"], index)
 
 
 @pytest.mark.parametrize(("window", "share"), [(3, 0.188), (5, 0.268), (7, 0.340)])
@@ -61,22 +61,22 @@ def test_isolated_rows_hold_every_window_with_its_labels():
     for number in range(20):
         row = some_row(number)
         T, slots = len(row["tokens"]), appended_slots(3, 0.2, 96)
-        found = isolated_row(insertion, row, number)
+        laid = isolated_row(insertion, row, number)
         for name in row:
-            assert found[name].shape == (T + slots,) and found[name].dtype == np.int32
-            np.testing.assert_array_equal(found[name][:T], row[name])
+            assert laid[name].shape == (T + slots,) and laid[name].dtype == np.int32
+            np.testing.assert_array_equal(laid[name][:T], row[name])
         windows = slow_windows(insertion, row, number)
         slot = T
         for window, places in enumerate(windows, start=1):
             for i, place in enumerate(places):
-                assert found["tokens"][slot] == 90 + i
+                assert laid["tokens"][slot] == 90 + i
                 for name in ("labels", "positions", "segments"):
-                    assert found[name][slot] == row[name][place]
-                assert found["windows"][slot] == window and found["index"][slot] == i + 1
-                assert found["starts"][slot] == row["positions"][places[0]]
-                assert found["sources"][slot - T] == place
+                    assert laid[name][slot] == row[name][place]
+                assert laid["windows"][slot] == window and laid["index"][slot] == i + 1
+                assert laid["starts"][slot] == row["positions"][places[0]]
+                assert laid["sources"][slot - T] == place
                 slot += 1
-        assert (found["segments"][slot:] == 0).all() and (found["labels"][slot:] == IGNORE).all()
+        assert (laid["segments"][slot:] == 0).all() and (laid["labels"][slot:] == IGNORE).all()
 
 
 def test_windows_beyond_the_slots_are_dropped_whole_and_fairly():
@@ -85,12 +85,12 @@ def test_windows_beyond_the_slots_are_dropped_whole_and_fairly():
     row["positions"] = np.arange(64, dtype=np.int32)
     kept, dropped = np.zeros(64), 0
     for number in range(300):
-        found = isolated_row(insertion, row, number)
-        slots = len(found["tokens"]) - 64
-        firsts = found["sources"][(found["index"][64:] == 1)]
+        laid = isolated_row(insertion, row, number)
+        slots = len(laid["tokens"]) - 64
+        firsts = laid["sources"][(laid["index"][64:] == 1)]
         kept[firsts] += 1
         dropped += len(draw_windows(insertion, row, number)[0]) - len(firsts)
-        assert (found["index"] > 0).sum() <= slots
+        assert (laid["index"] > 0).sum() <= slots
     assert dropped > 0 and abs(kept[:30].mean() - kept[30:60].mean()) < 0.03 * 300
 
 
@@ -102,12 +102,12 @@ def test_appended_slots_are_what_the_loss_promises():
 def test_probes_are_whole_windows():
     insertion = Insertion((ID,) * 3, (EOS,))
     row = some_row(2)
-    found = probe_row(insertion, row, 5, 7)
-    slots = len(found["tokens"]) - 96
+    laid = probe_row(insertion, row, 5, 7)
+    slots = len(laid["tokens"]) - 96
     assert slots == 6 * 7
-    index = found["index"][96:].reshape(6, 7)
+    index = laid["index"][96:].reshape(6, 7)
     assert ((index == np.arange(1, 8)) | (index == 0)).all() and (index[:, 0] > 0).any()
-    sources = found["sources"].reshape(6, 7)[index[:, 0] > 0]
+    sources = laid["sources"].reshape(6, 7)[index[:, 0] > 0]
     assert not (row["tokens"][sources] == EOS).any()
     empty = append_windows(row, np.zeros(0, int), np.zeros(0, int), 8, insertion)
     assert (empty["segments"][96:] == 0).all()

@@ -160,13 +160,13 @@ def test_means_run_over_the_accumulated_batch(params, loss):
     step = make_step(
         sdsat_loss(MODEL, objective), optax.sgd(0.1), lambda batches: weigh(objective, batches)
     )
-    found = []
+    results = []
     for split in (1, 4):
         micro = {name: x.reshape(split, 4 // split, *x.shape[1:]) for name, x in batch.items()}
         own = jax.tree.map(jnp.copy, params)
         new, _, value, _, extras = step(own, optax.sgd(0.1).init(own), None, micro)
-        found.append((value, extras, new["embed"]))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
+        results.append((value, extras, new["embed"]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *results)
 
 
 def test_heads_cap_their_logits_where_the_model_does():
@@ -215,7 +215,7 @@ def test_probes_of_a_model_that_always_agrees_are_all_accepted(params):
 
 def slow_rounds(params, prompt, new, length, insertion):
     """Two-step decoding by whole forward passes: accepted drafts of each round."""
-    text, end, found = list(prompt), len(prompt) + len(new), []
+    text, end, accepted = list(prompt), len(prompt) + len(new), []
     while len(text) < end - length:
         # text ends in the pending token t; pass 1 gives m_0..m_k, pass 2 checks them
         first = alone(params, [*text, *insertion.ids[:1] * length])
@@ -224,15 +224,15 @@ def slow_rounds(params, prompt, new, length, insertion):
         z = [int(second[len(text) + i].argmax()) for i in range(length + 1)]
         n = next((i for i in range(length) if m[i + 1] != z[i]), length)
         text += [m[0], *z[: n + 1]]
-        found.append(n)
-    return found
+        accepted.append(n)
+    return accepted
 
 
 def test_measured_rounds_are_those_of_two_step_decoding(params):
     insertion = Insertion((ID,) * LONG)
     prompts = tuple(tuple(range(5 + i, 25 + i)) for i in range(4))
     decoding = Decoding(prompts, 20, 4)
-    found = measure_decoding(MODEL, insertion, decoding, params)
+    figures = measure_decoding(MODEL, insertion, decoding, params)
     rounds = []
     for prompt in prompts:
         text = list(prompt)
@@ -241,16 +241,16 @@ def test_measured_rounds_are_those_of_two_step_decoding(params):
         rounds += slow_rounds(params, prompt, text[20:], 4, insertion)
     assert {0} < set(rounds), "some drafts are accepted, some are not"
     want = [np.mean([n > i for n in rounds]) for i in range(4)]
-    np.testing.assert_allclose(found["decode_acceptance"], want, atol=1e-6)
-    np.testing.assert_allclose(found["decode_tokens_per_round"], 2 + np.mean(rounds), atol=1e-6)
+    np.testing.assert_allclose(figures["decode_acceptance"], want, atol=1e-6)
+    np.testing.assert_allclose(figures["decode_tokens_per_round"], 2 + np.mean(rounds), atol=1e-6)
     assert measure_decoding(MODEL, insertion, Decoding((), 20, 4), params) == {}
 
 
 def test_prompts_come_from_the_rows_that_are_evaluated():
     offsets = np.array([0, 100, 130, 330, 500])
     data = Prepared(np.zeros(0), np.zeros(1), np.arange(500), offsets, 0)
-    found = held_out_prompts(data, 5, within=300)
-    assert [prompt[0] for prompt in found] == [0, 130] and {len(p) for p in found} == {64}
+    prompts = held_out_prompts(data, 5, within=300)
+    assert [prompt[0] for prompt in prompts] == [0, 130] and {len(p) for p in prompts} == {64}
     assert held_out_prompts(data, 0, 500) == held_out_prompts(data, 3, 0) == ()
 
 
@@ -294,9 +294,9 @@ def test_every_family_is_grown_trained_and_read_back(name, tmp_path):
     assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
     assert jnp.abs(grads["embed"][61]).max() > 0
     save_pretrained(tmp_path, cfg, grown)
-    again, found = load_pretrained(tmp_path)
+    again, read = load_pretrained(tmp_path)
     assert again == cfg
-    jax.tree.map(np.testing.assert_array_equal, found, grown)
+    jax.tree.map(np.testing.assert_array_equal, read, grown)
 
 
 def test_lora_starts_at_the_model_and_merges_its_products(params):

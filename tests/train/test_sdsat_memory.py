@@ -119,9 +119,9 @@ def test_predictions_are_within_a_fifth_of_what_a_step_takes(tmp_path, tokenizer
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert abs(found["predicted"] / found["measured"] - 1) < 0.2, found
-    assert abs(found["by_hand"] / found["measured"] - 1) < 0.3, found
+    bytes_of = json.loads(done.stdout.splitlines()[-1])
+    assert abs(bytes_of["predicted"] / bytes_of["measured"] - 1) < 0.2, bytes_of
+    assert abs(bytes_of["by_hand"] / bytes_of["measured"] - 1) < 0.3, bytes_of
 
 
 @pytest.mark.slow
@@ -149,19 +149,19 @@ def test_layers_whose_windows_alternate_are_extrapolated_as_groups():
         seen.append(model.windows)
         return memory.Compiled(10 * model.num_layers, 5, 1, (model.num_layers,))
 
-    found = memory.compile_deep(model, compile_at)
+    extended = memory.compile_deep(model, compile_at)
     assert seen == [(8, 8, None) * 2, (8, 8, None) * 3]
-    assert (found.arguments, found.temporaries, found.layers) == (180, 5, (6, 9))
+    assert (extended.arguments, extended.temporaries, extended.layers) == (180, 5, (6, 9))
 
 
 def test_a_dry_run_says_what_the_step_needs_and_whether_it_fits(tmp_path, tokenizer):
     model = shape(400, 16, 1, 2, 2, 24)
     cfg = config(directory(tmp_path / "tiny", model, tokenizer), "mesh.memory_gib=0.0001")
-    found = dryrun.needed_memory(cfg, prepare_setup(cfg))
-    assert found["devices"] == 1 and found["compiled_for"] == jax.devices()[0].device_kind
-    assert found["gib_compiled"] > 0.0001 and not found["fits"]
-    parts = found["gib_compiled_parts"].values()
-    np.testing.assert_allclose(sum(parts), found["gib_compiled"], atol=2e-3)
+    needs = dryrun.needed_memory(cfg, prepare_setup(cfg))
+    assert needs["devices"] == 1 and needs["compiled_for"] == jax.devices()[0].device_kind
+    assert needs["gib_compiled"] > 0.0001 and not needs["fits"]
+    parts = needs["gib_compiled_parts"].values()
+    np.testing.assert_allclose(sum(parts), needs["gib_compiled"], atol=2e-3)
 
 
 @pytest.mark.slow
@@ -169,9 +169,9 @@ def test_other_devices_are_simulated_and_share_the_state(tmp_path, tokenizer):
     model = shape(32768, 512, 1, 4, 4, 512)
     where = directory(tmp_path / "model", model, tokenizer)
     cfg = config(where, "mesh.devices=8", "mesh.fsdp=8", "optim.batch_size=8")
-    found = dryrun.needed_memory(cfg, prepare_setup(cfg))
-    assert found["compiled_for"] == dryrun.SIMULATED and found["devices"] == 8
-    held = found["gib_compiled_parts"]["arguments"]
+    needs = dryrun.needed_memory(cfg, prepare_setup(cfg))
+    assert needs["compiled_for"] == dryrun.SIMULATED and needs["devices"] == 8
+    held = needs["gib_compiled_parts"]["arguments"]
     np.testing.assert_allclose(held, 12 * model.num_params / 8 / GIB, rtol=0.1)
 
 

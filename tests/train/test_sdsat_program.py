@@ -133,13 +133,13 @@ def test_eight_devices_give_the_losses_of_one(quick, tmp_path, fsdp):
 def test_parts_of_a_model_are_trained_and_merged(quick, tmp_path, start, part):
     settings = (f"model.train={part}", "sdsat.distinct=true", "sdsat.loss=improved")
     assert program(*quick(tmp_path / "run", *settings, "model.lora_rank=2")) == 0
-    cfg, found = load_pretrained(tmp_path / "run" / "export")
+    cfg, tuned = load_pretrained(tmp_path / "run" / "export")
     _, before = load_pretrained(start)
     assert cfg.adaptive_ids == (400, 401, 402)
-    moved = jax.tree.map(lambda a, b: bool((a[: len(b)] != b).any()), found, before)
+    moved = jax.tree.map(lambda a, b: bool((a[: len(b)] != b).any()), tuned, before)
     matrices = moved["layers"]["0"]["attention"]["q"]["weight"]
     assert (matrices, moved["embed"]) == ((False, True) if part == "embeddings" else (True, False))
-    rows = np.asarray(found["embed"][400:])
+    rows = np.asarray(tuned["embed"][400:])
     assert (rows[0] != rows[1]).any() and not moved["norm"]["weight"]
 
 
@@ -309,10 +309,10 @@ def test_counted_operations_are_the_compilers(loss):
     tokens = T + (appended_slots(window, rate, T) if loss == "isolated" else 0)
     row = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
     run = jax.jit(lambda params, *row: hidden_states(cfg, params, *row))
-    found = run.lower(param_shapes(cfg), row, row, row).compile().cost_analysis()["flops"]
+    compiled = run.lower(param_shapes(cfg), row, row, row).compile().cost_analysis()["flops"]
     counted = sdsat.forward_flops(cfg, loss, window, rate, T)
     head = 2 * tokens * cfg.vocab_size * cfg.hidden_size
-    np.testing.assert_allclose(found, counted - head, rtol=0.05)
+    np.testing.assert_allclose(compiled, counted - head, rtol=0.05)
 
 
 def test_dry_run_counts_tokens_and_writes_nothing(quick, tmp_path, capsys):

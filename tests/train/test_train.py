@@ -185,8 +185,8 @@ def uninterrupted(tmp_path_factory):
 
 
 def test_ends_with_a_loadable_directory_and_a_card(uninterrupted):
-    cfg, found = load_pretrained(uninterrupted / "export")
-    assert cfg.num_params == sum(x.size for x in jax.tree.leaves(found))
+    cfg, params_read = load_pretrained(uninterrupted / "export")
+    assert cfg.num_params == sum(x.size for x in jax.tree.leaves(params_read))
     card = json.loads((uninterrupted / "export" / "card.json").read_text())
     assert card["step"] == 20 and card["held_out_bits_per_byte"] > 0
     assert card["recipe"]["optim"]["total_steps"] == 20

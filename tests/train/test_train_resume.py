@@ -147,6 +147,6 @@ def test_event_files_hold_every_place_of_a_list(tmp_path):
     metrics.write(step=1, loss=2.5, adaptive_accuracy=[0.5, None, 0.25])
     metrics.close()
     (file,) = (tmp_path / "events").iterdir()
-    found = file.read_bytes()
-    assert b"loss" in found and b"adaptive_accuracy/3" in found
-    assert b"adaptive_accuracy/2" not in found and b"step" not in found
+    events_text = file.read_bytes()
+    assert b"loss" in events_text and b"adaptive_accuracy/3" in events_text
+    assert b"adaptive_accuracy/2" not in events_text and b"step" not in events_text
