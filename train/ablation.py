@@ -1,8 +1,25 @@
-"""``python -m train.ablation``."""
+"""SDSAT's ablation: one start, one budget, one change at a time; a table and Figure 5.
+
+python -m train.ablation CONFIG.toml [--set section.key=value ...] [--only NAME,...]
+
+Each variant is a run of train.sdsat in a directory of its own below ``run.dir``. Started again,
+finished variants are kept and a broken one goes on from its last checkpoint; the table and the
+figure are of what is finished.
+"""
 
 import sys
+from collections.abc import Sequence
 
-from train.sdsat.ablation import main
+from specjax.program import run
+from train.cli import config_parser
+from train.sdsat.variants import VARIANTS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = config_parser("train.ablation", __doc__)
+    parser.add_argument("--only", metavar="NAME,…", help=f"some of {', '.join(VARIANTS)}")
+    return run("train.ablation", "train.sdsat.ablation:run", parser.parse_args(argv))
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,17 +8,32 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
+import json
 import math
 import tomllib
-import types
-import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 from specjax.errors import InputError
 
 T = TypeVar("T")
+
+
+class Range(NamedTuple):
+    """What a number must be; stands beside its type in the sections below."""
+
+    says: str
+    holds: Callable[[float], bool]
+
+
+_ABOVE_0 = Range("a number above 0", lambda x: x > 0)
+_FROM_0 = Range("0 or more", lambda x: x >= 0)
+PositiveInt, PositiveFloat = Annotated[int, _ABOVE_0], Annotated[float, _ABOVE_0]
+NotNegativeInt, NotNegativeFloat = Annotated[int, _FROM_0], Annotated[float, _FROM_0]
+BelowOne = Annotated[float, Range("a number from 0 to below 1", lambda x: 0 <= x < 1)]
+Fraction = Annotated[float, Range("a number from 0 to 1", lambda x: 0 <= x <= 1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +41,12 @@ class Model:
     """The network: either its sizes, or a directory to go on from."""
 
     init_from: str = ""
-    hidden_size: int = 320
-    num_layers: int = 6
-    num_heads: int = 5
-    num_kv_heads: int = 0  # 0: as num_heads
-    intermediate_size: int = 864
-    max_position: int = 2048
+    hidden_size: PositiveInt = 320
+    num_layers: PositiveInt = 6
+    num_heads: PositiveInt = 5
+    num_kv_heads: NotNegativeInt = 0  # 0: as num_heads
+    intermediate_size: PositiveInt = 864
+    max_position: PositiveInt = 2048
     rope_theta: float = 10000.0
     tie_embeddings: bool = True
 
@@ -42,7 +57,7 @@ class Data:
 
     corpora: tuple[str, ...] = ("stdlib",)
     files: tuple[str, ...] = ()
-    seq_len: int = 512
+    seq_len: PositiveInt = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,20 +73,20 @@ class Optim:
     """Optimiser and schedule. The rate is a function of the step alone, so ``total_steps``
     may be changed on ``--resume`` to anneal a run early or to extend it."""
 
-    optimizer: str = "adamw"  # adamw | muon
-    learning_rate: float = 3e-3  # of AdamW: everything, or what Muon leaves
-    muon_learning_rate: float = 2e-2  # of the matrices inside the blocks
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.1  # on matrices only
-    clip_norm: float = 1.0
-    schedule: str = "wsd"  # wsd | cosine
-    warmup_steps: int = 50
-    decay_fraction: float = 0.3  # wsd: the share of steps that anneals
-    final_fraction: float = 0.02  # of the peak rate, at the end
-    total_steps: int = 1000
-    batch_size: int = 16  # rows per step
-    accumulate: int = 1  # micro-batches that make up one step
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    learning_rate: PositiveFloat = 3e-3  # of AdamW: everything, or what Muon leaves
+    muon_learning_rate: PositiveFloat = 2e-2  # of the matrices inside the blocks
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.95
+    weight_decay: NotNegativeFloat = 0.1  # on matrices only
+    clip_norm: PositiveFloat = 1.0
+    schedule: Literal["wsd", "cosine"] = "wsd"
+    warmup_steps: NotNegativeInt = 50
+    decay_fraction: Fraction = 0.3  # wsd: the share of steps that anneals
+    final_fraction: Fraction = 0.02  # of the peak rate, at the end
+    total_steps: PositiveInt = 1000
+    batch_size: PositiveInt = 16  # rows per step
+    accumulate: PositiveInt = 1  # micro-batches that make up one step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +94,8 @@ class Distill:
     """Learning from a teacher's distributions; off where ``teacher`` is empty."""
 
     teacher: str = ""
-    alpha: float = 1.0  # weight of KL(teacher ‖ student); the rest is cross-entropy on the data
-    temperature: float = 1.0
+    alpha: Fraction = 1.0  # weight of KL(teacher ‖ student); the rest is cross-entropy on the data
+    temperature: PositiveFloat = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +103,13 @@ class Run:
     """Where the run lives and how often it reports and saves."""
 
     dir: str = "runs/lm"
-    seed: int = 0
-    log_every: int = 10
-    eval_every: int = 200
-    eval_batches: int = 8
-    checkpoint_every: int = 100
-    keep: int = 2
-    export_dtype: str = "float32"
+    seed: NotNegativeInt = 0
+    log_every: PositiveInt = 10
+    eval_every: PositiveInt = 200
+    eval_batches: NotNegativeInt = 8
+    checkpoint_every: PositiveInt = 100
+    keep: PositiveInt = 2
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     tensorboard: bool = False  # also write event files into dir/events
 
 
@@ -116,10 +131,12 @@ class Tuned:
 
     init_from: str = ""  # a Hugging Face directory, or an embedded model's name
     tokenizer: str = ""  # a tokenizer.json; by default the checkpoint's own
-    train: str = "full"  # full | embeddings | lora
-    lora_rank: int = 16
-    lora_alpha: float = 32.0
-    compute_dtype: str = "float32"  # of the forward pass; master weights are float32
+    train: Literal["full", "embeddings", "lora"] = "full"
+    lora_rank: PositiveInt = 16
+    lora_alpha: PositiveFloat = 32.0
+    compute_dtype: Literal["float32", "bfloat16"] = (
+        "float32"  # of the forward pass; master weights are float32
+    )
     remat: bool = False  # recompute each block in the backward pass
     scan: bool = False  # compile one block and scan the layers: deep models compile sooner
 
@@ -128,28 +145,35 @@ class Tuned:
 class Adaptive:
     """SDSAT: which ids are adaptive, where they are put, and what they learn."""
 
-    window: int = 5  # L
+    window: PositiveInt = 5  # L
     ids: tuple[int, ...] = ()  # empty: unused vocabulary, else new rows
     distinct: bool = False  # one id per place of the window, instead of one for all
-    start_rate: float = 0.1  # 0 with loss basic: plain continued training, for comparison
-    loss: str = "isolated"  # basic | improved | isolated
-    adaptive_targets: str = "self"  # data | self | mix
-    mix: float = 0.5  # share of self targets in mix
-    weight: float = 1.0  # w
-    probe_length: int = 0  # adaptive tokens of a held-out window; 0: as window
-    decode_prompts: int = 16  # held-out prompts that each evaluation continues greedily
-    decode_tokens: int = 64  # new tokens of each
-    fim_rate: float = 0.5  # documents rearranged for infilling; needs the sentinels
+    start_rate: BelowOne = 0.1  # 0 with loss basic: plain continued training, for comparison
+    loss: Literal["basic", "improved", "isolated"] = "isolated"
+    adaptive_targets: Literal["data", "self", "mix"] = "self"
+    mix: Fraction = 0.5  # share of self targets in mix
+    weight: NotNegativeFloat = 1.0  # w
+    probe_length: NotNegativeInt = 0  # adaptive tokens of a held-out window; 0: as window
+    decode_prompts: NotNegativeInt = 16  # held-out prompts that each evaluation continues greedily
+    decode_tokens: PositiveInt = 64  # new tokens of each
+    fim_rate: Fraction = 0.5  # documents rearranged for infilling; needs the sentinels
+
+    @property
+    def held_out_window(self) -> int:
+        """k, the adaptive tokens of a held-out window."""
+        return self.probe_length or self.window
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshSection:
     """All devices of the run take part; each holds its share of a batch's rows."""
 
-    fsdp: int = 1  # devices that share one copy of the params and the optimiser state
-    devices: int = 0  # that the run must have, and --dry-run plans for; 0: those that are there
+    fsdp: PositiveInt = 1  # devices that share one copy of the params and the optimiser state
+    devices: NotNegativeInt = (
+        0  # that the run must have, and --dry-run plans for; 0: those that are there
+    )
     topology: str = ""  # of TPUs that --dry-run compiles for, e.g. v5e:2x4
-    memory_gib: float = 0.0  # of one device, for --dry-run; 0: as the device says
+    memory_gib: NotNegativeFloat = 0.0  # of one device, for --dry-run; 0: as the device says
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,59 +188,16 @@ class SDSATConfig:
     run: Run = Run(dir="runs/sdsat")
 
 
-_CHOICES = {
-    "model.train": ("full", "embeddings", "lora"),
-    "model.compute_dtype": ("float32", "bfloat16"),
-    "sdsat.loss": ("basic", "improved", "isolated"),
-    "sdsat.adaptive_targets": ("data", "self", "mix"),
-    "optim.optimizer": ("adamw", "muon"),
-    "optim.schedule": ("wsd", "cosine"),
-    "run.export_dtype": ("float32", "bfloat16", "float16"),
-}
-_POSITIVE = {
-    "model.hidden_size",
-    "model.num_layers",
-    "model.num_heads",
-    "model.intermediate_size",
-    "model.max_position",
+# What decides, in any program, which batch comes next, or the shapes.
+FIXED = (
+    "data.corpora",
+    "data.files",
     "data.seq_len",
-    "optim.total_steps",
+    "run.seed",
+    "optim.optimizer",
     "optim.batch_size",
     "optim.accumulate",
-    "optim.learning_rate",
-    "optim.muon_learning_rate",
-    "run.log_every",
-    "run.eval_every",
-    "run.checkpoint_every",
-    "run.keep",
-    "optim.clip_norm",
-    "distill.temperature",
-    "model.lora_rank",
-    "model.lora_alpha",
-    "sdsat.window",
-    "sdsat.decode_tokens",
-    "mesh.fsdp",
-}
-_NOT_NEGATIVE = {
-    "model.num_kv_heads",
-    "optim.warmup_steps",
-    "optim.weight_decay",
-    "run.eval_batches",
-    "run.seed",
-    "sdsat.probe_length",
-    "sdsat.weight",
-    "sdsat.decode_prompts",
-    "mesh.devices",
-    "mesh.memory_gib",
-}
-_BELOW_ONE = {"optim.beta1", "optim.beta2", "sdsat.start_rate"}
-_FRACTIONS = {
-    "optim.decay_fraction",
-    "optim.final_fraction",
-    "distill.alpha",
-    "sdsat.mix",
-    "sdsat.fim_rate",
-}
+)
 
 
 def from_toml(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
@@ -229,6 +210,8 @@ def from_toml(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> 
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError):
         raise InputError(f"{path}: no such config file; configs/ holds examples") from None
+    except OSError as error:
+        raise InputError(f"cannot read the config {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not valid TOML ({error})") from None
     for override in overrides:
@@ -236,19 +219,39 @@ def from_toml(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> 
     return from_dict(cls, values)
 
 
-def from_dict(cls: type[T], values: dict[str, Any]) -> T:
+def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
     """The dataclass ``cls`` from nested dicts, as TOML and JSON give them.
+
+    ``prefix`` is what stands before a key in the errors' names.
 
     Raises:
       InputError: an unknown section or key, a wrong type or range.
     """
-    return _section(cls, values, "")
+    fields = inspect.get_annotations(cls, eval_str=True)
+    for key in values:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1)
+            hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known: {', '.join(fields)}"
+            raise InputError(f"unknown key {prefix}{key}{hint}")
+    return cls(**{key: _value(fields[key], value, prefix + key) for key, value in values.items()})
+
+
+def to_dict(cfg: Any) -> dict[str, Any]:
+    """The config as :func:`from_dict` takes it: nested dicts that JSON can hold."""
+    return json.loads(json.dumps(cfg, default=vars))
+
+
+def fixed_settings(cfg: Any, more: Sequence[str] = ()) -> dict[str, Any]:
+    """What a resumed run must not change, as JSON gives it back: :data:`FIXED` and ``more``."""
+    values = to_dict(cfg)
+    paths = (name.split(".") for name in (*FIXED, *more))
+    return {f"{section}.{key}": values[section][key] for section, key in paths}
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
-    name, found, text = override.partition("=")
+    name, equals, text = override.partition("=")
     section, dot, key = name.strip().partition(".")
-    if not found or not dot or not key:
+    if not equals or not dot or not key:
         raise InputError(
             f"--set {override!r}: expected section.key=value, e.g. optim.total_steps=9"
         )
@@ -261,45 +264,31 @@ def _apply(values: dict[str, Any], override: str) -> None:
     values[section][key] = value
 
 
-def _section(cls: type[T], values: dict[str, Any], prefix: str) -> T:
-    fields = typing.get_type_hints(cls)
-    for key in values:
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, 1)
-            hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known: {', '.join(fields)}"
-            raise InputError(f"unknown key {prefix}{key}{hint}")
-    return cls(**{key: _value(fields[key], value, prefix + key) for key, value in values.items()})
-
-
 def _value(kind: Any, value: Any, name: str) -> Any:
+    """The value as a field of type ``kind`` takes it."""
+
+    def require(holds: bool, expected: str) -> None:
+        if not holds:
+            raise InputError(f"{name}={value!r}: expected {expected}")
+
     if dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise InputError(f"{name}={value!r}: expected a section [{name}]")
-        return _section(kind, value, f"{name}.")
-    if typing.get_origin(kind) is tuple:
-        item = typing.get_args(kind)[0]
-        if not isinstance(value, list) or not all(type(x) is item for x in value):
-            what = "strings" if item is str else "integers"
-            raise InputError(f"{name}={value!r}: expected a list of {what}")
+        require(isinstance(value, dict), f"a section [{name}]")
+        return from_dict(kind, value, f"{name}.")
+    ranges, choices = (), ()
+    if get_origin(kind) is Annotated:
+        kind, *ranges = get_args(kind)
+    elif get_origin(kind) is Literal:
+        kind, choices = str, get_args(kind)
+    if get_origin(kind) is tuple:
+        item = get_args(kind)[0]
+        listed = isinstance(value, list) and all(type(x) is item for x in value)
+        require(listed, "a list of strings" if item is str else "a list of integers")
         return tuple(value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and type(value) is int:
         value = float(value)
-    if isinstance(kind, types.UnionType) or type(value) is not kind:
-        raise InputError(f"{name}={value!r}: expected {kind.__name__}, got {type(value).__name__}")
-    _check_range(value, name)
+    require(type(value) is kind, f"{kind.__name__}, got {type(value).__name__}")
+    require(not choices or value in choices, f"one of {', '.join(choices)}")
+    require(kind is not float or math.isfinite(value), "a finite number")
+    for allowed in ranges:
+        require(allowed.holds(value), allowed.says)
     return value
-
-
-def _check_range(value: Any, name: str) -> None:
-    if name in _CHOICES and value not in _CHOICES[name]:
-        raise InputError(f"{name}={value!r}: expected one of {', '.join(_CHOICES[name])}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InputError(f"{name}={value!r}: expected a finite number")
-    if name in _NOT_NEGATIVE and value < 0:
-        raise InputError(f"{name}={value!r}: expected 0 or more")
-    if name in _BELOW_ONE and not 0 <= value < 1:
-        raise InputError(f"{name}={value!r}: expected a number from 0 to below 1")
-    if name in _POSITIVE and not value > 0:
-        raise InputError(f"{name}={value!r}: expected a number above 0")
-    if name in _FRACTIONS and not 0 <= value <= 1:
-        raise InputError(f"{name}={value!r}: expected a number from 0 to 1")

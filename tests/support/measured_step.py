@@ -1,4 +1,4 @@
-"""Peak memory of two real training steps: python tests/measured_step.py < CONFIG.json
+"""Peak memory of two real training steps: python tests/support/measured_step.py < CONFIG.json
 
 Prints {"predicted", "measured", "by_hand"} in bytes; a process of its own, so that nothing else
 has used memory that the step could reuse.
@@ -17,7 +17,7 @@ from train.engine.loop import make_step
 from train.engine.placement import Placement
 from train.sdsat.dryrun import step_parts
 from train.sdsat.memory import compile_step, estimate
-from train.sdsat.program import prepare_setup
+from train.sdsat.setup import prepare_setup
 
 
 def memory(key: str) -> int:

@@ -1,4 +1,4 @@
-"""train.continuations: what the target writes after the heads of functions it trained on."""
+"""train.demo.continuations: what the target writes after the heads of functions it trained on."""
 
 import json
 

@@ -7,21 +7,17 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 from specjax.errors import InputError
-from specjax.models import ModelConfig, init_params, save_pretrained
+from support.training import ROOT, TINY_SDSAT, logged, overrides, save_checkpoint, small_tokenizer
 from train.config import SDSATConfig, from_toml
-from train.data.corpus import load_corpus
-from train.data.tokenizer import EOS_ID, train_tokenizer
+from train.engine.placement import shared_axis
 from train.engine.processes import agree, any_of, join, leads, together
 
-ROOT = Path(__file__).parents[2]
-TINY = str(ROOT / "configs" / "sdsat_tiny.toml")
 COUNT, DEVICES = 2, 2  # processes, simulated devices of each
 SETTINGS = ("optim.batch_size=8", "optim.total_steps=6", "mesh.fsdp=2")
 
@@ -29,32 +25,14 @@ SETTINGS = ("optim.batch_size=8", "optim.total_steps=6", "mesh.fsdp=2")
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     """A random model's Hugging Face directory."""
-    directory = tmp_path_factory.mktemp("start")
     os.chdir(ROOT)
-    corpus = load_corpus((), ("specjax",))
-    tokenizer = train_tokenizer(corpus, 400, directory / "tokenizer.json")
-    cfg = ModelConfig.llama(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=16,
-        num_layers=1,
-        num_heads=2,
-        intermediate_size=24,
-        max_position=128,
-        eos_ids=(EOS_ID,),
-    )
-    save_pretrained(directory, cfg, init_params(cfg, jax.random.key(1)), tokenizer.to_str())
-    return directory
+    home = tmp_path_factory.mktemp("start")
+    return save_checkpoint(home, small_tokenizer(home))
 
 
 def command(start, run, *settings):
-    words = (f"model.init_from={start}", f"run.dir={run}", *settings)
-    return [
-        sys.executable,
-        "-m",
-        "train.sdsat",
-        TINY,
-        *(word for setting in words for word in ("--set", setting)),
-    ]
+    settings = (f"model.init_from={start}", f"run.dir={run}", *settings)
+    return [sys.executable, "-m", "train.sdsat", TINY_SDSAT, *overrides(*settings)]
 
 
 def launch(start, run, *settings, own=((), ())):
@@ -82,12 +60,8 @@ def launch(start, run, *settings, own=((), ())):
 
 def results(started):
     """(exit code, stdout, stderr) of each."""
-    found = [process.communicate(timeout=300) for process in started]
-    return [(p.returncode, *streams) for p, streams in zip(started, found, strict=True)]
-
-
-def lines(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    said = [process.communicate(timeout=300) for process in started]
+    return [(p.returncode, *streams) for p, streams in zip(started, said, strict=True)]
 
 
 @pytest.mark.slow
@@ -98,7 +72,7 @@ def test_two_processes_give_the_losses_of_one_device(start, tmp_path):
     assert "loss" in first[2] and "loss" not in second[2]
     one = command(start, tmp_path / "one", *SETTINGS[:2])
     subprocess.run(one, cwd=ROOT, check=True, capture_output=True)
-    for two, single in zip(lines(tmp_path / "two"), lines(tmp_path / "one"), strict=True):
+    for two, single in zip(logged(tmp_path / "two"), logged(tmp_path / "one"), strict=True):
         for name in ("loss", "clean_loss", "adaptive_loss", "grad_norm", "valid_loss"):
             if name in single:
                 np.testing.assert_allclose(two[name], single[name], rtol=2e-4, err_msg=name)
@@ -107,7 +81,7 @@ def test_two_processes_give_the_losses_of_one_device(start, tmp_path):
     # What both processes saved, one goes on with.
     longer = command(start, tmp_path / "two", SETTINGS[0], "optim.total_steps=8")
     subprocess.run([*longer, "--resume"], cwd=ROOT, check=True, capture_output=True)
-    assert [row["step"] for row in lines(tmp_path / "two") if "loss" in row] == list(range(1, 9))
+    assert [row["step"] for row in logged(tmp_path / "two") if "loss" in row] == list(range(1, 9))
 
 
 @pytest.mark.slow
@@ -119,10 +93,10 @@ def test_a_signal_to_one_process_stops_both_at_one_checkpoint(start, tmp_path):
         assert [process.poll() for process in started] == [None, None]
         time.sleep(0.05)
     started[1].send_signal(signal.SIGTERM)
-    found = results(started)
-    assert [code for code, *_ in found] == [0, 0], found
+    ended = results(started)
+    assert [code for code, *_ in ended] == [0, 0], ended
     saved = max(int(path.name) for path in (run / "checkpoints").iterdir())
-    assert saved == lines(run)[-1]["step"] >= 5
+    assert saved == logged(run)[-1]["step"] >= 5
 
 
 @pytest.mark.slow
@@ -143,7 +117,7 @@ def test_processes_that_do_not_fit_end_together_in_one_line(start, tmp_path, own
 
 
 def test_one_process_leads_and_agrees_with_itself():
-    cfg = from_toml(SDSATConfig, TINY)
+    cfg = from_toml(SDSATConfig, TINY_SDSAT)
     agree(config=cfg)
     assert leads() and any_of(True) and not any_of(False)
     with pytest.raises(InputError, match="no such thing"):
@@ -154,3 +128,11 @@ def test_one_process_leads_and_agrees_with_itself():
 def test_a_meeting_point_of_another_form_is_one_line(where):
     with pytest.raises(InputError, match=r"expected HOST:PORT,COUNT,INDEX"):
         join(where)
+
+
+def test_large_arrays_are_split_along_their_longest_axis_that_divides():
+    spec = jax.sharding.PartitionSpec
+    assert shared_axis((4097, 512), 8) == spec(None, "fsdp")
+    assert shared_axis((4096, 512), 8) == spec("fsdp")
+    assert shared_axis((512,), 8) == shared_axis((4097, 3), 8) == spec()
+    assert shared_axis((4096, 512), 1) == spec()

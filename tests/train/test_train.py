@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,45 +13,27 @@ import numpy as np
 import optax
 import pytest
 
-from specjax.errors import InputError, SpecjaxError
+from specjax.errors import InputError
 from specjax.models import load_pretrained, num_params
-from train.cli import run_program
+from support.training import ROOT, TINY_LM, logged, overrides
 from train.config import LMConfig, Optim, SDSATConfig, from_toml
 from train.data.packing import IGNORE
 from train.engine.loop import make_step
-from train.engine.losses import chunked_cross_entropy, chunked_distillation
+from train.engine.losses import Head, chunked_distillation
 from train.engine.optim import make_optimizer, muon_axes, schedule
-from train.lm import program as lm
-
-ROOT = Path(__file__).parents[2]
-TINY = str(ROOT / "configs" / "tiny.toml")
+from train.lm.__main__ import main
 
 
 def program(*argv):
-    return run_program(
-        "train.lm",
-        lm.__doc__,
-        LMConfig,
-        lm.main,
-        (InputError, SpecjaxError),
-        [TINY, *map(str, argv)],
-    )
+    return main([TINY_LM, *map(str, argv)])
 
 
 def quick(directory, steps=20):
-    return [
-        "--set",
-        f"run.dir={directory}",
-        "--set",
-        f"optim.total_steps={steps}",
-        "--set",
-        "run.eval_every=1000",
-    ]
+    return overrides(f"run.dir={directory}", f"optim.total_steps={steps}", "run.eval_every=1000")
 
 
 def losses(directory):
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    return [(row["step"], row["loss"]) for row in logged(directory) if "loss" in row]
 
 
 @pytest.fixture(autouse=True)
@@ -79,11 +60,11 @@ def in_the_checkout(monkeypatch):
 )
 def test_bad_settings_are_named(override, says):
     with pytest.raises(InputError, match=says):
-        from_toml(LMConfig, TINY, [override])
+        from_toml(LMConfig, TINY_LM, [override])
 
 
 def test_overrides_are_toml_values():
-    cfg = from_toml(LMConfig, TINY, ["optim.learning_rate=1", 'run.dir="a b"', "run.seed=7"])
+    cfg = from_toml(LMConfig, TINY_LM, ["optim.learning_rate=1", 'run.dir="a b"', "run.seed=7"])
     assert (cfg.optim.learning_rate, cfg.run.dir, cfg.run.seed) == (1.0, "a b", 7)
 
 
@@ -117,28 +98,29 @@ def test_chunked_cross_entropy_equals_plain(arrays, chunk):
         return -jnp.sum(jnp.where(labels == IGNORE, 0, chosen))
 
     def chunked(hidden, head):
-        return chunked_cross_entropy(hidden, head, labels, chunk)[0]
+        return Head(head).cross_entropy(hidden, labels, chunk)[0]
 
     np.testing.assert_allclose(chunked(hidden, head), plain(hidden, head), rtol=1e-5)
     for a, b in zip(
         jax.grad(chunked, (0, 1))(hidden, head), jax.grad(plain, (0, 1))(hidden, head), strict=True
     ):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    assert chunked_cross_entropy(hidden, head, labels, chunk)[1] == 13
+    assert Head(head).cross_entropy(hidden, labels, chunk)[1] == 13
 
 
 def test_distillation_is_the_kl_from_the_teacher(arrays):
     hidden, head, other, teacher, labels = arrays
     log_p, log_q = jax.nn.log_softmax(other @ teacher.T), jax.nn.log_softmax(hidden @ head.T)
     kl = (jnp.exp(log_p) * (log_p - log_q)).sum(-1)[labels != IGNORE].sum()
-    nll = chunked_cross_entropy(hidden, head, labels)[0]
+    nll = Head(head).cross_entropy(hidden, labels)[0]
+    models = (Head(head), hidden, Head(teacher), other)
     for alpha in (0.0, 0.3, 1.0):
-        got, count = chunked_distillation(hidden, head, other, teacher, labels, alpha, chunk=4)
+        got, count = chunked_distillation(*models, labels, alpha, chunk=4)
         np.testing.assert_allclose(got, alpha * kl + (1 - alpha) * nll, rtol=1e-5)
         assert count == 13
 
     def loss(teacher_hidden):
-        return chunked_distillation(hidden, head, teacher_hidden, teacher, labels)[0]
+        return chunked_distillation(Head(head), hidden, Head(teacher), teacher_hidden, labels)[0]
 
     assert not np.any(jax.grad(loss)(other)), "the teacher gets no gradient"
 
@@ -203,8 +185,8 @@ def uninterrupted(tmp_path_factory):
 
 
 def test_ends_with_a_loadable_directory_and_a_card(uninterrupted):
-    cfg, found = load_pretrained(uninterrupted / "export")
-    assert num_params(cfg) == sum(x.size for x in jax.tree.leaves(found))
+    cfg, params_read = load_pretrained(uninterrupted / "export")
+    assert num_params(cfg) == sum(x.size for x in jax.tree.leaves(params_read))
     card = json.loads((uninterrupted / "export" / "card.json").read_text())
     assert card["step"] == 20 and card["held_out_bits_per_byte"] > 0
     assert card["recipe"]["optim"]["total_steps"] == 20
@@ -214,7 +196,7 @@ def test_ends_with_a_loadable_directory_and_a_card(uninterrupted):
 @pytest.mark.slow
 def test_killed_and_resumed_gives_the_same_losses(uninterrupted, tmp_path):
     directory = tmp_path / "run"
-    command = [sys.executable, "-m", "train.lm", TINY, *quick(directory)]
+    command = [sys.executable, "-m", "train.lm", TINY_LM, *quick(directory)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     checkpoints = directory / "checkpoints"
     while process.poll() is None and not (checkpoints / "10").exists():
@@ -228,7 +210,7 @@ def test_killed_and_resumed_gives_the_same_losses(uninterrupted, tmp_path):
 @pytest.mark.slow
 def test_sigterm_saves_and_exits_0(uninterrupted, tmp_path):
     directory = tmp_path / "run"
-    command = [sys.executable, "-m", "train.lm", TINY, *quick(directory, 2000)]
+    command = [sys.executable, "-m", "train.lm", TINY_LM, *quick(directory, 2000)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     metrics = directory / "metrics.jsonl"
     while process.poll() is None and (not metrics.exists() or not metrics.read_text()):
@@ -273,8 +255,7 @@ def test_bad_input_exits_2_with_one_line(uninterrupted, tmp_path, capsys):
 
 
 def test_missing_config_exits_2(capsys):
-    arguments = ("train.lm", "", LMConfig, lm.main, (InputError,), ["/no/config.toml"])
-    assert run_program(*arguments) == 2
+    assert main(["/no/config.toml"]) == 2
     assert "/no/config.toml" in one_error_line(capsys)
 
 
@@ -287,13 +268,7 @@ def test_dry_run_prints_one_object_and_writes_nothing(tmp_path, capsys):
 
 def test_distillation_runs_from_a_teacher(uninterrupted, tmp_path, capsys):
     teacher = uninterrupted / "export"
-    argv = [
-        *quick(tmp_path / "draft", 4),
-        "--set",
-        f"distill.teacher={teacher}",
-        "--set",
-        f"tokenizer.path={teacher}/tokenizer.json",
-        "--json",
-    ]
+    shared = (f"distill.teacher={teacher}", f"tokenizer.path={teacher}/tokenizer.json")
+    argv = [*quick(tmp_path / "draft", 4), *overrides(*shared), "--json"]
     assert program(*argv) == 0
     assert json.loads(capsys.readouterr().out)["finished"] is True

@@ -4,17 +4,17 @@ A loss of one parameter, so that every case takes a second; its checkpoints do n
 logging steps, which is where interrupted averages and late NaNs show.
 """
 
-import json
-
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from specjax.errors import InputError
+from support.training import logged
 from train.config import LMConfig, Optim, Run, from_toml
 from train.engine.checkpoints import Checkpoints
-from train.engine.loop import TrainingError, fit
+from train.engine.directory import make_directory
+from train.engine.loop import Metrics, TrainingError, event_writer, fit
 from train.lm import program as lm
 
 
@@ -60,8 +60,7 @@ def train(directory, steps=40, end=None, resume=False, rate=0.05, save_every=25,
 
 
 def losses(directory):
-    rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    return [(row["step"], row["loss"]) for row in logged(directory) if "loss" in row]
 
 
 def test_resuming_between_two_log_lines_averages_the_same_steps(tmp_path):
@@ -139,4 +138,15 @@ def test_sequences_longer_than_the_context_are_refused():
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"run.dir=.*File exists"):
-        lm.make_directory(tmp_path / "file")
+        make_directory(tmp_path / "file")
+
+
+def test_event_files_hold_every_place_of_a_list(tmp_path):
+    events = event_writer(tmp_path / "events", 0)
+    metrics = Metrics(tmp_path / "metrics.jsonl", 0, events)
+    metrics.write(step=1, loss=2.5, adaptive_accuracy=[0.5, None, 0.25])
+    metrics.close()
+    (file,) = (tmp_path / "events").iterdir()
+    events_text = file.read_bytes()
+    assert b"loss" in events_text and b"adaptive_accuracy/3" in events_text
+    assert b"adaptive_accuracy/2" not in events_text and b"step" not in events_text

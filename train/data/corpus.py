@@ -85,14 +85,12 @@ def stdlib_root() -> Path:
 def stdlib_files() -> list[tuple[str, Path]]:
     """(document name, path) of every standard-library source that belongs to the corpus."""
     root = stdlib_root()
-    found = []
-    for path in root.rglob("*.py"):
-        relative = path.relative_to(root).as_posix()
-        if _SKIPPED_FOLDERS.isdisjoint(relative.split("/")) and not relative.startswith(
-            _STDLIB_TABLES
-        ):
-            found.append((f"stdlib/{relative}", path))
-    return sorted(found)
+    names = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
+    return sorted(
+        (f"stdlib/{name}", path)
+        for name, path in names.items()
+        if _SKIPPED_FOLDERS.isdisjoint(name.split("/")) and not name.startswith(_STDLIB_TABLES)
+    )
 
 
 def permissive_distributions() -> dict[str, str]:
@@ -102,14 +100,14 @@ def permissive_distributions() -> dict[str, str]:
 
 def _permissive() -> list[tuple[str, str, importlib.metadata.Distribution]]:
     """(name, licence, distribution), once per name, sorted by name."""
-    found = {}
+    by_name = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
         licence = _stated_licence(distribution.metadata)
         if name and name != "specjax" and _is_permissive(licence):
             # The first entry on sys.path is the one that Python imports.
-            found.setdefault(name, (name, licence, distribution))
-    return [found[name] for name in sorted(found)]
+            by_name.setdefault(name, (name, licence, distribution))
+    return [by_name[name] for name in sorted(by_name)]
 
 
 def _stated_licence(metadata) -> str:
@@ -150,14 +148,13 @@ def _installed() -> Iterator[Document]:
 
 
 def _is_installed_source(path: PurePosixPath) -> bool:
-    skipped = _SKIPPED_FOLDERS | _VENDORED
-    is_test = path.name.startswith(("test_", "conftest")) or path.name.endswith("_test.py")
-    is_generated = path.name.endswith("_pb2.py")
+    """Whether a package's file is source that people wrote to be run."""
+    skipped = _SKIPPED_FOLDERS | _VENDORED | {".."}
+    tests_or_generated = ("test_*", "conftest*", "*_test.py", "*_pb2.py")
     return (
         path.suffix == ".py"
-        and ".." not in path.parts
         and skipped.isdisjoint(path.parts)
-        and not (is_test or is_generated)
+        and not any(path.match(pattern) for pattern in tests_or_generated)
     )
 
 

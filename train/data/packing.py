@@ -16,6 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from specjax.errors import InputError
+from specjax.files import aside
 from specjax.infill import leading_ids
 from train.data.corpus import Document, is_held_out
 from train.data.tokenizer import EOS_ID
@@ -69,11 +70,6 @@ class Prepared:
     valid: np.ndarray
     valid_offsets: np.ndarray
     valid_bytes: int
-
-    @property
-    def valid_tokens(self) -> int:
-        """Held-out tokens, EOS included."""
-        return len(self.valid)
 
     @property
     def fingerprint(self) -> str:
@@ -147,28 +143,24 @@ def _encode(
     documents: Sequence[Document], tokenizer: Tokenizer, dtype: type, layout: Layout
 ) -> tuple[np.ndarray, np.ndarray]:
     """(token stream, offsets) of the documents as `layout` says."""
-    done, lengths = [np.zeros(0, dtype)], [0]
+    streams, lengths = [np.zeros(0, dtype)], [0]
     lead = leading_ids(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
     for start in range(0, len(documents), _ENCODED_AT_ONCE):
         laid = [layout.pieces(document) for document in documents[start : start + _ENCODED_AT_ONCE]]
-        texts = [
-            "\n" + piece if lead and isinstance(piece, Inside) else piece
-            for pieces in laid
-            for piece in pieces
-            if isinstance(piece, str)
-        ]
-        encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        texts = [piece for pieces in laid for piece in pieces if isinstance(piece, str)]
+        padded = ["\n" + text if lead and isinstance(text, Inside) else text for text in texts]
+        encoded = iter(tokenizer.encode_batch_fast(padded, add_special_tokens=False))
         for pieces in laid:
             ids: list[int] = []
             for piece in pieces:
                 if isinstance(piece, str):
-                    found = next(encoded).ids
-                    ids += found[len(lead) :] if isinstance(piece, Inside) else found
+                    skipped = len(lead) if isinstance(piece, Inside) else 0
+                    ids += next(encoded).ids[skipped:]
                 else:
                     ids.append(piece)
-            done.append(np.asarray(ids, dtype))
+            streams.append(np.asarray(ids, dtype))
             lengths.append(len(ids))
-    return np.concatenate(done), np.cumsum(lengths, dtype=np.int64)
+    return np.concatenate(streams), np.cumsum(lengths, dtype=np.int64)
 
 
 def _fingerprint(documents: Sequence[Document], tokenizer: Tokenizer, layout: Layout) -> str:
@@ -184,23 +176,15 @@ def _read_cache(path: Path) -> Prepared | None:
     """The cached corpus, or None where there is none or the file is damaged."""
     try:
         with np.load(path) as arrays:
-            return Prepared(
-                train=arrays["train"],
-                train_offsets=arrays["train_offsets"],
-                valid=arrays["valid"],
-                valid_offsets=arrays["valid_offsets"],
-                valid_bytes=int(arrays["valid_bytes"]),
-            )
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return Prepared(**{**arrays, "valid_bytes": int(arrays["valid_bytes"])})
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         return None
 
 
 def _write_cache(path: Path, prepared: Prepared) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
+    with aside(path) as scratch, scratch.open("wb") as file:
         np.savez(file, **vars(prepared))
-    os.replace(temporary, path)
 
 
 def pack_row(
@@ -243,45 +227,39 @@ def pack_row(
     return {"tokens": tokens, "labels": labels, "segments": segments, "positions": positions}
 
 
+@dataclass(eq=False, repr=False)
 class _Rows:
     """Random access to the rows of endless epochs; row i is the same whenever it is asked for."""
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        seq_len: int,
-        seed: int,
-        process_index: int,
-        process_count: int,
-        transform: Transform | None,
-    ):
-        self._stream, self._offsets = prepared.train, prepared.train_offsets
-        self._seq_len, self._seed = seq_len, seed
-        self._process_index, self._process_count = process_index, process_count
-        self._transform = transform
-        self._rows_per_epoch = -(-len(self._stream) // seq_len)
-        self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None
+    prepared: Prepared
+    seq_len: int
+    seed: int
+    process_index: int
+    process_count: int
+    transform: Transform | None
+    # The latest epoch's number, and the order and starts of its documents.
+    epoch: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return _ENDLESS
 
     def __getitem__(self, index: int) -> Batch:
-        number = index * self._process_count + self._process_index
-        epoch, place = divmod(number, self._rows_per_epoch)
-        order, starts = self._layout(epoch)
-        row = pack_row(self._stream, self._offsets, order, starts, place, self._seq_len)
-        return self._transform(row, number) if self._transform else row
+        number = index * self.process_count + self.process_index
+        stream, offsets = self.prepared.train, self.prepared.train_offsets
+        epoch, place = divmod(number, -(-len(stream) // self.seq_len))
+        row = pack_row(stream, offsets, *self._layout(epoch), place, self.seq_len)
+        return self.transform(row, number) if self.transform else row
 
     def _layout(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(order, starts) of the epoch's documents; only the latest epoch is remembered."""
-        if self._epoch is None or self._epoch[0] != epoch:
-            lengths = np.diff(self._offsets)
+        """(order, starts) of the epoch's documents."""
+        if self.epoch is None or self.epoch[0] != epoch:
+            lengths = np.diff(self.prepared.train_offsets)
             # Philox takes the pair as its key: one stream of numbers per (seed, epoch).
-            bits = np.random.Philox(key=np.array([self._seed, epoch], np.uint64))
+            bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64))
             order = np.random.Generator(bits).permutation(len(lengths))
             starts = np.concatenate([[0], np.cumsum(lengths[order])])
-            self._epoch = (epoch, order, starts)
-        return self._epoch[1:]
+            self.epoch = (epoch, order, starts)
+        return self.epoch[1:]
 
 
 def make_loader(
@@ -351,15 +329,20 @@ def valid_batches(
     _require_positive(seq_len=seq_len, batch_size=batch_size)
     offsets = prepared.valid_offsets
     order = np.arange(len(offsets) - 1)
-    count = -(-prepared.valid_tokens // (seq_len * batch_size))
+    count = -(-len(prepared.valid) // (seq_len * batch_size))
     batches = []
     for batch in range(count if limit is None else min(count, limit)):
         numbers = range(batch * batch_size, (batch + 1) * batch_size)
         rows = [pack_row(prepared.valid, offsets, order, offsets, n, seq_len) for n in numbers]
         if transform:
             rows = [transform(row, n) for n, row in zip(numbers, rows, strict=True)]
-        batches.append({key: np.stack([row[key] for row in rows]) for key in rows[0]})
+        batches.append(stack(rows))
     return batches
+
+
+def stack(rows: Sequence[Batch]) -> Batch:
+    """Arrays of equal shapes, name by name, along a new first axis."""
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def _require_positive(**sizes: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specjax.errors import InputError
+from specjax.files import write_text
 from train.data.corpus import Document, is_held_out
 
 SPECIAL_TOKENS = (
@@ -41,7 +42,7 @@ _PIECES = "|".join(
 def train_tokenizer(
     documents: Sequence[Document], vocab_size: int, out_path: str | os.PathLike
 ) -> Tokenizer:
-    """Trains on the documents that are not held out and writes `tokenizer.json` atomically.
+    """Trains on the documents that are not held out and writes `tokenizer.json`, never half of it.
 
     The result depends on the documents and `vocab_size` only.
 
@@ -73,17 +74,9 @@ def train_tokenizer(
     )
     texts = (document.text for document in documents if not is_held_out(document.name))
     tokenizer.train_from_iterator(texts, trainer)
-    save_tokenizer(tokenizer, out_path)
+    Path(out_path).parent.mkdir(parents=True, exist_ok=True)
+    write_text(out_path, tokenizer.to_str(pretty=True))
     return tokenizer
-
-
-def save_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike) -> None:
-    """Writes `tokenizer.json` so that a reader sees the old file or the new one, never half."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:

@@ -1,6 +1,6 @@
 """What a model writes itself: text on which its draft is distilled once more.
 
-python -m train.continuations OUT.jsonl --target DIR [--num N] [--max-new-tokens N]
+python -m train.demo.continuations OUT.jsonl --target DIR [--num N] [--max-new-tokens N]
 
 A draft is asked about the target's own text, which differs from what people wrote: it repeats
 itself more. Distilling on it raises acceptance (DistillSpec, Zhou et al. 2024, §4.2). Prompts
@@ -9,7 +9,6 @@ are the heads of functions that the models train on, cut as the held-out ones ar
 
 import argparse
 import json
-import os
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,10 +16,13 @@ from pathlib import Path
 
 import specjax as sj
 from specjax.demo.heldout import parse_functions
-from specjax.errors import InputError, SpecjaxError
+from specjax.errors import InputError
+from specjax.files import aside
 from specjax.lm import LM
+from specjax.program import Parser, run
 from train.data.corpus import Document, is_held_out, load_corpus
 
+NAME = "train.demo.continuations"
 _MIN_BODY_LINES = 3
 _BATCH = 32
 
@@ -46,12 +48,11 @@ def continued(target: LM, heads: list[str], max_new_tokens: int, seed: int) -> I
     heads = sorted(heads, key=len)
     for number, first in enumerate(range(0, len(heads), _BATCH)):
         part = heads[first : first + _BATCH]
-        sampling = sj.Sampling(temperature=float(number % 4 == 3))
         out = sj.generate(
             target,
             part,
             max_new_tokens=max_new_tokens,
-            sampling=sampling,
+            sampling=sj.Sampling(temperature=float(number % 4 == 3)),
             seed=seed,
             indices=range(first, first + len(part)),
         )
@@ -59,44 +60,35 @@ def continued(target: LM, heads: list[str], max_new_tokens: int, seed: int) -> I
 
 
 def write(path: Path, texts: Iterable[str]) -> int:
-    """Writes JSONL aside and renames it; returns the number of lines."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Writes JSONL that is whole or not there; returns the number of lines."""
     count = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
+        with aside(path) as scratch, scratch.open("w", encoding="utf-8") as file:
             for text in texts:
                 file.write(json.dumps({"text": text}) + "\n")
                 count += 1
-        os.replace(temporary, path)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
     return count
 
 
+def work(args: argparse.Namespace) -> int:
+    heads = training_heads(load_corpus(["stdlib"]), args.seed)[: args.num]
+    target = sj.load(args.target)
+    count = write(args.out, continued(target, heads, args.max_new_tokens, args.seed))
+    print(f"{count} continued functions written to {args.out}")
+    return 0
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m train.continuations",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(NAME, __doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--target", required=True, help="a Hugging Face directory, or demo")
     parser.add_argument("--num", type=int, default=5000, help="documents (default 5000)")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    try:
-        heads = training_heads(load_corpus(["stdlib"]), args.seed)[: args.num]
-        target = sj.load(args.target)
-        count = write(args.out, continued(target, heads, args.max_new_tokens, args.seed))
-    except (InputError, SpecjaxError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{count} continued functions written to {args.out}")
-    return 0
+    return run(NAME, f"{__name__}:work", parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the manifest of held-out functions: `python -m train.heldout OUT`.
+"""Writes the manifest of held-out functions: `python -m train.demo.heldout OUT`.
 
 It lists functions of the standard-library files that `is_held_out` keeps from training, less
 those whose code other files of the corpus repeat.
@@ -6,7 +6,6 @@ those whose code other files of the corpus repeat.
 
 import argparse
 import json
-import os
 import platform
 import sys
 from collections import Counter
@@ -16,8 +15,11 @@ from pathlib import Path
 
 from specjax.demo.heldout import MANIFEST, PROMPT_CHARS, HeldOut, parse_functions
 from specjax.errors import InputError
+from specjax.files import write_text
+from specjax.program import Parser, run
 from train.data.corpus import Document, is_held_out, load_corpus
 
+NAME = "train.demo.heldout"
 BODY_LINES = range(6, 61)
 _REPEATED_LINES = 6  # so many equal lines in a row are a copy, not a common idiom
 
@@ -68,29 +70,26 @@ def _line_runs(text: str) -> set[int]:
 
 
 def write_manifest(manifest: dict, path: Path) -> None:
-    """Writes the JSON atomically, one function per line."""
+    """Writes the JSON, one function per line."""
     entries = ",\n".join(json.dumps(entry) for entry in manifest["functions"])
     text = f'{{"python": {json.dumps(manifest["python"])}, "functions": [\n{entries}\n]}}\n'
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        write_text(path, text)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m train.heldout", description=__doc__)
-    parser.add_argument("out", nargs="?", type=Path, default=MANIFEST)
-    path = parser.parse_args().out
-    try:
-        manifest = build_manifest(load_corpus(["stdlib", "installed"]))
-        write_manifest(manifest, path)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{len(manifest['functions'])} held-out functions written to {path}")
+def work(args: argparse.Namespace) -> int:
+    manifest = build_manifest(load_corpus(["stdlib", "installed"]))
+    write_manifest(manifest, args.out)
+    print(f"{len(manifest['functions'])} held-out functions written to {args.out}")
     return 0
+
+
+def main() -> int:
+    parser = Parser(NAME, __doc__)
+    parser.add_argument("out", nargs="?", type=Path, default=MANIFEST)
+    return run(NAME, f"{__name__}:work", parser.parse_args())
 
 
 if __name__ == "__main__":

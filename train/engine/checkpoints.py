@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import orbax.checkpoint as ocp
+from orbax.checkpoint import CheckpointManager, CheckpointManagerOptions, args
 
 from specjax.errors import InputError
 
@@ -19,8 +19,8 @@ class Checkpoints:
     """The checkpoints of one run, in ``directory``."""
 
     def __init__(self, directory: str | Path, keep: int):
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
-        self._manager = ocp.CheckpointManager(Path(directory).absolute(), options=options)
+        options = CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self._manager = CheckpointManager(Path(directory).absolute(), options=options)
 
     @property
     def latest(self) -> int | None:
@@ -29,12 +29,8 @@ class Checkpoints:
 
     def save(self, step: int, arrays: Any, note: dict[str, Any]) -> None:
         """Starts saving; the device arrays are copied before this returns."""
-        if step == self.latest:
-            return
-        args = ocp.args.Composite(
-            arrays=ocp.args.StandardSave(arrays), note=ocp.args.JsonSave(note)
-        )
-        self._manager.save(step, args=args)
+        parts = args.Composite(arrays=args.StandardSave(arrays), note=args.JsonSave(note))
+        self._manager.save(step, args=parts)
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]]:
         """The newest checkpoint as ``(arrays, note)``, shaped ``like`` the given tree.
@@ -45,11 +41,9 @@ class Checkpoints:
         step = self.latest
         if step is None:
             raise InputError("--resume: the run has no finished checkpoint; start it without")
-        args = ocp.args.Composite(
-            arrays=ocp.args.StandardRestore(like), note=ocp.args.JsonRestore()
-        )
+        parts = args.Composite(arrays=args.StandardRestore(like), note=args.JsonRestore())
         try:
-            found = self._manager.restore(step, args=args)
+            kept = self._manager.restore(step, args=parts)
         except json.JSONDecodeError as error:
             raise self._damaged(step, error) from None
         except ValueError as error:
@@ -58,7 +52,7 @@ class Checkpoints:
             ) from None
         except Exception as error:  # orbax raises bare Exceptions for files it cannot read
             raise self._damaged(step, error) from None
-        return found["arrays"], found["note"]
+        return kept["arrays"], kept["note"]
 
     def _damaged(self, step: int, error: Exception) -> InputError:
         path = self._manager.directory / str(step)

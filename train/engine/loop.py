@@ -8,11 +8,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +21,9 @@ import numpy as np
 import optax
 
 from specjax.errors import InputError
+from specjax.files import write_text
 from train.config import Optim, Run
-from train.data.packing import Batch, Loader
+from train.data.packing import Batch, Loader, stack
 from train.engine import processes
 from train.engine.checkpoints import Checkpoints
 from train.engine.placement import Placement
@@ -54,7 +54,7 @@ def make_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     weigh: Callable[[dict], dict] | None = None,
-    placed: tuple[Any, Any, Any] | None = None,
+    placed: tuple | None = None,
 ) -> Callable:
     """``step(params, opt_state, frozen, batches) -> (params, opt_state, loss, norm, extras)``.
 
@@ -62,7 +62,7 @@ def make_step(
     divided by the token count of all of them, so accumulation does not change the result.
     ``weigh`` sees the whole step's batches first and may add entries ``[accumulate, ...]``:
     that is how a loss of several means learns their counts. ``norm`` is of the gradients.
-    ``placed`` are shardings of params, optimiser state, and everything else that comes out.
+    ``placed`` are shardings of what comes out, as :meth:`Placement.of_step` gives them.
     """
 
     def step(params, opt_state, frozen, batches):
@@ -86,8 +86,7 @@ def make_step(
         mean = loss / jnp.maximum(count, 1.0)
         return params, opt_state, mean, optax.tree.norm(grads), extras
 
-    where = (*placed, *placed[2:] * 2) if placed else None
-    return jax.jit(step, donate_argnums=(0, 1), out_shardings=where)
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=placed)
 
 
 def fit(
@@ -135,15 +134,13 @@ def fit(
     wants_events = run.tensorboard and writes
     events = event_writer(Path(run.dir) / "events", state.step) if wants_events else None
     metrics = Metrics(log if writes else None, keep_through=state.step, events=events)
-    lie = placement.shardings((state.params, state.opt_state))
-    train_step = make_step(loss_fn, optimizer, weigh, lie and (*lie, placement.replicated))
+    placed = placement.of_step(state.params, state.opt_state)
+    train_step = make_step(loss_fn, optimizer, weigh, placed)
     evaluate = jax.jit(eval_loss, out_shardings=placement.replicated)
     valid = [placement.rows(batch, 0) for batch in valid]
     valid_loss, valid_extras = None, {}
 
     def save():
-        if state.step == (checkpoints.latest or 0):
-            return
         _save(checkpoints, state, unlogged, {"loader": loader.get_state(), "fixed": fixed})
 
     def hold_out(params):
@@ -153,12 +150,12 @@ def fit(
     with (
         closing(checkpoints),
         closing(metrics),
-        Signals() as signals,
+        noted_signals() as signals,
         Progress(optim.total_steps, state.step, shown=writes) as progress,
     ):
         since = time.perf_counter()
-        while state.step < optim.total_steps and not processes.any_of(signals.received):
-            batches = _stack([next(loader) for _ in range(optim.accumulate)])
+        while state.step < optim.total_steps and not processes.any_of(bool(signals)):
+            batches = stack([next(loader) for _ in range(optim.accumulate)])
             params, opt_state, loss, norm, extras = train_step(
                 state.params, state.opt_state, frozen, placement.rows(batches, 1)
             )
@@ -171,13 +168,8 @@ def fit(
                 seconds, since = time.perf_counter() - since, time.perf_counter()
                 tokens = batches["tokens"].size * jax.process_count()
                 rate = tokens * len(unlogged) / seconds
-                metrics.write(
-                    step=state.step,
-                    loss=mean,
-                    grad_norm=float(norm),
-                    tokens_per_second=rate,
-                    **means,
-                )
+                figures = {"loss": mean, "grad_norm": float(norm), "tokens_per_second": rate}
+                metrics.write(step=state.step, **figures, **means)
                 progress.log(state.step, mean, rate)
                 unlogged = []
             if valid and (state.step % run.eval_every == 0 or last):
@@ -227,11 +219,13 @@ def _begin(checkpoints, params, optimizer, loader, resume, fixed, placement) -> 
 
 
 def _save(checkpoints: Checkpoints, state: _State, unlogged: list, note: dict[str, Any]) -> None:
-    """Saves the state, and the losses not logged yet: a resumed run averages the same steps.
+    """Saves a new state, and the losses not logged yet: a resumed run averages the same steps.
 
     Raises:
       TrainingError: a loss or a parameter is not finite; nothing is saved.
     """
+    if state.step == (checkpoints.latest or 0):
+        return
     unlogged = jax.device_get(unlogged)
     pending = [float(loss) for loss, _ in unlogged]
     extras = [jax.tree.map(lambda x: np.asarray(x).tolist(), extras) for _, extras in unlogged]
@@ -278,13 +272,9 @@ def mean_loss(
     evaluate: Callable, params: dict, frozen: Any, batches: Sequence[Batch]
 ) -> tuple[float, dict[str, Any]]:
     """Loss per token over ``batches``, in nats, and the means of the extras."""
-    found = jax.device_get([evaluate(params, frozen, batch) for batch in batches])
-    loss = float(sum(s for s, *_ in found) / max(1.0, sum(n for _, n, *_ in found)))
-    return loss, _ratios([extras for _, _, *rest in found for extras in rest])
-
-
-def _stack(batches: list[Batch]) -> Batch:
-    return {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+    sums = jax.device_get([evaluate(params, frozen, batch) for batch in batches])
+    loss = float(sum(nats for nats, *_ in sums) / max(1.0, sum(count for _, count, *_ in sums)))
+    return loss, _ratios([extras for _, _, *rest in sums for extras in rest])
 
 
 class Metrics:
@@ -296,22 +286,7 @@ class Metrics:
     def __init__(self, path: Path | None, keep_through: int, events: Any = None):
         self._path, self._events = path, events
         if path is not None:
-            self._drop_after(path, keep_through)
-
-    @staticmethod
-    def _drop_after(path: Path, keep_through: int) -> None:
-        kept = []
-        if keep_through and path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError:
-                    continue  # torn by a kill
-                if record["step"] <= keep_through:
-                    kept.append(line + "\n")
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text("".join(kept), encoding="utf-8")
-        os.replace(scratch, path)
+            write_text(path, "".join(_lines_through(keep_through, path)))
 
     def write(self, **record: Any) -> None:
         if self._path is None:
@@ -326,6 +301,19 @@ class Metrics:
         """Event files are written by a thread of their own, which this waits for."""
         if self._events is not None:
             self._events.close()
+
+
+def _lines_through(last: int, path: Path) -> Iterator[str]:
+    """The lines of an earlier try up to step ``last``."""
+    if not last or not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            step = json.loads(line)["step"]
+        except json.JSONDecodeError:
+            continue  # torn by a kill
+        if step <= last:
+            yield line + "\n"
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, float]:
@@ -354,18 +342,14 @@ def event_writer(directory: Path, done: int) -> Any:
     return SummaryWriter(str(directory), purge_step=done + 1 if done else None)
 
 
-class Signals:
-    """Notes SIGTERM and SIGINT, so that the loop can save before it ends."""
-
-    def __enter__(self) -> Signals:
-        self.received = False
-        names = (signal.SIGTERM, signal.SIGINT)
-        self._before = {name: signal.signal(name, self._note) for name in names}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, handler in self._before.items():
-            signal.signal(name, handler)
-
-    def _note(self, *_: object) -> None:
-        self.received = True
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """A list that gets every SIGTERM and SIGINT, so that the loop can save before it ends."""
+    received: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda got, _: received.append(got)) for number in numbers]
+    try:
+        yield received
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

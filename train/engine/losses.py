@@ -6,6 +6,7 @@ Axis legend: B rows, T tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,31 +14,48 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from specjax.models import ModelConfig, hidden_states
 from train.data.packing import IGNORE
 
 CHUNK = 2048
 
 
-def chunked_cross_entropy(
-    hidden: Float[Array, "B T D"],
-    head: Float[Array, "V D"],
-    labels: Int[Array, "B T"],
-    chunk: int = CHUNK,
-    softcap: float | None = None,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Summed negative log-likelihood in nats, and the number of labels that are not IGNORE."""
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """The output table ``[V, D]`` and what the model does to its logits."""
 
-    def loss(hidden, labels):
-        return nll(logits(hidden, head, softcap), labels)
+    table: Float[Array, "V D"]
+    softcap: float | None = None
 
-    return sum_over_chunks(loss, (hidden,), labels, chunk), label_count(labels)
+    @classmethod
+    def of(cls, cfg: ModelConfig, params: dict) -> Head:
+        return cls(params["embed" if cfg.tie_embeddings else "head"], cfg.logit_softcap)
+
+    def logits(self, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
+        """float32, whatever dtype the hidden states have; capped where the model does."""
+        out = jnp.einsum("nd,vd->nv", hidden, self.table, preferred_element_type=jnp.float32)
+        return out if self.softcap is None else self.softcap * jnp.tanh(out / self.softcap)
+
+    def cross_entropy(
+        self, hidden: Float[Array, "B T D"], labels: Int[Array, "B T"], chunk: int = CHUNK
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Summed negative log-likelihood in nats, and the number of labels that are not IGNORE."""
+
+        def loss(hidden, labels):
+            return nll(self.logits(hidden), labels)
+
+        return sum_over_chunks(loss, (hidden,), labels, chunk), label_count(labels)
+
+    def argmax(self, hidden: Float[Array, "B T D"]) -> Int[Array, "B T"]:
+        """The most probable token after each; the logits of one row exist at a time."""
+        return jax.lax.map(lambda row: jnp.argmax(self.logits(row), axis=-1), hidden)
 
 
 def chunked_distillation(
+    student: Head,
     hidden: Float[Array, "B T D"],
-    head: Float[Array, "V D"],
+    teacher: Head,
     teacher_hidden: Float[Array, "B T E"],
-    teacher_head: Float[Array, "V E"],
     labels: Int[Array, "B T"],
     alpha: float = 1.0,
     temperature: float = 1.0,
@@ -50,21 +68,18 @@ def chunked_distillation(
     """
 
     def loss(hidden, teacher_hidden, labels):
-        student = logits(hidden, head)
-        teacher = jax.lax.stop_gradient(logits(teacher_hidden, teacher_head))
-        kl = summed_kl(teacher, student, labels, temperature)
-        return alpha * kl + (1 - alpha) * nll(student, labels)
+        own, other = student.logits(hidden), teacher.logits(teacher_hidden)
+        kl = summed_kl(jax.lax.stop_gradient(other), own, labels, temperature)
+        return alpha * kl + (1 - alpha) * nll(own, labels)
 
     total = sum_over_chunks(loss, (hidden, teacher_hidden), labels, chunk)
     return total, label_count(labels)
 
 
-def logits(
-    hidden: Float[Array, "n D"], head: Float[Array, "V D"], softcap: float | None = None
-) -> Float[Array, "n V"]:
-    """float32 logits, whatever dtype the hidden states have; capped where the model does."""
-    out = jnp.einsum("nd,vd->nv", hidden, head, preferred_element_type=jnp.float32)
-    return out if softcap is None else softcap * jnp.tanh(out / softcap)
+def hidden_of(cfg: ModelConfig, params: dict, batch: dict, **how: Any) -> Float[Array, "B T D"]:
+    """Hidden states of a batch's rows; ``how`` as :func:`specjax.models.hidden_states` takes it."""
+    rows = (batch[name] for name in ("tokens", "positions", "segments"))
+    return hidden_states(cfg, params, *rows, **how)
 
 
 def nll(logits: Float[Array, "n V"], labels: Int[Array, "n"]) -> Float[Array, ""]:

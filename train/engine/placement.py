@@ -43,6 +43,12 @@ class Placement:
         share = self._mesh.shape["fsdp"]
         return jax.tree.map(lambda x: NamedSharding(self._mesh, shared_axis(x.shape, share)), tree)
 
+    def of_step(self, params: Any, opt_state: Any) -> tuple | None:
+        """Of what :func:`train.engine.loop.make_step` returns; None without a mesh."""
+        if self._mesh is None:
+            return None
+        return (*self.shardings((params, opt_state)), *[self.replicated] * 3)
+
     def row_sharding(self, axis: int) -> NamedSharding | None:
         """Of a batch whose rows lie along ``axis``; None without a mesh."""
         if self._mesh is None:
@@ -78,7 +84,7 @@ class Placement:
         """A whole copy of a placed tree on one device of this process."""
         if self._mesh is None:
             return tree
-        return jax.tree.map(lambda x: x.addressable_data(0), _whole(self.replicated)(tree))
+        return jax.tree.map(lambda x: x.addressable_data(0), jax.device_put(tree, self.replicated))
 
     def host(self, tree: Any) -> Any:
         """The placed tree as numpy arrays; one leaf at a time is whole on a device."""
@@ -91,14 +97,6 @@ def host_memory() -> contextlib.AbstractContextManager:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:
         return contextlib.nullcontext()
-
-
-def _whole(replicated: NamedSharding) -> Callable[[Any], Any]:
-    return jax.jit(_same, out_shardings=replicated)
-
-
-def _same(tree: Any) -> Any:
-    return tree
 
 
 def make_placement(fsdp: int, rows: int, devices: Sequence[jax.Device] | None = None) -> Placement:

@@ -98,9 +98,9 @@ def agree(**facts: Any) -> None:
         return
     digests = [hashlib.sha256(json.dumps(fact, default=vars).encode()) for fact in facts.values()]
     mine = np.stack([np.frombuffer(digest.digest(), np.uint8) for digest in digests])
-    found = multihost_utils.process_allgather(mine)
+    of_all = multihost_utils.process_allgather(mine)
     for place, name in enumerate(facts):
-        others = np.flatnonzero((found[:, place] != found[0, place]).any(axis=1))
+        others = np.flatnonzero((of_all[:, place] != of_all[0, place]).any(axis=1))
         if len(others):
             raise InputError(
                 f"processes disagree on {name}: {', '.join(map(str, others))} against process 0; "

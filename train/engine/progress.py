@@ -13,41 +13,30 @@ class Progress:
     """Shows loss, tokens per second and the time left; nothing unless ``shown``."""
 
     def __init__(self, total: int, done: int, shown: bool = True):
-        self._console = Console(stderr=True, quiet=not shown)
-        self._bar = None
+        self._console = console = Console(stderr=True, quiet=not shown)
         self._total, self._began_at, self._start = total, done, time.perf_counter()
-        if self._console.is_terminal:
-            columns = (
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
-            )
-            self._bar = RichProgress(*columns, console=self._console)
-            self._task = self._bar.add_task("", total=total, completed=done)
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self._bar = RichProgress(
+            *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+        )
+        self._task = self._bar.add_task("", total=total, completed=done)
 
     def __enter__(self) -> Progress:
-        if self._bar:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
+        self._bar.stop()
 
     def log(self, step: int, loss: float, rate: float) -> None:
         """One logging interval: mean loss in nats, tokens per second."""
         text = f"loss {loss:.4f} · {rate:,.0f} tokens/s"
-        if self._bar:
-            self._bar.update(self._task, completed=step, description=text)
-            return
-        seconds = (time.perf_counter() - self._start) / max(1, step - self._began_at)
-        left = seconds * (self._total - step) / 60
-        self._console.print(
-            f"step {step}/{self._total} · {text} · {left:.1f} min left",
-            highlight=False,
-            soft_wrap=True,
-        )
+        self._bar.update(self._task, completed=step, description=text)
+        if not self._console.is_terminal:
+            seconds = (time.perf_counter() - self._start) / max(1, step - self._began_at)
+            left = seconds * (self._total - step) / 60
+            self.note(f"step {step}/{self._total} · {text} · {left:.1f} min left")
 
     def note(self, text: str) -> None:
+        """A line of its own."""
         self._console.print(text, highlight=False, soft_wrap=True)

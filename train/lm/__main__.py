@@ -1,7 +1,19 @@
-"""``python -m train.lm``."""
+"""Pre-training, from scratch or onward, and distillation of drafts.
+
+python -m train.lm CONFIG.toml [--set section.key=value ...] [--resume] [--dry-run] [--json]
+"""
 
 import sys
+from collections.abc import Sequence
 
-from train.lm.program import run
+from specjax.program import run
+from train.cli import run_parser
 
-sys.exit(run())
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = run_parser("train.lm", __doc__).parse_args(argv)
+    return run("train.lm", "train.lm.program:run", args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

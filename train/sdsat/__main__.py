@@ -1,7 +1,26 @@
-"""``python -m train.sdsat``."""
+"""SDSAT: fine-tunes a checkpoint to draft for itself with adaptive tokens.
+
+python -m train.sdsat CONFIG.toml [--set section.key=value ...] [--resume] [--dry-run] [--json]
+    [--distributed HOST:PORT,COUNT,INDEX]
+"""
 
 import sys
+from collections.abc import Sequence
 
-from train.sdsat.program import run
+from specjax.program import run
+from train.cli import run_parser
 
-sys.exit(run())
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = run_parser("train.sdsat", __doc__)
+    parser.add_argument(
+        "--distributed",
+        metavar="HOST:PORT,COUNT,INDEX",
+        help="one of COUNT processes that meet at process 0's address; "
+        "cluster: as the cluster manager says",
+    )
+    return run("train.sdsat", "train.sdsat.program:run", parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

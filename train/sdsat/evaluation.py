@@ -19,9 +19,10 @@ import numpy as np
 
 import specjax as sj
 from specjax.models import ModelConfig
-from train.data.packing import IGNORE, Batch, Prepared
+from train.data.packing import IGNORE, Batch, Prepared, stack
+from train.engine.losses import Head
 from train.sdsat.insertion import Insertion, append_windows
-from train.sdsat.losses import Head, isolated_hidden, split_hidden
+from train.sdsat.losses import isolated_streams
 
 PROMPT_TOKENS = 64
 CERTAIN = 2  # tokens of a round whose drafts all fail
@@ -66,8 +67,7 @@ def measure_decoding(
     )
     pairs = zip(decoding.prompts, made.tokens, strict=True)
     rows = [lay_windows(prompt, new, decoding, insertion) for prompt, new in pairs]
-    batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    guesses = np.asarray(_drafts(cfg, decoding.length)(params, batch))
+    guesses = np.asarray(_drafts(cfg, decoding.length)(params, stack(rows)))
     accepted = []
     for row, drafts, new in zip(rows, guesses, made.tokens, strict=True):
         labels = row["labels"][len(row["tokens"]) - drafts.size :].reshape(drafts.shape)
@@ -83,11 +83,11 @@ def measure_decoding(
 
 def walk_rounds(runs: np.ndarray) -> list[int]:
     """Accepted drafts of each round, from those of the windows at every new token, in order."""
-    found, at = [], 0
+    accepted, at = [], 0
     while at < len(runs):
-        found.append(int(runs[at]))
-        at += CERTAIN + found[-1]
-    return found
+        accepted.append(int(runs[at]))
+        at += CERTAIN + accepted[-1]
+    return accepted
 
 
 def lay_windows(
@@ -115,7 +115,7 @@ def _drafts(cfg: ModelConfig, length: int):
 
     @jax.jit
     def drafts(params, batch):
-        windows = split_hidden(isolated_hidden(cfg, params, batch), batch)[1]
+        windows = isolated_streams(cfg, params, batch)[1]
         return Head.of(cfg, params).argmax(windows).reshape(len(windows), -1, length)
 
     return drafts

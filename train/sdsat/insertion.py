@@ -81,7 +81,7 @@ def draw_windows(insertion: Insertion, row: Batch, number: int) -> tuple[np.ndar
 
 
 def mixed_row(insertion: Insertion, row: Batch, number: int) -> Batch:
-    """The row with H applied: `mixed` int32 `[T]`, and `index` int32 `[T]`, 0 where not replaced.
+    """The row, and H applied to it: `mixed` and `index` int32 `[T]`, 0 where not replaced.
 
     With one repeated id, overlapping windows are one longer window. With distinct ids a start
     truncates the window before it. `index` counts the adaptive tokens of a window from 1.
@@ -99,10 +99,8 @@ def mixed_row(insertion: Insertion, row: Batch, number: int) -> Batch:
         began = np.maximum.accumulate(np.where(fresh, places, -1))
     index = np.where(covered, places - began + 1, 0)
     ids = insertion.ids_at(np.maximum(index, 1))
-    return {
-        "mixed": np.where(covered, ids, row["tokens"]).astype(np.int32),
-        "index": index.astype(np.int32),
-    }
+    mixed = np.where(covered, ids, row["tokens"])
+    return row | {"mixed": mixed.astype(np.int32), "index": index.astype(np.int32)}
 
 
 def appended_slots(window: int, rate: float, tokens: int) -> int:

@@ -16,18 +16,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models import ModelConfig, hidden_states
+from specjax.models import ModelConfig
 from specjax.models.attention import Meta, causal_mask
 from train.data.packing import IGNORE
 from train.engine.loop import Extras, LossFn
-from train.engine.losses import (
-    chunked_cross_entropy,
-    label_count,
-    logits,
-    nll,
-    sum_over_chunks,
-    summed_kl,
-)
+from train.engine.losses import Head, hidden_of, label_count, nll, sum_over_chunks, summed_kl
+
+# Hidden states of (the clean stream [B, T, D], the adaptive tokens [B, N, D], and the clean
+# stream where it predicts the same label as each of those [B, N, D]).
+Streams = tuple[Array, Array, Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,29 +56,6 @@ class Objective:
         return {"remat": self.remat, "scan": self.scan}
 
 
-@dataclasses.dataclass(frozen=True)
-class Head:
-    """The output table ``[V, D]`` and what the model does to its logits."""
-
-    table: Float[Array, "V D"]
-    softcap: float | None = None
-
-    @classmethod
-    def of(cls, cfg: ModelConfig, params: dict) -> Head:
-        return cls(params["embed" if cfg.tie_embeddings else "head"], cfg.logit_softcap)
-
-    def logits(self, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
-        return logits(hidden, self.table, self.softcap)
-
-    def cross_entropy(self, hidden: Float[Array, "B N D"], labels: Int[Array, "B N"]) -> tuple:
-        """(summed nats, labels that are not IGNORE)."""
-        return chunked_cross_entropy(hidden, self.table, labels, softcap=self.softcap)
-
-    def argmax(self, hidden: Float[Array, "B N D"]) -> Int[Array, "B N"]:
-        """The most probable token after each; the logits of one row exist at a time."""
-        return jax.lax.map(lambda row: jnp.argmax(self.logits(row), axis=-1), hidden)
-
-
 def isolated_mask(query: Meta, key: Meta) -> Bool[Array, "B N S"]:
     """Causal; a window's token sees the clean tokens before its window, and its window.
 
@@ -101,11 +75,17 @@ def sdsat_loss(cfg: ModelConfig, objective: Objective) -> LossFn:
     the window ``adaptive_accuracy`` against the data and, with self targets,
     ``adaptive_agreement`` with the clean argmax.
     """
-    run = {"basic": _basic, "improved": _improved, "isolated": _isolated}[objective.loss]
+    streams = {"basic": _mixed, "improved": _clean_and_mixed, "isolated": isolated_streams}
 
     def loss(params, frozen, batch):
         params = _cast(params, objective.dtype)
-        return run(cfg, objective, params, batch)
+        hidden = streams[objective.loss](cfg, params, batch, **objective.passes)
+        nats, count, adaptive, extras = _sums(objective, Head.of(cfg, params), hidden, batch)
+        if objective.loss == "basic":  # every token of the mixed sequence alike
+            return nats + adaptive["loss"], count + adaptive["count"], extras
+        # The two means, times the clean count that the step divides by.
+        total = 0.5 * (nats + objective.weight * batch["ratio"] * adaptive["loss"])
+        return total, count, extras
 
     return loss
 
@@ -129,65 +109,62 @@ def split_labels(loss: str, batch: dict) -> tuple[Int[Array, "*a T"], Int[Array,
     return jnp.where(batch["index"] > 0, IGNORE, labels), adaptive
 
 
-def _basic(cfg: ModelConfig, objective: Objective, params: dict, batch: dict) -> tuple:
-    """CE(M̂, Y): every token of the mixed sequence alike."""
-    batch = batch | {"tokens": batch["mixed"]}
-    hidden = _hidden(cfg, params, batch, **objective.passes)
-    clean, adaptive = split_labels("basic", batch)
-    head = Head.of(cfg, params)
-    clean_sum, clean_count = head.cross_entropy(hidden, clean)
-    found = adaptive_sums(objective, head, hidden, None, adaptive, batch["index"])
-    total, count = clean_sum + found["loss"], clean_count + found["count"].astype(jnp.float32)
-    return total, count, _extras(clean_sum, clean_count, found)
+def _mixed(cfg: ModelConfig, params: dict, batch: dict, **how: bool) -> Streams:
+    """The mixed sequence alone, which is clean and adaptive by turns."""
+    hidden = hidden_of(cfg, params, batch | {"tokens": batch["mixed"]}, **how)
+    return hidden, hidden, hidden
 
 
-def _improved(cfg: ModelConfig, objective: Objective, params: dict, batch: dict) -> tuple:
+def _clean_and_mixed(cfg: ModelConfig, params: dict, batch: dict, **how: bool) -> Streams:
     """The clean and the mixed sequence, as rows of one batch."""
-    both = {
-        name: jnp.concatenate([batch[name], batch[other]])
-        for name, other in (
-            ("tokens", "mixed"),
-            ("positions", "positions"),
-            ("segments", "segments"),
-        )
-    }
-    clean, mixed = jnp.split(_hidden(cfg, params, both, **objective.passes), 2)
-    return _two_means(objective, Head.of(cfg, params), clean, mixed, clean, batch)
+    both = {name: jnp.concatenate([batch[name]] * 2) for name in ("positions", "segments")}
+    both["tokens"] = jnp.concatenate([batch["tokens"], batch["mixed"]])
+    clean, mixed = jnp.split(hidden_of(cfg, params, both, **how), 2)
+    return clean, mixed, clean
 
 
-def _isolated(cfg: ModelConfig, objective: Objective, params: dict, batch: dict) -> tuple:
-    """The clean sequence once, and the windows that only they themselves see."""
-    hidden = isolated_hidden(cfg, params, batch, **objective.passes)
-    clean, windows = split_hidden(hidden, batch)
-    own = at_sources(clean, batch)
-    return _two_means(objective, Head.of(cfg, params), clean, windows, own, batch)
+def isolated_streams(cfg: ModelConfig, params: dict, batch: dict, **how: bool) -> Streams:
+    """The clean sequence once, and the windows that only they themselves see.
 
-
-def _two_means(objective, head, clean, adaptive, own, batch) -> tuple:
-    """½ (clean mean + w · adaptive mean), times the clean count that the step divides by.
-
-    ``own`` are the clean stream's hidden states where ``adaptive`` predict the same label.
+    The rows are laid out by ``append_windows``; ``how`` as :meth:`Objective.passes`.
     """
+    meta = {name: batch[name] for name in ("windows", "starts")}
+    hidden = hidden_of(cfg, params, batch, mask_fn=isolated_mask, meta=meta, **how)
+    clean, windows = jnp.split(hidden, [hidden.shape[1] - batch["sources"].shape[1]], axis=1)
+    return clean, windows, jnp.take_along_axis(clean, batch["sources"][..., None], axis=1)
+
+
+def _sums(
+    objective: Objective, head: Head, streams: Streams, batch: dict
+) -> tuple[Array, Array, dict[str, Array], Extras]:
+    """(clean nats, clean count, :func:`adaptive_sums`, what is logged)."""
+    clean, adaptive, own = streams
     clean_labels, labels = split_labels(objective.loss, batch)
     index = batch["index"][:, -labels.shape[1] :]
-    clean_sum, clean_count = head.cross_entropy(clean, clean_labels)
-    teacher = own if objective.self_share else None
-    found = adaptive_sums(objective, head, adaptive, teacher, labels, index)
-    total = 0.5 * (clean_sum + objective.weight * batch["ratio"] * found["loss"])
-    return total, clean_count, _extras(clean_sum, clean_count, found)
+    nats, count = head.cross_entropy(clean, clean_labels)
+    sums = adaptive_sums(objective, head, adaptive, own, labels, index)
+    extras = {
+        "clean_loss": (nats, count),
+        "adaptive_loss": (sums["loss"], sums["count"]),
+        "adaptive_accuracy": (sums["hits"], sums["places"]),
+    }
+    if "agreed" in sums:
+        extras["adaptive_agreement"] = (sums["agreed"], sums["places"])
+    return nats, count, sums, jax.lax.stop_gradient(extras)
 
 
 def adaptive_sums(
     objective: Objective,
     head: Head,
     hidden: Float[Array, "B N D"],
-    teacher: Float[Array, "B N D"] | None,
+    teacher: Float[Array, "B N D"],
     labels: Int[Array, "B N"],
     index: Int[Array, "B N"],
 ) -> dict[str, Array]:
     """Sums over adaptive tokens: the loss, the count, and per place the hits.
 
-    ``teacher`` are hidden states of the same model that get no gradient.
+    ``teacher`` are hidden states of the same model that get no gradient; they are unread, and
+    dropped by the compiler, where the objective has no self targets.
     """
     share = objective.self_share
 
@@ -207,20 +184,7 @@ def adaptive_sums(
             out["agreed"] = ((guess == jnp.argmax(own, axis=-1))[:, None] * places).sum(0)
         return out
 
-    # Without a teacher the hidden states stand in for it, unread: the compiler drops them.
-    teacher = hidden if teacher is None else teacher
     return sum_over_chunks(sums, (hidden, jax.lax.stop_gradient(teacher), index), labels)
-
-
-def _extras(clean_sum: Array, clean_count: Array, found: dict[str, Array]) -> Extras:
-    extras = {
-        "clean_loss": (clean_sum, clean_count),
-        "adaptive_loss": (found["loss"], found["count"]),
-        "adaptive_accuracy": (found["hits"], found["places"]),
-    }
-    if "agreed" in found:
-        extras["adaptive_agreement"] = (found["agreed"], found["places"])
-    return jax.lax.stop_gradient(extras)
 
 
 def probe_loss(cfg: ModelConfig, length: int, dtype: str = "float32") -> LossFn:
@@ -234,19 +198,15 @@ def probe_loss(cfg: ModelConfig, length: int, dtype: str = "float32") -> LossFn:
 
     def loss(params, frozen, batch):
         params = _cast(params, dtype)
-        clean, windows = split_hidden(isolated_hidden(cfg, params, batch), batch)
-        clean_labels, labels = split_labels("isolated", batch)
-        head = Head.of(cfg, params)
-        total, count = head.cross_entropy(clean, clean_labels)
+        streams, head = isolated_streams(cfg, params, batch), Head.of(cfg, params)
         objective = Objective("isolated", length, self_share=1.0)
-        own = at_sources(clean, batch)
-        index = batch["index"][:, -labels.shape[1] :]
-        found = adaptive_sums(objective, head, windows, own, labels, index)
+        total, count, _, extras = _sums(objective, head, streams, batch)
+        _, windows, own = streams
         agree = head.argmax(windows) == head.argmax(own)
+        labels = split_labels("isolated", batch)[1]
         run, whole = _leading_runs(agree, labels, length)
-        nats, adaptive = head.cross_entropy(windows, labels)
-        extras = _extras(total, count, found) | {
-            "adaptive_loss": (nats, adaptive),
+        extras |= {
+            "adaptive_loss": head.cross_entropy(windows, labels),
             "acceptance": (run.sum((0, 1)), jnp.broadcast_to(whole.sum(), (length,))),
             "accepted": (run.sum(), whole.sum()),
         }
@@ -263,38 +223,6 @@ def _leading_runs(
     whole = (labels != IGNORE).reshape(windows).all(-1)
     run = jnp.cumprod(agree.reshape(windows), axis=-1) * whole[..., None]
     return run.astype(jnp.float32), whole.astype(jnp.float32)
-
-
-def isolated_hidden(
-    cfg: ModelConfig, params: dict, batch: dict, **how: bool
-) -> Float[Array, "B T+A D"]:
-    """Hidden states of rows laid out by ``append_windows``; ``how`` as :meth:`Objective.passes`."""
-    meta = {name: batch[name] for name in ("windows", "starts")}
-    return _hidden(cfg, params, batch, isolated_mask, meta, **how)
-
-
-def split_hidden(hidden: Float[Array, "B T+A D"], batch: dict) -> tuple[Array, Array]:
-    """(the clean stream ``[B, T, D]``, the appended windows ``[B, A, D]``)."""
-    tokens = hidden.shape[1] - batch["sources"].shape[1]
-    return hidden[:, :tokens], hidden[:, tokens:]
-
-
-def at_sources(clean: Float[Array, "B T D"], batch: dict) -> Float[Array, "B A D"]:
-    """The clean stream where it predicts what each appended slot predicts."""
-    return jnp.take_along_axis(clean, batch["sources"][..., None], axis=1)
-
-
-def _hidden(cfg, params, batch, mask_fn=None, meta=None, **how) -> Float[Array, "B T D"]:
-    return hidden_states(
-        cfg,
-        params,
-        batch["tokens"],
-        batch["positions"],
-        batch["segments"],
-        mask_fn=mask_fn,
-        meta=meta,
-        **how,
-    )
 
 
 def _cast(params: dict, dtype: str) -> dict:

@@ -1,4 +1,4 @@
-"""What a training step needs, known before any weight is read: bytes per device and FLOPs.
+"""What a training step needs, known before any weight is read: bytes per device.
 
 Two answers stand side by side: a table worked out by hand, and the compiler's own account of
 the step at its real shapes, compiled ahead of time. Deep models are compiled at two small
@@ -43,8 +43,7 @@ class Parts(NamedTuple):
     sequences: int  # forward passes over a row: 2 where a clean and a mixed one run
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
+class Compiled(NamedTuple):
     """The compiler's account of one step on one device, in bytes.
 
     ``layers`` are the depths that were compiled; more than one where the result is extrapolated.
@@ -56,25 +55,27 @@ class Compiled:
     layers: tuple[int, ...]
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Of the three parts."""
+        return self[:3]
+
+    @property
     def total(self) -> int:
-        return self.arguments + self.temporaries + self.fresh
+        return sum(self.sizes)
 
 
 def compile_step(parts: Parts, placement: Placement, layers: int) -> Compiled:
     """Compiles the step for the placement's devices; nothing is allocated on them."""
     state = jax.eval_shape(parts.optimizer.init, parts.trainable)
-    lie = placement.shardings((parts.trainable, state))
-    step = make_step(parts.loss, parts.optimizer, parts.weigh, lie and (*lie, placement.replicated))
+    placed = placement.of_step(parts.trainable, state)
+    step = make_step(parts.loss, parts.optimizer, parts.weigh, placed)
     rows = jax.tree.map(lambda x: _at(x, placement.row_sharding(1)), parts.batches)
-    trainable, state, frozen = (
-        tree if placement.replicated is None else jax.tree.map(_at, tree, placement.shardings(tree))
-        for tree in (parts.trainable, state, parts.frozen)
-    )
-    found = step.lower(trainable, state, frozen, rows).compile().memory_analysis()
-    fresh = found.output_size_in_bytes - found.alias_size_in_bytes
-    return Compiled(
-        found.argument_size_in_bytes, found.temp_size_in_bytes, max(0, fresh), (layers,)
-    )
+    trees = (parts.trainable, state, parts.frozen)
+    if placed:
+        trees = jax.tree.map(_at, trees, placement.shardings(trees))
+    sizes = step.lower(*trees, rows).compile().memory_analysis()
+    fresh = max(0, sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
+    return Compiled(sizes.argument_size_in_bytes, sizes.temp_size_in_bytes, fresh, (layers,))
 
 
 def _at(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -90,14 +91,9 @@ def compile_deep(model: ModelConfig, compile_at: Callable[[ModelConfig], Compile
     few, more = 2 * group, 3 * group
     if model.num_layers <= max(DEEPEST, more) or model.num_layers % group:
         return compile_at(model)
-    a, b = (compile_at(shallow(model, count)) for count in (few, more))
+    low, high = (compile_at(shallow(model, count)) for count in (few, more))
     steps = (model.num_layers - few) / group
-
-    def extend(name: str) -> int:
-        low, high = getattr(a, name), getattr(b, name)
-        return round(low + steps * (high - low))
-
-    sizes = (extend(name) for name in ("arguments", "temporaries", "fresh"))
+    sizes = (round(a + steps * (b - a)) for a, b in zip(low.sizes, high.sizes, strict=True))
     return Compiled(*sizes, (few, more))
 
 

@@ -11,6 +11,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from train.config import Tuned
+from train.engine.loop import LossFn
 
 TABLES = ("embed", "head")
 
@@ -22,10 +26,18 @@ class Tuning:
     split: Callable[[dict], tuple[dict, dict]]
     merge: Callable[[dict, dict], dict]
 
+    def over_trained(self, loss: LossFn) -> LossFn:
+        """A loss of the params as a function of what is trained, for the loop."""
+        return lambda trainable, frozen, batch: loss(self.merge(trainable, frozen), None, batch)
 
-def full() -> Tuning:
-    """Every parameter."""
-    return Tuning(lambda params: (params, {}), lambda trainable, frozen: trainable)
+
+def make_tuning(section: Tuned, adaptive_ids: tuple[int, ...], seed: int) -> Tuning:
+    """What the config trains of a model with these ids."""
+    if section.train == "full":
+        return Tuning(lambda params: (params, {}), lambda trainable, frozen: trainable)
+    if section.train == "embeddings":
+        return embeddings()
+    return lora(tuple(sorted(set(adaptive_ids))), section.lora_rank, section.lora_alpha, seed)
 
 
 def embeddings() -> Tuning:
@@ -44,7 +56,7 @@ def lora(ids: tuple[int, ...], rank: int, alpha: float, seed: int) -> Tuning:
     ``W + alpha/rank · up @ down`` with ``down`` random and ``up`` zero at first. The rows
     ``ids`` of the embedding are trained in full: they start at the mean and say nothing yet.
     """
-    rows = jnp.asarray(ids)
+    rows = np.asarray(ids)
 
     def split(params):
         leaves, tree = jax.tree.flatten(params["layers"])

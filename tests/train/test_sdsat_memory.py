@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,17 +13,15 @@ from specjax.errors import InputError
 from specjax.files import write_text
 from specjax.models import ModelConfig, init_params, num_params, save_pretrained
 from specjax.models.families import to_hf
+from support.training import ROOT, TINY_SDSAT, small_tokenizer
 from train.config import SDSATConfig, from_toml
-from train.data.corpus import load_corpus
-from train.data.tokenizer import EOS_ID, train_tokenizer
+from train.data.tokenizer import EOS_ID
 from train.engine.placement import Placement
-from train.sdsat import dryrun
-from train.sdsat import memory as footprint
+from train.sdsat import dryrun, memory
 from train.sdsat import program as sdsat
 from train.sdsat.memory import GIB
+from train.sdsat.setup import prepare_setup
 
-ROOT = Path(__file__).parents[2]
-TINY = str(ROOT / "configs" / "sdsat_tiny.toml")
 SEVEN_B = (32000, 4096, 32, 32, 32, 11008)
 SEVENTY_B = (32000, 8192, 80, 64, 8, 28672)
 MEDIUM = (8192, 512, 4, 8, 8, 1376)
@@ -33,8 +30,7 @@ MEDIUM = (8192, 512, 4, 8, 8, 1376)
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     os.chdir(ROOT)
-    home = tmp_path_factory.mktemp("tokenizer")
-    return train_tokenizer(load_corpus((), ("specjax",)), 400, home / "tokenizer.json")
+    return small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def shape(vocab, hidden, layers, heads, kv_heads, inner, **other):
@@ -61,7 +57,7 @@ def directory(path, model, tokenizer):
 
 
 def config(path, *settings):
-    return from_toml(SDSATConfig, TINY, [f"model.init_from={path}", *settings])
+    return from_toml(SDSATConfig, TINY_SDSAT, [f"model.init_from={path}", *settings])
 
 
 def big(path, model, tokenizer, devices, *settings):
@@ -81,9 +77,9 @@ def big(path, model, tokenizer, devices, *settings):
 
 
 def by_hand(cfg, devices):
-    setup = sdsat.prepare_setup(cfg)
+    setup = prepare_setup(cfg)
     parts = dryrun.step_parts(cfg, setup, setup.model)
-    return footprint.estimate(
+    return memory.estimate(
         setup.model, parts, cfg.mesh.fsdp, devices, cfg.model.compute_dtype, cfg.model.remat
     )
 
@@ -115,7 +111,7 @@ def test_predictions_are_within_a_fifth_of_what_a_step_takes(tmp_path, tokenizer
     where = directory(tmp_path / "medium", shape(*MEDIUM), tokenizer)
     cfg = config(where, "data.seq_len=128", "sdsat.decode_prompts=0", *settings)
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "measured_step.py")],
+        [sys.executable, str(ROOT / "tests" / "support" / "measured_step.py")],
         input=json.dumps(cfg, default=vars),
         capture_output=True,
         text=True,
@@ -123,22 +119,22 @@ def test_predictions_are_within_a_fifth_of_what_a_step_takes(tmp_path, tokenizer
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert abs(found["predicted"] / found["measured"] - 1) < 0.2, found
-    assert abs(found["by_hand"] / found["measured"] - 1) < 0.3, found
+    bytes_of = json.loads(done.stdout.splitlines()[-1])
+    assert abs(bytes_of["predicted"] / bytes_of["measured"] - 1) < 0.2, bytes_of
+    assert abs(bytes_of["by_hand"] / bytes_of["measured"] - 1) < 0.3, bytes_of
 
 
 @pytest.mark.slow
 def test_deep_models_are_extrapolated_from_shallow_ones(tmp_path, tokenizer):
     model = shape(400, 64, 9, 4, 4, 128)
     cfg = config(directory(tmp_path / "deep", model, tokenizer), "sdsat.decode_prompts=0")
-    setup = sdsat.prepare_setup(cfg)
+    setup = prepare_setup(cfg)
 
     def compile_at(model):
         parts = dryrun.step_parts(cfg, setup, model)
-        return footprint.compile_step(parts, Placement(), model.num_layers)
+        return memory.compile_step(parts, Placement(), model.num_layers)
 
-    extended, whole = footprint.compile_deep(setup.model, compile_at), compile_at(setup.model)
+    extended, whole = memory.compile_deep(setup.model, compile_at), compile_at(setup.model)
     assert extended.layers == (2, 3) and whole.layers == (9,)
     np.testing.assert_allclose(extended.arguments, whole.arguments, rtol=1e-3)
     np.testing.assert_allclose(extended.total, whole.total, rtol=0.1)
@@ -151,21 +147,21 @@ def test_layers_whose_windows_alternate_are_extrapolated_as_groups():
 
     def compile_at(model):
         seen.append(model.windows)
-        return footprint.Compiled(10 * model.num_layers, 5, 1, (model.num_layers,))
+        return memory.Compiled(10 * model.num_layers, 5, 1, (model.num_layers,))
 
-    found = footprint.compile_deep(model, compile_at)
+    extended = memory.compile_deep(model, compile_at)
     assert seen == [(8, 8, None) * 2, (8, 8, None) * 3]
-    assert (found.arguments, found.temporaries, found.layers) == (180, 5, (6, 9))
+    assert (extended.arguments, extended.temporaries, extended.layers) == (180, 5, (6, 9))
 
 
 def test_a_dry_run_says_what_the_step_needs_and_whether_it_fits(tmp_path, tokenizer):
     model = shape(400, 16, 1, 2, 2, 24)
     cfg = config(directory(tmp_path / "tiny", model, tokenizer), "mesh.memory_gib=0.0001")
-    found = dryrun.dry_run(cfg, sdsat.prepare_setup(cfg))
-    assert found["devices"] == 1 and found["compiled_for"] == jax.devices()[0].device_kind
-    assert found["gib_compiled"] > 0.0001 and not found["fits"]
-    parts = found["gib_compiled_parts"].values()
-    np.testing.assert_allclose(sum(parts), found["gib_compiled"], atol=2e-3)
+    needs = dryrun.needed_memory(cfg, prepare_setup(cfg))
+    assert needs["devices"] == 1 and needs["compiled_for"] == jax.devices()[0].device_kind
+    assert needs["gib_compiled"] > 0.0001 and not needs["fits"]
+    parts = needs["gib_compiled_parts"].values()
+    np.testing.assert_allclose(sum(parts), needs["gib_compiled"], atol=2e-3)
 
 
 @pytest.mark.slow
@@ -173,9 +169,9 @@ def test_other_devices_are_simulated_and_share_the_state(tmp_path, tokenizer):
     model = shape(32768, 512, 1, 4, 4, 512)
     where = directory(tmp_path / "model", model, tokenizer)
     cfg = config(where, "mesh.devices=8", "mesh.fsdp=8", "optim.batch_size=8")
-    found = dryrun.dry_run(cfg, sdsat.prepare_setup(cfg))
-    assert found["compiled_for"] == dryrun.SIMULATED and found["devices"] == 8
-    held = found["gib_compiled_parts"]["arguments"]
+    needs = dryrun.needed_memory(cfg, prepare_setup(cfg))
+    assert needs["compiled_for"] == dryrun.SIMULATED and needs["devices"] == 8
+    held = needs["gib_compiled_parts"]["arguments"]
     np.testing.assert_allclose(held, 12 * num_params(model) / 8 / GIB, rtol=0.1)
 
 
@@ -189,7 +185,7 @@ def test_devices_that_are_not_there_are_one_line(tmp_path, tokenizer):
         dryrun.device_count(config(where, "mesh.topology=v5e"))
     cfg = config(where, "mesh.devices=3")
     with pytest.raises(InputError, match=r"batch_size=4 rows do not divide among 3 devices"):
-        dryrun.dry_run(cfg, sdsat.prepare_setup(cfg))
+        dryrun.needed_memory(cfg, prepare_setup(cfg))
 
 
 def test_a_tuned_model_is_planned_as_it_is_trained(tmp_path, tokenizer):
@@ -199,9 +195,9 @@ def test_a_tuned_model_is_planned_as_it_is_trained(tmp_path, tokenizer):
     save_pretrained(where, model, init_params(model, jax.random.key(0)), tokenizer.to_str())
     for part in ("full", "lora"):
         cfg = config(where, f"model.train={part}")
-        setup = sdsat.prepare_setup(cfg)
+        setup = prepare_setup(cfg)
         parts = dryrun.step_parts(cfg, setup, setup.model)
-        real = sdsat.make_tuning(cfg, setup).split(sdsat.first_params(setup))
+        real = setup.tuning.split(sdsat.first_params(setup))
         for planned, there in zip((parts.trainable, parts.frozen), real, strict=True):
             shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype)), planned)
             assert shapes == jax.tree.map(lambda x: (x.shape, str(x.dtype)), there)

@@ -1,0 +1,51 @@
+"""What the tests of training share: shipped configs, tiny checkpoints, what a run has logged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+from tokenizers import Tokenizer
+
+from specjax.models import ModelConfig, init_params, save_pretrained
+from train.data.corpus import Document
+from train.data.tokenizer import EOS_ID, train_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TINY_LM = str(ROOT / "configs" / "tiny.toml")
+TINY_SDSAT = str(ROOT / "configs" / "sdsat_tiny.toml")
+
+
+def overrides(*settings: str) -> list[str]:
+    """Arguments that set ``section.key=value``."""
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def logged(directory: Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def small_tokenizer(home: Path) -> Tokenizer:
+    """400 tokens, trained on this library's own files."""
+    paths = sorted((ROOT / "specjax").glob("*.py"))
+    documents = [Document(path.name, path.read_text()) for path in paths]
+    return train_tokenizer(documents, 400, home / "tokenizer.json")
+
+
+def save_checkpoint(directory: Path, tokenizer: Tokenizer, **other: Any) -> Path:
+    """A random model's Hugging Face directory, of one layer of width 16."""
+    cfg = ModelConfig.llama(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        intermediate_size=24,
+        max_position=128,
+        eos_ids=(EOS_ID,),
+        **other,
+    )
+    save_pretrained(directory, cfg, init_params(cfg, jax.random.key(1)), tokenizer.to_str())
+    return directory

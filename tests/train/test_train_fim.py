@@ -1,0 +1,74 @@
+"""Fill in the middle: how documents are rearranged, tokenised and cached."""
+
+import itertools
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+
+from specjax.infill import Sentinels, find_sentinels
+from support.training import small_tokenizer
+from train.data.corpus import Document, is_held_out
+from train.data.fim import CodeLayout
+from train.data.packing import Plain, prepare
+from train.data.tokenizer import EOS_ID
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return small_tokenizer(tmp_path_factory.mktemp("tok"))
+
+
+def test_rearranged_documents_put_their_parts_in_codellamas_order(tokenizer):
+    marks = find_sentinels(tokenizer)
+    assert marks == Sentinels(1, 2, 3, 4)
+    layout = CodeLayout(EOS_ID, None, marks, fim_rate=0.5, seed=1)
+    kinds = {"plain": 0, "psm": 0, "spm": 0}
+    for i in range(400):
+        document = Document(f"d/{i}.py", f"def f{i}(x):\n    return {i}\n")
+        pieces = layout.pieces(document)
+        if pieces == [document.text, EOS_ID]:
+            kinds["plain"] += 1
+        elif pieces[1] == marks.suffix:
+            _, _, suffix, middle, both, end = pieces
+            assert (middle, end, both + suffix) == (marks.middle, marks.end, document.text)
+            kinds["spm"] += 1
+        else:
+            first, prefix, second, suffix, third, middle, end = pieces
+            assert (first, second, third, end) == (1, 2, 3, 4)
+            assert prefix + middle + suffix == document.text
+            kinds["psm"] += 1
+        if is_held_out(document.name):
+            assert pieces == [document.text, EOS_ID]
+    assert 180 < kinds["plain"] < 250 and kinds["psm"] > 70 and kinds["spm"] > 70
+
+
+def test_rearranged_documents_are_tokenised_once_and_cached_apart(tokenizer, tmp_path):
+    documents = [Document(f"d/{i}.py", f"x{i} = {i}\n" * 9) for i in range(40)]
+    plain = prepare(documents, tokenizer, tmp_path)
+    assert (prepare(documents, tokenizer, tmp_path, Plain()).train == plain.train).all()
+    layout = CodeLayout(EOS_ID, None, find_sentinels(tokenizer), 1.0)
+    fim = prepare(documents, tokenizer, tmp_path, layout)
+    assert (fim.valid == plain.valid).all() and (fim.train == 3).sum() == len(fim.train_offsets) - 1
+    ends = fim.train[fim.train_offsets[1:] - 1]
+    assert (ends == 4).all() and not (fim.train == EOS_ID).any()
+    assert (prepare(documents, tokenizer, tmp_path, layout).train == fim.train).all()
+
+
+def test_a_tokenizer_that_adds_a_space_does_so_at_the_start_only(tmp_path):
+    """As CodeLlama's: a suffix is encoded as the middle of a text."""
+    pieces = ["<s>", "\n", "▁", *"abc"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    spaced = Tokenizer(models.BPE(vocab, []))
+    spaced.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    spaced.decoder = decoders.Replace("▁", " ")
+    layout = CodeLayout(0, 0, Sentinels(10, 11, 12, 13), 1.0)
+    documents = [Document(f"d/{i}.py", "abcabcabc") for i in range(30)]
+    data = prepare(documents, spaced, None, layout)
+    spaces = 0
+    for begin, end in itertools.pairwise(data.train_offsets):
+        spaces += (data.train[begin:end] == vocab["▁"]).sum()
+        assert data.train[begin] == 0, "BOS"
+    assert spaces <= len(data.train_offsets) - 1
+    assert not (data.train == vocab["\n"]).any()

@@ -1,0 +1,69 @@
+"""A run's directory: whose it is, and the model that a finished run leaves in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from specjax.errors import InputError
+from specjax.files import write_text
+from specjax.models import ModelConfig, save_pretrained
+from train.config import Run
+from train.engine.loop import Outcome
+
+
+def check_directory(run: Run, resume: bool) -> Path:
+    """The run's directory; one that holds a run is only gone on with, never overwritten."""
+    directory = Path(run.dir)
+    if (directory / "metrics.jsonl").exists() and not resume:
+        raise InputError(
+            f"run.dir={run.dir!r} holds a run: go on with --resume, or choose "
+            "another directory with --set run.dir=…"
+        )
+    return directory
+
+
+def make_directory(directory: Path) -> None:
+    """Makes the run's directory.
+
+    Raises:
+      InputError: it cannot be made; the reason is the system's.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"run.dir={str(directory)!r}: {error.strerror}") from None
+
+
+def export(
+    run: Run,
+    model: ModelConfig,
+    params: dict,
+    tokenizer: Tokenizer,
+    outcome: Outcome,
+    card: dict[str, Any],
+    copied: Iterable[Path] = (),
+) -> dict[str, Any]:
+    """Writes ``run.dir/export``, a Hugging Face directory with a card, once a run is done.
+
+    ``copied`` are small files that belong to it as they are. Returns how the run ended, which
+    stands in the card too, before what is given for it.
+    """
+    ended = {"step": outcome.step, "finished": outcome.finished, "run_dir": run.dir}
+    if not outcome.finished:
+        return ended
+    home = Path(run.dir) / "export"
+    save_pretrained(home, model, params, tokenizer.to_str(), run.export_dtype)
+    for path in copied:
+        shutil.copyfile(path, home / path.name)
+    if outcome.valid_loss is not None:
+        ended["held_out_loss"] = outcome.valid_loss
+        ended |= {f"held_out_{name}": value for name, value in outcome.valid_extras.items()}
+    # Last: what has a card is whole.
+    write_text(home / "card.json", json.dumps(ended | card, indent=1) + "\n")
+    return ended | {"export": str(home)}

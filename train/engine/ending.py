@@ -1,0 +1,57 @@
+"""How a training program ends: with its summary, or with one line of what failed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from specjax.program import FAILED, say
+from train.engine import processes
+from train.engine.loop import TrainingError
+
+
+def finish(name: str, work: Callable[[], dict[str, Any] | None], as_json: bool = False) -> int:
+    """Prints the summary that ``work`` returns, if any; returns the exit code.
+
+    0: finished, or stopped by a signal after saving; 1: failed, with the last good checkpoint
+    intact. Bad input is left to :func:`specjax.program.run`.
+    """
+    try:
+        summary = work()
+    except (TrainingError, jax.errors.JaxRuntimeError, OSError) as error:
+        say(name, _what_failed(error))
+        return FAILED
+    # Of several processes the first one speaks.
+    if summary and processes.leads():
+        if as_json:
+            print(json.dumps(summary))
+        else:
+            _print_table(summary)
+    return 0
+
+
+def _what_failed(error: Exception) -> str:
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return f"the device failed: {str(error).splitlines()[0]}"
+    if isinstance(error, OSError):
+        place = f" ({error.filename})" if error.filename else ""
+        return (
+            f"{error.strerror or error}{place}; the last finished checkpoint is intact: "
+            "make room and --resume"
+        )
+    return str(error)
+
+
+def _print_table(summary: dict[str, Any]) -> None:
+    table = Table(show_header=False)
+    for key, value in summary.items():
+        parts = value if isinstance(value, dict) else {"": value}
+        for part, number in parts.items():
+            name = f"{key} {part}".strip().replace("_", " ")
+            table.add_row(name, f"{number:,}" if type(number) is int else str(number))
+    Console().print(table)

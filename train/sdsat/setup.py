@@ -1,0 +1,210 @@
+"""What a config and a checkpoint's small files decide, before any weight is read.
+
+Which ids are adaptive, how documents and rows are laid out, what is minimised and what of the
+model is trained; and whether all of that goes together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from specjax.errors import InputError
+from specjax.infill import find_sentinels
+from specjax.lm import locate
+from specjax.models import ModelConfig, from_hf
+from specjax.models.hf.checkpoint import read_config
+from train.config import Adaptive, SDSATConfig
+from train.data.fim import CodeLayout
+from train.data.packing import Prepared, Transform
+from train.data.tokenizer import load_tokenizer
+from train.sdsat.evaluation import PROMPT_TOKENS
+from train.sdsat.insertion import Insertion, isolated_row, mixed_row, probe_row
+from train.sdsat.losses import Objective
+from train.sdsat.trainable import Tuning, make_tuning
+
+
+class Setup(NamedTuple):
+    """All that a run is made of but its weights and its corpus."""
+
+    directory: Path  # of the checkpoint
+    tokenizer: Tokenizer
+    model: ModelConfig  # of the result: with adaptive ids, and grown for them
+    new_rows: int
+    insertion: Insertion
+    layout: CodeLayout
+    objective: Objective
+    tuning: Tuning
+
+
+def prepare_setup(cfg: SDSATConfig) -> Setup:
+    """Reads the checkpoint's config and tokenizer and settles the adaptive ids.
+
+    Raises:
+      InputError, ModelError: the config and the checkpoint do not go together.
+    """
+    if not cfg.model.init_from:
+        raise InputError("model.init_from is empty: name a Hugging Face directory to tune")
+    directory = locate(cfg.model.init_from)
+    start = from_hf(read_config(directory))
+    tokenizer = load_tokenizer(cfg.model.tokenizer or _tokenizer_file(directory))
+    _check(cfg, start, tokenizer)
+    ids, new_rows = choose_ids(cfg.sdsat, start, tokenizer)
+    ids = ids if cfg.sdsat.distinct else ids * cfg.sdsat.window
+    special = _special_ids(start, tokenizer)
+    return Setup(
+        directory=directory,
+        tokenizer=tokenizer,
+        model=dataclasses.replace(start, vocab_size=start.vocab_size + new_rows, adaptive_ids=ids),
+        new_rows=new_rows,
+        insertion=Insertion(ids, special, cfg.sdsat.start_rate, cfg.run.seed),
+        layout=_layout(cfg, start, tokenizer),
+        objective=_objective(cfg),
+        tuning=make_tuning(cfg.model, ids, cfg.run.seed),
+    )
+
+
+def _tokenizer_file(directory: Path) -> Path:
+    """The checkpoint's tokenizer.json, or its parent's: the embedded models share one."""
+    homes = [home for home in (directory, directory.parent) if (home / "tokenizer.json").exists()]
+    return (homes or [directory])[0] / "tokenizer.json"
+
+
+def _check(cfg: SDSATConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
+    name, section = cfg.model.init_from, cfg.sdsat
+    if model.vocab_size < tokenizer.get_vocab_size():
+        raise InputError(
+            f"model.init_from={name!r} has {model.vocab_size} ids, the tokenizer "
+            f"{tokenizer.get_vocab_size()}: set model.tokenizer to its own"
+        )
+    if not model.eos_ids:
+        raise InputError(f"model.init_from={name!r}: config.json names no eos_token_id")
+    decoded = PROMPT_TOKENS + section.decode_tokens + section.held_out_window
+    if section.decode_prompts and decoded > model.max_position:
+        raise InputError(
+            f"sdsat.decode_tokens={section.decode_tokens} after {PROMPT_TOKENS} of a prompt are "
+            f"more than the model's context ({model.max_position}) holds: lower it"
+        )
+    if cfg.data.seq_len > model.max_position:
+        raise InputError(
+            f"data.seq_len={cfg.data.seq_len} is longer than the model's context "
+            f"({model.max_position}): lower it"
+        )
+    if section.loss == "basic" and section.adaptive_targets != "data":
+        raise InputError(
+            f"sdsat.adaptive_targets={section.adaptive_targets!r} needs a clean stream, which "
+            "loss basic lacks: use improved, isolated, or data"
+        )
+    if section.start_rate == 0 and section.loss != "basic":
+        raise InputError("sdsat.start_rate=0 leaves no adaptive tokens: only loss basic takes it")
+    if section.distinct and section.probe_length > section.window:
+        raise InputError(
+            f"sdsat.probe_length={section.probe_length}, but {section.window} "
+            "distinct ids serve windows of that length at most: lower it"
+        )
+    if cfg.model.train != "full" and cfg.optim.optimizer != "adamw":
+        raise InputError(
+            f"optim.optimizer={cfg.optim.optimizer!r} with model.train="
+            f"{cfg.model.train!r}: only adamw trains parts of a model"
+        )
+
+
+def choose_ids(
+    section: Adaptive, model: ModelConfig, tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], int]:
+    """The adaptive ids and how many rows the tables grow by.
+
+    In order: the configured ids; those of a checkpoint that has them; vocabulary that the
+    tokenizer does not use; new rows.
+    """
+    count = section.window if section.distinct else 1
+    if section.ids:
+        _check_ids(section.ids, count, model, tokenizer)
+        return section.ids, 0
+    had = tuple(dict.fromkeys(model.adaptive_ids))
+    if len(had) == count:
+        return had, 0
+    used = _used_ids(tokenizer)
+    if model.vocab_size - used >= count:
+        return tuple(range(used, used + count)), 0
+    return tuple(range(model.vocab_size, model.vocab_size + count)), count
+
+
+def _check_ids(ids: tuple[int, ...], count: int, model: ModelConfig, tokenizer: Tokenizer) -> None:
+    if len(set(ids)) != len(ids) or len(ids) != count:
+        kind = "distinct ids, one per place" if count > 1 else "id, repeated"
+        raise InputError(
+            f"sdsat.ids={list(ids)}: sdsat.window and sdsat.distinct ask for {count} {kind}"
+        )
+    used = _used_ids(tokenizer)
+    # Tokens added beside the text's own, for no purpose that is known: <reserved> and the like.
+    spare = set(tokenizer.get_added_tokens_decoder()) - _control_ids(model, tokenizer)
+    for i in ids:
+        if not 0 <= i < model.vocab_size:
+            raise InputError(
+                f"sdsat.ids: {i} is outside the vocabulary of {model.vocab_size}: "
+                "leave sdsat.ids empty to append new rows"
+            )
+        if i < used and i not in spare:
+            raise InputError(
+                f"sdsat.ids: {i} is {tokenizer.id_to_token(i)!r}, which real text "
+                "uses: name unused ids, or leave sdsat.ids empty"
+            )
+
+
+def check_absent(setup: Setup, data: Prepared) -> None:
+    """Raises InputError where the corpus holds an adaptive id."""
+    for i in sorted(set(setup.model.adaptive_ids)):
+        if np.any(data.train == i) or np.any(data.valid == i):
+            token = setup.tokenizer.id_to_token(i)
+            raise InputError(
+                f"sdsat.ids: {i} is {token!r}, which the corpus holds: name unused "
+                "ids, or leave sdsat.ids empty"
+            )
+
+
+def _used_ids(tokenizer: Tokenizer) -> int:
+    """Ids from here on stand for no token: text never has them and decoding never emits them."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def _special_ids(model: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that no window crosses: those that end or begin a text, and the sentinels."""
+    ids = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    return tuple(sorted(ids | _control_ids(model, tokenizer)))
+
+
+def _control_ids(model: ModelConfig, tokenizer: Tokenizer) -> set[int]:
+    """Ids that frame a text: its ends, padding, and the sentinels."""
+    ids = {i for i in (*model.eos_ids, model.bos_id, model.pad_id) if i is not None}
+    sentinels = find_sentinels(tokenizer)
+    return ids | set(dataclasses.astuple(sentinels) if sentinels else ())
+
+
+def _layout(cfg: SDSATConfig, model: ModelConfig, tokenizer: Tokenizer) -> CodeLayout:
+    # The tokenizer's template says whether a text begins with BOS; the config only names it.
+    bos = model.bos_id if tokenizer.encode("").ids[:1] == [model.bos_id] else None
+    sentinels = find_sentinels(tokenizer)
+    return CodeLayout(model.eos_ids[0], bos, sentinels, cfg.sdsat.fim_rate, cfg.run.seed)
+
+
+def _objective(cfg: SDSATConfig) -> Objective:
+    """The loss as the config describes it."""
+    section = cfg.sdsat
+    share = {"data": 0.0, "self": 1.0, "mix": section.mix}[section.adaptive_targets]
+    forward = (cfg.model.compute_dtype, cfg.model.remat, cfg.model.scan)
+    return Objective(section.loss, section.window, share, section.weight, *forward)
+
+
+def transforms(cfg: SDSATConfig, insertion: Insertion) -> tuple[Transform, Transform]:
+    """(how a training row is laid out, how a held-out one is)."""
+    lay_out = isolated_row if cfg.sdsat.loss == "isolated" else mixed_row
+    return (
+        functools.partial(lay_out, insertion),
+        functools.partial(probe_row, insertion, length=cfg.sdsat.held_out_window),
+    )

@@ -1,0 +1,20 @@
+"""What the ablation compares."""
+
+CONTINUED, REFERENCE = "none", "isolated-self"
+DATA = ("sdsat.adaptive_targets=data",)
+# What each variant changes in the config, which itself is REFERENCE: the isolated loss, the
+# model's own targets, one id, L = 5. In the order of what is asked of them.
+VARIANTS: dict[str, tuple[str, ...]] = {
+    CONTINUED: ("sdsat.loss=basic", "sdsat.start_rate=0.0", *DATA),
+    REFERENCE: (),
+    "improved-data": ("sdsat.loss=improved", *DATA),
+    "isolated-data": DATA,
+    "basic-data": ("sdsat.loss=basic", *DATA),
+    "improved-self": ("sdsat.loss=improved",),
+    "isolated-self-distinct": ("sdsat.distinct=true",),
+    "isolated-self-L3": ("sdsat.window=3",),
+    "isolated-self-L7": ("sdsat.window=7",),
+    # A quarter of the weight on the adaptive mean: what the clean loss pays is a choice.
+    "improved-data-w0.25": ("sdsat.loss=improved", "sdsat.weight=0.25", *DATA),
+    "isolated-self-w0.25": ("sdsat.weight=0.25",),
+}
