@@ -13,14 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models import (
-    KVCache,
-    ModelConfig,
-    forward,
-    hidden_states,
-    init_cache,
-    logits_of,
-)
+from specjax.models import KVCache, ModelConfig, forward, hidden_states, init_cache, logits_of
 from specjax.probs import fit_vocabulary, limit_vocabulary
 
 

@@ -23,11 +23,7 @@ class _Walk(NamedTuple):
     refused: Bool[Array, "B"]
 
 
-@rule(
-    laws=(IID, WITHOUT_REPLACEMENT, DETERMINISTIC, POINT_MASS),
-    lossless=True,
-    chain_only=False,
-)
+@rule(laws=(IID, WITHOUT_REPLACEMENT, DETERMINISTIC, POINT_MASS), lossless=True, chain_only=False)
 def match(keys, draft, log_p):
     """Draw one y ~ p at the node; descend into the child that carries it, else emit it.
 

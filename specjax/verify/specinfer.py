@@ -28,11 +28,7 @@ class _Walk(NamedTuple):
     tried: Bool[Array, "B V"]  # tokens of the refused siblings
 
 
-@rule(
-    laws=(IID, WITHOUT_REPLACEMENT, DETERMINISTIC, POINT_MASS),
-    lossless=True,
-    chain_only=False,
-)
+@rule(laws=(IID, WITHOUT_REPLACEMENT, DETERMINISTIC, POINT_MASS), lossless=True, chain_only=False)
 def specinfer(keys, draft, log_p):
     """Try a node's children in the order they were drawn; each refusal leaves a residual.
 
