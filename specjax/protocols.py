@@ -33,6 +33,7 @@ class Drafter(Protocol):
     name: str  # for messages
     law: str  # how the tokens come about: IID, POINT_MASS, …
     shape: TreeShape  # bounds every draft
+    settings: tuple[str, ...] = ()  # names of the scalars that it reads in ``inputs.settings``
     num_probes: int = 0  # probe nodes that ride along in the target's pass
     needs_draft: bool = False  # whether it runs the draft model
     ends_early: bool = False  # chains: most end long before their bound
@@ -77,6 +78,7 @@ class Drafter(Protocol):
 class TargetDist(Protocol):
     """The distribution p that the rule holds the draft against."""
 
+    settings: tuple[str, ...] = ()  # names of the scalars that it reads in ``inputs.settings``
     needs_draft: bool = False  # whether it runs the draft model
     needs_draft_logits: bool = False  # whether it reads the drafter's raw logits at every node
     draft_calls: int = 0  # draft-model calls that one round adds

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax import probs, tree
-from specjax.compat import check_pair
+from specjax.errors import PairError
 from specjax.models.cache import commit_path
 from specjax.protocols import Drafter, Method, Rule, TargetDist
 from specjax.scoring import score, score_as_needed
@@ -109,6 +109,29 @@ class DraftVerify(Method):
 def draft_verify(drafter: Drafter, target: TargetDist, rule: Rule) -> Method:
     """The method that drafts, verifies with one pass of the target model, and commits."""
     return DraftVerify(drafter, target, rule)
+
+
+def check_pair(drafter: Drafter, target: TargetDist, rule: Rule) -> None:
+    """Refuses a rule that is not made for the drafter's law or shape.
+
+    Raises:
+      PairError: says what the rule needs and what the drafter offers.
+    """
+    if drafter.law not in rule.laws:
+        raise PairError(
+            f"rule {rule.name} needs drafts of law {' or '.join(sorted(rule.laws))}, but drafter "
+            f"{drafter.name} makes {drafter.law} ones; choose another --rule or --drafter"
+        )
+    if rule.chain_only and not drafter.shape.is_chain:
+        raise PairError(
+            f"rule {rule.name} verifies a chain, but drafter {drafter.name} makes a tree; choose a "
+            "tree rule or a chain drafter"
+        )
+    if target.needs_draft_logits and not drafter.keep_logits:
+        raise PairError(
+            f"target distribution {type(target).__name__.lower()} needs the draft's logits at "
+            f"every node, which drafter {drafter.name} does not give"
+        )
 
 
 class Cost(NamedTuple):

@@ -39,6 +39,7 @@ class Contrastive(TargetDist):
     variant: str = IMPROVED
     own_passes: bool = False
     needs_draft = True
+    settings = ("alpha", "beta")
 
     @property
     def needs_draft_logits(self) -> bool:

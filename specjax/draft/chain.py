@@ -6,7 +6,6 @@ Axis legend: B rows, N = γ + 1 nodes, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -56,17 +55,18 @@ class Chain(ModelDrafter):
     def ends_early(self) -> bool:
         return self.stop != NEVER_STOPS
 
+    @property
+    def settings(self) -> tuple[str, ...]:
+        return ("tau1",) if self.ends_early else ()
+
     def with_logits(self) -> Chain:
         return dataclasses.replace(self, keep_logits=True)
 
     def propose(self, inputs, state, keys):
         rows, vocab = state.length.shape[0], inputs.draft.vocab
-        logits = jnp.zeros((rows, self.gamma + 1, vocab)) if self.keep_logits else None
-        laws = _Laws(
-            valid=jnp.zeros((rows, self.gamma), bool),
-            log_q=jnp.full((rows, self.gamma, vocab), probs.NEVER, jnp.float32),
-            logits=logits,
-        )
+        valid = jnp.zeros((rows, self.gamma), bool)
+        log_q = jnp.full((rows, self.gamma, vocab), probs.NEVER, jnp.float32)
+        raw = jnp.zeros((rows, self.gamma + 1, vocab)) if self.keep_logits else None
         chain = draw_chain(
             inputs.draft,
             state.drafter_state,
@@ -75,23 +75,22 @@ class Chain(ModelDrafter):
             ~state.done,
             self.gamma,
             lambda *drawn: self._draw(inputs, keys, *drawn),
-            laws,
+            (valid, log_q, raw),
             self.gamma + self.keep_logits,  # the bonus leaf's logits cost one pass more
         )
-        root, below, laws = chain.window[:, 1], chain.window[:, 2:], chain.more
-        draft = chain_draft(root, below, laws.valid, self.law, log_q=laws.log_q, logits=laws.logits)
+        root, below, (valid, log_q, raw) = chain.window[:, 1], chain.window[:, 2:], chain.more
+        draft = chain_draft(root, below, valid, self.law, log_q=log_q, logits=raw)
         return Proposal(draft, chain.cache, chain.calls, chain.step)
 
-    def _draw(self, inputs, keys, step, logits: Float[Array, "B V"], alive, laws: _Laws):
+    def _draw(self, inputs, keys, step, logits: Float[Array, "B V"], alive, laws):
         """The token drawn after one draft pass: node ``step + 1``.
 
         Writes past γ (the pass that only scores the bonus leaf) are dropped.
         """
-        q = (
-            warp(logits[:, None], inputs.warp)[:, 0]
-            if self.draft_warp
-            else probs.log_softmax(logits)
-        )
+        valid, log_q, raw = laws
+        q = probs.log_softmax(logits)
+        if self.draft_warp:
+            q = warp(logits[:, None], inputs.warp)[:, 0]
         drawn = alive & self._sure(inputs, logits) if self.stop == STOPS_BEFORE else alive
         node = jnp.broadcast_to(step + 1, (q.shape[0], 1))
         x = probs.sample(jnp.exp(q), probs.uniforms(keys, Purpose.DRAFT, node)[:, 0])
@@ -99,25 +98,11 @@ class Chain(ModelDrafter):
         going = drawn & ~inputs.is_eos(x)
         if self.stop == STOPS_AFTER:
             going = going & self._sure(inputs, logits)
-        raw = laws.logits
-        return (
-            x,
-            going,
-            _Laws(
-                valid=laws.valid.at[:, step].set(drawn, mode="drop"),
-                log_q=laws.log_q.at[:, step].set(q, mode="drop"),
-                logits=None if raw is None else raw.at[:, step].set(logits),
-            ),
-        )
+        valid = valid.at[:, step].set(drawn, mode="drop")
+        log_q = log_q.at[:, step].set(q, mode="drop")
+        raw = None if raw is None else raw.at[:, step].set(logits)
+        return x, going, (valid, log_q, raw)
 
     def _sure(self, inputs, logits: Float[Array, "B V"]) -> Bool[Array, "B"]:
         """Whether the draft's largest probability, at temperature 1, reaches ``tau1``."""
         return jnp.exp(probs.log_softmax(logits).max(-1)) >= inputs.settings["tau1"]
-
-
-class _Laws(NamedTuple):
-    """What the loop keeps of each draw."""
-
-    valid: Bool[Array, "B γ"]
-    log_q: Float[Array, "B γ V"]
-    logits: Float[Array, "B γ+1 V"] | None

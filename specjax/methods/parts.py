@@ -215,17 +215,9 @@ def _mtjd(context: Context, block: int, width: int) -> search.MTJD:
     return search.MTJD.over(context.target.config.vocab_size, block, width)
 
 
-# ``combine`` is of the reward itself.
-def _lookahead(context: Context, k: int, d: int, combine: str) -> search.Lookahead:
-    return search.Lookahead(k, d, context.reward)
-
-
-def _draft_lookahead(context: Context, k: int, d: int, combine: str) -> search.Lookahead:
-    return search.Lookahead(k, d, context.reward, drafts=True)
-
-
-def _cdsl(context: Context, combine: str, **options: Any) -> search.CDSL:
-    return search.CDSL(context.reward, **options)
+def _guided(make: Callable[..., Any], **fixed: Any) -> Callable[..., Any]:
+    """``combine`` is of the reward itself."""
+    return lambda context, combine, **options: make(context.reward, **options, **fixed)
 
 
 LOOKAHEAD = {
@@ -252,14 +244,14 @@ SEARCHES: dict[str, Part] = {
         bound=True,
     ),
     "lookahead": Part(
-        _lookahead,
+        _guided(search.Lookahead),
         "each token by the reward of the target's lookaheads",
         LOOKAHEAD,
         needs_reward=True,
         bound=True,
     ),
     "draft-lookahead": Part(
-        _draft_lookahead,
+        _guided(search.Lookahead, drafts=True),
         "each token by the reward of the draft model's lookaheads",
         LOOKAHEAD,
         needs_draft=True,
@@ -267,7 +259,7 @@ SEARCHES: dict[str, Part] = {
         bound=True,
     ),
     "cdsl": Part(
-        _cdsl,
+        _guided(search.CDSL),
         "verified drafts by their reward, else tokens by lookaheads",
         LOOKAHEAD
         | {
@@ -284,27 +276,23 @@ SEARCHES: dict[str, Part] = {
 }
 
 
-def drafter_part(drafter: str | Drafter) -> Part:
-    """The part of a name, or of a drafter of one's own."""
-    if isinstance(drafter, str):
-        return lookup("drafter", DRAFTERS, drafter)
-    return Part(lambda: drafter, drafter.name, needs_draft=drafter.needs_draft)
+# Every setting that some part reads, for parts that are handed over as objects.
+_SETTINGS = {
+    name: option
+    for table in (DRAFTERS, TARGET_DISTS, RULES)
+    for part in table.values()
+    for name, option in part.options.items()
+    if option.kind is float
+}
 
 
-def target_part(target_dist: str | TargetDist) -> Part:
-    """The part of a name, or of a target distribution of one's own."""
-    if isinstance(target_dist, str):
-        return lookup("target distribution", TARGET_DISTS, target_dist)
-    return Part(lambda: target_dist, "", needs_draft=target_dist.needs_draft)
-
-
-def rule_part(rule: str | Rule) -> Part:
-    """The part of a name, of a rule that has one, or of a rule of one's own."""
-    if isinstance(rule, str):
-        return lookup("rule", RULES, rule)
-    known = next((part for part in RULES.values() if part.make() is rule), None)
-    own = {name: Option(float, REQUIRED, "") for name in rule.settings}
-    return known or _rule(rule, rule.name, own)
+def part_of(kind: str, table: Mapping[str, Part], part: str | Drafter | TargetDist | Rule) -> Part:
+    """The part of a name, or of an object; settings of one's own have no default."""
+    if isinstance(part, str):
+        return lookup(kind, table, part)
+    options = {name: _SETTINGS.get(name, Option(float, REQUIRED, "")) for name in part.settings}
+    needs_draft = not isinstance(part, Rule) and part.needs_draft
+    return Part(lambda: part, "", options, needs_draft)
 
 
 def lookup(kind: str, table: Mapping[str, Any], name: str) -> Any:

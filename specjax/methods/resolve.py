@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specjax.compat import check_models
-from specjax.errors import OptionError
+from specjax.errors import OptionError, PairError
+from specjax.lm import LM
 from specjax.methods.parts import Context
 from specjax.methods.table import MethodSpec, compose, method
 from specjax.protocols import Drafter, Method, Rule, TargetDist
@@ -54,3 +54,31 @@ def bind(
     if chosen.needs_reward and not guided:
         raise OptionError(f"method {chosen.name} needs a reward: give --reward (or reward=)")
     return chosen.build(context, options)
+
+
+def check_models(target: LM, draft: LM) -> None:
+    """Refuses a draft model on other devices, or whose tokenizer is not the target's.
+
+    Vocabularies padded to different sizes are fine: ids beyond the tokenizer have mass 0.
+
+    Raises:
+      PairError: says how they differ.
+    """
+    if target.mesh != draft.mesh:
+        raise PairError(
+            f"target {target.source} and draft {draft.source} lie on different "
+            "devices; load both with the same mesh"
+        )
+    if target.tokenizer is None or draft.tokenizer is None:
+        if target.config.vocab_size != draft.config.vocab_size:
+            raise PairError(
+                f"target has {target.config.vocab_size} ids and draft {draft.config.vocab_size}, "
+                "and without tokenizers there is no telling whether they mean the same"
+            )
+        return
+    difference = target.tokenizer.difference(draft.tokenizer)
+    if difference:
+        raise PairError(
+            f"target {target.source} and draft {draft.source} have different tokenizers "
+            f"({difference}); a draft must share the target's vocabulary"
+        )

@@ -13,14 +13,15 @@ from typing import Any
 from specjax.errors import OptionError, PairError
 from specjax.methods.options import Option, hint
 from specjax.methods.parts import (
+    DRAFTERS,
+    RULES,
     SEARCHES,
+    TARGET_DISTS,
     Context,
     Part,
     TwoPasses,
-    drafter_part,
     lookup,
-    rule_part,
-    target_part,
+    part_of,
 )
 from specjax.protocols import Drafter, Method, Rule, TargetDist
 from specjax.rounds import DraftVerify
@@ -48,7 +49,11 @@ class MethodSpec:
     def parts(self) -> tuple[Part, ...]:
         if self.search:
             return (SEARCHES[self.search],)
-        return drafter_part(self.drafter), target_part(self.target_dist), rule_part(self.rule)
+        return (
+            part_of("drafter", DRAFTERS, self.drafter),
+            part_of("target distribution", TARGET_DISTS, self.target_dist),
+            part_of("rule", RULES, self.rule),
+        )
 
     @property
     def lossless(self) -> bool:

@@ -170,9 +170,9 @@ class Lookahead(Method):
     out.
     """
 
-    k: int
-    d: int
     reward: Fold | None  # None: rewards come from outside, through HostDriver
+    k: int = 3
+    d: int = 3
     drafts: bool = False
 
     @property

@@ -6,10 +6,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from specjax.compat import check_pair
 from specjax.draft.adaptive import ProbePass, VerifyPass
 from specjax.protocols import Method, Rule, TargetDist
-from specjax.rounds import DraftVerify
+from specjax.rounds import DraftVerify, check_pair
 from specjax.types import DecodeState, Inputs
 from specjax.verify.speculative import speculative
 

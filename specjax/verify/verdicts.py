@@ -56,30 +56,22 @@ def chain_verdict(
 
     ``tested`` defaults to the accepted depth plus one where a token was refused.
     """
-    nodes = draft.tokens.shape[1]
-    u = probs.uniforms(keys, Purpose.EMIT, accepted[:, None])[:, 0]
-    y = probs.sample(weights, u)
-    at = jnp.arange(nodes, dtype=jnp.int32)
-    shifted = jnp.roll(draft.tokens, -1, axis=1)  # x_1 … x_γ, then a slot for y
-    here = accepted[:, None]
-    return Verdict(
-        path=jnp.where(at <= here, at, NO_NODE),
-        num_accepted=accepted,
-        num_tested=accepted + refused if tested is None else tested,
-        tokens=jnp.where(at < here, shifted, jnp.where(at == here, y[:, None], 0)),
-        num_tokens=accepted + 1,
-    )
+    tested = accepted + refused if tested is None else tested
+    return tree_verdict(keys, draft, accepted, accepted, weights, tested)
 
 
 def root_path(draft: Draft, node: Int[Array, "B"], depth: Int[Array, "B"]) -> Int[Array, "B D+1"]:
     """The nodes from the root down to ``node``, which lies at ``depth``, then NO_NODE."""
+    at = jnp.arange(draft.shape.depth + 1, dtype=jnp.int32)
+    if draft.shape.is_chain:
+        return jnp.where(at <= depth[:, None], at, NO_NODE)
 
     def climb(node, _):
         parent = probs.at_token(draft.parents, node)
         return jnp.where(node == ROOT, ROOT, parent), node
 
     _, upward = jax.lax.scan(climb, node, length=draft.shape.depth + 1)
-    steps = depth[:, None] - jnp.arange(draft.shape.depth + 1)
+    steps = depth[:, None] - at
     downward = jnp.take_along_axis(upward.T, jnp.maximum(steps, 0), axis=1)
     return jnp.where(steps >= 0, downward, NO_NODE).astype(jnp.int32)
 

@@ -98,17 +98,30 @@ def test_names_and_objects_make_the_same_method(drafter, rule, greedy):
     if isinstance(named, str) or not isinstance(named[0], sj.DraftVerify):
         return  # refused, or two passes: no single drafter stands for them
     objects = compose(named[0].drafter, as_object, sj.Warped())
-    of_rule = {name: named[1][name] for name in as_object.settings}
-    assert outcome(objects, of_rule, greedy) == (named[0], of_rule)
+    read = {name: named[1][name] for name in (*as_object.settings, *named[0].drafter.settings)}
+    assert outcome(objects, read, greedy) == (named[0], read)
 
 
 def test_parts_as_objects_decode():
     target, draft = models()
     kw = {"draft": draft, "max_new_tokens": 12, "sampling": SAMPLING}
-    for drafter, made in (("adaptive", "adaptive"), ("chain", sj.draft.Chain(gamma=3))):
-        named = {} if drafter == made else {"gamma": 3}
-        want = sj.generate(target, PROMPTS, drafter=drafter, rule="block", options=named, **kw)
-        got = sj.generate(target, PROMPTS, drafter=made, rule=sj.verify.block, **kw)
+    objects = (
+        (
+            {"drafter": "adaptive", "rule": sj.verify.block},
+            {"drafter": "adaptive", "rule": "block"},
+        ),
+        (
+            {"drafter": sj.draft.Chain(3, stop="before"), "options": {"tau1": 0.3}},
+            {"drafter": "chain", "options": {"gamma": 3, "stop": "before", "tau1": 0.3}},
+        ),
+        (
+            {"drafter": "tree", "target_dist": sj.Contrastive(), "rule": "match"},
+            {"drafter": "tree", "target_dist": "contrastive", "rule": "match"},
+        ),
+    )
+    for as_objects, by_name in objects:
+        want = sj.generate(target, PROMPTS, **by_name, **kw)
+        got = sj.generate(target, PROMPTS, **as_objects, **kw)
         for a, b in zip(got.tokens, want.tokens, strict=True):
             np.testing.assert_array_equal(a, b)
     with pytest.raises(sj.OptionError, match="leave drafter="):

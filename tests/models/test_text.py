@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specjax as sj
-from specjax.compat import check_models
+from specjax.methods.resolve import check_models
 from specjax.text import IncrementalDecoder, Tokenizer
 from train.data.corpus import Document
 from train.data.tokenizer import train_tokenizer
