@@ -178,8 +178,8 @@ def _from_hub(name: str, files: Sequence[str]) -> Path:
 
 def _eos_ids(directory: Path, config: ModelConfig) -> tuple[int, ...]:
     """End-of-sequence ids: the generation config knows more of them than the model's."""
-    found = read_json(directory / "generation_config.json")
+    settings = read_json(directory / "generation_config.json")
     try:
-        return as_ids(found.get("eos_token_id")) or config.eos_ids
+        return as_ids(settings.get("eos_token_id")) or config.eos_ids
     except ModelError as error:
         raise ModelError(f"{directory}: generation_config.json: {error}") from None

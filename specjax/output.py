@@ -97,10 +97,10 @@ class Reader:
         return len(tokens)
 
     def _cut_at_stop(self) -> bool:
-        found = [at for at in (self.text.find(s) for s in self._stop) if at >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
-        return bool(found)
+        places = [at for at in (self.text.find(s) for s in self._stop) if at >= 0]
+        if places:
+            self.text, self.stopped = self.text[: min(places)], True
+        return bool(places)
 
 
 def concatenate(parts: list[Generation], order: np.ndarray) -> Generation:

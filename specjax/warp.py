@@ -106,8 +106,8 @@ def _kth_largest(logits, largest, k: Int[Array, "B N"]) -> Float[Array, "B N"]:
 
         return _bisect(enough, largest[..., 0])
 
-    found = jax.lax.cond(jnp.any(far), search, lambda: near)
-    return jnp.where(k >= vocab, probs.NEVER, jnp.where(far, found, near))
+    exact = jax.lax.cond(jnp.any(far), search, lambda: near)
+    return jnp.where(k >= vocab, probs.NEVER, jnp.where(far, exact, near))
 
 
 def _nucleus_floor(logits, largest, floor, p: Float[Array, "B N"]) -> Float[Array, "B N"]:
@@ -128,8 +128,8 @@ def _nucleus_floor(logits, largest, floor, p: Float[Array, "B N"]) -> Float[Arra
 
         return _bisect(outside, largest[..., 0], strict=True)
 
-    found = jax.lax.cond(jnp.any(far), search, lambda: near)
-    return jnp.where(p >= 1, probs.NEVER, jnp.where(far, found, near))
+    exact = jax.lax.cond(jnp.any(far), search, lambda: near)
+    return jnp.where(p >= 1, probs.NEVER, jnp.where(far, exact, near))
 
 
 def _bisect(holds, top: Float[Array, "B N"], strict: bool = False) -> Float[Array, "B N"]:

@@ -25,7 +25,7 @@ from specjax.models import ModelConfig, init_params
 PAGE = Path(__file__).parents[1] / "methods.md"
 HEAD = """# Methods
 
-<!-- Written by docs/tools/make_methods.py from specjax/methods.py; a test keeps it current. -->
+<!-- Written by docs/tools/make_methods.py from specjax/methods/; a test keeps it current. -->
 
 A method is a drafter, a target distribution and an acceptance rule. **Lossless** means: the
 emitted sequence has exactly the law of sampling token by token from the target distribution,

@@ -41,12 +41,12 @@ def match(keys, draft, log_p):
         y = probs.sample(jnp.exp(probs.at_node(log_p, w.node)), u)
         child = (draft.parents == w.node[:, None]) & draft.valid
         hit = child & (draft.tokens == y[:, None])
-        found = hit.any(1) & ~w.done
+        matched = hit.any(1) & ~w.done
         next_node = jnp.argmax(hit, axis=1).astype(jnp.int32)
-        ended = ~found & ~w.done
+        ended = ~matched & ~w.done
         return _Walk(
-            node=jnp.where(found, next_node, w.node),
-            depth=w.depth + found,
+            node=jnp.where(matched, next_node, w.node),
+            depth=w.depth + matched,
             y=jnp.where(ended, y, w.y),
             done=w.done | ended,
             refused=w.refused | (ended & child.any(1)),

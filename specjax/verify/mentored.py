@@ -116,10 +116,10 @@ def mentor_levels(
         done=whole | (bound <= 0.5 * slack),
         step=jnp.int32(0),
     )
-    found = jax.lax.while_loop(more, improve, start)
+    end = jax.lax.while_loop(more, improve, start)
     # D = 0 asks for speculative sampling itself.
     exact = bound <= 0
-    return jnp.where(exact, 0.0, -found.low), jnp.where(exact, 1.0, found.b)
+    return jnp.where(exact, 0.0, -end.low), jnp.where(exact, 1.0, end.b)
 
 
 def mentored_kl(

@@ -52,11 +52,11 @@ def spectr(keys, draft, log_p):
         rho, beta = solve_rho(p, q, jnp.maximum(k, 1).astype(jnp.float32))
         px, qx = (jnp.take_along_axis(x, draft.tokens, axis=1) for x in (p, q))
         passed = candidate & (u * rho[:, None] * qx <= px) & (px > 0)
-        found, first = passed.any(1), jnp.argmax(passed, axis=1).astype(jnp.int32)
+        some_passed, first = passed.any(1), jnp.argmax(passed, axis=1).astype(jnp.int32)
         token = probs.at_token(draft.tokens, first)[:, None]
         left = jnp.where((k > 0)[:, None], k_seq_residual(p, q, rho, beta, k), p)
-        going = found & ~w.done
-        ended = ~found & ~w.done
+        going = some_passed & ~w.done
+        ended = ~some_passed & ~w.done
         return _Walk(
             node=jnp.where(going, first, w.node),
             depth=w.depth + going,

@@ -21,6 +21,17 @@ def test_methods_page_is_current():
     assert module.PAGE.read_text(encoding="utf-8") == module.make_page()
 
 
+def test_links_between_files_lead_somewhere():
+    pages = [*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md"), *DOCS.parent.glob("specjax/**/*.md")]
+    links = [(p, link) for p in pages for link in re.findall(r"\]\(([^)#]+)", p.read_text())]
+    lost = [
+        f"{p.name}: {link}"
+        for p, link in links
+        if "://" not in link and not (p.parent / link).exists()
+    ]
+    assert links and not lost
+
+
 def test_figures_of_the_pages_exist_and_are_small():
     linked = {
         (page.parent / link).resolve()
