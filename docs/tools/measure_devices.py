@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 import specjax as sj
 from specjax import decode
-from specjax.engine import Engine
+from specjax.generate import make_engine
 from specjax.mesh import AXES
 from specjax.models import ModelConfig, fuse, param_shapes
 from specjax.models.placement import param_specs, split_layers
@@ -90,9 +90,7 @@ def abstract(cfg: ModelConfig, mesh) -> sj.LM:
 def programs(method: str, target: sj.LM, draft: sj.LM):
     """The compiled prefill and the compiled loop of rounds."""
     spec = sj.method(method)
-    engine = Engine.create(
-        target, method, draft if spec.needs_draft else None, None, None, "warped", {}, greedy=False
-    )
+    engine = make_engine(target, draft if spec.needs_draft else None, spec, {}, greedy=False)
     shaped = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     inputs = engine.inputs(sj.Sampling(0.8, top_p=0.9), ROWS)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), ROWS))
