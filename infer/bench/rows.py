@@ -11,7 +11,7 @@ from infer.bench.cases import Case
 from infer.bench.measure import Result
 from infer.bench.quality import UNKNOWN, exact_match, kl_to_target, mean_rouge
 from infer.bench.questions import Question
-from infer.bench.rescoring import mismatches, output_logprobs
+from infer.bench.rescoring import Prompts, mismatches, output_logprobs
 from infer.bench.sandbox import pass_at_1
 from specjax.lm import LM
 from specjax.methods import METHODS, Context
@@ -26,6 +26,7 @@ from specjax.metrics import (
     ratio,
 )
 
+Curve = Mapping[int, float]  # v(T) by T
 # What the cost model foretells, from the measured acceptance, c and v: by the method, and as the
 # paper of SCD counts it. They differ in the amateur's pass over the bonus position: none, always,
 # or where it is needed.
@@ -49,11 +50,7 @@ def pass_widths(case: Case, target: LM) -> tuple[int, ...]:
 
 
 def make_rows(
-    target: LM,
-    prompts: Sequence[Sequence[int]],
-    results: Sequence[Result],
-    v: Mapping[int, float],
-    c: float | None,
+    target: LM, prompts: Prompts, results: Sequence[Result], v: Curve, c: float | None
 ) -> list[dict[str, Any]]:
     """The cases as rows of the report.
 
@@ -105,12 +102,9 @@ def add_quality(
 def _row(result: Result, results: Sequence[Result]) -> dict[str, Any]:
     """One case, with its speedup over plain decoding of the same mode and batch size."""
     case, counters = result.case, result.counters
+    plain = [r for r in results if r.case.method == "autoregressive"]
     alike = (case.mode, case.batch_size)
-    base = next(
-        r
-        for r in results
-        if r.case.method == "autoregressive" and (r.case.mode, r.case.batch_size) == alike
-    )
+    base = next(r for r in plain if (r.case.mode, r.case.batch_size) == alike)
     pairs = zip(result.tokens_per_second, base.tokens_per_second, strict=True)
     return {
         "method": case.method,
@@ -131,11 +125,7 @@ def _row(result: Result, results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _prediction(
-    result: Result,
-    row: Mapping[str, Any],
-    widths: Sequence[int],
-    v: Mapping[int, float],
-    c: float | None,
+    result: Result, row: Mapping[str, Any], widths: Sequence[int], v: Curve, c: float | None
 ) -> dict[str, Any]:
     """What the cost model foretells, at batch 1 and where c and v are known."""
     case, rate = result.case, row["acceptance_rate"]
@@ -146,7 +136,6 @@ def _prediction(
         predicted = expected[case.method]
         inputs = {"gamma": gamma} | {f"expected_{name}": x for name, x in expected.items()}
     elif alone and METHODS[case.method].drafter == SELF_DRAFTING:
-        passes = [v[width] for width in widths]
-        predicted = expected_self_draft_speedup(row["block_efficiency"], passes)
+        predicted = expected_self_draft_speedup(row["block_efficiency"], [v[w] for w in widths])
     over = row["speedup"] / predicted if predicted and row["speedup"] else None
     return {"predicted_speedup": predicted, "measured_over_predicted": over} | inputs

@@ -122,7 +122,9 @@ def prepare(
     prepared = _read_cache(path)
     if prepared is None:
         prepared = _tokenise(documents, tokenizer, layout)
-        _write_cache(path, prepared)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside(path) as scratch, scratch.open("wb") as file:
+            np.savez(file, **vars(prepared))
     return prepared
 
 
@@ -179,12 +181,6 @@ def _read_cache(path: Path) -> Prepared | None:
             return Prepared(**{**arrays, "valid_bytes": int(arrays["valid_bytes"])})
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         return None
-
-
-def _write_cache(path: Path, prepared: Prepared) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with aside(path) as scratch, scratch.open("wb") as file:
-        np.savez(file, **vars(prepared))
 
 
 def pack_row(

@@ -56,6 +56,9 @@ def prepare_setup(cfg: SDSATConfig) -> Setup:
     _check(cfg, start, tokenizer)
     ids, new_rows = choose_ids(cfg.sdsat, start, tokenizer)
     ids = ids if cfg.sdsat.distinct else ids * cfg.sdsat.window
+    # The tokenizer's template says whether a text begins with BOS; the config only names it.
+    bos = start.bos_id if tokenizer.encode("").ids[:1] == [start.bos_id] else None
+    framing = (start.eos_ids[0], bos, find_sentinels(tokenizer))
     special = _special_ids(start, tokenizer)
     return Setup(
         directory=directory,
@@ -63,7 +66,7 @@ def prepare_setup(cfg: SDSATConfig) -> Setup:
         model=dataclasses.replace(start, vocab_size=start.vocab_size + new_rows, adaptive_ids=ids),
         new_rows=new_rows,
         insertion=Insertion(ids, special, cfg.sdsat.start_rate, cfg.run.seed),
-        layout=_layout(cfg, start, tokenizer),
+        layout=CodeLayout(*framing, cfg.sdsat.fim_rate, cfg.run.seed),
         objective=_objective(cfg),
         tuning=make_tuning(cfg.model, ids, cfg.run.seed),
     )
@@ -184,13 +187,6 @@ def _control_ids(model: ModelConfig, tokenizer: Tokenizer) -> set[int]:
     ids = {i for i in (*model.eos_ids, model.bos_id, model.pad_id) if i is not None}
     sentinels = find_sentinels(tokenizer)
     return ids | set(dataclasses.astuple(sentinels) if sentinels else ())
-
-
-def _layout(cfg: SDSATConfig, model: ModelConfig, tokenizer: Tokenizer) -> CodeLayout:
-    # The tokenizer's template says whether a text begins with BOS; the config only names it.
-    bos = model.bos_id if tokenizer.encode("").ids[:1] == [model.bos_id] else None
-    sentinels = find_sentinels(tokenizer)
-    return CodeLayout(model.eos_ids[0], bos, sentinels, cfg.sdsat.fim_rate, cfg.run.seed)
 
 
 def _objective(cfg: SDSATConfig) -> Objective:
