@@ -25,9 +25,9 @@ class Case:
 
     @property
     def label(self) -> str:
-        return (
-            f"{self.method} {self.swept}={self.options[self.swept]}" if self.swept else self.method
-        )
+        if self.swept:
+            return f"{self.method} {self.swept}={self.options[self.swept]}"
+        return self.method
 
     @property
     def mode(self) -> str:

@@ -253,8 +253,7 @@ class _Rows:
             # Philox takes the pair as its key: one stream of numbers per (seed, epoch).
             bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64))
             order = np.random.Generator(bits).permutation(len(lengths))
-            starts = np.concatenate([[0], np.cumsum(lengths[order])])
-            self.epoch = (epoch, order, starts)
+            self.epoch = (epoch, order, np.concatenate([[0], np.cumsum(lengths[order])]))
         return self.epoch[1:]
 
 

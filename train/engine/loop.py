@@ -212,8 +212,7 @@ def _begin(checkpoints, params, optimizer, loader, resume, fixed, placement) -> 
         unlogged = list(zip(losses, note.get("extras") or [{} for _ in losses], strict=True))
         loader.set_state(note["loader"])
     # Restored arrays may alias orbax's buffers: donation needs our own.
-    own = jax.tree.map(jnp.copy, (state.params, state.opt_state))
-    return _State(*own, state.step), unlogged
+    return _State(*jax.tree.map(jnp.copy, state[:2]), state.step), unlogged
 
 
 def _save(checkpoints: Checkpoints, state: _State, unlogged: list, note: dict[str, Any]) -> None:
