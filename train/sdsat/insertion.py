@@ -42,10 +42,8 @@ class Insertion:
 
     def __post_init__(self):
         if len(set(self.ids)) not in (1, len(self.ids)):
-            raise InputError(
-                f"adaptive ids {list(self.ids)}: expected one repeated id or "
-                f"{len(self.ids)} distinct ones"
-            )
+            expected = f"one repeated id or {len(self.ids)} distinct ones"
+            raise InputError(f"adaptive ids {list(self.ids)}: expected {expected}")
 
     @property
     def window(self) -> int:
