@@ -27,19 +27,12 @@ Value = TypeVar("Value")
 def add_models(parser: Parser) -> None:
     """``--target --draft --dtype --pickles``."""
     group = parser.add_argument_group("models")
-    group.add_argument(
-        "--target",
-        default="demo",
-        metavar="PATH|ID|demo",
-        help="the model p: a directory, a hub id, or the embedded demo (default)",
-    )
+    said = "the model p: a directory, a hub id, or the embedded demo (default)"
+    group.add_argument("--target", default="demo", metavar="PATH|ID|demo", help=said)
     group.add_argument("--draft", metavar="PATH|ID|demo", help="the draft model q")
     group.add_argument("--dtype", metavar="D", help="float32, bfloat16 or float16")
-    group.add_argument(
-        "--pickles",
-        action="store_true",
-        help="read pytorch_model*.bin where there are no safetensors: tensors alone, through torch",
-    )
+    said = "read pytorch_model*.bin where there are no safetensors: tensors alone, through torch"
+    group.add_argument("--pickles", action="store_true", help=said)
 
 
 def add_sampling(group: argparse._ActionsContainer) -> None:

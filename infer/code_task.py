@@ -53,7 +53,8 @@ def write_task(args: argparse.Namespace) -> int:
     for function in functions:
         line = task_line(function)
         if line is not None:
-            lines["validation" if _validates(function.module) else "test"].append(line)
+            digest = hashlib.sha256(function.module.encode()).digest()
+            lines["test" if digest[0] % VALIDATION_SHARE else "validation"].append(line)
     wanted = {"validation": args.validation, "test": args.test}
     for name, count in wanted.items():
         if len(lines[name]) < count:
@@ -98,10 +99,6 @@ def names_of(function: HeldOut) -> Iterator[str]:
 
 def _occurs(name: str, prompt: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", prompt) is not None
-
-
-def _validates(module: str) -> bool:
-    return hashlib.sha256(module.encode()).digest()[0] % VALIDATION_SHARE == 0
 
 
 if __name__ == "__main__":

@@ -29,8 +29,7 @@ def batch_seconds(generation: sj.Generation) -> tuple[float, float]:
     """(prefill, decoding) seconds of all batches; the rows of one share theirs."""
     firsts = np.unique(generation.batch, return_index=True)[1]
     spans = generation.prefill_seconds, generation.decode_seconds
-    prefill, decoding = (float(np.asarray(span)[firsts].sum()) for span in spans)
-    return prefill, decoding
+    return tuple(float(np.asarray(span)[firsts].sum()) for span in spans)
 
 
 def costs(

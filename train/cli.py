@@ -9,13 +9,9 @@ def config_parser(name: str, doc: str) -> Parser:
     """A parser of a config file and its overrides; ``name`` is what follows ``python -m``."""
     parser = Parser(name, doc)
     parser.add_argument("config", metavar="CONFIG.toml")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override a key of the config; repeatable",
-    )
+    said = "override a key of the config; repeatable"
+    shape = "SECTION.KEY=VALUE"
+    parser.add_argument("--set", action="append", default=[], metavar=shape, help=said)
     return parser
 
 

@@ -134,9 +134,7 @@ class Tuned:
     train: Literal["full", "embeddings", "lora"] = "full"
     lora_rank: PositiveInt = 16
     lora_alpha: PositiveFloat = 32.0
-    compute_dtype: Literal["float32", "bfloat16"] = (
-        "float32"  # of the forward pass; master weights are float32
-    )
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # forward; master weights: float32
     remat: bool = False  # recompute each block in the backward pass
     scan: bool = False  # compile one block and scan the layers: deep models compile sooner
 
@@ -169,9 +167,7 @@ class MeshSection:
     """All devices of the run take part; each holds its share of a batch's rows."""
 
     fsdp: PositiveInt = 1  # devices that share one copy of the params and the optimiser state
-    devices: NotNegativeInt = (
-        0  # that the run must have, and --dry-run plans for; 0: those that are there
-    )
+    devices: NotNegativeInt = 0  # the run must have, and --dry-run plans for; 0: those there are
     topology: str = ""  # of TPUs that --dry-run compiles for, e.g. v5e:2x4
     memory_gib: NotNegativeFloat = 0.0  # of one device, for --dry-run; 0: as the device says
 

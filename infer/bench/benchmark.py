@@ -71,13 +71,11 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
         say("infer.bench", f"{len(cases)} cases × {len(prompts)} prompts; warming up")
         # The peer drafts as long as ours does; its process is started and warm within.
         gamma = next((c.options["gamma"] for c in cases if c.method == "speculative"), 4)
-        described = (*directories, prompts, args.max_new_tokens, gamma)
-        peer = TransformersPeer(*described) if args.peer else None
+        budget = args.max_new_tokens
+        peer = TransformersPeer(*directories, prompts, budget, gamma) if args.peer else None
         with peer or contextlib.nullcontext():
             between = peer.repeat if peer else lambda repeat: None
-            results = measure(
-                target, draft, prompts, cases, args.max_new_tokens, args.repeats, between, meter
-            )
+            results = measure(target, draft, prompts, cases, budget, args.repeats, between, meter)
         say("infer.bench", "cost curve")
         passes = {width for case in cases for width in pass_widths(case, target)}
         v, c = timing.costs(target, draft, sorted(passes.union(timing.CURVE)))
@@ -88,7 +86,7 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
             "target": args.random_target or args.target,
             "draft": draft.source if draft else None,
             "prompts": len(prompts),
-            "max_new_tokens": args.max_new_tokens,
+            "max_new_tokens": budget,
             "repeats": args.repeats,
             "rows": rows,
             "energy": meter.source if meter else None,
@@ -108,15 +106,10 @@ def models(args: argparse.Namespace) -> Iterator[tuple[sj.LM, sj.LM | None, list
         yield target, draft, [str(locate(name)) if name else None for name in names]
         return
     with tempfile.TemporaryDirectory() as scratch:
-        save_random(args.random_target, scratch)
+        cfg = ModelConfig.llama(**dict(zip(SHAPE, SIZES[args.random_target], strict=True)))
+        save_pretrained(scratch, cfg, init_params(cfg, jax.random.key(0)))  # for the peer, too
         loaded = load_pretrained(scratch, DTYPES[args.dtype or "float32"])
         yield sj.from_params(*loaded), None, [scratch, None]
-
-
-def save_random(size: str, directory: str) -> None:
-    """A random Llama of about the given size, saved for us and for a peer."""
-    cfg = ModelConfig.llama(**dict(zip(SHAPE, SIZES[size], strict=True)))
-    save_pretrained(directory, cfg, init_params(cfg, jax.random.key(0)))
 
 
 def machine() -> dict[str, Any]:

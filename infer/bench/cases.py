@@ -65,11 +65,8 @@ def make_cases(args: argparse.Namespace, has_draft: bool) -> list[Case]:
 def _names(methods: str | None, has_draft: bool) -> list[str]:
     """The methods of ``--methods``; of ``all`` and of the default those that fit the models."""
     if methods in (None, "all"):
-        names = [
-            name
-            for name in (METHODS if methods else DEFAULT)
-            if not METHODS[name].needs_reward and (has_draft or not METHODS[name].needs_draft)
-        ]
+        specs = [METHODS[name] for name in (METHODS if methods else DEFAULT)]
+        names = [s.name for s in specs if not s.needs_reward and (has_draft or not s.needs_draft)]
     else:
         names = methods.split(",")
     return ["autoregressive", *(name for name in names if name != "autoregressive")]
@@ -78,13 +75,6 @@ def _names(methods: str | None, has_draft: bool) -> list[str]:
 def options_of(spec: MethodSpec, settings: Mapping[str, str]) -> dict[str, str]:
     """A method's part of ``--set``: OPTION=VALUE, and METHOD.OPTION=VALUE, which wins."""
     shared = {name: value for name, value in settings.items() if name in spec.options}
-    own = {
-        name.removeprefix(_prefix(spec)): value
-        for name, value in settings.items()
-        if name.startswith(_prefix(spec))
-    }
+    prefix = spec.name.replace("-", "_") + "."  # as the type of --set spells it
+    own = {n.removeprefix(prefix): value for n, value in settings.items() if n.startswith(prefix)}
     return shared | own
-
-
-def _prefix(spec: MethodSpec) -> str:
-    return spec.name.replace("-", "_") + "."  # as the type of --set spells it

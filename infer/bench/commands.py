@@ -55,13 +55,9 @@ def parser() -> Parser:
     out.add_argument("--num-prompts", type=whole(1), default=40, metavar="N")
     said = f"default: {','.join(DEFAULT)}; all: every method that fits"
     out.add_argument("--methods", metavar="A,B,…", help=said)
-    out.add_argument(
-        "--sweep",
-        type=sweep,
-        metavar="OPTION=A..B|A,B,…",
-        help="every chosen method that has the option, at each value; "
-        "values that hold commas are parted by semicolons",
-    )
+    said = "every chosen method that has the option, at each value; "
+    said += "values that hold commas are parted by semicolons"
+    out.add_argument("--sweep", type=sweep, metavar="OPTION=A..B|A,B,…", help=said)
     said = "for one method, or all that have the option; repeatable"
     shape = "[METHOD.]OPTION=VALUE"
     out.add_argument("--set", type=setting, metavar=shape, help=said, **REPEATABLE)

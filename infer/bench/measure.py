@@ -15,6 +15,7 @@ import numpy as np
 import specjax as sj
 from infer.bench.cases import Case
 from infer.bench.energy import Meter
+from infer.bench.rescoring import Prompts
 from infer.timing import batch_seconds
 
 
@@ -41,7 +42,7 @@ class Result:
 def measure(
     target: sj.LM,
     draft: sj.LM | None,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     cases: Sequence[Case],
     budget: int,
     repeats: int,
@@ -75,7 +76,7 @@ def measure(
 
 
 def run_case(
-    target: sj.LM, draft: sj.LM | None, prompts: Sequence[Sequence[int]], case: Case, budget: int
+    target: sj.LM, draft: sj.LM | None, prompts: Prompts, case: Case, budget: int
 ) -> sj.Generation:
     """Every prompt once. Prompts go in batches of the case's size."""
     return sj.generate(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from infer.bench.measure import Result
-from infer.bench.rescoring import mismatches
+from infer.bench.rescoring import Prompts, mismatches
 from specjax.errors import OptionError
 from specjax.lm import LM
 
@@ -30,14 +30,7 @@ class TransformersPeer:
     A context manager: the process is warm on entry and gone on exit.
     """
 
-    def __init__(
-        self,
-        target: str,
-        draft: str | None,
-        prompts: Sequence[Sequence[int]],
-        budget: int,
-        gamma: int,
-    ):
+    def __init__(self, target: str, draft: str | None, prompts: Prompts, budget: int, gamma: int):
         self._job = {
             "target": target,
             "draft": draft,
@@ -86,7 +79,7 @@ class TransformersPeer:
 
 
 def peer_rows(
-    target: LM, prompts: Sequence, answers: Sequence[dict], results: Sequence[Result]
+    target: LM, prompts: Prompts, answers: Sequence[dict], results: Sequence[Result]
 ) -> list[dict[str, Any]]:
     """The peer's modes against ours, greedy, batch 1: plain with plain, assisted with speculative.
 
@@ -94,9 +87,8 @@ def peer_rows(
     """
     rows = []
     for name, ours in MODES:
-        of = (ours, "greedy", 1)
-        cases = ((r.case.method, r.case.mode, r.case.batch_size) for r in results)
-        mine = next((r for r, case in zip(results, cases, strict=True) if case == of), None)
+        alike = [r for r in results if (r.case.mode, r.case.batch_size) == ("greedy", 1)]
+        mine = next((r for r in alike if r.case.method == ours), None)
         theirs = [answer[name] for answer in answers if name in answer]
         if mine is None or not theirs:
             continue

@@ -15,7 +15,7 @@ import numpy as np
 
 import specjax as sj
 from infer.bench.measure import Result
-from infer.bench.rescoring import padded_row
+from infer.bench.rescoring import Prompts, padded_row
 from specjax import probs
 from specjax.draft.chain import NEVER_STOPS
 from specjax.infill import exact_matches
@@ -30,7 +30,7 @@ LOSSLESS, UNKNOWN = "exact", "n/a"  # what stands in place of a number
 
 
 def kl_to_target(
-    target: sj.LM, draft: sj.LM | None, prompts: Sequence[Sequence[int]], result: Result
+    target: sj.LM, draft: sj.LM | None, prompts: Prompts, result: Result
 ) -> float | str:
     """KL(p‖π) per emitted token, nats: p the warped target, π the law the token was drawn from.
 

@@ -16,34 +16,32 @@ from specjax import probs
 from specjax.models.cache import bucket
 from specjax.net import Net
 
+Prompts = Sequence[Sequence[int]]  # token ids
+
 
 def output_logprobs(
-    target: sj.LM, prompts: Sequence[Sequence[int]], outputs: Sequence[np.ndarray]
+    target: sj.LM, prompts: Prompts, outputs: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
     """Log-probabilities (nats) of every output token under the unwarped target."""
     rows = []
     for prompt, output in zip(prompts, outputs, strict=True):
-        row = padded_row(prompt, output)
-        scores = np.asarray(_token_logprobs(target.net, row))
+        scores = np.asarray(_token_logprobs(target.net, padded_row(prompt, output)))
         rows.append(scores[len(prompt) - 1 :][: len(output)])
     return rows
 
 
 def mismatches(
-    target: sj.LM,
-    prompts: Sequence[Sequence[int]],
-    want: Sequence[np.ndarray],
-    got: Sequence[np.ndarray],
+    target: sj.LM, prompts: Prompts, want: Sequence[np.ndarray], got: Sequence[np.ndarray]
 ) -> list[dict[str, Any]]:
     """Rows whose greedy tokens differ, with the target's top-2 gap where they part."""
     parted = []
     for row, (prompt, a, b) in enumerate(zip(prompts, want, got, strict=True)):
         length = min(len(a), len(b))
         differ = np.flatnonzero(np.asarray(a[:length]) != np.asarray(b[:length]))
-        if differ.size == 0 and len(a) == len(b):
-            continue
-        at = int(differ[0]) if differ.size else length
-        parted.append({"row": row, "position": at, "gap": _top_gap(target, [*prompt, *a[:at]])})
+        if differ.size or len(a) != len(b):
+            at = int(differ[0]) if differ.size else length
+            gap = _top_gap(target, [*prompt, *a[:at]])
+            parted.append({"row": row, "position": at, "gap": gap})
     return parted
 
 
@@ -58,8 +56,7 @@ def padded_row(*parts: Sequence[int]) -> np.ndarray:
 @jax.jit
 def _token_logprobs(net: Net, row: jax.Array) -> jax.Array:
     """``log p(row[i + 1] | row[: i + 1])`` at every i, ``[S - 1]``."""
-    log_p = probs.log_softmax(net.rescore(row)[0, :-1])
-    return probs.at_token(log_p, row[0, 1:])
+    return probs.at_token(probs.log_softmax(net.rescore(row)[0, :-1]), row[0, 1:])
 
 
 def _top_gap(target: sj.LM, tokens: Sequence[int]) -> float:

@@ -11,28 +11,20 @@ from infer.bench.cases import Case
 from infer.bench.measure import Result
 from infer.bench.quality import UNKNOWN, exact_match, kl_to_target, mean_rouge
 from infer.bench.questions import Question
-from infer.bench.rescoring import mismatches, output_logprobs
+from infer.bench.rescoring import Prompts, mismatches, output_logprobs
 from infer.bench.sandbox import pass_at_1
+from specjax import metrics
 from specjax.lm import LM
 from specjax.methods import METHODS, Context
-from specjax.metrics import (
-    diversity,
-    expected_scd_speedup,
-    expected_scored_speedup,
-    expected_self_draft_speedup,
-    expected_speedup,
-    perplexity,
-    rates,
-    ratio,
-)
 
+Curve = Mapping[int, float]  # v(T) by T
 # What the cost model foretells, from the measured acceptance, c and v: by the method, and as the
 # paper of SCD counts it. They differ in the amateur's pass over the bonus position: none, always,
 # or where it is needed.
 FORMULAS = {
-    "speculative": expected_speedup,
-    "scd": expected_scored_speedup,
-    "scd_paper": expected_scd_speedup,
+    "speculative": metrics.expected_speedup,
+    "scd": metrics.expected_scored_speedup,
+    "scd_paper": metrics.expected_scd_speedup,
 }
 SELF_DRAFTING = "adaptive"  # this drafter's methods: foretold from tokens per round and v alone
 
@@ -49,11 +41,7 @@ def pass_widths(case: Case, target: LM) -> tuple[int, ...]:
 
 
 def make_rows(
-    target: LM,
-    prompts: Sequence[Sequence[int]],
-    results: Sequence[Result],
-    v: Mapping[int, float],
-    c: float | None,
+    target: LM, prompts: Prompts, results: Sequence[Result], v: Curve, c: float | None
 ) -> list[dict[str, Any]]:
     """The cases as rows of the report.
 
@@ -66,8 +54,8 @@ def make_rows(
         row, spec = _row(result, results), METHODS[result.case.method]
         row |= _prediction(result, row, pass_widths(result.case, target), v, c)
         logprobs = output_logprobs(target, prompts, result.tokens)
-        row["perplexity"] = perplexity(np.concatenate(logprobs))
-        row["diversity"] = diversity(result.tokens)
+        row["perplexity"] = metrics.perplexity(np.concatenate(logprobs))
+        row["diversity"] = metrics.diversity(result.tokens)
         if result.case.mode == "greedy" and spec.lossless and spec.target_dist == "warped":
             row["mismatches"] = mismatches(target, prompts, plain.tokens, result.tokens)
         rows.append(row)
@@ -105,12 +93,9 @@ def add_quality(
 def _row(result: Result, results: Sequence[Result]) -> dict[str, Any]:
     """One case, with its speedup over plain decoding of the same mode and batch size."""
     case, counters = result.case, result.counters
+    plain = [r for r in results if r.case.method == "autoregressive"]
     alike = (case.mode, case.batch_size)
-    base = next(
-        r
-        for r in results
-        if r.case.method == "autoregressive" and (r.case.mode, r.case.batch_size) == alike
-    )
+    base = next(r for r in plain if (r.case.mode, r.case.batch_size) == alike)
     pairs = zip(result.tokens_per_second, base.tokens_per_second, strict=True)
     return {
         "method": case.method,
@@ -122,20 +107,16 @@ def _row(result: Result, results: Sequence[Result]) -> dict[str, Any]:
         "first_token_ms": 1e3 * float(np.median(result.first_token_s)),
         "speedup": None if result is base else float(np.median([a / b for a, b in pairs])),
         "draft_calls": counters["draft_calls"],
-        "target_calls_per_token": ratio(counters["target_calls"], counters["emitted"]),
-        "draft_calls_per_token": ratio(counters["draft_calls"], counters["emitted"]),
+        "target_calls_per_token": metrics.ratio(counters["target_calls"], counters["emitted"]),
+        "draft_calls_per_token": metrics.ratio(counters["draft_calls"], counters["emitted"]),
         "counters": counters,
         "accepted_hist": result.accepted_hist,
         "repeats": result.tokens_per_second,
-    } | rates(counters)
+    } | metrics.rates(counters)
 
 
 def _prediction(
-    result: Result,
-    row: Mapping[str, Any],
-    widths: Sequence[int],
-    v: Mapping[int, float],
-    c: float | None,
+    result: Result, row: Mapping[str, Any], widths: Sequence[int], v: Curve, c: float | None
 ) -> dict[str, Any]:
     """What the cost model foretells, at batch 1 and where c and v are known."""
     case, rate = result.case, row["acceptance_rate"]
@@ -147,6 +128,6 @@ def _prediction(
         inputs = {"gamma": gamma} | {f"expected_{name}": x for name, x in expected.items()}
     elif alone and METHODS[case.method].drafter == SELF_DRAFTING:
         passes = [v[width] for width in widths]
-        predicted = expected_self_draft_speedup(row["block_efficiency"], passes)
+        predicted = metrics.expected_self_draft_speedup(row["block_efficiency"], passes)
     over = row["speedup"] / predicted if predicted and row["speedup"] else None
     return {"predicted_speedup": predicted, "measured_over_predicted": over} | inputs

@@ -15,21 +15,10 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from infer.cli import (
-    REPEATABLE,
-    add_models,
-    add_sampling,
-    any_text,
-    checked,
-    mesh_axes,
-    seed,
-    setting,
-    some_text,
-    whole,
-)
+from infer import cli
 from specjax.program import Parser, run
 
-gibibytes = checked(float, "a number of GiB above 0", lambda g: 0 < g < math.inf)
+gibibytes = cli.checked(float, "a number of GiB above 0", lambda g: 0 < g < math.inf)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,42 +37,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     """The command line of ``infer.run``."""
     out = Parser("infer.run", __doc__)
-    add_models(out)
+    cli.add_models(out)
     how = out.add_argument_group("method")
     how.add_argument("--method", metavar="NAME", help="default: speculative where there is a draft")
     said = "an option of the method; repeatable"
-    how.add_argument("--set", type=setting, metavar="OPTION=VALUE", help=said, **REPEATABLE)
+    how.add_argument("--set", type=cli.setting, metavar="OPTION=VALUE", help=said, **cli.REPEATABLE)
     how.add_argument("--drafter", metavar="NAME", help="compose a method of parts")
     how.add_argument("--rule", metavar="NAME")
     how.add_argument("--target-dist", metavar="NAME")
     how.add_argument("--list-methods", action="store_true", help="print the table and stop")
     how.add_argument(
         "--reward",
-        type=some_text,
+        type=cli.some_text,
         metavar="NAME[:ARG]",
         help="what completions are worth: lexical, forbidden, length, regex, json, python, "
         "classifier:DIR, module:function; repeatable, summed (--set combine=product)",
-        **REPEATABLE,
+        **cli.REPEATABLE,
     )
     what = out.add_argument_group("prompts")
-    what.add_argument("--prompt", type=some_text, metavar="TEXT")
+    what.add_argument("--prompt", type=cli.some_text, metavar="TEXT")
     said = "fill in what stands between this and --suffix, with the model's own sentinels"
-    what.add_argument("--prefix", type=any_text, metavar="TEXT", help=said)
-    what.add_argument("--suffix", type=any_text, metavar="TEXT")
+    what.add_argument("--prefix", type=cli.any_text, metavar="TEXT", help=said)
+    what.add_argument("--suffix", type=cli.any_text, metavar="TEXT")
     said = 'objects with "prompt", or "prefix" and "suffix", maybe "id"'
     what.add_argument("--prompts", metavar="FILE.jsonl", help=said)
     said = "prompts with constraints; CommonGen's and conversation formats, too"
     what.add_argument("--task", metavar="FILE.jsonl", help=said)
     what.add_argument("--chat", action="store_true", help="use the model's chat template")
-    what.add_argument("--max-new-tokens", type=whole(1), default=128, metavar="N")
-    what.add_argument("--num-samples", type=whole(1), default=1, metavar="N")
-    what.add_argument("--stop", type=some_text, metavar="TEXT", help="repeatable", **REPEATABLE)
-    what.add_argument("--batch-size", type=whole(1), default=8, metavar="B")
+    what.add_argument("--max-new-tokens", type=cli.whole(1), default=128, metavar="N")
+    what.add_argument("--num-samples", type=cli.whole(1), default=1, metavar="N")
+    what.add_argument(
+        "--stop", type=cli.some_text, metavar="TEXT", help="repeatable", **cli.REPEATABLE
+    )
+    what.add_argument("--batch-size", type=cli.whole(1), default=8, metavar="B")
     said = "several devices: data=N splits the rows, model=N the models"
-    what.add_argument("--mesh", type=mesh_axes, metavar="AXIS=N,...", help=said)
+    what.add_argument("--mesh", type=cli.mesh_axes, metavar="AXIS=N,...", help=said)
     sampling = out.add_argument_group("sampling")
-    add_sampling(sampling)
-    sampling.add_argument("--seed", type=seed, default=0, metavar="S")
+    cli.add_sampling(sampling)
+    sampling.add_argument("--seed", type=cli.seed, default=0, metavar="S")
     plan = out.add_argument_group("plan")
     plan.add_argument("--plan", action="store_true", help="print what the models need and stop")
     plan.add_argument("--memory", type=gibibytes, metavar="GIB", help="default: the device's")

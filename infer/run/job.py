@@ -48,8 +48,7 @@ def run_job(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     compiles = use_compilation_cache()
-    want_draft = check_method(args)
-    target, draft = load_models(args, want_draft, args.mesh)
+    target, draft = load_models(args, check_method(args), args.mesh)
     if args.prefix is not None:
         target = ending_middles(target)
     job = Job.create(args, target, draft)
@@ -79,8 +78,7 @@ def _batch(job: Job) -> int:
 def _only_prompt(args: argparse.Namespace, target: sj.LM) -> Prompt:
     """``--prompt``, or ``--prefix`` with ``--suffix``, or else the demo's."""
     if args.prefix is not None:
-        tokens = encode_infilling(target, args.prefix, args.suffix)
-        return Prompt(0, 0, args.prefix, tokens, {})
+        return Prompt(0, 0, args.prefix, encode_infilling(target, args.prefix, args.suffix), {})
     text = args.prompt if args.prompt is not None else demo_prompt()
     return Prompt(0, 0, text, encode(target, text, args.chat), {})
 

@@ -67,11 +67,8 @@ class Screen:
             self._styles += [style] * len(self._decoder.push([token]))
         if piece.finish_reason:
             self._styles += [WRITTEN] * len(self._decoder.flush())
-        self._print(piece.text)
-
-    def _print(self, text: str) -> None:
-        styled = zip(text, self._styles[: len(text)], strict=True)
-        del self._styles[: len(text)]
+        styled = zip(piece.text, self._styles[: len(piece.text)], strict=True)
+        del self._styles[: len(piece.text)]
         for style, run in groupby(styled, key=itemgetter(1)):
             part = "".join(character for character, _ in run)
             self.console.print(Text(printable(part), style=style), end="")

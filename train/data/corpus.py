@@ -112,16 +112,13 @@ def _permissive() -> list[tuple[str, str, importlib.metadata.Distribution]]:
 
 def _stated_licence(metadata) -> str:
     """Licence as the distribution states it: SPDX expression, else classifiers, else free text."""
-    expression = metadata.get("License-Expression")
-    if expression:
-        return expression
     classifiers = [
         line.rsplit("::", 1)[-1].strip()
         for line in metadata.get_all("Classifier") or []
         if line.startswith("License ::") and line.count("::") > 1
     ]
-    free_text = (metadata.get("License") or "").strip().splitlines()
-    return " AND ".join(classifiers) or (free_text[0].strip() if free_text else "")
+    free_text = (metadata.get("License") or "").strip().splitlines() or [""]
+    return metadata.get("License-Expression") or " AND ".join(classifiers) or free_text[0].strip()
 
 
 def _is_permissive(licence: str) -> bool:
@@ -192,20 +189,14 @@ def _read_jsonl(path: Path, name: str) -> Iterator[Document]:
                 record = json.loads(line)
             except ValueError as error:
                 raise InputError(f"{path} line {number} is not JSON: {error}") from None
-            text = _text_field(record)
+            values = map(record.get, TEXT_FIELDS) if isinstance(record, dict) else ()
+            text = next((value for value in values if isinstance(value, str)), None)
             if text is None:
                 raise InputError(
                     f"{path} line {number}: expected an object with a string field "
                     f"{' or '.join(TEXT_FIELDS)}, got {line[:60].decode(errors='replace')!r}"
                 )
             yield from _document(f"{name}#{number}", text)
-
-
-def _text_field(record: object) -> str | None:
-    if not isinstance(record, dict):
-        return None
-    values = (record.get(field) for field in TEXT_FIELDS)
-    return next((value for value in values if isinstance(value, str)), None)
 
 
 def _read_parquet(path: Path, name: str) -> Iterator[Document]:
@@ -224,13 +215,12 @@ def _read_parquet(path: Path, name: str) -> Iterator[Document]:
             f"{path} has no column {' or '.join(TEXT_FIELDS)}: its columns are "
             f"{', '.join(file.schema_arrow.names)}"
         )
-    row = 0
-    for batch in file.iter_batches(columns=columns[:1]):
-        for text in batch.column(0).to_pylist():
-            row += 1
-            if not isinstance(text, str):
-                raise InputError(f"{path} row {row}: column {columns[0]} holds {text!r}, no text")
-            yield from _document(f"{name}#{row}", text)
+    batches = file.iter_batches(columns=columns[:1])
+    texts = (text for batch in batches for text in batch.column(0).to_pylist())
+    for row, text in enumerate(texts, start=1):
+        if not isinstance(text, str):
+            raise InputError(f"{path} row {row}: column {columns[0]} holds {text!r}, no text")
+        yield from _document(f"{name}#{row}", text)
 
 
 def _document(name: str, content: bytes | str) -> Iterator[Document]:

@@ -61,7 +61,6 @@ class CodeLayout:
         prefix, middle, suffix = text[:first], text[first:second], text[second:]
         s = self.sentinels
         if spm:
-            both = prefix + middle
-            return [*start, s.prefix, s.suffix, Inside(suffix), s.middle, both, s.end]
+            return [*start, s.prefix, s.suffix, Inside(suffix), s.middle, prefix + middle, s.end]
         parts = (prefix, s.suffix, Inside(suffix), s.middle, Inside(middle))
         return [*start, s.prefix, *parts, s.end]

@@ -122,7 +122,9 @@ def prepare(
     prepared = _read_cache(path)
     if prepared is None:
         prepared = _tokenise(documents, tokenizer, layout)
-        _write_cache(path, prepared)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside(path) as scratch, scratch.open("wb") as file:
+            np.savez(file, **vars(prepared))
     return prepared
 
 
@@ -179,12 +181,6 @@ def _read_cache(path: Path) -> Prepared | None:
             return Prepared(**{**arrays, "valid_bytes": int(arrays["valid_bytes"])})
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         return None
-
-
-def _write_cache(path: Path, prepared: Prepared) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with aside(path) as scratch, scratch.open("wb") as file:
-        np.savez(file, **vars(prepared))
 
 
 def pack_row(
@@ -257,8 +253,7 @@ class _Rows:
             # Philox takes the pair as its key: one stream of numbers per (seed, epoch).
             bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64))
             order = np.random.Generator(bits).permutation(len(lengths))
-            starts = np.concatenate([[0], np.cumsum(lengths[order])])
-            self.epoch = (epoch, order, starts)
+            self.epoch = (epoch, order, np.concatenate([[0], np.cumsum(lengths[order])]))
         return self.epoch[1:]
 
 

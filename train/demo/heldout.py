@@ -56,9 +56,8 @@ def _select(document: Document, trained: set[int]) -> list[HeldOut]:
 
 def _module(name: str) -> str:
     """`stdlib/json/__init__.py` → `json`."""
-    return (
-        name.removeprefix("stdlib/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    )
+    path = name.removeprefix("stdlib/").removesuffix(".py").removesuffix("/__init__")
+    return path.replace("/", ".")
 
 
 def _line_runs(text: str) -> set[int]:

@@ -44,22 +44,16 @@ class Checkpoints:
         parts = args.Composite(arrays=args.StandardRestore(like), note=args.JsonRestore())
         try:
             kept = self._manager.restore(step, args=parts)
-        except json.JSONDecodeError as error:
-            raise self._damaged(step, error) from None
-        except ValueError as error:
-            raise InputError(
-                f"checkpoint {step} does not fit this config: {_first(error)}"
-            ) from None
         except Exception as error:  # orbax raises bare Exceptions for files it cannot read
-            raise self._damaged(step, error) from None
+            if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError):
+                unfit = f"checkpoint {step} does not fit this config: {_first(error)}"
+                raise InputError(unfit) from None
+            path = self._manager.directory / str(step)
+            raise InputError(
+                f"checkpoint {path} is damaged ({_first(error)}): move it away, and --resume goes "
+                "on from the one before"
+            ) from None
         return kept["arrays"], kept["note"]
-
-    def _damaged(self, step: int, error: Exception) -> InputError:
-        path = self._manager.directory / str(step)
-        return InputError(
-            f"checkpoint {path} is damaged ({_first(error)}): move it away, and --resume goes on "
-            "from the one before"
-        )
 
     def close(self) -> None:
         """Returns when everything that was started is on disk."""

@@ -23,28 +23,26 @@ def finish(name: str, work: Callable[[], dict[str, Any] | None], as_json: bool =
     """
     try:
         summary = work()
-    except (TrainingError, jax.errors.JaxRuntimeError, OSError) as error:
-        say(name, _what_failed(error))
-        return FAILED
-    # Of several processes the first one speaks.
-    if summary and processes.leads():
-        if as_json:
-            print(json.dumps(summary))
-        else:
-            _print_table(summary)
-    return 0
-
-
-def _what_failed(error: Exception) -> str:
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        return f"the device failed: {str(error).splitlines()[0]}"
-    if isinstance(error, OSError):
+    except TrainingError as error:
+        failure = str(error)
+    except jax.errors.JaxRuntimeError as error:
+        failure = f"the device failed: {str(error).splitlines()[0]}"
+    except OSError as error:
         place = f" ({error.filename})" if error.filename else ""
-        return (
+        failure = (
             f"{error.strerror or error}{place}; the last finished checkpoint is intact: "
             "make room and --resume"
         )
-    return str(error)
+    else:
+        # Of several processes the first one speaks.
+        if summary and processes.leads():
+            if as_json:
+                print(json.dumps(summary))
+            else:
+                _print_table(summary)
+        return 0
+    say(name, failure)
+    return FAILED
 
 
 def _print_table(summary: dict[str, Any]) -> None:

@@ -83,8 +83,7 @@ def make_step(
         grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1.0), grads)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-        mean = loss / jnp.maximum(count, 1.0)
-        return params, opt_state, mean, optax.tree.norm(grads), extras
+        return params, opt_state, loss / jnp.maximum(count, 1.0), optax.tree.norm(grads), extras
 
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=placed)
 
@@ -201,8 +200,7 @@ def _begin(checkpoints, params, optimizer, loader, resume, fixed, placement) -> 
     params = placement.state(params)
     state, unlogged = _State(params, placement.made(optimizer.init, params), 0), []
     if resume:
-        like = {"params": state.params, "opt_state": state.opt_state}
-        arrays, note = checkpoints.restore(like)
+        arrays, note = checkpoints.restore({"params": params, "opt_state": state.opt_state})
         for name, value in (note.get("fixed") or {}).items():
             if fixed is not None and fixed.get(name) != value:
                 raise InputError(
@@ -214,8 +212,7 @@ def _begin(checkpoints, params, optimizer, loader, resume, fixed, placement) -> 
         unlogged = list(zip(losses, note.get("extras") or [{} for _ in losses], strict=True))
         loader.set_state(note["loader"])
     # Restored arrays may alias orbax's buffers: donation needs our own.
-    own = jax.tree.map(jnp.copy, (state.params, state.opt_state))
-    return _State(*own, state.step), unlogged
+    return _State(*jax.tree.map(jnp.copy, state[:2]), state.step), unlogged
 
 
 def _save(checkpoints: Checkpoints, state: _State, unlogged: list, note: dict[str, Any]) -> None:
@@ -241,8 +238,8 @@ def _save(checkpoints: Checkpoints, state: _State, unlogged: list, note: dict[st
 def _means(unlogged: Sequence[tuple[Any, Extras]]) -> tuple[float, dict[str, Any]]:
     """The mean of the losses, and of the extras; the latter weigh every token alike."""
     unlogged = jax.device_get(list(unlogged))
-    extras = [extras for _, extras in unlogged]
-    return float(np.mean([loss for loss, _ in unlogged])), _ratios(extras)
+    mean = float(np.mean([loss for loss, _ in unlogged]))
+    return mean, _ratios([extras for _, extras in unlogged])
 
 
 def _ratios(extras: Sequence[Extras]) -> dict[str, Any]:

@@ -41,10 +41,8 @@ class Head:
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Summed negative log-likelihood in nats, and the number of labels that are not IGNORE."""
 
-        def loss(hidden, labels):
-            return nll(self.logits(hidden), labels)
-
-        return sum_over_chunks(loss, (hidden,), labels, chunk), label_count(labels)
+        total = sum_over_chunks(lambda h, y: nll(self.logits(h), y), (hidden,), labels, chunk)
+        return total, label_count(labels)
 
     def argmax(self, hidden: Float[Array, "B T D"]) -> Int[Array, "B T"]:
         """The most probable token after each; the logits of one row exist at a time."""
@@ -72,8 +70,7 @@ def chunked_distillation(
         kl = summed_kl(jax.lax.stop_gradient(other), own, labels, temperature)
         return alpha * kl + (1 - alpha) * nll(own, labels)
 
-    total = sum_over_chunks(loss, (hidden, teacher_hidden), labels, chunk)
-    return total, label_count(labels)
+    return sum_over_chunks(loss, (hidden, teacher_hidden), labels, chunk), label_count(labels)
 
 
 def hidden_of(cfg: ModelConfig, params: dict, batch: dict, **how: Any) -> Float[Array, "B T D"]:

@@ -70,8 +70,7 @@ class Placement:
         """``make(tree)`` for a placed tree, itself placed as :meth:`shardings` says."""
         if self._mesh is None:
             return make(tree)
-        where = self.shardings(jax.eval_shape(make, tree))
-        return jax.jit(make, out_shardings=where)(tree)
+        return jax.jit(make, out_shardings=self.shardings(jax.eval_shape(make, tree)))(tree)
 
     def rows(self, batch: Batch, axis: int) -> dict:
         """This process's rows (along ``axis``) as its share of the run's batch."""

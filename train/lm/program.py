@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from specjax.errors import InputError
 from specjax.models import ModelConfig, init_params, load_pretrained, num_params
-from train.config import LMConfig, Model, fixed_settings, from_toml, to_dict
+from train.config import LMConfig, fixed_settings, from_toml, to_dict
 from train.data.corpus import Document, load_corpus, permissive_distributions
 from train.data.packing import Prepared, make_loader, prepare, valid_batches
 from train.data.tokenizer import EOS_ID, load_tokenizer, train_tokenizer
@@ -100,10 +100,7 @@ def distillation_loss(
 
     def loss(params, frozen, batch):
         own = (Head.of(cfg, params), hidden_of(cfg, params, batch))
-        others = (
-            Head.of(teacher, frozen),
-            jax.lax.stop_gradient(hidden_of(teacher, frozen, batch)),
-        )
+        others = Head.of(teacher, frozen), jax.lax.stop_gradient(hidden_of(teacher, frozen, batch))
         return chunked_distillation(*own, *others, batch["labels"], alpha, temperature)
 
     return loss
@@ -118,7 +115,9 @@ def build_model(cfg: LMConfig, vocab_size: int) -> tuple[ModelConfig, Callable[[
     if cfg.model.init_from:
         model, params = load_pretrained(cfg.model.init_from)
     else:
-        model, params = _new_model(cfg.model, vocab_size), None
+        sizes = {name: value for name, value in vars(cfg.model).items() if name != "init_from"}
+        sizes |= {"vocab_size": vocab_size, "num_kv_heads": cfg.model.num_kv_heads or None}
+        model, params = ModelConfig.llama(**sizes, eos_ids=(EOS_ID,), bos_id=EOS_ID), None
     if model.vocab_size < vocab_size:
         raise InputError(
             f"model.init_from={cfg.model.init_from!r} has {model.vocab_size} ids, the "
@@ -132,19 +131,11 @@ def build_model(cfg: LMConfig, vocab_size: int) -> tuple[ModelConfig, Callable[[
     return model, lambda: params or init_params(model, jax.random.key(cfg.run.seed))
 
 
-def _new_model(section: Model, vocab_size: int) -> ModelConfig:
-    sizes = {name: value for name, value in vars(section).items() if name != "init_from"}
-    sizes |= {"vocab_size": vocab_size, "num_kv_heads": section.num_kv_heads or None}
-    return ModelConfig.llama(**sizes, eos_ids=(EOS_ID,), bos_id=EOS_ID)
-
-
 def get_tokenizer(cfg: LMConfig, documents: list[Document], directory: Path) -> Tokenizer:
     """The configured tokenizer, or one trained on the corpus and kept in the run."""
-    if cfg.tokenizer.path:
-        return load_tokenizer(cfg.tokenizer.path)
     own = directory / "tokenizer.json"
-    if own.exists():
-        return load_tokenizer(own)
+    if cfg.tokenizer.path or own.exists():
+        return load_tokenizer(cfg.tokenizer.path or own)
     return train_tokenizer(documents, cfg.tokenizer.vocab_size, own)
 
 

@@ -55,8 +55,7 @@ def run_variant(config: str, overrides: Sequence[str], home: Path, name: str) ->
 
 
 def _check_recipe(directory: Path, now: dict[str, Any]) -> None:
-    recipe = json.loads((directory / CARD).read_text())["recipe"]
-    for section, values in recipe.items():
+    for section, values in json.loads((directory / CARD).read_text())["recipe"].items():
         for key, value in values.items():
             # A key that is newer than the run had no say in it.
             if now[section].get(key) != value:
@@ -135,12 +134,10 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
     figure, (losses, places) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for number, row in enumerate(rows):
         look = {"color": plt.colormaps["tab20"](number), "label": row["variant"]}
-        if row["variant"] == CONTINUED:
-            losses.plot(*zip(*row["curve"], strict=True), "--", **look)
-            continue
-        losses.plot(*zip(*row["curve"], strict=True), "-", **look)
-        shares = row["acceptance"]
-        places.plot(range(1, len(shares) + 1), shares, "o-", **look)
+        drafts, shares = row["variant"] != CONTINUED, row["acceptance"]
+        losses.plot(*zip(*row["curve"], strict=True), "-" if drafts else "--", **look)
+        if drafts:
+            places.plot(range(1, len(shares) + 1), shares, "o-", **look)
     losses.set(xlabel="step", ylabel="held-out clean loss, nats per token")
     places.set(xlabel="adaptive place", ylabel="windows that agree up to here")
     places.xaxis.get_major_locator().set_params(integer=True)

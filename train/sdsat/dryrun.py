@@ -57,10 +57,8 @@ def needed_memory(cfg: SDSATConfig, setup: Setup) -> dict[str, Any]:
     capacity = cfg.mesh.memory_gib or compiled.pop("gib_of_device", None)
     needs = {"devices": devices, "gib_by_hand": table, **compiled}
     if capacity:
-        needs |= {
-            "gib_of_device": capacity,
-            "fits": needed <= capacity and "refused" not in compiled,
-        }
+        fits = needed <= capacity and "refused" not in compiled
+        needs |= {"gib_of_device": capacity, "fits": fits}
     return needs
 
 

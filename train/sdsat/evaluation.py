@@ -62,12 +62,11 @@ def measure_decoding(
     """
     if not decoding.prompts:
         return {}
-    made = sj.generate(
-        sj.from_params(cfg, params), decoding.prompts, max_new_tokens=decoding.new_tokens
-    )
+    target = sj.from_params(cfg, params)
+    made = sj.generate(target, decoding.prompts, max_new_tokens=decoding.new_tokens)
     pairs = zip(decoding.prompts, made.tokens, strict=True)
     rows = [lay_windows(prompt, new, decoding, insertion) for prompt, new in pairs]
-    guesses = np.asarray(_drafts(cfg, decoding.length)(params, stack(rows)))
+    guesses = np.asarray(_drafts(cfg, decoding.length, params, stack(rows)))
     accepted = []
     for row, drafts, new in zip(rows, guesses, made.tokens, strict=True):
         labels = row["labels"][len(row["tokens"]) - drafts.size :].reshape(drafts.shape)
@@ -109,13 +108,8 @@ def lay_windows(
     return append_windows(row | {"positions": places}, starts, lengths, lengths.sum(), insertion)
 
 
-@functools.cache
-def _drafts(cfg: ModelConfig, length: int):
-    """Jitted `(params, batch) -> [R, N, k]`: the most probable token of every adaptive one."""
-
-    @jax.jit
-    def drafts(params, batch):
-        windows = isolated_streams(cfg, params, batch)[1]
-        return Head.of(cfg, params).argmax(windows).reshape(len(windows), -1, length)
-
-    return drafts
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _drafts(cfg: ModelConfig, length: int, params: dict, batch: Batch) -> jax.Array:
+    """The most probable token of every adaptive one, `[R, N, k]`."""
+    windows = isolated_streams(cfg, params, batch)[1]
+    return Head.of(cfg, params).argmax(windows).reshape(len(windows), -1, length)

@@ -41,12 +41,9 @@ class Insertion:
     seed: int = 0
 
     def __post_init__(self):
-        count = len(set(self.ids))
-        if count not in (1, len(self.ids)):
-            raise InputError(
-                f"adaptive ids {list(self.ids)}: expected one repeated id or "
-                f"{len(self.ids)} distinct ones"
-            )
+        if len(set(self.ids)) not in (1, len(self.ids)):
+            expected = f"one repeated id or {len(self.ids)} distinct ones"
+            raise InputError(f"adaptive ids {list(self.ids)}: expected {expected}")
 
     @property
     def window(self) -> int:
@@ -98,8 +95,7 @@ def mixed_row(insertion: Insertion, row: Batch, number: int) -> Batch:
         fresh = covered & ~(np.roll(covered, 1) & _joined(row))
         began = np.maximum.accumulate(np.where(fresh, places, -1))
     index = np.where(covered, places - began + 1, 0)
-    ids = insertion.ids_at(np.maximum(index, 1))
-    mixed = np.where(covered, ids, row["tokens"])
+    mixed = np.where(covered, insertion.ids_at(np.maximum(index, 1)), row["tokens"])
     return row | {"mixed": mixed.astype(np.int32), "index": index.astype(np.int32)}
 
 
@@ -158,8 +154,7 @@ def append_windows(
     sources = np.repeat(starts, lengths) + index - 1
 
     def behind(clean: np.ndarray, values: np.ndarray, fill: int = 0) -> np.ndarray:
-        spare = np.full(slots - used, fill)
-        return np.concatenate([clean, values, spare]).astype(np.int32)
+        return np.concatenate([clean, values, np.full(slots - used, fill)]).astype(np.int32)
 
     none = np.zeros(len(row["tokens"]), np.int32)
     return {
@@ -194,7 +189,5 @@ def _room(row: Batch, special: tuple[int, ...]) -> np.ndarray:
 
 def _generator(seed: int, number: int, stream: int, skip: int = 0) -> np.random.Generator:
     """Philox keyed by (seed, row), 2**128 numbers from any other stream of the same pair."""
-    bits = np.random.Philox(
-        key=np.array([seed, number], np.uint64), counter=np.array([0, 0, skip, stream], np.uint64)
-    )
-    return np.random.Generator(bits)
+    key, counter = (np.array(x, np.uint64) for x in ((seed, number), (0, 0, skip, stream)))
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))

@@ -204,7 +204,10 @@ def probe_loss(cfg: ModelConfig, length: int, dtype: str = "float32") -> LossFn:
         _, windows, own = streams
         agree = head.argmax(windows) == head.argmax(own)
         labels = split_labels("isolated", batch)[1]
-        run, whole = _leading_runs(agree, labels, length)
+        # Of each window, 0 or 1: whether all of it is there, and whether places 1..i all agree.
+        windowed = (len(labels), -1, length)
+        whole = (labels != IGNORE).reshape(windowed).all(-1).astype(jnp.float32)
+        run = jnp.cumprod(agree.reshape(windowed), axis=-1) * whole[..., None]
         extras |= {
             "adaptive_loss": head.cross_entropy(windows, labels),
             "acceptance": (run.sum((0, 1)), jnp.broadcast_to(whole.sum(), (length,))),
@@ -213,16 +216,6 @@ def probe_loss(cfg: ModelConfig, length: int, dtype: str = "float32") -> LossFn:
         return total, count, extras
 
     return loss
-
-
-def _leading_runs(
-    agree: Bool[Array, "B A"], labels: Int[Array, "B A"], length: int
-) -> tuple[Float[Array, "B W k"], Float[Array, "B W"]]:
-    """(places 1..i all agree, the window is whole), as 0 and 1, of windows of ``length``."""
-    windows = (labels.shape[0], -1, length)
-    whole = (labels != IGNORE).reshape(windows).all(-1)
-    run = jnp.cumprod(agree.reshape(windows), axis=-1) * whole[..., None]
-    return run.astype(jnp.float32), whole.astype(jnp.float32)
 
 
 def _cast(params: dict, dtype: str) -> dict:

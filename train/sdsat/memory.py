@@ -156,8 +156,7 @@ def _block_values(model: ModelConfig, keys: int) -> int:
     The inputs of its norms and products; and every key's weight where attention is dense, whose
     softmax is kept in float32 beside its input.
     """
-    heads = model.num_heads * model.head_dim
-    attention = 2 * heads + 2 * model.num_kv_heads * model.head_dim
+    attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     inner = model.intermediate_size * (3 if model.gated_mlp else 2)
     dense = 2 * model.num_heads * keys if keys < BLOCKWISE_FROM else 0
     return 4 * model.hidden_size + attention + inner + dense

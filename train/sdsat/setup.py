@@ -54,17 +54,23 @@ def prepare_setup(cfg: SDSATConfig) -> Setup:
     start = from_hf(read_config(directory))
     tokenizer = load_tokenizer(cfg.model.tokenizer or _tokenizer_file(directory))
     _check(cfg, start, tokenizer)
-    ids, new_rows = choose_ids(cfg.sdsat, start, tokenizer)
-    ids = ids if cfg.sdsat.distinct else ids * cfg.sdsat.window
+    section = cfg.sdsat
+    ids, new_rows = choose_ids(section, start, tokenizer)
+    ids = ids if section.distinct else ids * section.window
+    # The tokenizer's template says whether a text begins with BOS; the config only names it.
+    bos = start.bos_id if tokenizer.encode("").ids[:1] == [start.bos_id] else None
+    framing = (start.eos_ids[0], bos, find_sentinels(tokenizer))
     special = _special_ids(start, tokenizer)
+    share = {"data": 0.0, "self": 1.0, "mix": section.mix}[section.adaptive_targets]
+    forward = (cfg.model.compute_dtype, cfg.model.remat, cfg.model.scan)
     return Setup(
         directory=directory,
         tokenizer=tokenizer,
         model=dataclasses.replace(start, vocab_size=start.vocab_size + new_rows, adaptive_ids=ids),
         new_rows=new_rows,
-        insertion=Insertion(ids, special, cfg.sdsat.start_rate, cfg.run.seed),
-        layout=_layout(cfg, start, tokenizer),
-        objective=_objective(cfg),
+        insertion=Insertion(ids, special, section.start_rate, cfg.run.seed),
+        layout=CodeLayout(*framing, section.fim_rate, cfg.run.seed),
+        objective=Objective(section.loss, section.window, share, section.weight, *forward),
         tuning=make_tuning(cfg.model, ids, cfg.run.seed),
     )
 
@@ -161,10 +167,9 @@ def check_absent(setup: Setup, data: Prepared) -> None:
     """Raises InputError where the corpus holds an adaptive id."""
     for i in sorted(set(setup.model.adaptive_ids)):
         if np.any(data.train == i) or np.any(data.valid == i):
-            token = setup.tokenizer.id_to_token(i)
             raise InputError(
-                f"sdsat.ids: {i} is {token!r}, which the corpus holds: name unused "
-                "ids, or leave sdsat.ids empty"
+                f"sdsat.ids: {i} is {setup.tokenizer.id_to_token(i)!r}, which the corpus holds: "
+                "name unused ids, or leave sdsat.ids empty"
             )
 
 
@@ -184,21 +189,6 @@ def _control_ids(model: ModelConfig, tokenizer: Tokenizer) -> set[int]:
     ids = {i for i in (*model.eos_ids, model.bos_id, model.pad_id) if i is not None}
     sentinels = find_sentinels(tokenizer)
     return ids | set(dataclasses.astuple(sentinels) if sentinels else ())
-
-
-def _layout(cfg: SDSATConfig, model: ModelConfig, tokenizer: Tokenizer) -> CodeLayout:
-    # The tokenizer's template says whether a text begins with BOS; the config only names it.
-    bos = model.bos_id if tokenizer.encode("").ids[:1] == [model.bos_id] else None
-    sentinels = find_sentinels(tokenizer)
-    return CodeLayout(model.eos_ids[0], bos, sentinels, cfg.sdsat.fim_rate, cfg.run.seed)
-
-
-def _objective(cfg: SDSATConfig) -> Objective:
-    """The loss as the config describes it."""
-    section = cfg.sdsat
-    share = {"data": 0.0, "self": 1.0, "mix": section.mix}[section.adaptive_targets]
-    forward = (cfg.model.compute_dtype, cfg.model.remat, cfg.model.scan)
-    return Objective(section.loss, section.window, share, section.weight, *forward)
 
 
 def transforms(cfg: SDSATConfig, insertion: Insertion) -> tuple[Transform, Transform]:
