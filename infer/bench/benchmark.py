@@ -21,11 +21,11 @@ from infer import timing
 from infer.bench.cases import make_cases
 from infer.bench.commands import SHAPE, SIZES
 from infer.bench.energy import find_meter
-from infer.bench.measure import measure
 from infer.bench.peers import TransformersPeer, peer_rows
 from infer.bench.questions import read_questions
 from infer.bench.report import markdown, show, write
 from infer.bench.rows import add_quality, make_rows, pass_widths
+from infer.bench.timed_cases import measure
 from infer.cli import make_directory
 from infer.loading import load_models, use_compilation_cache
 from specjax.infill import ending_middles

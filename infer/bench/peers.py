@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from infer.bench.measure import Result
 from infer.bench.rescoring import Prompts, mismatches
+from infer.bench.timed_cases import Result
 from specjax.errors import OptionError
 from specjax.lm import LM
 

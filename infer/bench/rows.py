@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from infer.bench.cases import Case
-from infer.bench.measure import Result
-from infer.bench.quality import UNKNOWN, exact_match, kl_to_target, mean_rouge
 from infer.bench.questions import Question
 from infer.bench.rescoring import Prompts, mismatches, output_logprobs
 from infer.bench.sandbox import pass_at_1
+from infer.bench.text_quality import UNKNOWN, exact_match, kl_to_target, mean_rouge
+from infer.bench.timed_cases import Result
 from specjax import metrics
 from specjax.lm import LM
 from specjax.methods import METHODS, Context

@@ -44,6 +44,13 @@ def fits(pair) -> bool:
 
 ACCEPTED = [pair for pair in ALL if fits(pair)]
 REFUSED = [pair for pair in ALL if not fits(pair)]
+# Under the contrastive target every drafter with one rule, and every rule with one drafter: what
+# the two do to each other is the same as under the warped one.
+DECODED = [
+    (drafter, rule, dist)
+    for drafter, rule, dist in ACCEPTED
+    if dist == "warped" or rule == "match" or drafter == "chain"
+]
 
 
 @functools.cache
@@ -134,7 +141,7 @@ def test_parts_as_objects_decode():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", ACCEPTED, ids="-".join)
+@pytest.mark.parametrize("pair", DECODED, ids="-".join)
 def test_pair_decodes(pair):
     target, draft = models()
     spec = compose(*pair)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 import specjax as sj
 from infer import timing
-from infer.bench import benchmark, cases, measure, peers, questions, rescoring
+from infer.bench import benchmark, cases, peers, questions, rescoring, timed_cases
 from infer.bench import commands as bench
 from infer.bench.cases import Case
 from infer.bench.report import NEAR_TIE, markdown, show
@@ -152,9 +152,9 @@ def test_batches_count_once_and_cases_take_turns(monkeypatch):
         tokens = [np.arange(4)] * 3
         return scripted(tokens, decode=[2.0, 2.0, 1.0], prefill=[1.0, 1.0, 2.0])
 
-    monkeypatch.setattr(measure, "run_case", run_case)
+    monkeypatch.setattr(timed_cases, "run_case", run_case)
     both = [Case(name, {}, GREEDY, 2) for name in ("autoregressive", "speculative")]
-    first, _ = measure.measure(None, None, [[1]] * 3, both, 4, 2, lambda i: order.append(i))
+    first, _ = timed_cases.measure(None, None, [[1]] * 3, both, 4, 2, lambda i: order.append(i))
     assert first.tokens_per_second == [12 / 3, 12 / 3]
     assert first.whole_tokens_per_second == [12 / 6, 12 / 6]
     turn = ["autoregressive", "speculative"]
@@ -164,7 +164,7 @@ def test_batches_count_once_and_cases_take_turns(monkeypatch):
 def result(name, speeds, tokens, **options):
     counters = {n: int(v[0]) for n, v in scripted([], [], []).stats.items() if v.ndim == 1}
     case = Case(name, options, GREEDY, 1)
-    return measure.Result(case, speeds, speeds, [0.1], counters, tokens)
+    return timed_cases.Result(case, speeds, speeds, [0.1], counters, tokens)
 
 
 def test_rows_compare_within_a_repeat_and_predict(target):

@@ -10,10 +10,10 @@ import specjax as sj
 from infer.bench import commands as bench
 from infer.bench import energy, questions, sandbox
 from infer.bench.cases import Case
-from infer.bench.measure import Result
-from infer.bench.quality import LOSSLESS, UNKNOWN, kl_to_target, was_tested
 from infer.bench.report import COLUMNS
 from infer.bench.sandbox import Limits, humaneval_program, pass_at_1, run_program
+from infer.bench.text_quality import LOSSLESS, UNKNOWN, kl_to_target, was_tested
+from infer.bench.timed_cases import Result
 from infer.reporting import fill
 from specjax.errors import OptionError
 from specjax.types import FROM_DRAFT, FROM_TARGET

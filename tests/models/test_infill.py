@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 import specjax as sj
-from infer.bench.quality import exact_match
+from infer.bench.text_quality import exact_match
 from infer.prompts import read_prompts
 from infer.run.commands import main
 from specjax.errors import PairError

@@ -18,7 +18,7 @@ from train.config import SDSATConfig, from_toml
 from train.data.tokenizer import EOS_ID
 from train.engine.placement import Placement
 from train.sdsat import dryrun, memory
-from train.sdsat import program as sdsat
+from train.sdsat import training as sdsat
 from train.sdsat.memory import GIB
 from train.sdsat.setup import prepare_setup
 

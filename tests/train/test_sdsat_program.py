@@ -28,7 +28,7 @@ from support.training import ROOT, TINY_SDSAT, logged, overrides, save_checkpoin
 from train import ablation
 from train.config import SDSATConfig, from_toml
 from train.data.corpus import is_held_out
-from train.sdsat import program as sdsat
+from train.sdsat import training as sdsat
 from train.sdsat.__main__ import main
 from train.sdsat.insertion import appended_slots
 from train.sdsat.setup import choose_ids

@@ -15,7 +15,7 @@ from train.config import LMConfig, Optim, Run, from_toml
 from train.engine.checkpoints import Checkpoints
 from train.engine.directory import make_directory
 from train.engine.loop import Metrics, TrainingError, event_writer, fit
-from train.lm import program as lm
+from train.lm import training as lm
 
 
 class Stream:

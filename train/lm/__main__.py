@@ -12,7 +12,7 @@ from train.cli import run_parser
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = run_parser("train.lm", __doc__).parse_args(argv)
-    return run("train.lm", "train.lm.program:run", args)
+    return run("train.lm", "train.lm.training:run", args)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="one of COUNT processes that meet at process 0's address; "
         "cluster: as the cluster manager says",
     )
-    return run("train.sdsat", "train.sdsat.program:run", parser.parse_args(argv))
+    return run("train.sdsat", "train.sdsat.training:run", parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from specjax.errors import InputError
 from specjax.files import aside, markdown_table, write_text
 from train.config import SDSATConfig, from_toml, to_dict
 from train.engine.ending import finish
-from train.sdsat import program as sdsat
+from train.sdsat import training as sdsat
 from train.sdsat.variants import CONTINUED, VARIANTS
 
 CARD = Path("export", "card.json")  # written last: what has one is finished
