@@ -1,0 +1,1 @@
+"""The inference programs, a room each."""

@@ -1,0 +1,1 @@
+"""Measure methods side by side."""

@@ -1,0 +1,1 @@
+"""Decode with any method, one prompt or a job."""

@@ -1,0 +1,1 @@
+"""Choose CDSL's thresholds on a validation task."""

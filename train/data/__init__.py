@@ -1,0 +1,1 @@
+"""Corpora, tokenizers, packed rows."""

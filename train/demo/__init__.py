@@ -1,0 +1,1 @@
+"""Tools that made the embedded models."""

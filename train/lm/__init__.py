@@ -1,0 +1,1 @@
+"""Pre-train a model, or distil a draft."""

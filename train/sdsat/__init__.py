@@ -1,0 +1,1 @@
+"""Tune a model to draft for itself."""

@@ -1,0 +1,1 @@
+"""Hugging Face directories: configs, tensor names, checkpoints, pickles."""
