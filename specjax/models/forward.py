@@ -17,7 +17,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.errors import ModelError
 from specjax.models import attention, sharding
 from specjax.models.blocks import Decoder
 from specjax.models.cache import KVCache, write_rows
@@ -67,17 +66,7 @@ def num_params(cfg: ModelConfig) -> int:
 
 
 def head_matrix(cfg: ModelConfig, params: dict) -> Float[Array, "V D"]:
-    """The output head, for losses that take their own product with it.
-
-    Raises:
-      ModelError: the logits are more than that product.
-    """
-    if cfg.logit_softcap is not None:
-        raise ModelError(f"{cfg.family} caps its logits: the loss has to use logits_of")
-    return _head(cfg, params)
-
-
-def _head(cfg: ModelConfig, params: dict) -> Float[Array, "V D"]:
+    """The output table, for losses that take their own product with it and cap it."""
     return params["embed"] if cfg.tie_embeddings else params["head"]
 
 
@@ -94,7 +83,7 @@ def logits_of(
     Those are inputs alone: no law that comes of these logits emits them, wherever in the
     vocabulary they stand.
     """
-    logits = sharding.gather_logits(linear(hidden, _head(cfg, params)), cfg.vocab_size)
+    logits = sharding.gather_logits(linear(hidden, head_matrix(cfg, params)), cfg.vocab_size)
     cap = cfg.logit_softcap
     logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     if not cfg.adaptive_ids:

@@ -13,9 +13,9 @@ import specjax as sj
 from specjax.models import (
     attention,
     from_hf,
-    head_matrix,
     init_params,
     load_pretrained,
+    logits_of,
     save_pretrained,
     to_hf,
 )
@@ -23,6 +23,7 @@ from specjax.text import Tokenizer
 from support import variants
 from support.checkpoints import edit_config, edit_weights, same, shard
 from support.variant_models import build, close, golden, pair
+from train.engine.losses import Head
 
 PROMPTS = variants.tokens()[:, : variants.GREEDY_PROMPT].tolist()
 
@@ -259,7 +260,9 @@ def test_alibi_slopes(heads):
     np.testing.assert_allclose(slopes[power:], rest)
 
 
-def test_losses_refuse_capped_logits():
+def test_losses_cap_logits_as_the_model_does():
     cfg, params, _ = build("gemma2")
-    with pytest.raises(sj.ModelError, match="caps its logits"):
-        head_matrix(cfg, params)
+    hidden = jax.random.normal(jax.random.key(0), (1, 3, cfg.hidden_size))
+    capped = Head.of(cfg, params).logits(hidden[0])
+    np.testing.assert_allclose(capped, logits_of(cfg, params, hidden)[0], atol=1e-5)
+    assert np.abs(capped).max() < cfg.logit_softcap

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specjax.models import ModelConfig, hidden_states
+from specjax.models import ModelConfig, head_matrix, hidden_states
 from train.data.packing import IGNORE
 
 CHUNK = 2048
@@ -29,7 +29,7 @@ class Head:
 
     @classmethod
     def of(cls, cfg: ModelConfig, params: dict) -> Head:
-        return cls(params["embed" if cfg.tie_embeddings else "head"], cfg.logit_softcap)
+        return cls(head_matrix(cfg, params), cfg.logit_softcap)
 
     def logits(self, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
         """float32, whatever dtype the hidden states have; capped where the model does."""
