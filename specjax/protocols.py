@@ -10,9 +10,11 @@ Axis legend: B rows, N draft nodes, P probe nodes, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
+import jax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.types import DecodeState, Draft, Inputs, TreeShape, Verdict
@@ -137,10 +139,19 @@ class Rule:
     def __call__(
         self, keys: Key[Array, "B"], draft: Draft, log_p: Float[Array, "B N V"], **settings: Any
     ) -> Verdict:
-        return self.verify(keys, draft, log_p, **settings)
+        arguments = (keys, draft, log_p), settings
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments))
+        verify = self.verify if traced else _compiled(self.verify)
+        return verify(keys, draft, log_p, **settings)
 
     def __repr__(self) -> str:
         return f"Rule({self.name})"
+
+
+@functools.cache
+def _compiled(verify: Callable[..., Verdict]) -> Callable[..., Verdict]:
+    """What a rule called outside jit runs: one program per shape."""
+    return jax.jit(verify)
 
 
 def rule(*, laws: Iterable[str], lossless: bool, **more: Any) -> Callable[[Callable], Rule]:

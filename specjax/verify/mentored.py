@@ -81,7 +81,8 @@ def mentor_levels(
     slack = jnp.maximum(1e-3 * bound, 1e-6)
     aim = bound - 0.25 * slack
     zero = jnp.zeros_like(bound)
-    top = jnp.max(jnp.where(pair.p > 0, pair.ratio, 0.0), axis=-1)  # accepts all of p's support
+    # Accepts all of p's support, tokens whose probability is 0 in float32 included.
+    top = jnp.max(jnp.where(log_p > probs.NEVER, pair.ratio, 0.0), axis=-1)
     top_b, top_kl, _ = pair.solve(top, jnp.ones_like(bound))
     whole = top_kl <= bound
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import specjax as sj
 from specjax import probs, tree, verify
 from specjax.probs import Purpose
 from specjax.types import IID, NO_NODE, NO_PARENT, POINT_MASS, WITHOUT_REPLACEMENT, Draft, TreeShape
@@ -384,6 +385,33 @@ def test_mentored_at_zero_is_speculative():
     zero = jax.jit(verify.mentored.verify)(keys, draft, log_p, max_kl=jnp.float32(0))
     for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(zero), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("tiny", [-80.0, -100.0, -800.0])
+def test_mentored_counts_tokens_whose_probability_underflows(tiny):
+    """q = (0.32, 0.68) against p = (1, e^tiny): within KL(p‖q) = 1.14 nats all may be accepted."""
+    log_p, log_q = np.float32([[0.0, tiny]]), np.log(np.float32([[0.32, 0.68]]))
+    log_alpha, _ = mentor_levels(log_p, log_q, jnp.full(1, 2.0))
+    accepted = np.exp(np.minimum(log_p - log_q - np.asarray(log_alpha)[:, None], 0))
+    np.testing.assert_allclose(accepted, 1, atol=1e-4)
+
+
+def test_a_rule_called_alone_compiles_once_per_shape():
+    traced = []
+
+    @sj.rule(laws=(POINT_MASS,), lossless=True, chain_only=False, settings=("unused",))
+    def counting(keys, draft, log_p, *, unused):
+        """Match, counted."""
+        traced.append(unused)
+        return verify.match.verify(keys, draft, log_p)
+
+    draft, log_p = build([9, 1, 2], [0, 0], [[0.1, 0.2, 0.3, 0.4]] * 3)
+    for value in (0.1, 0.2, 0.3):
+        verdict = counting(KEYS, draft, log_p, unused=value)
+    assert len(traced) == 1 and isinstance(verdict.tokens, jax.Array)
+    jax.tree.map(np.testing.assert_array_equal, verdict, verify.match(KEYS, draft, log_p))
+    counting(KEYS[:3], jax.tree.map(lambda x: x[:3], draft), log_p[:3], unused=0.1)
+    assert len(traced) == 2
 
 
 @pytest.mark.parametrize("bound", [0.02, 0.3])
