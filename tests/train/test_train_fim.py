@@ -1,16 +1,21 @@
 """Fill in the middle: how documents are rearranged, tokenised and cached."""
 
+import dataclasses
 import itertools
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
+from specjax.errors import InputError
 from specjax.infill import Sentinels, find_sentinels
+from specjax.models import ModelConfig
 from support.training import small_tokenizer
+from train.config import LMConfig, Model
 from train.data.corpus import Document, is_held_out
 from train.data.fim import CodeLayout
 from train.data.packing import Plain, prepare
 from train.data.tokenizer import EOS_ID
+from train.lm import training as lm
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +77,42 @@ def test_a_tokenizer_that_adds_a_space_does_so_at_the_start_only(tmp_path):
         assert data.train[begin] == 0, "BOS"
     assert spaces <= len(data.train_offsets) - 1
     assert not (data.train == vocab["\n"]).any()
+
+
+# (BOS, EOS) of config.json, what the tokenizer's template puts first, what frames a document
+FAMILIES = {
+    "llama": ((1, 2), 1, ([1], [2])),
+    "opt": ((2, 2), 2, ([2], [2])),
+    "gpt2": ((399, 399), None, ([], [399])),
+    "qwen, whose template leaves its BOS out": ((5, 7), None, ([], [7])),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_of_a_checkpoint_stand_between_its_own_ids(tokenizer, tmp_path, family):
+    (bos, eos), first, (begin, end) = FAMILIES[family]
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    if first is not None:
+        name = tokenizer.id_to_token(first)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{name} $A", special_tokens=[(name, first)]
+        )
+    model = ModelConfig.llama(
+        vocab_size=400, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24
+    )
+    model = dataclasses.replace(model, bos_id=bos, eos_ids=(eos,))
+    cfg = LMConfig(model=Model(init_from="a checkpoint"))
+    text = "x = 1\n"
+    documents = [Document(f"d/{i}.py", text) for i in range(3)]
+    data = prepare(documents, tokenizer, tmp_path, lm.layout(cfg, model, tokenizer))
+    whole = [*begin, *tokenizer.encode(text, add_special_tokens=False).ids, *end]
+    count = sum(not is_held_out(document.name) for document in documents)
+    assert data.train.tolist() == whole * count and count
+
+
+def test_a_checkpoint_without_an_end_is_refused(tokenizer):
+    model = ModelConfig.llama(
+        vocab_size=400, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24
+    )
+    with pytest.raises(InputError, match="no eos_token_id"):
+        lm.layout(LMConfig(model=Model(init_from="a checkpoint")), model, tokenizer)

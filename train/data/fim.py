@@ -12,9 +12,11 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from specjax.errors import InputError
 from specjax.infill import Sentinels
+from specjax.models import ModelConfig
 from train.data.corpus import Document, is_held_out
 from train.data.packing import Inside
 
@@ -64,3 +66,17 @@ class CodeLayout:
             return [*start, s.prefix, s.suffix, Inside(suffix), s.middle, prefix + middle, s.end]
         parts = (prefix, s.suffix, Inside(suffix), s.middle, Inside(middle))
         return [*start, s.prefix, *parts, s.end]
+
+
+def frame_of(checkpoint: str, model: ModelConfig, tokenizer: Tokenizer) -> tuple[int, int | None]:
+    """The ids that end and begin a document of a checkpoint: its own EOS, and BOS or None.
+
+    The tokenizer's template says whether a text begins with BOS; the config only names it.
+
+    Raises:
+      InputError: the checkpoint names no EOS.
+    """
+    if not model.eos_ids:
+        raise InputError(f"model.init_from={checkpoint!r}: config.json names no eos_token_id")
+    bos = model.bos_id if tokenizer.encode("").ids[:1] == [model.bos_id] else None
+    return model.eos_ids[0], bos

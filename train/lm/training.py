@@ -17,7 +17,8 @@ from specjax.errors import InputError
 from specjax.models import ModelConfig, init_params, load_pretrained, num_params
 from train.config import LMConfig, fixed_settings, from_toml, to_dict
 from train.data.corpus import Document, load_corpus, permissive_distributions
-from train.data.packing import Prepared, make_loader, prepare, valid_batches
+from train.data.fim import CodeLayout, frame_of
+from train.data.packing import Layout, Plain, Prepared, make_loader, prepare, valid_batches
 from train.data.tokenizer import EOS_ID, load_tokenizer, train_tokenizer
 from train.engine.directory import check_directory, export, make_directory
 from train.engine.ending import finish
@@ -39,12 +40,13 @@ def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     if dry_run:
         with tempfile.TemporaryDirectory() as scratch:
             tokenizer = get_tokenizer(cfg, documents, Path(scratch))
-        data = prepare(documents, tokenizer)
-        return plan(cfg, build_model(cfg, tokenizer.get_vocab_size())[0], data)
+        model, _ = build_model(cfg, tokenizer.get_vocab_size())
+        return plan(cfg, model, prepare(documents, tokenizer, None, layout(cfg, model, tokenizer)))
     make_directory(directory)
     tokenizer = get_tokenizer(cfg, documents, directory)
-    data = prepare(documents, tokenizer, directory.parent / "cache")
     model, first_params = build_model(cfg, tokenizer.get_vocab_size())
+    cache = directory.parent / "cache"
+    data = prepare(documents, tokenizer, cache, layout(cfg, model, tokenizer))
     loss, frozen = training_loss(cfg, model)
     rows = cfg.optim.batch_size
     outcome = fit(
@@ -69,6 +71,12 @@ def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     if "installed" in cfg.data.corpora:
         card["installed_packages"] = permissive_distributions()
     return summary | export(cfg.run, model, outcome.params, tokenizer, outcome, card)
+
+
+def layout(cfg: LMConfig, model: ModelConfig, tokenizer: Tokenizer) -> Layout:
+    """How a document becomes tokens: of a checkpoint, between its own ids."""
+    start = cfg.model.init_from
+    return CodeLayout(*frame_of(start, model, tokenizer)) if start else Plain()
 
 
 def training_loss(cfg: LMConfig, model: ModelConfig) -> tuple[LossFn, dict | None]:

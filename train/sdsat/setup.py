@@ -20,7 +20,7 @@ from specjax.lm import locate
 from specjax.models import ModelConfig, from_hf
 from specjax.models.hf.checkpoint import read_config
 from train.config import Adaptive, SDSATConfig
-from train.data.fim import CodeLayout
+from train.data.fim import CodeLayout, frame_of
 from train.data.packing import Prepared, Transform
 from train.data.tokenizer import load_tokenizer
 from train.sdsat.evaluation import PROMPT_TOKENS
@@ -57,9 +57,7 @@ def prepare_setup(cfg: SDSATConfig) -> Setup:
     section = cfg.sdsat
     ids, new_rows = choose_ids(section, start, tokenizer)
     ids = ids if section.distinct else ids * section.window
-    # The tokenizer's template says whether a text begins with BOS; the config only names it.
-    bos = start.bos_id if tokenizer.encode("").ids[:1] == [start.bos_id] else None
-    framing = (start.eos_ids[0], bos, find_sentinels(tokenizer))
+    framing = (*frame_of(cfg.model.init_from, start, tokenizer), find_sentinels(tokenizer))
     special = _special_ids(start, tokenizer)
     share = {"data": 0.0, "self": 1.0, "mix": section.mix}[section.adaptive_targets]
     forward = (cfg.model.compute_dtype, cfg.model.remat, cfg.model.scan)
@@ -88,8 +86,6 @@ def _check(cfg: SDSATConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
             f"model.init_from={name!r} has {model.vocab_size} ids, the tokenizer "
             f"{tokenizer.get_vocab_size()}: set model.tokenizer to its own"
         )
-    if not model.eos_ids:
-        raise InputError(f"model.init_from={name!r}: config.json names no eos_token_id")
     decoded = PROMPT_TOKENS + section.decode_tokens + section.held_out_window
     if section.decode_prompts and decoded > model.max_position:
         raise InputError(
