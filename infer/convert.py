@@ -21,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("infer.convert", __doc__)
     parser.add_argument("directory", metavar="DIR", type=Path)
     parser.add_argument("--out", metavar="DIR", type=Path, help="where to; default: DIR itself")
+    said = "replace safetensors files that are there already"
+    parser.add_argument("--overwrite", action="store_true", help=said)
     return run("infer.convert", "infer.unpickle:convert", parser.parse_args(argv))
 
 

@@ -7,9 +7,11 @@ import json
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from specjax.errors import InputError, ModelError
 from specjax.files import aside, write_text
-from specjax.models.hf.checkpoint import INDEX, WEIGHTS, read_json
+from specjax.models.hf.checkpoint import INDEX, WEIGHTS, read_weight_map
 from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX, read_pickle
 
 KEPT = ("*.json", "*.jinja", "tokenizer.model")
@@ -22,26 +24,32 @@ def convert(args: argparse.Namespace) -> int:
       SpecjaxError: as :func:`write_safetensors`, or a file cannot be read or written.
     """
     try:
-        written = write_safetensors(args.directory, args.out or args.directory)
-    except OSError as error:
+        written = write_safetensors(args.directory, args.out or args.directory, args.overwrite)
+    except (OSError, SafetensorError) as error:  # a full disk, say
         raise InputError(str(error)) from None
     print(*written, sep="\n")
     return 0
 
 
-def write_safetensors(directory: Path, out: Path) -> list[Path]:
+def write_safetensors(directory: Path, out: Path, overwrite: bool = False) -> list[Path]:
     """Writes each pickle as a safetensors file, and the index of several.
 
     Returns:
       The files written.
     Raises:
       ModelError: torch is not there, or a pickle is missing or holds more than tensors.
+      InputError: a file would be replaced, and not to ``overwrite``.
     """
     written, weight_map, size = [], {}, 0
-    pickles = _pickles(directory)
+    names = {
+        p: p.replace("pytorch_model", "model").removesuffix(".bin") + ".safetensors"
+        for p in _pickles(directory)
+    }
+    known = [out / name for name in (*names.values(), INDEX) if (out / name).exists()]
+    if known and not overwrite:
+        raise InputError(f"{known[0]} is there already: give --overwrite, or another --out")
     out.mkdir(parents=True, exist_ok=True)
-    for source in pickles:
-        name = source.replace("pytorch_model", "model").replace(".bin", ".safetensors")
+    for source, name in names.items():
         # Tied tensors share memory, which safetensors does not store.
         tensors = {n: t.clone().contiguous() for n, t in read_pickle(directory / source).items()}
         _write(tensors, out / name)
@@ -65,10 +73,7 @@ def _pickles(directory: Path) -> list[str]:
         return [PICKLE]
     if not (directory / PICKLE_INDEX).exists():
         raise ModelError(f"{directory}: no {PICKLE} and no {PICKLE_INDEX}")
-    weight_map = read_json(directory / PICKLE_INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise ModelError(f"{directory / PICKLE_INDEX}: no weight_map from tensors to files")
-    return sorted(set(weight_map.values()))
+    return sorted(set(read_weight_map(directory / PICKLE_INDEX).values()))
 
 
 def _write(tensors: dict, path: Path) -> None:

@@ -2,11 +2,13 @@
 
 import json
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 import specjax as sj
 from infer import convert
@@ -143,3 +145,44 @@ def test_without_torch_a_pickle_is_one_line(directory, monkeypatch):
 def test_nothing_to_convert(directory, capsys):
     assert convert.main([str(directory)]) == 2
     assert "pytorch_model.bin" in capsys.readouterr().err
+
+
+OUTSIDE = ["../evil.bin", "/evil.bin", "deeper/evil.bin", "..", "", "evil\0.bin", "..\\evil.bin"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE, ids=repr)
+@pytest.mark.parametrize("index", [INDEX, PICKLE_INDEX])
+def test_an_index_that_leads_out_of_the_directory_is_refused(directory, capsys, name, index):
+    (directory / WEIGHTS).rename(directory.parent / "evil.bin")
+    before = sorted(directory.parent.rglob("*"))
+    (directory / index).write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(sj.ModelError, match="no plain name"):
+        load_pretrained(directory, pickles=True)
+    assert index == INDEX or convert.main([str(directory), "--overwrite"]) == 2
+    assert capsys.readouterr().err.count("\n") == (index != INDEX)
+    assert sorted(directory.parent.rglob("*")) == sorted([*before, directory / index])
+
+
+@pytest.mark.torch
+def test_what_is_there_is_replaced_only_where_asked_for(directory, capsys):
+    pickled(directory, [PICKLE])
+    (directory / WEIGHTS).write_bytes(b"mine")
+    assert convert.main([str(directory)]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert (directory / WEIGHTS).read_bytes() == b"mine"
+    assert convert.main([str(directory), "--overwrite"]) == 0
+    assert same(load_pretrained(directory)[1], build("gemma3")[1])
+
+
+@pytest.mark.torch
+def test_a_full_disk_leaves_nothing_half_written(directory, capsys, monkeypatch):
+    pickled(directory, [PICKLE])
+
+    def fail(tensors, path, metadata):
+        Path(path).write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    assert convert.main([str(directory)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (directory / WEIGHTS).exists() and not list(directory.glob(".*"))

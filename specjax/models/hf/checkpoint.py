@@ -199,11 +199,24 @@ def _tensor_files(directory: Path, pickles: bool) -> dict[str, Path]:
     raise ModelError(f"{directory}: no {WEIGHTS} and no {INDEX}{hint}")
 
 
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The file that holds each tensor, by the index of a sharded checkpoint.
+
+    Raises:
+      ModelError: it says something else, or names a file outside its own directory.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise ModelError(f"{index}: no weight_map from tensors to files")
+    for name in weight_map.values():
+        if name in ("", ".", "..") or set(name) & set("/\\\0"):
+            raise ModelError(f"{index}: {name!r} is no plain name of a file in its directory")
+    return weight_map
+
+
 def _sharded(directory: Path, index: str) -> dict[str, Path]:
     """Which shard holds each tensor: what the shards hold, checked against the index."""
-    weight_map = read_json(directory / index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise ModelError(f"{directory / index}: no weight_map from tensors to files")
+    weight_map = read_weight_map(directory / index)
     shards = {name: directory / name for name in sorted(set(weight_map.values()))}
     for name, path in shards.items():
         if not path.exists():
