@@ -90,7 +90,6 @@ class Batch:
         self._shown = np.array([len(row.tokens) for row in self._all])
         self._readers = [Reader(engine.target.tokenizer, stop) for _ in rows]
         self._times = {"prefill": 0.0, "first": 0.0, "total": 0.0}
-        self._state: dict[str, np.ndarray] = {}
 
     def run(self, rounds: int) -> Iterator[Piece]:
         """Decodes, yielding what is new after every ``rounds`` rounds."""
@@ -124,7 +123,8 @@ class Batch:
                 break
             # Text stops are only seen here, and counters must not run past them.
             step = 1 if self._stop else rounds
-        self._keep(state)
+        rest = dict.fromkeys(("keys", "cache", "target_state", "drafter_state", "method_state"))
+        self._state = jax.device_get(state.replace(**rest))
 
     def _advance(self, state: DecodeState, rounds: int) -> DecodeState:
         engine = self._engine
@@ -163,44 +163,34 @@ class Batch:
             self._shown[i] = length[i]
         return stopped, pieces
 
-    def _keep(self, state: DecodeState) -> None:
-        wanted = {
-            name: getattr(state, name)
-            for name in ("tokens", "origin", "logprobs", "prompt_length", "finish")
-        }
-        self._state = jax.device_get(wanted)
-        self._stats = jax.device_get(state.stats)
-
     def result(self, number: int) -> Generation:
         """The finished rows of batch ``number``; call it after :meth:`run` is exhausted."""
         count, state = len(self._rows), self._state
         spans = [
             slice(int(n), int(n) + reader.count)
-            for n, reader in zip(state["prompt_length"], self._readers, strict=False)
+            for n, reader in zip(state.prompt_length, self._readers, strict=False)
         ]
 
-        def cut(name):
-            return [state[name][i, span].copy() for i, span in enumerate(spans)]
+        def cut(values):
+            return [values[i, span].copy() for i, span in enumerate(spans)]
 
-        stats = {
-            field.name: getattr(self._stats, field.name)[:count].copy()
-            for field in dataclasses.fields(self._stats)
-            if field.name != "passes"
-        }
+        counters = dict(vars(state.stats))
+        passes = int(counters.pop("passes"))
+        stats = {name: values[:count].copy() for name, values in counters.items()}
         stats["emitted"] = np.array([reader.count for reader in self._readers])
-        times, tokens = self._times, cut("tokens")
+        times, tokens = self._times, cut(state.tokens)
         return Generation(
             text=[reader.text for reader in self._readers],
             tokens=tokens,
-            finish_reasons=[FINISH_REASONS[f] for f in state["finish"][:count]],
-            origins=cut("origin"),
-            logprobs=None if state["logprobs"] is None else cut("logprobs"),
+            finish_reasons=[FINISH_REASONS[f] for f in state.finish[:count]],
+            origins=cut(state.origin),
+            logprobs=None if state.logprobs is None else cut(state.logprobs),
             prompt_tokens=[len(row.tokens) for row in self._rows],
             stats=stats,
             prefill_seconds=np.full(count, times["prefill"]),
             first_token_seconds=np.full(count, times["first"]),
             decode_seconds=np.full(count, times["total"] - times["prefill"]),
             batch=np.full(count, number),
-            passes=int(self._stats.passes),
+            passes=passes,
             rewards=self._rewards(tokens),
         )

@@ -24,9 +24,9 @@ class Proposal(NamedTuple):
     """A draft, the drafter's next state, and what it cost."""
 
     draft: Draft
-    state: Any
-    calls: Int[Array, "B"]  # draft-model calls of each row
-    passes: Int[Array, ""]  # batched draft-model forwards launched
+    state: Any = ()
+    calls: Int[Array, "B"] | int = 0  # draft-model calls of each row
+    passes: Int[Array, ""] | int = 0  # batched draft-model forwards launched
 
 
 class Drafter(Protocol):

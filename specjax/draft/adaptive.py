@@ -145,10 +145,9 @@ class ProbePass(Drafter):
         return _no_answers(inputs, state, len(self.adaptive))
 
     def propose(self, inputs, state, keys):
-        proposal = NoDraft().propose(inputs, state, keys)
-        rows = state.length.shape[0]
-        draft = proposal.draft.replace(probes=_probes(self.adaptive, groups=1, rows=rows, nodes=1))
-        return proposal._replace(draft=draft, state=state.drafter_state)
+        draft = NoDraft().propose(inputs, state, keys).draft
+        probes = _probes(self.adaptive, groups=1, rows=state.length.shape[0], nodes=1)
+        return Proposal(draft.replace(probes=probes), state.drafter_state)
 
     def update(self, inputs, state, carried, draft, verdict, probe_logits):
         return probe_logits
@@ -172,7 +171,7 @@ class VerifyPass(Drafter):
     def propose(self, inputs, state, keys):
         root = probs.at_token(state.tokens, state.length - 1)
         draft = self.candidates.draft(inputs, keys, root, state.drafter_state, ~state.done)
-        return Proposal(draft, state.drafter_state, jnp.zeros_like(root), jnp.int32(0))
+        return Proposal(draft, state.drafter_state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +207,7 @@ class SinglePass(Drafter):
         draft = self.candidates.draft(inputs, keys, root, logits, known & ~state.done)
         probes = _probes(self.adaptive, self.groups, root.shape[0], self.shape.nodes)
         draft = draft.replace(probes=probes)
-        return Proposal(draft, state.drafter_state, jnp.zeros_like(root), jnp.int32(0))
+        return Proposal(draft, state.drafter_state)
 
     def update(self, inputs, state, carried, draft, verdict, probe_logits):
         rows, _, vocab = probe_logits.shape

@@ -41,8 +41,7 @@ class Lookup(Drafter):
         after_eos = jnp.cumsum(ended, axis=1) - ended > 0
         valid = matched[:, None] & (at < state.length[:, None]) & ~after_eos
         root = probs.at_token(state.tokens, state.length - 1)
-        draft = chain_draft(root, jnp.where(valid, drafted, 0), valid, self.law)
-        return Proposal(draft, (), jnp.zeros_like(root), jnp.int32(0))
+        return Proposal(chain_draft(root, jnp.where(valid, drafted, 0), valid, self.law))
 
     def _match(self, state):
         """The slot where the chosen earlier n-gram ends, and whether there is one."""

@@ -24,4 +24,4 @@ class NoDraft(Drafter):
         root = probs.at_token(state.tokens, state.length - 1)
         nothing = jnp.zeros((root.shape[0], 0), jnp.int32)
         draft = chain_draft(root, nothing, nothing > 0, self.law)
-        return Proposal(draft, (), jnp.zeros_like(root), jnp.int32(0))
+        return Proposal(draft)

@@ -60,7 +60,7 @@ class Option:
             else:
                 parsed = self.kind(value)
         except (ValueError, TypeError, KeyError):
-            wanted = _WANTED.get(self.kind, getattr(self.kind, "__name__", "another value"))
+            wanted = _WANTED.get(self.kind, "another value")
             raise OptionError(f"{name}={value}: expected {wanted}") from None
         for bound, sign, holds in (
             (self.low, "≥", lambda x, y: x >= y),

@@ -121,7 +121,6 @@ class CDSL(Method):
 
     @property
     def depth(self) -> int:
-        """Bins of the histogram of accepted depths, less one."""
         return self.d
 
     @property
