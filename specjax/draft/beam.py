@@ -66,12 +66,8 @@ class Beam(ModelDrafter):
         return range(1 + step * self.width, 1 + (step + 1) * self.width)
 
     @property
-    def nodes(self) -> int:
-        return 1 + self.gamma * self.width
-
-    @property
     def slots(self) -> int:
-        return self.nodes
+        return 1 + self.gamma * self.width  # the whole tree, whatever of it is verified
 
     @property
     def shape(self) -> TreeShape:
@@ -81,7 +77,7 @@ class Beam(ModelDrafter):
 
     @property
     def _whole(self) -> TreeShape:
-        return TreeShape(self.nodes, self.gamma, self.width)
+        return TreeShape(self.slots, self.gamma, self.width)
 
     def raw_rows(self, inputs) -> Bool[Array, "B"]:
         """Rows whose draft probabilities are unwarped."""

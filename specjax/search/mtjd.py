@@ -44,7 +44,7 @@ class MTJD(Method):
 
     @property
     def width(self) -> int:
-        return self.beams.nodes + 1
+        return self.beams.slots + 1
 
     def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
         return state.replace(cache=inputs.target.prefill(state.tokens, state.length, chunk))
