@@ -6,7 +6,6 @@ for directories that have none.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import re
@@ -14,9 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
-from jinja2.exceptions import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from specjax import chat
 from specjax.errors import ModelError
 from specjax.models.hf.checkpoint import read_json
 
@@ -38,8 +36,10 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         chat_template: str | None = None,
         special: dict[str, str] | None = None,
+        source: str = "this model",
     ):
-        self._backend, self._chat_template, self._special = backend, chat_template, special or {}
+        self._backend, self._source = backend, source
+        self._chat_template, self._special = chat_template, special or {}
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
         """One more than the highest id: ids from here on have probability 0."""
@@ -62,8 +62,10 @@ class Tokenizer:
         special = {name: _content(settings.get(name)) for name in SPECIAL}
         template = _template(home, settings)
         if homes:
-            return cls(_read_backend(home / "tokenizer.json"), template, special)
-        return cls(_through_transformers(directory), template, special)
+            backend = _read_backend(home / "tokenizer.json")
+        else:
+            backend = _through_transformers(directory)
+        return cls(backend, template, special, str(directory))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; ``add_special_tokens`` adds what the checkpoint puts around a text."""
@@ -116,20 +118,15 @@ class Tokenizer:
         return f"id {moved[0][0]} is {moved[0][1]!r} only in the first" if moved else "extra tokens"
 
     def apply_chat(self, message: str | list[dict[str, str]]) -> str:
-        """The prompt of a chat, by the checkpoint's own template, in a jinja2 sandbox.
+        """The prompt of a chat, by the checkpoint's own template (:mod:`specjax.chat`).
 
         Raises:
           ModelError: the model has no chat template, or the template fails.
         """
         if not self._chat_template:
-            raise ModelError("--chat: this model has no chat template; leave --chat out")
+            raise ModelError(f"--chat: {self._source} has no chat template; leave --chat out")
         messages = [{"role": "user", "content": message}] if isinstance(message, str) else message
-        try:
-            template = _chat_environment().from_string(self._chat_template)
-            return template.render(messages=messages, add_generation_prompt=True, **self._special)
-        except Exception as error:  # a template is a program: any exception can come out of it
-            first = (str(error) or type(error).__name__).splitlines()[0]
-            raise ModelError(f"the model's chat template failed: {first}") from None
+        return chat.render(self._chat_template, messages, self._special, self._source)
 
 
 class IncrementalDecoder:
@@ -168,24 +165,6 @@ class IncrementalDecoder:
         return piece
 
 
-def _chat_environment():
-    """A jinja2 sandbox with what transformers offers to templates."""
-
-    def raise_exception(text):
-        raise TemplateError(text)
-
-    def tojson(value, ensure_ascii=False, **options):
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson  # jinja's own escapes HTML
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
-
-
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
@@ -218,19 +197,23 @@ def _template(home: Path, settings: dict) -> str | None:
     file = home / "chat_template.jinja"
     if file.exists():
         try:
+            if file.stat().st_size > 4 * chat.LONGEST_TEMPLATE:  # UTF-8 has 4 bytes at most
+                raise ModelError(f"{file}: longer than {chat.LONGEST_TEMPLATE} characters")
             return file.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError) as error:
             raise ModelError(f"{file}: not a readable text ({error})") from None
     template = settings.get("chat_template")
-    if not isinstance(template, list):
-        return template
     try:
-        return {named["name"]: named["template"] for named in template}.get("default")
+        if isinstance(template, list):
+            template = {named["name"]: named["template"] for named in template}.get("default")
+        if not isinstance(template, str | None):
+            raise TypeError
     except (KeyError, TypeError):
         raise ModelError(
             f"{home / 'tokenizer_config.json'}: chat_template must be a text or a "
             "list of objects with a name and a template"
         ) from None
+    return template
 
 
 def _content(token: str | dict | None) -> str:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specjax as sj
+from specjax import chat
 from specjax.methods.resolve import check_models
 from specjax.text import IncrementalDecoder, Tokenizer
 from train.data.corpus import Document
@@ -171,7 +172,14 @@ RICH = """{{ bos_token }}
 {% endif %}"""
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, RICH])
+# What others wrote, in miniature: an answer marked for training, and arguments left out.
+MARKED = """{% for m in messages %}{% if m.role == 'user' %}
+{% generation %}  {{ m.content }}
+{% endgeneration %}{% endif %}{% endfor %}
+{{ {'b': [1, 'é']} | tojson(indent=2) }}{{ tools is none }}{{ documents is defined }}"""
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, RICH, MARKED])
 @pytest.mark.parametrize("where", ["setting", "file", "named"])
 def test_chat_templates_render_as_in_transformers(backends, tmp_path, template, where):
     from transformers import PreTrainedTokenizerFast
@@ -205,14 +213,59 @@ REACHING = {
     "its own refusal": "{{ raise_exception('no\\nsystem role') }}",
     "types": "{{ 1 + 'a' }}",
     "endless": "{% for i in range(10 ** 9) %}{% endfor %}",
+    "a huge text": "{{ 'a' * 10 ** 10 }}",
+    "a wide text": "{{ 'a'.ljust(10 ** 10) }}",
+    "a huge format": "{{ '%10000000000d' % 1 }}",
+    "a huge list": "{{ (range(99999) | list * 99999) | length }}",
+    "a huge variable": "{% set x %}{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}"
+    "{% endset %}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "depth": "{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}",
 }
 
 
 @pytest.mark.parametrize("how", REACHING)
 def test_chat_template_cannot_reach_out(backends, how):
-    with pytest.raises(sj.ModelError, match="chat template failed") as error:
-        Tokenizer(backends[0], REACHING[how]).apply_chat("hi")
-    assert "\n" not in str(error.value)
+    with pytest.raises(sj.ModelError, match=r"m: its chat template failed: .") as error:
+        Tokenizer(backends[0], REACHING[how], source="m").apply_chat("hi")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+SLOW = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a power": "{{ 3 ** (10 ** 9) }}",
+    "a search": "{{ ('a' * 10 ** 8).count('a' * 5 * 10 ** 7 + 'b') }}" * 99,
+}
+
+
+@pytest.mark.parametrize("how", SLOW)
+def test_chat_template_has_limited_time(backends, monkeypatch, how):
+    monkeypatch.setattr(chat, "SECONDS", 0.5)
+    with pytest.raises(sj.ModelError, match=r"failed: it took longer than 0\.5 s"):
+        Tokenizer(backends[0], SLOW[how]).apply_chat("hi")
+    monkeypatch.undo()  # the next one has a process again
+    assert Tokenizer(backends[0], TEMPLATE).apply_chat("hi").startswith("[user] hi")
+
+
+def test_chat_template_has_limited_length(backends, monkeypatch):
+    monkeypatch.setattr(chat, "LONGEST", 100)
+    long = "{% for i in range(51) %}ab{% endfor %}"
+    with pytest.raises(sj.ModelError, match="its text is longer than 100 characters"):
+        Tokenizer(backends[0], long).apply_chat("hi")
+    assert Tokenizer(backends[0], long.replace("51", "50")).apply_chat("hi") == 50 * "ab"
+    monkeypatch.setattr(chat, "LONGEST_TEMPLATE", len(long) - 1)
+    with pytest.raises(sj.ModelError, match="it is longer than 37 characters"):
+        Tokenizer(backends[0], long).apply_chat("hi")
+
+
+def test_one_process_renders_all_conversations(backends, monkeypatch):
+    tokenizer, started = Tokenizer(backends[0], TEMPLATE), []
+    start = chat._Child._start
+    monkeypatch.setattr(chat, "_child", chat._Child())
+    monkeypatch.setattr(chat._Child, "_start", lambda self: started.append(1) or start(self))
+    for i in range(20):
+        assert tokenizer.apply_chat(f"日本\ud800\n{i}") == f"[user] 日本\ud800\n{i}\n[assistant]"
+    assert started == [1]
 
 
 def test_load_reads_everything(tiny_pair_dirs):
@@ -299,6 +352,8 @@ def test_stored_truncation_and_padding_are_ignored(tmp_path):
     [
         ("tokenizer_config.json", b'{"chat_template": [{"x": 1}]}', "chat_template"),
         ("tokenizer_config.json", b'{"chat_template": ["x"]}', "chat_template"),
+        ("tokenizer_config.json", b'{"chat_template": 7}', "chat_template"),
+        ("chat_template.jinja", b"x" * (2**22 + 1), "chat_template.jinja: longer than 1048576"),
         ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja"),
         (
             "tokenizer.json",
