@@ -122,7 +122,6 @@ def encode_infilling(target: LM, prefix: str, suffix: str) -> list[int]:
       OptionError: as for :func:`encode`.
       PairError: the model has no sentinels.
     """
-    _check_characters(prefix + suffix)
     return list(encode_prompt(target, infill_prompt(target, prefix, suffix)))
 
 
@@ -133,17 +132,7 @@ def encode(target: LM, text: str | list[Message], chat: bool) -> list[int]:
       OptionError: the text is empty, too long, or holds half of a surrogate pair (JSON escapes
         can), which no tokenizer takes.
     """
-    _check_characters(text if isinstance(text, str) else plain(text))
     if chat:
         rendered = target.tokenizer.apply_chat(text)
         return list(encode_prompt(target, target.tokenizer.encode(rendered, False)))
     return list(encode_prompt(target, text))
-
-
-def _check_characters(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise OptionError(
-            "a prompt holds half of a surrogate pair; give whole characters"
-        ) from None

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from specjax.errors import ModelError
+from specjax.errors import ModelError, OptionError
 
 SECONDS = 5.0  # for one conversation
 MEMORY = 2**30  # bytes, the interpreter's own included
@@ -71,6 +71,7 @@ def render(
 
     Raises:
       ModelError: the template fails, or passes a limit.
+      OptionError: the messages are no JSON.
     """
     failed = f"{source}: its chat template failed"
     if len(template) > LONGEST_TEMPLATE:
@@ -79,8 +80,12 @@ def render(
     variables = {"messages": messages, "tools": None, "documents": None}
     variables |= {"add_generation_prompt": True} | special
     request = {"template": template, "variables": variables, "seconds": SECONDS, "most": LONGEST}
+    try:
+        request = json.dumps(request)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(f"messages: expected what JSON can say ({error})") from None
     began = time.monotonic()
-    line = _child.ask(json.dumps(request))
+    line = _child.ask(request)
     if line:
         answer = json.loads(line)
         if "text" in answer:

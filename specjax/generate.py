@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.arguments import COUNT, FLAG, Must, an, listed, takes, texts, whole_numbers
 from specjax.engine import Batch, Engine, Row
 from specjax.errors import OptionError, PairError
-from specjax.lm import LM
+from specjax.lm import LM, MODEL
 from specjax.mesh import round_up
 from specjax.methods import Context, MethodSpec, bind, choose
 from specjax.output import Generation, Piece, concatenate
@@ -21,6 +22,44 @@ from specjax.warp import Sampling
 
 SAMPLE_STREAM = 2**31  # apart from prompt indices: sample s > 0 of a prompt has its own key
 ALL_ROUNDS = 2**31 - 1
+MOST_SAMPLES = 2**16  # of a prompt: each is a row of its own
+
+OPTIONS = Must(
+    dict,
+    fits=lambda options: all(isinstance(name, str) for name in options),
+    wanted="a dict of option names and values",
+    optional=True,
+)
+
+
+def _constraints(value: Any) -> list[dict[str, tuple[str, ...]]]:
+    rows = [value] if isinstance(value, Mapping) else value
+    return [{name: texts(words) for name, words in dict(row).items()} for row in rows]
+
+
+CHECKED = takes(
+    target=MODEL,
+    prompts=Must(listed, fits=len, wanted="at least one text or sequence of token ids"),
+    draft=dataclasses.replace(MODEL, optional=True),
+    options=OPTIONS,
+    max_new_tokens=COUNT,
+    sampling=Must(an(Sampling), wanted="a specjax.Sampling, as Sampling(0.8)", optional=True),
+    seed=Must(int, low=0, high=2**32 - 1),  # jax.random.key drops or refuses what is above
+    num_samples=Must(int, low=1, high=MOST_SAMPLES),
+    stop=Must(texts, fits=all, wanted="texts, none of them empty", optional=True),
+    logprobs=FLAG,
+    batch_size=Must(int, low=1, optional=True),
+    indices=Must(
+        lambda value: whole_numbers(value).tolist(),
+        fits=lambda indices: all(0 <= i < SAMPLE_STREAM for i in indices),
+        wanted="whole numbers from 0 to 2**31 - 1",
+        optional=True,
+    ),
+    rounds_per_piece=Must(int, low=1, high=ALL_ROUNDS),
+    constraints=Must(
+        _constraints, wanted="per prompt, a dict of reward names and their texts", optional=True
+    ),
+)
 
 
 def generate(
@@ -53,6 +92,7 @@ def generate(
     return last.generation
 
 
+@CHECKED
 def stream(
     target: LM,
     prompts: str | Sequence[str] | Sequence[Sequence[int]],
@@ -79,7 +119,8 @@ def stream(
 
     Args:
       target: the model p.
-      prompts: texts, or sequences of token ids.
+      prompts: texts, or sequences of token ids; a text or a sequence of ids alone is one prompt,
+        an array ``[n, m]`` of ids n of them.
       method: a name of :func:`specjax.methods`, or a :class:`specjax.protocols.Method`.
       draft: the model q, where the method needs one.
       drafter, rule, target_dist: instead of ``method``, its parts, each by name or as an object
@@ -90,7 +131,7 @@ def stream(
       seed: with a prompt's index it fixes the row's key: row i of a batch draws what that
         prompt draws alone.
       num_samples: completions per prompt.
-      stop: strings that end a row; its text ends before the string.
+      stop: a string that ends a row, or several; its text ends before it.
       logprobs: also return log-probabilities of the generated tokens, unwarped target.
       batch_size: rows decoded together; all of them by default.
       indices: the prompts' indices in a larger job, for their keys.
@@ -101,26 +142,47 @@ def stream(
         and ``cdsl``, and scores the completions of every method.
       constraints: per prompt, what its completion must satisfy, by reward name:
         ``{"lexical": ["tree", "grow"]}``.
+
+    Raises:
+      OptionError, PairError: an argument cannot be used; raised by the call, before anything
+        compiles.
     """
     sampling, options = sampling or Sampling(), options or {}
-    rows = _rows(target, prompts, num_samples, seed, max_new_tokens, indices, constraints)
+    prompts = [encode_prompt(target, prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+    for name, given in (("indices", indices), ("constraints", constraints)):
+        if given is not None and len(given) != len(prompts):
+            raise OptionError(f"{len(given)} {name} for {len(prompts)} prompts; each needs its own")
+    if stop and target.tokenizer is None:
+        raise OptionError("stop strings need a target with a tokenizer")
     chosen = choose(method, drafter, rule, target_dist, draft is not None)
-    judge = None if reward is None else _judge(target, rows, chosen, reward, options)
+    constraints = [{}] * len(prompts) if constraints is None else constraints
+    asked = [row for row in constraints for _ in range(num_samples)]
+    judge = None if reward is None else _judge(target, asked, chosen, reward, options)
     engine = make_engine(target, draft, chosen, options, sampling.temperature == 0, judge)
+    rows = _rows(target, prompts, constraints, indices, seed, num_samples, max_new_tokens)
     size = min(batch_size or len(rows), len(rows))
     if target.mesh is not None:
         size = round_up(size, target.mesh)
-    if size < 1:
-        raise OptionError(f"batch_size={batch_size} must be at least 1")
-    if stop and target.tokenizer is None:
-        raise OptionError("stop strings need a target with a tokenizer")
+    return _pieces(engine, rows, size, sampling, stop or (), logprobs, rounds_per_piece)
+
+
+def _pieces(
+    engine: Engine,
+    rows: list[Row],
+    size: int,
+    sampling: Sampling,
+    stop: tuple[str, ...],
+    logprobs: bool,
+    rounds: int,
+) -> Iterator[Piece]:
+    """Decodes the rows, ``size`` at a time."""
     done: list[Generation] = []
     # Rows of like length share a batch: a batch pays for its longest prompt in every row.
     order = np.argsort([len(row.tokens) for row in rows], kind="stable")
     for first in range(0, len(rows), size):
         mates = order[first : first + size]
-        batch = Batch(engine, [rows[i] for i in mates], size, sampling, tuple(stop), logprobs)
-        for piece in batch.run(rounds_per_piece):
+        batch = Batch(engine, [rows[i] for i in mates], size, sampling, stop, logprobs)
+        for piece in batch.run(rounds):
             yield dataclasses.replace(piece, index=int(mates[piece.index]))
         done.append(batch.result(len(done)))
     nothing = np.zeros(0, np.int32)
@@ -128,6 +190,7 @@ def stream(
     yield Piece(len(rows) - 1, "", nothing, nothing, None, whole)
 
 
+@takes(target=MODEL, draft=dataclasses.replace(MODEL, optional=True), options=OPTIONS)
 def make_engine(
     target: LM,
     draft: LM | None,
@@ -150,59 +213,53 @@ def make_engine(
     return Engine(target, draft, method, settings, judge)
 
 
-def _judge(target, rows: list[Row], chosen, reward, options) -> Judge:
+def _judge(target: LM, constraints, chosen, reward, options) -> Judge:
     """The reward, bound to the rows; as a fold where the method is guided by it."""
     guides = isinstance(chosen, MethodSpec) and chosen.needs_reward
     combined = combine(reward, options.get("combine") == PRODUCT)
-    return Judge.bind(combined, target, [row.constraints for row in rows], guides)
+    return Judge.bind(combined, target, constraints, guides)
 
 
-def _rows(target, prompts, num_samples, seed, max_new_tokens, indices, constraints) -> list[Row]:
-    if isinstance(prompts, str):
-        prompts = [prompts]
-    if not prompts:
-        raise OptionError("no prompt was given")
-    if max_new_tokens < 1 or num_samples < 1:
-        raise OptionError(
-            f"max_new_tokens={max_new_tokens} and num_samples={num_samples} must be at least 1"
-        )
+def _rows(
+    target: LM, prompts, constraints, indices, seed: int, samples: int, budget: int
+) -> list[Row]:
+    """Every sample of every prompt."""
     indices = range(len(prompts)) if indices is None else indices
     root = jax.random.key(seed)
     rows = []
-    constraints = [{}] * len(prompts) if constraints is None else constraints
-    if len(constraints) != len(prompts):
-        raise OptionError(
-            f"{len(constraints)} constraints for {len(prompts)} prompts; give each prompt its own"
-        )
-    for index, prompt, asked in zip(indices, prompts, constraints, strict=True):
-        tokens = encode_prompt(target, prompt)
-        budget = min(max_new_tokens, target.config.max_position - len(tokens))
+    for index, tokens, asked in zip(indices, prompts, constraints, strict=True):
+        room = min(budget, target.config.max_position - len(tokens))
         key = jax.random.fold_in(root, index)
-        keys = [key, *(jax.random.fold_in(key, SAMPLE_STREAM + s) for s in range(1, num_samples))]
+        keys = [key, *(jax.random.fold_in(key, SAMPLE_STREAM + s) for s in range(1, samples))]
         text = target.tokenizer.decode(tokens) if target.tokenizer else ""
-        rows += [Row(tokens, budget, key, len(rows) + s, text, asked) for s, key in enumerate(keys)]
+        rows += [Row(tokens, room, key, len(rows) + s, text, asked) for s, key in enumerate(keys)]
     return rows
 
 
-def encode_prompt(target: LM, prompt: str | Sequence[int]) -> np.ndarray:
+def encode_prompt(target: LM, prompt: str | Sequence[int], name: str = "the prompt") -> np.ndarray:
     """A prompt's token ids, checked against the model's vocabulary and context.
 
+    ``name`` is what errors call it.
+
     Raises:
-      OptionError: empty, longer than the context, or ids out of range.
+      OptionError: empty, longer than the context, ids out of range, or neither text nor ids.
       PairError: a text for a model without tokenizer.
     """
     if isinstance(prompt, str):
         if target.tokenizer is None:
-            raise PairError("this model has no tokenizer: give prompts as token ids")
-        prompt = target.tokenizer.encode(prompt)
-    tokens = np.asarray(prompt, np.int32)
+            raise PairError(f"{name}: this model has no tokenizer: give prompts as token ids")
+        try:
+            prompt = target.tokenizer.encode(prompt)
+        except OptionError as error:
+            raise OptionError(f"{name}: {error}") from None
+    tokens = Must(whole_numbers, wanted="a text, or token ids").parse(name, prompt)
+    most, vocab = target.config.max_position, target.config.vocab_size
     if tokens.size == 0:
-        raise OptionError("a prompt is empty; it needs at least one token")
-    if tokens.size >= target.config.max_position:
+        raise OptionError(f"{name} is empty; it needs at least one token")
+    if tokens.size >= most:
         raise OptionError(
-            f"a prompt has {tokens.size} tokens, the model's context holds "
-            f"{target.config.max_position}; shorten it"
+            f"{name} has {tokens.size} tokens, the model's context holds {most}; shorten it"
         )
-    if tokens.min() < 0 or tokens.max() >= target.config.vocab_size:
-        raise OptionError(f"token ids must be from 0 to {target.config.vocab_size - 1}")
-    return tokens
+    if tokens.min() < 0 or tokens.max() >= vocab:
+        raise OptionError(f"{name}: token ids must be from 0 to {vocab - 1}")
+    return tokens.astype(np.int32)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from specjax.arguments import FLAG, Must, an, shown, takes, whole_numbers
 from specjax.demo import tuned
 from specjax.errors import ModelError
 from specjax.models import ModelConfig, from_hf, fuse, load_pretrained
@@ -55,6 +59,16 @@ class LM:
         return self.params["embed"].dtype
 
 
+MODEL = Must(an(LM), wanted="a model, as specjax.load and specjax.from_params give")
+MESH = Must(an(Mesh), wanted="a mesh, as specjax.make_mesh gives")
+
+
+@takes(
+    path_or_id=Must(lambda path: an(str)(os.fspath(path)), wanted="a directory, or a model's name"),
+    pickles=FLAG,
+    mesh=dataclasses.replace(MESH, optional=True),
+    split=FLAG,
+)
 def load(
     path_or_id: str | Path,
     dtype: str | None = None,
@@ -76,6 +90,7 @@ def load(
         target lie on the same mesh, each split or whole.
     Raises:
       ModelError: the directory, id or dtype cannot be used; the message says why.
+      OptionError: an argument is of another type.
     """
     dtype = resolve_dtype(dtype)
     directory = locate(str(path_or_id), HUB_FILES + PICKLES * pickles)
@@ -86,6 +101,7 @@ def load(
     return _assemble(config, params, tokenizer, eos_ids, str(path_or_id), mesh)
 
 
+@takes(model=MODEL, mesh=MESH, split=FLAG)
 def on_mesh(model: LM, mesh: Mesh, split: bool = True) -> LM:
     """A model that lies on one device, on several; arguments as in :func:`load`.
 
@@ -117,7 +133,7 @@ def _share(config: ModelConfig, mesh: Mesh | None, split: bool) -> ModelConfig:
     return split_config(config, mesh.shape[AXIS]) if mesh is not None and split else config
 
 
-def resolve_dtype(dtype: str | None) -> str:
+def resolve_dtype(dtype: Any) -> str:
     """The name of the dtype that :func:`load` keeps weights in.
 
     Raises:
@@ -125,11 +141,19 @@ def resolve_dtype(dtype: str | None) -> str:
     """
     if dtype is None:
         return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    if dtype not in DTYPES:
-        raise ModelError(f"dtype {dtype!r} is not supported; choose {', '.join(DTYPES)}")
+    with contextlib.suppress(TypeError):
+        dtype = jnp.dtype(dtype).name
+    if dtype not in tuple(DTYPES):
+        raise ModelError(f"dtype {shown(dtype)!r} is not supported; choose {', '.join(DTYPES)}")
     return dtype
 
 
+@takes(
+    config=Must(an(ModelConfig), wanted="a specjax.models.ModelConfig"),
+    params=Must(an(Mapping), wanted="a dict of arrays, as specjax.models.init_params gives"),
+    tokenizer=Must(an(Tokenizer), wanted="a specjax.text.Tokenizer", optional=True),
+    eos_ids=Must(lambda ids: tuple(whole_numbers(ids).tolist()), wanted="token ids"),
+)
 def from_params(
     config: ModelConfig,
     params: dict,

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from specjax.arguments import COUNT, takes
 from specjax.errors import OptionError
 from specjax.models import KVCache
 from specjax.models.placement import param_specs
@@ -29,15 +30,14 @@ ROWS, WHOLE = PartitionSpec(DATA), PartitionSpec()
 CACHE = PartitionSpec(DATA, MODEL)
 
 
+@takes(data=COUNT, model=COUNT)
 def make_mesh(data: int = 1, model: int = 1) -> Mesh:
     """The first ``data · model`` devices: rows over ``data``, heads over ``model``.
 
     Raises:
-      OptionError: there are fewer devices.
+      OptionError: there are fewer devices, or no such number.
     """
     devices, wanted = jax.devices(), data * model
-    if data < 1 or model < 1:
-        raise OptionError(f"mesh data={data},model={model}: both must be at least 1")
     if wanted > len(devices):
         raise OptionError(
             f"mesh data={data},model={model} needs {wanted} devices, and there are "

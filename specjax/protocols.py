@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from specjax.arguments import FLAG, TEXTS, settle
 from specjax.types import DecodeState, Draft, Inputs, TreeShape, Verdict
 
 
@@ -128,8 +129,8 @@ class Rule:
     extras: tuple[str, ...] = ()
 
     def __post_init__(self):
-        for name, kind in (("laws", frozenset), ("settings", tuple), ("extras", tuple)):
-            object.__setattr__(self, name, kind(getattr(self, name)))
+        settle(self, laws=TEXTS, settings=TEXTS, extras=TEXTS, lossless=FLAG, chain_only=FLAG)
+        object.__setattr__(self, "laws", frozenset(self.laws))
         object.__setattr__(self, "__doc__", self.verify.__doc__)
 
     @property

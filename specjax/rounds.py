@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax import probs, tree
+from specjax.arguments import DRAFTER, RULE, TARGET_DIST, settle
 from specjax.errors import PairError
 from specjax.models.cache import commit_path
 from specjax.protocols import Drafter, Method, Rule, TargetDist
@@ -38,6 +39,7 @@ class DraftVerify(Method):
     """A drafter, a target distribution and a rule as one method.
 
     Raises:
+      OptionError: a part is none.
       PairError: the rule is not made for the drafter's law or tree.
     """
 
@@ -46,6 +48,7 @@ class DraftVerify(Method):
     rule: Rule
 
     def __post_init__(self):
+        settle(self, drafter=DRAFTER, target=TARGET_DIST, rule=RULE)
         check_pair(self.drafter, self.target, self.rule)
 
     @property

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from specjax import probs
+from specjax.arguments import FLAG, Must, settle
 from specjax.models.cache import commit_path
 from specjax.protocols import TargetDist
 from specjax.scoring import score
 from specjax.warp import warp
 
-ORIGINAL, IMPROVED = "original", "improved"
+VARIANTS = ORIGINAL, IMPROVED = "original", "improved"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,9 @@ class Contrastive(TargetDist):
     own_passes: bool = False
     needs_draft = True
     settings = ("alpha", "beta")
+
+    def __post_init__(self):
+        settle(self, variant=Must(str, choices=VARIANTS), own_passes=FLAG)
 
     @property
     def needs_draft_logits(self) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 import tokenizers
 
 from specjax import chat
-from specjax.errors import ModelError
+from specjax.errors import ModelError, OptionError
 from specjax.models.hf.checkpoint import read_json
 
 REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
@@ -68,8 +68,17 @@ class Tokenizer:
         return cls(backend, template, special, str(directory))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; ``add_special_tokens`` adds what the checkpoint puts around a text."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids; ``add_special_tokens`` adds what the checkpoint puts around a text.
+
+        Raises:
+          OptionError: it holds half of a surrogate pair, as JSON escapes can.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise OptionError(
+                "a text holds half of a surrogate pair, or is none; give whole characters"
+            ) from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens)

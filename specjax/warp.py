@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax import probs
-from specjax.errors import OptionError
+from specjax.arguments import Must, settle
 from specjax.types import Warp
 
 TOP = 64  # the fast path looks at this many of the largest logits
+LEAST = 1e-30  # a top_p: in float32 what is far below would be 0, and keep nothing
 COLDEST = 1e-20  # below, quotients overflow; at it, all but ties is a point mass already
 
 
@@ -32,19 +33,16 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if not self.temperature >= 0 or self.temperature == float("inf"):
-            raise OptionError(f"temperature={self.temperature} must be finite and ≥ 0 (0: greedy)")
-        if self.top_k < 0:
-            raise OptionError(f"top_k={self.top_k} must be ≥ 0 (0: off)")
-        if not 0 < self.top_p <= 1:
-            raise OptionError(f"top_p={self.top_p} must be in (0, 1] (1: off)")
+        hottest, most = 1e38, 2**31 - 1  # what float32 and int32 hold
+        settle(self, temperature=Must(float, low=0, high=hottest))
+        settle(self, top_k=Must(int, low=0, high=most), top_p=Must(float, above=0, high=1))
 
     def arrays(self, batch: int) -> Warp:
         """The settings as arrays for ``batch`` rows."""
         return Warp(
             jnp.full((batch,), self.temperature, jnp.float32),
             jnp.full((batch,), self.top_k, jnp.int32),
-            jnp.full((batch,), self.top_p, jnp.float32),
+            jnp.full((batch,), max(self.top_p, LEAST), jnp.float32),
         )
 
 

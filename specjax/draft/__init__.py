@@ -2,12 +2,13 @@
 
 from specjax.draft.adaptive import Candidates, ProbePass, SinglePass, VerifyPass
 from specjax.draft.beam import Beam
-from specjax.draft.chain import Chain
+from specjax.draft.chain import STOPS, Chain
 from specjax.draft.lookup import Lookup
 from specjax.draft.none import NoDraft
 from specjax.draft.tree import Tree
 
 __all__ = [
+    "STOPS",
     "Beam",
     "Candidates",
     "Chain",

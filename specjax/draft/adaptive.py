@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import probs
+from specjax.arguments import Must, settle
 from specjax.draft.feeding import unwarped_in
 from specjax.draft.none import NoDraft
 from specjax.probs import Purpose
@@ -24,7 +25,7 @@ from specjax.protocols import Drafter, Proposal
 from specjax.types import DETERMINISTIC, IID, NO_PARENT, POINT_MASS, ROOT, Draft, Probes, TreeShape
 from specjax.warp import warp
 
-CHAIN, TREE = "chain", "tree"
+FORMS = CHAIN, TREE = "chain", "tree"
 # Nodes per level of sampled trees (SDSAT's published code); another k takes the first levels.
 LEVELS = (
     (4, 8, 8, 5, 3),
@@ -47,6 +48,9 @@ class Candidates:
 
     k: int
     form: str = CHAIN
+
+    def __post_init__(self):
+        settle(self, k=Must(int, low=1), form=Must(str, choices=FORMS))
 
     @property
     def law(self) -> str:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import probs, tree
+from specjax.arguments import COUNT, FLAG, Must, settle
 from specjax.draft.feeding import ModelDrafter, feed_level, feed_pair, last_two, unwarped_in
 from specjax.models import KVCache
 from specjax.models.cache import commit_path
@@ -23,6 +24,9 @@ from specjax.tree import chain_draft
 from specjax.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
 from specjax.verify.verdicts import root_path
 from specjax.warp import warp
+
+VERIFIED = ("top1", "all")
+JOINTS = ("warped", "raw")
 
 
 class Beams(NamedTuple):
@@ -59,6 +63,11 @@ class Beam(ModelDrafter):
     of_target: bool = False  # searches the target model itself, for MTJD
     name = "beam"
     law = DETERMINISTIC
+
+    def __post_init__(self):
+        verified, joint = Must(str, choices=VERIFIED), Must(str, choices=JOINTS)
+        settle(self, gamma=COUNT, width=COUNT, verify_beams=verified, joint=joint)
+        settle(self, drawn=FLAG, of_target=FLAG)
 
     def _level(self, step: int) -> range:
         """Node numbers of a step: W each; where the vocabulary has not that many, some are

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from specjax import probs
+from specjax.arguments import COUNT, FLAG, Must, settle
 from specjax.draft.feeding import ModelDrafter, draw_chain, last_two
 from specjax.errors import PairError
 from specjax.probs import Purpose
@@ -20,7 +21,7 @@ from specjax.types import IID, TreeShape
 from specjax.warp import warp
 
 # When a row's draft ends early: never, before or after a token that the draft is unsure of.
-NEVER_STOPS, STOPS_BEFORE, STOPS_AFTER = "never", "before", "after"
+STOPS = NEVER_STOPS, STOPS_BEFORE, STOPS_AFTER = "never", "before", "after"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Chain(ModelDrafter):
     law = IID
 
     def __post_init__(self):
+        settle(self, gamma=COUNT, stop=Must(str, choices=STOPS), draft_warp=FLAG, keep_logits=FLAG)
         if self.keep_logits and self.stop == STOPS_AFTER:
             raise PairError(
                 "a chain that stops after an unsure token has no logits behind it, "

@@ -10,6 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from specjax import probs
+from specjax.arguments import COUNT, settle
 from specjax.protocols import Drafter, Proposal
 from specjax.tree import chain_draft
 from specjax.types import POINT_MASS, TreeShape
@@ -28,6 +29,9 @@ class Lookup(Drafter):
     name = "lookup"
     law = POINT_MASS
     ends_early = True
+
+    def __post_init__(self):
+        settle(self, gamma=COUNT, ngram=COUNT)
 
     @property
     def shape(self) -> TreeShape:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import probs, tree
+from specjax.arguments import BRANCHING, COUNT, FLAG, settle
 from specjax.draft.feeding import ModelDrafter, feed_level, feed_pair, last_two, unwarped_in
 from specjax.models.cache import commit_path
 from specjax.probs import Purpose
@@ -37,9 +38,13 @@ class Tree(ModelDrafter):
     branching: tuple[int, ...] = (4, 2, 2)
     replacement: bool = False
 
+    def __post_init__(self):
+        settle(self, branching=BRANCHING, replacement=FLAG)
+
     @classmethod
     def iid(cls, gamma: int, chains: int) -> Tree:
         """``chains`` independent chains of γ tokens."""
+        gamma = COUNT.parse("gamma", gamma)
         return cls((chains, *(1,) * (gamma - 1)), replacement=True)
 
     @property

@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from specjax import draft, search, verify
-from specjax.draft.adaptive import CHAIN, MOST, TREE
+from specjax.arguments import BRANCHING, branching, shown
+from specjax.draft.adaptive import CHAIN, FORMS, MOST, TREE
+from specjax.draft.beam import JOINTS, VERIFIED
 from specjax.errors import OptionError, PairError
 from specjax.lm import LM
-from specjax.methods.options import REQUIRED, Option, branching, hint
+from specjax.methods.options import REQUIRED, Option, hint
 from specjax.protocols import Drafter, Rule, TargetDist
 from specjax.rewards import Fold
 from specjax.rewards.combined import COMBINATIONS
-from specjax.target import Contrastive, Warped
+from specjax.target import VARIANTS, Contrastive, Warped
 from specjax.types import DETERMINISTIC
 
 
@@ -116,7 +118,7 @@ DRAFTERS: dict[str, Part] = {
                 str,
                 "never",
                 "end a draft before or after an unsure token",
-                choices=("never", "before", "after"),
+                choices=draft.STOPS,
             ),
             "tau1": Option(float, 0.9, "a draft is unsure below this probability", low=0, high=1),
             "draft_warp": Option(bool, True, "warp the draft as the target is warped"),
@@ -134,7 +136,12 @@ DRAFTERS: dict[str, Part] = {
         "a token tree, so many children per level",
         {
             "branching": Option(
-                branching, (4, 2, 2), "children per node, level by level", within_vocabulary=True
+                branching,
+                (4, 2, 2),
+                "children per node, level by level",
+                fits=BRANCHING.fits,
+                wanted=BRANCHING.wanted,
+                within_vocabulary=True,
             ),
             "replacement": Option(bool, False, "draw siblings with replacement"),
         },
@@ -149,7 +156,7 @@ DRAFTERS: dict[str, Part] = {
                 str,
                 "auto",
                 "a chain, or a tree of candidates; auto: a tree where tokens are drawn",
-                choices=("auto", "chain", "tree"),
+                choices=("auto", *FORMS),
             ),
             "single": Option(bool, False, "verify and draft in one pass"),
             "groups": Option(int, 0, "groups of a single pass; 0: all", low=0, high=64),
@@ -163,11 +170,9 @@ DRAFTERS: dict[str, Part] = {
             "gamma": GAMMA,
             "width": WIDTH,
             "verify_beams": Option(
-                str, "top1", "verify the best beam, or all as a tree", choices=("top1", "all")
+                str, "top1", "verify the best beam, or all as a tree", choices=VERIFIED
             ),
-            "joint": Option(
-                str, "warped", "which probabilities make up a joint", choices=("warped", "raw")
-            ),
+            "joint": Option(str, "warped", "which probabilities make up a joint", choices=JOINTS),
         },
         needs_draft=True,
     ),
@@ -179,7 +184,7 @@ TARGET_DISTS: dict[str, Part] = {
         Contrastive,
         "what the target says more than the draft model does",
         {
-            "variant": Option(str, "improved", "the score", choices=("original", "improved")),
+            "variant": Option(str, "improved", "the score", choices=VARIANTS),
             "alpha": Option(float, 0.5, "plausible: so much of the likeliest", above=0, high=1),
             "beta": Option(float, 0.5, "weight of the amateur (improved)", low=0),
         },
@@ -301,6 +306,6 @@ def lookup(kind: str, table: Mapping[str, Any], name: str) -> Any:
     Raises:
       OptionError: there is none; names the nearest.
     """
-    if name not in table:
-        raise OptionError(f"unknown {kind} {name!r}" + hint(name, table))
+    if not isinstance(name, str) or name not in table:
+        raise OptionError(f"unknown {kind} {shown(name)!r}" + hint(shown(name), table))
     return table[name]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from specjax.arguments import METHOD, Must
 from specjax.errors import OptionError, PairError
 from specjax.lm import LM
 from specjax.methods.parts import Context
 from specjax.methods.table import MethodSpec, compose, method
 from specjax.protocols import Drafter, Method, Rule, TargetDist
+from specjax.rounds import DraftVerify
 
 
 def choose(
@@ -25,16 +27,22 @@ def choose(
     ``speculative``, a target distribution ``warped``.
 
     Raises:
-      OptionError: an unknown name, or parts beside a method object.
+      OptionError: an unknown name, no such object, or parts beside a method object.
     """
-    if drafter or rule or target_dist not in (None, "warped"):
-        if not isinstance(name, str):
+    named = isinstance(name, str)
+    if drafter is not None or rule is not None or target_dist not in (None, "warped"):
+        if not named:
             raise OptionError(
                 "a method object has its parts: leave drafter=, rule=, target_dist= out"
             )
-        drafter = drafter or ("chain" if has_draft else "none")
-        return compose(drafter, rule or "speculative", target_dist or "warped")
-    return method(name) if isinstance(name, str) else name
+        own = {"drafter": drafter, "rule": rule, "target_dist": target_dist}
+        usual = {"drafter": "chain" if has_draft else "none", "rule": "speculative"}
+        return compose(**usual | {name: part for name, part in own.items() if part is not None})
+    if type(name) is DraftVerify:  # as its parts: their options are checked, and have defaults
+        return compose(name.drafter, name.rule, name.target)
+    if named or isinstance(name, MethodSpec):
+        return method(name) if named else name
+    return METHOD.parse("method", name)
 
 
 def bind(
@@ -50,7 +58,7 @@ def bind(
     if context.draft is not None:
         check_models(context.target, context.draft)
     if not isinstance(chosen, MethodSpec):
-        return chosen, dict(options)
+        return chosen, {name: Must(float).parse(name, value) for name, value in options.items()}
     if chosen.needs_reward and not guided:
         raise OptionError(f"method {chosen.name} needs a reward: give --reward (or reward=)")
     return chosen.build(context, options)

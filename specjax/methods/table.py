@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from specjax.arguments import DRAFTER, RULE, TARGET_DIST, or_name, takes
 from specjax.errors import OptionError, PairError
 from specjax.methods.options import Option, hint
 from specjax.methods.parts import (
@@ -296,10 +297,15 @@ def method(name: str) -> MethodSpec:
     return lookup("method", METHODS, name)
 
 
+@takes(drafter=or_name(DRAFTER), rule=or_name(RULE), target_dist=or_name(TARGET_DIST))
 def compose(
     drafter: str | Drafter, rule: str | Rule, target_dist: str | TargetDist = "warped"
 ) -> MethodSpec:
-    """An unnamed method of any drafter, rule and target distribution, by name or as objects."""
+    """An unnamed method of any drafter, rule and target distribution, by name or as objects.
+
+    Raises:
+      OptionError: a part is neither.
+    """
     said = [part if isinstance(part, str) else part.name for part in (drafter, rule)]
     if target_dist != "warped":
         said.append(target_dist if isinstance(target_dist, str) else type(target_dist).__name__)

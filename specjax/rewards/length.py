@@ -7,6 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arguments import COUNT, Must, settle
 from specjax.rewards.protocol import DeviceReward
 
 
@@ -20,6 +21,9 @@ class Length:
     name = "length"
     bounds = (0.0, 1.0)
     full = 1.0
+
+    def __post_init__(self):
+        settle(self, low=Must(int, low=0), high=COUNT)
 
     def check(self, tokenizer, constraints):
         """Every completion has a length."""

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arguments import TEXTS, settle
 from specjax.errors import OptionError
 from specjax.rewards.protocol import DeviceReward
 from specjax.text import REPLACEMENT, Tokenizer
@@ -114,6 +115,9 @@ class Lexical:
     full = 1.0
     inflect = True
     absent = False
+
+    def __post_init__(self):
+        settle(self, words=TEXTS)
 
     def words_of(self, constraints: dict) -> list[str]:
         return list(dict.fromkeys([*self.words, *constraints.get(self.name, ())]))

@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Callable
 
+from specjax.arguments import Must, an, settle
 from specjax.errors import OptionError
 from specjax.rewards.parsing import OPEN, VALID, json_state, parses_as_python
 
@@ -32,6 +33,9 @@ class Regex(OfText):
 
     pattern: re.Pattern
     name = "regex"
+
+    def __post_init__(self):
+        settle(self, pattern=Must(an(re.Pattern), wanted="a pattern of re.compile"))
 
     def score(self, sample):
         return float(self.pattern.search(sample.text) is not None)

@@ -13,6 +13,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import probs
+from specjax.arguments import COUNT, settle
 from specjax.models import KVCache
 from specjax.probs import Purpose
 from specjax.protocols import Method
@@ -57,6 +58,9 @@ class BeamSearch(Method):
     beams: int = 4
     width = 1
     reserves = True
+
+    def __post_init__(self):
+        settle(self, beams=COUNT)
 
     def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
         cache = inputs.target.prefill(state.tokens, state.length, chunk)

@@ -15,6 +15,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import probs
+from specjax.arguments import COUNT, FLAG, Must, settle
 from specjax.draft.feeding import draw_chain, last_two
 from specjax.models import KVCache
 from specjax.probs import Purpose
@@ -114,6 +115,10 @@ class CDSL(Method):
     b: int = 1
     accept: str = HARD
     keep_verified: bool = True
+
+    def __post_init__(self):
+        accept = Must(str, choices=ACCEPTS)
+        settle(self, k=COUNT, d=COUNT, b=Must(int, low=0), accept=accept, keep_verified=FLAG)
 
     @property
     def hosted(self) -> bool:

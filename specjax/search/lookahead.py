@@ -17,6 +17,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import probs
+from specjax.arguments import COUNT, FLAG, settle
 from specjax.models import KVCache
 from specjax.net import Net
 from specjax.protocols import Method
@@ -174,6 +175,9 @@ class Lookahead(Method):
     k: int = 3
     d: int = 3
     drafts: bool = False
+
+    def __post_init__(self):
+        settle(self, k=COUNT, d=COUNT, drafts=FLAG)
 
     @property
     def hosted(self) -> bool:

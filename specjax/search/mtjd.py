@@ -10,6 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from specjax import probs
+from specjax.arguments import COUNT, settle
 from specjax.draft.beam import Beam
 from specjax.models.cache import commit_path
 from specjax.probs import Purpose
@@ -31,6 +32,9 @@ class MTJD(Method):
 
     block: int = 4
     beam_width: int = 8
+
+    def __post_init__(self):
+        settle(self, block=COUNT, beam_width=COUNT)
 
     @classmethod
     def over(cls, vocab: int, block: int, beam_width: int) -> MTJD:

@@ -1,0 +1,273 @@
+"""What the public functions take, and what they refuse by name before anything compiles."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+import specjax as sj
+from specjax import decode, rewards, search
+from specjax.arguments import Must, shown
+from specjax.text import Tokenizer
+
+IDS = [[5, 6, 7], [8, 9, 10]]
+ROWS = {"prompts": IDS}
+
+
+@pytest.fixture(scope="module")
+def models(target, draft):
+    vocab = {f"w{i}": i for i in range(98)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "w0"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(backend)
+    target = dataclasses.replace(target, tokenizer=tokenizer)
+    return target, dataclasses.replace(draft, tokenizer=tokenizer)
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """Fails where a key is made (the first thing that compiles) or a batch begins."""
+
+    def fail(*_, **__):
+        raise AssertionError("something compiled")
+
+    monkeypatch.setattr(jax.random, "key", fail)
+    monkeypatch.setattr(decode, "start", fail)
+
+
+def several(name, *values):
+    return [{name: value} for value in values]
+
+
+WRONG = [
+    *several("prompts", 7, 7.0, None, True, b"w1", {"w1": 1}, {"w1"}, [], (), "", [""], iter(())),
+    *several(
+        "prompts", [None], [b"w1"], [[]], [["w1"]], [[1, "a"]], [[1, None]], [[1.5]], [[True]]
+    ),
+    *several("prompts", [[[1]]], [1, [2]], [[98]], [[-1]], [[2**40]], [[1] * 512], [{"role": "x"}]),
+    *several("prompts", np.ones(3), np.ones((2, 3), bool), np.ones((1, 1, 1), int), np.int32(7)),
+    *several("prompts", jnp.ones(3), np.zeros((0, 3), int), "w1 \ud800", object),
+    *several("seed", "abc", 1.5, None, -1, 2**32, True, [1], 10**5000, float("nan"), "1" * 5000),
+    *several("batch_size", 0, -1, 1.5, "two", True, [2], np.array([2]), float("inf")),
+    *several("max_new_tokens", 0, -1, None, 2.5, "many", float("inf"), float("nan"), {}, 3j),
+    *several("num_samples", 0, -1, 1.5, 10**9, "x", None),
+    *several("stop", 7, [7], [""], "", b"x", [None], [["a"]], 1.5),
+    *several("logprobs", "maybe", 2, None, [], np.ones(2)),
+    *several("indices", 3, [1], [1, 2, 3], [-1, 0], [0, 2**31], [0.5, 1.5], "01"),
+    *several("rounds_per_piece", 0, -1, 1.5, None),
+    *several("sampling", 0.8, {"temperature": 1}, sj.Sampling, "greedy"),
+    *several("method", 7, None, "specluative", ["beam"], sj.draft.Chain(), search.BeamSearch),
+    *several("drafter", 7, "", "chian", sj.draft.Chain, "speculative", len),
+    *several("rule", 7, "", "blok", len, sj.draft.Chain()),
+    *several("target_dist", 7, "", "warpd", len),
+    *several("draft", "demo-draft", 7, {}),
+    *several("options", 7, "gamma=3", ["gamma"], {7: 1}, {"gama": 3}),
+    *several("constraints", 7, "tree", [{}], [{}] * 3, [7, 7], [{"lexical": 7}] * 2),
+    *several("reward", 7, "lexicla", [], [7], ""),
+    {"target": "demo"},
+    {"target": None},
+]
+BAD_OPTIONS = [
+    *several("gamma", "x", 0, 2.5, "2.5", None, True, [3], float("inf"), 65, np.array([3]), b"3"),
+    *several("draft_warp", "perhaps", 2, None, []),
+    *several("stop", 7, "sometimes", None),
+    *several("tau1", "x", -1, 2, None, True, float("nan")),
+]
+
+
+def argument(call):
+    name, value = next(iter(call.items()))
+    return f"{name}={shown(value)}"
+
+
+def refused(function, name, *args, **named):
+    with pytest.raises((sj.OptionError, TypeError)) as error:
+        function(*args, **named)
+    said = str(error.value)
+    # An unknown name is said to be one of an option, a rule, a target distribution.
+    assert (
+        name.replace("target_dist", "target").removesuffix("s") in said
+        and "\n" not in said
+        and len(said) < 250
+    )
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=argument)
+def test_a_wrong_argument_is_named_before_anything_compiles(models, nothing_runs, wrong):
+    function = sj.stream if "rounds_per_piece" in wrong else sj.generate
+    refused(function, next(iter(wrong)), **{"target": models[0]} | ROWS | wrong)
+
+
+@pytest.mark.parametrize("wrong", BAD_OPTIONS, ids=argument)
+def test_a_wrong_option_is_named_before_anything_compiles(models, nothing_runs, wrong):
+    target, draft = models
+    given = {"method": "speculative", "draft": draft, "options": wrong}
+    refused(sj.generate, next(iter(wrong)), target, IDS, **given)
+
+
+MADE = [
+    (sj.Sampling, "temperature", ("x", None, True, -1, float("nan"), float("inf"), 1e39, [1])),
+    (sj.Sampling, "top_k", (-1, 1.5, "x", None, True, 2**31)),
+    (sj.Sampling, "top_p", (0, 2, -0.5, "x", None, True, float("nan"))),
+    (sj.draft.Chain, "gamma", (0, -1, 2.5, "x", None, True, [3])),
+    (sj.draft.Chain, "stop", (7, "sometimes", None)),
+    (sj.draft.Chain, "draft_warp", ("maybe", 2, None)),
+    (sj.draft.Lookup, "ngram", (0, 1.5, "x")),
+    (
+        sj.draft.Tree,
+        "branching",
+        (4, (), "", (4, 0), (2.5,), "4,x", (64, 64), ((1,),), None, (True,)),
+    ),
+    (sj.draft.Tree.iid, "gamma", (0, "x", 1.5)),
+    (sj.draft.Beam, "width", (0, "x", 1.5)),
+    (sj.draft.Beam, "joint", (7, "cooked")),
+    (search.BeamSearch, "beams", (0, "x", 1.5)),
+    (search.MTJD, "block", (0, "x", 1.5)),
+    (sj.Contrastive, "variant", (7, "better")),
+    (rewards.Lexical, "words", (7, [7])),
+    (rewards.Length, "low", (-1, "x")),
+    (rewards.Regex, "pattern", ("a+", 7)),
+    (sj.make_mesh, "data", (0, "x", 1.5, True)),
+    (sj.load, "path_or_id", (7, None, b"demo", ["demo"])),
+    (sj.load, "pickles", ("maybe", None)),
+    (sj.load, "mesh", ("data=2", (1, 2))),
+    (sj.on_mesh, "mesh", (None, (1, 2))),
+    (sj.from_params, "config", (None, {}, "demo")),
+    (sj.from_params, "params", (None, 7, "demo")),
+    (sj.from_params, "tokenizer", ("demo", 7)),
+    (sj.from_params, "eos_ids", (7, "7", [0.5], [None])),
+    (sj.method, "method", (7, None, ["beam"])),
+    (sj.compose, "drafter", (7, None, sj.draft.Chain)),
+    (sj.compose, "rule", (7, None, len)),
+    (sj.DraftVerify, "drafter", (7, "chain")),
+    (sj.DraftVerify, "rule", (7, "match", len)),
+    (sj.draft_verify, "target", (7, "warped")),
+    (sj.rule, "laws", (7, [7])),
+]
+REST = {
+    sj.draft.Tree.iid: {"chains": 2},
+    rewards.Length: {"high": 3},
+    sj.load: {"path_or_id": "demo"},
+    sj.on_mesh: {"model": None},
+    sj.from_params: {"config": None, "params": {}},
+    sj.compose: {"drafter": "chain", "rule": "match"},
+    sj.DraftVerify: {"drafter": sj.draft.Lookup(), "target": sj.Warped(), "rule": sj.verify.match},
+    sj.draft_verify: {"drafter": sj.draft.Lookup(), "rule": sj.verify.match},
+    sj.rule: {"lossless": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [(make, name, value) for make, name, values in MADE for value in values],
+    ids=lambda value: None if callable(value) else shown(value),
+)
+def test_what_is_made_of_wrong_values_is_refused(models, nothing_runs, make, name, value):
+    rest = dict(REST.get(make, {}))
+    if "model" in rest:
+        rest["model"] = models[0]
+    if "config" in rest:
+        rest["config"] = models[0].config
+    if make is sj.method:
+        return refused(make, name, value)
+    if make is sj.rule:
+        return refused(lambda **kw: sj.rule(**kw)(len), name, **rest | {name: value})
+    return refused(make, name, **rest | {name: value})
+
+
+def test_what_is_meant_is_taken(tmp_path):
+    three = sj.draft.Chain(3)
+    for gamma in ("3", 3.0, np.int64(3), np.float32(3), jnp.int32(3), np.array(3)):
+        assert sj.draft.Chain(gamma) == three and type(sj.draft.Chain(gamma).gamma) is int
+    for branching in ("4,2", [4, 2], np.array([4, 2]), ("4", 2.0), (n for n in (4, 2))):
+        assert sj.draft.Tree(branching) == sj.draft.Tree((4, 2))
+        hash(sj.draft.Tree(branching if isinstance(branching, str) else (4, 2)))
+    assert sj.draft.Chain(draft_warp="false") == sj.draft.Chain(draft_warp=np.False_)
+    assert sj.Sampling("0.5", np.int32(4), jnp.float32(0.5)) == sj.Sampling(0.5, 4, 0.5)
+    assert rewards.Lexical("tree") == rewards.Lexical(("tree",))
+    assert sj.rule(laws="iid", lossless=True)(len).laws == {"iid"}
+    assert sj.method("beam") is sj.methods()["beam"]
+    for dtype in ("float16", jnp.float16, np.dtype("float16")):
+        with pytest.raises(sj.ModelError, match="no such model directory"):
+            sj.load(Path(tmp_path / "none"), dtype)
+
+
+PLAIN = {"seed": 3, "batch_size": 2, "max_new_tokens": 6, "stop": ("w90",), "logprobs": False}
+MEANT = [
+    {"prompts": tuple(map(tuple, IDS))},
+    {"prompts": np.array(IDS)},
+    {"prompts": np.array(IDS, np.uint8)},
+    {"prompts": jnp.array(IDS)},
+    {"prompts": [np.array(row) for row in IDS]},
+    {"prompts": ["w5 w6 w7", "w8 w9 w10"]},
+    {"prompts": np.array(["w5 w6 w7", "w8 w9 w10"])},
+    {"seed": np.int64(3), "batch_size": np.int32(2), "max_new_tokens": jnp.int32(6)},
+    {"seed": "3", "batch_size": 2.0, "max_new_tokens": "6", "num_samples": 1.0},
+    {"stop": "w90", "logprobs": "false"},
+    {"stop": ["w90"], "logprobs": 0, "batch_size": None, "indices": np.arange(2)},
+    {"stop": {"w90"}, "options": None},
+    {"method": sj.method("autoregressive"), "constraints": [{"lexical": "w1"}] * 2},
+    {"method": sj.DraftVerify(sj.draft.NoDraft(), sj.Warped(), sj.verify.speculative)},
+    {"options": [], "drafter": "none"},
+]
+
+
+def outcome(target, **given):
+    out = sj.generate(target, **ROWS | PLAIN | {"sampling": sj.Sampling(1.0)} | given)
+    return [row.tolist() for row in out.tokens], out.text
+
+
+@pytest.mark.parametrize("meant", MEANT, ids=lambda meant: ",".join(meant))
+def test_what_is_meant_gives_the_same(models, meant):
+    assert outcome(models[0], **meant) == outcome(models[0])
+
+
+def test_prompts_may_come_lazily_and_one_of_ids_alone(models):
+    lazily = ((token for token in row) for row in IDS)
+    assert outcome(models[0], prompts=lazily) == outcome(models[0])
+    twice = {"num_samples": 2}  # two rows, as above: one program
+    alone = outcome(models[0], prompts=IDS[:1], **twice)
+    first = IDS[0]
+    for row in (first, tuple(first), np.array(first), jnp.array(first), range(5, 8), iter(first)):
+        assert outcome(models[0], prompts=row, **twice) == alone
+    assert outcome(models[0], prompts="w5 w6 w7", **twice) == alone
+
+
+def test_a_method_of_objects_is_checked_as_its_parts(models, nothing_runs):
+    target, draft = models
+    method = sj.DraftVerify(sj.draft.Chain(stop="before"), sj.Warped(), sj.verify.speculative)
+    with pytest.raises(sj.PairError, match="needs a draft model"):
+        sj.generate(target, IDS, method=method)
+    with pytest.raises(sj.OptionError, match="tau1=2: expected a number ≤ 1"):
+        sj.generate(target, IDS, method=method, draft=draft, options={"tau1": 2})
+    with pytest.raises(sj.OptionError, match="unknown option 'gamma'"):
+        sj.generate(target, IDS, method=method, draft=draft, options={"gamma": 2})
+
+
+def test_a_huge_budget_ends_with_the_context(models, monkeypatch):
+    budgets = []
+
+    def start(method, inputs, prompts, budget, *_, **__):
+        budgets.extend(budget)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decode, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        sj.generate(models[0], IDS, max_new_tokens=1e9)
+    assert budgets == [models[0].config.max_position - 3] * 2
+
+
+def test_a_stream_refuses_when_it_is_called(models):
+    with pytest.raises(sj.OptionError, match="batch_size"):
+        sj.stream(models[0], IDS, batch_size=0)
+
+
+def test_shown_is_short_and_one_line():
+    for value in ("a\nb" * 99, 10**9999, ["x" * 999] * 99, np.ones((9, 9)), object(), -(2**999)):
+        assert len(shown(value)) < 200 and "\n" not in shown(value)
+    with pytest.raises(sj.OptionError, match="n=a b: expected a whole number"):
+        Must(int).parse("n", "a\nb")
