@@ -190,7 +190,7 @@ def _check_word(reward: str, word: str, inflect: bool, tokenizer: Tokenizer | No
         raise OptionError(f"reward {reward} reads text: it needs a target with a tokenizer")
     try:
         again = tokenizer.decode(tokenizer.encode(forms[0], False))
-    except (UnicodeEncodeError, TypeError):  # half of a surrogate pair
+    except OptionError:  # half of a surrogate pair
         again = REPLACEMENT
     if forms[0] not in again:
         raise OptionError(
