@@ -1,6 +1,6 @@
 """MTAD's acceptance by joint probability (Qin et al. 2024, Algorithm 1). Lossy.
 
-The emitted text is likelier under the target than a plain sample: lower perplexity.
+With several beams the emitted text is likelier under the target than a plain sample.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Mentored decoding (Tran-Thien 2023): as many acceptances as KL(p‖π) ≤ D allows. Lossy.
 
+Among laws π within p's support, that is: a token that p excludes is never accepted.
+
 The emitted law of each token is ``π = clip(q, b p, p/α)`` with ``b ≤ 1 ≤ 1/α``: draft tokens are
 accepted with ``min(1, p/(α q))``, a refusal draws from ``norm(max(0, b p − q))``.
 """

@@ -153,6 +153,27 @@ def test_mtjd_takes_the_argmax_of_the_exact_joint(lm):
     )
 
 
+def test_likelier_blocks_may_make_less_likely_text():
+    """Corollary 3.3 of Qin et al. 2024 does not hold: docs/pages/mtad.md has this Markov chain.
+
+    From 0 greedy decoding stays (0.6); the likeliest two tokens are 1, 2 (0.4 > 0.36), and from 2,
+    3 or 4 two of these are likelier than any way back.
+    """
+    p = np.array([[0.6, 0.4, 0, 0, 0], [0, 0, 1, 0, 0], *[[0.04, 0, 0.32, 0.32, 0.32]] * 3])
+
+    def perplexity(block: int, length: int) -> float:
+        """Of the likeliest blocks one after the other, each by enumeration of its joint."""
+        at, total = 0, 0.0
+        for _ in range(length // block):
+            joint = p[at] if block == 1 else p[at][:, None] * p
+            total += np.log(joint.max())
+            at = joint.argmax() % len(p)
+        return float(np.exp(-total / length))
+
+    assert perplexity(1, 1000) == pytest.approx(1 / 0.6)
+    assert perplexity(2, 1000) == pytest.approx(1 / 0.32, rel=0.01)
+
+
 @pytest.mark.slow
 def test_mtjd_draws_blocks_from_the_joint(lm):
     """One block of two tokens, 4,000 rows: the joint law by chi-square."""
