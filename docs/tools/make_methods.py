@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -19,6 +21,7 @@ from specjax.methods import (
     Context,
     Option,
     compose,
+    presets,
 )
 from specjax.models import ModelConfig, init_params
 
@@ -30,6 +33,13 @@ HEAD = """# Methods
 A method is a drafter, a target distribution and an acceptance rule. **Lossless** means: the
 emitted sequence has exactly the law of sampling token by token from the target distribution,
 warped by the run's temperature, top-k and top-p.
+"""
+
+PRESETS = """## Presets
+
+`--set preset=NAME`, or `options={"preset": NAME}`. A preset fills in the options that are not given
+themselves, of those that the method has.
+
 """
 
 MATRIX = """## Every drafter with every rule
@@ -55,6 +65,8 @@ def make_page() -> str:
     ):
         rows = [[f"`{name}`", part.summary, _options(part.options)] for name, part in table.items()]
         parts.append(f"## {title}\n\n" + markdown_table(("name", "what it is", "options"), rows))
+    rows = [[f"`{s}`", f"`{part}`", _values(filled)] for part, s, filled in presets()]
+    parts.append(PRESETS + markdown_table(("preset", "of", "fills in"), rows))
     return "\n".join([*parts, _matrix()])
 
 
@@ -102,11 +114,16 @@ def _composition(spec) -> str:
 
 
 def _options(options: Mapping[str, Option]) -> str:
-    def value(default):
-        return ",".join(map(str, default)) if isinstance(default, tuple) else str(default).lower()
+    return "; ".join(f"{_said(name, o.default)} {o.help}" for name, o in options.items())
 
-    said = [f"`{name}={value(o.default)}` {o.help}" for name, o in options.items()]
-    return "; ".join(said)
+
+def _values(options: Mapping[str, Any]) -> str:
+    return ", ".join(itertools.starmap(_said, options.items()))
+
+
+def _said(name: str, value: Any) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()
+    return f"`{name}={text}`"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Methods: options, parts, the table, and what turns names or objects into one of them."""
 
 from specjax.methods.options import Option
-from specjax.methods.parts import DRAFTERS, RULES, SEARCHES, TARGET_DISTS, Context
+from specjax.methods.parts import DRAFTERS, RULES, SEARCHES, TARGET_DISTS, Context, presets
 from specjax.methods.resolve import bind, choose
 from specjax.methods.table import METHODS, MethodSpec, compose, method, methods
 
@@ -19,4 +19,5 @@ __all__ = [
     "compose",
     "method",
     "methods",
+    "presets",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specjax.arguments import Must
@@ -22,6 +22,13 @@ class Option(Must):
     help: str
     _: dataclasses.KW_ONLY
     within_vocabulary: bool = False  # so many different tokens: no more than there are
+    # A choice may stand for values of other options of the method: those that are not given.
+    presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def preset(cls, help: str, presets: Mapping[str, Mapping[str, Any]]) -> Option:
+        """An option whose choices are presets, by name; by default none of them."""
+        return cls(str, "none", help, choices=("none", *presets), presets=presets)
 
     def parse(self, name: str, value: Any) -> Any:
         """The value, checked as by :class:`specjax.arguments.Must`.

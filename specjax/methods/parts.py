@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from specjax import draft, search, verify
@@ -16,7 +16,7 @@ from specjax.methods.options import REQUIRED, Option, hint
 from specjax.protocols import Drafter, Rule, TargetDist
 from specjax.rewards import Fold
 from specjax.rewards.combined import COMBINATIONS
-from specjax.target import VARIANTS, Contrastive, Warped
+from specjax.target import IMPROVED, ORIGINAL, VARIANTS, Contrastive, Warped
 from specjax.types import DETERMINISTIC
 
 
@@ -43,7 +43,11 @@ class Part:
     bound: bool = False
 
     def build(self, context: Context, values: Mapping[str, Any]) -> Any:
-        static = {name: values[name] for name, o in self.options.items() if o.kind is not float}
+        static = {
+            name: values[name]
+            for name, option in self.options.items()
+            if option.kind is not float and not option.presets
+        }
         return self.make(context, **static) if self.bound else self.make(**static)
 
 
@@ -178,13 +182,23 @@ DRAFTERS: dict[str, Part] = {
     ),
 }
 
+# Yuan et al. 2024: Table 2, whose α serves both variants, the variant that Table 1 has ahead, and
+# Appendix A.2: the amateur draws at temperature 1.
+SCD_TASKS = {
+    "wikitext": {"variant": ORIGINAL, "alpha": 0.1, "beta": 0.5, "draft_warp": False},
+    "alpacaeval": {"variant": IMPROVED, "alpha": 0.5, "beta": 0.5, "draft_warp": False},
+    "gsm8k": {"variant": IMPROVED, "alpha": 0.5, "beta": 1.0, "draft_warp": False},
+    "humaneval": {"variant": ORIGINAL, "alpha": 0.5, "beta": 0.5, "draft_warp": False},
+}
+
 TARGET_DISTS: dict[str, Part] = {
     "warped": Part(Warped, "the target's own distribution under temperature, top-k and top-p"),
     "contrastive": Part(
         Contrastive,
         "what the target says more than the draft model does",
         {
-            "variant": Option(str, "improved", "the score", choices=VARIANTS),
+            "preset": Option.preset("the SCD paper's options of a task", SCD_TASKS),
+            "variant": Option(str, IMPROVED, "the score", choices=VARIANTS),
             "alpha": Option(float, 0.5, "plausible: so much of the likeliest", above=0, high=1),
             "beta": Option(float, 0.5, "weight of the amateur (improved)", low=0),
         },
@@ -279,6 +293,15 @@ SEARCHES: dict[str, Part] = {
         bound=True,
     ),
 }
+
+
+def presets() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Every preset: the part that declares it, ``option=name``, and what it fills in."""
+    for table in (DRAFTERS, TARGET_DISTS, RULES, SEARCHES):
+        for part_name, part in table.items():
+            for option_name, option in part.options.items():
+                for name, filled in option.presets.items():
+                    yield part_name, f"{option_name}={name}", filled
 
 
 # Every setting that some part reads, for parts that are handed over as objects.

@@ -82,14 +82,26 @@ class MethodSpec:
         return any(part.needs_reward for part in self.parts)
 
     def resolve(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """All options with their values; unknown names and bad values are errors."""
+        """All options with their values: given, else of a preset, else the defaults.
+
+        What the method has no option for, a preset does not fill in.
+
+        Raises:
+          OptionError: an unknown name, or a bad value.
+        """
         known = self.options
         for name in options:
             if name not in known:
                 raise OptionError(
                     f"unknown option {name!r} of method {self.name}" + hint(name, known)
                 )
-        return {n: o.parse(n, options.get(n, o.default)) for n, o in known.items()}
+        values: dict[str, Any] = {}
+        for name, option in known.items():
+            if option.presets:
+                chosen = option.parse(name, options.get(name, option.default))
+                values |= option.presets.get(chosen, {})
+        values |= options
+        return {n: o.parse(n, values.get(n, o.default)) for n, o in known.items()}
 
     def build(
         self, context: Context, options: Mapping[str, Any]
@@ -193,7 +205,6 @@ METHODS: dict[str, MethodSpec] = {
             drafter="chain",
             rule="speculative",
             target_dist="contrastive",
-            defaults={"draft_warp": False},
         ),
         MethodSpec(
             "block-scd",
@@ -202,7 +213,6 @@ METHODS: dict[str, MethodSpec] = {
             drafter="chain",
             rule="block",
             target_dist="contrastive",
-            defaults={"draft_warp": False},
         ),
         MethodSpec(
             "tree-scd",

@@ -222,6 +222,7 @@ def test_end_to_end_law(name, options):
         ("tree-match", {"branching": (3, 1)}),
         ("contrastive", {"alpha": ALPHA_MASK}),
         ("scd", {"gamma": 2, "alpha": ALPHA_MASK}),
+        ("scd", {"gamma": 2, "alpha": ALPHA_MASK, "draft_warp": False}),
         ("tree-scd", {"branching": (2, 2), "alpha": ALPHA_MASK}),
     ],
     ids=str,

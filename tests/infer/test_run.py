@@ -288,6 +288,7 @@ BAD = {
     "tau of one": (["--method", "mtad", "--set", "tau=1"], "< 1"),
     "negative bound": (["--method", "mentored", "--set", "max_kl=-1"], "≥ 0"),
     "alpha of zero": (["--method", "scd", "--set", "alpha=0"], "> 0"),
+    "unknown preset": (["--method", "scd", "--set", "preset=code"], "gsm8k, humaneval"),
     "unknown choice": (["--method", "bild", "--set", "stop=maybe"], "before"),
     "a law the rule cannot take": (["--drafter", "beam", "--rule", "block"], "drafter beam"),
     "no adaptive tokens": (["--method", "sdsat"], "train.sdsat"),
@@ -371,7 +372,7 @@ def test_list_methods_names_every_method_and_part(capsys):
 
     code, out, _ = run(capsys, "--list-methods")
     assert code == 0
-    for name in (*METHODS, *DRAFTERS, *RULES):
+    for name in (*METHODS, *DRAFTERS, *RULES, "preset=humaneval"):
         assert name in out
 
 
