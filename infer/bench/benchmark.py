@@ -24,7 +24,8 @@ from infer.bench.energy import find_meter
 from infer.bench.peers import TransformersPeer, peer_rows
 from infer.bench.questions import read_questions
 from infer.bench.report import markdown, show, write
-from infer.bench.rows import add_quality, make_rows, pass_widths
+from infer.bench.rows import add_pass_at_1, add_quality, make_rows, pass_widths
+from infer.bench.sandbox import choose_guard
 from infer.bench.timed_cases import measure
 from infer.cli import make_directory
 from infer.loading import load_models, use_compilation_cache
@@ -61,6 +62,7 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
       SpecjaxError: an argument does not fit the models, or they cannot be loaded.
     """
     use_compilation_cache()
+    guard = choose_guard(args.unsafe) if args.run_tests else None
     meter = find_meter(jax.default_backend())
     with models(args) as (target, draft, directories):
         cases = make_cases(args, draft is not None)
@@ -80,7 +82,9 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
         passes = {width for case in cases for width in pass_widths(case, target)}
         v, c = timing.costs(target, draft, sorted(passes.union(timing.CURVE)))
         rows = make_rows(target, prompts, results, v, c)
-        add_quality(rows, target, draft, questions, results, args.run_tests)
+        add_quality(rows, target, draft, questions, results)
+        if args.run_tests:
+            add_pass_at_1(rows, questions, results, guard)
         return {
             "machine": machine(),
             "target": args.random_target or args.target,

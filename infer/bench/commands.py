@@ -47,11 +47,12 @@ def parser() -> Parser:
     out.add_argument(
         "--run-tests",
         action="store_true",
-        help="pass@1 of --prompts in HumanEval's format. WARNING: runs the code that "
-        "the models write, in a subprocess with limits on time, memory, files "
-        "and processes, and without network where the kernel allows; that "
-        "stops accidents, not attacks: use a machine you can lose",
+        help="pass@1 of --prompts in HumanEval's format: runs the code that the models "
+        "write, where Landlock or bubblewrap lets it write to a fresh folder alone, "
+        "under limits on time, memory and files, without processes, network and signals",
     )
+    said = "--run-tests where neither works: that code can read and change your files"
+    out.add_argument("--unsafe", action="store_true", help=said)
     out.add_argument("--num-prompts", type=whole(1), default=40, metavar="N")
     said = f"default: {','.join(DEFAULT)}; all: every method that fits"
     out.add_argument("--methods", metavar="A,B,…", help=said)
@@ -102,6 +103,8 @@ def check(args: argparse.Namespace, commands: Parser) -> None:
         commands.error(f"--random-target {args.random_target}: choose {', '.join(SIZES)}")
     if args.run_tests and not args.prompts:
         commands.error("--run-tests needs --prompts FILE.jsonl in HumanEval's format")
+    if args.unsafe and not args.run_tests:
+        commands.error("--unsafe is about --run-tests, which is not asked for")
     if args.sampled_only and args.peer:
         commands.error(
             "--sampled-only leaves nothing that the peer is held against: it decodes greedily"

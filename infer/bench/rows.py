@@ -68,12 +68,10 @@ def add_quality(
     draft: LM | None,
     questions: Sequence[Question],
     results: Sequence[Result],
-    run_tests: bool,
 ) -> None:
-    """Adds to each row KL to the target, energy, ROUGE-L and, where asked for, pass@1.
+    """Adds to each row KL to the target, energy and ROUGE-L.
 
-    Infilling tasks with a ``middle`` add the share of completions that equal it. ``run_tests``
-    runs what the models wrote.
+    Infilling tasks with a ``middle`` add the share of completions that equal it.
     """
     prompts = [question.tokens for question in questions]
     references = [question.references for question in questions]
@@ -86,8 +84,18 @@ def add_quality(
             row["joules_per_token"] = float(np.median(result.joules)) / tokens
         row["rouge_l"] = mean_rouge(result.text, references)
         row["exact_match"] = exact_match(tasks, result.text)
-        if run_tests:
-            row["pass_at_1"] = pass_at_1(tasks, result.text)
+
+
+def add_pass_at_1(
+    rows: Sequence[dict[str, Any]],
+    questions: Sequence[Question],
+    results: Sequence[Result],
+    guard: str | None,
+) -> None:
+    """Runs what the models wrote, under ``guard``, and adds the share that passes its test."""
+    tasks = [question.task for question in questions]
+    for row, result in zip(rows, results, strict=True):
+        row["pass_at_1"] = pass_at_1(tasks, result.text, guard)
 
 
 def _row(result: Result, results: Sequence[Result]) -> dict[str, Any]:

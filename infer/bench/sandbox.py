@@ -1,91 +1,202 @@
-"""Whether a program that a model wrote passes its test, run in a process with little to break.
+"""Whether a function that a model wrote passes its test, run in processes with little to break.
 
-The process is isolated Python (`-I`) without our environment, in an empty directory that is
-deleted, under limits of CPU time, memory, file size, open files and wall clock. It may start no
-process or thread, runs as nobody where we are root, and has no network where the kernel lets us
-take it away. It can still read files: this contains accidents, not attacks.
+Two processes share a fresh folder. The worker runs what the model wrote; the checker runs the
+task's test, asks the worker for each value, and alone can write the verdict
+(``infer.bench.sandboxed``). Both are isolated Python (`-I`) without our environment, under limits
+of CPU time, memory, file size, open files and wall clock, and may start no process or thread. They
+run as nobody where we are root, without capabilities and, on x86-64 and ARM64, without network,
+signals or a change of any file's mode (``infer.bench.confinement``). A guard, Landlock or else
+bubblewrap, leaves them write access to the folder alone, and of what we can read Python and the
+system's libraries. The folder is kept small while they run, and removed once they are gone.
+
+What stays open: a name, size or date of any file can be asked for, the kernel itself can have
+holes, and the folder can pass its bound for as long as it takes to look.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
-import secrets
-import signal
+import re
+import select
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from infer.bench.confinement import NOBODY, READABLE
+from infer.bench.folder import Folder
 from specjax.errors import OptionError
+from specjax.program import say
 
 CHILD = Path(__file__).with_name("sandboxed.py")
 # Where a completion of a function is over: the next top-level statement (Chen et al. 2021, §2.1).
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+LANDLOCK, BUBBLEWRAP = "landlock", "bubblewrap"
+POLL_MS, LONGEST = 20, 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Of one program; seconds and bytes."""
+    """Of one process, or of the folder and the wall clock of both; seconds and bytes."""
 
     wall_s: float = 15.0
     cpu_s: int = 10
     memory: int = 1 << 30
     file_size: int = 1 << 20
     files: int = 32
+    folder_size: int = 16 << 20
+    folder_entries: int = 100
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """``passed``: the program came to its end. ``offline``: it had no network."""
+    """``passed``: the test came to its end. ``unjudged``: why it could not be run to it."""
 
-    passed: bool
-    offline: bool
+    passed: bool = False
+    unjudged: str = ""
 
 
-def run_program(source: str, limits: Limits | None = None) -> Outcome:
-    """Runs Python source under the limits."""
-    limits, token = limits or Limits(), secrets.token_hex(16)
-    told = json.dumps(dataclasses.asdict(limits) | {"token": token})
-    # What it may leave behind belongs to nobody, who must be able to enter.
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
-        if os.geteuid() == 0:
-            os.chmod(home, 0o777)
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-B", str(CHILD), told],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=home,
-            env={"OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,
+def run_task(
+    task: Mapping[str, Any], program: str, guard: str | None, limits: Limits | None = None
+) -> Outcome:
+    """Runs the test of a task of HumanEval's format on the function that ``program`` defines."""
+    limits, name = limits or Limits(), task["entry_point"]
+    # Helpers before the function are the prompt's, so the test may call them itself.
+    helpers = re.split(rf"^(?:async )?def {name}\b", task["prompt"], flags=re.M)[0]
+    given = {"program": program, "helpers": helpers, "test": task["test"], "entry_point": name}
+    with Folder() as home:
+        if os.geteuid() == 0 and guard != BUBBLEWRAP:
+            os.chown(home.path, NOBODY, NOBODY)
+        return _judge(json.dumps(given).encode(), home, guard, limits)
+
+
+def _judge(given: bytes, home: Folder, guard: str | None, limits: Limits) -> Outcome:
+    """Starts worker and checker, and ends both whatever happens."""
+    started = []
+    try:
+        started.append(worker := _start(home.path, guard, limits, subprocess.PIPE))
+        with worker.stdin, worker.stdout, tempfile.TemporaryFile() as task:
+            task.write(given)
+            task.seek(0)
+            ends = {"calls": worker.stdin.fileno(), "answers": worker.stdout.fileno()}
+            started.append(checker := _start(home.path, guard, limits, task, ends))
+        with checker.stdout:
+            verdict = _verdict(checker.stdout.fileno(), home, limits)
+        return Outcome(**json.loads(verdict)) if verdict else Outcome()
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def _start(home, guard, limits, stdin, ends: Mapping[str, int] | None = None) -> subprocess.Popen:
+    """A worker, or with its two ``ends`` a checker."""
+    told = {"limits": dataclasses.asdict(limits), "landlock": guard == LANDLOCK} | (ends or {})
+    command = [sys.executable, "-I", "-B", str(CHILD), json.dumps(told)]
+    return subprocess.Popen(
+        bubblewrapped(command, home) if guard == BUBBLEWRAP else command,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+        cwd=home,
+        env={"OPENBLAS_NUM_THREADS": "1", "TMPDIR": home},
+        pass_fds=tuple(ends.values()) if ends else (),
+        start_new_session=True,
+    )
+
+
+def bubblewrapped(command: Sequence[str], home: str) -> list[str]:
+    """The command in namespaces of its own, where ``home`` is all that can be written."""
+    out = [str(shutil.which("bwrap")), "--unshare-all", "--unshare-user", "--die-with-parent"]
+    out += ["--new-session", "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL"]
+    for path in dict.fromkeys((*READABLE, str(CHILD.parent))):
+        out += ["--dev-bind" if path.startswith("/dev/") else "--ro-bind-try", path, path]
+    out += ["--dev-bind", os.devnull, os.devnull, "--bind", home, home, "--remount-ro", "/"]
+    return [*out, "--chdir", home, *command]
+
+
+def _verdict(end: int, home: Folder, limits: Limits) -> bytes:
+    """What the checker says in time, while the folder stays small; else nothing."""
+    deadline, poll = time.monotonic() + limits.wall_s, select.poll()
+    poll.register(end, select.POLLIN)
+    bounds = limits.folder_entries, limits.folder_size
+    while time.monotonic() < deadline and home.is_within(*bounds):
+        if poll.poll(POLL_MS):
+            return os.read(end, LONGEST)  # one write of a short line
+    return b""
+
+
+# --- guards ----------------------------------------------------------------------------------
+
+TRIAL = """
+def is_refused(path):
+    try:
+        open(path, "a")
+    except OSError:
+        return True
+"""
+
+
+@functools.cache
+def find_guard() -> str | None:
+    """The first guard that works here: under it a function runs, and cannot write outside."""
+    for guard in (LANDLOCK, BUBBLEWRAP):
+        with tempfile.NamedTemporaryFile() as outside:
+            os.chmod(outside.name, 0o666)
+            test = f"def check(f):\n    assert f({outside.name!r})"
+            task = {"prompt": "", "test": test, "entry_point": "is_refused"}
+            if run_task(task, TRIAL, guard).passed:
+                return guard
+    return None
+
+
+def choose_guard(unsafe: bool) -> str | None:
+    """A guard that works here, or with ``unsafe`` and a warning none.
+
+    Raises:
+      OptionError: there is none, and none was not asked for.
+    """
+    guard = find_guard()
+    if guard is None and not unsafe:
+        raise OptionError(
+            "--run-tests runs what the models write, and neither Landlock (Linux 5.13 or later) "
+            "nor bubblewrap confines it here: install bubblewrap, or add --unsafe on a machine "
+            "you can lose"
         )
-        try:
-            out, _ = process.communicate(source.encode(errors="replace"), limits.wall_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            out, _ = process.communicate()
-    said = out.decode(errors="replace").partition("\n")
-    return Outcome(passed=said[2] == token, offline=said[0] == "offline=1")
+    if guard is None:
+        say("infer.bench", "--unsafe: what the models write can read and change your files")
+    return guard
+
+
+# --- tasks -----------------------------------------------------------------------------------
 
 
 def humaneval_program(task: Mapping[str, Any], completion: str) -> str:
-    """A task of HumanEval's format with a completion of its prompt: the function, then its test."""
+    """The function that a completion of a HumanEval prompt makes."""
     ends = [at for at in (completion.find(stop) for stop in STOPS) if at >= 0]
-    body = completion[: min(ends)] if ends else completion
-    return f"{task['prompt']}{body}\n\n{task['test']}\n\ncheck({task['entry_point']})\n"
+    return f"{task['prompt']}{completion[: min(ends)] if ends else completion}\n"
 
 
-def pass_at_1(tasks: Sequence[Mapping[str, Any]], completions: Sequence[str]) -> float:
+def pass_at_1(
+    tasks: Sequence[Mapping[str, Any]], completions: Sequence[str], guard: str | None
+) -> float:
     """The share of tasks whose one completion passes its test."""
-    passed = [
-        run_program(humaneval_program(task, text)).passed
+    outcomes = [
+        run_task(task, humaneval_program(task, text), guard)
         for task, text in zip(tasks, completions, strict=True)
     ]
-    return sum(passed) / len(passed)
+    if unjudged := [outcome.unjudged for outcome in outcomes if outcome.unjudged]:
+        counted = f"--run-tests counts {len(unjudged)} of {len(outcomes)} as failed that it cannot"
+        say("infer.bench", f"{counted} judge: {', '.join(sorted(set(unjudged)))}")
+    return sum(outcome.passed for outcome in outcomes) / len(outcomes)
 
 
 def check_tasks(tasks: Sequence[Mapping[str, Any]]) -> None:

@@ -1,0 +1,561 @@
+"""pass@1: what a test can say of a function in another process, and what that process cannot do."""
+
+import contextlib
+import json
+import math
+import os
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infer.bench import commands as bench
+from infer.bench import confinement, sandbox
+from infer.bench.folder import Folder
+from infer.bench.sandbox import BUBBLEWRAP, LANDLOCK, Limits, Outcome, humaneval_program, run_task
+from infer.bench.sandboxed import decode, encode
+from specjax.errors import OptionError
+
+SHORT = Limits(wall_s=8, cpu_s=1)
+TASK = {
+    "prompt": "def double(x):\n",
+    "entry_point": "double",
+    "test": "def check(f):\n    assert f(4) == 8\n    assert f(0) == 0\n",
+}
+RIGHT, WRONG = "\ndef double(x):\n    return x + x\n", "\ndef double(x):\n    return 3\n"
+
+
+@pytest.fixture(autouse=True)
+def traces(monkeypatch):
+    """An empty temporary folder that anyone may enter; a test may leave nothing in it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        os.chmod(place, 0o755)
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        yield place
+        assert os.listdir(place) == []
+
+
+@pytest.fixture(params=[LANDLOCK, BUBBLEWRAP])
+def guard(request):
+    """Each guard; Landlock must be there, for the kernels of our machines have it."""
+    if request.param == BUBBLEWRAP and not shutil.which("bwrap"):
+        pytest.skip("bubblewrap is not installed")
+    return request.param
+
+
+@pytest.fixture
+def outside(traces):
+    """A folder and a file in it that any user may change: only a guard can refuse."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        Path(place, "mine").write_text("mine")
+        os.chmod(f"{place}/mine", 0o666)
+        os.chmod(place, 0o777)
+        yield place
+        assert os.listdir(place) == ["mine"], "made or deleted something"
+        assert Path(place, "mine").read_text() == "mine"
+        assert Path(place, "mine").stat().st_mode & 0o777 == 0o666
+
+
+# --- what a test can say ---------------------------------------------------------------------
+
+JUDGED = {
+    "values of every plain kind": (
+        "def f(x):\n    return x",
+        """
+for x in (None, True, 3, 10**5000, 1.5, math.inf, "a\\ud800", b"a", 2j, [1, [2]], (1, (2,)), {1},
+          set(), {(1, 2): {"a": []}}, frozenset({1}), bytearray(b"x"), range(1, 9, 2)):
+    assert f(x) == x and type(f(x)) is type(x)
+assert math.isnan(f(math.nan))
+""",
+    ),
+    "keywords": ("def f(x, *, y=2):\n    return x - y", "assert f(x=5, y=1) == 4 and f(5) == 3"),
+    "arguments changed in place": (
+        "def f(x, y):\n    x.sort(); y['n'] = 1; x[0].append(9)",
+        "x, y = [[2], [1]], {}\nassert f(x, y) is None and x == [[1, 9], [2]] and y == {'n': 1}",
+    ),
+    "generators": ("def f(n):\n    yield from range(n)", "assert list(f(3)) == [0, 1, 2] != f(3)"),
+    "exceptions": (
+        "class Odd(KeyError): pass\ndef f(x):\n    raise Odd(x) if x else ValueError('no')",
+        """
+for x, kind in ((0, ValueError), (1, KeyError)):
+    try:
+        f(x)
+    except kind:
+        continue
+    assert False
+""",
+    ),
+    "state between calls": (
+        "n = 0\ndef f():\n    global n\n    n += 1\n    return n",
+        "assert [f(), f()] == [1, 2]",
+    ),
+    "its folder and printing": (
+        """
+import os, tempfile
+print("out of sight")
+def f(name):
+    assert os.listdir() == []
+    with tempfile.NamedTemporaryFile() as file:
+        assert os.path.dirname(file.name) == os.getcwd()
+    os.mkdir("a"); open("a/" + name, "w").write("x"); os.rename("a/" + name, name)
+    return open(name).read()
+""",
+        "assert f('note') == 'x'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_right_functions_pass(name):
+    program, test = JUDGED[name]
+    indented = "\n    ".join(["import math", *test.splitlines()])
+    task = {"prompt": "", "entry_point": "f", "test": f"def check(f):\n    {indented}\n"}
+    assert run_task(task, program, LANDLOCK) == Outcome(passed=True)
+
+
+def test_helpers_of_the_prompt_are_the_tests_too():
+    prompt = "import math\n\ndef double(x):\n    return 2 * x\n\n\ndef halve(x):\n    'Halves'\n"
+    test = "def check(f):\n    assert f(double(math.pi)) == math.pi == halve(double(math.pi))\n"
+    task = {"prompt": prompt, "entry_point": "halve", "test": test}
+    right = humaneval_program(task, "    return x / 2")
+    assert run_task(task, right, LANDLOCK).passed
+    # What the model makes of a helper is not the test's.
+    assert run_task(task, f"{right}\ndouble = print", LANDLOCK).passed
+    broken = task | {"prompt": "no python\ndef halve(x):\n"}
+    assert "prompt's own text" in run_task(broken, right, LANDLOCK).unjudged
+
+
+@pytest.mark.parametrize("value", [object(), print, [1, {2: object()}]])
+def test_what_is_no_plain_data_is_not_judged(value):
+    with pytest.raises(TypeError, match="no plain data"):
+        encode(value)
+
+
+def test_plain_data_survives_the_way():
+    class Sub(dict): ...
+
+    values = [np.float64(0.1), np.int64(3), np.bool_(True), Sub(a=1)]
+    back = decode(json.loads(json.dumps(encode(values))))
+    assert back == [0.1, 3, True, {"a": 1}]
+    assert [type(value) for value in back] == [float, int, bool, dict]
+    assert math.isnan(decode(json.loads(json.dumps(encode(math.nan)))))
+
+
+def test_pass_at_1_counts_passing_completions(capsys):
+    right = "    return x + x\n\ndef other():\n    broken ("  # what follows the function is cut
+    assert "other" not in humaneval_program(TASK, right)
+    completions = [right, "    return x * x", "    return", right, "    return object()"]
+    assert sandbox.pass_at_1([TASK] * 5, completions, LANDLOCK) == 0.4
+    assert "counts 1 of 5 as failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "says"), [({"prompt": "x"}, "'test'"), (TASK | {"entry_point": "a; b"}, "a; b")]
+)
+def test_prompts_that_are_no_tasks_are_refused(task, says):
+    with pytest.raises(OptionError, match=says):
+        sandbox.check_tasks([TASK, task])
+
+
+# --- what the function's process cannot do ---------------------------------------------------
+
+# Each must fail with OSError; {out} is a folder of ours, {us} our process.
+REFUSED = {
+    "overwrite": "open('{out}/mine', 'w')",
+    "append": "open('{out}/mine', 'a')",
+    "append to the sandbox": "open({sandbox!r}, 'a')",
+    "append to Python": "open(os.__file__, 'a')",
+    "delete": "os.remove('{out}/mine')",
+    "rename": "os.rename('{out}/mine', '{out}/yours')",
+    "take": "os.rename('{out}/mine', 'mine')",
+    "truncate": "os.truncate('{out}/mine', 0)",
+    "truncate, opened for reading": "os.open('{out}/mine', os.O_TRUNC)",
+    "truncate Python, opened for reading": "os.open(os.__file__, os.O_TRUNC)",
+    "make": "open('{out}/new', 'w')",
+    "make a folder": "os.mkdir('{out}/new')",
+    "make a link": "os.symlink('/', '{out}/new')",
+    "hard link": "os.link('{out}/mine', 'mine')",
+    "write over a link": "os.symlink('{out}/mine', 'link'); open('link', 'w')",
+    "leave by ..": "open('../new', 'w')",
+    "mode": "os.chmod('{out}/mine', 0)",
+    "date": "os.utime('{out}/mine', (0, 0))",
+    "owner": "os.chown('{out}/mine', 65534, 65534)",
+    "attribute": "os.setxattr('{out}/mine', 'user.x', b'1')",
+    "read": "open('{out}/mine')",
+    "list": "os.listdir('{out}')",
+    "read what it was told": "open('/proc/self/cmdline')",
+    "read our memory": "open('/proc/{us}/mem', 'rb')",
+    "temporary folder": "open('/tmp/specjax-attack', 'w')",
+    "shared memory": "open('/dev/shm/specjax-attack', 'w')",
+    "System V shared memory": "must(libc.shmget(0, 4096, 0o1600))",
+    "System V messages": "must(libc.msgget(0, 0o1600))",
+    "message queue": "must(libc.mq_open(b'/specjax-attack', os.O_CREAT | os.O_RDWR, 0o600, None))",
+    "large file": "open('f', 'wb').write(bytes(2 << 20))",
+    "many files": "held = [open('f', 'w') for _ in range(99)]",
+    "fork": "os.fork()",
+    "posix_spawn": "os.posix_spawn('/bin/true', ['true'], {{}})",
+    "exec": "os.execv('/bin/true', ['true'])",
+    "shell": "subprocess.run('true')",
+    "thread": "thread()",
+    "session": "os.setsid()",
+    "signal to us": "os.kill({us}, 0)",
+    "signal to all": "os.kill(-1, 0)",
+    "signal by a pipe's owner": "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, {us})",
+    "our priority": "os.setpriority(os.PRIO_PROCESS, {us}, 19)",
+    "our cores": "os.sched_setaffinity({us}, [0])",
+    "our limits": "must(libc.prlimit({us}, 0, bytes(16), None))",
+    "trace us": "must(libc.ptrace(16, {us}, None, None))",
+    "new namespaces": "must(libc.unshare(0x10000000))",
+    "become root": "os.setuid(0)",
+    "io_uring": "must(libc.syscall(425, 1, ctypes.create_string_buffer(120)))",
+    "pidfd": "must(libc.syscall(434, {us}, 0))",
+    "socket": "socket.socket()",
+    "datagrams": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
+    "local socket": "socket.socket(socket.AF_UNIX)",
+    "connect a pair": "socket.socketpair(type=socket.SOCK_DGRAM)[0].connect('/dev/log')",
+}
+HARNESS = """
+import ctypes, fcntl, os, socket, subprocess, threading
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+def must(result):
+    if result < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+
+def thread():
+    try:
+        threading.Thread(target=print).start()
+    except RuntimeError as error:
+        raise OSError from error
+
+def attempt(code):
+    try:
+        exec(code)
+    except OSError:
+        return ""
+    except BaseException as error:
+        return repr(error)
+    return "done"
+"""
+
+
+def allowed(guard: str | None, attacks: dict[str, str]) -> bool:
+    """Whether any of the attacks ends otherwise than with OSError."""
+    test = (
+        f"def check(f):\n    for code in {list(attacks.values())!r}:\n        assert f(code) == ''"
+    )
+    task = {"prompt": "", "entry_point": "attempt", "test": test}
+    return not run_task(task, HARNESS, guard).passed
+
+
+def test_attacks_are_refused(guard, outside):
+    names = {"out": outside, "us": os.getpid(), "sandbox": str(sandbox.CHILD)}
+    attacks = {name: code.format(**names) for name, code in REFUSED.items()}
+    source = sandbox.CHILD.read_bytes()
+    if allowed(guard, attacks):  # one run for all; by name where that fails
+        assert [name for name, code in attacks.items() if allowed(guard, {name: code})] == []
+    assert sandbox.CHILD.read_bytes() == source
+    # The attacks are real: without a guard this one is done.
+    assert allowed(None, {"read": attacks["read"]})
+
+
+def test_no_capability_is_effective_but_reading_where_root_alone_may_read_python():
+    # Of the thread's own status, asked of the kernel by capget: nothing to write files with.
+    program = """
+import ctypes
+def held():
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capget(header, sets) == 0
+    return [word & ~(1 << 2) for word in sets]
+"""
+    test = "def check(f):\n    assert f() == [0] * 6\n"
+    task = {"prompt": "", "entry_point": "held", "test": test}
+    assert run_task(task, program, LANDLOCK).passed
+
+
+# None of these returns what the test expects, or comes to an end.
+FORGERIES = {
+    "wrong": WRONG,
+    "does not parse": "def double(:",
+    "raises": "1 / 0",
+    "ends early": "import sys; sys.exit(0)" + RIGHT,
+    "ends early, hard": "import os; os._exit(0)" + RIGHT,
+    "ends in the call": "import os\ndef double(x): os._exit(0)",
+    "exits in the call": "import sys\ndef double(x): sys.exit(0)",
+    "defines nothing": "pass",
+    "says passed": "import os\nfor at in range(32):\n    try:\n"
+    "        os.write(at, b'{\"passed\": true}\\n')\n    except OSError: pass" + WRONG,
+    "equals everything": "class Any(int):\n    def __eq__(self, other): return True\n"
+    "def double(x): return Any(3)",
+    "equals everything, no data": "class Any:\n    def __eq__(self, other): return True\n"
+    "def double(x): return Any()",
+    "patches builtins": "import builtins, json\nbuiltins.AssertionError = type('A', (), {})\n"
+    "builtins.exec = builtins.compile = lambda *a: None\njson.loads = lambda *a: [[8], {}]" + WRONG,
+    "finds the test in memory": "import gc, sys\nframe = sys._getframe()\nseen = list(sys.argv)\n"
+    "while frame:\n    seen += map(repr, frame.f_locals.values()); frame = frame.f_back\n"
+    "plain = dict, list, tuple\n"
+    "seen += [repr(x) for x in gc.get_objects() if type(x) in plain and len(x) < 99]\n"
+    "found = any('f(4)_'.replace('_', ' ') in text for text in seen)\n"
+    "def double(x): return x + x if found else 3",
+    "finds the test on disk": "import os\nfound = bool(os.listdir())\n"
+    "def double(x): return x + x if found else 3",
+    "reads our environment": "import os; assert 'PATH' in os.environ" + RIGHT,
+    "reaches our modules": "import infer.bench.sandbox" + RIGHT,
+    "takes memory": "x = bytearray(2 << 30)" + RIGHT,
+    "never ends": "while True: pass",
+    "answers too deep": "import os\ndef double(x): os.write(1, b'[' * 1000000)\n"
+    "for at in range(32):\n    try: os.write(at, b'[' * 60000 + b'\\n')\n    except OSError: pass",
+    "answers too deep, as data": "def double(x):\n    y = []\n    for _ in range(99999): y = [y]\n"
+    "    return y",
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_forged_verdicts_fail(name):
+    assert not run_task(TASK, FORGERIES[name], LANDLOCK, SHORT).passed
+
+
+def test_a_test_that_swallows_exceptions_swallows_no_lost_process():
+    test = "def check(f):\n    try:\n        f(1)\n    except BaseException:\n        pass\n"
+    task = TASK | {"test": test}
+    assert not run_task(task, FORGERIES["ends in the call"], LANDLOCK).passed
+    assert not run_task(task, FORGERIES["equals everything, no data"], LANDLOCK).passed
+    assert run_task(task, "def double(x): raise ValueError", LANDLOCK).passed
+
+
+def test_a_verdict_of_600_mb_is_not_read():
+    flood = "import os\ndef double(x):\n    for at in range(32):\n        try:\n"
+    flood += "            for _ in range(600): os.write(at, bytes(1 << 20))\n"
+    flood += "        except OSError: pass\n"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert not run_task(TASK, flood, LANDLOCK, SHORT).passed
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 20 << 10, f"{grown} KiB"
+
+
+FILLING = {
+    "bytes": "for n in itertools.count(): open(f'{n}', 'wb').write(bytes(1 << 20))",
+    "files": "for n in itertools.count(): open(f'{n}', 'w')",
+    "depth": "while True: os.mkdir('d' * 250); os.chdir('d' * 250)",
+    "links": "for n in itertools.count(): os.symlink('x', f'{n}')",
+}
+
+
+@pytest.mark.parametrize("name", FILLING)
+def test_folder_that_grows_ends_its_program(name, guard):
+    began = time.monotonic()
+    program = f"import itertools, os\n{FILLING[name]}"
+    assert not run_task(TASK, program, guard, Limits(wall_s=60, cpu_s=60)).passed
+    assert time.monotonic() - began < 20
+
+
+def test_sleeping_processes_are_ended(monkeypatch):
+    started, start = [], sandbox._start
+    monkeypatch.setattr(sandbox, "_start", lambda *a: started.append(start(*a)) or started[-1])
+    program = "import signal, time\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\n"
+    for sleep in ("time.sleep(60)", "def double(x): time.sleep(60)"):
+        assert not run_task(TASK, program + sleep, LANDLOCK, Limits(wall_s=0.5)).passed
+    assert len(started) == 4 and all(process.returncode is not None for process in started)
+
+
+# --- the folder ------------------------------------------------------------------------------
+
+
+def deep(depth: int) -> None:
+    """A chain of folders, the last of which nobody may read, longer than any path."""
+    place = os.open(".", os.O_RDONLY)
+    for level in range(depth):
+        os.mkdir("d" * 100, 0o000 if level == depth - 1 else 0o700, dir_fd=place)
+        if level < depth - 1:
+            inner = os.open("d" * 100, os.O_RDONLY, dir_fd=place)
+            os.close(place)
+            place = inner
+    os.close(place)
+
+
+def test_folder_is_removed_however_deep_or_locked(monkeypatch, outside):
+    assert sys.getrecursionlimit() < 1200
+    with Folder() as home:
+        monkeypatch.chdir(home.path)
+        deep(1200)
+        os.symlink(outside, "out")
+        os.link(f"{outside}/mine", "hard")
+        os.makedirs("locked/inner")
+        Path("locked/inner/f").touch()
+        os.chmod("locked/inner", 0)
+        os.chmod("locked", 0)
+        os.chmod(home.path, 0)
+        monkeypatch.chdir("/")
+    assert not os.path.exists(home.path)
+
+
+def test_folder_is_removed_though_files_appear_late():
+    with Folder() as home:
+        end = time.monotonic() + 0.3
+
+        def write():
+            while time.monotonic() < end:
+                with contextlib.suppress(OSError):
+                    Path(home.path, f"{time.monotonic()}").touch()
+
+        thread = threading.Thread(target=write)
+        thread.start()
+    thread.join()
+    assert not os.path.exists(home.path)
+
+
+def test_size_of_a_folder(monkeypatch):
+    with Folder() as home:
+        monkeypatch.chdir(home.path)
+        os.makedirs("a/b")
+        Path("a/b/f").write_bytes(bytes(1000))
+        os.symlink("/", "a/out")
+        os.symlink("..", "a/up")
+        assert home.is_within(5, 1 << 20) and not home.is_within(4, 1 << 20)
+        assert not home.is_within(5, 999)
+        monkeypatch.chdir("/")
+
+
+# --- guards ----------------------------------------------------------------------------------
+
+
+def test_a_guard_is_found_here():
+    sandbox.find_guard.cache_clear()
+    assert sandbox.choose_guard(unsafe=False) == LANDLOCK
+
+
+def test_without_a_guard_nothing_runs_unless_asked(monkeypatch, capsys, tmp_path, tiny_pair_dirs):
+    monkeypatch.setattr(sandbox, "find_guard", lambda: None)
+    with pytest.raises(OptionError, match=r"Landlock.*bubblewrap.*--unsafe"):
+        sandbox.choose_guard(unsafe=False)
+    assert sandbox.choose_guard(unsafe=True) is None
+    assert "can read and change your files" in capsys.readouterr().err
+    assert run_task(TASK, RIGHT, None).passed and not run_task(TASK, WRONG, None).passed
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(json.dumps(TASK))
+    argv = ["--target", tiny_pair_dirs[0], "--prompts", str(file), "--run-tests"]
+    assert bench.main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--unsafe" in line and "bubblewrap" in line
+
+
+@pytest.mark.parametrize("confines", [False, True])
+def test_bubblewrap_is_the_second_choice_if_it_confines(confines, tmp_path, monkeypatch):
+    told = tmp_path / "told"
+    fake = tmp_path / "bwrap"
+    script = 'while [ "$1" != --chdir ]; do shift; done\nshift 2\nexec "$@"'
+    fake.write_text(f'#!/bin/sh\necho "$@" > {told}\n{script}')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run = run_task
+
+    def without_landlock(task, program, guard):
+        outcome = run(task, program, guard)
+        return Outcome(guard == BUBBLEWRAP and (confines or outcome.passed))
+
+    monkeypatch.setattr(sandbox, "run_task", without_landlock)
+    sandbox.find_guard.cache_clear()
+    assert sandbox.find_guard() == (BUBBLEWRAP if confines else None)
+    assert "--unshare-all" in told.read_text()
+    sandbox.find_guard.cache_clear()
+
+
+def test_bubblewrap_binds_one_folder_to_write_in(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/bwrap")
+    command = sandbox.bubblewrapped(["python", "x"], "/home/h")
+    assert command[0] == "/usr/bin/bwrap" and command[-4:] == ["--chdir", "/home/h", "python", "x"]
+    bound = [command[i + 1 : i + 3] for i, word in enumerate(command) if word == "--bind"]
+    assert bound == [["/home/h", "/home/h"]]
+    devices = [command[i + 1] for i, word in enumerate(command) if word == "--dev-bind"]
+    assert set(devices) == {"/dev/null", "/dev/zero", "/dev/urandom"}
+    assert {"--unshare-all", "--die-with-parent", "--cap-drop"} < set(command)
+    assert command.index("--remount-ro") > command.index("--bind")
+
+
+@pytest.mark.parametrize("version", range(1, 8))
+def test_landlock_of_every_version(version, outside):
+    """Older kernels know fewer rights; seccomp covers what those leave open."""
+    file = confinement.__file__
+    code = f"""
+import ctypes, os, platform, runpy
+c = runpy.run_path({file!r})
+libc = ctypes.CDLL(None, use_errno=True)
+assert c["landlock_version"](libc) >= {version}
+libc.prctl(38, 1, 0, 0, 0)
+c["restrict_files"](libc, {version})
+c["restrict_calls"](libc, *c["MACHINES"][platform.machine()])
+os.mkdir("a"); open("a/f", "w").write("x"); open("a/f", "w"); os.remove("a/f"); os.rmdir("a")
+out = {outside!r}
+for attack in (
+    lambda: open(out + "/mine", "w"),
+    lambda: open(out + "/new", "w"),
+    lambda: os.remove(out + "/mine"),
+    lambda: os.truncate(out + "/mine", 0),
+    lambda: os.open(out + "/mine", os.O_TRUNC),
+    lambda: os.open(os.__file__, os.O_TRUNC),
+    lambda: os.link(out + "/mine", "mine"),
+    lambda: os.chmod(out + "/mine", 0),
+):
+    try:
+        attack()
+    except OSError:
+        continue
+    raise AssertionError
+"""
+    with Folder() as home:
+        subprocess.run([sys.executable, "-I", "-B", "-c", code], cwd=home.path, check=True)
+
+
+# --- the filter of calls ---------------------------------------------------------------------
+
+ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x50026
+
+
+def filtered(program: bytes, machine: int, call: int, *args: int) -> int:
+    """What the kernel would answer: BPF's few instructions, interpreted."""
+    data = struct.pack("<iIQ6Q", call, machine, 0, *args, *[0] * (6 - len(args)))
+    at, held = 0, 0
+    while True:
+        code, yes, no, k = struct.unpack_from("HBBI", program, 8 * at)
+        at += 1
+        if code == 0x20:
+            (held,) = struct.unpack_from("<I", data, k)
+        elif code == 0x54:
+            held &= k
+        elif code == 0x06:
+            return k
+        else:
+            at += yes if (held == k if code == 0x15 else held >= k) else no
+
+
+@pytest.mark.parametrize(
+    ("machine", "read", "openat", "socket", "fcntl"),
+    [("x86_64", 0, 257, 41, 72), ("aarch64", 63, 56, 198, 25)],
+)
+def test_filter_of_calls(machine, read, openat, socket, fcntl):
+    column, audit = confinement.MACHINES[machine]
+    program = confinement.call_filter(column, audit)
+    for want, *call in (
+        (ALLOW, read),
+        (ALLOW, openat, 0, 0, os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+        (ALLOW, openat, 0, 0, os.O_RDONLY),
+        (EPERM, openat, 0, 0, os.O_RDONLY | os.O_TRUNC),
+        (EPERM, socket),
+        (ALLOW, fcntl, 0, 1),
+        (EPERM, fcntl, 0, 8),
+        (EPERM, fcntl, 0, 8 | 1 << 40),  # the kernel reads 32 bits
+        (ENOSYS, 424),
+        (ENOSYS, 452),
+        (ENOSYS, 0x40000000 | read),  # x86-64's other numbers, x32
+    ):
+        assert filtered(program, audit, *call) == want, call
+    assert filtered(program, audit ^ 1, read) == KILL
