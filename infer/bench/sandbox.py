@@ -2,15 +2,19 @@
 
 Two processes share a fresh folder. The worker runs what the model wrote; the checker runs the
 task's test, asks the worker for each value, and alone can write the verdict
-(``infer.bench.sandboxed``). Both are isolated Python (`-I`) without our environment, under limits
-of CPU time, memory, file size, open files and wall clock, and may start no process or thread. They
-run as nobody where we are root, without capabilities and, on x86-64 and ARM64, without network,
-signals or a change of any file's mode (``infer.bench.confinement``). A guard, Landlock or else
-bubblewrap, leaves them write access to the folder alone, and of what we can read Python and the
-system's libraries. The folder is kept small while they run, and removed once they are gone.
+(``infer.bench.sandboxed``). What is guarded, in both:
 
-What stays open: a name, size or date of any file can be asked for, the kernel itself can have
-holes, and the folder can pass its bound for as long as it takes to look.
+- Files. A guard, Landlock or else bubblewrap, leaves write access to the folder alone, and of what
+  we may read Python and the system's libraries. The folder is kept small, and removed afterwards.
+- Rights (``infer.bench.confinement``). No environment of ours, no capabilities, nobody where we are
+  root; no process or thread more and, on x86-64 and ARM64, no network, signal, change of a file's
+  mode or object that outlives the process. Without such a machine Landlock is no guard.
+- Size. CPU time, memory, files, answers and wall clock are limited.
+
+What is not: names, sizes and dates of any file can be asked for; the folder can pass its bound for
+as long as it takes to look; the kernel may have holes; where we are killed the folder stays; and
+the task's own test is trusted. Only what is told by plain data can be judged: not objects of the
+function's own classes, functions, or what is printed.
 """
 
 from __future__ import annotations
@@ -128,8 +132,11 @@ def _verdict(end: int, home: Folder, limits: Limits) -> bytes:
     deadline, poll = time.monotonic() + limits.wall_s, select.poll()
     poll.register(end, select.POLLIN)
     bounds = limits.folder_entries, limits.folder_size
-    while time.monotonic() < deadline and home.is_within(*bounds):
-        if poll.poll(POLL_MS):
+    while time.monotonic() < deadline:
+        ready = poll.poll(POLL_MS)
+        if not home.is_within(*bounds):
+            break
+        if ready:
             return os.read(end, LONGEST)  # one write of a short line
     return b""
 

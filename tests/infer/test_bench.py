@@ -323,6 +323,7 @@ def test_random_target_is_what_a_peer_loads(monkeypatch):
         (["--peer", "vllm"], "transformers"),
         (["--temperature", "-1"], "temperature"),
         (["--run-tests"], "--prompts"),
+        (["--unsafe"], "--run-tests"),
         (["--sampled-only", "--temperature", "0"], "--sampled-only"),
     ],
 )

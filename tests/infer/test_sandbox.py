@@ -1,6 +1,6 @@
 """pass@1: what a test can say of a function in another process, and what that process cannot do."""
 
-import contextlib
+import ctypes
 import json
 import math
 import os
@@ -10,8 +10,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +22,8 @@ from infer.bench.sandbox import BUBBLEWRAP, LANDLOCK, Limits, Outcome, humaneval
 from infer.bench.sandboxed import decode, encode
 from specjax.errors import OptionError
 
+# Where anyone may enter: pytest's own folder is root's alone. In memory, for the deep ones' sake.
+SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else "/tmp"
 SHORT = Limits(wall_s=8, cpu_s=1)
 TASK = {
     "prompt": "def double(x):\n",
@@ -36,7 +36,7 @@ RIGHT, WRONG = "\ndef double(x):\n    return x + x\n", "\ndef double(x):\n    re
 @pytest.fixture(autouse=True)
 def traces(monkeypatch):
     """An empty temporary folder that anyone may enter; a test may leave nothing in it."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as place:
         os.chmod(place, 0o755)
         monkeypatch.setattr(tempfile, "tempdir", place)
         yield place
@@ -54,7 +54,7 @@ def guard(request):
 @pytest.fixture
 def outside(traces):
     """A folder and a file in it that any user may change: only a guard can refuse."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as place:
         Path(place, "mine").write_text("mine")
         os.chmod(f"{place}/mine", 0o666)
         os.chmod(place, 0o777)
@@ -342,20 +342,27 @@ def test_a_verdict_of_600_mb_is_not_read():
     assert grown < 20 << 10, f"{grown} KiB"
 
 
+def test_answers_are_bounded():
+    test = "def check(f):\n    assert f(1 << 20) and f(5 << 20)\n"
+    task = TASK | {"test": test}
+    assert not run_task(task, "def double(x): return 'x' * x", LANDLOCK).passed
+    assert run_task(task, "def double(x): return 'x' * min(x, 1 << 20)", LANDLOCK).passed
+
+
 FILLING = {
-    "bytes": "for n in itertools.count(): open(f'{n}', 'wb').write(bytes(1 << 20))",
-    "files": "for n in itertools.count(): open(f'{n}', 'w')",
-    "depth": "while True: os.mkdir('d' * 250); os.chdir('d' * 250)",
-    "links": "for n in itertools.count(): os.symlink('x', f'{n}')",
+    "bytes": "for n in range(20): open(f'{n}', 'wb').write(bytes(1 << 20))",
+    "files": "for n in range(200): open(f'{n}', 'w')",
+    "depth": "for n in range(200): os.mkdir('d' * 250); os.chdir('d' * 250)",
+    "links": "for n in range(200): os.symlink('x', f'{n}')",
 }
 
 
 @pytest.mark.parametrize("name", FILLING)
 def test_folder_that_grows_ends_its_program(name, guard):
-    began = time.monotonic()
-    program = f"import itertools, os\n{FILLING[name]}"
-    assert not run_task(TASK, program, guard, Limits(wall_s=60, cpu_s=60)).passed
-    assert time.monotonic() - began < 20
+    program = f"import os\n{FILLING[name]}\n{RIGHT}"
+    assert not run_task(TASK, program, guard).passed
+    little = program.replace("20", "9")
+    assert run_task(TASK, little, guard).passed
 
 
 def test_sleeping_processes_are_ended(monkeypatch):
@@ -398,19 +405,18 @@ def test_folder_is_removed_however_deep_or_locked(monkeypatch, outside):
     assert not os.path.exists(home.path)
 
 
-def test_folder_is_removed_though_files_appear_late():
+def test_folder_is_removed_though_files_appear_late(monkeypatch):
+    rmdir, late = os.rmdir, []
+
+    def write_first(path, **kwargs):
+        if path == home.path and not late:
+            late.append(Path(path, "late").write_text("x"))
+        rmdir(path, **kwargs)
+
+    monkeypatch.setattr(os, "rmdir", write_first)
     with Folder() as home:
-        end = time.monotonic() + 0.3
-
-        def write():
-            while time.monotonic() < end:
-                with contextlib.suppress(OSError):
-                    Path(home.path, f"{time.monotonic()}").touch()
-
-        thread = threading.Thread(target=write)
-        thread.start()
-    thread.join()
-    assert not os.path.exists(home.path)
+        Path(home.path, "early").touch()
+    assert late and not os.path.exists(home.path)
 
 
 def test_size_of_a_folder(monkeypatch):
@@ -433,17 +439,14 @@ def test_a_guard_is_found_here():
     assert sandbox.choose_guard(unsafe=False) == LANDLOCK
 
 
-def test_without_a_guard_nothing_runs_unless_asked(monkeypatch, capsys, tmp_path, tiny_pair_dirs):
+def test_without_a_guard_nothing_runs_unless_asked(monkeypatch, capsys):
     monkeypatch.setattr(sandbox, "find_guard", lambda: None)
     with pytest.raises(OptionError, match=r"Landlock.*bubblewrap.*--unsafe"):
         sandbox.choose_guard(unsafe=False)
     assert sandbox.choose_guard(unsafe=True) is None
     assert "can read and change your files" in capsys.readouterr().err
     assert run_task(TASK, RIGHT, None).passed and not run_task(TASK, WRONG, None).passed
-    file = tmp_path / "tasks.jsonl"
-    file.write_text(json.dumps(TASK))
-    argv = ["--target", tiny_pair_dirs[0], "--prompts", str(file), "--run-tests"]
-    assert bench.main(argv) == 2
+    assert bench.main(["--prompts", "tasks.jsonl", "--run-tests"]) == 2  # before anything is read
     (line,) = capsys.readouterr().err.splitlines()
     assert "--unsafe" in line and "bubblewrap" in line
 
@@ -481,17 +484,14 @@ def test_bubblewrap_binds_one_folder_to_write_in(monkeypatch):
     assert command.index("--remount-ro") > command.index("--bind")
 
 
-@pytest.mark.parametrize("version", range(1, 8))
-def test_landlock_of_every_version(version, outside):
+def test_landlock_of_every_version(outside):
     """Older kernels know fewer rights; seccomp covers what those leave open."""
-    file = confinement.__file__
     code = f"""
-import ctypes, os, platform, runpy
-c = runpy.run_path({file!r})
+import ctypes, os, platform, runpy, sys
+c = runpy.run_path({confinement.__file__!r})
 libc = ctypes.CDLL(None, use_errno=True)
-assert c["landlock_version"](libc) >= {version}
 libc.prctl(38, 1, 0, 0, 0)
-c["restrict_files"](libc, {version})
+c["restrict_files"](libc, int(sys.argv[1]))
 c["restrict_calls"](libc, *c["MACHINES"][platform.machine()])
 os.mkdir("a"); open("a/f", "w").write("x"); open("a/f", "w"); os.remove("a/f"); os.rmdir("a")
 out = {outside!r}
@@ -511,8 +511,10 @@ for attack in (
         continue
     raise AssertionError
 """
-    with Folder() as home:
-        subprocess.run([sys.executable, "-I", "-B", "-c", code], cwd=home.path, check=True)
+    for version in range(1, confinement.landlock_version(ctypes.CDLL(None)) + 1):
+        with Folder() as home:
+            command = [sys.executable, "-I", "-B", "-c", code, str(version)]
+            subprocess.run(command, cwd=home.path, check=True)
 
 
 # --- the filter of calls ---------------------------------------------------------------------
