@@ -6,18 +6,19 @@ Keys follow the prompt's index in its file, so a resumed job equals an uninterru
 from __future__ import annotations
 
 import dataclasses
-import json
+import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from infer.formats import Message, plain, read_case
 from specjax.errors import OptionError
+from specjax.files import parse_json, read_file
 from specjax.generate import encode_prompt
 from specjax.infill import infill_prompt
 from specjax.lm import LM
 from specjax.rewards import Reward
 
+SURROGATE = re.compile("[\ud800-\udfff]")
 ID_KEYS = ("id", "question_id", "task_id")  # ours, Spec-Bench's, HumanEval's
 
 
@@ -56,7 +57,7 @@ def read_prompts(
     try:
         # Bytes: text would also split at U+2028 and the like, which JSON allows in strings,
         # and one undecodable line would spoil the file.
-        lines = Path(path).read_bytes().splitlines()
+        lines = read_file(path, pipes=True).splitlines()
     except OSError as error:
         raise OptionError(f"{option} {path}: cannot be read ({error.strerror})") from None
     if not any(line.strip() for line in lines):
@@ -73,14 +74,7 @@ def read_prompts(
 
 
 def _object(line: bytes) -> dict[str, Any]:
-    try:
-        entry = json.loads(line.decode())
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg})") from None
-    except RecursionError:
-        raise ValueError("not JSON of a reasonable depth") from None
+    entry = parse_json(line)
     if not isinstance(entry, dict):
         raise ValueError(f"expected an object, got {type(entry).__name__}")
     return entry
@@ -91,8 +85,8 @@ def _prompt(
 ) -> Prompt:
     """A line's prompt: of a task (see :mod:`infer.formats`), a middle to fill in, or a text."""
     name = next((entry[key] for key in ID_KEYS if key in entry), index)
-    if not isinstance(name, (str, int)):
-        raise ValueError('"id" must be a text or an integer')
+    if type(name) not in (str, int) or SURROGATE.search(str(name)):
+        raise ValueError('"id" must be a text of whole characters, or an integer')
     constraints: dict[str, list[str]] = {}
     if rewards is not None:
         asked, constraints = read_case(entry)

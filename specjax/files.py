@@ -1,11 +1,91 @@
-"""Files that are whole or not there: written aside, then renamed."""
+"""Files read and written whole: plain ones only, and written aside, then renamed."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
+import re
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, BinaryIO
+
+MOST_BYTES = 1 << 32  # of a file that is read at once
+BREAKS = re.compile("[\x85\u2028\u2029\ud800-\udfff]")  # JSON allows them; lines and UTF-8 do not
+
+
+def open_file(path: str | os.PathLike, pipes: bool = False) -> BinaryIO:
+    """A plain file, open to be read. Nothing is waited for, as a FIFO or a device could ask.
+
+    ``pipes``: a pipe is taken, too, for as long as someone writes to it.
+
+    Raises:
+      OSError: it cannot be opened, or is something else.
+    """
+    try:
+        file = open(path, "rb", opener=_open)  # noqa: SIM115
+    except ValueError:  # such as NUL in a name
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path)) from None
+    mode = os.fstat(file.fileno()).st_mode
+    if pipes and stat.S_ISFIFO(mode):
+        os.set_blocking(file.fileno(), True)
+    elif not stat.S_ISREG(mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return file
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def check_file(path: str | os.PathLike) -> None:
+    """Raises OSError where :func:`open_file` does."""
+    open_file(path).close()
+
+
+def check_entries(directory: str | os.PathLike) -> None:
+    """Raises OSError where a directory holds what is neither plain file nor directory.
+
+    For libraries that open what they find: a FIFO would hang them.
+    """
+    for entry in os.scandir(directory):
+        if not entry.is_dir():
+            check_file(entry.path)
+
+
+def read_file(path: str | os.PathLike, pipes: bool = False, most: int = MOST_BYTES) -> bytes:
+    """All of a plain file, of ``most`` bytes; as :func:`open_file`."""
+    with open_file(path, pipes) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB", str(path))
+        return file.read()
+
+
+def parse_json(text: bytes) -> Any:
+    """The value of a JSON text in UTF-8.
+
+    Raises:
+      ValueError: it is none; the message says why, in a few words.
+    """
+    try:
+        return json.loads(text.decode())
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8") from None
+    except RecursionError:
+        raise ValueError("not JSON of a reasonable depth") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    except ValueError:  # Python's bound
+        raise ValueError("not JSON of reasonable integers") from None
+
+
+def json_line(value: Any) -> str:
+    """JSON that is one line, of valid Unicode, to whoever reads it."""
+    text = json.dumps(value, ensure_ascii=False)
+    return BREAKS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 @contextlib.contextmanager

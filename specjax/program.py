@@ -13,7 +13,7 @@ import pkgutil
 import sys
 from typing import NoReturn
 
-from specjax.errors import SpecjaxError
+from specjax.errors import SpecjaxError, one_line
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -36,13 +36,13 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=version)
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message}; see --help", file=sys.stderr)
+        say(self.prog, f"{message}; see --help")
         raise SystemExit(BAD_INPUT)
 
 
 def say(name: str, message: object) -> None:
     """Tells a user something on stderr, in one line; ``name`` is the program's."""
-    print(f"{name}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    print(f"{name}: {one_line(message)}", file=sys.stderr, flush=True)
 
 
 def run(name: str, work: str, args: argparse.Namespace) -> int:

@@ -6,15 +6,15 @@ does what is missing.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from specjax.checks import shown
 from specjax.errors import OptionError
-from specjax.files import append_line
+from specjax.files import append_line, check_file, json_line, parse_json
 from specjax.generate import Generation
 from specjax.metrics import perplexity, rates, speeds
 from specjax.rewards import Combined
@@ -65,6 +65,8 @@ class Output:
         self._path = Path(path)
         self._settings = settings
         try:
+            if os.path.lexists(path):
+                check_file(path)
             self._path.open("ab").close()
         except OSError as error:
             raise OptionError(f"--out {path}: cannot be written ({error.strerror})") from None
@@ -76,17 +78,19 @@ class Output:
         whole = data[: data.rfind(b"\n") + 1]
         for number, line in enumerate(whole.splitlines(), 1):
             try:
-                entry = json.loads(line)
-                yield entry["index"], entry["sample"]
+                entry = parse_json(line)
+                place = int(entry["index"]), int(entry["sample"])
             except (ValueError, KeyError, TypeError):
                 raise OptionError(
                     f"--out {self._path}: line {number} is no result of this program; choose "
                     "another file"
                 ) from None
+            yield place
             for name, value in self._settings.items():
                 if entry.get(name) != value:
+                    was = shown(entry.get(name))
                     raise OptionError(
-                        f"--out {self._path}: was written with {name}={entry.get(name)!r}, this "
+                        f"--out {self._path}: was written with {name}={was}, this "
                         f"job has {value!r}; choose another file"
                     )
         if len(whole) < len(data):
@@ -96,4 +100,4 @@ class Output:
 
     def append(self, entry: dict[str, Any]) -> None:
         """Writes one row and returns once it is on disk."""
-        append_line(self._path, json.dumps(entry, ensure_ascii=False))
+        append_line(self._path, json_line(entry))

@@ -24,7 +24,7 @@ from infer.tune.contenders import (
 )
 from infer.tune.report import draw_thresholds, markdown
 from specjax.errors import OptionError
-from specjax.files import append_line, write_text
+from specjax.files import append_line, parse_json, write_text
 from specjax.lm import LM
 from specjax.methods import method
 from specjax.program import say
@@ -139,10 +139,10 @@ class MeasuredRows:
         self._torn = bool(data) and not data.endswith(b"\n")
         for line in data.splitlines():
             try:
-                entry = json.loads(line)
-            except ValueError:
+                entry = parse_json(line)
+                self._rows[json.dumps(entry["key"])] = entry["row"]
+            except (ValueError, KeyError, TypeError):
                 continue  # the torn last line of a run that was killed
-            self._rows[json.dumps(entry["key"])] = entry["row"]
 
     def get(
         self, kind: str, point: dict[str, Any], measure: Callable[[], dict[str, Any]]

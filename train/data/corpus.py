@@ -6,18 +6,19 @@ is held out, so the split survives re-ordering, growth of the corpus and a chang
 
 import hashlib
 import importlib.metadata
-import json
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from specjax.errors import InputError
+from specjax.errors import InputError, foreign
+from specjax.files import check_file, open_file, parse_json, read_file
 
 HELD_OUT_ONE_IN = 20  # leaves a few hundred functions of the standard library to measure on
 MIN_CHARS = 200  # shorter documents are package stubs and licence headers
 MAX_INSTALLED_BYTES = 200_000  # above this an installed source is nearly always generated
+LONGEST_LINE = 1 << 28  # bytes of a document
 TEXT_FIELDS = ("text", "content")
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".pyi", ".jsonl", ".parquet"})
 
@@ -177,18 +178,20 @@ def _read_file(path: Path, name: str) -> Iterator[Document]:
     elif path.suffix == ".parquet":
         yield from _read_parquet(path, name)
     else:
-        yield from _document(name, path.read_bytes())
+        yield from _document(name, read_file(path, pipes=True))
 
 
 def _read_jsonl(path: Path, name: str) -> Iterator[Document]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+    with open_file(path, pipes=True) as lines:
+        for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE), b""), start=1):
+            if len(line) == LONGEST_LINE:
+                raise InputError(f"{path} line {number} has {LONGEST_LINE >> 20} MiB, or more")
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError as error:
-                raise InputError(f"{path} line {number} is not JSON: {error}") from None
+                raise InputError(f"{path} line {number} is {error}") from None
             values = map(record.get, TEXT_FIELDS) if isinstance(record, dict) else ()
             text = next((value for value in values if isinstance(value, str)), None)
             if text is None:
@@ -205,10 +208,9 @@ def _read_parquet(path: Path, name: str) -> Iterator[Document]:
         import pyarrow.parquet
     except ImportError:
         raise InputError(f'reading {path} needs pyarrow: pip install "specjax[parquet]"') from None
-    try:
+    with foreign(f"{path} is not a readable parquet file", InputError):
+        check_file(path)
         file = pyarrow.parquet.ParquetFile(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise InputError(f"{path} is not a readable parquet file: {error}") from None
     columns = [field for field in TEXT_FIELDS if field in file.schema_arrow.names]
     if not columns:
         raise InputError(
