@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from specjax.checks import INT32_MAX, SEED_MAX
 from specjax.errors import OptionError
 from specjax.program import Parser
 
-INT32_MAX = 2**31 - 1  # counts become int32 arrays
-SEED_MAX = 2**32 - 1  # jax.random.key drops or refuses what is above
+MOST_ROWS = 2**16  # of a prompt or a batch: each has a key of its own before the first is drawn
 MESH_AXES = ("data", "model")
 REPEATABLE = {"action": "append", "default": []}  # arguments of an option that lists its values
 
@@ -83,7 +84,8 @@ def mesh_axes(text: str) -> dict[str, int]:
     counts = dict.fromkeys(MESH_AXES, 1)
     for part in text.split(","):
         axis, _, count = part.partition("=")
-        if axis not in counts or not count.isdecimal() or not 0 < int(count) <= INT32_MAX:
+        # Nine digits: Python has a longest integer, and machines have fewer devices.
+        if axis not in counts or not re.fullmatch("[1-9][0-9]{,8}", count):
             raise unfit(text, "data=N, model=N or both with a comma between, N at least 1")
         counts[axis] = int(count)
     return counts

@@ -10,30 +10,30 @@ import dataclasses
 import difflib
 import inspect
 import json
-import math
+import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from specjax.errors import InputError
+from specjax.checks import FROM_0, INT32_MAX, POSITIVE, SEED_MAX, number, shown, whole
+from specjax.errors import InputError, foreign
+from specjax.files import read_file
 
 T = TypeVar("T")
+# tomllib takes cubic time for them.
+LONG_KEY = re.compile(rb"^[\[\w\"' \t-]*(\.[\w\"' \t-]*){16}", re.MULTILINE)
 
 
-class Range(NamedTuple):
-    """What a number must be; stands beside its type in the sections below."""
-
-    says: str
-    holds: Callable[[float], bool]
-
-
-_ABOVE_0 = Range("a number above 0", lambda x: x > 0)
-_FROM_0 = Range("0 or more", lambda x: x >= 0)
-PositiveInt, PositiveFloat = Annotated[int, _ABOVE_0], Annotated[float, _ABOVE_0]
-NotNegativeInt, NotNegativeFloat = Annotated[int, _FROM_0], Annotated[float, _FROM_0]
-BelowOne = Annotated[float, Range("a number from 0 to below 1", lambda x: 0 <= x < 1)]
-Fraction = Annotated[float, Range("a number from 0 to 1", lambda x: 0 <= x <= 1)]
+# A type, and beside it the check that a value must pass.
+PositiveInt, PositiveFloat = Annotated[int, whole()], Annotated[float, POSITIVE]
+NotNegativeInt, NotNegativeFloat = Annotated[int, whole(0)], Annotated[float, FROM_0]
+BelowOne = Annotated[float, number(0, 1, below=True)]
+Fraction = Annotated[float, number(0, 1)]
+Layers = Annotated[int, whole(1, 4096)]
+Width = Annotated[int, whole(1, 2**20)]
+Vocabulary = Annotated[int, whole(261, 2**20)]  # 256 bytes and train.data.tokenizer's special ids
+Seed = Annotated[int, whole(0, SEED_MAX)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Model:
     """The network: either its sizes, or a directory to go on from."""
 
     init_from: str = ""
-    hidden_size: PositiveInt = 320
-    num_layers: PositiveInt = 6
-    num_heads: PositiveInt = 5
+    hidden_size: Width = 320
+    num_layers: Layers = 6
+    num_heads: Width = 5
     num_kv_heads: NotNegativeInt = 0  # 0: as num_heads
-    intermediate_size: PositiveInt = 864
+    intermediate_size: Width = 864
     max_position: PositiveInt = 2048
-    rope_theta: float = 10000.0
+    rope_theta: PositiveFloat = 10000.0
     tie_embeddings: bool = True
 
 
@@ -57,7 +57,7 @@ class Data:
 
     corpora: tuple[str, ...] = ("stdlib",)
     files: tuple[str, ...] = ()
-    seq_len: PositiveInt = 512
+    seq_len: Width = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class TokenizerSection:
     """A tokenizer.json to reuse, or the size of the one to train."""
 
     path: str = ""
-    vocab_size: int = 4096
+    vocab_size: Vocabulary = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Run:
     """Where the run lives and how often it reports and saves."""
 
     dir: str = "runs/lm"
-    seed: NotNegativeInt = 0
+    seed: Seed = 0
     log_every: PositiveInt = 10
     eval_every: PositiveInt = 200
     eval_batches: NotNegativeInt = 8
@@ -124,6 +124,9 @@ class LMConfig:
     distill: Distill = Distill()
     run: Run = Run()
 
+    def __post_init__(self):
+        _check_batch(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
@@ -132,7 +135,7 @@ class Tuned:
     init_from: str = ""  # a Hugging Face directory, or an embedded model's name
     tokenizer: str = ""  # a tokenizer.json; by default the checkpoint's own
     train: Literal["full", "embeddings", "lora"] = "full"
-    lora_rank: PositiveInt = 16
+    lora_rank: Width = 16
     lora_alpha: PositiveFloat = 32.0
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # forward; master weights: float32
     remat: bool = False  # recompute each block in the backward pass
@@ -143,15 +146,17 @@ class Tuned:
 class Adaptive:
     """SDSAT: which ids are adaptive, where they are put, and what they learn."""
 
-    window: PositiveInt = 5  # L
-    ids: tuple[int, ...] = ()  # empty: unused vocabulary, else new rows
+    window: Annotated[int, whole(1, 1024)] = 5  # L
+    ids: tuple[NotNegativeInt, ...] = ()  # empty: unused vocabulary, else new rows
     distinct: bool = False  # one id per place of the window, instead of one for all
     start_rate: BelowOne = 0.1  # 0 with loss basic: plain continued training, for comparison
     loss: Literal["basic", "improved", "isolated"] = "isolated"
     adaptive_targets: Literal["data", "self", "mix"] = "self"
     mix: Fraction = 0.5  # share of self targets in mix
     weight: NotNegativeFloat = 1.0  # w
-    probe_length: NotNegativeInt = 0  # adaptive tokens of a held-out window; 0: as window
+    probe_length: Annotated[int, whole(0, 1024)] = (
+        0  # adaptive tokens of a held-out window; 0: as window
+    )
     decode_prompts: NotNegativeInt = 16  # held-out prompts that each evaluation continues greedily
     decode_tokens: PositiveInt = 64  # new tokens of each
     fim_rate: Fraction = 0.5  # documents rearranged for infilling; needs the sentinels
@@ -183,6 +188,19 @@ class SDSATConfig:
     mesh: MeshSection = MeshSection()
     run: Run = Run(dir="runs/sdsat")
 
+    def __post_init__(self):
+        _check_batch(self)
+
+
+def _check_batch(cfg: LMConfig | SDSATConfig) -> None:
+    """Raises InputError where a micro-batch has more tokens than an int32 counts."""
+    tokens = cfg.optim.batch_size * cfg.data.seq_len
+    if tokens > INT32_MAX:
+        raise InputError(
+            f"optim.batch_size={cfg.optim.batch_size} rows of data.seq_len={cfg.data.seq_len} are "
+            f"{tokens} tokens, more than {INT32_MAX}: lower one"
+        )
+
 
 # What decides, in any program, which batch comes next, or the shapes.
 FIXED = (
@@ -203,13 +221,15 @@ def from_toml(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> 
       InputError: no such file, broken TOML, an unknown section or key, a wrong type or range.
     """
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        text = read_file(path)
     except (FileNotFoundError, IsADirectoryError):
         raise InputError(f"{path}: no such config file; configs/ holds examples") from None
     except OSError as error:
         raise InputError(f"cannot read the config {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not valid TOML ({error})") from None
+    if LONG_KEY.search(text):
+        raise InputError(f"{path}: has a key of more than 16 parts; section.key has two")
+    with foreign(f"{path}: not valid TOML", InputError):  # ValueError, RecursionError
+        values = tomllib.loads(text.decode())
     for override in overrides:
         _apply(values, override)
     return from_dict(cls, values)
@@ -249,14 +269,18 @@ def _apply(values: dict[str, Any], override: str) -> None:
     section, dot, key = name.strip().partition(".")
     if not equals or not dot or not key:
         raise InputError(
-            f"--set {override!r}: expected section.key=value, e.g. optim.total_steps=9"
+            f"--set {shown(override)}: expected section.key=value, e.g. optim.total_steps=9"
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string
+    except (ValueError, RecursionError):
+        raise InputError(
+            f"--set {shown(override)}: too long a number, or too deep a list"
+        ) from None
     if not isinstance(values.setdefault(section, {}), dict):
-        raise InputError(f"--set {override!r}: {section!r} is no section")
+        raise InputError(f"--set {shown(override)}: {section!r} is no section")
     values[section][key] = value
 
 
@@ -265,26 +289,24 @@ def _value(kind: Any, value: Any, name: str) -> Any:
 
     def require(holds: bool, expected: str) -> None:
         if not holds:
-            raise InputError(f"{name}={value!r}: expected {expected}")
+            raise InputError(f"{name}={shown(value)}: expected {expected}")
 
     if dataclasses.is_dataclass(kind):
         require(isinstance(value, dict), f"a section [{name}]")
         return from_dict(kind, value, f"{name}.")
-    ranges, choices = (), ()
+    checks, choices = (), ()
     if get_origin(kind) is Annotated:
-        kind, *ranges = get_args(kind)
+        kind, *checks = get_args(kind)
     elif get_origin(kind) is Literal:
         kind, choices = str, get_args(kind)
     if get_origin(kind) is tuple:
         item = get_args(kind)[0]
-        listed = isinstance(value, list) and all(type(x) is item for x in value)
-        require(listed, "a list of strings" if item is str else "a list of integers")
-        return tuple(value)
-    if kind is float and type(value) is int:
-        value = float(value)
-    require(type(value) is kind, f"{kind.__name__}, got {type(value).__name__}")
+        require(isinstance(value, list), f"a list of {'strings' if item is str else 'integers'}")
+        return tuple(_value(item, one, name) for one in value)
+    is_number = kind is float and type(value) is int
+    require(is_number or type(value) is kind, f"{kind.__name__}, got {type(value).__name__}")
+    require(kind is not str or "\0" not in value, "a text without NUL")
     require(not choices or value in choices, f"one of {', '.join(choices)}")
-    require(kind is not float or math.isfinite(value), "a finite number")
-    for allowed in ranges:
-        require(allowed.holds(value), allowed.says)
-    return value
+    for check in checks:
+        require(check.holds(value), check.says)
+    return kind(value)

@@ -12,13 +12,12 @@ Exit codes: 0 done, 2 bad arguments or input, 3 done but some input lines were b
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 
 from infer import cli
 from specjax.program import Parser, run
 
-gibibytes = cli.checked(float, "a number of GiB above 0", lambda g: 0 < g < math.inf)
+gibibytes = cli.checked(float, "a number of GiB above 0 and below 2^40", lambda g: 0 < g < 2**40)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,11 +64,11 @@ def parser() -> Parser:
     what.add_argument("--task", metavar="FILE.jsonl", help=said)
     what.add_argument("--chat", action="store_true", help="use the model's chat template")
     what.add_argument("--max-new-tokens", type=cli.whole(1), default=128, metavar="N")
-    what.add_argument("--num-samples", type=cli.whole(1), default=1, metavar="N")
+    what.add_argument("--num-samples", type=cli.whole(1, cli.MOST_ROWS), default=1, metavar="N")
     what.add_argument(
         "--stop", type=cli.some_text, metavar="TEXT", help="repeatable", **cli.REPEATABLE
     )
-    what.add_argument("--batch-size", type=cli.whole(1), default=8, metavar="B")
+    what.add_argument("--batch-size", type=cli.whole(1, cli.MOST_ROWS), default=8, metavar="B")
     said = "several devices: data=N splits the rows, model=N the models"
     what.add_argument("--mesh", type=cli.mesh_axes, metavar="AXIS=N,...", help=said)
     sampling = out.add_argument_group("sampling")

@@ -50,7 +50,7 @@ def in_the_checkout(monkeypatch):
         ("optim.lerning_rate=1", "did you mean optim.learning_rate"),
         ("optimm.total_steps=1", "unknown key optimm"),
         ("optim.total_steps=many", "expected int, got str"),
-        ("optim.total_steps=0", "above 0"),
+        ("optim.total_steps=0", "from 1 to"),
         ("optim.optimizer=sgd", "adamw, muon"),
         ("distill.alpha=1.5", "from 0 to 1"),
         ("data.corpora=stdlib", "list of strings"),

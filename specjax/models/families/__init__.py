@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from specjax.checks import shown
 from specjax.errors import ModelError
 from specjax.models.blocks import Decoder
 from specjax.models.config import ModelConfig
 from specjax.models.families import bloom, gemma, gpt2, llama, neox, opt, qwen
+from specjax.models.hf import config as hf_config
 from specjax.models.hf.names import Names
 
 
@@ -50,13 +52,14 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
 
     Raises:
       ModelError: the model type, activation, rope kind or another switch is not
-        supported; the message names it.
+        supported, or a value is of a wrong type or out of range; the message names it.
     """
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ModelError(
-            f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}"
+            f"model_type {shown(family)} is not supported; supported: {', '.join(FAMILIES)}"
         )
+    hf_config.check(config)
     return FAMILIES[family].from_hf(config)
 
 

@@ -58,7 +58,7 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
         max_position=hf_config.size(config, "seq_length", 2048),
         rope=None,
         alibi=True,
-        norm_eps=hf_config.positive("layer_norm_epsilon", config.get("layer_norm_epsilon", 1e-5)),
+        norm_eps=hf_config.positive(config, "layer_norm_epsilon", 1e-5),
         activation="gelu_tanh",
         attention_bias=True,
         mlp_bias=True,

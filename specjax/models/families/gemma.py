@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.checks import OBJECT, require_all
 from specjax.errors import ModelError
 from specjax.models.blocks import Block, Decoder, Table
 from specjax.models.config import ModelConfig, RopeConfig
@@ -81,7 +82,7 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
         rope=rope,
         local_rope=local,
         norm="rms+1",
-        norm_eps=hf_config.positive("rms_norm_eps", config["rms_norm_eps"]),
+        norm_eps=hf_config.positive(config, "rms_norm_eps", 1e-6),
         activation=hf_config.activation(
             config, "hidden_activation", "gelu_pytorch_tanh", ("gelu_tanh", "gelu", "silu")
         ),
@@ -89,11 +90,11 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
         qk_norm=gemma3,
         sliding_window=hf_config.size(config, "sliding_window"),
         sliding_layers=hf_config.sliding_layers(
-            config, layers, tuple((i + 1) % period > 0 for i in range(layers))
+            config, tuple((i + 1) % period > 0 for i in range(layers))
         ),
         attention_scale=hf_config.size(config, "query_pre_attn_scalar") ** -0.5,
-        attention_softcap=hf_config.optional_positive(config, "attn_logit_softcapping"),
-        logit_softcap=hf_config.optional_positive(config, "final_logit_softcapping"),
+        attention_softcap=hf_config.positive(config, "attn_logit_softcapping"),
+        logit_softcap=hf_config.positive(config, "final_logit_softcapping"),
     )
 
 
@@ -123,11 +124,12 @@ def _ropes(config: hf_config.Config) -> tuple[RopeConfig, RopeConfig]:
     """Gemma 3's ropes of full and of sliding layers, in the old and the new spelling."""
     both = config.get("rope_parameters")
     if not both:
-        local = config.get("rope_local_base_freq", LOCAL_THETA)
-        local = RopeConfig(theta=hf_config.positive("rope_local_base_freq", local))
-        return hf_config.rope_from_hf(config, GLOBAL_THETA), local
-    if not isinstance(both, dict) or set(both) - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"config.json: rope_parameters must be per layer type, got {both!r}")
+        theta = hf_config.positive(config, "rope_local_base_freq", LOCAL_THETA)
+        return hf_config.rope_from_hf(config, GLOBAL_THETA), RopeConfig(theta=theta)
+    known = dict.fromkeys(("full_attention", "sliding_attention"), OBJECT)
+    require_all("config.json: rope_parameters.", both, known, ModelError)
+    if odd := sorted(set(both) - set(known)):
+        raise ModelError(f"config.json: rope_parameters must be per layer type, got {odd[0]!r}")
     kinds = ("full_attention", GLOBAL_THETA), ("sliding_attention", LOCAL_THETA)
     full, local = (
         hf_config.rope_from_hf(

@@ -66,7 +66,7 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
         intermediate_size=hf_config.size(config, "intermediate_size", 4 * fields["hidden_size"]),
         max_position=hf_config.size(config, "max_position_embeddings", 1024),
         rope=None,
-        norm_eps=hf_config.positive("layer_norm_epsilon", config.get("layer_norm_epsilon", 1e-5)),
+        norm_eps=hf_config.positive(config, "layer_norm_epsilon", 1e-5),
         activation=hf_config.activation(config, "activation_function", "gelu_new", ACTIVATIONS),
         attention_bias=True,
         mlp_bias=True,

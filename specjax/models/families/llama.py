@@ -52,7 +52,7 @@ def swiglu(config: hf_config.Config) -> dict[str, Any]:
         "head_dim": hf_config.head_dim(config),
         "intermediate_size": hf_config.size(config, "intermediate_size"),
         "rope": hf_config.rope_from_hf(config),
-        "norm_eps": hf_config.positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
+        "norm_eps": hf_config.positive(config, "rms_norm_eps", 1e-6),
         "activation": hf_config.activation(config, "hidden_act", "silu", ("silu",)),
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from specjax.errors import ModelError
 from specjax.models.blocks import Block, Decoder, Table
 from specjax.models.config import ModelConfig, RopeConfig
 from specjax.models.hf import config as hf_config
@@ -52,13 +53,16 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
     config = {"bos_token_id": 0, "eos_token_id": 2} | config
     fields = hf_config.gpt_like(config)
     rope, share = _rope(config)
+    rotary_dim = int(fields["head_dim"] * share)
+    if not rotary_dim:
+        raise ModelError(f"rotary_pct={share} of head_dim={fields['head_dim']} turns nothing")
     return ModelConfig(
         **fields,
         intermediate_size=hf_config.size(config, "intermediate_size"),
         max_position=hf_config.size(config, "max_position_embeddings", 2048),
         rope=rope,
-        rotary_dim=int(fields["head_dim"] * share),
-        norm_eps=hf_config.positive("layer_norm_eps", config.get("layer_norm_eps", 1e-5)),
+        rotary_dim=rotary_dim,
+        norm_eps=hf_config.positive(config, "layer_norm_eps", 1e-5),
         activation=hf_config.activation(config, "hidden_act", "gelu", ACTIVATIONS),
         attention_bias=hf_config.flag(config, "attention_bias", True),
         mlp_bias=True,
@@ -68,14 +72,13 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
 
 def _rope(config: hf_config.Config) -> tuple[RopeConfig, float]:
     """The rope and the share of each head it turns, in both spellings."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    share = config.get("rotary_pct", 0.25)
-    if isinstance(scaling, dict) and "partial_rotary_factor" in scaling:
-        share = scaling["partial_rotary_factor"]
-        scaling = {k: v for k, v in scaling.items() if k != "partial_rotary_factor"}
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    share = scaling.pop("partial_rotary_factor", None) or hf_config.positive(
+        config, "rotary_pct", 0.25
+    )
     config = {**config, "rope_parameters": scaling, "rope_scaling": None}
-    theta = config.get("rotary_emb_base", 10000.0)
-    return hf_config.rope_from_hf(config, theta), hf_config.positive("rotary_pct", share)
+    theta = hf_config.positive(config, "rotary_emb_base", 10000.0)
+    return hf_config.rope_from_hf(config, theta), share
 
 
 def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:

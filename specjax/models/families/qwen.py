@@ -44,8 +44,8 @@ def _windows(config: hf_config.Config, layers: int) -> tuple[int | None, tuple[b
     """The window and the layers it holds for: from ``max_window_layers`` on, by default."""
     if not hf_config.flag(config, "use_sliding_window", False):
         return None, None
-    first = config.get("max_window_layers", 28)
-    slides = hf_config.sliding_layers(config, layers, tuple(i >= first for i in range(layers)))
+    first = hf_config.size(config, "max_window_layers", 28)
+    slides = hf_config.sliding_layers(config, tuple(i >= first for i in range(layers)))
     if slides is not None and not any(slides):
         return None, None
     return hf_config.size(config, "sliding_window", 4096), slides

@@ -1,19 +1,107 @@
 """What the families' ``config.json`` files have in common, read strictly.
 
-A value of the wrong kind and a feature that the modules cannot express are errors by name.
+A value of the wrong kind or out of range (:data:`KEYS`, :data:`ROPE`, :func:`check`) and a feature
+that the modules cannot express are errors by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from specjax.checks import (
+    FLAG,
+    FROM_0,
+    OBJECT,
+    POSITIVE,
+    TEXT,
+    Check,
+    either,
+    list_of,
+    number,
+    one_of,
+    require,
+    require_all,
+    whole,
+)
 from specjax.errors import ModelError
 from specjax.models.config import ROPE_KINDS, ModelConfig, RopeConfig, as_ids
 
 Config = Mapping[str, Any]
+
+MOST_LAYERS = 4096
+_LAYER_KINDS = one_of("full_attention", "sliding_attention")
+
+
+def _each(check: Check, names: str) -> dict[str, Check]:
+    return dict.fromkeys(names.split(), check)
+
+
+# What a value must be that any family reads, under the family's own name of it.
+KEYS = {
+    **_each(whole(), "vocab_size hidden_size n_embd n_embed intermediate_size n_inner ffn_dim"),
+    **_each(whole(), "num_attention_heads n_head num_key_value_heads head_dim"),
+    **_each(whole(), "max_position_embeddings n_positions seq_length word_embed_proj_dim"),
+    **_each(whole(), "sliding_window sliding_window_pattern query_pre_attn_scalar"),
+    **_each(whole(1, MOST_LAYERS), "num_hidden_layers n_layer"),
+    **_each(POSITIVE, "rms_norm_eps layer_norm_eps layer_norm_epsilon"),
+    **_each(POSITIVE, "rope_theta rotary_emb_base rope_local_base_freq"),
+    **_each(POSITIVE, "attn_logit_softcapping final_logit_softcapping"),
+    **_each(FLAG, "tie_word_embeddings attention_bias mlp_bias use_sliding_window enable_bias"),
+    **_each(FLAG, "do_layer_norm_before _remove_final_layer_norm use_parallel_residual"),
+    **_each(TEXT, "hidden_act hidden_activation activation_function"),
+    **_each(OBJECT, "rope_scaling rope_parameters"),
+    "rotary_pct": number(0, 1, above=True),
+    "max_window_layers": whole(0),
+    "layer_types": list_of(_LAYER_KINDS),
+}
+ROPE = {  # of rope_scaling and rope_parameters
+    **_each(TEXT, "rope_type type"),
+    **_each(POSITIVE, "rope_theta factor low_freq_factor high_freq_factor"),
+    **_each(POSITIVE, "beta_fast beta_slow attention_factor"),
+    **_each(FROM_0, "mscale mscale_all_dim"),
+    "original_max_position_embeddings": whole(),
+    "truncate": FLAG,
+    "partial_rotary_factor": number(0, 1, above=True),
+}
+
+
+def check(config: Config) -> None:
+    """Refuses a value of a wrong type, out of its range, or unlike another one's.
+
+    Null counts as absent, as in transformers.
+
+    Raises:
+      ModelError: names the key, the value, and what was expected.
+    """
+    check_values(config)
+    for name in ("rope_scaling", "rope_parameters"):
+        given = config.get(name) or {}
+        # One rope, or in Gemma 3 one for each kind of layer.
+        for rope in (given, *(part for part in given.values() if type(part) is dict)):
+            require_all(f"config.json: {name}.", rope, ROPE, ModelError)
+    layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
+    if layers and kinds is not None and len(kinds) != layers:
+        raise ModelError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers")
+    if config.get("vocab_size"):
+        ids = token_ids(config["vocab_size"])
+        known = dict.fromkeys(("eos_token_id", "adaptive_ids"), ids)
+        one = whole(0, config["vocab_size"] - 1)
+        known |= dict.fromkeys(("bos_token_id", "pad_token_id"), one)
+        require_all("config.json: ", config, known, ModelError)
+
+
+def check_values(config: Config) -> None:
+    """Refuses a value of :data:`KEYS` that is of a wrong type or out of its range."""
+    require_all("config.json: ", config, KEYS, ModelError)
+
+
+def token_ids(vocab_size: int) -> Check:
+    """An id within the vocabulary, or several."""
+    one = whole(0, vocab_size - 1)
+    return either(one._replace(says=f"an id from 0 to {vocab_size - 1}"), list_of(one))
+
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -86,7 +174,7 @@ def renamed(config: Config, aliases: Mapping[str, str]) -> dict[str, Any]:
 def flag(config: Config, name: str, default: bool) -> bool:
     """A switch; null counts as absent."""
     value = config.get(name)
-    return default if value is None else bool(value)
+    return default if value is None else value
 
 
 def refuse(config: Config, unsupported: Mapping[str, Any]) -> None:
@@ -102,12 +190,9 @@ def refuse(config: Config, unsupported: Mapping[str, Any]) -> None:
 def size(config: Config, name: str, default: int | None = None) -> int:
     """A positive integer; without a default it must be there."""
     value = config.get(name)
-    if value is None and default is not None:
-        return default
-    if name not in config:
+    value = default if value is None else value
+    if value is None:
         raise ModelError(f"config.json lacks {name!r}, which every {config['model_type']} has")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"config.json: {name} must be a positive integer, got {value!r}")
     return value
 
 
@@ -121,16 +206,10 @@ def head_dim(config: Config) -> int:
     return hidden // heads
 
 
-def positive(name: str, value: Any) -> float:
-    """A positive finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ModelError(f"config.json: {name} must be a positive number, got {value!r}")
-    return float(value)
-
-
-def optional_positive(config: Config, name: str) -> float | None:
-    """A positive number, or None where it is null or absent."""
-    return None if config.get(name) is None else positive(name, config[name])
+def positive(config: Config, name: str, default: float | None = None) -> float | None:
+    """A positive finite number, or the default where it is null or absent."""
+    value = config.get(name)
+    return default if value is None else float(value)
 
 
 def activation(config: Config, name: str, default: str, supported: tuple[str, ...]) -> str:
@@ -147,19 +226,10 @@ def activation_to_hf(ours: str) -> str:
     return "gelu_pytorch_tanh" if ours == "gelu_tanh" else ours
 
 
-def sliding_layers(
-    config: Config, layers: int, default: tuple[bool, ...]
-) -> tuple[bool, ...] | None:
+def sliding_layers(config: Config, default: tuple[bool, ...]) -> tuple[bool, ...] | None:
     """Which layers slide, by ``layer_types``; None where all do."""
     types = config.get("layer_types")
-    slides = default
-    if types is not None:
-        odd = sorted({str(t) for t in types} - {"sliding_attention", "full_attention"})
-        if odd:
-            raise ModelError(f"layer type {odd[0]!r} is not supported")
-        slides = tuple(t == "sliding_attention" for t in types)
-    if len(slides) != layers:
-        raise ModelError(f"config.json: layer_types has {len(slides)} entries for {layers} layers")
+    slides = default if types is None else tuple(t == "sliding_attention" for t in types)
     return None if all(slides) else slides
 
 
@@ -181,30 +251,36 @@ def rope_from_hf(config: Config, theta: float = 10000.0) -> RopeConfig:
 
     ``theta`` is the base where the config does not give it.
     """
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise ModelError(f"config.json: rope_scaling must be an object, got {scaling!r}")
-    scaling = dict(scaling)
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
-    theta = scaling.pop("rope_theta", None) or config.get("rope_theta", theta)
-    theta = positive("rope_theta", theta)
+    theta = scaling.pop("rope_theta", None) or positive(config, "rope_theta", theta)
     if kind not in ROPE_KINDS:
         raise ModelError(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
-    if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
+    if (scaling.pop("partial_rotary_factor", None) or 1.0) != 1.0:
         raise ModelError(f"partial_rotary_factor is not supported for {config['model_type']}")
     unknown = sorted(set(scaling) - set(_ROPE_FIELDS))
     if unknown:
         raise ModelError(f"rope setting {unknown[0]!r} is not supported for rope_type {kind!r}")
     fields = {_ROPE_FIELDS[name]: value for name, value in scaling.items() if value is not None}
-    for name, value in scaling.items():
-        if value is not None and not isinstance(value, (int, float)):
-            raise ModelError(f"config.json: {name} must be a number, got {value!r}")
     if kind in ("llama3", "yarn"):
-        fields.setdefault("original_max_position", config.get("max_position_embeddings", 2048))
+        fields.setdefault("original_max_position", config.get("max_position_embeddings") or 2048)
     if kind != "default" and "factor" not in fields:
         raise ModelError(f"rope_type {kind!r} lacks its 'factor'")
-    return RopeConfig(theta=theta, kind=kind, **fields)
+    return _related(RopeConfig(theta=float(theta), kind=kind, **fields))
+
+
+def _related(rope: RopeConfig) -> RopeConfig:
+    """The rope, where no step from one frequency to another divides by zero."""
+    holder = "config.json: rope_scaling."
+    if rope.kind == "llama3":
+        above = number(rope.low_freq_factor, above=True)
+        require(holder, "high_freq_factor", rope.high_freq_factor, above, ModelError)
+    if rope.kind == "yarn":
+        require("config.json: ", "rope_theta", rope.theta, number(1, above=True), ModelError)
+        expected = number(0, rope.beta_fast, above=True, below=True)
+        require(holder, "beta_slow", rope.beta_slow, expected, ModelError)
+    return rope
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
