@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from specjax.errors import InputError, ModelError
+from specjax.errors import InputError, ModelError, foreign
 from specjax.files import aside, write_text
 from specjax.models.hf.checkpoint import INDEX, WEIGHTS, read_weight_map
 from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX, read_pickle
@@ -52,7 +53,8 @@ def write_safetensors(directory: Path, out: Path, overwrite: bool = False) -> li
     for source, name in names.items():
         # Tied tensors share memory, which safetensors does not store.
         tensors = {n: t.clone().contiguous() for n, t in read_pickle(directory / source).items()}
-        _write(tensors, out / name)
+        with foreign(f"{directory / source}: cannot be written as safetensors"):
+            _write(tensors, out / name)
         weight_map |= dict.fromkeys(tensors, name)
         size += sum(tensor.nbytes for tensor in tensors.values())
         written.append(out / name)
@@ -69,9 +71,9 @@ def write_safetensors(directory: Path, out: Path, overwrite: bool = False) -> li
 
 def _pickles(directory: Path) -> list[str]:
     """The names of the checkpoint's pickles."""
-    if (directory / PICKLE).exists():
+    if os.path.lexists(directory / PICKLE):
         return [PICKLE]
-    if not (directory / PICKLE_INDEX).exists():
+    if not os.path.lexists(directory / PICKLE_INDEX):
         raise ModelError(f"{directory}: no {PICKLE} and no {PICKLE_INDEX}")
     return sorted(set(read_weight_map(directory / PICKLE_INDEX).values()))
 

@@ -15,11 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specjax.arguments import FLAG, Must, an, shown, takes, whole_numbers
+from specjax.checks import require_all
 from specjax.demo import tuned
-from specjax.errors import ModelError
-from specjax.models import ModelConfig, from_hf, fuse, load_pretrained
+from specjax.errors import ModelError, foreign
+from specjax.models import ModelConfig, fuse, load_pretrained
 from specjax.models.config import as_ids
-from specjax.models.hf.checkpoint import DTYPES, read_config, read_json
+from specjax.models.hf.checkpoint import DTYPES, load_config, read_json
+from specjax.models.hf.config import token_ids
 from specjax.models.placement import place
 from specjax.models.sharding import AXIS, split_config
 from specjax.net import Net
@@ -94,10 +96,12 @@ def load(
     """
     dtype = resolve_dtype(dtype)
     directory = locate(str(path_or_id), HUB_FILES + PICKLES * pickles)
+    # The small files first: what is wrong with them is said before gigabytes are read.
+    eos_ids = _eos_ids(directory, load_config(directory))
+    tokenizer = Tokenizer.from_directory(directory)
     placed = None if mesh is None else functools.partial(place, mesh=mesh, split=split)
     config, params = load_pretrained(directory, DTYPES[dtype], True, pickles, placed)
-    tokenizer = Tokenizer.from_directory(directory)
-    eos_ids, config = _eos_ids(directory, config), _share(config, mesh, split)
+    config = _share(config, mesh, split)
     return _assemble(config, params, tokenizer, eos_ids, str(path_or_id), mesh)
 
 
@@ -121,7 +125,7 @@ def can_split(path_or_id: str | Path, mesh: Mesh) -> bool:
     Raises:
       ModelError: the model has no config that can be used.
     """
-    config = from_hf(read_config(locate(str(path_or_id), ("config.json",))))
+    config = load_config(locate(str(path_or_id), ("config.json",)))
     try:
         split_config(config, mesh.shape[AXIS])
     except ModelError:
@@ -187,23 +191,16 @@ def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:
 
 def _from_hub(name: str, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    try:
-        return Path(
-            snapshot_download(name, allow_patterns=list(files), ignore_patterns=list(HUB_SKIPPED))
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ModelError(
-            f"{name}: no such directory here, and the hub did not give it ({first})"
-        ) from None
+    with foreign(f"{name}: no such directory here, and the hub did not give it"):
+        skipped = list(HUB_SKIPPED)
+        return Path(snapshot_download(name, allow_patterns=list(files), ignore_patterns=skipped))
 
 
 def _eos_ids(directory: Path, config: ModelConfig) -> tuple[int, ...]:
     """End-of-sequence ids: the generation config knows more of them than the model's."""
-    settings = read_json(directory / "generation_config.json")
-    try:
-        return as_ids(settings.get("eos_token_id")) or config.eos_ids
-    except ModelError as error:
-        raise ModelError(f"{directory}: generation_config.json: {error}") from None
+    path = directory / "generation_config.json"
+    settings = read_json(path)
+    known = {"eos_token_id": token_ids(config.vocab_size)}
+    require_all(f"{path}: ", settings, known, ModelError)
+    return as_ids(settings.get("eos_token_id")) or config.eos_ids

@@ -8,23 +8,43 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
 from specjax import chat
-from specjax.errors import ModelError, OptionError
-from specjax.models.hf.checkpoint import read_json
+from specjax.checks import TEXT, Check, either, list_of, require_all
+from specjax.errors import ModelError, OptionError, foreign, silent
+from specjax.files import check_entries
+from specjax.models.hf.checkpoint import read_json, read_text_file
 
 REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what templates may name
+TRIAL = "a bé"
+HIGHEST_ID = 2**24  # tables over the vocabulary have a row for each id
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # a byte that no other token covers (SentencePiece)
 # Byte-level vocabularies write printable bytes as themselves and the others from U+0100 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTE_OF = {chr(b): b for b in _PRINTABLE} | {
     chr(0x100 + i): b for i, b in enumerate(b for b in range(256) if b not in _PRINTABLE)
+}
+
+
+def _texts(*names: str) -> Check:
+    """An object with texts under some names."""
+
+    def holds(value: Any) -> bool:
+        return type(value) is dict and all(type(value.get(name)) is str for name in names)
+
+    return Check(f"an object with {' and '.join(names)}", holds)
+
+
+SETTINGS = {name: either(TEXT, _texts("content")) for name in SPECIAL} | {
+    "chat_template": either(TEXT, list_of(_texts("name", "template")))
 }
 
 
@@ -56,13 +76,15 @@ class Tokenizer:
           ModelError: none is there, or it cannot be read.
         """
         directory = Path(directory)
-        homes = [d for d in (directory, directory.parent) if (d / "tokenizer.json").exists()]
+        both = (directory, directory.parent)
+        homes = [home for home in both if os.path.lexists(home / "tokenizer.json")]
         home = homes[0] if homes else directory
         settings = read_json(home / "tokenizer_config.json")
+        require_all(f"{home / 'tokenizer_config.json'}: ", settings, SETTINGS, ModelError)
         special = {name: _content(settings.get(name)) for name in SPECIAL}
         template = _template(home, settings)
         if homes:
-            backend = _read_backend(home / "tokenizer.json")
+            backend = read_backend(home / "tokenizer.json")
         else:
             backend = _through_transformers(directory)
         return cls(backend, template, special, str(directory))
@@ -174,56 +196,57 @@ class IncrementalDecoder:
         return piece
 
 
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"{path}: not a readable tokenizer ({error})") from None
-    if not backend.get_vocab_size():
-        raise ModelError(f"{path}: not a readable tokenizer (its vocabulary is empty)")
-    # Stored by the training run; transformers ignores both, and prompts must stay whole.
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
+def read_backend(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a ``tokenizer.json``, tried on a text.
+
+    Raises:
+      ModelError: there is none, it is damaged, or it cannot encode.
+    """
+    text = read_text_file(path)
+    with foreign(f"{path}: not a readable tokenizer"), silent():
+        backend = tokenizers.Tokenizer.from_str(text.decode())
+        # Stored by the training run; transformers ignores both, and prompts must stay whole.
+        backend.no_truncation()
+        backend.no_padding()
+        return _tried(backend)
 
 
 def _through_transformers(directory: Path) -> tokenizers.Tokenizer:
     names = ("tokenizer.model", "vocab.json", "vocab.txt")
-    if not any((directory / name).exists() for name in names):
+    if not any(os.path.lexists(directory / name) for name in names):
         raise ModelError(f"{directory}: no tokenizer.json")
     from transformers import AutoTokenizer
 
-    try:
+    with foreign(f"{directory}: its tokenizer cannot be loaded"), silent():
+        check_entries(directory)
         loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        return loaded.backend_tokenizer
-    except (OSError, ValueError, ImportError, AttributeError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ModelError(f"{directory}: its tokenizer cannot be loaded ({first})") from None
+        return _tried(loaded.backend_tokenizer)
+
+
+def _tried(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The tokenizer, if it has ids in reason and puts no others into a text."""
+    highest = max(backend.get_vocab(with_added_tokens=True).values(), default=None)
+    if highest is None:
+        raise ValueError("its vocabulary is empty")
+    if highest > HIGHEST_ID:
+        raise ValueError(f"it has an id of {highest}, beyond {HIGHEST_ID}")
+    framed = max(backend.encode(TRIAL).ids, default=0)
+    if framed > highest:
+        raise ValueError(f"it puts id {framed} around a text, and its highest is {highest}")
+    return backend
 
 
 def _template(home: Path, settings: dict) -> str | None:
     """The chat template: a file of its own, a setting, or the default of several named ones."""
     file = home / "chat_template.jinja"
-    if file.exists():
-        try:
-            if file.stat().st_size > 4 * chat.LONGEST_TEMPLATE:  # UTF-8 has 4 bytes at most
-                raise ModelError(f"{file}: longer than {chat.LONGEST_TEMPLATE} characters")
-            return file.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError) as error:
-            raise ModelError(f"{file}: not a readable text ({error})") from None
+    if os.path.lexists(file):
+        with foreign(f"{file}: not a readable text"):
+            return read_text_file(file).decode()
     template = settings.get("chat_template")
-    try:
-        if isinstance(template, list):
-            template = {named["name"]: named["template"] for named in template}.get("default")
-        if not isinstance(template, str | None):
-            raise TypeError
-    except (KeyError, TypeError):
-        raise ModelError(
-            f"{home / 'tokenizer_config.json'}: chat_template must be a text or a "
-            "list of objects with a name and a template"
-        ) from None
-    return template
+    if not isinstance(template, list):
+        return template
+    return {named["name"]: named["template"] for named in template}.get("default")
 
 
 def _content(token: str | dict | None) -> str:
-    return token.get("content", "") if isinstance(token, dict) else token or ""
+    return token["content"] if isinstance(token, dict) else token or ""

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from infer.loading import draft_name
 from specjax import lm
 from specjax.errors import ModelError
-from specjax.models import from_hf, num_params
-from specjax.models.hf.checkpoint import DTYPES, read_config
+from specjax.models import num_params
+from specjax.models.hf.checkpoint import DTYPES, load_config
 from specjax.models.sharding import split_config
 
 HEADROOM = 0.1  # of the memory, for activations, logits and the program itself
@@ -68,7 +68,7 @@ def model_plan(name: str, dtype: str | None, devices: int = 1, role: str = "targ
     ``devices`` share it; a draft that cannot be split is whole on each.
     """
     dtype = lm.resolve_dtype(dtype)
-    cfg = from_hf(read_config(lm.locate(name, files=("config.json",))))
+    cfg = load_config(lm.locate(name, files=("config.json",)))
     size = jnp.dtype(DTYPES[dtype]).itemsize
     try:
         share = split_config(cfg, devices)

@@ -9,7 +9,9 @@ D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -44,14 +46,22 @@ def init_params(cfg: ModelConfig, key: Array, dtype: jnp.dtype = jnp.float32) ->
     return jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(state))
 
 
+def _of_all_layers(cfg: ModelConfig, fused: bool, *what: Callable) -> dict:
+    """``what`` of each parameter; layers are alike, so one is made: many take quadratic time."""
+    single = dataclasses.replace(cfg, num_layers=1, sliding_layers=None)
+    tree = nnx.to_pure_dict(_abstract(single, fused)[1], *what)
+    layer = tree["layers"]["0"]
+    return tree | {"layers": {str(i): layer for i in range(cfg.num_layers)}}
+
+
 def param_shapes(cfg: ModelConfig) -> dict:
     """The nested dict of ``ShapeDtypeStruct`` that :func:`init_params` would fill."""
-    return nnx.to_pure_dict(_abstract(cfg, False)[1])
+    return _of_all_layers(cfg, False)
 
 
 def param_axes(cfg: ModelConfig, fused: bool = False) -> dict:
     """The names of each parameter's axes, as it was made with: a nested dict of tuples."""
-    return nnx.to_pure_dict(_abstract(cfg, fused)[1], lambda param: param.get_metadata("axes"))
+    return _of_all_layers(cfg, fused, lambda param: param.get_metadata("axes"))
 
 
 def num_params(cfg: ModelConfig) -> int:

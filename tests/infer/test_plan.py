@@ -1,6 +1,7 @@
 """What ``--plan`` says before anything loads, and the converter of pickled checkpoints."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from infer import convert
 from infer.run import commands as run
 from infer.run import job
 from infer.run.plan import make_plan
+from specjax.lm import DEMO
 from specjax.models import init_cache, load_pretrained, save_pretrained
 from specjax.models.hf.checkpoint import INDEX, WEIGHTS, to_tensors
 from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX
@@ -125,6 +127,7 @@ def test_pickled_bfloat16_is_read_bit_for_bit(directory):
 def test_code_in_a_pickle_does_not_run(directory, tmp_path, capsys):
     pytest.importorskip("torch")
     (directory / WEIGHTS).unlink()
+    shutil.copy(DEMO / "tokenizer.json", directory)  # what a load reads first
     trace = tmp_path / "ran"
     (directory / PICKLE).write_bytes(f"cos\nsystem\n(S'touch {trace}'\ntR.".encode())
     assert run.main(["--prompt", "def", "--target", str(directory), "--pickles"]) == 2

@@ -182,7 +182,7 @@ def test_tokenizer_errors(documents, tmp_path):
     with pytest.raises(InputError, match="cannot read the tokenizer"):
         load_tokenizer(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(InputError, match=r"bad\.json is not a tokenizer\.json"):
+    with pytest.raises(InputError, match=r"cannot read the tokenizer .*bad\.json"):
         load_tokenizer(tmp_path / "bad.json")
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from specjax.errors import InputError
+from specjax.errors import InputError, ModelError
 from specjax.files import write_text
+from specjax.text import read_backend
 from train.data.corpus import Document, is_held_out
 
 SPECIAL_TOKENS = (
@@ -82,8 +83,6 @@ def train_tokenizer(
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     """Reads a `tokenizer.json`; raises InputError where there is none or it is damaged."""
     try:
-        return Tokenizer.from_str(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read the tokenizer {path}: {error.strerror}") from None
-    except Exception as error:  # the library raises bare Exception for malformed JSON
-        raise InputError(f"{path} is not a tokenizer.json: {error}") from None
+        return read_backend(Path(path))
+    except ModelError as error:
+        raise InputError(f"cannot read the tokenizer {error}") from None

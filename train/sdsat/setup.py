@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from specjax.errors import InputError
 from specjax.infill import find_sentinels
 from specjax.lm import locate
-from specjax.models import ModelConfig, from_hf
-from specjax.models.hf.checkpoint import read_config
+from specjax.models import ModelConfig
+from specjax.models.hf.checkpoint import load_config
 from train.config import Adaptive, SDSATConfig
 from train.data.fim import CodeLayout, frame_of
 from train.data.packing import Prepared, Transform
@@ -51,7 +51,7 @@ def prepare_setup(cfg: SDSATConfig) -> Setup:
     if not cfg.model.init_from:
         raise InputError("model.init_from is empty: name a Hugging Face directory to tune")
     directory = locate(cfg.model.init_from)
-    start = from_hf(read_config(directory))
+    start = load_config(directory)
     tokenizer = load_tokenizer(cfg.model.tokenizer or _tokenizer_file(directory))
     _check(cfg, start, tokenizer)
     section = cfg.sdsat

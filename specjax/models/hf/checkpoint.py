@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from jax.tree_util import tree_flatten_with_path
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from specjax.errors import ModelError
-from specjax.files import aside, write_text
+from specjax.errors import ModelError, foreign
+from specjax.files import aside, check_file, parse_json, read_file, write_text
 from specjax.models.blocks import fuse_layer
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES, from_hf, to_hf
@@ -30,6 +31,7 @@ from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX, Pickle
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+MOST_TEXT = 1 << 28  # bytes of a file that is no weights: tokenizers have some 2^25
 STORED_DTYPES = ("F32", "BF16", "F16")  # safetensors' names of the same
 
 Place = tuple[Stored, tuple[int, ...]]  # of a parameter in the checkpoint; its shape here
@@ -112,8 +114,13 @@ def load_pretrained(
         config feature that is not supported; each by name.
     """
     directory = Path(directory)
-    cfg = from_hf(read_config(directory))
+    cfg = load_config(directory)
     files = _tensor_files(directory, pickles)
+    if cfg.num_layers > len(files):  # before anything is made for each of them
+        raise ModelError(
+            f"{directory}: config.json says {cfg.num_layers} layers, but its files hold "
+            f"{len(files)} tensors"
+        )
     handles = {file: _open(file) for file in sorted(set(files.values()))}
     present = _check_names(directory, cfg, sorted(files))
 
@@ -151,14 +158,22 @@ def save_pretrained(
     write_text(directory / "config.json", json.dumps(to_hf(cfg, dtype), indent=1) + "\n")
 
 
-def read_config(directory: Path) -> dict:
-    """``config.json`` of a model directory as a dict."""
+def load_config(directory: Path) -> ModelConfig:
+    """The config of a model directory.
+
+    Raises:
+      ModelError: there is none, or as :func:`specjax.models.families.from_hf`.
+    """
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such model directory")
     path = directory / "config.json"
-    if not path.exists():
+    if not os.path.lexists(path):
         raise ModelError(f"{directory}: no config.json, so this is no model directory")
-    return read_json(path)
+    try:
+        return from_hf(read_json(path))
+    except ModelError as error:
+        named = str(error).startswith(str(directory))
+        raise ModelError(error if named else f"{directory}: {error}") from None
 
 
 def read_json(path: Path) -> dict:
@@ -167,15 +182,27 @@ def read_json(path: Path) -> dict:
     Raises:
       ModelError: the file holds something else.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        value = parse_json(read_text_file(path))
+    except ValueError as error:
         raise ModelError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def read_text_file(path: Path) -> bytes:
+    """A file of a checkpoint, but for its weights.
+
+    Raises:
+      ModelError: it cannot be read; the reason is the system's.
+    """
+    try:
+        return read_file(path, most=MOST_TEXT)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _tensor_files(directory: Path, pickles: bool) -> dict[str, Path]:
@@ -186,9 +213,9 @@ def _tensor_files(directory: Path, pickles: bool) -> dict[str, Path]:
     """
     kinds = [(WEIGHTS, INDEX)] + [(PICKLE, PICKLE_INDEX)] * pickles
     for single, index in kinds:
-        if (directory / single).exists():
+        if os.path.lexists(directory / single):
             return dict.fromkeys(_open(directory / single).keys(), directory / single)
-        if (directory / index).exists():
+        if os.path.lexists(directory / index):
             return _sharded(directory, index)
     unread, hint = sorted(p.name for p in directory.glob("pytorch_model*.bin")), ""
     if unread:
@@ -219,7 +246,7 @@ def _sharded(directory: Path, index: str) -> dict[str, Path]:
     weight_map = read_weight_map(directory / index)
     shards = {name: directory / name for name in sorted(set(weight_map.values()))}
     for name, path in shards.items():
-        if not path.exists():
+        if not os.path.lexists(path):
             raise ModelError(f"{directory}: shard {name}, named by {index}, is missing")
     held = {name: set(_open(path).keys()) for name, path in shards.items()}
     for tensor, shard in weight_map.items():
@@ -233,10 +260,9 @@ def _sharded(directory: Path, index: str) -> dict[str, Path]:
 def _open(path: Path):
     if path.suffix == ".bin":
         return Pickle(path)
-    try:
+    with foreign(f"{path}: not a readable safetensors file"):
+        check_file(path)
         return safe_open(path, framework="np")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path}: not a readable safetensors file ({error})") from None
 
 
 def _check_names(directory: Path, cfg: ModelConfig, stored: list[str]) -> dict[str, str]:
@@ -275,4 +301,5 @@ def _read(handle, path: Path, name: str, shape: tuple[int, ...]) -> np.ndarray:
             f"{path}: tensor {name} is stored as {stored.get_dtype()}; supported: "
             f"{', '.join(STORED_DTYPES)}"
         )
-    return handle.get_tensor(name)
+    with foreign(f"{path}: tensor {name} cannot be read"):
+        return handle.get_tensor(name)

@@ -14,7 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.errors import ModelError
+from specjax.errors import ModelError, foreign
+from specjax.files import check_file
 
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
@@ -29,17 +30,29 @@ def read_pickle(path: Path) -> dict[str, Any]:
         import torch
     except ImportError:
         raise ModelError(f"{path}: pickles need torch: pip install 'specjax[torch]'") from None
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            mapped = zipfile.is_zipfile(path)  # what torch writes since 1.6
-            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:  # garbage makes the unpickler fail in any way
-        first = str(error).strip().splitlines() or ["empty"]
-        raise ModelError(f"{path}: not a readable pickle of tensors ({first[0]})") from None
-    values = tensors.values() if isinstance(tensors, dict) else [None]
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        raise ModelError(f"{path}: holds something else than named tensors")
+    # Garbage makes the unpickler fail in any way.
+    with foreign(f"{path}: not a readable pickle of tensors"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_file(path)
+        mapped = zipfile.is_zipfile(path)  # what torch writes since 1.6
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    if not isinstance(tensors, dict) or not all(map(_is_plain, tensors.items())):
+        raise ModelError(f"{path}: holds something else than named, dense tensors")
     return tensors
+
+
+def _is_plain(entry: tuple[Any, Any]) -> bool:
+    """Whether a name comes with a tensor that keeps a value for each of its elements."""
+    import torch
+
+    name, value = entry
+    return (
+        type(name) is str
+        and isinstance(value, torch.Tensor)
+        and not (value.is_meta or value.is_quantized or value.is_nested)
+        and value.layout is torch.strided
+        and value.nbytes <= value.untyped_storage().nbytes()  # and none of it is repeated
+    )
 
 
 class Pickle:
