@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 
-from specjax.errors import OptionError
+from specjax.errors import OptionError, foreign, silent
+from specjax.files import check_entries
+from specjax.models.hf.checkpoint import read_json
+from specjax.models.hf.config import check_values
 from specjax.rewards.text import OfText
 
 
@@ -24,7 +28,7 @@ class Classifier(OfText):
 
     def __init__(self, directory: str):
         self.directory = Path(directory).expanduser()
-        if not (self.directory / "config.json").is_file():
+        if not os.path.isfile(self.directory / "config.json"):
             raise OptionError(
                 f"reward classifier: {directory} is no model directory (it has no config.json)"
             )
@@ -39,26 +43,38 @@ class Classifier(OfText):
     def _loaded(self):
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        try:
+        says = f"reward classifier: {self.directory} cannot be loaded"
+        with foreign(says, OptionError), silent():
+            check_entries(self.directory)
+            check_values(read_json(self.directory / "config.json"))
             tokenizer = AutoTokenizer.from_pretrained(self.directory)
-            model = AutoModelForSequenceClassification.from_pretrained(self.directory).eval()
-        except (OSError, ValueError, KeyError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise OptionError(
-                f"reward classifier: {self.directory} cannot be loaded ({first})"
-            ) from None
-        return tokenizer, model
+            model, found = AutoModelForSequenceClassification.from_pretrained(
+                self.directory, output_loading_info=True
+            )
+            wrong = sorted(map(str, (*found["missing_keys"], *found["mismatched_keys"])))
+            if wrong:  # transformers fills in what a checkpoint lacks, at random
+                raise ValueError(f"{wrong[0]} is not in its files as its config says")
+        return tokenizer, model.eval()
 
     def check(self, tokenizer, constraints):
         super().check(tokenizer, constraints)
-        _ = self._loaded
+        with foreign(f"reward classifier: {self.directory} cannot score a text", OptionError):
+            self._logits("a b")
+
+    def _logits(self, text: str):
+        import torch
+
+        tokenizer, model = self._loaded
+        inputs = tokenizer(text, return_tensors="pt", truncation=True)
+        with torch.inference_mode():
+            logits = model(**inputs).logits
+        if logits.ndim != 2 or not logits.shape[1]:
+            raise ValueError(f"its logits have the shape {list(logits.shape)}")
+        return logits[0].double()
 
     def score(self, sample):
         import torch
 
-        tokenizer, model = self._loaded
-        inputs = tokenizer(sample.prompt + sample.text, return_tensors="pt", truncation=True)
-        with torch.inference_mode():
-            logits = model(**inputs).logits[0].double()
+        logits = self._logits(sample.prompt + sample.text)
         rest = torch.logsumexp(logits[:-1], 0) if len(logits) > 1 else 0.0
         return float(torch.sigmoid(logits[-1] - rest))

@@ -28,6 +28,8 @@ from specjax.rewards.protocol import DeviceReward
 from specjax.text import REPLACEMENT, Tokenizer
 
 LONGEST = 32  # bytes of a form: the bits of a word
+MOST_WORDS = 1000  # of a row: each form is a kilobyte of masks
+MOST_TABLE = 1 << 32  # bytes of the table of all tokens' bytes, as wide as the longest one
 VOWELS = "aeiou"
 WORD = rb"[0-9A-Za-z_\x80-\xff]"
 FORMS, WORDS = 16, 4  # arrays grow in these steps, so that jobs of like size share a program
@@ -130,6 +132,10 @@ class Lexical:
                     f"reward {self.name}: there are no words to look for; give "
                     f"--reward {self.name}:WORD,WORD or --task"
                 )
+            if len(words) > MOST_WORDS:
+                raise OptionError(
+                    f"reward {self.name}: {len(words)} words for a row; at most {MOST_WORDS} fit"
+                )
             for word in words:
                 _check_word(self.name, word, self.inflect, tokenizer)
 
@@ -223,7 +229,13 @@ def _shared(tokenizer: Tokenizer) -> dict[str, jax.Array]:
     Kept, for a job asks with every batch and a large vocabulary takes a second.
     """
     spelled = tokenizer.token_bytes()
-    table = np.zeros((len(spelled), max(map(len, spelled))), np.uint8)
+    widest = max(1, *map(len, spelled))
+    if len(spelled) * widest > MOST_TABLE:
+        raise OptionError(
+            f"rewards of words: the target's longest token has {widest} bytes, which makes a table "
+            "over its vocabulary too large"
+        )
+    table = np.zeros((len(spelled), widest), np.uint8)
     for i, text in enumerate(spelled):
         table[i, : len(text)] = np.frombuffer(text, np.uint8)
     word = np.array([re.match(WORD, bytes([b])) is not None for b in range(256)])

@@ -21,7 +21,7 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 def json_state(text: str) -> str:
     """``valid``, ``open`` (the beginning of a valid JSON text) or ``invalid``."""
     try:
-        json.loads(text)
+        json.loads(text, parse_int=len)  # Python's integers have a longest, JSON's do not
         return VALID
     except RecursionError:
         return INVALID
@@ -64,7 +64,7 @@ def _endings(text: str, inside: bool) -> list[str]:
 
 def _is_json(text: str) -> bool:
     try:
-        json.loads(text)
+        json.loads(text, parse_int=len)
     except (ValueError, RecursionError):
         return False
     return True

@@ -7,12 +7,14 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from specjax.errors import OptionError
+from specjax.errors import OptionError, foreign
 from specjax.rewards.classifier import Classifier
 from specjax.rewards.combined import Combined
 from specjax.rewards.length import Length
 from specjax.rewards.lexical import Forbidden, Lexical
 from specjax.rewards.text import Json, OfFunction, Python, Regex, from_module
+
+SHOWN = 80  # characters of an argument in a message
 
 
 def _words(argument: str) -> tuple[str, ...]:
@@ -20,7 +22,7 @@ def _words(argument: str) -> tuple[str, ...]:
 
 
 def _length(argument: str) -> Length:
-    bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", argument)
+    bounds = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", argument)
     low, high = (int(bounds[1]), int(bounds[2] or bounds[1])) if bounds else (1, 0)
     if high < max(low, 1):
         raise OptionError(
@@ -32,10 +34,8 @@ def _length(argument: str) -> Length:
 def _regex(argument: str) -> Regex:
     if not argument:
         raise OptionError("--reward regex: expected a pattern, such as regex:return .*")
-    try:
+    with foreign(f"--reward regex:{argument[:SHOWN]}: not a pattern", OptionError):
         return Regex(re.compile(argument))
-    except re.error as error:
-        raise OptionError(f"--reward regex:{argument}: not a pattern ({error})") from None
 
 
 def _classifier(argument: str) -> Classifier:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 
 from specjax.arguments import Must, an, settle
-from specjax.errors import OptionError
+from specjax.errors import OptionError, foreign
 from specjax.rewards.parsing import OPEN, VALID, json_state, parses_as_python
 
 
@@ -93,12 +93,8 @@ def from_module(place: str) -> OfFunction:
       OptionError: no such module or function, or it cannot be called.
     """
     module, _, name = place.partition(":")
-    try:
+    with foreign(f"--reward {place}: module {module} cannot be imported", OptionError):
         function = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise OptionError(
-            f"--reward {place}: module {module} cannot be imported ({error})"
-        ) from None
     if not callable(function):
         raise OptionError(f"--reward {place}: module {module} has no function {name!r}")
     return OfFunction(function, place)
