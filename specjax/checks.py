@@ -68,7 +68,7 @@ def either(first: Check, second: Check) -> Check:
 def require(holder: str, name: str, value: Any, check: Check, kind: type[SpecjaxError]) -> None:
     """Refuses a value in one line that names it and says what was expected."""
     if not check.holds(value):
-        raise kind(f"{holder}{name} is {shown(value)}, expected {check.says}")
+        raise kind(f"{holder}{name} is {quoted(value)}, expected {check.says}")
 
 
 def require_all(
@@ -80,7 +80,7 @@ def require_all(
             require(holder, name, values[name], table[name], kind)
 
 
-def shown(value: Any) -> str:
+def quoted(value: Any) -> str:
     """A value of any size and depth, short enough for a message."""
     try:
         return reprlib.repr(value)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from specjax.checks import FROM_0, INT32_MAX, POSITIVE, SEED_MAX, number, shown, whole
+from specjax.checks import FROM_0, INT32_MAX, POSITIVE, SEED_MAX, number, quoted, whole
 from specjax.errors import InputError, foreign
 from specjax.files import read_file
 
@@ -269,7 +269,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     section, dot, key = name.strip().partition(".")
     if not equals or not dot or not key:
         raise InputError(
-            f"--set {shown(override)}: expected section.key=value, e.g. optim.total_steps=9"
+            f"--set {quoted(override)}: expected section.key=value, e.g. optim.total_steps=9"
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -277,10 +277,10 @@ def _apply(values: dict[str, Any], override: str) -> None:
         value = text  # a bare word is a string
     except (ValueError, RecursionError):
         raise InputError(
-            f"--set {shown(override)}: too long a number, or too deep a list"
+            f"--set {quoted(override)}: too long a number, or too deep a list"
         ) from None
     if not isinstance(values.setdefault(section, {}), dict):
-        raise InputError(f"--set {shown(override)}: {section!r} is no section")
+        raise InputError(f"--set {quoted(override)}: {section!r} is no section")
     values[section][key] = value
 
 
@@ -289,7 +289,7 @@ def _value(kind: Any, value: Any, name: str) -> Any:
 
     def require(holds: bool, expected: str) -> None:
         if not holds:
-            raise InputError(f"{name}={shown(value)}: expected {expected}")
+            raise InputError(f"{name}={quoted(value)}: expected {expected}")
 
     if dataclasses.is_dataclass(kind):
         require(isinstance(value, dict), f"a section [{name}]")

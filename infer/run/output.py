@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from specjax.checks import shown
+from specjax.checks import quoted
 from specjax.errors import OptionError
 from specjax.files import append_line, check_file, json_line, parse_json
 from specjax.generate import Generation
@@ -88,7 +88,7 @@ class Output:
             yield place
             for name, value in self._settings.items():
                 if entry.get(name) != value:
-                    was = shown(entry.get(name))
+                    was = quoted(entry.get(name))
                     raise OptionError(
                         f"--out {self._path}: was written with {name}={was}, this "
                         f"job has {value!r}; choose another file"

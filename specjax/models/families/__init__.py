@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from specjax.checks import shown
+from specjax.checks import quoted
 from specjax.errors import ModelError
 from specjax.models.blocks import Decoder
 from specjax.models.config import ModelConfig
@@ -57,7 +57,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ModelError(
-            f"model_type {shown(family)} is not supported; supported: {', '.join(FAMILIES)}"
+            f"model_type {quoted(family)} is not supported; supported: {', '.join(FAMILIES)}"
         )
     hf_config.check(config)
     return FAMILIES[family].from_hf(config)
