@@ -241,7 +241,10 @@ def _template(home: Path, settings: dict) -> str | None:
     file = home / "chat_template.jinja"
     if os.path.lexists(file):
         with foreign(f"{file}: not a readable text"):
-            return read_text_file(file).decode()
+            template = read_text_file(file).decode()
+        if len(template) > chat.LONGEST_TEMPLATE:
+            raise ModelError(f"{file}: longer than {chat.LONGEST_TEMPLATE} characters")
+        return template
     template = settings.get("chat_template")
     if not isinstance(template, list):
         return template
