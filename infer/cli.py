@@ -10,7 +10,7 @@ import argparse
 import math
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,8 +36,15 @@ def add_models(parser: Parser) -> None:
     group.add_argument("--pickles", action="store_true", help=said)
 
 
+def add_prompting(group: argparse._ActionsContainer) -> None:
+    """``--chat --mesh``, to a parser or a group of its arguments."""
+    group.add_argument("--chat", action="store_true", help="use the model's chat template")
+    said = "several devices: data=N splits the rows, model=N the models"
+    group.add_argument("--mesh", type=mesh_axes, metavar="AXIS=N,...", help=said)
+
+
 def add_sampling(group: argparse._ActionsContainer) -> None:
-    """``--temperature --top-k --top-p``, to a parser or a group of its arguments."""
+    """``--temperature --top-k --top-p --seed``."""
     for name, kind, default, metavar, off in (
         ("--temperature", temperature, 0.0, "T", "0 is greedy"),
         ("--top-k", whole(0), 0, "K", "0 is off"),
@@ -45,6 +52,7 @@ def add_sampling(group: argparse._ActionsContainer) -> None:
     ):
         said = f"{off} (default: %(default)g)"
         group.add_argument(name, type=kind, default=default, metavar=metavar, help=said)
+    group.add_argument("--seed", type=seed, default=0, metavar="S")
 
 
 def unfit(text: str, expected: str) -> argparse.ArgumentTypeError:
@@ -89,6 +97,11 @@ def mesh_axes(text: str) -> dict[str, int]:
             raise unfit(text, "data=N, model=N or both with a comma between, N at least 1")
         counts[axis] = int(count)
     return counts
+
+
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    """A mesh as ``--mesh`` takes it."""
+    return ",".join(f"{axis}={count}" for axis, count in mesh.items())
 
 
 def some_text(text: str) -> str:

@@ -15,13 +15,19 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def fill(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> Table:
-    """The columns of which any row has a value; words such as "n/a" stand as they are."""
+    """The columns of which any row has a value; words such as "n/a" stand as they are.
 
-    def cell(value: Any, form: str) -> str:
-        return "" if value is None else value if isinstance(value, str) else form.format(value)
+    A row's ``pm`` holds the ± of its values.
+    """
+
+    def cell(row: dict[str, Any], key: str, form: str) -> str:
+        value, half_width = row.get(key), row.get("pm", {}).get(key)
+        if value is None or isinstance(value, str):
+            return value or ""
+        return form.format(value) + (f" ± {form.format(half_width)}" if half_width else "")
 
     columns = [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
-    cells = [[cell(row.get(key), form) for _, key, form in columns] for row in rows]
+    cells = [[cell(row, key, form) for _, key, form in columns] for row in rows]
     return [head for head, *_ in columns], cells
 
 

@@ -25,11 +25,11 @@ DRAFT_PASSES = 3  # draft passes between two target passes where c is measured
 Round = Sequence[tuple[sj.LM, int, int]]
 
 
-def batch_seconds(generation: sj.Generation) -> tuple[float, float]:
-    """(prefill, decoding) seconds of all batches; the rows of one share theirs."""
+def batch_times(generation: sj.Generation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, prefill seconds and decoding seconds of each batch; its rows share their seconds."""
     firsts = np.unique(generation.batch, return_index=True)[1]
-    spans = generation.prefill_seconds, generation.decode_seconds
-    return tuple(float(np.asarray(span)[firsts].sum()) for span in spans)
+    tokens = np.bincount(generation.batch, generation.lengths)
+    return tokens, generation.prefill_seconds[firsts], generation.decode_seconds[firsts]
 
 
 def costs(

@@ -33,15 +33,19 @@ def start(
 ) -> DecodeState:
     """The state after the prompts: tokens left-aligned in a bucket, caches filled."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    room = int(budget.max()) if method.reserves else 0
-    longest = int(lengths.max())
-    slots = bucket(max(longest + room + method.width, -(-longest // chunk) * chunk))
+    slots = first_slots(method, int(lengths.max()), int(budget.max()), chunk)
     tokens = np.zeros((len(prompts), slots), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     return prefill_prompts(method, chunk, logprobs)(
         inputs, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(lengths + budget), keys
     )
+
+
+def first_slots(method: Method, longest: int, budget: int, chunk: int) -> int:
+    """The slots of a batch that begins, by its longest prompt and its largest budget."""
+    room = budget if method.reserves else 0
+    return bucket(max(longest + room + method.width, -(-longest // chunk) * chunk))
 
 
 @functools.cache

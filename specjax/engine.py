@@ -51,11 +51,10 @@ class Engine:
             mesh=self.target.mesh,
         )
 
-    def chunk(self, rows: Sequence[Row]) -> int:
-        """Tokens per prefill pass of a batch."""
+    def chunk(self, longest: int, rows: int) -> int:
+        """Tokens per prefill pass of a batch of ``rows``, by its longest prompt."""
         share = 1 if self.target.mesh is None else self.target.mesh.shape[DATA]
-        heads = self.target.config.num_heads
-        return chunk_width(max(len(row.tokens) for row in rows), len(rows) // share, heads)
+        return chunk_width(longest, rows // share, self.target.config.num_heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,14 +94,15 @@ class Batch:
         """Decodes, yielding what is new after every ``rounds`` rounds."""
         began = time.perf_counter()
         method, inputs = self._engine.method, self._inputs
+        prompts = [row.tokens for row in self._all]
         state = decode.start(
             method,
             inputs,
-            [row.tokens for row in self._all],
+            prompts,
             np.array([row.budget for row in self._all], np.int32),
             jnp.stack([row.key for row in self._all]),
             logprobs=self._logprobs,
-            chunk=self._engine.chunk(self._all),
+            chunk=self._engine.chunk(max(map(len, prompts)), len(prompts)),
         )
         jax.block_until_ready(state)
         self._times["prefill"] = time.perf_counter() - began

@@ -160,34 +160,44 @@ def stream(
     judge = None if reward is None else _judge(target, asked, chosen, reward, options)
     engine = make_engine(target, draft, chosen, options, sampling.temperature == 0, judge)
     rows = _rows(target, prompts, constraints, indices, seed, num_samples, max_new_tokens)
-    size = min(batch_size or len(rows), len(rows))
-    if target.mesh is not None:
-        size = round_up(size, target.mesh)
-    return _pieces(engine, rows, size, sampling, stop or (), logprobs, rounds_per_piece)
+    size, batches = split_rows(target, [len(row.tokens) for row in rows], batch_size)
+    return _pieces(engine, rows, size, batches, sampling, stop or (), logprobs, rounds_per_piece)
 
 
 def _pieces(
     engine: Engine,
     rows: list[Row],
     size: int,
+    batches: list[np.ndarray],
     sampling: Sampling,
     stop: tuple[str, ...],
     logprobs: bool,
     rounds: int,
 ) -> Iterator[Piece]:
-    """Decodes the rows, ``size`` at a time."""
+    """Decodes the rows of each batch."""
     done: list[Generation] = []
-    # Rows of like length share a batch: a batch pays for its longest prompt in every row.
-    order = np.argsort([len(row.tokens) for row in rows], kind="stable")
-    for first in range(0, len(rows), size):
-        mates = order[first : first + size]
+    for mates in batches:
         batch = Batch(engine, [rows[i] for i in mates], size, sampling, stop, logprobs)
         for piece in batch.run(rounds):
             yield dataclasses.replace(piece, index=int(mates[piece.index]))
         done.append(batch.result(len(done)))
     nothing = np.zeros(0, np.int32)
-    whole = concatenate(done, np.argsort(order))
+    whole = concatenate(done, np.argsort(np.concatenate(batches)))
     yield Piece(len(rows) - 1, "", nothing, nothing, None, whole)
+
+
+def split_rows(
+    target: LM, lengths: Sequence[int], batch_size: int | None
+) -> tuple[int, list[np.ndarray]]:
+    """The rows that a batch has room for, and the indices of each batch's, by prompt length.
+
+    Rows of like length share a batch: a batch pays for its longest prompt in every row.
+    """
+    size = min(batch_size or len(lengths), len(lengths))
+    if target.mesh is not None:
+        size = round_up(size, target.mesh)
+    order = np.argsort(lengths, kind="stable")
+    return size, [order[first : first + size] for first in range(0, len(order), size)]
 
 
 @takes(target=MODEL, draft=dataclasses.replace(MODEL, optional=True), options=OPTIONS)

@@ -17,18 +17,19 @@ def ratio(above: float, below: float) -> float | None:
     return float(above) / float(below) if below else None
 
 
-def rates(counters: Mapping[str, float]) -> dict[str, float | None]:
-    """The derived rates of one row's (or one job's summed) counters.
+# Rates by the counters they are ratios of. λ is the acceptance rate; plain decoding's block
+# efficiency is 1.
+RATES = {
+    "acceptance_rate": ("accepted", "tested"),
+    "accept_rate_per_draft": ("accepted", "drafted"),
+    "block_efficiency": ("emitted", "rounds"),
+    "tokens_per_target_call": ("emitted", "target_calls"),
+}
 
-    acceptance_rate λ = accepted / tested; accept_rate_per_draft = accepted / drafted;
-    block_efficiency = emitted / rounds (plain decoding: 1); tokens_per_target_call.
-    """
-    return {
-        "acceptance_rate": ratio(counters["accepted"], counters["tested"]),
-        "accept_rate_per_draft": ratio(counters["accepted"], counters["drafted"]),
-        "block_efficiency": ratio(counters["emitted"], counters["rounds"]),
-        "tokens_per_target_call": ratio(counters["emitted"], counters["target_calls"]),
-    }
+
+def rates(counters: Mapping[str, float]) -> dict[str, float | None]:
+    """The derived :data:`RATES` of one row's (or one job's summed) counters."""
+    return {name: ratio(counters[a], counters[b]) for name, (a, b) in RATES.items()}
 
 
 def speeds(

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from infer.bench import commands as bench
+from infer.bench.uncertainty import SAID
+from infer.reporting import fill
 from specjax.files import markdown_table, write_text
 from specjax.methods import METHODS
 
 FIGURES = Path(__file__).parents[1] / "figures"
 OVERVIEW = FIGURES.parent / "pages" / "overview.md"
-COMMON = ("--max-new-tokens", "48", "--repeats", "1")
-SWEPT, OVERALL = ("--num-prompts", "10"), ("--num-prompts", "4")  # the overview runs every method
+COMMON = ("--num-prompts", "40", "--repeats", "3", "--max-new-tokens")
+SWEPT, OVERALL = "48", "48"  # new tokens: the overview runs every method
 KEPT = (
     "method",
     "mode",
@@ -37,6 +39,7 @@ KEPT = (
     "diversity",
     "kl",
     "accepted_hist",
+    "pm",
 )
 QUALITIES = {"perplexity": "perplexity under the target", "kl": "measured KL(p‖π), nats per token"}
 BLUE, RED, GREY = "#4c78a8", "#e45756", "#888888"
@@ -135,8 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(name: str) -> None:
     """Runs infer.bench and keeps the numbers that are drawn, with the command."""
-    overview = (*OVERALL, "--methods", ",".join(_comparable()))
-    command = [*COMMON, *(overview if name == "overview" else (*SWEPT, *SWEEPS[name].argv))]
+    overview = (OVERALL, "--methods", ",".join(_comparable()))
+    command = [*COMMON, *(overview if name == "overview" else (SWEPT, *SWEEPS[name].argv))]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         code = bench.main([*command, "--json"])
@@ -145,7 +148,8 @@ def measure(name: str) -> None:
     report = json.loads(out.getvalue())
     rows = [{key: row[key] for key in KEPT if key in row} for row in report["rows"]]
     kept = {"command": " ".join(["python -m infer.bench", *command]), "rows": rows}
-    kept |= {key: report[key] for key in ("machine", "prompts", "max_new_tokens", "c")}
+    about = "machine", "prompts", "repeats", "seed", "max_new_tokens", "c"
+    kept |= {key: report[key] for key in about}
     text = json.dumps(kept, indent=1, ensure_ascii=False)
     write_text(FIGURES / f"{name}.json", text + "\n")
 
@@ -209,7 +213,10 @@ def draw_positions(report: dict[str, Any], path: Path) -> None:
 
 
 def draw(sweep: Sweep, report: dict[str, Any], path: Path) -> None:
-    """Tokens per round and speed over the option; lossy rules: tokens per round over quality."""
+    """Tokens per round and speed over the option; lossy rules: tokens per round over quality.
+
+    Bars show the ± of the report.
+    """
     plt = _pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.1), layout="constrained")
     for color, (method, rows) in zip(
@@ -217,20 +224,12 @@ def draw(sweep: Sweep, report: dict[str, Any], path: Path) -> None:
     ):
         x = [_value(row["options"][sweep.option]) for row in rows]
         speed, faint = (left, "^--") if sweep.quality else (right, "o-")
-        left.plot(
-            x,
-            [row["block_efficiency"] for row in rows],
-            "o-",
-            color=color,
-            label=f"{method}: tokens per round",
-        )
-        speed.plot(
-            x,
-            [row["speedup"] for row in rows],
-            faint,
-            color=color,
-            label=f"{method}: speed, measured",
-        )
+        for axis, style, key, said in (
+            (left, "o-", "block_efficiency", "tokens per round"),
+            (speed, faint, "speedup", "speed, measured"),
+        ):
+            y = [row[key] for row in rows]
+            _bars(axis, x, y, style, color, yerr=_pm(rows, key), label=f"{method}: {said}")
         if sweep.quality:
             _against_quality(right, sweep, rows, color)
         else:
@@ -270,10 +269,27 @@ def _predicted(axis: Any, x: list, rows: list[dict], color: str) -> None:
 
 def _against_quality(axis: Any, sweep: Sweep, rows: list[dict], color: str) -> None:
     """Tokens per round over what they cost, every point with the option's value."""
-    points = [(row[sweep.quality], row["block_efficiency"]) for row in rows]
-    axis.plot(*zip(*points, strict=True), "o", color=color)
-    for row, point in zip(rows, points, strict=True):
+    _points(axis, rows, sweep.quality, "o", color)
+    for row in rows:
+        point = row[sweep.quality], row["block_efficiency"]
         _name(axis, f"{row['options'][sweep.option]:g}", point, color)
+
+
+def _points(axis: Any, rows: list[dict], quality: str, style: str, color: str) -> None:
+    """Tokens per round over quality, with the ± of both."""
+    x, y = ([row[key] for row in rows] for key in (quality, "block_efficiency"))
+    errors = {"xerr": _pm(rows, quality), "yerr": _pm(rows, "block_efficiency")}
+    _bars(axis, x, y, style, color, **errors)
+
+
+def _bars(axis: Any, x: list, y: list, style: str, color: str, **more: Any) -> None:
+    """A line or points with error bars."""
+    axis.errorbar(x, y, fmt=style, color=color, ms=4, elinewidth=0.9, capsize=2, **more)
+
+
+def _pm(rows: list[dict], key: str) -> list[float]:
+    """The ± of a figure in each row."""
+    return [row["pm"].get(key, 0.0) for row in rows]
 
 
 def _references(left: Any, right: Any, sweep: Sweep, rows: list[dict]) -> None:
@@ -282,17 +298,14 @@ def _references(left: Any, right: Any, sweep: Sweep, rows: list[dict]) -> None:
     for row in rows:
         if sweep.option in row["options"]:
             continue
+        rounds = row["block_efficiency"]
         if row["method"] != "autoregressive":
-            left.axhline(
-                row["block_efficiency"],
-                color=GREY,
-                ls=":",
-                label=f"{row['method']}: tokens per round",
-            )
+            said, half_width = f"{row['method']}: tokens per round", *_pm([row], "block_efficiency")
+            left.axhline(rounds, color=GREY, ls=":", label=said)
+            left.axhspan(rounds - half_width, rounds + half_width, color=GREY, alpha=0.2, lw=0)
         if sweep.quality == "perplexity":
-            point = row["perplexity"], row["block_efficiency"]
-            right.plot(*point, "x", color=GREY)
-            _name(right, row["method"], point, GREY)
+            _points(right, [row], "perplexity", "x", GREY)
+            _name(right, row["method"], (row["perplexity"], rounds), GREY)
 
 
 def _name(axis: Any, text: str, point: tuple[float, float], color: str) -> None:
@@ -305,11 +318,12 @@ HEAD = """# All methods side by side
 
 <!-- Written by docs/tools/make_figures.py from docs/figures/overview.json. -->
 
-The embedded pair on {prompts} held-out functions, {max_new_tokens} new tokens each, batch 1,
-float32, default options, on {cores} core(s) of {cpu}. Speed is the ratio to plain decoding of the
-same mode; perplexity is that of the output under the unwarped target; sampled is temperature 0.8,
-top-p 0.9. One command measures and writes this page: `python docs/tools/make_figures.py overview`,
-which runs
+The embedded pair on {prompts} held-out functions × {repeats} seeds, {max_new_tokens} new tokens
+each, batch 1, float32, default options, on {cores} core(s) of {cpu}. Speed is the ratio to plain
+decoding of the same mode; perplexity is that of the output under the unwarped target; sampled is
+temperature 0.8, top-p 0.9. {pm}
+
+One command measures and writes this page: `python docs/tools/make_figures.py overview`, which runs
 
     {command}
 
@@ -318,9 +332,12 @@ not in this table.
 """
 
 
+SHOWN = tuple((key, key, "{:.2f}") for key in ("speedup", "block_efficiency", "perplexity"))
+
+
 def overview_page(report: dict[str, Any]) -> str:
     """The table of methods: speed, tokens per round and perplexity, greedy and sampled."""
-    head = HEAD.format(**report["machine"], **report)
+    head = HEAD.format(**report["machine"], **report, pm=SAID)
     names = dict.fromkeys(row["method"] for row in report["rows"])
     measured = {(row["method"], row["mode"]): row for row in report["rows"]}
     figures = "tokens/round", "perplexity"
@@ -330,11 +347,8 @@ def overview_page(report: dict[str, Any]) -> str:
         cells = [f"`{name}`", "yes" if METHODS[name].lossless else "no"]
         for mode in ("greedy", "sampled"):
             row = measured[name, mode]
-            cells += [
-                f"{row['speedup'] or 1.0:.2f}",
-                f"{row['block_efficiency']:.2f}",
-                f"{row['perplexity']:.2f}",
-            ]
+            row["speedup"] = row["speedup"] or 1.0  # plain decoding itself
+            cells += fill(SHOWN, [row])[1][0]
         rows.append(cells)
     return head + "\n" + markdown_table(columns, rows)
 

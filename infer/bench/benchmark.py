@@ -26,7 +26,7 @@ from infer.bench.questions import read_questions
 from infer.bench.report import markdown, show, write
 from infer.bench.rows import add_pass_at_1, add_quality, make_rows, pass_widths
 from infer.bench.sandbox import choose_guard
-from infer.bench.timed_cases import measure
+from infer.bench.timed_cases import Setting, measure
 from infer.cli import make_directory
 from infer.loading import load_models, use_compilation_cache
 from specjax.infill import ending_middles
@@ -77,7 +77,8 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
         peer = TransformersPeer(*directories, prompts, budget, gamma) if args.peer else None
         with peer or contextlib.nullcontext():
             between = peer.repeat if peer else lambda repeat: None
-            results = measure(target, draft, prompts, cases, budget, args.repeats, between, meter)
+            setting = Setting(target, draft, prompts, budget, args.seed)
+            results = measure(setting, cases, args.repeats, between, meter)
         say("infer.bench", "cost curve")
         passes = {width for case in cases for width in pass_widths(case, target)}
         v, c = timing.costs(target, draft, sorted(passes.union(timing.CURVE)))
@@ -92,6 +93,8 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
             "prompts": len(prompts),
             "max_new_tokens": budget,
             "repeats": args.repeats,
+            "seed": args.seed,
+            "mesh": args.mesh,
             "rows": rows,
             "energy": meter.source if meter else None,
             "peers": peer_rows(target, prompts, peer.answers, results) if peer else [],
@@ -105,7 +108,7 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
 def models(args: argparse.Namespace) -> Iterator[tuple[sj.LM, sj.LM | None, list[str | None]]]:
     """Target, draft or None, and the directories a peer loads the same weights from."""
     if not args.random_target:
-        target, draft = load_models(args, want_draft=True)
+        target, draft = load_models(args, True, args.mesh)
         names = args.target, draft.source if draft else None
         yield target, draft, [str(locate(name)) if name else None for name in names]
         return

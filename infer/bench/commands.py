@@ -4,6 +4,9 @@
   python -m infer.bench --peer transformers --out DIR
   python -m infer.bench --random-target 100m --peer transformers
 
+Every figure has its ±: half of the 95 % interval over 1,000 bootstrap resamples of the prompts,
+each with all its seeds (of speeds at larger batches: of the batches).
+
 Exit codes: 0 done, 2 bad arguments or input.
 """
 
@@ -13,7 +16,17 @@ import argparse
 import importlib.util
 from collections.abc import Sequence
 
-from infer.cli import REPEATABLE, add_models, add_sampling, checked, setting, unfit, whole
+from infer.cli import (
+    REPEATABLE,
+    SEED_MAX,
+    add_models,
+    add_prompting,
+    add_sampling,
+    checked,
+    setting,
+    unfit,
+    whole,
+)
 from specjax.program import Parser, run
 
 DEFAULT = ("speculative", "block", "lookup")
@@ -54,6 +67,7 @@ def parser() -> Parser:
     said = "--run-tests where neither works: that code can read and change your files"
     out.add_argument("--unsafe", action="store_true", help=said)
     out.add_argument("--num-prompts", type=whole(1), default=40, metavar="N")
+    add_prompting(out)
     said = f"default: {','.join(DEFAULT)}; all: every method that fits"
     out.add_argument("--methods", metavar="A,B,…", help=said)
     said = "every chosen method that has the option, at each value; "
@@ -69,7 +83,8 @@ def parser() -> Parser:
     modes = out.add_mutually_exclusive_group()
     modes.add_argument("--greedy-only", action="store_true", help="leave the sampled rows out")
     modes.add_argument("--sampled-only", action="store_true", help="leave the greedy rows out")
-    out.add_argument("--repeats", type=whole(1), default=3, metavar="N")
+    said = "passes over the prompts, with the seeds S, S + 1, …; greedy tokens are one pass's"
+    out.add_argument("--repeats", type=whole(1), default=3, metavar="N", help=said)
     out.add_argument("--peer", metavar="NAME", help="transformers, in its own process")
     out.add_argument("--json", action="store_true", help="the report as one object on stdout")
     out.add_argument("--out", metavar="DIR", help="write bench.json, bench.md, bench.png")
@@ -94,11 +109,14 @@ def sweep(text: str) -> tuple[str, list[str]]:
 
 def check(args: argparse.Namespace, commands: Parser) -> None:
     """Refuses arguments that do not go together, and a peer that cannot run here."""
-    if args.random_target and (args.draft or args.prompts or args.target != "demo"):
+    given = args.draft, args.prompts, args.chat, args.mesh, args.target != "demo"
+    if args.random_target and any(given):
         commands.error(
-            "--random-target has random weights and no tokenizer: it takes no "
-            "--target, --draft or --prompts"
+            "--random-target has random weights, no tokenizer and one device: it takes no "
+            "--target, --draft, --prompts, --chat or --mesh"
         )
+    if args.seed + args.repeats - 1 > SEED_MAX:
+        commands.error(f"--seed {args.seed}: the last of {args.repeats} is above {SEED_MAX}")
     if args.random_target and args.random_target not in SIZES:
         commands.error(f"--random-target {args.random_target}: choose {', '.join(SIZES)}")
     if args.run_tests and not args.prompts:

@@ -14,6 +14,7 @@ import numpy as np
 
 from infer.bench.rescoring import Prompts, mismatches
 from infer.bench.timed_cases import Result
+from infer.bench.uncertainty import speed_ratio
 from specjax.errors import OptionError
 from specjax.lm import LM
 
@@ -92,20 +93,25 @@ def peer_rows(
         theirs = [answer[name] for answer in answers if name in answer]
         if mine is None or not theirs:
             continue
-        speeds = [sum(map(len, t["tokens"])) / sum(t["seconds"]) for t in theirs]
-        pairs = zip(mine.whole_tokens_per_second, speeds, strict=True)
-        first = [seconds for t in theirs for seconds in t["first_token_s"]]
+        counts = np.array([[len(tokens) for tokens in t["tokens"]] for t in theirs])
+        seconds = np.array([t["seconds"] for t in theirs])
+        by_length = np.argsort(mine.runs[0].batch)  # a prompt each, in the order of our batches
+        against = counts[:, by_length], seconds[:, by_length]
+        ratio, half_width = speed_ratio(mine.speed(whole=True), against)
+        speeds = counts.sum(axis=1) / seconds.sum(axis=1)
+        first = [t["first_token_s"] for t in theirs]
         tokens = [np.array(t) for t in theirs[0]["tokens"]]
         rows.append(
             {
                 "name": f"transformers {name}",
                 "ours": ours,
                 "tokens_per_second": float(np.median(speeds)),
-                "our_tokens_per_second": float(np.median(mine.whole_tokens_per_second)),
-                "ratio": float(np.median([a / b for a, b in pairs])),
+                "our_tokens_per_second": float(np.median(mine.tokens_per_second(whole=True))),
+                "ratio": ratio,
+                "pm": {"ratio": half_width},
                 "first_token_ms": 1e3 * float(np.median(first)),
                 "per_prompt": np.median([t["tokens_per_second"] for t in theirs], axis=0).tolist(),
-                "repeats": speeds,
+                "repeats": speeds.tolist(),
                 "mismatches": mismatches(target, prompts, mine.tokens, tokens),
             }
         )

@@ -11,7 +11,7 @@ import numpy as np
 
 import specjax as sj
 from infer.bench.sandbox import check_tasks
-from infer.prompts import read_prompts
+from infer.prompts import encode, read_prompts
 from specjax.demo.heldout import held_out_functions
 from specjax.errors import OptionError
 from specjax.program import say
@@ -37,7 +37,7 @@ def read_questions(args: argparse.Namespace, target: sj.LM) -> list[Question]:
         tokens = generator.integers(5, target.config.vocab_size, (args.num_prompts, 96))
         return [Question(row) for row in tokens.tolist()]
     if args.prompts:
-        prompts, bad = read_prompts(args.prompts, target, chat=False)
+        prompts, bad = read_prompts(args.prompts, target, args.chat)
         if bad:
             raise OptionError(f"--prompts {args.prompts} line {bad[0].number}: {bad[0].reason}")
         prompts = prompts[: args.num_prompts]
@@ -47,7 +47,7 @@ def read_questions(args: argparse.Namespace, target: sj.LM) -> list[Question]:
     functions, warnings = held_out_functions(args.num_prompts)
     for warning in warnings:
         say("infer.bench", warning)
-    return [Question(target.tokenizer.encode(f.prompt), (f.reference,)) for f in functions]
+    return [Question(encode(target, f.prompt, args.chat), (f.reference,)) for f in functions]
 
 
 def references_of(entry: Mapping[str, Any]) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from infer.bench.pictures import draw_methods, draw_sweep
+from infer.bench.uncertainty import SAID
+from infer.cli import mesh_text
 from infer.reporting import Table, fill, pyplot
 from specjax.errors import OptionError
 from specjax.files import markdown_table, write_text
@@ -60,10 +62,12 @@ EXPECTED_COLUMNS = (
 def headline(report: dict[str, Any]) -> str:
     """What was measured, and where."""
     where = report["machine"]
+    mesh = f" on a mesh of {mesh_text(report['mesh'])}" if report["mesh"] else ""
     return (
         f"{where['device']} ({where['cpu']}, {where['cores']} cores), jax {where['jax']}; target "
-        f"{report['target']}, draft {report['draft']}; {report['prompts']} prompts, up to "
-        f"{report['max_new_tokens']} new tokens each."
+        f"{report['target']}, draft {report['draft']}{mesh}; {report['prompts']} prompts × "
+        f"{report['repeats']} seeds from {report['seed']}, up to {report['max_new_tokens']} new "
+        f"tokens each. {SAID}"
     )
 
 

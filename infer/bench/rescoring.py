@@ -19,15 +19,10 @@ from specjax.net import Net
 Prompts = Sequence[Sequence[int]]  # token ids
 
 
-def output_logprobs(
-    target: sj.LM, prompts: Prompts, outputs: Sequence[np.ndarray]
-) -> list[np.ndarray]:
+def output_logprobs(target: sj.LM, prompt: Sequence[int], output: np.ndarray) -> np.ndarray:
     """Log-probabilities (nats) of every output token under the unwarped target."""
-    rows = []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        scores = np.asarray(_token_logprobs(target.net, padded_row(prompt, output)))
-        rows.append(scores[len(prompt) - 1 :][: len(output)])
-    return rows
+    scores = np.asarray(_token_logprobs(target.net, padded_row(prompt, output)))
+    return scores[len(prompt) - 1 :][: len(output)]
 
 
 def mismatches(

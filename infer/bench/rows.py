@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,14 +10,18 @@ import numpy as np
 from infer.bench.cases import Case
 from infer.bench.questions import Question
 from infer.bench.rescoring import Prompts, mismatches, output_logprobs
-from infer.bench.sandbox import pass_at_1
-from infer.bench.text_quality import UNKNOWN, exact_match, kl_to_target, mean_rouge
+from infer.bench.sandbox import passing
+from infer.bench.text_quality import UNKNOWN, exact_match, kl_to_target
 from infer.bench.timed_cases import Result
+from infer.bench.uncertainty import ratio, speed_ratio
 from specjax import metrics
 from specjax.lm import LM
 from specjax.methods import METHODS, Context
+from specjax.output import Generation
 
+Row = dict[str, Any]
 Curve = Mapping[int, float]  # v(T) by T
+Score = Callable[[int, Generation], float | None]  # of a prompt's completion in one repeat
 # What the cost model foretells, from the measured acceptance, c and v: by the method, and as the
 # paper of SCD counts it. They differ in the amateur's pass over the bonus position: none, always,
 # or where it is needed.
@@ -42,8 +46,8 @@ def pass_widths(case: Case, target: LM) -> tuple[int, ...]:
 
 def make_rows(
     target: LM, prompts: Prompts, results: Sequence[Result], v: Curve, c: float | None
-) -> list[dict[str, Any]]:
-    """The cases as rows of the report.
+) -> list[Row]:
+    """The cases as rows of the report; under ``pm`` the ± of its figures.
 
     ``mismatches`` (greedy rows of methods that are lossless for the warped target) lists the
     outputs that differ from plain decoding's at batch 1, or at the first size measured.
@@ -53,9 +57,12 @@ def make_rows(
     for result in results:
         row, spec = _row(result, results), METHODS[result.case.method]
         row |= _prediction(result, row, pass_widths(result.case, target), v, c)
-        logprobs = output_logprobs(target, prompts, result.tokens)
-        row["perplexity"] = metrics.perplexity(np.concatenate(logprobs))
-        row["diversity"] = metrics.diversity(result.tokens)
+        surprise = _over_seeds(
+            result, lambda i, run: -output_logprobs(target, prompts[i], run.tokens[i]).sum()
+        )[0]
+        lengths = sum(run.lengths for run in result.drawn)
+        _put(row, "perplexity", ratio(surprise, lengths, np.exp))
+        _put_mean(row, "diversity", result, lambda i, run: metrics.diversity([run.tokens[i]]))
         if result.case.mode == "greedy" and spec.lossless and spec.target_dist == "warped":
             row["mismatches"] = mismatches(target, prompts, plain.tokens, result.tokens)
         rows.append(row)
@@ -63,7 +70,7 @@ def make_rows(
 
 
 def add_quality(
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[Row],
     target: LM,
     draft: LM | None,
     questions: Sequence[Question],
@@ -74,20 +81,23 @@ def add_quality(
     Infilling tasks with a ``middle`` add the share of completions that equal it.
     """
     prompts = [question.tokens for question in questions]
-    references = [question.references for question in questions]
-    tasks = [question.task for question in questions]
+    scores = {
+        "rouge_l": lambda i, run: metrics.rouge_l(run.text[i], questions[i].references),
+        "exact_match": lambda i, run: exact_match(questions[i].task, run.text[i]),
+    }
     for row, result in zip(rows, results, strict=True):
-        row["kl"] = kl_to_target(target, draft, prompts, result)
+        kl = kl_to_target(target, draft, prompts, result)
+        _put(row, "kl", (kl, None) if isinstance(kl, str) else ratio(*kl))
         row["joules_per_token"] = UNKNOWN
         if result.joules:
-            tokens = sum(map(len, result.tokens))
-            row["joules_per_token"] = float(np.median(result.joules)) / tokens
-        row["rouge_l"] = mean_rouge(result.text, references)
-        row["exact_match"] = exact_match(tasks, result.text)
+            tokens = [run.lengths.sum() for run in result.runs]
+            row["joules_per_token"] = float(np.median(np.divide(result.joules, tokens)))
+        for key, score in scores.items():
+            _put_mean(row, key, result, score)
 
 
 def add_pass_at_1(
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[Row],
     questions: Sequence[Question],
     results: Sequence[Result],
     guard: str | None,
@@ -95,32 +105,61 @@ def add_pass_at_1(
     """Runs what the models wrote, under ``guard``, and adds the share that passes its test."""
     tasks = [question.task for question in questions]
     for row, result in zip(rows, results, strict=True):
-        row["pass_at_1"] = pass_at_1(tasks, result.text, guard)
+        passed = {id(run): passing(tasks, run.text, guard) for run in result.drawn}
+        _put_mean(row, "pass_at_1", result, lambda i, run: passed[id(run)][i])
 
 
-def _row(result: Result, results: Sequence[Result]) -> dict[str, Any]:
+def _put(row: Row, key: str, estimate: tuple[Any, float | None]) -> None:
+    """A figure, and its ± where it has one."""
+    row[key], half_width = estimate
+    if half_width is not None:
+        row["pm"][key] = half_width
+
+
+def _put_mean(row: Row, key: str, result: Result, score: Score) -> None:
+    """The mean over all completions that have a score."""
+    _put(row, key, ratio(*_over_seeds(result, score)))
+
+
+def _over_seeds(result: Result, score: Score) -> tuple[np.ndarray, np.ndarray]:
+    """Each prompt's scores, summed over its seeds, and how many there are, ``[P]`` both."""
+    count = len(result.tokens)
+    scores = [[score(i, run) for i in range(count)] for run in result.drawn]
+    values = np.array(scores, np.float64)  # NaN where there is none
+    return np.nansum(values, axis=0), np.isfinite(values).sum(axis=0)
+
+
+def _row(result: Result, results: Sequence[Result]) -> Row:
     """One case, with its speedup over plain decoding of the same mode and batch size."""
-    case, counters = result.case, result.counters
+    case = result.case
+    stats = {name: sum(run.stats[name] for run in result.drawn) for name in result.runs[0].stats}
+    hist = stats.pop("accepted_hist").sum(axis=0)
+    counters = {name: int(values.sum()) for name, values in stats.items()}
+    speeds = result.tokens_per_second()
     plain = [r for r in results if r.case.method == "autoregressive"]
     alike = (case.mode, case.batch_size)
     base = next(r for r in plain if (r.case.mode, r.case.batch_size) == alike)
-    pairs = zip(result.tokens_per_second, base.tokens_per_second, strict=True)
-    return {
+    row: Row = {
         "method": case.method,
         "label": case.label,
         "mode": case.mode,
         "batch_size": case.batch_size,
         "options": dict(case.options),
-        "tokens_per_second": result.speed,
-        "first_token_ms": 1e3 * float(np.median(result.first_token_s)),
-        "speedup": None if result is base else float(np.median([a / b for a, b in pairs])),
+        "tokens_per_second": float(np.median(speeds)),
+        "first_token_ms": 1e3 * float(np.median([r.first_token_seconds for r in result.runs])),
         "draft_calls": counters["draft_calls"],
         "target_calls_per_token": metrics.ratio(counters["target_calls"], counters["emitted"]),
         "draft_calls_per_token": metrics.ratio(counters["draft_calls"], counters["emitted"]),
         "counters": counters,
-        "accepted_hist": result.accepted_hist,
-        "repeats": result.tokens_per_second,
-    } | metrics.rates(counters)
+        "accepted_hist": hist.tolist(),
+        "repeats": speeds.tolist(),
+        "pm": {},
+    }
+    alone = result is base
+    _put(row, "speedup", (None, None) if alone else speed_ratio(result.speed(), base.speed()))
+    for key, (above, below) in metrics.RATES.items():
+        _put(row, key, ratio(stats[above], stats[below]))
+    return row
 
 
 def _prediction(

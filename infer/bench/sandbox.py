@@ -192,10 +192,10 @@ def humaneval_program(task: Mapping[str, Any], completion: str) -> str:
     return f"{task['prompt']}{completion[: min(ends)] if ends else completion}\n"
 
 
-def pass_at_1(
+def passing(
     tasks: Sequence[Mapping[str, Any]], completions: Sequence[str], guard: str | None
-) -> float:
-    """The share of tasks whose one completion passes its test."""
+) -> list[bool]:
+    """Which of the tasks pass their test with their completion."""
     outcomes = [
         run_task(task, humaneval_program(task, text), guard)
         for task, text in zip(tasks, completions, strict=True)
@@ -203,7 +203,7 @@ def pass_at_1(
     if unjudged := [outcome.unjudged for outcome in outcomes if outcome.unjudged]:
         counted = f"--run-tests counts {len(unjudged)} of {len(outcomes)} as failed that it cannot"
         say("infer.bench", f"{counted} judge: {', '.join(sorted(set(unjudged)))}")
-    return sum(outcome.passed for outcome in outcomes) / len(outcomes)
+    return [outcome.passed for outcome in outcomes]
 
 
 def check_tasks(tasks: Sequence[Mapping[str, Any]]) -> None:

@@ -1,12 +1,12 @@
 """What a lossy method's output is worth: KL to the target, ROUGE-L, exact matches.
 
-Axis legend: S slots of a row, V vocabulary.
+Axis legend: P prompts, S slots of a row, V vocabulary.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,6 @@ from specjax import probs
 from specjax.draft.chain import NEVER_STOPS
 from specjax.infill import exact_matches
 from specjax.methods import METHODS
-from specjax.metrics import rouge_l
 from specjax.net import Net
 from specjax.types import FROM_DRAFT, Warp
 from specjax.verify.mentored import mentor_levels, mentored_kl
@@ -31,12 +30,13 @@ LOSSLESS, UNKNOWN = "exact", "n/a"  # what stands in place of a number
 
 def kl_to_target(
     target: sj.LM, draft: sj.LM | None, prompts: Prompts, result: Result
-) -> float | str:
+) -> tuple[np.ndarray, np.ndarray] | str:
     """KL(p‖π) per emitted token, nats: p the warped target, π the law the token was drawn from.
 
-    The mean over a run's own tokens of the divergences between the two *laws* after each
-    token's prefix, no estimate from the tokens' probabilities (the mean of log p ratios of
-    emitted text is not this divergence). Lossless methods have π = p: ``exact``. Mentored
+    As each prompt's sum and its number of tokens, ``[P]`` both. It is the mean over a run's own
+    tokens of the divergences between the two *laws* after each token's prefix, no estimate from
+    the tokens' probabilities (the mean of log p ratios of emitted text is not this divergence).
+    Lossless methods have π = p: ``exact``. Mentored
     decoding's π is known in closed form: both models score the text once more, every token
     gets the levels that its round solved for, and a bonus token, drawn from p, counts 0. A
     token's place in its round is part of what is conditioned on; without it the divergence is
@@ -48,20 +48,26 @@ def kl_to_target(
     # A draft that stops early leaves no trace of whether its last token was a bonus.
     if case.method != "mentored" or case.options["stop"] != NEVER_STOPS:
         return UNKNOWN
-    total = count = 0.0
-    for prompt, tokens, origin in zip(prompts, result.tokens, result.origins, strict=True):
+    sums, counts = np.zeros(len(prompts)), np.zeros(len(prompts))
+    for i, tokens, origin in _completions(result):
         divergences = _token_kl(
             target.net,
             draft.net.over(target.net),
             case.options["draft_warp"],
-            padded_row(prompt, tokens),
+            padded_row(prompts[i], tokens),
             case.sampling.arrays(1),
             jnp.float32(case.options["max_kl"]),
         )
-        kl = np.asarray(divergences, np.float64)[len(prompt) - 1 :][: len(tokens)]
-        total += kl[was_tested(origin, case.options["gamma"])].sum()
-        count += len(tokens)
-    return float(total / count)
+        kl = np.asarray(divergences, np.float64)[len(prompts[i]) - 1 :][: len(tokens)]
+        sums[i] += kl[was_tested(origin, case.options["gamma"])].sum()
+        counts[i] += len(tokens)
+    return sums, counts
+
+
+def _completions(result: Result) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Each prompt's number with the tokens and origins of each of its completions."""
+    for run in result.drawn:
+        yield from zip(range(len(run.tokens)), run.tokens, run.origins, strict=True)
 
 
 def was_tested(origin: np.ndarray, gamma: int) -> np.ndarray:
@@ -84,18 +90,8 @@ def _token_kl(
     return mentored_kl(log_p, log_q, *mentor_levels(log_p, log_q, bound))
 
 
-def mean_rouge(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float | None:
-    """ROUGE-L over the prompts that have a reference; None where none has."""
-    scores = [rouge_l(text, known) for text, known in zip(texts, references, strict=True)]
-    values = [score for score in scores if score is not None]
-    return float(np.mean(values)) if values else None
-
-
-def exact_match(tasks: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> float | None:
-    """The share of infilled texts that are the task's ``middle``; None without such tasks."""
-    pairs = [
-        (text, task["middle"])
-        for task, text in zip(tasks, texts, strict=True)
-        if "suffix" in task and isinstance(task.get("middle"), str)
-    ]
-    return exact_matches(*zip(*pairs, strict=True)) if pairs else None
+def exact_match(task: Mapping[str, Any], text: str) -> float | None:
+    """Whether an infilled text is the task's ``middle``; None of another task."""
+    if "suffix" in task and isinstance(task.get("middle"), str):
+        return exact_matches([text], [task["middle"]])
+    return None

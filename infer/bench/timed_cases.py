@@ -7,7 +7,6 @@ interleaved: a machine that slows down slows all of them, and ratios of one repe
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,35 +15,61 @@ import specjax as sj
 from infer.bench.cases import Case
 from infer.bench.energy import Meter
 from infer.bench.rescoring import Prompts
-from infer.timing import batch_seconds
+from infer.bench.uncertainty import Speed
+from infer.timing import batch_times
+from specjax.decode import first_slots
+from specjax.engine import NO_EOS
+from specjax.generate import make_engine, split_rows
+from specjax.methods import METHODS
 
 
 @dataclasses.dataclass
 class Result:
-    """What a case gave: one entry per repeat, counters summed over prompts."""
+    """What a case gave: one generation per repeat, each of another seed."""
 
     case: Case
-    tokens_per_second: list[float]  # decoding alone
-    whole_tokens_per_second: list[float]  # prefill included: what a peer is held against
-    first_token_s: list[float]
-    counters: dict[str, int]
-    tokens: list[np.ndarray]
-    origins: list[np.ndarray] = dataclasses.field(default_factory=list)
-    text: list[str] = dataclasses.field(default_factory=list)
+    runs: list[sj.Generation] = dataclasses.field(default_factory=list)
     joules: list[float] = dataclasses.field(default_factory=list)  # prefill included
-    accepted_hist: list[int] = dataclasses.field(default_factory=list)  # rounds by accepted drafts
 
     @property
-    def speed(self) -> float:
-        return statistics.median(self.tokens_per_second)
+    def drawn(self) -> list[sj.Generation]:
+        """The repeats that say something of the tokens: the seed changes no greedy one."""
+        return self.runs[:1] if self.case.mode == "greedy" else self.runs
+
+    @property
+    def tokens(self) -> list[np.ndarray]:
+        """The first repeat's tokens, one entry per prompt."""
+        return self.runs[0].tokens
+
+    def speed(self, whole: bool = False) -> Speed:
+        """Tokens and seconds of each repeat's batches; ``whole``: prefill included, what a peer is
+        held against."""
+        times = [batch_times(run) for run in self.runs]
+        return (
+            np.array([tokens for tokens, *_ in times]),
+            np.array([prefill * whole + decoding for _, prefill, decoding in times]),
+        )
+
+    def tokens_per_second(self, whole: bool = False) -> np.ndarray:
+        """Of each repeat."""
+        tokens, seconds = self.speed(whole)
+        return tokens.sum(axis=1) / seconds.sum(axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What all cases share."""
+
+    target: sj.LM
+    draft: sj.LM | None
+    prompts: Prompts
+    budget: int
+    seed: int = 0  # of the first repeat; every one has the next
 
 
 def measure(
-    target: sj.LM,
-    draft: sj.LM | None,
-    prompts: Prompts,
+    setting: Setting,
     cases: Sequence[Case],
-    budget: int,
     repeats: int,
     between: Callable[[int], None] = lambda repeat: None,
     meter: Meter | None = None,
@@ -53,39 +78,52 @@ def measure(
 
     ``between(repeat)`` runs once per repeat: a peer's turn. ``meter`` reads the energy.
     """
-    results = []
     for case in cases:
-        warm = run_case(target, draft, prompts, case, budget)  # compiles every bucket
-        counters = {n: int(v.sum()) for n, v in warm.stats.items() if v.ndim == 1}
-        result = Result(case, [], [], [], counters, warm.tokens, warm.origins, warm.text)
-        result.accepted_hist = warm.stats["accepted_hist"].sum(0).tolist()
-        results.append(result)
+        warm_up(setting, case)
+    results = [Result(case) for case in cases]
     for repeat in range(repeats):
+        now = dataclasses.replace(setting, seed=setting.seed + repeat)
         for result in results:
             before = meter.joules() if meter else 0.0
-            out = run_case(target, draft, prompts, result.case, budget)
+            result.runs.append(run_case(now, result.case))
             if meter:
                 result.joules.append(meter.joules() - before)
-            prefill, decoding = batch_seconds(out)
-            tokens = float(out.lengths.sum())
-            result.tokens_per_second.append(tokens / decoding)
-            result.whole_tokens_per_second.append(tokens / (prefill + decoding))
-            result.first_token_s.append(float(np.median(out.first_token_seconds)))
         between(repeat)
     return results
 
 
-def run_case(
-    target: sj.LM, draft: sj.LM | None, prompts: Prompts, case: Case, budget: int
-) -> sj.Generation:
+def warm_up(setting: Setting, case: Case) -> None:
+    """Compiles what the case will run: one batch from each number of slots that any starts with.
+
+    It is the longest such batch, to the end of its budget, whatever it says: no other one reaches
+    slots that it has not.
+    """
+    target, draft, prompts = setting.target, setting.draft, setting.prompts
+    spec, greedy = METHODS[case.method], case.mode == "greedy"
+    engine = make_engine(target, draft, spec, case.options, greedy)
+    lengths = [len(prompt) for prompt in prompts]
+    size, batches = split_rows(target, lengths, case.batch_size)
+    longest = {}
+    for mates in batches:  # in the order of their lengths
+        tokens = lengths[mates[-1]]
+        chunk = engine.chunk(tokens, size)
+        budget = min(setting.budget, target.config.max_position - tokens)
+        longest[chunk, first_slots(engine.method, tokens, budget, chunk)] = prompts[mates[-1]]
+    endless = dataclasses.replace(target, eos_ids=(NO_EOS,) * len(target.eos_ids))
+    for prompt in longest.values():
+        run_case(dataclasses.replace(setting, target=endless, prompts=[prompt] * size), case)
+
+
+def run_case(setting: Setting, case: Case) -> sj.Generation:
     """Every prompt once. Prompts go in batches of the case's size."""
     return sj.generate(
-        target,
-        prompts,
+        setting.target,
+        setting.prompts,
         method=case.method,
-        draft=draft,
+        draft=setting.draft,
         options=case.options,
         sampling=case.sampling,
-        max_new_tokens=budget,
+        max_new_tokens=setting.budget,
         batch_size=case.batch_size,
+        seed=setting.seed,
     )

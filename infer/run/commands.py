@@ -62,18 +62,15 @@ def parser() -> Parser:
     what.add_argument("--prompts", metavar="FILE.jsonl", help=said)
     said = "prompts with constraints; CommonGen's and conversation formats, too"
     what.add_argument("--task", metavar="FILE.jsonl", help=said)
-    what.add_argument("--chat", action="store_true", help="use the model's chat template")
+    cli.add_prompting(what)
     what.add_argument("--max-new-tokens", type=cli.whole(1), default=128, metavar="N")
     what.add_argument("--num-samples", type=cli.whole(1, cli.MOST_ROWS), default=1, metavar="N")
     what.add_argument(
         "--stop", type=cli.some_text, metavar="TEXT", help="repeatable", **cli.REPEATABLE
     )
     what.add_argument("--batch-size", type=cli.whole(1, cli.MOST_ROWS), default=8, metavar="B")
-    said = "several devices: data=N splits the rows, model=N the models"
-    what.add_argument("--mesh", type=cli.mesh_axes, metavar="AXIS=N,...", help=said)
     sampling = out.add_argument_group("sampling")
     cli.add_sampling(sampling)
-    sampling.add_argument("--seed", type=cli.seed, default=0, metavar="S")
     plan = out.add_argument_group("plan")
     plan.add_argument("--plan", action="store_true", help="print what the models need and stop")
     plan.add_argument("--memory", type=gibibytes, metavar="GIB", help="default: the device's")

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from infer.cli import mesh_text
 from infer.loading import draft_name
 from specjax import lm
 from specjax.errors import ModelError
@@ -117,8 +118,7 @@ def describe(plan: Plan) -> str:
         ]
     memory = f"{_bytes(plan['memory_bytes'])} of device memory, {HEADROOM:.0%} kept free"
     if several:
-        mesh = ",".join(f"{axis}={count}" for axis, count in plan["mesh"].items())
-        memory += f", on each of the devices of {mesh}"
+        memory += f", on each of the devices of {mesh_text(plan['mesh'])}"
     batches = plan["largest_batch_by_tokens_per_row"]
     if not any(batches.values()):
         return "\n".join([*lines, f"does not fit into {memory}"])

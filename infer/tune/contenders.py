@@ -10,7 +10,7 @@ import numpy as np
 
 import specjax as sj
 from infer.prompts import Prompt
-from infer.timing import batch_seconds
+from infer.timing import batch_times
 from specjax.metrics import ratio
 from specjax.models.cache import bucket, chunk_width
 from specjax.rewards import Combined, Judge, Sample
@@ -49,7 +49,7 @@ def run_contender(setting: Setting, contender: Contender, warm: bool = True) -> 
             _generate(setting, contender, [chosen] * setting.batch_size)
     out = _generate(setting, contender, setting.prompts)
     tokens = int(out.lengths.sum())
-    _, seconds = batch_seconds(out)
+    seconds = float(batch_times(out)[2].sum())
     target, draft = (int(out.stats[n].sum()) for n in ("target_calls", "draft_calls"))
     failed = ~np.isfinite(out.rewards)
     satisfied = [setting.reward.satisfied(scores) for scores in out.rewards]

@@ -1,18 +1,20 @@
 """infer.bench end to end on a tiny pair, its figures' arithmetic, and its peer."""
 
 import argparse
+import dataclasses
 import importlib.util
 import io
 import json
 import types
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
 
 import specjax as sj
 from infer import timing
-from infer.bench import benchmark, cases, peers, questions, rescoring, timed_cases
+from infer.bench import benchmark, cases, peers, questions, rescoring, timed_cases, uncertainty
 from infer.bench import commands as bench
 from infer.bench.cases import Case
 from infer.bench.report import NEAR_TIE, markdown, show
@@ -83,6 +85,8 @@ def test_report_has_every_case_and_figure(small, short_curve, tmp_path, capsys):
     assert sorted(p.name for p in home.iterdir()) == ["bench.json", "bench.md", "bench.png"]
     assert json.loads((home / "bench.json").read_text()) == report
     assert (home / "bench.md").read_text() == markdown(report)
+    assert all(0 <= row["pm"]["perplexity"] < row["perplexity"] for row in report["rows"])
+    assert {"speedup", "acceptance_rate", "block_efficiency"} <= report["rows"][-1]["pm"].keys()
 
 
 @pytest.mark.torch
@@ -147,24 +151,79 @@ def test_batches_count_once_and_cases_take_turns(monkeypatch):
     """Three rows in batches of two: a batch's seconds are not counted per row."""
     order = []
 
-    def run_case(target, draft, prompts, case, budget):
-        order.append(case.method)
+    def run_case(setting, case):
+        order.append((case.method, setting.seed))
         tokens = [np.arange(4)] * 3
         return scripted(tokens, decode=[2.0, 2.0, 1.0], prefill=[1.0, 1.0, 2.0])
 
     monkeypatch.setattr(timed_cases, "run_case", run_case)
+    monkeypatch.setattr(timed_cases, "warm_up", lambda setting, case: order.append(case.method))
     both = [Case(name, {}, GREEDY, 2) for name in ("autoregressive", "speculative")]
-    first, _ = timed_cases.measure(None, None, [[1]] * 3, both, 4, 2, lambda i: order.append(i))
-    assert first.tokens_per_second == [12 / 3, 12 / 3]
-    assert first.whole_tokens_per_second == [12 / 6, 12 / 6]
-    turn = ["autoregressive", "speculative"]
-    assert order == [*turn, *turn, 0, *turn, 1]  # the first turn is the warm-up
+    setting = timed_cases.Setting(None, None, [[1]] * 3, 4, seed=5)
+    first, _ = timed_cases.measure(setting, both, 2, order.append)
+    assert first.tokens_per_second().tolist() == [12 / 3, 12 / 3]
+    assert first.tokens_per_second(whole=True).tolist() == [12 / 6, 12 / 6]
+    tokens, seconds = first.speed()
+    assert tokens.tolist() == [[8, 4]] * 2 and seconds.tolist() == [[2, 1]] * 2
+    turns = [[("autoregressive", seed), ("speculative", seed)] for seed in (5, 6)]
+    assert order == ["autoregressive", "speculative", *turns[0], 0, *turns[1], 1]
 
 
-def result(name, speeds, tokens, **options):
-    counters = {n: int(v[0]) for n, v in scripted([], [], []).stats.items() if v.ndim == 1}
-    case = Case(name, options, GREEDY, 1)
-    return timed_cases.Result(case, speeds, speeds, [0.1], counters, tokens)
+def compilations(work):
+    """How many programs ``work`` compiles or fetches compiled."""
+    seen = []
+
+    def listen(event, *_, **__):
+        seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        work()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return sum(event.endswith("backend_compile_duration") for event in seen)
+
+
+def test_no_time_holds_a_compilation(target):
+    """Batches of three widths of prefill, whose rows end early or outgrow their first slots."""
+    prompts = [list(range(1, n + 1)) for n in (3, 60, 9, 62, 61)]
+    # A token that decoding soon says ends some rows, and none of the warm-up's.
+    said = sj.generate(target, prompts[1:2], max_new_tokens=8).tokens[0][4]
+    ending = dataclasses.replace(target, eos_ids=(int(said),))
+    setting = timed_cases.Setting(ending, None, prompts, 80)
+    case = Case("autoregressive", {}, sj.Sampling(0.9), 2)
+    assert compilations(lambda: timed_cases.warm_up(setting, case)) > 0
+    runs = []
+
+    def timed():
+        for seed in range(3):
+            runs.append(timed_cases.run_case(dataclasses.replace(setting, seed=seed), case))
+
+    assert compilations(timed) == 0
+    ends = [run.lengths + run.prompt_tokens for run in runs]
+    assert min(run.lengths.min() for run in runs) < 80 and np.max(ends) > 128
+
+
+def test_each_repeat_draws_with_the_next_seed(target, draft):
+    case = Case("speculative", method("speculative").resolve({}), sj.Sampling(1.0), 1)
+    results = [
+        timed_cases.measure(timed_cases.Setting(target, draft, [[1, 2]], 8, seed), [case], 2)[0]
+        for seed in (0, 1)
+    ]
+    said = [[run.tokens[0].tolist() for run in result.drawn] for result in results]
+    assert said[0][0] != said[0][1] == said[1][0]
+
+
+def result(name, speeds, tokens, sampling=GREEDY, **options):
+    """A case of batch size 1 whose repeats have given speeds; ``tokens`` by prompt."""
+    runs = []
+    for speed in speeds:
+        seconds = [len(t) / speed for t in tokens]
+        run = scripted(tokens, seconds, seconds)
+        run.batch, run.stats = np.arange(len(tokens)), dict(run.stats)
+        run.stats = {n: np.repeat(v, len(tokens), axis=0) for n, v in run.stats.items()}
+        runs.append(run)
+    return timed_cases.Result(Case(name, options, sampling, 1), runs)
 
 
 def test_rows_compare_within_a_repeat_and_predict(target):
@@ -176,7 +235,8 @@ def test_rows_compare_within_a_repeat_and_predict(target):
     ]
     base, row = make_rows(target, [[1, 2]], results, {1: 1.0, 4: 1.2}, 0.1)
     assert base["speedup"] is None and base["predicted_speedup"] is None
-    assert row["speedup"] == 2.0
+    assert row["speedup"] == pytest.approx(2.0)
+    assert row["pm"] == {}, "one prompt shows no spread"
     expected = expected_speedup(0.75, 3, 0.1, 1.2)
     assert row["predicted_speedup"] == row["expected_speculative"] == pytest.approx(expected)
     assert row["expected_scd_paper"] == pytest.approx(expected * 1.5 / (1.5 + 0.1 * 0.75**3))
@@ -210,6 +270,53 @@ def test_self_drafting_is_foretold_from_its_passes(target, method, options, pass
     expected = 2 / sum(v[width] for width in passes)
     assert row["predicted_speedup"] == pytest.approx(expected)
     assert row["measured_over_predicted"] == pytest.approx(1.5 / expected)
+
+
+def test_quality_counts_every_seed_of_a_sampled_row_and_one_of_a_greedy(target):
+    """Three prompts, two repeats, whose counters and lengths differ by prompt and seed."""
+    rows = {}
+    for sampling in (GREEDY, sj.Sampling(1.0)):
+        tokens = [np.array([5, 6, 5, 6, 5]), np.array([7, 8, 9, 1]), np.array([2, 2])]
+        one = result("autoregressive", [100.0, 50.0], tokens, sampling)
+        for run, accepted in zip(one.runs, ([6, 2, 1], [0, 2, 5]), strict=True):
+            run.stats["accepted"] = np.array(accepted)
+        rows[one.case.mode] = make_rows(target, [[1], [2], [3]], [one], {}, None)[0]
+    assert rows["greedy"]["acceptance_rate"] == 9 / 24
+    assert rows["sampled"]["acceptance_rate"] == 16 / 48
+    assert rows["sampled"]["counters"]["accepted"] == 16
+    assert rows["greedy"]["pm"]["acceptance_rate"] > rows["sampled"]["pm"]["acceptance_rate"]
+    # Too short an output has no diversity and does not count.
+    assert rows["greedy"]["diversity"] == rows["sampled"]["diversity"]
+    assert rows["greedy"]["diversity"] == pytest.approx((1 / 2 * 2 / 3 * 1 + 1) / 2)
+
+
+def test_a_ratio_is_pooled_and_its_interval_is_the_normal_one():
+    """Against the delta method: 200 prompts of two seeds each, sums of unequal size."""
+    drawing = np.random.default_rng(0)
+    below = drawing.integers(20, 60, 200)
+    above = drawing.binomial(below, drawing.beta(8, 3, 200))
+    value, half_width = uncertainty.ratio(above, below)
+    assert value == above.sum() / below.sum()
+    error = np.sqrt(np.sum((above - value * below) ** 2)) / below.sum()
+    assert half_width == pytest.approx(1.96 * error, rel=0.1)
+    assert uncertainty.ratio(above, below) == (value, half_width), "the same every time"
+    log_value, log_half = uncertainty.ratio(above, below, np.log)
+    assert log_value == pytest.approx(np.log(value))
+    assert log_half == pytest.approx(half_width / value, rel=0.05)
+    assert uncertainty.ratio(np.zeros(3), np.zeros(3)) == (None, None)
+    assert uncertainty.ratio(np.ones(1), np.ones(1)) == (1, None)
+
+
+def test_a_speed_ratio_pairs_prompts_and_repeats():
+    """A slow prompt, or a slow repeat, slows both sides and widens nothing."""
+    drawing = np.random.default_rng(0)
+    tokens = drawing.integers(10, 40, (3, 40)).astype(float)
+    slow = drawing.lognormal(0, 1, 40) * np.array([[1.0], [5.0], [2.0]])
+    ours, theirs = (tokens, tokens * slow / 2), (tokens, tokens * slow)
+    value, half_width = uncertainty.speed_ratio(ours, theirs)
+    assert value == pytest.approx(2) and half_width < 1e-9
+    noisy = tokens, tokens * slow * drawing.lognormal(0, 0.2, (3, 40))
+    assert 0.02 < uncertainty.speed_ratio(ours, noisy)[1] < 0.5
 
 
 def test_sweep_runs_the_method_at_each_value(small, short_curve, tmp_path, capsys):
@@ -247,9 +354,9 @@ def test_a_bad_sweep_is_one_line(small, capsys, text):
 def test_output_logprobs_are_the_unwarped_targets(target):
     prompts = [[1, 2, 3], [4]]
     out = sj.generate(target, prompts, max_new_tokens=9, logprobs=True)
-    scores = rescoring.output_logprobs(target, prompts, out.tokens)
-    for a, b in zip(scores, out.logprobs, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4)
+    for prompt, tokens, want in zip(prompts, out.tokens, out.logprobs, strict=True):
+        got = rescoring.output_logprobs(target, prompt, tokens)
+        np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 def test_greedy_differences_are_told_from_near_ties():
@@ -259,6 +366,8 @@ def test_greedy_differences_are_told_from_near_ties():
         "mode": "greedy",
         "batch_size": 1,
         "tokens_per_second": 1.0,
+        "perplexity": 2.5,
+        "pm": {"perplexity": 0.125},
         "mismatches": [{"gap": 1e-6}, {"gap": 0.5}],
     }
     where = {"device": "d", "cpu": "c", "cores": 1, "jax": "j"}
@@ -267,6 +376,9 @@ def test_greedy_differences_are_told_from_near_ties():
         "target": "t",
         "draft": "d",
         "prompts": 9,
+        "repeats": 2,
+        "seed": 7,
+        "mesh": {"data": 2, "model": 1},
         "max_new_tokens": 4,
         "rows": [row],
         "peers": [],
@@ -282,6 +394,8 @@ def test_greedy_differences_are_told_from_near_ties():
     text = console.export_text()
     assert says in " ".join(text.split())
     assert "speculative" in text and "…" not in text
+    assert "2.50 ± 0.12" in text and "| 2.50 ± 0.12 |" in markdown(report)
+    assert "9 prompts × 2 seeds from 7" in text and "data=2,model=1" in text
 
 
 def test_settings_reach_one_method_or_all():
@@ -292,7 +406,7 @@ def test_settings_reach_one_method_or_all():
 
 
 def test_default_prompts_are_held_out_functions(tiny_pair_dirs):
-    args = argparse.Namespace(prompts=None, num_prompts=3)
+    args = argparse.Namespace(prompts=None, num_prompts=3, chat=False)
     target = sj.load(tiny_pair_dirs[0])
     asked = questions.read_questions(args, target)
     assert len(asked) == 3
@@ -325,6 +439,9 @@ def test_random_target_is_what_a_peer_loads(monkeypatch):
         (["--run-tests"], "--prompts"),
         (["--unsafe"], "--run-tests"),
         (["--sampled-only", "--temperature", "0"], "--sampled-only"),
+        (["--seed", 2**32 - 2, "--repeats", "3"], "--seed 4294967294"),
+        (["--mesh", "data=4096"], "needs 4096 devices"),
+        (["--chat"], "no chat template"),
     ],
 )
 def test_bad_arguments_are_one_line(tiny_pair_dirs, capsys, argv, says):

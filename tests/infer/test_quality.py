@@ -35,7 +35,7 @@ def decoded(target, draft, method, options=None):
         sampling=SAMPLED,
         max_new_tokens=20,
     )
-    return Result(Case(method, values, SAMPLED, 3), [], [], [], {}, out.tokens, out.origins)
+    return Result(Case(method, values, SAMPLED, 3), [out])
 
 
 @pytest.mark.slow
@@ -43,8 +43,11 @@ def test_kl_of_mentored_decoding_is_what_its_bound_allows(target, draft):
     divergence = {}
     for bound in (0.0, 0.02, 0.2):
         result = decoded(target, draft, "mentored", {"max_kl": bound, "gamma": 2})
-        divergence[bound] = kl_to_target(target, draft, PROMPTS, result)
-        tested = np.concatenate([was_tested(origin, 2) for origin in result.origins]).mean()
+        sums, counts = kl_to_target(target, draft, PROMPTS, result)
+        assert counts.tolist() == [20] * 3
+        divergence[bound] = sums.sum() / counts.sum()
+        origins = result.runs[0].origins
+        tested = np.concatenate([was_tested(origin, 2) for origin in origins]).mean()
         assert 0.3 < tested < 1
         # Bonus tokens have none; every tested one at most D.
         assert divergence[bound] <= bound * tested + 1e-6
@@ -61,8 +64,7 @@ def test_kl_is_exact_or_unknown_elsewhere(target, draft):
         ("mentored", {"stop": "before"}, UNKNOWN),
     ):
         case = Case(method, sj.method(method).resolve(options), SAMPLED, 3)
-        result = Result(case, [], [], [], {}, [])
-        assert kl_to_target(target, draft, PROMPTS, result) == want
+        assert kl_to_target(target, draft, PROMPTS, Result(case)) == want
 
 
 def test_bonus_tokens_are_told_from_corrections():

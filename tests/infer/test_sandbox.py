@@ -164,7 +164,7 @@ def test_pass_at_1_counts_passing_completions(capsys):
     right = "    return x + x\n\ndef other():\n    broken ("  # what follows the function is cut
     assert "other" not in humaneval_program(TASK, right)
     completions = [right, "    return x * x", "    return", right, "    return object()"]
-    assert sandbox.pass_at_1([TASK] * 5, completions, LANDLOCK) == 0.4
+    assert sum(sandbox.passing([TASK] * 5, completions, LANDLOCK)) == 2
     assert "counts 1 of 5 as failed" in capsys.readouterr().err
 
 
