@@ -20,6 +20,7 @@ from specjax.program import Parser
 
 MOST_ROWS = 2**16  # of a prompt or a batch: each has a key of its own before the first is drawn
 MESH_AXES = ("data", "model")
+BAD_LINES = 3  # the exit code where some input lines were bad
 REPEATABLE = {"action": "append", "default": []}  # arguments of an option that lists its values
 
 Value = TypeVar("Value")
@@ -37,8 +38,11 @@ def add_models(parser: Parser) -> None:
 
 
 def add_prompting(group: argparse._ActionsContainer) -> None:
-    """``--chat --mesh``, to a parser or a group of its arguments."""
+    """``--chat --truncate --mesh``, to a parser or a group of its arguments."""
     group.add_argument("--chat", action="store_true", help="use the model's chat template")
+    said = "left: of a prompt that is too long keep BOS and the last tokens that leave room for "
+    said += "--max-new-tokens; middles to fill in are never cut (default: refuse it)"
+    group.add_argument("--truncate", choices=["left"], help=said)
     said = "several devices: data=N splits the rows, model=N the models"
     group.add_argument("--mesh", type=mesh_axes, metavar="AXIS=N,...", help=said)
 

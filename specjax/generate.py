@@ -126,7 +126,8 @@ def stream(
       drafter, rule, target_dist: instead of ``method``, its parts, each by name or as an object
         of your own (:mod:`specjax.protocols`).
       options: the method's options, e.g. ``{"gamma": 3}``.
-      max_new_tokens: budget per row; also bounded by the model's context.
+      max_new_tokens: budget per row; also bounded by the target's context. A draft's context
+        must hold the whole row.
       sampling: how tokens are drawn; greedy by default.
       seed: with a prompt's index it fixes the row's key: row i of a batch draws what that
         prompt draws alone.
@@ -160,6 +161,8 @@ def stream(
     judge = None if reward is None else _judge(target, asked, chosen, reward, options)
     engine = make_engine(target, draft, chosen, options, sampling.temperature == 0, judge)
     rows = _rows(target, prompts, constraints, indices, seed, num_samples, max_new_tokens)
+    for row in rows if engine.draft else ():
+        check_draft_context(engine.draft, len(row.tokens), row.budget)
     size, batches = split_rows(target, [len(row.tokens) for row in rows], batch_size)
     return _pieces(engine, rows, size, batches, sampling, stop or (), logprobs, rounds_per_piece)
 
@@ -184,6 +187,25 @@ def _pieces(
     nothing = np.zeros(0, np.int32)
     whole = concatenate(done, np.argsort(np.concatenate(batches)))
     yield Piece(len(rows) - 1, "", nothing, nothing, None, whole)
+
+
+def check_draft_context(draft: LM, tokens: int, budget: int) -> None:
+    """Refuses a row, prompt and new tokens, that the draft's context does not hold.
+
+    It would be drafted at positions that the draft never saw, in silence: the rule still makes the
+    target's law of it, slowly.
+
+    Raises:
+      OptionError: names the draft and what would fit.
+    """
+    holds = draft.config.max_position
+    if tokens + budget > holds:
+        fits = max(holds - tokens, 0)
+        raise OptionError(
+            f"a prompt has {tokens} tokens and {budget} new ones to come, the context of draft "
+            f"{draft.source} holds {holds}; shorten it, "
+            + (f"ask for {fits} new ones" if fits else "or decode without the draft")
+        )
 
 
 def split_rows(

@@ -27,10 +27,12 @@ from infer.bench.report import markdown, show, write
 from infer.bench.rows import add_pass_at_1, add_quality, make_rows, pass_widths
 from infer.bench.sandbox import choose_guard
 from infer.bench.timed_cases import Setting, measure
-from infer.cli import make_directory
+from infer.cli import BAD_LINES, make_directory
 from infer.loading import load_models, use_compilation_cache
+from infer.prompts import Encoder
 from specjax.infill import ending_middles
 from specjax.lm import locate
+from specjax.methods import METHODS
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
 from specjax.models.hf.checkpoint import DTYPES
 from specjax.program import say
@@ -52,7 +54,7 @@ def run_benchmark(args: argparse.Namespace) -> int:
         say("infer.bench", "wrote " + ", ".join(map(str, files)))
         if len(files) < 3:
             say("infer.bench", 'no bench.png: it needs matplotlib, pip install "specjax[plots]"')
-    return 0
+    return BAD_LINES if report["skipped"] else 0
 
 
 def make_report(args: argparse.Namespace) -> dict[str, Any]:
@@ -66,14 +68,16 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
     meter = find_meter(jax.default_backend())
     with models(args) as (target, draft, directories):
         cases = make_cases(args, draft is not None)
-        questions = read_questions(args, target)
+        budget = args.max_new_tokens
+        drafted = draft if any(METHODS[case.method].needs_draft for case in cases) else None
+        encoder = Encoder(target, drafted, budget, args.chat, bool(args.truncate))
+        questions, skipped = read_questions(args, encoder)
         prompts = [question.tokens for question in questions]
         if any("suffix" in question.task for question in questions):
             target = ending_middles(target)
         say("infer.bench", f"{len(cases)} cases × {len(prompts)} prompts; warming up")
         # The peer drafts as long as ours does; its process is started and warm within.
         gamma = next((c.options["gamma"] for c in cases if c.method == "speculative"), 4)
-        budget = args.max_new_tokens
         peer = TransformersPeer(*directories, prompts, budget, gamma) if args.peer else None
         with peer or contextlib.nullcontext():
             between = peer.repeat if peer else lambda repeat: None
@@ -91,6 +95,7 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
             "target": args.random_target or args.target,
             "draft": draft.source if draft else None,
             "prompts": len(prompts),
+            "skipped": skipped,
             "max_new_tokens": budget,
             "repeats": args.repeats,
             "seed": args.seed,

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-import specjax as sj
 from infer.bench.sandbox import check_tasks
-from infer.prompts import encode, read_prompts
+from infer.prompts import BadLine, Encoder, Prompt, read_prompts, report
 from specjax.demo.heldout import held_out_functions
 from specjax.errors import OptionError
 from specjax.program import say
@@ -26,28 +25,50 @@ class Question:
     task: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the file's object
 
 
-def read_questions(args: argparse.Namespace, target: sj.LM) -> list[Question]:
+def read_questions(args: argparse.Namespace, encoder: Encoder) -> tuple[list[Question], int]:
     """From the file, the held-out functions, or random tokens for random weights.
 
+    Also how many prompts were left out, each of which is reported.
+
     Raises:
-      OptionError: a line of the file is bad, or lacks the test that ``--run-tests`` runs.
+      OptionError: no prompt is left, or one lacks the test that ``--run-tests`` runs.
     """
+    target = encoder.target
     if target.tokenizer is None:
         generator = np.random.Generator(np.random.Philox(0))
         tokens = generator.integers(5, target.config.vocab_size, (args.num_prompts, 96))
-        return [Question(row) for row in tokens.tolist()]
+        return [Question(row) for row in tokens.tolist()], 0
+    path = args.prompts or "held-out functions"
     if args.prompts:
-        prompts, bad = read_prompts(args.prompts, target, args.chat)
-        if bad:
-            raise OptionError(f"--prompts {args.prompts} line {bad[0].number}: {bad[0].reason}")
-        prompts = prompts[: args.num_prompts]
-        if args.run_tests:
-            check_tasks([prompt.entry for prompt in prompts])
-        return [Question(p.tokens, references_of(p.entry), p.entry) for p in prompts]
-    functions, warnings = held_out_functions(args.num_prompts)
+        prompts, bad = read_prompts(path, encoder)
+    else:
+        prompts, bad = _held_out(args.num_prompts, encoder)
+    wanted = prompts[: args.num_prompts]
+    if len(wanted) < len(prompts):
+        bad = [line for line in bad if line.number <= wanted[-1].index]
+    report("infer.bench", wanted, bad, path)
+    if not wanted:
+        raise OptionError(f"{path}: no prompt is left to measure")
+    if args.run_tests:
+        check_tasks([prompt.entry for prompt in wanted])
+    return [Question(p.tokens, references_of(p.entry), p.entry) for p in wanted], len(bad)
+
+
+def _held_out(count: int, encoder: Encoder) -> tuple[list[Prompt], list[BadLine]]:
+    """Functions of the standard library up to their bodies, which are the references."""
+    functions, warnings = held_out_functions(count)
     for warning in warnings:
         say("infer.bench", warning)
-    return [Question(encode(target, f.prompt, args.chat), (f.reference,)) for f in functions]
+    good, bad = [], []
+    for i, function in enumerate(functions):
+        try:
+            tokens, cut = encoder.text(function.prompt)
+        except OptionError as error:
+            bad.append(BadLine(i + 1, str(error)))
+            continue
+        entry = {"reference": function.reference}
+        good.append(Prompt(i, i, function.prompt, tokens, entry, cut=cut))
+    return good, bad
 
 
 def references_of(entry: Mapping[str, Any]) -> tuple[str, ...]:

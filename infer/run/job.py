@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import specjax as sj
+from infer.cli import BAD_LINES
 from infer.loading import load_models, use_compilation_cache
-from infer.prompts import Prompt, encode, encode_infilling, read_prompts
+from infer.prompts import Encoder, Prompt, read_prompts, report
 from infer.run.output import Output, row_object
 from infer.run.screen import Compiling, Screen, printable
 from specjax.demo.heldout import held_out_functions
@@ -21,7 +22,6 @@ from specjax.methods import MethodSpec, compose, method
 from specjax.program import say
 from specjax.rewards import Combined, RewardWarning, combine
 
-BAD_LINES = 3  # the exit code where some input lines were bad
 DEMO_GAMMA = 3  # what the embedded pair is fastest with: see the README's table
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how JAX's errors begin where an allocation failed
 ROUNDS_PER_PIECE = 2  # of a streamed prompt: often enough to read along
@@ -54,7 +54,8 @@ def _run(args: argparse.Namespace) -> int:
     job = Job.create(args, target, draft)
     if args.prompts or args.task:
         return _batch(job)
-    prompt = _only_prompt(args, target)
+    prompt = _only_prompt(args, job.encoder)
+    report("infer.run", [prompt])
     if args.json or args.out:
         job.decode([prompt])
     else:
@@ -66,21 +67,21 @@ def _batch(job: Job) -> int:
     """A file of prompts, or a task; bad lines are reported and the rest goes on."""
     args, path = job.args, job.args.prompts or job.args.task
     rewards = (job.reward.parts if job.reward else ()) if args.task else None
-    prompts, bad = read_prompts(path, job.target, args.chat, rewards)
-    for line in bad:
-        say("infer.run", f"{path} line {line.number}: {line.reason}")
+    prompts, bad = read_prompts(path, job.encoder, rewards)
+    report("infer.run", prompts, bad, path)
     if any("suffix" in prompt.entry for prompt in prompts):
         job = dataclasses.replace(job, target=ending_middles(job.target))
     job.decode(prompts)
     return BAD_LINES if bad else 0
 
 
-def _only_prompt(args: argparse.Namespace, target: sj.LM) -> Prompt:
+def _only_prompt(args: argparse.Namespace, encoder: Encoder) -> Prompt:
     """``--prompt``, or ``--prefix`` with ``--suffix``, or else the demo's."""
     if args.prefix is not None:
-        return Prompt(0, 0, args.prefix, encode_infilling(target, args.prefix, args.suffix), {})
+        return Prompt(0, 0, args.prefix, encoder.middle(args.prefix, args.suffix), {})
     text = args.prompt if args.prompt is not None else demo_prompt()
-    return Prompt(0, 0, text, encode(target, text, args.chat), {})
+    tokens, cut = encoder.text(text)
+    return Prompt(0, 0, text, tokens, {}, cut=cut)
 
 
 def demo_prompt() -> str:
@@ -101,6 +102,7 @@ class Job:
     arguments: dict[str, Any]  # of sj.generate
     settings: dict[str, Any]  # what a result file must have been written with
     reward: Combined | None
+    encoder: Encoder
 
     @classmethod
     def create(cls, args: argparse.Namespace, target: sj.LM, draft: sj.LM | None) -> Job:
@@ -135,8 +137,12 @@ class Job:
             settings["reward"] = args.reward or [part.name for part in reward.parts]
         if args.suffix is not None:
             settings["suffix"] = args.suffix
+        if args.truncate:
+            settings["truncate"] = args.truncate
         settings = json.loads(json.dumps(settings))  # as they read back from a result file
-        return cls(args, target, spec.name, arguments, settings, reward)
+        needed = draft if spec.needs_draft else None
+        encoder = Encoder(target, needed, args.max_new_tokens, args.chat, bool(args.truncate))
+        return cls(args, target, spec.name, arguments, settings, reward, encoder)
 
     def show(self, prompt: Prompt, compiles: bool) -> None:
         """Streams one prompt's completions, one after the other."""

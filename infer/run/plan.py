@@ -48,7 +48,7 @@ def make_plan(
     models = {role: model_plan(name, dtype, mesh["model"], role) for role, name in names.items()}
     weights = sum(model["weight_bytes_per_device"] for model in models.values())
     per_token = sum(model["cache_bytes_per_device_token_and_row"] for model in models.values())
-    longest = models["target"]["max_position"]
+    longest = min(model["max_position"] for model in models.values())
     free = int(memory * (1 - HEADROOM)) - weights
     rows = {
         tokens: max(0, free // (per_token * tokens)) * mesh["data"]
@@ -115,6 +115,7 @@ def describe(plan: Plan) -> str:
             f"{role}: {model['model']} ({model['family']}, {model['dtype']})",
             f"  {weights}",
             f"  cache: {cache}",
+            f"  context: {model['max_position']:,} tokens",
         ]
     memory = f"{_bytes(plan['memory_bytes'])} of device memory, {HEADROOM:.0%} kept free"
     if several:

@@ -11,7 +11,7 @@ from typing import Any
 
 from infer.cli import make_directory
 from infer.loading import load_models, use_compilation_cache
-from infer.prompts import Prompt, read_prompts
+from infer.prompts import Encoder, Prompt, read_prompts
 from infer.timing import costs
 from infer.tune.commands import GRID
 from infer.tune.contenders import (
@@ -123,7 +123,7 @@ def _settings(args: argparse.Namespace) -> tuple[Setting, Setting | None]:
 
 
 def _read_task(path: str, target: LM, rewards: Sequence[Reward]) -> list[Prompt]:
-    prompts, bad = read_prompts(path, target, False, rewards)
+    prompts, bad = read_prompts(path, Encoder(target), rewards)
     if bad:
         raise OptionError(f"{path} line {bad[0].number}: {bad[0].reason}")
     return prompts

@@ -12,6 +12,7 @@ import specjax as sj
 from conftest import tiny_lm
 from specjax import decode
 from specjax.engine import Engine
+from specjax.errors import OptionError
 from specjax.methods import Context
 from specjax.models.cache import MAX_CHUNK_CPU, SCORES, bucket, chunk_width
 from specjax.scoring import NARROW, score, score_as_needed
@@ -97,6 +98,20 @@ def test_a_smaller_budget_gives_a_prefix(target, draft, name):
         for a, b in zip(short.tokens, long.tokens, strict=True):
             assert len(a) == budget
             np.testing.assert_array_equal(a, b[:budget])
+
+
+def test_a_row_that_the_drafts_context_does_not_hold_is_refused(target, draft):
+    short = dataclasses.replace(draft.config, max_position=16)
+    short = dataclasses.replace(draft, config=short)
+    prompt = [list(range(1, 11))]
+    with pytest.raises(OptionError, match=r"context of draft draft holds 16; .* ask for 6 new"):
+        sj.generate(target, prompt, method="speculative", draft=short, max_new_tokens=7)
+    out = sj.generate(target, prompt, method="speculative", draft=short, max_new_tokens=6)
+    assert out.lengths == 6
+    with pytest.raises(OptionError, match="decode without the draft"):
+        next(sj.stream(target, [[1] * 16], method="speculative", draft=short))
+    out = sj.generate(target, prompt, draft=short, max_new_tokens=7)  # the method takes none
+    assert out.lengths == 7
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -19,6 +19,7 @@ from infer.bench import commands as bench
 from infer.bench.cases import Case
 from infer.bench.report import NEAR_TIE, markdown, show
 from infer.bench.rows import make_rows, pass_widths
+from infer.prompts import Encoder
 from specjax.errors import OptionError
 from specjax.methods import method
 from specjax.metrics import expected_block_efficiency, expected_speedup, perplexity, rates
@@ -87,6 +88,26 @@ def test_report_has_every_case_and_figure(small, short_curve, tmp_path, capsys):
     assert (home / "bench.md").read_text() == markdown(report)
     assert all(0 <= row["pm"]["perplexity"] < row["perplexity"] for row in report["rows"])
     assert {"speedup", "acceptance_rate", "block_efficiency"} <= report["rows"][-1]["pm"].keys()
+
+
+def test_bad_lines_are_skipped_and_the_rest_is_measured(small, short_curve, capsys):
+    file = small[small.index("--prompts") + 1]
+    long = json.dumps({"prompt": "word " * 4000})
+    file.write_text(f"{long}\nnot json\n{file.read_text()}{long}\n")
+    argv = [*small[:-4], "--methods", "autoregressive", "--greedy-only", "--repeats", 1, "--json"]
+    code, out, err = run(capsys, *argv)
+    assert code == 3 and json.loads(out)["prompts"] == 2 and json.loads(out)["skipped"] == 3
+    said = [line for line in err.splitlines() if f"{file} line" in line]
+    assert [f"line {number}: " in line for number, line in zip((1, 2, 5), said, strict=True)]
+    assert "context holds" in said[0] and "not JSON" in said[1]
+    # What is not asked for is not read; what is left must be something.
+    asked = argparse.Namespace(prompts=str(file), num_prompts=1, run_tests=False)
+    encoder = Encoder(sj.load(small[1]))
+    assert questions.read_questions(asked, encoder)[1] == 2
+    file.write_text(f"{long}\n")
+    with pytest.raises(OptionError, match="no prompt is left"):
+        questions.read_questions(asked, encoder)
+    capsys.readouterr()
 
 
 @pytest.mark.torch
@@ -391,8 +412,8 @@ def test_greedy_differences_are_told_from_near_ties():
     assert says in markdown(report)
     console = Console(width=80, record=True, file=io.StringIO())
     show(report, console)
-    text = console.export_text()
-    assert says in " ".join(text.split())
+    text = " ".join(console.export_text().split())
+    assert says in text
     assert "speculative" in text and "…" not in text
     assert "2.50 ± 0.12" in text and "| 2.50 ± 0.12 |" in markdown(report)
     assert "9 prompts × 2 seeds from 7" in text and "data=2,model=1" in text
@@ -406,10 +427,10 @@ def test_settings_reach_one_method_or_all():
 
 
 def test_default_prompts_are_held_out_functions(tiny_pair_dirs):
-    args = argparse.Namespace(prompts=None, num_prompts=3, chat=False)
+    args = argparse.Namespace(prompts=None, num_prompts=3, run_tests=False)
     target = sj.load(tiny_pair_dirs[0])
-    asked = questions.read_questions(args, target)
-    assert len(asked) == 3
+    asked, skipped = questions.read_questions(args, Encoder(target))
+    assert len(asked) == 3 and skipped == 0
     for question in asked:
         assert "def " in target.tokenizer.decode(question.tokens)
         assert question.references[0].startswith("\n    ")
@@ -417,9 +438,9 @@ def test_default_prompts_are_held_out_functions(tiny_pair_dirs):
 
 def test_random_target_is_what_a_peer_loads(monkeypatch):
     monkeypatch.setitem(bench.SIZES, "tiny", (32, 2, 4, 48, 97))
-    args = argparse.Namespace(random_target="tiny", dtype=None, num_prompts=3, prompts=None)
+    args = argparse.Namespace(random_target="tiny", dtype=None, num_prompts=3)
     with benchmark.models(args) as (target, draft, directories):
-        asked = questions.read_questions(args, target)
+        asked, _ = questions.read_questions(args, Encoder(target))
     assert draft is None and directories[1] is None
     assert target.config.vocab_size == 97 and len(asked) == 3
     assert all(5 <= token < 97 for question in asked for token in question.tokens)

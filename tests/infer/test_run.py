@@ -1,13 +1,16 @@
 """infer.run: the command line's contract."""
 
+import dataclasses
 import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +18,11 @@ from rich.console import Console
 from rich.text import Text
 
 import specjax as sj
+from infer.prompts import Encoder
 from infer.run import commands as program
 from infer.run import job
 from infer.run.screen import DRAFTED, WRITTEN, Screen, printable
+from specjax.errors import OptionError
 from specjax.types import FROM_DRAFT, FROM_TARGET
 
 PROMPTS = ["def fib(n):", "class Tree:\n", "import os", "for i in range(", "x = [", "return"]
@@ -228,6 +233,55 @@ def test_bad_lines_are_numbered_and_the_rest_is_done(pair, tmp_path, capsys):
         assert f"line {number}:" in err
     # Row keys follow the line, so the bad ones do not shift the good.
     assert [row["index"] for row in lines(out)] == [0, 6]
+
+
+def test_truncation_keeps_the_end_and_says_so(pair, tmp_path, capsys):
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("word " * 4000, "a")))
+    job = [*pair, "--prompts", path, "--out", out]
+    code, _, err = run(capsys, *job, "--truncate", "left")
+    assert code == 0 and "1 of 2 prompts lost their first tokens" in err
+    first, second = lines(out)
+    target = sj.load(pair[1])
+    bound = target.config.max_position
+    assert first["prompt_tokens"] == bound - 12 and first["new_tokens"] == 12
+    assert (first["truncate"], second["prompt"]) == ("left", "a")
+    code, out, err = run(capsys, *job, "--truncate", "left", "--max-new-tokens", bound)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "--max-new-tokens" in err
+
+
+def test_an_encoder_keeps_bos_and_cuts_no_middle(loaded):
+    ids = list(range(5, 25))
+
+    class Words:
+        def encode(self, text, add_special_tokens=True):
+            return [1, *ids]
+
+    config = dataclasses.replace(loaded[0].config, max_position=16, bos_id=1)
+    target = dataclasses.replace(loaded[0], config=config, tokenizer=Words())
+    assert Encoder(target, new_tokens=6, truncate=True).text("x") == ([1, *ids[-9:]], 11)
+    small = dataclasses.replace(target, config=dataclasses.replace(config, max_position=12))
+    assert Encoder(target, small, 6, truncate=True).text("x") == ([1, *ids[-5:]], 15)
+    with pytest.raises(OptionError, match=r"6 new tokens leave no room .* of 7"):
+        tiny = dataclasses.replace(config, max_position=7)
+        Encoder(target, dataclasses.replace(target, config=tiny), 6, truncate=True)
+
+
+def test_a_prompt_past_the_drafts_context_is_a_bad_line(pair, tmp_path, capsys):
+    """The target holds it: without the draft the same job is done."""
+    short = tmp_path / "short"
+    shutil.copytree(pair[3], short)
+    shutil.copy(Path(pair[3]).parent / "tokenizer.json", short)
+    config = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 24}
+    (short / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("a " * 20, "a")))
+    job = ["--target", pair[1], "--draft", short, "--max-new-tokens", 12, "--prompts", path]
+    code, _, err = run(capsys, *job)
+    assert code == 3 and "line 1: a prompt has " in err and f"draft {short} holds 24" in err
+    assert run(capsys, *job, "--method", "autoregressive")[0] == 0
+    code, out, _ = run(capsys, *job, "--plan", "--memory", 1)
+    assert code == 0 and " rows of 24 tokens" in out
 
 
 def test_other_formats_and_a_tree_job_resumes(pair, tmp_path, capsys):
