@@ -24,8 +24,7 @@ from specjax.methods import METHODS
 
 FIGURES = Path(__file__).parents[1] / "figures"
 OVERVIEW = FIGURES.parent / "pages" / "overview.md"
-COMMON = ("--num-prompts", "40", "--repeats", "3", "--max-new-tokens")
-SWEPT, OVERALL = "48", "48"  # new tokens: the overview runs every method
+COMMON = ("--num-prompts", "40", "--repeats", "3", "--max-new-tokens", "32")
 KEPT = (
     "method",
     "mode",
@@ -138,8 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(name: str) -> None:
     """Runs infer.bench and keeps the numbers that are drawn, with the command."""
-    overview = (OVERALL, "--methods", ",".join(_comparable()))
-    command = [*COMMON, *(overview if name == "overview" else (SWEPT, *SWEEPS[name].argv))]
+    overview = "--methods", ",".join(_comparable())
+    command = [*COMMON, *(overview if name == "overview" else SWEEPS[name].argv)]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         code = bench.main([*command, "--json"])

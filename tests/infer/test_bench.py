@@ -95,6 +95,7 @@ def test_bad_lines_are_skipped_and_the_rest_is_measured(small, short_curve, caps
     long = json.dumps({"prompt": "word " * 4000})
     file.write_text(f"{long}\nnot json\n{file.read_text()}{long}\n")
     argv = [*small[:-4], "--methods", "autoregressive", "--greedy-only", "--repeats", 1, "--json"]
+    argv += ["--mesh", "data=1"]
     code, out, err = run(capsys, *argv)
     assert code == 3 and json.loads(out)["prompts"] == 2 and json.loads(out)["skipped"] == 3
     said = [line for line in err.splitlines() if f"{file} line" in line]
@@ -462,6 +463,7 @@ def test_random_target_is_what_a_peer_loads(monkeypatch):
         (["--sampled-only", "--temperature", "0"], "--sampled-only"),
         (["--seed", 2**32 - 2, "--repeats", "3"], "--seed 4294967294"),
         (["--mesh", "data=4096"], "needs 4096 devices"),
+        (["--mesh", "model=2"], "--mesh model=2"),
         (["--chat"], "no chat template"),
     ],
 )
