@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from specjax.types import DETERMINISTIC, IID, NO_PARENT, POINT_MASS, ROOT, Draft
 from specjax.warp import warp
 
 FORMS = CHAIN, TREE = "chain", "tree"
-# Nodes per level of sampled trees (SDSAT's published code); another k takes the first levels.
+# Nodes per level of the published trees (github.com/ainergy-ml/SDSAT, decoders/model/utils.py).
 LEVELS = (
     (4, 8, 8, 5, 3),
     (4, 8, 8, 6, 5, 3, 2),
@@ -35,6 +34,9 @@ LEVELS = (
     (4, 8, 8, 8, 8, 8, 6, 6, 6, 5, 4, 3, 2),
 )
 MOST = len(LEVELS[-1])
+# Below the first level every one holds the first of these places: (the parent's number in the
+# level above, the candidate's rank).
+PLACES = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Candidates:
     """Turns the k adaptive distributions into a draft below the root.
 
     A chain draws each token from its own distribution, warped as the target. A tree offers
-    the most probable tokens of each level: node s of level i hangs from node ⌊s/c⌋ of the
-    level above and carries candidate s mod c, ``c = ⌈Nᵢ/Nᵢ₋₁⌉``.
+    the most probable tokens of each level at the places of SDSAT's published trees
+    (``LEVELS``, ``PLACES``); a k between theirs takes the first k levels of the next larger.
     """
 
     k: int
@@ -60,27 +62,23 @@ class Candidates:
     def shape(self) -> TreeShape:
         if self.form == CHAIN:
             return TreeShape.chain(self.k)
-        return TreeShape(len(self.parents), self.k, max(self._children))
+        return TreeShape(len(self.parents), self.k, max_children=len(self._places[0]))
 
     @functools.cached_property
-    def _sizes(self) -> tuple[int, ...]:
+    def _places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """(parent's number in the level above, candidate's rank) of the nodes of each level."""
         if self.form == CHAIN:
-            return (1,) * self.k
-        return next(row for row in LEVELS if len(row) >= self.k)[: self.k]
-
-    @functools.cached_property
-    def _children(self) -> tuple[int, ...]:
-        """c of each level."""
-        above = (1, *self._sizes[:-1])
-        return tuple(math.ceil(n / m) for n, m in zip(self._sizes, above, strict=True))
+            return (((0, 0),),) * self.k
+        first, *below = next(row for row in LEVELS if len(row) >= self.k)[: self.k]
+        return (tuple((0, rank) for rank in range(first)), *(PLACES[:size] for size in below))
 
     @functools.cached_property
     def parents(self) -> tuple[int, ...]:
-        parents, first = [NO_PARENT], 0
-        for size, count in zip(self._sizes, self._children, strict=True):
+        parents, above = [NO_PARENT], 0
+        for level in self._places:
             here = len(parents)
-            parents += [first + s // count for s in range(size)]
-            first = here
+            parents += [above + parent for parent, _ in level]
+            above = here
         return tuple(parents)
 
     def draft(
@@ -122,14 +120,10 @@ class Candidates:
         unwarped one.
         """
         ranked = unwarped_in(inputs.warp.greedy, logits, log_q)
-        score, token = jax.lax.top_k(ranked, max(self._children))
-        picks = [
-            (level, s % count)
-            for level, (size, count) in enumerate(zip(self._sizes, self._children, strict=True))
-            for s in range(size)
-        ]
-        level, number = np.array(picks).T
-        return token[:, level, number].astype(jnp.int32), score[:, level, number] > probs.NEVER
+        score, token = jax.lax.top_k(ranked, self.shape.max_children)
+        picks = [(level, rank) for level, nodes in enumerate(self._places) for _, rank in nodes]
+        level, rank = np.array(picks).T
+        return token[:, level, rank].astype(jnp.int32), score[:, level, rank] > probs.NEVER
 
 
 @dataclasses.dataclass(frozen=True)

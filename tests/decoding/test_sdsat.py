@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax.draft.adaptive import LEVELS, Candidates, _probes
+from specjax.draft.adaptive import Candidates, _probes
 from specjax.engine import Engine
 from specjax.errors import OptionError, PairError
 from specjax.methods import Context
@@ -141,13 +141,44 @@ def test_every_probe_follows_the_one_before(groups):
     np.testing.assert_array_equal(parents, [want, want])
 
 
-def test_tree_has_the_published_levels():
-    assert Candidates(5, "tree").shape == (1 + sum(LEVELS[0]), 5, 4)
-    assert Candidates(6, "tree")._sizes == LEVELS[1][:6]
-    tree = Candidates(3, "tree")
-    assert tree.parents[1:5] == (0,) * 4
-    assert tree.parents[5:13] == (1, 1, 2, 2, 3, 3, 4, 4)
-    assert tree.parents[13:] == tuple(range(5, 13))
+# The lists of github.com/ainergy-ml/SDSAT, decoders/model/utils.py, written down from there. A node
+# is the ranks of the candidates on its way from the root, the deepest last and leading zeros
+# left out: 10 on the third level is its [0, 1, 0].
+PUBLISHED = {
+    5: "0 1 2 3 / 0 1 2 10 11 20 21 30 / 0 1 2 10 11 20 21 100 / 0 1 2 10 11 / 0 1 2",
+    7: "0 1 2 3 / 0 1 2 10 11 20 21 30 / 0 1 2 10 11 20 21 100 / 0 1 2 10 11 20 / 0 1 2 10 11 "
+    "/ 0 1 2 / 0 1",
+    9: "0 1 2 3 / 0 1 2 10 11 20 21 30 / 0 1 2 10 11 20 21 100 / 0 1 2 10 11 20 "
+    "/ 0 1 2 10 11 20 / 0 1 2 10 11 / 0 1 2 10 / 0 1 2 / 0 1",
+    11: "0 1 2 3 / 0 1 2 10 11 20 21 30 / 0 1 2 10 11 20 21 100 / 0 1 2 10 11 20 21 100 "
+    "/ 0 1 2 10 11 20 / 0 1 2 10 11 20 / 0 1 2 10 11 20 / 0 1 2 10 11 / 0 1 2 10 / 0 1 2 / 0 1",
+    13: "0 1 2 3 / 0 1 2 10 11 20 21 30 / 0 1 2 10 11 20 21 100 / 0 1 2 10 11 20 21 100 "
+    "/ 0 1 2 10 11 20 21 100 / 0 1 2 10 11 20 21 100 / 0 1 2 10 11 20 / 0 1 2 10 11 20 "
+    "/ 0 1 2 10 11 20 / 0 1 2 10 11 / 0 1 2 10 / 0 1 2 / 0 1",
+}
+NODES = {5: 28, 7: 36, 9: 46, 11: 60, 13: 76}
+
+
+def offered(lm, k):
+    """The ranks on the way to every node of a drafted tree, where token t has rank t."""
+    inputs = Engine(lm, None, None, {}).inputs(sj.Sampling(temperature=1.0), 1)
+    logits = jnp.broadcast_to(-jnp.arange(float(V)), (1, k, V))
+    candidates = Candidates(k, "tree")
+    draft = candidates.draft(inputs, None, jnp.zeros(1, jnp.int32), logits, jnp.ones(1, bool))
+    assert draft.valid.all() and draft.shape == (len(candidates.parents), k, 4)
+    paths = [""]
+    for token, parent in zip(draft.tokens[0, 1:].tolist(), candidates.parents[1:], strict=True):
+        paths.append(paths[parent] + str(token))
+    return paths[1:]
+
+
+@pytest.mark.parametrize("k", [3, 5, 6, 7, 9, 11, 13])
+def test_tree_is_the_published_one(lm, k):
+    """Another k has the first levels of the next larger tree."""
+    levels = PUBLISHED[min(at for at in PUBLISHED if at >= k)].split(" / ")
+    want = [path.zfill(depth) for depth, row in enumerate(levels, 1) for path in row.split()]
+    assert k not in NODES or len(want) == NODES[k]
+    assert offered(lm, k) == [path for path in want if len(path) <= k]
 
 
 @pytest.mark.parametrize("options", [{}, {"form": "tree"}], ids=["chain", "tree"])
