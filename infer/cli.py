@@ -39,7 +39,7 @@ def add_models(parser: Parser) -> None:
 
 def add_prompting(group: argparse._ActionsContainer) -> None:
     """``--chat --truncate --mesh``, to a parser or a group of its arguments."""
-    group.add_argument("--chat", action="store_true", help="use the model's chat template")
+    add_chat(group)
     said = "left: of a prompt that is too long keep BOS and the last tokens that leave room for "
     said += "--max-new-tokens; middles to fill in are never cut (default: refuse it)"
     group.add_argument("--truncate", choices=["left"], help=said)
@@ -57,6 +57,17 @@ def add_sampling(group: argparse._ActionsContainer) -> None:
         said = f"{off} (default: %(default)g)"
         group.add_argument(name, type=kind, default=default, metavar=metavar, help=said)
     group.add_argument("--seed", type=seed, default=0, metavar="S")
+
+
+def add_chat(group: argparse._ActionsContainer) -> None:
+    """``--chat``, to a parser or a group of its arguments."""
+    group.add_argument("--chat", action="store_true", help="use the model's chat template")
+
+
+def add_stop(group: argparse._ActionsContainer) -> None:
+    """``--stop``, to a parser or a group of its arguments."""
+    said = "ends a completion; repeatable"
+    group.add_argument("--stop", type=some_text, metavar="TEXT", help=said, **REPEATABLE)
 
 
 def unfit(text: str, expected: str) -> argparse.ArgumentTypeError:

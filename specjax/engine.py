@@ -138,12 +138,15 @@ class Batch:
         return advance_hosted(engine.method, self._inputs, state, rounds, score)
 
     def _rewards(self, tokens: list[np.ndarray]) -> np.ndarray | None:
-        """Each reward of each whole completion."""
+        """Each reward of each whole completion, a stop string and what follows it cut off."""
         judge = self._engine.judge
         if judge is None:
             return None
-        samples = [judge.sample(*pair) for pair in zip(self._rows, tokens, strict=True)]
-        return np.array([judge.scores(sample) for sample in samples], np.float64)
+        samples = [
+            dataclasses.replace(judge.sample(row, own), text=reader.text)
+            for row, own, reader in zip(self._rows, tokens, self._readers, strict=True)
+        ]
+        return np.array(judge.scores(samples), np.float64)
 
     def _read(self, state: DecodeState, finish: np.ndarray) -> tuple[np.ndarray, list[Piece]]:
         length, tokens, origin = jax.device_get((state.length, state.tokens, state.origin))

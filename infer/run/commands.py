@@ -63,11 +63,9 @@ def parser() -> Parser:
     said = "prompts with constraints; CommonGen's and conversation formats, too"
     what.add_argument("--task", metavar="FILE.jsonl", help=said)
     cli.add_prompting(what)
+    cli.add_stop(what)
     what.add_argument("--max-new-tokens", type=cli.whole(1), default=128, metavar="N")
     what.add_argument("--num-samples", type=cli.whole(1, cli.MOST_ROWS), default=1, metavar="N")
-    what.add_argument(
-        "--stop", type=cli.some_text, metavar="TEXT", help="repeatable", **cli.REPEATABLE
-    )
     what.add_argument("--batch-size", type=cli.whole(1, cli.MOST_ROWS), default=8, metavar="B")
     sampling = out.add_argument_group("sampling")
     cli.add_sampling(sampling)

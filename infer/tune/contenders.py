@@ -13,9 +13,7 @@ from infer.prompts import Prompt
 from infer.timing import batch_times
 from specjax.metrics import ratio
 from specjax.models.cache import bucket, chunk_width
-from specjax.rewards import Combined, Judge, Sample
-
-NUCLEUS = sj.Sampling(temperature=1.0, top_p=0.9)
+from specjax.rewards import Combined, Judge, Lexical, Reward, Sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +37,7 @@ class Setting:
     budget: int
     batch_size: int
     seed: int
+    stop: Sequence[str]
     c: float | None  # time of a draft pass over that of a target pass
 
 
@@ -52,13 +51,18 @@ def run_contender(setting: Setting, contender: Contender, warm: bool = True) -> 
     seconds = float(batch_times(out)[2].sum())
     target, draft = (int(out.stats[n].sum()) for n in ("target_calls", "draft_calls"))
     failed = ~np.isfinite(out.rewards)
-    satisfied = [setting.reward.satisfied(scores) for scores in out.rewards]
+    scores = np.where(failed, 0.0, out.rewards)
+    met, asked = count_constraints(setting.reward.parts, scores, setting.prompts)
+    satisfied = [setting.reward.satisfied(row) for row in out.rewards]
     row = {
         "name": contender.name,
         "method": contender.method,
         "options": dict(contender.options),
         "rows": len(out.tokens),
-        "soft": float(np.where(failed, 0.0, out.rewards).mean()),
+        "soft_of_rows": float(scores.mean()),
+        "soft_of_constraints": ratio(met, asked),
+        "constraints": asked,
+        "constraints_met": met,
         "hard": float(np.mean(satisfied)),
         "failed": int(failed.any(axis=1).sum()),
         "target_calls_per_token": ratio(target, tokens),
@@ -71,6 +75,23 @@ def run_contender(setting: Setting, contender: Contender, warm: bool = True) -> 
         "texts": out.text,
     }
     return row | {"cost": modelled_cost(row, setting.c)}
+
+
+def count_constraints(
+    parts: Sequence[Reward], scores: np.ndarray, prompts: Sequence[Prompt]
+) -> tuple[int, int]:
+    """(constraints met, all constraints) of rows with these ``scores`` ``[rows, parts]``.
+
+    Each word of a word reward is a constraint; any other reward is one, met by a full score.
+    """
+    met = asked = 0
+    for prompt, row in zip(prompts, scores, strict=True):
+        for part, score in zip(parts, row.tolist(), strict=True):
+            words = isinstance(part, Lexical)
+            count = len(part.words_of(prompt.constraints)) if words else 1
+            met += round(score * count) if words else int(score >= part.full)
+            asked += count
+    return met, asked
 
 
 def add_measures(
@@ -88,7 +109,7 @@ def add_measures(
             Sample(text, prompt.text, (), prompt.constraints)
             for text, prompt in zip(row["texts"], prompts, strict=True)
         ]
-        full = np.array([judge.scores(sample) for sample in samples]) >= full_scores
+        full = np.array(judge.scores(samples)) >= full_scores
         for part, share in zip(measures.parts, full.mean(axis=0), strict=True):
             row[part.name] = float(share)
         row["all"] = float((full.all(axis=1) & np.array(row["satisfied"])).mean())
@@ -118,6 +139,7 @@ def _generate(setting: Setting, contender: Contender, prompts: Sequence[Prompt])
         max_new_tokens=setting.budget,
         batch_size=setting.batch_size,
         seed=setting.seed,
+        stop=setting.stop,
         reward=setting.reward,
         constraints=[prompt.constraints for prompt in prompts],
     )

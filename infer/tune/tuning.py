@@ -14,14 +14,7 @@ from infer.loading import load_models, use_compilation_cache
 from infer.prompts import Encoder, Prompt, read_prompts
 from infer.timing import costs
 from infer.tune.commands import GRID
-from infer.tune.contenders import (
-    NUCLEUS,
-    Contender,
-    Setting,
-    add_measures,
-    add_speedups,
-    run_contender,
-)
+from infer.tune.contenders import Contender, Setting, add_measures, add_speedups, run_contender
 from infer.tune.report import draw_thresholds, markdown
 from specjax.errors import OptionError
 from specjax.files import append_line, parse_json, write_text
@@ -29,6 +22,7 @@ from specjax.lm import LM
 from specjax.methods import method
 from specjax.program import say
 from specjax.rewards import PRODUCT, Reward, combine
+from specjax.warp import Sampling
 
 FASTEST = 10  # of these the best satisfaction wins
 
@@ -67,9 +61,10 @@ def tune(args: argparse.Namespace) -> int:
 
 
 def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The best satisfaction among the fastest, soft before hard; the faster one on ties."""
+    """The best satisfaction among the fastest, the share of all constraints before that of rows
+    with all of theirs; the faster one on ties."""
     fastest = sorted(rows, key=lambda row: row["cost"])[:FASTEST]
-    return max(fastest, key=lambda row: (row["soft"], row["hard"], -row["cost"]))
+    return max(fastest, key=lambda row: (row["soft_of_constraints"], row["hard"], -row["cost"]))
 
 
 def compare(
@@ -80,7 +75,10 @@ def compare(
     contenders = [
         Contender("greedy", "autoregressive"),
         Contender("beam", "beam", {"beams": args.beams}),
-        Contender("nucleus", "autoregressive", {}, NUCLEUS),
+        *(
+            Contender(f"nucleus, {p:g}", "autoregressive", sampling=Sampling(1.0, top_p=p))
+            for p in args.top_p
+        ),
         Contender("CDLH", "cdlh", shared),
         Contender("CDLH-appx", "cdlh-appx", shared),
         Contender("CDSL", "cdsl", tuned),
@@ -110,20 +108,26 @@ def _settings(args: argparse.Namespace) -> tuple[Setting, Setting | None]:
     """What the contenders on the validation task share, and those on the test task."""
     reward = combine(args.reward or ["lexical"], dict(args.set).get("combine") == PRODUCT)
     target, draft = load_models(args, want_draft=True)
-    validation = _read_task(args.validation, target, reward.parts)
-    test = _read_task(args.test, target, reward.parts) if args.test else None
+    validation = read_task(args.validation, target, args.chat, reward.parts)
+    test = read_task(args.test, target, args.chat, reward.parts) if args.test else None
     c = costs(target, draft, (1,))[1]
 
     def setting(prompts: Sequence[Prompt], batch_size: int) -> Setting:
         budget = args.max_new_tokens
-        return Setting(target, draft, reward, prompts, budget, batch_size, args.seed, c)
+        stop = tuple(args.stop)
+        return Setting(target, draft, reward, prompts, budget, batch_size, args.seed, stop, c)
 
     on_test = setting(test, args.test_batch_size) if test else None
     return setting(validation, args.batch_size), on_test
 
 
-def _read_task(path: str, target: LM, rewards: Sequence[Reward]) -> list[Prompt]:
-    prompts, bad = read_prompts(path, Encoder(target), rewards)
+def read_task(path: str, target: LM, chat: bool, rewards: Sequence[Reward]) -> list[Prompt]:
+    """The prompts of a task that these rewards can score.
+
+    Raises:
+      OptionError: it cannot be read, or a line of it is bad.
+    """
+    prompts, bad = read_prompts(path, Encoder(target, chat=chat), rewards)
     if bad:
         raise OptionError(f"{path} line {bad[0].number}: {bad[0].reason}")
     return prompts
@@ -155,12 +159,13 @@ class MeasuredRows:
         row = measure()
         append_line(self._path, "\n" * self._torn + json.dumps({"key": key, "row": row}))
         self._torn = False
-        said = f"soft {row['soft']:.3f}, P {row['cost']:.2f}, {row['tokens_per_second']:.0f}"
-        say("infer.tune", f"{kind} {json.dumps(point)}: {said} tokens/s")
+        soft, speed = row["soft_of_constraints"], row["tokens_per_second"]
+        said = f"soft {soft:.3f}, P {row['cost']:.2f}, {speed:.0f} tokens/s"
+        say("infer.tune", f"{kind} {json.dumps(point)}: {said}")
         return row
 
     def _job(self, kind: str) -> dict[str, Any]:
         """What a row of this kind depends on beside its point."""
         of_kind = ("test", "test_batch_size") if kind == "test" else ("validation", "batch_size")
-        names = ("target", "draft", "dtype", "reward", "set", "max_new_tokens", "seed", *of_kind)
-        return {name: getattr(self._args, name) for name in names}
+        shared = ("target", "draft", "dtype", "reward", "set", "chat", "stop", "max_new_tokens")
+        return {name: getattr(self._args, name) for name in (*shared, "seed", *of_kind)}

@@ -10,7 +10,11 @@ from specjax.errors import OptionError, foreign, silent
 from specjax.files import check_entries
 from specjax.models.hf.checkpoint import read_json
 from specjax.models.hf.config import check_values
+from specjax.rewards.protocol import Sample
 from specjax.rewards.text import OfText
+
+BATCH = 32  # texts per forward
+UNBOUNDED = 2**31 - 1  # tokens, where neither tokenizer nor model says how many it reads
 
 
 class Classifier(OfText):
@@ -18,6 +22,12 @@ class Classifier(OfText):
 
     One logit passes a sigmoid; of two or more, the last against the rest: the sigmoid of its
     log-odds.
+
+    Prompt and completion are the pair of texts that the tokenizer joins, with its own separators
+    and token types. A tokenizer whose pairs have no separator gets both as one text. What is
+    longer than the model reads loses the beginning of the prompt; of a completion that is too
+    long alone the end is kept. Texts are padded into batches where the config names a padding
+    token of the vocabulary, else scored one by one.
 
     Raises:
       OptionError: no such directory, no sequence classifier in it, or no torch.
@@ -47,34 +57,58 @@ class Classifier(OfText):
         with foreign(says, OptionError), silent():
             check_entries(self.directory)
             check_values(read_json(self.directory / "config.json"))
-            tokenizer = AutoTokenizer.from_pretrained(self.directory)
+            tokenizer = AutoTokenizer.from_pretrained(
+                self.directory, truncation_side="left", padding_side="right"
+            )
             model, found = AutoModelForSequenceClassification.from_pretrained(
                 self.directory, output_loading_info=True
             )
             wrong = sorted(map(str, (*found["missing_keys"], *found["mismatched_keys"])))
             if wrong:  # transformers fills in what a checkpoint lacks, at random
                 raise ValueError(f"{wrong[0]} is not in its files as its config says")
-        return tokenizer, model.eval()
+        padding = model.config.get_text_config().pad_token_id
+        padded = padding in range(len(tokenizer))
+        if padded:  # decoders look for the last token that is not this one
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
+        return tokenizer, model.eval(), BATCH if padded else 1
 
     def check(self, tokenizer, constraints):
         super().check(tokenizer, constraints)
         with foreign(f"reward classifier: {self.directory} cannot score a text", OptionError):
-            self._logits("a b")
-
-    def _logits(self, text: str):
-        import torch
-
-        tokenizer, model = self._loaded
-        inputs = tokenizer(text, return_tensors="pt", truncation=True)
-        with torch.inference_mode():
-            logits = model(**inputs).logits
-        if logits.ndim != 2 or not logits.shape[1]:
-            raise ValueError(f"its logits have the shape {list(logits.shape)}")
-        return logits[0].double()
+            self.score(Sample("b", "a ", (), {}))
 
     def score(self, sample):
+        return self.score_many([sample])[0]
+
+    def score_many(self, samples):
+        size = self._loaded[2]
+        batches = [samples[first : first + size] for first in range(0, len(samples), size)]
+        return [score for batch in batches for score in self._scores(batch)]
+
+    def _scores(self, samples):
         import torch
 
-        logits = self._logits(sample.prompt + sample.text)
-        rest = torch.logsumexp(logits[:-1], 0) if len(logits) > 1 else 0.0
-        return float(torch.sigmoid(logits[-1] - rest))
+        tokenizer, model, _ = self._loaded
+        rows = [self.encode(sample) for sample in samples]
+        inputs = tokenizer.pad(rows, padding=len(rows) > 1, return_tensors="pt")
+        with torch.inference_mode():
+            logits = model(**inputs).logits.double()
+        if logits.ndim != 2 or not logits.shape[1]:
+            raise ValueError(f"its logits have the shape {list(logits.shape)}")
+        rest = torch.logsumexp(logits[:, :-1], 1) if logits.shape[1] > 1 else 0.0
+        return torch.sigmoid(logits[:, -1] - rest).tolist()
+
+    def encode(self, sample):
+        """The model's inputs for one sample: ids, mask and what else the tokenizer gives."""
+        tokenizer, model, _ = self._loaded
+        positions = getattr(model.config, "max_position_embeddings", None) or UNBOUNDED
+        limit = min(tokenizer.model_max_length, positions, UNBOUNDED)
+        ends, separated = (tokenizer.num_special_tokens_to_add(pair) for pair in (False, True))
+        if separated == ends:
+            return tokenizer(sample.prompt + sample.text, truncation=True, max_length=limit)
+        alone = tokenizer(sample.text, add_special_tokens=False)["input_ids"]
+        if len(alone) < limit - separated:
+            pair, cut = (sample.prompt, sample.text), "only_first"
+        else:
+            pair, cut = ("", sample.text), "only_second"
+        return tokenizer(*pair, truncation=cut, max_length=limit)

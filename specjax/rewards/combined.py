@@ -5,6 +5,7 @@ Axis legend: B rows, K lanes, M tokens of a lane.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import warnings
@@ -121,23 +122,23 @@ class Judge:
         own = jax.tree.map(lambda x: jax.numpy.asarray(x[np.asarray(cases)]), self.data.own)
         return self.data._replace(own=own)
 
-    def scores(self, sample: Sample) -> list[float]:
-        """Each part's score."""
-        return [self._score(i, part, sample) for i, part in enumerate(self.combined.parts)]
+    def scores(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+        """Each part's score of each sample."""
+        parts = enumerate(self.combined.parts)
+        return list(zip(*(self._scores(i, part, samples) for i, part in parts), strict=True))
 
     def lanes(self, rows: Sequence, state, lanes) -> np.ndarray:
         """The combined reward of every lane, float32 ``[B, K]``; rows that do not ask get 0."""
         fetched = jax.device_get((state.tokens, state.prompt_length, state.length, lanes))
         tokens, begin, end, lanes = fetched
-        ahead, count = lanes.tokens, lanes.count
-        values = np.zeros(count.shape, np.float32)
-        for i, row in enumerate(rows):
-            if not lanes.asked[i]:
-                continue
+        samples = []
+        for i in np.flatnonzero(lanes.asked):
             before = tokens[i, begin[i] : end[i]].tolist()
-            for k in range(count.shape[1]):
-                whole = before + ahead[i, k, : count[i, k]].tolist()
-                values[i, k] = self.combined.value(self.scores(self.sample(row, whole)))
+            for ahead, count in zip(lanes.tokens[i], lanes.count[i], strict=True):
+                samples.append(self.sample(rows[i], before + ahead[:count].tolist()))
+        values = np.zeros(lanes.count.shape, np.float32)
+        found = [self.combined.value(scores) for scores in self.scores(samples)]
+        values[lanes.asked] = np.reshape(found, (-1, values.shape[1]))
         return values
 
     def sample(self, row, tokens: Sequence[int]) -> Sample:
@@ -145,6 +146,15 @@ class Judge:
         text = self.tokenizer.decode(tokens) if self.tokenizer else ""
         ended = len(tokens) > 0 and int(tokens[-1]) in self.eos_ids
         return Sample(text, row.prompt, tokens, row.constraints, ended)
+
+    def _scores(self, number: int, part: Reward, samples: Sequence[Sample]) -> list[float]:
+        """One part's scores; where they fail together, each sample is asked alone."""
+        if len(samples) > 1 and hasattr(part, "score_many"):
+            with contextlib.suppress(Exception):
+                values = [float(value) for value in part.score_many(samples)]
+                if len(values) == len(samples) and not any(map(math.isnan, values)):
+                    return values
+        return [self._score(number, part, sample) for sample in samples]
 
     def _score(self, number: int, part: Reward, sample: Sample) -> float:
         try:

@@ -37,8 +37,9 @@ class Reward(Protocol):
     """Scores a completion; higher is better.
 
     ``score`` is plain Python on text. A reward that has ``on_device``, too, runs inside the
-    device loop; one without is asked from the host between passes. ``bounds`` are the least
-    and largest score where they are known; ``full`` is what counts as satisfied.
+    device loop; one without is asked from the host between passes, about all samples at once
+    where it has ``score_many(samples)``. ``bounds`` are the least and largest score where they
+    are known; ``full`` is what counts as satisfied.
     """
 
     name: str

@@ -223,7 +223,7 @@ def test_several_rewards_are_summed_or_multiplied():
     for product, want in ((False, 5.0), (True, 6.0)):
         both = rewards.combine([lambda text: 2.0, lambda text: 3.0], product)
         judge = rewards.Judge(both, None, frozenset())
-        scores = judge.scores(sample(""))
+        (scores,) = judge.scores([sample("")])
         assert both.value(scores) == want
         assert both.value([0.0, -math.inf]) == -math.inf
     fold = folding.Together((Number(0.0), Number(math.nan)), True)
@@ -248,11 +248,30 @@ def test_a_failing_reward_is_said_once_and_scores_minus_infinity():
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for text in ("one text", "another"):
-            assert judge.scores(sample(text)) == [-math.inf, -math.inf]
+            assert judge.scores([sample(text)]) == [(-math.inf, -math.inf)]
     assert len(said) == 2
     first, second = (str(w.message) for w in said)
     assert "fails raised KeyError" in first and "'one text'" in first
     assert "returned NaN" in second
+
+
+def test_samples_are_scored_together_and_alone_where_that_fails():
+    asked = []
+
+    class Together(rewards.Regex):
+        def score_many(self, samples):
+            asked.append(len(samples))
+            return [1.0 / (len(sample.text) - 3) for sample in samples]
+
+        def score(self, sample):
+            return self.score_many([sample])[0]
+
+    judge = rewards.Judge(rewards.combine([Together(re.compile("")), len]), None, frozenset())
+    assert judge.scores([sample("ab"), sample("a")]) == [(-1.0, 2.0), (-0.5, 1.0)]
+    with pytest.warns(rewards.RewardWarning, match="ZeroDivisionError.*'abc'"):
+        found = judge.scores([sample("ab"), sample("abc")])
+    assert found == [(-1.0, 2.0), (-math.inf, 3.0)]
+    assert asked == [2, 2, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -341,6 +360,94 @@ def test_classifier_is_the_sigmoid_of_the_last_class(tmp_path, tiny_pair_dirs, l
     want = float(torch.softmax(odds, 0)[0])
     found = reward.score(sample("\n    return x", "def f(x):"))
     assert found == pytest.approx(want, abs=1e-6) and 0.001 < found < 0.999
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """A classifier of letters that reads 12 tokens and takes pairs: [CLS] a [SEP] b [SEP]."""
+    pytest.importorskip("torch")
+    return letter_classifier(tmp_path_factory.mktemp("pairs"), "BertForSequenceClassification", 0)
+
+
+def letter_classifier(home, kind, pad, template=True):
+    """Directory, tokenizer and reward of a tiny ``kind`` with a token per letter."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    special = ("[PAD]", "[CLS]", "[SEP]")
+    vocab = {token: i for i, token in enumerate([*special, *"abcdefghijklmnopqrstuvwxyz"])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="[PAD]"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    if template:
+        backend.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+        )
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, model_input_names=names if template else names[::2]
+    ).save_pretrained(home)
+    model = getattr(transformers, kind)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = model.config_class(
+        **sizes, vocab_size=29, num_hidden_layers=1, max_position_embeddings=12, pad_token_id=pad
+    )
+    torch.manual_seed(3)
+    model = model(config).eval()
+    for weights in model.parameters():
+        weights.data *= 5
+    model.save_pretrained(home)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home)
+    return rewards.make_reward(f"classifier:{home}"), tokenizer
+
+
+@pytest.mark.torch
+def test_classifier_reads_the_tokenizers_own_pair(pairs):
+    reward, tokenizer = pairs
+    found = reward.encode(sample("de", "abc"))
+    assert found == tokenizer("abc", "de")
+    assert found["token_type_ids"] == [0, 0, 0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("prompt", "text", "read"),
+    [
+        ("abcdefghijkl", "xyz", ("ghijkl", "xyz")),
+        ("abcdefghijkl", "rstuvwxyz", ("", "rstuvwxyz")),
+        ("abc", "opqrstuvwxyz", ("", "rstuvwxyz")),
+    ],
+    ids=["a long prompt", "no place for a prompt", "a long completion"],
+)
+def test_classifier_cuts_the_left_of_the_prompt(pairs, prompt, text, read):
+    """12 tokens, 3 of them special: a completion of up to 9 is whole, else its end is kept."""
+    reward, tokenizer = pairs
+    assert reward.encode(sample(text, prompt)) == tokenizer(*read)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("kind", "pad"),
+    [
+        ("BertForSequenceClassification", 0),
+        ("LlamaForSequenceClassification", 0),
+        ("LlamaForSequenceClassification", None),
+    ],
+    ids=["pairs", "one text", "one text, no padding"],
+)
+def test_classifier_in_a_batch_is_the_classifier_alone(tmp_path, kind, pad):
+    """Of any lengths, in batches of 32; without a padding token one by one."""
+    pytest.importorskip("torch")
+    reward, _ = letter_classifier(tmp_path, kind, pad, template=kind.startswith("Bert"))
+    samples = [sample("xyz"[: i % 3 + 1], "abcdefghijkl"[: i % 11]) for i in range(40)]
+    alone = [reward.score(one) for one in samples]
+    np.testing.assert_allclose(reward.score_many(samples), alone, rtol=0, atol=1e-5)
+    assert np.ptp(alone) > 0.01
+    if not kind.startswith("Bert"):
+        cut = reward.encode(sample("xyz", "abcdefghijkl"))["input_ids"]
+        assert reward._loaded[0].decode(cut).replace(" ", "") == "defghijklxyz"
 
 
 @pytest.mark.torch

@@ -1,15 +1,22 @@
 """Constrained decoding through the programs: tasks, rewards in the output, tuning, bad input."""
 
 import json
+import re
 import sys
 
+import numpy as np
 import pytest
 
+import specjax as sj
 from infer import code_task
 from infer import formats as tasks
+from infer.prompts import Prompt
 from infer.run import commands as run
 from infer.tune import commands as tune
-from infer.tune.tuning import choose
+from infer.tune.contenders import Contender, Setting, count_constraints, run_contender
+from infer.tune.tuning import choose, read_task
+from specjax import rewards
+from specjax.text import Tokenizer
 
 TASK = [
     {"prompt": "def walk(tree):", "constraints": ["=yield", "=tree"]},
@@ -180,10 +187,47 @@ def test_the_code_task_names_what_prompt_and_body_share(tmp_path, capsys):
 
 
 def test_the_best_of_the_ten_fastest_is_chosen():
-    rows = [{"soft": i / 20, "hard": 0.0, "cost": float(i)} for i in range(20)]
+    rows = [{"soft_of_constraints": i / 20, "hard": 0.0, "cost": float(i)} for i in range(20)]
     assert choose(rows)["cost"] == 9
-    rows[3]["soft"] = rows[9]["soft"]
+    rows[3]["soft_of_constraints"] = rows[9]["soft_of_constraints"]
     assert choose(rows)["cost"] == 3, "the faster one on ties"
+
+
+def test_soft_satisfaction_is_counted_over_rows_and_over_constraints():
+    """One word of one, none of three and a regex of each: half the rows' words, 2 of 6 in all."""
+    parts = rewards.combine(["lexical", "regex:x"]).parts
+    prompts = [Prompt(i, i, "", [1], {}, {"lexical": list("abc")[:n]}) for i, n in ((0, 1), (1, 3))]
+    scores = np.array([[1.0, 1.0], [0.0, 0.0]])
+    assert count_constraints(parts, scores, prompts) == (2, 6)
+    thirds = np.array([[0.0, 1.0], [np.float32(2) / np.float32(3), 0.0]])
+    assert count_constraints(parts, thirds, prompts) == (3, 6)
+
+
+def test_a_tuned_text_ends_before_a_stop_string_and_is_judged_so(pair):
+    """What stands behind the stop string meets no constraint."""
+    target = sj.load(pair[1])
+    prompt = Prompt(0, 0, "x", [5, 6, 7], {})
+
+    def row(stop, pattern):
+        reward = rewards.combine([f"regex:{re.escape(pattern)}"])
+        setting = Setting(target, None, reward, [prompt], 16, 1, 0, stop, None)
+        return run_contender(setting, Contender("greedy", "autoregressive"), warm=False)
+
+    (text,) = row((), "x")["texts"]
+    stop = text[4:6]
+    cut = row((stop,), stop)
+    assert cut["texts"] == [text[: text.index(stop)]]
+    whole = row((), stop)
+    for key in ("soft_of_rows", "soft_of_constraints", "hard"):
+        assert (cut[key], whole[key]) == (0, 1)
+
+
+def test_a_tuned_task_may_use_the_chat_template(pair, task, monkeypatch):
+    monkeypatch.setattr(Tokenizer, "apply_chat", lambda self, message: f"<{message}>")
+    args = tune.parser().parse_args([task, "--out", "x", "--chat"])
+    target = sj.load(pair[1])
+    first = read_task(task, target, args.chat, rewards.combine(["lexical", "forbidden:x"]).parts)[0]
+    assert target.tokenizer.decode(first.tokens) == "<def walk(tree):>"
 
 
 @pytest.mark.slow
@@ -201,6 +245,10 @@ def test_tuning_writes_its_report_and_resumes(pair, task, tmp_path, capsys):
         "0.3",
         "--b",
         "0",
+        "--top-p",
+        "0.5",
+        "--stop",
+        "zz",
         "--max-new-tokens",
         4,
         "--set",
@@ -211,11 +259,12 @@ def test_tuning_writes_its_report_and_resumes(pair, task, tmp_path, capsys):
     code, out, err = call(capsys, tune, *argv)
     assert code == 0, err
     assert "CDSL" in out and "wall-clock speedup" in out
+    assert "soft, mean of rows" in out and "soft, of all constraints" in out
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [row["name"] for row in report["test"]] == [
         "greedy",
         "beam",
-        "nucleus",
+        "nucleus, 0.5",
         "CDLH",
         "CDLH-appx",
         "CDSL",
