@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from infer.cli import (
     REPEATABLE,
     add_chat,
-    add_stop,
     add_models,
+    add_stop,
     checked,
     seed,
     setting,
