@@ -12,7 +12,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from specjax import probs
 from specjax.arguments import Must, settle
@@ -59,7 +59,7 @@ def warp(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]
         return probs.one_hot_log(jnp.argmax(x, axis=-1), x.shape[-1])
 
     def sampled(x):
-        x = x / jnp.where(greedy, 1.0, jnp.maximum(settings.temperature, COLDEST)[:, None, None])
+        x = tempered(x, settings)
         drawn = probs.log_softmax(truncate(x, settings))
         # In a mixed batch both kinds of row are computed and each keeps its own.
         return jax.lax.cond(
@@ -67,6 +67,34 @@ def warp(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]
         )
 
     return jax.lax.cond(jnp.all(greedy), argmax, sampled, logits)
+
+
+def draw_joint(
+    keys: Key[Array, "B"], log_joint: Float[Array, "B n"], settings: Warp, whole: bool
+) -> Float[Array, "B n"]:
+    """What hypotheses are ranked by: the first n of a sampled row are n draws of their joint.
+
+    ``log_joint`` with Gumbel noise, so draws without replacement; itself in greedy rows.
+    ``whole`` warps it first, as :func:`warp_joint`.
+    """
+    if whole:
+        log_joint = warp_joint(log_joint, settings)
+    return log_joint + probs.gumbel(keys, log_joint.shape[1], ~settings.greedy)
+
+
+def warp_joint(log_joint: Float[Array, "B n"], settings: Warp) -> Float[Array, "B n"]:
+    """The joint of a row's hypotheses warped as one distribution over them.
+
+    T ∘ p_beam of Qin et al. 2024, eq. 2; ``log_joint`` itself in greedy rows.
+    """
+    warped = warp(log_joint[:, None], settings)[:, 0]
+    return jnp.where(settings.greedy[:, None], log_joint, warped)
+
+
+def tempered(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]:
+    """Logits over the temperature; as they are in greedy rows."""
+    temperature = jnp.where(settings.greedy, 1.0, jnp.maximum(settings.temperature, COLDEST))
+    return logits / temperature[:, None, None]
 
 
 def truncate(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]:

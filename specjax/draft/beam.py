@@ -23,7 +23,7 @@ from specjax.protocols import Proposal
 from specjax.tree import chain_draft
 from specjax.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
 from specjax.verify.verdicts import root_path
-from specjax.warp import warp
+from specjax.warp import draw_joint, warp
 
 VERIFIED = ("top1", "all")
 JOINTS = ("warped", "raw")
@@ -49,10 +49,10 @@ class Beam(ModelDrafter):
     """``width`` beams of ``gamma`` steps, ranked by the joint draft probability.
 
     A greedy row searches (the best W of all continuations, scored without warping); a sampled
-    row draws W continuations without replacement from the warped joint. A beam that ended
-    keeps its score. ``verify_beams``: the best beam as a chain (``top1``), or the tree of
-    ``all``. ``joint="raw"`` scores every row without warping. Where W reaches V^(γ − 1), the
-    search is exact.
+    row draws W continuations without replacement from their joint: of ``warped`` conditionals,
+    or the ``raw`` one, warped as a whole (eq. 2) where it is drawn and unwarped as a score. A
+    beam that ended keeps its score. ``verify_beams``: the best beam as a chain (``top1``), or
+    the tree of ``all``. Where W reaches V^(γ − 1), the search is exact.
     """
 
     gamma: int = 4
@@ -152,7 +152,10 @@ class Beam(ModelDrafter):
         # A beam that ended is its own only continuation, in the column of token 0.
         frozen = jnp.where(jnp.arange(vocab) == 0, 0.0, probs.NEVER)
         total = b.score[..., None] + jnp.where(b.ended[..., None], frozen, log_q)
-        ranked = self._perturbed(inputs, keys, total.reshape(rows, -1), step)
+        ranked = total.reshape(rows, -1)
+        if self.drawn:
+            step_keys = probs.draw_keys(keys, Purpose.DRAFT, step)
+            ranked = draw_joint(step_keys, ranked, inputs.warp, whole=self.joint == "raw")
         level = self._level(step)
         missing = max(0, len(level) - ranked.shape[1])
         ranked = jnp.pad(ranked, ((0, 0), (0, missing)), constant_values=probs.NEVER)
@@ -181,13 +184,6 @@ class Beam(ModelDrafter):
             score=jnp.where(possible, score, probs.NEVER),
             ended=stays | ~possible | inputs.is_eos(token),
         )
-
-    def _perturbed(self, inputs, keys, total, step):
-        """Joint scores with Gumbel noise where rows are sampled: a draw without replacement."""
-        if not self.drawn:
-            return total
-        step_keys = probs.draw_keys(keys, Purpose.DRAFT, step)
-        return total + probs.gumbel(step_keys, total.shape[1], ~inputs.warp.greedy)
 
     def follow(
         self, draft: Draft, b: Beams, beam: Int[Array, "B"]

@@ -102,6 +102,12 @@ def _adaptive_ids(target: LM, k: int) -> tuple[int, ...]:
 
 GAMMA = Option(int, 4, "draft length γ", low=1, high=64)
 WIDTH = Option(int, 8, "number of beams W", low=1, high=64, within_vocabulary=True)
+JOINT = Option(
+    str,
+    "warped",
+    "of warped conditionals, or raw and drawn warped as a whole",
+    choices=("warped", "raw"),
+)
 
 DRAFTERS: dict[str, Part] = {
     "none": Part(draft.NoDraft, "no draft"),
@@ -176,7 +182,7 @@ DRAFTERS: dict[str, Part] = {
             "verify_beams": Option(
                 str, "top1", "verify the best beam, or all as a tree", choices=VERIFIED
             ),
-            "joint": Option(str, "warped", "which probabilities make up a joint", choices=JOINTS),
+            "joint": JOINT,
         },
         needs_draft=True,
     ),
@@ -230,8 +236,8 @@ RULES: dict[str, Part] = {
 }
 
 
-def _mtjd(context: Context, block: int, width: int) -> search.MTJD:
-    return search.MTJD.over(context.target.config.vocab_size, block, width)
+def _mtjd(context: Context, block: int, width: int, joint: str) -> search.MTJD:
+    return search.MTJD.over(context.target.config.vocab_size, block, width, joint)
 
 
 def _guided(make: Callable[..., Any], **fixed: Any) -> Callable[..., Any]:
@@ -251,7 +257,15 @@ SEARCHES: dict[str, Part] = {
     "beam": Part(
         search.BeamSearch,
         "the W likeliest hypotheses side by side",
-        {"beams": Option(int, 4, "number of hypotheses W", low=1, high=64, within_vocabulary=True)},
+        {
+            "beams": dataclasses.replace(WIDTH, default=4, help="number of hypotheses W"),
+            "joint": Option(
+                str,
+                "raw",
+                f"{JOINT.help}; or as transformers samples",
+                choices=(*JOINT.choices, "transformers"),
+            ),
+        },
     ),
     "mtjd": Part(
         _mtjd,
@@ -259,6 +273,7 @@ SEARCHES: dict[str, Part] = {
         {
             "block": Option(int, 4, "tokens of a block K", low=1, high=16),
             "width": dataclasses.replace(WIDTH, help="beams that approximate the joint"),
+            "joint": dataclasses.replace(JOINT, default="raw"),
         },
         bound=True,
     ),

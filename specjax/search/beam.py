@@ -19,7 +19,7 @@ from specjax.probs import Purpose
 from specjax.protocols import Method
 from specjax.rounds import Cost, tally
 from specjax.types import FROM_TARGET, STOP_EOS, STOP_LENGTH, DecodeState, Inputs
-from specjax.warp import warp
+from specjax.warp import draw_joint, tempered, truncate, warp
 
 LOST = -1e9  # below every score that a hypothesis can have
 
@@ -52,10 +52,17 @@ class BeamSearch(Method):
     """``beams`` hypotheses by total log-probability, ranked at the end by the mean per token.
 
     As transformers with ``length_penalty=1`` and ``early_stopping=False``. A sampled row draws
-    its continuations without replacement from the warped joint scores.
+    its continuations without replacement from their ``joint``, and the first W drawn go on:
+
+    * ``raw``: that of the model's own conditionals, warped as a whole (Qin et al. 2024, eq. 2).
+    * ``warped``: the product of warped conditionals.
+    * ``transformers``: its rule with ``do_sample``. The product of tempered and truncated
+      conditionals that are not renormalised; the likeliest W go on of (1 + E)·W drawn, for E
+      ends of sequence (one where there is none).
     """
 
     beams: int = 4
+    joint: str = "raw"
     width = 1
     reserves = True
 
@@ -86,17 +93,18 @@ class BeamSearch(Method):
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         beam = state.method_state
         logits, cache = self._logits(inputs, state)
-        candidates, ranked, source, ended = self._continue(inputs, state, logits)
-        order = jax.lax.top_k(jnp.where(ended, LOST, ranked), self.beams)[1]
+        candidates, rank, source, ended = self._continue(inputs, state, logits)
+        order = jax.lax.top_k(jnp.where(ended, LOST, rank), self.beams)[1]
         parent = _take(source, order)
         flat = jnp.arange(parent.shape[0])[:, None] * self.beams + parent
         finished, is_finished, lengths = self._merge(beam, candidates, ended)
         running = candidates.take(order)
         running = running.replace(score=jnp.where(_take(ended, order), LOST, running.score))
         generated = beam.generated + 1
-        best = running.score[:, :1] / generated[:, None]
+        best = running.score.max(-1, keepdims=True)  # drawn ones are not in order
         worst = jnp.where(is_finished, finished.score.min(-1, keepdims=True), LOST)
-        improvable = beam.improvable & jnp.any(best > worst, axis=-1)
+        better = (best > LOST / 2) & (best / generated[:, None] > worst)
+        improvable = beam.improvable & jnp.any(better, axis=-1)
         after = BeamState(
             cache=jax.tree.map(lambda x: x[flat.reshape(-1)], cache),
             running=running,
@@ -118,22 +126,24 @@ class BeamSearch(Method):
         return logits.reshape(-1, self.beams, logits.shape[-1]), cache
 
     def _continue(self, inputs, state, logits):
-        """The best C continuations of all beams: as many as leave W that go on.
+        """The C best, or first drawn, continuations of all beams: enough to leave W that go on.
 
-        Returns the hypotheses, the scores they were ranked by, the beams they continue, and
-        which of them end.
+        Returns the hypotheses, by what W of them are chosen to go on, the beams they continue,
+        and which of them end.
         """
         beam = state.method_state
         rows, _, vocab = logits.shape
         plain = probs.log_softmax(logits)
-        greedy = inputs.warp.greedy
-        conditional = jnp.where(greedy[:, None, None], plain, warp(logits, inputs.warp))
-        total = (beam.running.score[..., None] + conditional).reshape(rows, -1)
+        total = beam.running.score[..., None] + self._conditional(inputs, logits, plain)
+        total = total.reshape(rows, -1)
         keys = probs.draw_keys(probs.round_keys(state.keys, state.stats.rounds), Purpose.SEARCH, 0)
-        noise = probs.gumbel(keys, total.shape[1], ~greedy)
+        drawn = draw_joint(keys, total, inputs.warp, whole=self.joint == "raw")
         count = min((1 + inputs.eos_ids.shape[0]) * self.beams, total.shape[1])
-        ranked, flat = jax.lax.top_k(total + noise, count)
+        rank, flat = jax.lax.top_k(drawn, count)
         source, token = flat // vocab, (flat % vocab).astype(jnp.int32)
+        score = jnp.take_along_axis(total, flat, axis=1)
+        if self.joint == "transformers":
+            rank = jnp.where(jnp.arange(count) < _spared(inputs) * self.beams, score, probs.NEVER)
         at = (state.length + beam.generated)[:, None]
         here = jnp.arange(state.slots) == at[:, :, None]
         logprob = jnp.take_along_axis(plain.reshape(rows, -1), flat, axis=1)
@@ -141,10 +151,26 @@ class BeamSearch(Method):
         candidates = Hypotheses(
             tokens=jnp.where(here, token[..., None], known.tokens),
             logprobs=jnp.where(here, logprob[..., None], known.logprobs),
-            score=jnp.take_along_axis(total, flat, axis=1),
+            score=jnp.where(rank > probs.NEVER, score, probs.NEVER),
         )
         full = beam.generated + 1 >= state.max_length - state.length
-        return candidates, ranked, source, inputs.is_eos(token) | full[:, None]
+        return candidates, rank, source, inputs.is_eos(token) | full[:, None]
+
+    def _conditional(self, inputs, logits, plain):
+        """What each next token adds to a hypothesis' score, ``[B, W, V]``."""
+        if self.joint == "raw":
+            return plain
+        if self.joint == "warped":
+            sampled = warp(logits, inputs.warp)
+        else:
+            # As its logits processors: however few top-k and top-p leave, one goes on.
+            scaled = tempered(plain, inputs.warp)
+            fewest = min(1 + inputs.eos_ids.shape[0], scaled.shape[-1])
+            largest = jax.lax.top_k(scaled, fewest)[0]
+            floor = jnp.take(largest, _spared(inputs) - 1, axis=-1, mode="clip")[..., None]
+            kept = (truncate(scaled, inputs.warp) > probs.NEVER) | (scaled >= floor)
+            sampled = jnp.where(kept, scaled, probs.NEVER)
+        return jnp.where(inputs.warp.greedy[:, None, None], plain, sampled)
 
     def _merge(self, beam: BeamState, candidates: Hypotheses, ended):
         """The W best finished hypotheses; only the W best candidates of a step may finish."""
@@ -180,6 +206,11 @@ class BeamSearch(Method):
             finish=jnp.where(done, reason, state.finish).astype(jnp.int32),
             stats=stats,
         )
+
+
+def _spared(inputs: Inputs) -> Int[Array, ""]:
+    """So many continuations of a beam leave one that goes on; two at least."""
+    return 1 + jnp.maximum(jnp.sum(inputs.eos_ids >= 0), 1)
 
 
 def _take(x: Array, index: Int[Array, "B n"]) -> Array:

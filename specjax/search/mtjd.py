@@ -18,6 +18,7 @@ from specjax.protocols import Method
 from specjax.rounds import Cost, finish_round, path_logprobs
 from specjax.scoring import score
 from specjax.types import DecodeState, Inputs, Verdict
+from specjax.warp import warp_joint
 
 ENUMERATED = 4096  # up to so many continuations V^K the joint is enumerated
 
@@ -27,24 +28,32 @@ class MTJD(Method):
     """K tokens at a time from the target's joint ``p(x_{t+1:t+K})``.
 
     Greedy rows take the likeliest block of ``beam_width`` beams, sampled rows draw one of the
-    beams by its joint probability. A block ends with the sequence or the budget.
+    beams by its joint probability: the ``raw`` joint, warped as a whole, T ∘ p(x_{t+1:t+K}), or
+    the product of ``warped`` conditionals. A block ends with the sequence or the budget.
     """
 
     block: int = 4
     beam_width: int = 8
+    joint: str = "raw"
 
     def __post_init__(self):
         settle(self, block=COUNT, beam_width=COUNT)
 
     @classmethod
-    def over(cls, vocab: int, block: int, beam_width: int) -> MTJD:
+    def over(cls, vocab: int, block: int, beam_width: int, joint: str) -> MTJD:
         """With every continuation as a beam where these are few: the search is exact then."""
         every = vocab**block
-        return cls(block, every if every <= ENUMERATED else beam_width)
+        return cls(block, every if every <= ENUMERATED else beam_width, joint)
 
     @property
     def beams(self) -> Beam:
-        return Beam(gamma=self.block, width=self.beam_width, drawn=False, of_target=True)
+        return Beam(
+            gamma=self.block,
+            width=self.beam_width,
+            joint=self.joint,
+            drawn=False,
+            of_target=True,
+        )
 
     @property
     def width(self) -> int:
@@ -59,7 +68,8 @@ class MTJD(Method):
         draft, beams = self.beams.search(inputs, state, keys, state.cache, limit=left)
         u = probs.uniforms(keys, Purpose.SEARCH, jnp.zeros_like(left)[:, None])[:, 0]
         best = jnp.argmax(beams.score, axis=1)
-        share = jnp.exp(beams.score - beams.score.max(-1, keepdims=True))
+        joint = warp_joint(beams.score, inputs.warp) if self.joint == "raw" else beams.score
+        share = jnp.exp(joint - joint.max(-1, keepdims=True))
         chosen = jnp.where(inputs.warp.greedy, best, probs.sample(share, u))
         chain, path = self.beams.follow(draft, beams, chosen)
         verdict = Verdict(

@@ -174,28 +174,6 @@ def test_likelier_blocks_may_make_less_likely_text():
     assert perplexity(2, 1000) == pytest.approx(1 / 0.32, rel=0.01)
 
 
-@pytest.mark.slow
-def test_mtjd_draws_blocks_from_the_joint(lm):
-    """One block of two tokens, 4,000 rows: the joint law by chi-square."""
-    from support.laws import ALPHA, histogram, p_value
-
-    prompt, rows = PROMPTS[0], 4000
-    out = sj.generate(
-        lm,
-        [prompt] * rows,
-        method="mtjd",
-        options={"block": 2},
-        max_new_tokens=2,
-        sampling=sj.Sampling(1.0),
-    )
-    tokens = np.array([np.pad(t, (0, 2 - len(t))) for t in out.tokens])
-    first = np.exp(log_probs(lm, [prompt])[0, -1])
-    second = np.exp(log_probs(lm, [[*prompt, x] for x in range(V)])[:, -1])
-    second[[9, 10]] = np.eye(V)[0]  # ended: padded with 0
-    law = (first[:, None] * second).reshape(-1)
-    assert p_value(histogram(tokens, V), law / law.sum()) > ALPHA
-
-
 @pytest.mark.parametrize("method", ["beam", "mtjd"])
 def test_logprobs_are_the_targets(lm, method):
     out = sj.generate(lm, PROMPTS, method=method, max_new_tokens=12, logprobs=True)

@@ -1,0 +1,274 @@
+"""Exact laws of sampled beams, of drafts that are beams and of MTJD's blocks; and mutants."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from specjax import decode, probs
+from specjax.engine import Engine
+from specjax.methods import Context
+from specjax.models import ModelConfig, init_params, save_pretrained
+from specjax.search import beam
+from specjax.warp import draw_joint, warp_joint
+from support import beam_laws, laws
+from support.beam_laws import RULES, Rule
+
+V, W, LENGTH, END = 3, 2, 3, 2
+PAD = V  # no token of the model
+PROMPT = (1, 0, 1)
+ROWS, BATCHES = 16384, 2
+# Under the first all rules differ clearly, the second cuts conditionals as well as joints.
+SAMPLINGS = {
+    "cold": sj.Sampling(temperature=0.5, top_k=4, top_p=0.97),
+    "hot": sj.Sampling(temperature=2.5, top_k=4, top_p=0.8),
+}
+CASES = [("cold", (END,)), ("hot", (END,)), ("hot", ())]
+
+
+@functools.cache
+def config() -> tuple[ModelConfig, dict]:
+    cfg = ModelConfig.llama(
+        vocab_size=V,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=2,
+        intermediate_size=16,
+        max_position=64,
+    )
+    params = init_params(cfg, jax.random.key(4))
+    # Wide enough that the prefix matters, flat enough that every token happens.
+    params["layers"] = jax.tree.map(lambda x: 12 * x, params["layers"])
+    params["embed"] = params["embed"] * 30
+    params["norm"] = {"weight": params["norm"]["weight"] / 2}
+    return cfg, params
+
+
+@functools.cache
+def tiny(ends=()) -> sj.LM:
+    return dataclasses.replace(sj.from_params(*config()), eos_ids=ends)
+
+
+@functools.cache
+def table() -> dict:
+    return beam_laws.table_of(tiny(), PROMPT, LENGTH)
+
+
+def build(name, **options):
+    return sj.method(name).build(Context(tiny(), tiny()), options)[0]
+
+
+def starts(method, sampling, ends):
+    """Inputs and fresh states, batch by batch; few slots, for beams are copied."""
+    inputs = Engine(tiny(ends), tiny(ends), method, {"tau": 0.1}).inputs(sampling, ROWS)
+    tokens = np.zeros((ROWS, len(PROMPT) + LENGTH + method.width), np.int32)
+    tokens[:, : len(PROMPT)] = PROMPT
+    length = np.full(ROWS, len(PROMPT), np.int32)
+    fill = decode.prefill_prompts(method, chunk=4, logprobs=False)
+    for seed in range(BATCHES):
+        keys = jax.random.split(jax.random.key(seed), ROWS)
+        yield inputs, fill(inputs, tokens, length, length + LENGTH, keys)
+
+
+def p_value(counts: dict, law: dict) -> float:
+    """As :func:`laws.p_value`, over outcomes that are not numbered."""
+    outcomes = sorted(counts.keys() | law.keys())
+    seen, want = (np.array([d.get(o, 0) for o in outcomes], float) for d in (counts, law))
+    return laws.p_value(seen, want)
+
+
+def counted(batches) -> dict:
+    """How often each outcome occurs; a batch is ``[rows, ...]``, −1 where there is no token."""
+    rows = np.concatenate([np.asarray(b).reshape(len(b), -1) for b in batches])
+    outcomes, counts = np.unique(rows, axis=0, return_counts=True)
+    return {tuple(o.tolist()): int(n) for o, n in zip(outcomes, counts, strict=True)}
+
+
+def lawful(law: dict, of) -> dict:
+    """The law of the sequences ``of(outcome)``, coded as :func:`counted` has them."""
+
+    def code(outcome):
+        return tuple(
+            token
+            for tokens, size in of(outcome)
+            for token in (*tokens, *[-1] * (size - len(tokens)))
+        )
+
+    return beam_laws.sequences(law, code)
+
+
+def emitted(state):
+    """The tokens of each row, −1 behind its end."""
+    at = len(PROMPT) + np.arange(LENGTH)
+    return np.where(at < np.asarray(state.length)[:, None], np.asarray(state.tokens)[:, at], -1)
+
+
+def running(state):
+    """The two tokens of each running hypothesis after two rounds, in their order."""
+    found = state.method_state.running
+    tokens = np.asarray(found.tokens)[:, :, len(PROMPT) : len(PROMPT) + 2]
+    dead = np.asarray((found.score < beam.LOST / 2) | state.done[:, None])
+    return np.where(dead[..., None], -1, tokens)
+
+
+def padded(hypotheses, size):
+    tokens = [tokens for _, tokens in hypotheses]
+    return [(t, size) for t in (*tokens, *[()] * (W - len(tokens)))]
+
+
+@functools.cache
+def search_counts(method, sampling, ends) -> tuple[dict, dict]:
+    """Of the running hypotheses after two rounds, and of what is emitted in the end."""
+    kept, out = [], []
+    for inputs, state in starts(method, SAMPLINGS[sampling], ends):
+        state = decode.run_rounds(method)(inputs, state, 2)
+        kept.append(running(state))
+        out.append(emitted(decode.run_rounds(method)(inputs, state, LENGTH)))
+    return counted(kept), counted(out)
+
+
+@functools.cache
+def search_laws(rule, sampling, ends) -> tuple[dict, dict]:
+    after = beam_laws.search_law(table(), rule, W, LENGTH, SAMPLINGS[sampling], ends)
+    kept = lawful(after[1], lambda o: padded(o[0], 2))
+    return kept, lawful(after[-1], lambda o: [(o[1][0][1], LENGTH)])
+
+
+# What a rule could be taken for; its beams must refuse the law of each.
+SLIPS = {
+    "raw": [
+        RULES["warped"],
+        Rule("raw", likeliest=True),
+        Rule("raw", likeliest=False, replaced=True),
+    ],
+    "warped": [RULES["raw"], Rule("warped", likeliest=True), Rule("tempered", likeliest=False)],
+    "transformers": [
+        Rule("tempered", likeliest=False),
+        Rule("tempered", likeliest=True, spare=1),
+        Rule("tempered", likeliest=True, spare=3),
+        Rule("warped", likeliest=True),
+        Rule("raw", likeliest=True),
+    ],
+}
+
+
+def accepts(joint, case, method=None) -> bool:
+    method = method or build("beam", beams=W, joint=joint)
+    pairs = zip(search_counts(method, *case), search_laws(RULES[joint], *case), strict=True)
+    return all(p_value(seen, law) > laws.ALPHA for seen, law in pairs)
+
+
+@pytest.mark.parametrize("joint", RULES)
+def test_sampled_beams_have_the_law_of_their_draws(joint):
+    assert accepts(joint, CASES[0])
+    kept = search_counts(build("beam", beams=W, joint=joint), *CASES[0])[0]
+    for slip in SLIPS[joint]:
+        assert p_value(kept, search_laws(slip, *CASES[0])[0]) < laws.ALPHA, slip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES[1:], ids=str)
+@pytest.mark.parametrize("joint", RULES)
+def test_sampled_beams_have_their_law_hot_and_endless(joint, case):
+    assert accepts(joint, case)
+
+
+def test_a_row_ends_with_its_last_live_hypothesis():
+    """Top-k of 1 leaves one, and its second token ends it: lost ones do not go on."""
+    first = int(np.argmax(table()[()]))
+    second = int(np.argmax(table()[first,]))
+    assert second != first
+    method = build("beam", beams=W, joint="raw")
+    inputs, state = next(starts(method, sj.Sampling(1.0, top_k=1), (second,)))
+    state = decode.run_rounds(method)(inputs, state, LENGTH)
+    assert (np.asarray(state.stats.emitted) == 2).all()
+    assert (np.asarray(state.stats.rounds) == 2).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant(beam.BeamSearch):
+    """Not the right method's equal, so that nothing compiled for that one serves it."""
+
+    slip: str = ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slip", ["unwarped", "one noise for all beams", "half the noise"])
+def test_mutant_of_the_draw_is_caught(slip, monkeypatch):
+    def draw(keys, log_joint, settings, whole):
+        if slip == "unwarped":
+            return draw_joint(keys, log_joint, settings, whole=False)
+        noise = draw_joint(keys, jnp.zeros_like(log_joint), settings, whole=False)
+        shared = jnp.tile(noise[:, :V], (1, W)) if "all beams" in slip else noise / 2
+        return warp_joint(log_joint, settings) + shared
+
+    monkeypatch.setattr(beam, "draw_joint", draw)
+    assert not accepts("raw", CASES[0], Mutant(W, "raw", slip))
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_law_of_transformers_is_the_one_enumerated(sampling, tmp_path):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    save_pretrained(tmp_path, *config())
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.tensor([PROMPT] * ROWS)
+    torch.manual_seed(0)
+    out = peer.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        num_beams=W,
+        max_new_tokens=LENGTH,
+        eos_token_id=END,
+        pad_token_id=PAD,
+        **dataclasses.asdict(SAMPLINGS[sampling]),
+    )[:, len(PROMPT) :].numpy()
+    counts = counted([np.where(out == PAD, -1, out)])
+    for name, rule in RULES.items():
+        p = p_value(counts, search_laws(rule, sampling, (END,))[1])
+        assert (p > laws.ALPHA) == (name == "transformers"), name
+
+
+def drafted_counts(joint, sampling) -> dict:
+    """Of the beams of a draft, two tokens each, in the order in which they were drawn."""
+    method = build("mtad", gamma=2, width=W, joint=joint)
+
+    @jax.jit
+    def beams(inputs, state):
+        keys = probs.round_keys(state.keys, state.stats.rounds)
+        draft, found = method.drafter.search(inputs, state, keys, state.drafter_state)
+        each = [method.drafter.follow(draft, found, jnp.full(ROWS, i))[0] for i in range(W)]
+        return jnp.stack([jnp.where(c.valid, c.tokens, -1)[:, 1:] for c in each], axis=1)
+
+    return counted([beams(*start) for start in starts(method, SAMPLINGS[sampling], (END,))])
+
+
+@pytest.mark.parametrize("joint", ["raw", pytest.param("warped", marks=pytest.mark.slow)])
+def test_beam_drafts_have_the_law_of_their_draws(joint):
+    counts = drafted_counts(joint, "cold")
+    for rule in RULES.values():
+        law = beam_laws.drafted_law(table(), rule, W, 2, SAMPLINGS["cold"], (END,))
+        p = p_value(counts, lawful(law, lambda beams: padded(beams, 2)))
+        assert (p > laws.ALPHA) == (rule == RULES[joint]), rule
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("joint", ["raw", pytest.param("warped", marks=pytest.mark.slow)])
+def test_mtjd_draws_blocks_from_the_joint(joint, sampling):
+    """The joint of all blocks warped as a whole, or the product of warped conditionals."""
+    method = build("mtjd", block=2, width=V, joint=joint)
+    run = decode.run_rounds(method)
+    states = starts(method, SAMPLINGS[sampling], (END,))
+    counts = counted([emitted(run(inputs, state, 1)) for inputs, state in states])
+    for other in ("raw", "warped"):
+        law = beam_laws.block_law(table(), other, 2, SAMPLINGS[sampling], (END,))
+        p = p_value(counts, lawful(law, lambda block: [(block, LENGTH)]))
+        assert (p > laws.ALPHA) == (other == joint), other
