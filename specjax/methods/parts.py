@@ -16,6 +16,7 @@ from specjax.methods.options import REQUIRED, Option, hint
 from specjax.protocols import Drafter, Rule, TargetDist
 from specjax.rewards import Fold
 from specjax.rewards.combined import COMBINATIONS
+from specjax.search.beam import SAMPLED
 from specjax.target import IMPROVED, ORIGINAL, VARIANTS, Contrastive, Warped
 from specjax.types import DETERMINISTIC
 
@@ -106,7 +107,7 @@ JOINT = Option(
     str,
     "warped",
     "of warped conditionals, or raw and drawn warped as a whole",
-    choices=("warped", "raw"),
+    choices=JOINTS,
 )
 
 DRAFTERS: dict[str, Part] = {
@@ -263,7 +264,7 @@ SEARCHES: dict[str, Part] = {
                 str,
                 "raw",
                 f"{JOINT.help}; or as transformers samples",
-                choices=(*JOINT.choices, "transformers"),
+                choices=SAMPLED,
             ),
         },
     ),

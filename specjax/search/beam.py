@@ -13,7 +13,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import probs
-from specjax.arguments import COUNT, settle
+from specjax.arguments import COUNT, Must, settle
+from specjax.draft.beam import JOINTS
 from specjax.models import KVCache
 from specjax.probs import Purpose
 from specjax.protocols import Method
@@ -21,6 +22,7 @@ from specjax.rounds import Cost, tally
 from specjax.types import FROM_TARGET, STOP_EOS, STOP_LENGTH, DecodeState, Inputs
 from specjax.warp import draw_joint, tempered, truncate, warp
 
+SAMPLED = (*JOINTS, "transformers")
 LOST = -1e9  # below every score that a hypothesis can have
 
 
@@ -67,7 +69,7 @@ class BeamSearch(Method):
     reserves = True
 
     def __post_init__(self):
-        settle(self, beams=COUNT)
+        settle(self, beams=COUNT, joint=Must(str, choices=SAMPLED))
 
     def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
         cache = inputs.target.prefill(state.tokens, state.length, chunk)

@@ -10,8 +10,8 @@ import dataclasses
 import jax.numpy as jnp
 
 from specjax import probs
-from specjax.arguments import COUNT, settle
-from specjax.draft.beam import Beam
+from specjax.arguments import COUNT, Must, settle
+from specjax.draft.beam import JOINTS, Beam
 from specjax.models.cache import commit_path
 from specjax.probs import Purpose
 from specjax.protocols import Method
@@ -37,7 +37,7 @@ class MTJD(Method):
     joint: str = "raw"
 
     def __post_init__(self):
-        settle(self, block=COUNT, beam_width=COUNT)
+        settle(self, block=COUNT, beam_width=COUNT, joint=Must(str, choices=JOINTS))
 
     @classmethod
     def over(cls, vocab: int, block: int, beam_width: int, joint: str) -> MTJD:
