@@ -23,7 +23,7 @@ from infer.cli import whole
 from specjax.demo.heldout import HeldOut, held_out_functions
 from specjax.errors import OptionError
 from specjax.files import write_text
-from specjax.program import Parser, run, say
+from specjax.program import Parser, run, say, start
 
 NAMES = 3  # of a line
 VALIDATION_SHARE = 4  # one module in so many is for validation
@@ -102,4 +102,4 @@ def _occurs(name: str, prompt: str) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    start(main)

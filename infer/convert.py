@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from specjax.program import Parser, run
+from specjax.program import Parser, run, start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,4 +27,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    start(main)

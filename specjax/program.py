@@ -6,11 +6,15 @@ lies in a module that :func:`run` imports when the arguments are good.
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import importlib.metadata
 import os
 import pkgutil
+import signal
 import sys
+import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from specjax.errors import SpecjaxError, one_line
@@ -51,13 +55,65 @@ def run(name: str, work: str, args: argparse.Namespace) -> int:
     What the user asked wrongly is one line and 2, an interrupt 130.
     """
     try:
-        return pkgutil.resolve_name(work)(args)
+        function = pkgutil.resolve_name(work)
+        if signal.getsignal(signal.SIGINT) is _leave:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return function(args)
     except SpecjaxError as error:
         say(name, error)
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader is gone, e.g. `| head`: nothing is left to say, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+
+
+def start(main: Callable[[], int]) -> NoReturn:
+    """Runs a program's ``main`` as this process: for ``__main__`` modules alone."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        # Until :func:`run` has imported the work: extensions crash where their import raises.
+        signal.signal(signal.SIGINT, _leave)
+    sys.unraisablehook = _interrupt_again
+    try:
+        try:
+            code = main()
+        except SystemExit as stop:  # argparse's
+            code = stop.code
+        print(end="", flush=True)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        code = 0
+    if code == INTERRUPTED:
+        _leave()
+    raise SystemExit(code)
+
+
+def _leave(*_: object) -> NoReturn:
+    """Ends an interrupted process at once, all of whose blocks are left.
+
+    XLA may still compile or compute in threads of its own, and crashes where an interpreter ends
+    beneath them.
+    """
+    os._exit(INTERRUPTED)
+
+
+def _drop_output() -> None:
+    """The reader is gone, e.g. ``| head``: nothing is left to say, not even at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _interrupt_again(lost: sys.UnraisableHookArgs) -> None:
+    """Repeats an interrupt that fell into a callback which cannot raise, as XLA's of the garbage
+    collector; it would be lost, and the program go on."""
+    if lost.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(lost)
+        return
+
+    def soon() -> None:
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    _thread.start_new_thread(soon, ())

@@ -7,10 +7,9 @@ finished variants are kept and a broken one goes on from its last checkpoint; th
 figure are of what is finished.
 """
 
-import sys
 from collections.abc import Sequence
 
-from specjax.program import run
+from specjax.program import run, start
 from train.cli import config_parser
 from train.sdsat.variants import VARIANTS
 
@@ -22,4 +21,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -1,5 +1,6 @@
 """``python -m infer.bench``."""
 
 from infer.bench.commands import main
+from specjax.program import start
 
-raise SystemExit(main())
+start(main)

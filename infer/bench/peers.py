@@ -49,6 +49,7 @@ class TransformersPeer:
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            process_group=0,  # the terminal's interrupts are ours: we end it
         )
         try:
             self._ask(self._job)

@@ -1,5 +1,6 @@
 """``python -m infer.run``."""
 
 from infer.run.commands import main
+from specjax.program import start
 
-raise SystemExit(main())
+start(main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import warnings
@@ -146,7 +147,7 @@ class Job:
 
     def show(self, prompt: Prompt, compiles: bool) -> None:
         """Streams one prompt's completions, one after the other."""
-        waiting, screen, shown = Compiling(compiles), None, None
+        screen, shown = None, None
         pieces = sj.stream(
             self.target,
             [prompt.tokens],
@@ -155,17 +156,18 @@ class Job:
             batch_size=1,
             **self.arguments,
         )
-        for piece in pieces:
-            waiting.done()
-            if piece.generation is not None:
-                screen.summary(piece.generation, self.method)
-                break
-            if piece.index != shown:
-                if screen:
-                    screen.end()
-                screen, shown = Screen(self.target), piece.index
-                screen.prompt(prompt.text)
-            screen.piece(piece)
+        with contextlib.closing(Compiling(compiles)) as waiting:
+            for piece in pieces:
+                waiting.close()
+                if piece.generation is not None:
+                    screen.summary(piece.generation, self.method)
+                    break
+                if piece.index != shown:
+                    if screen:
+                        screen.end()
+                    screen, shown = Screen(self.target), piece.index
+                    screen.prompt(prompt.text)
+                screen.piece(piece)
 
     def decode(self, prompts: Sequence[Prompt]) -> None:
         """Decodes in batches of ``--batch-size`` rows; each batch is out before the next."""

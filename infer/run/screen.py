@@ -6,7 +6,6 @@ escaped: output cannot move the cursor or restyle the terminal.
 
 from __future__ import annotations
 
-import atexit
 import sys
 from itertools import groupby
 from operator import itemgetter
@@ -134,14 +133,11 @@ class Compiling:
             self._progress = Progress(*columns, console=console, transient=True)
             self._progress.add_task(COMPILES if first else "starting")
             self._progress.start()
-            # An interrupt or an error must give the cursor back.
-            atexit.register(self.done)
         elif first:
             print(COMPILES, file=sys.stderr, flush=True)
 
-    def done(self) -> None:
-        """Takes the message away; a second call does nothing."""
+    def close(self) -> None:
+        """Takes the message away and gives the cursor back; a second call does nothing."""
         if self._progress:
             self._progress.stop()
             self._progress = None
-            atexit.unregister(self.done)

@@ -1,5 +1,6 @@
 """``python -m infer.tune``."""
 
 from infer.tune.commands import main
+from specjax.program import start
 
-raise SystemExit(main())
+start(main)

@@ -3,10 +3,9 @@
 python -m train.lm CONFIG.toml [--set section.key=value ...] [--resume] [--dry-run] [--json]
 """
 
-import sys
 from collections.abc import Sequence
 
-from specjax.program import run
+from specjax.program import run, start
 from train.cli import run_parser
 
 
@@ -16,4 +15,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -4,10 +4,9 @@ python -m train.sdsat CONFIG.toml [--set section.key=value ...] [--resume] [--dr
     [--distributed HOST:PORT,COUNT,INDEX]
 """
 
-import sys
 from collections.abc import Sequence
 
-from specjax.program import run
+from specjax.program import run, start
 from train.cli import run_parser
 
 
@@ -23,4 +22,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)
