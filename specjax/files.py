@@ -1,4 +1,4 @@
-"""Files read and written whole: plain ones only, and written aside, then renamed."""
+"""Files: plain ones are read; written ones are whole or not there, one process at a time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import contextlib
 import errno
 import json
 import os
+import platform
 import re
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
+
+from specjax.errors import InputError
+
+try:
+    import fcntl
+except ImportError:  # Windows: there it is the user's to keep two writers apart
+    fcntl = None
 
 MOST_BYTES = 1 << 32  # of a file that is read at once
 BREAKS = re.compile("[\x85\u2028\u2029\ud800-\udfff]")  # JSON allows them; lines and UTF-8 do not
@@ -122,3 +131,56 @@ def append_line(path: str | os.PathLike, line: str) -> None:
         file.write(f"{line}\n".encode())
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def locked(path: str | os.PathLike, option: str) -> Iterator[None]:
+    """Keeps a file or a directory from others that ask the same, while the block runs.
+
+    The lock is the kernel's, on a hidden file beside the file or inside the directory that says
+    who has it. It ends with the process, however that ends: what a killed one leaves of it hinders
+    nobody. It holds between hosts on NFS too, unless that is mounted with ``nolock``; where a file
+    system has no locks nothing is kept. ``option`` is what the user gave the path by.
+
+    Raises:
+      InputError: another one has it: who, and since when; or the hidden file cannot be made.
+    """
+    if fcntl is None:
+        yield
+        return
+    home = Path(os.path.realpath(path))
+    lock = home / ".lock" if home.is_dir() else home.with_name(f".{home.name}.lock")
+    try:
+        file, ours = _open_locked(lock)
+    except OSError as error:
+        raise InputError(f"{option} {path}: cannot be written ({error.strerror})") from None
+    with file:
+        if not ours:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise InputError(
+                f"{option} {path} is being written by {holder}: wait, or give another {option}"
+            )
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on host {platform.node()} since {since}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)  # before it is let go: then it may be another's
+
+
+def _open_locked(lock: Path) -> tuple[IO[str], bool]:
+    """The lock's file, and whether this process has the lock now."""
+    while True:
+        file = lock.open("a+", encoding="utf-8", errors="replace")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file, False
+        except OSError:
+            return file, True  # there are no locks here
+        if lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+            return file, True
+        file.close()  # whoever had it has just removed it

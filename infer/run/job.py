@@ -18,6 +18,7 @@ from infer.run.output import Output, row_object
 from infer.run.screen import Compiling, Screen, printable
 from specjax.demo.heldout import held_out_functions
 from specjax.errors import OptionError, SpecjaxError
+from specjax.files import locked
 from specjax.infill import ending_middles
 from specjax.methods import MethodSpec, compose, method
 from specjax.program import say
@@ -32,13 +33,15 @@ def run_job(args: argparse.Namespace) -> int:
     """Decodes what the arguments ask for; returns the exit code.
 
     Raises:
-      SpecjaxError: they cannot be met, or memory does not suffice.
+      SpecjaxError: they cannot be met, another job writes the same file, or memory does not
+        suffice.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("always", RewardWarning)
         warnings.showwarning = lambda message, *_: say("infer.run", message)
         try:
-            return _run(args)
+            with locked(args.out, "--out") if args.out else contextlib.nullcontext():
+                return _run(args)
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and OUT_OF_MEMORY not in str(error):
                 raise

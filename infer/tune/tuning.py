@@ -17,7 +17,7 @@ from infer.tune.commands import GRID
 from infer.tune.contenders import Contender, Setting, add_measures, add_speedups, run_contender
 from infer.tune.report import draw_thresholds, markdown
 from specjax.errors import OptionError
-from specjax.files import append_line, parse_json, write_text
+from specjax.files import append_line, locked, parse_json, write_text
 from specjax.lm import LM
 from specjax.methods import method
 from specjax.program import say
@@ -31,10 +31,16 @@ def tune(args: argparse.Namespace) -> int:
     """Tunes, compares where there is a test task, and writes the report.
 
     Raises:
-      SpecjaxError: an option, a reward, a model or a line of a task cannot be used.
+      SpecjaxError: an option, a reward, a model, a line of a task or ``--out`` cannot be used.
     """
+    home = make_directory(args.out)
+    with locked(home, "--out"):
+        return _tune(args, home)
+
+
+def _tune(args: argparse.Namespace, home: Path) -> int:
     use_compilation_cache()
-    home, options = make_directory(args.out), dict(args.set)
+    options = dict(args.set)
     for point in grid_points(args):
         method("cdsl").resolve(options | point)  # what cannot run is said before models load
     validation, test = _settings(args)

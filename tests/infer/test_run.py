@@ -23,6 +23,7 @@ from infer.run import commands as program
 from infer.run import job
 from infer.run.screen import DRAFTED, WRITTEN, Screen, printable
 from specjax.errors import OptionError
+from specjax.files import locked
 from specjax.types import FROM_DRAFT, FROM_TARGET
 
 PROMPTS = ["def fib(n):", "class Tree:\n", "import os", "for i in range(", "x = [", "return"]
@@ -217,6 +218,51 @@ def test_killed_at_random_moments_and_resumed(pair, job_file, tmp_path, capsys):
     assert run(capsys, *command, "--out", out)[0] == 0
     assert len(lines(out)) == len(PROMPTS)
     assert answers(out) == answers(whole)
+
+
+def test_a_file_that_another_job_writes_is_left_alone(pair, job_file, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    out.write_text('{"torn')
+    with locked(out, "--out"):
+        code, shown, err = run(capsys, *pair, "--prompts", job_file, "--out", out)
+        (line,) = err.splitlines()
+        assert (code, shown, out.read_text()) == (2, "", '{"torn')
+        assert f"--out {out} is being written by process {os.getpid()} on host" in line
+        assert "wait, or give another --out" in line
+    assert run(capsys, *pair, "--prompts", job_file, "--out", out)[0] == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
+
+
+@pytest.mark.slow
+def test_of_two_jobs_on_one_file_one_writes(pair, job_file, tmp_path):
+    out = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "infer.run", *pair, "--prompts", job_file, "--out", out]
+    jobs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate()[1] for process in jobs]
+    codes = [process.returncode for process in jobs]
+    assert sorted(codes) == [0, 2], said
+    assert "is being written by process" in said[codes.index(2)]
+    assert len(lines(out)) == len(PROMPTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [1, 2, 2.5, 3, 3.5, 4, 5, 6])
+def test_an_interrupt_is_130_whenever_it_comes(tmp_path, seconds):
+    """Most of these moments are compilation: of a cold cache, and with all of LLVM's passes."""
+    env = os.environ | {"SPECJAX_CACHE_DIR": str(tmp_path)}
+    del env["JAX_DISABLE_MOST_OPTIMIZATIONS"]
+    out = tmp_path / "out.jsonl"
+    heeding = (  # a shell's background jobs, these tests maybe among them, ignore interrupts
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "runpy.run_module('infer.run', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", heeding, "--prompt", "def f(", "--out", out]
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    err = process.communicate()[1]
+    assert (process.returncode, err) == (130, "")
+    assert not list(tmp_path.glob(".*lock"))
 
 
 def test_bad_lines_are_numbered_and_the_rest_is_done(pair, tmp_path, capsys):

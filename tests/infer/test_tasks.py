@@ -16,6 +16,7 @@ from infer.tune import commands as tune
 from infer.tune.contenders import Contender, Setting, count_constraints, run_contender
 from infer.tune.tuning import choose, read_task
 from specjax import rewards
+from specjax.files import locked
 from specjax.text import Tokenizer
 
 TASK = [
@@ -278,6 +279,14 @@ def test_tuning_writes_its_report_and_resumes(pair, task, tmp_path, capsys):
     assert grid.read_bytes().count(b"\n") == before + 2
     again = json.loads((tmp_path / "out" / "report.json").read_text())
     assert again["grid"] == report["grid"]
+
+
+def test_a_directory_that_another_tuning_writes_is_left_alone(pair, task, tmp_path, capsys):
+    with locked(tmp_path, "--out"):
+        code, _, err = call(capsys, tune, *pair, task, "--out", tmp_path)
+    (line,) = err.splitlines()
+    assert code == 2 and f"--out {tmp_path} is being written by process" in line
+    assert not (tmp_path / "grid.jsonl").exists()
 
 
 def test_a_bad_task_is_one_line(pair, tmp_path, capsys):
