@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -202,16 +202,20 @@ def _check_batch(cfg: LMConfig | SDSATConfig) -> None:
         )
 
 
-# What decides, in any program, which batch comes next, or the shapes.
-FIXED = (
-    "data.corpora",
-    "data.files",
-    "data.seq_len",
-    "run.seed",
-    "optim.optimizer",
-    "optim.batch_size",
-    "optim.accumulate",
-)
+# What a resumed run may change: how far and how fast it goes on, where it runs, what it reports.
+MAY_CHANGE = {
+    "model": ("remat", "scan"),
+    "sdsat": ("probe_length", "decode_prompts", "decode_tokens"),
+    "optim": (
+        *("total_steps", "learning_rate", "muon_learning_rate", "weight_decay", "clip_norm"),
+        *("schedule", "warmup_steps", "decay_fraction", "final_fraction"),
+    ),
+    "mesh": ("fsdp", "devices", "topology", "memory_gib"),
+    "run": (
+        *("dir", "log_every", "eval_every", "eval_batches", "checkpoint_every", "keep"),
+        *("export_dtype", "tensorboard"),
+    ),
+}
 
 
 def from_toml(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
@@ -257,11 +261,36 @@ def to_dict(cfg: Any) -> dict[str, Any]:
     return json.loads(json.dumps(cfg, default=vars))
 
 
-def fixed_settings(cfg: Any, more: Sequence[str] = ()) -> dict[str, Any]:
-    """What a resumed run must not change, as JSON gives it back: :data:`FIXED` and ``more``."""
-    values = to_dict(cfg)
-    paths = (name.split(".") for name in (*FIXED, *more))
-    return {f"{section}.{key}": values[section][key] for section, key in paths}
+def fixed_settings(program: str, cfg: Any, model: Any, corpus: str) -> dict[str, Any]:
+    """What a resumed run must not change, by name, as JSON gives it back.
+
+    All of its config but :data:`MAY_CHANGE`; the model that a checkpoint makes of that, field by
+    field; and the digest of the corpus's tokens, which the tokenizer and the layout decide, too.
+    """
+    kept = {
+        section: {k: v for k, v in values.items() if k not in MAY_CHANGE.get(section, ())}
+        for section, values in to_dict(cfg).items()
+    }
+    made = {"architecture": to_dict(model), "corpus": {"sha256": corpus}}
+    return dict(_flat({"program": program} | kept | made))
+
+
+def require_same(began: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises InputError where a setting is not what it was; one newer than the run had no say."""
+    for name, value in began.items():
+        if now.get(name) != value:
+            raise InputError(
+                f"--resume: {name} is {now.get(name)!r}, the run began with {value!r}; set it "
+                "back, or start a new run in another run.dir"
+            )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -1,7 +1,9 @@
 """train.lm: config errors, losses, schedules, resumption after a kill, exit codes."""
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,13 +17,24 @@ import pytest
 
 from specjax.errors import InputError
 from specjax.models import load_pretrained, num_params
-from support.training import ROOT, TINY_LM, logged, overrides
-from train.config import LMConfig, Optim, SDSATConfig, from_toml
+from support.training import ROOT, TINY_LM, TINY_SDSAT, logged, overrides
+from train.config import (
+    MAY_CHANGE,
+    LMConfig,
+    Optim,
+    Run,
+    SDSATConfig,
+    fixed_settings,
+    from_toml,
+    require_same,
+)
 from train.data.packing import IGNORE
+from train.engine.directory import own_directory
 from train.engine.loop import make_step
 from train.engine.losses import Head, chunked_distillation
 from train.engine.optim import make_optimizer, muon_axes, schedule
 from train.lm.__main__ import main
+from train.sdsat.__main__ import main as sdsat
 
 
 def program(*argv):
@@ -252,6 +265,81 @@ def test_bad_input_exits_2_with_one_line(uninterrupted, tmp_path, capsys):
     for argv, says in cases:
         assert program(*argv) == 2, argv
         assert says in one_error_line(capsys)
+
+
+def test_a_run_goes_on_with_the_settings_it_began_with(uninterrupted, capsys):
+    before = (uninterrupted / "metrics.jsonl").read_text()
+    for setting, says in (
+        ("model.num_heads=4", "model.num_heads is 4, the run began with 2"),
+        ("model.rope_theta=5e5", "model.rope_theta is 500000.0, the run began with 10000.0"),
+    ):
+        assert program(*quick(uninterrupted, 25), *overrides(setting), "--resume") == 2
+        assert f"--resume: {says}; set it back" in one_error_line(capsys)
+    settings = (f"run.dir={uninterrupted}", f"model.init_from={uninterrupted}/export")
+    assert sdsat([TINY_SDSAT, *overrides(*settings), "--resume"]) == 2
+    assert "program is 'train.sdsat', the run began with 'train.lm'" in one_error_line(capsys)
+    assert (uninterrupted / "metrics.jsonl").read_text() == before
+
+
+def test_every_setting_is_compared_but_those_that_may_change():
+    for cls, path in ((LMConfig, TINY_LM), (SDSATConfig, TINY_SDSAT)):
+        began = from_toml(cls, path)
+        fixed = fixed_settings("", began, began.model, "")
+        for section, values in vars(began).items():
+            for key, value in vars(values).items():
+                other = dataclasses.replace(values, **{key: another(value)})
+                now = dataclasses.replace(began, **{section: other})
+                now = fixed_settings("", now, began.model, "")
+                if key in MAY_CHANGE.get(section, ()):
+                    require_same(fixed, now)
+                else:
+                    with pytest.raises(InputError, match=rf"--resume: {section}.{key} is "):
+                        require_same(fixed, now)
+
+
+def test_what_may_change_is_of_a_config():
+    for section, keys in MAY_CHANGE.items():
+        parts = [getattr(cfg, section, None) for cfg in (LMConfig(), SDSATConfig())]
+        assert all(any(hasattr(part, key) for part in parts) for key in keys)
+
+
+def another(value):
+    """A value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    return (*value, "7") if isinstance(value, tuple) else value + type(value)(1)
+
+
+@pytest.mark.slow
+def test_what_a_checkpoint_and_a_corpus_hold_is_compared_too(uninterrupted, tmp_path, capsys):
+    start, run, text = tmp_path / "start", tmp_path / "run", tmp_path / "a.txt"
+    shutil.copytree(uninterrupted / "export", start)
+    text.write_text("x = 1\n" * 200)
+    argv = [
+        *quick(run, 2),
+        *overrides(
+            f"model.init_from={start}",
+            f"tokenizer.path={start}/tokenizer.json",
+            f'data.files=["{text}"]',
+        ),
+    ]
+    assert program(*argv) == 0
+    capsys.readouterr()
+    text.write_text("x = 2\n" * 200)
+    assert program(*argv, "--resume") == 2
+    assert "corpus.sha256 is " in one_error_line(capsys)
+    text.write_text("x = 1\n" * 200)
+    config = json.loads((start / "config.json").read_text())
+    (start / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert program(*argv, "--resume") == 2
+    assert "architecture.norm_eps is 0.001, the run began with 1e-05" in one_error_line(capsys)
+
+
+def test_a_directory_that_another_run_writes_is_left_alone(uninterrupted, tmp_path, capsys):
+    with own_directory(Run(dir=str(uninterrupted)), resume=True):
+        for more in ([], ["--resume"]):
+            assert program(*quick(uninterrupted, 25), *more) == 2
+            assert f"run.dir {uninterrupted} is being written by process" in one_error_line(capsys)
 
 
 def test_missing_config_exits_2(capsys):

@@ -4,6 +4,11 @@ A loss of one parameter, so that every case takes a second; its checkpoints do n
 logging steps, which is where interrupted averages and late NaNs show.
 """
 
+import json
+import os
+import re
+import shutil
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,7 +18,7 @@ from specjax.errors import InputError
 from support.training import logged
 from train.config import LMConfig, Optim, Run, from_toml
 from train.engine.checkpoints import Checkpoints
-from train.engine.directory import make_directory
+from train.engine.directory import own_directory
 from train.engine.loop import Metrics, TrainingError, event_writer, fit
 from train.lm import training as lm
 
@@ -102,15 +107,178 @@ def test_resuming_after_the_last_step_still_reports_the_held_out_loss(tmp_path):
     assert again.finished and again.valid_loss == first.valid_loss
 
 
-@pytest.mark.parametrize("part", ["arrays", "note"])
-def test_a_damaged_checkpoint_is_one_line(tmp_path, part):
-    train(tmp_path, steps=25)
-    for path in (tmp_path / "checkpoints" / "25" / part).rglob("*"):
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A run with checkpoints 10 and 20, logged up to step 20."""
+    home = tmp_path_factory.mktemp("begun")
+    train(home, steps=20, save_every=10)
+    return home
+
+
+def resumed_in_one_line(begun, home, damage):
+    """What --resume says of a copy of the run that ``damage`` has changed; it changes no more."""
+    shutil.copytree(begun, home)
+    damage(home)
+    before = files(home)
+    with pytest.raises(InputError) as caught:
+        train(home, resume=True)
+    assert files(home) == before
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def files(home):
+    return {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
+
+
+def changed(**changes):
+    """A note's text, its own digest kept."""
+
+    def change(text):
+        sealed = json.loads(text)
+        note = {**sealed["note"], **changes}
+        note = {name: value for name, value in note.items() if value is not ...}
+        return json.dumps(sealed | {"note": note})
+
+    return change
+
+
+NOTES = {
+    "empty": lambda text: "",
+    "truncated": lambda text: text[: len(text) // 2],
+    "no JSON": lambda text: "step = 20",
+    "no text": lambda text: "\udcff\udcfe",
+    "a list": lambda text: "[20]",
+    "null": lambda text: "null",
+    "an object": lambda text: "{}",
+    "only inside": lambda text: json.dumps(json.loads(text)["note"]),
+    "without digest": lambda text: json.dumps({"note": json.loads(text)["note"]}),
+    "NaN": changed(step=float("nan")),
+    "text for a number": changed(step="20"),
+    "another step": changed(step=10),
+    "no step": changed(step=...),
+    "no loader": changed(loader=...),
+    "another position": changed(loader=3),
+    "no losses": changed(pending=...),
+    "more losses": changed(pending=[1.0, 2.0]),
+    "other settings": changed(fixed={"run.seed": 1}),
+}
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_a_damaged_note_is_one_line(begun, tmp_path, name):
+    def damage(home):
+        file = home / "checkpoints/20/note/metadata"
+        file.write_bytes(NOTES[name](file.read_text()).encode(errors="surrogateescape"))
+
+    line = resumed_in_one_line(begun, tmp_path / "run", damage)
+    assert re.search(r"checkpoints/20 is damaged \(.+\): move it away, and --resume goes on", line)
+
+
+def in_place(path, make):
+    """Removes what is at ``path`` and makes something else of it."""
+
+    def damage(home):
+        there = home / path
+        shutil.rmtree(there) if there.is_dir() else there.unlink()
+        make(there)
+
+    return damage
+
+
+def cut(home):
+    for path in (home / "checkpoints/20/arrays").rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[:5])
-    with pytest.raises(InputError, match="25 is damaged") as caught:
-        train(tmp_path, resume=True)
-    assert len(str(caught.value).splitlines()) == 1
+
+
+def blank_arrays(home):
+    for path in (home / "checkpoints/20/arrays/d").iterdir():
+        path.write_bytes(b"")
+
+
+CHECKPOINTS_DAMAGED = {
+    "no note file": in_place("checkpoints/20/note/metadata", lambda path: None),
+    "a directory for the note": in_place("checkpoints/20/note/metadata", os.mkdir),
+    "no note": in_place("checkpoints/20/note", lambda path: None),
+    "another's note": in_place(
+        "checkpoints/20/note",
+        lambda path: shutil.copytree(path.parents[1] / "10/note", path),
+    ),
+    "no arrays": in_place("checkpoints/20/arrays", lambda path: None),
+    "arrays cut": cut,
+    "arrays empty": blank_arrays,
+    "nothing in it": in_place("checkpoints/20", os.mkdir),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS_DAMAGED)
+def test_a_damaged_checkpoint_is_one_line_and_the_one_before_serves(begun, tmp_path, name):
+    home = tmp_path / "run"
+    line = resumed_in_one_line(begun, home, CHECKPOINTS_DAMAGED[name])
+    assert "checkpoints/20 is damaged" in line and "--resume goes on from step 10" in line
+    (home / "checkpoints/20").rename(tmp_path / "away")
+    train(home, steps=20, save_every=10, resume=True)
+    assert losses(home) == losses(begun)
+
+
+def test_where_the_only_checkpoint_is_damaged_the_run_starts_over(begun, tmp_path):
+    home = tmp_path / "run"
+
+    def damage(home):
+        shutil.rmtree(home / "checkpoints/10")
+        shutil.rmtree(home / "checkpoints/20/note")
+
+    line = resumed_in_one_line(begun, home, damage)
+    assert "starts over: it is the only one" in line
+    (home / "checkpoints/20").rename(tmp_path / "away")
+    train(home, steps=20, save_every=10, resume=True)
+    assert losses(home) == losses(begun)
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_named(begun, tmp_path):
+    damage = in_place("checkpoints", lambda path: path.touch())
+    assert "checkpoints is a file" in resumed_in_one_line(begun, tmp_path / "run", damage)
+
+
+METRICS_DAMAGED = {
+    "a line cut": (b'{"step": 1, "lo\n', "line 1 is no record"),
+    "no object": (b"[1]\n", "line 1 is no record"),
+    "no step": (b'{"step": 1}\n{"loss": 1}\n', "line 2 is no record"),
+    "NaN for a step": (b'{"step": NaN}\n', "line 1 is no record"),
+    "no text": (b'{"step": 1, "a": "\xff"}\n', "line 1 is no record"),
+    "zeros": (b"\0" * 64 + b"\n", "line 1 is no record"),
+}
+
+
+@pytest.mark.parametrize("name", METRICS_DAMAGED)
+def test_damaged_metrics_are_one_line(begun, tmp_path, name):
+    data, says = METRICS_DAMAGED[name]
+    damage = in_place("metrics.jsonl", lambda path: path.write_bytes(data))
+    line = resumed_in_one_line(begun, tmp_path / "run", damage)
+    assert f"metrics.jsonl {says}" in line and "--resume" in line
+
+
+def test_a_directory_in_the_place_of_the_metrics_is_one_line(begun, tmp_path):
+    line = resumed_in_one_line(begun, tmp_path / "run", in_place("metrics.jsonl", os.mkdir))
+    assert "metrics.jsonl: cannot be read (Is a directory); move it away" in line
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 21, "lo', b'{"step": 20}', b"\xff", b""])
+def test_a_last_line_that_a_kill_has_torn_is_cut(begun, tmp_path, torn):
+    home = tmp_path / "run"
+    shutil.copytree(begun, home)
+    with (home / "metrics.jsonl").open("ab") as file:
+        file.write(torn)
+    train(home, steps=20, resume=True)
+    assert losses(home) == losses(begun)
+
+
+def test_a_checkpoint_of_other_shapes_is_no_damage(begun, tmp_path):
+    home = tmp_path / "run"
+    shutil.copytree(begun, home)
+    with pytest.raises(InputError, match="checkpoint 20 does not fit this config"):
+        Checkpoints(home / "checkpoints", 2).arrays({"params": {"w": jnp.ones(3)}})
 
 
 @pytest.mark.parametrize(
@@ -137,8 +305,34 @@ def test_sequences_longer_than_the_context_are_refused():
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"run.dir=.*File exists"):
-        make_directory(tmp_path / "file")
+    with (
+        pytest.raises(InputError, match=r"run.dir=.*File exists"),
+        own_directory(Run(dir=str(tmp_path / "file")), resume=False),
+    ):
+        raise AssertionError
+
+
+def test_a_directory_is_one_runs_at_a_time(tmp_path):
+    run = Run(dir=str(tmp_path))
+    with (
+        own_directory(run, resume=False),
+        pytest.raises(InputError, match=f"run.dir {tmp_path} is being written by process"),
+        own_directory(run, resume=True),
+    ):
+        raise AssertionError
+    with own_directory(run, resume=False):
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_checkpoints_without_metrics_are_a_run_too(tmp_path):
+    train(tmp_path, steps=10)
+    (tmp_path / "metrics.jsonl").unlink()
+    with (
+        pytest.raises(InputError, match="holds a run"),
+        own_directory(Run(dir=str(tmp_path)), resume=False),
+    ):
+        raise AssertionError
 
 
 def test_event_files_hold_every_place_of_a_list(tmp_path):

@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from specjax.errors import InputError
-from specjax.files import write_text
+from specjax.files import locked, write_text
 from specjax.models import ModelConfig, save_pretrained
 from train.config import Run
-from train.engine.loop import Outcome
+from train.engine import processes
+from train.engine.loop import CHECKPOINTS, METRICS, Outcome
 
 
-def check_directory(run: Run, resume: bool) -> Path:
-    """The run's directory; one that holds a run is only gone on with, never overwritten."""
-    directory = Path(run.dir)
-    if (directory / "metrics.jsonl").exists() and not resume:
-        raise InputError(
-            f"run.dir={run.dir!r} holds a run: go on with --resume, or choose "
-            "another directory with --set run.dir=…"
-        )
-    return directory
-
-
-def make_directory(directory: Path) -> None:
-    """Makes the run's directory.
+@contextlib.contextmanager
+def own_directory(run: Run, resume: bool) -> Iterator[Path]:
+    """The run's directory, made where it is missing; no other run's while the block lasts.
 
     Raises:
-      InputError: it cannot be made; the reason is the system's.
+      InputError: it cannot be made, another process trains in it, or it holds a run: that is only
+        gone on with, never overwritten.
     """
+    directory = Path(run.dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"run.dir={str(directory)!r}: {error.strerror}") from None
+        raise InputError(f"run.dir={run.dir!r}: {error.strerror}") from None
+    # The processes of one run share it: the first one speaks for all.
+    with locked(directory, "run.dir") if processes.leads() else contextlib.nullcontext():
+        saved = any(path.name.isdecimal() for path in directory.glob(f"{CHECKPOINTS}/*"))
+        if (saved or (directory / METRICS).exists()) and not resume:
+            raise InputError(
+                f"run.dir={run.dir!r} holds a run: go on with --resume, or choose "
+                "another directory with --set run.dir=…"
+            )
+        yield directory
 
 
 def export(

@@ -22,7 +22,7 @@ import optax
 
 from specjax.errors import InputError
 from specjax.files import write_text
-from train.config import Optim, Run
+from train.config import Optim, Run, require_same
 from train.data.packing import Batch, Loader, stack
 from train.engine import processes
 from train.engine.checkpoints import Checkpoints
@@ -33,6 +33,7 @@ from train.engine.progress import Progress
 # A third value, a dict of (sum, count) pairs of equal shapes, is logged as means by its names.
 LossFn = Callable[[dict, Any, dict], tuple]
 Extras = dict[str, tuple[jax.Array, jax.Array]]
+METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"  # in the run's directory
 
 
 class TrainingError(RuntimeError):
@@ -122,8 +123,8 @@ def fit(
       TrainingError: the loss is no longer finite.
       InputError: resuming without a checkpoint, or with another ``fixed`` setting.
     """
-    checkpoints = Checkpoints(Path(run.dir) / "checkpoints", run.keep)
-    log = Path(run.dir) / "metrics.jsonl"
+    checkpoints = Checkpoints(Path(run.dir) / CHECKPOINTS, run.keep)
+    log = Path(run.dir) / METRICS
     resume = resume and not (checkpoints.latest is None and log.exists())
     processes.agree(checkpoint=checkpoints.latest, resume=resume, settings=fixed)
     placement = placement or Placement()
@@ -132,7 +133,8 @@ def fit(
     writes = processes.leads()
     wants_events = run.tensorboard and writes
     events = event_writer(Path(run.dir) / "events", state.step) if wants_events else None
-    metrics = Metrics(log if writes else None, keep_through=state.step, events=events)
+    own = log if writes else None
+    metrics = processes.together(lambda: Metrics(own, keep_through=state.step, events=events))
     placed = placement.of_step(state.params, state.opt_state)
     train_step = make_step(loss_fn, optimizer, weigh, placed)
     evaluate = jax.jit(eval_loss, out_shardings=placement.replicated)
@@ -200,16 +202,11 @@ def _begin(checkpoints, params, optimizer, loader, resume, fixed, placement) -> 
     params = placement.state(params)
     state, unlogged = _State(params, placement.made(optimizer.init, params), 0), []
     if resume:
-        arrays, note = checkpoints.restore({"params": params, "opt_state": state.opt_state})
-        for name, value in (note.get("fixed") or {}).items():
-            if fixed is not None and fixed.get(name) != value:
-                raise InputError(
-                    f"--resume: {name}={fixed.get(name)!r}, but the run was started with "
-                    f"{value!r}; set it back or start a new run"
-                )
+        note = checkpoints.note()
+        require_same(note["fixed"] or {}, fixed or {})
+        arrays = checkpoints.arrays({"params": params, "opt_state": state.opt_state})
         state = _State(arrays["params"], arrays["opt_state"], note["step"])
-        losses = [np.float32(loss) for loss in note.get("pending", ())]
-        unlogged = list(zip(losses, note.get("extras") or [{} for _ in losses], strict=True))
+        unlogged = list(zip(map(np.float32, note["pending"]), note["extras"], strict=True))
         loader.set_state(note["loader"])
     # Restored arrays may alias orbax's buffers: donation needs our own.
     return _State(*jax.tree.map(jnp.copy, state[:2]), state.step), unlogged
@@ -278,12 +275,17 @@ class Metrics:
     """``metrics.jsonl``: one object per line; a resumed run drops what it will write again.
 
     Without a path nothing is written.
+
+    Raises:
+      InputError: the file of an earlier try cannot be read; it stays as it is.
     """
 
     def __init__(self, path: Path | None, keep_through: int, events: Any = None):
         self._path, self._events = path, events
         if path is not None:
-            write_text(path, "".join(_lines_through(keep_through, path)))
+            known = read_metrics(path) if keep_through and path.exists() else ()
+            kept = [record for record in known if record["step"] <= keep_through]
+            write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def write(self, **record: Any) -> None:
         if self._path is None:
@@ -300,17 +302,26 @@ class Metrics:
             self._events.close()
 
 
-def _lines_through(last: int, path: Path) -> Iterator[str]:
-    """The lines of an earlier try up to step ``last``."""
-    if not last or not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8").splitlines():
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a ``metrics.jsonl``; a last line that a kill has torn is left out.
+
+    Raises:
+      InputError: the file, or a line of it, cannot be read.
+    """
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); move it away") from None
+    for number, line in enumerate(lines, 1):
         try:
-            step = json.loads(line)["step"]
-        except json.JSONDecodeError:
-            continue  # torn by a kill
-        if step <= last:
-            yield line + "\n"
+            record = json.loads(line)
+        except ValueError:  # of JSON, or of UTF-8
+            record = None
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            raise InputError(
+                f"{path} line {number} is no record of a run: mend it or take it out, then --resume"
+            )
+        yield record
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, float]:

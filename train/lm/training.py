@@ -20,7 +20,7 @@ from train.data.corpus import Document, load_corpus, permissive_distributions
 from train.data.fim import CodeLayout, frame_of
 from train.data.packing import Layout, Plain, Prepared, make_loader, prepare, valid_batches
 from train.data.tokenizer import EOS_ID, load_tokenizer, train_tokenizer
-from train.engine.directory import check_directory, export, make_directory
+from train.engine.directory import export, own_directory
 from train.engine.ending import finish
 from train.engine.loop import LossFn, fit
 from train.engine.losses import Head, chunked_distillation, hidden_of
@@ -35,14 +35,24 @@ def run(args: argparse.Namespace) -> int:
 
 def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     """Trains as the config says; returns the summary that ``--json`` prints."""
-    directory = check_directory(cfg.run, resume or dry_run)
-    documents = load_corpus(cfg.data.corpora, cfg.data.files)
     if dry_run:
-        with tempfile.TemporaryDirectory() as scratch:
-            tokenizer = get_tokenizer(cfg, documents, Path(scratch))
-        model, _ = build_model(cfg, tokenizer.get_vocab_size())
-        return plan(cfg, model, prepare(documents, tokenizer, None, layout(cfg, model, tokenizer)))
-    make_directory(directory)
+        return _dry_run(cfg)
+    with own_directory(cfg.run, resume) as directory:
+        return train(cfg, directory, resume)
+
+
+def _dry_run(cfg: LMConfig) -> dict[str, Any]:
+    """The plan; nothing is left on the disk."""
+    documents = load_corpus(cfg.data.corpora, cfg.data.files)
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer = get_tokenizer(cfg, documents, Path(scratch))
+    model, _ = build_model(cfg, tokenizer.get_vocab_size())
+    return plan(cfg, model, prepare(documents, tokenizer, None, layout(cfg, model, tokenizer)))
+
+
+def train(cfg: LMConfig, directory: Path, resume: bool) -> dict[str, Any]:
+    """Fits and exports."""
+    documents = load_corpus(cfg.data.corpora, cfg.data.files)
     tokenizer = get_tokenizer(cfg, documents, directory)
     model, first_params = build_model(cfg, tokenizer.get_vocab_size())
     cache = directory.parent / "cache"
@@ -60,7 +70,7 @@ def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
         valid=valid_batches(data, cfg.data.seq_len, rows, cfg.run.eval_batches),
         frozen=frozen,
         resume=resume,
-        fixed=fixed_settings(cfg),
+        fixed=fixed_settings("train.lm", cfg, model, data.fingerprint),
     )
     if outcome.valid_loss is not None:
         # Nats per token, over bytes per token, in bits.

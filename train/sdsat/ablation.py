@@ -13,10 +13,14 @@ from specjax.errors import InputError
 from specjax.files import aside, markdown_table, write_text
 from train.config import SDSATConfig, from_toml, to_dict
 from train.engine.ending import finish
+from train.engine.loop import METRICS, read_metrics
 from train.sdsat import training as sdsat
 from train.sdsat.variants import CONTINUED, VARIANTS
 
 CARD = Path("export", "card.json")  # written last: what has one is finished
+FIGURES = {"clean_tokens_per_step", "steps", "compute_against_improved"} | {
+    f"held_out_{name}" for name in ("clean_loss", "acceptance", "accepted")
+}  # of a card, that the report shows
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +59,7 @@ def run_variant(config: str, overrides: Sequence[str], home: Path, name: str) ->
 
 
 def _check_recipe(directory: Path, now: dict[str, Any]) -> None:
-    for section, values in json.loads((directory / CARD).read_text())["recipe"].items():
+    for section, values in _read_card(directory)["recipe"].items():
         for key, value in values.items():
             # A key that is newer than the run had no say in it.
             if now[section].get(key) != value:
@@ -65,10 +69,20 @@ def _check_recipe(directory: Path, now: dict[str, Any]) -> None:
                 )
 
 
+def _read_card(directory: Path) -> dict[str, Any]:
+    path = directory / CARD
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        card = None
+    if not isinstance(card, dict) or not FIGURES | {"recipe"} <= card.keys():
+        raise InputError(f"{path} is no card of a finished run: remove it, and the run goes on")
+    return card
+
+
 def read_variant(directory: Path) -> dict[str, Any]:
     """A finished variant's figures: those of its card, and the held-out curve."""
-    card = json.loads((directory / CARD).read_text())
-    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    card, lines = _read_card(directory), read_metrics(directory / METRICS)
     curve = [(line["step"], line["valid_clean_loss"]) for line in lines if "valid_loss" in line]
     return {
         "variant": directory.name,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ from train.config import SDSATConfig, fixed_settings, from_toml, to_dict
 from train.data.corpus import load_corpus
 from train.data.packing import Prepared, make_loader, prepare, valid_batches
 from train.engine import processes
-from train.engine.directory import check_directory, export, make_directory
+from train.engine.directory import export, own_directory
 from train.engine.ending import finish
 from train.engine.loop import fit
 from train.engine.optim import make_optimizer
@@ -37,18 +39,6 @@ COPIED = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-# What a resumed run must not change beside what is fixed in any program.
-FIXED = (
-    "model.init_from",
-    "model.train",
-    "model.lora_rank",
-    "sdsat.window",
-    "sdsat.ids",
-    "sdsat.distinct",
-    "sdsat.start_rate",
-    "sdsat.loss",
-    "sdsat.fim_rate",
-)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,22 +51,21 @@ def run(args: argparse.Namespace) -> int:
 
 def main(cfg: SDSATConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     """Tunes as the config says; returns the summary that ``--json`` prints."""
-    setup, data = processes.together(lambda: _read(cfg, resume, dry_run))
-    summary = plan(cfg, setup, data)
     if dry_run:
-        return summary | needed_memory(cfg, setup)
-    processes.agree(config=cfg, model=setup.model, corpus=data.fingerprint, jax=jax.__version__)
-    return summary | train(cfg, setup, data, resume)
+        setup, data = processes.together(lambda: _read(cfg, None))
+        return plan(cfg, setup, data) | needed_memory(cfg, setup)
+    with contextlib.ExitStack() as held:
+        own = own_directory(cfg.run, resume)
+        directory = processes.together(lambda: held.enter_context(own))
+        setup, data = processes.together(lambda: _read(cfg, directory.parent / "cache"))
+        processes.agree(config=cfg, model=setup.model, corpus=data.fingerprint, jax=jax.__version__)
+        return plan(cfg, setup, data) | train(cfg, setup, data, resume)
 
 
-def _read(cfg: SDSATConfig, resume: bool, dry_run: bool) -> tuple[Setup, Prepared]:
-    """Everything but the weights; a dry run leaves nothing on the disk."""
-    directory = check_directory(cfg.run, resume or dry_run)
+def _read(cfg: SDSATConfig, cache: Path | None) -> tuple[Setup, Prepared]:
+    """Everything but the weights; tokens are kept in ``cache``."""
     setup = prepare_setup(cfg)
     documents = load_corpus(cfg.data.corpora, cfg.data.files)
-    cache = None if dry_run else directory.parent / "cache"
-    if not dry_run:
-        make_directory(directory)
     data = prepare(documents, setup.tokenizer, cache, setup.layout)
     check_absent(setup, data)
     return setup, data
@@ -104,7 +93,7 @@ def train(cfg: SDSATConfig, setup: Setup, data: Prepared, resume: bool) -> dict[
         valid=[{name: x[process::count] for name, x in batch.items()} for batch in valid],
         frozen=frozen,
         resume=resume,
-        fixed=fixed_settings(cfg, FIXED),
+        fixed=fixed_settings("train.sdsat", cfg, model, data.fingerprint),
         weigh=functools.partial(weigh, setup.objective),
         measure=_measure(cfg, setup, data, placement),
         placement=placement,
