@@ -27,12 +27,14 @@ Value = TypeVar("Value")
 
 
 def add_models(parser: Parser) -> None:
-    """``--target --draft --dtype --pickles``."""
+    """``--target --draft --dtype --pass-width --pickles``."""
     group = parser.add_argument_group("models")
     said = "the model p: a directory, a hub id, or the embedded demo (default)"
     group.add_argument("--target", default="demo", metavar="PATH|ID|demo", help=said)
     group.add_argument("--draft", metavar="PATH|ID|demo", help="the draft model q")
     group.add_argument("--dtype", metavar="D", help="float32, bfloat16 or float16")
+    said = "tokens a row of a narrow pass (default: 8 on accelerators, where they are free, else 1)"
+    group.add_argument("--pass-width", type=whole(1, 128), metavar="N", help=said)
     said = "read pytorch_model*.bin where there are no safetensors: tensors alone, through torch"
     group.add_argument("--pickles", action="store_true", help=said)
 

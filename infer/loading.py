@@ -36,7 +36,13 @@ def load_models(
     """
     draft = draft_name(args, want_draft)
     devices = make_mesh(**mesh) if mesh else None
-    load = functools.partial(lm.load, dtype=args.dtype, pickles=args.pickles, mesh=devices)
+    load = functools.partial(
+        lm.load,
+        dtype=args.dtype,
+        pickles=args.pickles,
+        mesh=devices,
+        pass_width=args.pass_width,
+    )
     target = load(args.target)
     if draft is None:
         return target, None

@@ -24,7 +24,7 @@ from specjax.models.hf.checkpoint import DTYPES, load_config, read_json
 from specjax.models.hf.config import token_ids
 from specjax.models.placement import place
 from specjax.models.sharding import AXIS, split_config
-from specjax.net import Net
+from specjax.net import FREE_TOKENS, Net
 from specjax.text import Tokenizer
 
 DEMO = Path(__file__).parent / "demo"
@@ -33,6 +33,8 @@ TUNED = "demo-sdsat"
 HUB_FILES = ("*.json", "model*.safetensors", "*.jinja", "tokenizer.model")
 PICKLES = ("pytorch_model*.bin",)
 HUB_SKIPPED = ("*/*",)  # other formats of the same weights
+ACCELERATOR_WIDTH = 8  # tokens of a narrow pass: the rows of a matrix unit's tile
+PASS_WIDTH = Must(int, low=1, high=FREE_TOKENS, optional=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,7 +42,8 @@ class LM:
     """A loaded model. ``tokenizer`` is None for models made from bare params.
 
     ``vocab_limit``: ids from here on are padding of the vocabulary and are never drawn. On a
-    ``mesh`` of several devices, ``config`` describes one device's share.
+    ``mesh`` of several devices, ``config`` describes one device's share. ``pass_width``: see
+    :class:`specjax.net.Net`.
     """
 
     config: ModelConfig
@@ -50,11 +53,13 @@ class LM:
     vocab_limit: int
     source: str
     mesh: Mesh | None = None
+    pass_width: int = 1
 
     @property
     def net(self) -> Net:
         """The model as decoding runs it."""
-        return Net(self.params, self.config, self.config.vocab_size, self.vocab_limit)
+        width = self.config.vocab_size
+        return Net(self.params, self.config, width, self.vocab_limit, self.pass_width)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -70,6 +75,7 @@ MESH = Must(an(Mesh), wanted="a mesh, as specjax.make_mesh gives")
     pickles=FLAG,
     mesh=dataclasses.replace(MESH, optional=True),
     split=FLAG,
+    pass_width=PASS_WIDTH,
 )
 def load(
     path_or_id: str | Path,
@@ -77,6 +83,7 @@ def load(
     pickles: bool = False,
     mesh: Mesh | None = None,
     split: bool = True,
+    pass_width: int | None = None,
 ) -> LM:
     """Loads a model directory, a hub id, or an embedded model.
 
@@ -90,19 +97,22 @@ def load(
       mesh: several devices (:func:`specjax.make_mesh`); layer by layer, each gets its share.
       split: False: each device gets a whole copy, which needs no sums between them. Draft and
         target lie on the same mesh, each split or whole.
+      pass_width: tokens a row of a narrow pass, 1 to 128; None: 8 on accelerators, where they cost
+        nothing, 1 on CPUs. Wider than the drafts, greedy output in bfloat16 is plain decoding's.
     Raises:
       ModelError: the directory, id or dtype cannot be used; the message says why.
       OptionError: an argument is of another type.
     """
     dtype = resolve_dtype(dtype)
+    pass_width = resolve_pass_width(pass_width)
     directory = locate(str(path_or_id), HUB_FILES + PICKLES * pickles)
     # The small files first: what is wrong with them is said before gigabytes are read.
     eos_ids = _eos_ids(directory, load_config(directory))
     tokenizer = Tokenizer.from_directory(directory)
     placed = None if mesh is None else functools.partial(place, mesh=mesh, split=split)
     config, params = load_pretrained(directory, DTYPES[dtype], True, pickles, placed)
-    config = _share(config, mesh, split)
-    return _assemble(config, params, tokenizer, eos_ids, str(path_or_id), mesh)
+    config, source = _share(config, mesh, split), str(path_or_id)
+    return _assemble(config, params, tokenizer, eos_ids, source, pass_width, mesh)
 
 
 @takes(model=MODEL, mesh=MESH, split=FLAG)
@@ -152,25 +162,36 @@ def resolve_dtype(dtype: Any) -> str:
     return dtype
 
 
+def resolve_pass_width(width: int | None) -> int:
+    """The tokens a row that :func:`load` makes narrow passes of."""
+    if width is None:
+        return 1 if jax.default_backend() == "cpu" else ACCELERATOR_WIDTH
+    return width
+
+
 @takes(
     config=Must(an(ModelConfig), wanted="a specjax.models.ModelConfig"),
     params=Must(an(Mapping), wanted="a dict of arrays, as specjax.models.init_params gives"),
     tokenizer=Must(an(Tokenizer), wanted="a specjax.text.Tokenizer", optional=True),
     eos_ids=Must(lambda ids: tuple(whole_numbers(ids).tolist()), wanted="token ids"),
+    pass_width=PASS_WIDTH,
 )
 def from_params(
     config: ModelConfig,
     params: dict,
     tokenizer: Tokenizer | None = None,
     eos_ids: tuple[int, ...] = (),
+    pass_width: int | None = None,
 ) -> LM:
     """An :class:`LM` from params in memory; without a tokenizer prompts are token ids."""
-    return _assemble(config, fuse(params), tokenizer, eos_ids or config.eos_ids, "params")
+    eos_ids, pass_width = eos_ids or config.eos_ids, resolve_pass_width(pass_width)
+    return _assemble(config, fuse(params), tokenizer, eos_ids, "params", pass_width)
 
 
-def _assemble(config, params, tokenizer, eos_ids, source, mesh=None) -> LM:
+def _assemble(config, params, tokenizer, eos_ids, source, pass_width, mesh=None) -> LM:
     known = tokenizer.vocab_size if tokenizer else config.vocab_size
-    return LM(config, params, tokenizer, eos_ids, min(known, config.vocab_size), source, mesh)
+    limit = min(known, config.vocab_size)
+    return LM(config, params, tokenizer, eos_ids, limit, source, mesh, pass_width)
 
 
 def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:

@@ -88,16 +88,18 @@ def spread(function: Callable[..., Any]) -> Callable[..., Any]:
             jax.shard_map,
             lambda *own: jax.tree.map(_largest, function(*own)),
             mesh=inputs.mesh,
-            in_specs=(input_specs(inputs), *map(_specs, args)),
+            in_specs=(input_specs(inputs), *map(specs_of, args)),
             check_vma=False,
         )
         result = jax.eval_shape(of_all(out_specs=WHOLE), inputs, *args)
-        return of_all(out_specs=_specs(result))(inputs, *args)
+        return of_all(out_specs=specs_of(result))(inputs, *args)
 
     return run
 
 
-def _specs(tree: Any) -> Any:
+def specs_of(tree: Any) -> Any:
+    """Where the arrays of a state lie: rows of ``data`` each, caches of both axes."""
+
     def spec(node):
         if isinstance(node, KVCache):
             return jax.tree.map(lambda _: CACHE, node)

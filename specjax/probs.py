@@ -108,6 +108,7 @@ def residual(p: Float[Array, "... V"], q: Float[Array, "... V"]) -> Float[Array,
     return jnp.where(left.sum(-1, keepdims=True) > 0, left, p)
 
 
+@jax.named_scope("draw")
 def sample(weights: Float[Array, "... V"], u: Float[Array, "..."]) -> Int[Array, "..."]:
     """The token at quantile ``u`` of unnormalised ``weights``: inverse CDF, in id order.
 

@@ -83,7 +83,8 @@ class DraftVerify(Method):
         probe_logits = None if draft.probes is None else scores[:, draft.shape.nodes :]
         log_p, target_state = self.target.log_p(inputs, state, draft, logits)
         arrays = jax.tree.map(jnp.asarray, draft)  # a constant tree is numpy until here
-        verdict = self.rule(keys, arrays, log_p, **self._rule_arguments(inputs, logits))
+        with jax.named_scope("rule"):
+            verdict = self.rule(keys, arrays, log_p, **self._rule_arguments(inputs, logits))
 
         if not draft.shape.is_chain:
             cache = commit_path(cache, start, verdict.path)

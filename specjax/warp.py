@@ -1,18 +1,20 @@
 """Warping: temperature, then top-k, then top-p, then renormalise; target and draft alike.
 
-Settings are arrays, so no value recompiles, and the vocabulary is never fully sorted: the
-64 largest logits decide almost every row, a bisection over float bit patterns the rest.
+Settings are arrays, so no value recompiles, and the vocabulary is never sorted: where it is cut is
+searched for, a few values at a time. Off the TPU, whose top-k is dear, the 64 largest logits decide
+almost every row first.
 
-Axis legend: B rows, N nodes, V vocabulary.
+Axis legend: B rows, N nodes, R = B·N, V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import probs
 from specjax.arguments import Must, settle
@@ -20,7 +22,10 @@ from specjax.types import Warp
 
 TOP = 64  # the fast path looks at this many of the largest logits
 LEAST = 1e-30  # a top_p: in float32 what is far below would be 0, and keep nothing
-COLDEST = 1e-20  # below, quotients overflow; at it, all but ties is a point mass already
+CUTS = 8  # a pass of the search over the vocabulary splits what is left into this many parts
+PASSES = 64  # more than any finite logits need; logits of +inf must not hang the device
+SEARCHING = "search"  # its loop's name in a compiled program
+COLDEST = 1e-20  # below, quotients may overflow; at it, all but ties is a point mass already
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,27 +51,30 @@ class Sampling:
         )
 
 
+@jax.named_scope("draw")
 def warp(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]:
     """Warped float32 log-probabilities; −inf where a token cannot be drawn.
 
     Temperature 0 gives a point mass on the argmax, the lowest id on a tie. A logit of −inf is a
     probability of 0.
     """
-    logits = logits.astype(jnp.float32)
-    greedy = (settings.temperature == 0)[:, None, None]
+    flat, settings = _rows(logits, settings)
+    greedy = settings.greedy[:, None]
 
     def argmax(x):
         return probs.one_hot_log(jnp.argmax(x, axis=-1), x.shape[-1])
 
     def sampled(x):
-        x = tempered(x, settings)
-        drawn = probs.log_softmax(truncate(x, settings))
+        top = jnp.max(x, axis=-1, keepdims=True)
+        x = (x - top) / _divisor(settings)[:, None]
+        kept = _truncate(x, settings)
+        drawn = kept - jnp.log(jnp.sum(jnp.exp(kept), axis=-1, keepdims=True))
         # In a mixed batch both kinds of row are computed and each keeps its own.
         return jax.lax.cond(
             jnp.any(greedy), lambda: jnp.where(greedy, argmax(x), drawn), lambda: drawn
         )
 
-    return jax.lax.cond(jnp.all(greedy), argmax, sampled, logits)
+    return jax.lax.cond(jnp.all(greedy), argmax, sampled, flat).reshape(logits.shape)
 
 
 def draw_joint(
@@ -93,8 +101,18 @@ def warp_joint(log_joint: Float[Array, "B n"], settings: Warp) -> Float[Array, "
 
 def tempered(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]:
     """Logits over the temperature; as they are in greedy rows."""
-    temperature = jnp.where(settings.greedy, 1.0, jnp.maximum(settings.temperature, COLDEST))
-    return logits / temperature[:, None, None]
+    return logits / _divisor(settings)[:, None, None]
+
+
+def _divisor(settings: Warp) -> Float[Array, "R"]:
+    return jnp.where(settings.greedy, 1.0, jnp.maximum(settings.temperature, COLDEST))
+
+
+def _rows(logits: Float[Array, "B N V"], settings: Warp) -> tuple[Float[Array, "R V"], Warp]:
+    """A row of one matrix per node: beside a short axis of nodes a TPU leaves its lanes empty."""
+    nodes, vocab = logits.shape[1:]
+    flat = logits.astype(jnp.float32).reshape(-1, vocab)
+    return flat, jax.tree.map(lambda x: jnp.repeat(x, nodes), settings)
 
 
 def truncate(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]:
@@ -103,84 +121,103 @@ def truncate(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N
     Top-k keeps every token ≥ the k-th logit. Top-p keeps a token while the mass strictly
     above it is below p: the one that crosses p included, at least one.
     """
-    on = jnp.any((settings.top_k > 0) | (settings.top_p < 1))
-    return jax.lax.cond(on, lambda x: _truncate(x, settings), lambda x: x, logits)
+    x, settings = _rows(logits, settings)
+    kept = _truncate(x - jnp.max(x, axis=-1, keepdims=True), settings) > probs.NEVER
+    return jnp.where(kept.reshape(logits.shape), logits, probs.NEVER)
 
 
-def _truncate(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]:
-    vocab = logits.shape[-1]
-    largest = jax.lax.top_k(logits, min(TOP, vocab))[0]
-    k = jnp.broadcast_to(
-        jnp.where(settings.top_k > 0, settings.top_k, vocab)[:, None], logits.shape[:2]
-    )
-    p = jnp.broadcast_to(settings.top_p[:, None], logits.shape[:2])
-    floor = _kth_largest(logits, largest, jnp.minimum(k, vocab))
-    logits = jnp.where(logits >= floor[..., None], logits, probs.NEVER)
-    floor = _nucleus_floor(logits, largest, floor, p)
-    return jnp.where(logits >= floor[..., None], logits, probs.NEVER)
+def _truncate(logits: Float[Array, "R V"], settings: Warp) -> Float[Array, "R V"]:
+    """:func:`truncate` of rows whose largest logit is 0."""
+
+    def cut(x, on, floor_of):
+        def keep():
+            return jnp.where(x >= floor_of(x)[:, None], x, probs.NEVER)
+
+        return jax.lax.cond(jnp.any(on), keep, lambda: x)
+
+    k, p = settings.top_k, settings.top_p
+    limited = cut(logits, k > 0, lambda x: _kth_largest(x, k))
+    return cut(limited, p < 1, lambda x: _nucleus_floor(x, p))
 
 
-def _kth_largest(logits, largest, k: Int[Array, "B N"]) -> Float[Array, "B N"]:
-    """The k-th largest logit: read off where k is small, else by bisection."""
-    top, vocab = largest.shape[-1], logits.shape[-1]
-    near = probs.at_token(largest, jnp.minimum(k, top) - 1)
-    far = (k > top) & (k < vocab)
+def _kth_largest(x: Float[Array, "R V"], k: Int[Array, "R"]) -> Float[Array, "R"]:
+    """The k-th largest logit: read off where k is small; −inf where top-k is off."""
+    on, lowest = k > 0, jnp.min(jnp.where(x > probs.NEVER, x, jnp.inf), axis=-1)
 
-    def search():
-        def enough(floor):  # at least k logits reach the floor
-            return jnp.sum(logits >= floor[..., None], axis=-1) >= k
+    def search(rows):
+        return _floor(x, jnp.ones_like, k.astype(jnp.float32), lowest, rows)
 
-        return _bisect(enough, largest[..., 0])
+    def near(largest):
+        return probs.at_token(largest, jnp.clip(k, 1, TOP) - 1), on & (k <= largest.shape[-1])
 
-    exact = jax.lax.cond(jnp.any(far), search, lambda: near)
-    return jnp.where(k >= vocab, probs.NEVER, jnp.where(far, exact, near))
+    return jnp.where(on, _near_or_far(x, near, search, on), probs.NEVER)
 
 
-def _nucleus_floor(logits, largest, floor, p: Float[Array, "B N"]) -> Float[Array, "B N"]:
-    """The smallest logit kept by top-p; each row decides by its own path alone."""
-    total = jax.nn.logsumexp(logits, axis=-1)
-    kept = largest >= floor[..., None]
-    mass = jnp.where(kept, jnp.exp(largest - total[..., None]), 0.0)
-    above = jnp.cumsum(mass, axis=-1) - mass
-    near = jnp.min(jnp.where(kept & (above < p[..., None]), largest, jnp.inf), axis=-1)
-    # Tokens past the 64 largest are needed where those do not reach p and some are left.
-    far = (mass.sum(-1) < p) & (jnp.sum(logits > probs.NEVER, axis=-1) > largest.shape[-1])
+def _nucleus_floor(x: Float[Array, "R V"], p: Float[Array, "R"]) -> Float[Array, "R"]:
+    """The smallest logit kept by top-p, −inf where it is off."""
+    on, goal = p < 1, p * jnp.exp(x).sum(-1)
 
-    def search():
-        share = jnp.exp(logits - total[..., None])
+    def search(rows):
+        # What lies below this is a share of less than 1 − p, so the floor is above it.
+        return _floor(x, jnp.exp, goal, jnp.log((1 - p) / x.shape[-1]) - 1, rows)
 
-        def outside(value):  # the mass strictly above still reaches p: the floor is higher
-            return jnp.sum(jnp.where(logits > value[..., None], share, 0.0), axis=-1) >= p
+    def near(largest):
+        mass = jnp.exp(largest)
+        above = jnp.cumsum(mass, axis=-1) - mass
+        floor = jnp.min(jnp.where(above < goal[:, None], largest, jnp.inf), axis=-1)
+        return floor, on & (mass.sum(-1) >= goal)
 
-        return _bisect(outside, largest[..., 0], strict=True)
-
-    exact = jax.lax.cond(jnp.any(far), search, lambda: near)
-    return jnp.where(p >= 1, probs.NEVER, jnp.where(far, exact, near))
+    return jnp.where(on, _near_or_far(x, near, search, on), probs.NEVER)
 
 
-def _bisect(holds, top: Float[Array, "B N"], strict: bool = False) -> Float[Array, "B N"]:
-    """The boundary of a predicate on floats that holds for low values, exact to the bit.
+def _near_or_far(x, near, search, on: Bool[Array, "R"]) -> Float[Array, "R"]:
+    """``near(largest)`` and where it is known, else ``search(rows)``.
 
-    Returns the largest float ≤ ``top`` that holds, or with ``strict`` the smallest that
-    does not. 32 halvings of the order-preserving integer image of float32.
+    Each row decides by its own path alone.
     """
-
-    def halve(_, bounds):
-        low, high = bounds  # holds(low), not holds(high), as ordered integers
-        # The halves first: low + high would overflow.
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        yes = holds(_from_ordered(middle))
-        return jnp.where(yes, middle, low), jnp.where(yes, high, middle)
-
-    low = jnp.full(top.shape, _to_ordered(jnp.float32(-jnp.inf)))
-    low, high = jax.lax.fori_loop(0, 33, halve, (low, _to_ordered(top) + 1))
-    return _from_ordered(high if strict else low)
+    if jax.default_backend() == "tpu":
+        return search(on)
+    largest = jax.lax.top_k(x, min(TOP, x.shape[-1]))[0]
+    floor, known = near(largest)
+    far = on & ~known
+    return jax.lax.cond(jnp.any(far), lambda: jnp.where(far, search(far), floor), lambda: floor)
 
 
-def _to_ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+def _floor(
+    x: Float[Array, "R V"],
+    weight: Callable[[Array], Array],
+    goal: Float[Array, "R"],
+    lowest: Float[Array, "R"],
+    rows: Bool[Array, "R"],
+) -> Float[Array, "R"]:
+    """The least logit ≥ ``lowest`` with less than ``goal`` of ``weight(x)`` strictly above it.
 
+    In ``rows``; elsewhere anything. A pass over the vocabulary weighs what lies above ``CUTS − 1``
+    values between the bounds, and finds the logits next to the bounds: the search ends when one
+    value is left, after three or four passes for logits that came of bfloat16. A row that is done
+    does not move.
+    """
+    parts = jnp.arange(1, CUTS) / CUTS
 
-def _from_ordered(bits: Int[Array, "..."]) -> Float[Array, "..."]:
-    return jax.lax.bitcast_convert_type(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), jnp.float32)
+    def more(carry):
+        return (carry[0] < PASSES) & jnp.any(carry[-1])
+
+    def narrow(carry):
+        turn, low, high, open_ = carry  # the floor is above low and at most high
+        cuts = low[:, None] + (high - low)[:, None] * parts
+        mass = weight(x)
+        above = [jnp.sum(jnp.where(x > v[:, None], mass, 0.0), -1) for v in cuts.T]
+        higher = jnp.stack(above, -1) >= goal[:, None]
+        least = jnp.min(jnp.where(x > low[:, None], x, jnp.inf), axis=-1)
+        most = jnp.max(jnp.where(x <= high[:, None], x, -jnp.inf), axis=-1)
+        new_low = jnp.max(jnp.where(higher, cuts, low[:, None]), axis=-1)
+        new_high = jnp.min(jnp.where(higher, high[:, None], cuts), axis=-1)
+        found = least >= most
+        low = jnp.where(open_ & ~found, new_low, low)
+        high = jnp.where(open_, jnp.where(found, most, jnp.minimum(new_high, most)), high)
+        return turn + 1, low, high, open_ & ~found
+
+    low = jnp.nextafter(lowest, -jnp.inf)
+    start = jnp.int32(0), low, jnp.zeros_like(low), rows
+    with jax.named_scope(SEARCHING):
+        return jax.lax.while_loop(more, narrow, start)[2]

@@ -18,6 +18,8 @@ from specjax.net import Net
 from specjax.protocols import Drafter
 from specjax.types import DecodeState
 
+DRAFTING = "drafting"  # the name of the loop of draft passes in a compiled program
+
 
 class ModelDrafter(Drafter):
     """A drafter that runs the draft model; its state is that model's cache."""
@@ -94,7 +96,8 @@ def draw_chain(
     start = Drawn(jnp.int32(0), cache, window, alive, jnp.zeros((rows,), jnp.int32), more)
     begun = push(start, *feed_pair(net, cache, last, first))
     steps = gamma if passes is None else passes
-    return jax.lax.while_loop(lambda d: (d.step < steps) & jnp.any(d.alive), follow, begun)
+    with jax.named_scope(DRAFTING):
+        return jax.lax.while_loop(lambda d: (d.step < steps) & jnp.any(d.alive), follow, begun)
 
 
 def feed_level(

@@ -162,7 +162,8 @@ def forward(
     *,
     base: Int[Array, "B"] | None = None,
     tree_positions: Int[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B N D"], KVCache]:
+    width: int = 1,
+) -> tuple[Float[Array, "B max(N,width) D"], KVCache]:
     """Runs N new tokens per row against the cache and writes them at ``start``.
 
     Write, then commit: the new keys and values land in slots ``start .. start + N - 1`` of
@@ -177,12 +178,15 @@ def forward(
       base: int32, the number of committed tokens; ``start`` by default. Below ``start`` where
         a tree grows level by level: T then counts the levels already written, too.
       tree_positions: positions of those T tokens, read only under a sliding window or ALiBi.
+      width: the pass runs over at least so many tokens; the last one again where there are fewer.
     Returns:
       Final-normed hidden states and the cache with the N entries written.
     """
     b, n = tokens.shape
     if visible is None:
         visible = jnp.broadcast_to(jnp.tri(n, dtype=bool), (b, n, n))
+    if width > n:
+        tokens, positions, visible = (_widen(x, width) for x in (tokens, positions, visible))
     base = start if base is None else base
     windows, finish, slots = cfg.windows, _scores(cfg), cache.slots
     masks = {
@@ -195,12 +199,19 @@ def forward(
         distance = attention.cache_distances(positions, base, count, slots, tree_positions)
     keys, values = list(cache.k), list(cache.v)
 
+    @jax.named_scope("attention")
     def attend(layer, q, k, v):
-        keys[layer] = write_rows(keys[layer], k.transpose(0, 2, 1, 3), start)
-        values[layer] = write_rows(values[layer], v.transpose(0, 2, 1, 3), start)
+        keys[layer] = write_rows(keys[layer], k[:, :n].transpose(0, 2, 1, 3), start)
+        values[layer] = write_rows(values[layer], v[:, :n].transpose(0, 2, 1, 3), start)
         mask = masks[windows[layer]]
         return attention.dense_attention(q, keys[layer], values[layer], mask, finish, distance)
 
     model = nnx.merge(_abstract(cfg, is_fused(params))[0], params)
     hidden = model(tokens, positions, attend)
     return hidden, KVCache(tuple(keys), tuple(values))
+
+
+def _widen(x: Array, width: int) -> Array:
+    """``x`` with its last entry along axis 1 repeated until there are ``width``."""
+    pad = [(0, width - x.shape[1] if axis == 1 else 0) for axis in range(x.ndim)]
+    return jnp.pad(x, pad, mode="edge")

@@ -22,6 +22,7 @@ from specjax.models.config import RopeConfig
 NARROW_ROWS = 128
 
 
+@jax.named_scope("weights")
 def linear(
     x: Float[Array, "... i"], weight: Float[Array, "o i"], bias: Float[Array, "o"] | None = None
 ) -> Float[Array, "... o"]:

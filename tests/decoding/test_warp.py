@@ -49,17 +49,46 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), CASES)
+@pytest.fixture(params=["tpu", "cpu"])
+def backend_warp(request, monkeypatch):
+    """``WARP`` as it is traced for a backend: a TPU's searches, others look at the largest."""
+    monkeypatch.setattr(jax, "default_backend", lambda: request.param)
+    WARP.clear_cache()
+    yield WARP
+    WARP.clear_cache()
+
+
 @pytest.mark.parametrize("scale", [0.05, 1.0, 8.0])
-def test_equals_the_sorted_reference(temperature, top_k, top_p, scale):
+def test_equals_the_sorted_reference(scale, backend_warp):
     logits = np.random.Generator(np.random.Philox(4)).normal(size=(3, 2, 150)) * scale
-    logits = logits.astype(np.float32)
-    got = np.exp(WARP(logits, sj.Sampling(temperature, top_k, top_p).arrays(3), 140))
+    for case in CASES:
+        check_against_the_reference(logits.astype(np.float32), case, backend_warp)
+
+
+def check_against_the_reference(logits, case, warp):
+    temperature, top_k, top_p = case
+    got = np.exp(warp(logits, sj.Sampling(temperature, top_k, top_p).arrays(3), 140))
     for b in range(3):
         for n in range(2):
             want = reference(logits[b, n], temperature, top_k, top_p, 140)
             np.testing.assert_array_equal(got[b, n] > 0, want > 0)
             np.testing.assert_allclose(got[b, n], want, atol=2e-6)
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.9, 0.99])
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_the_search_takes_four_passes_for_logits_of_bfloat16(top_p, scale, monkeypatch):
+    """What docs/tools/measure_tpu.py counts; a fifth could change nothing any more."""
+    key = jax.random.key(5)
+    logits = scale * jax.random.normal(key, (2, 1, 128256), jnp.bfloat16).astype(jnp.float32)
+    settings = sj.Sampling(0.8, 0, top_p).arrays(2)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    kept = []
+    for passes in (4, 64):
+        monkeypatch.setattr("specjax.warp.PASSES", passes)
+        kept.append(np.exp(jax.jit(lambda x: warp(x, settings))(logits)))
+    np.testing.assert_array_equal(*kept)
+    assert (kept[0] > 0).sum() > 2 * 64  # more than a look at the largest would find
 
 
 def test_ties_keep_every_token_at_the_kth_logit_and_argmax_takes_the_lowest_id():

@@ -1,0 +1,86 @@
+"""What the TPU compiler expects a compiled program to cost, read from its text: no TPU needed.
+
+Every instruction of a program that libtpu compiled carries ``estimated_cycles``. They are its cost
+model, not a measurement, and good for ratios within one chip: calls into its library (such as
+top-k) carry none, and launches cost nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+EXCHANGES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
+Turns = Callable[[str], int]  # turns of a loop that ends on data, by the path of its name
+
+
+def cycles(
+    text: str, part_of: Callable[[str, str], str], turns: Turns, loop: bool = False
+) -> collections.Counter:
+    """Cycles of a program, or of one turn of its first loop, by part.
+
+    ``part_of(path, instruction)`` names an instruction's part; ``path`` is where it stands in the
+    traced program, with its named scopes. A conditional costs its dearest branch.
+    """
+    computations, entry = _computations(text)
+    if loop:
+        first = next(line for line in computations[entry] if " while(" in line)
+        entry = _first(r"body=%?([\w.\-]+)", first)
+
+    def cost(name: str) -> collections.Counter:
+        total: collections.Counter = collections.Counter()
+        for line in computations.get(name, ()):
+            path = _first(r'op_name="([^"]*)"', line)
+            if " while(" in line:
+                body = cost(_first(r"body=%?([\w.\-]+)", line))
+                times = int(_first(r'known_trip_count":\{"n":"(\d+)"', line) or 0) or turns(path)
+                total.update({part: times * count for part, count in body.items()})
+            elif " conditional(" in line:
+                total.update(max(map(cost, _branches(line)), key=lambda c: c.total()))
+            elif said := _first(r'"estimated_cycles":"(\d+)"', line):
+                total[part_of(path, line)] += int(said)
+        return total
+
+    return cost(entry)
+
+
+def bytes_per_cycle(device: jax.Device, rows: int = 8, shape=(28672, 4096)) -> float:
+    """Bytes of bfloat16 weights that a product of ``rows`` rows reads per cycle at best."""
+    one = SingleDeviceSharding(device)
+    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=one) for s in ((rows, shape[1]), shape))
+    product = jax.jit(lambda x, w: jnp.einsum("ni,oi->no", x, w)).lower(x, w).compile()
+    total = cycles(product.as_text(), lambda path, line: "", lambda path: 1).total()
+    return 2 * shape[0] * shape[1] / total
+
+
+def _first(pattern: str, line: str) -> str:
+    found = re.search(pattern, line)
+    return found.group(1) if found else ""
+
+
+def _branches(line: str) -> list[str]:
+    listed = _first(r"branch_computations=\{([^}]*)\}", line)
+    names = re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", line)
+    return names + [name.strip().lstrip("%") for name in listed.split(",") if listed]
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The instructions of every computation, and the entry's name."""
+    found: dict[str, list[str]] = {}
+    entry, name = "", None
+    for line in text.splitlines():
+        head = re.match(r"^(ENTRY )?%?([\w.\-]+) (\(.*\) -> .*)?\{\s*$", line)
+        if head:
+            name = head.group(2)
+            found[name] = []
+            entry = name if head.group(1) else entry
+        elif line.startswith("}"):
+            name = None
+        elif name:
+            found[name].append(line)
+    return found, entry
