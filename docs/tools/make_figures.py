@@ -12,6 +12,7 @@ import dataclasses
 import io
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from infer.reporting import fill
 from specjax.files import markdown_table, write_text
 from specjax.methods import METHODS
 
-FIGURES = Path(__file__).parents[1] / "figures"
-OVERVIEW = FIGURES.parent / "pages" / "overview.md"
+FIGURES, PAGES = (Path(__file__).parents[1] / name for name in ("figures", "pages"))
+OVERVIEW = PAGES / "overview.md"
 COMMON = ("--num-prompts", "40", "--repeats", "3", "--max-new-tokens", "32")
 KEPT = (
     "method",
@@ -48,9 +49,11 @@ BLUE, RED, GREY = "#4c78a8", "#e45756", "#888888"
 class Sweep:
     """A run of infer.bench over the values of ``option``, and how the figure is titled.
 
-    ``quality``: what lossy rules pay with, a key of the report's rows; speed is drawn against it.
+    ``page``: whose table shows the numbers. ``quality``: what lossy rules pay with, a key of the
+    report's rows; speed is drawn against it.
     """
 
+    page: str
     option: str
     title: str
     argv: tuple[str, ...]
@@ -62,45 +65,62 @@ def _sampled(methods: str, sweep: str, *more: str) -> tuple[str, ...]:
 
 
 SWEEPS = {
-    "gamma": Sweep("gamma", "draft length γ", _sampled("speculative,block", "gamma=1,2,4,8")),
-    "chains": Sweep("chains", "chains k", _sampled("spectr", "chains=1,2,4")),
+    "gamma": Sweep(
+        "speculative", "gamma", "draft length γ", _sampled("speculative,block", "gamma=1,2,4,8")
+    ),
+    "chains": Sweep("spectr", "chains", "chains k", _sampled("spectr", "chains=1,2,4")),
     "branching": Sweep(
+        "specinfer",
         "branching",
         "children per level",
         _sampled("specinfer", "branching=1,1,1;2,1,1;2,2,1;4,2,2"),
     ),
     "ngram": Sweep(
-        "ngram", "longest n-gram", ("--greedy-only", "--methods", "lookup", "--sweep", "ngram=1..4")
+        "lookup",
+        "ngram",
+        "longest n-gram",
+        ("--greedy-only", "--methods", "lookup", "--sweep", "ngram=1..4"),
     ),
-    "alpha": Sweep("alpha", "plausibility α", _sampled("scd", "alpha=0.1,0.3,0.5,0.8")),
+    "alpha": Sweep(
+        "contrastive", "alpha", "plausibility α", _sampled("scd", "alpha=0.1,0.3,0.5,0.8")
+    ),
     "max_kl": Sweep(
+        "mentored",
         "max_kl",
         "bound D, nats",
         _sampled("speculative,mentored", "max_kl=0,0.01,0.1,0.3,1"),
         quality="kl",
     ),
     "tau1": Sweep(
+        "bild",
         "tau1",
         "fallback threshold τ₁",
         _sampled("bild", "tau1=0.1,0.3,0.5,0.7,0.9"),
         quality="perplexity",
     ),
     "tau": Sweep(
+        "mtad",
         "tau",
         "threshold τ",
         _sampled("speculative,mtad", "tau=0,0.1,0.3,0.6,0.9"),
         quality="perplexity",
     ),
     "width": Sweep(
-        "width", "beams W", _sampled("speculative,mtad", "width=1,2,4,8"), quality="perplexity"
+        "mtad",
+        "width",
+        "beams W",
+        _sampled("speculative,mtad", "width=1,2,4,8"),
+        quality="perplexity",
     ),
     "beams": Sweep(
+        "beam",
         "beams",
         "hypotheses W",
         ("--greedy-only", "--methods", "beam", "--sweep", "beams=1,2,4"),
         quality="perplexity",
     ),
     "k": Sweep(
+        "sdsat",
         "k",
         "adaptive tokens k",
         (
@@ -131,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             write_text(OVERVIEW, overview_page(read("overview")))
         else:
             draw(SWEEPS[name], read(name), FIGURES / f"{name}.svg")
+            write_table(name, read(name))
         if name == "k":
             draw_positions(read(name), FIGURES / POSITIONS)
 
@@ -165,6 +186,51 @@ def _comparable() -> list[str]:
         for name, spec in METHODS.items()
         if not spec.needs_reward and spec.drafter != "adaptive"
     ]
+
+
+# --- tables ----------------------------------------------------------------------------------
+
+COLUMNS = (
+    ("tokens per round", "block_efficiency", "{:.2f}"),
+    ("acceptance λ", "acceptance_rate", "{:.2f}"),
+    ("speed", "speedup", "{:.2f}"),
+    ("foretold", "predicted_speedup", "{:.2f}"),
+    ("KL(p‖π)", "kl", "{:.3f}"),
+    ("perplexity", "perplexity", "{:.2f}"),
+)
+
+
+def write_table(name: str, report: dict[str, Any]) -> None:
+    """Puts a sweep's numbers between the marks of its name on its page.
+
+    Raises:
+      SystemExit: the page has no marks.
+    """
+    sweep, about = SWEEPS[name], "{prompts} held-out functions × {repeats} seeds, {max_new_tokens} "
+    page = PAGES / f"{sweep.page}.md"
+    mode = report["rows"][0]["mode"]
+    drawn = "greedy" if mode == "greedy" else "temperature 0.8, top-p 0.9"
+    said = about.format(**report) + f"new tokens each, {drawn}, batch 1, {{cores}} cores"
+    said = said.format(**report["machine"]) + f" ([numbers](../figures/{name}.json))."
+    keys = [key for _, key, _ in COLUMNS if key not in ("kl", "perplexity") or key == sweep.quality]
+    columns = [column for column in COLUMNS if column[1] in keys]
+    heads, cells = fill(columns, report["rows"])
+    firsts = [_named(sweep, row) for row in report["rows"]]
+    table = markdown_table(
+        ("method", sweep.title, *heads), [(*a, *b) for a, b in zip(firsts, cells, strict=True)]
+    )
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    before, mark, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, ending, after = rest.partition(end)
+    if not (mark and ending):
+        sys.exit(f"{page}: no {begin.strip()} … {end} to put the table between")
+    write_text(page, f"{before}{begin}{textwrap.fill(said, 100)}\n\n{table}{end}{after}")
+
+
+def _named(sweep: Sweep, row: dict[str, Any]) -> tuple[str, str]:
+    """A row's method, and its value of the option if it has one."""
+    value = row["options"].get(sweep.option, "")
+    return f"`{row['method']}`", str(_value(value))
 
 
 # --- drawing ---------------------------------------------------------------------------------
