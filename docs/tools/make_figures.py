@@ -73,36 +73,36 @@ SWEEPS = {
         "specinfer",
         "branching",
         "children per level",
-        _sampled("specinfer", "branching=1,1,1;2,1,1;2,2,1;4,2,2"),
+        _sampled("specinfer", "branching=1,1,1;2,2,1;4,2,2"),
     ),
     "ngram": Sweep(
         "lookup",
         "ngram",
         "longest n-gram",
-        ("--greedy-only", "--methods", "lookup", "--sweep", "ngram=1..4"),
+        ("--greedy-only", "--methods", "lookup", "--sweep", "ngram=1,3"),
     ),
     "alpha": Sweep(
-        "contrastive", "alpha", "plausibility α", _sampled("scd", "alpha=0.1,0.3,0.5,0.8")
+        "contrastive", "alpha", "plausibility α", _sampled("scd", "alpha=0.1,0.5,0.8")
     ),
     "max_kl": Sweep(
         "mentored",
         "max_kl",
         "bound D, nats",
-        _sampled("speculative,mentored", "max_kl=0,0.01,0.1,0.3,1"),
+        _sampled("speculative,mentored", "max_kl=0,0.1,0.3,1"),
         quality="kl",
     ),
     "tau1": Sweep(
         "bild",
         "tau1",
         "fallback threshold τ₁",
-        _sampled("bild", "tau1=0.1,0.3,0.5,0.7,0.9"),
+        _sampled("bild", "tau1=0.1,0.3,0.5,0.9"),
         quality="perplexity",
     ),
     "tau": Sweep(
         "mtad",
         "tau",
         "threshold τ",
-        _sampled("speculative,mtad", "tau=0,0.1,0.3,0.6,0.9"),
+        _sampled("speculative,mtad", "tau=0,0.1,0.3,0.9"),
         quality="perplexity",
     ),
     "width": Sweep(
@@ -130,7 +130,7 @@ SWEEPS = {
             "--methods",
             "sdsat,sdsat-single",
             "--sweep",
-            "k=1,2,3,4,5,7,9,13",
+            "k=1,2,3,5,13",
         ),
     ),
 }
