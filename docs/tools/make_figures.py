@@ -81,9 +81,7 @@ SWEEPS = {
         "longest n-gram",
         ("--greedy-only", "--methods", "lookup", "--sweep", "ngram=1,3"),
     ),
-    "alpha": Sweep(
-        "contrastive", "alpha", "plausibility α", _sampled("scd", "alpha=0.1,0.5,0.8")
-    ),
+    "alpha": Sweep("contrastive", "alpha", "plausibility α", _sampled("scd", "alpha=0.1,0.5,0.8")),
     "max_kl": Sweep(
         "mentored",
         "max_kl",
