@@ -129,7 +129,7 @@ def test_a_pipe_with_a_writer_is_read(tmp_path, model):
 
 # --- fuzzing ----------------------------------------------------------------------------------
 
-more = pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.slow)])
+more = pytest.mark.parametrize("examples", [100, pytest.param(500, marks=pytest.mark.slow)])
 KEPT_SIZES = 64  # random sizes are small, or far too large: those between are memory, not mistakes
 numbers = st.one_of(
     st.integers(-2, KEPT_SIZES),
