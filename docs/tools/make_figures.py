@@ -208,8 +208,9 @@ def write_table(name: str, report: dict[str, Any]) -> None:
     page = PAGES / f"{sweep.page}.md"
     mode = report["rows"][0]["mode"]
     drawn = "greedy" if mode == "greedy" else "temperature 0.8, top-p 0.9"
-    said = about.format(**report) + f"new tokens each, {drawn}, batch 1, {{cores}} cores"
-    said = said.format(**report["machine"]) + f" ([numbers](../figures/{name}.json))."
+    said = about.format(**report) + f"new tokens each, {drawn}, batch 1, {{cores}} core(s); "
+    said = said.format(**report["machine"]) + "± as in the [overview](overview.md)"
+    said += f" ([numbers](../figures/{name}.json))."
     keys = [key for _, key, _ in COLUMNS if key not in ("kl", "perplexity") or key == sweep.quality]
     columns = [column for column in COLUMNS if column[1] in keys]
     heads, cells = fill(columns, report["rows"])
