@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from infer.bench import commands as bench
 from infer.bench.uncertainty import SAID
 from infer.reporting import fill
@@ -26,6 +28,7 @@ from specjax.methods import METHODS
 FIGURES, PAGES = (Path(__file__).parents[1] / name for name in ("figures", "pages"))
 OVERVIEW = PAGES / "overview.md"
 COMMON = ("--num-prompts", "40", "--repeats", "3", "--max-new-tokens", "32")
+PLAIN, AT_ONCE = "autoregressive", 4  # methods of the overview in one run
 KEPT = (
     "method",
     "mode",
@@ -156,20 +159,41 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(name: str) -> None:
     """Runs infer.bench and keeps the numbers that are drawn, with the command."""
-    overview = "--methods", ",".join(_comparable())
-    command = [*COMMON, *(overview if name == "overview" else SWEEPS[name].argv)]
+    if name == "overview":
+        command, reports = _overview()
+    else:
+        command = " ".join(["python -m infer.bench", *COMMON, *SWEEPS[name].argv])
+        reports = [_bench(*SWEEPS[name].argv)]
+    rows = {(row["method"], row["mode"], row["label"]): row for r in reports for row in r["rows"]}
+    kept = [{key: row[key] for key in KEPT if key in row} for row in rows.values()]
+    about = "machine", "prompts", "repeats", "seed", "max_new_tokens", "c"
+    whole = {"command": command, "rows": kept} | {key: reports[0][key] for key in about}
+    text = json.dumps(whole, indent=1, ensure_ascii=False)
+    write_text(FIGURES / f"{name}.json", text + "\n")
+
+
+def _bench(*argv: str) -> dict[str, Any]:
+    """The report of one run."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = bench.main([*command, "--json"])
+        code = bench.main([*COMMON, *argv, "--json"])
     if code:
         sys.exit(code)
-    report = json.loads(out.getvalue())
-    rows = [{key: row[key] for key in KEPT if key in row} for row in report["rows"]]
-    kept = {"command": " ".join(["python -m infer.bench", *command]), "rows": rows}
-    about = "machine", "prompts", "repeats", "seed", "max_new_tokens", "c"
-    kept |= {key: report[key] for key in about}
-    text = json.dumps(kept, indent=1, ensure_ascii=False)
-    write_text(FIGURES / f"{name}.json", text + "\n")
+    return json.loads(out.getvalue())
+
+
+def _overview() -> tuple[str, list[dict[str, Any]]]:
+    """All methods, a few at a time, each time beside plain decoding.
+
+    The programs of all of them at once are more than a process can map.
+    """
+    names, reports = [name for name in _comparable() if name != PLAIN], []
+    for first in range(0, len(names), AT_ONCE):
+        methods = ",".join([PLAIN, *names[first : first + AT_ONCE]])
+        reports.append(_bench("--methods", methods))
+        jax.clear_caches()
+    command = " ".join(["python -m infer.bench", *COMMON, f"--methods {PLAIN},METHOD,…"])
+    return command, reports
 
 
 def read(name: str) -> dict[str, Any]:
@@ -387,7 +411,8 @@ each, batch 1, float32, default options, on {cores} core(s) of {cpu}. Speed is t
 decoding of the same mode; perplexity is that of the output under the unwarped target; sampled is
 temperature 0.8, top-p 0.9. {pm}
 
-One command measures and writes this page: `python docs/tools/make_figures.py overview`, which runs
+One command measures and writes this page: `python docs/tools/make_figures.py overview`, which runs,
+for four methods at a time,
 
     {command}
 
