@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specjax as sj
-from infer.prompts import read_prompts
+from infer.prompts import Encoder, read_prompts
 from infer.run import commands
 from specjax.errors import LONGEST, SpecjaxError, one_line
 from specjax.files import json_line
@@ -121,9 +121,12 @@ def test_a_pipe_with_a_writer_is_read(tmp_path, model):
     os.mkfifo(tmp_path / "in.jsonl")
     # A writer waits for a reader, and a reader must find a writer that has come before it.
     writing = ["sh", "-c", 'echo "{\\"prompt\\": \\"a\\"}" > "$1"', "sh", tmp_path / "in.jsonl"]
-    with subprocess.Popen(writing):
+    with subprocess.Popen(writing) as writer:
         time.sleep(0.5)
-        prompts, bad = read_prompts(str(tmp_path / "in.jsonl"), model, chat=False)
+        try:
+            prompts, bad = read_prompts(str(tmp_path / "in.jsonl"), Encoder(model))
+        finally:
+            writer.kill()
     assert [prompt.text for prompt in prompts] == ["a"] and bad == []
 
 
@@ -280,7 +283,7 @@ def test_a_line_is_a_prompt_or_bad_and_a_row_one_line(examples, model, tmp_path)
 
     def read(line):
         path.write_bytes(line.replace(b"\n", b"").replace(b"\r", b"") + b'\n{"prompt": "b"}\n')
-        good, bad = read_prompts(str(path), model, chat=False)
+        good, bad = read_prompts(str(path), Encoder(model))
         assert good[-1].text == "b" and len(good) + len(bad) <= 2
         assert all(is_one_line(one_line(line.reason)) for line in bad)
         for prompt in good:
