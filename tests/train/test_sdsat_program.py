@@ -222,7 +222,7 @@ def test_bad_input_exits_2_with_one_line(quick, tmp_path, start, capsys):
         ((f'data.files=["{tmp_path}/empty"]',), "the corpus is empty"),
         ((f'data.files=["{tmp_path}/{held}"]',), "is left for training"),
         (("sdsat.windw=3",), "did you mean sdsat.window"),
-        (("sdsat.ids=[1.5]",), "list of integers"),
+        (("sdsat.ids=[1.5]",), "sdsat.ids=1.5: expected int"),
         (("model.init_from=/no/model",), "/no/model"),
         (("model.init_from=",), "name a Hugging Face directory"),
         (("sdsat.loss=basic",), "needs a clean stream"),
