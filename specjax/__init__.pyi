@@ -1,4 +1,5 @@
 from specjax import draft as draft
+from specjax import laws as laws
 from specjax import probs as probs
 from specjax import rewards as rewards
 from specjax import verify as verify

@@ -13,16 +13,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.special import chdtrc
 
 from specjax import decode, probs, tree
+from specjax.laws import ALPHA, SAMPLES, histogram, joint, p_value
 from specjax.models import hidden_states, logits_of
 from specjax.probs import Purpose
 from specjax.types import IID, Draft
 from specjax.warp import warp
 
-ALPHA = 1e-6  # per pair
-SAMPLES = 200_000
+__all__ = ["ALPHA", "SAMPLES", "histogram", "joint", "p_value"]  # the library's, used as ours
+
 VOCAB, GAMMA = 3, 3
 LENGTH = GAMMA + 1
 
@@ -88,36 +88,14 @@ def complete(keys, verdict, p) -> jax.Array:
 
 def exact_joint(p: np.ndarray) -> np.ndarray:
     """The law of the first L tokens under p, float64 ``[V**L]``."""
-    law, contexts = np.ones(1), np.zeros(1, np.int64)
-    for _ in range(LENGTH):
-        law = (law[:, None] * p.astype(np.float64)[contexts]).reshape(-1)
-        contexts = (contexts[:, None] * VOCAB + np.arange(VOCAB) + 1).reshape(-1)
-    return law / law.sum()
 
+    def next_p(prefixes):
+        context = np.zeros(len(prefixes), np.int64)
+        for tokens in prefixes.T:
+            context = child(context, tokens)
+        return p[context]
 
-def histogram(tokens: np.ndarray, vocab: int = VOCAB) -> np.ndarray:
-    """Counts of the sequences ``[B, L]``, first token slowest."""
-    code = np.zeros(len(tokens), np.int64)
-    for i in range(tokens.shape[1]):
-        code = code * vocab + tokens[:, i]
-    return np.bincount(code, minlength=vocab ** tokens.shape[1])
-
-
-def p_value(counts: np.ndarray, law: np.ndarray) -> float:
-    """Pearson's chi-square against an exact law; cells expecting under 5 are pooled.
-
-    A count where the law is zero gives 0: it cannot happen.
-    """
-    if counts[law == 0].any():
-        return 0.0
-    expected = law * counts.sum()
-    small = expected < 5
-    seen = np.append(counts[~small], counts[small].sum())
-    want = np.append(expected[~small], expected[small].sum())
-    seen, want = seen[want > 0], want[want > 0]
-    assert len(want) > 1, "a law with one outcome tests nothing"
-    statistic = float(np.sum((seen - want) ** 2 / want))
-    return float(chdtrc(len(want) - 1, statistic))
+    return joint(next_p, VOCAB, LENGTH).reshape(-1)
 
 
 def rule_p_value(rule, *, draft_fn=chain_draft, seed: int = 1, **settings) -> float:
@@ -129,7 +107,7 @@ def rule_p_value(rule, *, draft_fn=chain_draft, seed: int = 1, **settings) -> fl
         return complete(keys, rule(keys, draft, log_p, **settings), p)
 
     keys = jax.random.split(jax.random.key(seed), SAMPLES)
-    return p_value(histogram(np.asarray(run(keys, *tables()))), exact_joint(tables()[0]))
+    return p_value(histogram(np.asarray(run(keys, *tables())), VOCAB), exact_joint(tables()[0]))
 
 
 # --- end to end: a method's whole loop against an enumeration of its target ------------------
@@ -159,7 +137,7 @@ def continuation_counts(engine, prompt, length: int, sampling) -> np.ndarray:
     """Counts over all continuations; the device loop alone, without the host's text side."""
     inputs, budget = engine.inputs(sampling, ROWS), np.full(ROWS, length, np.int32)
     method, vocab = engine.method, engine.target.vocab_limit
-    counts = np.zeros(vocab**length, np.int64)
+    counts = np.zeros((vocab,) * length, np.int64)
     for seed in range(-(-SAMPLES // ROWS)):
         keys = jax.random.split(jax.random.key(seed), ROWS)
         state = decode.start(method, inputs, [np.array(prompt)] * ROWS, budget, keys, chunk=16)

@@ -109,7 +109,7 @@ def rule_counts(rule, draft_fn, tables, *, seed: int = 1, **settings):
 
     keys = jax.random.split(jax.random.key(seed), laws.SAMPLES)
     tokens, accepted = map(np.asarray, run(keys, *tables))
-    return laws.histogram(tokens), accepted
+    return laws.histogram(tokens, laws.VOCAB), accepted
 
 
 def tree_p_value(rule, draft_fn, **settings) -> float:
