@@ -1,0 +1,83 @@
+"""Published shapes, as their checkpoints' config.json gives them, and the drafts that go with them.
+
+For what is compiled, or run on random weights: no weights are needed.
+"""
+
+from __future__ import annotations
+
+from specjax.models import ModelConfig, from_hf, num_params
+
+
+def _llama(hidden: int, layers: int, heads: int, inner: int, tied: bool = False) -> dict:
+    return {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "intermediate_size": inner,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _qwen3(hidden: int, layers: int, heads: int, inner: int, tied: bool = False) -> dict:
+    return {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": inner,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _gemma2(hidden: int, layers: int, heads: int, kv_heads: int, inner: int) -> dict:
+    return {
+        "model_type": "gemma2",
+        "vocab_size": 256000,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "intermediate_size": inner,
+        "max_position_embeddings": 8192,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+CONFIGS = {
+    "llama-3-70b": _llama(8192, 80, 64, 28672),
+    "llama-3-8b": _llama(4096, 32, 32, 14336),
+    "llama-3-1b": _llama(2048, 16, 32, 8192, tied=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12288),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
+    "gemma-2-9b": _gemma2(3584, 42, 16, 8, 14336),
+    "gemma-2-2b": _gemma2(2304, 26, 8, 4, 9216),
+}
+SHAPES: dict[str, ModelConfig] = {name: from_hf(config) for name, config in CONFIGS.items()}
+DRAFTS = {
+    "llama-3-70b": "llama-3-8b",
+    "llama-3-8b": "llama-3-1b",
+    "qwen3-8b": "qwen3-0.6b",
+    "gemma-2-9b": "gemma-2-2b",
+}
+
+
+def pass_bytes(cfg: ModelConfig, rows: int, slots: int, size: int = 2) -> float:
+    """Bytes that a pass has to read: the weights, of which the embedding only where it is the
+    head as well, and the cache's slots; ``size`` bytes a number."""
+    weights = num_params(cfg) - (0 if cfg.tie_embeddings else cfg.vocab_size * cfg.hidden_size)
+    return size * (weights + 2 * cfg.num_layers * rows * cfg.num_kv_heads * slots * cfg.head_dim)
