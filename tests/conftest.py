@@ -13,10 +13,18 @@ from specjax.models import ModelConfig, init_params, save_pretrained
 from train.data.corpus import Document
 from train.data.tokenizer import train_tokenizer
 
-# The tests compile hundreds of programs that run for milliseconds: LLVM's passes are most of that.
+# The tests compile hundreds of programs that run for milliseconds: LLVM's passes are most of that,
+# and then MLIR's, which XLA sets up anew for every kernel unless the older emitters write them.
 # Programs that tests start do the same, so that both sides of a comparison round alike.
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    )
+)
 
 
 def tiny_lm(seed: int, layers: int = 2, hidden: int = 32, vocab: int = 97, **other) -> sj.LM:
