@@ -16,10 +16,10 @@ import numpy as np
 from scipy.special import chdtrc
 
 from specjax import decode, probs, tree
-from specjax.models import hidden_states, logits_of
 from specjax.probs import Purpose
 from specjax.types import IID, Draft
 from specjax.warp import warp
+from support.variant_models import logits_jit
 
 ALPHA = 1e-6  # per pair
 SAMPLES = 200_000
@@ -143,13 +143,13 @@ def continuation_logits(lm, prompt, length: int):
     grid = np.stack(grid, -1).reshape(-1, length)
     tokens = np.concatenate([np.tile(prompt, (len(grid), 1)), grid], 1).astype(np.int32)
     at = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
-    hidden = hidden_states(lm.config, lm.params, tokens, at, np.ones_like(tokens))
-    return grid, logits_of(lm.config, lm.params, hidden)[:, len(prompt) - 1 : -1]
+    logits = logits_jit(lm.config, lm.params, tokens, at, np.ones_like(tokens), "dense")
+    return grid, logits[:, len(prompt) - 1 : -1]
 
 
 def continuation_law(lm, grid, logits, sampling) -> np.ndarray:
     """The law of the continuations under the warped logits, float64."""
-    log_p = warp(logits, sampling.arrays(len(grid)))
+    log_p = jax.jit(warp)(logits, sampling.arrays(len(grid)))
     chosen = np.take_along_axis(np.asarray(log_p, np.float64), grid[..., None], -1)[..., 0]
     law = np.exp(chosen.sum(-1))
     return law / law.sum()
