@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax.models import ModelConfig, hidden_states, init_params, logits_of, save_pretrained
+from specjax.models import ModelConfig, init_params, save_pretrained
+from support.variant_models import logits_jit
 
 PROMPTS = [[1, 2, 3], [4], [7, 7, 5, 2, 6, 0, 3]]
 V = 11
@@ -38,22 +39,23 @@ def lm(model):
 
 
 def log_probs(lm, sequences):
-    """Unwarped log p of the next token after every position, ``[n, T, V]``."""
+    """Unwarped log p of the next token after every position, ``[n, T, V]``.
+
+    Padded to few lengths, for each is compiled: what follows a token does not change it.
+    """
     tokens = np.asarray(sequences, np.int32)
-    at = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
-    hidden = hidden_states(lm.config, lm.params, tokens, at, np.ones_like(tokens))
-    return np.asarray(jax.nn.log_softmax(logits_of(lm.config, lm.params, hidden)), np.float64)
+    padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 8)))
+    at = np.tile(np.arange(padded.shape[1]), (len(tokens), 1))
+    logits = logits_jit(lm.config, lm.params, padded, at, np.ones_like(padded), "dense")
+    return np.asarray(jax.nn.log_softmax(logits), np.float64)[:, : tokens.shape[1]]
 
 
 def beam_reference(lm, prompt, beams, budget):
     """Beam search in plain Python: finished hypotheses by mean log-probability, no cache."""
     running, finished = [(0.0, [])], []
     for length in range(1, budget + 1):
-        # Padded to one shape, for each shape is compiled: what follows a token does not change it.
-        padded = np.zeros((beams, len(prompt) + budget), np.int32)
-        for row, (_, tokens) in zip(padded, running, strict=False):
-            row[: len(prompt) + length - 1] = [*prompt, *tokens]
-        table = log_probs(lm, padded)[:, len(prompt) + length - 2]
+        rows = [[*prompt, *tokens] for _, tokens in running]
+        table = log_probs(lm, rows + rows[:1] * (beams - len(rows)))[:, -1]  # of one shape
         grown = [
             (score + row[token], [*tokens, token])
             for (score, tokens), row in zip(running, table, strict=False)

@@ -250,7 +250,7 @@ def test_of_two_jobs_on_one_file_one_writes(pair, job_file, tmp_path):
 def test_an_interrupt_is_130_whenever_it_comes(tmp_path, seconds):
     """Most of these moments are compilation: of a cold cache, and with all of LLVM's passes."""
     env = os.environ | {"SPECJAX_CACHE_DIR": str(tmp_path)}
-    del env["JAX_DISABLE_MOST_OPTIMIZATIONS"]
+    del env["JAX_DISABLE_MOST_OPTIMIZATIONS"], env["XLA_FLAGS"]
     out = tmp_path / "out.jsonl"
     heeding = (  # a shell's background jobs, these tests maybe among them, ignore interrupts
         "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "

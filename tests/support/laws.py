@@ -8,6 +8,7 @@ against its exact law. Axis legend: B rows, N nodes, L tokens, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import jax
@@ -16,10 +17,10 @@ import numpy as np
 
 from specjax import decode, probs, tree
 from specjax.laws import ALPHA, SAMPLES, histogram, joint, p_value
-from specjax.models import hidden_states, logits_of
 from specjax.probs import Purpose
 from specjax.types import IID, Draft
 from specjax.warp import warp
+from support.variant_models import logits_jit
 
 __all__ = ["ALPHA", "SAMPLES", "histogram", "joint", "p_value"]  # the library's, used as ours
 
@@ -121,13 +122,13 @@ def continuation_logits(lm, prompt, length: int):
     grid = np.stack(grid, -1).reshape(-1, length)
     tokens = np.concatenate([np.tile(prompt, (len(grid), 1)), grid], 1).astype(np.int32)
     at = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
-    hidden = hidden_states(lm.config, lm.params, tokens, at, np.ones_like(tokens))
-    return grid, logits_of(lm.config, lm.params, hidden)[:, len(prompt) - 1 : -1]
+    logits = logits_jit(lm.config, lm.params, tokens, at, np.ones_like(tokens), "dense")
+    return grid, logits[:, len(prompt) - 1 : -1]
 
 
 def continuation_law(lm, grid, logits, sampling) -> np.ndarray:
     """The law of the continuations under the warped logits, float64."""
-    log_p = warp(logits, sampling.arrays(len(grid)))
+    log_p = jax.jit(warp)(logits, sampling.arrays(len(grid)))
     chosen = np.take_along_axis(np.asarray(log_p, np.float64), grid[..., None], -1)[..., 0]
     law = np.exp(chosen.sum(-1))
     return law / law.sum()
@@ -138,10 +139,20 @@ def continuation_counts(engine, prompt, length: int, sampling) -> np.ndarray:
     inputs, budget = engine.inputs(sampling, ROWS), np.full(ROWS, length, np.int32)
     method, vocab = engine.method, engine.target.vocab_limit
     counts = np.zeros((vocab,) * length, np.int64)
-    for seed in range(-(-SAMPLES // ROWS)):
-        keys = jax.random.split(jax.random.key(seed), ROWS)
-        state = decode.start(method, inputs, [np.array(prompt)] * ROWS, budget, keys, chunk=16)
-        state = decode.advance(method, inputs, state, 2**31 - 1)
-        new = np.asarray(state.tokens[:, len(prompt) :][:, :length])
-        counts += histogram(new, vocab)
+    with optimised():
+        for seed in range(-(-SAMPLES // ROWS)):
+            keys = jax.random.split(jax.random.key(seed), ROWS)
+            state = decode.start(method, inputs, [np.array(prompt)] * ROWS, budget, keys, chunk=16)
+            state = decode.advance(method, inputs, state, 2**31 - 1)
+            counts += histogram(np.asarray(state.tokens[:, len(prompt) :][:, :length]), vocab)
     return counts
+
+
+@contextlib.contextmanager
+def optimised():
+    """What compiles within runs for seconds: here LLVM's passes pay."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", True)

@@ -40,7 +40,8 @@ def launch(start, run, *settings, own=((), ())):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    devices = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}"
+    devices = os.environ | {"XLA_FLAGS": flags}
     return [
         subprocess.Popen(
             [

@@ -109,7 +109,8 @@ def test_killed_and_resumed_gives_the_same_numbers(quick, tmp_path, loss):
 @pytest.mark.parametrize("fsdp", [1, 4])
 def test_eight_devices_give_the_losses_of_one(quick, tmp_path, fsdp):
     settings = ("optim.batch_size=8", "optim.total_steps=6", f"mesh.fsdp={fsdp}")
-    devices = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    devices = os.environ | {"XLA_FLAGS": flags}
     command = [
         sys.executable,
         "-m",
