@@ -145,9 +145,9 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
       OptionError: the law has one outcome, which tests nothing.
     """
     counts, law = counts.reshape(-1), law.reshape(-1)
+    want, seen = _pooled(law * counts.sum(), law * counts.sum(), counts)
     if counts[law == 0].any():
         return 0.0
-    want, seen = _pooled(law * counts.sum(), law * counts.sum(), counts)
     return float(chdtrc(len(want) - 1, np.sum((seen - want) ** 2 / want)))
 
 
