@@ -37,22 +37,25 @@ class Gate:
         some = next(row for row in rows if row is not None)
         nobody = dataclasses.replace(some, tokens=np.zeros(1, np.int32), budget=0)
         self._all = [row or nobody for row in rows]
-        keys = jnp.stack([row.key for row in self._all])
         if again:  # samples of one prompt differ in their keys alone
+            keys = jnp.stack([row.key for row in self._all])
             self.state, self.cached = self.state.replace(keys=keys), self._last
             return
         if self.inputs is None or self._engine.guided:
             cases = [row.case for row in self._all]
             self.inputs = self._engine.inputs(self._sampling, len(rows), cases)
-        prompts = [row.tokens for row in self._all]
-        known, self.cached = self._prefixes.find(prompts)
-        tokens, lengths = decode.pack(prompts)
+        known, self.cached = self._prefixes.find([row.tokens for row in self._all])
+        self._begin(known)
+        self._keep_if_fed()
+
+    def _begin(self, known: DecodeState | None) -> None:
+        tokens, lengths = decode.pack([row.tokens for row in self._all])
         tokens = np.pad(tokens, ((0, 0), (0, self._slots - tokens.shape[1])))
         self._first, self._last = self.cached, lengths - 1
         ends = lengths + np.array([row.budget for row in self._all], np.int32)
+        keys = jnp.stack([row.key for row in self._all])
         begin = decode.begin_prompts(self._engine.method, self._logprobs)
         self.state = begin(self.inputs, tokens, lengths, ends, keys, known)
-        self._keep_if_fed()
 
     @property
     def fed(self) -> bool:
@@ -70,8 +73,9 @@ class Gate:
         return width
 
     def warm_up(self, row: Row, widest: int) -> None:
-        """Compiles pieces of each width."""
+        """Compiles pieces of each width, and the beginning of a prompt that is partly known."""
         self.open([row] * self._engine.shares)
+        self._begin(self.state)
         for width in widths(widest):
             feed = decode.feed_prompts(self._engine.method, width)
             self.state = feed(self.inputs, self.state, np.zeros_like(self._first))

@@ -230,12 +230,12 @@ def check_draft_context(draft: LM, tokens: int, budget: int) -> None:
 
 
 def in_turn(rows: Sequence[Row]) -> list[Row]:
-    """Rows in the order in which they are decoded: the longest first, prompt and budget.
+    """Rows in the order in which they are decoded: the largest budgets first, then long prompts.
 
     So none of them is left over at the end with the others' seats empty, and rows of like length
     share a bucket of slots.
     """
-    return sorted(rows, key=lambda row: -len(row.tokens) - row.budget)
+    return sorted(rows, key=lambda row: (-row.budget, -len(row.tokens)))
 
 
 def in_flight(target: LM, rows: int, batch_size: int | None) -> int:

@@ -73,7 +73,7 @@ def test_rows_take_seats_on_every_device(target, draft):
     beginning = list(range(20, 50))
     for prompts, budgets in (
         ([[1 + i] * (1 + i % 4) for i in range(9)], [3, 19, 1, 7, 2, 12, 1, 4, 9]),
-        ([beginning, *(beginning + [i, i] for i in range(5))], 6),
+        ([beginning, *([*beginning, i, i] for i in range(5))], 6),
     ):
         one, two = (
             sj.generate(p, prompts, draft=q, max_new_tokens=budgets, **options)
