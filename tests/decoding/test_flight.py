@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import decode, flight
+from specjax import decode, flight, prefixes
 from specjax.engine import Row
 from specjax.errors import OptionError
 from specjax.generate import make_engine
@@ -134,8 +134,8 @@ def test_samples_of_a_prompt_share_its_prefill(target):
     assert len({tuple(row) for row in shared.tokens}) > 1
 
 
-def test_rows_that_begin_alike_share_what_they_begin_with(target, draft):
-    """Same tokens as without, for a model and its draft; a row's own end is its own."""
+def test_rows_that_begin_alike_share_what_they_begin_with(target, draft, monkeypatch):
+    """Same tokens as without, for a model and its draft; one token more would be another's."""
     prompts = [PROMPTS[-1][:30] + tail for tail in PROMPTS[:8]]
     kw = {"prompts": prompts, "max_new_tokens": 12, "batch_size": 3}
     shared, own = (run(target, draft, "speculative", prefixes=n, **kw) for n in (1, 0))
@@ -143,6 +143,9 @@ def test_rows_that_begin_alike_share_what_they_begin_with(target, draft):
         np.testing.assert_array_equal(a, b)
     assert sorted(shared.cached_tokens)[:2] == [0, 30] and max(shared.cached_tokens) == 30
     assert max(own.cached_tokens) == 0
+    monkeypatch.setattr(prefixes, "in_common", lambda a, b: 31 if in_common(a, b) else 0)
+    wrong = run(target, draft, "speculative", prefixes=1, **kw)
+    assert any((a != b).any() for a, b in zip(wrong.tokens, own.tokens, strict=True))
 
 
 def test_the_store_keeps_so_many_and_drops_the_least_recently_used():
