@@ -22,7 +22,6 @@ from specjax.engine import Engine, Row
 from specjax.gate import Gate
 from specjax.models.cache import bucket, bucket_below
 from specjax.output import Generation, Piece, Reader
-from specjax.prefixes import alike
 from specjax.search.drivers import advance_hosted
 from specjax.types import FINISH_REASONS, RUNNING, DecodeState, Inputs
 from specjax.warp import Sampling
@@ -93,7 +92,6 @@ class Flight:
         self._reserved = bucket(needed) if engine.method.reserves else None
         self._turn = widest  # tokens that are fed between two rounds while rows are live
         self._visited: set[int] = set()
-        self._shares = kept > 0
         self.passes = self._rounds = self._live_rounds = 0
         self._fresh = False  # whether all rows are at their beginning
 
@@ -130,7 +128,7 @@ class Flight:
         if any(self._seats) or self._into:
             self._refill(self._turn)
         elif ahead := self._ahead(self._size):
-            if self._shares and alike([row.tokens for row in ahead]):
+            if self._gate.prefixes.helps([row.tokens for row in ahead]):
                 self._refill(None)
             else:
                 self._start([self._take() for _ in ahead])

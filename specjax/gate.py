@@ -22,7 +22,7 @@ class Gate:
     def __init__(self, engine: Engine, sampling: Sampling, slots: int, logprobs: bool, kept: int):
         self._engine, self._sampling = engine, sampling
         self._slots, self._logprobs = slots, logprobs
-        self._prefixes = Prefixes(kept)
+        self.prefixes = Prefixes(kept)
         self.rows: list[Row | None] = []
         self.state: DecodeState | None = None
         self.inputs: Inputs | None = None
@@ -44,7 +44,7 @@ class Gate:
         if self.inputs is None or self._engine.guided:
             cases = [row.case for row in self._all]
             self.inputs = self._engine.inputs(self._sampling, len(rows), cases)
-        known, self.cached = self._prefixes.find([row.tokens for row in self._all])
+        known, self.cached = self.prefixes.find([row.tokens for row in self._all])
         self._begin(known)
         self._keep_if_fed()
 
@@ -83,4 +83,4 @@ class Gate:
     def _keep_if_fed(self) -> None:
         if self.fed:
             prompts = [row.tokens for row in self._all]
-            self._prefixes.keep(prompts, self.cached, self.state)
+            self.prefixes.keep(prompts, self.cached, self.state)

@@ -10,13 +10,14 @@ from specjax import decode, flight, prefixes
 from specjax.engine import Row
 from specjax.errors import OptionError
 from specjax.generate import make_engine
-from specjax.prefixes import LEAST, Prefixes, alike, in_common
+from specjax.prefixes import LEAST, Prefixes, in_common
 
 RNG = np.random.Generator(np.random.Philox(4))
 PROMPTS = [RNG.integers(0, 97, n).tolist() for n in (3, 12, 1, 9, 7, 14, 2, 11, 40)]
 BUDGETS = [5, 21, 1, 30, 2, 9, 14, 3, 17]
 SAMPLING = sj.Sampling(temperature=0.8, top_k=20, top_p=0.9)
-FAST = ("autoregressive", "speculative")  # test_golden seats rows of every method in flight
+FAST = ("autoregressive",)  # test_golden seats rows of every method in flight
+SLOW = ("speculative", "sdsat", "specinfer")
 
 
 def run(target, draft, name, **kw):
@@ -24,9 +25,7 @@ def run(target, draft, name, **kw):
     return sj.generate(target, method=name, draft=draft, **(given | kw))
 
 
-@pytest.mark.parametrize(
-    "name", [*FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in ("sdsat", "specinfer"))]
-)
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_a_row_that_takes_a_seat_is_the_row_alone(target, draft, name):
     """Tokens, log-probabilities and counters; at batch size 1 every row begins by itself."""
     logprobs = name not in FAST  # a program of its own
@@ -169,7 +168,10 @@ def test_what_prompts_have_in_common():
     assert in_common(a, a) == 49 and in_common(a, a[:30]) == 29 and in_common(a[:30], a) == 30
     assert in_common(a, np.append(a[:LEAST], [0, 0])) == LEAST
     assert in_common(a, np.append(a[: LEAST - 1], [0, 0])) == 0
-    assert alike([a, a]) and not alike([a]) and not alike([a, a + 1])
+    fresh, kept = Prefixes(1), Prefixes(1)
+    kept.keep([a], np.zeros(1, np.int32), "a")
+    assert fresh.helps([a, a]) and not fresh.helps([a]) and not fresh.helps([a, a + 1])
+    assert kept.helps([a]) and not Prefixes(0).helps([a, a])
 
 
 def test_requests_may_come_late(target):
