@@ -25,11 +25,14 @@ DRAFT_PASSES = 3  # draft passes between two target passes where c is measured
 Round = Sequence[tuple[sj.LM, int, int]]
 
 
-def batch_times(generation: sj.Generation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, prefill seconds and decoding seconds of each batch; its rows share their seconds."""
-    firsts = np.unique(generation.batch, return_index=True)[1]
-    tokens = np.bincount(generation.batch, generation.lengths)
-    return tokens, generation.prefill_seconds[firsts], generation.decode_seconds[firsts]
+def row_seconds(generation: sj.Generation, batch_size: int, whole: bool = False) -> np.ndarray:
+    """Seconds of each row: its share of the time of all rows in flight.
+
+    At batch size 1 without its prefill, unless ``whole``. With more rows in flight prompts are
+    fed between the rounds of others, and their time is part of it.
+    """
+    apart = generation.prefill_seconds if batch_size == 1 and not whole else 0.0
+    return generation.share_seconds - apart
 
 
 def costs(

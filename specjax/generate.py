@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from specjax.arguments import COUNT, FLAG, Must, an, listed, takes, texts, whole_numbers
-from specjax.engine import Batch, Engine, Row
+from specjax.engine import Engine, Row
 from specjax.errors import OptionError, PairError
+from specjax.flight import Bounds, Flight
 from specjax.lm import LM, MODEL
 from specjax.mesh import round_up
 from specjax.methods import Context, MethodSpec, bind, choose
@@ -22,6 +23,7 @@ from specjax.warp import Sampling
 
 SAMPLE_STREAM = 2**31  # apart from prompt indices: sample s > 0 of a prompt has its own key
 ALL_ROUNDS = 2**31 - 1
+PREFIXES = 4  # prompts whose caches are kept, a row of memory each
 MOST_SAMPLES = 2**16  # of a prompt: each is a row of its own
 
 OPTIONS = Must(
@@ -37,18 +39,25 @@ def _constraints(value: Any) -> list[dict[str, tuple[str, ...]]]:
     return [{name: texts(words) for name, words in dict(row).items()} for row in rows]
 
 
+def _budgets(value: Any) -> int | list[int]:
+    if getattr(value, "ndim", isinstance(value, (list, tuple))):
+        return [COUNT.parse("max_new_tokens", budget) for budget in value]
+    return COUNT.parse("max_new_tokens", value)
+
+
 CHECKED = takes(
     target=MODEL,
     prompts=Must(listed, fits=len, wanted="at least one text or sequence of token ids"),
     draft=dataclasses.replace(MODEL, optional=True),
     options=OPTIONS,
-    max_new_tokens=COUNT,
+    max_new_tokens=Must(_budgets, wanted="a whole number ≥ 1, or one per prompt"),
     sampling=Must(an(Sampling), wanted="a specjax.Sampling, as Sampling(0.8)", optional=True),
     seed=Must(int, low=0, high=2**32 - 1),  # jax.random.key drops or refuses what is above
     num_samples=Must(int, low=1, high=MOST_SAMPLES),
     stop=Must(texts, fits=all, wanted="texts, none of them empty", optional=True),
     logprobs=FLAG,
     batch_size=Must(int, low=1, optional=True),
+    prefixes=Must(int, low=0),
     indices=Must(
         lambda value: whole_numbers(value).tolist(),
         fits=lambda indices: all(0 <= i < SAMPLE_STREAM for i in indices),
@@ -72,13 +81,14 @@ def generate(
     rule: str | Rule | None = None,
     target_dist: str | TargetDist = "warped",
     options: Mapping[str, Any] | None = None,
-    max_new_tokens: int = 64,
+    max_new_tokens: int | Sequence[int] = 64,
     sampling: Sampling | None = None,
     seed: int = 0,
     num_samples: int = 1,
     stop: Sequence[str] = (),
     logprobs: bool = False,
     batch_size: int | None = None,
+    prefixes: int = PREFIXES,
     indices: Sequence[int] | None = None,
     reward: Any = None,
     constraints: Sequence[Mapping[str, Sequence[str]]] | None = None,
@@ -103,13 +113,14 @@ def stream(
     rule: str | Rule | None = None,
     target_dist: str | TargetDist = "warped",
     options: Mapping[str, Any] | None = None,
-    max_new_tokens: int = 64,
+    max_new_tokens: int | Sequence[int] = 64,
     sampling: Sampling | None = None,
     seed: int = 0,
     num_samples: int = 1,
     stop: Sequence[str] = (),
     logprobs: bool = False,
     batch_size: int | None = None,
+    prefixes: int = PREFIXES,
     indices: Sequence[int] | None = None,
     rounds_per_piece: int = 1,
     reward: Any = None,
@@ -126,15 +137,17 @@ def stream(
       drafter, rule, target_dist: instead of ``method``, its parts, each by name or as an object
         of your own (:mod:`specjax.protocols`).
       options: the method's options, e.g. ``{"gamma": 3}``.
-      max_new_tokens: budget per row; also bounded by the target's context. A draft's context
-        must hold the whole row.
+      max_new_tokens: budget per row, one for all or one per prompt; also bounded by the target's
+        context. A draft's context must hold the whole row.
       sampling: how tokens are drawn; greedy by default.
       seed: with a prompt's index it fixes the row's key: row i of a batch draws what that
         prompt draws alone.
       num_samples: completions per prompt.
       stop: a string that ends a row, or several; its text ends before it.
       logprobs: also return log-probabilities of the generated tokens, unwarped target.
-      batch_size: rows decoded together; all of them by default.
+      batch_size: rows in flight: where one ends, the next takes its place. All by default.
+      prefixes: prompts whose caches are kept while others that begin with the same tokens may
+        come, the least recently used one out first; each takes the memory of a row.
       indices: the prompts' indices in a larger job, for their keys.
       rounds_per_piece: rounds between looks at the device.
       reward: what the completions are worth: ``NAME[:ARG]`` of :data:`specjax.rewards.REWARDS`,
@@ -150,7 +163,14 @@ def stream(
     """
     sampling, options = sampling or Sampling(), options or {}
     prompts = [encode_prompt(target, prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
-    for name, given in (("indices", indices), ("constraints", constraints)):
+    budgets = max_new_tokens
+    if isinstance(budgets, int):
+        budgets = [budgets] * len(prompts)
+    for name, given in (
+        ("indices", indices),
+        ("constraints", constraints),
+        ("max_new_tokens", budgets),
+    ):
         if given is not None and len(given) != len(prompts):
             raise OptionError(f"{len(given)} {name} for {len(prompts)} prompts; each needs its own")
     if stop and target.tokenizer is None:
@@ -160,33 +180,33 @@ def stream(
     asked = [row for row in constraints for _ in range(num_samples)]
     judge = None if reward is None else _judge(target, asked, chosen, reward, options)
     engine = make_engine(target, draft, chosen, options, sampling.temperature == 0, judge)
-    rows = _rows(target, prompts, constraints, indices, seed, num_samples, max_new_tokens)
+    rows = _rows(target, prompts, constraints, indices, seed, num_samples, budgets)
     for row in rows if engine.draft else ():
         check_draft_context(engine.draft, len(row.tokens), row.budget)
-    size, batches = split_rows(target, [len(row.tokens) for row in rows], batch_size)
-    return _pieces(engine, rows, size, batches, sampling, stop or (), logprobs, rounds_per_piece)
+    rows_in_flight = in_flight(target, len(rows), batch_size)
+    flight = Flight(
+        engine,
+        rows_in_flight,
+        sampling,
+        Bounds.of(rows),
+        stop=stop or (),
+        logprobs=logprobs,
+        kept=prefixes,
+    )
+    return _pieces(flight, rows, rounds_per_piece)
 
 
-def _pieces(
-    engine: Engine,
-    rows: list[Row],
-    size: int,
-    batches: list[np.ndarray],
-    sampling: Sampling,
-    stop: tuple[str, ...],
-    logprobs: bool,
-    rounds: int,
-) -> Iterator[Piece]:
-    """Decodes the rows of each batch."""
-    done: list[Generation] = []
-    for mates in batches:
-        batch = Batch(engine, [rows[i] for i in mates], size, sampling, stop, logprobs)
-        for piece in batch.run(rounds):
-            yield dataclasses.replace(piece, index=int(mates[piece.index]))
-        done.append(batch.result(len(done)))
+def _pieces(flight: Flight, rows: list[Row], rounds: int) -> Iterator[Piece]:
+    """Decodes the rows, and says at the end what all of them are."""
+    done: dict[int, Generation] = {}
+    for piece in flight.run(in_turn(rows), rounds):
+        if piece.row:
+            done[piece.index] = piece.row
+        yield piece
     nothing = np.zeros(0, np.int32)
-    whole = concatenate(done, np.argsort(np.concatenate(batches)))
-    yield Piece(len(rows) - 1, "", nothing, nothing, None, whole)
+    ordered = [done[row.case] for row in rows]
+    whole = concatenate(ordered, flight.passes, flight.occupancy)
+    yield Piece(len(rows) - 1, "", nothing, nothing, generation=whole)
 
 
 def check_draft_context(draft: LM, tokens: int, budget: int) -> None:
@@ -208,18 +228,19 @@ def check_draft_context(draft: LM, tokens: int, budget: int) -> None:
         )
 
 
-def split_rows(
-    target: LM, lengths: Sequence[int], batch_size: int | None
-) -> tuple[int, list[np.ndarray]]:
-    """The rows that a batch has room for, and the indices of each batch's, by prompt length.
+def in_turn(rows: Sequence[Row]) -> list[Row]:
+    """Rows in the order in which they are decoded: the largest budgets first, then long prompts.
 
-    Rows of like length share a batch: a batch pays for its longest prompt in every row.
+    So none of them is left over at the end with the others' seats empty, and rows of like length
+    share a bucket of slots.
     """
-    size = min(batch_size or len(lengths), len(lengths))
-    if target.mesh is not None:
-        size = round_up(size, target.mesh)
-    order = np.argsort(lengths, kind="stable")
-    return size, [order[first : first + size] for first in range(0, len(order), size)]
+    return sorted(rows, key=lambda row: (-row.budget, -len(row.tokens)))
+
+
+def in_flight(target: LM, rows: int, batch_size: int | None) -> int:
+    """How many rows are decoded together: as many on each device."""
+    size = min(batch_size or rows, rows)
+    return size if target.mesh is None else round_up(size, target.mesh)
 
 
 @takes(target=MODEL, draft=dataclasses.replace(MODEL, optional=True), options=OPTIONS)
@@ -252,14 +273,12 @@ def _judge(target: LM, constraints, chosen, reward, options) -> Judge:
     return Judge.bind(combined, target, constraints, guides)
 
 
-def _rows(
-    target: LM, prompts, constraints, indices, seed: int, samples: int, budget: int
-) -> list[Row]:
+def _rows(target: LM, prompts, constraints, indices, seed: int, samples: int, budgets) -> list[Row]:
     """Every sample of every prompt."""
     indices = range(len(prompts)) if indices is None else indices
     root = jax.random.key(seed)
     rows = []
-    for index, tokens, asked in zip(indices, prompts, constraints, strict=True):
+    for index, tokens, asked, budget in zip(indices, prompts, constraints, budgets, strict=True):
         room = min(budget, target.config.max_position - len(tokens))
         key = jax.random.fold_in(root, index)
         keys = [key, *(jax.random.fold_in(key, SAMPLE_STREAM + s) for s in range(1, samples))]

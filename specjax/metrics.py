@@ -35,7 +35,7 @@ def rates(counters: Mapping[str, float]) -> dict[str, float | None]:
 def speeds(
     counters: Mapping[str, float], prefill_s: float, first_token_s: float, decode_s: float
 ) -> dict[str, float | None]:
-    """One row's times and speeds, from seconds since its batch began.
+    """One row's times and speeds, from seconds since its turn came.
 
     tokens_per_second = emitted / decode time, prefill excluded; time_per_output_token_s is the
     mean gap after the first token, (whole time − time to first token) / (emitted − 1): the

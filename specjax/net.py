@@ -55,26 +55,10 @@ class Net:
         """An empty cache."""
         return init_cache(self.config, rows, slots, self.params["embed"].dtype)
 
-    def prefill(self, tokens: Int[Array, "B S"], length: Int[Array, "B"], chunk: int) -> KVCache:
-        """A cache that holds all tokens before ``length`` but the last, ``chunk`` per pass.
-
-        Each row's last token is the first round's root. The number of passes is traced, so
-        prompts of any length share one trace per bucket. Slots past a row's own length hold
-        scratch that later writes replace.
-        """
-        rows, slots = tokens.shape
-
-        def fill(carry):
-            first, cache = carry
-            piece = jax.lax.dynamic_slice_in_dim(tokens, first, chunk, axis=1)
-            start = jnp.full((rows,), first, jnp.int32)
-            positions = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)
-            _, cache = forward(self.config, self.params, cache, piece, positions, start)
-            return first + chunk, cache
-
-        end = jnp.max(length) - 1
-        begin = jnp.int32(0), self.cache(rows, slots)
-        return jax.lax.while_loop(lambda carry: carry[0] < end, fill, begin)[1]
+    def feed(self, cache: KVCache, tokens: Int[Array, "B N"], start: Int[Array, "B"]) -> KVCache:
+        """The cache with N more tokens of each row's prompt, from slot ``start`` on."""
+        positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        return forward(self.config, self.params, cache, tokens, positions, start)[1]
 
     def logits(
         self,

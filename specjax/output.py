@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,9 +18,15 @@ class Generation:
 
     ``stats`` are counters per row (int), see :class:`specjax.types.Stats`; ``origins`` say for
     each token whether the draft or the target wrote it; ``logprobs`` (where asked) are nats
-    under the unwarped target. Times are seconds of the row's batch, compilation included;
-    ``batch`` is that batch's number: prompts of like length are decoded together. ``rewards``
-    (where there is a reward) are the scores of the whole completions, one column per reward.
+    under the unwarped target. ``cached_tokens`` of a prompt were not fed, for a row before began
+    with them, too. ``rewards`` (where there is a reward) are the scores of the whole completions,
+    one column per reward.
+
+    Times are seconds, compilation included, each row's from when its turn came. ``prefill_seconds``
+    are its prompt's up to its first round; where other rows were decoded meanwhile, a last pass
+    counts as decoding, for nobody waits for it. ``share_seconds`` are the row's share of the whole
+    time, prefill included: rows in flight share it evenly. ``passes`` are batched forwards of all
+    rows together, and ``occupancy`` is the share of rows that were live, over all rounds.
     """
 
     text: list[str]
@@ -32,8 +39,10 @@ class Generation:
     prefill_seconds: np.ndarray
     first_token_seconds: np.ndarray
     decode_seconds: np.ndarray
-    batch: np.ndarray
+    share_seconds: np.ndarray
+    cached_tokens: list[int]
     passes: int
+    occupancy: float
     rewards: np.ndarray | None = None
 
     @property
@@ -44,13 +53,18 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """New tokens of one row. The last piece of a stream carries the whole generation."""
+    """New tokens of one row.
+
+    A row's last piece has its ``finish_reason`` and, as ``row``, a generation of it alone; the last
+    piece of a stream carries the whole generation.
+    """
 
     index: int
     text: str
     tokens: np.ndarray
     origins: np.ndarray
     finish_reason: str | None = None
+    row: Generation | None = None
     generation: Generation | None = None
 
     @property
@@ -103,18 +117,17 @@ class Reader:
         return bool(places)
 
 
-def concatenate(parts: list[Generation], order: np.ndarray) -> Generation:
-    """Batches of one job as one generation, its rows put in ``order``."""
+def concatenate(rows: list[Generation], passes: int, occupancy: float) -> Generation:
+    """Generations of a row each as one."""
 
     def join(values):
         if values[0] is None:
             return None
-        if isinstance(values[0], list):
-            flat = [item for value in values for item in value]
-            return [flat[i] for i in order]
-        return np.concatenate(values)[order]
+        flat = itertools.chain.from_iterable
+        return list(flat(values)) if isinstance(values[0], list) else np.concatenate(values)
 
-    stats = {n: join([part.stats[n] for part in parts]) for n in parts[0].stats}
-    names = {f.name for f in dataclasses.fields(Generation)} - {"stats", "passes"}
-    rest = {name: join([getattr(part, name) for part in parts]) for name in names}
-    return Generation(stats=stats, passes=sum(part.passes for part in parts), **rest)
+    stats = {name: join([row.stats[name] for row in rows]) for name in rows[0].stats}
+    names = {field.name for field in dataclasses.fields(Generation)}
+    names -= {"stats", "passes", "occupancy"}
+    rest = {name: join([getattr(row, name) for row in rows]) for name in names}
+    return Generation(stats=stats, passes=passes, occupancy=occupancy, **rest)

@@ -55,9 +55,18 @@ class Drafter(Protocol):
         """Rows whose draft probabilities are unwarped."""
         return False
 
-    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> Any:
-        """The drafter's state after the prompt; ``chunk`` is the prefill width."""
+    def init(self, inputs: Inputs, state: DecodeState) -> Any:
+        """The drafter's state before the prompt, its caches empty."""
         return ()
+
+    def feed(
+        self, inputs: Inputs, carried: Any, tokens: Int[Array, "B N"], start: Int[Array, "B"]
+    ) -> Any:
+        """Its state after N more tokens of each row's prompt, from position ``start`` on.
+
+        A position may be fed again: what was there counts no more.
+        """
+        return carried
 
     def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
         """One draft per row; ``keys`` are the round's keys."""
@@ -90,9 +99,15 @@ class TargetDist(Protocol):
         """The same distribution for drafters that give no logits."""
         return self
 
-    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> Any:
-        """Its state after the prompt."""
+    def init(self, inputs: Inputs, state: DecodeState) -> Any:
+        """Its state before the prompt, its caches empty."""
         return ()
+
+    def feed(
+        self, inputs: Inputs, carried: Any, tokens: Int[Array, "B N"], start: Int[Array, "B"]
+    ) -> Any:
+        """Its state after N more tokens of each row's prompt, as :meth:`Drafter.feed`."""
+        return carried
 
     def log_p(
         self, inputs: Inputs, state: DecodeState, draft: Draft, logits: Float[Array, "B N V"]
@@ -161,7 +176,12 @@ def rule(*, laws: Iterable[str], lossless: bool, **more: Any) -> Callable[[Calla
 
 
 class Method(Protocol):
-    """A decoding method: state in, state out, one round at a time."""
+    """A decoding method: state in, state out, one round at a time.
+
+    ``init``, ``feed`` for each piece of the prompt, ``ready``, then ``step`` by ``step``. Every
+    array of the state has rows first (or a fixed number of entries per row), so that a row
+    that is ready can take the place of one that has ended.
+    """
 
     width: int  # token slots above ``length`` that one round may write
     depth: int = 0  # most draft tokens that a round accepts
@@ -169,8 +189,26 @@ class Method(Protocol):
     reserves: bool = False
     hosted: bool = False  # its rounds are driven from the host, for the reward needs text
 
-    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
-        """Fills the caches from the prompt: everything but each row's last token."""
+    def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        """What the method keeps, its caches empty."""
+        return state.replace(cache=inputs.target.cache(*state.tokens.shape))
+
+    def feed(
+        self,
+        inputs: Inputs,
+        state: DecodeState,
+        tokens: Int[Array, "B N"],
+        start: Int[Array, "B"],
+    ) -> DecodeState:
+        """The state after N more tokens of each row's prompt, from position ``start`` on.
+
+        All but the row's last token are fed, in pieces; that one is the first round's root.
+        """
+        return state.replace(cache=inputs.target.feed(state.cache, tokens, start))
+
+    def ready(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        """The state as rounds read it, once the prompt is fed."""
+        return state
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         """One round; every live row gains at least one token."""

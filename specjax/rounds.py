@@ -64,11 +64,18 @@ class DraftVerify(Method):
     def width(self) -> int:
         return max(*self.passes, self.drafter.slots) + 1
 
-    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
+    def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         return state.replace(
-            cache=inputs.target.prefill(state.tokens, state.length, chunk),
-            target_state=self.target.init(inputs, state, chunk),
-            drafter_state=self.drafter.init(inputs, state, chunk),
+            cache=inputs.target.cache(*state.tokens.shape),
+            target_state=self.target.init(inputs, state),
+            drafter_state=self.drafter.init(inputs, state),
+        )
+
+    def feed(self, inputs, state, tokens, start) -> DecodeState:
+        return state.replace(
+            cache=inputs.target.feed(state.cache, tokens, start),
+            target_state=self.target.feed(inputs, state.target_state, tokens, start),
+            drafter_state=self.drafter.feed(inputs, state.drafter_state, tokens, start),
         )
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:

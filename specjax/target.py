@@ -56,10 +56,11 @@ class Contrastive(TargetDist):
     def standalone(self) -> Contrastive:
         return dataclasses.replace(self, own_passes=True)
 
-    def init(self, inputs, state, chunk):
-        if not self.own_passes:
-            return ()
-        return inputs.draft.prefill(state.tokens, state.length, chunk)
+    def init(self, inputs, state):
+        return inputs.draft.cache(*state.tokens.shape) if self.own_passes else ()
+
+    def feed(self, inputs, carried, tokens, start):
+        return inputs.draft.feed(carried, tokens, start) if self.own_passes else ()
 
     def log_p(self, inputs, state, draft, logits):
         amateur, cache = draft.logits, state.target_state

@@ -5,7 +5,7 @@
   python -m infer.bench --random-target 100m --peer transformers
 
 Every figure has its ±: half of the 95 % interval over 1,000 bootstrap resamples of the prompts,
-each with all its seeds (of speeds at larger batches: of the batches).
+each with all its seeds. With several rows in flight times hold the prefill, too.
 
 Exit codes: 0 done, 2 bad arguments or input, 3 done but some input lines were bad.
 """

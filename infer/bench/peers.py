@@ -96,9 +96,7 @@ def peer_rows(
             continue
         counts = np.array([[len(tokens) for tokens in t["tokens"]] for t in theirs])
         seconds = np.array([t["seconds"] for t in theirs])
-        by_length = np.argsort(mine.runs[0].batch)  # a prompt each, in the order of our batches
-        against = counts[:, by_length], seconds[:, by_length]
-        ratio, half_width = speed_ratio(mine.speed(whole=True), against)
+        ratio, half_width = speed_ratio(mine.speed(whole=True), (counts, seconds))
         speeds = counts.sum(axis=1) / seconds.sum(axis=1)
         first = [t["first_token_s"] for t in theirs]
         tokens = [np.array(t) for t in theirs[0]["tokens"]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 
 import specjax as sj
@@ -16,10 +17,10 @@ from infer.bench.cases import Case
 from infer.bench.energy import Meter
 from infer.bench.rescoring import Prompts
 from infer.bench.uncertainty import Speed
-from infer.timing import batch_times
-from specjax.decode import first_slots
-from specjax.engine import NO_EOS
-from specjax.generate import make_engine, split_rows
+from infer.timing import row_seconds
+from specjax import flight
+from specjax.engine import Row
+from specjax.generate import PREFIXES, in_flight, in_turn, make_engine
 from specjax.methods import METHODS
 
 
@@ -42,12 +43,12 @@ class Result:
         return self.runs[0].tokens
 
     def speed(self, whole: bool = False) -> Speed:
-        """Tokens and seconds of each repeat's batches; ``whole``: prefill included, what a peer is
-        held against."""
-        times = [batch_times(run) for run in self.runs]
+        """Tokens and seconds of each repeat's rows (:func:`infer.timing.row_seconds`); ``whole``:
+        prefill included, what a peer is held against."""
+        size = self.case.batch_size
         return (
-            np.array([tokens for tokens, *_ in times]),
-            np.array([prefill * whole + decoding for _, prefill, decoding in times]),
+            np.array([run.lengths for run in self.runs]),
+            np.array([row_seconds(run, size, whole) for run in self.runs]),
         )
 
     def tokens_per_second(self, whole: bool = False) -> np.ndarray:
@@ -93,29 +94,18 @@ def measure(
 
 
 def warm_up(setting: Setting, case: Case) -> None:
-    """Compiles what the case will run: one batch from each number of slots that any starts with.
-
-    It is the longest such batch, to the end of its budget, whatever it says: no other one reaches
-    slots that it has not.
-    """
-    target, draft, prompts = setting.target, setting.draft, setting.prompts
+    """Compiles all that the case may run, whenever its rows end."""
+    target, draft, most = setting.target, setting.draft, setting.target.config.max_position
     spec, greedy = METHODS[case.method], case.mode == "greedy"
     engine = make_engine(target, draft, spec, case.options, greedy)
-    lengths = [len(prompt) for prompt in prompts]
-    size, batches = split_rows(target, lengths, case.batch_size)
-    longest = {}
-    for mates in batches:  # in the order of their lengths
-        tokens = lengths[mates[-1]]
-        chunk = engine.chunk(tokens, size)
-        budget = min(setting.budget, target.config.max_position - tokens)
-        longest[chunk, first_slots(engine.method, tokens, budget, chunk)] = prompts[mates[-1]]
-    endless = dataclasses.replace(target, eos_ids=(NO_EOS,) * len(target.eos_ids))
-    for prompt in longest.values():
-        run_case(dataclasses.replace(setting, target=endless, prompts=[prompt] * size), case)
+    key = jax.random.key(setting.seed)
+    rows = [Row(p, min(setting.budget, most - len(p)), key) for p in map(np.array, setting.prompts)]
+    size = in_flight(target, len(rows), case.batch_size)
+    flight.warm_up(engine, size, case.sampling, in_turn(rows), PREFIXES)
 
 
 def run_case(setting: Setting, case: Case) -> sj.Generation:
-    """Every prompt once. Prompts go in batches of the case's size."""
+    """Every prompt once, the case's number of rows in flight."""
     return sj.generate(
         setting.target,
         setting.prompts,

@@ -4,7 +4,7 @@ A resample draws as many prompts as there are, a prompt with all of its seeds: c
 prompt are alike and no sample of their own. Figures are ratios of sums over prompts, so a resample
 is a matrix product.
 
-Axis legend: P prompts, U batches (prompts, at batch size 1), R repeats, N resamples.
+Axis legend: P prompts, R repeats, N resamples.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 RESAMPLES, LEVEL = 1000, 0.95
 SAID = (
     f"± is half of the {LEVEL:.0%} interval over {RESAMPLES:,} bootstrap resamples of the prompts, "
-    "each with all its seeds (of speeds at larger batches: of the batches)."
+    "each with all its seeds."
 )
 
 # A figure and its ±: None where nothing was counted, or where one prompt shows no spread.
 Estimate = tuple[float | None, float | None]
-# Tokens and seconds of each repeat and batch, ``[R, U]`` both.
+# Tokens and seconds of each repeat and prompt, ``[R, P]`` both.
 Speed = tuple[np.ndarray, np.ndarray]
 
 

@@ -67,6 +67,10 @@ def parser() -> Parser:
     what.add_argument("--max-new-tokens", type=cli.whole(1), default=128, metavar="N")
     what.add_argument("--num-samples", type=cli.whole(1, cli.MOST_ROWS), default=1, metavar="N")
     what.add_argument("--batch-size", type=cli.whole(1, cli.MOST_ROWS), default=8, metavar="B")
+    said = "prompts whose caches are kept for others that begin alike, a row of memory each"
+    what.add_argument(
+        "--prefixes", type=cli.whole(0, cli.MOST_ROWS), default=4, metavar="N", help=said
+    )
     sampling = out.add_argument_group("sampling")
     cli.add_sampling(sampling)
     plan = out.add_argument_group("plan")

@@ -19,6 +19,7 @@ from infer.run.screen import Compiling, Screen, printable
 from specjax.demo.heldout import held_out_functions
 from specjax.errors import OptionError, SpecjaxError
 from specjax.files import locked
+from specjax.generate import ALL_ROUNDS
 from specjax.infill import ending_middles
 from specjax.methods import MethodSpec, compose, method
 from specjax.program import say
@@ -173,33 +174,45 @@ class Job:
                 screen.piece(piece)
 
     def decode(self, prompts: Sequence[Prompt]) -> None:
-        """Decodes in batches of ``--batch-size`` rows; each batch is out before the next."""
-        samples, rows = self.args.num_samples, self.args.batch_size
+        """Decodes ``--batch-size`` rows at a time; a row is out before the next look at the device.
+
+        A file gets rows as they end, standard output in the order of the prompts.
+        """
+        samples = self.args.num_samples
         output = Output(self.args.out, self.settings) if self.args.out else None
         done = output.done if output else set()
         prompts = [p for p in prompts if not done.issuperset((p.index, s) for s in range(samples))]
-        per_batch = max(1, rows // samples)
-        for first in range(0, len(prompts), per_batch):
-            part = prompts[first : first + per_batch]
-            generation = sj.generate(
-                self.target,
-                [prompt.tokens for prompt in part],
-                indices=[prompt.index for prompt in part],
-                constraints=[prompt.constraints for prompt in part],
-                num_samples=samples,
-                batch_size=min(per_batch * samples, rows),
-                **self.arguments,
-            )
-            for row in range(len(part) * samples):
-                prompt, sample = part[row // samples], row % samples
-                head = {"id": prompt.id, "index": prompt.index, "sample": sample}
-                head |= {"prompt": prompt.text} | self.settings
-                entry = row_object(generation, row, head, self.reward)
-                if output is None:
-                    shown = json.dumps(entry) if self.args.json else printable(entry["text"])
-                    print(shown, flush=True)
-                elif (prompt.index, sample) not in done:
-                    output.append(entry)
+        if not prompts:
+            return
+        pieces = sj.stream(
+            self.target,
+            [prompt.tokens for prompt in prompts],
+            indices=[prompt.index for prompt in prompts],
+            constraints=[prompt.constraints for prompt in prompts],
+            num_samples=samples,
+            batch_size=self.args.batch_size,
+            prefixes=self.args.prefixes,
+            rounds_per_piece=ALL_ROUNDS,
+            **self.arguments,
+        )
+        ready, shown = {}, 0
+        for piece in pieces:
+            if piece.row is None:
+                continue
+            prompt, sample = prompts[piece.index // samples], piece.index % samples
+            head = {"id": prompt.id, "index": prompt.index, "sample": sample}
+            head |= {"prompt": prompt.text} | self.settings
+            entry = row_object(piece.row, 0, head, self.reward)
+            if output is None:
+                ready[piece.index] = entry
+            elif (prompt.index, sample) not in done:
+                output.append(entry)
+            while shown in ready:
+                self._print(ready.pop(shown))
+                shown += 1
+
+    def _print(self, entry: dict[str, Any]) -> None:
+        print(json.dumps(entry) if self.args.json else printable(entry["text"]), flush=True)
 
 
 def check_method(args: argparse.Namespace) -> bool:

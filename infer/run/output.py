@@ -1,7 +1,7 @@
 """What a run gives: one object per row, printed with ``--json`` or appended to ``--out``.
 
-A row is on disk before the next batch starts; a started-again job truncates a torn last line and
-does what is missing.
+A row is on disk when it has ended, before the device is looked at again; a started-again job
+truncates a torn last line and does what is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def row_object(
 ) -> dict[str, Any]:
     """The object of one row; ``head`` are its first fields (id, sample, method, prompt …).
 
-    Its ``stats`` are counters, rates and times; times are those of the batch it ran in.
+    Its ``stats`` are counters, rates and times since its turn came.
     """
     tokens = generation.tokens[row]
     counters = {name: values[row].tolist() for name, values in generation.stats.items()}
@@ -35,6 +35,7 @@ def row_object(
         "text": generation.text[row],
         "token_ids": tokens.tolist(),
         "prompt_tokens": generation.prompt_tokens[row],
+        "cached_tokens": generation.cached_tokens[row],
         "new_tokens": len(tokens),
         "finish_reason": generation.finish_reasons[row],
         "stats": counters | rates(counters) | times,

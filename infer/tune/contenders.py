@@ -10,9 +10,8 @@ import numpy as np
 
 import specjax as sj
 from infer.prompts import Prompt
-from infer.timing import batch_times
+from infer.timing import row_seconds
 from specjax.metrics import ratio
-from specjax.models.cache import bucket, chunk_width
 from specjax.rewards import Combined, Judge, Lexical, Reward, Sample
 
 
@@ -42,13 +41,12 @@ class Setting:
 
 
 def run_contender(setting: Setting, contender: Contender, warm: bool = True) -> dict[str, Any]:
-    """One row of a table; with ``warm`` no time holds a compilation."""
+    """One row of a table; ``warm`` runs it twice, so that no time holds a compilation."""
     if warm:
-        for chosen in _warm_up(setting):
-            _generate(setting, contender, [chosen] * setting.batch_size)
+        _generate(setting, contender, setting.prompts)
     out = _generate(setting, contender, setting.prompts)
     tokens = int(out.lengths.sum())
-    seconds = float(batch_times(out)[2].sum())
+    seconds = float(row_seconds(out, setting.batch_size).sum())
     target, draft = (int(out.stats[n].sum()) for n in ("target_calls", "draft_calls"))
     failed = ~np.isfinite(out.rewards)
     scores = np.where(failed, 0.0, out.rewards)
@@ -143,20 +141,3 @@ def _generate(setting: Setting, contender: Contender, prompts: Sequence[Prompt])
         reward=setting.reward,
         constraints=[prompt.constraints for prompt in prompts],
     )
-
-
-def _warm_up(setting: Setting) -> list[Prompt]:
-    """The longest and the shortest prompt of each bucket that a run can begin in.
-
-    A batch is as long as its longest prompt, and a long one may outgrow its bucket.
-    """
-    groups: dict[tuple, list[Prompt]] = {}
-    rows, heads = setting.batch_size, setting.target.config.num_heads
-    for prompt in setting.prompts:
-        size = len(prompt.tokens)
-        key = bucket(size), bucket(size + setting.budget), chunk_width(size, rows, heads)
-        groups.setdefault(key, []).append(prompt)
-    ends = [
-        end(group, key=lambda p: len(p.tokens)) for group in groups.values() for end in (min, max)
-    ]
-    return list({prompt.index: prompt for prompt in ends}.values())

@@ -139,7 +139,7 @@ class ProbePass(Drafter):
     def num_probes(self) -> int:
         return len(self.adaptive)
 
-    def init(self, inputs, state, chunk):
+    def init(self, inputs, state):
         return _no_answers(inputs, state, len(self.adaptive))
 
     def propose(self, inputs, state, keys):
@@ -196,7 +196,7 @@ class SinglePass(Drafter):
     def num_probes(self) -> int:
         return self.groups * len(self.adaptive)
 
-    def init(self, inputs, state, chunk):
+    def init(self, inputs, state):
         return _no_answers(inputs, state, len(self.adaptive)), jnp.zeros(state.length.shape, bool)
 
     def propose(self, inputs, state, keys):

@@ -26,8 +26,11 @@ class ModelDrafter(Drafter):
 
     needs_draft = True
 
-    def init(self, inputs, state, chunk):
-        return inputs.draft.prefill(state.tokens, state.length, chunk)
+    def init(self, inputs, state):
+        return inputs.draft.cache(*state.tokens.shape)
+
+    def feed(self, inputs, carried, tokens, start):
+        return inputs.draft.feed(carried, tokens, start)
 
 
 def last_two(state: DecodeState) -> Int[Array, "B 2"]:

@@ -55,6 +55,12 @@ def bucket(slots: int) -> int:
     return between if slots <= between and between % MIN_SLOTS == 0 else power
 
 
+def bucket_below(slots: int) -> int:
+    """The bucket before one; the smallest one's is itself."""
+    smaller = (slots * share // 12 for share in (9, 8, 6))
+    return next((size for size in smaller if bucket(size) == size), slots)
+
+
 def chunk_width(prompt: int, rows: int = 1, heads: int = 1) -> int:
     """The prefill width, a power of two, for ``rows`` whose longest prompt has ``prompt`` tokens.
 
@@ -65,6 +71,11 @@ def chunk_width(prompt: int, rows: int = 1, heads: int = 1) -> int:
     fitting = SCORES // (4 * rows * heads * bucket(prompt))
     narrow = 1 << fitting.bit_length() >> 1
     return max(MIN_CHUNK, min(widest, narrow, _power_of_two(prompt)))
+
+
+def widths(widest: int) -> list[int]:
+    """The widths, up to ``widest``, that :func:`chunk_width` gives."""
+    return [MIN_CHUNK << n for n in range((widest // MIN_CHUNK).bit_length())]
 
 
 def _power_of_two(least: int) -> int:
@@ -125,13 +136,13 @@ def commit_path(cache: KVCache, start: Int[Array, "B"], path: Int[Array, "B D+1"
     return jax.tree.map(move, cache)
 
 
-def grow(tree: Any, slots: int) -> Any:
-    """Every :class:`KVCache` inside ``tree``, padded to ``slots``."""
+def resize(tree: Any, slots: int) -> Any:
+    """Every :class:`KVCache` inside ``tree`` with ``slots`` slots, the last ones new or cut off."""
 
-    def pad(node):
+    def fit(node):
         if not isinstance(node, KVCache):
             return node
-        extra = slots - node.slots
-        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0))), node)
+        room = ((0, 0), (0, 0), (0, max(0, slots - node.slots)), (0, 0))
+        return jax.tree.map(lambda x: jnp.pad(x[:, :, :slots], room), node)
 
-    return jax.tree.map(pad, tree, is_leaf=lambda node: isinstance(node, KVCache))
+    return jax.tree.map(fit, tree, is_leaf=lambda node: isinstance(node, KVCache))

@@ -71,8 +71,7 @@ class BeamSearch(Method):
     def __post_init__(self):
         settle(self, beams=COUNT, joint=Must(str, choices=SAMPLED))
 
-    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
-        cache = inputs.target.prefill(state.tokens, state.length, chunk)
+    def ready(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         tokens = jnp.repeat(state.tokens[:, None], self.beams, axis=1)
         rows = tokens.shape[0]
         shape = (rows, self.beams)
@@ -81,15 +80,16 @@ class BeamSearch(Method):
         score = jnp.where(jnp.arange(self.beams) == 0, 0.0, lost)
         logprobs = jnp.zeros(tokens.shape, jnp.float32)
         return state.replace(
+            cache=(),
             method_state=BeamState(
-                cache=jax.tree.map(lambda x: jnp.repeat(x, self.beams, axis=0), cache),
+                cache=jax.tree.map(lambda x: jnp.repeat(x, self.beams, axis=0), state.cache),
                 running=Hypotheses(tokens, logprobs, score),
                 finished=Hypotheses(tokens + 0, logprobs + 0, lost + 0),
                 is_finished=jnp.zeros(shape, bool),
                 lengths=jnp.zeros(shape, jnp.int32),
                 generated=jnp.zeros((rows,), jnp.int32),
                 improvable=jnp.ones((rows,), bool),
-            )
+            ),
         )
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:

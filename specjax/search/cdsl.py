@@ -22,7 +22,7 @@ from specjax.probs import Purpose
 from specjax.protocols import Method
 from specjax.rewards.folding import Fold
 from specjax.rounds import Cost, Tested, finish_round
-from specjax.search.drivers import DeviceDriver, Driver, Lanes, start_lookahead
+from specjax.search.drivers import DeviceDriver, Driver, Lanes, feed_lookahead, start_lookahead
 from specjax.search.lookahead import Candidates, best_candidates, choose, roll_out
 from specjax.types import DecodeState, Inputs, Verdict
 
@@ -137,8 +137,11 @@ class CDSL(Method):
     def width(self) -> int:
         return self.most + max(self.k, 1) * self.d + 2
 
-    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
-        return start_lookahead(inputs, state, chunk, self.reward, drafts=True)
+    def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        return start_lookahead(inputs, state, self.reward, drafts=True)
+
+    def feed(self, inputs, state, tokens, start) -> DecodeState:
+        return feed_lookahead(inputs, state, tokens, start)
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         return self.round(DeviceDriver(self.reward, inputs), state)

@@ -128,17 +128,27 @@ def _jitted(method, function, donated: bool):
 
 
 def start_lookahead(
-    inputs: Inputs, state: DecodeState, chunk: int, reward: Fold | None, drafts: bool
+    inputs: Inputs, state: DecodeState, reward: Fold | None, drafts: bool
 ) -> DecodeState:
-    """The state after the prompt: caches filled, the draft model's where it ``drafts``.
+    """The state before the prompt: caches empty, the draft model's where it ``drafts``.
 
     No token is generated yet, so nothing is folded.
     """
-    rows = state.length.shape[0]
-    carry = () if reward is None else start_all(reward, inputs.reward, rows)
-    draft = inputs.draft.prefill(state.tokens, state.length, chunk) if drafts else ()
-    cache = inputs.target.prefill(state.tokens, state.length, chunk)
+    shape = state.tokens.shape
+    carry = () if reward is None else start_all(reward, inputs.reward, shape[0])
+    draft = inputs.draft.cache(*shape) if drafts else ()
+    cache = inputs.target.cache(*shape)
     return state.replace(cache=cache, method_state=LookaheadState(draft, carry))
+
+
+def feed_lookahead(
+    inputs: Inputs, state: DecodeState, tokens: Int[Array, "B N"], start: Int[Array, "B"]
+) -> DecodeState:
+    """The state after N more tokens of each row's prompt."""
+    kept = state.method_state
+    if isinstance(kept.draft, KVCache):
+        kept = kept.replace(draft=inputs.draft.feed(kept.draft, tokens, start))
+    return state.replace(cache=inputs.target.feed(state.cache, tokens, start), method_state=kept)
 
 
 def advance_hosted(
@@ -146,13 +156,15 @@ def advance_hosted(
     inputs: Inputs,
     state: DecodeState,
     rounds: int,
+    seen: np.ndarray,
     score: Callable[[DecodeState, Lanes], np.ndarray],
 ) -> DecodeState:
-    """Up to ``rounds`` host-driven rounds; stops where the rows are done or need more slots."""
+    """Up to ``rounds`` host-driven rounds, as :func:`specjax.decode.run_rounds`."""
     driver = HostDriver(score, inputs)
     for _ in range(rounds):
         full = int(state.length.max()) + method.width > state.slots
-        if full or np.asarray(state.done).all():
+        done = np.asarray(state.done)
+        if full or done.all() or (done & ~seen).any():
             break
         state = method.round(driver, state)
     return state

@@ -23,7 +23,7 @@ from specjax.net import Net
 from specjax.protocols import Method
 from specjax.rewards.folding import Fold
 from specjax.rounds import Cost, finish_round
-from specjax.search.drivers import DeviceDriver, Driver, Lanes, start_lookahead
+from specjax.search.drivers import DeviceDriver, Driver, Lanes, feed_lookahead, start_lookahead
 from specjax.types import DecodeState, Inputs, Verdict
 
 
@@ -187,8 +187,11 @@ class Lookahead(Method):
     def width(self) -> int:
         return self.k * self.d + 2
 
-    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
-        return start_lookahead(inputs, state, chunk, self.reward, self.drafts)
+    def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        return start_lookahead(inputs, state, self.reward, self.drafts)
+
+    def feed(self, inputs, state, tokens, start) -> DecodeState:
+        return feed_lookahead(inputs, state, tokens, start)
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         return self.round(DeviceDriver(self.reward, inputs), state)

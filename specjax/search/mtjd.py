@@ -59,9 +59,6 @@ class MTJD(Method):
     def width(self) -> int:
         return self.beams.slots + 1
 
-    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
-        return state.replace(cache=inputs.target.prefill(state.tokens, state.length, chunk))
-
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         keys = probs.round_keys(state.keys, state.stats.rounds)
         start, left = state.length - 1, state.max_length - state.length

@@ -52,8 +52,11 @@ class TwoStep(Method):
     def width(self) -> int:
         return 1 + max(self._first.width, self._second.width)
 
-    def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
-        return self._first.init(inputs, state, chunk)
+    def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        return self._first.init(inputs, state)
+
+    def feed(self, inputs, state, tokens, start) -> DecodeState:
+        return self._first.feed(inputs, state, tokens, start)
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         """Both passes, each with keys and so a round of its own, counted as one."""

@@ -66,6 +66,25 @@ def test_every_method(name, target, draft):
             same(one, other)
 
 
+def test_rows_take_seats_on_every_device(target, draft):
+    """Refilled, of one prompt, and of prompts that begin alike."""
+    many = spread((target, draft), data=2, model=2)
+    options = {"method": "speculative", "sampling": SAMPLED, "batch_size": 3}
+    beginning = list(range(20, 50))
+    for prompts, budgets in (
+        ([[1 + i] * (1 + i % 4) for i in range(9)], [3, 19, 1, 7, 2, 12, 1, 4, 9]),
+        ([beginning, *([*beginning, i, i] for i in range(5))], 6),
+    ):
+        one, two = (
+            sj.generate(p, prompts, draft=q, max_new_tokens=budgets, **options)
+            for p, q in ((target, draft), many)
+        )
+        same(one, two)
+        assert two.occupancy > 0.6
+    # Each device feeds the beginning once.
+    assert sorted(two.cached_tokens)[:2] == [0, 0] and sorted(two.cached_tokens)[2] >= 29
+
+
 @pytest.mark.parametrize("name", some((*variants.FAMILIES, *variants.VARIANTS), FAMILIES))
 def test_every_family(name):
     one = pair(name)[0]
@@ -103,7 +122,7 @@ def test_the_next_bucket_stays_split(target, draft):
     options = {"method": "speculative", "max_new_tokens": 200}
     same(*(sj.generate(p, PROMPTS, draft=q, **options) for p, q in ((target, draft), many)))
     state = start(*many, "speculative")[2]
-    for buffer in jax.tree.leaves((state.cache, decode.grow_state(state, 256).cache)):
+    for buffer in jax.tree.leaves((state.cache, decode.resize_state(state, 256).cache)):
         shards = buffer.addressable_shards
         assert len(shards) == 4 and all(s.data.nbytes * 4 == buffer.nbytes for s in shards)
 

@@ -30,8 +30,10 @@ def fed(name, pass_width, at_once):
     """Logits after each of ``NEW`` tokens, of which ``at_once`` go in a pass."""
     model, rows = net(name, pass_width), variants.tokens()
     tokens = jnp.pad(rows[:, : PROMPT + NEW], ((0, 0), (0, 128 - PROMPT - NEW)))
-    length = jnp.full((len(rows),), PROMPT + 1)
-    cache = jax.jit(lambda net: net.prefill(tokens, length, 16))(model)
+    begin = jnp.zeros((len(rows),), jnp.int32)
+    cache = jax.jit(lambda net: net.feed(net.cache(*tokens.shape), tokens[:, :PROMPT], begin))(
+        model
+    )
     logits = []
     for first in range(PROMPT, PROMPT + NEW, at_once):
         piece = tokens[:, first : first + at_once]

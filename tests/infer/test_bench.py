@@ -148,7 +148,7 @@ def test_peer_without_torch_is_refused(monkeypatch, capsys):
 
 
 def scripted(tokens, decode, prefill):
-    """A generation with given times per row, batch mates sharing theirs."""
+    """A generation with given times per row."""
     counters = {n: np.array([8]) for n in ("rounds", "target_calls", "tested", "drafted")}
     counters |= {
         "accepted": np.array([6]),
@@ -160,17 +160,16 @@ def scripted(tokens, decode, prefill):
         tokens=tokens,
         lengths=np.array([len(t) for t in tokens]),
         stats=counters,
-        decode_seconds=np.array(decode),
+        share_seconds=np.array(decode) + np.array(prefill),
         prefill_seconds=np.array(prefill),
         first_token_seconds=np.array(prefill),
-        batch=np.array([0, 0, 1])[: len(tokens)],
         origins=[np.zeros(len(t), np.int8) for t in tokens],
         text=[""] * len(tokens),
     )
 
 
-def test_batches_count_once_and_cases_take_turns(monkeypatch):
-    """Three rows in batches of two: a batch's seconds are not counted per row."""
+def test_rows_share_their_seconds_and_cases_take_turns(monkeypatch):
+    """Three rows, two in flight: prefill between the rounds of others is part of the time."""
     order = []
 
     def run_case(setting, case):
@@ -183,10 +182,12 @@ def test_batches_count_once_and_cases_take_turns(monkeypatch):
     both = [Case(name, {}, GREEDY, 2) for name in ("autoregressive", "speculative")]
     setting = timed_cases.Setting(None, None, [[1]] * 3, 4, seed=5)
     first, _ = timed_cases.measure(setting, both, 2, order.append)
-    assert first.tokens_per_second().tolist() == [12 / 3, 12 / 3]
-    assert first.tokens_per_second(whole=True).tolist() == [12 / 6, 12 / 6]
+    assert first.tokens_per_second().tolist() == [12 / 9, 12 / 9]
     tokens, seconds = first.speed()
-    assert tokens.tolist() == [[8, 4]] * 2 and seconds.tolist() == [[2, 1]] * 2
+    assert tokens.tolist() == [[4, 4, 4]] * 2 and seconds.tolist() == [[3, 3, 3]] * 2
+    alone = dataclasses.replace(first, case=dataclasses.replace(first.case, batch_size=1))
+    assert alone.speed()[1].tolist() == [[2, 2, 1]] * 2
+    np.testing.assert_array_equal(alone.speed(whole=True)[1], seconds)
     turns = [[("autoregressive", seed), ("speculative", seed)] for seed in (5, 6)]
     assert order == ["autoregressive", "speculative", *turns[0], 0, *turns[1], 1]
 
@@ -207,7 +208,7 @@ def compilations(work):
 
 
 def test_no_time_holds_a_compilation(target):
-    """Batches of three widths of prefill, whose rows end early or outgrow their first slots."""
+    """Prompts of three widths of prefill, whose rows end early or outgrow their first slots."""
     prompts = [list(range(1, n + 1)) for n in (3, 60, 9, 62, 61)]
     # A token that decoding soon says ends some rows, and none of the warm-up's.
     said = sj.generate(target, prompts[1:2], max_new_tokens=8).tokens[0][4]
@@ -242,7 +243,6 @@ def result(name, speeds, tokens, sampling=GREEDY, **options):
     for speed in speeds:
         seconds = [len(t) / speed for t in tokens]
         run = scripted(tokens, seconds, seconds)
-        run.batch, run.stats = np.arange(len(tokens)), dict(run.stats)
         run.stats = {n: np.repeat(v, len(tokens), axis=0) for n, v in run.stats.items()}
         runs.append(run)
     return timed_cases.Result(Case(name, options, sampling, 1), runs)

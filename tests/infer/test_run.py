@@ -21,8 +21,9 @@ import specjax as sj
 from infer.prompts import Encoder
 from infer.run import commands as program
 from infer.run import job
+from infer.run.output import Output
 from infer.run.screen import DRAFTED, WRITTEN, Screen, printable
-from specjax.errors import OptionError
+from specjax.errors import OptionError, SpecjaxError
 from specjax.files import locked
 from specjax.types import FROM_DRAFT, FROM_TARGET
 
@@ -196,10 +197,37 @@ def test_a_torn_result_file_is_completed(pair, job_file, tmp_path, capsys, share
     assert answers(torn) == answers(whole)
 
 
+def test_rows_are_out_when_they_end_and_a_job_goes_on_row_by_row(
+    pair, job_file, tmp_path, capsys, monkeypatch
+):
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    command = [*pair, "--prompts", job_file, "--temperature", "0.7", "--num-samples", "2"]
+    assert run(capsys, *command, "--out", whole)[0] == 0
+    append = Output.append
+
+    def failing(self, entry):
+        if len(lines(out)) == 3:
+            raise SpecjaxError("no more room")
+        append(self, entry)
+
+    monkeypatch.setattr(Output, "append", failing)
+    assert run(capsys, *command, "--out", out)[0] != 0
+    before = out.read_bytes()
+    assert len(lines(out)) == 3
+    monkeypatch.setattr(Output, "append", append)
+    assert run(capsys, *command, "--out", out)[0] == 0
+    assert out.read_bytes().startswith(before)
+    assert len(lines(out)) == len(lines(whole)) and answers(out) == answers(whole)
+    _, shown, _ = run(capsys, *command, "--json")
+    order = [(row["index"], row["sample"]) for row in map(json.loads, shown.splitlines())]
+    places = sorted((row["index"], row["sample"]) for row in lines(whole))
+    assert order == places, "standard output keeps the prompts' order"
+
+
 @pytest.mark.slow
 def test_killed_at_random_moments_and_resumed(pair, job_file, tmp_path, capsys):
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    command = [*pair, "--batch-size", "1", "--prompts", str(job_file), "--temperature", "0.7"]
+    command = [*pair, "--batch-size", "3", "--prompts", str(job_file), "--temperature", "0.7"]
     assert run(capsys, *command, "--out", whole)[0] == 0
     seen = 0
     while seen < 3:  # killed once a further row is there, at whatever point that hits

@@ -1,0 +1,225 @@
+"""Rows in flight: a row that takes the seat of another is the row alone, and prompts are shared."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from specjax import decode, flight, prefixes
+from specjax.engine import Row
+from specjax.errors import OptionError
+from specjax.generate import make_engine
+from specjax.prefixes import LEAST, Prefixes, in_common
+
+RNG = np.random.Generator(np.random.Philox(4))
+PROMPTS = [RNG.integers(0, 97, n).tolist() for n in (3, 12, 1, 9, 7, 14, 2, 11, 40)]
+BUDGETS = [5, 21, 1, 30, 2, 9, 14, 3, 17]
+SAMPLING = sj.Sampling(temperature=0.8, top_k=20, top_p=0.9)
+FAST = ("autoregressive",)  # test_golden seats rows of every method in flight
+SLOW = ("speculative", "sdsat", "specinfer")
+
+
+def run(target, draft, name, **kw):
+    given = {"prompts": PROMPTS, "max_new_tokens": BUDGETS, "sampling": SAMPLING, "seed": 5}
+    return sj.generate(target, method=name, draft=draft, **(given | kw))
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
+def test_a_row_that_takes_a_seat_is_the_row_alone(target, draft, name):
+    """Tokens, log-probabilities and counters; at batch size 1 every row begins by itself."""
+    logprobs = name not in FAST  # a program of its own
+    for sampling in (sj.Sampling(), SAMPLING):
+        flowing, alone = (
+            run(target, draft, name, sampling=sampling, batch_size=size, logprobs=logprobs)
+            for size in (3, 1)
+        )
+        for i in range(len(PROMPTS)):
+            np.testing.assert_array_equal(flowing.tokens[i], alone.tokens[i])
+            if logprobs:
+                np.testing.assert_allclose(flowing.logprobs[i], alone.logprobs[i], atol=1e-4)
+        for counter, values in alone.stats.items():
+            np.testing.assert_array_equal(flowing.stats[counter], values, counter)
+        assert flowing.finish_reasons == alone.finish_reasons
+        np.testing.assert_array_equal(flowing.lengths, BUDGETS)
+        assert flowing.passes < alone.passes and flowing.occupancy > 0.8
+
+
+def test_nothing_is_traced_for_a_new_row(target):
+    engine = make_engine(target, None, sj.method("autoregressive"), {})
+
+    def traced():
+        made = decode.run_rounds, decode.seat_rows, decode.begin_prompts
+        programs = [make(engine.method) for make in made[:2]] + [made[2](engine.method, False)]
+        return [program._cache_size() for program in programs]
+
+    sj.generate(target, PROMPTS, max_new_tokens=BUDGETS, batch_size=3)
+    before = traced()
+    prompts, budgets = [PROMPTS[i % 9] for i in range(24)], [1 + 5 * (i % 7) for i in range(24)]
+    sj.generate(target, prompts, max_new_tokens=budgets, batch_size=3, prefixes=0)
+    assert traced() == before and min(before) > 0
+
+
+def test_seats_are_taken_in_place(target):
+    engine = make_engine(target, None, sj.method("autoregressive"), {})
+    inputs, keys = engine.inputs(SAMPLING, 3), jax.random.split(jax.random.key(0), 3)
+    prompts, budget = [np.array(p) for p in PROMPTS[:3]], np.full(3, 4, np.int32)
+    state = decode.start(engine.method, inputs, prompts, budget, keys, chunk=16)
+    one = engine.inputs(SAMPLING, 1)
+    tokens = np.zeros((1, 128), np.int32)
+    tokens[0, :9] = PROMPTS[3]
+    begin = decode.begin_prompts(engine.method, False)
+    newcomer = begin(one, tokens, np.array([9]), np.array([12]), keys[:1], None)
+    fed = decode.feed_prompts(engine.method, 16)(one, newcomer, np.array([0]))
+    seated = decode.seat_rows(engine.method)(one, state, fed, np.array([1]))
+    assert all(buffer.is_deleted() for buffer in state.cache.k + newcomer.cache.k)
+    assert not any(buffer.is_deleted() for buffer in fed.cache.k)  # another sample may follow
+    assert np.asarray(seated.length).tolist() == [3, 9, 1]
+    np.testing.assert_array_equal(seated.cache.k[0][1], fed.cache.k[0][0])
+    compiled = decode.seat_rows(engine.method).lower(one, seated, fed, np.array([1])).compile()
+    moved = compiled.memory_analysis()
+    assert moved.alias_size_in_bytes > 0.99 * sum(
+        x.nbytes for x in jax.tree.leaves(seated.replace(keys=()))
+    )
+
+
+def test_occupancy_of_a_job_by_hand(target):
+    """One row of six rounds beside eight of one, two by two: two rounds are left to the one."""
+    budgets = [1, 1, 6, 1, 1, 1, 1, 1, 1]
+    out = sj.generate(target, PROMPTS, max_new_tokens=budgets, batch_size=3)
+    assert out.occupancy == 14 / 18 and out.passes == 6
+
+
+def test_a_long_newcomer_is_fed_in_pieces_between_rounds(target, monkeypatch):
+    """While rows are live no more than one piece passes between two of their rounds."""
+    events = []
+
+    def spy(name):
+        real = getattr(decode, name)
+
+        def made(*arguments):
+            program = real(*arguments)
+            return lambda *given: events.append(name) or program(*given)
+
+        monkeypatch.setattr(decode, name, made)
+
+    spy("feed_prompts")
+    spy("run_rounds")
+    long = RNG.integers(0, 97, 140).tolist()
+    prompts, budgets = [*PROMPTS[:3], long], [60, 55, 58, 2]
+    out = sj.generate(target, prompts, max_new_tokens=budgets, batch_size=3)
+    np.testing.assert_array_equal(out.lengths, budgets)
+    first, last = events.index("feed_prompts"), len(events) - events[::-1].index("feed_prompts")
+    assert events[first:last] == ["feed_prompts", "run_rounds", "feed_prompts"]
+
+
+def test_samples_of_a_prompt_share_its_prefill(target):
+    prompt = PROMPTS[-1]
+    shared, own = (
+        sj.generate(
+            target,
+            [prompt],
+            num_samples=5,
+            batch_size=3,
+            max_new_tokens=9,
+            sampling=SAMPLING,
+            prefixes=kept,
+        )
+        for kept in (2, 0)
+    )
+    assert shared.cached_tokens == [0, 39, 39, 39, 39] and own.cached_tokens[0] == 0
+    for a, b in zip(shared.tokens, own.tokens, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert len({tuple(row) for row in shared.tokens}) > 1
+
+
+def test_rows_that_begin_alike_share_what_they_begin_with(target, draft, monkeypatch):
+    """Same tokens as without, for a model and its draft; one token more would be another's."""
+    prompts = [PROMPTS[-1][:30] + tail for tail in PROMPTS[:8]]
+    kw = {"prompts": prompts, "max_new_tokens": 12, "batch_size": 3}
+    shared, own = (run(target, draft, "speculative", prefixes=n, **kw) for n in (1, 0))
+    for a, b in zip(shared.tokens, own.tokens, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert sorted(shared.cached_tokens)[:2] == [0, 30] and max(shared.cached_tokens) == 30
+    assert max(own.cached_tokens) == 0
+    monkeypatch.setattr(prefixes, "in_common", lambda a, b: 31 if in_common(a, b) else 0)
+    wrong = run(target, draft, "speculative", prefixes=1, **kw)
+    assert any((a != b).any() for a, b in zip(wrong.tokens, own.tokens, strict=True))
+
+
+def test_the_store_keeps_so_many_and_drops_the_least_recently_used():
+    a, b, c = (np.full(40, token) for token in (1, 2, 3))
+    store, none = Prefixes(2), np.zeros(1, np.int32)
+    for name, prompt in (("a", a), ("b", b)):
+        store.keep([prompt], none, name)
+    assert store.find([a])[0] == "a"  # b is now the one used longest ago
+    store.keep([c], none, "c")
+    assert len(store) == 2 and store.find([b])[0] is None
+    assert store.find([a]) == ("a", [39]) and store.find([np.append(a, 5)]) == ("a", [40])
+    store.keep([np.append(a, 5)], np.array([40]), "hardly new")
+    assert len(store) == 2 and store.find([c])[0] == "c"
+    empty = Prefixes(0)
+    empty.keep([a], none, "a")
+    assert len(empty) == 0
+
+
+def test_what_prompts_have_in_common():
+    a = np.arange(50)
+    assert in_common(a, a) == 49 and in_common(a, a[:30]) == 29 and in_common(a[:30], a) == 30
+    assert in_common(a, np.append(a[:LEAST], [0, 0])) == LEAST
+    assert in_common(a, np.append(a[: LEAST - 1], [0, 0])) == 0
+    fresh, kept = Prefixes(1), Prefixes(1)
+    kept.keep([a], np.zeros(1, np.int32), "a")
+    assert fresh.helps([a, a]) and not fresh.helps([a]) and not fresh.helps([a, a + 1])
+    assert kept.helps([a]) and not Prefixes(0).helps([a, a])
+
+
+def test_requests_may_come_late(target):
+    """A source that has nothing now lets the rows in flight go on."""
+    engine = make_engine(target, None, sj.method("autoregressive"), {})
+    key = jax.random.key(0)
+    rows = [Row(np.array(PROMPTS[i], np.int32), 6, key, case=i) for i in (0, 1, 3)]
+    seen = []
+
+    def requests():
+        yield rows[0]
+        yield None
+        while len(seen) < 2:  # rounds of the first row
+            yield None
+        yield from rows[1:]
+
+    rows_in_flight = flight.Flight(engine, 3, sj.Sampling(), flight.Bounds.of(rows))
+    for piece in rows_in_flight.run(requests(), rounds=1):
+        seen.append(piece)
+    ends = [piece.index for piece in seen if piece.row]
+    assert ends == [0, 1, 3]
+    want = sj.generate(target, [PROMPTS[i] for i in ends], max_new_tokens=6)
+    for tokens, index in zip(want.tokens, ends, strict=True):
+        own = np.concatenate([piece.tokens for piece in seen if piece.index == index])
+        np.testing.assert_array_equal(tokens, own)
+
+
+def test_budgets_are_one_per_prompt(target):
+    with pytest.raises(OptionError, match="2 max_new_tokens for 3 prompts"):
+        sj.generate(target, PROMPTS[:3], max_new_tokens=[1, 2])
+    with pytest.raises(OptionError, match="max_new_tokens"):
+        sj.generate(target, PROMPTS[:2], max_new_tokens=[1, 0])
+
+
+def test_a_row_before_leaves_nothing_behind(target):
+    """What a seat held is replaced or never read: its stale slots may hold anything finite."""
+    engine = make_engine(target, None, sj.method("autoregressive"), {})
+    inputs, keys = engine.inputs(sj.Sampling(), 1), jax.random.split(jax.random.key(0), 1)
+    start = decode.begin_prompts(engine.method, False)
+    tokens = np.zeros((1, 128), np.int32)
+    tokens[0, :9] = PROMPTS[3]
+    ends = np.array([20], np.int32)
+    newcomer = start(inputs, tokens, np.array([9], np.int32), ends, keys, None)
+    newcomer = decode.feed_prompts(engine.method, 16)(inputs, newcomer, np.array([0]))
+    outputs = []
+    for stale in (0.0, 1e3):
+        empty = decode.empty_rows(engine.method, False)(inputs, np.zeros((1, 128), np.int32), keys)
+        empty = empty.replace(cache=jax.tree.map(lambda x: jnp.full_like(x, stale), empty.cache))
+        seated = decode.seat_rows(engine.method)(inputs, empty, newcomer, np.array([0]))
+        outputs.append(np.asarray(decode.advance(engine.method, inputs, seated, 99).tokens[:, :20]))
+    np.testing.assert_array_equal(*outputs)
