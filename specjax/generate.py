@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.arguments import COUNT, FLAG, Must, an, listed, takes, texts, whole_numbers
+from specjax.arguments import COUNT, FLAG, Must, an, listed, or_name, takes, texts, whole_numbers
 from specjax.engine import Batch, Engine, Row
 from specjax.errors import OptionError, PairError
-from specjax.lm import LM, MODEL
+from specjax.lm import LM, MODEL, own_draft
 from specjax.mesh import round_up
 from specjax.methods import Context, MethodSpec, bind, choose
 from specjax.output import Generation, Piece, concatenate
@@ -40,7 +40,7 @@ def _constraints(value: Any) -> list[dict[str, tuple[str, ...]]]:
 CHECKED = takes(
     target=MODEL,
     prompts=Must(listed, fits=len, wanted="at least one text or sequence of token ids"),
-    draft=dataclasses.replace(MODEL, optional=True),
+    draft=or_name(dataclasses.replace(MODEL, optional=True)),
     options=OPTIONS,
     max_new_tokens=COUNT,
     sampling=Must(an(Sampling), wanted="a specjax.Sampling, as Sampling(0.8)", optional=True),
@@ -67,7 +67,7 @@ def generate(
     prompts: str | Sequence[str] | Sequence[Sequence[int]],
     *,
     method: str | Method = "autoregressive",
-    draft: LM | None = None,
+    draft: LM | str | None = None,
     drafter: str | Drafter | None = None,
     rule: str | Rule | None = None,
     target_dist: str | TargetDist = "warped",
@@ -98,7 +98,7 @@ def stream(
     prompts: str | Sequence[str] | Sequence[Sequence[int]],
     *,
     method: str | Method = "autoregressive",
-    draft: LM | None = None,
+    draft: LM | str | None = None,
     drafter: str | Drafter | None = None,
     rule: str | Rule | None = None,
     target_dist: str | TargetDist = "warped",
@@ -122,7 +122,9 @@ def stream(
       prompts: texts, or sequences of token ids; a text or a sequence of ids alone is one prompt,
         an array ``[n, m]`` of ids n of them.
       method: a name of :func:`specjax.methods`, or a :class:`specjax.protocols.Method`.
-      draft: the model q, where the method needs one.
+      draft: the model q, where the method needs one; ``self:int4`` (``int8``, ``fp8``): the
+        target's own quantised copy, made anew by every call (:func:`specjax.quantize` makes one to
+        keep).
       drafter, rule, target_dist: instead of ``method``, its parts, each by name or as an object
         of your own (:mod:`specjax.protocols`).
       options: the method's options, e.g. ``{"gamma": 3}``.
@@ -149,6 +151,7 @@ def stream(
         compiles.
     """
     sampling, options = sampling or Sampling(), options or {}
+    draft = own_draft(target, draft) if isinstance(draft, str) else draft
     prompts = [encode_prompt(target, prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
     for name, given in (("indices", indices), ("constraints", constraints)):
         if given is not None and len(given) != len(prompts):
