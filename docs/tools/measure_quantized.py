@@ -32,7 +32,7 @@ def main() -> None:
     args = parser.parse_args()
     target = sj.load("demo", dtype="float32")
     functions, _ = held_out_functions(max(args.functions, args.prompts))
-    texts = [f.prompt + f.body for f in functions[: args.functions]]
+    texts = [f.prompt + f.reference for f in functions[: args.functions]]
     prompts = [f.prompt for f in functions[: args.prompts]]
     whole_bits = bits_per_byte(target, texts)
     print("| scheme | MB | bits per byte | over float32 | greedy | sampled |")

@@ -32,8 +32,8 @@ def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
             return whole
         if whole[1] and x.groups % count:
             raise ModelError(
-                f"{x.groups} groups of {x.shape[1] // x.groups} inputs ({names[1]}) cannot be split "
-                f"over {AXIS}={count} devices; choose int4:GROUP so that they can, or int8"
+                f"{x.groups} groups of {x.shape[1] // x.groups} inputs ({names[1]}) cannot be "
+                f"split over {AXIS}={count} devices; choose int4:GROUP so that they can, or int8"
             )
         turned = PartitionSpec(*whole[::-1])
         return dataclasses.replace(x, codes=turned, scales=turned)

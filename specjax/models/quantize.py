@@ -11,7 +11,6 @@ Axis legend: O outputs, I inputs, G groups of inputs.
 from __future__ import annotations
 
 import functools
-import math
 import re
 from typing import Any, NamedTuple
 
@@ -71,12 +70,16 @@ def quantize(weight: Float[Array, "O I"], scheme: Scheme, dtype: jnp.dtype) -> Q
     Raises:
       ModelError: the groups do not divide the inputs.
     """
-    if scheme.group and weight.shape[1] % scheme.group:
+    _check_groups(scheme, weight.shape[1])
+    return _encode(weight, scheme, jnp.dtype(dtype))
+
+
+def _check_groups(scheme: Scheme, inputs: int) -> None:
+    if scheme.group and inputs % scheme.group:
         raise ModelError(
-            f"{scheme}: groups of {scheme.group} do not divide a weight of {weight.shape[1]} inputs; "
+            f"{scheme}: groups of {scheme.group} do not divide a weight of {inputs} inputs; "
             "choose int4:GROUP with a number that divides it, or int8"
         )
-    return _encode(weight, scheme, jnp.dtype(dtype))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -118,7 +121,11 @@ def quantize_params(cfg: ModelConfig, params: dict, scheme: Scheme, dtype: jnp.d
 
 
 def param_bytes(cfg: ModelConfig, dtype: jnp.dtype, scheme: Scheme | None = None) -> int:
-    """Bytes of a model's params; of a split model those of one device."""
+    """Bytes of a model's params; of a split model those of one device.
+
+    Raises:
+      ModelError: the groups do not divide the inputs of a weight.
+    """
 
     def count(leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> int:
         # Heads and columns are the device's own in ``cfg``, the vocabulary is the whole one.
@@ -127,8 +134,9 @@ def param_bytes(cfg: ModelConfig, dtype: jnp.dtype, scheme: Scheme | None = None
         own = scheme and scheme.of(axes)
         if not own:
             return size * jnp.dtype(dtype).itemsize
+        _check_groups(own, leaf.shape[1])
         if own.group:
             return size // 2 + 2 * (size // own.group)
-        return size + 4 * (size // math.prod(leaf.shape[1:]))
+        return size + 4 * (size // leaf.shape[1])
 
     return sum(jax.tree.leaves(jax.tree.map(count, param_shapes(cfg), param_axes(cfg))))

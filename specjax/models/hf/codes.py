@@ -32,14 +32,14 @@ def forms(cfg: ModelConfig, scheme: Scheme) -> dict:
       ModelError: the scheme's groups do not divide the inputs of a weight.
     """
     shapes = param_shapes(cfg)
-    layer = shapes["layers"]["0"]
 
     def quantized(tree: dict) -> dict:
         fused = tree | {"layers": {"0": fuse_layer(tree["layers"]["0"])}}
         return quantize_params(cfg, fused, scheme, jnp.dtype(jnp.float32))
 
-    tree = jax.eval_shape(quantized, shapes | {"layers": {"0": layer}})
-    whole = tree | {"layers": {i: tree["layers"]["0"] for i in shapes["layers"]}}
+    # Layers are alike: one is made.
+    tree = jax.eval_shape(quantized, shapes | {"layers": {"0": shapes["layers"]["0"]}})
+    whole = tree | {"layers": dict.fromkeys(shapes["layers"], tree["layers"]["0"])}
     return tree_map_with_path(lambda path, x: (_name(path), x.shape, x.dtype), whole)
 
 
