@@ -87,10 +87,9 @@ def _encode(weight: Float[Array, "O I"], scheme: Scheme, dtype: jnp.dtype) -> Qu
     kind, most = CODES[scheme.kind], LARGEST[scheme.kind]
     rows = weight.shape[0]
     parts = weight.astype(jnp.float32).reshape(rows, -1, scheme.group or weight.shape[1])
-    size = jnp.abs(parts).max(-1)
-    scales = jnp.where(size > 0, size / most, 1).astype(
-        jnp.bfloat16 if scheme.group else jnp.float32
-    )
+    scales = jnp.abs(parts).max(-1) / most
+    scales = jnp.where(scales == 0, 1, scales)  # nothing but zeros, or next to it
+    scales = scales.astype(jnp.bfloat16 if scheme.group else jnp.float32)
     codes = jnp.clip(parts / scales[..., None].astype(jnp.float32), -most, most)
     codes = (codes if scheme.kind == "fp8" else jnp.round(codes)).reshape(weight.shape)
     if scheme.group:
@@ -112,7 +111,8 @@ def quantize_params(cfg: ModelConfig, params: dict, scheme: Scheme, dtype: jnp.d
         if own is None:
             return x.astype(dtype)
         coded = quantize(x.dense(jnp.float32) if is_quantized(x) else x, own, dtype)
-        if not isinstance(x, jax.core.Tracer) and not jnp.isfinite(coded.scales).all():
+        made = not isinstance(coded.scales, jax.core.Tracer)
+        if made and not jnp.isfinite(coded.scales).all():
             raise ModelError(f"{scheme}: a weight ({' × '.join(axes)}) has entries not finite")
         return coded
 

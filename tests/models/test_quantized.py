@@ -230,11 +230,12 @@ def test_what_does_not_fit_is_one_line(directory, tmp_path, target, capsys):
             call()
 
 
-def test_weights_that_are_not_finite_and_groups_that_devices_cannot_share_are_refused(target):
+def test_weights_that_are_not_finite_and_groups_that_devices_cannot_share_are_refused():
     cfg, _, params = build("biases")
-    broken = params | {"embed": params["embed"].at[3, 3].set(jnp.inf)}
-    with pytest.raises(sj.ModelError, match="not finite"):
-        quantize_params(cfg, broken, parse_scheme("int8"), F32)
+    for odd in (jnp.inf, jnp.nan):
+        broken = {"embed": params["embed"].at[3, 3].set(odd)}
+        with pytest.raises(sj.ModelError, match="not finite"):
+            quantize_params(cfg, broken, parse_scheme("int8"), F32)
     coded = quantize_params(cfg, params, parse_scheme("int4:16"), F32)
     with pytest.raises(sj.ModelError, match="3 groups of 16 inputs"):
         param_specs(cfg, coded, 2)
