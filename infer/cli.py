@@ -27,12 +27,15 @@ Value = TypeVar("Value")
 
 
 def add_models(parser: Parser) -> None:
-    """``--target --draft --dtype --pass-width --pickles``."""
+    """``--target --draft --dtype --quantize --pass-width --pickles``."""
     group = parser.add_argument_group("models")
     said = "the model p: a directory, a hub id, or the embedded demo (default)"
     group.add_argument("--target", default="demo", metavar="PATH|ID|demo", help=said)
-    group.add_argument("--draft", metavar="PATH|ID|demo", help="the draft model q")
+    said = "the draft model q; self:int4 (int8, fp8): the target's own quantised copy"
+    group.add_argument("--draft", type=draft, metavar="PATH|ID|demo|self:SCHEME", help=said)
     group.add_argument("--dtype", metavar="D", help="float32, bfloat16 or float16")
+    said = "keep the weights as int8, fp8, int4 or int4:GROUP (inputs that share a scale)"
+    group.add_argument("--quantize", type=scheme, metavar="SCHEME", help=said)
     said = "tokens a row of a narrow pass (default: 8 on accelerators, where they are free, else 1)"
     group.add_argument("--pass-width", type=whole(1, 128), metavar="N", help=said)
     said = "read pytorch_model*.bin where there are no safetensors: tensors alone, through torch"
@@ -102,6 +105,21 @@ def whole(low: int, high: int = INT32_MAX) -> Callable[[str], int]:
 seed = whole(0, SEED_MAX)
 temperature = checked(float, "a number ≥ 0 (0 is greedy)", lambda t: 0 <= t < math.inf)
 top_p = checked(float, "a number above 0 and up to 1 (1 is off)", lambda p: 0 < p <= 1)
+
+
+SELF = "self:"  # begins the name of a draft that is the target's own copy, by its scheme
+scheme = checked(
+    str,
+    "int8, fp8, int4 or int4:GROUP",
+    lambda text: re.fullmatch(r"int8|fp8|int4(:[0-9]{1,4})?", text),
+)
+
+
+def draft(name: str) -> str:
+    """An argparse type: a model's name, or self:SCHEME."""
+    if name.startswith(SELF):
+        scheme(name.removeprefix(SELF))
+    return name
 
 
 def mesh_axes(text: str) -> dict[str, int]:

@@ -1,9 +1,11 @@
-"""Convert a checkpoint of pickles (pytorch_model*.bin) to safetensors; needs the torch extra.
+"""Convert a checkpoint: pickles (pytorch_model*.bin) to safetensors, or weights to 8 or 4 bits.
 
   python -m infer.convert DIR              writes the safetensors beside the pickles
   python -m infer.convert DIR --out OTHER  a new directory, with config and tokenizer
+  python -m infer.convert DIR --quantize int8 --out OTHER
+                                           one with quantised weights, which only specjax reads
 
-Only tensors are read from the pickles (``weights_only``): no code in them runs.
+Pickles need the torch extra. Only tensors are read from them: no code in them runs.
 
 Exit codes: 0 done, 2 bad arguments or input.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from infer.cli import scheme
 from specjax.program import Parser, run, start
 
 
@@ -23,7 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", metavar="DIR", type=Path, help="where to; default: DIR itself")
     said = "replace safetensors files that are there already"
     parser.add_argument("--overwrite", action="store_true", help=said)
-    return run("infer.convert", "infer.unpickle:convert", parser.parse_args(argv))
+    said = "int8, fp8, int4 or int4:GROUP (inputs that share a scale)"
+    parser.add_argument("--quantize", type=scheme, metavar="SCHEME", help=said)
+    said = "with --quantize: read pickles where there are no safetensors"
+    parser.add_argument("--pickles", action="store_true", help=said)
+    args = parser.parse_args(argv)
+    if args.quantize and args.out is None:
+        parser.error("--quantize writes a new directory; give --out DIR")
+    work = "infer.quantizing:convert" if args.quantize else "infer.unpickle:convert"
+    return run("infer.convert", work, args)
 
 
 if __name__ == "__main__":

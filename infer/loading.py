@@ -42,10 +42,13 @@ def load_models(
         pickles=args.pickles,
         mesh=devices,
         pass_width=args.pass_width,
+        quantize=args.quantize,
     )
     target = load(args.target)
     if draft is None:
         return target, None
+    if draft.startswith(lm.SELF):
+        return target, lm.own_draft(target, draft)
     return target, load(draft, split=devices is None or lm.can_split(draft, devices))
 
 

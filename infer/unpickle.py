@@ -63,10 +63,15 @@ def write_safetensors(directory: Path, out: Path, overwrite: bool = False) -> li
         write_text(out / INDEX, json.dumps(index, indent=1) + "\n")
         written.append(out / INDEX)
     if out.resolve() != directory.resolve():
-        for path in sorted({p for kept in KEPT for p in directory.glob(kept)}):
-            if path.name != PICKLE_INDEX:
-                shutil.copy(path, out)
+        copy_rest(directory, out)
     return written
+
+
+def copy_rest(directory: Path, out: Path, leave: tuple[str, ...] = ()) -> None:
+    """Copies what a checkpoint has beside its weights, but for ``leave``."""
+    for path in sorted({p for kept in KEPT for p in directory.glob(kept)}):
+        if path.name not in (PICKLE_INDEX, INDEX, *leave):
+            shutil.copy(path, out)
 
 
 def _pickles(directory: Path) -> list[str]:

@@ -14,6 +14,7 @@ from specjax.lm import LM as LM
 from specjax.lm import from_params as from_params
 from specjax.lm import load as load
 from specjax.lm import on_mesh as on_mesh
+from specjax.lm import quantize as quantize
 from specjax.mesh import make_mesh as make_mesh
 from specjax.methods import compose as compose
 from specjax.methods import method as method

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.arguments import COUNT, FLAG, Must, an, listed, takes, texts, whole_numbers
+from specjax.arguments import COUNT, FLAG, Must, an, listed, or_name, takes, texts, whole_numbers
 from specjax.engine import Engine, Row
 from specjax.errors import OptionError, PairError
 from specjax.flight import Bounds, Flight
-from specjax.lm import LM, MODEL
+from specjax.lm import LM, MODEL, own_draft
 from specjax.mesh import round_up
 from specjax.methods import Context, MethodSpec, bind, choose
 from specjax.output import Generation, Piece, concatenate
@@ -48,7 +48,7 @@ def _budgets(value: Any) -> int | list[int]:
 CHECKED = takes(
     target=MODEL,
     prompts=Must(listed, fits=len, wanted="at least one text or sequence of token ids"),
-    draft=dataclasses.replace(MODEL, optional=True),
+    draft=or_name(dataclasses.replace(MODEL, optional=True)),
     options=OPTIONS,
     max_new_tokens=Must(_budgets, wanted="a whole number ≥ 1, or one per prompt"),
     sampling=Must(an(Sampling), wanted="a specjax.Sampling, as Sampling(0.8)", optional=True),
@@ -76,7 +76,7 @@ def generate(
     prompts: str | Sequence[str] | Sequence[Sequence[int]],
     *,
     method: str | Method = "autoregressive",
-    draft: LM | None = None,
+    draft: LM | str | None = None,
     drafter: str | Drafter | None = None,
     rule: str | Rule | None = None,
     target_dist: str | TargetDist = "warped",
@@ -108,7 +108,7 @@ def stream(
     prompts: str | Sequence[str] | Sequence[Sequence[int]],
     *,
     method: str | Method = "autoregressive",
-    draft: LM | None = None,
+    draft: LM | str | None = None,
     drafter: str | Drafter | None = None,
     rule: str | Rule | None = None,
     target_dist: str | TargetDist = "warped",
@@ -133,7 +133,9 @@ def stream(
       prompts: texts, or sequences of token ids; a text or a sequence of ids alone is one prompt,
         an array ``[n, m]`` of ids n of them.
       method: a name of :func:`specjax.methods`, or a :class:`specjax.protocols.Method`.
-      draft: the model q, where the method needs one.
+      draft: the model q, where the method needs one; ``self:int4`` (``int8``, ``fp8``): the
+        target's own quantised copy, made anew by every call (:func:`specjax.quantize` makes one to
+        keep).
       drafter, rule, target_dist: instead of ``method``, its parts, each by name or as an object
         of your own (:mod:`specjax.protocols`).
       options: the method's options, e.g. ``{"gamma": 3}``.
@@ -162,6 +164,7 @@ def stream(
         compiles.
     """
     sampling, options = sampling or Sampling(), options or {}
+    draft = own_draft(target, draft) if isinstance(draft, str) else draft
     prompts = [encode_prompt(target, prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
     budgets = max_new_tokens
     if isinstance(budgets, int):

@@ -12,17 +12,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.arguments import FLAG, Must, an, shown, takes, whole_numbers
 from specjax.checks import require_all
 from specjax.demo import tuned
-from specjax.errors import ModelError, foreign
+from specjax.errors import ModelError, OptionError, foreign
 from specjax.models import ModelConfig, fuse, load_pretrained
 from specjax.models.config import as_ids
 from specjax.models.hf.checkpoint import DTYPES, load_config, read_json
 from specjax.models.hf.config import token_ids
-from specjax.models.placement import place
+from specjax.models.placement import param_specs, place
+from specjax.models.quantize import parse_scheme, quantize_params
 from specjax.models.sharding import AXIS, split_config
 from specjax.net import FREE_TOKENS, Net
 from specjax.text import Tokenizer
@@ -33,6 +34,7 @@ TUNED = "demo-sdsat"
 HUB_FILES = ("*.json", "model*.safetensors", "*.jinja", "tokenizer.model")
 PICKLES = ("pytorch_model*.bin",)
 HUB_SKIPPED = ("*/*",)  # other formats of the same weights
+SELF = "self:"  # begins the name of a draft that is the target's own copy, by its scheme
 ACCELERATOR_WIDTH = 8  # tokens of a narrow pass: the rows of a matrix unit's tile
 PASS_WIDTH = Must(int, low=1, high=FREE_TOKENS, optional=True)
 
@@ -66,6 +68,7 @@ class LM:
         return self.params["embed"].dtype
 
 
+QUANTIZE = Must(an(str), wanted="a scheme, such as int8", optional=True)
 MODEL = Must(an(LM), wanted="a model, as specjax.load and specjax.from_params give")
 MESH = Must(an(Mesh), wanted="a mesh, as specjax.make_mesh gives")
 
@@ -76,6 +79,7 @@ MESH = Must(an(Mesh), wanted="a mesh, as specjax.make_mesh gives")
     mesh=dataclasses.replace(MESH, optional=True),
     split=FLAG,
     pass_width=PASS_WIDTH,
+    quantize=QUANTIZE,
 )
 def load(
     path_or_id: str | Path,
@@ -84,6 +88,7 @@ def load(
     mesh: Mesh | None = None,
     split: bool = True,
     pass_width: int | None = None,
+    quantize: str | None = None,
 ) -> LM:
     """Loads a model directory, a hub id, or an embedded model.
 
@@ -99,6 +104,9 @@ def load(
         target lie on the same mesh, each split or whole.
       pass_width: tokens a row of a narrow pass, 1 to 128; None: 8 on accelerators, where they cost
         nothing, 1 on CPUs. Wider than the drafts, greedy output in bfloat16 is plain decoding's.
+      quantize: ``int8``, ``fp8``, ``int4`` or ``int4:GROUP``: keep the weights so, layer by layer
+        as they are read (:mod:`specjax.models.quantize`). What ``infer.convert --quantize`` wrote
+        is quantised without it.
     Raises:
       ModelError: the directory, id or dtype cannot be used; the message says why.
       OptionError: an argument is of another type.
@@ -110,7 +118,7 @@ def load(
     eos_ids = _eos_ids(directory, load_config(directory))
     tokenizer = Tokenizer.from_directory(directory)
     placed = None if mesh is None else functools.partial(place, mesh=mesh, split=split)
-    config, params = load_pretrained(directory, DTYPES[dtype], True, pickles, placed)
+    config, params = load_pretrained(directory, DTYPES[dtype], True, pickles, placed, quantize)
     config, source = _share(config, mesh, split), str(path_or_id)
     return _assemble(config, params, tokenizer, eos_ids, source, pass_width, mesh)
 
@@ -127,6 +135,42 @@ def on_mesh(model: LM, mesh: Mesh, split: bool = True) -> LM:
     config = _share(model.config, mesh, split)
     params = place(model.config, model.params, mesh, split)
     return dataclasses.replace(model, config=config, params=params, mesh=mesh)
+
+
+@takes(model=MODEL, scheme=QUANTIZE)
+def quantize(model: LM, scheme: str) -> LM:
+    """A model with its weights quantised, where they lie; what stays as it is, both share.
+
+    Such a copy is a draft that follows the model closely, and any lossless rule makes the model's
+    own law of it: what ``draft="self:int4"`` stands for.
+
+    Raises:
+      ModelError: there is no such scheme, or it does not fit the model.
+    """
+    config = model.config
+    params = quantize_params(config, model.params, parse_scheme(scheme), model.dtype)
+    if model.mesh is not None:
+        specs = PartitionSpec()
+        if config.shards > 1:
+            specs = param_specs(config, params, config.shards)
+        places = jax.tree.map(lambda spec: NamedSharding(model.mesh, spec), specs)
+        params = jax.device_put(params, places)
+    return dataclasses.replace(model, params=params, source=f"{model.source}, {scheme}")
+
+
+def own_draft(target: LM, name: str) -> LM:
+    """The draft that ``self:SCHEME`` names.
+
+    Raises:
+      OptionError: it is another name.
+      ModelError: the scheme does not fit the model.
+    """
+    if not name.startswith(SELF):
+        raise OptionError(
+            f"draft={shown(name)}: expected a model, or {SELF}int4, {SELF}int8, {SELF}fp8: the "
+            "target's own copy"
+        )
+    return dataclasses.replace(quantize(target, name.removeprefix(SELF)), source=name)
 
 
 def can_split(path_or_id: str | Path, mesh: Mesh) -> bool:

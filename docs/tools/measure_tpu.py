@@ -30,6 +30,7 @@ from specjax.mesh import AXES, specs_of
 from specjax.methods import METHODS
 from specjax.models import ModelConfig, fuse, param_shapes
 from specjax.models.placement import param_specs, split_layers
+from specjax.models.quantize import param_bytes, parse_scheme, quantize_params
 from specjax.models.sharding import split_config
 from specjax.warp import SEARCHING
 
@@ -68,6 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=whole(1), metavar="N", help="fewer layers compile faster")
     parser.add_argument("--set", type=setting, action="append", default=[], dest="options")
     parser.add_argument("--pass-width", type=whole(1, 128), metavar="N")
+    parser.add_argument("--quantize", type=parse_scheme, metavar="SCHEME", help="int8, int4:128, …")
     parser.add_argument("--topology", default="v6e:2x2", help="v5e:2x4, v5p:2x2x1, …")
     parser.add_argument("--mesh", type=mesh_axes, default={"data": 1, "model": 1})
     args = parser.parse_args(argv)
@@ -142,11 +144,13 @@ def held(model: sj.LM, rows: int, args: argparse.Namespace) -> float:
     """Bytes of one chip that a pass has to read: weights, of which the embedding only if tied,
     and the cache's slots."""
     cfg, chips = model.config, args.mesh["model"]
-    sizes = {name: sum(x.size for x in jax.tree.leaves(p)) for name, p in model.params.items()}
-    weights = sum(sizes.values()) - (0 if cfg.tie_embeddings else sizes["embed"])
+    weights = param_bytes(cfg, jnp.bfloat16, args.quantize)
+    if not cfg.tie_embeddings:
+        table = jax.tree.leaves(model.params["embed"])
+        weights -= sum(x.size * x.dtype.itemsize for x in table) / chips
     share = rows // args.mesh["data"]
     slots = 2 * cfg.num_layers * share * cfg.num_kv_heads * args.slots * cfg.head_dim
-    return 2 * (weights / chips + slots)
+    return weights + 2 * slots
 
 
 def abstract(cfg: ModelConfig, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> sj.LM:
@@ -156,7 +160,10 @@ def abstract(cfg: ModelConfig, mesh: jax.sharding.Mesh, args: argparse.Namespace
         cfg = dataclasses.replace(cfg, num_layers=min(cfg.num_layers, args.layers))
 
     def layout(params):
-        return split_layers(cfg, fuse(params), count)
+        params = fuse(params)
+        if args.quantize:
+            params = quantize_params(cfg, params, args.quantize, jnp.dtype(jnp.bfloat16))
+        return split_layers(cfg, params, count)
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), param_shapes(cfg))
     fused = jax.eval_shape(layout, shapes)

@@ -31,7 +31,7 @@ from infer.cli import BAD_LINES, make_directory
 from infer.loading import load_models, use_compilation_cache
 from infer.prompts import Encoder
 from specjax.infill import ending_middles
-from specjax.lm import locate
+from specjax.lm import SELF, locate, quantize
 from specjax.methods import METHODS
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
 from specjax.models.hf.checkpoint import DTYPES
@@ -93,6 +93,7 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
         return {
             "machine": machine(),
             "target": args.random_target or args.target,
+            "quantize": args.quantize,
             "draft": draft.source if draft else None,
             "prompts": len(prompts),
             "skipped": skipped,
@@ -115,13 +116,16 @@ def models(args: argparse.Namespace) -> Iterator[tuple[sj.LM, sj.LM | None, list
     if not args.random_target:
         target, draft = load_models(args, True, args.mesh)
         names = args.target, draft.source if draft else None
-        yield target, draft, [str(locate(name)) if name else None for name in names]
+        # A copy that we quantised is no model of a peer's.
+        theirs = [None if name is None or name.startswith(SELF) else name for name in names]
+        yield target, draft, [str(locate(name)) if name else None for name in theirs]
         return
     with tempfile.TemporaryDirectory() as scratch:
         cfg = ModelConfig.llama(**dict(zip(SHAPE, SIZES[args.random_target], strict=True)))
         save_pretrained(scratch, cfg, init_params(cfg, jax.random.key(0)))  # for the peer, too
         loaded = load_pretrained(scratch, DTYPES[args.dtype or "float32"])
-        yield sj.from_params(*loaded), None, [scratch, None]
+        target = sj.from_params(*loaded)
+        yield quantize(target, args.quantize) if args.quantize else target, None, [scratch, None]
 
 
 def machine() -> dict[str, Any]:

@@ -142,8 +142,9 @@ class Job:
             settings["reward"] = args.reward or [part.name for part in reward.parts]
         if args.suffix is not None:
             settings["suffix"] = args.suffix
-        if args.truncate:
-            settings["truncate"] = args.truncate
+        for name in ("truncate", "quantize"):
+            if vars(args)[name]:
+                settings[name] = vars(args)[name]
         settings = json.loads(json.dumps(settings))  # as they read back from a result file
         needed = draft if spec.needs_draft else None
         encoder = Encoder(target, needed, args.max_new_tokens, args.chat, bool(args.truncate))

@@ -6,17 +6,19 @@ import argparse
 import json
 import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from infer.cli import mesh_text
+from infer.cli import SELF, mesh_text
 from infer.loading import draft_name
 from specjax import lm
 from specjax.errors import ModelError
 from specjax.models import num_params
-from specjax.models.hf.checkpoint import DTYPES, load_config
+from specjax.models.hf.checkpoint import DTYPES, load_config, stored_scheme
+from specjax.models.quantize import param_bytes, parse_scheme
 from specjax.models.sharding import split_config
 
 HEADROOM = 0.1  # of the memory, for activations, logits and the program itself
@@ -28,24 +30,36 @@ Plan = dict[str, Any]
 def print_plan(args: argparse.Namespace) -> int:
     """Prints the plan of ``--target`` and ``--draft``."""
     names = {"target": args.target}
+    schemes = dict.fromkeys(("target", "draft"), args.quantize)
     if draft := draft_name(args, want_draft=False):
         names["draft"] = draft
+        if draft.startswith(SELF):
+            names["draft"], schemes["draft"] = args.target, draft.removeprefix(SELF)
     memory = int(args.memory * 2**30) if args.memory else device_memory()
-    plan = make_plan(names, args.dtype, memory, args.mesh)
+    plan = make_plan(names, args.dtype, memory, args.mesh, schemes)
     print(json.dumps(plan) if args.json else describe(plan))
     return 0
 
 
 def make_plan(
-    names: dict[str, str], dtype: str | None, memory: int, mesh: dict[str, int] | None = None
+    names: dict[str, str],
+    dtype: str | None,
+    memory: int,
+    mesh: dict[str, int] | None = None,
+    schemes: Mapping[str, str | None] | None = None,
 ) -> Plan:
     """The models' sizes and the largest batches; ``memory`` in bytes, of each device.
+
+    ``schemes``: by role, how the weights are to be quantised.
 
     Raises:
       ModelError: a model directory or its config cannot be used, or the target not be split.
     """
-    mesh = mesh or {"data": 1, "model": 1}
-    models = {role: model_plan(name, dtype, mesh["model"], role) for role, name in names.items()}
+    mesh, schemes = mesh or {"data": 1, "model": 1}, schemes or {}
+    models = {
+        role: model_plan(name, dtype, mesh["model"], role, schemes.get(role))
+        for role, name in names.items()
+    }
     weights = sum(model["weight_bytes_per_device"] for model in models.values())
     per_token = sum(model["cache_bytes_per_device_token_and_row"] for model in models.values())
     longest = min(model["max_position"] for model in models.values())
@@ -63,13 +77,21 @@ def make_plan(
     }
 
 
-def model_plan(name: str, dtype: str | None, devices: int = 1, role: str = "target") -> Plan:
+def model_plan(
+    name: str,
+    dtype: str | None,
+    devices: int = 1,
+    role: str = "target",
+    quantize: str | None = None,
+) -> Plan:
     """One model: parameters, bytes of its weights, bytes of cache per token and row.
 
     ``devices`` share it; a draft that cannot be split is whole on each.
     """
     dtype = lm.resolve_dtype(dtype)
-    cfg = load_config(lm.locate(name, files=("config.json",)))
+    directory = lm.locate(name, files=("config.json",))
+    cfg = load_config(directory)
+    scheme = parse_scheme(quantize) if quantize else stored_scheme(directory)
     size = jnp.dtype(DTYPES[dtype]).itemsize
     try:
         share = split_config(cfg, devices)
@@ -86,8 +108,9 @@ def model_plan(name: str, dtype: str | None, devices: int = 1, role: str = "targ
         "family": cfg.family,
         "dtype": dtype,
         "parameters": num_params(cfg),
-        "weight_bytes": num_params(cfg) * size,
-        "weight_bytes_per_device": num_params(share) * size,
+        "quantize": None if scheme is None else str(scheme),
+        "weight_bytes": param_bytes(cfg, DTYPES[dtype], scheme),
+        "weight_bytes_per_device": param_bytes(share, DTYPES[dtype], scheme),
         "cache_bytes_per_token_and_row": cache(cfg),
         "cache_bytes_per_device_token_and_row": cache(share),
         "max_position": cfg.max_position,
@@ -111,8 +134,9 @@ def describe(plan: Plan) -> str:
             weights += f", {_bytes(model['weight_bytes_per_device'])} on each device"
             share = _bytes(model["cache_bytes_per_device_token_and_row"])
             cache = f"{share} per token and row on each device that has the row"
+        kept = ", ".join(filter(None, (model["family"], model["dtype"], model["quantize"])))
         lines += [
-            f"{role}: {model['model']} ({model['family']}, {model['dtype']})",
+            f"{role}: {model['model']} ({kept})",
             f"  {weights}",
             f"  cache: {cache}",
             f"  context: {model['max_position']:,} tokens",

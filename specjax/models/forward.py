@@ -64,6 +64,13 @@ def param_axes(cfg: ModelConfig, fused: bool = False) -> dict:
     return _of_all_layers(cfg, fused, lambda param: param.get_metadata("axes"))
 
 
+def part_axes(cfg: ModelConfig, params: dict) -> dict:
+    """:func:`param_axes` of params in the inference layout, of which there may be a part."""
+    axes = param_axes(cfg, fused=True)
+    alike = dict.fromkeys(params.get("layers", ()), axes["layers"]["0"])
+    return {name: alike if name == "layers" else axes[name] for name in params}
+
+
 def num_params(cfg: ModelConfig) -> int:
     """Number of parameters, a tied head counted once; of a split model those of one device."""
 

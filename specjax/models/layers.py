@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.models import sharding
 from specjax.models.config import RopeConfig
+from specjax.models.quantized import Grouped, PerOutput, Quantized
 
 # Up to this many rows the layout decides what a CPU product costs; beyond, XLA's own choice is as
 # good.
@@ -24,9 +25,29 @@ NARROW_ROWS = 128
 
 @jax.named_scope("weights")
 def linear(
-    x: Float[Array, "... i"], weight: Float[Array, "o i"], bias: Float[Array, "o"] | None = None
+    x: Float[Array, "... i"],
+    weight: Float[Array, "o i"] | Quantized,
+    bias: Float[Array, "o"] | None = None,
 ) -> Float[Array, "... o"]:
-    """``x @ weight.T + bias`` with weights stored as Hugging Face does, ``[out, in]``.
+    """``x @ weight.T + bias`` with weights as Hugging Face stores them, ``[out, in]``.
+
+    Every product with a weight is this one. Codes are widened on their way into it, which exact
+    codes of 8 bits are in bfloat16, too, and one scale per output follows its float32 sum.
+    """
+    if isinstance(weight, PerOutput):
+        y = _product(x, weight.codes.astype(x.dtype), jnp.float32) * weight.scales
+        y = y.astype(x.dtype)
+    elif isinstance(weight, Grouped):
+        y = _grouped_product(x, weight)
+    else:
+        y = _product(x, weight)
+    return y if bias is None else y + bias
+
+
+def _product(
+    x: Float[Array, "... i"], weight: Float[Array, "o i"], dtype: jnp.dtype | None = None
+) -> Float[Array, "... o"]:
+    """``x @ weight.T`` in ``dtype``.
 
     On CPU and for few rows the product is taken as ``weight @ x.T``, which reads the weights
     once, row by row. The barrier keeps XLA from swapping the operands back.
@@ -34,12 +55,23 @@ def linear(
     rows = math.prod(x.shape[:-1])
     if jax.default_backend() == "cpu" and rows <= NARROW_ROWS:
         flat = jnp.pad(x.reshape(rows, x.shape[-1]), ((0, _padding(rows)), (0, 0)))
-        y = jax.lax.dot_general(weight, flat, (((1,), (1,)), ((), ())))
+        contracted = (((1,), (1,)), ((), ()))
+        y = jax.lax.dot_general(weight, flat, contracted, preferred_element_type=dtype)
         y = jax.lax.optimization_barrier(y)[:, :rows].T
-        y = y.reshape(*x.shape[:-1], weight.shape[0])
-    else:
-        y = jnp.einsum("...i,oi->...o", x, weight)
-    return y if bias is None else y + bias
+        return y.reshape(*x.shape[:-1], weight.shape[0])
+    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
+
+
+def _grouped_product(x: Float[Array, "... i"], weight: Grouped) -> Float[Array, "... o"]:
+    """Group by group, each scaled behind its float32 sum, while the sums of all groups take no
+    more memory than the dense weight; that one is made for more rows, and on CPUs."""
+    rows, size = math.prod(x.shape[:-1]), weight.shape[1] // weight.groups
+    if jax.default_backend() == "cpu" or 2 * rows > size:
+        return _product(x, weight.dense(x.dtype))
+    parts, codes = x.reshape(rows, weight.groups, size), weight.by_group(x.dtype)
+    sums = jnp.einsum("rgi,gio->gro", parts, codes, preferred_element_type=jnp.float32)
+    y = (sums * weight.scales[:, None]).sum(0).astype(x.dtype)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _padding(rows: int) -> int:

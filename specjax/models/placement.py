@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from specjax.errors import ModelError
 from specjax.models.config import ModelConfig
-from specjax.models.forward import param_axes
+from specjax.models.forward import part_axes
+from specjax.models.quantized import Grouped, PerOutput, by_output, is_quantized
 from specjax.models.sharding import AXIS, partition, split_config
 
 
@@ -17,10 +23,22 @@ def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
 
     ``params`` may be a part of the tree.
     """
-    axes = param_axes(cfg, fused=True)
-    alike = dict.fromkeys(params.get("layers", ()), axes["layers"]["0"])
-    axes = {name: alike if name == "layers" else axes[name] for name in params}
-    return jax.tree.map(lambda x, names: partition(names, x.shape, count), params, axes)
+
+    def spec(x: Any, names: tuple[str, ...]) -> Any:
+        whole = partition(names, x.shape, count)
+        if isinstance(x, PerOutput):
+            return dataclasses.replace(x, codes=whole, scales=PartitionSpec(whole[0]))
+        if not isinstance(x, Grouped):
+            return whole
+        if whole[1] and x.groups % count:
+            raise ModelError(
+                f"{x.groups} groups of {x.shape[1] // x.groups} inputs ({names[1]}) cannot be "
+                f"split over {AXIS}={count} devices; choose int4:GROUP so that they can, or int8"
+            )
+        turned = PartitionSpec(*whole[::-1])
+        return dataclasses.replace(x, codes=turned, scales=turned)
+
+    return jax.tree.map(spec, params, part_axes(cfg, params), is_leaf=is_quantized)
 
 
 def place(cfg: ModelConfig, params: dict, mesh: Mesh, split: bool) -> dict:
@@ -64,8 +82,11 @@ def _by_device(cfg: ModelConfig, block: dict, count: int) -> dict:
         q, k, v = jnp.split(x, [queries, queries + keys])
         return join(q, repeated(k), repeated(v))
 
+    def rearranged(function, module: dict) -> dict:
+        return jax.tree.map(functools.partial(by_output, function), module, is_leaf=is_quantized)
+
     attention, mlp = block["attention"], block["mlp"]
-    attention = attention | {"qkv": jax.tree.map(qkv, attention["qkv"])}
+    attention = attention | {"qkv": rearranged(qkv, attention["qkv"])}
     if "gate_up" in mlp:
-        mlp = mlp | {"gate_up": jax.tree.map(lambda x: join(*jnp.split(x, 2)), mlp["gate_up"])}
+        mlp = mlp | {"gate_up": rearranged(lambda x: join(*jnp.split(x, 2)), mlp["gate_up"])}
     return block | {"attention": attention, "mlp": mlp}

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.errors import ModelError
 from specjax.models.config import ModelConfig
+from specjax.models.quantized import PerOutput
 
 AXIS = "model"
 RULES = {  # the mesh axis that a weight's axis is split along; None: each device has all of it
@@ -80,18 +81,27 @@ def own_part(x: Array, shards: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(jnp.asarray(x), jax.lax.axis_index(AXIS) * size, size)
 
 
-def look_up(table: Float[Array, "v D"], ids: Int[Array, "B N"], rows: int) -> Float[Array, "B N D"]:
+def look_up(
+    table: Float[Array, "v D"] | PerOutput, ids: Int[Array, "B N"], rows: int
+) -> Float[Array, "B N D"]:
     """Rows of a table of ``rows``, of which a device may hold a share.
 
     Padding ids (out of range by convention) read one, instead of NaN fill.
     """
     held = table.shape[0]
     if held == rows:
-        return jnp.take(table, ids, axis=0, mode="clip")
+        return _rows(table, ids)
     own = jnp.clip(ids, 0, rows - 1) - jax.lax.axis_index(AXIS) * held
-    vectors = jnp.take(table, own, axis=0, mode="clip")
+    vectors = _rows(table, own)
     here = (own >= 0) & (own < held)
     return jax.lax.psum(jnp.where(here[..., None], vectors, 0), AXIS)
+
+
+def _rows(table: Float[Array, "v D"] | PerOutput, ids: Int[Array, "B N"]) -> Float[Array, "B N D"]:
+    if not isinstance(table, PerOutput):
+        return jnp.take(table, ids, axis=0, mode="clip")
+    codes, scales = (jnp.take(x, ids, axis=0, mode="clip") for x in (table.codes, table.scales))
+    return (codes.astype(jnp.float32) * scales[..., None]).astype(table.dtype)
 
 
 def gather_logits(logits: Float[Array, "B N v"], vocab: int) -> Float[Array, "B N V"]:

@@ -235,3 +235,20 @@ def test_mutants_fail(mutant, monkeypatch):
     same(expected, sj.generate(many, PROMPTS, **options))
     with pytest.raises(AssertionError):
         same(expected, mutated)
+
+
+@pytest.mark.parametrize("scheme", some(["int8", "fp8", "int4:8"], ("int4:8",)))
+def test_quantised_weights(scheme, target):
+    """Quantised before they are split and after, and as the draft of what is split."""
+    small = sj.quantize(target, scheme)
+    before = spread((small,), data=2, model=2)[0]
+    after = sj.quantize(spread((target,), data=2, model=2)[0], scheme)
+    for a, b in zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True):
+        assert a.sharding == b.sharding
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    options = {"max_new_tokens": 12, "sampling": SAMPLED, "logprobs": True}
+    one = sj.generate(small, PROMPTS, **options)
+    same(one, sj.generate(before, PROMPTS, **options))
+    options |= {"method": "speculative", "draft": f"self:{scheme}"}
+    split = spread((target,), data=2, model=2)[0]
+    same(sj.generate(target, PROMPTS, **options), sj.generate(split, PROMPTS, **options))

@@ -26,8 +26,12 @@ from specjax.models.blocks import fuse_layer
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES, from_hf, to_hf
 from specjax.models.forward import param_shapes
+from specjax.models.hf import codes
+from specjax.models.hf.config import QUANT_METHOD, quantization
 from specjax.models.hf.names import Stored
 from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX, Pickle
+from specjax.models.quantize import Scheme, parse_scheme, quantize_params
+from specjax.models.quantized import counted_as
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -54,29 +58,38 @@ def from_tensors(
     dtype: jnp.dtype,
     fused: bool = False,
     placed: Placed | None = None,
+    scheme: Scheme | None = None,
 ) -> dict:
     """The params, from a function of a checkpoint tensor's name and the shape it must have.
 
     ``fused``: in the inference layout, each layer joined before the next is read, so that
-    what the parts took is used again; so ``placed`` gets one layer after the other.
+    what the parts took is used again; so ``placed`` gets one layer after the other. ``scheme``:
+    quantised, which takes the inference layout, of float32, whatever the ``dtype`` of the rest.
     """
     placed = placed or (lambda _, part: part)
     places, tree = _places(cfg)
+    read_as = dtype if scheme is None else jnp.float32
 
     def load(part: dict) -> dict:
-        return jax.tree.map(leaf, part, is_leaf=lambda x: isinstance(x, tuple))
+        return jax.tree.map(leaf, part, is_leaf=_is_tuple)
 
     def leaf(place: Place) -> jax.Array:
         stored, shape = place
-        return jnp.asarray(stored.take(read(stored.name, stored.shape(shape))), dtype)
+        return jnp.asarray(stored.take(read(stored.name, stored.shape(shape))), read_as)
+
+    def settle(part: dict) -> dict:
+        if scheme is not None:
+            part = quantize_params(cfg, part, scheme, dtype)
+        return jax.block_until_ready(placed(cfg, part))
 
     def layer(block: dict) -> dict:
         block = fuse_layer(load(block)) if fused else load(block)
-        return jax.block_until_ready(placed(cfg, {"layers": {"": block}}))["layers"][""]
+        return settle({"layers": {"": block}})["layers"][""]
 
     parts = jax.tree.unflatten(tree, places)
     layers = {i: layer(block) for i, block in parts.pop("layers").items()}
-    return placed(cfg, load(parts)) | {"layers": layers}
+    rest = {name: settle({name: load(part)})[name] for name, part in parts.items()}
+    return rest | {"layers": layers}
 
 
 def to_tensors(cfg: ModelConfig, params: dict) -> dict[str, np.ndarray]:
@@ -99,6 +112,7 @@ def load_pretrained(
     fused: bool = False,
     pickles: bool = False,
     placed: Placed | None = None,
+    quantize: str | None = None,
 ) -> tuple[ModelConfig, dict]:
     """Reads a model directory, tensor by tensor onto the device.
 
@@ -106,6 +120,8 @@ def load_pretrained(
       pickles: where there are no safetensors, read ``pytorch_model*.bin``: tensors alone, no
         code of theirs runs; needs the torch extra.
       placed: gets every part of the params as soon as it is read.
+      quantize: a scheme (:func:`specjax.models.quantize.parse_scheme`); each layer and each table
+        is quantised before the next is read.
     Returns:
       The config and the params as a nested dict of arrays of ``dtype``; ``fused`` in the
       inference layout.
@@ -115,6 +131,13 @@ def load_pretrained(
     """
     directory = Path(directory)
     cfg = load_config(directory)
+    asked, stored = quantize and parse_scheme(quantize), stored_scheme(directory)
+    if stored is not None and (not fused or asked not in (None, stored)):
+        wanted = f"for {asked}" if asked else "to train or to convert it"
+        raise ModelError(
+            f"{directory}: its weights are quantised ({stored}); take the unquantised checkpoint "
+            f"{wanted}"
+        )
     files = _tensor_files(directory, pickles)
     if cfg.num_layers > len(files):  # before anything is made for each of them
         raise ModelError(
@@ -122,13 +145,35 @@ def load_pretrained(
             f"{len(files)} tensors"
         )
     handles = {file: _open(file) for file in sorted(set(files.values()))}
+    if stored is not None:
+        return cfg, _read_codes(directory, cfg, stored, files, handles, dtype, placed)
     present = _check_names(directory, cfg, sorted(files))
 
     def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
         file = files[present[name]]
         return _read(handles[file], file, present[name], shape)
 
-    return cfg, from_tensors(cfg, read, dtype, fused, placed)
+    return cfg, from_tensors(cfg, read, dtype, fused, placed, asked)
+
+
+def _read_codes(directory, cfg, scheme: Scheme, files, handles, dtype, placed) -> dict:
+    """The params of a quantised checkpoint, each part placed before the next is read."""
+    wanted = codes.forms(cfg, scheme)
+    names = {name for name, *_ in jax.tree.leaves(wanted, is_leaf=_is_tuple)}
+    _compare_names(directory, names, set(files))
+
+    def leaf(form: codes.Form) -> jax.Array:
+        file, held = files[form[0]], codes.stored_dtype(form)
+        value = _read(handles[file], file, form[0], codes.stored_shape(form), (held,))
+        return jnp.asarray(codes.from_stored(value, form))
+
+    def settle(part: dict) -> dict:
+        part = counted_as(dtype, jax.tree.map(leaf, part, is_leaf=_is_tuple))
+        return jax.block_until_ready(placed(cfg, part) if placed else part)
+
+    layers = wanted.pop("layers")
+    layers = {i: settle({"layers": {i: block}})["layers"][i] for i, block in layers.items()}
+    return {name: settle({name: part})[name] for name, part in wanted.items()} | {"layers": layers}
 
 
 def save_pretrained(
@@ -146,16 +191,42 @@ def save_pretrained(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = to_tensors(cfg, jax.tree.map(lambda x: x.astype(DTYPES[dtype]), params))
-    try:
-        with aside(directory / WEIGHTS) as scratch:
-            save_file(tensors, scratch, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"cannot write {directory / WEIGHTS}: {error}") from None
+    _save(directory / WEIGHTS, tensors)
     if tokenizer_json is not None:
         write_text(directory / "tokenizer.json", tokenizer_json)
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
         write_text(directory / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")
     write_text(directory / "config.json", json.dumps(to_hf(cfg, dtype), indent=1) + "\n")
+
+
+def save_quantized(directory: Path, config: dict, params: dict, scheme: Scheme) -> None:
+    """Writes quantised params of float32 (:mod:`specjax.models.hf.codes`), config.json last.
+
+    ``config`` is the unquantised checkpoint's config.json.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    _save(directory / WEIGHTS, codes.to_stored(params))
+    note = {"quant_method": QUANT_METHOD, "version": 1, "scheme": str(scheme)}
+    config = config | {"quantization_config": note}
+    write_text(directory / "config.json", json.dumps(config, indent=1) + "\n")
+
+
+def _save(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    try:
+        with aside(path) as scratch:
+            save_file(tensors, scratch, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"cannot write {path}: {error}") from None
+
+
+def stored_scheme(directory: Path) -> Scheme | None:
+    """The scheme of a quantised checkpoint; None for any other.
+
+    Raises:
+      ModelError: it is not one of ours.
+    """
+    scheme = quantization(read_json(directory / "config.json"))
+    return None if scheme is None else parse_scheme(scheme)
 
 
 def load_config(directory: Path) -> ModelConfig:
@@ -272,34 +343,44 @@ def _check_names(directory: Path, cfg: ModelConfig, stored: list[str]) -> dict[s
     if cfg.tie_embeddings:
         stored = [n for n in stored if names.full(n) != names.head]  # a copy of the embedding
     present = {names.full(name): name for name in stored}
-    missing = sorted(wanted - set(present))
-    if missing:
+    ignored = {name for name in stored if name.endswith(names.ignored)}
+    used = {present.get(name, name) for name in wanted}
+    _compare_names(directory, used, set(stored) - (ignored - used))
+    return present
+
+
+def _compare_names(directory: Path, wanted: set[str], stored: set[str]) -> None:
+    """Refuses files that lack a tensor, or hold one more."""
+    if missing := sorted(wanted - stored):
         raise ModelError(f"{directory}: tensor {missing[0]} is missing{_more(missing)}")
-    used = {present[name] for name in wanted}
-    extra = [name for name in stored if name not in used and not name.endswith(names.ignored)]
-    if extra:
+    if extra := sorted(stored - wanted):
         raise ModelError(
             f"{directory}: tensor {extra[0]} belongs to no part of the model that "
             f"config.json describes{_more(extra)}"
         )
-    return present
+
+
+def _is_tuple(x: object) -> bool:
+    return isinstance(x, tuple)
 
 
 def _more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _read(handle, path: Path, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def _read(
+    handle, path: Path, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = STORED_DTYPES
+) -> np.ndarray:
     stored = handle.get_slice(name)
     if tuple(stored.get_shape()) != shape:
         raise ModelError(
             f"{path}: tensor {name} has shape {list(stored.get_shape())}, "
             f"config.json says {list(shape)}"
         )
-    if stored.get_dtype() not in STORED_DTYPES:
+    if stored.get_dtype() not in dtypes:
         raise ModelError(
             f"{path}: tensor {name} is stored as {stored.get_dtype()}; supported: "
-            f"{', '.join(STORED_DTYPES)}"
+            f"{', '.join(dtypes)}"
         )
     with foreign(f"{path}: tensor {name} cannot be read"):
         return handle.get_tensor(name)

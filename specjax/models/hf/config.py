@@ -21,6 +21,7 @@ from specjax.checks import (
     list_of,
     number,
     one_of,
+    quoted,
     require,
     require_all,
     whole,
@@ -113,10 +114,34 @@ _ACTIVATIONS = {
     "relu": "relu",
 }
 _REFUSED = {
-    "quantization_config": "load the unquantised checkpoint",
     "num_local_experts": "mixture-of-experts checkpoint",
     "add_cross_attention": "the model is no decoder-only model",
 }
+
+
+QUANT_METHOD = "specjax"
+QUANTIZATION = {"version": Check("1", lambda x: x == 1), "scheme": TEXT}
+
+
+def quantization(config: Config) -> str | None:
+    """The scheme of a checkpoint's quantised weights; None where they are not.
+
+    Raises:
+      ModelError: somebody else's scheme, by name.
+    """
+    found = config.get("quantization_config")
+    if found is None:
+        return None
+    method = found.get("quant_method") if type(found) is dict else found
+    if method != QUANT_METHOD:
+        raise ModelError(
+            f"quantization_config: quant_method {quoted(method)} is not supported; load the "
+            "checkpoint before it was quantised, --quantize quantises it"
+        )
+    known = {name: found.get(name) for name in QUANTIZATION}
+    for name, value in known.items():
+        require("config.json: quantization_config.", name, value, QUANTIZATION[name], ModelError)
+    return known["scheme"]
 
 
 def common(config: Config, tied: bool = False) -> dict[str, Any]:
@@ -124,6 +149,7 @@ def common(config: Config, tied: bool = False) -> dict[str, Any]:
 
     ``tied``: whether the head is the embedding where the config does not say.
     """
+    quantization(config)
     for name, why in _REFUSED.items():
         if config.get(name) not in (None, False, 0):
             raise ModelError(f"{name} is not supported: {why}")

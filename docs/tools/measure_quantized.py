@@ -1,0 +1,94 @@
+"""What quantised weights do to a model: python docs/tools/measure_quantized.py [SCHEME ...]
+
+On the demo target in float32: held-out bits per byte, over those of the weights as they are, and
+how many of the drafted tokens that the rule tests pass where the draft is the target's own copy,
+greedy and at temperature 0.8, top-p 0.9. The copies run with their weights dequantised, which is
+the same model (tests) and on CPUs the faster one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import specjax as sj
+from infer.cli import whole
+from specjax.demo.heldout import held_out_functions
+from specjax.models.quantize import param_bytes, parse_scheme
+from specjax.models.quantized import is_quantized
+
+LENGTH = 256  # tokens of a function that are scored
+
+
+def main() -> None:
+    """One row per scheme."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("schemes", nargs="*", default=["int8", "fp8", "int4"])
+    parser.add_argument("--functions", type=whole(1), default=64, metavar="N", help="scored")
+    parser.add_argument("--prompts", type=whole(1), default=16, metavar="N", help="continued")
+    parser.add_argument("--new-tokens", type=whole(1), default=64, metavar="N")
+    args = parser.parse_args()
+    target = sj.load("demo", dtype="float32")
+    functions, _ = held_out_functions(max(args.functions, args.prompts))
+    texts = [f.prompt + f.reference for f in functions[: args.functions]]
+    prompts = [f.prompt for f in functions[: args.prompts]]
+    whole_bits = bits_per_byte(target, texts)
+    print("| scheme | MB | bits per byte | over float32 | greedy | sampled |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    size = param_bytes(target.config, jnp.float32)
+    print(f"| float32 | {size / 1e6:.2f} | {whole_bits:.4f} |  |  |  |", flush=True)
+    for scheme in args.schemes:
+        copy = dequantised(sj.quantize(target, scheme))
+        bits = bits_per_byte(copy, texts)
+        size = param_bytes(target.config, jnp.float32, parse_scheme(scheme))
+        rates = [
+            acceptance(target, copy, prompts, sampling, args.new_tokens)
+            for sampling in (sj.Sampling(), sj.Sampling(0.8, top_p=0.9))
+        ]
+        shown = " | ".join(f"{rate:.3f}" for rate in rates)
+        change = bits / whole_bits - 1
+        print(f"| {scheme} | {size / 1e6:.2f} | {bits:.4f} | {change:+.2%} | {shown} |", flush=True)
+
+
+def dequantised(model: sj.LM) -> sj.LM:
+    def dense(x):
+        return x.dense(jnp.float32) if is_quantized(x) else x
+
+    params = jax.tree.map(dense, model.params, is_leaf=is_quantized)
+    return dataclasses.replace(model, params=params)
+
+
+def bits_per_byte(model: sj.LM, texts: list[str]) -> float:
+    """Of the texts' first tokens, each text alone."""
+    nats = size = 0.0
+    for text in texts:
+        ids = np.asarray(model.tokenizer.encode(text))[:LENGTH]
+        row = np.pad(ids, (0, LENGTH - len(ids)))[None]
+        scored = log_probs(model.net, jnp.asarray(row))[0, : len(ids) - 1]
+        nats -= float(np.take_along_axis(np.asarray(scored), ids[1:, None], axis=1).sum())
+        size += len(model.tokenizer.decode(ids[1:]).encode())
+    return nats / math.log(2) / size
+
+
+@jax.jit
+def log_probs(net: sj.Net, rows: jax.Array) -> jax.Array:
+    return jax.nn.log_softmax(net.rescore(rows))
+
+
+def acceptance(target, draft, prompts, sampling: sj.Sampling, tokens: int) -> float:
+    """Accepted of the tested draft tokens; greedy output is checked to be plain decoding's."""
+    settings = {"max_new_tokens": tokens, "sampling": sampling, "options": {"gamma": 4}}
+    out = sj.generate(target, prompts, method="speculative", draft=draft, **settings)
+    if sampling.temperature == 0:
+        plain = sj.generate(target, prompts, max_new_tokens=tokens)
+        assert all(map(np.array_equal, plain.tokens, out.tokens)), "greedy output differs"
+    return float(out.stats["accepted"].sum() / out.stats["tested"].sum())
+
+
+if __name__ == "__main__":
+    main()

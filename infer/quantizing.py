@@ -1,0 +1,61 @@
+"""A checkpoint with quantised weights: what ``infer.convert --quantize`` does."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+from infer.unpickle import copy_rest
+from specjax.errors import InputError, ModelError
+from specjax.lm import locate
+from specjax.models import load_pretrained
+from specjax.models.hf.checkpoint import WEIGHTS, read_json, save_quantized
+from specjax.models.quantize import parse_scheme
+
+TOKENIZER = "tokenizer.json"
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Writes the directory and prints its file of weights.
+
+    Raises:
+      SpecjaxError: as :func:`write_quantized`, or a file cannot be read or written.
+    """
+    try:
+        print(
+            write_quantized(args.directory, args.out, args.quantize, args.overwrite, args.pickles)
+        )
+    except OSError as error:  # a full disk, say
+        raise InputError(str(error)) from None
+    return 0
+
+
+def write_quantized(
+    source: Path, out: Path, scheme: str, overwrite: bool = False, pickles: bool = False
+) -> Path:
+    """Quantises a checkpoint, layer by layer, into a directory of its own.
+
+    Returns:
+      The file of weights.
+    Raises:
+      ModelError: the checkpoint cannot be read, or the scheme does not fit it.
+      InputError: the file would be replaced, and not to ``overwrite``, or is the source's own.
+    """
+    source, weights = locate(os.fspath(source)), out / WEIGHTS
+    if out.resolve() == source.resolve():
+        raise InputError(f"--out {out}: would replace the checkpoint itself; choose another")
+    if weights.exists() and not overwrite:
+        raise InputError(f"{weights} is there already: give --overwrite, or another --out")
+    wanted = parse_scheme(scheme)
+    _, params = load_pretrained(source, fused=True, pickles=pickles, quantize=scheme)
+    config = read_json(source / "config.json")
+    if config.get("quantization_config") is not None:
+        raise ModelError(f"{source}: its weights are quantised already")
+    out.mkdir(parents=True, exist_ok=True)
+    copy_rest(source, out, leave=("config.json",))
+    if not (source / TOKENIZER).exists() and (source.parent / TOKENIZER).exists():
+        shutil.copy(source.parent / TOKENIZER, out)  # models that share one
+    save_quantized(out, config, params, wanted)
+    return weights
