@@ -241,8 +241,8 @@ def tapped_forward(
     if visible is None:
         visible = jnp.broadcast_to(jnp.tri(n, dtype=bool), (b, n, n))
     if width > n:
-        tokens, positions, visible = (_widen(x, width) for x in (tokens, positions, visible))
-        features = None if features is None else _widen(features, width)
+        tokens, positions, visible = (widen(x, width) for x in (tokens, positions, visible))
+        features = None if features is None else widen(features, width)
     base = start if base is None else base
     windows, finish, slots = cfg.windows, _scores(cfg), cache.slots
     masks = {
@@ -267,7 +267,7 @@ def tapped_forward(
     return hidden, KVCache(tuple(keys), tuple(values)), tapped
 
 
-def _widen(x: Array, width: int) -> Array:
+def widen(x: Array, width: int) -> Array:
     """``x`` with its last entry along axis 1 repeated until there are ``width``."""
     pad = [(0, width - x.shape[1] if axis == 1 else 0) for axis in range(x.ndim)]
     return jnp.pad(x, pad, mode="edge")

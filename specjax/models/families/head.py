@@ -70,7 +70,9 @@ class HeadConfig(ModelConfig):
         names += ("intermediate_size", "max_position", "norm_eps", "eos_ids", "bos_id", "pad_id")
         fields = {name: getattr(target, name) for name in names}
         fields |= {"num_layers": 1, "target_size": target.hidden_size}
-        fields |= {"rope": target.rope or RopeConfig(), "layer_ids": usual_layers(target)}
+        fields |= {"rope": target.rope or RopeConfig()}
+        if "layer_ids" not in other:
+            fields["layer_ids"] = usual_layers(target)
         if ids is not None:
             fields["draft_ids"] = pack_ids(ids, target.vocab_size)
         return cls(FAMILY, **fields | other)
@@ -170,7 +172,8 @@ class Head(Decoder):
         taps: tuple[int, ...] = (),
         features: Float[Array, "B N D"] | None = None,
     ) -> tuple[Float[Array, "B N D"], None]:
-        x, table = self.embedded(tokens), self.tables(positions)[0]
+        x = self.embedded(tokens).astype(features.dtype)  # the target's, maybe
+        table = self.tables(positions)[0]
         attend = functools.partial(attend, 0)
 
         def run(block: HeadBlock, x, features):
@@ -183,7 +186,7 @@ class Head(Decoder):
         if self.cfg.fc_norm:
             parts = [self.fc_norm[str(i)](states[:, :, i]) for i in range(self.cfg.parts)]
             states = jnp.stack(parts, axis=2)
-        joined = states.reshape(*states.shape[:2], -1)
+        joined = states.reshape(*states.shape[:2], -1).astype(self.fc.weight.dtype)
         if self.cfg.norm_before_fc:
             joined = self.input_norm(joined)
         return self.fc(joined)
