@@ -35,6 +35,8 @@ from specjax.protocols import Proposal
 from specjax.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
 from specjax.warp import warp
 
+HEAD = "head"
+
 
 class Reading(NamedTuple):
     """What the head has read: its cache, and what it made of the tokens that it read last."""
@@ -122,10 +124,14 @@ class HeadDrafter(ModelDrafter):
 class HeadChain(HeadDrafter, Chain):
     """:class:`specjax.draft.Chain`, drawn from a head."""
 
+    name = HEAD
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadTree(HeadDrafter, Tree):
     """:class:`specjax.draft.Tree`, drawn from a head."""
+
+    name = HEAD
 
 
 class Candidates(NamedTuple):
@@ -133,11 +139,8 @@ class Candidates(NamedTuple):
 
     tokens: Int[Array, "B C"]
     parents: Int[Array, "B C"]
+    log_q: Float[Array, "B C"]  # of its token, given its path
     score: Float[Array, "B C"]  # log of the joint draft probability; −inf: no candidate
-
-    def with_level(self, tokens, parents, score) -> Candidates:
-        level = Candidates(tokens, parents, score)
-        return Candidates(*(jnp.append(x, y, axis=1) for x, y in zip(self, level, strict=True)))
 
 
 class Fed(NamedTuple):
@@ -161,7 +164,7 @@ class HeadBest(HeadDrafter):
     budget: int = 31
     depth: int = 5
     width: int = 8
-    name = "head"
+    name = HEAD
     law = DETERMINISTIC
 
     def __post_init__(self):
@@ -176,13 +179,16 @@ class HeadBest(HeadDrafter):
     def slots(self) -> int:
         return max(super().slots, 1 + (self.depth - 1) * self.width)
 
+    def raw_rows(self, inputs):
+        return inputs.warp.greedy
+
     def propose(self, inputs, state, keys):
         rows, live = state.length.shape[0], self.ready(state)
         logits, carry = self.begin(inputs, state)
         logits, calls = logits[:, None], jnp.ones((rows,), jnp.int32)
         root, zero = probs.at_token(state.tokens, state.length - 1), jnp.zeros((rows, 1), jnp.int32)
         start = jnp.where(live, 0.0, probs.NEVER)[:, None]
-        found = Candidates(root[:, None], zero + NO_PARENT, start)
+        found = Candidates(root[:, None], zero + NO_PARENT, start, start)
         fed = Fed(zero + ROOT, start, jnp.ones((rows, 1, 1), bool))
         for level in range(self.depth):
             first = found.tokens.shape[1]
@@ -200,7 +206,9 @@ class HeadBest(HeadDrafter):
         rows = drafted.shape[0]
         tokens = self.named(inputs, drafted.reshape(rows, -1).astype(jnp.int32))
         score = (fed.score[..., None] + best).reshape(rows, -1)
-        return found.with_level(tokens, jnp.repeat(fed.node, self.width, axis=1), score)
+        parents = jnp.repeat(fed.node, self.width, axis=1)
+        level = Candidates(tokens, parents, best.reshape(rows, -1), score)
+        return Candidates(*(jnp.append(x, y, axis=1) for x, y in zip(found, level, strict=True)))
 
     def _frontier(self, inputs, found: Candidates, fed: Fed, first: int):
         """Tokens of the ``width`` likeliest candidates from ``first`` on that go on, which node of
@@ -220,18 +228,20 @@ class HeadBest(HeadDrafter):
         """The ``budget`` best candidates: a parent is never worse than its children, and precedes
         them where they are equal, so what is left is a tree."""
         rows, count = found.tokens.shape[0], self.shape.nodes - 1
-        score, chosen = jax.lax.top_k(found.score[:, 1:], count)
+        chosen = jax.lax.top_k(found.score[:, 1:], count)[1]
         chosen = 1 + jnp.sort(chosen, axis=1)
         kept = jnp.zeros(found.tokens.shape, bool).at[jnp.arange(rows)[:, None], chosen].set(True)
         number = jnp.cumsum(kept, axis=1)  # of each candidate that is kept
-        tokens, parents, score = (jnp.take_along_axis(x, chosen, axis=1) for x in found)
+        tokens, parents, log_q, score = (jnp.take_along_axis(x, chosen, axis=1) for x in found)
         valid = score > probs.NEVER
+        log_q = jnp.where(valid, log_q, 0.0)
         below = jnp.take_along_axis(number, parents, axis=1)
         one = jnp.ones((rows, 1), jnp.int32)
         return Draft(
             tokens=jnp.append(found.tokens[:, :1], tokens, axis=1),
             parents=jnp.append(one * NO_PARENT, jnp.where(valid, below, ROOT), axis=1),
             valid=jnp.append(one > 0, valid, axis=1),
+            token_log_q=jnp.pad(log_q, ((0, 0), (1, 0))),
             shape=self.shape,
             law=self.law,
         )

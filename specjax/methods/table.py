@@ -136,8 +136,8 @@ class MethodSpec:
             drafter, target = (giving, target) if giving else (drafter, target.standalone())
         if target.needs_draft and not target.needs_draft_logits and context.draft.is_head:
             raise PairError(
-                f"{context.draft.source} is a head, which cannot score what drafter {drafter.name} "
-                "proposes: contrastive decoding with a head takes its chains"
+                f"{context.draft.source} is a head, which scores only what it drafts as a chain: "
+                f"drafter {drafter.name} with rule {rule.name} needs a model as amateur"
             )
         return DraftVerify(drafter, target, rule), settings
 
