@@ -31,7 +31,7 @@ def add_models(parser: Parser) -> None:
     group = parser.add_argument_group("models")
     said = "the model p: a directory, a hub id, or the embedded demo (default)"
     group.add_argument("--target", default="demo", metavar="PATH|ID|demo", help=said)
-    group.add_argument("--draft", metavar="PATH|ID|demo", help="the draft model q")
+    group.add_argument("--draft", metavar="PATH|ID|demo", help="the draft model q, or a head")
     group.add_argument("--dtype", metavar="D", help="float32, bfloat16 or float16")
     said = "tokens a row of a narrow pass (default: 8 on accelerators, where they are free, else 1)"
     group.add_argument("--pass-width", type=whole(1, 128), metavar="N", help=said)

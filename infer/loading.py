@@ -43,7 +43,7 @@ def load_models(
         mesh=devices,
         pass_width=args.pass_width,
     )
-    target = load(args.target)
+    target = lm.TARGET.parse("target", load(args.target))
     if draft is None:
         return target, None
     return target, load(draft, split=devices is None or lm.can_split(draft, devices))

@@ -77,7 +77,7 @@ MODEL = Must(an(LM), wanted="a model, as specjax.load and specjax.from_params gi
 TARGET = dataclasses.replace(
     MODEL,
     fits=lambda model: not model.is_head,
-    wanted="a whole model; a head on hidden states only drafts for one: give it as the draft",
+    wanted=f"{MODEL.wanted}; a head on hidden states can only draft: give it as the draft",
 )
 MESH = Must(an(Mesh), wanted="a mesh, as specjax.make_mesh gives")
 

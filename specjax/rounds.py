@@ -66,15 +66,15 @@ class DraftVerify(Method):
         return max(*self.passes, self.drafter.slots) + 1
 
     def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
-        drafter = self.drafter
-        cache, drafter_state = inputs.target.watched_prefill(
-            state.tokens,
-            state.length,
-            chunk,
-            drafter.taps(inputs),
-            functools.partial(drafter.watch, inputs, state),
-            drafter.init(inputs, state, chunk),
-        )
+        prompts, taps = (state.tokens, state.length, chunk), self.drafter.taps(inputs)
+        drafter_state = self.drafter.init(inputs, state, chunk)
+        if taps:
+            watch = functools.partial(self.drafter.watch, inputs, state)
+            cache, drafter_state = inputs.target.watched_prefill(
+                *prompts, taps, watch, drafter_state
+            )
+        else:
+            cache = inputs.target.prefill(*prompts)
         return state.replace(
             cache=cache,
             target_state=self.target.init(inputs, state, chunk),

@@ -462,7 +462,7 @@ def test_a_head_for_another_target_is_refused(change, says):
 @pytest.mark.parametrize(
     ("lm", "draft", "asked", "says"),
     [
-        (head, target, {}, "only drafts for one"),
+        (head, target, {}, "can only draft"),
         (target, target, {"drafter": "head"}, "is a whole model"),
         (target, head, {"method": "mtad"}, "take a method of chains or trees"),
         (target, head, {"method": "tree-scd"}, "needs a model as amateur"),
