@@ -142,44 +142,64 @@ def proposed():
     return prompts, draft, found
 
 
+def law_of(prompt: np.ndarray, path: tuple[int, ...]) -> np.ndarray:
+    """log q after the prompt and a path of drafted tokens, by the reference."""
+    cfg, params = made("each")
+    states, tensors = states_of(prompt)[0], to_tensors(cfg, params)
+    logits = head_reference.drafted_logits(cfg, tensors, prompt, states, path)[-1] / 0.9
+    law = np.full(VOCAB, -np.inf)
+    law[IDS] = logits - np.logaddexp.reduce(logits)
+    return law
+
+
 @pytest.mark.parametrize("form", ["chain", "tree", "best"])
 def test_drafted_laws_equal_the_reference(proposed, form):
     """Each law is of the node's own path, over the target's ids, and 0 where the head has none."""
-    prompts, lm, drafts = proposed
-    draft, tensors = drafts[form], to_tensors(*made("each"))
+    prompts, _, drafts = proposed
+    draft = drafts[form]
     for row, prompt in enumerate(prompts):
         if len(prompt) == 1:  # no features yet: nothing is drafted
             assert not draft.valid[row, 1:].any()
             continue
         for node in range(1, draft.shape.nodes):
-            path, at = [], int(draft.parents[row, node])
-            while at:
-                path, at = [int(draft.tokens[row, at]), *path], int(draft.parents[row, at])
-            states = states_of(prompt)[0]
-            logits = head_reference.drafted_logits(lm.config, tensors, prompt, states, path)[-1]
-            law = np.full(VOCAB, -np.inf)
-            law[IDS] = logits / 0.9 - np.logaddexp.reduce(logits / 0.9)
+            law = law_of(prompt, path_to(draft, row, int(draft.parents[row, node])))
             if draft.log_q is None:
                 token = int(draft.tokens[row, node])
-                np.testing.assert_allclose(draft.token_log_q[row, node], law[token], atol=1e-4)
-                continue
-            q_row = draft.q_row[node]
-            np.testing.assert_allclose(draft.log_q[row, q_row], law, atol=TOLERANCE)
+                np.testing.assert_allclose(draft.token_log_q[row, node], law[token], atol=TOLERANCE)
+            else:
+                q = draft.log_q[row, draft.q_row[node]]
+                np.testing.assert_allclose(q, law, atol=TOLERANCE)
+
+
+def path_to(draft: Draft, row: int, node: int) -> tuple[int, ...]:
+    """Tokens from below the root down to a node."""
+    path = ()
+    while node:
+        path, node = (int(draft.tokens[row, node]), *path), int(draft.parents[row, node])
+    return path
+
+
+def best_first(law_after, budget: int, depth: int, width: int) -> set[tuple[int, ...]]:
+    """The likeliest paths of the tree that expands the best nodes of every level."""
+    found, frontier = [], [(0.0, ())]
+    for _ in range(depth):
+        level = []
+        for score, path in frontier:
+            law = law_after(path)
+            level += [(score + law[x], (*path, int(x))) for x in np.argsort(-law)[:width]]
+        found, frontier = found + level, sorted(level, reverse=True)[:width]
+    return {path for _, path in sorted(found, reverse=True)[:budget]}
 
 
 def test_best_first_candidates_are_the_likeliest(proposed):
-    """No node of the tree is worse than one left out: children of nodes with the joint's order."""
-    _, _, drafts = proposed
+    prompts, _, drafts = proposed
     draft = drafts["best"]
-    tokens, parents = np.asarray(draft.tokens), np.asarray(draft.parents)
+    assert draft.valid[:2].all()
+    assert (np.asarray(draft.parents)[:, 1:] < np.arange(1, draft.shape.nodes)).all()
     for row in range(2):
-        assert draft.valid[row].all()
-        assert (parents[row, 1:] < np.arange(1, draft.shape.nodes)).all()
-        for parent in range(draft.shape.nodes):
-            children = [n for n in range(1, draft.shape.nodes) if parents[row, n] == parent]
-            own = np.asarray(draft.token_log_q)[row, children]
-            assert len(set(tokens[row, children])) == len(children)
-            assert (np.diff(own) <= 0).all()
+        law_after = functools.partial(law_of, prompts[row])
+        paths = {path_to(draft, row, node) for node in range(1, draft.shape.nodes)}
+        assert paths == best_first(law_after, budget=6, depth=3, width=2)
 
 
 # --- between rounds -----------------------------------------------------------------------------
