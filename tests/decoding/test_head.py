@@ -20,7 +20,7 @@ from specjax.engine import Engine
 from specjax.lm import attach
 from specjax.methods import Context, compose
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
-from specjax.models.families.head import D2T, T2D, HeadConfig
+from specjax.models.families.head import D2T, T2D, HeadConfig, usual_layers
 from specjax.models.forward import tapped_states
 from specjax.models.head import draft_logits, fed_back, fused_states, head_states
 from specjax.models.hf.checkpoint import WEIGHTS, to_tensors
@@ -469,7 +469,6 @@ def test_configs_are_refused_in_one_line(saved, change, says):
         ({"target_size": 32}, "hidden states of size 32, target params has 16"),
         ({"vocab_size": 99, "draft_ids": None}, "a vocabulary of 99, target params has 12"),
         ({"layer_ids": (0, 1, 3)}, "reads layer 3, target params has layers 0 to 2"),
-        ({"layer_ids": ()}, "no layers 2, n // 2 and n - 3"),
         ({"hidden_size": 8, "own_embedding": False}, "no embedding, and the target's is 16 wide"),
     ],
 )
@@ -477,6 +476,13 @@ def test_a_head_for_another_target_is_refused(change, says):
     other = dataclasses.replace(head(), config=dataclasses.replace(head().config, **change))
     with pytest.raises(sj.SpecjaxError, match=says):
         sj.generate(target(), [[1, 2]], draft=other, method="speculative")
+
+
+def test_the_usual_layers_are_an_early_one_the_middle_and_a_late_one():
+    sizes = {layers: dataclasses.replace(target().config, num_layers=layers) for layers in (2, 32)}
+    assert usual_layers(sizes[32]) == (2, 16, 29)
+    with pytest.raises(sj.ModelError, match="2 layers has no layers 2, n // 2 and n - 3"):
+        usual_layers(sizes[2])
 
 
 @pytest.mark.parametrize(
