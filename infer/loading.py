@@ -44,7 +44,7 @@ def load_models(
         pass_width=args.pass_width,
         quantize=args.quantize,
     )
-    target = load(args.target)
+    target = lm.TARGET.parse("target", load(args.target))
     if draft is None:
         return target, None
     if draft.startswith(lm.SELF):

@@ -51,7 +51,9 @@ class Gate:
     def _begin(self, known: DecodeState | None) -> None:
         tokens, lengths = decode.pack([row.tokens for row in self._all])
         tokens = np.pad(tokens, ((0, 0), (0, self._slots - tokens.shape[1])))
-        self._first, self._last = self.cached, lengths - 1
+        # Of what is known the last token is fed again where a cache's slots depend on the next one.
+        self._first = np.maximum(self.cached - self._engine.method.behind, 0)
+        self._last = lengths - 1
         ends = lengths + np.array([row.budget for row in self._all], np.int32)
         keys = jnp.stack([row.key for row in self._all])
         begin = decode.begin_prompts(self._engine.method, self._logprobs)

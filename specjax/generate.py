@@ -13,7 +13,7 @@ from specjax.arguments import COUNT, FLAG, Must, an, listed, or_name, takes, tex
 from specjax.engine import Engine, Row
 from specjax.errors import OptionError, PairError
 from specjax.flight import Bounds, Flight
-from specjax.lm import LM, MODEL, own_draft
+from specjax.lm import LM, MODEL, TARGET, attach, own_draft
 from specjax.mesh import round_up
 from specjax.methods import Context, MethodSpec, bind, choose
 from specjax.output import Generation, Piece, concatenate
@@ -46,7 +46,7 @@ def _budgets(value: Any) -> int | list[int]:
 
 
 CHECKED = takes(
-    target=MODEL,
+    target=TARGET,
     prompts=Must(listed, fits=len, wanted="at least one text or sequence of token ids"),
     draft=or_name(dataclasses.replace(MODEL, optional=True)),
     options=OPTIONS,
@@ -246,7 +246,7 @@ def in_flight(target: LM, rows: int, batch_size: int | None) -> int:
     return size if target.mesh is None else round_up(size, target.mesh)
 
 
-@takes(target=MODEL, draft=dataclasses.replace(MODEL, optional=True), options=OPTIONS)
+@takes(target=TARGET, draft=dataclasses.replace(MODEL, optional=True), options=OPTIONS)
 def make_engine(
     target: LM,
     draft: LM | None,
@@ -260,6 +260,8 @@ def make_engine(
     Raises:
       OptionError, PairError: what does not fit together.
     """
+    if draft is not None and draft.is_head:
+        draft = attach(draft, target)
     context = Context(target, draft, greedy, judge.fold if judge else None)
     method, settings = bind(chosen, context, options, guided=judge is not None)
     if isinstance(chosen, MethodSpec) and not chosen.needs_draft:

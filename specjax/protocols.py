@@ -39,6 +39,7 @@ class Drafter(Protocol):
     settings: tuple[str, ...] = ()  # names of the scalars that it reads in ``inputs.settings``
     num_probes: int = 0  # probe nodes that ride along in the target's pass
     needs_draft: bool = False  # whether it runs the draft model
+    needs_head: bool = False  # whether that is a head on the target's hidden states
     ends_early: bool = False  # chains: most end long before their bound
     keep_logits: bool = False  # whether drafts carry the draft model's raw logits
 
@@ -59,14 +60,24 @@ class Drafter(Protocol):
         """The drafter's state before the prompt, its caches empty."""
         return ()
 
+    def taps(self, inputs: Inputs) -> tuple[int, ...]:
+        """Layers of the target whose inputs it reads: ``draft.states`` in :meth:`update`."""
+        return ()
+
     def feed(
-        self, inputs: Inputs, carried: Any, tokens: Int[Array, "B N"], start: Int[Array, "B"]
+        self,
+        inputs: Inputs,
+        state: DecodeState,
+        tokens: Int[Array, "B N"],
+        start: Int[Array, "B"],
+        states: Float[Array, "B N P D"] | None,
     ) -> Any:
         """Its state after N more tokens of each row's prompt, from position ``start`` on.
 
-        A position may be fed again: what was there counts no more.
+        ``states`` are what it taps of them. A position may be fed again: what was there counts no
+        more.
         """
-        return carried
+        return state.drafter_state
 
     def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
         """One draft per row; ``keys`` are the round's keys."""
@@ -106,7 +117,7 @@ class TargetDist(Protocol):
     def feed(
         self, inputs: Inputs, carried: Any, tokens: Int[Array, "B N"], start: Int[Array, "B"]
     ) -> Any:
-        """Its state after N more tokens of each row's prompt, as :meth:`Drafter.feed`."""
+        """Its state after N more tokens of each row's prompt, from position ``start`` on."""
         return carried
 
     def log_p(
@@ -185,6 +196,7 @@ class Method(Protocol):
 
     width: int  # token slots above ``length`` that one round may write
     depth: int = 0  # most draft tokens that a round accepts
+    behind: int = 0  # tokens behind one that its caches depend on
     # Tokens stand firm only at the end (beam search): all slots are needed from the start.
     reserves: bool = False
     hosted: bool = False  # its rounds are driven from the host, for the reward needs text

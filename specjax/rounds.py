@@ -19,7 +19,7 @@ from specjax.arguments import DRAFTER, RULE, TARGET_DIST, settle
 from specjax.errors import PairError
 from specjax.models.cache import commit_path
 from specjax.protocols import Drafter, Method, Rule, TargetDist
-from specjax.scoring import score, score_as_needed
+from specjax.scoring import score_as_needed, tapped_score
 from specjax.types import (
     FROM_DRAFT,
     FROM_TARGET,
@@ -64,6 +64,10 @@ class DraftVerify(Method):
     def width(self) -> int:
         return max(*self.passes, self.drafter.slots) + 1
 
+    @property
+    def behind(self) -> int:
+        return int(self.drafter.needs_head)  # a head reads a token with the one behind it
+
     def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         return state.replace(
             cache=inputs.target.cache(*state.tokens.shape),
@@ -72,20 +76,25 @@ class DraftVerify(Method):
         )
 
     def feed(self, inputs, state, tokens, start) -> DecodeState:
+        drafter = self.drafter
+        taps = drafter.taps(inputs)
+        cache, states = inputs.target.tapped_feed(state.cache, tokens, start, taps)
         return state.replace(
-            cache=inputs.target.feed(state.cache, tokens, start),
+            cache=cache,
             target_state=self.target.feed(inputs, state.target_state, tokens, start),
-            drafter_state=self.drafter.feed(inputs, state.drafter_state, tokens, start),
+            drafter_state=drafter.feed(inputs, state, tokens, start, states),
         )
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         keys = probs.round_keys(state.keys, state.stats.rounds)
         start = state.length - 1
         draft, drafter_state, calls, passes = self.drafter.propose(inputs, state, keys)
+        nodes, taps = (inputs.target, state.cache, start, draft), self.drafter.taps(inputs)
         if self.drafter.ends_early:
-            scores, cache = score_as_needed(inputs.target, state.cache, start, draft, ~state.done)
+            scores, cache, states = score_as_needed(*nodes, ~state.done, taps)
         else:
-            scores, cache = score(inputs.target, state.cache, start, draft)
+            scores, cache, states = tapped_score(*nodes, taps)
+        draft = draft.replace(states=states)
         logits = scores[:, : draft.shape.nodes]
         probe_logits = None if draft.probes is None else scores[:, draft.shape.nodes :]
         log_p, target_state = self.target.log_p(inputs, state, draft, logits)

@@ -1,0 +1,92 @@
+"""What a head's draft costs a TPU: python docs/tools/measure_head.py [--batch N ...]
+
+Compiles, as measure_tpu.py does, rounds of an EAGLE-3 head for Llama-3-8B (draft vocabulary 32,000,
+γ = 4) and plain decoding, from shapes alone. The target is compiled with few layers and scaled to
+all of them: layers are alike. c is a further draft step over a plain one. Modelled cycles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections import Counter
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from measure_tpu import PARTS, SHAPES, abstract, compile_rounds, part_of, turns
+from tpu_cycles import cycles
+
+from infer.cli import whole
+from specjax.generate import make_engine
+from specjax.mesh import AXES
+from specjax.methods import METHODS
+from specjax.models.families.head import HeadConfig
+
+GAMMA, DRAFTED, FEW, MORE = 4, 32000, 3, 5
+
+
+class Round(NamedTuple):
+    """Cycles of a round by part: of one further draft step, and of all the rest."""
+
+    step: Counter
+    rest: Counter
+
+
+def main(argv: list[str] | None = None) -> None:
+    """One row per batch size and part of the round."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=whole(1), nargs="+", default=[1, 8], metavar="N")
+    parser.add_argument("--slots", type=whole(128), default=2048, metavar="N")
+    parser.add_argument("--topology", default="v6e:2x2", help="v5e:2x4, v5p:2x2x1, …")
+    args = parser.parse_args(argv)
+    args.pass_width, args.layers = None, None
+    jax.default_backend = lambda: "tpu"
+    columns = ["batch", "round", *PARTS, "all", "c"]
+    print(f"| {' | '.join(columns)} |\n| ---: | --- |" + " ---: |" * (len(columns) - 2))
+    for rows in args.batch:
+        plain = scaled(args, "autoregressive", rows)
+        headed = scaled(args, "speculative", rows)
+        share = headed.step.total() / plain.rest.total()
+        for name, part, c in (
+            ("plain step", plain.rest, ""),
+            ("draft step", headed.step, f"{share:.3f}"),
+            ("all but further draft steps", headed.rest, ""),
+        ):
+            cells = [f"{part[key] / 1e3:,.0f}" for key in PARTS]
+            total = f"{part.total() / 1e3:,.0f}"
+            print(f"| {rows} | {name} | {' | '.join(cells)} | {total} | {c} |", flush=True)
+
+
+def scaled(args: argparse.Namespace, method: str, rows: int) -> Round:
+    """The round with all of the target's layers, from two with few."""
+    few, more = (counted(args, method, rows, layers) for layers in (FEW, MORE))
+    times = (SHAPES["llama-3-8b"].num_layers - FEW) / (MORE - FEW)
+    rest = {part: few.rest[part] + times * (more.rest[part] - few.rest[part]) for part in PARTS}
+    return Round(few.step, Counter(rest))
+
+
+def counted(args: argparse.Namespace, method: str, rows: int, layers: int) -> Round:
+    """Cycles of a compiled round with so many layers of the target."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=args.topology).devices
+    auto = (jax.sharding.AxisType.Auto,) * len(AXES)
+    mesh = jax.make_mesh((1, 1), AXES, axis_types=auto, devices=devices[:1])
+    args.layers = layers
+    target, whole_model = abstract(SHAPES["llama-3-8b"], mesh, args), SHAPES["llama-3-8b"]
+    ids = np.arange(DRAFTED) * (whole_model.vocab_size // DRAFTED)
+    cfg = HeadConfig.of(whole_model, ids, layer_ids=(0, 1, 2), own_embedding=False)
+    draft = abstract(cfg, mesh, args) if METHODS[method].needs_draft else None
+    options = {"gamma": GAMMA} if draft else {}
+    engine = make_engine(target, draft, METHODS[method], options, greedy=False)
+    text = compile_rounds(engine, rows, args.slots, mesh).as_text()
+
+    none, one = (
+        cycles(text, part_of, functools.partial(turns, passes), loop=True) for passes in (0, 1)
+    )
+    return Round(Counter({part: one[part] - none[part] for part in PARTS}), none)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

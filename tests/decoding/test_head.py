@@ -1,0 +1,522 @@
+"""A head on hidden states: its numbers, what it keeps between rounds, its law, every refusal.
+
+The target has three layers and twelve ids, of which the head drafts seven: it is right often enough
+that rounds accept, and often wrong.
+"""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from specjax import decode
+from specjax.draft.head import HeadBest, HeadChain, HeadDrafter, HeadTree, Reading
+from specjax.engine import Engine
+from specjax.lm import attach
+from specjax.methods import Context, compose
+from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
+from specjax.models.families.head import D2T, T2D, HeadConfig, usual_layers
+from specjax.models.forward import tapped_states
+from specjax.models.head import draft_logits, fed_back, fused_states, head_states
+from specjax.models.hf.checkpoint import WEIGHTS, to_tensors
+from specjax.types import DETERMINISTIC, NO_NODE, NO_PARENT, Draft, TreeShape, Verdict
+from support import head_reference, laws
+from support.checkpoints import edit_config, edit_weights, same
+
+VOCAB, IDS = 12, np.array([0, 1, 3, 4, 7, 8, 11])
+VARIANTS = {
+    "plain": {},
+    "before": {"norm_before_fc": True, "norm_before_residual": True},
+    "each": {"fc_norm": True, "norm_output": True},
+}
+TOLERANCE = 1e-4
+
+
+def tiny(vocab: int = VOCAB, layers: int = 3, seed: int = 0) -> sj.LM:
+    cfg = ModelConfig.llama(
+        vocab_size=vocab,
+        hidden_size=16,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=24,
+        max_position=256,
+    )
+    params = init_params(cfg, jax.random.key(seed))
+    params["layers"] = jax.tree.map(lambda x: 6 * x, params["layers"])
+    return sj.from_params(cfg, params | {"embed": 30 * params["embed"]})
+
+
+@functools.cache
+def target() -> sj.LM:
+    return tiny()
+
+
+@functools.cache
+def made(variant: str = "plain", own: bool = True) -> tuple[HeadConfig, dict]:
+    """A head's config and params, norms included at random."""
+    options = VARIANTS[variant] | {"layer_ids": (0, 1, 2), "own_embedding": own}
+    cfg = HeadConfig.of(target().config, IDS, **options)
+    leaves, tree = jax.tree.flatten(init_params(cfg, jax.random.key(7)))
+    generator = np.random.Generator(np.random.Philox(5))
+    moved = [
+        jnp.asarray(generator.normal(1, 0.3, x.shape) if x.ndim == 1 else 12 * x, jnp.float32)
+        for x in leaves
+    ]
+    return cfg, jax.tree.unflatten(tree, moved)
+
+
+@functools.cache
+def head(variant: str = "plain") -> sj.LM:
+    return attach(sj.from_params(*made(variant)), target())
+
+
+def sequence(length: int, seed: int = 3) -> np.ndarray:
+    return np.random.Generator(np.random.Philox(seed)).integers(0, VOCAB, length).astype(np.int32)
+
+
+def states_of(tokens: np.ndarray) -> jax.Array:
+    """What the head's layers of the target read, ``[1, T, P, D]``."""
+    at, lm = np.arange(len(tokens))[None], target()
+    ones = np.ones_like(at)
+    return tapped_states(lm.config, lm.params, tokens[None], at, ones, (0, 1, 2))[1]
+
+
+# --- numbers -----------------------------------------------------------------------------------
+
+
+def test_tapped_are_the_inputs_of_layers():
+    """A model of the first layers alone, without its last norm, ends where the next one begins."""
+    lm, tokens = target(), sequence(9)[None]
+    at, ones = np.arange(9)[None], np.ones((1, 9), np.int32)
+    _, states = tapped_states(lm.config, lm.params, tokens, at, ones, (2, 1))
+    scanned = tapped_states(lm.config, lm.params, tokens, at, ones, (2, 1), scan=True)[1]
+    for place, layers in enumerate((2, 1)):
+        cfg = dataclasses.replace(lm.config, num_layers=layers, final_norm=False)
+        kept = {str(i): lm.params["layers"][str(i)] for i in range(layers)}
+        params = {"embed": lm.params["embed"], "layers": kept}
+        want, _ = tapped_states(cfg, params, tokens, at, ones, ())
+        np.testing.assert_allclose(states[:, :, place], want, atol=1e-5)
+    np.testing.assert_allclose(scanned, states, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_the_reference(variant):
+    """Over whole sequences, and one drafted step further."""
+    cfg, params = made(variant)
+    tokens, states = sequence(8), states_of(sequence(8))
+    want = head_reference.drafted_logits(cfg, to_tensors(cfg, params), tokens, states[0], [4])
+    f = fused_states(cfg, params, states[:, :-1])
+    at, ones = np.arange(8)[None], np.ones((1, 8), np.int32)
+    hidden = head_states(cfg, params, tokens[None, 1:], f, at[:, 1:], ones[:, 1:])
+    np.testing.assert_allclose(draft_logits(cfg, params, hidden)[0, -1], want[0], atol=TOLERANCE)
+    f = jnp.append(f, fed_back(cfg, params, hidden[:, -1:]), axis=1)
+    read = np.append(tokens[1:], 4).astype(np.int32)[None]
+    hidden = head_states(cfg, params, read, f, at, ones)
+    np.testing.assert_allclose(draft_logits(cfg, params, hidden)[0, -1], want[1], atol=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def proposed():
+    """A draft of each form behind prompts of different lengths, and the head that made it."""
+    lm, draft = target(), head("each")
+    prompts = [sequence(21), sequence(2, 4), sequence(1, 5)]
+    found = {}
+    for name, drafter in {
+        "chain": HeadChain(gamma=3),
+        "tree": HeadTree((2, 2)),
+        "best": HeadBest(budget=6, depth=3, width=2),
+    }.items():
+        method = sj.draft_verify(drafter, sj.Warped(), sj.verify.match)
+        engine = Engine(lm, draft, method, {})
+        inputs = engine.inputs(sj.Sampling(0.9), len(prompts))
+        keys = jax.random.split(jax.random.key(0), len(prompts))
+        budget = np.full(len(prompts), 40, np.int32)
+        state = decode.start(method, inputs, prompts, budget, keys, chunk=16)
+        found[name] = jax.jit(drafter.propose)(inputs, state, state.keys).draft
+    return prompts, draft, found
+
+
+def law_of(prompt: np.ndarray, path: tuple[int, ...]) -> np.ndarray:
+    """log q after the prompt and a path of drafted tokens, by the reference."""
+    cfg, params = made("each")
+    states, tensors = states_of(prompt)[0], to_tensors(cfg, params)
+    logits = head_reference.drafted_logits(cfg, tensors, prompt, states, path)[-1] / 0.9
+    law = np.full(VOCAB, -np.inf)
+    law[IDS] = logits - np.logaddexp.reduce(logits)
+    return law
+
+
+@pytest.mark.parametrize("form", ["chain", "tree", "best"])
+def test_drafted_laws_equal_the_reference(proposed, form):
+    """Each law is of the node's own path, over the target's ids, and 0 where the head has none."""
+    prompts, _, drafts = proposed
+    draft = drafts[form]
+    for row, prompt in enumerate(prompts):
+        if len(prompt) == 1:  # no features yet: nothing is drafted
+            assert not draft.valid[row, 1:].any()
+            continue
+        for node in range(1, draft.shape.nodes):
+            law = law_of(prompt, path_to(draft, row, int(draft.parents[row, node])))
+            if draft.log_q is None:
+                token = int(draft.tokens[row, node])
+                np.testing.assert_allclose(draft.token_log_q[row, node], law[token], atol=TOLERANCE)
+            else:
+                q = draft.log_q[row, draft.q_row[node]]
+                np.testing.assert_allclose(q, law, atol=TOLERANCE)
+
+
+def path_to(draft: Draft, row: int, node: int) -> tuple[int, ...]:
+    """Tokens from below the root down to a node."""
+    path = ()
+    while node:
+        path, node = (int(draft.tokens[row, node]), *path), int(draft.parents[row, node])
+    return path
+
+
+def best_first(law_after, budget: int, depth: int, width: int) -> set[tuple[int, ...]]:
+    """The likeliest paths of the tree that expands the best nodes of every level."""
+    found, frontier = [], [(0.0, ())]
+    for _ in range(depth):
+        level = []
+        for score, path in frontier:
+            law = law_after(path)
+            level += [(score + law[x], (*path, int(x))) for x in np.argsort(-law)[:width]]
+        found, frontier = found + level, sorted(level, reverse=True)[:width]
+    return {path for _, path in sorted(found, reverse=True)[:budget]}
+
+
+def test_best_first_candidates_are_the_likeliest(proposed):
+    prompts, _, drafts = proposed
+    draft = drafts["best"]
+    assert draft.valid[:2].all()
+    assert (np.asarray(draft.parents)[:, 1:] < np.arange(1, draft.shape.nodes)).all()
+    for row in range(2):
+        law_after = functools.partial(law_of, prompts[row])
+        paths = {path_to(draft, row, node) for node in range(1, draft.shape.nodes)}
+        assert paths == best_first(law_after, budget=6, depth=3, width=2)
+
+
+# --- between rounds -----------------------------------------------------------------------------
+
+
+class Settled:
+    """A verdict over a small tree, and what the head must know after it."""
+
+    def __init__(self):
+        lm, draft = target(), head("each")
+        self.prompt, self.below = sequence(9), (3, 5, 6)
+        # Nodes: the root, a, b below a, c below the root; a is accepted, then 8 is drawn.
+        a, b, c = self.below
+        paths = ([], [a], [a, b], [c])
+        states = [states_of(np.append(self.prompt, path).astype(np.int32))[:, -1] for path in paths]
+        chain = TreeShape(4, 2, 2)
+        self.draft = Draft(
+            tokens=jnp.array([[self.prompt[-1], a, b, c]]),
+            parents=jnp.array([[NO_PARENT, 0, 1, 0]]),
+            valid=jnp.ones((1, 4), bool),
+            states=jnp.stack(states, axis=1),
+            shape=chain,
+            law=DETERMINISTIC,
+        )
+        self.verdict = Verdict(
+            path=jnp.array([[0, 1, NO_NODE]]),
+            num_accepted=jnp.array([1]),
+            num_tested=jnp.array([2]),
+            tokens=jnp.array([[a, 8, 0]]),
+            num_tokens=jnp.array([2]),
+        )
+        self.engine = Engine(lm, draft, None, {})
+        self.after = np.append(self.prompt, [a, 8]).astype(np.int32)
+
+    def state(self, tokens):
+        class State:
+            length = jnp.array([len(tokens)])
+            slots = 32
+
+        State.tokens = jnp.zeros((1, 32), jnp.int32).at[0, : len(tokens)].set(tokens)
+        State.done = jnp.zeros((1,), bool)
+        return State
+
+    def fresh(self, drafter, tokens) -> Reading:
+        """What a prefill of the tokens gives."""
+        inputs, state = self.engine.inputs(sj.Sampling(), 1), self.state(tokens)
+        state.drafter_state = drafter.init(inputs, state)
+        fed, begin = state.tokens[:, : len(tokens) - 1], jnp.zeros((1,), jnp.int32)
+        return drafter.feed(inputs, state, fed, begin, states_of(tokens)[:, :-1])
+
+    def gap(self, drafter) -> float:
+        """How far the state after the verdict is from a fresh one."""
+        tree = HeadBest(budget=3, depth=2, width=2)
+        inputs, state = self.engine.inputs(sj.Sampling(), 1), self.state(self.prompt)
+        carried = self.fresh(tree, self.prompt)
+        # Drafts have written above what is committed.
+        dirty = jax.tree.map(lambda x: x.at[:, :, len(self.prompt) - 1 :].set(9), carried.cache)
+        carried = carried._replace(cache=dirty)
+        got = drafter.update(inputs, state, carried, self.draft, self.verdict, None)
+        want, held = self.fresh(tree, self.after), len(self.after) - 1
+        pairs = [(got.hidden, want.hidden)]
+        pairs += [
+            (x[:, :, :held], y[:, :, :held])
+            for x, y in zip(jax.tree.leaves(got.cache), jax.tree.leaves(want.cache), strict=True)
+        ]
+        return max(float(jnp.abs(x - y).max()) for x, y in pairs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant(HeadBest):
+    """An update with one thing wrong."""
+
+    fault: str = ""
+
+    def update(self, inputs, state, carried, draft, verdict, probe_logits):
+        if self.fault == "states of a refused node":
+            draft = draft.replace(states=draft.states[:, jnp.array([0, 3, 2, 1])])
+        if self.fault == "state and token one apart":
+            draft = draft.replace(states=jnp.roll(draft.states, 1, axis=1))
+        if self.fault == "the last hidden state of all":
+            verdict = dataclasses.replace(verdict, num_tokens=jnp.array([3]))
+        after = super().update(inputs, state, carried, draft, verdict, probe_logits)
+        stale = self.fault == "a stale cache after a refusal"
+        return after._replace(cache=carried.cache) if stale else after
+
+
+def test_after_a_verdict_the_head_has_read_what_stands():
+    assert Settled().gap(HeadBest(budget=3, depth=2, width=2)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "states of a refused node",
+        "state and token one apart",
+        "the last hidden state of all",
+        "a stale cache after a refusal",
+    ],
+)
+def test_a_slip_between_rounds_is_caught(fault):
+    assert Settled().gap(Mutant(3, 2, 2, fault)) > 1e-2
+
+
+# --- law ----------------------------------------------------------------------------------------
+
+PROMPT, LENGTH, SAMPLING = (1, 3, 0), 3, sj.Sampling(temperature=0.9, top_k=3)
+
+
+@functools.cache
+def small_pair() -> tuple[sj.LM, sj.LM]:
+    """Four ids, of which the head drafts three."""
+    lm = tiny(vocab=4, layers=2)
+    cfg = HeadConfig.of(lm.config, np.array([0, 1, 3]), layer_ids=(0, 1), own_embedding=False)
+    params = jax.tree.map(lambda x: 10 * x, init_params(cfg, jax.random.key(2)))
+    params |= {"norm": {"weight": params["norm"]["weight"] / 10}}
+    return lm, attach(sj.from_params(cfg, params), lm)
+
+
+def p_value(drafter, rule) -> float:
+    lm, draft = small_pair()
+    engine = Engine(lm, draft, sj.draft_verify(drafter, sj.Warped(), rule), {})
+    grid, logits = laws.continuation_logits(lm, PROMPT, LENGTH)
+    law = laws.continuation_law(lm, grid, logits, SAMPLING)
+    assert np.sum(law > 1e-3) > 10, "the tiny model must leave room for errors to show"
+    return laws.p_value(laws.continuation_counts(engine, PROMPT, LENGTH, SAMPLING), law)
+
+
+def test_law_of_a_chain():
+    assert p_value(HeadChain(gamma=2), sj.verify.speculative) > laws.ALPHA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    [
+        (HeadChain(gamma=2), "block"),
+        (HeadTree((2, 2)), "specinfer"),
+        (HeadTree((2, 2), replacement=True), "specinfer"),
+        (HeadBest(budget=4, depth=2, width=2), "match"),
+        (HeadBest(budget=4, depth=2, width=2), "specinfer"),
+    ],
+    ids=str,
+)
+def test_law(drafter, rule):
+    assert p_value(drafter, getattr(sj.verify, rule)) > laws.ALPHA
+
+
+@dataclasses.dataclass(frozen=True)
+class OverTheWrongVocabulary(HeadChain):
+    """q as if the head drafted the target's first ids."""
+
+    def over_target(self, inputs, rows):
+        missing = inputs.draft.config.vocab_size - rows.shape[-1]
+        pad = [(0, 0)] * (rows.ndim - 1) + [(0, missing)]
+        return jnp.pad(rows, pad, constant_values=-jnp.inf)
+
+
+@pytest.mark.slow
+def test_q_over_the_wrong_vocabulary_is_caught():
+    assert p_value(OverTheWrongVocabulary(gamma=2), sj.verify.speculative) < laws.ALPHA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [{"tree": "none"}, {"tree": "dynamic", "width": 3}], ids=str)
+def test_greedy_output_is_plain_decoding_s(form):
+    prompts = [sequence(1 + n % 19, n) for n in range(200)]
+    kw = {"max_new_tokens": 12, "draft": head(), "drafter": "head", "rule": "match"}
+    want = sj.generate(target(), prompts, max_new_tokens=12).tokens
+    for rows, chosen in ((8, slice(None)), (1, slice(40))):
+        got = sj.generate(target(), prompts[chosen], options=form, batch_size=rows, **kw)
+        assert got.stats["accepted"].sum() > 0
+        for a, b in zip(got.tokens, want, strict=False):
+            np.testing.assert_array_equal(a, b)
+
+
+# --- directories and refusals -------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path):
+    cfg, params = made("each")
+    save_pretrained(tmp_path / "head", cfg, params)
+    return tmp_path / "head"
+
+
+def midlayer(directory) -> None:
+    """Writes a saved head as SafeAILab does: other names, a flat config."""
+
+    def rename(tensors):
+        for name in list(tensors):
+            tensors[name.replace("layers.0.", "midlayer.")] = tensors.pop(name)
+
+    edit_weights(directory, rename)
+    config = json.loads((directory / "config.json").read_text())
+    kept = {n: x for n, x in config.items() if n.startswith(("norm_", "fc_", "draft_", "eagle_"))}
+    flat = config["transformer_layer_config"] | kept
+    flat["architectures"] = ["LlamaForCausalLMEagle3"]
+    (directory / "config.json").write_text(json.dumps(flat))
+
+
+@pytest.mark.parametrize("layout", ["speculators", "SafeAILab"])
+def test_saved_heads_load_bit_for_bit(saved, layout):
+    if layout == "SafeAILab":
+        midlayer(saved)
+    cfg, params = load_pretrained(saved)
+    assert cfg == made("each")[0] and same(params, made("each")[1])
+    assert sj.load(saved).is_head
+
+
+def test_pickled_heads_load_where_asked_for(saved):
+    torch = pytest.importorskip("torch")
+    midlayer(saved)
+    tensors = to_tensors(*made("each"))
+    named = {n.replace("layers.0.", "midlayer."): torch.tensor(x) for n, x in tensors.items()}
+    torch.save(named, saved / "pytorch_model.bin")
+    (saved / WEIGHTS).unlink()
+    assert same(load_pretrained(saved, pickles=True)[1], made("each")[1])
+
+
+def without(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name, value):
+    return lambda tensors: tensors.__setitem__(name, value)
+
+
+BROKEN = {
+    "missing fc": (without("fc.weight"), "fc.weight is missing"),
+    "missing d2t": (without(D2T), "d2t is missing"),
+    "d2t past the vocabulary": (put(D2T, np.full(7, 6)), "names id 12, and the target has ids"),
+    "d2t below 0": (put(D2T, np.full(7, -1)), "names id -1"),
+    "d2t twice": (put(D2T, np.array([0, 0, 1, 0, 3, 3, 5])), "each once"),
+    "d2t too short": (put(D2T, np.zeros(6, np.int64)), "expected 7 whole numbers"),
+    "t2d of others": (put(T2D, np.ones(12, bool)), "name different ids"),
+    "misshapen fc": (put("fc.weight", np.ones((16, 32), np.float32)), "fc.weight has shape"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_tensors_are_refused_in_one_line(saved, name):
+    edit, says = BROKEN[name]
+    edit_weights(saved, edit)
+    with pytest.raises(sj.SpecjaxError, match=says) as caught:
+        sj.load(saved)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"speculators_model_type": "dflash"}, "'dflash' is not supported"),
+        ({"norm_before_fc": True}, "exclude each other"),
+        ({"draft_vocab_size": 13}, "draft_vocab_size=13 is more"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, -1]}, "expected a list"),
+        ({"fc_norm": "yes"}, "expected true or false"),
+    ],
+)
+def test_configs_are_refused_in_one_line(saved, change, says):
+    edit_config(saved, **change)
+    with pytest.raises(sj.SpecjaxError, match=says):
+        sj.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"target_size": 32}, "hidden states of size 32, target params has 16"),
+        ({"vocab_size": 99, "draft_ids": None}, "a vocabulary of 99, target params has 12"),
+        ({"layer_ids": (0, 1, 3)}, "reads layer 3, target params has layers 0 to 2"),
+        ({"hidden_size": 8, "own_embedding": False}, "no embedding, and the target's is 16 wide"),
+    ],
+)
+def test_a_head_for_another_target_is_refused(change, says):
+    other = dataclasses.replace(head(), config=dataclasses.replace(head().config, **change))
+    with pytest.raises(sj.SpecjaxError, match=says):
+        sj.generate(target(), [[1, 2]], draft=other, method="speculative")
+
+
+def test_the_usual_layers_are_an_early_one_the_middle_and_a_late_one():
+    sizes = {layers: dataclasses.replace(target().config, num_layers=layers) for layers in (2, 32)}
+    assert usual_layers(sizes[32]) == (2, 16, 29)
+    with pytest.raises(sj.ModelError, match="2 layers has no layers 2, n // 2 and n - 3"):
+        usual_layers(sizes[2])
+
+
+@pytest.mark.parametrize(
+    ("lm", "draft", "asked", "says"),
+    [
+        (head, target, {}, "can only draft"),
+        (target, target, {"drafter": "head"}, "is a whole model"),
+        (target, head, {"method": "mtad"}, "take a method of chains or trees"),
+        (target, head, {"method": "tree-scd"}, "needs a model as amateur"),
+        (
+            target,
+            head,
+            {"drafter": "head", "options": {"width": 8}},
+            "more than the vocabulary's 7",
+        ),
+    ],
+)
+def test_a_head_where_none_fits_is_refused(lm, draft, asked, says):
+    with pytest.raises(sj.SpecjaxError, match=says) as caught:
+        sj.generate(lm(), [[1, 2]], draft=draft(), **asked)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_the_rule_decides_the_form():
+    context = Context(target(), head())
+    forms = {
+        "speculative": HeadChain,
+        "match": HeadBest,
+        "specinfer": HeadBest,
+        "mentored": HeadChain,
+    }
+    for rule, form in forms.items():
+        options = {"width": 3}
+        assert type(compose("head", rule).build(context, options)[0].drafter) is form
+    drawn = compose("head", "match").build(context, {"tree": "drawn", "width": 3})[0]
+    assert type(drawn.drafter) is HeadTree and isinstance(drawn.drafter, HeadDrafter)
