@@ -9,6 +9,7 @@ Axis legend: B rows, S slots.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +31,24 @@ def start(
     *,
     logprobs: bool = False,
     chunk: int,
+    carried: Any = (),
 ) -> DecodeState:
-    """The state after the prompts: tokens left-aligned in a bucket, caches filled."""
+    """The state after the prompts: tokens left-aligned in a bucket, caches filled.
+
+    ``carried`` is what the batch before in the same job left, by the method's ``carry``.
+    """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     slots = first_slots(method, int(lengths.max()), int(budget.max()), chunk)
     tokens = np.zeros((len(prompts), slots), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     return prefill_prompts(method, chunk, logprobs)(
-        inputs, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(lengths + budget), keys
+        inputs,
+        jnp.asarray(tokens),
+        jnp.asarray(lengths),
+        jnp.asarray(lengths + budget),
+        keys,
+        carried,
     )
 
 
@@ -50,12 +60,12 @@ def first_slots(method: Method, longest: int, budget: int, chunk: int) -> int:
 
 @functools.cache
 def prefill_prompts(method: Method, chunk: int, logprobs: bool):
-    """``fill(inputs, tokens[B,S], length[B], max_length[B], keys[B]) -> state``: caches filled.
+    """``fill(inputs, tokens[B,S], length[B], max_length[B], keys[B], carried) -> state``.
 
     One trace per bucket of slots.
     """
 
-    def fill(inputs: Inputs, tokens, length, max_length, keys) -> DecodeState:
+    def fill(inputs: Inputs, tokens, length, max_length, keys, carried=()) -> DecodeState:
         rows = tokens.shape[0]
         zero = jnp.zeros((rows,), jnp.int32)
         # Stats are donated with the state: every counter needs a buffer of its own.
@@ -75,7 +85,7 @@ def prefill_prompts(method: Method, chunk: int, logprobs: bool):
             keys=keys,
             cache=(),
             target_state=(),
-            drafter_state=(),
+            drafter_state=carried,
             method_state=(),
             stats=stats,
         )

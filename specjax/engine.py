@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,7 @@ class Batch:
         sampling: Sampling,
         stop: tuple[str, ...],
         logprobs: bool,
+        carried: Any = (),
     ):
         self._engine, self._rows, self._stop, self._logprobs = engine, rows, stop, logprobs
         padding = [Row(np.zeros(1, np.int32), 0, rows[0].key)] * (size - len(rows))
@@ -89,6 +91,7 @@ class Batch:
         self._shown = np.array([len(row.tokens) for row in self._all])
         self._readers = [Reader(engine.target.tokenizer, stop) for _ in rows]
         self._times = {"prefill": 0.0, "first": 0.0, "total": 0.0}
+        self.carried = carried  # from batch to batch: what the method remembers of the job
 
     def run(self, rounds: int) -> Iterator[Piece]:
         """Decodes, yielding what is new after every ``rounds`` rounds."""
@@ -103,6 +106,7 @@ class Batch:
             jnp.stack([row.key for row in self._all]),
             logprobs=self._logprobs,
             chunk=self._engine.chunk(max(map(len, prompts)), len(prompts)),
+            carried=self.carried,
         )
         jax.block_until_ready(state)
         self._times["prefill"] = time.perf_counter() - began
@@ -123,6 +127,7 @@ class Batch:
                 break
             # Text stops are only seen here, and counters must not run past them.
             step = 1 if self._stop else rounds
+        self.carried = method.carry(state)
         rest = dict.fromkeys(("keys", "cache", "target_state", "drafter_state", "method_state"))
         self._state = jax.device_get(state.replace(**rest))
 

@@ -179,10 +179,12 @@ def _pieces(
 ) -> Iterator[Piece]:
     """Decodes the rows of each batch."""
     done: list[Generation] = []
+    carried: Any = ()
     for mates in batches:
-        batch = Batch(engine, [rows[i] for i in mates], size, sampling, stop, logprobs)
+        batch = Batch(engine, [rows[i] for i in mates], size, sampling, stop, logprobs, carried)
         for piece in batch.run(rounds):
             yield dataclasses.replace(piece, index=int(mates[piece.index]))
+        carried = batch.carried
         done.append(batch.result(len(done)))
     nothing = np.zeros(0, np.int32)
     whole = concatenate(done, np.argsort(np.concatenate(batches)))

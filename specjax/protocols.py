@@ -41,6 +41,9 @@ class Drafter(Protocol):
     needs_draft: bool = False  # whether it runs the draft model
     ends_early: bool = False  # chains: most end long before their bound
     keep_logits: bool = False  # whether drafts carry the draft model's raw logits
+    # Whether drafts come of other rows too: counters then depend on batch mates, and so do tokens,
+    # though not their law, unless the rule draws them by their place, as match does.
+    shared: bool = False
 
     @property
     def slots(self) -> int:
@@ -56,7 +59,14 @@ class Drafter(Protocol):
         return False
 
     def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> Any:
-        """The drafter's state after the prompt; ``chunk`` is the prefill width."""
+        """The drafter's state after the prompt; ``chunk`` is the prefill width.
+
+        ``state.drafter_state`` is what the batch before in the same job left (:meth:`carry`).
+        """
+        return ()
+
+    def carry(self, drafter_state: Any) -> Any:
+        """What of its state the next batch of the same job, of as many rows, begins with."""
         return ()
 
     def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
@@ -118,7 +128,8 @@ class Rule:
       chain_only: it reads a chain and no tree.
       settings: names of the scalars that it takes.
       extras: what the loop hands it besides: ``raw_log_p`` (the target at temperature 1,
-        unwarped) and ``joint_raw`` (rows whose joint probabilities are unwarped).
+        unwarped), ``joint_raw`` (rows whose joint probabilities are unwarped) and ``written``
+        (tokens that each row has written; with it come the rows' keys, not the round's).
     """
 
     verify: Callable[..., Verdict]
@@ -174,3 +185,7 @@ class Method(Protocol):
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         """One round; every live row gains at least one token."""
+
+    def carry(self, state: DecodeState) -> Any:
+        """The ``drafter_state`` that the next batch of the same job begins with."""
+        return ()

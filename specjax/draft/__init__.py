@@ -5,6 +5,7 @@ from specjax.draft.beam import Beam
 from specjax.draft.chain import STOPS, Chain
 from specjax.draft.lookup import Lookup
 from specjax.draft.none import NoDraft
+from specjax.draft.suffix import Suffix
 from specjax.draft.tree import Tree
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "NoDraft",
     "ProbePass",
     "SinglePass",
+    "Suffix",
     "Tree",
     "VerifyPass",
 ]

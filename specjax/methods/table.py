@@ -139,7 +139,7 @@ METHODS: dict[str, MethodSpec] = {
             "one token per target pass: greedy, or drawn under temperature, top-k and top-p",
             "the baseline",
             drafter="none",
-            rule="speculative",
+            rule="match",
         ),
         MethodSpec(
             "beam",
@@ -195,7 +195,7 @@ METHODS: dict[str, MethodSpec] = {
             "each token from what the target says more than the draft model",
             "Li et al. 2023; O'Brien and Lewis 2023",
             drafter="none",
-            rule="speculative",
+            rule="match",
             target_dist="contrastive",
         ),
         MethodSpec(
@@ -289,6 +289,13 @@ METHODS: dict[str, MethodSpec] = {
             drafter="lookup",
             rule="speculative",
         ),
+        MethodSpec(
+            "suffix",
+            "no draft model: what followed the same words in any row or earlier request",
+            "after Oliaro et al. 2024 (SuffixDecoding)",
+            drafter="suffix",
+            rule="match",
+        ),
     )
 }
 
@@ -305,6 +312,18 @@ def method(name: str) -> MethodSpec:
       OptionError: no method has that name.
     """
     return lookup("method", METHODS, name)
+
+
+def usual_rule(drafter: str | Drafter) -> str:
+    """The rule of a drafter where none is named.
+
+    Where drafts come of other rows it is the one whose tokens do not depend on them.
+
+    Raises:
+      OptionError: no drafter has that name.
+    """
+    made = lookup("drafter", DRAFTERS, drafter).make if isinstance(drafter, str) else drafter
+    return "match" if getattr(made, "shared", False) else "speculative"
 
 
 @takes(drafter=or_name(DRAFTER), rule=or_name(RULE), target_dist=or_name(TARGET_DIST))
