@@ -12,7 +12,7 @@ import numpy as np
 from specjax.arguments import COUNT, FLAG, Must, an, listed, takes, texts, whole_numbers
 from specjax.engine import Batch, Engine, Row
 from specjax.errors import OptionError, PairError
-from specjax.lm import LM, MODEL
+from specjax.lm import LM, MODEL, TARGET, attach
 from specjax.mesh import round_up
 from specjax.methods import Context, MethodSpec, bind, choose
 from specjax.output import Generation, Piece, concatenate
@@ -38,7 +38,7 @@ def _constraints(value: Any) -> list[dict[str, tuple[str, ...]]]:
 
 
 CHECKED = takes(
-    target=MODEL,
+    target=TARGET,
     prompts=Must(listed, fits=len, wanted="at least one text or sequence of token ids"),
     draft=dataclasses.replace(MODEL, optional=True),
     options=OPTIONS,
@@ -224,7 +224,7 @@ def split_rows(
     return size, [order[first : first + size] for first in range(0, len(order), size)]
 
 
-@takes(target=MODEL, draft=dataclasses.replace(MODEL, optional=True), options=OPTIONS)
+@takes(target=TARGET, draft=dataclasses.replace(MODEL, optional=True), options=OPTIONS)
 def make_engine(
     target: LM,
     draft: LM | None,
@@ -238,6 +238,8 @@ def make_engine(
     Raises:
       OptionError, PairError: what does not fit together.
     """
+    if draft is not None and draft.is_head:
+        draft = attach(draft, target)
     context = Context(target, draft, greedy, judge.fold if judge else None)
     method, settings = bind(chosen, context, options, guided=judge is not None)
     if isinstance(chosen, MethodSpec) and not chosen.needs_draft:

@@ -17,9 +17,11 @@ from jax.sharding import Mesh
 from specjax.arguments import FLAG, Must, an, shown, takes, whole_numbers
 from specjax.checks import require_all
 from specjax.demo import tuned
-from specjax.errors import ModelError, foreign
+from specjax.errors import ModelError, PairError, foreign
 from specjax.models import ModelConfig, fuse, load_pretrained
 from specjax.models.config import as_ids
+from specjax.models.families.head import HeadConfig, usual_layers
+from specjax.models.head import share_embedding
 from specjax.models.hf.checkpoint import DTYPES, load_config, read_json
 from specjax.models.hf.config import token_ids
 from specjax.models.placement import place
@@ -56,6 +58,11 @@ class LM:
     pass_width: int = 1
 
     @property
+    def is_head(self) -> bool:
+        """Whether it drafts from a target's hidden states, and is no model by itself."""
+        return isinstance(self.config, HeadConfig)
+
+    @property
     def net(self) -> Net:
         """The model as decoding runs it."""
         width = self.config.vocab_size
@@ -63,10 +70,15 @@ class LM:
 
     @property
     def dtype(self) -> jnp.dtype:
-        return self.params["embed"].dtype
+        return self.params["head" if self.is_head else "embed"].dtype
 
 
 MODEL = Must(an(LM), wanted="a model, as specjax.load and specjax.from_params give")
+TARGET = dataclasses.replace(
+    MODEL,
+    fits=lambda model: not model.is_head,
+    wanted="a whole model; a head on hidden states only drafts for one: give it as the draft",
+)
 MESH = Must(an(Mesh), wanted="a mesh, as specjax.make_mesh gives")
 
 
@@ -107,8 +119,10 @@ def load(
     pass_width = resolve_pass_width(pass_width)
     directory = locate(str(path_or_id), HUB_FILES + PICKLES * pickles)
     # The small files first: what is wrong with them is said before gigabytes are read.
-    eos_ids = _eos_ids(directory, load_config(directory))
-    tokenizer = Tokenizer.from_directory(directory)
+    config = load_config(directory)
+    eos_ids = _eos_ids(directory, config)
+    head = isinstance(config, HeadConfig)  # its tokenizer is the target's
+    tokenizer = None if head else Tokenizer.from_directory(directory)
     placed = None if mesh is None else functools.partial(place, mesh=mesh, split=split)
     config, params = load_pretrained(directory, DTYPES[dtype], True, pickles, placed)
     config, source = _share(config, mesh, split), str(path_or_id)
@@ -127,6 +141,39 @@ def on_mesh(model: LM, mesh: Mesh, split: bool = True) -> LM:
     config = _share(model.config, mesh, split)
     params = place(model.config, model.params, mesh, split)
     return dataclasses.replace(model, config=config, params=params, mesh=mesh)
+
+
+def attach(head: LM, target: LM) -> LM:
+    """A head that knows its target: which layers it reads, and an embedding.
+
+    Raises:
+      PairError: it is a head for another target.
+    """
+    cfg, own = head.config, target.config
+    made = f" (it was made for {cfg.verifier})" if cfg.verifier else ""
+    for what, reads, has in (
+        ("hidden states of size", cfg.target_size, own.hidden_size),
+        ("a vocabulary of", cfg.vocab_size, own.vocab_size),
+    ):
+        if reads != has:
+            raise PairError(
+                f"head {head.source} is for {what} {reads}, target {target.source} has {has}{made}"
+            )
+    layers = cfg.layer_ids or usual_layers(own)
+    if max(layers) >= own.num_layers:
+        raise PairError(
+            f"head {head.source} reads layer {max(layers)}, target {target.source} has layers 0 to "
+            f"{own.num_layers - 1}{made}"
+        )
+    width = own.embed_size or own.hidden_size
+    if not cfg.own_embedding and width != cfg.hidden_size:
+        raise PairError(
+            f"head {head.source} has no embedding, and the target's is {width} wide, not "
+            f"{cfg.hidden_size}"
+        )
+    cfg = dataclasses.replace(cfg, layer_ids=layers, adaptive_ids=own.adaptive_ids)
+    cfg, params = share_embedding(cfg, head.params, target.params["embed"])
+    return dataclasses.replace(head, config=cfg, params=params)
 
 
 def can_split(path_or_id: str | Path, mesh: Mesh) -> bool:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models import KVCache, ModelConfig, forward, hidden_states, init_cache, logits_of
+from specjax.models import KVCache, ModelConfig, hidden_states, init_cache, logits_of
+from specjax.models.forward import tapped_forward
 from specjax.probs import fit_vocabulary, limit_vocabulary
 
 # Tokens of a pass that stream through an accelerator with the weights, for nothing: a TPU v5p
@@ -62,21 +65,52 @@ class Net:
         prompts of any length share one trace per bucket. Slots past a row's own length hold
         scratch that later writes replace.
         """
+        return self.watched_prefill(tokens, length, chunk, (), lambda seen, *_: seen, ())[0]
+
+    def watched_prefill(
+        self,
+        tokens: Int[Array, "B S"],
+        length: Int[Array, "B"],
+        chunk: int,
+        taps: tuple[int, ...],
+        watch: Callable[..., Any],
+        seen: Any,
+    ) -> tuple[KVCache, Any]:
+        """:meth:`prefill`, and what ``watch`` makes of the inputs of the P layers ``taps``.
+
+        After each pass it is ``seen = watch(seen, first, states[B, chunk, P, D])``: states at the
+        positions from ``first`` on.
+        """
         rows, slots = tokens.shape
 
         def fill(carry):
-            first, cache = carry
+            first, cache, seen = carry
             piece = jax.lax.dynamic_slice_in_dim(tokens, first, chunk, axis=1)
             start = jnp.full((rows,), first, jnp.int32)
             positions = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)
-            _, cache = forward(self.config, self.params, cache, piece, positions, start)
-            return first + chunk, cache
+            _, cache, states = tapped_forward(
+                self.config, self.params, cache, piece, positions, start, taps=taps
+            )
+            return first + chunk, cache, watch(seen, first, states)
 
         end = jnp.max(length) - 1
-        begin = jnp.int32(0), self.cache(rows, slots)
-        return jax.lax.while_loop(lambda carry: carry[0] < end, fill, begin)[1]
+        begin = jnp.int32(0), self.cache(rows, slots), seen
+        return jax.lax.while_loop(lambda carry: carry[0] < end, fill, begin)[1:]
+
+    def narrow(self, rows: int) -> int:
+        """Tokens a row that a pass over fewer runs over."""
+        return self.pass_width if rows * self.pass_width <= FREE_TOKENS else 1
 
     def logits(
+        self, cache: KVCache, tokens: Int[Array, "B N"], start: Int[Array, "B"], *tree, **how: Any
+    ) -> tuple[Float[Array, "B n V"], KVCache]:
+        """float32 logits after new tokens, and the cache that holds them from ``start`` on.
+
+        Arguments as :meth:`tapped_logits`.
+        """
+        return self.tapped_logits(cache, tokens, start, *tree, **how)[:2]
+
+    def tapped_logits(
         self,
         cache: KVCache,
         tokens: Int[Array, "B N"],
@@ -87,17 +121,19 @@ class Net:
         base: Int[Array, "B"] | None = None,
         tree_positions: Int[Array, "B T"] | None = None,
         at: Int[Array, "B n"] | None = None,
-    ) -> tuple[Float[Array, "B n V"], KVCache]:
-        """float32 logits after new tokens, and the cache that holds them from ``start`` on.
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Float[Array, "B n V"], KVCache, Float[Array, "B N P D"] | None]:
+        """float32 logits after new tokens, the cache that holds them from ``start`` on, and taps.
 
         A chain by default; a tree with ``positions`` and ``visible``, see
         :func:`specjax.models.forward`. ``at`` are the tokens whose logits are wanted: all.
+        Tapped are the inputs of the P layers ``taps`` at every new token, or None.
         """
         rows, count = tokens.shape
-        width = self.pass_width if rows * self.pass_width <= FREE_TOKENS else 1
+        width = self.narrow(rows)
         if positions is None:
             positions = start[:, None] + jnp.arange(count, dtype=jnp.int32)
-        hidden, cache = forward(
+        hidden, cache, states = tapped_forward(
             self.config,
             self.params,
             cache,
@@ -108,14 +144,15 @@ class Net:
             base=base,
             tree_positions=tree_positions,
             width=width,
+            taps=taps,
         )
         if width <= count:
-            return self._head(hidden, at), cache
+            return self._head(hidden, at), cache, states
         # The head is as wide as the pass: it, too, is one program for any number of tokens.
         logits = self._head(hidden)[:, :count]
         if at is not None:
             logits = jnp.take_along_axis(logits, at[:, :, None], axis=1)
-        return logits, cache
+        return logits, cache, states[:, :count] if taps else None
 
     def rescore(
         self, tokens: Int[Array, "B T"], at: Int[Array, "B n"] | None = None

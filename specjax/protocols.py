@@ -39,6 +39,7 @@ class Drafter(Protocol):
     settings: tuple[str, ...] = ()  # names of the scalars that it reads in ``inputs.settings``
     num_probes: int = 0  # probe nodes that ride along in the target's pass
     needs_draft: bool = False  # whether it runs the draft model
+    needs_head: bool = False  # whether that is a head on the target's hidden states
     ends_early: bool = False  # chains: most end long before their bound
     keep_logits: bool = False  # whether drafts carry the draft model's raw logits
     # Whether drafts come of other rows too: counters then depend on batch mates, and so do tokens,
@@ -68,6 +69,24 @@ class Drafter(Protocol):
     def carry(self, drafter_state: Any) -> Any:
         """What of its state the next batch of the same job, of as many rows, begins with."""
         return ()
+
+    def taps(self, inputs: Inputs) -> tuple[int, ...]:
+        """Layers of the target whose inputs it reads: ``draft.states`` in :meth:`update`."""
+        return ()
+
+    def watch(
+        self,
+        inputs: Inputs,
+        state: DecodeState,
+        carried: Any,
+        first: Int[Array, ""],
+        states: Float[Array, "B T L D"] | None,
+    ) -> Any:
+        """The drafter's state after a pass of the target over T tokens of the prompts.
+
+        ``states`` are what it taps, at the positions from ``first`` on.
+        """
+        return carried
 
     def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
         """One draft per row; ``keys`` are the round's keys."""

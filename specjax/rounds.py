@@ -8,6 +8,7 @@ Axis legend: B rows, N draft nodes, P probes, D draft depth, S slots, V vocabula
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from specjax.arguments import DRAFTER, RULE, TARGET_DIST, settle
 from specjax.errors import PairError
 from specjax.models.cache import commit_path
 from specjax.protocols import Drafter, Method, Rule, TargetDist
-from specjax.scoring import score, score_as_needed
+from specjax.scoring import score_as_needed, tapped_score
 from specjax.types import (
     FROM_DRAFT,
     FROM_TARGET,
@@ -65,20 +66,31 @@ class DraftVerify(Method):
         return max(*self.passes, self.drafter.slots) + 1
 
     def init(self, inputs: Inputs, state: DecodeState, chunk: int) -> DecodeState:
+        drafter = self.drafter
+        cache, drafter_state = inputs.target.watched_prefill(
+            state.tokens,
+            state.length,
+            chunk,
+            drafter.taps(inputs),
+            functools.partial(drafter.watch, inputs, state),
+            drafter.init(inputs, state, chunk),
+        )
         return state.replace(
-            cache=inputs.target.prefill(state.tokens, state.length, chunk),
+            cache=cache,
             target_state=self.target.init(inputs, state, chunk),
-            drafter_state=self.drafter.init(inputs, state, chunk),
+            drafter_state=drafter_state,
         )
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         keys = probs.round_keys(state.keys, state.stats.rounds)
         start = state.length - 1
         draft, drafter_state, calls, passes = self.drafter.propose(inputs, state, keys)
+        nodes, taps = (inputs.target, state.cache, start, draft), self.drafter.taps(inputs)
         if self.drafter.ends_early:
-            scores, cache = score_as_needed(inputs.target, state.cache, start, draft, ~state.done)
+            scores, cache, states = score_as_needed(*nodes, ~state.done, taps)
         else:
-            scores, cache = score(inputs.target, state.cache, start, draft)
+            scores, cache, states = tapped_score(*nodes, taps)
+        draft = draft.replace(states=states)
         logits = scores[:, : draft.shape.nodes]
         probe_logits = None if draft.probes is None else scores[:, draft.shape.nodes :]
         log_p, target_state = self.target.log_p(inputs, state, draft, logits)

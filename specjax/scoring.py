@@ -27,30 +27,43 @@ def score(
 
     ``start`` is the number of committed tokens before the root. Positions are depths.
     """
+    return tapped_score(net, cache, start, draft)[:2]
+
+
+def tapped_score(
+    net: Net, cache: KVCache, start: Int[Array, "B"], draft: Draft, taps: tuple[int, ...] = ()
+) -> tuple[Float[Array, "B N+P V"], KVCache, Float[Array, "B N+P L D"] | None]:
+    """:func:`score`, and the inputs of the L layers ``taps`` at every node; None where none is."""
     tokens, parents = draft.tokens, draft.parents
     if draft.probes is None and draft.shape.is_chain:
-        return net.logits(cache, tokens, start)
+        return net.tapped_logits(cache, tokens, start, taps=taps)
     if draft.probes is not None:
         tokens = jnp.concatenate([tokens, draft.probes.tokens], axis=1)
         known = isinstance(parents, np.ndarray)  # then the mask is a constant
         join = np.concatenate if known else jnp.concatenate
         parents = join([parents, draft.probes.parents], axis=1)
     visible = tree.ancestors(parents, tokens.shape[1])
-    return net.logits(cache, tokens, start, start[:, None] + tree.depths(visible), visible)
+    positions = start[:, None] + tree.depths(visible)
+    return net.tapped_logits(cache, tokens, start, positions, visible, taps=taps)
 
 
 def score_as_needed(
-    net: Net, cache: KVCache, start: Int[Array, "B"], draft: Draft, live: Bool[Array, "B"]
-) -> tuple[Float[Array, "B N V"], KVCache]:
-    """:func:`score` for chains that mostly end long before their bound.
+    net: Net,
+    cache: KVCache,
+    start: Int[Array, "B"],
+    draft: Draft,
+    live: Bool[Array, "B"],
+    taps: tuple[int, ...] = (),
+) -> tuple[Float[Array, "B N V"], KVCache, Float[Array, "B N L D"] | None]:
+    """:func:`tapped_score` for chains that mostly end long before their bound.
 
     A narrow pass where it holds the draft of every ``live`` row, else a pass over all nodes.
-    Logits past a narrow pass are 0: no draft is there. Two loops of at most one turn, for
+    What lies past a narrow pass is 0: no draft is there. Two loops of at most one turn, for
     ``lax.cond`` keeps a second copy of the cache.
     """
     nodes = draft.shape.nodes
     if nodes <= NARROW:
-        return score(net, cache, start, draft)
+        return tapped_score(net, cache, start, draft, taps)
     longest = jnp.max(jnp.where(live, draft.valid.sum(-1), 0))
 
     def turn(width):
@@ -59,13 +72,21 @@ def score_as_needed(
         )
 
         def run(carry):
-            _, logits, cache = carry
-            new, cache = score(net, cache, start, part)
-            return jnp.bool_(False), logits.at[:, :width].set(new), cache
+            _, wide, cache = carry
+            logits, cache, states = tapped_score(net, cache, start, part, taps)
+            new = logits, states
+            wide = jax.tree.map(lambda x, y: x.at[:, :width].set(y), wide, new)
+            return jnp.bool_(False), wide, cache
 
         return run
 
-    none = jnp.zeros((*draft.tokens.shape, net.vocab), jnp.float32)
+    logits, _, states = jax.eval_shape(
+        lambda *arguments: tapped_score(*arguments, taps), net, cache, start, draft
+    )
+    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (logits, states))
     short = longest <= NARROW
-    _, logits, cache = jax.lax.while_loop(lambda c: c[0], turn(NARROW), (short, none, cache))
-    return jax.lax.while_loop(lambda c: c[0], turn(nodes), (~short, logits, cache))[1:]
+    _, wide, cache = jax.lax.while_loop(lambda c: c[0], turn(NARROW), (short, none, cache))
+    (logits, states), cache = jax.lax.while_loop(
+        lambda c: c[0], turn(nodes), (~short, wide, cache)
+    )[1:]
+    return logits, cache, states

@@ -3,6 +3,7 @@
 from specjax.draft.adaptive import Candidates, ProbePass, SinglePass, VerifyPass
 from specjax.draft.beam import Beam
 from specjax.draft.chain import STOPS, Chain
+from specjax.draft.head import HeadBest, HeadChain, HeadTree
 from specjax.draft.lookup import Lookup
 from specjax.draft.none import NoDraft
 from specjax.draft.suffix import Suffix
@@ -13,6 +14,9 @@ __all__ = [
     "Beam",
     "Candidates",
     "Chain",
+    "HeadBest",
+    "HeadChain",
+    "HeadTree",
     "Lookup",
     "NoDraft",
     "ProbePass",

@@ -6,6 +6,7 @@ Axis legend: B rows, N = γ + 1 nodes, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -65,22 +66,24 @@ class Chain(ModelDrafter):
         return dataclasses.replace(self, keep_logits=True)
 
     def propose(self, inputs, state, keys):
-        rows, vocab = state.length.shape[0], inputs.draft.vocab
+        begun = self.begin(inputs, state)
+        rows, vocab = begun[0].shape
         valid = jnp.zeros((rows, self.gamma), bool)
         log_q = jnp.full((rows, self.gamma, vocab), probs.NEVER, jnp.float32)
         raw = jnp.zeros((rows, self.gamma + 1, vocab)) if self.keep_logits else None
         chain = draw_chain(
-            inputs.draft,
-            state.drafter_state,
+            begun,
+            functools.partial(self.follow, inputs, state),
             last_two(state),
-            state.length - 2,
-            ~state.done,
+            self.ready(state),
             self.gamma,
             lambda *drawn: self._draw(inputs, keys, *drawn),
             (valid, log_q, raw),
             self.gamma + self.keep_logits,  # the bonus leaf's logits cost one pass more
         )
         root, below, (valid, log_q, raw) = chain.window[:, 1], chain.window[:, 2:], chain.more
+        log_q = self.over_target(inputs, log_q)
+        raw = None if raw is None else self.over_target(inputs, raw)
         draft = chain_draft(root, below, valid, self.law, log_q=log_q, logits=raw)
         return Proposal(draft, chain.cache, chain.calls, chain.step)
 
@@ -96,7 +99,7 @@ class Chain(ModelDrafter):
         drawn = alive & self._sure(inputs, logits) if self.stop == STOPS_BEFORE else alive
         node = jnp.broadcast_to(step + 1, (q.shape[0], 1))
         x = probs.sample(jnp.exp(q), probs.uniforms(keys, Purpose.DRAFT, node)[:, 0])
-        x = jnp.where(drawn, x, 0)
+        x = jnp.where(drawn, self.named(inputs, x), 0)
         going = drawn & ~inputs.is_eos(x)
         if self.stop == STOPS_AFTER:
             going = going & self._sure(inputs, logits)

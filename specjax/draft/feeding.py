@@ -16,7 +16,7 @@ from specjax import probs
 from specjax.models import KVCache
 from specjax.net import Net
 from specjax.protocols import Drafter
-from specjax.types import DecodeState
+from specjax.types import DecodeState, Inputs
 
 DRAFTING = "drafting"  # the name of the loop of draft passes in a compiled program
 
@@ -28,6 +28,54 @@ class ModelDrafter(Drafter):
 
     def init(self, inputs, state, chunk):
         return inputs.draft.prefill(state.tokens, state.length, chunk)
+
+    def ready(self, state: DecodeState) -> Bool[Array, "B"]:
+        """Rows that draft."""
+        return ~state.done
+
+    def begin(self, inputs: Inputs, state: DecodeState) -> tuple[Float[Array, "B v"], Any]:
+        """Logits after each row's last token, and what the next step goes on from.
+
+        v are the ids that it drafts (:meth:`named`): the target's.
+        """
+        return feed_pair(inputs.draft, state.drafter_state, last_two(state), state.length - 2)
+
+    def follow(
+        self,
+        inputs: Inputs,
+        state: DecodeState,
+        carry: Any,
+        token: Int[Array, "B 1"],
+        depth: Int[Array, ""],
+    ) -> tuple[Float[Array, "B v"], Any]:
+        """Logits after one token more of a chain, which lies at ``depth`` below the root."""
+        logits, cache = inputs.draft.logits(carry, token, state.length - 1 + depth)
+        return logits[:, 0], cache
+
+    def level(
+        self,
+        inputs: Inputs,
+        state: DecodeState,
+        carry: Any,
+        tokens: Int[Array, "B n"],
+        bits: Bool[Array, "B T T"],
+        above: Int[Array, "B n"],
+    ) -> tuple[Float[Array, "B n v"], Any]:
+        """Logits after a level of a tree, its last n nodes so far.
+
+        ``bits`` are the ancestors of all T nodes, the root being the first; ``above`` says which
+        one of the level before each hangs below.
+        """
+        first = bits.shape[-1] - tokens.shape[1]
+        return feed_level(inputs.draft, carry, tokens, state.length - 1, first, bits)
+
+    def named(self, inputs: Inputs, drafted: Int[Array, "..."]) -> Int[Array, "..."]:
+        """The target's ids of ids that it drafts."""
+        return drafted
+
+    def over_target(self, inputs: Inputs, rows: Float[Array, "... v"]) -> Float[Array, "... V"]:
+        """Logits or log-probabilities over the target's ids: −inf where it drafts none."""
+        return rows
 
 
 def last_two(state: DecodeState) -> Int[Array, "B 2"]:
@@ -55,7 +103,7 @@ class Drawn(NamedTuple):
     """A chain as it is drawn. ``window`` holds two known tokens, then the draft."""
 
     step: Int[Array, ""]
-    cache: KVCache
+    cache: Any  # what the drafter goes on from
     window: Int[Array, "B 2+γ"]
     alive: Bool[Array, "B"]  # rows that go on
     calls: Int[Array, "B"]
@@ -63,22 +111,21 @@ class Drawn(NamedTuple):
 
 
 def draw_chain(
-    net: Net,
-    cache: KVCache,
+    begun: tuple[Float[Array, "B v"], Any],
+    follow: Callable[..., tuple],
     last: Int[Array, "B 2"],
-    first: Int[Array, "B"],
     alive: Bool[Array, "B"],
     gamma: int,
     draw: Callable[..., tuple],
     more: Any,
     passes: int | None = None,
 ) -> Drawn:
-    """γ tokens one after another behind the two at ``first`` and ``first + 1``.
+    """γ tokens one after another behind each row's ``last`` two.
 
-    The first pass feeds both, every other the token just drawn (on a CPU two tokens cost half
-    as much again as one). ``draw(step, logits[B, V], alive, more)`` returns the next token, who
-    goes on, and the next ``more``. The loop ends when no row does, or after ``passes``: γ by
-    default; what a further pass draws is dropped.
+    ``begun`` are the logits after those and what goes on from them; ``follow(carry, token[B, 1],
+    depth)`` feeds the token just drawn. ``draw(step, logits[B, v], alive, more)`` returns the next
+    token, who goes on, and the next ``more``. The loop ends when no row does, or after ``passes``:
+    γ by default; what a further pass draws is dropped.
     """
     rows = last.shape[0]
 
@@ -87,17 +134,17 @@ def draw_chain(
         window = d.window.at[:, d.step + 2].set(token, mode="drop")
         return Drawn(d.step + 1, cache, window, going, d.calls + d.alive, more)
 
-    def follow(d: Drawn) -> Drawn:
+    def turn(d: Drawn) -> Drawn:
         token = jax.lax.dynamic_index_in_dim(d.window, d.step + 1, axis=1)
-        logits, cache = net.logits(d.cache, token, first + 1 + d.step)
-        return push(d, logits[:, 0], cache)
+        return push(d, *follow(d.cache, token, d.step))
 
     window = jnp.pad(last, ((0, 0), (0, gamma)))
-    start = Drawn(jnp.int32(0), cache, window, alive, jnp.zeros((rows,), jnp.int32), more)
-    begun = push(start, *feed_pair(net, cache, last, first))
+    logits, carry = begun
+    start = Drawn(jnp.int32(0), carry, window, alive, jnp.zeros((rows,), jnp.int32), more)
+    first = push(start, logits, carry)
     steps = gamma if passes is None else passes
     with jax.named_scope(DRAFTING):
-        return jax.lax.while_loop(lambda d: (d.step < steps) & jnp.any(d.alive), follow, begun)
+        return jax.lax.while_loop(lambda d: (d.step < steps) & jnp.any(d.alive), turn, first)
 
 
 def feed_level(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import probs, tree
 from specjax.arguments import BRANCHING, COUNT, FLAG, settle
-from specjax.draft.feeding import ModelDrafter, feed_level, feed_pair, last_two, unwarped_in
+from specjax.draft.feeding import ModelDrafter, unwarped_in
 from specjax.models.cache import commit_path
 from specjax.probs import Purpose
 from specjax.protocols import Proposal
@@ -79,29 +79,28 @@ class Tree(ModelDrafter):
         base, rows = state.length - 1, state.length.shape[0]
         parents = np.broadcast_to(np.array(self._parents, np.int32), (rows, self.shape.nodes))
         bits = tree.ancestors(parents, self.shape.depth)
-        net = inputs.draft
-        logits, cache = feed_pair(net, state.drafter_state, last_two(state), base - 1)
+        logits, cache = self.begin(inputs, state)
         logits = logits[:, None]
         tokens = probs.at_token(state.tokens, base)[:, None]
-        valid, alive = jnp.ones((rows, 1), bool), ~state.done[:, None]
+        valid, alive = jnp.ones((rows, 1), bool), self.ready(state)[:, None]
         laws, calls = [], jnp.ones((rows,), jnp.int32)
         for level, count in enumerate(self.branching):
             log_q = self._law(inputs, logits)
             x, possible = self._children(inputs, keys, log_q, level, count)
+            x, above = self.named(inputs, x), np.arange(x.shape[1])[None] // count
             alive = jnp.repeat(alive, count, axis=1) & possible
             tokens, valid = jnp.append(tokens, x, axis=1), jnp.append(valid, alive, axis=1)
             laws.append(log_q)
             alive = alive & ~inputs.is_eos(x)
             if level + 1 < len(self.branching):
                 calls = calls + alive.sum(-1, dtype=jnp.int32)
-                first = self._levels[level + 1].start
                 so_far = bits[:, : tokens.shape[1], : tokens.shape[1]]
-                logits, cache = feed_level(net, cache, x, base, first, so_far)
+                logits, cache = self.level(inputs, state, cache, x, so_far, above)
         draft = Draft(
             tokens=tokens,
             parents=parents,
             valid=valid,
-            log_q=jnp.concatenate(laws, axis=1),
+            log_q=self.over_target(inputs, jnp.concatenate(laws, axis=1)),
             shape=self.shape,
             q_row=(0, *self._parents[1:]),  # inner nodes come first: a row's number is its node
             law=self.law,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from specjax import draft, search, verify
-from specjax.arguments import BRANCHING, branching, shown
+from specjax.arguments import BRANCHING, MOST_NODES, branching, shown
 from specjax.draft.adaptive import CHAIN, FORMS, MOST, TREE
 from specjax.draft.beam import JOINTS, VERIFIED
 from specjax.errors import OptionError, PairError
@@ -32,6 +32,10 @@ class Context(NamedTuple):
     rule: Rule | None = None  # that is to verify a drafter's drafts
 
 
+WHOLE, HEAD = "whole", "head"  # kinds of draft models
+BOTH = (WHOLE, HEAD)
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """How to make a part of its static options, by name; ``bound`` ones get the context first."""
@@ -42,6 +46,7 @@ class Part:
     needs_draft: bool = False
     needs_reward: bool = False
     bound: bool = False
+    drafts: tuple[str, ...] = (WHOLE,)  # kinds of draft models that it runs
 
     def build(self, context: Context, values: Mapping[str, Any]) -> Any:
         static = {
@@ -101,6 +106,21 @@ def _adaptive_ids(target: LM, k: int) -> tuple[int, ...]:
     return trained[:k]
 
 
+def _either(model: Callable[..., Any], head: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a whole draft model, or of a head: what the draft is decides."""
+    return lambda context, **options: (head if context.draft.is_head else model)(**options)
+
+
+def _head(context: Context, tree: str, **options: Any) -> Drafter:
+    """The drafter of a head whose options are those of every form: each takes its own."""
+    if tree == "auto":
+        chosen = DETERMINISTIC in context.rule.laws and not context.rule.chain_only
+        tree = "dynamic" if chosen else "none"
+    form = {"none": draft.HeadChain, "drawn": draft.HeadTree, "dynamic": draft.HeadBest}[tree]
+    names = {field.name for field in dataclasses.fields(form)}
+    return form(**{name: value for name, value in options.items() if name in names})
+
+
 GAMMA = Option(int, 4, "draft length γ", low=1, high=64)
 WIDTH = Option(int, 8, "number of beams W", low=1, high=64, within_vocabulary=True)
 JOINT = Option(
@@ -130,7 +150,7 @@ DRAFTERS: dict[str, Part] = {
         },
     ),
     "chain": Part(
-        draft.Chain,
+        _either(draft.Chain, draft.HeadChain),
         "γ tokens from a draft model",
         {
             "gamma": GAMMA,
@@ -144,15 +164,19 @@ DRAFTERS: dict[str, Part] = {
             "draft_warp": Option(bool, True, "warp the draft as the target is warped"),
         },
         needs_draft=True,
+        bound=True,
+        drafts=BOTH,
     ),
     "iid": Part(
-        draft.Tree.iid,
+        _either(draft.Tree.iid, draft.HeadTree.iid),
         "k independent chains of γ tokens",
         {"gamma": GAMMA, "chains": Option(int, 4, "number of chains k", low=1, high=64)},
         needs_draft=True,
+        bound=True,
+        drafts=BOTH,
     ),
     "tree": Part(
-        draft.Tree,
+        _either(draft.Tree, draft.HeadTree),
         "a token tree, so many children per level",
         {
             "branching": Option(
@@ -166,6 +190,8 @@ DRAFTERS: dict[str, Part] = {
             "replacement": Option(bool, False, "draw siblings with replacement"),
         },
         needs_draft=True,
+        bound=True,
+        drafts=BOTH,
     ),
     "adaptive": Part(
         _adaptive,
@@ -198,6 +224,30 @@ DRAFTERS: dict[str, Part] = {
     ),
 }
 
+_CHAIN, _TREE = DRAFTERS["chain"].options, DRAFTERS["tree"].options
+DRAFTERS["head"] = Part(
+    _head,
+    "a head on the target's hidden states (EAGLE-3)",
+    {
+        "tree": Option(
+            str,
+            "auto",
+            "none: a chain; drawn: branching; dynamic: the likeliest; auto: dynamic or none",
+            choices=("auto", "none", "drawn", "dynamic"),
+        ),
+        **_CHAIN,
+        **_TREE,
+        "budget": Option(int, 31, "nodes of a dynamic tree", low=1, high=MOST_NODES - 1),
+        "depth": Option(int, 5, "depth of a dynamic tree", low=1, high=32),
+        "width": dataclasses.replace(
+            WIDTH, help="nodes expanded at each depth, and their children"
+        ),
+    },
+    needs_draft=True,
+    bound=True,
+    drafts=(HEAD,),
+)
+
 # Yuan et al. 2024: Table 2, whose α serves both variants, the variant that Table 1 has ahead, and
 # Appendix A.2: the amateur draws at temperature 1.
 SCD_TASKS = {
@@ -219,6 +269,7 @@ TARGET_DISTS: dict[str, Part] = {
             "beta": Option(float, 0.5, "weight of the amateur (improved)", low=0),
         },
         needs_draft=True,
+        drafts=BOTH,
     ),
 }
 
@@ -344,8 +395,11 @@ def part_of(kind: str, table: Mapping[str, Part], part: str | Drafter | TargetDi
     if isinstance(part, str):
         return lookup(kind, table, part)
     options = {name: _SETTINGS.get(name, Option(float, REQUIRED, "")) for name in part.settings}
-    needs_draft = not isinstance(part, Rule) and part.needs_draft
-    return Part(lambda: part, "", options, needs_draft)
+    if isinstance(part, Rule):
+        return Part(lambda: part, "", options)
+    drafts = (HEAD,) if getattr(part, "needs_head", False) else (WHOLE,)
+    drafts = BOTH if isinstance(part, Contrastive) else drafts
+    return Part(lambda: part, "", options, part.needs_draft, drafts=drafts)
 
 
 def lookup(kind: str, table: Mapping[str, Any], name: str) -> Any:

@@ -77,6 +77,8 @@ def check_models(target: LM, draft: LM) -> None:
             f"target {target.source} and draft {draft.source} lie on different "
             "devices; load both with the same mesh"
         )
+    if draft.is_head:
+        return  # specjax.lm.attach has looked at it
     if target.tokenizer is None or draft.tokenizer is None:
         if target.config.vocab_size != draft.config.vocab_size:
             raise PairError(

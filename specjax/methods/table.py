@@ -15,9 +15,11 @@ from specjax.errors import OptionError, PairError
 from specjax.methods.options import Option, hint
 from specjax.methods.parts import (
     DRAFTERS,
+    HEAD,
     RULES,
     SEARCHES,
     TARGET_DISTS,
+    WHOLE,
     Context,
     Part,
     TwoPasses,
@@ -115,8 +117,12 @@ class MethodSpec:
         values = self.resolve(options)
         if self.needs_draft and context.draft is None:
             raise PairError(f"method {self.name} needs a draft model: give --draft (or draft=)")
+        vocab = context.target.config.vocab_size
+        if self.needs_draft and context.draft.is_head:
+            vocab = context.draft.config.draft_size
+        self._check_draft(context)
         for name, option in self.options.items():
-            option.check_vocabulary(name, values[name], context.target.config.vocab_size)
+            option.check_vocabulary(name, values[name], vocab)
         settings = {name: value for name, value in values.items() if isinstance(value, float)}
         if self.search:
             return self.parts[0].build(context, values), settings
@@ -128,7 +134,32 @@ class MethodSpec:
         if target.needs_draft_logits:
             giving = drafter.with_logits()
             drafter, target = (giving, target) if giving else (drafter, target.standalone())
+        if target.needs_draft and not target.needs_draft_logits and context.draft.is_head:
+            raise PairError(
+                f"{context.draft.source} is a head, which cannot score what drafter {drafter.name} "
+                "proposes: contrastive decoding with a head takes its chains"
+            )
         return DraftVerify(drafter, target, rule), settings
+
+    def _check_draft(self, context: Context) -> None:
+        """Refuses a draft of a kind that a part does not run.
+
+        Raises:
+          PairError: so.
+        """
+        for part in self.parts if context.draft else ():
+            kind, source = HEAD if context.draft.is_head else WHOLE, context.draft.source
+            if not part.needs_draft or kind in part.drafts:
+                continue
+            if kind == HEAD:
+                raise PairError(
+                    f"method {self.name} runs a whole draft model, and {source} is a head on "
+                    "hidden states: take a method of chains or trees, or --drafter head"
+                )
+            raise PairError(
+                f"drafter head reads the target's hidden states, and draft {source} is a whole "
+                "model: give --draft the directory of a head, or take another --drafter"
+            )
 
 
 METHODS: dict[str, MethodSpec] = {

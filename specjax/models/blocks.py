@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -27,18 +28,21 @@ Table = tuple[Array, Array] | None  # cos and sin, where positions turn q and k
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention; q and k are normed and rotated where the config says so."""
+    """Grouped-query self-attention; q and k are normed and rotated where the config says so.
 
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
+    ``width``: of what it reads, where that is not the hidden size.
+    """
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool, width: int | None = None):
         self.cfg, self.fused = cfg, fused
         d, q, kv = cfg.hidden_size, cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
-        bias, std = cfg.attention_bias or cfg.qkv_bias, _residual_std(cfg)
+        bias, std, width = cfg.attention_bias or cfg.qkv_bias, _residual_std(cfg), width or d
         if fused:
-            self.qkv = Linear((q + 2 * kv, d), ("heads", "hidden"), bias, cfg.shards, rngs)
+            self.qkv = Linear((q + 2 * kv, width), ("heads", "hidden"), bias, cfg.shards, rngs)
         else:
-            self.q = Linear((q, d), ("heads", "hidden"), bias, cfg.shards, rngs)
-            self.k = Linear((kv, d), ("heads", "hidden"), bias, cfg.shards, rngs)
-            self.v = Linear((kv, d), ("heads", "hidden"), bias, cfg.shards, rngs)
+            self.q = Linear((q, width), ("heads", "hidden"), bias, cfg.shards, rngs)
+            self.k = Linear((kv, width), ("heads", "hidden"), bias, cfg.shards, rngs)
+            self.v = Linear((kv, width), ("heads", "hidden"), bias, cfg.shards, rngs)
         self.out = Linear((d, q), ("hidden", "heads"), cfg.attention_bias, cfg.shards, rngs, std)
         if cfg.qk_norm:
             self.q_norm = NORMS[cfg.norm](cfg.head_dim, cfg.norm_eps, "head")
@@ -149,18 +153,32 @@ class Decoder(nnx.Module):
         attend: Attend,
         remat: bool = False,
         scan: bool = False,
-    ) -> Float[Array, "B N D"]:
+        taps: tuple[int, ...] = (),
+        features: Float[Array, "B N D"] | None = None,
+    ) -> tuple[Float[Array, "B N D"], Float[Array, "B N P D"] | None]:
+        """The hidden states, and the inputs of the P layers ``taps``; None where there are none.
+
+        ``features`` are what a head reads beside its tokens.
+        """
         x, tables, first = self.inputs(tokens, positions), self.tables(positions), 0
+        tapped = jnp.zeros((*x.shape[:2], len(taps), x.shape[2]), x.dtype) if taps else None
         if scan:
-            x, first = self._scan(x, tables, attend, remat)
+            x, tapped, first = self._scan(x, tapped, taps, tables, attend, remat)
         for i in range(first, self.cfg.num_layers):
+            tapped = _tap(tapped, taps, i, x)
             run = _call(tables[i], functools.partial(attend, i))
             x = (nnx.remat(run) if remat else run)(self.layers[str(i)], x)
-        return self.outputs(x)
+        return self.outputs(x), tapped
 
     def _scan(
-        self, x: Float[Array, "B N D"], tables: list[Table], attend: Attend, remat: bool
-    ) -> tuple[Float[Array, "B N D"], int]:
+        self,
+        x: Float[Array, "B N D"],
+        tapped: Float[Array, "B N P D"] | None,
+        taps: tuple[int, ...],
+        tables: list[Table],
+        attend: Attend,
+        remat: bool,
+    ) -> tuple[Float[Array, "B N D"], Float[Array, "B N P D"] | None, int]:
         """Layers as one ``lax.scan`` over whole periods of like ones, and how many it ran.
 
         The program holds one period whatever the depth. It costs a stacked copy of the params.
@@ -171,20 +189,37 @@ class Decoder(nnx.Module):
         states = [[state for _, state in blocks[i::repeat]] for i in range(repeat)]
         stacked = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *group) for group in states]
 
-        def run(x, group):
-            for i, state in enumerate(group):
+        def run(carry, group):
+            x, tapped = carry
+            first, states = group
+            for i, state in enumerate(states):
+                tapped = _tap(tapped, taps, first + i, x)
                 block = nnx.merge(blocks[i][0], state)
                 x = _call(tables[i], functools.partial(attend, i))(block, x)
-            return x, None
+            return (x, tapped), None
 
         # Inside a scan nothing is merged with the forward pass, so no barrier against it.
         run = jax.checkpoint(run, prevent_cse=False) if remat else run
-        return jax.lax.scan(run, x, stacked)[0], count
+        periods = jnp.arange(0, count, repeat), stacked
+        return *jax.lax.scan(run, (x, tapped), periods)[0], count
 
 
 def _call(table: Table, attend: Callable) -> Callable:
     """Runs a block; what is closed over here is no argument that remat would trace."""
     return lambda block, x: block(x, table, attend)
+
+
+def _tap(
+    tapped: Float[Array, "B N P D"] | None,
+    taps: tuple[int, ...],
+    layer: Int[Array, ""] | int,
+    x: Float[Array, "B N D"],
+) -> Float[Array, "B N P D"] | None:
+    """``tapped`` with ``x`` at the places of ``layer``, if it is one of the ``taps``."""
+    if not taps or (isinstance(layer, int) and layer not in taps):
+        return tapped
+    here = (np.array(taps) == layer)[:, None]
+    return jnp.where(here, x[:, :, None], tapped)
 
 
 def make_table(shape: tuple[int, int], axes: tuple[str, str], rngs: nnx.Rngs) -> nnx.Param:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +103,11 @@ def logits_of(
     return jnp.where(barred, -jnp.inf, logits)
 
 
+def module_of(cfg: ModelConfig, params: dict) -> nnx.Module:
+    """The model's module around these params."""
+    return nnx.merge(_abstract(cfg, is_fused(params))[0], params)
+
+
 def _scores(cfg: ModelConfig) -> attention.Scores:
     return attention.Scores(cfg.attention_scale, cfg.attention_softcap, cfg.alibi, cfg.shards)
 
@@ -121,15 +127,36 @@ def hidden_states(
 ) -> Float[Array, "B T D"]:
     """Final-normed hidden states of whole sequences, without a cache (training, scoring).
 
+    Arguments as :func:`tapped_states`.
+    """
+    how = {"mask_fn": mask_fn, "meta": meta, "backend": backend, "remat": remat, "scan": scan}
+    return tapped_states(cfg, params, tokens, positions, segments, (), **how)[0]
+
+
+def tapped_states(
+    cfg: ModelConfig,
+    params: dict,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    segments: Int[Array, "B T"],
+    taps: tuple[int, ...],
+    *,
+    mask_fn: attention.MaskFn | None = None,
+    meta: attention.Meta | None = None,
+    backend: str = "auto",
+    **how: Any,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T P D"] | None]:
+    """:func:`hidden_states`, and the inputs of the P layers ``taps`` at every token.
+
     Args:
       positions: int32, within the document; segments: int32, 0 = padding. A token attends
         causally within its segment, unless ``mask_fn`` says otherwise; sliding windows come
         on top.
       meta: further per-token metadata for ``mask_fn``, ``[B, T, ...]`` each.
       backend: ``dense``, ``blockwise``, or ``auto`` by length.
-      remat: recompute each block in the backward pass.
-      scan: compile one block (one period, where layers alternate) and scan the stacked layers;
-        compile time then does not grow with the depth.
+      how: ``remat``: recompute each block in the backward pass. ``scan``: compile one block (one
+        period, where layers alternate) and scan the stacked layers; compile time then does not
+        grow with the depth. ``features`` of a head: see :mod:`specjax.models.head`.
     """
     mask_fn, finish, windows = mask_fn or attention.causal_mask, _scores(cfg), cfg.windows
     mask_fns = {w: attention.windowed(mask_fn, w) for w in set(windows)}
@@ -147,8 +174,7 @@ def hidden_states(
         mask_fn = mask_fns[window]
         return attention.blockwise_attention(q, k, v, meta, meta, mask_fn, finish=finish)
 
-    model = nnx.merge(_abstract(cfg, is_fused(params))[0], params)
-    return model(tokens, positions, attend, remat, scan)
+    return module_of(cfg, params)(tokens, positions, attend, taps=taps, **how)
 
 
 def forward(
@@ -164,6 +190,32 @@ def forward(
     tree_positions: Int[Array, "B T"] | None = None,
     width: int = 1,
 ) -> tuple[Float[Array, "B max(N,width) D"], KVCache]:
+    """Final-normed hidden states of new tokens, and the cache with them.
+
+    Arguments as :func:`tapped_forward`.
+    """
+    tree = {"base": base, "tree_positions": tree_positions}
+    hidden, cache, _ = tapped_forward(
+        cfg, params, cache, tokens, positions, start, visible, **tree, width=width
+    )
+    return hidden, cache
+
+
+def tapped_forward(
+    cfg: ModelConfig,
+    params: dict,
+    cache: KVCache,
+    tokens: Int[Array, "B N"],
+    positions: Int[Array, "B N"],
+    start: Int[Array, "B"],
+    visible: Bool[Array, "B N T"] | None = None,
+    *,
+    base: Int[Array, "B"] | None = None,
+    tree_positions: Int[Array, "B T"] | None = None,
+    width: int = 1,
+    taps: tuple[int, ...] = (),
+    features: Float[Array, "B N D"] | None = None,
+) -> tuple[Float[Array, "B max(N,width) D"], KVCache, Float[Array, "B max(N,width) P D"] | None]:
     """Runs N new tokens per row against the cache and writes them at ``start``.
 
     Write, then commit: the new keys and values land in slots ``start .. start + N - 1`` of
@@ -179,14 +231,18 @@ def forward(
         a tree grows level by level: T then counts the levels already written, too.
       tree_positions: positions of those T tokens, read only under a sliding window or ALiBi.
       width: the pass runs over at least so many tokens; the last one again where there are fewer.
+      taps: layers whose inputs at every token are wanted, too.
+      features: what a head reads beside the tokens (:mod:`specjax.models.head`).
     Returns:
-      Final-normed hidden states and the cache with the N entries written.
+      Final-normed hidden states (a head's own are not normed), the cache with the N entries
+      written, and the inputs of the P layers tapped; None where there are none.
     """
     b, n = tokens.shape
     if visible is None:
         visible = jnp.broadcast_to(jnp.tri(n, dtype=bool), (b, n, n))
     if width > n:
-        tokens, positions, visible = (_widen(x, width) for x in (tokens, positions, visible))
+        tokens, positions, visible = (widen(x, width) for x in (tokens, positions, visible))
+        features = None if features is None else widen(features, width)
     base = start if base is None else base
     windows, finish, slots = cfg.windows, _scores(cfg), cache.slots
     masks = {
@@ -206,12 +262,12 @@ def forward(
         mask = masks[windows[layer]]
         return attention.dense_attention(q, keys[layer], values[layer], mask, finish, distance)
 
-    model = nnx.merge(_abstract(cfg, is_fused(params))[0], params)
-    hidden = model(tokens, positions, attend)
-    return hidden, KVCache(tuple(keys), tuple(values))
+    run = module_of(cfg, params)
+    hidden, tapped = run(tokens, positions, attend, taps=taps, features=features)
+    return hidden, KVCache(tuple(keys), tuple(values)), tapped
 
 
-def _widen(x: Array, width: int) -> Array:
+def widen(x: Array, width: int) -> Array:
     """``x`` with its last entry along axis 1 repeated until there are ``width``."""
     pad = [(0, width - x.shape[1] if axis == 1 else 0) for axis in range(x.ndim)]
     return jnp.pad(x, pad, mode="edge")

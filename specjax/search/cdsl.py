@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import probs
 from specjax.arguments import COUNT, FLAG, Must, settle
-from specjax.draft.feeding import draw_chain, last_two
+from specjax.draft.feeding import draw_chain, feed_pair, last_two
 from specjax.models import KVCache
 from specjax.probs import Purpose
 from specjax.protocols import Method
@@ -64,7 +64,13 @@ def write_draft(
 
     rows = last.shape[0]
     start = jnp.zeros((rows,), jnp.int32), jnp.zeros((rows, depth), jnp.float32)
-    chain = draw_chain(inputs.draft, cache, last, first, alive, depth, draw, start)
+
+    def follow(cache, token, step):
+        logits, cache = inputs.draft.logits(cache, token, first + 1 + step)
+        return logits[:, 0], cache
+
+    begun = feed_pair(inputs.draft, cache, last, first)
+    chain = draw_chain(begun, follow, last, alive, depth, draw, start)
     count, log_q = chain.more
     return Written(chain.window[:, 2:], count, log_q, chain.cache, chain.calls, chain.step)
 

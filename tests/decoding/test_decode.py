@@ -326,7 +326,7 @@ def test_a_pass_is_as_wide_as_the_longest_live_draft(lengths, live, wide):
     start = jnp.array([3, 9], jnp.int32)
     arguments = target.net, target.net.cache(rows, 128), start, draft
     want, cache = score(*arguments)
-    got, also = jax.jit(score_as_needed)(*arguments, np.array(live))
+    got, also, _ = jax.jit(score_as_needed)(*arguments, np.array(live))
     width = nodes if wide else NARROW
     np.testing.assert_allclose(got[:, :width], want[:, :width], atol=1e-4)
     assert not np.any(got[:, width:])

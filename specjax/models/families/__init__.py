@@ -12,22 +12,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from specjax.checks import quoted
 from specjax.errors import ModelError
 from specjax.models.blocks import Decoder
 from specjax.models.config import ModelConfig
-from specjax.models.families import bloom, gemma, gpt2, llama, neox, opt, qwen
+from specjax.models.families import bloom, gemma, gpt2, head, llama, neox, opt, qwen
 from specjax.models.hf import config as hf_config
 from specjax.models.hf.names import Names
 
 
 class Family(NamedTuple):
-    """One family: its module, its tensor names, its config translation both ways."""
+    """One family: its module, its tensor names, its config translation both ways.
+
+    ``complete``: the config with what only the tensors say, each of them a function of its name;
+    ``buffers``: tensors of a checkpoint that are no parameters.
+    """
 
     module: type[Decoder]
     names: Names
     from_hf: Callable[[dict[str, Any]], ModelConfig]
     to_hf: Callable[[ModelConfig, str], dict[str, Any]]
+    complete: Callable[..., ModelConfig] = lambda cfg, tensors: cfg
+    buffers: Callable[[ModelConfig], dict[str, np.ndarray]] = lambda cfg: {}
 
 
 _LLAMA = Family(Decoder, llama.NAMES, llama.from_hf, llama.to_hf)
@@ -45,6 +53,10 @@ FAMILIES = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
 }
+MODELS = tuple(FAMILIES)  # what may be a target
+FAMILIES[head.FAMILY] = Family(
+    head.Head, head.NAMES, head.from_hf, head.to_hf, head.complete, head.buffers
+)
 
 
 def from_hf(config: dict[str, Any]) -> ModelConfig:
@@ -54,10 +66,12 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
       ModelError: the model type, activation, rope kind or another switch is not
         supported, or a value is of a wrong type or out of range; the message names it.
     """
+    if head.is_head(config):
+        return head.from_hf(config)
     family = config.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
+    if not isinstance(family, str) or family not in MODELS:
         raise ModelError(
-            f"model_type {quoted(family)} is not supported; supported: {', '.join(FAMILIES)}"
+            f"model_type {quoted(family)} is not supported; supported: {', '.join(MODELS)}"
         )
     hf_config.check(config)
     return FAMILIES[family].from_hf(config)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,7 @@ def to_tensors(cfg: ModelConfig, params: dict) -> dict[str, np.ndarray]:
         if place.name not in tensors:
             tensors[place.name] = np.empty(place.shape(shape), value.dtype)
         place.put(tensors[place.name], value)
-    return tensors
+    return tensors | FAMILIES[cfg.family].buffers(cfg)
 
 
 def load_pretrained(
@@ -122,6 +123,7 @@ def load_pretrained(
             f"{len(files)} tensors"
         )
     handles = {file: _open(file) for file in sorted(set(files.values()))}
+    cfg = _completed(directory, cfg, files, handles)
     present = _check_names(directory, cfg, sorted(files))
 
     def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -263,6 +265,23 @@ def _open(path: Path):
     with foreign(f"{path}: not a readable safetensors file"):
         check_file(path)
         return safe_open(path, framework="np")
+
+
+def _completed(
+    directory: Path, cfg: ModelConfig, files: Mapping[str, Path], handles: Mapping[Path, Any]
+) -> ModelConfig:
+    """The config, with what only the tensors say."""
+    family = FAMILIES[cfg.family]
+
+    def read(name: str) -> np.ndarray:
+        with foreign(f"{files[name]}: tensor {name} cannot be read"):
+            return handles[files[name]].get_tensor(name)
+
+    tensors = {family.names.full(name): functools.partial(read, name) for name in files}
+    try:
+        return family.complete(cfg, tensors)
+    except ModelError as error:
+        raise ModelError(f"{directory}: {error}") from None
 
 
 def _check_names(directory: Path, cfg: ModelConfig, stored: list[str]) -> dict[str, str]:
