@@ -152,7 +152,7 @@ def plain():
 
 
 @pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_tokens_are_those_of_plain_decoding_whatever_the_batch(plain, sampling, batch_size):
     """Draws are of the token's place: neither drafts nor batch mates change what is written."""
     target, expected = plain
@@ -163,6 +163,7 @@ def test_tokens_are_those_of_plain_decoding_whatever_the_batch(plain, sampling, 
     assert 0 < out.stats["accepted"].sum() < out.stats["tested"].sum()
 
 
+@pytest.mark.slow
 def test_another_rule_draws_by_rounds_which_other_rows_change(plain):
     """Why match is the drafter's rule where none is named."""
     target = plain[0]
