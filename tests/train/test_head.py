@@ -25,7 +25,7 @@ from train.head.setup import commonest
 DEMO = str(ROOT / "configs" / "head_demo.toml")
 FULL = str(ROOT / "configs" / "head_llama_8b.toml")
 TINY = (
-    *("data.corpora=[]", 'data.files=["specjax/draft"]', "data.seq_len=48"),
+    *("data.corpora=[]", 'data.files=["specjax"]', "data.seq_len=48"),
     *(
         "head.layers=[0]",
         "head.draft_vocab=128",
