@@ -42,9 +42,7 @@ class Drafter(Protocol):
     needs_head: bool = False  # whether that is a head on the target's hidden states
     ends_early: bool = False  # chains: most end long before their bound
     keep_logits: bool = False  # whether drafts carry the draft model's raw logits
-    # Whether drafts come of other rows too: counters then depend on batch mates, and so do tokens,
-    # though not their law, unless the rule draws them by their place, as match does.
-    shared: bool = False
+    usual_rule: str = "speculative"  # what verifies its drafts where no rule is named
 
     @property
     def slots(self) -> int:

@@ -76,7 +76,8 @@ class Suffix(Drafter):
     name = "suffix"
     law = POINT_MASS
     ends_early = True
-    shared = True
+    # Drafts come of other rows, too: this rule's tokens do not depend on what was drafted.
+    usual_rule = "match"
 
     def __post_init__(self):
         settle(self, gamma=COUNT, ngram=COUNT, pool=COUNT)

@@ -348,13 +348,11 @@ def method(name: str) -> MethodSpec:
 def usual_rule(drafter: str | Drafter) -> str:
     """The rule of a drafter where none is named.
 
-    Where drafts come of other rows it is the one whose tokens do not depend on them.
-
     Raises:
       OptionError: no drafter has that name.
     """
     made = lookup("drafter", DRAFTERS, drafter).make if isinstance(drafter, str) else drafter
-    return "match" if getattr(made, "shared", False) else "speculative"
+    return getattr(made, "usual_rule", Drafter.usual_rule)
 
 
 @takes(drafter=or_name(DRAFTER), rule=or_name(RULE), target_dist=or_name(TARGET_DIST))
