@@ -135,17 +135,23 @@ def seat_rows(method: Method):
     def seat(inputs: Inputs, state: DecodeState, newcomers: DecodeState, row) -> DecodeState:
         rows = state.length.shape[0]
 
+        seat = jnp.maximum(row[0], 0)
+
+        def held(old):
+            return jax.lax.dynamic_slice_in_dim(
+                old, seat * (old.shape[0] // rows), old.shape[0] // rows
+            )
+
         def put(old, new):
             if not old.ndim:
                 return old
             own = new[tuple(slice(size) for size in (old.shape[0] // rows, *old.shape[1:]))]
-            start = (jnp.maximum(row[0], 0) * own.shape[0], *[0] * (old.ndim - 1))
             if inputs.mesh is not None:
-                kept = jax.lax.dynamic_slice(old, start, own.shape)
-                own = jnp.where(row[0] < 0, kept, own)
-            return jax.lax.dynamic_update_slice(old, own, start)
+                own = jnp.where(row[0] < 0, held(old), own)
+            return jax.lax.dynamic_update_slice_in_dim(old, own, seat * own.shape[0], axis=0)
 
-        return jax.tree.map(put, state, method.ready(inputs, newcomers))
+        before = jax.tree.map(lambda old: held(old) if old.ndim else old, state)
+        return jax.tree.map(put, state, method.succeed(before, method.ready(inputs, newcomers)))
 
     return jax.jit(spread(seat), donate_argnums=1)
 

@@ -23,11 +23,18 @@ class Purpose(enum.IntEnum):
     ACCEPT = 1
     EMIT = 2
     SEARCH = 3
+    PLACE = 4
 
 
 def round_keys(keys: Key[Array, "B"], rounds: Int[Array, "B"]) -> Key[Array, "B"]:
     """The row's keys of one round: ``fold_in(row key, round)``, whatever its batch mates."""
     return jax.vmap(jax.random.fold_in)(keys, rounds)
+
+
+def place_uniforms(keys: Key[Array, "B"], place: Int[Array, "B"]) -> Float[Array, "B"]:
+    """One uniform in (0, 1] for each row's token number ``place``, whatever round it falls in."""
+    nothing = jnp.zeros((*keys.shape, 1), jnp.int32)
+    return uniforms(round_keys(keys, place), Purpose.PLACE, nothing)[:, 0]
 
 
 def draw_keys(

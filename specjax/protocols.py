@@ -42,6 +42,7 @@ class Drafter(Protocol):
     needs_head: bool = False  # whether that is a head on the target's hidden states
     ends_early: bool = False  # chains: most end long before their bound
     keep_logits: bool = False  # whether drafts carry the draft model's raw logits
+    usual_rule: str = "speculative"  # what verifies its drafts where no rule is named
 
     @property
     def slots(self) -> int:
@@ -77,6 +78,10 @@ class Drafter(Protocol):
         ``states`` are what it taps of them. A position may be fed again: what was there counts no
         more.
         """
+        return state.drafter_state
+
+    def succeed(self, before: DecodeState, state: DecodeState) -> Any:
+        """Its state in rows that take the seats of those ``before``: nothing of theirs is left."""
         return state.drafter_state
 
     def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
@@ -144,7 +149,8 @@ class Rule:
       chain_only: it reads a chain and no tree.
       settings: names of the scalars that it takes.
       extras: what the loop hands it besides: ``raw_log_p`` (the target at temperature 1,
-        unwarped) and ``joint_raw`` (rows whose joint probabilities are unwarped).
+        unwarped), ``joint_raw`` (rows whose joint probabilities are unwarped) and ``written``
+        (tokens that each row has written; with it come the rows' keys, not the round's).
     """
 
     verify: Callable[..., Verdict]
@@ -224,3 +230,7 @@ class Method(Protocol):
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         """One round; every live row gains at least one token."""
+
+    def succeed(self, before: DecodeState, state: DecodeState) -> DecodeState:
+        """The state of rows that are ready and take the seats of those ``before``."""
+        return state

@@ -100,7 +100,9 @@ class DraftVerify(Method):
         log_p, target_state = self.target.log_p(inputs, state, draft, logits)
         arrays = jax.tree.map(jnp.asarray, draft)  # a constant tree is numpy until here
         with jax.named_scope("rule"):
-            verdict = self.rule(keys, arrays, log_p, **self._rule_arguments(inputs, logits))
+            arguments = self._rule_arguments(inputs, state, logits)
+            own = state.keys if "written" in arguments else keys
+            verdict = self.rule(own, arrays, log_p, **arguments)
 
         if not draft.shape.is_chain:
             cache = commit_path(cache, start, verdict.path)
@@ -116,13 +118,20 @@ class DraftVerify(Method):
             ),
         )
 
-    def _rule_arguments(self, inputs: Inputs, logits: Float[Array, "B N V"]) -> dict[str, Any]:
+    def succeed(self, before, state):
+        return state.replace(drafter_state=self.drafter.succeed(before, state))
+
+    def _rule_arguments(
+        self, inputs: Inputs, state: DecodeState, logits: Float[Array, "B N V"]
+    ) -> dict[str, Any]:
         """The rule's settings, and what it reads beside the draft and log p."""
         arguments = {name: inputs.settings[name] for name in self.rule.settings}
         if "raw_log_p" in self.rule.extras:
             arguments["raw_log_p"] = probs.log_softmax(logits)
         if "joint_raw" in self.rule.extras:
             arguments["joint_raw"] = self.drafter.raw_rows(inputs)
+        if "written" in self.rule.extras:
+            arguments["written"] = state.length - state.prompt_length
         return arguments
 
 

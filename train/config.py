@@ -192,7 +192,47 @@ class SDSATConfig:
         _check_batch(self)
 
 
-def _check_batch(cfg: LMConfig | SDSATConfig) -> None:
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """The target whose hidden states a head reads; it is never changed."""
+
+    init_from: str = ""  # a Hugging Face directory, or an embedded model's name
+    tokenizer: str = ""  # a tokenizer.json; by default the target's own
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward pass
+    remat: bool = False  # recompute each step of the head in the backward pass
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSection:
+    """EAGLE-3: the head's sizes, and how many of its own outputs it is fed back."""
+
+    draft_vocab: NotNegativeInt = 0  # the corpus's commonest ids; 0: all
+    layers: tuple[NotNegativeInt, ...] = ()  # of the target that it reads; (): 2, n // 2, n − 3
+    num_kv_heads: NotNegativeInt = 0  # 0: as the target
+    intermediate_size: NotNegativeInt = 0  # 0: as the target
+    norm_before_residual: bool = False
+    steps: Annotated[int, whole(1, 16)] = 7  # K
+    decay: Annotated[float, number(0, 1, above=True)] = 0.8  # β: step k weighs β^(k − 1)
+    decode_prompts: NotNegativeInt = 16  # held-out prompts that each evaluation continues greedily
+    decode_tokens: PositiveInt = 64  # new tokens of each
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadRunConfig:
+    """``python -m train.head``: one section per concern."""
+
+    model: Watched = Watched()
+    data: Data = Data()
+    head: HeadSection = HeadSection()
+    optim: Optim = Optim()
+    mesh: MeshSection = MeshSection()
+    run: Run = Run(dir="runs/head")
+
+    def __post_init__(self):
+        _check_batch(self)
+
+
+def _check_batch(cfg: LMConfig | SDSATConfig | HeadRunConfig) -> None:
     """Raises InputError where a micro-batch has more tokens than an int32 counts."""
     tokens = cfg.optim.batch_size * cfg.data.seq_len
     if tokens > INT32_MAX:
@@ -206,6 +246,7 @@ def _check_batch(cfg: LMConfig | SDSATConfig) -> None:
 MAY_CHANGE = {
     "model": ("remat", "scan"),
     "sdsat": ("probe_length", "decode_prompts", "decode_tokens"),
+    "head": ("decode_prompts", "decode_tokens"),
     "optim": (
         *("total_steps", "learning_rate", "muon_learning_rate", "weight_decay", "clip_norm"),
         *("schedule", "warmup_steps", "decay_fraction", "final_fraction"),

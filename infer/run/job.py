@@ -21,7 +21,7 @@ from specjax.errors import OptionError, SpecjaxError
 from specjax.files import locked
 from specjax.generate import ALL_ROUNDS
 from specjax.infill import ending_middles
-from specjax.methods import MethodSpec, compose, method
+from specjax.methods import MethodSpec, compose, method, usual_rule
 from specjax.program import say
 from specjax.rewards import Combined, RewardWarning, combine
 
@@ -238,9 +238,10 @@ def _chosen(args: argparse.Namespace, has_draft: bool) -> tuple[MethodSpec, dict
     if not (args.drafter or args.rule or args.target_dist):
         name = args.method or ("speculative" if has_draft else "autoregressive")
         return method(name), {"method": name}
+    drafter = args.drafter or ("chain" if has_draft else "none")
     parts = {
-        "drafter": args.drafter or ("chain" if has_draft else "none"),
-        "rule": args.rule or "speculative",
+        "drafter": drafter,
+        "rule": args.rule or usual_rule(drafter),
         "target_dist": args.target_dist or "warped",
     }
     return compose(**parts), parts

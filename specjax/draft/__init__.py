@@ -6,6 +6,7 @@ from specjax.draft.chain import STOPS, Chain
 from specjax.draft.head import HeadBest, HeadChain, HeadTree
 from specjax.draft.lookup import Lookup
 from specjax.draft.none import NoDraft
+from specjax.draft.suffix import Suffix
 from specjax.draft.tree import Tree
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "NoDraft",
     "ProbePass",
     "SinglePass",
+    "Suffix",
     "Tree",
     "VerifyPass",
 ]

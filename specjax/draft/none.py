@@ -18,6 +18,7 @@ class NoDraft(Drafter):
 
     name = "none"
     law = POINT_MASS
+    usual_rule = "match"
     shape = TreeShape.chain(0)
 
     def propose(self, inputs, state, keys):

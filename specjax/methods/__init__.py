@@ -3,7 +3,7 @@
 from specjax.methods.options import Option
 from specjax.methods.parts import DRAFTERS, RULES, SEARCHES, TARGET_DISTS, Context, presets
 from specjax.methods.resolve import bind, choose
-from specjax.methods.table import METHODS, MethodSpec, compose, method, methods
+from specjax.methods.table import METHODS, MethodSpec, compose, method, methods, usual_rule
 
 __all__ = [
     "DRAFTERS",
@@ -20,4 +20,5 @@ __all__ = [
     "method",
     "methods",
     "presets",
+    "usual_rule",
 ]

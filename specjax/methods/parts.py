@@ -140,6 +140,15 @@ DRAFTERS: dict[str, Part] = {
             "ngram": Option(int, 3, "longest n-gram tried", low=1, high=8),
         },
     ),
+    "suffix": Part(
+        draft.Suffix,
+        "what followed the longest known ending in any row or earlier request of the job",
+        {
+            "gamma": dataclasses.replace(GAMMA, default=10),
+            "ngram": Option(int, 8, "longest n-gram tried", low=1, high=64),
+            "pool": Option(int, 2**15, "tokens remembered", low=2**8, high=2**22),
+        },
+    ),
     "chain": Part(
         _either(draft.Chain, draft.HeadChain),
         "γ tokens from a draft model",

@@ -9,7 +9,7 @@ from specjax.arguments import METHOD, Must
 from specjax.errors import OptionError, PairError
 from specjax.lm import LM
 from specjax.methods.parts import Context
-from specjax.methods.table import MethodSpec, compose, method
+from specjax.methods.table import MethodSpec, compose, method, usual_rule
 from specjax.protocols import Drafter, Method, Rule, TargetDist
 from specjax.rounds import DraftVerify
 
@@ -24,7 +24,7 @@ def choose(
     """The method of that name, the one composed of the parts given, or the object itself.
 
     Left out, a drafter is ``chain`` where there is a draft model and else ``none``, a rule
-    ``speculative``, a target distribution ``warped``.
+    that of :func:`usual_rule`, a target distribution ``warped``.
 
     Raises:
       OptionError: an unknown name, no such object, or parts beside a method object.
@@ -35,9 +35,9 @@ def choose(
             raise OptionError(
                 "a method object has its parts: leave drafter=, rule=, target_dist= out"
             )
-        own = {"drafter": drafter, "rule": rule, "target_dist": target_dist}
-        usual = {"drafter": "chain" if has_draft else "none", "rule": "speculative"}
-        return compose(**usual | {name: part for name, part in own.items() if part is not None})
+        drafter = drafter if drafter is not None else "chain" if has_draft else "none"
+        rule = rule if rule is not None else usual_rule(drafter)
+        return compose(drafter, rule, "warped" if target_dist is None else target_dist)
     if type(name) is DraftVerify:  # as its parts: their options are checked, and have defaults
         return compose(name.drafter, name.rule, name.target)
     if named or isinstance(name, MethodSpec):

@@ -170,7 +170,7 @@ METHODS: dict[str, MethodSpec] = {
             "one token per target pass: greedy, or drawn under temperature, top-k and top-p",
             "the baseline",
             drafter="none",
-            rule="speculative",
+            rule="match",
         ),
         MethodSpec(
             "beam",
@@ -226,7 +226,7 @@ METHODS: dict[str, MethodSpec] = {
             "each token from what the target says more than the draft model",
             "Li et al. 2023; O'Brien and Lewis 2023",
             drafter="none",
-            rule="speculative",
+            rule="match",
             target_dist="contrastive",
         ),
         MethodSpec(
@@ -320,6 +320,13 @@ METHODS: dict[str, MethodSpec] = {
             drafter="lookup",
             rule="speculative",
         ),
+        MethodSpec(
+            "suffix",
+            "no draft model: what followed the same words in any row or earlier request",
+            "after Oliaro et al. 2024 (SuffixDecoding)",
+            drafter="suffix",
+            rule="match",
+        ),
     )
 }
 
@@ -336,6 +343,16 @@ def method(name: str) -> MethodSpec:
       OptionError: no method has that name.
     """
     return lookup("method", METHODS, name)
+
+
+def usual_rule(drafter: str | Drafter) -> str:
+    """The rule of a drafter where none is named.
+
+    Raises:
+      OptionError: no drafter has that name.
+    """
+    made = lookup("drafter", DRAFTERS, drafter).make if isinstance(drafter, str) else drafter
+    return getattr(made, "usual_rule", Drafter.usual_rule)
 
 
 @takes(drafter=or_name(DRAFTER), rule=or_name(RULE), target_dist=or_name(TARGET_DIST))

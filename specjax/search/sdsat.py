@@ -10,7 +10,7 @@ from specjax.draft.adaptive import ProbePass, VerifyPass
 from specjax.protocols import Method, Rule, TargetDist
 from specjax.rounds import DraftVerify, check_pair
 from specjax.types import DecodeState, Inputs
-from specjax.verify.speculative import speculative
+from specjax.verify.match import match
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TwoStep(Method):
 
     @property
     def _first(self) -> DraftVerify:
-        return DraftVerify(self.probe, self.target, speculative)
+        return DraftVerify(self.probe, self.target, match)
 
     @property
     def _second(self) -> DraftVerify:

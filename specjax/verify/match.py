@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from specjax import probs
-from specjax.probs import Purpose
 from specjax.protocols import rule
 from specjax.types import DETERMINISTIC, IID, POINT_MASS, ROOT, WITHOUT_REPLACEMENT
 from specjax.verify.verdicts import drawn_verdict
@@ -23,21 +22,29 @@ class _Walk(NamedTuple):
     refused: Bool[Array, "B"]
 
 
-@rule(laws=(IID, WITHOUT_REPLACEMENT, DETERMINISTIC, POINT_MASS), lossless=True, chain_only=False)
-def match(keys, draft, log_p):
+@rule(
+    laws=(IID, WITHOUT_REPLACEMENT, DETERMINISTIC, POINT_MASS),
+    lossless=True,
+    chain_only=False,
+    extras=("written",),
+)
+def match(keys, draft, log_p, *, written=0):
     """Draw one y ~ p at the node; descend into the child that carries it, else emit it.
 
     Every emitted token is a draw from p, so the draft's law does not matter. One draw per
-    node, whatever the number of its children: a draw per path would be biased.
+    node, whatever the number of its children: a draw per path would be biased. The draw is of the
+    token's place in the row, not of the round: what was drafted never changes what is written,
+    and ``none`` × ``match`` writes the same tokens.
 
     Args:
-      keys: the round's keys, one per row ``[B]``.
+      keys: the rows' keys ``[B]``, the same in every round.
       draft: any tree.
       log_p: float32 ``[B, N, V]``, log p of the token after each node.
+      written: int32 ``[B]``, how many tokens each row has written before this round.
     """
 
     def step(w: _Walk, _):
-        u = probs.uniforms(keys, Purpose.EMIT, w.node[:, None])[:, 0]
+        u = probs.place_uniforms(keys, written + w.depth)
         y = probs.sample(jnp.exp(probs.at_node(log_p, w.node)), u)
         child = (draft.parents == w.node[:, None]) & draft.valid
         hit = child & (draft.tokens == y[:, None])

@@ -28,10 +28,10 @@ def some(names, fast):
     return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
-def same(one, many):
+def same(one, many, counters=True):
     for a, b in zip(one.tokens, many.tokens, strict=True):
         np.testing.assert_array_equal(a, b)
-    for name, counts in one.stats.items():
+    for name, counts in one.stats.items() if counters else ():
         np.testing.assert_array_equal(counts, many.stats[name], err_msg=name)
     if one.logprobs is not None:
         for a, b in zip(one.logprobs, many.logprobs, strict=True):
@@ -63,7 +63,7 @@ def test_every_method(name, target, draft):
             for p, q in ((target, draft), *many)
         )
         for other in others:
-            same(one, other)
+            same(one, other, counters=name != "suffix")  # which drafts from the rows of its device
 
 
 def test_rows_take_seats_on_every_device(target, draft):

@@ -211,7 +211,7 @@ MEANT = [
     {"stop": ["w90"], "logprobs": 0, "batch_size": None, "indices": np.arange(2)},
     {"stop": {"w90"}, "options": None},
     {"method": sj.method("autoregressive"), "constraints": [{"lexical": "w1"}] * 2},
-    {"method": sj.DraftVerify(sj.draft.NoDraft(), sj.Warped(), sj.verify.speculative)},
+    {"method": sj.DraftVerify(sj.draft.NoDraft(), sj.Warped(), sj.verify.match)},
     {"options": [], "drafter": "none"},
 ]
 

@@ -35,6 +35,11 @@ def methods(fast):
     ]
 
 
+def shares_drafts(name):
+    """Whether drafts come of other rows: counters, not tokens, then depend on batch mates."""
+    return sj.method(name).drafter == "suffix"
+
+
 METHODS, TREE_SLOW = methods(CORE), methods(CORE[:2])
 SAMPLING = sj.Sampling(temperature=0.8, top_k=20, top_p=0.9)
 
@@ -86,7 +91,7 @@ def test_row_of_a_batch_is_the_prompt_alone(target, draft, name, sampling):
     for i, prompt in enumerate(prompts):
         alone = run(target, draft, name, [prompt], indices=[i], **kw)
         np.testing.assert_array_equal(together.tokens[i], alone.tokens[0])
-        for counter, values in alone.stats.items():
+        for counter, values in {} if shares_drafts(name) else alone.stats.items():
             np.testing.assert_array_equal(together.stats[counter][i], values[0], counter)
 
 

@@ -22,10 +22,11 @@ from specjax.models import (
 from support import variants
 from support.insertion_reference import EOS, ID, slow_mixed, slow_windows, some_row
 from train.data.packing import IGNORE, Prepared
+from train.data.prompts import held_out_prompts
 from train.engine.loop import make_step
 from train.engine.losses import Head
 from train.sdsat import training as sdsat
-from train.sdsat.evaluation import Decoding, held_out_prompts, measure_decoding, walk_rounds
+from train.sdsat.evaluation import Decoding, measure_decoding, walk_rounds
 from train.sdsat.insertion import Insertion, isolated_row, mixed_row, probe_row
 from train.sdsat.losses import Objective, probe_loss, sdsat_loss, weigh
 from train.sdsat.trainable import lora

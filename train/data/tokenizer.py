@@ -86,3 +86,9 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
         return read_backend(Path(path))
     except ModelError as error:
         raise InputError(f"cannot read the tokenizer {error}") from None
+
+
+def tokenizer_file(directory: Path) -> Path:
+    """A checkpoint's tokenizer.json, or its parent's: the embedded models share one."""
+    homes = [home for home in (directory, directory.parent) if (home / "tokenizer.json").exists()]
+    return (homes or [directory])[0] / "tokenizer.json"

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specjax.errors import InputError
+from train.config import MeshSection
 from train.data.packing import Batch
 
 AXES = ("data", "fsdp")
@@ -119,6 +120,21 @@ def make_placement(fsdp: int, rows: int, devices: Sequence[jax.Device] | None = 
         return Placement()
     auto = (AxisType.Auto,) * len(AXES)
     return Placement(jax.make_mesh((count // fsdp, fsdp), AXES, axis_types=auto, devices=devices))
+
+
+def run_placement(section: MeshSection, rows: int) -> Placement:
+    """Over the devices of this run, as its config says.
+
+    Raises:
+      InputError: it says another number of them; or as :func:`make_placement`.
+    """
+    wanted, there = section.devices, jax.device_count()
+    if wanted not in (0, there):
+        raise InputError(
+            f"mesh.devices={wanted}, but the run has {there} devices: start it where "
+            "they are, or set mesh.devices=0 to take what there is"
+        )
+    return make_placement(section.fsdp, rows)
 
 
 def shared_axis(shape: tuple[int, ...], devices: int) -> PartitionSpec:

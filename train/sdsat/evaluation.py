@@ -19,12 +19,11 @@ import numpy as np
 
 import specjax as sj
 from specjax.models import ModelConfig
-from train.data.packing import IGNORE, Batch, Prepared, stack
+from train.data.packing import IGNORE, Batch, stack
 from train.engine.losses import Head
 from train.sdsat.insertion import Insertion, append_windows
 from train.sdsat.losses import isolated_streams
 
-PROMPT_TOKENS = 64
 CERTAIN = 2  # tokens of a round whose drafts all fail
 
 
@@ -33,7 +32,7 @@ class Decoding:
     """Held-out prompts to continue, and how.
 
     Attributes:
-      prompts: token ids, `PROMPT_TOKENS` each.
+      prompts: token ids, of one length.
       new_tokens: N, at most, per prompt.
       length: k, adaptive tokens per round.
     """
@@ -41,14 +40,6 @@ class Decoding:
     prompts: tuple[tuple[int, ...], ...]
     new_tokens: int
     length: int
-
-
-def held_out_prompts(data: Prepared, count: int, within: int) -> tuple[tuple[int, ...], ...]:
-    """The first tokens of long enough documents among the first ``within`` held-out tokens."""
-    begins, ends = data.valid_offsets[:-1], data.valid_offsets[1:]
-    fitting = begins[(ends - begins > PROMPT_TOKENS) & (begins < within)]
-    picked = fitting[np.linspace(0, len(fitting) - 1, min(count, len(fitting))).astype(int)]
-    return tuple(tuple(data.valid[at : at + PROMPT_TOKENS].tolist()) for at in picked)
 
 
 def measure_decoding(

@@ -22,8 +22,8 @@ from specjax.models.hf.checkpoint import load_config
 from train.config import Adaptive, SDSATConfig
 from train.data.fim import CodeLayout, frame_of
 from train.data.packing import Prepared, Transform
-from train.data.tokenizer import load_tokenizer
-from train.sdsat.evaluation import PROMPT_TOKENS
+from train.data.prompts import PROMPT_TOKENS
+from train.data.tokenizer import load_tokenizer, tokenizer_file
 from train.sdsat.insertion import Insertion, isolated_row, mixed_row, probe_row
 from train.sdsat.losses import Objective
 from train.sdsat.trainable import Tuning, make_tuning
@@ -52,7 +52,7 @@ def prepare_setup(cfg: SDSATConfig) -> Setup:
         raise InputError("model.init_from is empty: name a Hugging Face directory to tune")
     directory = locate(cfg.model.init_from)
     start = load_config(directory)
-    tokenizer = load_tokenizer(cfg.model.tokenizer or _tokenizer_file(directory))
+    tokenizer = load_tokenizer(cfg.model.tokenizer or tokenizer_file(directory))
     _check(cfg, start, tokenizer)
     section = cfg.sdsat
     ids, new_rows = choose_ids(section, start, tokenizer)
@@ -71,12 +71,6 @@ def prepare_setup(cfg: SDSATConfig) -> Setup:
         objective=Objective(section.loss, section.window, share, section.weight, *forward),
         tuning=make_tuning(cfg.model, ids, cfg.run.seed),
     )
-
-
-def _tokenizer_file(directory: Path) -> Path:
-    """The checkpoint's tokenizer.json, or its parent's: the embedded models share one."""
-    homes = [home for home in (directory, directory.parent) if (home / "tokenizer.json").exists()]
-    return (homes or [directory])[0] / "tokenizer.json"
 
 
 def _check(cfg: SDSATConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:

@@ -13,19 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.errors import InputError
 from specjax.models import ModelConfig, load_pretrained, num_params, param_shapes
 from train.config import SDSATConfig, fixed_settings, from_toml, to_dict
 from train.data.corpus import load_corpus
 from train.data.packing import Prepared, make_loader, prepare, valid_batches
+from train.data.prompts import held_out_prompts
 from train.engine import processes
 from train.engine.directory import export, own_directory
 from train.engine.ending import finish
 from train.engine.loop import fit
 from train.engine.optim import make_optimizer
-from train.engine.placement import Placement, host_memory, make_placement
+from train.engine.placement import Placement, host_memory, run_placement
 from train.sdsat.dryrun import needed_memory
-from train.sdsat.evaluation import Decoding, held_out_prompts, measure_decoding
+from train.sdsat.evaluation import Decoding, measure_decoding
 from train.sdsat.insertion import appended_slots
 from train.sdsat.losses import probe_loss, sdsat_loss, weigh
 from train.sdsat.setup import Setup, check_absent, prepare_setup, transforms
@@ -74,7 +74,7 @@ def _read(cfg: SDSATConfig, cache: Path | None) -> tuple[Setup, Prepared]:
 def train(cfg: SDSATConfig, setup: Setup, data: Prepared, resume: bool) -> dict[str, Any]:
     """Fits and exports; every process of a run does, and the first one writes."""
     rows, model, tuning = cfg.optim.batch_size, setup.model, setup.tuning
-    placement = processes.together(lambda: _placement(cfg))
+    placement = processes.together(lambda: run_placement(cfg.mesh, rows))
     with host_memory():  # one device may be too small for what all of them share
         trainable, frozen = processes.together(lambda: tuning.split(first_params(setup)))
     laid, probed = transforms(cfg, setup.insertion)
@@ -106,16 +106,6 @@ def train(cfg: SDSATConfig, setup: Setup, data: Prepared, resume: bool) -> dict[
         ended = export(cfg.run, model, params, setup.tokenizer, outcome, card, copied)
     processes.wait("export")
     return ended
-
-
-def _placement(cfg: SDSATConfig) -> Placement:
-    wanted, there = cfg.mesh.devices, jax.device_count()
-    if wanted not in (0, there):
-        raise InputError(
-            f"mesh.devices={wanted}, but the run has {there} devices: start it where "
-            "they are, or set mesh.devices=0 to take what there is"
-        )
-    return make_placement(cfg.mesh.fsdp, cfg.optim.batch_size)
 
 
 def _measure(

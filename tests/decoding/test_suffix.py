@@ -1,0 +1,189 @@
+"""Suffix drafts: traced against a slow reference, bounded, blind to what they must not change."""
+
+import functools
+import itertools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from conftest import tiny_lm
+from project.test_docs import load
+from specjax.draft import Suffix
+from specjax.methods import choose
+
+EOS = 9
+INPUTS = SimpleNamespace(is_eos=lambda tokens: tokens == EOS)
+SAMPLED = sj.Sampling(temperature=0.8, top_k=20, top_p=0.9)
+PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9], [1, 2, 3], [8, 1, 2, 3]]
+
+
+def padded(rows):
+    """Tokens and lengths of rows; scratch past the length must never be read."""
+    tokens = np.full((len(rows), 64), 99, np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return tokens, np.array([len(row) for row in rows], np.int32)
+
+
+def state_of(tokens, length, drafted):
+    """What a drafter reads of a state."""
+    done = jnp.zeros(length.shape, bool)
+    return SimpleNamespace(tokens=tokens, length=length, done=done, drafter_state=drafted)
+
+
+def drafts(tokens, valid):
+    """Each row's valid tokens."""
+    tokens, valid = np.asarray(tokens), np.asarray(valid)
+    assert (np.diff(valid.astype(int)) <= 0).all(), "valid tokens come first"
+    return [t[v].tolist() for t, v in zip(tokens, valid, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def begin(drafter, tokens, length, before):
+    """The state after prompts, in the seats of rows ``before`` if there were any."""
+    state = state_of(tokens, length, ())
+    if before:
+        return drafter.succeed(state_of(tokens, length, before), state)
+    return drafter.init(INPUTS, state)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def propose(drafter, tokens, length, drafted):
+    proposal = drafter.propose(INPUTS, state_of(tokens, length, drafted), None)
+    return proposal.draft.tokens[:, 1:], proposal.draft.valid[:, 1:], proposal.state
+
+
+def first_drafts(rows):
+    drafter = Suffix(gamma=4, pool=4 * 32)
+    rows = rows + [[90 + i] for i in range(4 - len(rows))]  # rows that know nothing: one trace
+    return drafts(*propose(drafter, *padded(rows), begin(drafter, *padded(rows), ()))[:2])
+
+
+@pytest.mark.parametrize(
+    ("rows", "drafted"),
+    [
+        ([[1, 2, 3, 4, 5, 1, 2, 3]], [4, 5, 1, 2]),
+        ([[1, 2, 3, 1, 2, 4, 1, 2]], [4, 1, 2]),  # the newest place in the row itself
+        ([[5, 1, 2, 3, 6, 3, 7, 1, 2, 3]], [6, 3, 7, 1]),  # the longer match beats the nearer
+        ([[1, 2, 3, 4]], []),
+        ([[4, 4]], [4]),
+        ([[1, 2, EOS, 5, 1, 2]], [EOS]),
+        ([[1, 2], [3, 1, 2, 6, 8]], [6, 8]),  # another row knows
+        ([[1, 2], [1, 2, 6], [1, 2, 5, 8], [1, 2, 5, 7]], [5, 8]),  # two against one; then a tie
+        ([[1, 2, 7, 1, 2], [1, 2, 6], [1, 2, 6]], [7, 1, 2]),  # the row itself before others
+        ([[2, 7, 1, 2], [1, 2, 6], [1, 2, 6]], [6]),  # unless they know a longer ending
+    ],
+)
+def test_draft(rows, drafted):
+    assert first_drafts(rows)[0] == drafted
+
+
+def reference(texts, row, slot, gamma, ngram):
+    """The draft from lists: ``texts[slot]`` are a slot's texts, the last one the row's own."""
+    found = []  # (length, whether own, how new, what follows)
+    for other, past in enumerate(texts):
+        behind = 0
+        for text in reversed(past):
+            for end in range(len(text) - 1, 0, -1):
+                most = min(ngram, end, len(row))
+                same = itertools.takewhile(lambda n: text[end - n] == row[-n], range(1, most + 1))
+                if length := len(list(same)):
+                    newness = -(behind + len(text) - end)
+                    found.append((length, other == slot, newness, -other, text[end : end + gamma]))
+            behind += len(text) + 1
+    longest = max((f[0] for f in found), default=0)
+    voters = sorted((f[1:] for f in found if f[0] == longest), key=lambda f: f[:3], reverse=True)
+    draft = []
+    for at in range(gamma):
+        voters = [v for v in voters if len(v[3]) > at]
+        if not voters:
+            break
+        said = [v[3][at] for v in voters]
+        draft.append(said[0] if voters[0][0] else max(said, key=said.count))
+        voters = [v for v in voters if v[3][at] == draft[-1]]
+        if draft[-1] == EOS:
+            break
+    return draft
+
+
+def test_drafts_equal_those_of_a_slow_reference_over_the_rows_of_a_job():
+    """Rows grow by up to γ + 1 tokens a round; three of each seat share a pool that never wraps."""
+    rng = np.random.default_rng(3)
+    drafter = Suffix(gamma=3, ngram=4, pool=3 * 200)
+    texts, carried, drafted = [[], [], []], (), 0
+    for _ in range(3):
+        rows = [rng.integers(0, 4, n).tolist() for n in rng.integers(2, 12, 3)]
+        own = [list(row) for row in rows]
+        for past, row in zip(texts, own, strict=True):
+            past.append(row)
+        state = begin(drafter, *padded(rows), carried)
+        for turn in range(5):
+            for row, new in zip(own, rows, strict=True):
+                row[:] = new
+            tokens, valid, state = propose(drafter, *padded(rows), state)
+            expected = [reference(texts, row, slot, 3, 4) for slot, row in enumerate(rows)]
+            assert drafts(tokens, valid) == expected
+            drafted += sum(map(len, expected))
+            if turn < 4:
+                rows = [row + rng.integers(0, 4, rng.integers(1, 5)).tolist() for row in rows]
+        carried = state
+    assert drafted > 60
+
+
+def test_memory_is_bounded_and_the_oldest_is_forgotten():
+    drafter, carried = Suffix(gamma=2, pool=24), ()
+    for first in range(10, 50, 5):
+        rows = [list(range(first, first + 5)), [first]]
+        carried = begin(drafter, *padded(rows), carried)
+        assert carried[0].tokens.shape == (2, 12) and carried[0].head.shape == (2,)
+    held = set(np.asarray(carried[0].tokens[0]).tolist())
+    assert set(range(45, 50)) | set(range(40, 45)) <= held and not held & set(range(10, 35))
+    long = begin(drafter, *padded([list(range(60)), [1]]), ())
+    assert set(np.asarray(long[0].tokens[0]).tolist()) == {-1, *range(49, 60)}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    target = tiny_lm(0)
+    return target, {
+        sampling: sj.generate(target, PROMPTS, max_new_tokens=40, sampling=sampling, seed=5)
+        for sampling in (None, SAMPLED)
+    }
+
+
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_tokens_are_those_of_plain_decoding_whatever_the_batch(plain, sampling, batch_size):
+    """Draws are of the token's place: neither drafts nor batch mates change what is written."""
+    target, expected = plain
+    how = {"max_new_tokens": 40, "sampling": sampling, "seed": 5, "batch_size": batch_size}
+    out = sj.generate(target, PROMPTS, drafter="suffix", **how)
+    for a, b in zip(out.tokens, expected[sampling].tokens, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert 0 < out.stats["accepted"].sum() < out.stats["tested"].sum()
+
+
+@pytest.mark.slow
+def test_another_rule_draws_by_rounds_which_other_rows_change(plain):
+    """Why match is the drafter's rule where none is named."""
+    target = plain[0]
+    assert choose("", "suffix", None, None, False).rule == "match"
+    assert choose("", Suffix(), None, None, False).rule == "match"
+    how = {"max_new_tokens": 40, "sampling": SAMPLED, "seed": 5, "drafter": "suffix"}
+    one, many = (
+        sj.generate(target, PROMPTS, rule="speculative", batch_size=n, **how) for n in (1, 6)
+    )
+    assert any((a != b).any() for a, b in zip(one.tokens, many.tokens, strict=True))
+
+
+def test_edits_take_fewer_passes_than_with_lookup():
+    """Sixteen functions with renamed variables, as a job of two batches."""
+    measured = load("measure_suffix")
+    encode = sj.load("demo").tokenizer.encode
+    rows = [tuple(list(map(int, encode(text))) for text in one) for one in measured.edits(16)]
+    lookup, suffix = (measured.replay(d, rows, 8) for d in (sj.draft.Lookup(), Suffix()))
+    assert suffix > 1.03 * lookup > 3

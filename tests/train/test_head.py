@@ -1,0 +1,240 @@
+"""train.head: the loss against a slow reference, whole runs, what they leave behind."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import specjax as sj
+from specjax.models import ModelConfig, init_params, load_pretrained, logits_of
+from specjax.models.families.head import HeadConfig
+from specjax.models.forward import tapped_states
+from specjax.program import INTERRUPTED
+from support import head_steps
+from support.training import ROOT, logged, overrides, save_checkpoint, small_tokenizer
+from train.config import HeadRunConfig, from_toml
+from train.data.packing import IGNORE, make_loader
+from train.head.__main__ import main as program
+from train.head.losses import Objective, head_loss
+from train.head.setup import commonest
+
+DEMO = str(ROOT / "configs" / "head_demo.toml")
+FULL = str(ROOT / "configs" / "head_llama_8b.toml")
+TINY = (
+    *("data.corpora=[]", 'data.files=["specjax"]', "data.seq_len=48"),
+    *(
+        "head.layers=[0]",
+        "head.draft_vocab=128",
+        "head.num_kv_heads=1",
+        "head.intermediate_size=16",
+    ),
+    *("head.steps=2", "head.decode_prompts=2", "head.decode_tokens=12"),
+    *("optim.total_steps=6", "optim.batch_size=4", "optim.accumulate=1", "optim.warmup_steps=1"),
+    *("run.log_every=1", "run.eval_every=6", "run.eval_batches=1", "run.checkpoint_every=2"),
+    "run.export_dtype=float32",
+)
+
+
+def toy():
+    """A target of two layers and a batch of two packed rows, one of them padded."""
+    target = ModelConfig.llama(
+        vocab_size=23, hidden_size=16, num_layers=2, num_heads=2, intermediate_size=24
+    )
+    params = init_params(target, jax.random.key(0))
+    params["embed"] = params["embed"] * 20
+    segments = np.array([[1] * 5 + [2] * 7, [1] * 9 + [0] * 3], np.int32)
+    positions = np.array([[*range(5), *range(7)], [*range(9), 0, 0, 0]], np.int32)
+    tokens = np.random.default_rng(0).integers(0, 23, segments.shape).astype(np.int32)
+    labels = np.full_like(tokens, IGNORE)
+    same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+    labels[:, :-1] = np.where(same, tokens[:, 1:], IGNORE)
+    batch = {"tokens": tokens, "labels": labels, "positions": positions, "segments": segments}
+    return target, params, batch
+
+
+@pytest.mark.parametrize(
+    ("ids", "flag", "remat"), [(None, False, False), (np.arange(1, 23, 2), True, True)]
+)
+def test_the_loss_is_that_of_a_slow_reference(ids, flag, remat):
+    target, frozen, batch = toy()
+    cfg = HeadConfig.of(
+        target,
+        ids,
+        layer_ids=(0, 1),
+        num_kv_heads=1,
+        norm_before_residual=flag,
+        own_embedding=False,
+    )
+    params = init_params(cfg, jax.random.key(1))
+    params["fc"] = jax.tree.map(lambda x: x * 10, params["fc"])
+    objective = Objective(steps=3, decay=0.7, remat=remat)
+    found = jax.jit(head_loss(target, cfg, objective))(params, frozen, batch)
+    rows = (batch[name] for name in ("tokens", "positions", "segments"))
+    hidden, states = tapped_states(target, frozen, *rows, taps=(0, 1))
+    logits = logits_of(target, frozen, hidden)
+    head = head_steps.Head(cfg, params, frozen["embed"])
+
+    def by_hand(**how):
+        given = (batch["tokens"], batch["positions"], batch["segments"], states, logits)
+        rows = [
+            head_steps.loss(head, *map(np.asarray, row), 3, 0.7, **how)
+            for row in zip(*given, strict=True)
+        ]
+        return [np.sum(part, axis=0) for part in zip(*rows, strict=True)]
+
+    total, count, kl, agreed, places = by_hand()
+    np.testing.assert_allclose(found[0], total, rtol=1e-4)
+    assert found[1] == count == 3 + 5 + 7
+    np.testing.assert_allclose(found[2]["kl"][0], kl, rtol=1e-4)
+    np.testing.assert_array_equal(found[2]["agreement"][0], agreed)
+    np.testing.assert_array_equal(found[2]["kl"][1], places)
+    assert abs(by_hand(fed_back=False)[0] / total - 1) > 1e-3, "the second step must matter"
+
+
+def test_the_draft_vocabulary_is_the_commonest_ids_in_order():
+    assert commonest(np.array([5, 0, 9, 5, 7]), 3).tolist() == [0, 2, 4]
+    assert commonest(np.array([1, 1, 1]), 2).tolist() == [0, 1]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A random target's Hugging Face directory."""
+    home = tmp_path_factory.mktemp("target")
+    return save_checkpoint(home, small_tokenizer(home))
+
+
+def arguments(start, directory, *settings):
+    settings = (f"model.init_from={start}", f"run.dir={directory}", *TINY, *settings)
+    return [DEMO, *overrides(*settings)]
+
+
+@pytest.fixture(scope="module")
+def whole(start, tmp_path_factory):
+    """The directory of a run that nothing interrupted."""
+    os.chdir(ROOT)
+    directory = tmp_path_factory.mktemp("runs") / "whole"
+    assert program(arguments(start, directory)) == 0
+    return directory
+
+
+def test_a_run_learns_and_measures_by_decoding(whole):
+    records = [record for record in logged(whole) if "loss" in record]
+    assert len(records) == 6 and records[-1]["loss"] < records[0]["loss"]
+    assert len(records[0]["kl"]) == len(records[0]["agreement"]) == 2
+    measured = next(record for record in logged(whole) if "valid_loss" in record)
+    first, second = measured["valid_decode_acceptance"]
+    assert 1 >= first >= second >= 0
+    assert measured["valid_decode_tokens_per_round"] == pytest.approx(1 + first + second)
+
+
+def test_killed_and_resumed_gives_the_same_numbers(start, whole, tmp_path, monkeypatch):
+    own = arguments(start, tmp_path / "cut")
+    monkeypatch.setattr("train.head.training.make_loader", cut_after(5))
+    assert program(own) == INTERRUPTED
+    monkeypatch.undo()
+    assert program([*own, "--resume"]) == 0
+    rate = "tokens_per_second"
+    kept = [[{**r, rate: 0} for r in logged(run)] for run in (whole, tmp_path / "cut")]
+    assert kept[0] == kept[1]
+    stored = [load_file(run / "export/model.safetensors") for run in (whole, tmp_path / "cut")]
+    jax.tree.map(np.testing.assert_array_equal, *stored)
+
+
+def cut_after(batches):
+    """A loader that is killed before its batch of that number."""
+
+    def make(*args, **kw):
+        loader = make_loader(*args, **kw)
+
+        class Cut:
+            get_state, set_state = loader.get_state, loader.set_state
+            taken = 0
+
+            def __next__(self):
+                if self.taken == batches:
+                    raise KeyboardInterrupt
+                self.taken += 1
+                return next(loader)
+
+        return Cut()
+
+    return make
+
+
+def test_the_export_loads_bit_for_bit_and_drafts(start, whole):
+    home = whole / "export"
+    cfg, params = load_pretrained(home)
+    stored = load_file(home / "model.safetensors")
+    np.testing.assert_array_equal(params["head"], stored["lm_head.weight"])
+    np.testing.assert_array_equal(params["fc"]["weight"], stored["fc.weight"])
+    assert stored["d2t"].dtype == np.int64 and stored["t2d"].dtype == bool
+    np.testing.assert_array_equal(stored["t2d"].nonzero()[0], np.arange(128) + stored["d2t"])
+    assert cfg.verifier == str(start) and cfg.layer_ids == (0,) and not cfg.own_embedding
+    out = sj.generate(
+        sj.load(start), [[5, 6, 7]], draft=sj.load(home), method="speculative", max_new_tokens=8
+    )
+    assert out.lengths.tolist() == [8]
+    card = json.loads((home / "card.json").read_text())
+    assert card["draft_vocabulary"] == 128 and 0 < card["draft_vocabulary_covers"] < 1
+
+
+def test_speculators_reads_the_exported_config(whole):
+    """Its own class, where the extra is installed."""
+    config = pytest.importorskip("speculators.models.eagle3").Eagle3SpeculatorConfig
+    read = config.from_pretrained(whole / "export")
+    assert read.draft_vocab_size == 128 and read.speculators_config.algorithm == "eagle3"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_two_devices_give_the_losses_of_one(start, whole, tmp_path, fsdp):
+    devices = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, "-m", "train.head"]
+    command += arguments(start, tmp_path / "two", f"mesh.fsdp={fsdp}")
+    subprocess.run(command, env=devices, cwd=ROOT, check=True, capture_output=True)
+    for two, one in zip(logged(tmp_path / "two"), logged(whole), strict=True):
+        for name in ("loss", "kl", "grad_norm", "valid_loss"):
+            if name in one:
+                np.testing.assert_allclose(two[name], one[name], rtol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("head.layers=[1]", "head.layers: 1 is none of the target's layers, 0 to 0"),
+        ("head.layers=[]", "a target of 1 layers has no layers 2, n // 2 and n - 3"),
+        ("head.draft_vocab=100000", "head.draft_vocab=100000 is more than the target's"),
+        ("head.num_kv_heads=3", "head.num_kv_heads=3 does not divide the target's 2 heads"),
+        ("data.seq_len=128", "longer than the target's context (128) holds"),
+        ("model.init_from=", "model.init_from is empty"),
+        ("head.steps=0", "head.steps=0: expected a whole number"),
+    ],
+)
+def test_bad_input_exits_2_with_one_line(start, tmp_path, capsys, setting, says):
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(program([*arguments(start, tmp_path / "bad", setting), "--dry-run"]))
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and len(said.splitlines()) == 1 and says in said
+
+
+def test_a_head_is_no_target(start, whole, tmp_path, capsys):
+    own = arguments(start, tmp_path / "bad", f"model.init_from={whole / 'export'}")
+    assert program([*own, "--dry-run"]) == 2
+    assert "is a head: name its target" in capsys.readouterr().err
+
+
+def test_the_dry_run_says_what_a_run_takes(start, tmp_path, capsys):
+    assert program([*arguments(start, tmp_path / "dry"), "--dry-run", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["draft_vocabulary"] == 128 and said["tokens_per_step"] == 4 * 48
+    assert not (tmp_path / "dry").exists()
+
+
+def test_shipped_configs_are_read():
+    assert from_toml(HeadRunConfig, FULL).head.draft_vocab == 32000
+    assert from_toml(HeadRunConfig, DEMO).head.steps > 1

@@ -1,0 +1,1 @@
+"""Train a head on a target's hidden states (EAGLE-3)."""

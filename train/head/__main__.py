@@ -1,0 +1,18 @@
+"""A head on a target's hidden states (EAGLE-3), trained beside the target, which stays as it is.
+
+python -m train.head CONFIG.toml [--set section.key=value ...] [--resume] [--dry-run] [--json]
+"""
+
+from collections.abc import Sequence
+
+from specjax.program import run, start
+from train.cli import run_parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = run_parser("train.head", __doc__).parse_args(argv)
+    return run("train.head", "train.head.training:run", arguments)
+
+
+if __name__ == "__main__":
+    start(main)

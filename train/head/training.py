@@ -1,0 +1,119 @@
+"""EAGLE-3 heads: a config's whole run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.models import head_matrix, init_params, load_pretrained, num_params
+from train.config import HeadRunConfig, fixed_settings, from_toml, to_dict
+from train.data.packing import make_loader, valid_batches
+from train.data.prompts import held_out_prompts
+from train.engine.directory import export, own_directory
+from train.engine.ending import finish
+from train.engine.loop import fit
+from train.engine.optim import make_optimizer
+from train.engine.placement import Placement, host_memory, run_placement
+from train.head.evaluation import measure_decoding
+from train.head.losses import Objective, head_loss
+from train.head.setup import Setup, prepare_setup
+
+
+def run(args: argparse.Namespace) -> int:
+    """The program; returns the exit code."""
+    cfg = from_toml(HeadRunConfig, args.config, args.set)
+    return finish("train.head", lambda: main(cfg, args.resume, args.dry_run), args.json)
+
+
+def main(cfg: HeadRunConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
+    """Trains as the config says; returns the summary that ``--json`` prints."""
+    if dry_run:
+        return plan(cfg, prepare_setup(cfg, None))
+    with own_directory(cfg.run, resume) as directory:
+        setup = prepare_setup(cfg, directory.parent / "cache")
+        return plan(cfg, setup) | train(cfg, setup, resume)
+
+
+def train(cfg: HeadRunConfig, setup: Setup, resume: bool) -> dict[str, Any]:
+    """Fits and exports."""
+    rows, section, data, head = cfg.optim.batch_size, cfg.head, setup.data, setup.head
+    placement = run_placement(cfg.mesh, rows)
+    with host_memory():  # one device may be too small for what all of them share
+        _, target = load_pretrained(setup.directory, jnp.dtype(cfg.model.compute_dtype))
+        params = first_params(setup, target, cfg.run.seed)
+    objective = Objective(section.steps, section.decay, cfg.model.compute_dtype, cfg.model.remat)
+    outcome = fit(
+        head_loss(setup.target, head, objective),
+        params,
+        make_optimizer(cfg.optim),
+        make_loader(data, cfg.data.seq_len, rows, cfg.run.seed),
+        run=cfg.run,
+        optim=cfg.optim,
+        eval_loss=head_loss(setup.target, head, dataclasses.replace(objective, remat=False)),
+        valid=valid_batches(data, cfg.data.seq_len, rows, cfg.run.eval_batches),
+        frozen=target,
+        resume=resume,
+        # Which ids are drafted follows from the corpus and their number.
+        fixed=fixed_settings(
+            "train.head", cfg, dataclasses.replace(head, draft_ids=None), data.fingerprint
+        ),
+        measure=_measure(cfg, setup, placement),
+        placement=placement,
+    )
+    card = plan(cfg, setup) | {"recipe": to_dict(cfg)}
+    return export(cfg.run, head, placement.host(outcome.params), setup.tokenizer, outcome, card)
+
+
+def first_params(setup: Setup, target: dict, seed: int) -> dict:
+    """Random weights in float32, but the output table and, of one kind, its norm: the target's."""
+    head = setup.head
+    params = init_params(head, jax.random.key(seed))
+    table = head_matrix(setup.target, target)
+    params["head"] = (table if head.ids is None else table[head.ids]).astype(jnp.float32)
+    if setup.target.norm == head.norm:
+        params["norm"] = jax.tree.map(lambda x: x.astype(jnp.float32), target["norm"])
+    return params
+
+
+def _measure(
+    cfg: HeadRunConfig, setup: Setup, placement: Placement
+) -> Callable[[dict, dict], dict[str, Any]]:
+    """Decoding figures as a function of the head's params and the target's."""
+    section = cfg.head
+    evaluated = cfg.run.eval_batches * cfg.optim.batch_size * cfg.data.seq_len
+    prompts = held_out_prompts(setup.data, section.decode_prompts, evaluated)
+
+    def measure(params: dict, target: dict) -> dict[str, Any]:
+        own, other = placement.local(params), placement.local(target)
+        sizes = (section.steps, section.decode_tokens)
+        return measure_decoding(setup.target, other, setup.head, own, prompts, *sizes)
+
+    return measure
+
+
+def plan(cfg: HeadRunConfig, setup: Setup) -> dict[str, Any]:
+    """What the run will do, in numbers."""
+    tokens = cfg.optim.batch_size * cfg.optim.accumulate * cfg.data.seq_len
+    count, width = num_params(setup.head), jnp.dtype(cfg.model.compute_dtype).itemsize
+    stored = jnp.dtype(cfg.run.export_dtype).itemsize
+    # Master weights, gradient and two moments of the head; the target's weights alone.
+    state = 16 * count + width * num_params(setup.target)
+    return {
+        "parameters": count,
+        "target_parameters": num_params(setup.target),
+        "draft_vocabulary": setup.head.draft_size,
+        "draft_vocabulary_covers": round(setup.coverage, 4),
+        "layers_read": list(setup.head.layer_ids),
+        "tokens_per_step": tokens,
+        "steps": cfg.optim.total_steps,
+        "train_tokens": len(setup.data.train),
+        "held_out_tokens": len(setup.data.valid),
+        "epochs": round(tokens * cfg.optim.total_steps / max(1, len(setup.data.train)), 2),
+        "state_megabytes_per_copy": round(state / 1e6, 1),
+        "export_megabytes": round(stored * count / 1e6, 2),
+    }
