@@ -19,9 +19,9 @@ Prompts = Sequence[np.ndarray]  # one per device of the mesh's data axis
 def in_common(a: np.ndarray, b: np.ndarray) -> int:
     """How many tokens two prompts begin with alike; 0 where too few are worth a copy.
 
-    The last token of ``b`` does not count: it is fed by the first round.
+    The last token of either does not count: no prompt's is fed before its first round.
     """
-    size = min(len(a), len(b) - 1)
+    size = min(len(a), len(b)) - 1
     differs = np.flatnonzero(a[:size] != b[:size])
     same = int(differs[0]) if differs.size else max(size, 0)
     return same if same >= LEAST else 0

@@ -147,6 +147,16 @@ def test_rows_that_begin_alike_share_what_they_begin_with(target, draft, monkeyp
     assert any((a != b).any() for a, b in zip(wrong.tokens, own.tokens, strict=True))
 
 
+def test_a_prompt_that_goes_on_where_another_ended_feeds_its_last_token(target):
+    """Which is in no cache yet: here the piece before ends just in front of it."""
+    first = RNG.integers(0, 97, 17).tolist()
+    kw = {"max_new_tokens": [20, 6], "batch_size": 2, "logprobs": True}
+    shared, own = (sj.generate(target, [first, [*first, 5]], prefixes=n, **kw) for n in (1, 0))
+    assert shared.cached_tokens == [0, 16] and own.cached_tokens == [0, 0]
+    for a, b in zip(shared.logprobs, own.logprobs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
 def test_the_store_keeps_so_many_and_drops_the_least_recently_used():
     a, b, c = (np.full(40, token) for token in (1, 2, 3))
     store, none = Prefixes(2), np.zeros(1, np.int32)
@@ -155,7 +165,7 @@ def test_the_store_keeps_so_many_and_drops_the_least_recently_used():
     assert store.find([a])[0] == "a"  # b is now the one used longest ago
     store.keep([c], none, "c")
     assert len(store) == 2 and store.find([b])[0] is None
-    assert store.find([a]) == ("a", [39]) and store.find([np.append(a, 5)]) == ("a", [40])
+    assert store.find([a]) == ("a", [39]) and store.find([np.append(a, 5)]) == ("a", [39])
     store.keep([np.append(a, 5)], np.array([40]), "hardly new")
     assert len(store) == 2 and store.find([c])[0] == "c"
     empty = Prefixes(0)
@@ -165,7 +175,7 @@ def test_the_store_keeps_so_many_and_drops_the_least_recently_used():
 
 def test_what_prompts_have_in_common():
     a = np.arange(50)
-    assert in_common(a, a) == 49 and in_common(a, a[:30]) == 29 and in_common(a[:30], a) == 30
+    assert in_common(a, a) == 49 and in_common(a, a[:30]) == 29 and in_common(a[:30], a) == 29
     assert in_common(a, np.append(a[:LEAST], [0, 0])) == LEAST
     assert in_common(a, np.append(a[: LEAST - 1], [0, 0])) == 0
     fresh, kept = Prefixes(1), Prefixes(1)
