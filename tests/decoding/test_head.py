@@ -16,7 +16,8 @@ import pytest
 import specjax as sj
 from specjax import decode
 from specjax.draft.head import HeadBest, HeadChain, HeadDrafter, HeadTree, Reading
-from specjax.engine import Engine
+from specjax.engine import Engine, Row
+from specjax.gate import Gate
 from specjax.lm import attach
 from specjax.methods import Context, compose
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
@@ -27,6 +28,7 @@ from specjax.models.hf.checkpoint import WEIGHTS, to_tensors
 from specjax.types import DETERMINISTIC, NO_NODE, NO_PARENT, Draft, TreeShape, Verdict
 from support import head_reference, laws
 from support.checkpoints import edit_config, edit_weights, same
+from support.heads import fitted_head, random_params
 
 VOCAB, IDS = 12, np.array([0, 1, 3, 4, 7, 8, 11])
 VARIANTS = {
@@ -62,18 +64,18 @@ def made(variant: str = "plain", own: bool = True) -> tuple[HeadConfig, dict]:
     """A head's config and params, norms included at random."""
     options = VARIANTS[variant] | {"layer_ids": (0, 1, 2), "own_embedding": own}
     cfg = HeadConfig.of(target().config, IDS, **options)
-    leaves, tree = jax.tree.flatten(init_params(cfg, jax.random.key(7)))
-    generator = np.random.Generator(np.random.Philox(5))
-    moved = [
-        jnp.asarray(generator.normal(1, 0.3, x.shape) if x.ndim == 1 else 12 * x, jnp.float32)
-        for x in leaves
-    ]
-    return cfg, jax.tree.unflatten(tree, moved)
+    return cfg, random_params(cfg)
 
 
 @functools.cache
 def head(variant: str = "plain") -> sj.LM:
     return attach(sj.from_params(*made(variant)), target())
+
+
+@functools.cache
+def agreeing() -> sj.LM:
+    """A head that is right two times in five."""
+    return fitted_head(target(), np.delete(np.arange(VOCAB), [2, 5, 6]), (0, 1, 2))
 
 
 def sequence(length: int, seed: int = 3) -> np.ndarray:
@@ -301,6 +303,71 @@ def test_after_a_verdict_the_head_has_read_what_stands():
 )
 def test_a_slip_between_rounds_is_caught(fault):
     assert Settled().gap(Mutant(3, 2, 2, fault)) > 1e-2
+
+
+# --- rows in flight -----------------------------------------------------------------------------
+
+FORMS = {
+    "chain": {"rule": "speculative", "options": {"width": 3}},
+    "drawn": {
+        "rule": "specinfer",
+        "options": {"tree": "drawn", "branching": (2, 2), "width": 3},
+    },
+    "dynamic": {"rule": "match", "options": {"width": 3}},
+}
+
+
+def run(prompts, form: str, **how) -> sj.Generation:
+    return sj.generate(target(), prompts, draft=agreeing(), drafter="head", **FORMS[form], **how)
+
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("form", ["chain", slow("drawn"), slow("dynamic")])
+def test_a_row_that_takes_a_seat_is_the_row_alone(form):
+    """Tokens and counters, among samples and prompts that go on where others part or end."""
+    a = sequence(17)
+    job = [a, [4], np.append(a[:16], [9, 9]), np.append(a, 2), [1, 2]]
+    how = {"max_new_tokens": [14, 21, 9, 17, 1], "num_samples": 2}
+    for sampling in (sj.Sampling(), sj.Sampling(0.9)):
+        flowing = run(job, form, sampling=sampling, batch_size=3, prefixes=2, **how)
+        alone = run(job, form, sampling=sampling, batch_size=1, prefixes=0, **how)
+        for one, other in zip(flowing.tokens, alone.tokens, strict=True):
+            np.testing.assert_array_equal(one, other)
+        for name, counts in flowing.stats.items():
+            np.testing.assert_array_equal(counts, alone.stats[name], err_msg=name)
+        assert flowing.passes < alone.passes and sum(map(bool, flowing.cached_tokens)) >= 4
+        assert 0.2 < flowing.stats["accepted"].sum() / flowing.stats["tested"].sum() < 0.8
+
+
+def gap_behind_another(prompt: np.ndarray, parts: int) -> float:
+    """How far what is kept of a prompt is from a fresh one's, fed where it parts from another."""
+    drafter = HeadChain(gamma=2)
+    engine = Engine(target(), head(), sj.draft_verify(drafter, sj.Warped(), sj.verify.match), {})
+    other = np.append(prompt[:parts], (prompt[parts:] + 1) % VOCAB).astype(np.int32)
+    states = []
+    for rows in ([other, prompt], [prompt]):
+        gate = Gate(engine, sj.Sampling(), 128, False, kept=1)
+        for tokens in rows:
+            gate.open([Row(tokens, 4, jax.random.key(0))])
+            while not gate.fed:
+                gate.feed()
+        states.append(gate.state)
+        assert gate.cached == (parts if len(rows) > 1 else 0)
+    (got, want), fed = states, len(prompt) - 1
+    held = [jax.tree.leaves((x.cache, x.drafter_state.cache)) for x in states]
+    pairs = [(x[:, :, :fed], y[:, :, :fed]) for x, y in zip(*held, strict=True)]
+    pairs += [(got.drafter_state.hidden, want.drafter_state.hidden)]
+    return max(float(jnp.abs(x - y).max()) for x, y in pairs)
+
+
+@pytest.mark.parametrize("parts", [16, 17, 33, 38])
+def test_a_prompt_that_parts_from_another_is_read_as_alone(parts, monkeypatch):
+    """The last token in common is read again, with the one behind it; at 38 only that one."""
+    assert gap_behind_another(sequence(39), parts) < 1e-4
+    monkeypatch.setattr(sj.DraftVerify, "behind", 0)
+    assert gap_behind_another(sequence(39), parts) > 1e-2
 
 
 # --- law ----------------------------------------------------------------------------------------

@@ -13,6 +13,9 @@ import specjax as sj
 from conftest import tiny_lm
 from project.test_docs import load
 from specjax.draft import Suffix
+from specjax.engine import Row
+from specjax.flight import Bounds, Flight
+from specjax.generate import make_engine
 from specjax.methods import choose
 
 EOS = 9
@@ -144,6 +147,28 @@ def test_memory_is_bounded_and_the_oldest_is_forgotten():
     assert set(range(45, 50)) | set(range(40, 45)) <= held and not held & set(range(10, 35))
     long = begin(drafter, *padded([list(range(60)), [1]]), ())
     assert set(np.asarray(long[0].tokens[0]).tolist()) == {-1, *range(49, 60)}
+
+
+def test_the_pool_holds_each_row_of_a_job_once(plain):
+    """Rows take seats while others go on: the texts before stay, and empty seats write nothing."""
+    target, drafter = plain[0], Suffix(gamma=3, pool=2**10)
+    engine = make_engine(target, None, sj.draft_verify(drafter, sj.Warped(), sj.verify.match), {})
+    budgets, key = [3, 30, 1, 14, 9, 22], jax.random.key(0)
+    rows = [
+        Row(np.array(prompt, np.int32), budget, key, case=i)
+        for i, (prompt, budget) in enumerate(zip(PROMPTS, budgets, strict=True))
+    ]
+    flight = Flight(engine, 2, sj.Sampling(), Bounds.of(rows))
+    done = {piece.index: piece.row.tokens[0] for piece in flight.run(rows, 99) if piece.row}
+    held = []
+    for ring in np.asarray(flight._state.drafter_state[0].tokens):
+        held += [list(part) for end, part in itertools.groupby(ring, lambda x: x == -1) if not end]
+    assert len(held) == len(rows)
+    for prompt, (_, written) in zip(PROMPTS, sorted(done.items()), strict=True):
+        text = [*prompt, *written]
+        texts = [x for x in held if text[: len(x)] == x and len(x) >= len(prompt)]
+        # Two of the prompts are the same; what the last round wrote is in no pool.
+        assert any(len(text) - len(x) <= drafter.gamma + 1 for x in texts)
 
 
 @pytest.fixture(scope="module")

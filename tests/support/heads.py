@@ -1,0 +1,46 @@
+"""Heads that agree with a target often, not always: all is random but what reads the tokens out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import specjax as sj
+from specjax.lm import attach
+from specjax.models import init_params, logits_of
+from specjax.models.families.head import HeadConfig
+from specjax.models.forward import module_of, tapped_states
+from specjax.models.head import fused_states, head_states
+
+
+def random_params(cfg: HeadConfig) -> dict:
+    """A head's params, norms included at random; far from uniform."""
+    leaves, tree = jax.tree.flatten(init_params(cfg, jax.random.key(7)))
+    generator = np.random.Generator(np.random.Philox(5))
+    moved = [
+        jnp.asarray(generator.normal(1, 0.3, x.shape) if x.ndim == 1 else 12 * x, jnp.float32)
+        for x in leaves
+    ]
+    return jax.tree.unflatten(tree, moved)
+
+
+def fitted_head(target: sj.LM, ids: np.ndarray, layers: tuple[int, ...]) -> sj.LM:
+    """A head whose last matrix fits the target's logits over random texts, by least squares.
+
+    ``ids`` are those that it drafts, ``layers`` those that it reads.
+    """
+    cfg = HeadConfig.of(target.config, ids, layer_ids=layers)
+    head = attach(sj.from_params(cfg, random_params(cfg)), target)
+    cfg, params = head.config, head.params
+    generator = np.random.Generator(np.random.Philox(11))
+    tokens = generator.integers(0, target.vocab_limit, (48, 24)).astype(np.int32)
+    at = np.broadcast_to(np.arange(24, dtype=np.int32), tokens.shape)
+    segments = np.ones_like(at)
+    hidden, states = tapped_states(target.config, target.params, tokens, at, segments, layers)
+    wanted = logits_of(target.config, target.params, hidden)[:, 1:, ids]
+    features = fused_states(cfg, params, states[:, :-1])
+    read = head_states(cfg, params, tokens[:, 1:], features, at[:, :-1], segments[:, 1:])
+    normed = module_of(cfg, params).norm(read)
+    a, b = (np.asarray(x, np.float64).reshape(-1, x.shape[-1]) for x in (normed, wanted))
+    matrix = np.linalg.lstsq(a, b - b.mean(-1, keepdims=True), rcond=None)[0].T
+    fitted = params | {"head": jnp.asarray(matrix, jnp.float32)}
+    return sj.LM(cfg, fitted, None, head.eos_ids, head.vocab_limit, "fitted")
