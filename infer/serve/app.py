@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 from collections.abc import AsyncIterator, Callable
@@ -58,7 +59,8 @@ class Ticket:
 
     def tell(self, number: int, piece: Piece | Exception) -> None:
         """Called in the scheduler's thread."""
-        self._loop.call_soon_threadsafe(self._events.put_nowait, (number, piece))
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and its clients with it
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (number, piece))
 
     def leave(self, *_: object) -> None:
         """Called in the event loop: there is nobody to wait any more."""
@@ -106,7 +108,7 @@ class Server:
         most_bytes: int,
         key: str | None,
     ):
-        self._admission, self._scheduler, self._meter = admission, scheduler, meter
+        self.admission, self._scheduler, self._meter = admission, scheduler, meter
         self._most_bytes, self._key = most_bytes, key
 
     def app(self) -> FastAPI:
@@ -140,8 +142,8 @@ class Server:
         return answer_json({"object": "list", "data": [self._described()]})
 
     async def _model(self, name: str) -> Response:
-        if name != self._admission.name:
-            raise NoSuchModel(f"model {name!r}: this server has {self._admission.name!r}")
+        if name != self.admission.name:
+            raise NoSuchModel(f"model {name!r}: this server has {self.admission.name!r}")
         return answer_json(self._described())
 
     async def _metrics(self) -> Response:
@@ -157,7 +159,7 @@ class Server:
         return Response(page, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
     def _described(self) -> dict[str, Any]:
-        mine = self._admission
+        mine = self.admission
         return {
             "id": mine.name,
             "object": "model",
@@ -174,8 +176,8 @@ class Server:
     async def _answer(self, request: Request, kind: type[Body]) -> Response:
         body = read(kind, await self._data(request))
         ticket = Ticket()
-        work = await asyncio.to_thread(self._admission.work, body, ticket.tell)
-        answer = Answer(work, body, self._admission.name)
+        work = await asyncio.to_thread(self.admission.work, body, ticket.tell)
+        answer = Answer(work, body, self.admission.name)
         self._submit(work)
 
         def leave() -> None:

@@ -210,16 +210,22 @@ class Scheduler:
     # --- the device's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._receive():
-            self._assign()
-            for lane in [lane for lane in self._lanes.values() if lane.flight]:
-                try:
-                    pieces = lane.look(self._take)
-                except Exception as error:  # whatever it is, other lanes go on
-                    self._fail(lane, error)
-                    continue
-                for piece in pieces:
-                    self._deliver(piece)
+        try:
+            while self._receive():
+                self._assign()
+                for lane in [lane for lane in self._lanes.values() if lane.flight]:
+                    self._look(lane)
+        except Exception as error:
+            self._give_up(error)
+
+    def _look(self, lane: Lane) -> None:
+        try:
+            pieces = lane.look(self._take)
+        except Exception as error:  # whatever it is, other lanes go on
+            self._fail(lane, error)
+            return
+        for piece in pieces:
+            self._deliver(piece)
 
     def _receive(self) -> bool:
         """Takes what was submitted, waiting for it where there is nothing else to do."""
@@ -287,6 +293,15 @@ class Scheduler:
             work.tell(number, error)
         del self._lanes[lane.variant.key]
 
+    def _give_up(self, error: Exception) -> None:
+        """Nobody is to wait for a thread that has ended."""
+        traceback.print_exception(error, file=sys.stderr)
+        with self._change:
+            self._closed, inbox = True, self._inbox
+        waiting = [(work, number) for work in inbox for number in range(work.size)]
+        for work, number in [*self._rows.values(), *waiting]:
+            work.tell(number, error)
+
     # --- which lanes have flights --------------------------------------------------------------
 
     def _assign(self) -> None:
@@ -310,7 +325,9 @@ class Scheduler:
         if idle:
             min(idle, key=lambda lane: lane.opened).close()
         elif not any(lane.resting for lane in open_lanes):
-            min(open_lanes, key=lambda lane: lane.opened).resting = True
+            flying = [lane for lane in open_lanes if lane.flying]  # others have yet to begin
+            for lane in sorted(flying, key=lambda lane: lane.opened)[:1]:
+                lane.resting = True
         return bool(idle)
 
     def _count_programs(self, key: Hashable) -> None:

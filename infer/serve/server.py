@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ipaddress
 import os
 import queue
 import signal
 import socket
+from collections.abc import Iterator
 
 import uvicorn
 
@@ -21,6 +23,7 @@ from infer.serve.scheduler import Scheduler
 from infer.serve.schemas import CompletionBody
 from specjax.errors import InputError, OptionError
 from specjax.generate import in_flight
+from specjax.lm import LM
 from specjax.methods import method
 from specjax.program import say
 
@@ -36,36 +39,43 @@ def serve(args: argparse.Namespace) -> int:
     """
     key = args.api_key or os.environ.get(KEY) or None
     spec = method(args.method) if args.method else None
-    if spec:
+    if spec:  # said before models load
         spec.resolve(dict(args.set))
     with _listening(args.host, args.port) as listener:
         use_compilation_cache()
         target, draft = load_models(args, spec is None or spec.needs_draft, args.mesh)
-        spec = spec or method("speculative" if draft else "autoregressive")
-        admission = Admission(
-            target=target,
-            draft=draft,
-            name=args.name or args.target,
-            method=spec.name,
-            defaults=dict(args.set),
-            size=in_flight(target, args.batch_size, None),
-            max_prompt=args.max_prompt,
-            max_output=min(args.max_output, target.config.max_position - 1),
-            memory=int(device_memory() * ROWS_SHARE) // args.flights,
-            most_rows=args.queue,
-        )
-        meter = Meter()
-        scheduler = Scheduler(
-            admission.size, admission.bounds, args.prefixes, args.flights, args.queue, meter
-        )
-        meter.watch(scheduler)
-        try:
-            _try(admission, scheduler)
-            app = Server(admission, scheduler, meter, args.max_body, key).app()
-            _answer(app, listener, args.drain, key)
-        finally:
-            scheduler.close()
+        with assembled(args, target, draft, key) as (server, scheduler):
+            _try(server.admission, scheduler)
+            _answer(server.app(), listener, args.drain, key)
     return 0
+
+
+@contextlib.contextmanager
+def assembled(
+    args: argparse.Namespace, target: LM, draft: LM | None, key: str | None = None
+) -> Iterator[tuple[Server, Scheduler]]:
+    """The server's parts for these models, its thread at work until the end."""
+    spec = method(args.method or ("speculative" if draft else "autoregressive"))
+    spec.resolve(dict(args.set))
+    admission = Admission(
+        target=target,
+        draft=draft,
+        name=args.name or args.target,
+        method=spec.name,
+        defaults=dict(args.set),
+        size=in_flight(target, args.batch_size, args.batch_size),
+        max_prompt=args.max_prompt,
+        max_output=min(args.max_output, target.config.max_position - 1),
+        memory=int(device_memory() * ROWS_SHARE) // args.flights,
+        most_rows=args.queue,
+    )
+    meter, size = Meter(), admission.size
+    scheduler = Scheduler(size, admission.bounds, args.prefixes, args.flights, args.queue, meter)
+    meter.watch(scheduler)
+    try:
+        yield Server(admission, scheduler, meter, args.max_body, key), scheduler
+    finally:
+        scheduler.close()
 
 
 def _listening(host: str, port: int) -> socket.socket:
