@@ -22,7 +22,6 @@ from specjax.engine import Engine, Row
 from specjax.gate import Gate
 from specjax.models.cache import bucket, bucket_below
 from specjax.output import Generation, Piece, Reader
-from specjax.prefixes import alike
 from specjax.search.drivers import advance_hosted
 from specjax.types import FINISH_REASONS, RUNNING, DecodeState, Inputs
 from specjax.warp import Sampling
@@ -94,7 +93,6 @@ class Flight:
         self._turn = widest  # tokens that are fed between two rounds while rows are live
         self._visited: set[int] = set()
         self._dropped: set[int] = set()  # rows that nobody waits for
-        self._shares = kept > 0
         self.passes = self._rounds = self._live_rounds = 0
         self._fresh = False  # whether all rows are at their beginning
 
@@ -141,7 +139,7 @@ class Flight:
             self._refill(self._turn)
         elif ahead := self._ahead(self._size):
             few = 2 * len(ahead) <= self._size  # a prefill of all seats would be mostly padding
-            if self._shares and (few or alike([row.tokens for row in ahead])):
+            if few or self._gate.prefixes.helps([row.tokens for row in ahead]):
                 self._refill(None)
             else:
                 self._start([self._take() for _ in ahead])

@@ -22,7 +22,7 @@ class Gate:
     def __init__(self, engine: Engine, sampling: Sampling, slots: int, logprobs: bool, kept: int):
         self._engine, self._sampling = engine, sampling
         self._slots, self._logprobs = slots, logprobs
-        self._prefixes = Prefixes(kept)
+        self.prefixes = Prefixes(kept)
         self.rows: list[Row | None] = []
         self.state: DecodeState | None = None
         self.inputs: Inputs | None = None
@@ -43,7 +43,7 @@ class Gate:
             return
         if self.inputs is None or self._engine.tells_apart(self._all):
             self.inputs = self._engine.inputs_of(self._all, self._sampling)
-        known, self.cached = self._prefixes.find([row.tokens for row in self._all])
+        known, self.cached = self.prefixes.find([row.tokens for row in self._all])
         self._begin(known)
         self._keep_if_fed()
 
@@ -82,4 +82,4 @@ class Gate:
     def _keep_if_fed(self) -> None:
         if self.fed:
             prompts = [row.tokens for row in self._all]
-            self._prefixes.keep(prompts, self.cached, self.state)
+            self.prefixes.keep(prompts, self.cached, self.state)

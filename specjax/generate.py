@@ -40,8 +40,7 @@ def _constraints(value: Any) -> list[dict[str, tuple[str, ...]]]:
 
 
 def _budgets(value: Any) -> int | list[int]:
-    several = isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str)
-    if several:
+    if getattr(value, "ndim", isinstance(value, (list, tuple))):
         return [COUNT.parse("max_new_tokens", budget) for budget in value]
     return COUNT.parse("max_new_tokens", value)
 

@@ -6,7 +6,6 @@ one would write, for as long as their tokens are the same.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,13 +27,6 @@ def in_common(a: np.ndarray, b: np.ndarray) -> int:
     return same if same >= LEAST else 0
 
 
-def alike(prompts: Prompts) -> bool:
-    """Whether at least half of what is to be fed of the prompts is fed of one before."""
-    ordered = sorted(tuple(prompt.tolist()) for prompt in prompts)
-    pairs = itertools.pairwise(map(np.array, ordered))
-    return 2 * sum(in_common(a, b) for a, b in pairs) >= sum(map(len, prompts)) - len(prompts) > 0
-
-
 class Prefixes:
     """A store of at most ``most`` fed states, the least recently used one out first."""
 
@@ -43,6 +35,17 @@ class Prefixes:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def helps(self, prompts: Prompts) -> bool:
+        """Whether feeding the prompts one after the other saves a third of their tokens."""
+        if not self._most:
+            return False
+        ordered = sorted(prompts, key=lambda prompt: prompt.tolist())
+        kept = [prompt for entry in self._kept for prompt in entry[0]]
+        before = [ordered[:0], *([prompt] for prompt in ordered)]
+        pairs = zip(before, ordered, strict=False)
+        saved = (max((in_common(a, b) for a in [*kept, *one]), default=0) for one, b in pairs)
+        return 3 * sum(saved) >= sum(map(len, prompts)) - len(prompts) > 0
 
     def find(self, prompts: Prompts) -> tuple[DecodeState | None, np.ndarray]:
         """The state that holds most of what the prompts begin with, and how much of each."""

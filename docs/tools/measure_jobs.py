@@ -96,8 +96,8 @@ def refill(args) -> None:
             for i, row in zip(b, out.tokens, strict=True)
         }
         same = np.mean([np.array_equal(alone[i], row) for i, row in enumerate(together.tokens)])
-        weight = np.array([out.lengths.sum() / max(out.occupancy, 1e-9) for out in apart])
-        held = sum(out.lengths.sum() for out in apart) / weight.sum()
+        live = np.array([out.stats["rounds"].sum() for out in apart])
+        held = live.sum() / (live / [out.occupancy for out in apart]).sum()
         print(
             f"| {name} | {np.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | "
             f"{together.occupancy:.1%} | {held:.1%} | {same:.1%} |",

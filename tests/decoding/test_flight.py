@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import decode, flight
+from specjax import decode, flight, prefixes
 from specjax.engine import Row
 from specjax.errors import OptionError
 from specjax.generate import make_engine, make_rows
-from specjax.prefixes import LEAST, Prefixes, alike, in_common
+from specjax.prefixes import LEAST, Prefixes, in_common
 
 RNG = np.random.Generator(np.random.Philox(4))
 PROMPTS = [RNG.integers(0, 97, n).tolist() for n in (3, 12, 1, 9, 7, 14, 2, 11, 40)]
 BUDGETS = [5, 21, 1, 30, 2, 9, 14, 3, 17]
 SAMPLING = sj.Sampling(temperature=0.8, top_k=20, top_p=0.9)
-FAST = ("autoregressive", "speculative")  # test_golden seats rows of every method in flight
+FAST = ("autoregressive",)  # test_golden seats rows of every method in flight
+SLOW = ("speculative", "sdsat", "specinfer")
 
 
 def run(target, draft, name, **kw):
@@ -26,9 +27,7 @@ def run(target, draft, name, **kw):
     return sj.generate(target, method=name, draft=draft, **(given | kw))
 
 
-@pytest.mark.parametrize(
-    "name", [*FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in ("sdsat", "specinfer"))]
-)
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_a_row_that_takes_a_seat_is_the_row_alone(target, draft, name):
     """Tokens, log-probabilities and counters; at batch size 1 every row begins by itself."""
     logprobs = name not in FAST  # a program of its own
@@ -136,8 +135,8 @@ def test_samples_of_a_prompt_share_its_prefill(target):
     assert len({tuple(row) for row in shared.tokens}) > 1
 
 
-def test_rows_that_begin_alike_share_what_they_begin_with(target, draft):
-    """Same tokens as without, for a model and its draft; a row's own end is its own."""
+def test_rows_that_begin_alike_share_what_they_begin_with(target, draft, monkeypatch):
+    """Same tokens as without, for a model and its draft; one token more would be another's."""
     prompts = [PROMPTS[-1][:30] + tail for tail in PROMPTS[:8]]
     kw = {"prompts": prompts, "max_new_tokens": 12, "batch_size": 3}
     shared, own = (run(target, draft, "speculative", prefixes=n, **kw) for n in (1, 0))
@@ -145,6 +144,9 @@ def test_rows_that_begin_alike_share_what_they_begin_with(target, draft):
         np.testing.assert_array_equal(a, b)
     assert sorted(shared.cached_tokens)[:2] == [0, 30] and max(shared.cached_tokens) == 30
     assert max(own.cached_tokens) == 0
+    monkeypatch.setattr(prefixes, "in_common", lambda a, b: 31 if in_common(a, b) else 0)
+    wrong = run(target, draft, "speculative", prefixes=1, **kw)
+    assert any((a != b).any() for a, b in zip(wrong.tokens, own.tokens, strict=True))
 
 
 def test_the_store_keeps_so_many_and_drops_the_least_recently_used():
@@ -168,7 +170,10 @@ def test_what_prompts_have_in_common():
     assert in_common(a, a) == 49 and in_common(a, a[:30]) == 29 and in_common(a[:30], a) == 30
     assert in_common(a, np.append(a[:LEAST], [0, 0])) == LEAST
     assert in_common(a, np.append(a[: LEAST - 1], [0, 0])) == 0
-    assert alike([a, a]) and not alike([a]) and not alike([a, a + 1])
+    fresh, kept = Prefixes(1), Prefixes(1)
+    kept.keep([a], np.zeros(1, np.int32), "a")
+    assert fresh.helps([a, a]) and not fresh.helps([a]) and not fresh.helps([a, a + 1])
+    assert kept.helps([a]) and not Prefixes(0).helps([a, a])
 
 
 def test_requests_may_come_late(target):
