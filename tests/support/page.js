@@ -8,7 +8,6 @@ function element() {
     append(child) { own.children.push([child.textContent, child.className]); },
     addEventListener(kind, listener) { listeners[kind] = listener; },
     send(kind) { return listeners[kind]({ preventDefault() {} }); },
-    get valueAsNumber() { return Number(own.value); },
   });
 }
 
@@ -22,7 +21,8 @@ globalThis.fetch = (path, options) => fetched(server + "/" + path, options);
 SCRIPT;
 
 const values = { prompt, tokens: "24", temperature: "0", seed: "0" };
-for (const [id, value] of Object.entries(values)) at(id).value = value;
+for (const [id, value] of Object.entries(values))
+  Object.assign(at(id), { value, valueAsNumber: Number(value) });
 at("form").send("submit").then(() => {
   const shown = Object.fromEntries(RESULTS.map((id) => [id, at(id).textContent ?? ""]));
   for (const id of ["text", "plain"]) shown[id] = at(id).children;

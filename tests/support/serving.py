@@ -52,7 +52,7 @@ class Running:
         return answer
 
 
-def until(holds, seconds=120.0):
+def until(holds, seconds=30.0):
     """Waits for something to become true."""
     ends = time.monotonic() + seconds
     while not holds():
