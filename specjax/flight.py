@@ -119,7 +119,7 @@ class Flight:
             self._let_go()
 
     def drop(self, cases: Iterable[int]) -> None:
-        """Lets rows go that nobody waits for: a seat is free after the look that follows."""
+        """Lets rows go that were taken and nobody waits for, before the next round."""
         self._dropped.update(cases)
 
     # --- who is next ---------------------------------------------------------------------------

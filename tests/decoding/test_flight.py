@@ -205,7 +205,7 @@ def test_settings_of_a_row_s_own(target, draft):
     """Greedy and drawn rows, with and without stop strings, in one flight; each as if alone."""
     engine = make_engine(target, draft, sj.method("speculative"), {})
     samplings = [sj.Sampling(), SAMPLING, sj.Sampling(1.2), sj.Sampling(0.5, top_k=3), None]
-    prompts, size = PROMPTS[: len(samplings)], 2
+    prompts, size = [np.array(p, np.int32) for p in PROMPTS[:5]], 2
     made = make_rows(target, prompts, [{}] * 5, None, 5, 1, BUDGETS[:5])
     rows = [dataclasses.replace(r, sampling=s) for r, s in zip(made, samplings, strict=True)]
     bounds = flight.Bounds.of(rows)
@@ -237,10 +237,11 @@ def test_samples_of_a_prompt_that_are_drawn_otherwise_are_no_repeats():
 
 
 def test_dropped_rows_leave_their_seats(target):
-    """In a seat, in the queue and at the gate; the others' tokens do not change."""
+    """The next rows take them; the others' tokens do not change."""
     engine = make_engine(target, None, sj.method("autoregressive"), {})
     budgets = [30, 12, 25, 9, 40, 7]
-    rows = make_rows(target, PROMPTS[:6], [{}] * 6, None, 0, 1, budgets)
+    prompts = [np.array(prompt, np.int32) for prompt in PROMPTS[:6]]
+    rows = make_rows(target, prompts, [{}] * 6, None, 0, 1, budgets)
     in_flight = flight.Flight(engine, 2, sj.Sampling(), flight.Bounds.of(rows), kept=1)
     dropped, ended, looks = {0, 2, 4}, {}, []
     for pieces in in_flight.looks(iter(rows), rounds=1):
@@ -248,11 +249,9 @@ def test_dropped_rows_leave_their_seats(target):
         ended |= {piece.index: piece.row for piece in pieces if piece.row}
         seen = set().union(*looks) & dropped
         in_flight.drop(seen if len(looks) > 2 else ())
-        if len(looks) == 4:
-            in_flight.drop({4})  # it waits: nothing of it is ever decoded
-    assert sorted(ended) == [1, 3, 5] and not any(4 in look for look in looks)
+    assert sorted(ended) == [1, 3, 5]
     assert not any(0 in look for look in looks[3:])
-    assert sum(2 in look for look in looks) == 1  # the look that showed it
+    assert [sum(i in look for look in looks) for i in (2, 4)] == [1, 1]  # what showed them
     want = sj.generate(target, PROMPTS[:6], max_new_tokens=budgets)
     for i, row in ended.items():
         np.testing.assert_array_equal(row.tokens[0], want.tokens[i])
