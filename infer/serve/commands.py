@@ -10,17 +10,24 @@ Exit codes: 0 ended, 2 bad arguments.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 
 from infer import cli
 from specjax.program import Parser, run
 
 KEY = "SPECJAX_API_KEY"
+EXTRA = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code. Wrong arguments exit at once, with 2."""
-    return run("infer.serve", "infer.serve.server:serve", parser().parse_args(argv))
+    commands = parser()
+    args = commands.parse_args(argv)
+    for name in EXTRA:
+        if importlib.util.find_spec(name) is None:
+            commands.error(f"{name} is not installed: pip install -c constraints.txt -e '.[serve]'")
+    return run("infer.serve", "infer.serve.server:serve", args)
 
 
 def parser() -> Parser:

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import random
@@ -20,7 +21,7 @@ import openai
 import pytest
 
 import specjax as sj
-from infer.serve import app
+from infer.serve import app, commands
 from infer.serve.admission import WIDEST
 from infer.serve.scheduler import Lane
 from support.serving import TIMEOUT, Running, serving, until
@@ -349,6 +350,30 @@ def test_who_has_no_key(models):
         assert server.ask("GET", "/health")[0] == server.ask("GET", "/")[0] == 200
 
 
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["--method", "speculativ"], "did you mean 'speculative'"),
+        (["--set", "gama=3", "--method", "block"], "did you mean 'gamma'"),
+        (["--port", "70000"], "a whole number from 0 to 65535"),
+        (["--host", "192.0.2.1", "--port", "0"], "--host 192.0.2.1 --port 0: "),
+    ],
+)
+def test_wrong_arguments_are_one_line(capsys, argv, says):
+    with contextlib.suppress(SystemExit):
+        assert commands.main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("python -m infer.serve: " if "70000" in said else "infer.serve: ")
+    assert says in said and said.count("\n") == 1
+
+
+def test_without_the_extra(capsys, monkeypatch):
+    monkeypatch.setattr(commands, "EXTRA", ("json", "no_such_module"))
+    with pytest.raises(SystemExit, match="2"):
+        commands.main([])
+    assert "no_such_module is not installed: pip install" in capsys.readouterr().err
+
+
 def fuzzed(rng):
     """A body that is wrong somewhere, or by chance right: any JSON may come out."""
     values = [None, True, -1, 0, 1, 2**31, 2**64, -(10**40), 1e308, float("nan"), float("-inf")]
@@ -607,11 +632,12 @@ def test_the_page_in_a_browser(server):
             colours = "new Set([...at('text').children].map((s) => getComputedStyle(s).color)).size"
             refused = "fetch('https://127.0.0.1:1/').catch((e) => { window.refused = e.name; })"
             await page.evaluate(refused)
+            hidden = await page.evaluate("at('keyed').offsetParent === null")
             await page.until("window.refused")
-            return json.loads(shown), await page.evaluate(colours), await page.picture()
+            return json.loads(shown), hidden, await page.evaluate(colours), await page.picture()
 
-    shown, colours, picture = asyncio.run(use())
+    shown, hidden, colours, picture = asyncio.run(use())
     out = generated(server, max_new_tokens=24)
     assert shown["text"] == shown["plain"] == TEXT + out.text[0]
     assert shown["same"] == "the same" and shown["ratio"].endswith("×") and not shown["error"]
-    assert colours == 3 and picture.startswith(b"\x89PNG")
+    assert hidden and colours == 3 and picture.startswith(b"\x89PNG")
