@@ -27,7 +27,7 @@ from specjax.warp import Sampling
 
 ENGINES = 64  # methods bound to options that are kept
 WIDEST = 128  # tokens of a row in one pass
-FREE_SEED = SEED_MAX + 1
+TEXT_TOKENS = 16  # new tokens of a completion that does not say: OpenAI's default
 
 
 class NoSuchModel(OptionError):
@@ -85,7 +85,7 @@ class Admission:
             prompts,
             [self._budget(variant.engine, len(prompt), asked) for prompt in prompts],
             body.n or 1,
-            secrets.randbelow(FREE_SEED) if body.seed is None else body.seed,
+            secrets.randbelow(SEED_MAX + 1) if body.seed is None else body.seed,
             sampling,
             body.stops,
             tell,
@@ -121,7 +121,7 @@ class Admission:
 
     def _tokens_asked(self, body: Body) -> int | None:
         if not isinstance(body, ChatBody):
-            return 16 if body.max_tokens is None else body.max_tokens
+            return TEXT_TOKENS if body.max_tokens is None else body.max_tokens
         newer, older = body.max_completion_tokens, body.max_tokens
         return older if newer is None else newer
 

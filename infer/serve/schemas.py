@@ -34,6 +34,7 @@ class Body(_Strict):
     """What both kinds of request share. Of what is not supported, the neutral value passes."""
 
     model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
@@ -60,7 +61,6 @@ class CompletionBody(Body):
     """``/v1/completions``."""
 
     prompt: str | Ids | Annotated[list[str | Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
-    max_tokens: int | None = Field(16, ge=1)
     # The written token's own; alternatives are not kept.
     logprobs: Literal[0, None] = None
     echo: Literal[False, None] = None
@@ -98,7 +98,6 @@ class ChatBody(Body):
     """``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: Literal[0, None] = None
