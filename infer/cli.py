@@ -48,6 +48,11 @@ def add_prompting(group: argparse._ActionsContainer) -> None:
     said = "left: of a prompt that is too long keep BOS and the last tokens that leave room for "
     said += "--max-new-tokens; middles to fill in are never cut (default: refuse it)"
     group.add_argument("--truncate", choices=["left"], help=said)
+    add_mesh(group)
+
+
+def add_mesh(group: argparse._ActionsContainer) -> None:
+    """``--mesh``, to a parser or a group of its arguments."""
     said = "several devices: data=N splits the rows, model=N the models"
     group.add_argument("--mesh", type=mesh_axes, metavar="AXIS=N,...", help=said)
 

@@ -52,6 +52,12 @@ def load_models(
     return target, load(draft, split=devices is None or lm.can_split(draft, devices))
 
 
+def device_memory() -> int:
+    """Bytes of the first device's memory; the machine's where the device does not say."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def use_compilation_cache() -> bool:
     """Keeps compiled programs across starts; ``SPECJAX_CACHE_DIR=`` (empty) turns it off.
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from specjax.errors import ModelError, OptionError
 
@@ -63,11 +64,16 @@ _child = _Child()
 
 
 def render(
-    template: str, messages: Sequence[Mapping], special: Mapping[str, str], source: str
+    template: str,
+    messages: Sequence[Mapping],
+    special: Mapping[str, str],
+    source: str,
+    options: Mapping[str, Any] | None = None,
 ) -> str:
     """The prompt of a conversation as ``transformers`` renders it, up to the assistant's turn.
 
-    ``special`` are the special tokens that templates may name, ``source`` whose template it is.
+    ``special`` are the special tokens that templates may name, ``source`` whose template it is,
+    ``options`` further variables of the template, as ``enable_thinking`` of Qwen3's.
 
     Raises:
       ModelError: the template fails, or passes a limit.
@@ -77,8 +83,8 @@ def render(
     if len(template) > LONGEST_TEMPLATE:
         raise ModelError(f"{failed}: it is longer than {LONGEST_TEMPLATE} characters")
     # Those that a caller can leave out are None in transformers, too.
-    variables = {"messages": messages, "tools": None, "documents": None}
-    variables |= {"add_generation_prompt": True} | special
+    variables = {"tools": None, "documents": None, "add_generation_prompt": True} | special
+    variables |= {**(options or {}), "messages": messages}
     request = {"template": template, "variables": variables, "seconds": SECONDS, "most": LONGEST}
     try:
         request = json.dumps(request)

@@ -15,7 +15,7 @@ from specjax.models.cache import chunk_width
 from specjax.protocols import Method
 from specjax.rewards import Judge
 from specjax.types import Inputs
-from specjax.warp import Sampling
+from specjax.warp import Sampling, stacked
 
 NO_EOS = -1  # pads the eos array: no token has this id
 
@@ -43,10 +43,17 @@ class Engine:
             mesh=self.target.mesh,
         )
 
-    @property
-    def guided(self) -> bool:
-        """Whether a reward on the device reads each row's own constraints."""
-        return self.judge is not None and self.judge.data is not None
+    def inputs_of(self, rows: Sequence[Row], sampling: Sampling) -> Inputs:
+        """What rounds of these rows read; ``sampling`` is of those that have none of their own."""
+        inputs = self.inputs(sampling, len(rows), [row.case for row in rows])
+        if not any(row.sampling for row in rows):
+            return inputs
+        return inputs.replace(warp=stacked([row.sampling or sampling for row in rows]))
+
+    def tells_apart(self, rows: Sequence[Row]) -> bool:
+        """Whether what rounds read depends on the rows: their own sampling, or a reward's data."""
+        guided = self.judge is not None and self.judge.data is not None
+        return guided or any(row.sampling for row in rows)
 
     @property
     def shares(self) -> int:
@@ -61,7 +68,8 @@ class Engine:
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One sample of one prompt. ``case`` is the row's number in the job; ``prompt`` (its text)
-    and ``constraints`` are what rewards read."""
+    and ``constraints`` are what rewards read. ``sampling`` and ``stop`` are the row's own where it
+    has some."""
 
     tokens: np.ndarray
     budget: int
@@ -69,8 +77,10 @@ class Row:
     case: int = 0
     prompt: str = ""
     constraints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    sampling: Sampling | None = None
+    stop: Sequence[str] | None = None
 
     def repeats(self, other: Row) -> bool:
         """Whether the two are samples of one prompt: nothing but their keys differs."""
         same = self.tokens is other.tokens and self.constraints is other.constraints
-        return same and self.budget == other.budget
+        return same and (self.budget, self.sampling) == (other.budget, other.sampling)

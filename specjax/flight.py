@@ -92,6 +92,7 @@ class Flight:
         self._reserved = bucket(needed) if engine.method.reserves else None
         self._turn = widest  # tokens that are fed between two rounds while rows are live
         self._visited: set[int] = set()
+        self._dropped: set[int] = set()  # rows that nobody waits for
         self.passes = self._rounds = self._live_rounds = 0
         self._fresh = False  # whether all rows are at their beginning
 
@@ -106,11 +107,20 @@ class Flight:
         A request of None means that there is none now: rows in flight go on without. A piece's
         index is its row's ``case``.
         """
+        return itertools.chain.from_iterable(self.looks(requests, rounds))
+
+    def looks(self, requests: Iterable[Row | None], rounds: int) -> Iterator[list[Piece]]:
+        """:meth:`run`, look by look; none of the rows may have come further in one."""
         self._waiting, self._source = [], iter(requests)
         self._looked = time.perf_counter()
         while self._admit():
             self._advance(rounds)
-            yield from self._look()
+            yield self._look()
+            self._let_go()
+
+    def drop(self, cases: Iterable[int]) -> None:
+        """Lets rows go that were taken and nobody waits for, before the next round."""
+        self._dropped.update(cases)
 
     # --- who is next ---------------------------------------------------------------------------
 
@@ -128,11 +138,25 @@ class Flight:
         if any(self._seats) or self._into:
             self._refill(self._turn)
         elif ahead := self._ahead(self._size):
-            if self._gate.prefixes.helps([row.tokens for row in ahead]):
+            few = 2 * len(ahead) <= self._size  # a prefill of all seats would be mostly padding
+            if few or self._gate.prefixes.helps([row.tokens for row in ahead]):
                 self._refill(None)
             else:
                 self._start([self._take() for _ in ahead])
         return any(self._seats) or bool(self._into)
+
+    def _let_go(self) -> None:
+        """Frees the seats of dropped rows; one that is still at the gate takes its seat first."""
+        if not self._dropped:
+            return
+        self._waiting = [row for row in self._waiting if row.case not in self._dropped]
+        gone = np.array([bool(seat) and seat.row.case in self._dropped for seat in self._seats])
+        if gone.any():
+            self._state = decode.vacate(self._state, gone, gone)
+            self._seats = [
+                None if left else seat for seat, left in zip(self._seats, gone, strict=True)
+            ]
+        self._dropped &= {row.case for row in self._gate.rows if row} if self._into else set()
 
     # --- how they get their seats --------------------------------------------------------------
 
@@ -204,7 +228,8 @@ class Flight:
         self._describe([seat.row if seat else some for seat in self._seats])
 
     def _seat(self, number: int, row: Row, began: float) -> Seat:
-        reader = Reader(self._engine.target.tokenizer, self._stop)
+        stop = self._stop if row.stop is None else row.stop
+        reader = Reader(self._engine.target.tokenizer, stop)
         seat = Seat(row, reader, began, len(row.tokens), passes=self.passes)
         self._seats[number] = seat
         return seat
@@ -220,10 +245,9 @@ class Flight:
         return decode.empty_rows(self._method, self._logprobs)(self._inputs, tokens, keys)
 
     def _describe(self, rows: Sequence[Row]) -> None:
-        """What rounds read; a reward on the device knows the rows."""
-        if self._inputs is None or self._engine.guided:
-            cases = [row.case for row in rows]
-            self._inputs = self._engine.inputs(self._sampling, self._size, cases)
+        """What rounds read."""
+        if self._inputs is None or self._engine.tells_apart(rows):
+            self._inputs = self._engine.inputs_of(rows, self._sampling)
 
     # --- rounds --------------------------------------------------------------------------------
 
@@ -255,7 +279,8 @@ class Flight:
         self._fit()
         self._visited.add(self._state.slots)
         seen = np.array([seat is None for seat in self._seats])
-        if self._fresh or self._stop or self._into or (seen.any() and self._ahead(1)):
+        stops = any(seat.reader.stops for seat in self._seats if seat)
+        if self._fresh or stops or self._into or (seen.any() and self._ahead(1)):
             rounds = 1  # it dates first tokens, sees text stops at once, or lets the next one in
         if self._engine.shares > 1:
             rounds, seen = min(rounds, SPREAD_ROUNDS), np.ones_like(seen)
@@ -300,12 +325,13 @@ class Flight:
         state, live = self._state, {n: seat for n, seat in enumerate(self._seats) if seat}
         if not live:
             return []
-        finish, length, tokens, origin, rounds, passes = jax.device_get(
+        finish, length, tokens, origin, logprobs, rounds, passes = jax.device_get(
             (
                 state.finish,
                 state.length,
                 state.tokens,
                 state.origin,
+                state.logprobs,
                 state.stats.rounds,
                 state.stats.passes,
             )
@@ -328,9 +354,10 @@ class Flight:
                 tokens[number, new],
                 origin[number, new],
                 "stop" if seat.reader.stopped else reason,
+                None if logprobs is None else logprobs[number, new],
             )
         if ended.any():
-            self._end(ended, stopped, finish, tokens, origin, pieces)
+            self._end(ended, stopped, finish, tokens, origin, logprobs, pieces)
         return list(pieces.values())
 
     def _count(self, rounds: np.ndarray, passes: int, live: dict[int, Seat]) -> None:
@@ -347,10 +374,11 @@ class Flight:
             seat.first = seat.first or now - seat.began
         self._looked = now
 
-    def _end(self, ended, stopped, finish, tokens, origin, pieces: dict[int, Piece]) -> None:
+    def _end(
+        self, ended, stopped, finish, tokens, origin, logprobs, pieces: dict[int, Piece]
+    ) -> None:
         """Makes generations of the rows that ended, and frees their seats."""
-        stats, logprobs = jax.device_get((self._state.stats, self._state.logprobs))
-        counters, rows = dict(vars(stats)), {}
+        counters, rows = dict(vars(jax.device_get(self._state.stats))), {}
         counters.pop("passes")
         now = time.perf_counter()
         for number in np.flatnonzero(ended).tolist():

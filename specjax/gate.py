@@ -41,9 +41,8 @@ class Gate:
             keys = jnp.stack([row.key for row in self._all])
             self.state, self.cached = self.state.replace(keys=keys), self._last
             return
-        if self.inputs is None or self._engine.guided:
-            cases = [row.case for row in self._all]
-            self.inputs = self._engine.inputs(self._sampling, len(rows), cases)
+        if self.inputs is None or self._engine.tells_apart(self._all):
+            self.inputs = self._engine.inputs_of(self._all, self._sampling)
         known, self.cached = self.prefixes.find([row.tokens for row in self._all])
         self._begin(known)
         self._keep_if_fed()

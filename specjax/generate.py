@@ -183,7 +183,7 @@ def stream(
     asked = [row for row in constraints for _ in range(num_samples)]
     judge = None if reward is None else _judge(target, asked, chosen, reward, options)
     engine = make_engine(target, draft, chosen, options, sampling.temperature == 0, judge)
-    rows = _rows(target, prompts, constraints, indices, seed, num_samples, budgets)
+    rows = make_rows(target, prompts, constraints, indices, seed, num_samples, budgets)
     for row in rows if engine.draft else ():
         check_draft_context(engine.draft, len(row.tokens), row.budget)
     rows_in_flight = in_flight(target, len(rows), batch_size)
@@ -278,8 +278,10 @@ def _judge(target: LM, constraints, chosen, reward, options) -> Judge:
     return Judge.bind(combined, target, constraints, guides)
 
 
-def _rows(target: LM, prompts, constraints, indices, seed: int, samples: int, budgets) -> list[Row]:
-    """Every sample of every prompt."""
+def make_rows(
+    target: LM, prompts, constraints, indices, seed: int, samples: int, budgets
+) -> list[Row]:
+    """Every sample of every prompt, as :func:`stream` decodes them."""
     indices = range(len(prompts)) if indices is None else indices
     root = jax.random.key(seed)
     rows = []

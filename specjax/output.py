@@ -53,7 +53,7 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """New tokens of one row.
+    """New tokens of one row, and their log-probabilities where asked.
 
     A row's last piece has its ``finish_reason`` and, as ``row``, a generation of it alone; the last
     piece of a stream carries the whole generation.
@@ -64,6 +64,7 @@ class Piece:
     tokens: np.ndarray
     origins: np.ndarray
     finish_reason: str | None = None
+    logprobs: np.ndarray | None = None
     row: Generation | None = None
     generation: Generation | None = None
 
@@ -81,6 +82,7 @@ class Reader:
         self._decoder = IncrementalDecoder(tokenizer) if tokenizer else None
         self.text, self.count = "", 0
         self.stopped = self.closed = False
+        self.stops = bool(stop)
         self._held = max((len(s) - 1 for s in stop), default=0)
         self._shown = 0
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,16 +148,24 @@ class Tokenizer:
         moved = sorted((i, token) for token, i in mine.items() if theirs.get(token) != i)
         return f"id {moved[0][0]} is {moved[0][1]!r} only in the first" if moved else "extra tokens"
 
-    def apply_chat(self, message: str | list[dict[str, str]]) -> str:
-        """The prompt of a chat, by the checkpoint's own template (:mod:`specjax.chat`).
+    @property
+    def chats(self) -> bool:
+        """Whether the checkpoint has a chat template."""
+        return bool(self._chat_template)
+
+    def apply_chat(
+        self, message: str | list[dict[str, str]], options: Mapping[str, Any] | None = None
+    ) -> str:
+        """The prompt of a chat, by the checkpoint's own template and its ``options``, if it has
+        some (:mod:`specjax.chat`).
 
         Raises:
           ModelError: the model has no chat template, or the template fails.
         """
-        if not self._chat_template:
+        if not self.chats:
             raise ModelError(f"--chat: {self._source} has no chat template; leave --chat out")
         messages = [{"role": "user", "content": message}] if isinstance(message, str) else message
-        return chat.render(self._chat_template, messages, self._special, self._source)
+        return chat.render(self._chat_template, messages, self._special, self._source, options)
 
 
 class IncrementalDecoder:

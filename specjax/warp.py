@@ -10,7 +10,7 @@ Axis legend: B rows, N nodes, R = B·N, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +44,16 @@ class Sampling:
 
     def arrays(self, batch: int) -> Warp:
         """The settings as arrays for ``batch`` rows."""
-        return Warp(
-            jnp.full((batch,), self.temperature, jnp.float32),
-            jnp.full((batch,), self.top_k, jnp.int32),
-            jnp.full((batch,), max(self.top_p, LEAST), jnp.float32),
-        )
+        return stacked([self] * batch)
+
+
+def stacked(rows: Sequence[Sampling]) -> Warp:
+    """Settings of each row's own as arrays."""
+    return Warp(
+        jnp.array([row.temperature for row in rows], jnp.float32),
+        jnp.array([row.top_k for row in rows], jnp.int32),
+        jnp.array([max(row.top_p, LEAST) for row in rows], jnp.float32),
+    )
 
 
 @jax.named_scope("draw")

@@ -30,7 +30,7 @@ from shapes import DRAFTS, SHAPES, pass_bytes
 import specjax as sj
 from infer.bench.benchmark import machine
 from infer.cli import whole
-from infer.timing import batch_times, costs
+from infer.timing import costs
 from specjax import metrics, probs
 from specjax.demo.heldout import held_out_functions
 from specjax.files import markdown_table, write_text
@@ -46,6 +46,8 @@ LOSSLESS = ("speculative", "block", "lookup", "specinfer", "spectr")
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GAMMAS, CHANCES = (2, 4, 8), (0.6, 0.8, 0.9)
 PROMPT = 128
+PAIR, PASS_WIDTHS = ("demo", "demo-draft"), (None, 1, 8)
+TOGETHER = 16  # rows of equality: passes of eight tokens are free for as many
 TINY = {  # what tests run on a CPU
     "target": ModelConfig.llama(
         vocab_size=256, hidden_size=64, num_layers=2, num_heads=4, intermediate_size=128
@@ -115,9 +117,13 @@ def decode(args: argparse.Namespace, target: sj.LM, rows: int, **more: Any) -> s
     return out
 
 
+def seconds(out: sj.Generation) -> float:
+    """Of decoding: all rows began together, so their prefill is one."""
+    return float(out.share_seconds.sum() - out.prefill_seconds.max())
+
+
 def per_second(out: sj.Generation) -> float:
-    tokens, _, seconds = batch_times(out)
-    return float(tokens.sum() / seconds.sum())
+    return float(out.lengths.sum() / seconds(out))
 
 
 def speed(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -128,7 +134,7 @@ def speed(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for rows in args.batch:
             out = decode(args, model, rows)
             slots = bucket(PROMPT + args.max_new_tokens)
-            passes = args.max_new_tokens / batch_times(out)[2].sum()
+            passes = args.max_new_tokens / seconds(out)
             gigabytes = pass_bytes(cfg, rows, slots) * passes / 1e9
             yield {
                 "hidden size": cfg.hidden_size,
@@ -199,9 +205,9 @@ def equality(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     # A prompt that comes again is cut elsewhere.
     target = sj.load("demo", args.dtype)
     prompts = [target.tokenizer.encode(text)[: 32 + i % 64] for i, text in enumerate(texts)]
-    for width in (None, 1, 8):
+    for width in PASS_WIDTHS:
         target, draft = (sj.load(name, args.dtype, pass_width=width) for name in PAIR)
-        common = {"max_new_tokens": args.max_new_tokens, "batch_size": 50}
+        common = {"max_new_tokens": args.max_new_tokens, "batch_size": TOGETHER}
         plain = sj.generate(target, prompts, **common)
         for method in LOSSLESS:
             drafted = draft if sj.method(method).needs_draft else None
@@ -209,9 +215,6 @@ def equality(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             pairs = zip(plain.tokens, out.tokens, strict=True)
             differ = sum(not np.array_equal(a, b) for a, b in pairs)
             yield {"pass width": target.pass_width, "method": method, "differ": differ}
-
-
-PAIR = ("demo", "demo-draft")
 
 
 def suite(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

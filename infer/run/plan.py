@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from infer.cli import SELF, mesh_text
-from infer.loading import draft_name
+from infer.loading import device_memory, draft_name
 from specjax import lm
 from specjax.errors import ModelError
 from specjax.models import num_params
@@ -115,12 +113,6 @@ def model_plan(
         "cache_bytes_per_device_token_and_row": cache(share),
         "max_position": cfg.max_position,
     }
-
-
-def device_memory() -> int:
-    """Bytes of the first device's memory; the machine's where the device does not say."""
-    stats = jax.devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def describe(plan: Plan) -> str:

@@ -7,18 +7,16 @@ escaped: output cannot move the cursor or restyle the terminal.
 from __future__ import annotations
 
 import sys
-from itertools import groupby
-from operator import itemgetter
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from infer.authors import Authors
 from specjax.generate import Generation, Piece
 from specjax.lm import LM
 from specjax.metrics import rates, ratio
-from specjax.text import IncrementalDecoder
 from specjax.types import FROM_DRAFT
 
 DRAFTED, WRITTEN, PROMPT = "bold green", "bold yellow", "dim"
@@ -46,8 +44,7 @@ class Screen:
     def __init__(self, target: LM, console: Console | None = None):
         self.console = console or Terminal()
         self._colour = self.console.is_terminal
-        self._decoder = IncrementalDecoder(target.tokenizer)
-        self._styles: list[str] = []  # of characters that are decoded but not shown yet
+        self._authors = Authors(target.tokenizer)
         self._first = 0  # tokens that came with the first piece
 
     def prompt(self, text: str) -> None:
@@ -56,20 +53,13 @@ class Screen:
             self.console.print(Text(printable(text), style=PROMPT), end="")
 
     def piece(self, piece: Piece) -> None:
-        """New tokens. The text may lag behind them: it can be the start of a stop string."""
+        """New tokens."""
         self._first = self._first or len(piece.tokens)
         if not self._colour:
             self.console.print(Text(printable(piece.text)), end="")
             return
-        for token, origin in zip(piece.tokens, piece.origins, strict=True):
-            style = DRAFTED if origin == FROM_DRAFT else WRITTEN
-            self._styles += [style] * len(self._decoder.push([token]))
-        if piece.finish_reason:
-            self._styles += [WRITTEN] * len(self._decoder.flush())
-        styled = zip(piece.text, self._styles[: len(piece.text)], strict=True)
-        del self._styles[: len(piece.text)]
-        for style, run in groupby(styled, key=itemgetter(1)):
-            part = "".join(character for character, _ in run)
+        for part, author in self._authors.runs(piece):
+            style = DRAFTED if author == FROM_DRAFT else WRITTEN
             self.console.print(Text(printable(part), style=style), end="")
 
     def end(self) -> None:

@@ -1,5 +1,7 @@
 """Rows in flight: a row that takes the seat of another is the row alone, and prompts are shared."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import specjax as sj
 from specjax import decode, flight, prefixes
 from specjax.engine import Row
 from specjax.errors import OptionError
-from specjax.generate import make_engine
+from specjax.generate import make_engine, make_rows
 from specjax.prefixes import LEAST, Prefixes, in_common
 
 RNG = np.random.Generator(np.random.Philox(4))
@@ -207,6 +209,62 @@ def test_requests_may_come_late(target):
     for tokens, index in zip(want.tokens, ends, strict=True):
         own = np.concatenate([piece.tokens for piece in seen if piece.index == index])
         np.testing.assert_array_equal(tokens, own)
+
+
+def test_settings_of_a_row_s_own(target, draft):
+    """Greedy and drawn rows, with and without stop strings, in one flight; each as if alone."""
+    engine = make_engine(target, draft, sj.method("speculative"), {})
+    samplings = [sj.Sampling(), SAMPLING, sj.Sampling(1.2), sj.Sampling(0.5, top_k=3), None]
+    prompts, size = [np.array(p, np.int32) for p in PROMPTS[:5]], 2
+    made = make_rows(target, prompts, [{}] * 5, None, 5, 1, BUDGETS[:5])
+    rows = [dataclasses.replace(r, sampling=s) for r, s in zip(made, samplings, strict=True)]
+    bounds = flight.Bounds.of(rows)
+    in_flight = flight.Flight(engine, size, sj.Sampling(0.7), bounds, logprobs=True, kept=2)
+    pieces = list(in_flight.run(rows, rounds=1))
+    for i, sampling in enumerate(samplings):
+        alone = sj.generate(
+            target,
+            prompts[i],
+            method="speculative",
+            draft=draft,
+            sampling=sampling or sj.Sampling(0.7),
+            max_new_tokens=BUDGETS[i],
+            seed=5,
+            indices=[i],
+            logprobs=True,
+        )
+        mine = [piece for piece in pieces if piece.index == i]
+        np.testing.assert_array_equal(mine[-1].row.tokens[0], alone.tokens[0])
+        logprobs = np.concatenate([piece.logprobs for piece in mine])
+        np.testing.assert_allclose(logprobs, alone.logprobs[0], atol=1e-4)
+
+
+def test_samples_of_a_prompt_that_are_drawn_otherwise_are_no_repeats():
+    row = Row(np.arange(3), 5, jax.random.key(0))
+    other = dataclasses.replace(row, sampling=sj.Sampling(0.5))
+    assert row.repeats(dataclasses.replace(row, key=jax.random.key(1)))
+    assert not row.repeats(other) and other.repeats(dataclasses.replace(other, case=3))
+
+
+def test_dropped_rows_leave_their_seats(target):
+    """The next rows take them; the others' tokens do not change."""
+    engine = make_engine(target, None, sj.method("autoregressive"), {})
+    budgets = [30, 12, 25, 9, 40, 7]
+    prompts = [np.array(prompt, np.int32) for prompt in PROMPTS[:6]]
+    rows = make_rows(target, prompts, [{}] * 6, None, 0, 1, budgets)
+    in_flight = flight.Flight(engine, 2, sj.Sampling(), flight.Bounds.of(rows), kept=1)
+    dropped, ended, looks = {0, 2, 4}, {}, []
+    for pieces in in_flight.looks(iter(rows), rounds=1):
+        looks.append({piece.index for piece in pieces})
+        ended |= {piece.index: piece.row for piece in pieces if piece.row}
+        seen = set().union(*looks) & dropped
+        in_flight.drop(seen if len(looks) > 2 else ())
+    assert sorted(ended) == [1, 3, 5]
+    assert not any(0 in look for look in looks[3:])
+    assert [sum(i in look for look in looks) for i in (2, 4)] == [1, 1]  # what showed them
+    want = sj.generate(target, PROMPTS[:6], max_new_tokens=budgets)
+    for i, row in ended.items():
+        np.testing.assert_array_equal(row.tokens[0], want.tokens[i])
 
 
 def test_budgets_are_one_per_prompt(target):

@@ -1,19 +1,10 @@
 """Pages that are written from the code are current."""
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
-DOCS = Path(__file__).parents[2] / "docs"
+from support.tools import DOCS, load
+
 LARGEST = 60_000  # bytes of a figure
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, DOCS / "tools" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_methods_page_is_current():

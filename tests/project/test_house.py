@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("specjax", "infer", "train")
-ROOMS = {"infer": ("run", "bench", "tune"), "train": ("lm", "sdsat", "demo")}
+ROOMS = {"infer": ("run", "bench", "tune", "serve"), "train": ("lm", "sdsat", "demo")}
 HELP_SECONDS = 0.3
 
 
@@ -102,7 +102,7 @@ def test_importing_the_library_loads_no_jax():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("program", ["infer.run", "infer.bench", "infer.tune"])
+@pytest.mark.parametrize("program", ["infer.run", "infer.bench", "infer.tune", "infer.serve"])
 def test_help_is_there_at_once(program):
     def seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

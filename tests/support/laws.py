@@ -123,7 +123,7 @@ def continuation_logits(lm, prompt, length: int):
     tokens = np.concatenate([np.tile(prompt, (len(grid), 1)), grid], 1).astype(np.int32)
     at = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
     logits = logits_jit(lm.config, lm.params, tokens, at, np.ones_like(tokens), "dense")
-    return grid, logits[:, len(prompt) - 1 : -1]
+    return grid, logits[:, len(prompt) - 1 : -1].astype(jnp.float32)
 
 
 def continuation_law(lm, grid, logits, sampling) -> np.ndarray:

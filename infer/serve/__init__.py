@@ -1,0 +1,1 @@
+"""The server: OpenAI's protocol over rows in flight, and a page to watch them."""

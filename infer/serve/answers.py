@@ -1,0 +1,155 @@
+"""Pieces of rows as OpenAI's objects: completions and chats, whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import numpy as np
+
+from infer.authors import Authors
+from infer.serve.scheduler import Work
+from infer.serve.schemas import Body, ChatBody
+from specjax.metrics import rates, ratio
+from specjax.output import Generation, Piece
+from specjax.text import Tokenizer
+from specjax.types import FROM_DRAFT
+
+REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+COUNTERS = ("drafted", "tested", "accepted", "emitted", "rounds", "target_calls", "draft_calls")
+
+Object = dict[str, Any]
+
+
+class Answer:
+    """One request's answer, as its pieces come."""
+
+    def __init__(self, work: Work, body: Body, model: str):
+        self._work, self._model, self._body = work, model, body
+        self._chat = isinstance(body, ChatBody)
+        self._id = ("chatcmpl-" if self._chat else "cmpl-") + uuid.uuid4().hex
+        self._created = int(time.time())
+        self._tokenizer: Tokenizer = work.variant.engine.target.tokenizer
+        self._rows: list[Generation | None] = [None] * work.size
+        self._authors = [Authors(self._tokenizer) for _ in self._rows] if body.origins else None
+        self._runs: list[list] = [[] for _ in self._rows]
+        self._offsets = [0] * work.size
+        self._begun: set[int] = set()
+        self._first = self._last = 0.0
+        self._early = 0  # tokens that came with the first pieces
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row has ended."""
+        return all(self._rows)
+
+    def take(self, number: int, piece: Piece) -> Object | None:
+        """The chunk that a piece makes; None where it shows nothing new."""
+        self._last = time.perf_counter()
+        if not self._first:
+            self._first, self._early = self._last, len(piece.tokens)
+        runs = self._authors[number].runs(piece) if self._authors else None
+        if runs:
+            self._runs[number] += [[text, _author(origin)] for text, origin in runs]
+        self._rows[number] = piece.row
+        if not (piece.text or piece.finish_reason or piece.logprobs is not None):
+            return None
+        delta = {"content": piece.text}
+        if number not in self._begun:
+            self._begun.add(number)
+            delta = {"role": "assistant"} | delta
+        said = {"delta": delta} if self._chat else {"text": piece.text}
+        choice = self._choice(number, said, piece.tokens, piece.logprobs, piece.finish_reason)
+        if runs is not None:
+            choice["origins"] = [[text, _author(origin)] for text, origin in runs]
+        return self._object([choice], chunk=True)
+
+    def whole(self) -> Object:
+        """The answer to a request that does not stream."""
+        choices = []
+        for number, row in enumerate(self._rows):
+            message = {"role": "assistant", "content": row.text[0]}
+            said = {"message": message} if self._chat else {"text": row.text[0]}
+            logprobs = row.logprobs and row.logprobs[0]
+            self._offsets[number] = 0
+            choice = self._choice(number, said, row.tokens[0], logprobs, row.finish_reasons[0])
+            if self._authors:
+                choice["origins"] = self._runs[number]
+            choices.append(choice)
+        return self._object(choices, chunk=False) | {"usage": self._usage()}
+
+    def last(self) -> Object | None:
+        """The chunk after all others, with the usage, where it was asked for."""
+        options = self._body.stream_options
+        if not (options and options.include_usage):
+            return None
+        return self._object([], chunk=True) | {"usage": self._usage()}
+
+    def _object(self, choices: list[Object], chunk: bool) -> Object:
+        kind = "text_completion"
+        if self._chat:
+            kind = "chat.completion.chunk" if chunk else "chat.completion"
+        head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        return head | {"choices": choices}
+
+    def _choice(self, number, said: Object, tokens, logprobs, reason: str | None) -> Object:
+        shown = None if logprobs is None else self._logprobs(number, tokens, logprobs)
+        rest = {"logprobs": shown, "finish_reason": REASONS.get(reason)}
+        return {"index": number} | said | rest
+
+    def _logprobs(self, number: int, tokens: np.ndarray, logprobs: np.ndarray) -> Object:
+        """Of the written tokens under the unwarped target, in nats."""
+        texts = [self._tokenizer.decode([token], False) for token in tokens]
+        values = [float(value) for value in logprobs]
+        if self._chat:
+            each = zip(texts, values, strict=True)
+            content = [
+                {"token": t, "logprob": v, "bytes": list(t.encode()), "top_logprobs": []}
+                for t, v in each
+            ]
+            return {"content": content, "refusal": None}
+        offsets = []
+        for text in texts:
+            offsets.append(self._offsets[number])
+            self._offsets[number] += len(text)
+        shape = {"tokens": texts, "token_logprobs": values, "top_logprobs": None}
+        return shape | {"text_offset": offsets}
+
+    def _usage(self) -> Object:
+        """Tokens as OpenAI counts them, and what decoding them took."""
+        each = self._work.samples
+        prompts = sum(row.prompt_tokens[0] for row in self._rows[::each])
+        written = sum(len(row.tokens[0]) for row in self._rows)
+        cached = sum(row.cached_tokens[0] for row in self._rows[::each])
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": written,
+            "total_tokens": prompts + written,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "decoding": self._decoding(written),
+        }
+
+    def _decoding(self, written: int) -> Object:
+        counters = {name: sum(int(row.stats[name][0]) for row in self._rows) for name in COUNTERS}
+        derived = rates(counters)
+        after = self._last - self._first
+        return {
+            "method": self._work.variant.name,
+            "seed": self._work.seed,
+            "acceptance_rate": derived["acceptance_rate"],
+            "target_passes": counters["target_calls"],
+            "draft_passes": counters["draft_calls"],
+            "tokens_per_target_pass": derived["tokens_per_target_call"],
+            "drafted": counters["drafted"],
+            "tested": counters["tested"],
+            "accepted": counters["accepted"],
+            "rounds": counters["rounds"],
+            "seconds": self._last - self._work.arrived,
+            "first_token_seconds": self._first - self._work.arrived,
+            "tokens_per_second": ratio(written - self._early, after),
+        }
+
+
+def _author(origin: int) -> str:
+    return "draft" if origin == FROM_DRAFT else "target"

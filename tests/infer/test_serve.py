@@ -1,0 +1,643 @@
+"""``python -m infer.serve``: OpenAI's protocol, the tokens of generate, and nothing but 4xx."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import openai
+import pytest
+
+import specjax as sj
+from infer.serve import app, commands
+from infer.serve.admission import WIDEST
+from infer.serve.scheduler import Lane
+from support.serving import TIMEOUT, Running, serving, until
+from support.tools import load
+
+make_page = load("make_page")
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if loud %}LOUD{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TEXT = "import jax\n\n\ndef step("
+CODE = "from __future__"
+LIMITS = ["--batch-size", "4", "--max-prompt", "600", "--max-output", "400", "--queue", "40"]
+
+
+@pytest.fixture(scope="module")
+def models(tiny_pair_dirs, tmp_path_factory):
+    home = tmp_path_factory.mktemp("served") / "target"
+    shutil.copytree(tiny_pair_dirs[0], home)
+    (home / "chat_template.jinja").write_text(TEMPLATE)
+    target, draft = sj.load(home), sj.load(tiny_pair_dirs[1])
+    # Scaled up its text varies, and its own first layer agrees with it now and then.
+    params = target.params | {"layers": jax.tree.map(lambda x: 4 * x, target.params["layers"])}
+    first = params | {"layers": {"0": params["layers"]["0"]}}
+    return dataclasses.replace(target, params=params), dataclasses.replace(draft, params=first)
+
+
+@pytest.fixture(scope="module")
+def server(models):
+    with serving(*models, *LIMITS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT
+    )
+
+
+def generated(server, prompt=TEXT, method="speculative", **kw):
+    """What generate makes of it, with the server's models; the first row is the prompt's own.
+
+    Four rows, as many as the server has in flight: so both run the same compiled programs.
+    """
+    given = {"method": method, "draft": server.draft, "num_samples": 4}
+    return sj.generate(server.target, [prompt], **given | kw)
+
+
+# --- the tokens of generate ------------------------------------------------------------------
+
+
+def test_openai_client_gets_what_generate_gives(server, client):
+    out = sj.generate(
+        server.target,
+        [TEXT, CODE],
+        method="speculative",
+        draft=server.draft,
+        sampling=sj.Sampling(0.8, 0, 0.9),
+        seed=7,
+        num_samples=2,
+        max_new_tokens=11,
+        logprobs=True,
+        options={"gamma": 4},
+    )
+    answer = client.completions.create(
+        model="tiny",
+        prompt=[TEXT, CODE],
+        temperature=0.8,
+        top_p=0.9,
+        seed=7,
+        n=2,
+        max_tokens=11,
+        logprobs=0,
+        extra_body={"method": "speculative", "options": {"gamma": 4}},
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in answer.choices] == out.text
+    for choice, logprobs, reason in zip(
+        answer.choices, out.logprobs, out.finish_reasons, strict=True
+    ):
+        np.testing.assert_allclose(choice.logprobs.token_logprobs, logprobs, atol=1e-5)
+        assert choice.finish_reason == {"eos": "stop"}.get(reason, reason)
+    usage = answer.usage
+    assert usage.completion_tokens == out.lengths.sum()
+    assert usage.prompt_tokens == out.prompt_tokens[0] + out.prompt_tokens[2]
+    decoding, counted = usage.decoding, {n: int(v.sum()) for n, v in out.stats.items()}
+    assert decoding["target_passes"] == counted["target_calls"]
+    assert decoding["accepted"] == counted["accepted"]
+    assert decoding["acceptance_rate"] == counted["accepted"] / counted["tested"]
+    assert decoding["tokens_per_target_pass"] == counted["emitted"] / counted["target_calls"]
+    assert (decoding["seed"], decoding["method"]) == (7, "speculative")
+
+
+def test_settings_side_by_side_are_each_their_own(server):
+    """Rows of one flight: other temperatures, cuts, stop strings and seeds, in any company."""
+    greedy = generated(server, sampling=sj.Sampling(), max_new_tokens=40).text[0]
+    stops = ((), (greedy[9:12], "zz"), (greedy[20:22],))
+    asked = [
+        {
+            "temperature": (0, 0.7, 1.3)[i % 3],
+            "top_p": (1.0, 0.8)[i % 2],
+            "top_k": (0, 5, 40)[i // 2 % 3],
+            "stop": list(stops[i // 3 % 3]),
+            "seed": i,
+            "max_tokens": 5 + 7 * (i % 5),
+        }
+        for i in range(12)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda body: server.complete(prompt=TEXT, **body), asked))
+    for body, answer in zip(asked, answers, strict=True):
+        sampling = sj.Sampling(body["temperature"], body["top_k"], body["top_p"])
+        settings = {"seed": body["seed"], "stop": body["stop"]}
+        out = generated(server, sampling=sampling, max_new_tokens=body["max_tokens"], **settings)
+        assert answer["choices"][0]["text"] == out.text[0], body
+        assert answer["usage"]["completion_tokens"] == out.lengths[0]
+    assert server.scheduler.in_flight == server.scheduler.waiting == 0
+
+
+def test_methods_take_turns(models):
+    """One flight at a time, and requests of three variants; each ends, with its own tokens."""
+    variants = (("autoregressive", None), ("speculative", None), ("speculative", 0))
+    with serving(*models, *LIMITS, "--flights", "1") as server:
+
+        def ask(i):
+            name, logprobs = variants[i % 3]
+            body = {"method": name, "logprobs": logprobs, "temperature": 0, "max_tokens": 6 + i}
+            return server.complete(prompt=CODE, **body), server.scheduler.flights
+
+        with concurrent.futures.ThreadPoolExecutor(18) as pool:
+            answers = list(pool.map(ask, range(18)))
+        for i, (answer, flights) in enumerate(answers):
+            out = generated(server, CODE, variants[i % 3][0], max_new_tokens=6 + i)
+            assert answer["choices"][0]["text"] == out.text[0] and flights <= 1
+            assert answer["usage"]["decoding"]["method"] == variants[i % 3][0]
+
+
+# --- the protocol ------------------------------------------------------------------------------
+
+
+def test_a_stream_is_the_answer_in_pieces(server, client):
+    body = {"prompt": TEXT, "temperature": 0.9, "seed": 3, "n": 2, "max_tokens": 20, "logprobs": 0}
+    whole = server.complete(**body, origins=True)
+    chunks = list(
+        client.completions.create(
+            model="tiny",
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"origins": True},
+            **body,
+        )
+    )
+    assert not chunks[-1].choices and chunks[-1].usage.completion_tokens == 40
+    same = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert all(getattr(chunks[-1].usage, n) == whole["usage"][n] for n in same)
+    for choice in whole["choices"]:
+        mine = [c for chunk in chunks for c in chunk.choices if c.index == choice["index"]]
+        assert len(mine) > 3 and "".join(c.text for c in mine) == choice["text"]
+        assert [c.finish_reason for c in mine] == [None] * (len(mine) - 1) + ["length"]
+        for field in ("tokens", "token_logprobs", "text_offset"):
+            joined = [x for c in mine for x in getattr(c.logprobs, field)]
+            assert joined == pytest.approx(choice["logprobs"][field])
+        runs = [run for c in mine for run in c.origins]
+        assert "".join(text for text, _ in runs) == choice["text"]
+        assert {author for _, author in runs} == {"draft", "target"}
+        assert "".join(text for text, _ in choice["origins"]) == choice["text"]
+
+
+def test_chats_go_through_the_template(server, client):
+    messages = [
+        {"role": "system", "content": "be"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "im"}, {"type": "text", "text": "p"}],
+        },
+    ]
+    for options, prompt in (({}, "<system>be<user>imp<assistant>"), ({"loud": True}, None)):
+        prompt = prompt or "<system>be<user>impLOUD<assistant>"
+        ids = server.target.tokenizer.encode(prompt, False)
+        out = generated(server, ids, max_new_tokens=9, logprobs=True)
+        asked = {"model": "tiny", "messages": messages, "temperature": 0, "logprobs": True}
+        extra = {"chat_template_kwargs": options}
+        answer = client.chat.completions.create(**asked, max_tokens=9, extra_body=extra)
+        (choice,) = answer.choices
+        assert (choice.message.role, choice.message.content) == ("assistant", out.text[0])
+        values = [entry.logprob for entry in choice.logprobs.content]
+        np.testing.assert_allclose(values, out.logprobs[0], atol=1e-5)
+        stream = client.chat.completions.create(
+            **asked, max_completion_tokens=9, stream=True, extra_body=extra
+        )
+        deltas = [chunk.choices[0].delta for chunk in stream]
+        assert deltas[0].role == "assistant" and deltas[-1].role is None
+        assert "".join(delta.content for delta in deltas) == out.text[0]
+
+
+def test_what_is_left_out(server):
+    """OpenAI's defaults: 16 tokens, temperature 1, a seed that the answer tells."""
+    answer = server.complete(prompt=TEXT)
+    seed = answer["usage"]["decoding"]["seed"]
+    out = generated(server, sampling=sj.Sampling(1.0), max_new_tokens=16, seed=seed)
+    assert answer["choices"][0]["text"] == out.text[0]
+    assert answer["choices"][0]["logprobs"] is None and answer["model"] == "tiny"
+    again = server.complete(prompt=TEXT, seed=seed, user="me", frequency_penalty=0, best_of=None)
+    assert again["choices"][0]["text"] == out.text[0]
+
+
+def test_models_health_metrics(server, client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    assert server.ask("GET", "/health")[:2] == (200, {"status": "ok"})
+    server.complete(prompt=TEXT, max_tokens=3, method="autoregressive")
+    page = server.ask("GET", "/metrics")[1].decode()
+    counted = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#")
+    assert float(counted['specjax_written_tokens_total{method="autoregressive"}']) >= 3
+    assert counted["specjax_rows_in_flight"] == counted["specjax_rows_waiting"] == "0.0"
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
+def test_curl(server):
+    def curl(*arguments):
+        command = ["curl", "-sN", "-m", str(TIMEOUT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    body = {"prompt": CODE, "max_tokens": 8, "temperature": 0}
+    headers = ["-H", "Content-Type: application/json"]
+    url = f"{server.url}/v1/completions"
+    (choice,) = json.loads(curl(*headers, "-d", json.dumps(body), url))["choices"]
+    assert choice["text"] == generated(server, CODE, max_new_tokens=8).text[0]
+    lines = curl(*headers, "-d", json.dumps(body | {"stream": True}), url).splitlines()
+    assert lines[-2:] == ["data: [DONE]", ""] and lines[1::2] == [""] * (len(lines) // 2)
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2:2]]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"]
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+REFUSED = [
+    ({"prompt": TEXT, "foo": 1}, 400, "foo"),
+    ({}, 400, "prompt: Field required"),
+    ({"prompt": 7}, 400, "prompt"),
+    ({"prompt": []}, 400, "empty"),
+    ({"prompt": [10**6]}, 400, "token ids must be from 0 to"),
+    ({"prompt": "\ud800"}, 400, "surrogate"),
+    ({"prompt": TEXT * 100}, 400, "at most 600"),
+    ({"prompt": TEXT, "max_tokens": 0}, 400, "max_tokens"),
+    ({"prompt": TEXT, "max_tokens": 401}, 400, "max_tokens=401: at most 400"),
+    ({"prompt": TEXT, "max_tokens": 10**30}, 400, "max_tokens"),
+    ({"prompt": TEXT, "temperature": -1}, 400, "temperature"),
+    ({"prompt": TEXT, "temperature": float("nan")}, 400, "temperature"),
+    ({"prompt": TEXT, "temperature": float("inf")}, 400, "temperature"),
+    ({"prompt": TEXT, "temperature": 1e300}, 400, "temperature"),
+    ({"prompt": TEXT, "temperature": "1"}, 400, "temperature"),
+    ({"prompt": TEXT, "top_p": 0}, 400, "top_p"),
+    ({"prompt": TEXT, "n": 1000}, 400, "n: "),
+    ({"prompt": TEXT, "n": 41}, 400, "41 completions at once: at most 40"),
+    ({"prompt": TEXT, "seed": -1}, 400, "seed"),
+    ({"prompt": TEXT, "stop": [""]}, 400, "stop"),
+    ({"prompt": TEXT, "stop": ["a"] * 17}, 400, "stop"),
+    ({"prompt": TEXT, "logprobs": 3}, 400, "logprobs"),
+    ({"prompt": TEXT, "echo": True}, 400, "echo"),
+    ({"prompt": TEXT, "best_of": 4}, 400, "best_of=4"),
+    ({"prompt": TEXT, "model": "gpt"}, 404, "this server has 'tiny'"),
+    ({"prompt": TEXT, "method": "speculativ"}, 400, "did you mean 'speculative'"),
+    ({"prompt": TEXT, "method": "cdsl"}, 400, "needs a reward"),
+    ({"prompt": TEXT, "method": "sdsat"}, 400, ""),
+    ({"prompt": TEXT, "options": {"gama": 4}}, 400, "did you mean 'gamma'"),
+    ({"prompt": TEXT, "options": {"gamma": 0}}, 400, "gamma=0"),
+    ({"prompt": TEXT, "options": {"gamma": {"a": 1}}}, 400, "options"),
+    (
+        {"prompt": TEXT, "method": "specinfer", "options": {"branching": [8, 8, 8]}},
+        400,
+        f"at most {WIDEST}",
+    ),
+    (b"", 400, "not JSON"),
+    (b"{", 400, "not JSON"),
+    (b"\xff", 400, "not UTF-8"),
+    (b"[" * 100_000, 400, "depth"),
+    (b'{"prompt": ' + b"9" * 10_000 + b"}", 400, "reasonable integers"),
+    (b'"a"', 400, "the body"),
+    (b" " * (10 * 2**20), 413, "larger than 1048576 bytes"),
+]
+
+
+@pytest.mark.parametrize("body, status, says", REFUSED)
+def test_refused_in_openai_s_form(server, body, status, says):
+    got, answer, _ = server.ask("POST", "/v1/completions", body)
+    assert got == status and says in answer["error"]["message"]
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert len(answer["error"]["message"]) <= 600 and "Traceback" not in json.dumps(answer)
+
+
+def test_other_refusals(server, client):
+    with pytest.raises(openai.NotFoundError, match="this server has"):
+        client.completions.create(model="other", prompt=TEXT)
+    with pytest.raises(openai.BadRequestError, match=r"messages.0.role"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "x", "content": "y"}])
+    for method, path, status in (
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("GET", "/v1/models/other", 404),
+        ("GET", "/../../etc/passwd", 404),
+    ):
+        got, answer, _ = server.ask(method, path)
+        assert got == status and answer["error"]["message"]
+    assert server.ask("POST", "/v1/completions", b"{}", Content_Type="text/plain")[0] == 415
+
+
+def test_a_body_that_does_not_come(server, monkeypatch):
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), 20) as slow:
+        slow.sendall(head + b"Content-Length: 50\r\n\r\n{")
+        assert slow.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+def test_who_has_no_key(models):
+    with serving(*models, key="secret") as server:
+        for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "Bearer s\xe9"}):
+            for path in ("/v1/models", "/metrics"):
+                status, answer, _ = server.ask("GET", path, **headers)
+                assert status == 401 and answer["error"]["type"] == "authentication_error"
+            assert server.ask("POST", "/v1/completions", b"{", **headers)[0] == 401
+        assert server.ask("GET", "/v1/models", Authorization="Bearer secret")[0] == 200
+        assert server.ask("GET", "/health")[0] == server.ask("GET", "/")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["--method", "speculativ"], "did you mean 'speculative'"),
+        (["--set", "gama=3", "--method", "block"], "did you mean 'gamma'"),
+        (["--port", "70000"], "a whole number from 0 to 65535"),
+        (["--host", "192.0.2.1", "--port", "0"], "--host 192.0.2.1 --port 0: "),
+    ],
+)
+def test_wrong_arguments_are_one_line(capsys, argv, says):
+    with contextlib.suppress(SystemExit):
+        assert commands.main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("python -m infer.serve: " if "70000" in said else "infer.serve: ")
+    assert says in said and said.count("\n") == 1
+
+
+def test_without_the_extra(capsys, monkeypatch):
+    monkeypatch.setattr(commands, "EXTRA", ("json", "no_such_module"))
+    with pytest.raises(SystemExit, match="2"):
+        commands.main([])
+    assert "no_such_module is not installed: pip install" in capsys.readouterr().err
+
+
+def fuzzed(rng):
+    """A body that is wrong somewhere, or by chance right: any JSON may come out."""
+    values = [None, True, -1, 0, 1, 2**31, 2**64, -(10**40), 1e308, float("nan"), float("-inf")]
+    values += ["", "a", "\ud800", "\0", "é" * 50, [], [[]], [1, "a"], {}, {"a": []}, [2**40]]
+    fields = [
+        "prompt",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "n",
+        "seed",
+        "stop",
+        "stream",
+    ]
+    fields += ["logprobs", "echo", "method", "options", "messages", "model", "stream_options", "x"]
+    body = {"prompt": "a", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+    for field in rng.sample(fields, rng.randrange(1, 5)):
+        body[field] = rng.choice(values)
+    if rng.random() < 0.5:
+        body.pop(rng.choice(("messages", "prompt")), None)
+    data = bytearray(json.dumps(body, ensure_ascii=rng.random() < 0.9).encode(errors="replace"))
+    if rng.random() < 0.3:
+        for _ in range(rng.randrange(1, 4)):
+            at = rng.randrange(len(data))
+            data[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
+    return bytes(data)
+
+
+def fuzz(server, count, seed):
+    """Sends so many; returns how often each status came."""
+    rng, statuses = random.Random(seed), {}
+    for i in range(count):
+        path = rng.choice(("/v1/completions", "/v1/chat/completions"))
+        data = b"[" * 10 * 2**20 if i % 500 == 499 else fuzzed(rng)
+        status, answer, _ = server.ask("POST", path, data)
+        statuses[status] = statuses.get(status, 0) + 1
+        assert status == 200 or (400 <= status < 500 and answer["error"]["message"]), data
+    until(lambda: server.scheduler.in_flight == server.scheduler.waiting == 0)
+    return statuses
+
+
+def test_fuzzed_requests_get_4xx(server):
+    statuses = fuzz(server, 300, seed=0)
+    assert statuses[400] > 200
+
+
+@pytest.mark.slow
+def test_many_fuzzed_requests_get_4xx(server):
+    assert fuzz(server, 10_000, seed=1)[413] == 20
+
+
+# --- clients that leave, and full queues ---------------------------------------------------------
+
+LONG = {"prompt": TEXT, "max_tokens": 100, "temperature": 0.3, "n": 4, "seed": 1}
+
+
+@pytest.fixture
+def slowly(monkeypatch):
+    """Rounds that take as long as those of a larger model."""
+    look = Lane.look
+
+    def slow(self, take):
+        time.sleep(0.03)
+        return look(self, take)
+
+    monkeypatch.setattr(Lane, "look", slow)
+
+
+def open_request(server, **body):
+    data = json.dumps(LONG | body).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), TIMEOUT)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_rows(server, slowly, stream):
+    scheduler = server.scheduler
+    gone = open_request(server, stream=stream)
+    until(lambda: scheduler.in_flight == 4)
+    waits = open_request(server, stream=stream)
+    until(lambda: scheduler.waiting == 4)
+    waits.close()
+    until(lambda: scheduler.waiting == 0)
+    gone.close()
+    until(lambda: scheduler.in_flight == 0, seconds=20)
+    page = server.ask("GET", "/metrics")[1].decode()
+    assert float(re.search(r"^specjax_rows_left_total (\S+)$", page, re.M)[1]) >= 8
+    out = generated(server, sampling=sj.Sampling(), max_new_tokens=12)
+    answer = server.complete(prompt=TEXT, temperature=0, max_tokens=12)
+    assert answer["choices"][0]["text"] == out.text[0]
+
+
+def test_a_full_queue_says_so(server, slowly):
+    first = open_request(server, stream=True)
+    until(lambda: server.scheduler.in_flight == 4)
+    second = open_request(server, n=40, stream=True)
+    until(lambda: server.scheduler.waiting == 40)
+    status, answer, headers = server.ask("POST", "/v1/completions", {"prompt": TEXT})
+    assert status == 429 and answer["error"]["code"] == "queue_full"
+    assert headers["retry-after"] == "1"
+    first.close()
+    second.close()
+    until(lambda: server.scheduler.in_flight == server.scheduler.waiting == 0)
+    assert server.complete(prompt=TEXT, max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+def test_a_failure_ends_its_requests_alone(server, monkeypatch, capfd):
+    """The log gets what the device said; the client gets a line, and the next one an answer."""
+
+    def broken(self, take):
+        if not self.waiting:
+            return []
+        monkeypatch.undo()
+        raise RuntimeError("RESOURCE_EXHAUSTED: secret")
+
+    monkeypatch.setattr(Lane, "look", broken)
+    status, answer, _ = server.ask("POST", "/v1/completions", {"prompt": TEXT})
+    assert status == 500 and answer["error"]["code"] == "decoding_failed"
+    assert "secret" not in json.dumps(answer) and "secret" in capfd.readouterr().err
+    assert server.complete(prompt=TEXT, max_tokens=2)["choices"]
+    assert server.scheduler.in_flight == server.scheduler.waiting == 0
+
+
+@pytest.mark.slow
+def test_64_clients_some_of_whom_leave(server):
+    """No error, no row left over, and every answer is that of generate."""
+    rng = random.Random(0)
+    asked = []
+    for _ in range(192):
+        settings = {"temperature": rng.choice((0, 0.9)), "seed": rng.randrange(3)}
+        asked.append((settings | {"max_tokens": rng.choice((3, 17, 40))}, rng.random()))
+
+    def one(body, chance):
+        if chance < 1 / 3:
+            connection = open_request(server, n=1, stream=chance < 1 / 6, **body)
+            time.sleep(chance)
+            connection.close()
+            return None
+        while True:  # the queue holds 40
+            status, answer, _ = server.ask("POST", "/v1/completions", {"prompt": CODE} | body)
+            if status != 429:
+                assert status == 200, answer
+                return answer["choices"][0]["text"]
+            time.sleep(0.1)
+
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        texts = list(pool.map(lambda given: one(*given), asked))
+    until(lambda: server.scheduler.in_flight == server.scheduler.waiting == 0)
+    wanted = {}
+    for (body, _), text in zip(asked, texts, strict=True):
+        kind = tuple(body.values())
+        if text is not None and kind not in wanted:
+            sampling = sj.Sampling(body["temperature"])
+            settings = {"seed": body["seed"], "max_new_tokens": body["max_tokens"]}
+            wanted[kind] = generated(server, CODE, sampling=sampling, **settings).text[0]
+        assert text in (None, wanted.get(kind))
+    assert texts.count(None) > 40 and len(wanted) == 18
+
+
+@pytest.mark.slow
+def test_sigterm_under_load_loses_no_request(tiny_pair_dirs):
+    target, draft = tiny_pair_dirs
+    command = [sys.executable, "-m", "infer.serve", "--target", target, "--draft", draft]
+    command += ["--port", "0", "--batch-size", "4"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    port = int(re.search(r"http://127.0.0.1:(\d+)$", process.stderr.readline())[1])
+    running = Running(*map(sj.load, tiny_pair_dirs), scheduler=None, port=port)
+    bodies = [
+        {"prompt": TEXT, "temperature": 0.9, "seed": i, "max_tokens": 150, "stream": i % 2 == 1}
+        for i in range(16)
+    ]
+
+    def came():
+        page = running.ask("GET", "/metrics")[1].decode()
+        rows = re.findall(r"^specjax_rows_(?:waiting|in_flight) (\S+)$", page, re.M)
+        return sum(map(float, rows))
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        asks = [pool.submit(running.ask, "POST", "/v1/completions", body) for body in bodies]
+        until(lambda: came() == 16)
+        process.send_signal(signal.SIGTERM)
+        answers = [ask.result() for ask in asks]
+    for body, (status, answer, _) in zip(bodies, answers, strict=True):
+        want = {"sampling": sj.Sampling(0.9), "max_new_tokens": 150, "seed": body["seed"]}
+        assert status == 200 and text_of(answer) == generated(running, **want).text[0]
+    assert process.wait(TIMEOUT) == 0 and not process.stderr.read()
+    with pytest.raises(ConnectionRefusedError):
+        running.ask("GET", "/health")
+
+
+def text_of(answer):
+    """Of one choice, whole or as events."""
+    if isinstance(answer, dict):
+        return answer["choices"][0]["text"]
+    *events, done, end = answer.decode().split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+
+# --- the page ----------------------------------------------------------------------------------
+
+
+def test_the_page_loads_nothing_else(server):
+    status, page, headers = server.ask("GET", "/")
+    page = page.decode()
+    assert status == 200 and "default-src 'none'" in headers["content-security-policy"]
+    assert not re.findall(r"\b(?:src|href)=|@import|url\(|//\w+\.", page)
+    asked = set(re.findall(r'\bat\("([\w-]+)"\)', page))
+    assert asked and asked <= set(re.findall(r'\bid="([\w-]+)"', page))
+    assert set(re.findall(r'fetch\("([^"]+)"', page)) == {"v1/models", "v1/completions"}
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
+def test_the_page_s_script(server, tmp_path):
+    """The script runs against the server, with as much of a document as it uses."""
+    script = re.search("<script>(.*)</script>", server.ask("GET", "/")[1].decode(), re.S)[1]
+    support = Path(__file__).parents[1] / "support" / "page.js"
+    file = tmp_path / "page.js"
+    file.write_text(support.read_text().replace("SCRIPT;", script))
+    command = ["node", str(file), server.url, TEXT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert not shown["error"]
+    out = generated(server, max_new_tokens=24, options={"gamma": 4})
+    written = [[text, author] for text, author in shown["text"] if author != "prompt"]
+    assert shown["text"][0] == [TEXT, "prompt"]
+    assert "".join(text for text, _ in written) == out.text[0]
+    assert {author for _, author in written} == {"draft", "target"}
+    assert "".join(text for text, author in shown["plain"] if author == "target") == out.text[0]
+    stats = {name: values[0] for name, values in out.stats.items()}
+    assert shown["per-pass"] == f"{stats['emitted'] / stats['target_calls']:.2f}"
+    share = f"{100 * stats['accepted'] / stats['tested']:.0f}"
+    assert shown["accepted"] == f"{share} % of {stats['tested']}"
+    assert shown["same"] == "the same" and shown["ratio"].endswith("×") and not shown["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not make_page.chromium(), reason="needs chromium")
+def test_the_page_in_a_browser(server):
+    """A completion, colours and figures; nothing in the console, and another site gets nothing."""
+
+    async def use():
+        async with make_page.opened(server.url + "/") as page:
+            await page.until("document.readyState === 'complete' && at('model').textContent")
+            await page.evaluate(f"at('prompt').value = {json.dumps(TEXT)}; at('tokens').value = 24")
+            await page.evaluate("at('run').click()")
+            await page.until(make_page.DONE)
+            shown = await page.evaluate(
+                "JSON.stringify(Object.fromEntries(RESULTS.map((id) => [id, at(id).textContent])))"
+            )
+            colours = "new Set([...at('text').children].map((s) => getComputedStyle(s).color)).size"
+            refused = "fetch('https://127.0.0.1:1/').catch((e) => { window.refused = e.name; })"
+            await page.evaluate(refused)
+            hidden = await page.evaluate("at('keyed').offsetParent === null")
+            await page.until("window.refused")
+            return json.loads(shown), hidden, await page.evaluate(colours), await page.picture()
+
+    shown, hidden, colours, picture = asyncio.run(use())
+    out = generated(server, max_new_tokens=24)
+    assert shown["text"] == shown["plain"] == TEXT + out.text[0]
+    assert shown["same"] == "the same" and shown["ratio"].endswith("×") and not shown["error"]
+    assert hidden and colours == 3 and picture.startswith(b"\x89PNG")

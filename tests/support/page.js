@@ -1,0 +1,30 @@
+// As much of a browser's document as the server's page uses; prints what the page then shows.
+const [, , server, prompt] = process.argv;
+const elements = {};
+
+function element() {
+  const listeners = {}, own = { value: "", hidden: false, disabled: false, children: [] };
+  return Object.assign(own, {
+    append(child) { own.children.push([child.textContent, child.className]); },
+    addEventListener(kind, listener) { listeners[kind] = listener; },
+    send(kind) { return listeners[kind]({ preventDefault() {} }); },
+  });
+}
+
+globalThis.document = {
+  getElementById: (id) => (elements[id] ??= element()),
+  createElement: element,
+};
+const fetched = globalThis.fetch;
+globalThis.fetch = (path, options) => fetched(server + "/" + path, options);
+
+SCRIPT;
+
+const values = { prompt, tokens: "24", temperature: "0", seed: "0" };
+for (const [id, value] of Object.entries(values))
+  Object.assign(at(id), { value, valueAsNumber: Number(value) });
+at("form").send("submit").then(() => {
+  const shown = Object.fromEntries(RESULTS.map((id) => [id, at(id).textContent ?? ""]));
+  for (const id of ["text", "plain"]) shown[id] = at(id).children;
+  console.log(JSON.stringify(shown));
+});
