@@ -15,12 +15,14 @@ from specjax import decode
 from specjax.engine import Engine
 from specjax.methods import Context
 from support import variants
+from support.heads import fitted_head
 from support.variant_models import pair
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 SAMPLED = sj.Sampling(0.9, top_p=0.9)
 FEW = ("speculative",)  # cdsl runs below
 FAMILIES = ("gpt2", "bloom")
+HEAD_AXES = {"data": 2}, {"data": 2, "model": 2}
 
 
 def some(names, fast):
@@ -90,6 +92,20 @@ def test_every_family(name):
     one = pair(name)[0]
     options = {"max_new_tokens": 16, "logprobs": True}
     same(*(sj.generate(model, PROMPTS, **options) for model in (one, *spread([one], model=2))))
+
+
+def test_a_head(target):
+    """Rows of it take seats, on a target that is split and on one that is whole."""
+    head = fitted_head(target, np.arange(90), (0, 1))
+    prompts = [[1 + i] * (1 + i % 4) for i in range(5)]
+    options = {"drafter": "head", "rule": "speculative", "sampling": SAMPLED, "batch_size": 2}
+    one, *many = (
+        sj.generate(p, prompts, draft=q, max_new_tokens=[3, 14, 1, 7, 2], **options)
+        for p, q in ((target, head), *(spread((target, head), **axes) for axes in HEAD_AXES))
+    )
+    assert one.stats["accepted"].sum() > 0
+    for other in many:
+        same(one, other)
 
 
 def test_a_draft_may_be_whole_on_each_device(target, draft):

@@ -139,10 +139,12 @@ def continuation_counts(engine, prompt, length: int, sampling) -> np.ndarray:
     inputs, budget = engine.inputs(sampling, ROWS), np.full(ROWS, length, np.int32)
     method, vocab = engine.method, engine.target.vocab_limit
     counts = np.zeros((vocab,) * length, np.int64)
+    slots = -(-(len(prompt) + length + method.width) // 16) * 16  # a bucket would be mostly empty
+    how = {"chunk": 16, "slots": slots}
     with optimised():
         for seed in range(-(-SAMPLES // ROWS)):
             keys = jax.random.split(jax.random.key(seed), ROWS)
-            state = decode.start(method, inputs, [np.array(prompt)] * ROWS, budget, keys, chunk=16)
+            state = decode.start(method, inputs, [np.array(prompt)] * ROWS, budget, keys, **how)
             state = decode.advance(method, inputs, state, 2**31 - 1)
             counts += histogram(np.asarray(state.tokens[:, len(prompt) :][:, :length]), vocab)
     return counts
