@@ -35,11 +35,16 @@ def fitted_head(target: sj.LM, ids: np.ndarray, layers: tuple[int, ...]) -> sj.L
     tokens = generator.integers(0, target.vocab_limit, (48, 24)).astype(np.int32)
     at = np.broadcast_to(np.arange(24, dtype=np.int32), tokens.shape)
     segments = np.ones_like(at)
-    hidden, states = tapped_states(target.config, target.params, tokens, at, segments, layers)
-    wanted = logits_of(target.config, target.params, hidden)[:, 1:, ids]
-    features = fused_states(cfg, params, states[:, :-1])
-    read = head_states(cfg, params, tokens[:, 1:], features, at[:, :-1], segments[:, 1:])
-    normed = module_of(cfg, params).norm(read)
+
+    @jax.jit
+    def read(params, whole):
+        hidden, states = tapped_states(target.config, whole, tokens, at, segments, layers)
+        features = fused_states(cfg, params, states[:, :-1])
+        made = head_states(cfg, params, tokens[:, 1:], features, at[:, :-1], segments[:, 1:])
+        wanted = logits_of(target.config, whole, hidden)[:, 1:, ids]
+        return module_of(cfg, params).norm(made), wanted
+
+    normed, wanted = read(params, target.params)
     a, b = (np.asarray(x, np.float64).reshape(-1, x.shape[-1]) for x in (normed, wanted))
     matrix = np.linalg.lstsq(a, b - b.mean(-1, keepdims=True), rcond=None)[0].T
     fitted = params | {"head": jnp.asarray(matrix, jnp.float32)}

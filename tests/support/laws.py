@@ -140,7 +140,7 @@ def continuation_counts(engine, prompt, length: int, sampling) -> np.ndarray:
     method, vocab = engine.method, engine.target.vocab_limit
     counts = np.zeros((vocab,) * length, np.int64)
     slots = -(-(len(prompt) + length + method.width) // 16) * 16  # a bucket would be mostly empty
-    how = {"chunk": 16, "slots": slots}
+    how = {"chunk": len(prompt), "slots": slots}
     with optimised():
         for seed in range(-(-SAMPLES // ROWS)):
             keys = jax.random.split(jax.random.key(seed), ROWS)
