@@ -72,8 +72,11 @@ def replay(drafter: Drafter, rows: list[tuple[list[int], list[int]]], batch: int
     inputs = SimpleNamespace(is_eos=lambda tokens: tokens < 0)
 
     @jax.jit
-    def begin(tokens, length, carried):
-        return drafter.init(inputs, _state(tokens, length, carried), 0)
+    def begin(tokens, length, before):
+        state = _state(tokens, length, ())
+        if before:
+            return drafter.succeed(_state(tokens, length, before), state)
+        return drafter.init(inputs, state)
 
     @jax.jit
     def play(tokens, length, whole, drafted):
@@ -87,7 +90,7 @@ def replay(drafter: Drafter, rows: list[tuple[list[int], list[int]]], batch: int
         gained = jnp.cumprod(right, axis=1).sum(1) + 1
         return jnp.where(state.done, length, jnp.minimum(length + gained, whole)), drafted
 
-    passes, carried = 0, ()
+    passes, drafted = 0, ()
     for first in range(0, len(rows), batch):
         part = rows[first : first + batch]
         tokens = np.zeros((batch, slots), np.int32)
@@ -95,11 +98,10 @@ def replay(drafter: Drafter, rows: list[tuple[list[int], list[int]]], batch: int
             tokens[row, : len(given) + len(written)] = given + written
         length = jnp.asarray([len(a) for a, _ in part], jnp.int32)
         whole = jnp.asarray([len(a) + len(b) for a, b in part], jnp.int32)
-        drafted = begin(tokens, length, carried)
+        drafted = begin(tokens, length, drafted)
         while (length < whole).any():
             passes += int((length < whole).sum())
             length, drafted = play(tokens, length, whole, drafted)
-        carried = drafter.carry(drafted)
     return sum(len(b) for _, b in rows) / passes
 
 
