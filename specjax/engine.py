@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Key
 
 from specjax.lm import LM
 from specjax.mesh import DATA
@@ -84,3 +85,9 @@ class Row:
         """Whether the two are samples of one prompt: nothing but their keys differs."""
         same = self.tokens is other.tokens and self.constraints is other.constraints
         return same and (self.budget, self.sampling) == (other.budget, other.sampling)
+
+
+def keys_of(rows: Sequence[Row]) -> Key[Array, "B"]:
+    """The rows' keys as one array; stacked on the host, for XLA takes minutes over thousands."""
+    data = np.stack([np.asarray(jax.random.key_data(row.key)) for row in rows])
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(rows[0].key))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode
-from specjax.engine import Engine, Row
+from specjax.engine import Engine, Row, keys_of
 from specjax.gate import Gate
 from specjax.models.cache import bucket, bucket_below
 from specjax.output import Generation, Piece, Reader
@@ -172,7 +172,7 @@ class Flight:
             self._inputs,
             prompts,
             np.array([row.budget for row in everyone], np.int32),
-            jnp.stack([row.key for row in everyone]),
+            keys_of(everyone),
             logprobs=self._logprobs,
             chunk=self._engine.chunk(max(map(len, prompts)), self._size),
             slots=self._reserved,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 
-import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode
-from specjax.engine import Engine, Row
+from specjax.engine import Engine, Row, keys_of
 from specjax.models.cache import widths
 from specjax.prefixes import Prefixes
 from specjax.types import DecodeState, Inputs
@@ -38,7 +37,7 @@ class Gate:
         nobody = dataclasses.replace(some, tokens=np.zeros(1, np.int32), budget=0)
         self._all = [row or nobody for row in rows]
         if again:  # samples of one prompt differ in their keys alone
-            keys = jnp.stack([row.key for row in self._all])
+            keys = keys_of(self._all)
             self.state, self.cached = self.state.replace(keys=keys), self._last
             return
         if self.inputs is None or self._engine.tells_apart(self._all):
@@ -54,7 +53,7 @@ class Gate:
         self._first = np.maximum(self.cached - self._engine.method.behind, 0)
         self._last = lengths - 1
         ends = lengths + np.array([row.budget for row in self._all], np.int32)
-        keys = jnp.stack([row.key for row in self._all])
+        keys = keys_of(self._all)
         begin = decode.begin_prompts(self._engine.method, self._logprobs)
         self.state = begin(self.inputs, tokens, lengths, ends, keys, known)
 

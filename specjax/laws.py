@@ -96,6 +96,7 @@ def check(
       OptionError: an argument cannot be used, or ``draw`` gives something else.
     """
     law = joint(next_p, vocab, length)
+    _pooled(law.reshape(-1) * samples)  # said before anything is drawn
     tokens = np.asarray(draw(samples, seed))
     if tokens.shape != (samples, length):
         raise OptionError(
@@ -145,9 +146,9 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
       OptionError: the law has one outcome, which tests nothing.
     """
     counts, law = counts.reshape(-1), law.reshape(-1)
-    want, seen = _pooled(law * counts.sum(), law * counts.sum(), counts)
     if counts[law == 0].any():
         return 0.0
+    want, seen = _pooled(law * counts.sum(), law * counts.sum(), counts)
     return float(chdtrc(len(want) - 1, np.sum((seen - want) ** 2 / want)))
 
 

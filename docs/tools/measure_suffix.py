@@ -74,9 +74,9 @@ def replay(drafter: Drafter, rows: list[tuple[list[int], list[int]]], batch: int
     @jax.jit
     def begin(tokens, length, before):
         state = _state(tokens, length, ())
-        if before is None:
-            return drafter.init(inputs, state)
-        return drafter.succeed(_state(tokens, length, before), state)
+        if before:
+            return drafter.succeed(_state(tokens, length, before), state)
+        return drafter.init(inputs, state)
 
     @jax.jit
     def play(tokens, length, whole, drafted):
@@ -90,7 +90,7 @@ def replay(drafter: Drafter, rows: list[tuple[list[int], list[int]]], batch: int
         gained = jnp.cumprod(right, axis=1).sum(1) + 1
         return jnp.where(state.done, length, jnp.minimum(length + gained, whole)), drafted
 
-    passes, drafted = 0, None
+    passes, drafted = 0, ()
     for first in range(0, len(rows), batch):
         part = rows[first : first + batch]
         tokens = np.zeros((batch, slots), np.int32)

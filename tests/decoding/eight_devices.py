@@ -81,7 +81,7 @@ def test_rows_take_seats_on_every_device(target, draft):
             for p, q in ((target, draft), many)
         )
         same(one, two)
-        assert two.occupancy > 0.6
+        assert two.occupancy > 0.5  # of the first job fixed batches would have 0.36
     # Each device feeds the beginning once.
     assert sorted(two.cached_tokens)[:2] == [0, 0] and sorted(two.cached_tokens)[2] >= 29
 

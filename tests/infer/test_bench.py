@@ -439,7 +439,7 @@ def test_default_prompts_are_held_out_functions(tiny_pair_dirs):
 
 def test_random_target_is_what_a_peer_loads(monkeypatch):
     monkeypatch.setitem(bench.SIZES, "tiny", (32, 2, 4, 48, 97))
-    args = argparse.Namespace(random_target="tiny", dtype=None, num_prompts=3)
+    args = argparse.Namespace(random_target="tiny", dtype=None, quantize=None, num_prompts=3)
     with benchmark.models(args) as (target, draft, directories):
         asked, _ = questions.read_questions(args, Encoder(target))
     assert draft is None and directories[1] is None

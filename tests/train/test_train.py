@@ -20,6 +20,7 @@ from specjax.models import load_pretrained, num_params
 from support.training import ROOT, TINY_LM, TINY_SDSAT, logged, overrides
 from train.config import (
     MAY_CHANGE,
+    HeadRunConfig,
     LMConfig,
     Optim,
     Run,
@@ -83,9 +84,10 @@ def test_overrides_are_toml_values():
 
 def test_shipped_configs_are_valid():
     for path in sorted((ROOT / "configs").glob("*.toml")):
-        sdsat = path.name.startswith("sdsat_")
-        from_toml(SDSATConfig if sdsat else LMConfig, path)
-        name = "ablation" if path.stem == "sdsat_ablation" else "sdsat" if sdsat else "lm"
+        kinds = {"sdsat": SDSATConfig, "head": HeadRunConfig}
+        kind = path.stem.partition("_")[0]
+        from_toml(kinds.get(kind, LMConfig), path)
+        name = "ablation" if path.stem == "sdsat_ablation" else kind if kind in kinds else "lm"
         assert f"python -m train.{name} configs/{path.name}" in path.read_text()
 
 
@@ -299,7 +301,9 @@ def test_every_setting_is_compared_but_those_that_may_change():
 
 def test_what_may_change_is_of_a_config():
     for section, keys in MAY_CHANGE.items():
-        parts = [getattr(cfg, section, None) for cfg in (LMConfig(), SDSATConfig())]
+        parts = [
+            getattr(cfg, section, None) for cfg in (LMConfig(), SDSATConfig(), HeadRunConfig())
+        ]
         assert all(any(hasattr(part, key) for part in parts) for key in keys)
 
 
