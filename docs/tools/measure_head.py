@@ -16,7 +16,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax.experimental import topologies
-from measure_tpu import PARTS, SHAPES, abstract, compile_rounds, part_of, turns
+from measure_tpu import PARTS, abstract, compile_rounds, part_of, turns
+from shapes import SHAPES
 from tpu_cycles import cycles
 
 from infer.cli import whole

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
+from shapes import DRAFTS, SHAPES
 from tpu_cycles import EXCHANGES, bytes_per_cycle, cycles
 
 import specjax as sj
@@ -34,27 +35,6 @@ from specjax.models.quantize import param_bytes, parse_scheme, quantize_params
 from specjax.models.sharding import split_config
 from specjax.warp import SEARCHING
 
-LLAMA = {"vocab_size": 128256, "num_kv_heads": 8, "max_position": 131072}
-QWEN = {"vocab_size": 151936, "num_kv_heads": 8, "max_position": 40960}
-
-
-def llama(hidden: int, layers: int, heads: int, inner: int, tied: bool = False) -> ModelConfig:
-    return ModelConfig.llama(
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        intermediate_size=inner,
-        tie_embeddings=tied,
-        **LLAMA,
-    )
-
-
-SHAPES = {
-    "llama-3-8b": llama(4096, 32, 32, 14336),
-    "llama-3-70b": llama(8192, 80, 64, 28672),
-    "llama-3-1b": llama(2048, 16, 32, 8192, tied=True),
-}
-DRAFTS = {"llama-3-8b": "llama-3-1b", "llama-3-70b": "llama-3-8b"}
 PARTS = ("weights", "attention", "draw and rule", "exchanges", "rest")
 SEARCH_TURNS = 4  # passes over the vocabulary that top-p's search takes for bfloat16 logits
 
@@ -63,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     """One row per method and batch size."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("methods", nargs="*", default=["autoregressive", "speculative"])
-    parser.add_argument("--target", choices=SHAPES, default="llama-3-8b")
+    parser.add_argument("--target", choices=DRAFTS, default="llama-3-8b")
     parser.add_argument("--batch", type=whole(1), nargs="+", default=[1, 8], metavar="N")
     parser.add_argument("--slots", type=whole(128), default=2048, metavar="N")
     parser.add_argument("--layers", type=whole(1), metavar="N", help="fewer layers compile faster")
@@ -157,7 +137,9 @@ def abstract(cfg: ModelConfig, mesh: jax.sharding.Mesh, args: argparse.Namespace
     """A split model of shapes alone."""
     count = mesh.shape["model"]
     if args.layers:
-        cfg = dataclasses.replace(cfg, num_layers=min(cfg.num_layers, args.layers))
+        slides = cfg.sliding_layers and cfg.sliding_layers[: args.layers]
+        layers = min(cfg.num_layers, args.layers)
+        cfg = dataclasses.replace(cfg, num_layers=layers, sliding_layers=slides)
 
     def layout(params):
         params = fuse(params)
