@@ -10,6 +10,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models.attention import MASKED_SCORE, PLAIN, Scores, grouped, masked_scores, ungrouped
@@ -19,6 +20,8 @@ DENSE_SLOTS, DENSE_SCORES = 4096, 1 << 26
 # Otherwise a pass meets so many scores at a time, in blocks of so many slots: enough to be worth a
 # loop's turn, few enough for a TPU's vector memory.
 BLOCK_SCORES, MIN_BLOCK, MAX_BLOCK = 1 << 23, 512, 1024
+# Compilers would lay a cache out as its writes come, and turn every block around to read it.
+SLOT_BY_SLOT = Layout((0, 1, 2, 3))
 # The names of its loops in a compiled program.
 TOGETHER, ALONE, EACH = "rows together", "rows alone", "row by row"
 
@@ -60,6 +63,7 @@ def cached_attention(
     if window is not None:
         begin = jnp.maximum(positions.min(axis=1) - window + 1, 0) // block
     q = grouped(q, heads, finish)
+    k, v = (with_layout_constraint(x, SLOT_BY_SLOT) for x in (k, v))
 
     def meet(row, count, j, state):
         """``count`` rows from ``row`` on see their block ``j``."""
