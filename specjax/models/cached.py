@@ -19,9 +19,13 @@ from specjax.models.attention import MASKED_SCORE, PLAIN, Scores, grouped, maske
 DENSE_SLOTS, DENSE_SCORES = 4096, 1 << 26
 # Otherwise a pass meets so many scores at a time, in blocks of so many slots: enough to be worth a
 # loop's turn, few enough for a TPU's vector memory.
-BLOCK_SCORES, MIN_BLOCK, MAX_BLOCK = 1 << 23, 512, 1024
-# Compilers would lay a cache out as its writes come, and turn every block around to read it.
+BLOCK_SCORES, MIN_BLOCK, MAX_BLOCK = 1 << 22, 512, 4096
+# Left alone, a TPU's compiler lays a cache out as its writes come, or as one product wants it, and
+# turns all of it around for the others.
 SLOT_BY_SLOT = Layout((0, 1, 2, 3))
+# From so many queries of a key head on, the sum of weights is cheapest as one more column of the
+# product, for which they are computed once.
+WIDE = 512
 # The names of its loops in a compiled program.
 TOGETHER, ALONE, EACH = "rows together", "rows alone", "row by row"
 
@@ -64,6 +68,7 @@ def cached_attention(
         begin = jnp.maximum(positions.min(axis=1) - window + 1, 0) // block
     q = grouped(q, heads, finish)
     k, v = (with_layout_constraint(x, SLOT_BY_SLOT) for x in (k, v))
+    tiled = jnp.tile(positions, (1, h // heads))
 
     def meet(row, count, j, state):
         """``count`` rows from ``row`` on see their block ``j``."""
@@ -77,15 +82,16 @@ def cached_attention(
             return jax.lax.dynamic_slice(x, starts, sizes)
 
         if mask is None:
-            apart = part(positions)[:, :, None] - (first + jnp.arange(block, dtype=jnp.int32))
+            apart = part(tiled)[:, :, None] - (first + jnp.arange(block, dtype=jnp.int32))
             seen = apart >= 0
             seen = seen if window is None else seen & (apart < window)
         else:
-            seen, apart = part(mask, 2), part(distance, 2) if finish.alibi else None
-        seen = jnp.tile(seen, (1, h // heads, 1))
-        apart = apart if finish.alibi else None
-        scores = masked_scores(part(q), part(k, 2), seen, apart, finish)
-        return _weigh(state, scores, part(v, 2))
+            seen = jnp.tile(part(mask, 2), (1, h // heads, 1))
+            apart = part(distance, 2) if finish.alibi else None
+        apart = apart[:, :n] if finish.alibi else None
+        keys, values = (with_layout_constraint(part(x, 2), SLOT_BY_SLOT) for x in (k, v))
+        scores = masked_scores(part(q), keys, seen, apart, finish)
+        return _weigh(state, scores, values)
 
     def through(row, count, begin, end):
         """``count`` rows from ``row`` on see their blocks before ``end``."""
@@ -138,30 +144,33 @@ def _alone(meet, state, begin: Int[Array, "B"], end: Int[Array, "B"]):
     return jax.lax.fori_loop(0, last[-1], step, state)
 
 
-def _nothing(q: Float[Array, "B K R E"]) -> tuple[Array, Array, Array]:
+def _nothing(q: Float[Array, "B K R E"]) -> tuple[Array, Array]:
     """The online softmax before the first block: see :func:`_weigh`."""
     # Above every masked score: what is masked weighs nothing, also where nothing was seen yet.
     top = jnp.full(q.shape[:-1], MASKED_SCORE / 2, jnp.float32)
-    return top, jnp.zeros_like(top), jnp.zeros(q.shape, jnp.float32)
+    return top, jnp.zeros((*q.shape[:-1], q.shape[-1] + 1), jnp.float32)
 
 
 def _weigh(carry, scores: Float[Array, "B K R S"], v: Float[Array, "B K S E"]):
     """The online softmax's step (arXiv 1805.02867).
 
-    ``carry``, float32: the largest score so far and the sum of weights, ``[B, K, R]`` each, and
-    the weighted values ``[B, K, R, E]``.
+    ``carry``, float32: the largest score so far ``[B, K, R]``, and the weighted values with the
+    sum of weights as a last column, ``[B, K, R, E+1]``.
     """
-    top, total, out = carry
+    top, out = carry
     new_top = jnp.maximum(top, scores.max(-1))
     weights = jnp.exp(scores - new_top[..., None])
-    shrink = jnp.exp(top - new_top)
-    gain = jnp.einsum(
-        "bkrs,bkse->bkre", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-    )
-    return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + gain
+    product = functools.partial(jnp.einsum, "bkrs,bkse->bkre", preferred_element_type=jnp.float32)
+    if scores.shape[2] < WIDE:
+        gain = product(weights.astype(v.dtype), v)
+        gain = jnp.concatenate([gain, weights.sum(-1, keepdims=True)], axis=-1)
+    else:
+        ones = ((0, 0), (0, 0), (0, 0), (0, 1))
+        gain = product(weights.astype(v.dtype), jnp.pad(v, ones, constant_values=1))
+    return new_top, out * jnp.exp(top - new_top)[..., None] + gain
 
 
-def _mean(carry: tuple[Array, Array, Array]) -> Float[Array, "B K R E"]:
+def _mean(carry: tuple[Array, Array]) -> Float[Array, "B K R E"]:
     """What the online softmax comes to; 0 where a query saw nothing."""
-    _, total, out = carry
-    return out / jnp.where(total > 0, total, 1.0)[..., None]
+    out, total = carry[1][..., :-1], carry[1][..., -1:]
+    return out / jnp.where(total > 0, total, 1.0)
