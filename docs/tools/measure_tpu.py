@@ -35,7 +35,7 @@ from specjax.generate import make_engine
 from specjax.mesh import AXES, specs_of
 from specjax.methods import METHODS
 from specjax.models import ModelConfig, fuse, param_shapes
-from specjax.models.cached import ALONE, EACH, TOGETHER, block_of, reads_whole, shared_blocks
+from specjax.models.long_cache import ALONE, EACH, TOGETHER, block_of, reads_whole, shared_blocks
 from specjax.models.placement import param_specs, split_layers
 from specjax.models.quantize import param_bytes, parse_scheme, quantize_params
 from specjax.models.sharding import split_config

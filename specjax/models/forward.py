@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models import attention, cached, sharding
+from specjax.models import attention, long_cache, sharding
 from specjax.models.blocks import Decoder
 from specjax.models.cache import KVCache, write_rows
 from specjax.models.config import ModelConfig
@@ -253,7 +253,7 @@ def tapped_forward(
         features = None if features is None else widen(features, width)
     base = start if base is None else base
     windows, finish, slots = cfg.windows, _scores(cfg), cache.slots
-    whole = cached.reads_whole(positions.size * cfg.num_heads, slots)
+    whole = long_cache.reads_whole(positions.size * cfg.num_heads, slots)
     masks, distance = dict.fromkeys(windows), None
     if whole or not chain:
         masks = {
@@ -273,7 +273,7 @@ def tapped_forward(
         if whole:
             return attention.dense_attention(q, *kv, masks[window], finish, distance)
         top, how = base + visible.shape[-1] - 1, {"window": window, "finish": finish}
-        return cached.cached_attention(q, *kv, positions, top, masks[window], distance, **how)
+        return long_cache.cached_attention(q, *kv, positions, top, masks[window], distance, **how)
 
     run = module_of(cfg, params)
     hidden, tapped = run(tokens, positions, attend, taps=taps, features=features)

@@ -12,9 +12,9 @@ from conftest import tiny_lm
 from specjax import decode
 from specjax.engine import Engine
 from specjax.methods import Context
-from specjax.models import attention, cached
+from specjax.models import attention, long_cache
 from specjax.models.attention import Scores
-from specjax.models.cached import block_of, cached_attention
+from specjax.models.long_cache import block_of, cached_attention
 
 ROWS, HEADS, KEYS, SIZE, SLOTS = 3, 4, 2, 8, 56
 BASES = np.array([3, 41, 17], np.int32)  # rows of different lengths
@@ -24,8 +24,8 @@ PARENTS = [-1, 0, 0, 1, 2, 3]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of 8 slots, for 16 do not divide the cache."""
-    monkeypatch.setattr(cached, "MIN_BLOCK", 16)
-    monkeypatch.setattr(cached, "MAX_BLOCK", 16)
+    monkeypatch.setattr(long_cache, "MIN_BLOCK", 16)
+    monkeypatch.setattr(long_cache, "MAX_BLOCK", 16)
 
 
 def reference(q, k, v, seen, distance, window, finish):
@@ -82,9 +82,9 @@ CASES = {
 def test_blocks_are_what_each_token_sees(case, rows, monkeypatch):
     n, window, finish = CASES[case]
     if rows == "one by one":
-        monkeypatch.setattr(cached, "BLOCK_SCORES", 1)
+        monkeypatch.setattr(long_cache, "BLOCK_SCORES", 1)
     if rows == "wide":
-        monkeypatch.setattr(cached, "WIDE", 1)
+        monkeypatch.setattr(long_cache, "WIDE", 1)
     assert block_of(ROWS, HEADS * n, SLOTS) == (rows != "one by one", 8)
     positions, seen, distance = nodes(PARENTS if "tree" in case else range(-1, n - 1))
     tree = ()
@@ -137,7 +137,7 @@ def test_decoding_over_blocks_is_decoding(method, monkeypatch):
     prompts = [np.arange(150) % 90, np.arange(20), np.arange(7, 140) % 80]
     keys, budget = jax.random.split(jax.random.key(0), 3), np.full(3, 30, np.int32)
     engine = Engine(target, draft, built, settings)
-    monkeypatch.setattr(cached, "DENSE_SLOTS", 256)
+    monkeypatch.setattr(long_cache, "DENSE_SLOTS", 256)
     for sampling in (sj.Sampling(temperature=0.0), sj.Sampling(temperature=1.0)):
         states = []
         for slots in (256, 384):
