@@ -141,8 +141,10 @@ def print_prefill(args: argparse.Namespace) -> None:
     heads = ["batch", "tokens a pass", "plain products", *PARTS, "over them", "scratch MB"]
     print(f"| {' | '.join(heads)} |\n|" + " ---: |" * len(heads))
     cfg = target.config
-    sizes = sum(x.size for x in jax.tree.leaves(target.params["layers"])) / args.mesh["model"]
-    seen = 2 * cfg.num_layers * cfg.num_heads * cfg.head_dim * args.slots // 2
+    layers = cfg.num_layers - 1  # of the last one a pass needs the keys and values alone
+    sizes = sum(x.size for x in jax.tree.leaves(target.params["layers"]["0"]))
+    sizes *= layers / args.mesh["model"]
+    seen = 2 * layers * cfg.num_heads * cfg.head_dim * args.slots // 2
     for rows in args.batch:
         engine = make_engine(target, None, METHODS["autoregressive"], {}, greedy=False)
         chunk = engine.chunk(args.slots, rows)

@@ -49,7 +49,7 @@ def cached_attention(
 ) -> Float[Array, "B N H E"]:
     """:func:`specjax.models.attention.dense_attention` by an online softmax over blocks of slots.
 
-    Rows go together as far as enough of them reach, and each for itself from there on: one costs
+    Rows go together as far as half of them reach, and each for itself from there on: one costs
     what it holds, whatever its neighbours. Blocks are of slots, so that a token's result has the
     same bits however many tokens are with it.
 
@@ -123,10 +123,9 @@ def block_of(rows: int, queries: int, size: int) -> tuple[bool, int]:
 
 
 def shared_blocks(end: Int[Array, "B"]) -> Int[Array, ""]:
-    """How many blocks rows that end there see together: so many that the third who reach the
-    furthest still need them, for by itself a row costs up to three times its share."""
-    rows = end.shape[0]
-    return jnp.sort(end)[rows - max(1, rows * 3 // 8)]
+    """How many blocks rows that end there see together: so many that half of them need them all,
+    for by itself a row costs about twice its share."""
+    return jnp.sort(end)[(end.shape[0] - 1) // 2]
 
 
 def _alone(meet, state, begin: Int[Array, "B"], end: Int[Array, "B"]):

@@ -103,16 +103,18 @@ def test_a_row_reads_no_block_behind_its_own_last():
     q, k, v = drawn(5)
     positions, top = BASES[:, None] + np.arange(5, dtype=np.int32), BASES + 4
     run = jax.jit(cached_attention)
-    want = run(q, k, v, positions, top)
+    want = np.asarray(run(q, k, v, positions, top))
+    k, v = k.copy(), v.copy()  # JAX may still look at the others
     for row in range(ROWS):
         for x in (k, v):
             x[row, :, (top[row] // 8 + 1) * 8 :] = np.nan
     for row in range(ROWS):
         own = (x[row : row + 1] for x in (q, k, v, positions, top))
         np.testing.assert_allclose(run(*own)[0], want[row], atol=2e-6)
-    # Together rows go as far as the longest of these three, and no further.
-    assert np.isnan(run(q, k, v, positions, top)[0]).all()
-    np.testing.assert_allclose(run(q, k, v, positions, top)[1], want[1], atol=2e-6)
+    # Together rows go as far as the second of these three, and the longest alone from there on.
+    together = run(q, k, v, positions, top)
+    assert np.isnan(together[0]).all()
+    np.testing.assert_allclose(together[1:], want[1:], atol=2e-6)
 
 
 def test_a_tokens_bits_do_not_depend_on_what_is_with_it():
