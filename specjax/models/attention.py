@@ -151,7 +151,6 @@ def dense_attention(
     """Softmax attention over the whole key axis; scores and softmax in float32."""
     n = q.shape[1]
     q = grouped(q, k.shape[1], finish)
-    mask = jnp.tile(mask, (1, q.shape[2] // n, 1))
     weights = jax.nn.softmax(masked_scores(q, k, mask, distance, finish), axis=-1).astype(v.dtype)
     return ungrouped(jnp.einsum("bkrs,bkse->bkre", weights, v), n)
 
@@ -174,7 +173,7 @@ def ungrouped(x: Float[Array, "B K R E"], n: int) -> Float[Array, "B N H E"]:
 def masked_scores(
     q: Float[Array, "B K R E"],
     k: Float[Array, "B K S E"],
-    mask: Bool[Array, "B R S"],
+    mask: Bool[Array, "B N S"],
     distance: Int[Array, "B N S"] | None,
     finish: Scores,
 ) -> Float[Array, "B K R S"]:
@@ -184,7 +183,8 @@ def masked_scores(
         n = mask.shape[1] if distance is None else distance.shape[1]
         each = scores.reshape(*q.shape[:2], -1, n, k.shape[2])
         scores = finish(each, distance).reshape(scores.shape)
-    return jnp.where(mask[:, None], scores, MASKED_SCORE)
+    mask = jnp.tile(mask, (1, q.shape[2] // mask.shape[1], 1))[:, None]
+    return jnp.where(mask, scores, MASKED_SCORE)
 
 
 def blockwise_attention(

@@ -86,8 +86,7 @@ def cached_attention(
             seen = apart >= 0
             seen = seen if window is None else seen & (apart < window)
         else:
-            seen = jnp.tile(part(mask, 2), (1, h // heads, 1))
-            apart = part(distance, 2) if finish.alibi else None
+            seen, apart = part(mask, 2), part(distance, 2) if finish.alibi else None
         apart = apart[:, :n] if finish.alibi else None
         keys, values = (with_layout_constraint(part(x, 2), SLOT_BY_SLOT) for x in (k, v))
         scores = masked_scores(part(q), keys, seen, apart, finish)
