@@ -63,7 +63,7 @@ class Engine:
 
     def chunk(self, longest: int, rows: int) -> int:
         """Tokens per prefill pass of ``rows``, by their longest prompt."""
-        return chunk_width(longest, rows // self.shares, self.target.config.num_heads)
+        return chunk_width(longest, rows // self.shares)
 
 
 @dataclasses.dataclass(frozen=True)

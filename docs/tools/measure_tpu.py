@@ -3,7 +3,11 @@
 Compiles the round of each method for a topology, from shapes alone (bfloat16, no weights), with
 libtpu (the `tpu` extra). Per round: modelled cycles by part, over what it costs to stream the
 weights and the slots of the cache once through the matrix unit; the exchanges between chips and
-the memory of one. The cycles are the compiler's cost model and no measurement.
+the memory of one. The cycles are the compiler's cost model and no measurement. A loop over blocks
+of a cache counts as many turns as the rows' lengths take (``--held``, by the target's heads).
+
+With ``--prefill``, the average pass over prompts of ``--slots`` tokens instead, over what its
+operations take in plain products.
 """
 
 from __future__ import annotations
@@ -11,16 +15,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import re
 import sys
 import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from shapes import DRAFTS, SHAPES
-from tpu_cycles import EXCHANGES, bytes_per_cycle, cycles
+from tpu_cycles import EXCHANGES, bytes_per_cycle, cycles, products_per_cycle
 
 import specjax as sj
 from infer.cli import mesh_axes, setting, whole
@@ -30,6 +36,7 @@ from specjax.generate import make_engine
 from specjax.mesh import AXES, specs_of
 from specjax.methods import METHODS
 from specjax.models import ModelConfig, fuse, param_shapes
+from specjax.models.long_cache import ALONE, EACH, TOGETHER, block_of, reads_whole, shared_blocks
 from specjax.models.placement import param_specs, split_layers
 from specjax.models.quantize import param_bytes, parse_scheme, quantize_params
 from specjax.models.sharding import split_config
@@ -46,6 +53,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--target", choices=DRAFTS, default="llama-3-8b")
     parser.add_argument("--batch", type=whole(1), nargs="+", default=[1, 8], metavar="N")
     parser.add_argument("--slots", type=whole(128), default=2048, metavar="N")
+    held = "slots that rows hold, one for all or one for each; default: all"
+    parser.add_argument("--held", type=whole(1), nargs="+", metavar="N", help=held)
+    parser.add_argument("--prefill", action="store_true", help="passes over prompts instead")
     parser.add_argument("--layers", type=whole(1), metavar="N", help="fewer layers compile faster")
     parser.add_argument("--set", type=setting, action="append", default=[], dest="options")
     parser.add_argument("--pass-width", type=whole(1, 128), metavar="N")
@@ -55,6 +65,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     # What a layer looks like is chosen by the backend: the one compiled for, not this machine's.
     jax.default_backend = lambda: "tpu"
+    if args.prefill:
+        return print_prefill(args)
     heads = ["method", "batch", "limit", *PARTS, "over the limit", "MB", *EXCHANGES[:2], "seconds"]
     print(f"| {' | '.join(heads)} |\n| --- |" + " ---: |" * (len(heads) - 1))
     for method in args.methods:
@@ -64,11 +76,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def row(args: argparse.Namespace, method: str, rows: int) -> list[str]:
     """The table's row of one method at one batch size; cycles in thousands."""
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=args.topology).devices
-    auto = (jax.sharding.AxisType.Auto,) * len(AXES)
-    chips = args.mesh["data"] * args.mesh["model"]
-    shape = tuple(args.mesh.values())
-    mesh = jax.make_mesh(shape, AXES, axis_types=auto, devices=devices[:chips])
+    mesh = mesh_of(args)
     target = abstract(SHAPES[args.target], mesh, args)
     draft = (
         abstract(SHAPES[DRAFTS[args.target]], mesh, args) if METHODS[method].needs_draft else None
@@ -78,9 +86,11 @@ def row(args: argparse.Namespace, method: str, rows: int) -> list[str]:
     compiled = compile_rounds(engine, rows, args.slots, mesh)
     seconds, text = time.perf_counter() - began, compiled.as_text()
     passes = getattr(getattr(engine.method, "drafter", None), "gamma", 0)
-    counted = cycles(text, part_of, functools.partial(turns, max(passes - 1, 1)), loop=True)
+    counts = blocks_read(target, rows, args, args.held or [args.slots], target.net.narrow(rows))
+    counts |= {DRAFTING: max(passes - 1, 1), SEARCHING: SEARCH_TURNS}
+    counted = cycles(text, part_of, functools.partial(turns, counts), loop=True)
     streamed = held(target, rows, args) + (passes * held(draft, rows, args) if draft else 0)
-    limit = streamed / bytes_per_cycle(devices[0])
+    limit = streamed / bytes_per_cycle(mesh.devices.flat[0])
     memory = compiled.memory_analysis()
     megabytes = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e6
     exchanges = [len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in EXCHANGES[:2]]
@@ -94,6 +104,62 @@ def row(args: argparse.Namespace, method: str, rows: int) -> list[str]:
         *map(str, exchanges),
         f"{seconds:.0f}",
     ]
+
+
+def mesh_of(args: argparse.Namespace) -> jax.sharding.Mesh:
+    """The topology's first chips."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=args.topology).devices
+    auto = (jax.sharding.AxisType.Auto,) * len(AXES)
+    shape = tuple(args.mesh.values())
+    return jax.make_mesh(shape, AXES, axis_types=auto, devices=devices[: math.prod(shape)])
+
+
+def print_prefill(args: argparse.Namespace) -> None:
+    """One row per batch size: a pass of the middle of the prompt, in thousands of cycles."""
+    mesh = mesh_of(args)
+    target, device = abstract(SHAPES[args.target], mesh, args), mesh.devices.flat[0]
+    heads = ["batch", "tokens a pass", "plain products", *PARTS, "over them", "scratch MB"]
+    print(f"| {' | '.join(heads)} |\n|" + " ---: |" * len(heads))
+    cfg = target.config
+    layers = cfg.num_layers - 1  # of the last one a pass needs the keys and values alone
+    sizes = sum(x.size for x in jax.tree.leaves(target.params["layers"]["0"]))
+    sizes *= layers / args.mesh["model"]
+    seen = 2 * layers * cfg.num_heads * cfg.head_dim * args.slots // 2
+    for rows in args.batch:
+        engine = make_engine(target, None, METHODS["autoregressive"], {}, greedy=False)
+        chunk = engine.chunk(args.slots, rows)
+        compiled = compile_pass(engine, rows, args.slots, chunk)
+        middle = [args.slots // 2 + chunk // 2]  # what a pass reaches on the average
+        count = functools.partial(turns, blocks_read(target, rows, args, middle, chunk))
+        counted = cycles(compiled.as_text(), part_of, count)
+        plain = rows * chunk * (sizes + seen) / products_per_cycle(device)
+        figures = [plain, *(counted[part] for part in PARTS)]
+        cells = [str(rows), str(chunk), *(f"{x / 1e3:,.0f}" for x in figures)]
+        scratch = compiled.memory_analysis().temp_size_in_bytes / 1e6
+        cells += [f"{counted.total() / plain:.2f}", f"{scratch:,.0f}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def compile_pass(engine, rows: int, slots: int, chunk: int) -> jax.stages.Compiled:
+    """A compiled pass over a piece of each row's prompt."""
+    shaped = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    net = engine.inputs(sj.Sampling(), rows).target
+    cache = jax.eval_shape(lambda net: net.cache(rows, slots), net)
+    feed = jax.jit(lambda net, *pieces: net.feed(*pieces), donate_argnums=1)
+    return feed.lower(net, cache, shaped((rows, chunk)), shaped((rows,))).compile()
+
+
+def blocks_read(model: sj.LM, rows: int, args, held: list[int], n: int) -> dict[str, int]:
+    """Turns of the loops over blocks of a cache, for passes of ``n`` tokens a row."""
+    queries = model.config.num_heads * n  # of one device
+    if reads_whole(rows * queries, args.slots):
+        return {}
+    together, block = block_of(rows, queries, args.slots)
+    end = -(-np.resize(np.array(held), rows) // block)
+    if not together:
+        return {EACH: rows, TOGETHER: int(end.max())}
+    shared = int(shared_blocks(jnp.asarray(end)))
+    return {TOGETHER: shared, ALONE: int(np.maximum(end - shared, 0).sum())}
 
 
 def part_of(path: str, instruction: str) -> str:
@@ -112,12 +178,9 @@ PART_OF_SCOPE = {
 }
 
 
-def turns(drafting: int, path: str) -> int:
-    """Turns of a loop that ends on data: the draft's further passes, or a search's."""
-    steps = path.split("/")
-    if SEARCHING in steps:
-        return SEARCH_TURNS
-    return drafting if DRAFTING in steps else 1
+def turns(counts: dict[str, int], path: str) -> int:
+    """Turns of a loop that ends on data, by the innermost scope that is known."""
+    return next((counts[step] for step in reversed(path.split("/")) if step in counts), 1)
 
 
 def held(model: sj.LM, rows: int, args: argparse.Namespace) -> float:
@@ -129,8 +192,8 @@ def held(model: sj.LM, rows: int, args: argparse.Namespace) -> float:
         table = jax.tree.leaves(model.params["embed"])
         weights -= sum(x.size * x.dtype.itemsize for x in table) / chips
     share = rows // args.mesh["data"]
-    slots = 2 * cfg.num_layers * share * cfg.num_kv_heads * args.slots * cfg.head_dim
-    return weights + 2 * slots
+    slots = int(np.resize(np.array(args.held or [args.slots]), share).sum())
+    return weights + 2 * 2 * cfg.num_layers * cfg.num_kv_heads * slots * cfg.head_dim
 
 
 def abstract(cfg: ModelConfig, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> sj.LM:

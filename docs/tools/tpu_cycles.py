@@ -51,11 +51,20 @@ def cycles(
 
 def bytes_per_cycle(device: jax.Device, rows: int = 8, shape=(28672, 4096)) -> float:
     """Bytes of bfloat16 weights that a product of ``rows`` rows reads per cycle at best."""
+    return 2 * shape[0] * shape[1] / _product(device, rows, shape)
+
+
+def products_per_cycle(device: jax.Device, rows: int = 4096, shape=(28672, 4096)) -> float:
+    """Multiplications of bfloat16 numbers per cycle in a product of ``rows`` rows."""
+    return rows * shape[0] * shape[1] / _product(device, rows, shape)
+
+
+def _product(device: jax.Device, rows: int, shape: tuple[int, int]) -> int:
+    """Cycles of ``x[rows, i] @ w[o, i].T``."""
     one = SingleDeviceSharding(device)
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=one) for s in ((rows, shape[1]), shape))
     product = jax.jit(lambda x, w: jnp.einsum("ni,oi->no", x, w)).lower(x, w).compile()
-    total = cycles(product.as_text(), lambda path, line: "", lambda path: 1).total()
-    return 2 * shape[0] * shape[1] / total
+    return cycles(product.as_text(), lambda path, line: "", lambda path: 1).total()
 
 
 def _first(pattern: str, line: str) -> str:

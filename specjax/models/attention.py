@@ -5,7 +5,7 @@ sliding windows and draft windows differ only in the mask function. ``dense`` bu
 mask once and suits decoding; ``blockwise`` is an online softmax over key blocks that never
 holds an ``[N, S]`` score matrix and suits long training sequences.
 
-Axis legend: B rows, N queries, S keys, H query heads, K key heads, G = H/K, E head size.
+Axis legend: B rows, N queries, S keys, H query heads, K key heads, G = H/K, R = G·N, E head size.
 """
 
 from __future__ import annotations
@@ -149,21 +149,42 @@ def dense_attention(
     distance: Int[Array, "B N S"] | None = None,
 ) -> Float[Array, "B N H E"]:
     """Softmax attention over the whole key axis; scores and softmax in float32."""
+    n = q.shape[1]
+    q = grouped(q, k.shape[1], finish)
+    weights = jax.nn.softmax(masked_scores(q, k, mask, distance, finish), axis=-1).astype(v.dtype)
+    return ungrouped(jnp.einsum("bkrs,bkse->bkre", weights, v), n)
+
+
+def grouped(q: Float[Array, "B N H E"], heads: int, finish: Scores) -> Float[Array, "B K R E"]:
+    """Scaled queries, those of one key head as R = G · N rows: GQA without repeating k and v."""
     b, n, h, e = q.shape
-    heads, groups = k.shape[1], h // k.shape[1]
     scale = e**-0.5 if finish.scale is None else finish.scale
-    # Queries of one key head become rows of one product: GQA without repeating k and v.
-    q = q.reshape(b, n, heads, groups, e).transpose(0, 2, 3, 1, 4)
-    q = q.reshape(b, heads, groups * n, e) * jnp.asarray(scale, q.dtype)
-    scores = jnp.einsum("bkne,bkse->bkns", q, k, preferred_element_type=jnp.float32)
+    q = q.reshape(b, n, heads, h // heads, e).transpose(0, 2, 3, 1, 4)
+    return q.reshape(b, heads, h // heads * n, e) * jnp.asarray(scale, q.dtype)
+
+
+def ungrouped(x: Float[Array, "B K R E"], n: int) -> Float[Array, "B N H E"]:
+    """What :func:`grouped` does, undone."""
+    b, heads, rows, e = x.shape
+    x = x.reshape(b, heads, rows // n, n, e).transpose(0, 3, 1, 2, 4)
+    return x.reshape(b, n, -1, e)
+
+
+def masked_scores(
+    q: Float[Array, "B K R E"],
+    k: Float[Array, "B K S E"],
+    mask: Bool[Array, "B N S"],
+    distance: Int[Array, "B N S"] | None,
+    finish: Scores,
+) -> Float[Array, "B K R S"]:
+    """float32 scores of grouped queries, those of what they do not see masked."""
+    scores = jnp.einsum("bkre,bkse->bkrs", q, k, preferred_element_type=jnp.float32)
     if finish.softcap is not None or finish.alibi:
-        each = scores.reshape(b, heads, groups, n, -1)
+        n = mask.shape[1] if distance is None else distance.shape[1]
+        each = scores.reshape(*q.shape[:2], -1, n, k.shape[2])
         scores = finish(each, distance).reshape(scores.shape)
-    mask = jnp.tile(mask, (1, groups, 1))[:, None]
-    weights = jax.nn.softmax(jnp.where(mask, scores, MASKED_SCORE), axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkns,bkse->bkne", weights, v)
-    out = out.reshape(b, heads, groups, n, e).transpose(0, 3, 1, 2, 4)
-    return out.reshape(b, n, h, e)
+    mask = jnp.tile(mask, (1, q.shape[2] // mask.shape[1], 1))[:, None]
+    return jnp.where(mask, scores, MASKED_SCORE)
 
 
 def blockwise_attention(

@@ -17,7 +17,7 @@ MIN_SLOTS, MIN_CHUNK = 128, 16
 # Tokens per prefill pass. Wider ones cost a CPU less per token, but the last pass is waste in part;
 # accelerators want them wide.
 MAX_CHUNK_CPU, MAX_CHUNK = 128, 512
-SCORES = 1 << 28  # bytes of a layer's attention scores in a prefill pass: its largest array
+MAX_TOKENS = 8192  # of a prefill pass, of all rows
 # Up to this many rows the cache is written row by row; more would bloat the program.
 UNROLLED_ROWS = 32
 
@@ -61,16 +61,14 @@ def bucket_below(slots: int) -> int:
     return next((size for size in smaller if bucket(size) == size), slots)
 
 
-def chunk_width(prompt: int, rows: int = 1, heads: int = 1) -> int:
-    """The prefill width, a power of two, for ``rows`` whose longest prompt has ``prompt`` tokens.
+def chunk_width(prompt: int, rows: int = 1) -> int:
+    """The prefill width, a power of two, for ``rows`` of one device, the longest of ``prompt``.
 
-    Rows and heads are those of one device. Many long rows go in narrower passes, or float32
-    scores ``[B, H, chunk, S]`` would take a share of the memory that grows with the cache.
+    Many rows go in narrower passes, or activations would take a share of the memory.
     """
     widest = MAX_CHUNK_CPU if jax.default_backend() == "cpu" else MAX_CHUNK
-    fitting = SCORES // (4 * rows * heads * bucket(prompt))
-    narrow = 1 << fitting.bit_length() >> 1
-    return max(MIN_CHUNK, min(widest, narrow, _power_of_two(prompt)))
+    fitting = 1 << (MAX_TOKENS // rows).bit_length() >> 1
+    return max(MIN_CHUNK, min(widest, fitting, _power_of_two(prompt)))
 
 
 def widths(widest: int) -> list[int]:

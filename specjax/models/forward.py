@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models import attention, sharding
+from specjax.models import attention, long_cache, sharding
 from specjax.models.blocks import Decoder
 from specjax.models.cache import KVCache, write_rows
 from specjax.models.config import ModelConfig
@@ -245,29 +245,35 @@ def tapped_forward(
       written, and the inputs of the P layers tapped; None where there are none.
     """
     b, n = tokens.shape
-    if visible is None:
+    chain = visible is None
+    if chain:
         visible = jnp.broadcast_to(jnp.tri(n, dtype=bool), (b, n, n))
     if width > n:
         tokens, positions, visible = (widen(x, width) for x in (tokens, positions, visible))
         features = None if features is None else widen(features, width)
     base = start if base is None else base
     windows, finish, slots = cfg.windows, _scores(cfg), cache.slots
-    masks = {
-        window: attention.cache_mask(positions, base, visible, slots, window, tree_positions)
-        for window in set(windows)
-    }
-    distance = None
-    if cfg.alibi:
-        count = visible.shape[-1]
-        distance = attention.cache_distances(positions, base, count, slots, tree_positions)
+    whole = long_cache.reads_whole(positions.size * cfg.num_heads, slots)
+    masks, distance = dict.fromkeys(windows), None
+    if whole or not chain:
+        masks = {
+            window: attention.cache_mask(positions, base, visible, slots, window, tree_positions)
+            for window in masks
+        }
+        if cfg.alibi:
+            count = visible.shape[-1]
+            distance = attention.cache_distances(positions, base, count, slots, tree_positions)
     keys, values = list(cache.k), list(cache.v)
 
     @jax.named_scope("attention")
     def attend(layer, q, k, v):
         keys[layer] = write_rows(keys[layer], k[:, :n].transpose(0, 2, 1, 3), start)
         values[layer] = write_rows(values[layer], v[:, :n].transpose(0, 2, 1, 3), start)
-        mask = masks[windows[layer]]
-        return attention.dense_attention(q, keys[layer], values[layer], mask, finish, distance)
+        window, kv = windows[layer], (keys[layer], values[layer])
+        if whole:
+            return attention.dense_attention(q, *kv, masks[window], finish, distance)
+        top, how = base + visible.shape[-1] - 1, {"window": window, "finish": finish}
+        return long_cache.cached_attention(q, *kv, positions, top, masks[window], distance, **how)
 
     run = module_of(cfg, params)
     hidden, tapped = run(tokens, positions, attend, taps=taps, features=features)

@@ -14,7 +14,7 @@ from specjax import decode
 from specjax.engine import Engine
 from specjax.errors import OptionError
 from specjax.methods import Context
-from specjax.models.cache import MAX_CHUNK_CPU, SCORES, bucket, chunk_width
+from specjax.models.cache import MAX_CHUNK_CPU, MAX_TOKENS, bucket, chunk_width
 from specjax.scoring import NARROW, score, score_as_needed
 from specjax.tree import chain_draft
 from specjax.types import POINT_MASS
@@ -290,11 +290,11 @@ def test_compiled_loop_holds_no_copy_of_the_cache(name, options, rows):
 def test_buckets_waste_at_most_a_third_and_hold_whole_prefill_passes():
     for slots in range(257, 5000):
         assert slots <= bucket(slots) <= 1.5 * slots and bucket(slots) % 128 == 0
-    for rows, heads, prompt in itertools.product((1, 8, 64), (4, 32), (5, 700, 5000, 40_000)):
-        chunk = chunk_width(prompt, rows, heads)
+    for rows, prompt in itertools.product((1, 8, 64, 1024), (5, 700, 5000, 40_000)):
+        chunk = chunk_width(prompt, rows)
         assert chunk == 16 or chunk < 2 * prompt
-        assert chunk == 16 or 4 * rows * heads * chunk * bucket(prompt) <= SCORES
-    assert chunk_width(5000) == MAX_CHUNK_CPU and chunk_width(5000, 64, 32) == 16
+        assert chunk == 16 or rows * chunk <= MAX_TOKENS
+    assert chunk_width(5000) == chunk_width(5000, 64) == MAX_CHUNK_CPU
     target = tiny_lm(1)
     built, settings = sj.method("autoregressive").build(Context(target, None), {})
     inputs = Engine(target, None, built, settings).inputs(SAMPLING, 1)

@@ -1,0 +1,155 @@
+"""Attention over a long cache by blocks of slots, against what it stands for."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from conftest import tiny_lm
+from specjax import decode
+from specjax.engine import Engine
+from specjax.methods import Context
+from specjax.models import attention, long_cache
+from specjax.models.attention import Scores
+from specjax.models.long_cache import block_of, cached_attention
+
+ROWS, HEADS, KEYS, SIZE, SLOTS = 3, 4, 2, 8, 56
+BASES = np.array([3, 41, 17], np.int32)  # rows of different lengths
+PARENTS = [-1, 0, 0, 1, 2, 3]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of 8 slots, for 16 do not divide the cache."""
+    monkeypatch.setattr(long_cache, "MIN_BLOCK", 16)
+    monkeypatch.setattr(long_cache, "MAX_BLOCK", 16)
+
+
+def reference(q, k, v, seen, distance, window, finish):
+    """Row by row, query by query, head by head, in float64."""
+    out = np.zeros(q.shape)
+    slopes = attention.alibi_slopes(HEADS)
+    for b, i, h in itertools.product(range(ROWS), range(q.shape[1]), range(HEADS)):
+        at = [s for s in range(SLOTS) if seen[b, i, s] and distance[b, i, s] < window]
+        keys = k[b, h // (HEADS // KEYS), at].astype(np.float64)
+        scores = keys @ q[b, i, h] * (finish.scale or SIZE**-0.5)
+        if finish.softcap:
+            scores = finish.softcap * np.tanh(scores / finish.softcap)
+        if finish.alibi:
+            scores = scores - slopes[h] * distance[b, i, at]
+        weights = np.exp(scores - scores.max())
+        out[b, i, h] = weights / weights.sum() @ v[b, h // (HEADS // KEYS), at]
+    return out
+
+
+def drawn(n):
+    draws = np.random.Generator(np.random.Philox(n))
+    q = draws.standard_normal((ROWS, n, HEADS, SIZE), np.float32)
+    return q, *draws.standard_normal((2, ROWS, KEYS, SLOTS, SIZE), np.float32)
+
+
+def nodes(parents):
+    """Positions, and by simple loops which slot each node sees how many positions off."""
+    n = len(parents)
+    above = [{i} for i in range(n)]
+    for i, parent in enumerate(parents):
+        above[i] |= above[parent] if parent >= 0 else set()
+    depth = np.array([len(path) - 1 for path in above], np.int32)
+    seen, distance = np.zeros((ROWS, n, SLOTS), bool), np.zeros((ROWS, n, SLOTS), np.int32)
+    for b, i, slot in itertools.product(range(ROWS), range(n), range(SLOTS)):
+        node = slot - BASES[b]
+        seen[b, i, slot] = node < 0 or node in above[i]
+        position = BASES[b] + depth[node] if 0 <= node < n else slot
+        distance[b, i, slot] = BASES[b] + depth[i] - position
+    return BASES[:, None] + depth, seen, distance
+
+
+CASES = {
+    "chain": (5, None, Scores()),
+    "chain in a window": (5, 9, Scores(softcap=2.0)),
+    "chain with slopes": (5, None, Scores(alibi=True)),
+    "tree": (6, None, Scores()),
+    "tree in a window": (6, 9, Scores(softcap=2.0)),
+    "tree with slopes": (6, None, Scores(scale=0.7, alibi=True)),
+}
+
+
+@pytest.mark.parametrize("rows", ["together", "one by one", "wide"])
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_are_what_each_token_sees(case, rows, monkeypatch):
+    n, window, finish = CASES[case]
+    if rows == "one by one":
+        monkeypatch.setattr(long_cache, "BLOCK_SCORES", 1)
+    if rows == "wide":
+        monkeypatch.setattr(long_cache, "WIDE", 1)
+    assert block_of(ROWS, HEADS * n, SLOTS) == (rows != "one by one", 8)
+    positions, seen, distance = nodes(PARENTS if "tree" in case else range(-1, n - 1))
+    tree = ()
+    if "tree" in case:
+        inside = seen & (distance < (window or SLOTS + 1))
+        tree = jnp.asarray(inside), jnp.asarray(distance) if finish.alibi else None
+    arrays = drawn(n)
+    run = jax.jit(lambda *x: cached_attention(*x, window=window, finish=finish))
+    got = run(*map(jnp.asarray, arrays), jnp.asarray(positions), jnp.asarray(BASES + n - 1), *tree)
+    want = reference(*arrays, seen, distance, window or SLOTS + 1, finish)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_a_row_reads_no_block_behind_its_own_last():
+    """NaN there: a product with it would be NaN, whatever its weight."""
+    q, k, v = drawn(5)
+    positions, top = BASES[:, None] + np.arange(5, dtype=np.int32), BASES + 4
+    run = jax.jit(cached_attention)
+    want = np.asarray(run(q, k, v, positions, top))
+    k, v = k.copy(), v.copy()  # JAX may still look at the others
+    for row in range(ROWS):
+        for x in (k, v):
+            x[row, :, (top[row] // 8 + 1) * 8 :] = np.nan
+    for row in range(ROWS):
+        own = (x[row : row + 1] for x in (q, k, v, positions, top))
+        np.testing.assert_allclose(run(*own)[0], want[row], atol=2e-6)
+    # Together rows go as far as the second of these three, and the longest alone from there on.
+    together = run(q, k, v, positions, top)
+    assert np.isnan(together[0]).all()
+    np.testing.assert_allclose(together[1:], want[1:], atol=2e-6)
+
+
+def test_a_tokens_bits_do_not_depend_on_what_is_with_it():
+    """bfloat16, eight wide: alone, over and over, and with tokens behind it."""
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in drawn(8))
+    positions, run = BASES[:, None] + np.arange(8, dtype=np.int32), jax.jit(cached_attention)
+    chain = run(q, k, v, positions, BASES + 7)
+    for i in range(8):
+        alone = (jnp.repeat(x[:, i : i + 1], 8, axis=1) for x in (q, positions))
+        q_alone, own = alone
+        np.testing.assert_array_equal(run(q_alone, k, v, own, BASES + i)[:, 0], chain[:, i])
+
+
+@pytest.mark.parametrize(
+    "method", ["speculative", pytest.param("specinfer", marks=pytest.mark.slow)]
+)
+def test_decoding_over_blocks_is_decoding(method, monkeypatch):
+    """Long and short rows, a sliding layer, greedy and sampled, from the prompts on."""
+    slides = {"sliding_window": 24, "sliding_layers": (True, False)}
+    target, draft = tiny_lm(0, **slides), tiny_lm(2, layers=1, sliding_window=24)
+    built, settings = sj.method(method).build(Context(target, draft), {})
+    prompts = [np.arange(150) % 90, np.arange(20), np.arange(7, 140) % 80]
+    keys, budget = jax.random.split(jax.random.key(0), 3), np.full(3, 30, np.int32)
+    engine = Engine(target, draft, built, settings)
+    monkeypatch.setattr(long_cache, "DENSE_SLOTS", 256)
+    for sampling in (sj.Sampling(temperature=0.0), sj.Sampling(temperature=1.0)):
+        states = []
+        for slots in (256, 384):
+            inputs = engine.inputs(sampling, 3)
+            state = decode.start(built, inputs, prompts, budget, keys, chunk=32, slots=slots)
+            states.append(decode.advance(built, inputs, state, 1000))
+        whole, blocks = states
+        np.testing.assert_array_equal(whole.length, blocks.length)
+        for ours, theirs, length in zip(whole.tokens, blocks.tokens, whole.length, strict=True):
+            np.testing.assert_array_equal(ours[:length], theirs[:length])
+        ours, theirs = (np.asarray(state.cache.k[1][:, :, :149]) for state in states)
+        assert (ours != theirs).any()  # two ways of rounding
+        assert 0 < int(whole.stats.accepted.sum()) < int(whole.stats.tested.sum())
