@@ -191,21 +191,14 @@ def forward(
     tokens: Int[Array, "B N"],
     positions: Int[Array, "B N"],
     start: Int[Array, "B"],
-    visible: Bool[Array, "B N T"] | None = None,
-    *,
-    base: Int[Array, "B"] | None = None,
-    tree_positions: Int[Array, "B T"] | None = None,
-    width: int = 1,
+    *tree: Any,
+    **how: Any,
 ) -> tuple[Float[Array, "B max(N,width) D"], KVCache]:
     """Final-normed hidden states of new tokens, and the cache with them.
 
     Arguments as :func:`tapped_forward`.
     """
-    tree = {"base": base, "tree_positions": tree_positions}
-    hidden, cache, _ = tapped_forward(
-        cfg, params, cache, tokens, positions, start, visible, **tree, width=width
-    )
-    return hidden, cache
+    return tapped_forward(cfg, params, cache, tokens, positions, start, *tree, **how)[:2]
 
 
 def tapped_forward(
