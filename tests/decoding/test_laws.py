@@ -176,14 +176,14 @@ PROMPT = (1, 3, 0)
 ALPHA_MASK = 0.1  # contrastive α: masks some tokens; the default 0.5 would leave one alone
 
 
-def exact_continuations(lm, amateur=None) -> np.ndarray:
+def exact_continuations(lm, amateur=None, logits_of=laws.continuation_logits) -> np.ndarray:
     """The law of L tokens after the prompt, by enumerating all of them.
 
     With an amateur, of contrastive decoding at ALPHA_MASK.
     """
-    grid, logits = laws.continuation_logits(lm, PROMPT, L)
+    grid, logits = logits_of(lm, PROMPT, L)
     if amateur is not None:
-        other = laws.continuation_logits(amateur, PROMPT, L)[1]
+        other = logits_of(amateur, PROMPT, L)[1]
         logits = contrast(logits, other, ALPHA_MASK, 0.5, "improved")
     return laws.continuation_law(lm, grid, logits, SAMPLING)
 
@@ -232,7 +232,8 @@ def test_end_to_end_law_of_every_drafter_in_bfloat16(name, options):
     pair = target, draft = tiny_pair(jnp.bfloat16)
     spec = sj.method(name)
     built, settings = spec.build(Context(*pair), options)
-    law = exact_continuations(target, draft if spec.target_dist == "contrastive" else None)
+    amateur = draft if spec.target_dist == "contrastive" else None
+    law = exact_continuations(target, amateur, laws.continuation_passes)
     counts = end_to_end_counts(built, settings, jnp.bfloat16)
     assert laws.p_value(counts, law) > laws.ALPHA
 
