@@ -2,9 +2,10 @@
 
 Compiles the round of each method for a topology, from shapes alone (bfloat16, no weights), with
 libtpu (the `tpu` extra). Per round: modelled cycles by part, over what it costs to stream the
-weights and the slots of the cache once through the matrix unit; the exchanges between chips and
-the memory of one. The cycles are the compiler's cost model and no measurement. A loop over blocks
-of a cache counts as many turns as the rows' lengths take (``--held``, by the target's heads).
+weights and the slots of the cache once through the matrix unit; the memory of one chip (weights,
+caches and all other state; what the loop takes beside them) and the exchanges between chips. The
+cycles are the compiler's cost model and no measurement. A loop over blocks of a cache counts as
+many turns as the rows' lengths take (``--held``, by the target's heads).
 
 With ``--prefill``, the average pass over prompts of ``--slots`` tokens instead, over what its
 operations take in plain products.
@@ -67,7 +68,17 @@ def main(argv: list[str] | None = None) -> None:
     jax.default_backend = lambda: "tpu"
     if args.prefill:
         return print_prefill(args)
-    heads = ["method", "batch", "limit", *PARTS, "over the limit", "MB", *EXCHANGES[:2], "seconds"]
+    memory = ["arguments MB", "scratch MB"]
+    heads = [
+        "method",
+        "batch",
+        "limit",
+        *PARTS,
+        "over the limit",
+        *memory,
+        *EXCHANGES[:2],
+        "seconds",
+    ]
     print(f"| {' | '.join(heads)} |\n| --- |" + " ---: |" * (len(heads) - 1))
     for method in args.methods:
         for rows in args.batch:
@@ -92,7 +103,7 @@ def row(args: argparse.Namespace, method: str, rows: int) -> list[str]:
     streamed = held(target, rows, args) + (passes * held(draft, rows, args) if draft else 0)
     limit = streamed / bytes_per_cycle(mesh.devices.flat[0])
     memory = compiled.memory_analysis()
-    megabytes = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e6
+    sizes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     exchanges = [len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in EXCHANGES[:2]]
     return [
         method,
@@ -100,7 +111,7 @@ def row(args: argparse.Namespace, method: str, rows: int) -> list[str]:
         f"{limit / 1e3:,.0f}",
         *(f"{counted[part] / 1e3:,.0f}" for part in PARTS),
         f"{counted.total() / limit:.2f}",
-        f"{megabytes:,.0f}",
+        *(f"{size / 1e6:,.0f}" for size in sizes),
         *map(str, exchanges),
         f"{seconds:.0f}",
     ]
