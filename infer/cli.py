@@ -27,7 +27,7 @@ Value = TypeVar("Value")
 
 
 def add_models(parser: Parser) -> None:
-    """``--target --draft --dtype --quantize --pass-width --pickles``."""
+    """``--target --draft --dtype --quantize --cache-dtype --pass-width --pickles``."""
     group = parser.add_argument_group("models")
     said = "the model p: a directory, a hub id, or the embedded demo (default)"
     group.add_argument("--target", default="demo", metavar="PATH|ID|demo", help=said)
@@ -36,6 +36,8 @@ def add_models(parser: Parser) -> None:
     group.add_argument("--dtype", metavar="D", help="float32, bfloat16 or float16")
     said = "keep the weights as int8, fp8, int4 or int4:GROUP (inputs that share a scale)"
     group.add_argument("--quantize", type=scheme, metavar="SCHEME", help=said)
+    said = "keep keys and values so: half the cache of bfloat16 (default: as the weights)"
+    group.add_argument("--cache-dtype", choices=["int8"], help=said)
     said = "tokens a row of a narrow pass (default: 8 on accelerators, where they are free, else 1)"
     group.add_argument("--pass-width", type=whole(1, 128), metavar="N", help=said)
     said = "read pytorch_model*.bin where there are no safetensors: tensors alone, through torch"

@@ -43,6 +43,7 @@ def load_models(
         mesh=devices,
         pass_width=args.pass_width,
         quantize=args.quantize,
+        cache_dtype=args.cache_dtype,
     )
     target = lm.TARGET.parse("target", load(args.target))
     if draft is None:

@@ -39,6 +39,7 @@ HUB_SKIPPED = ("*/*",)  # other formats of the same weights
 SELF = "self:"  # begins the name of a draft that is the target's own copy, by its scheme
 ACCELERATOR_WIDTH = 8  # tokens of a narrow pass: the rows of a matrix unit's tile
 PASS_WIDTH = Must(int, low=1, high=FREE_TOKENS, optional=True)
+CACHE_DTYPE = Must(an(str), wanted="int8", choices=("int8",), optional=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,8 +47,8 @@ class LM:
     """A loaded model. ``tokenizer`` is None for models made from bare params.
 
     ``vocab_limit``: ids from here on are padding of the vocabulary and are never drawn. On a
-    ``mesh`` of several devices, ``config`` describes one device's share. ``pass_width``: see
-    :class:`specjax.net.Net`.
+    ``mesh`` of several devices, ``config`` describes one device's share. ``pass_width``,
+    ``cache_dtype``: see :class:`specjax.net.Net`.
     """
 
     config: ModelConfig
@@ -58,6 +59,7 @@ class LM:
     source: str
     mesh: Mesh | None = None
     pass_width: int = 1
+    cache_dtype: str | None = None
 
     @property
     def is_head(self) -> bool:
@@ -67,8 +69,8 @@ class LM:
     @property
     def net(self) -> Net:
         """The model as decoding runs it."""
-        width = self.config.vocab_size
-        return Net(self.params, self.config, width, self.vocab_limit, self.pass_width)
+        static = self.config.vocab_size, self.vocab_limit, self.pass_width, self.cache_dtype
+        return Net(self.params, self.config, *static)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -92,6 +94,7 @@ MESH = Must(an(Mesh), wanted="a mesh, as specjax.make_mesh gives")
     split=FLAG,
     pass_width=PASS_WIDTH,
     quantize=QUANTIZE,
+    cache_dtype=CACHE_DTYPE,
 )
 def load(
     path_or_id: str | Path,
@@ -101,6 +104,7 @@ def load(
     split: bool = True,
     pass_width: int | None = None,
     quantize: str | None = None,
+    cache_dtype: str | None = None,
 ) -> LM:
     """Loads a model directory, a hub id, or an embedded model.
 
@@ -119,6 +123,8 @@ def load(
       quantize: ``int8``, ``fp8``, ``int4`` or ``int4:GROUP``: keep the weights so, layer by layer
         as they are read (:mod:`specjax.models.quantize`). What ``infer.convert --quantize`` wrote
         is quantised without it.
+      cache_dtype: ``int8``: keep keys and values so, with a scale per token and head
+        (:mod:`specjax.models.coded`); None: in the model's dtype.
     Raises:
       ModelError: the directory, id or dtype cannot be used; the message says why.
       OptionError: an argument is of another type.
@@ -134,7 +140,8 @@ def load(
     placed = None if mesh is None else functools.partial(place, mesh=mesh, split=split)
     config, params = load_pretrained(directory, DTYPES[dtype], True, pickles, placed, quantize)
     config, source = _share(config, mesh, split), str(path_or_id)
-    return _assemble(config, params, tokenizer, eos_ids, source, pass_width, mesh)
+    how = mesh, pass_width, cache_dtype
+    return _assemble(config, params, tokenizer, eos_ids, source, *how)
 
 
 @takes(model=MODEL, mesh=MESH, split=FLAG)
@@ -266,6 +273,7 @@ def resolve_pass_width(width: int | None) -> int:
     tokenizer=Must(an(Tokenizer), wanted="a specjax.text.Tokenizer", optional=True),
     eos_ids=Must(lambda ids: tuple(whole_numbers(ids).tolist()), wanted="token ids"),
     pass_width=PASS_WIDTH,
+    cache_dtype=CACHE_DTYPE,
 )
 def from_params(
     config: ModelConfig,
@@ -273,16 +281,18 @@ def from_params(
     tokenizer: Tokenizer | None = None,
     eos_ids: tuple[int, ...] = (),
     pass_width: int | None = None,
+    cache_dtype: str | None = None,
 ) -> LM:
     """An :class:`LM` from params in memory; without a tokenizer prompts are token ids."""
     eos_ids, pass_width = eos_ids or config.eos_ids, resolve_pass_width(pass_width)
-    return _assemble(config, fuse(params), tokenizer, eos_ids, "params", pass_width)
+    how = None, pass_width, cache_dtype
+    return _assemble(config, fuse(params), tokenizer, eos_ids, "params", *how)
 
 
-def _assemble(config, params, tokenizer, eos_ids, source, pass_width, mesh=None) -> LM:
+def _assemble(config, params, tokenizer, eos_ids, source, *how) -> LM:
     known = tokenizer.vocab_size if tokenizer else config.vocab_size
     limit = min(known, config.vocab_size)
-    return LM(config, params, tokenizer, eos_ids, limit, source, mesh, pass_width)
+    return LM(config, params, tokenizer, eos_ids, limit, source, *how)
 
 
 def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:

@@ -26,7 +26,7 @@ FREE_TOKENS = 128
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("params",),
-    meta_fields=("config", "vocab", "vocab_limit", "pass_width"),
+    meta_fields=("config", "vocab", "vocab_limit", "pass_width", "cache_dtype"),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Net:
@@ -39,7 +39,7 @@ class Net:
     A pass with a cache runs over ``pass_width`` tokens a row where there are fewer, for as many
     rows as it costs an accelerator nothing: its matrix unit then has enough rows to stream the
     weights at full speed, and a token's logits do not depend on how many were with it, in
-    bfloat16 either.
+    bfloat16 either. ``cache_dtype``: int8 keeps keys and values coded; None: as the params are.
     """
 
     params: dict
@@ -47,6 +47,7 @@ class Net:
     vocab: int
     vocab_limit: int
     pass_width: int = 1
+    cache_dtype: str | None = None
 
     def over(self, target: Net) -> Net:
         """The same model, its logits over the target's ids."""
@@ -55,7 +56,8 @@ class Net:
 
     def cache(self, rows: int, slots: int) -> KVCache:
         """An empty cache."""
-        return init_cache(self.config, rows, slots, self.params["embed"].dtype)
+        dtype = self.cache_dtype or self.params["embed"].dtype
+        return init_cache(self.config, rows, slots, dtype)
 
     def feed(self, cache: KVCache, tokens: Int[Array, "B N"], start: Int[Array, "B"]) -> KVCache:
         """The cache with N more tokens of each row's prompt, from slot ``start`` on."""

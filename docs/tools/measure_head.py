@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--slots", type=whole(128), default=2048, metavar="N")
     parser.add_argument("--topology", default="v6e:2x2", help="v5e:2x4, v5p:2x2x1, …")
     args = parser.parse_args(argv)
-    args.pass_width, args.layers = None, None
+    args.pass_width = args.layers = args.quantize = args.cache_dtype = None
     jax.default_backend = lambda: "tpu"
     columns = ["batch", "round", *PARTS, "all", "c"]
     print(f"| {' | '.join(columns)} |\n| ---: | --- |" + " ---: |" * (len(columns) - 2))

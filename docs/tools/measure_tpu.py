@@ -37,6 +37,7 @@ from specjax.generate import make_engine
 from specjax.mesh import AXES, specs_of
 from specjax.methods import METHODS
 from specjax.models import ModelConfig, fuse, param_shapes
+from specjax.models.cache import slot_bytes
 from specjax.models.long_cache import ALONE, EACH, TOGETHER, block_of, reads_whole, shared_blocks
 from specjax.models.placement import param_specs, split_layers
 from specjax.models.quantize import param_bytes, parse_scheme, quantize_params
@@ -61,6 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--set", type=setting, action="append", default=[], dest="options")
     parser.add_argument("--pass-width", type=whole(1, 128), metavar="N")
     parser.add_argument("--quantize", type=parse_scheme, metavar="SCHEME", help="int8, int4:128, …")
+    parser.add_argument("--cache-dtype", choices=["int8"])
     parser.add_argument("--topology", default="v6e:2x2", help="v5e:2x4, v5p:2x2x1, …")
     parser.add_argument("--mesh", type=mesh_axes, default={"data": 1, "model": 1})
     args = parser.parse_args(argv)
@@ -204,7 +206,7 @@ def held(model: sj.LM, rows: int, args: argparse.Namespace) -> float:
         weights -= sum(x.size * x.dtype.itemsize for x in table) / chips
     share = rows // args.mesh["data"]
     slots = int(np.resize(np.array(args.held or [args.slots]), share).sum())
-    return weights + 2 * 2 * cfg.num_layers * cfg.num_kv_heads * slots * cfg.head_dim
+    return weights + slots * slot_bytes(cfg, args.cache_dtype or jnp.bfloat16)
 
 
 def abstract(cfg: ModelConfig, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> sj.LM:
@@ -230,7 +232,8 @@ def abstract(cfg: ModelConfig, mesh: jax.sharding.Mesh, args: argparse.Namespace
     )
     width = sj.lm.resolve_pass_width(args.pass_width)
     config = split_config(cfg, count)
-    return sj.LM(config, params, None, (2,), cfg.vocab_size, "shapes", mesh, width)
+    how = mesh, width, args.cache_dtype
+    return sj.LM(config, params, None, (2,), cfg.vocab_size, "shapes", *how)
 
 
 def compile_rounds(engine, rows: int, slots: int, mesh) -> jax.stages.Compiled:

@@ -8,13 +8,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from infer.cli import SELF, mesh_text
 from infer.loading import device_memory, draft_name
 from specjax import lm
 from specjax.errors import ModelError
 from specjax.models import num_params
+from specjax.models.cache import slot_bytes
 from specjax.models.hf.checkpoint import DTYPES, load_config, stored_scheme
 from specjax.models.quantize import param_bytes, parse_scheme
 from specjax.models.sharding import split_config
@@ -34,7 +33,7 @@ def print_plan(args: argparse.Namespace) -> int:
         if draft.startswith(SELF):
             names["draft"], schemes["draft"] = args.target, draft.removeprefix(SELF)
     memory = int(args.memory * 2**30) if args.memory else device_memory()
-    plan = make_plan(names, args.dtype, memory, args.mesh, schemes)
+    plan = make_plan(names, args.dtype, memory, args.mesh, schemes, args.cache_dtype)
     print(json.dumps(plan) if args.json else describe(plan))
     return 0
 
@@ -45,17 +44,18 @@ def make_plan(
     memory: int,
     mesh: dict[str, int] | None = None,
     schemes: Mapping[str, str | None] | None = None,
+    cache_dtype: str | None = None,
 ) -> Plan:
     """The models' sizes and the largest batches; ``memory`` in bytes, of each device.
 
-    ``schemes``: by role, how the weights are to be quantised.
+    ``schemes``: by role, how the weights are to be quantised. ``cache_dtype``: of keys and values.
 
     Raises:
       ModelError: a model directory or its config cannot be used, or the target not be split.
     """
     mesh, schemes = mesh or {"data": 1, "model": 1}, schemes or {}
     models = {
-        role: model_plan(name, dtype, mesh["model"], role, schemes.get(role))
+        role: model_plan(name, dtype, mesh["model"], role, schemes.get(role), cache_dtype)
         for role, name in names.items()
     }
     weights = sum(model["weight_bytes_per_device"] for model in models.values())
@@ -81,6 +81,7 @@ def model_plan(
     devices: int = 1,
     role: str = "target",
     quantize: str | None = None,
+    cache_dtype: str | None = None,
 ) -> Plan:
     """One model: parameters, bytes of its weights, bytes of cache per token and row.
 
@@ -90,16 +91,13 @@ def model_plan(
     directory = lm.locate(name, files=("config.json",))
     cfg = load_config(directory)
     scheme = parse_scheme(quantize) if quantize else stored_scheme(directory)
-    size = jnp.dtype(DTYPES[dtype]).itemsize
+    cached = cache_dtype or DTYPES[dtype]
     try:
         share = split_config(cfg, devices)
     except ModelError:
         if role == "target":
             raise
         share = cfg
-
-    def cache(part) -> int:
-        return 2 * part.num_layers * part.num_kv_heads * part.head_dim * size
 
     return {
         "model": name,
@@ -109,8 +107,8 @@ def model_plan(
         "quantize": None if scheme is None else str(scheme),
         "weight_bytes": param_bytes(cfg, DTYPES[dtype], scheme),
         "weight_bytes_per_device": param_bytes(share, DTYPES[dtype], scheme),
-        "cache_bytes_per_token_and_row": cache(cfg),
-        "cache_bytes_per_device_token_and_row": cache(share),
+        "cache_bytes_per_token_and_row": slot_bytes(cfg, cached),
+        "cache_bytes_per_device_token_and_row": slot_bytes(share, cached),
         "max_position": cfg.max_position,
     }
 

@@ -66,7 +66,9 @@ class HeadDrafter(ModelDrafter):
     def init(self, inputs, state):
         net, rows = inputs.draft, state.length.shape[0]
         cache = net.cache(rows, state.slots)
-        return Reading(cache, jnp.zeros((rows, 1, net.config.hidden_size), cache.k[0].dtype))
+        return Reading(
+            cache, jnp.zeros((rows, 1, net.config.hidden_size), net.params["embed"].dtype)
+        )
 
     def feed(self, inputs, state, tokens, start, states):
         carried, count = state.drafter_state, tokens.shape[1]

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.models.coded import Coded, key_scores, value_sums
 from specjax.models.sharding import own_part
 
 Meta = Mapping[str, Array]  # per-token arrays, each [B, tokens, ...]
@@ -142,8 +143,8 @@ def cache_distances(
 
 def dense_attention(
     q: Float[Array, "B N H E"],
-    k: Float[Array, "B K S E"],
-    v: Float[Array, "B K S E"],
+    k: Coded | Float[Array, "B K S E"],
+    v: Coded | Float[Array, "B K S E"],
     mask: Bool[Array, "B N S"],
     finish: Scores = PLAIN,
     distance: Int[Array, "B N S"] | None = None,
@@ -151,8 +152,8 @@ def dense_attention(
     """Softmax attention over the whole key axis; scores and softmax in float32."""
     n = q.shape[1]
     q = grouped(q, k.shape[1], finish)
-    weights = jax.nn.softmax(masked_scores(q, k, mask, distance, finish), axis=-1).astype(v.dtype)
-    return ungrouped(jnp.einsum("bkrs,bkse->bkre", weights, v), n)
+    weights = jax.nn.softmax(masked_scores(q, k, mask, distance, finish), axis=-1)
+    return ungrouped(value_sums(weights, v, q.dtype), n)
 
 
 def grouped(q: Float[Array, "B N H E"], heads: int, finish: Scores) -> Float[Array, "B K R E"]:
@@ -172,13 +173,13 @@ def ungrouped(x: Float[Array, "B K R E"], n: int) -> Float[Array, "B N H E"]:
 
 def masked_scores(
     q: Float[Array, "B K R E"],
-    k: Float[Array, "B K S E"],
+    k: Coded | Float[Array, "B K S E"],
     mask: Bool[Array, "B N S"],
     distance: Int[Array, "B N S"] | None,
     finish: Scores,
 ) -> Float[Array, "B K R S"]:
     """float32 scores of grouped queries, those of what they do not see masked."""
-    scores = jnp.einsum("bkre,bkse->bkrs", q, k, preferred_element_type=jnp.float32)
+    scores = key_scores(q, k)
     if finish.softcap is not None or finish.alibi:
         n = mask.shape[1] if distance is None else distance.shape[1]
         each = scores.reshape(*q.shape[:2], -1, n, k.shape[2])

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from specjax.models.coded import Coded, encode
 from specjax.models.config import ModelConfig
 
 MIN_SLOTS, MIN_CHUNK = 128, 16
@@ -30,8 +31,8 @@ class KVCache(NamedTuple):
     ``s < length[b] - 1``; higher slots are scratch.
     """
 
-    k: tuple[Float[Array, "B K S E"], ...]
-    v: tuple[Float[Array, "B K S E"], ...]
+    k: tuple[Float[Array, "B K S E"] | Coded, ...]
+    v: tuple[Float[Array, "B K S E"] | Coded, ...]
 
     @property
     def slots(self) -> int:
@@ -39,9 +40,21 @@ class KVCache(NamedTuple):
 
 
 def init_cache(cfg: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:
-    """An empty cache; its bytes are ``2 · L · B · K · S · E`` elements of ``dtype``."""
+    """An empty cache, of int8 a coded one; its bytes are ``batch · slots`` :func:`slot_bytes`."""
     shape = (batch, cfg.num_kv_heads, slots, cfg.head_dim)
-    return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in range(cfg.num_layers)) for _ in "kv"))
+
+    def empty():
+        codes = jnp.zeros(shape, dtype)
+        coded = codes.dtype == jnp.int8
+        return Coded(codes, jnp.zeros((*shape[:3], 1), jnp.float32)) if coded else codes
+
+    return KVCache(*(tuple(empty() for _ in range(cfg.num_layers)) for _ in "kv"))
+
+
+def slot_bytes(cfg: ModelConfig, dtype: jnp.dtype) -> int:
+    """Bytes of a cache per slot and row; of a split model those of one device."""
+    cache = jax.eval_shape(lambda: init_cache(cfg, 1, 1, dtype))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
 
 def bucket(slots: int) -> int:
@@ -78,6 +91,15 @@ def widths(widest: int) -> list[int]:
 
 def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
+
+
+def write(
+    buffer: Float[Array, "B K S E"] | Coded, new: Float[Array, "B K N E"], start: Int[Array, "B"]
+) -> Float[Array, "B K S E"] | Coded:
+    """:func:`write_rows`, coded where the buffer is."""
+    if not isinstance(buffer, Coded):
+        return write_rows(buffer, new, start)
+    return Coded(*(write_rows(*pair, start) for pair in zip(buffer, encode(new), strict=True)))
 
 
 def write_rows(

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models import attention, long_cache, sharding
 from specjax.models.blocks import Decoder
-from specjax.models.cache import KVCache, write_rows
+from specjax.models.cache import KVCache, write
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES
 from specjax.models.layers import linear
@@ -260,8 +260,8 @@ def tapped_forward(
 
     @jax.named_scope("attention")
     def attend(layer, q, k, v):
-        keys[layer] = write_rows(keys[layer], k[:, :n].transpose(0, 2, 1, 3), start)
-        values[layer] = write_rows(values[layer], v[:, :n].transpose(0, 2, 1, 3), start)
+        keys[layer] = write(keys[layer], k[:, :n].transpose(0, 2, 1, 3), start)
+        values[layer] = write(values[layer], v[:, :n].transpose(0, 2, 1, 3), start)
         window, kv = windows[layer], (keys[layer], values[layer])
         if whole:
             return attention.dense_attention(q, *kv, masks[window], finish, distance)

@@ -14,6 +14,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models.attention import MASKED_SCORE, PLAIN, Scores, grouped, masked_scores, ungrouped
+from specjax.models.coded import Coded, value_sums
 
 # Caches of up to so many slots are read whole, where a pass has no more scores than that.
 DENSE_SLOTS, DENSE_SCORES = 4096, 1 << 26
@@ -37,8 +38,8 @@ def reads_whole(queries: int, slots: int) -> bool:
 
 def cached_attention(
     q: Float[Array, "B N H E"],
-    k: Float[Array, "B K S E"],
-    v: Float[Array, "B K S E"],
+    k: Coded | Float[Array, "B K S E"],
+    v: Coded | Float[Array, "B K S E"],
     positions: Int[Array, "B N"],
     top: Int[Array, "B"],
     mask: Bool[Array, "B N S"] | None = None,
@@ -67,7 +68,7 @@ def cached_attention(
     if window is not None:
         begin = jnp.maximum(positions.min(axis=1) - window + 1, 0) // block
     q = grouped(q, heads, finish)
-    k, v = (with_layout_constraint(x, SLOT_BY_SLOT) for x in (k, v))
+    k, v = _slot_by_slot((k, v))
     tiled = jnp.tile(positions, (1, h // heads))
 
     def meet(row, count, j, state):
@@ -88,9 +89,9 @@ def cached_attention(
         else:
             seen, apart = part(mask, 2), part(distance, 2) if finish.alibi else None
         apart = apart[:, :n] if finish.alibi else None
-        keys, values = (with_layout_constraint(part(x, 2), SLOT_BY_SLOT) for x in (k, v))
+        keys, values = _slot_by_slot(jax.tree.map(lambda x: part(x, 2), (k, v)))
         scores = masked_scores(part(q), keys, seen, apart, finish)
-        return _weigh(state, scores, values)
+        return _weigh(state, scores, values, q.dtype)
 
     def through(row, count, begin, end):
         """``count`` rows from ``row`` on see their blocks before ``end``."""
@@ -101,7 +102,7 @@ def cached_attention(
     if not together and rows > 1:
 
         def one(row):
-            return _mean(through(row, 1, begin[row], end[row]))[0].astype(v.dtype)
+            return _mean(through(row, 1, begin[row], end[row]))[0].astype(q.dtype)
 
         with jax.named_scope(EACH):
             return ungrouped(jax.lax.map(one, jnp.arange(rows, dtype=jnp.int32)), n)
@@ -110,7 +111,11 @@ def cached_attention(
     if rows > 1:
         with jax.named_scope(ALONE):
             state = _alone(meet, state, jnp.maximum(begin, shared), end)
-    return ungrouped(_mean(state).astype(v.dtype), n)
+    return ungrouped(_mean(state).astype(q.dtype), n)
+
+
+def _slot_by_slot(buffers):
+    return jax.tree.map(lambda x: with_layout_constraint(x, SLOT_BY_SLOT), buffers)
 
 
 def block_of(rows: int, queries: int, size: int) -> tuple[bool, int]:
@@ -149,7 +154,12 @@ def _nothing(q: Float[Array, "B K R E"]) -> tuple[Array, Array]:
     return top, jnp.zeros((*q.shape[:-1], q.shape[-1] + 1), jnp.float32)
 
 
-def _weigh(carry, scores: Float[Array, "B K R S"], v: Float[Array, "B K S E"]):
+def _weigh(
+    carry,
+    scores: Float[Array, "B K R S"],
+    v: Coded | Float[Array, "B K S E"],
+    dtype: jnp.dtype,
+):
     """The online softmax's step (arXiv 1805.02867).
 
     ``carry``, float32: the largest score so far ``[B, K, R]``, and the weighted values with the
@@ -158,13 +168,13 @@ def _weigh(carry, scores: Float[Array, "B K R S"], v: Float[Array, "B K S E"]):
     top, out = carry
     new_top = jnp.maximum(top, scores.max(-1))
     weights = jnp.exp(scores - new_top[..., None])
-    product = functools.partial(jnp.einsum, "bkrs,bkse->bkre", preferred_element_type=jnp.float32)
-    if scores.shape[2] < WIDE:
-        gain = product(weights.astype(v.dtype), v)
+    product = functools.partial(value_sums, dtype=dtype, preferred_element_type=jnp.float32)
+    if scores.shape[2] < WIDE or isinstance(v, Coded):
+        gain = product(weights, v)
         gain = jnp.concatenate([gain, weights.sum(-1, keepdims=True)], axis=-1)
     else:
         ones = ((0, 0), (0, 0), (0, 0), (0, 1))
-        gain = product(weights.astype(v.dtype), jnp.pad(v, ones, constant_values=1))
+        gain = product(weights, jnp.pad(v, ones, constant_values=1))
     return new_top, out * jnp.exp(top - new_top)[..., None] + gain
 
 

@@ -1,0 +1,76 @@
+"""Keys and values in 8 bits, against what they stand for."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from infer.run.plan import model_plan
+from specjax.models import attention, init_cache, long_cache
+from specjax.models.coded import LARGEST, Coded, encode
+
+PROMPTS = [[5, 9, 2, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [11] * 6, [30, 20, 10], [3, 4]]
+
+
+def drawn(*shape):
+    return np.random.Generator(np.random.Philox(len(shape))).standard_normal(shape, np.float32)
+
+
+def decoded(x: Coded):
+    return np.asarray(x.codes, np.float32) * np.asarray(x.scales)
+
+
+def test_a_code_is_the_nearest_and_nothing_stays_nothing():
+    x = drawn(2, 3, 5, 8)
+    x[0, 1, 2] = 0
+    coded = encode(jnp.asarray(x))
+    scales = np.abs(x).max(-1, keepdims=True) / LARGEST
+    np.testing.assert_allclose(coded.scales, scales, rtol=1e-6)
+    assert (np.abs(decoded(coded) - x) <= scales * 0.5001).all()
+    assert np.abs(coded.codes).max() == LARGEST and (decoded(coded)[0, 1, 2] == 0).all()
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_attention_is_that_of_what_the_codes_stand_for(blocks, monkeypatch):
+    monkeypatch.setattr(long_cache, "MIN_BLOCK", 16)
+    monkeypatch.setattr(long_cache, "MAX_BLOCK", 16)
+    (q, k, v), top = (drawn(3, n, heads, 8) for n, heads in ((5, 4), (48, 2), (48, 2))), [9, 47, 30]
+    k, v = (encode(jnp.asarray(x).transpose(0, 2, 1, 3)) for x in (k, 2 * v + 1))
+    positions, top = np.array(top)[:, None] - 4 + np.arange(5), np.array(top)
+
+    def run(k, v):
+        if blocks:
+            return long_cache.cached_attention(q, k, v, jnp.asarray(positions), jnp.asarray(top))
+        seen = np.arange(48) <= positions[:, :, None]
+        return attention.dense_attention(jnp.asarray(q), k, v, jnp.asarray(seen))
+
+    want = run(*(jnp.asarray(decoded(x)) for x in (k, v)))
+    np.testing.assert_allclose(run(k, v), want, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["speculative", "specinfer"])
+def test_lossless_methods_write_what_plain_decoding_writes(name, target, draft):
+    target, draft = (dataclasses.replace(model, cache_dtype="int8") for model in (target, draft))
+    said = {"max_new_tokens": 24, "batch_size": 2}  # rows are refilled, a tree is committed
+    plain = sj.generate(target, PROMPTS, **said)
+    out = sj.generate(target, PROMPTS, method=name, draft=draft, **said)
+    assert all(map(np.array_equal, plain.tokens, out.tokens))
+    assert out.stats["accepted"].sum() > 0
+    cache = jax.tree.leaves(target.net.cache(2, 128))
+    assert {x.dtype for x in cache} == {jnp.dtype("int8"), jnp.dtype("float32")}
+
+
+def test_the_plan_counts_its_bytes():
+    cfg = sj.load("demo").config
+    cache = sum(x.nbytes for x in jax.tree.leaves(init_cache(cfg, 2, 128, "int8")))
+    assert model_plan("demo", None, cache_dtype="int8")["cache_bytes_per_token_and_row"] == (
+        cache // 256
+    )
+
+
+def test_another_dtype_is_refused():
+    with pytest.raises(sj.OptionError, match="cache_dtype=int3: expected one of int8"):
+        sj.load("demo", cache_dtype="int3")
