@@ -463,7 +463,7 @@ def test_random_target_is_what_a_peer_loads(monkeypatch):
         (["--sampled-only", "--temperature", "0"], "--sampled-only"),
         (["--seed", 2**32 - 2, "--repeats", "3"], "--seed 4294967294"),
         (["--mesh", "data=4096"], "needs 4096 devices"),
-        (["--mesh", "model=2"], "--mesh model=2"),
+        (["--mesh", "model=4096"], "needs 4096 devices"),
         (["--chat"], "no chat template"),
     ],
 )
