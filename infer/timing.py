@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax as sj
+from specjax.mesh import alike
 from specjax.models.cache import bucket
 
 CURVE = (1, 2, 4, 8, 16, 32, 64)
@@ -72,6 +73,9 @@ def round_seconds(rounds: Sequence[Round]) -> list[list[float]]:
 
 def _round_loop(models: Round) -> Callable[[], None]:
     """Runs STEPS rounds on the device, logits and argmax included, and waits for them."""
+    # The cost of a pass follows the cache's length: one length for every width.
+    widest = max(*CURVE, *(width for _, width, _ in models))
+    slots = bucket(CONTEXT + STEPS + widest + DRAFT_PASSES)
 
     def run_model(net, width, passes, cache, token, at):
         def one_pass(i, carry):
@@ -83,7 +87,8 @@ def _round_loop(models: Round) -> Callable[[], None]:
 
         return jax.lax.fori_loop(0, passes, one_pass, (cache, token % net.vocab))
 
-    def many(caches, nets):
+    @alike
+    def many(nets):
         def one_round(i, carry):
             caches, token = carry
             out = []
@@ -92,17 +97,8 @@ def _round_loop(models: Round) -> Callable[[], None]:
                 out.append(cache)
             return out, token
 
-        return jax.lax.fori_loop(0, STEPS, one_round, (list(caches), jnp.int32(1)))[0]
+        caches = [net.cache(1, slots) for net in nets]
+        return jax.lax.fori_loop(0, STEPS, one_round, (caches, jnp.int32(1)))[1]
 
-    run = jax.jit(many, donate_argnums=0)
-    nets = [model.net for model, *_ in models]
-    # The cost of a pass follows the cache's length: one length for every width.
-    widest = max(*CURVE, *(width for _, width, _ in models))
-    slots = bucket(CONTEXT + STEPS + widest + DRAFT_PASSES)
-    caches = [net.cache(1, slots) for net in nets]
-
-    def loop():
-        nonlocal caches
-        caches = jax.block_until_ready(run(caches, nets))
-
-    return loop
+    nets, mesh = [model.net for model, *_ in models], models[0][0].mesh
+    return lambda: jax.block_until_ready(many(mesh, nets))

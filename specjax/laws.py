@@ -18,13 +18,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 from scipy.special import chdtrc, chdtri, chndtr
 
 from specjax.arguments import COUNT, Must, takes
 from specjax.errors import OptionError
 from specjax.lm import LM
+from specjax.mesh import alike
+from specjax.net import Net
 from specjax.warp import Sampling, warp
 
 NextLaw = Callable[[np.ndarray], np.ndarray]
@@ -263,6 +264,9 @@ def speculative_joint(
     return sum(states).reshape((vocab,) * length)
 
 
+_rescore = alike(Net.rescore)
+
+
 def model_law(model: LM, prompt: Sequence[int], sampling: Sampling) -> NextLaw:
     """The warped law of a model's next token after ``prompt`` and a prefix."""
     head = np.asarray(prompt, np.int32)
@@ -270,7 +274,7 @@ def model_law(model: LM, prompt: Sequence[int], sampling: Sampling) -> NextLaw:
     def next_law(prefixes: np.ndarray) -> np.ndarray:
         tokens = np.concatenate([np.tile(head, (len(prefixes), 1)), prefixes], axis=1)
         last = np.full((len(tokens), 1), tokens.shape[1] - 1, np.int32)
-        logits = model.net.rescore(jnp.asarray(tokens, jnp.int32), jnp.asarray(last))
+        logits = _rescore(model.mesh, model.net, tokens.astype(np.int32), last)
         log_p = warp(logits, sampling.arrays(len(tokens)))[:, 0, : model.vocab_limit]
         return np.exp(np.asarray(log_p, np.float64))
 

@@ -52,19 +52,20 @@ def round_up(rows: int, mesh: Mesh) -> int:
     return -(-rows // mesh.shape[DATA]) * mesh.shape[DATA]
 
 
+def net_specs(net: Net | None) -> Any:
+    """Where the params of a model lie: split over the devices, or copied."""
+    if net is None or net.config.shards == 1:
+        return WHOLE
+    specs = param_specs(net.config, net.params, net.config.shards)
+    return dataclasses.replace(net, params=specs)
+
+
 def input_specs(inputs: Inputs) -> Inputs:
-    """Where every array of ``inputs`` lies; a model is split over the devices, or copied."""
-
-    def of(net: Net | None) -> Any:
-        if net is None or net.config.shards == 1:
-            return WHOLE
-        specs = param_specs(net.config, net.params, net.config.shards)
-        return dataclasses.replace(net, params=specs)
-
+    """Where every array of ``inputs`` lies."""
     reward = inputs.reward
     return inputs.replace(
-        target=of(inputs.target),
-        draft=of(inputs.draft),
+        target=net_specs(inputs.target),
+        draft=net_specs(inputs.draft),
         warp=ROWS,
         eos_ids=WHOLE,
         settings=WHOLE,
@@ -95,6 +96,29 @@ def spread(function: Callable[..., Any]) -> Callable[..., Any]:
         return of_all(out_specs=specs_of(result))(inputs, *args)
 
     return run
+
+
+def alike(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function(mesh, ...)``, jitted: every device of ``mesh`` (or None) does the same work.
+
+    Among the arguments are Nets, of which each device has its share; all other arrays, and the
+    result, are whole on each. It is for what runs a model beside the loop, on few rows.
+    """
+
+    def specs(tree: Any) -> Any:
+        def spec(node: Any) -> Any:
+            return net_specs(node) if isinstance(node, Net) else WHOLE
+
+        return jax.tree.map(spec, tree, is_leaf=lambda node: isinstance(node, Net))
+
+    @functools.wraps(function)
+    def run(mesh: Mesh | None, *args: Any) -> Any:
+        if mesh is None:
+            return function(*args)
+        where = {"mesh": mesh, "in_specs": specs(args), "out_specs": WHOLE, "check_vma": False}
+        return jax.shard_map(function, **where)(*args)
+
+    return jax.jit(run, static_argnums=0)
 
 
 def specs_of(tree: Any) -> Any:

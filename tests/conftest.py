@@ -10,6 +10,7 @@ import pytest
 
 import specjax as sj
 from infer.loading import use_compilation_cache
+from infer.programs import make_room
 from specjax.models import ModelConfig, init_params, save_pretrained
 from train.data.corpus import Document
 from train.data.tokenizer import train_tokenizer
@@ -110,15 +111,11 @@ def own_compilation_cache(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def bounded_compiled_programs():
-    """Drops compiled programs before the process runs out of memory maps.
+    """A worker runs hundreds of methods on hundreds of models: more than it can map.
 
-    XLA maps every compiled CPU program, Linux allows a process about 65,000 maps, and a worker
-    that runs hundreds of methods on hundreds of models passes that and crashes. Reading a long list
-    takes 20 ms, so a test that took no time to compile in is spared it.
+    A test that took no time to compile in is spared the look.
     """
     before = time.process_time()
     yield
-    maps = Path("/proc/self/maps")
-    compiled = time.process_time() - before > 0.1
-    if compiled and maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
-        jax.clear_caches()
+    if time.process_time() - before > 0.1:
+        make_room()

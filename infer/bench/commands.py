@@ -115,11 +115,6 @@ def check(args: argparse.Namespace, commands: Parser) -> None:
             "--random-target has random weights, no tokenizer and one device: it takes no "
             "--target, --draft, --prompts, --chat or --mesh"
         )
-    if args.mesh and args.mesh["model"] > 1:
-        commands.error(
-            f"--mesh model={args.mesh['model']}: the bench scores texts and times passes with the "
-            "whole model on one device; split the rows alone, e.g. --mesh data=2"
-        )
     if args.seed + args.repeats - 1 > SEED_MAX:
         commands.error(f"--seed {args.seed}: the last of {args.repeats} is above {SEED_MAX}")
     if args.random_target and args.random_target not in SIZES:

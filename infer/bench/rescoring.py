@@ -13,6 +13,7 @@ import numpy as np
 
 import specjax as sj
 from specjax import probs
+from specjax.mesh import alike
 from specjax.models.cache import bucket
 from specjax.net import Net
 
@@ -21,7 +22,7 @@ Prompts = Sequence[Sequence[int]]  # token ids
 
 def output_logprobs(target: sj.LM, prompt: Sequence[int], output: np.ndarray) -> np.ndarray:
     """Log-probabilities (nats) of every output token under the unwarped target."""
-    scores = np.asarray(_token_logprobs(target.net, padded_row(prompt, output)))
+    scores = np.asarray(_token_logprobs(target.mesh, target.net, padded_row(prompt, output)))
     return scores[len(prompt) - 1 :][: len(output)]
 
 
@@ -48,7 +49,7 @@ def padded_row(*parts: Sequence[int]) -> np.ndarray:
     return row
 
 
-@jax.jit
+@alike
 def _token_logprobs(net: Net, row: jax.Array) -> jax.Array:
     """``log p(row[i + 1] | row[: i + 1])`` at every i, ``[S - 1]``."""
     return probs.at_token(probs.log_softmax(net.rescore(row)[0, :-1]), row[0, 1:])
@@ -56,10 +57,11 @@ def _token_logprobs(net: Net, row: jax.Array) -> jax.Array:
 
 def _top_gap(target: sj.LM, tokens: Sequence[int]) -> float:
     """Difference of the two best logits after ``tokens``."""
-    top = _best_two(target.net, padded_row(tokens), np.array([[len(tokens) - 1]]))
+    at = np.array([[len(tokens) - 1]])
+    top = _best_two(target.mesh, target.net, padded_row(tokens), at)
     return float(top[0] - top[1])
 
 
-@jax.jit
+@alike
 def _best_two(net: Net, row: jax.Array, at: jax.Array) -> jax.Array:
     return jax.lax.top_k(net.rescore(row, at)[0, 0], 2)[0]

@@ -5,7 +5,6 @@ Axis legend: P prompts, S slots of a row, V vocabulary.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,9 +15,9 @@ import numpy as np
 import specjax as sj
 from infer.bench.rescoring import Prompts, padded_row
 from infer.bench.timed_cases import Result
-from specjax import probs
 from specjax.draft.chain import NEVER_STOPS
 from specjax.infill import exact_matches
+from specjax.mesh import alike
 from specjax.methods import METHODS
 from specjax.net import Net
 from specjax.types import FROM_DRAFT, Warp
@@ -48,14 +47,16 @@ def kl_to_target(
     # A draft that stops early leaves no trace of whether its last token was a bonus.
     if case.method != "mentored" or case.options["stop"] != NEVER_STOPS:
         return UNKNOWN
+    drafting = case.sampling if case.options["draft_warp"] else sj.Sampling(1.0)
     sums, counts = np.zeros(len(prompts)), np.zeros(len(prompts))
     for i, tokens, origin in _completions(result):
         divergences = _token_kl(
+            target.mesh,
             target.net,
             draft.net.over(target.net),
-            case.options["draft_warp"],
             padded_row(prompts[i], tokens),
             case.sampling.arrays(1),
+            drafting.arrays(1),
             jnp.float32(case.options["max_kl"]),
         )
         kl = np.asarray(divergences, np.float64)[len(prompts[i]) - 1 :][: len(tokens)]
@@ -79,13 +80,12 @@ def was_tested(origin: np.ndarray, gamma: int) -> np.ndarray:
     return tested
 
 
-@functools.partial(jax.jit, static_argnums=2)
+@alike
 def _token_kl(
-    target: Net, draft: Net, draft_warp: bool, row: jax.Array, settings: Warp, max_kl: jax.Array
+    target: Net, draft: Net, row: jax.Array, settings: Warp, drafting: Warp, max_kl: jax.Array
 ) -> jax.Array:
     """KL(p‖π) of mentored decoding's next token after every slot ``[S]``; one trace per bucket."""
-    log_p, drafted = warp(target.rescore(row), settings)[0], draft.rescore(row)
-    log_q = (warp(drafted, settings) if draft_warp else probs.log_softmax(drafted))[0]
+    log_p, log_q = warp(target.rescore(row), settings)[0], warp(draft.rescore(row), drafting)[0]
     bound = jnp.broadcast_to(max_kl, log_p.shape[:1])
     return mentored_kl(log_p, log_q, *mentor_levels(log_p, log_q, bound))
 

@@ -1,7 +1,8 @@
 """Cases timed over prompts.
 
-Everything is warmed up first, so no time holds a compilation. Repeats of the cases are
-interleaved: a machine that slows down slows all of them, and ratios of one repeat stay fair.
+A case is warmed up before it is timed, so no time holds a compilation; again where its programs had
+to make room for those of others. Repeats of the cases are interleaved: a machine that slows down
+slows all of them, and ratios of one repeat stay fair.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from infer.bench.cases import Case
 from infer.bench.energy import Meter
 from infer.bench.rescoring import Prompts
 from infer.bench.uncertainty import Speed
+from infer.programs import make_room
 from infer.timing import row_seconds
 from specjax import flight
 from specjax.engine import Row
@@ -79,12 +81,15 @@ def measure(
 
     ``between(repeat)`` runs once per repeat: a peer's turn. ``meter`` reads the energy.
     """
-    for case in cases:
-        warm_up(setting, case)
-    results = [Result(case) for case in cases]
+    results, warm = [Result(case) for case in cases], set()
     for repeat in range(repeats):
         now = dataclasses.replace(setting, seed=setting.seed + repeat)
-        for result in results:
+        for number, result in enumerate(results):
+            if make_room():
+                warm.clear()
+            if number not in warm:
+                warm_up(setting, result.case)
+                warm.add(number)
             before = meter.joules() if meter else 0.0
             result.runs.append(run_case(now, result.case))
             if meter:

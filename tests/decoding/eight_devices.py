@@ -10,6 +10,8 @@ import pytest
 
 import specjax as sj
 from conftest import tiny_lm
+from infer.bench import benchmark
+from infer.bench import commands as bench
 from infer.run import commands as run
 from specjax import decode
 from specjax.engine import Engine
@@ -200,6 +202,35 @@ def test_the_program(tiny_pair_dirs, tmp_path):
         )
         found.append([json.loads(line)["token_ids"] for line in out.read_text().splitlines()])
     assert found[0] == found[1] and len(found[0]) == 5
+
+
+@pytest.mark.parametrize("methods", some(["speculative", "specinfer,mentored"], ["speculative"]))
+def test_the_bench(methods, tiny_pair_dirs, tmp_path, monkeypatch, capsys):
+    """Its tokens and what they are worth; and it times the passes of split models."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "def one(x):"}\n{"prompt": "def two(y):"}\n')
+    monkeypatch.setattr("infer.timing.CURVE", (1,))
+    measured, reports, measure = [], [], benchmark.measure
+
+    def noted(*args):
+        measured.append(measure(*args))
+        return measured[-1]
+
+    monkeypatch.setattr(benchmark, "measure", noted)
+    monkeypatch.setattr("infer.bench.timed_cases.warm_up", lambda *_: None)  # seconds say nothing
+    for mesh in ([], ["--mesh", "data=2,model=2"]):
+        models = ["--target", tiny_pair_dirs[0], "--draft", tiny_pair_dirs[1]]
+        asked = ["--prompts", str(tmp_path / "in.jsonl"), "--methods", methods, "--repeats", "1"]
+        sizes = ["--max-new-tokens", "12", "--batch-size", "2", "--json"]
+        assert bench.main([*models, *asked, *sizes, *mesh]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    for one, many in zip(*measured, strict=True):
+        same(one.runs[0], many.runs[0])
+    for one, many in zip(*(report["rows"] for report in reports), strict=True):
+        names = [n for n in ("perplexity", "acceptance_rate", "kl") if isinstance(one[n], float)]
+        for name in names:
+            assert many[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+        assert "perplexity" in names and not many.get("mismatches")
+    assert all(report["v"]["1"] == 1 and report["c"] is not None for report in reports)
 
 
 def test_models_on_different_devices_are_refused(target, draft):

@@ -8,17 +8,19 @@ import json
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
 
 import specjax as sj
-from infer import timing
+from infer import programs, timing
 from infer.bench import benchmark, cases, peers, questions, rescoring, timed_cases, uncertainty
 from infer.bench import commands as bench
 from infer.bench.cases import Case
 from infer.bench.report import NEAR_TIE, markdown, show
 from infer.bench.rows import make_rows, pass_widths
+from infer.programs import MOST
 from infer.prompts import Encoder
 from specjax.errors import OptionError
 from specjax.methods import method
@@ -189,7 +191,35 @@ def test_rows_share_their_seconds_and_cases_take_turns(monkeypatch):
     assert alone.speed()[1].tolist() == [[2, 2, 1]] * 2
     np.testing.assert_array_equal(alone.speed(whole=True)[1], seconds)
     turns = [[("autoregressive", seed), ("speculative", seed)] for seed in (5, 6)]
-    assert order == ["autoregressive", "speculative", *turns[0], 0, *turns[1], 1]
+    (plain, other), again = turns
+    assert order == ["autoregressive", plain, "speculative", other, 0, *again, 1]
+
+
+def test_cases_make_room_for_each_other(monkeypatch):
+    """A process that may have few memory maps holds the programs of a few cases at a time."""
+    made, counts = [], []
+
+    def warm_up(setting, case):
+        made.append(case.batch_size)
+        grown = [jnp.sort(jnp.ones((2, 3 + case.batch_size)) * n, axis=n) for n in range(2)]
+        jax.block_until_ready(grown)
+
+    def run_case(setting, case):
+        counts.append(programs.maps())
+        return scripted([np.arange(4)], decode=[1.0], prefill=[1.0])
+
+    monkeypatch.setattr(timed_cases, "warm_up", warm_up)
+    monkeypatch.setattr(timed_cases, "run_case", run_case)
+    both = [Case("autoregressive", {}, GREEDY, size) for size in range(1, 9)]
+    setting = timed_cases.Setting(None, None, [[1]], 4)
+    timed_cases.measure(setting, both, 2)
+    assert made == [*range(1, 9)] and counts[:8] == sorted(counts[:8]), "all are held"
+    room = counts[4] - counts[0]
+    made.clear(), counts.clear(), jax.clear_caches()
+    monkeypatch.setattr(programs, "SHARE", (programs.maps() + room) / int(MOST.read_text()))
+    timed_cases.measure(setting, both, 2)
+    assert len(made) == 16, "and what went is compiled once more before it is timed"
+    assert max(counts) < min(counts) + 2 * room
 
 
 def compilations(work):
@@ -463,7 +493,7 @@ def test_random_target_is_what_a_peer_loads(monkeypatch):
         (["--sampled-only", "--temperature", "0"], "--sampled-only"),
         (["--seed", 2**32 - 2, "--repeats", "3"], "--seed 4294967294"),
         (["--mesh", "data=4096"], "needs 4096 devices"),
-        (["--mesh", "model=2"], "--mesh model=2"),
+        (["--mesh", "model=4096"], "needs 4096 devices"),
         (["--chat"], "no chat template"),
     ],
 )
