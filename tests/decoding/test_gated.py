@@ -1,6 +1,7 @@
 """SDSAT with gated adapters: lossless with respect to the base that they stand beside."""
 
 import dataclasses
+import importlib
 
 import jax
 import numpy as np
@@ -90,6 +91,6 @@ def test_a_gate_that_is_open_for_clean_tokens_is_caught(monkeypatch):
         held = gated(cfg, params, tokens)
         return jax.tree.map(opened, held, is_leaf=lambda x: isinstance(x, LowRank))
 
-    monkeypatch.setattr("specjax.models.forward.gated", leaky)
+    monkeypatch.setattr(importlib.import_module("specjax.models.forward"), "gated", leaky)
     built = build(own, k=2, form="chain", rule="speculative")
     assert p_value(base, own, built) < laws.ALPHA
