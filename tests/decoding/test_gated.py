@@ -10,36 +10,17 @@ import pytest
 import specjax as sj
 from specjax.engine import Engine
 from specjax.methods import Context
-from specjax.models import ModelConfig, init_params
 from specjax.models.adapters import LowRank, gated
 from support import laws
-from support.gated import tuned
+from support.gated import base_and_gated
 
-V, PROMPTS = 5, [[1, 2, 3], [4], [0, 3, 3, 1, 2, 0, 4], [2, 2]]
+PROMPTS = [[1, 2, 3], [4], [0, 3, 3, 1, 2, 0, 4], [2, 2]]
 SAMPLING, L = sj.Sampling(temperature=0.9, top_k=4), 3
-
-
-def make(seed=0, **other):
-    """(a base of five tokens, the same with adapters); random answers agree often enough."""
-    cfg = ModelConfig.llama(
-        vocab_size=V,
-        hidden_size=16,
-        num_layers=2,
-        num_heads=2,
-        intermediate_size=24,
-        max_position=256,
-        **other,
-    )
-    params = init_params(cfg, jax.random.key(seed))
-    params["layers"] = jax.tree.map(lambda x: 7 * x, params["layers"])
-    params["embed"] = params["embed"] * 25
-    own = dataclasses.replace(cfg, adaptive_ids=(V,) * 3)
-    return sj.from_params(cfg, params), sj.from_params(own, tuned(params, (V,)))
 
 
 @pytest.fixture(scope="module")
 def pair():
-    return make()
+    return base_and_gated()
 
 
 @pytest.mark.parametrize("method", ["sdsat", "sdsat-single"])
@@ -81,7 +62,9 @@ def test_sampled_output_has_the_bases_law(pair, options):
 
 @pytest.mark.slow
 def test_a_gate_that_is_open_for_clean_tokens_is_caught(monkeypatch):
-    base, own = make(norm_eps=2e-5)  # a model of its own: what others traced stays as it was
+    base, own = base_and_gated(
+        norm_eps=2e-5
+    )  # a model of its own: what others traced stays as it was
 
     def leaky(cfg, params, tokens):
         def opened(x):

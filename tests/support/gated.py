@@ -1,9 +1,13 @@
 """Gated adapters for tests: random ones, and a reference token by token."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import specjax as sj
+from specjax.models import ModelConfig, init_params
 from specjax.models.adapters import KEY
 from train.config import Tuned
 from train.sdsat.trainable import gated_lora
@@ -19,6 +23,18 @@ def tuned(params, ids, seed=0, rank=3, matrices=()):
     noise = [0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
     moved = [x + e for x, e in zip(leaves, noise, strict=True)]
     return tuning.merge(jax.tree.unflatten(tree, moved), frozen)
+
+
+def base_and_gated(**other):
+    """(a base of five tokens, the same with adapters); random answers agree often enough."""
+    sizes = {"vocab_size": 5, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
+    sizes |= {"intermediate_size": 24, "max_position": 256} | other
+    cfg = ModelConfig.llama(**sizes)
+    params = init_params(cfg, jax.random.key(0))
+    params["layers"] = jax.tree.map(lambda x: 7 * x, params["layers"])
+    params["embed"] = params["embed"] * 25
+    own = dataclasses.replace(cfg, adaptive_ids=(cfg.vocab_size,) * 3)
+    return sj.from_params(cfg, params), sj.from_params(own, tuned(params, own.adaptive_ids[:1]))
 
 
 def reference(cfg, params, tokens, sees, positions):

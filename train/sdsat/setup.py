@@ -155,16 +155,15 @@ def _check_ids(ids: tuple[int, ...], count: int, model: ModelConfig, tokenizer: 
         raise InputError(
             f"sdsat.ids={list(ids)}: sdsat.window and sdsat.distinct ask for {count} {kind}"
         )
-    used = _used_ids(tokenizer)
-    # Tokens added beside the text's own, for no purpose that is known: <reserved> and the like.
-    spare = set(tokenizer.get_added_tokens_decoder()) - _control_ids(model, tokenizer)
+    # Whether text holds any other token, the corpus says: check_absent.
+    used = _control_ids(model, tokenizer)
     for i in ids:
         if not 0 <= i < model.vocab_size:
             raise InputError(
                 f"sdsat.ids: {i} is outside the vocabulary of {model.vocab_size}: "
                 "leave sdsat.ids empty to append new rows"
             )
-        if i < used and i not in spare:
+        if i in used:
             raise InputError(
                 f"sdsat.ids: {i} is {tokenizer.id_to_token(i)!r}, which real text "
                 "uses: name unused ids, or leave sdsat.ids empty"

@@ -390,13 +390,17 @@ def _more(names: list[str]) -> str:
 
 
 def read_tensor(
-    handle, path: Path, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = STORED_DTYPES
+    handle,
+    path: Path,
+    name: str,
+    shape: tuple[int, ...],
+    dtypes: tuple[str, ...] = STORED_DTYPES,
+    note: str = "config.json",
 ) -> np.ndarray:
     stored = handle.get_slice(name)
     if tuple(stored.get_shape()) != shape:
         raise ModelError(
-            f"{path}: tensor {name} has shape {list(stored.get_shape())}, "
-            f"config.json says {list(shape)}"
+            f"{path}: tensor {name} has shape {list(stored.get_shape())}, {note} says {list(shape)}"
         )
     if stored.get_dtype() not in dtypes:
         raise ModelError(

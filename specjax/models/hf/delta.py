@@ -118,7 +118,7 @@ def load_delta(
     handle = open_tensors(path)
     compare_names(directory, set(shapes), set(handle.keys()))
     read = {
-        name: jnp.asarray(read_tensor(handle, path, name, shape), dtype)
+        name: jnp.asarray(read_tensor(handle, path, name, shape, note=NOTE), dtype)
         for name, shape in shapes.items()
     }
     return _nested(read)
