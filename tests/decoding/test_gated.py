@@ -62,9 +62,8 @@ def test_sampled_output_has_the_bases_law(pair, options):
 
 @pytest.mark.slow
 def test_a_gate_that_is_open_for_clean_tokens_is_caught(monkeypatch):
-    base, own = base_and_gated(
-        norm_eps=2e-5
-    )  # a model of its own: what others traced stays as it was
+    # A model of its own: what others have traced stays as it was.
+    base, own = base_and_gated(norm_eps=2e-5)
 
     def leaky(cfg, params, tokens):
         def opened(x):

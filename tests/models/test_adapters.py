@@ -109,8 +109,8 @@ def ours(params):
 @pytest.fixture(scope="module")
 def params():
     params = init_params(LLAMA, jax.random.key(3))
-    params = params | {"layers": jax.tree.map(lambda x: 7 * x, params["layers"])}
-    return tuned(params | {"embed": 25 * params["embed"]}, (11, 12))
+    params = params | {"layers": jax.tree.map(lambda x: 3 * x, params["layers"])}
+    return tuned(params | {"embed": 9 * params["embed"]}, (11, 12))
 
 
 @pytest.mark.parametrize("matrices", [(), pytest.param(("q", "down"), marks=SLOW)])
@@ -137,8 +137,9 @@ def test_gradients_are_the_references_and_of_clean_tokens_there_is_none(params):
     got = through(ours)(params[KEY], adaptive)
     want = through(slow)(params[KEY], adaptive)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (b != 0).any()
-        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+        largest = float(jnp.abs(b).max())
+        assert largest > 1e-3
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * largest)
     for leaf in jax.tree.leaves(through(ours)(params[KEY], 1 - adaptive)):
         assert not leaf.any()
 

@@ -88,11 +88,11 @@ def test_the_clean_loss_has_no_gradient_and_no_param_has_one():
         adaptive_ids=(12,) * 2,
     )
     params = init_params(cfg, jax.random.key(0))
-    params["layers"] = jax.tree.map(lambda x: 7 * x, params["layers"])
-    params["embed"] = 25 * params["embed"]
-    tuning = gated_lora((12,), Tuned(lora_rank=2), seed=0)
+    params["layers"] = jax.tree.map(lambda x: 3 * x, params["layers"])
+    params["embed"] = 9 * params["embed"]
+    tuning = gated_lora((12,), Tuned(lora_rank=2, lora_alpha=2.0), seed=0)
     trainable, frozen = tuning.split(params)
-    trainable["layers"] = jax.tree.map(lambda x: x + 0.3, trainable["layers"])
+    trainable["layers"] = jax.tree.map(lambda x: x + 0.1, trainable["layers"])
     batch = {  # four clean tokens, and behind them the window that stands before the third
         "tokens": [3, 1, 4, 1, 12, 12],
         "labels": [1, 4, 1, 5, 1, 5],
