@@ -19,12 +19,14 @@ from specjax.checks import require_all
 from specjax.demo import tuned
 from specjax.errors import ModelError, OptionError, PairError, foreign
 from specjax.models import ModelConfig, fuse, load_pretrained
+from specjax.models.adapters import KEY, fuse_adapters
 from specjax.models.config import as_ids
 from specjax.models.families.head import HeadConfig, usual_layers
 from specjax.models.head import share_embedding
-from specjax.models.hf.checkpoint import DTYPES, load_config, read_json
+from specjax.models.hf.checkpoint import DELTA, DTYPES, load_config, read_json
 from specjax.models.hf.config import token_ids
-from specjax.models.placement import param_specs, place
+from specjax.models.hf.delta import load_delta, read_delta
+from specjax.models.placement import param_specs, place, place_adapters
 from specjax.models.quantize import parse_scheme, quantize_params
 from specjax.models.sharding import AXIS, split_config
 from specjax.net import FREE_TOKENS, Net
@@ -33,7 +35,7 @@ from specjax.text import Tokenizer
 DEMO = Path(__file__).parent / "demo"
 EMBEDDED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft"}
 TUNED = "demo-sdsat"
-HUB_FILES = ("*.json", "model*.safetensors", "*.jinja", "tokenizer.model")
+HUB_FILES = ("*.json", "model*.safetensors", "delta.safetensors", "*.jinja", "tokenizer.model")
 PICKLES = ("pytorch_model*.bin",)
 HUB_SKIPPED = ("*/*",)  # other formats of the same weights
 SELF = "self:"  # begins the name of a draft that is the target's own copy, by its scheme
@@ -46,8 +48,8 @@ class LM:
     """A loaded model. ``tokenizer`` is None for models made from bare params.
 
     ``vocab_limit``: ids from here on are padding of the vocabulary and are never drawn. On a
-    ``mesh`` of several devices, ``config`` describes one device's share. ``pass_width``: see
-    :class:`specjax.net.Net`.
+    ``mesh`` of several devices, ``config`` describes one device's share. ``pass_width`` and
+    ``adapters``: see :class:`specjax.net.Net`.
     """
 
     config: ModelConfig
@@ -58,6 +60,7 @@ class LM:
     source: str
     mesh: Mesh | None = None
     pass_width: int = 1
+    adapters: dict = dataclasses.field(default_factory=dict)
 
     @property
     def is_head(self) -> bool:
@@ -67,8 +70,8 @@ class LM:
     @property
     def net(self) -> Net:
         """The model as decoding runs it."""
-        width = self.config.vocab_size
-        return Net(self.params, self.config, width, self.vocab_limit, self.pass_width)
+        width, limit = self.config.vocab_size, self.vocab_limit
+        return Net(self.params, self.config, width, limit, self.pass_width, self.adapters)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -102,7 +105,7 @@ def load(
     pass_width: int | None = None,
     quantize: str | None = None,
 ) -> LM:
-    """Loads a model directory, a hub id, or an embedded model.
+    """Loads a model directory, a hub id, an embedded model, or a delta beside one of these.
 
     Embedded are ``demo``, ``demo-draft``, and ``demo-sdsat``, which drafts for itself.
 
@@ -125,16 +128,25 @@ def load(
     """
     dtype = resolve_dtype(dtype)
     pass_width = resolve_pass_width(pass_width)
-    directory = locate(str(path_or_id), HUB_FILES + PICKLES * pickles)
+    own = locate(str(path_or_id), HUB_FILES + PICKLES * pickles)
+    delta = read_delta(own)
+    directory = own if delta is None else locate(delta.base)
     # The small files first: what is wrong with them is said before gigabytes are read.
     config = load_config(directory)
     eos_ids = _eos_ids(directory, config)
     head = isinstance(config, HeadConfig)  # its tokenizer is the target's
     tokenizer = None if head else Tokenizer.from_directory(directory)
+    adapters = {}
+    if delta is not None:
+        adapters = fuse_adapters(config, load_delta(own, delta, directory, config, DTYPES[dtype]))
+    if mesh is not None:
+        adapters = place_adapters(config, adapters, mesh, split)
     placed = None if mesh is None else functools.partial(place, mesh=mesh, split=split)
     config, params = load_pretrained(directory, DTYPES[dtype], True, pickles, placed, quantize)
+    if delta is not None:
+        config = dataclasses.replace(config, adaptive_ids=delta.adaptive_ids)
     config, source = _share(config, mesh, split), str(path_or_id)
-    return _assemble(config, params, tokenizer, eos_ids, source, pass_width, mesh)
+    return _assemble(config, params, tokenizer, eos_ids, source, pass_width, mesh, adapters)
 
 
 @takes(model=MODEL, mesh=MESH, split=FLAG)
@@ -148,7 +160,8 @@ def on_mesh(model: LM, mesh: Mesh, split: bool = True) -> LM:
         raise ModelError(f"{model.source} lies on a mesh already; load it anew")
     config = _share(model.config, mesh, split)
     params = place(model.config, model.params, mesh, split)
-    return dataclasses.replace(model, config=config, params=params, mesh=mesh)
+    adapters = place_adapters(model.config, model.adapters, mesh, split)
+    return dataclasses.replace(model, config=config, params=params, adapters=adapters, mesh=mesh)
 
 
 @takes(model=MODEL, scheme=QUANTIZE)
@@ -226,7 +239,7 @@ def can_split(path_or_id: str | Path, mesh: Mesh) -> bool:
     Raises:
       ModelError: the model has no config that can be used.
     """
-    config = load_config(locate(str(path_or_id), ("config.json",)))
+    config = load_config(base_of(str(path_or_id), ("config.json",)))
     try:
         split_config(config, mesh.shape[AXIS])
     except ModelError:
@@ -274,15 +287,23 @@ def from_params(
     eos_ids: tuple[int, ...] = (),
     pass_width: int | None = None,
 ) -> LM:
-    """An :class:`LM` from params in memory; without a tokenizer prompts are token ids."""
+    """An :class:`LM` from params in memory; without a tokenizer prompts are token ids.
+
+    Among the params may be adapters (:mod:`specjax.models.adapters`).
+    """
     eos_ids, pass_width = eos_ids or config.eos_ids, resolve_pass_width(pass_width)
-    return _assemble(config, fuse(params), tokenizer, eos_ids, "params", pass_width)
+    adapters = fuse_adapters(config, params[KEY]) if KEY in params else {}
+    params = fuse({name: part for name, part in params.items() if name != KEY})
+    return _assemble(config, params, tokenizer, eos_ids, "params", pass_width, adapters=adapters)
 
 
-def _assemble(config, params, tokenizer, eos_ids, source, pass_width, mesh=None) -> LM:
+def _assemble(
+    config, params, tokenizer, eos_ids, source, pass_width, mesh=None, adapters: dict | None = None
+) -> LM:
     known = tokenizer.vocab_size if tokenizer else config.vocab_size
     limit = min(known, config.vocab_size)
-    return LM(config, params, tokenizer, eos_ids, limit, source, mesh, pass_width)
+    adapters = adapters or {}
+    return LM(config, params, tokenizer, eos_ids, limit, source, mesh, pass_width, adapters)
 
 
 def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:
@@ -299,6 +320,19 @@ def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         return path.expanduser()
     return _from_hub(name, files)
+
+
+def base_of(name: str, files: Sequence[str] = HUB_FILES) -> Path:
+    """The directory that holds a model's config and weights: of a delta, its base's."""
+    directory = locate(name, (*files, DELTA))
+    delta = read_delta(directory)
+    return directory if delta is None else locate(delta.base, files)
+
+
+def lasting(name: str) -> str:
+    """The name of a model as another process finds it, wherever that one runs on this machine."""
+    here = name not in (*EMBEDDED, TUNED) and Path(name).exists()
+    return str(Path(name).resolve()) if here else name
 
 
 def _from_hub(name: str, files: Sequence[str]) -> Path:
