@@ -19,12 +19,14 @@ from specjax.checks import require_all
 from specjax.demo import tuned
 from specjax.errors import ModelError, OptionError, PairError, foreign
 from specjax.models import ModelConfig, fuse, load_pretrained
+from specjax.models.adapters import KEY, fuse_adapters
 from specjax.models.config import as_ids
 from specjax.models.families.head import HeadConfig, usual_layers
 from specjax.models.head import share_embedding
-from specjax.models.hf.checkpoint import DTYPES, load_config, read_json
+from specjax.models.hf.checkpoint import DELTA, DTYPES, load_config, read_json
 from specjax.models.hf.config import token_ids
-from specjax.models.placement import param_specs, place
+from specjax.models.hf.delta import load_delta, read_delta
+from specjax.models.placement import param_specs, place, place_adapters
 from specjax.models.quantize import parse_scheme, quantize_params
 from specjax.models.sharding import AXIS, split_config
 from specjax.net import FREE_TOKENS, Net
@@ -33,7 +35,7 @@ from specjax.text import Tokenizer
 DEMO = Path(__file__).parent / "demo"
 EMBEDDED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft"}
 TUNED = "demo-sdsat"
-HUB_FILES = ("*.json", "model*.safetensors", "*.jinja", "tokenizer.model")
+HUB_FILES = ("*.json", "model*.safetensors", "delta.safetensors", "*.jinja", "tokenizer.model")
 PICKLES = ("pytorch_model*.bin",)
 HUB_SKIPPED = ("*/*",)  # other formats of the same weights
 SELF = "self:"  # begins the name of a draft that is the target's own copy, by its scheme
@@ -48,7 +50,7 @@ class LM:
 
     ``vocab_limit``: ids from here on are padding of the vocabulary and are never drawn. On a
     ``mesh`` of several devices, ``config`` describes one device's share. ``pass_width``,
-    ``cache_dtype``: see :class:`specjax.net.Net`.
+    ``cache_dtype`` and ``adapters``: see :class:`specjax.net.Net`.
     """
 
     config: ModelConfig
@@ -60,6 +62,7 @@ class LM:
     mesh: Mesh | None = None
     pass_width: int = 1
     cache_dtype: str | None = None
+    adapters: dict = dataclasses.field(default_factory=dict)
 
     @property
     def is_head(self) -> bool:
@@ -70,7 +73,7 @@ class LM:
     def net(self) -> Net:
         """The model as decoding runs it."""
         static = self.config.vocab_size, self.vocab_limit, self.pass_width, self.cache_dtype
-        return Net(self.params, self.config, *static)
+        return Net(self.params, self.config, *static, self.adapters)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -106,7 +109,7 @@ def load(
     quantize: str | None = None,
     cache_dtype: str | None = None,
 ) -> LM:
-    """Loads a model directory, a hub id, or an embedded model.
+    """Loads a model directory, a hub id, an embedded model, or a delta beside one of these.
 
     Embedded are ``demo``, ``demo-draft``, and ``demo-sdsat``, which drafts for itself.
 
@@ -131,17 +134,26 @@ def load(
     """
     dtype = resolve_dtype(dtype)
     pass_width = resolve_pass_width(pass_width)
-    directory = locate(str(path_or_id), HUB_FILES + PICKLES * pickles)
+    own = locate(str(path_or_id), HUB_FILES + PICKLES * pickles)
+    delta = read_delta(own)
+    directory = own if delta is None else locate(delta.base)
     # The small files first: what is wrong with them is said before gigabytes are read.
     config = load_config(directory)
     eos_ids = _eos_ids(directory, config)
     head = isinstance(config, HeadConfig)  # its tokenizer is the target's
     tokenizer = None if head else Tokenizer.from_directory(directory)
+    adapters = {}
+    if delta is not None:
+        adapters = fuse_adapters(config, load_delta(own, delta, directory, config, DTYPES[dtype]))
+    if mesh is not None:
+        adapters = place_adapters(config, adapters, mesh, split)
     placed = None if mesh is None else functools.partial(place, mesh=mesh, split=split)
     config, params = load_pretrained(directory, DTYPES[dtype], True, pickles, placed, quantize)
+    if delta is not None:
+        config = dataclasses.replace(config, adaptive_ids=delta.adaptive_ids)
     config, source = _share(config, mesh, split), str(path_or_id)
-    how = mesh, pass_width, cache_dtype
-    return _assemble(config, params, tokenizer, eos_ids, source, *how)
+    how = {"pass_width": pass_width, "cache_dtype": cache_dtype, "adapters": adapters}
+    return _assemble(config, params, tokenizer, eos_ids, source, mesh=mesh, **how)
 
 
 @takes(model=MODEL, mesh=MESH, split=FLAG)
@@ -155,7 +167,8 @@ def on_mesh(model: LM, mesh: Mesh, split: bool = True) -> LM:
         raise ModelError(f"{model.source} lies on a mesh already; load it anew")
     config = _share(model.config, mesh, split)
     params = place(model.config, model.params, mesh, split)
-    return dataclasses.replace(model, config=config, params=params, mesh=mesh)
+    adapters = place_adapters(model.config, model.adapters, mesh, split)
+    return dataclasses.replace(model, config=config, params=params, adapters=adapters, mesh=mesh)
 
 
 @takes(model=MODEL, scheme=QUANTIZE)
@@ -233,7 +246,7 @@ def can_split(path_or_id: str | Path, mesh: Mesh) -> bool:
     Raises:
       ModelError: the model has no config that can be used.
     """
-    config = load_config(locate(str(path_or_id), ("config.json",)))
+    config = load_config(base_of(str(path_or_id), ("config.json",)))
     try:
         split_config(config, mesh.shape[AXIS])
     except ModelError:
@@ -283,16 +296,21 @@ def from_params(
     pass_width: int | None = None,
     cache_dtype: str | None = None,
 ) -> LM:
-    """An :class:`LM` from params in memory; without a tokenizer prompts are token ids."""
+    """An :class:`LM` from params in memory; without a tokenizer prompts are token ids.
+
+    Among the params may be adapters (:mod:`specjax.models.adapters`).
+    """
     eos_ids, pass_width = eos_ids or config.eos_ids, resolve_pass_width(pass_width)
-    how = None, pass_width, cache_dtype
-    return _assemble(config, fuse(params), tokenizer, eos_ids, "params", *how)
+    adapters = fuse_adapters(config, params[KEY]) if KEY in params else {}
+    params = fuse({name: part for name, part in params.items() if name != KEY})
+    how = {"pass_width": pass_width, "cache_dtype": cache_dtype, "adapters": adapters}
+    return _assemble(config, params, tokenizer, eos_ids, "params", **how)
 
 
-def _assemble(config, params, tokenizer, eos_ids, source, *how) -> LM:
+def _assemble(config, params, tokenizer, eos_ids, source, **how) -> LM:
     known = tokenizer.vocab_size if tokenizer else config.vocab_size
     limit = min(known, config.vocab_size)
-    return LM(config, params, tokenizer, eos_ids, limit, source, *how)
+    return LM(config, params, tokenizer, eos_ids, limit, source, **how)
 
 
 def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:
@@ -309,6 +327,19 @@ def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         return path.expanduser()
     return _from_hub(name, files)
+
+
+def base_of(name: str, files: Sequence[str] = HUB_FILES) -> Path:
+    """The directory that holds a model's config and weights: of a delta, its base's."""
+    directory = locate(name, (*files, DELTA))
+    delta = read_delta(directory)
+    return directory if delta is None else locate(delta.base, files)
+
+
+def lasting(name: str) -> str:
+    """The name of a model as another process finds it, wherever that one runs on this machine."""
+    here = name not in (*EMBEDDED, TUNED) and Path(name).exists()
+    return str(Path(name).resolve()) if here else name
 
 
 def _from_hub(name: str, files: Sequence[str]) -> Path:

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from specjax.arguments import COUNT, takes
 from specjax.errors import OptionError
 from specjax.models import KVCache
-from specjax.models.placement import param_specs
+from specjax.models.placement import adapter_specs, param_specs
 from specjax.models.sharding import AXIS as MODEL
 from specjax.net import Net
 from specjax.types import Inputs
@@ -57,7 +57,8 @@ def net_specs(net: Net | None) -> Any:
     if net is None or net.config.shards == 1:
         return WHOLE
     specs = param_specs(net.config, net.params, net.config.shards)
-    return dataclasses.replace(net, params=specs)
+    own = adapter_specs(net.config, net.adapters) if net.adapters else {}
+    return dataclasses.replace(net, params=specs, adapters=own)
 
 
 def input_specs(inputs: Inputs) -> Inputs:

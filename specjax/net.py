@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models import KVCache, ModelConfig, hidden_states, init_cache, logits_of
+from specjax.models.adapters import KEY
 from specjax.models.forward import tapped_forward
 from specjax.probs import fit_vocabulary, limit_vocabulary
 
@@ -25,7 +26,7 @@ FREE_TOKENS = 128
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("params",),
+    data_fields=("params", "adapters"),
     meta_fields=("config", "vocab", "vocab_limit", "pass_width", "cache_dtype"),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +41,9 @@ class Net:
     rows as it costs an accelerator nothing: its matrix unit then has enough rows to stream the
     weights at full speed, and a token's logits do not depend on how many were with it, in
     bfloat16 either. ``cache_dtype``: int8 keeps keys and values coded; None: as the params are.
+
+    ``adapters`` (:mod:`specjax.models.adapters`) are for passes with adaptive tokens; every other
+    pass is that of a model without any.
     """
 
     params: dict
@@ -48,6 +52,7 @@ class Net:
     vocab_limit: int
     pass_width: int = 1
     cache_dtype: str | None = None
+    adapters: dict = dataclasses.field(default_factory=dict)
 
     def over(self, target: Net) -> Net:
         """The same model, its logits over the target's ids."""
@@ -100,12 +105,14 @@ class Net:
         tree_positions: Int[Array, "B T"] | None = None,
         at: Int[Array, "B n"] | None = None,
         taps: tuple[int, ...] = (),
+        adaptive: bool = False,
     ) -> tuple[Float[Array, "B n V"], KVCache, Float[Array, "B N P D"] | None]:
         """float32 logits after new tokens, the cache that holds them from ``start`` on, and taps.
 
         A chain by default; a tree with ``positions`` and ``visible``, see
         :func:`specjax.models.forward`. ``at`` are the tokens whose logits are wanted: all.
-        Tapped are the inputs of the P layers ``taps`` at every new token, or None.
+        Tapped are the inputs of the P layers ``taps`` at every new token, or None. ``adaptive``:
+        there are adaptive tokens among them.
         """
         rows, count = tokens.shape
         width = self.narrow(rows)
@@ -113,7 +120,7 @@ class Net:
             positions = start[:, None] + jnp.arange(count, dtype=jnp.int32)
         hidden, cache, states = tapped_forward(
             self.config,
-            self.params,
+            self.params | ({KEY: self.adapters} if adaptive and self.adapters else {}),
             cache,
             tokens,
             positions,

@@ -44,7 +44,8 @@ def tapped_score(
         parents = join([parents, draft.probes.parents], axis=1)
     visible = tree.ancestors(parents, tokens.shape[1])
     positions = start[:, None] + tree.depths(visible)
-    return net.tapped_logits(cache, tokens, start, positions, visible, taps=taps)
+    adaptive = draft.probes is not None
+    return net.tapped_logits(cache, tokens, start, positions, visible, taps=taps, adaptive=adaptive)
 
 
 def score_as_needed(

@@ -34,6 +34,7 @@ Layers = Annotated[int, whole(1, 4096)]
 Width = Annotated[int, whole(1, 2**20)]
 Vocabulary = Annotated[int, whole(261, 2**20)]  # 256 bytes and train.data.tokenizer's special ids
 Seed = Annotated[int, whole(0, SEED_MAX)]
+Matrix = Literal["q", "k", "v", "out", "gate", "up", "down"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +135,11 @@ class Tuned:
 
     init_from: str = ""  # a Hugging Face directory, or an embedded model's name
     tokenizer: str = ""  # a tokenizer.json; by default the checkpoint's own
-    train: Literal["full", "embeddings", "lora"] = "full"
+    # gated-lora: updates that act on adaptive tokens alone; exported as a delta to the checkpoint
+    train: Literal["full", "embeddings", "lora", "gated-lora"] = "full"
     lora_rank: Width = 16
     lora_alpha: PositiveFloat = 32.0
+    lora_matrices: tuple[Matrix, ...] = ()  # of each block; empty: all of them
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # forward; master weights: float32
     remat: bool = False  # recompute each block in the backward pass
     scan: bool = False  # compile one block and scan the layers: deep models compile sooner
@@ -371,7 +374,8 @@ def _value(kind: Any, value: Any, name: str) -> Any:
         kind, choices = str, get_args(kind)
     if get_origin(kind) is tuple:
         item = get_args(kind)[0]
-        require(isinstance(value, list), f"a list of {'strings' if item is str else 'integers'}")
+        strings = item is str or get_origin(item) is Literal
+        require(isinstance(value, list), f"a list of {'strings' if strings else 'integers'}")
         return tuple(_value(item, one, name) for one in value)
     is_number = kind is float and type(value) is int
     require(is_number or type(value) is kind, f"{kind.__name__}, got {type(value).__name__}")

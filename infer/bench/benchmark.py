@@ -31,7 +31,7 @@ from infer.cli import BAD_LINES, make_directory
 from infer.loading import load_models, use_compilation_cache
 from infer.prompts import Encoder
 from specjax.infill import ending_middles
-from specjax.lm import SELF, locate, quantize
+from specjax.lm import SELF, base_of, quantize
 from specjax.methods import METHODS
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
 from specjax.models.hf.checkpoint import DTYPES
@@ -118,7 +118,7 @@ def models(args: argparse.Namespace) -> Iterator[tuple[sj.LM, sj.LM | None, list
         names = args.target, draft.source if draft else None
         # A copy that we quantised is no model of a peer's.
         theirs = [None if name is None or name.startswith(SELF) else name for name in names]
-        yield target, draft, [str(locate(name)) if name else None for name in theirs]
+        yield target, draft, [str(base_of(name)) if name else None for name in theirs]
         return
     with tempfile.TemporaryDirectory() as scratch:
         cfg = ModelConfig.llama(**dict(zip(SHAPE, SIZES[args.random_target], strict=True)))

@@ -88,7 +88,7 @@ def model_plan(
     ``devices`` share it; a draft that cannot be split is whole on each.
     """
     dtype = lm.resolve_dtype(dtype)
-    directory = lm.locate(name, files=("config.json",))
+    directory = lm.base_of(name, files=("config.json",))
     cfg = load_config(directory)
     scheme = parse_scheme(quantize) if quantize else stored_scheme(directory)
     cached = cache_dtype or DTYPES[dtype]

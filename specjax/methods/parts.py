@@ -92,8 +92,8 @@ def _adaptive_ids(target: LM, k: int) -> tuple[int, ...]:
     trained, source = target.config.adaptive_ids, target.source
     if not trained:
         raise PairError(
-            f"target {source} has no adaptive tokens: tune it with train.sdsat, or "
-            "take --target demo-sdsat"
+            f"target {source} has no adaptive tokens: tune it with train.sdsat, name those it was "
+            "tuned with in config.json's adaptive_ids, or take --target demo-sdsat"
         )
     k = k or len(trained)
     if len(set(trained)) == 1:

@@ -21,6 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models import attention, long_cache, sharding
+from specjax.models.adapters import gated
 from specjax.models.blocks import Decoder
 from specjax.models.cache import KVCache, write
 from specjax.models.config import ModelConfig
@@ -104,10 +105,8 @@ def logits_of(
     logits = sharding.gather_logits(linear(hidden, head_matrix(cfg, params)), cfg.vocab_size)
     cap = cfg.logit_softcap
     logits = logits if cap is None else cap * jnp.tanh(logits / cap)
-    if not cfg.adaptive_ids:
-        return logits
     barred = np.isin(np.arange(logits.shape[-1]), cfg.adaptive_ids)
-    return jnp.where(barred, -jnp.inf, logits)
+    return jnp.where(barred, -jnp.inf, logits) if barred.any() else logits
 
 
 def module_of(cfg: ModelConfig, params: dict) -> nnx.Module:
@@ -181,7 +180,8 @@ def tapped_states(
         mask_fn = mask_fns[window]
         return attention.blockwise_attention(q, k, v, meta, meta, mask_fn, finish=finish)
 
-    return module_of(cfg, params)(tokens, positions, attend, taps=taps, **how)
+    run = module_of(cfg, gated(cfg, params, tokens))
+    return run(tokens, positions, attend, taps=taps, **how)
 
 
 def forward(
@@ -268,7 +268,7 @@ def tapped_forward(
         top, how = base + visible.shape[-1] - 1, {"window": window, "finish": finish}
         return long_cache.cached_attention(q, *kv, positions, top, masks[window], distance, **how)
 
-    run = module_of(cfg, params)
+    run = module_of(cfg, gated(cfg, params, tokens))
     hidden, tapped = run(tokens, positions, attend, taps=taps, features=features)
     return hidden, KVCache(tuple(keys), tuple(values)), tapped
 

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from specjax.models import sharding
+from specjax.models.adapters import LowRank
 from specjax.models.config import RopeConfig
 from specjax.models.quantized import Grouped, PerOutput, Quantized
 
@@ -26,7 +27,7 @@ NARROW_ROWS = 128
 @jax.named_scope("weights")
 def linear(
     x: Float[Array, "... i"],
-    weight: Float[Array, "o i"] | Quantized,
+    weight: Float[Array, "o i"] | Quantized | LowRank,
     bias: Float[Array, "o"] | None = None,
 ) -> Float[Array, "... o"]:
     """``x @ weight.T + bias`` with weights as Hugging Face stores them, ``[out, in]``.
@@ -34,7 +35,10 @@ def linear(
     Every product with a weight is this one. Codes are widened on their way into it, which exact
     codes of 8 bits are in bfloat16, too, and one scale per output follows its float32 sum.
     """
-    if isinstance(weight, PerOutput):
+    if isinstance(weight, LowRank):
+        y = linear(x, weight.base)
+        y = jnp.where(weight.gate[..., None], y + linear(linear(x, weight.down), weight.up), y)
+    elif isinstance(weight, PerOutput):
         y = _product(x, weight.codes.astype(x.dtype), jnp.float32) * weight.scales
         y = y.astype(x.dtype)
     elif isinstance(weight, Grouped):

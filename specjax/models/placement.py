@@ -12,10 +12,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from specjax.errors import ModelError
+from specjax.models.adapters import DOWN
 from specjax.models.config import ModelConfig
-from specjax.models.forward import part_axes
+from specjax.models.forward import param_axes, part_axes
 from specjax.models.quantized import Grouped, PerOutput, by_output, is_quantized
-from specjax.models.sharding import AXIS, partition, split_config
+from specjax.models.sharding import AXIS, RULES, partition, split_config
 
 
 def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
@@ -59,8 +60,34 @@ def place(cfg: ModelConfig, params: dict, mesh: Mesh, split: bool) -> dict:
     return jax.device_put(params, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
 
 
+def adapter_specs(cfg: ModelConfig, adapters: dict) -> dict:
+    """Where each adapter in the inference layout lies: split as its weight, the rank never."""
+    axes = param_axes(cfg, fused=True)["layers"]["0"]
+
+    def pair(part: str, name: str) -> dict:
+        outputs, inputs = (RULES[axis] for axis in axes[part][name]["weight"])
+        return {"down": PartitionSpec(None, inputs), "up": PartitionSpec(outputs, None)}
+
+    layers = {
+        i: {part: {name: pair(part, name) for name in own} for part, own in block.items()}
+        for i, block in adapters["layers"].items()
+    }
+    return {"embed": PartitionSpec(), "layers": layers}
+
+
+def place_adapters(cfg: ModelConfig, adapters: dict, mesh: Mesh, split: bool) -> dict:
+    """Adapters in the inference layout on a mesh, as :func:`place`; there may be none."""
+    if not adapters or not split:
+        return jax.device_put(adapters, NamedSharding(mesh, PartitionSpec()))
+    adapters, specs = split_layers(cfg, adapters, mesh.shape[AXIS]), adapter_specs(cfg, adapters)
+    return jax.device_put(adapters, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
+
+
 def split_layers(cfg: ModelConfig, params: dict, count: int) -> dict:
-    """Params whose joined products (q, k, v; gate, up) stand device by device, not part by part."""
+    """Params whose joined products (q, k, v; gate, up) stand device by device, not part by part.
+
+    Adapters likewise.
+    """
     layers = {i: _by_device(cfg, block, count) for i, block in params["layers"].items()}
     return params | {"layers": layers}
 
@@ -82,11 +109,16 @@ def _by_device(cfg: ModelConfig, block: dict, count: int) -> dict:
         q, k, v = jnp.split(x, [queries, queries + keys])
         return join(q, repeated(k), repeated(v))
 
-    def rearranged(function, module: dict) -> dict:
-        return jax.tree.map(functools.partial(by_output, function), module, is_leaf=is_quantized)
+    joined = {"qkv": qkv, "gate_up": lambda x: join(*jnp.split(x, 2))}
 
-    attention, mlp = block["attention"], block["mlp"]
-    attention = attention | {"qkv": rearranged(qkv, attention["qkv"])}
-    if "gate_up" in mlp:
-        mlp = mlp | {"gate_up": rearranged(lambda x: join(*jnp.split(x, 2)), mlp["gate_up"])}
-    return block | {"attention": attention, "mlp": mlp}
+    def rearranged(name: str, module: Any) -> Any:
+        if name not in joined:
+            return module
+        # All that a product has begins with its outputs, but an adapter's way down.
+        function = functools.partial(by_output, joined[name])
+        return {key: x if key == DOWN else function(x) for key, x in module.items()}
+
+    return {
+        part: {name: rearranged(name, module) for name, module in modules.items()}
+        for part, modules in block.items()
+    }

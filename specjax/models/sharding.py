@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from specjax.errors import ModelError
+from specjax.models.adapters import OwnRows
 from specjax.models.config import ModelConfig
 from specjax.models.quantized import PerOutput
 
@@ -82,12 +83,14 @@ def own_part(x: Array, shards: int) -> Array:
 
 
 def look_up(
-    table: Float[Array, "v D"] | PerOutput, ids: Int[Array, "B N"], rows: int
+    table: Float[Array, "v D"] | PerOutput | OwnRows, ids: Int[Array, "B N"], rows: int
 ) -> Float[Array, "B N D"]:
     """Rows of a table of ``rows``, of which a device may hold a share.
 
     Padding ids (out of range by convention) read one, instead of NaN fill.
     """
+    if isinstance(table, OwnRows):
+        return table.replaced(ids, look_up(table.base, ids, rows))
     held = table.shape[0]
     if held == rows:
         return _rows(table, ids)

@@ -17,6 +17,7 @@ from specjax import decode
 from specjax.engine import Engine
 from specjax.methods import Context
 from support import variants
+from support.gated import base_and_gated
 from support.heads import fitted_head
 from support.variant_models import pair
 
@@ -67,6 +68,19 @@ def test_every_method(name, target, draft):
         )
         for other in others:
             same(one, other, counters=name != "suffix")  # which drafts from the rows of its device
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sdsat", "sdsat-single"])
+def test_gated_adapters_are_split_as_their_weights(name):
+    _, own = base_and_gated(num_heads=4, num_kv_heads=2)
+    options = {"method": name, "max_new_tokens": 20, "sampling": SAMPLED}
+    prompts = [[1, 2, 3], [4], [0, 3, 3, 1, 2]]
+    one = sj.generate(own, prompts, **options)
+    for axes in ({"data": 2, "model": 4}, {"data": 4, "model": 2}):
+        (many,) = spread((own,), **axes)
+        same(one, sj.generate(many, prompts, **options))
+    assert one.stats["accepted"].sum() > 0
 
 
 def test_rows_take_seats_on_every_device(target, draft):

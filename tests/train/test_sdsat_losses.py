@@ -21,6 +21,7 @@ from specjax.models import (
 )
 from support import variants
 from support.insertion_reference import EOS, ID, slow_mixed, slow_windows, some_row
+from train.config import Tuned
 from train.data.packing import IGNORE, Prepared
 from train.data.prompts import held_out_prompts
 from train.engine.loop import make_step
@@ -301,11 +302,11 @@ def test_every_family_is_grown_trained_and_read_back(name, tmp_path):
 
 
 def test_lora_starts_at_the_model_and_merges_its_products(params):
-    tuned = lora((90, 91), 3, 6.0, seed=0)
+    tuned = lora((90, 91), Tuned(lora_rank=3, lora_alpha=6.0), seed=0)
     trainable, frozen = tuned.split(params)
     same = tuned.merge(trainable, frozen)
     jax.tree.map(np.testing.assert_array_equal, same, params)
-    pair = trainable["layers"]["1"]["mlp"]["down"]["weight"]
+    pair = trainable["layers"]["1"]["mlp"]["down"]
     pair["up"] = jnp.ones_like(pair["up"])
     merged = tuned.merge(trainable, frozen)["layers"]["1"]["mlp"]["down"]["weight"]
     plain = params["layers"]["1"]["mlp"]["down"]["weight"]

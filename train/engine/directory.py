@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +54,29 @@ def export(
 ) -> dict[str, Any]:
     """Writes ``run.dir/export``, a Hugging Face directory with a card, once a run is done.
 
-    ``copied`` are small files that belong to it as they are. Returns how the run ended, which
-    stands in the card too, before what is given for it.
+    ``copied`` are small files that belong to it as they are. Returns as :func:`export_as`.
+    """
+
+    def save(home: Path) -> None:
+        save_pretrained(home, model, params, tokenizer.to_str(), run.export_dtype)
+        for path in copied:
+            shutil.copyfile(path, home / path.name)
+
+    return export_as(run, save, outcome, card)
+
+
+def export_as(
+    run: Run, save: Callable[[Path], None], outcome: Outcome, card: dict[str, Any]
+) -> dict[str, Any]:
+    """Writes what ``save`` makes of ``run.dir/export``, and a card, once a run is done.
+
+    Returns how the run ended, which stands in the card too, before what is given for it.
     """
     ended = {"step": outcome.step, "finished": outcome.finished, "run_dir": run.dir}
     if not outcome.finished:
         return ended
     home = Path(run.dir) / "export"
-    save_pretrained(home, model, params, tokenizer.to_str(), run.export_dtype)
-    for path in copied:
-        shutil.copyfile(path, home / path.name)
+    save(home)
     if outcome.valid_loss is not None:
         ended["held_out_loss"] = outcome.valid_loss
         ended |= {f"held_out_{name}": value for name, value in outcome.valid_extras.items()}

@@ -17,16 +17,16 @@ from tokenizers import Tokenizer
 from specjax.errors import InputError
 from specjax.infill import find_sentinels
 from specjax.lm import locate
-from specjax.models import ModelConfig
+from specjax.models import ModelConfig, param_shapes
 from specjax.models.hf.checkpoint import load_config
-from train.config import Adaptive, SDSATConfig
+from train.config import Adaptive, SDSATConfig, Tuned
 from train.data.fim import CodeLayout, frame_of
 from train.data.packing import Prepared, Transform
 from train.data.prompts import PROMPT_TOKENS
 from train.data.tokenizer import load_tokenizer, tokenizer_file
 from train.sdsat.insertion import Insertion, isolated_row, mixed_row, probe_row
 from train.sdsat.losses import Objective
-from train.sdsat.trainable import Tuning, make_tuning
+from train.sdsat.trainable import GATED, LOW_RANK, Tuning, adapted, make_tuning
 
 
 class Setup(NamedTuple):
@@ -56,6 +56,8 @@ def prepare_setup(cfg: SDSATConfig) -> Setup:
     _check(cfg, start, tokenizer)
     section = cfg.sdsat
     ids, new_rows = choose_ids(section, start, tokenizer)
+    if cfg.model.train == GATED:
+        new_rows = 0  # the tables stay as they are: the adapters hold the ids' rows
     ids = ids if section.distinct else ids * section.window
     framing = (*frame_of(cfg.model.init_from, start, tokenizer), find_sentinels(tokenizer))
     special = _special_ids(start, tokenizer)
@@ -108,6 +110,22 @@ def _check(cfg: SDSATConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
             f"optim.optimizer={cfg.optim.optimizer!r} with model.train="
             f"{cfg.model.train!r}: only adamw trains parts of a model"
         )
+    if cfg.model.train in LOW_RANK:
+        _check_low_rank(cfg.model, model)
+
+
+def _check_low_rank(section: Tuned, model: ModelConfig) -> None:
+    matrices = adapted({"0": param_shapes(model)["layers"]["0"]}, section)
+    names = {name for *_, name in matrices}
+    if unknown := sorted(set(section.lora_matrices) - names):
+        raise InputError(
+            f"model.lora_matrices: {section.init_from!r} has no matrix {unknown[0]!r} in its blocks"
+        )
+    most = min(min(x.shape) for x in matrices.values())
+    if section.lora_rank > most:
+        raise InputError(
+            f"model.lora_rank={section.lora_rank}: the smallest matrix has rank {most} at most"
+        )
 
 
 def choose_ids(
@@ -137,16 +155,15 @@ def _check_ids(ids: tuple[int, ...], count: int, model: ModelConfig, tokenizer: 
         raise InputError(
             f"sdsat.ids={list(ids)}: sdsat.window and sdsat.distinct ask for {count} {kind}"
         )
-    used = _used_ids(tokenizer)
-    # Tokens added beside the text's own, for no purpose that is known: <reserved> and the like.
-    spare = set(tokenizer.get_added_tokens_decoder()) - _control_ids(model, tokenizer)
+    # Whether text holds any other token, the corpus says: check_absent.
+    used = _control_ids(model, tokenizer)
     for i in ids:
         if not 0 <= i < model.vocab_size:
             raise InputError(
                 f"sdsat.ids: {i} is outside the vocabulary of {model.vocab_size}: "
                 "leave sdsat.ids empty to append new rows"
             )
-        if i < used and i not in spare:
+        if i in used:
             raise InputError(
                 f"sdsat.ids: {i} is {tokenizer.id_to_token(i)!r}, which real text "
                 "uses: name unused ids, or leave sdsat.ids empty"

@@ -13,13 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.lm import lasting
 from specjax.models import ModelConfig, load_pretrained, num_params, param_shapes
+from specjax.models.adapters import KEY
+from specjax.models.hf.delta import save_delta
 from train.config import SDSATConfig, fixed_settings, from_toml, to_dict
 from train.data.corpus import load_corpus
 from train.data.packing import Prepared, make_loader, prepare, valid_batches
 from train.data.prompts import held_out_prompts
 from train.engine import processes
-from train.engine.directory import export, own_directory
+from train.engine.directory import export, export_as, own_directory
 from train.engine.ending import finish
 from train.engine.loop import fit
 from train.engine.optim import make_optimizer
@@ -101,9 +104,14 @@ def train(cfg: SDSATConfig, setup: Setup, data: Prepared, resume: bool) -> dict[
     params = tuning.merge(placement.host(outcome.params), frozen)
     ended = {}
     if processes.leads():
-        copied = [path for name in COPIED if (path := setup.directory / name).exists()]
         card = plan(cfg, setup, data) | {"recipe": to_dict(cfg)}
-        ended = export(cfg.run, model, params, setup.tokenizer, outcome, card, copied)
+        if tuning.gated:
+            where, dtype = (lasting(cfg.model.init_from), setup.directory), cfg.run.export_dtype
+            save = functools.partial(save_delta, *where, model, params[KEY], dtype)
+            ended = export_as(cfg.run, save, outcome, card)
+        else:
+            copied = [path for name in COPIED if (path := setup.directory / name).exists()]
+            ended = export(cfg.run, model, params, setup.tokenizer, outcome, card, copied)
     processes.wait("export")
     return ended
 
@@ -128,8 +136,10 @@ def _measure(
 
 
 def first_params(setup: Setup) -> dict:
-    """The checkpoint's weights, its tables ready for the adaptive ids."""
+    """The checkpoint's weights, its tables ready for the adaptive ids where they hold them."""
     start, params = load_pretrained(setup.directory)
+    if setup.tuning.gated:
+        return params
     fresh = tuple(sorted(set(setup.model.adaptive_ids) - set(start.adaptive_ids)))
     return grow(params, fresh, setup.new_rows) if fresh else params
 

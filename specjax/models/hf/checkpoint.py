@@ -35,6 +35,7 @@ from specjax.models.quantize import Scheme, parse_scheme, quantize_params
 from specjax.models.quantized import counted_as
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DELTA = "delta.json"  # of a directory that holds adapters alone
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 MOST_TEXT = 1 << 28  # bytes of a file that is no weights: tokenizers have some 2^25
 STORED_DTYPES = ("F32", "BF16", "F16")  # safetensors' names of the same
@@ -139,13 +140,13 @@ def load_pretrained(
             f"{directory}: its weights are quantised ({stored}); take the unquantised checkpoint "
             f"{wanted}"
         )
-    files = _tensor_files(directory, pickles)
+    files = tensor_files(directory, pickles)
     if cfg.num_layers > len(files):  # before anything is made for each of them
         raise ModelError(
             f"{directory}: config.json says {cfg.num_layers} layers, but its files hold "
             f"{len(files)} tensors"
         )
-    handles = {file: _open(file) for file in sorted(set(files.values()))}
+    handles = {file: open_tensors(file) for file in sorted(set(files.values()))}
     if stored is not None:
         return cfg, _read_codes(directory, cfg, stored, files, handles, dtype, placed)
     cfg = _completed(directory, cfg, files, handles)
@@ -153,7 +154,7 @@ def load_pretrained(
 
     def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
         file = files[present[name]]
-        return _read(handles[file], file, present[name], shape)
+        return read_tensor(handles[file], file, present[name], shape)
 
     return cfg, from_tensors(cfg, read, dtype, fused, placed, asked)
 
@@ -162,11 +163,11 @@ def _read_codes(directory, cfg, scheme: Scheme, files, handles, dtype, placed) -
     """The params of a quantised checkpoint, each part placed before the next is read."""
     wanted = codes.forms(cfg, scheme)
     names = {name for name, *_ in jax.tree.leaves(wanted, is_leaf=_is_tuple)}
-    _compare_names(directory, names, set(files))
+    compare_names(directory, names, set(files))
 
     def leaf(form: codes.Form) -> jax.Array:
         file, held = files[form[0]], codes.stored_dtype(form)
-        value = _read(handles[file], file, form[0], codes.stored_shape(form), (held,))
+        value = read_tensor(handles[file], file, form[0], codes.stored_shape(form), (held,))
         return jnp.asarray(codes.from_stored(value, form))
 
     def settle(part: dict) -> dict:
@@ -193,7 +194,7 @@ def save_pretrained(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = to_tensors(cfg, jax.tree.map(lambda x: x.astype(DTYPES[dtype]), params))
-    _save(directory / WEIGHTS, tensors)
+    save_tensors(directory / WEIGHTS, tensors)
     if tokenizer_json is not None:
         write_text(directory / "tokenizer.json", tokenizer_json)
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -207,13 +208,13 @@ def save_quantized(directory: Path, config: dict, params: dict, scheme: Scheme) 
     ``config`` is the unquantised checkpoint's config.json.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    _save(directory / WEIGHTS, codes.to_stored(params))
+    save_tensors(directory / WEIGHTS, codes.to_stored(params))
     note = {"quant_method": QUANT_METHOD, "version": 1, "scheme": str(scheme)}
     config = config | {"quantization_config": note}
     write_text(directory / "config.json", json.dumps(config, indent=1) + "\n")
 
 
-def _save(path: Path, tensors: dict[str, np.ndarray]) -> None:
+def save_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     try:
         with aside(path) as scratch:
             save_file(tensors, scratch, metadata={"format": "pt"})
@@ -241,7 +242,8 @@ def load_config(directory: Path) -> ModelConfig:
         raise ModelError(f"{directory}: no such model directory")
     path = directory / "config.json"
     if not os.path.lexists(path):
-        raise ModelError(f"{directory}: no config.json, so this is no model directory")
+        hint = "; it holds a delta: name its base" if os.path.lexists(directory / DELTA) else ""
+        raise ModelError(f"{directory}: no config.json, so this is no model directory{hint}")
     try:
         return from_hf(read_json(path))
     except ModelError as error:
@@ -278,7 +280,7 @@ def read_text_file(path: Path) -> bytes:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def _tensor_files(directory: Path, pickles: bool) -> dict[str, Path]:
+def tensor_files(directory: Path, pickles: bool) -> dict[str, Path]:
     """Which file holds each tensor; the files are opened, so a broken one is found.
 
     A single file goes before an index, as in transformers: saving over a sharded directory
@@ -287,7 +289,7 @@ def _tensor_files(directory: Path, pickles: bool) -> dict[str, Path]:
     kinds = [(WEIGHTS, INDEX)] + [(PICKLE, PICKLE_INDEX)] * pickles
     for single, index in kinds:
         if os.path.lexists(directory / single):
-            return dict.fromkeys(_open(directory / single).keys(), directory / single)
+            return dict.fromkeys(open_tensors(directory / single).keys(), directory / single)
         if os.path.lexists(directory / index):
             return _sharded(directory, index)
     unread, hint = sorted(p.name for p in directory.glob("pytorch_model*.bin")), ""
@@ -321,7 +323,7 @@ def _sharded(directory: Path, index: str) -> dict[str, Path]:
     for name, path in shards.items():
         if not os.path.lexists(path):
             raise ModelError(f"{directory}: shard {name}, named by {index}, is missing")
-    held = {name: set(_open(path).keys()) for name, path in shards.items()}
+    held = {name: set(open_tensors(path).keys()) for name, path in shards.items()}
     for tensor, shard in weight_map.items():
         if tensor not in held[shard]:
             raise ModelError(
@@ -330,7 +332,7 @@ def _sharded(directory: Path, index: str) -> dict[str, Path]:
     return {tensor: path for name, path in shards.items() for tensor in sorted(held[name])}
 
 
-def _open(path: Path):
+def open_tensors(path: Path):
     if path.suffix == ".bin":
         return Pickle(path)
     with foreign(f"{path}: not a readable safetensors file"):
@@ -364,11 +366,11 @@ def _check_names(directory: Path, cfg: ModelConfig, stored: list[str]) -> dict[s
     present = {names.full(name): name for name in stored}
     ignored = {name for name in stored if name.endswith(names.ignored)}
     used = {present.get(name, name) for name in wanted}
-    _compare_names(directory, used, set(stored) - (ignored - used))
+    compare_names(directory, used, set(stored) - (ignored - used))
     return present
 
 
-def _compare_names(directory: Path, wanted: set[str], stored: set[str]) -> None:
+def compare_names(directory: Path, wanted: set[str], stored: set[str]) -> None:
     """Refuses files that lack a tensor, or hold one more."""
     if missing := sorted(wanted - stored):
         raise ModelError(f"{directory}: tensor {missing[0]} is missing{_more(missing)}")
@@ -387,14 +389,18 @@ def _more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _read(
-    handle, path: Path, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = STORED_DTYPES
+def read_tensor(
+    handle,
+    path: Path,
+    name: str,
+    shape: tuple[int, ...],
+    dtypes: tuple[str, ...] = STORED_DTYPES,
+    note: str = "config.json",
 ) -> np.ndarray:
     stored = handle.get_slice(name)
     if tuple(stored.get_shape()) != shape:
         raise ModelError(
-            f"{path}: tensor {name} has shape {list(stored.get_shape())}, "
-            f"config.json says {list(shape)}"
+            f"{path}: tensor {name} has shape {list(stored.get_shape())}, {note} says {list(shape)}"
         )
     if stored.get_dtype() not in dtypes:
         raise ModelError(
