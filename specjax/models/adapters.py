@@ -1,9 +1,9 @@
 """Gated adapters: low-rank updates of a model's weights that act on its adaptive tokens alone.
 
 ``y = W x + [x is of an adaptive token] · up (down x)``, and a row of their own in the place of
-the tokens' embedding (gated LoRA: Samragh et al. 2025, arXiv 2507.11851, §3.1, there for mask
-tokens). At every other token the product is the base's, bit for bit; and as those never attend to
-adaptive ones, so is everything that the model says there.
+the tokens' embedding (gated LoRA: Samragh et al. 2025, arXiv 2507.11851, there for mask tokens). At
+every other token the product is the base's, bit for bit; and as those never attend to adaptive
+ones, so is everything that the model says there.
 
 Adapters are a tree beside the params, ``{"embed": [ids, width], "layers": {i: {module: {weight:
 {"down": [rank, in], "up": [out, rank]}}}}}``, of the weights that have one. A pass with them takes
@@ -52,10 +52,6 @@ class LowRank(Adapted):
     down: Float[Array, "rank I"]
     up: Float[Array, "O rank"]
     gate: Bool[Array, "B N"]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.base.shape
 
 
 @functools.partial(

@@ -178,6 +178,7 @@ def test_ids_come_from_the_config_the_checkpoint_unused_vocabulary_or_new_rows(t
     assert choose(408, distinct=True) == ((400, 401, 402), 0)
     assert choose(408, had=(405, 405)) == ((405,), 0)
     assert choose(408, ids=(407,)) == ((407,), 0)
+    assert choose(400, ids=(399,)) == ((399,), 0)  # whether text holds it, the corpus says
 
 
 def test_reserved_tokens_of_the_tokenizer_serve_where_the_corpus_lacks_them(
