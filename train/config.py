@@ -58,6 +58,8 @@ class Data:
 
     corpora: tuple[str, ...] = ("stdlib",)
     files: tuple[str, ...] = ()
+    shards: str = ""  # a directory for its tokens; empty: all of the corpus is held in memory
+    weights: tuple[PositiveFloat, ...] = ()  # rows of each corpus and file against the others'
     seq_len: Width = 512
 
 
@@ -247,6 +249,7 @@ def _check_batch(cfg: LMConfig | SDSATConfig | HeadRunConfig) -> None:
 
 # What a resumed run may change: how far and how fast it goes on, where it runs, what it reports.
 MAY_CHANGE = {
+    "data": ("shards",),  # its tokens are what they were, or the digest tells
     "model": ("remat", "scan"),
     "sdsat": ("probe_length", "decode_prompts", "decode_tokens"),
     "head": ("decode_prompts", "decode_tokens"),
@@ -268,6 +271,15 @@ def from_toml(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> 
     Raises:
       InputError: no such file, broken TOML, an unknown section or key, a wrong type or range.
     """
+    return from_dict(cls, read_toml(path, overrides))
+
+
+def read_toml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The values of a TOML file and ``section.key=value`` overrides, unchecked.
+
+    Raises:
+      InputError: no such file, or broken TOML.
+    """
     try:
         text = read_file(path)
     except (FileNotFoundError, IsADirectoryError):
@@ -280,7 +292,7 @@ def from_toml(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> 
         values = tomllib.loads(text.decode())
     for override in overrides:
         _apply(values, override)
-    return from_dict(cls, values)
+    return values
 
 
 def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
@@ -375,7 +387,8 @@ def _value(kind: Any, value: Any, name: str) -> Any:
     if get_origin(kind) is tuple:
         item = get_args(kind)[0]
         strings = item is str or get_origin(item) is Literal
-        require(isinstance(value, list), f"a list of {'strings' if strings else 'integers'}")
+        items = "strings" if strings else "numbers" if item is PositiveFloat else "integers"
+        require(isinstance(value, list), f"a list of {items}")
         return tuple(_value(item, one, name) for one in value)
     is_number = kind is float and type(value) is int
     require(is_number or type(value) is kind, f"{kind.__name__}, got {type(value).__name__}")

@@ -11,15 +11,17 @@ from pyarrow import parquet
 
 from specjax.errors import InputError
 from train.data import corpus
-from train.data.corpus import Document, is_held_out, load_corpus, permissive_distributions
+from train.data.corpus import is_held_out, load_corpus, permissive_distributions
 from train.data.packing import (
     IGNORE,
     Prepared,
+    Stream,
     make_loader,
     pack_row,
     prepare,
     valid_batches,
 )
+from train.data.reading import Document
 from train.data.tokenizer import EOS_ID, SPECIAL_TOKENS, load_tokenizer, train_tokenizer
 
 SEQ_LEN, BATCH = 16, 2
@@ -234,7 +236,7 @@ def test_a_row_by_hand():
     # Documents [1 2 0], [3 4 5 6 0], [7 0] in the order 1, 0, 2, cut every four tokens.
     stream = np.array([1, 2, 0, 3, 4, 5, 6, 0, 7, 0], np.uint16)
     offsets, order, starts = np.array([0, 3, 8, 10]), np.array([1, 0, 2]), np.array([0, 5, 8, 10])
-    rows = [pack_row(stream, offsets, order, starts, row, 4) for row in range(4)]
+    rows = [pack_row(Stream(stream, offsets), order, starts, row, 4) for row in range(4)]
     by_key = {key: [row[key].tolist() for row in rows] for key in rows[0]}
     no = IGNORE
     assert by_key == {
@@ -302,6 +304,7 @@ def test_two_processes_share_the_rows_without_overlap(prepared):
         ({"batch_size": -1}, "batch_size is -1"),
         ({"seed": -1}, "seed is -1: expected 0 or more"),
         ({"process_index": 2, "process_count": 2}, "process_index is 2: expected 0 to 1"),
+        ({"seq_len": 1 << 19, "process_count": 2}, "has 1 rows .* fewer than the 2 processes"),
     ],
 )
 def test_loader_refuses_bad_sizes(prepared, options, message):

@@ -9,18 +9,16 @@ import importlib.metadata
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from specjax.errors import InputError, foreign
-from specjax.files import check_file, open_file, parse_json, read_file
+from specjax.errors import InputError
+from train.data.reading import MIN_CHARS, Document, Intake, Piece, read_piece, unreadable
 
 HELD_OUT_ONE_IN = 20  # leaves a few hundred functions of the standard library to measure on
-MIN_CHARS = 200  # shorter documents are package stubs and licence headers
 MAX_INSTALLED_BYTES = 200_000  # above this an installed source is nearly always generated
-LONGEST_LINE = 1 << 28  # bytes of a document
-TEXT_FIELDS = ("text", "content")
-TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".pyi", ".jsonl", ".parquet"})
+MOST_IN_MEMORY = 1 << 31  # characters of text
+# Below a folder they are what a program reads, and not what people wrote.
+DATA_SUFFIXES = frozenset({".json", ".csv", ".tsv", ".lock", ".log", ".map", ".svg", ".ipynb"})
 
 # Test suites repeat themselves, and tables teach nothing about code.
 _SKIPPED_FOLDERS = frozenset(
@@ -37,14 +35,6 @@ _PERMISSIVE = re.compile(
 _RESTRICTED = re.compile(r"GPL|MPL|EPL|CDDL|Mozilla|Proprietary|Commercial|EULA", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Document:
-    """One text of the corpus; `name` is a posix path that is the same on every machine."""
-
-    name: str
-    text: str
-
-
 def is_held_out(name: str) -> bool:
     """True for the documents that no model trains on: one name in `HELD_OUT_ONE_IN`."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
@@ -55,27 +45,33 @@ def load_corpus(names: Sequence[str], files: Sequence[str] = ()) -> list[Documen
 
     Args:
       names: any of `"stdlib"` and `"installed"`.
-      files: text files, folders of text, `.jsonl` and `.parquet` files with a column `text`
-        or `content`.
+      files: text files, folders of text, JSON lines and Parquet files with a column `text`
+        or `content`; text and lines may be packed (.gz, .zst).
 
     Raises:
       InputError: an unknown corpus, an unreadable file, a bad line, or nothing at all to read.
     """
-    documents: list[Document] = []
-    for name in names:
-        if name not in _CORPORA:
-            known = ", ".join(sorted(_CORPORA))
-            raise InputError(f"unknown corpus {name!r}: expected one of {known}, or a file")
-        documents.extend(_CORPORA[name]())
-    for file in files:
-        documents.extend(_read_path(Path(file)))
-    documents = _without_duplicates(documents)
+    intake = Intake()
+    pieces = [piece for source in source_files(names, files, intake) for piece in source]
+    documents = _without_duplicates(
+        _within_memory(document for piece in pieces for document in read_piece(piece, intake))
+    )
     if not documents:
-        raise InputError(
-            f"the corpus is empty: expected UTF-8 text of at least {MIN_CHARS} characters in "
-            f"{', '.join([*names, *files]) or 'some source, but none is given'}"
-        )
+        raise nothing_to_read([*names, *files])
     return documents
+
+
+def _within_memory(documents: Iterable[Document]) -> Iterator[Document]:
+    """The documents; raises InputError where they become more than memory should hold."""
+    chars = 0
+    for document in documents:
+        chars += len(document.text)
+        if chars > MOST_IN_MEMORY:
+            raise InputError(
+                f"the corpus has more than {MOST_IN_MEMORY >> 20} MiB of text, which memory is not "
+                "to hold: set data.shards to a directory for its tokens"
+            )
+        yield document
 
 
 def stdlib_root() -> Path:
@@ -130,19 +126,14 @@ def _is_permissive(licence: str) -> bool:
     )
 
 
-def _stdlib() -> Iterator[Document]:
-    for name, path in stdlib_files():
-        yield from _document(name, path.read_bytes())
-
-
-def _installed() -> Iterator[Document]:
+def _installed_files() -> Iterator[tuple[str, Path]]:
     for name, _, distribution in _permissive():
         for file in distribution.files or []:
             if _is_installed_source(PurePosixPath(file.as_posix())):
                 path = Path(distribution.locate_file(file))
                 # A RECORD may list files that were removed by hand.
                 if path.is_file() and path.stat().st_size <= MAX_INSTALLED_BYTES:
-                    yield from _document(f"{name}/{file.as_posix()}", path.read_bytes())
+                    yield f"{name}/{file.as_posix()}", path
 
 
 def _is_installed_source(path: PurePosixPath) -> bool:
@@ -156,85 +147,52 @@ def _is_installed_source(path: PurePosixPath) -> bool:
     )
 
 
-_CORPORA = {"stdlib": _stdlib, "installed": _installed}
+_CORPORA = {"stdlib": stdlib_files, "installed": _installed_files}
 
 
-def _read_path(path: Path) -> Iterator[Document]:
-    """Documents of one file, or of every text file below a folder."""
+def source_files(names: Sequence[str], files: Sequence[str], intake: Intake) -> list[list[Piece]]:
+    """The files of each corpus, folder and file, source by source in the order given.
+
+    Below a folder all files count but hidden ones and data (`DATA_SUFFIXES`), which are recorded:
+    what of them is text shows when they are read.
+
+    Raises:
+      InputError: an unknown corpus, or a folder that cannot be listed.
+    """
+    for name in names:
+        if name not in _CORPORA:
+            known = ", ".join(sorted(_CORPORA))
+            raise InputError(f"unknown corpus {name!r}: expected one of {known}, or a file")
+    corpora = [[Piece(str(path), found) for found, path in _CORPORA[name]()] for name in names]
+    return corpora + [list(_below(Path(file), intake)) for file in files]
+
+
+def _below(root: Path, intake: Intake) -> Iterator[Piece]:
+    """A file itself, or the files below a folder, by name."""
     try:
-        if not path.is_dir():
-            yield from _read_file(path, path.name)
+        if not root.is_dir():
+            yield Piece(str(root), root.name)
             return
-        for file in sorted(path.rglob("*")):
-            if file.is_file() and file.suffix in TEXT_SUFFIXES:
-                yield from _read_file(file, file.relative_to(path.parent).as_posix())
-    except OSError as error:
-        raise InputError(f"cannot read {error.filename or path}: {error.strerror}") from None
-
-
-def _read_file(path: Path, name: str) -> Iterator[Document]:
-    if path.suffix == ".jsonl":
-        yield from _read_jsonl(path, name)
-    elif path.suffix == ".parquet":
-        yield from _read_parquet(path, name)
-    else:
-        yield from _document(name, read_file(path, pipes=True))
-
-
-def _read_jsonl(path: Path, name: str) -> Iterator[Document]:
-    with open_file(path, pipes=True) as lines:
-        for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE), b""), start=1):
-            if len(line) == LONGEST_LINE:
-                raise InputError(f"{path} line {number} has {LONGEST_LINE >> 20} MiB, or more")
-            if not line.strip():
+        for path in sorted(root.rglob("*")):
+            name = path.relative_to(root.parent).as_posix()
+            if not path.is_file():
                 continue
-            try:
-                record = parse_json(line)
-            except ValueError as error:
-                raise InputError(f"{path} line {number} is {error}") from None
-            values = map(record.get, TEXT_FIELDS) if isinstance(record, dict) else ()
-            text = next((value for value in values if isinstance(value, str)), None)
-            if text is None:
-                raise InputError(
-                    f"{path} line {number}: expected an object with a string field "
-                    f"{' or '.join(TEXT_FIELDS)}, got {line[:60].decode(errors='replace')!r}"
-                )
-            yield from _document(f"{name}#{number}", text)
+            if any(part.startswith(".") for part in path.relative_to(root).parts):
+                intake.skip("hidden", name)
+            elif path.suffix.lower() in DATA_SUFFIXES:
+                intake.skip("data", name)
+            else:
+                yield Piece(str(path), name)
+    except OSError as error:
+        raise unreadable(root, error) from None
 
 
-def _read_parquet(path: Path, name: str) -> Iterator[Document]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise InputError(f'reading {path} needs pyarrow: pip install "specjax[parquet]"') from None
-    with foreign(f"{path} is not a readable parquet file", InputError):
-        check_file(path)
-        file = pyarrow.parquet.ParquetFile(path)
-    columns = [field for field in TEXT_FIELDS if field in file.schema_arrow.names]
-    if not columns:
-        raise InputError(
-            f"{path} has no column {' or '.join(TEXT_FIELDS)}: its columns are "
-            f"{', '.join(file.schema_arrow.names)}"
-        )
-    batches = file.iter_batches(columns=columns[:1])
-    texts = (text for batch in batches for text in batch.column(0).to_pylist())
-    for row, text in enumerate(texts, start=1):
-        if not isinstance(text, str):
-            raise InputError(f"{path} row {row}: column {columns[0]} holds {text!r}, no text")
-        yield from _document(f"{name}#{row}", text)
-
-
-def _document(name: str, content: bytes | str) -> Iterator[Document]:
-    """The document with LF line ends, or nothing where it is too short or not UTF-8."""
-    try:
-        text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
-        text.encode()  # JSON can smuggle in lone surrogates, which no tokenizer takes
-    except UnicodeError:
-        return
-    text = text.replace("\r\n", "\n")
-    if len(text) >= MIN_CHARS:
-        yield Document(name, text)
+def nothing_to_read(sources: Sequence[str]) -> InputError:
+    """The error of sources without a document."""
+    return InputError(
+        f"the corpus is empty: expected UTF-8 text of at least {MIN_CHARS} characters in "
+        f"{', '.join(sources) or 'some source, but none is given'}"
+    )
 
 
 def _without_duplicates(documents: Iterable[Document]) -> list[Document]:

@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 from specjax.errors import InputError
 from specjax.infill import Sentinels
 from specjax.models import ModelConfig
-from train.data.corpus import Document, is_held_out
+from train.data.corpus import is_held_out
 from train.data.packing import Inside
+from train.data.reading import Document
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,10 @@ Axes: `B` rows of a batch, `T` tokens of a row. A row is a slice of the concaten
 import hashlib
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -18,12 +18,16 @@ from tokenizers import Tokenizer
 from specjax.errors import InputError
 from specjax.files import aside
 from specjax.infill import leading_ids
-from train.data.corpus import Document, is_held_out
+from train.data.corpus import is_held_out
+from train.data.reading import Document
 from train.data.tokenizer import EOS_ID
 
 IGNORE = -100  # label of a token that has nothing to predict
-_ENCODED_AT_ONCE = 256  # documents per call of the tokenizer, which holds their offsets in memory
+# Per call of the tokenizer, which holds what it makes of them in memory.
+_ENCODED_AT_ONCE, _CHARS_AT_ONCE = 256, 1 << 20  # documents, characters
 _ENDLESS = 1 << 48  # rows; grain wants a length
+_BATCHES_AHEAD = 4  # that threads read
+_COUNTED_AT_ONCE = 1 << 20  # tokens
 
 Batch = dict[str, np.ndarray]
 Transform = Callable[[Batch, int], Batch]  # (row, its number in the run) -> row
@@ -53,9 +57,73 @@ class Plain:
         return [document.text, EOS_ID]
 
 
+class Documents(Protocol):
+    """Tokenised documents, any part of which can be read at any time.
+
+    Attributes:
+      lengths: `[documents]` tokens of each.
+    """
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+
+    def read(self, document: int, begin: int, end: int) -> np.ndarray:
+        """Tokens `begin` to before `end` of a document."""
+        ...
+
+
+class Corpus(Protocol):
+    """A tokenised corpus: `Prepared` in memory, or `train.data.shards.Shards` on the disk.
+
+    Attributes:
+      sources: what is trained on.
+      weights: how many rows come from each source, relative to the others'.
+      held_out: what is not.
+      valid_bytes: UTF-8 bytes of the held-out texts (EOS counts no byte).
+      fingerprint: changes with any token, and with where a document ends.
+      threads: that read ahead.
+    """
+
+    valid_bytes: int
+
+    @property
+    def sources(self) -> Sequence[Documents]: ...
+
+    @property
+    def weights(self) -> Sequence[float]: ...
+
+    @property
+    def held_out(self) -> Documents: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    def counts(self, size: int) -> np.ndarray:
+        """`[2, size]` how often each id below `size` is trained on, and held out."""
+        ...
+
+
+class Stream(NamedTuple):
+    """Documents in memory, one after the other: i is `tokens[offsets[i]:offsets[i + 1]]`."""
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def read(self, document: int, begin: int, end: int) -> np.ndarray:
+        first = self.offsets[document]
+        return self.tokens[first + begin : first + end]
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """The tokenised corpus. Every document ends in EOS, or as its layout says.
+    """The tokenised corpus in memory. Every document ends in EOS, or as its layout says.
 
     Attributes:
       train: token ids of the training documents, one after the other, uint16 or uint32.
@@ -70,6 +138,16 @@ class Prepared:
     valid: np.ndarray
     valid_offsets: np.ndarray
     valid_bytes: int
+    weights = (1.0,)
+    threads = 0  # they would only contend for the interpreter lock
+
+    @property
+    def sources(self) -> tuple[Stream]:
+        return (Stream(self.train, self.train_offsets),)
+
+    @property
+    def held_out(self) -> Stream:
+        return Stream(self.valid, self.valid_offsets)
 
     @property
     def fingerprint(self) -> str:
@@ -78,6 +156,24 @@ class Prepared:
         for array in (self.train, self.train_offsets, self.valid, self.valid_offsets):
             digest.update(np.ascontiguousarray(array))
         return digest.hexdigest()
+
+    def counts(self, size: int) -> np.ndarray:
+        """As :class:`Corpus` says."""
+        counts = np.zeros((2, size), np.int64)
+        for row, ids in zip(counts, (self.train, self.valid), strict=True):
+            for begin in range(0, len(ids), _COUNTED_AT_ONCE):  # as int64, inside numpy
+                row += np.bincount(ids[begin : begin + _COUNTED_AT_ONCE], minlength=size)
+        return counts
+
+
+def train_tokens(corpus: Corpus) -> int:
+    """Tokens of one epoch over all sources."""
+    return sum(int(source.lengths.sum()) for source in corpus.sources)
+
+
+def held_out_tokens(corpus: Corpus) -> int:
+    """Tokens that are never trained on."""
+    return int(corpus.held_out.lengths.sum())
 
 
 class Loader(Protocol):
@@ -129,29 +225,44 @@ def prepare(
 
 
 def _tokenise(documents: Sequence[Document], tokenizer: Tokenizer, layout: Layout) -> Prepared:
-    # A copy, so that the caller's tokenizer keeps its own setting.
-    tokenizer = Tokenizer.from_str(tokenizer.to_str())
-    tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a source file is plain text
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
     held_out = [document for document in documents if is_held_out(document.name)]
     trained = [document for document in documents if not is_held_out(document.name)]
-    train, train_offsets = _encode(trained, tokenizer, dtype, layout)
-    valid, valid_offsets = _encode(held_out, tokenizer, dtype, layout)
+    train, train_offsets = _join(trained, tokenizer, layout)
+    valid, valid_offsets = _join(held_out, tokenizer, layout)
     valid_bytes = sum(len(document.text.encode()) for document in held_out)
     return Prepared(train, train_offsets, valid, valid_offsets, valid_bytes)
 
 
-def _encode(
-    documents: Sequence[Document], tokenizer: Tokenizer, dtype: type, layout: Layout
+def _join(
+    documents: Sequence[Document], tokenizer: Tokenizer, layout: Layout
 ) -> tuple[np.ndarray, np.ndarray]:
     """(token stream, offsets) of the documents as `layout` says."""
-    streams, lengths = [np.zeros(0, dtype)], [0]
+    streams = [np.zeros(0, id_type(tokenizer))]
+    for _, encoded in encode(documents, tokenizer, layout):
+        streams += encoded
+    return np.concatenate(streams), np.cumsum([len(ids) for ids in streams], dtype=np.int64)
+
+
+def id_type(tokenizer: Tokenizer) -> type:
+    """What holds any of its ids: uint16, or uint32."""
+    return np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
+
+
+def encode(
+    documents: Iterable[Document], tokenizer: Tokenizer, layout: Layout
+) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
+    """Some of the documents at a time, and the tokens of each as `layout` says."""
+    # A copy, so that the caller's tokenizer keeps its own setting.
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a source file is plain text
+    dtype = id_type(tokenizer)
     lead = leading_ids(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
-    for start in range(0, len(documents), _ENCODED_AT_ONCE):
-        laid = [layout.pieces(document) for document in documents[start : start + _ENCODED_AT_ONCE]]
+    for batch in _batches(documents):
+        laid = [layout.pieces(document) for document in batch]
         texts = [piece for pieces in laid for piece in pieces if isinstance(piece, str)]
         padded = ["\n" + text if lead and isinstance(text, Inside) else text for text in texts]
         encoded = iter(tokenizer.encode_batch_fast(padded, add_special_tokens=False))
+        streams = []
         for pieces in laid:
             ids: list[int] = []
             for piece in pieces:
@@ -161,8 +272,20 @@ def _encode(
                 else:
                     ids.append(piece)
             streams.append(np.asarray(ids, dtype))
-            lengths.append(len(ids))
-    return np.concatenate(streams), np.cumsum(lengths, dtype=np.int64)
+        yield batch, streams
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    chars = 0
+    for document in documents:
+        batch.append(document)
+        chars += len(document.text)
+        if len(batch) == _ENCODED_AT_ONCE or chars >= _CHARS_AT_ONCE:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
 
 
 def _fingerprint(documents: Sequence[Document], tokenizer: Tokenizer, layout: Layout) -> str:
@@ -184,13 +307,12 @@ def _read_cache(path: Path) -> Prepared | None:
 
 
 def pack_row(
-    stream: np.ndarray, offsets: np.ndarray, order: np.ndarray, starts: np.ndarray, row: int, T: int
+    documents: Documents, order: np.ndarray, starts: np.ndarray, row: int, T: int
 ) -> Batch:
     """Row `row` of the documents laid end to end in `order` and cut every `T` tokens.
 
     Args:
-      stream: `[tokens]` token ids.
-      offsets: `[documents + 1]` bounds of the documents in `stream`.
+      documents: their tokens.
       order: `[documents]` the documents' order in this epoch.
       starts: `[documents + 1]` where each document of `order` starts in the epoch's text.
       row: number of the row, from 0.
@@ -210,13 +332,14 @@ def pack_row(
     while begin + filled < end:
         place = first + segment
         segment += 1
-        document_end = int(offsets[order[place] + 1])
-        source = int(offsets[order[place]]) + begin + filled - int(starts[place])
-        count = min(document_end - source, end - begin - filled)
+        start, stop = int(starts[place]), int(starts[place + 1])
+        inside = begin + filled - start
+        count = min(stop - start - inside, end - begin - filled)
         here = slice(filled, filled + count)
-        following = stream[source + 1 : min(source + count + 1, document_end)]
-        tokens[here] = stream[source : source + count]
-        labels[filled : filled + len(following)] = following
+        # With the token that the last one predicts, where there is one.
+        ids = documents.read(int(order[place]), inside, min(inside + count + 1, stop - start))
+        tokens[here] = ids[:count]
+        labels[filled : filled + len(ids) - 1] = ids[1:]
         segments[here] = segment
         positions[here] = np.arange(count)
         filled += count
@@ -227,38 +350,38 @@ def pack_row(
 class _Rows:
     """Random access to the rows of endless epochs; row i is the same whenever it is asked for."""
 
-    prepared: Prepared
+    documents: Documents
     seq_len: int
     seed: int
-    process_index: int
-    process_count: int
-    transform: Transform | None
     # The latest epoch's number, and the order and starts of its documents.
     epoch: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    def __post_init__(self):
+        self.per_epoch = -(-int(self.documents.lengths.sum()) // self.seq_len)
 
     def __len__(self) -> int:
         return _ENDLESS
 
     def __getitem__(self, index: int) -> Batch:
-        number = index * self.process_count + self.process_index
-        stream, offsets = self.prepared.train, self.prepared.train_offsets
-        epoch, place = divmod(number, -(-len(stream) // self.seq_len))
-        row = pack_row(stream, offsets, *self._layout(epoch), place, self.seq_len)
-        return self.transform(row, number) if self.transform else row
+        epoch, place = divmod(index, self.per_epoch)
+        return pack_row(self.documents, *self._layout(epoch), place, self.seq_len)
 
     def _layout(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """(order, starts) of the epoch's documents."""
-        if self.epoch is None or self.epoch[0] != epoch:
-            lengths = np.diff(self.prepared.train_offsets)
+        latest = self.epoch  # another thread may be at the next epoch
+        if latest is None or latest[0] != epoch:
+            lengths = self.documents.lengths
             # Philox takes the pair as its key: one stream of numbers per (seed, epoch).
             bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64))
             order = np.random.Generator(bits).permutation(len(lengths))
-            self.epoch = (epoch, order, np.concatenate([[0], np.cumsum(lengths[order])]))
-        return self.epoch[1:]
+            starts = np.zeros(len(lengths) + 1, np.int64)
+            np.cumsum(lengths[order], out=starts[1:])
+            self.epoch = latest = (epoch, order, starts)
+        return latest[1:]
 
 
 def make_loader(
-    prepared: Prepared,
+    corpus: Corpus,
     seq_len: int,
     batch_size: int,
     seed: int,
@@ -269,8 +392,10 @@ def make_loader(
 ) -> Loader:
     """Endless batches of packed training rows, the documents shuffled anew in every epoch.
 
+    Of several sources each row is of one of them, in turns that their weights decide.
+
     Args:
-      prepared: the tokenised corpus.
+      corpus: the tokenised corpus.
       seq_len: tokens per row, `T`.
       batch_size: rows per batch of this process, `B`.
       seed: from 0, below 2**64; fixes the order of the documents.
@@ -283,7 +408,8 @@ def make_loader(
       `get_state` and `set_state` (a JSON-able dict) to go on exactly where a run had stopped.
 
     Raises:
-      InputError: a size below 1, a seed or a process index out of range.
+      InputError: a size below 1, a seed or a process index out of range, or fewer rows than
+        processes.
     """
     _require_positive(seq_len=seq_len, batch_size=batch_size, process_count=process_count)
     if not 0 <= seed < 1 << 64:
@@ -292,15 +418,27 @@ def make_loader(
         raise InputError(f"process_index is {process_index}: expected 0 to {process_count - 1}")
     import grain.python as grain  # takes seconds, which only training should pay
 
-    rows = _Rows(prepared, seq_len, seed, process_index, process_count, transform)
-    batches = grain.MapDataset.source(rows).batch(batch_size, drop_remainder=True)
-    # The tokens are in memory: reading threads would only contend for the interpreter lock.
-    in_this_thread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    return iter(batches.to_iter_dataset(in_this_thread))
+    sources = [_Rows(documents, seq_len, seed) for documents in corpus.sources]
+    there = sum(rows.per_epoch for rows in sources)
+    if there < process_count:
+        raise InputError(
+            f"the corpus has {there} rows of {seq_len} tokens, fewer than the {process_count} "
+            "processes that share them: lower data.seq_len, or add documents"
+        )
+    rows = grain.MapDataset.mix(
+        [grain.MapDataset.source(rows) for rows in sources], [*corpus.weights]
+    )
+    if transform:
+        rows = rows.map_with_index(lambda number, row: transform(row, number))
+    batches = rows[process_index::process_count].batch(batch_size, drop_remainder=True)
+    ahead = grain.ReadOptions(
+        num_threads=corpus.threads, prefetch_buffer_size=_BATCHES_AHEAD * bool(corpus.threads)
+    )
+    return iter(batches.to_iter_dataset(ahead))
 
 
 def valid_batches(
-    prepared: Prepared,
+    corpus: Corpus,
     seq_len: int,
     batch_size: int,
     limit: int | None = None,
@@ -312,7 +450,7 @@ def valid_batches(
     is empty where the corpus has no held-out document.
 
     Args:
-      prepared: the tokenised corpus.
+      corpus: the tokenised corpus.
       seq_len: tokens per row, `T`.
       batch_size: rows per batch, `B`.
       limit: at most so many batches; all when None.
@@ -322,13 +460,14 @@ def valid_batches(
       InputError: a size below 1.
     """
     _require_positive(seq_len=seq_len, batch_size=batch_size)
-    offsets = prepared.valid_offsets
-    order = np.arange(len(offsets) - 1)
-    count = -(-len(prepared.valid) // (seq_len * batch_size))
+    documents = corpus.held_out
+    starts = np.concatenate([[0], np.cumsum(documents.lengths, dtype=np.int64)])
+    order = np.arange(len(starts) - 1)
+    count = -(-int(starts[-1]) // (seq_len * batch_size))
     batches = []
     for batch in range(count if limit is None else min(count, limit)):
         numbers = range(batch * batch_size, (batch + 1) * batch_size)
-        rows = [pack_row(prepared.valid, offsets, order, offsets, n, seq_len) for n in numbers]
+        rows = [pack_row(documents, order, starts, n, seq_len) for n in numbers]
         if transform:
             rows = [transform(row, n) for n, row in zip(numbers, rows, strict=True)]
         batches.append(stack(rows))

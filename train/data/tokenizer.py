@@ -13,7 +13,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from specjax.errors import InputError, ModelError
 from specjax.files import write_text
 from specjax.text import read_backend
-from train.data.corpus import Document, is_held_out
+from train.data.corpus import is_held_out
+from train.data.reading import Document
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",

@@ -14,9 +14,9 @@ from specjax.models import ModelConfig
 from specjax.models.families.head import HeadConfig
 from specjax.models.hf.checkpoint import load_config
 from train.config import HeadRunConfig
-from train.data.corpus import load_corpus
 from train.data.fim import CodeLayout, frame_of
-from train.data.packing import Prepared, prepare
+from train.data.making import own_documents, own_shards
+from train.data.packing import Corpus, prepare
 from train.data.prompts import PROMPT_TOKENS
 from train.data.tokenizer import load_tokenizer, tokenizer_file
 
@@ -28,12 +28,32 @@ class Setup(NamedTuple):
     tokenizer: Tokenizer
     target: ModelConfig
     head: HeadConfig
-    data: Prepared
+    data: Corpus
     coverage: float  # the share of the corpus's tokens that the head can draft
 
 
 def prepare_setup(cfg: HeadRunConfig, cache: Path | None) -> Setup:
     """Reads the target's config and tokenizer and the corpus, whose tokens ``cache`` keeps.
+
+    Without a ``cache`` nothing is written: shards must be there.
+
+    Raises:
+      InputError, ModelError: the config and the target do not go together.
+    """
+    directory, target, tokenizer, layout = read_target(cfg)
+    if cfg.data.shards:
+        data = own_shards(cfg.data, tokenizer, layout, make=cache is not None)
+    else:
+        data = prepare(own_documents(cfg.data), tokenizer, cache, layout)
+    counts = data.counts(target.vocab_size)[0]
+    ids = commonest(counts, cfg.head.draft_vocab) if cfg.head.draft_vocab else None
+    coverage = 1.0 if ids is None else float(counts[ids].sum() / max(1, counts.sum()))
+    head = make_head(cfg, target, ids)
+    return Setup(directory, tokenizer, target, head, data, coverage)
+
+
+def read_target(cfg: HeadRunConfig) -> tuple[Path, ModelConfig, Tokenizer, CodeLayout]:
+    """The target's directory, config and tokenizer, and how a document becomes tokens.
 
     Raises:
       InputError, ModelError: the config and the target do not go together.
@@ -47,13 +67,7 @@ def prepare_setup(cfg: HeadRunConfig, cache: Path | None) -> Setup:
     tokenizer = load_tokenizer(cfg.model.tokenizer or tokenizer_file(directory))
     _check(cfg, target, tokenizer)
     layout = CodeLayout(*frame_of(cfg.model.init_from, target, tokenizer))
-    documents = load_corpus(cfg.data.corpora, cfg.data.files)
-    data = prepare(documents, tokenizer, cache, layout)
-    counts = np.bincount(data.train, minlength=target.vocab_size)
-    ids = commonest(counts, cfg.head.draft_vocab) if cfg.head.draft_vocab else None
-    coverage = 1.0 if ids is None else float(counts[ids].sum() / max(1, counts.sum()))
-    head = make_head(cfg, target, ids)
-    return Setup(directory, tokenizer, target, head, data, coverage)
+    return directory, target, tokenizer, layout
 
 
 def commonest(counts: np.ndarray, size: int) -> np.ndarray:

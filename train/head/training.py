@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from specjax.models import head_matrix, init_params, load_pretrained, num_params
 from train.config import HeadRunConfig, fixed_settings, from_toml, to_dict
-from train.data.packing import make_loader, valid_batches
+from train.data.packing import held_out_tokens, make_loader, train_tokens, valid_batches
 from train.data.prompts import held_out_prompts
 from train.engine.directory import export, own_directory
 from train.engine.ending import finish
@@ -111,9 +111,9 @@ def plan(cfg: HeadRunConfig, setup: Setup) -> dict[str, Any]:
         "layers_read": list(setup.head.layer_ids),
         "tokens_per_step": tokens,
         "steps": cfg.optim.total_steps,
-        "train_tokens": len(setup.data.train),
-        "held_out_tokens": len(setup.data.valid),
-        "epochs": round(tokens * cfg.optim.total_steps / max(1, len(setup.data.train)), 2),
+        "train_tokens": train_tokens(setup.data),
+        "held_out_tokens": held_out_tokens(setup.data),
+        "epochs": round(tokens * cfg.optim.total_steps / max(1, train_tokens(setup.data)), 2),
         "state_megabytes_per_copy": round(state / 1e6, 1),
         "export_megabytes": round(stored * count / 1e6, 2),
     }

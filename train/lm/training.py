@@ -16,9 +16,20 @@ from tokenizers import Tokenizer
 from specjax.errors import InputError
 from specjax.models import ModelConfig, init_params, load_pretrained, num_params
 from train.config import LMConfig, fixed_settings, from_toml, to_dict
-from train.data.corpus import Document, load_corpus, permissive_distributions
+from train.data.corpus import permissive_distributions
 from train.data.fim import CodeLayout, frame_of
-from train.data.packing import Layout, Plain, Prepared, make_loader, prepare, valid_batches
+from train.data.making import own_documents, own_shards
+from train.data.packing import (
+    Corpus,
+    Layout,
+    Plain,
+    held_out_tokens,
+    make_loader,
+    prepare,
+    train_tokens,
+    valid_batches,
+)
+from train.data.reading import Document
 from train.data.tokenizer import EOS_ID, load_tokenizer, train_tokenizer
 from train.engine.directory import export, own_directory
 from train.engine.ending import finish
@@ -42,21 +53,27 @@ def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
 
 
 def _dry_run(cfg: LMConfig) -> dict[str, Any]:
-    """The plan; nothing is left on the disk."""
-    documents = load_corpus(cfg.data.corpora, cfg.data.files)
+    """The plan; nothing is left on the disk, and shards must be there."""
+    documents = read_documents(cfg)
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = get_tokenizer(cfg, documents, Path(scratch))
     model, _ = build_model(cfg, tokenizer.get_vocab_size())
-    return plan(cfg, model, prepare(documents, tokenizer, None, layout(cfg, model, tokenizer)))
+    laid = layout(cfg, model, tokenizer)
+    if documents is None:
+        return plan(cfg, model, own_shards(cfg.data, tokenizer, laid, make=False))
+    return plan(cfg, model, prepare(documents, tokenizer, None, laid))
 
 
 def train(cfg: LMConfig, directory: Path, resume: bool) -> dict[str, Any]:
     """Fits and exports."""
-    documents = load_corpus(cfg.data.corpora, cfg.data.files)
+    documents = read_documents(cfg)
     tokenizer = get_tokenizer(cfg, documents, directory)
     model, first_params = build_model(cfg, tokenizer.get_vocab_size())
-    cache = directory.parent / "cache"
-    data = prepare(documents, tokenizer, cache, layout(cfg, model, tokenizer))
+    laid = layout(cfg, model, tokenizer)
+    if documents is None:
+        data = own_shards(cfg.data, tokenizer, laid)
+    else:
+        data = prepare(documents, tokenizer, directory.parent / "cache", laid)
     loss, frozen = training_loss(cfg, model)
     rows = cfg.optim.batch_size
     outcome = fit(
@@ -74,13 +91,18 @@ def train(cfg: LMConfig, directory: Path, resume: bool) -> dict[str, Any]:
     )
     if outcome.valid_loss is not None:
         # Nats per token, over bytes per token, in bits.
-        bits = outcome.valid_loss * len(data.valid) / data.valid_bytes / math.log(2)
+        bits = outcome.valid_loss * held_out_tokens(data) / data.valid_bytes / math.log(2)
         outcome = dataclasses.replace(outcome, valid_extras={"bits_per_byte": bits})
     summary = plan(cfg, model, data)
     card = summary | {"recipe": to_dict(cfg)}
     if "installed" in cfg.data.corpora:
         card["installed_packages"] = permissive_distributions()
     return summary | export(cfg.run, model, outcome.params, tokenizer, outcome, card)
+
+
+def read_documents(cfg: LMConfig) -> list[Document] | None:
+    """The corpus; None where its tokens are in shards, so that it is read as a stream."""
+    return None if cfg.data.shards else own_documents(cfg.data)
 
 
 def layout(cfg: LMConfig, model: ModelConfig, tokenizer: Tokenizer) -> Layout:
@@ -149,24 +171,36 @@ def build_model(cfg: LMConfig, vocab_size: int) -> tuple[ModelConfig, Callable[[
     return model, lambda: params or init_params(model, jax.random.key(cfg.run.seed))
 
 
-def get_tokenizer(cfg: LMConfig, documents: list[Document], directory: Path) -> Tokenizer:
-    """The configured tokenizer, or one trained on the corpus and kept in the run."""
+def get_tokenizer(cfg: LMConfig, documents: list[Document] | None, directory: Path) -> Tokenizer:
+    """The configured tokenizer, or one trained on the corpus and kept in the run.
+
+    Raises:
+      InputError: none is configured, and the corpus is not in memory; or it cannot be read.
+    """
+    if documents is None and not cfg.tokenizer.path:
+        raise InputError(
+            "data.shards needs tokenizer.path: a run on a part of the corpus, without data.shards, "
+            "trains one"
+        )
+    if cfg.tokenizer.path:
+        return load_tokenizer(cfg.tokenizer.path)
     own = directory / "tokenizer.json"
-    if cfg.tokenizer.path or own.exists():
-        return load_tokenizer(cfg.tokenizer.path or own)
+    if own.exists():
+        return load_tokenizer(own)
     return train_tokenizer(documents, cfg.tokenizer.vocab_size, own)
 
 
-def plan(cfg: LMConfig, model: ModelConfig, data: Prepared) -> dict[str, Any]:
+def plan(cfg: LMConfig, model: ModelConfig, data: Corpus) -> dict[str, Any]:
     """What the run will do, in numbers; memory counts params, gradients and two moments."""
     tokens = cfg.optim.batch_size * cfg.optim.accumulate * cfg.data.seq_len
+    there = train_tokens(data)
     return {
         "parameters": num_params(model),
         "vocab_size": model.vocab_size,
-        "train_tokens": len(data.train),
-        "held_out_tokens": len(data.valid),
+        "train_tokens": there,
+        "held_out_tokens": held_out_tokens(data),
         "tokens_per_step": tokens,
         "steps": cfg.optim.total_steps,
-        "epochs": round(tokens * cfg.optim.total_steps / max(1, len(data.train)), 2),
+        "epochs": round(tokens * cfg.optim.total_steps / max(1, there), 2),
         "state_megabytes": round(16 * num_params(model) / 1e6, 1),
     }

@@ -11,7 +11,6 @@ import functools
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from specjax.errors import InputError
@@ -21,7 +20,7 @@ from specjax.models import ModelConfig, param_shapes
 from specjax.models.hf.checkpoint import load_config
 from train.config import Adaptive, SDSATConfig, Tuned
 from train.data.fim import CodeLayout, frame_of
-from train.data.packing import Prepared, Transform
+from train.data.packing import Corpus, Transform
 from train.data.prompts import PROMPT_TOKENS
 from train.data.tokenizer import load_tokenizer, tokenizer_file
 from train.sdsat.insertion import Insertion, isolated_row, mixed_row, probe_row
@@ -170,10 +169,11 @@ def _check_ids(ids: tuple[int, ...], count: int, model: ModelConfig, tokenizer: 
             )
 
 
-def check_absent(setup: Setup, data: Prepared) -> None:
+def check_absent(setup: Setup, data: Corpus) -> None:
     """Raises InputError where the corpus holds an adaptive id."""
+    counts = data.counts(setup.model.vocab_size).sum(axis=0)
     for i in sorted(set(setup.model.adaptive_ids)):
-        if np.any(data.train == i) or np.any(data.valid == i):
+        if counts[i]:
             raise InputError(
                 f"sdsat.ids: {i} is {setup.tokenizer.id_to_token(i)!r}, which the corpus holds: "
                 "name unused ids, or leave sdsat.ids empty"

@@ -18,8 +18,15 @@ from specjax.models import ModelConfig, load_pretrained, num_params, param_shape
 from specjax.models.adapters import KEY
 from specjax.models.hf.delta import save_delta
 from train.config import SDSATConfig, fixed_settings, from_toml, to_dict
-from train.data.corpus import load_corpus
-from train.data.packing import Prepared, make_loader, prepare, valid_batches
+from train.data.making import own_documents, own_shards
+from train.data.packing import (
+    Corpus,
+    held_out_tokens,
+    make_loader,
+    prepare,
+    train_tokens,
+    valid_batches,
+)
 from train.data.prompts import held_out_prompts
 from train.engine import processes
 from train.engine.directory import export, export_as, own_directory
@@ -55,26 +62,36 @@ def run(args: argparse.Namespace) -> int:
 def main(cfg: SDSATConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     """Tunes as the config says; returns the summary that ``--json`` prints."""
     if dry_run:
-        setup, data = processes.together(lambda: _read(cfg, None))
+        setup, data = processes.together(lambda: read(cfg, None))
         return plan(cfg, setup, data) | needed_memory(cfg, setup)
     with contextlib.ExitStack() as held:
         own = own_directory(cfg.run, resume)
         directory = processes.together(lambda: held.enter_context(own))
-        setup, data = processes.together(lambda: _read(cfg, directory.parent / "cache"))
+        processes.together(lambda: _make_shards(cfg) if processes.leads() else None)
+        setup, data = processes.together(lambda: read(cfg, directory.parent / "cache"))
         processes.agree(config=cfg, model=setup.model, corpus=data.fingerprint, jax=jax.__version__)
         return plan(cfg, setup, data) | train(cfg, setup, data, resume)
 
 
-def _read(cfg: SDSATConfig, cache: Path | None) -> tuple[Setup, Prepared]:
-    """Everything but the weights; tokens are kept in ``cache``."""
+def _make_shards(cfg: SDSATConfig) -> None:
+    """Makes what is missing of them, where the config asks for shards."""
+    if cfg.data.shards:
+        setup = prepare_setup(cfg)
+        own_shards(cfg.data, setup.tokenizer, setup.layout)
+
+
+def read(cfg: SDSATConfig, cache: Path | None) -> tuple[Setup, Corpus]:
+    """Everything but the weights; shards must be there, other tokens are kept in ``cache``."""
     setup = prepare_setup(cfg)
-    documents = load_corpus(cfg.data.corpora, cfg.data.files)
-    data = prepare(documents, setup.tokenizer, cache, setup.layout)
+    if cfg.data.shards:
+        data = own_shards(cfg.data, setup.tokenizer, setup.layout, make=False)
+    else:
+        data = prepare(own_documents(cfg.data), setup.tokenizer, cache, setup.layout)
     check_absent(setup, data)
     return setup, data
 
 
-def train(cfg: SDSATConfig, setup: Setup, data: Prepared, resume: bool) -> dict[str, Any]:
+def train(cfg: SDSATConfig, setup: Setup, data: Corpus, resume: bool) -> dict[str, Any]:
     """Fits and exports; every process of a run does, and the first one writes."""
     rows, model, tuning = cfg.optim.batch_size, setup.model, setup.tuning
     placement = processes.together(lambda: run_placement(cfg.mesh, rows))
@@ -117,7 +134,7 @@ def train(cfg: SDSATConfig, setup: Setup, data: Prepared, resume: bool) -> dict[
 
 
 def _measure(
-    cfg: SDSATConfig, setup: Setup, data: Prepared, placement: Placement
+    cfg: SDSATConfig, setup: Setup, data: Corpus, placement: Placement
 ) -> Callable[[dict, dict], dict[str, Any]]:
     """Decoding figures as a function of what is trained and what is not.
 
@@ -174,7 +191,7 @@ def forward_flops(model: ModelConfig, loss: str, window: int, rate: float, seq_l
     return float(sequences * (products + attention))
 
 
-def plan(cfg: SDSATConfig, setup: Setup, data: Prepared) -> dict[str, Any]:
+def plan(cfg: SDSATConfig, setup: Setup, data: Corpus) -> dict[str, Any]:
     """What the run will do, in numbers; clean tokens are those of the corpus."""
     rows = cfg.optim.batch_size * cfg.optim.accumulate
     clean = rows * cfg.data.seq_len
@@ -200,7 +217,7 @@ def plan(cfg: SDSATConfig, setup: Setup, data: Prepared) -> dict[str, Any]:
         "steps": cfg.optim.total_steps,
         # Master weights, and of what is trained: gradient and two moments.
         "state_megabytes": round((4 * num_params(setup.model) + 12 * count) / 1e6, 1),
-        "train_tokens": len(data.train),
-        "held_out_tokens": len(data.valid),
-        "epochs": round(clean * cfg.optim.total_steps / max(1, len(data.train)), 2),
+        "train_tokens": train_tokens(data),
+        "held_out_tokens": held_out_tokens(data),
+        "epochs": round(clean * cfg.optim.total_steps / max(1, train_tokens(data)), 2),
     }

@@ -1,0 +1,225 @@
+"""Measures the way from files to training rows: speed against the tokenizer's own, and memory.
+
+python docs/tools/measure_tokens.py [--gb 0.5] [--kills 10] [--out DIR]
+
+Synthetic JSONL and Parquet (functions of the standard library in a random order, so that no two
+documents are alike) are tokenised by ``train.tokens`` in two processes; the same texts go through
+the tokenizer alone, in calls of the same size, on one core. Processor time is compared, for other
+work may share the machine. Then a loader reads rows, in a process of its own.
+
+``--kills N`` instead kills ``train.tokens`` N times at random moments, and then ``train.lm``, which
+reads the shards, N times; shards and losses are compared with those of runs that nobody stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+from pyarrow import parquet
+from tokenizers import Tokenizer
+
+from train.config import Data
+from train.data.corpus import load_corpus, source_files
+from train.data.making import own_shards
+from train.data.packing import Plain, make_loader
+from train.data.reading import Intake, read_piece
+
+TOKENIZER = "specjax/demo/tokenizer.json"
+CHARS = 4096  # of a document, on average
+
+
+def write_corpus(home: Path, size: int) -> list[str]:
+    """Two thirds of JSON lines, one of Parquet; some `size` bytes of text."""
+    rng = np.random.default_rng(0)
+    blocks = [b for d in load_corpus(["stdlib"]) for b in d.text.split("\n\n") if len(b) > 40]
+    schema = pyarrow.schema([("content", pyarrow.string())])
+    done, rows = 0, []
+    with (
+        (home / "lines.jsonl").open("w", encoding="utf-8") as lines,
+        parquet.ParquetWriter(home / "rows.parquet", schema) as groups,
+    ):
+        while done < size:
+            text, length = "", rng.lognormal(np.log(CHARS) - 0.5, 1)
+            while len(text) < length:
+                text += blocks[rng.integers(len(blocks))] + "\n\n"
+            done += len(text)
+            if done < size * 2 / 3:
+                lines.write(json.dumps({"content": text}) + "\n")
+                continue
+            rows.append(text)
+            if len(rows) == 1000 or done >= size:
+                groups.write_table(pyarrow.table({"content": rows}, schema))
+                rows = []
+    return [str(home / "lines.jsonl"), str(home / "rows.parquet")]
+
+
+def tokenizer_alone(files: list[str], most: int) -> dict[str, float]:
+    """Bytes of text per processor second of the tokenizer's own calls, over the first texts."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = Tokenizer.from_file(TOKENIZER)
+    seconds, done, batch, chars = 0.0, 0, [], 0
+    pieces = [piece for source in source_files([], files, Intake()) for piece in source]
+    for document in itertools.chain.from_iterable(read_piece(p, Intake()) for p in pieces):
+        batch.append(document.text)
+        chars += len(document.text)
+        if len(batch) == 256 or chars >= 1 << 20:
+            since = time.process_time()
+            tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+            seconds += time.process_time() - since
+            done += sum(len(text.encode()) for text in batch)
+            batch, chars = [], 0
+        if done >= most:
+            break
+    return {"bytes": done, "mb_per_cpu_second": done / 1e6 / seconds}
+
+
+def watched(command: list[str]) -> dict[str, float]:
+    """Runs it; processor seconds of all its processes, wall time, and the largest of them.
+
+    The size is at least this process's own, from which the command begins.
+    """
+    since = time.perf_counter()
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, **quiet)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"exit status {status}: {' '.join(command)}")
+    return {
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "wall_seconds": time.perf_counter() - since,
+        "peak_mib_of_one_process": usage.ru_maxrss / 1024,
+    }
+
+
+def read_rows(data: Data, rows: int) -> None:
+    """In a process of its own: rows per second of the loader, and its memory."""
+    before = peak_mib()
+    corpus = own_shards(data, Tokenizer.from_file(TOKENIZER), Plain(), make=False)
+    loader = make_loader(corpus, 4096, 8, 0)
+    since = time.perf_counter()
+    for _ in range(rows // 8):
+        next(loader)
+    seconds = time.perf_counter() - since
+    said = {"tokens_per_second": rows * 4096 / seconds, "mib_before": before}
+    print(json.dumps(said | {"peak_mib": peak_mib()}))
+
+
+def peak_mib() -> float:
+    """The most that this process has held; getrusage counts what began it, too."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+
+def command_of(program: str, data: dict, *more: str) -> list[str]:
+    """A program's command line on the corpus."""
+    sets = [f"data.{name}={json.dumps(value)}" for name, value in data.items()]
+    sets = [*sets, f"tokenizer.path={TOKENIZER}", *more]
+    words = [word for setting in sets for word in ("--set", setting)]
+    return [sys.executable, "-m", program, "configs/tiny.toml", *words]
+
+
+def stop_at_random(command: list[str], kills: int, seconds: float, more: list[str]) -> int:
+    """Kills the command that often, each time in its first ``seconds``; then lets it end.
+
+    ``more`` is for all runs but the first. Returns how often it was still running.
+    """
+    rng, hit = np.random.default_rng(0), 0
+    for number in range(kills):
+        process = subprocess.Popen([*command, *more * bool(number)], stderr=subprocess.DEVNULL)
+        try:
+            process.wait(rng.uniform(0, seconds))
+        except subprocess.TimeoutExpired:
+            hit += 1
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    subprocess.run([*command, *more], check=True, stderr=subprocess.DEVNULL)
+    return hit
+
+
+def kill(home: Path, files: list[str], kills: int) -> dict[str, object]:
+    """Whether shards and losses are those of runs that nobody stopped, and how often one was."""
+    report: dict[str, object] = {}
+    for name in ("whole", "broken"):
+        data = {"corpora": [], "files": files, "shards": str(home / name / "shards")}
+        steps = ("optim.total_steps=400", "optim.batch_size=16", "run.checkpoint_every=20")
+        trained = command_of("train.lm", data, f"run.dir={home / name / 'lm'}", *steps)
+        for program, command, more in (
+            ("tokens", [*command_of("train.tokens", data), "--processes", "2"], []),
+            ("lm", trained, ["--resume"]),
+        ):
+            since = time.perf_counter()
+            if name == "whole":
+                subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+                report[f"seconds_of_{program}"] = time.perf_counter() - since
+            else:
+                seconds = report[f"seconds_of_{program}"]
+                report[f"killed_{program}"] = stop_at_random(command, kills, seconds, more)
+    whole, broken = home / "whole", home / "broken"
+    paths = [path.relative_to(whole) for path in (whole / "shards").rglob("*.*")]
+    same = [(whole / path).read_bytes() == (broken / path).read_bytes() for path in paths]
+    logs = [(home / "lm" / "metrics.jsonl").read_text().splitlines() for home in (whole, broken)]
+    losses = [[(r["step"], r.get("loss")) for r in map(json.loads, log)] for log in logs]
+    return report | {
+        "files_of_shards": len(same),
+        "the_same": sum(same),
+        "losses": len(losses[0]),
+        "losses_the_same": losses[0] == losses[1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gb", type=float, default=0.5)
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--out", default="")
+    parser.add_argument("--read", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.read:
+        data = json.loads(args.read)
+        read_rows(Data((), tuple(data["files"]), data["shards"]), 4000)
+        return
+    with tempfile.TemporaryDirectory(dir=args.out or None) as scratch:
+        home = Path(scratch)
+        files = write_corpus(home, int(args.gb * 1e9))
+        if args.kills:
+            print(json.dumps(kill(home, files, args.kills), indent=1))
+            return
+        alone = tokenizer_alone(files, int(args.gb * 1e8))
+        data = {"corpora": [], "files": files, "shards": str(home / "shards")}
+        command = command_of("train.tokens", data)
+        made = watched([*command, "--processes", "2"])
+        again = watched(command)
+        manifest = json.loads((home / "shards" / "manifest.json").read_text())
+        text = sum(manifest["bytes"].values())
+        rate = text / 1e6 / made["cpu_seconds"]
+        reading = [sys.executable, __file__, "--read", json.dumps(data)]
+        read = subprocess.run(reading, check=True, capture_output=True, text=True).stdout
+        report = {
+            "gb_of_text": text / 1e9,
+            "gb_of_files": sum(os.path.getsize(file) for file in files) / 1e9,
+            "gb_of_shards": sum(shard["bytes"] for shard in manifest["shards"]) / 1e9,
+            "documents": manifest["documents"],
+            "tokens": manifest["tokens"],
+            "tokenizer_alone": alone,
+            "tokenising": made | {"mb_per_cpu_second": rate},
+            "share_of_the_tokenizers_own": rate / alone["mb_per_cpu_second"],
+            "when_all_is_there": again,
+            "reading": json.loads(read),
+            "training": watched(command_of("train.lm", data, f"run.dir={home / 'lm'}")),
+        }
+        print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

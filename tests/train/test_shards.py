@@ -1,0 +1,386 @@
+"""Tokens on the disk: the same text as in memory, whatever is cut off, left out or damaged."""
+
+import gzip
+import itertools
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from specjax.errors import InputError
+from support.training import (
+    ROOT,
+    TINY_LM,
+    logged,
+    overrides,
+    save_checkpoint,
+    small_tokenizer,
+)
+from train import tokens
+from train.config import Data, HeadRunConfig, LMConfig, SDSATConfig, from_dict
+from train.data.corpus import is_held_out, load_corpus
+from train.data.making import make_shards, own_documents, own_shards, recipe_of, source_names
+from train.data.near import band_keys
+from train.data.packing import Plain, make_loader, prepare, valid_batches
+from train.data.reading import Document, Intake, Piece, cut, read_piece
+from train.data.shards import MANIFEST, open_shards
+from train.data.tokenizer import train_tokenizer
+from train.head.setup import prepare_setup as prepare_head
+from train.lm import __main__ as lm
+from train.sdsat import training as sdsat_training
+
+
+def text(number, lines=12):
+    """A program that shares no eight tokens with another's."""
+    rng = np.random.default_rng(number)
+    return "".join(f"{rng.integers(1 << 60):x} = {rng.integers(1 << 60)}\n" for _ in range(lines))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    return train_tokenizer([Document("a", text(0, 200))], 300, path)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A folder of source code beside records of every kind, and what is no text."""
+    home = tmp_path_factory.mktemp("sources")
+    (home / "code" / ".git").mkdir(parents=True)
+    for number, name in enumerate(("a.java", "b.cpp", "c.rs", "Makefile", "d.py")):
+        (home / "code" / name).write_text(text(number))
+    (home / "code" / ".git" / "config").write_text(text(90))
+    (home / "code" / "data.csv").write_text(text(91))
+    (home / "code" / "e.bin").write_bytes(b"\0\1" * 200)
+    (home / "code" / "f.txt").write_bytes(b"\xe9" * 300)
+    (home / "code" / "g.txt").write_text("short")
+
+    def lines(numbers):
+        return "".join(json.dumps({"content": text(i)}) + "\n" for i in numbers).encode()
+
+    (home / "lines.jsonl").write_bytes(lines(range(100, 160)) + b"\n" + lines(range(160, 180)))
+    (home / "packed.jsonl.gz").write_bytes(gzip.compress(lines(range(200, 220))))
+    (home / "packed.jsonl.zst").write_bytes(pyarrow.compress(lines(range(300, 320)), "zstd", True))
+    table = pyarrow.table({"content": [text(i) for i in range(400, 430)]})
+    parquet.write_table(table, home / "rows.parquet", row_group_size=7)
+    return home
+
+
+def data_of(sources, shards, *names, **other):
+    names = names or ("code", "lines.jsonl", "packed.jsonl.gz", "packed.jsonl.zst", "rows.parquet")
+    files = tuple(str(sources / name) for name in names)
+    return Data(corpora=(), files=files, shards=str(shards), **other)
+
+
+@pytest.fixture(scope="module")
+def made(sources, tokenizer, tmp_path_factory):
+    """(its config, the manifest of shards of every kind of file), several of each."""
+    data = data_of(sources, tmp_path_factory.mktemp("made") / "shards")
+    return data, make_shards(data, recipe_of(data, tokenizer, Plain()), 1, shard_bytes=4000)
+
+
+def whole(documents):
+    """Every document's tokens, as a set: the order is no promise."""
+    return {bytes(documents.read(i, 0, int(n))) for i, n in enumerate(documents.lengths)}
+
+
+def files_of(data):
+    home = os.path.join(data.shards, "")
+    return {
+        name: open(home + name, "rb").read() for name in sorted(os.listdir(home)) if "." in name
+    }
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lines.jsonl", "rows.parquet", "packed.jsonl.gz"])
+def test_pieces_hold_every_document_once_under_its_name(sources, name):
+    piece = Piece(str(sources / name), name)
+    pieces = list(cut(piece, 1500))
+    assert len(pieces) > 4 or name.endswith("gz")
+    parts = [list(read_piece(part, Intake())) for part in pieces]
+    assert list(itertools.chain(*parts)) == list(read_piece(piece, Intake()))
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst", "parquet"])
+def test_a_cut_off_source_is_an_error_or_recorded(sources, tmp_path, kind):
+    (path,) = sources.glob(f"*.{kind}")
+    (tmp_path / path.name).write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    piece = Piece(str(tmp_path / path.name), path.name)
+    with pytest.raises(InputError, match=rf"{path.name} is not a readable \.?{kind} file"):
+        list(read_piece(piece, Intake()))
+    tolerant = Intake(strict=False)
+    list(read_piece(piece, tolerant))
+    assert tolerant.skipped["damaged"]["count"] == 1
+
+
+# --- what is in the shards ---------------------------------------------------------------------
+
+
+def test_shards_hold_what_memory_holds(made, tokenizer):
+    data, manifest = made
+    shards = own_shards(data, tokenizer, Plain(), make=False)
+    memory = prepare(load_corpus(data.corpora, data.files), tokenizer)
+    assert len(manifest["shards"]) > 12
+    assert whole(shards.sources[0]) == whole(memory.sources[0])
+    assert whole(shards.held_out) == whole(memory.held_out) != set()
+    assert shards.valid_bytes == memory.valid_bytes
+    np.testing.assert_array_equal(shards.counts(400), memory.counts(400))
+
+
+def test_what_is_skipped_is_said(made):
+    _, manifest = made
+    names = {reason: entry["examples"] for reason, entry in manifest["skipped"].items()}
+    assert names == {
+        "hidden": ["code/.git/config"],
+        "data": ["code/data.csv"],
+        "binary": ["code/e.bin"],
+        "not UTF-8": ["code/f.txt"],
+        "shorter than 200 characters": ["code/g.txt"],
+    }
+    assert manifest["sources"][0] | {"sha256": 0} == {"name": "code", "files": 8, "sha256": 0}
+
+
+def test_one_shard_trains_on_the_rows_that_memory_gives(sources, tokenizer, tmp_path):
+    """In one order of documents every row is the same, held-out ones too."""
+    data = data_of(sources, tmp_path / "shards", "lines.jsonl")
+    shards = own_shards(data, tokenizer, Plain())
+    documents = {d.name: d for d in load_corpus((), data.files)}
+    in_order = [documents[f"lines.jsonl#{n}"] for n in range(1, 82) if n != 61]
+    memory = prepare(in_order, tokenizer)
+    for read in (lambda c: make_loader(c, 64, 2, 5), lambda c: valid_batches(c, 64, 2)):
+        for ours, theirs in itertools.islice(zip(read(shards), read(memory), strict=True), 80):
+            for name in theirs:
+                np.testing.assert_array_equal(ours[name], theirs[name])
+    state = json.loads(json.dumps((loader := make_loader(shards, 64, 2, 5)).get_state()))
+    first = next(loader)
+    loader.set_state(state)
+    np.testing.assert_array_equal(next(loader)["tokens"], first["tokens"])
+
+
+def test_copies_and_near_copies_of_held_out_text_are_left_out(tokenizer, tmp_path):
+    out, near, other = text(1, 100), text(1, 100).replace("= 1", "= 9", 2), text(2, 100)
+    held = next(i for i in range(5, 200) if is_held_out(f"x.jsonl#{i}"))
+    rows = [text(1000 + i) for i in range(held)]
+    rows[0], rows[1], rows[2], rows[3], rows[held - 1] = out, near, other, other, out
+    assert near != out
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    data = data_of(tmp_path, tmp_path / "shards", "x.jsonl")
+    shards = own_shards(data, tokenizer, Plain())
+    counts = shards.manifest["documents"]
+    assert counts == {"train": held - 4, "held_out": 1, "duplicates": 2, "near_duplicates": 1}
+    assert {
+        tokenizer.decode(np.frombuffer(ids, np.uint16)[:-1]) for ids in whole(shards.held_out)
+    } == {out}
+
+
+def test_shared_bands_follow_the_curve():
+    """1 − (1 − J^8)^16 at a similarity of 0.8, of 200 pairs; and no pair of unlike documents."""
+    rng = np.random.default_rng(0)
+    shared, own = 1600, 200  # J = shared / (shared + 2 · own), less the borders' shingles
+    pairs = [
+        [np.concatenate([common, rng.integers(0, 60000, own)]) for _ in range(2)]
+        for common in rng.integers(0, 60000, (200, shared))
+    ]
+    left, right = (band_keys([pair[i].astype(np.uint16) for pair in pairs]) for i in range(2))
+    assert (left == right).any(axis=1).mean() == pytest.approx(0.947, abs=0.055)
+    assert not (left == np.roll(right, 1, axis=0)).any()
+    short = band_keys(
+        [np.array([5], np.uint16), np.array([5], np.uint16), np.array([5, 6], np.uint16)]
+    )
+    assert (short[0] == short[1]).all() and not (short[0] == short[2]).any()
+
+
+def test_rows_come_from_each_source_by_its_weight(sources, tokenizer, tmp_path):
+    data = data_of(sources, tmp_path / "s", "lines.jsonl", "rows.parquet", weights=(3.0, 1.0))
+    shards = own_shards(data, tokenizer, Plain())
+    lines = b"".join(sorted(whole(shards.sources[0])))
+    seen = [batch["tokens"][0] for batch in itertools.islice(make_loader(shards, 8, 1, 0), 100)]
+    from_lines = sum(row.astype(np.uint16).tobytes() in lines for row in seen)
+    # Of 75; a row over the border of two documents is in neither.
+    assert 50 < from_lines <= 75
+    one, two = (make_loader(shards, 8, 1, 0, process_index=i, process_count=2) for i in range(2))
+    for even, odd in zip(seen[:20:2], seen[1:20:2], strict=True):
+        np.testing.assert_array_equal(next(one)["tokens"][0], even)
+        np.testing.assert_array_equal(next(two)["tokens"][0], odd)
+
+
+# --- what goes wrong ---------------------------------------------------------------------------
+
+
+def copied(made, home):
+    data, _ = made
+    shutil.copytree(data.shards, home)
+    return Data(corpora=(), files=data.files, shards=str(home))
+
+
+@pytest.mark.parametrize("name", ["00003.array_record", "index.npz", "manifest.json"])
+def test_a_file_cut_off_is_named_and_made_anew(made, tokenizer, tmp_path, name):
+    data = copied(made, tmp_path / "shards")
+    before, path = files_of(data), tmp_path / "shards" / name
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(InputError, match=rf"{name} is damaged .* train\.tokens makes it anew"):
+        own_shards(data, tokenizer, Plain(), make=False)
+    make_shards(data, recipe_of(data, tokenizer, Plain()), 1, shard_bytes=4000)
+    assert files_of(data) == before
+
+
+def test_other_tokenizers_files_and_writers_are_refused(made, tokenizer, sources, tmp_path):
+    data = copied(made, tmp_path / "shards")
+    other = train_tokenizer([Document("b", text(5, 200))], 280, tmp_path / "t.json")
+    with pytest.raises(InputError, match="was made with another tokenizer than now"):
+        make_shards(data, recipe_of(data, other, Plain()))
+    fewer = data_of(sources, data.shards, "code")
+    with pytest.raises(InputError, match=r"holds code, lines\.jsonl, .* name the same"):
+        make_shards(fewer, recipe_of(fewer, tokenizer, Plain()))
+    os.remove(os.path.join(data.shards, MANIFEST))
+    with pytest.raises(InputError, match="made with other files than now"):
+        make_shards(fewer, recipe_of(fewer, tokenizer, Plain()), 1, shard_bytes=4000)
+    with pytest.raises(InputError, match=r"manifest\.json is missing"):
+        open_shards(data.shards, recipe_of(data, tokenizer, Plain()), source_names(data))
+
+
+def test_bad_weights_are_named(tmp_path):
+    for weights, message in (([0], "data.weights=0"), (1, "expected a list of numbers")):
+        with pytest.raises(InputError, match=message):
+            from_dict(LMConfig, {"data": {"weights": weights}})
+    with pytest.raises(InputError, match=r"data\.weights needs data\.shards"):
+        own_documents(Data(weights=(1.0,)))
+    with pytest.raises(InputError, match="2 numbers for 1 sources"):
+        source_names(Data(weights=(1.0, 2.0), shards="s"))
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_half(sources, tokenizer, tmp_path):
+    data = data_of(sources, tmp_path / "shards", "lines.jsonl")
+    work = (recipe_of(data, tokenizer, Plain()), 0, [Piece(data.files[0], "lines.jsonl")], len)
+    script = (
+        "import pickle, resource, sys\n"
+        "from train.data.shards import make_shard\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\n"
+        "try: make_shard(*pickle.load(sys.stdin.buffer))\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    os.makedirs(os.path.join(data.shards, "parts"))
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, input=pickle.dumps(work), cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(b"InputError data.shards="), done.stdout
+    assert b"cannot be written" in done.stdout and b"File too large" in done.stdout
+    assert os.listdir(data.shards) == ["parts"] and os.listdir(data.shards + "/parts") == []
+
+
+# --- what is cut off ---------------------------------------------------------------------------
+
+
+def killed(command, when):
+    """Starts it and kills it once ``when()``; returns whether it was still running."""
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    while process.poll() is None and not when():
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    _, said = process.communicate()
+    assert process.returncode in (0, -signal.SIGKILL), said.decode()
+    return process.returncode != 0
+
+
+def finished(command):
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_killed_anywhere_shards_and_losses_are_the_same(tokenizer, tmp_path):
+    """Two kills of processes that tokenise, one of a run that trains on what they made."""
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
+    for number, name in enumerate("xyz"):
+        seeds = range(1000 * number, 1000 * number + 300)
+        lines = [json.dumps({"content": text(seed, 100)}) for seed in seeds]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+
+    def settings(run):
+        files = [str(tmp_path / f"{name}.jsonl") for name in "xyz"]
+        data = {"corpora": [], "files": files, "shards": str(run / "shards")}
+        words = [f"data.{name}={json.dumps(value)}" for name, value in data.items()]
+        words += [f"tokenizer.path={tmp_path / 'tokenizer.json'}", f"run.dir={run / 'lm'}"]
+        return [TINY_LM, *overrides(*words, "optim.total_steps=20", "data.seq_len=256")]
+
+    def tokenise(run):
+        return [sys.executable, "-m", "train.tokens", *settings(run)]
+
+    def lm(run, *more):
+        return [sys.executable, "-m", "train.lm", *settings(run), *more]
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    finished(tokenise(whole))
+    finished(lm(whole))
+    assert killed(tokenise(broken), lambda: any((broken / "shards").glob(".*.tmp")))
+    assert killed(tokenise(broken), lambda: any((broken / "shards" / "parts").glob("*.npz")))
+    assert not (broken / "shards" / "manifest.json").exists()
+    assert killed(lm(broken), (broken / "lm/checkpoints/10").exists)  # tokenises the rest
+    finished(lm(broken, "--resume"))
+
+    def losses(run):
+        return [(row["step"], row["loss"]) for row in logged(run / "lm") if "loss" in row]
+
+    assert losses(broken) == losses(whole) and len(losses(whole)) == 20
+    for path in (whole / "shards").rglob("*"):
+        same = broken / "shards" / path.relative_to(whole / "shards")
+        assert path.is_dir() or same.read_bytes() == path.read_bytes(), path
+
+
+# --- the programs ------------------------------------------------------------------------------
+
+
+def test_the_program_says_what_it_made_and_what_it_misses(sources, tokenizer, tmp_path, capsys):
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
+    files = json.dumps([str(sources / "code"), str(sources / "lines.jsonl")])
+    sets = ["data.corpora=[]", f"data.files={files}"]
+    assert tokens.main([TINY_LM, *overrides(*sets)]) == 2
+    assert "data.shards is empty" in capsys.readouterr().err
+    sets.append(f"data.shards={tmp_path / 'shards'}")
+    assert tokens.main([TINY_LM, *overrides(*sets)]) == 2
+    assert "data.shards needs tokenizer.path" in capsys.readouterr().err
+    sets.append(f"tokenizer.path={tmp_path / 'tokenizer.json'}")
+    assert tokens.main([TINY_LM, *overrides(*sets), "--processes", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "2 shards" in said and "skipped, data: 1 (such as code/data.csv)" in said
+    assert lm.main([TINY_LM, *overrides(*sets), "--dry-run", "--json"]) == 0
+    plan, manifest = json.loads(capsys.readouterr().out), tmp_path / "shards" / MANIFEST
+    assert plan["train_tokens"] == json.loads(manifest.read_text())["tokens"]["train"]
+
+
+@pytest.mark.parametrize(
+    ("program", "cls", "read"),
+    [
+        ("sdsat", SDSATConfig, lambda cfg: sdsat_training.read(cfg, None)[1]),
+        ("head", HeadRunConfig, lambda cfg: prepare_head(cfg, None).data),
+    ],
+)
+def test_programs_that_tune_read_their_shards(sources, tmp_path, program, cls, read):
+    """Their layout, between the checkpoint's own ids, is that of the tokens in memory."""
+    home = tmp_path / "start"
+    home.mkdir()
+    start = save_checkpoint(home, small_tokenizer(home))
+    files, shards = [str(sources / "lines.jsonl")], str(tmp_path / "shards")
+    data = {"corpora": [], "files": files, "seq_len": 32}
+    section = {"fim_rate": 0.0} if program == "sdsat" else {"layers": [0]}
+    section |= {"decode_tokens": 8}
+    values = {"model": {"init_from": str(start)}, program: section, "data": data}
+    with pytest.raises(InputError, match=r"manifest\.json is missing"):
+        read(from_dict(cls, values | {"data": data | {"shards": shards}}))
+    config = tmp_path / "c.toml"
+    config.write_text("")
+    sets = [f"{s}.{k}={json.dumps(v)}" for s, keys in values.items() for k, v in keys.items()]
+    assert tokens.main([str(config), *overrides(*sets, f"data.shards={shards}")]) == 0
+    there = read(from_dict(cls, values | {"data": data | {"shards": shards}}))
+    assert whole(there.sources[0]) == whole(read(from_dict(cls, values)).sources[0])
