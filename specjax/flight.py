@@ -299,25 +299,6 @@ class Flight:
             run = decode.run_rounds(self._method)
             self._state = run(self._inputs, self._state, np.int32(rounds), seen)
 
-    def _warm_rounds(self, least: int, most: int) -> None:
-        """A newcomer and no round in every bucket from ``least`` to ``most``, up and down."""
-        for slots in (self._reserved,) * 2 if self._reserved else (least, most, least):
-            while True:
-                self._warm_bucket()
-                if self._state.slots == slots:
-                    break
-                up = slots > self._state.slots
-                self._move(bucket(self._state.slots + 1) if up else bucket_below(self._state.slots))
-
-    def _warm_bucket(self) -> None:
-        if self._gate.state is not None:
-            row = np.zeros(self._engine.shares, np.int32)
-            seat_rows = decode.seat_rows(self._method)
-            self._state = seat_rows(self._gate.inputs, self._state, self._gate.state, row)
-        if not self._method.hosted:
-            run, seen = decode.run_rounds(self._method), np.zeros(self._size, bool)
-            self._state = run(self._inputs, self._state, np.int32(0), seen)
-
     # --- what the host sees of them ------------------------------------------------------------
 
     def _look(self) -> list[Piece]:
@@ -423,28 +404,3 @@ class Flight:
         ]
         scores = np.array(judge.scores(samples), np.float64)
         return {number: scores[i : i + 1] for i, number in enumerate(rows)}
-
-
-def warm_up(
-    engine: Engine, size: int, sampling: Sampling, rows: Sequence[Row], kept: int = 0
-) -> None:
-    """Compiles what decoding these rows, ``size`` at a time, may run, whenever each ends.
-
-    Rounds of methods that the host drives compile as they are needed.
-    """
-    flight = Flight(engine, size, sampling, Bounds.of(rows), kept=kept)
-    short = (dataclasses.replace(row, budget=1 + i % 2) for i, row in enumerate(rows))
-    for _ in flight.run(short, rounds=1):
-        pass
-    method, lengths = engine.method, {len(row.tokens): row for row in rows}
-    begins = {}
-    for tokens, row in lengths.items():
-        chunk = engine.chunk(tokens, size)
-        begins[chunk, decode.first_slots(method, tokens, row.budget, chunk)] = row
-    for row in begins.values():
-        flight._start([row])
-    if len(rows) > size or kept:
-        flight._gate.warm_up(rows[0], flight._turn)
-    least = bucket(min(lengths) + method.width)
-    most = bucket(max(len(row.tokens) + row.budget for row in rows) + method.width)
-    flight._warm_rounds(least, most)
