@@ -90,7 +90,7 @@ class Flight:
         self._gate = Gate(engine, sampling, bucket(needed), logprobs, kept)
         self._into: list[int] = []  # seats that the newcomers at the gate will take
         self._reserved = bucket(needed) if engine.method.reserves else None
-        self._turn = widest  # tokens that are fed between two rounds while rows are live
+        self._widest = widest  # tokens of a piece of a prompt
         self._visited: set[int] = set()
         self._dropped: set[int] = set()  # rows that nobody waits for
         self.passes = self._rounds = self._live_rounds = 0
@@ -110,8 +110,13 @@ class Flight:
         return itertools.chain.from_iterable(self.looks(requests, rounds))
 
     def looks(self, requests: Iterable[Row | None], rounds: int) -> Iterator[list[Piece]]:
-        """:meth:`run`, look by look; none of the rows may have come further in one."""
+        """:meth:`run`, look by look; none of the rows may have come further in one.
+
+        Where rows are looked at every round, one piece of a newcomer's prompt is fed between two.
+        Who waits for more rounds at a time waits for as many pieces, and seats are empty for less.
+        """
         self._waiting, self._source = [], iter(requests)
+        self._turn = self._widest * rounds  # tokens that are fed between rounds of live rows
         self._looked = time.perf_counter()
         while self._admit():
             self._advance(rounds)

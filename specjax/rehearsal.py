@@ -49,7 +49,7 @@ class Rehearsal(Flight):
 
     def gate(self, row: Row) -> None:
         """Pieces of every width, of a newcomer whose prompt is partly known, too."""
-        self._gate.warm_up(row, self._turn)
+        self._gate.warm_up(row, self._widest)
 
     def buckets(self, rows: Sequence[Row]) -> None:
         """A newcomer and no round in every bucket that rows may need, up and down."""
