@@ -90,7 +90,7 @@ class Flight:
         self._gate = Gate(engine, sampling, bucket(needed), logprobs, kept)
         self._into: list[int] = []  # seats that the newcomers at the gate will take
         self._reserved = bucket(needed) if engine.method.reserves else None
-        self._turn = widest  # tokens that are fed between two rounds while rows are live
+        self._widest = widest  # tokens of a piece of a prompt
         self._visited: set[int] = set()
         self._dropped: set[int] = set()  # rows that nobody waits for
         self.passes = self._rounds = self._live_rounds = 0
@@ -110,8 +110,13 @@ class Flight:
         return itertools.chain.from_iterable(self.looks(requests, rounds))
 
     def looks(self, requests: Iterable[Row | None], rounds: int) -> Iterator[list[Piece]]:
-        """:meth:`run`, look by look; none of the rows may have come further in one."""
+        """:meth:`run`, look by look; none of the rows may have come further in one.
+
+        Where rows are looked at every round, one piece of a newcomer's prompt is fed between two.
+        Who waits for more rounds at a time waits for as many pieces, and seats are empty for less.
+        """
         self._waiting, self._source = [], iter(requests)
+        self._turn = self._widest * rounds  # tokens that are fed between rounds of live rows
         self._looked = time.perf_counter()
         while self._admit():
             self._advance(rounds)
@@ -299,25 +304,6 @@ class Flight:
             run = decode.run_rounds(self._method)
             self._state = run(self._inputs, self._state, np.int32(rounds), seen)
 
-    def _warm_rounds(self, least: int, most: int) -> None:
-        """A newcomer and no round in every bucket from ``least`` to ``most``, up and down."""
-        for slots in (self._reserved,) * 2 if self._reserved else (least, most, least):
-            while True:
-                self._warm_bucket()
-                if self._state.slots == slots:
-                    break
-                up = slots > self._state.slots
-                self._move(bucket(self._state.slots + 1) if up else bucket_below(self._state.slots))
-
-    def _warm_bucket(self) -> None:
-        if self._gate.state is not None:
-            row = np.zeros(self._engine.shares, np.int32)
-            seat_rows = decode.seat_rows(self._method)
-            self._state = seat_rows(self._gate.inputs, self._state, self._gate.state, row)
-        if not self._method.hosted:
-            run, seen = decode.run_rounds(self._method), np.zeros(self._size, bool)
-            self._state = run(self._inputs, self._state, np.int32(0), seen)
-
     # --- what the host sees of them ------------------------------------------------------------
 
     def _look(self) -> list[Piece]:
@@ -423,28 +409,3 @@ class Flight:
         ]
         scores = np.array(judge.scores(samples), np.float64)
         return {number: scores[i : i + 1] for i, number in enumerate(rows)}
-
-
-def warm_up(
-    engine: Engine, size: int, sampling: Sampling, rows: Sequence[Row], kept: int = 0
-) -> None:
-    """Compiles what decoding these rows, ``size`` at a time, may run, whenever each ends.
-
-    Rounds of methods that the host drives compile as they are needed.
-    """
-    flight = Flight(engine, size, sampling, Bounds.of(rows), kept=kept)
-    short = (dataclasses.replace(row, budget=1 + i % 2) for i, row in enumerate(rows))
-    for _ in flight.run(short, rounds=1):
-        pass
-    method, lengths = engine.method, {len(row.tokens): row for row in rows}
-    begins = {}
-    for tokens, row in lengths.items():
-        chunk = engine.chunk(tokens, size)
-        begins[chunk, decode.first_slots(method, tokens, row.budget, chunk)] = row
-    for row in begins.values():
-        flight._start([row])
-    if len(rows) > size or kept:
-        flight._gate.warm_up(rows[0], flight._turn)
-    least = bucket(min(lengths) + method.width)
-    most = bucket(max(len(row.tokens) + row.budget for row in rows) + method.width)
-    flight._warm_rounds(least, most)

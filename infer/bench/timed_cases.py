@@ -20,7 +20,7 @@ from infer.bench.rescoring import Prompts
 from infer.bench.uncertainty import Speed
 from infer.programs import make_room
 from infer.timing import row_seconds
-from specjax import flight
+from specjax import rehearsal
 from specjax.engine import Row
 from specjax.generate import PREFIXES, in_flight, in_turn, make_engine
 from specjax.methods import METHODS
@@ -82,9 +82,13 @@ def measure(
     ``between(repeat)`` runs once per repeat: a peer's turn. ``meter`` reads the energy.
     """
     results, warm = [Result(case) for case in cases], set()
+    # Greedy and sampled cases share most programs, and follow each other while these are there.
+    kin = [(case.batch_size, case.label) for case in cases]
+    order = sorted(range(len(cases)), key=lambda number: kin.index(kin[number]))
     for repeat in range(repeats):
         now = dataclasses.replace(setting, seed=setting.seed + repeat)
-        for number, result in enumerate(results):
+        for number in order:
+            result = results[number]
             if make_room():
                 warm.clear()
             if number not in warm:
@@ -106,7 +110,7 @@ def warm_up(setting: Setting, case: Case) -> None:
     key = jax.random.key(setting.seed)
     rows = [Row(p, min(setting.budget, most - len(p)), key) for p in map(np.array, setting.prompts)]
     size = in_flight(target, len(rows), case.batch_size)
-    flight.warm_up(engine, size, case.sampling, in_turn(rows), PREFIXES)
+    rehearsal.warm_up(engine, size, case.sampling, in_turn(rows), PREFIXES)
 
 
 def run_case(setting: Setting, case: Case) -> sj.Generation:

@@ -93,7 +93,10 @@ def test_occupancy_of_a_job_by_hand(target):
 
 
 def test_a_long_newcomer_is_fed_in_pieces_between_rounds(target, monkeypatch):
-    """While rows are live no more than one piece passes between two of their rounds."""
+    """No more than one passes between two rounds of live rows that are looked at after each.
+
+    A job that is looked at when a row ends feeds the prompt at once.
+    """
     events = []
 
     def spy(name):
@@ -109,10 +112,13 @@ def test_a_long_newcomer_is_fed_in_pieces_between_rounds(target, monkeypatch):
     spy("run_rounds")
     long = RNG.integers(0, 97, 140).tolist()
     prompts, budgets = [*PROMPTS[:3], long], [60, 55, 58, 2]
-    out = sj.generate(target, prompts, max_new_tokens=budgets, batch_size=3)
-    np.testing.assert_array_equal(out.lengths, budgets)
-    first, last = events.index("feed_prompts"), len(events) - events[::-1].index("feed_prompts")
-    assert events[first:last] == ["feed_prompts", "run_rounds", "feed_prompts"]
+    for rounds, between in ((1, ["run_rounds"]), (100, [])):
+        events.clear()
+        kw = {"max_new_tokens": budgets, "batch_size": 3, "rounds_per_piece": rounds}
+        *_, last = sj.stream(target, prompts, **kw)
+        np.testing.assert_array_equal(last.generation.lengths, budgets)
+        first, end = events.index("feed_prompts"), len(events) - events[::-1].index("feed_prompts")
+        assert events[first:end] == ["feed_prompts", *between, "feed_prompts"]
 
 
 def test_samples_of_a_prompt_share_its_prefill(target):
