@@ -67,6 +67,18 @@ def test_every_method(name, target, draft):
             same(one, other, counters=name != "suffix")  # which drafts from the rows of its device
 
 
+@pytest.mark.slow
+def test_each_device_sizes_its_drafts(target, draft):
+    """By costs as measured there; greedy tokens do not depend on it."""
+    many = spread((target, draft), data=2, model=2)
+    options = {"method": "speculative", "max_new_tokens": 20, "batch_size": 4}
+    one = sj.generate(target, PROMPTS * 2, draft=draft, **options)
+    for costs in ("measured", (9, 1, 1, 1, 1, 1)):
+        sizes = {"gamma": "auto", "costs": costs}
+        two = sj.generate(many[0], PROMPTS * 2, draft=many[1], options=sizes, **options)
+        same(one, two, counters=False)
+
+
 def test_rows_take_seats_on_every_device(target, draft):
     """Refilled, of one prompt, and of prompts that begin alike."""
     many = spread((target, draft), data=2, model=2)
