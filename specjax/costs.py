@@ -18,7 +18,7 @@ from specjax.models import KVCache
 from specjax.sized import COSTS, LENGTHS, Sized
 from specjax.types import RUNNING, DecodeState, Inputs
 
-REPEATS = 5  # of which the quickest counts: whatever else runs only ever adds time
+REPEATS = 8  # of which the quickest counts: whatever else runs only ever adds time
 PERIOD = 16  # of the text decoded meanwhile: drafts that copy find something to copy
 
 _MEASURED: dict[Any, tuple[float, ...]] = {}  # by method, models and rows, as programs are kept
@@ -29,8 +29,8 @@ def round_costs(
 ) -> tuple[tuple[float, ...], DecodeState]:
     """Seconds of a round of each of :data:`specjax.sized.LENGTHS` over those of the first.
 
-    And the state, which is donated, as it was: a second cache might not fit in memory. A longer
-    draft never counts as cheaper.
+    And the state, which is donated, as it was: a second cache might not fit in memory. A shorter
+    draft never counts as dearer: what is measured too high stays behind.
     """
     params = inputs.target.params["embed"]
     sampled = bool((inputs.warp.temperature > 0).any())
@@ -60,7 +60,8 @@ def _measure(
             seconds[i] = min(seconds[i], spent)
     # What starting a program takes is no part of a round; a clock too coarse to tell them apart
     # must not make plain rounds free.
-    relative = np.maximum.accumulate(np.maximum(seconds - idle, seconds / 10))
+    own = np.maximum(seconds - idle, seconds / 10)
+    relative = np.minimum.accumulate(own[::-1])[::-1]
     return tuple((relative / relative[0]).tolist()), state
 
 

@@ -33,11 +33,11 @@ COSTS = "costs"  # the setting: relative time of a round of each length, float32
 
 # λ before anything is known, and how many tested tokens that belief weighs. Too much hope costs a
 # draft or two; too little, and what is good would never be tried.
-HOPE, WEIGHT = 0.85, 4.0
+HOPE, WEIGHT = 0.85, 1.5
 KEPT = 0.98  # of the counts, from one round to the next
-# Rounds without a draft after which the past is forgotten and drafts are tried again: twice as many
-# after each trial that fails.
-PATIENCE, MOST_PATIENCE = 64, 1024
+# Rounds without a draft after which the past is forgotten and drafts are tried again: few, for bad
+# luck looks like bad drafts, and four times as many after each trial that fails.
+PATIENCE, MOST_PATIENCE = 8, 512
 SETTLED = 16  # rounds with drafts in a row after which patience is that of the beginning
 CATCH_UP = 16  # tokens a row of a pass of the draft model over what it has missed
 
@@ -77,7 +77,7 @@ class Record:
         )
         again = streak >= self.patience
         kept = jnp.where(again, 0.0, KEPT)
-        longer = jnp.minimum(2 * self.patience, MOST_PATIENCE)
+        longer = jnp.minimum(4 * self.patience, MOST_PATIENCE)
         patience = jnp.where(streak <= -SETTLED, PATIENCE, self.patience)
         return Record(
             tested=kept * self.tested + tested,

@@ -1,21 +1,23 @@
 """Drafts sized by their cost against fixed lengths: python docs/tools/measure_sizing.py
 
-The embedded pair, held-out functions (good drafts) and random ids (bad ones), greedy and sampled.
-Speeds are new tokens by the seconds of the whole call, prefill included, no end of sequence;
-everything is compiled and the costs are measured before; sides take turns. Per repeat the speed of
-gamma=auto over the best fixed length's and over plain decoding's, then the median of the repeats.
+The embedded pair on held-out functions and on random ids, and on random ids with a draft model of
+random weights, greedy and sampled. Speeds are new tokens by the processor seconds of the whole call
+(--wall: by the clock), prefill included, no end of sequence; everything is compiled and the costs
+are measured before; sides take turns. Ratios are medians of those within each repeat.
 """
 
 import argparse
 import dataclasses
 import time
 
+import jax
 import numpy as np
 
 import specjax as sj
 from infer.loading import use_compilation_cache
 from specjax.demo.heldout import held_out_functions
 from specjax.engine import NO_EOS
+from specjax.models import init_params
 
 LENGTHS = 1, 2, 4, 8
 PROMPT = 48  # tokens
@@ -28,6 +30,7 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0, 0.8])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=192)
+    parser.add_argument("--wall", action="store_true")
     parser.add_argument("--fixed", type=int, nargs="*", default=LENGTHS)
     args = parser.parse_args()
     use_compilation_cache()
@@ -35,23 +38,29 @@ def main() -> None:
         dataclasses.replace(model, eos_ids=(NO_EOS,) * len(model.eos_ids))
         for model in map(sj.load, ("demo", "demo-draft"))
     )
+    lost = dataclasses.replace(draft, params=init_params(draft.config, jax.random.key(0)))
     print(
         "| batch | T | text | λ | mean γ | best γ | auto / best γ | auto / plain | best γ / plain |"
     )
     print("| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for batch in args.batches:
         for temperature in args.temperatures:
-            for text, prompts in texts(target, batch).items():
-                measure(args, target, draft, batch, temperature, text, prompts)
+            good, bad = texts(target, max(batch, 2))
+            for text, q, prompts in (
+                ("functions", draft, good),
+                ("random ids", draft, bad),
+                ("random draft", lost, bad),
+            ):
+                measure(args, target, q, batch, temperature, text, prompts)
 
 
-def texts(target: sj.LM, count: int) -> dict[str, list[np.ndarray]]:
+def texts(target: sj.LM, count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """As many prompts of either kind, of like length."""
     generator = np.random.default_rng(0)
     functions = [target.tokenizer.encode(f.prompt) for f in held_out_functions()[0]]
     good = [np.asarray(ids[:PROMPT]) for ids in functions[:count]]
     bad = [generator.integers(1, target.vocab_limit, PROMPT) for _ in range(count)]
-    return {"functions": good, "random": bad}
+    return good, bad
 
 
 def measure(args, target, draft, batch, temperature, text, prompts) -> None:
@@ -60,7 +69,8 @@ def measure(args, target, draft, batch, temperature, text, prompts) -> None:
 
     def run(gamma):
         how = {"method": "speculative", "draft": draft, "options": {"gamma": gamma}}
-        began = time.perf_counter()
+        clock = time.perf_counter if args.wall else time.process_time
+        began = clock()
         out = sj.generate(
             target,
             prompts,
@@ -69,7 +79,7 @@ def measure(args, target, draft, batch, temperature, text, prompts) -> None:
             batch_size=batch,
             **(how if gamma else {}),
         )
-        return out.lengths.sum() / (time.perf_counter() - began), out
+        return out.lengths.sum() / (clock() - began), out
 
     sides = [0, *args.fixed, "auto"]
     for side in sides:

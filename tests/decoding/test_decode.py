@@ -329,9 +329,10 @@ def test_a_pass_is_as_wide_as_the_longest_live_draft(lengths, live, wide):
     start = jnp.array([3, 9], jnp.int32)
     want = jax.jit(score)(target.net, target.net.cache(rows, 128), start, draft)[1]
     inputs = Engine(target, None, method, {}).inputs(SAMPLING, rows)
-    keys, budget = jax.random.split(jax.random.key(0), rows), np.where(live, 9, 0)
-    state = decode.start(method, inputs, [np.ones(4), np.ones(10)], budget, keys, chunk=16)
-    state = state.replace(cache=target.net.cache(rows, 128))
+    keys, length = jax.random.split(jax.random.key(0), rows), start + 1
+    begin = decode.begin_prompts(method, False)
+    row = jnp.ones((rows, 128), jnp.int32)
+    state = begin(inputs, row, length, length + jnp.where(jnp.array(live), 9, 0), keys, None)
     also = jax.jit(method._found)(inputs, state, keys, draft).cache
     width = nodes if wide else NARROW
     for row, at in enumerate(start):

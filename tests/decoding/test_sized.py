@@ -54,10 +54,10 @@ def test_the_record_counts_rests_forgets_and_tries_again():
     record = round_(Record.begin(3), [3, 5, 0], [5, 5, 0])
     np.testing.assert_array_equal(record.tested, [4, 5, 0])
     np.testing.assert_array_equal(record.accepted, [3, 5, 0])
-    np.testing.assert_allclose(record.rate(), (8 + 0.85 * 4) / (9 + 4), rtol=1e-6)
+    np.testing.assert_allclose(record.rate(), (8 + 0.85 * 1.5) / (9 + 1.5), rtol=1e-6)
     np.testing.assert_array_equal(record.read, 7)
     rest = functools.partial(round_, accepted=[0] * 3, drafted=[0] * 3)
-    for patience in (64, 128, 256, 512, 1024, 1024):
+    for patience in (8, 32, 128, 512, 512):
         np.testing.assert_array_equal(record.patience, patience)
         for _ in range(patience - 1):
             record = rest(record)
@@ -65,10 +65,10 @@ def test_the_record_counts_rests_forgets_and_tries_again():
         record = rest(record)
         assert record.rate() == pytest.approx(0.85), "what was known is forgotten"
         record = round_(record, [0] * 3, [1] * 3)
-        assert record.rate() == pytest.approx(0.85 * 4 / 7)
+        assert record.rate() == pytest.approx(0.85 * 1.5 / 4.5)
     for _ in range(15):
         record = round_(record, [1] * 3, [1] * 3)
-    np.testing.assert_array_equal(record.patience, 64)
+    np.testing.assert_array_equal(record.patience, 8)
 
 
 @functools.cache
@@ -124,23 +124,23 @@ def test_a_draft_model_that_does_not_catch_up_is_caught():
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("block", "mentored", "lookup", "scd")),
     ],
 )
-def test_greedy_tokens_are_those_of_fixed_lengths(target, draft, name):
+def test_greedy_tokens_do_not_depend_on_the_lengths(target, draft, name):
     """Rows refilled, with lengths that change, and with costs as measured."""
 
-    def run(gamma, **more):
+    def run(method=name, **options):
         return sj.generate(
             target,
             PROMPTS,
-            method=name,
+            method=method,
             draft=draft,
-            options={"gamma": gamma} | more,
+            options=options,
             max_new_tokens=[40, 9, 30, 21],
             batch_size=2,
         )
 
-    fixed = run(3)
+    fixed = run(gamma=3) if name == "scd" else run("autoregressive")
     for given in ((1, 1.9, 2.2, 2.5, 3, 4), REST, DRAFT, "measured"):
-        out = run("auto", costs=given)
+        out = run(gamma="auto", costs=given)
         for a, b in zip(out.tokens, fixed.tokens, strict=True):
             np.testing.assert_array_equal(a, b)
         if given in (REST, DRAFT) and name != "lookup":
@@ -184,7 +184,7 @@ def test_what_cannot_be_sized_is_refused():
 
 ROWS = 8192
 # 3 tokens at first, 2 after one refusal, none after two; no longer ones.
-CHANGING = (1.0, 1.65, 2.0, 2.4, 99.0, 99.0)
+CHANGING = (1.0, 1.45, 1.6, 1.95, 99.0, 99.0)
 
 
 @dataclasses.dataclass(frozen=True)
