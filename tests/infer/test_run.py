@@ -120,7 +120,7 @@ def test_json_has_the_contract_fields_and_nothing_else_is_printed(pair, capsys):
         (["--method", "bild"], job.DEMO_GAMMA),
         (["--method", "specinfer"], None),
     ],
-    ids=" ".join,
+    ids=str,
 )
 def test_drafts_are_sized_by_cost_where_that_changes_no_token(argv, gamma):
     args = program.parser().parse_args(argv)
