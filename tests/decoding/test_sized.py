@@ -93,6 +93,7 @@ def rested(method, rounds):
     return np.asarray(state.stats.drafted), np.asarray(state.stats.accepted)
 
 
+@pytest.mark.slow
 def test_a_draft_model_that_rested_catches_up():
     """Were one token missing, it would draft others than the target writes."""
     for rounds in (1, 20):  # a part of a pass over what is missing, and more than one
