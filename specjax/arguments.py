@@ -44,6 +44,7 @@ class Must:
     above: float | None = None  # as low, itself excluded
     below: float | None = None
     choices: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()  # that stand for themselves, whatever else it must be
     fits: Callable[[Any], Any] = lambda value: True
     optional: bool = False  # None stays None
 
@@ -55,12 +56,15 @@ class Must:
         """
         if value is None and self.optional:
             return None
+        if isinstance(value, str) and value in self.words:
+            return value
         try:
             parsed = self._converted(value)
             if not self.fits(parsed):
                 raise ValueError
         except (ValueError, TypeError, KeyError, OverflowError):
             wanted = self.wanted or _WANTED.get(self.kind, "another value")
+            wanted = " or ".join((wanted, *self.words))
             raise OptionError(f"{name}={shown(value)}: expected {wanted}") from None
         for bound, sign, holds in (
             (self.low, "≥", lambda x, y: x >= y),
@@ -191,6 +195,11 @@ def branching(value: Any) -> tuple[int, ...]:
     """Children per level, from ``"4,2,2"`` or a sequence of numbers."""
     counts = value.split(",") if isinstance(value, str) else value
     return tuple(COUNT.parse("branching", count) for count in counts)
+
+
+def costs(value: Any) -> tuple[float, ...]:
+    """Numbers, from ``"1,1.6,2"`` or a sequence of them."""
+    return tuple(map(float, value.split(",") if isinstance(value, str) else value))
 
 
 COUNT = Must(int, low=1)

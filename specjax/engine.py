@@ -15,6 +15,7 @@ from specjax.mesh import DATA
 from specjax.models.cache import chunk_width
 from specjax.protocols import Method
 from specjax.rewards import Judge
+from specjax.sized import COSTS, LENGTHS, Sized
 from specjax.types import Inputs
 from specjax.warp import Sampling, stacked
 
@@ -28,18 +29,20 @@ class Engine:
     target: LM
     draft: LM | None
     method: Method
-    settings: dict[str, float]
+    settings: dict[str, float | tuple[float, ...]]
     judge: Judge | None = None
 
     def inputs(self, sampling: Sampling, batch: int, cases: Sequence[int] = ()) -> Inputs:
         """Params and settings as the step reads them; ``cases`` are the rows' numbers."""
         target, eos = self.target.net, list(self.target.eos_ids) or [NO_EOS]
+        settings = {COSTS: (1.0,) * len(LENGTHS)} if self.sized else {}
+        settings |= self.settings
         return Inputs(
             target=target,
             draft=self.draft.net.over(target) if self.draft else None,
             warp=sampling.arrays(batch),
             eos_ids=jnp.asarray(eos + [NO_EOS] * (-len(eos) % 4), jnp.int32),
-            settings={n: jnp.asarray(v, jnp.float32) for n, v in self.settings.items()},
+            settings={n: jnp.asarray(v, jnp.float32) for n, v in settings.items()},
             reward=self.judge.rows(cases) if self.judge else (),
             mesh=self.target.mesh,
         )
@@ -50,6 +53,11 @@ class Engine:
         if not any(row.sampling for row in rows):
             return inputs
         return inputs.replace(warp=stacked([row.sampling or sampling for row in rows]))
+
+    @property
+    def sized(self) -> bool:
+        """Whether the method sizes its drafts by costs."""
+        return isinstance(self.method, Sized)
 
     def tells_apart(self, rows: Sequence[Row]) -> bool:
         """Whether what rounds read depends on the rows: their own sampling, or a reward's data."""

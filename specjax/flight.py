@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode
+from specjax.costs import round_costs
 from specjax.engine import Engine, Row, keys_of
 from specjax.gate import Gate
 from specjax.models.cache import bucket, bucket_below
 from specjax.output import Generation, Piece, Reader
 from specjax.search.drivers import advance_hosted
+from specjax.sized import COSTS
 from specjax.types import FINISH_REASONS, RUNNING, DecodeState, Inputs
 from specjax.warp import Sampling
 
@@ -93,6 +95,7 @@ class Flight:
         self._widest = widest  # tokens of a piece of a prompt
         self._visited: set[int] = set()
         self._dropped: set[int] = set()  # rows that nobody waits for
+        self._costs = engine.settings.get(COSTS) if engine.sized else ()  # None: to be measured
         self.passes = self._rounds = self._live_rounds = 0
         self._fresh = False  # whether all rows are at their beginning
 
@@ -253,6 +256,12 @@ class Flight:
         """What rounds read."""
         if self._inputs is None or self._engine.tells_apart(rows):
             self._inputs = self._engine.inputs_of(rows, self._sampling)
+            if self._costs:
+                self._know_costs()
+
+    def _know_costs(self) -> None:
+        settings = self._inputs.settings | {COSTS: jnp.asarray(self._costs, jnp.float32)}
+        self._inputs = self._inputs.replace(settings=settings)
 
     # --- rounds --------------------------------------------------------------------------------
 
@@ -283,6 +292,10 @@ class Flight:
             return  # prompts are being fed
         self._fit()
         self._visited.add(self._state.slots)
+        if self._costs is None:
+            method, inputs = self._method, self._inputs
+            self._costs, self._state = round_costs(method, inputs, self._state)
+            self._know_costs()
         seen = np.array([seat is None for seat in self._seats])
         stops = any(seat.reader.stops for seat in self._seats if seat)
         if self._fresh or stops or self._into or (seen.any() and self._ahead(1)):

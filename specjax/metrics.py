@@ -18,10 +18,11 @@ def ratio(above: float, below: float) -> float | None:
 
 
 # Rates by the counters they are ratios of. λ is the acceptance rate; plain decoding's block
-# efficiency is 1.
+# efficiency is 1, its draft length 0.
 RATES = {
     "acceptance_rate": ("accepted", "tested"),
     "accept_rate_per_draft": ("accepted", "drafted"),
+    "draft_length": ("drafted", "rounds"),
     "block_efficiency": ("emitted", "rounds"),
     "tokens_per_target_call": ("emitted", "target_calls"),
 }

@@ -8,21 +8,24 @@ Axis legend: B rows, N draft nodes, P probes, D draft depth, S slots, V vocabula
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import probs, tree
 from specjax.arguments import DRAFTER, RULE, TARGET_DIST, settle
 from specjax.errors import PairError
 from specjax.models.cache import commit_path
-from specjax.protocols import Drafter, Method, Rule, TargetDist
-from specjax.scoring import score_as_needed, tapped_score
+from specjax.protocols import Drafter, Method, Proposal, Rule, TargetDist
+from specjax.scoring import tapped_score
+from specjax.tree import cut_chain
 from specjax.types import (
     FROM_DRAFT,
     FROM_TARGET,
+    NO_NODE,
     RUNNING,
     STOP_EOS,
     STOP_LENGTH,
@@ -32,6 +35,8 @@ from specjax.types import (
     Stats,
     Verdict,
 )
+
+NARROW = 4  # nodes of a narrow pass: a CPU's kernels slow down beyond
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +92,59 @@ class DraftVerify(Method):
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         keys = probs.round_keys(state.keys, state.stats.rounds)
-        start = state.length - 1
-        draft, drafter_state, calls, passes = self.drafter.propose(inputs, state, keys)
-        nodes, taps = (inputs.target, state.cache, start, draft), self.drafter.taps(inputs)
-        if self.drafter.ends_early:
-            scores, cache, states = score_as_needed(*nodes, ~state.done, taps)
-        else:
-            scores, cache, states = tapped_score(*nodes, taps)
+        draft, drafter_state, calls, passes = self.propose(inputs, state, keys)
+        found = self._found(inputs, state, keys, draft)
+        verdict, extra = found.verdict, self.target.draft_calls
+        draft = draft.replace(states=found.states)
+        cost = Cost(1, 1 + passes + extra, calls + extra)
+        tested = Tested(draft_depth(draft), verdict.num_tested, verdict.num_accepted)
+        return finish_round(inputs, state, verdict, found.logprobs, cost, tested).replace(
+            cache=found.cache,
+            target_state=self.target.commit(inputs, state, found.target_state, draft, verdict),
+            drafter_state=self.drafter.update(
+                inputs, state, drafter_state, draft, verdict, found.probe_logits
+            ),
+        )
+
+    def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
+        """The round's draft."""
+        return self.drafter.propose(inputs, state, keys)
+
+    @property
+    def pass_widths(self) -> tuple[int, ...]:
+        """Nodes of the passes one of which verifies a draft, as many as that needs."""
+        nodes = self.drafter.shape.nodes
+        return (NARROW, nodes) if self.drafter.ends_early and nodes > NARROW else (nodes,)
+
+    def _found(self, inputs, state, keys, draft: Draft) -> Found:
+        """What the target makes of the draft: one pass, as wide as the longest live draft needs.
+
+        What lies past a narrow pass is 0: no draft is there.
+        """
+        free = min(inputs.target.narrow(state.length.shape[0]), draft.shape.nodes)
+        widths = tuple(width for width in self.pass_widths if width >= free)
+        if len(widths) == 1:
+            return self._verified(inputs, state, keys, draft)
+        whole = jax.eval_shape(self._verified, inputs, state, keys, draft)
+        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), whole)
+        found = blank._replace(cache=state.cache, target_state=state.target_state)
+        longest = jnp.max(jnp.where(state.done, 0, draft.valid.sum(-1)))
+        below = -1
+        for width in widths:
+            due = (longest > below) & ((longest <= width) | (width == widths[-1]))
+            part = draft if width == draft.shape.nodes else cut_chain(draft, width)
+
+            def turn(found: Found, part=part) -> Found:
+                now = state.replace(cache=found.cache, target_state=found.target_state)
+                return self._verified(inputs, now, keys, part).widened(whole)
+
+            found, below = once(due, turn, found), width
+        return found
+
+    def _verified(self, inputs: Inputs, state: DecodeState, keys, draft: Draft) -> Found:
+        """One target pass over the draft, and the rule's verdict."""
+        start, taps = state.length - 1, self.drafter.taps(inputs)
+        scores, cache, states = tapped_score(inputs.target, state.cache, start, draft, taps)
         draft = draft.replace(states=states)
         logits = scores[:, : draft.shape.nodes]
         probe_logits = None if draft.probes is None else scores[:, draft.shape.nodes :]
@@ -103,20 +154,10 @@ class DraftVerify(Method):
             arguments = self._rule_arguments(inputs, state, logits)
             own = state.keys if "written" in arguments else keys
             verdict = self.rule(own, arrays, log_p, **arguments)
-
         if not draft.shape.is_chain:
             cache = commit_path(cache, start, verdict.path)
-        extra = self.target.draft_calls
-        cost = Cost(1, 1 + passes + extra, calls + extra)
-        tested = Tested(draft_depth(draft), verdict.num_tested, verdict.num_accepted)
         logprobs = None if state.logprobs is None else path_logprobs(logits, verdict)
-        return finish_round(inputs, state, verdict, logprobs, cost, tested).replace(
-            cache=cache,
-            target_state=self.target.commit(inputs, state, target_state, draft, verdict),
-            drafter_state=self.drafter.update(
-                inputs, state, drafter_state, draft, verdict, probe_logits
-            ),
-        )
+        return Found(verdict, logprobs, cache, target_state, states, probe_logits)
 
     def succeed(self, before, state):
         return state.replace(drafter_state=self.drafter.succeed(before, state))
@@ -161,6 +202,35 @@ def check_pair(drafter: Drafter, target: TargetDist, rule: Rule) -> None:
             f"target distribution {type(target).__name__.lower()} needs the draft's logits at "
             f"every node, which drafter {drafter.name} does not give"
         )
+
+
+class Found(NamedTuple):
+    """What a target pass over a draft has brought."""
+
+    verdict: Verdict
+    logprobs: Float[Array, "B D+1"] | None  # of its tokens, unwarped target, where asked for
+    cache: Any
+    target_state: Any
+    states: Float[Array, "B N L D"] | None
+    probe_logits: Float[Array, "B P V"] | None
+
+    def widened(self, whole: Found) -> Found:
+        """A narrow pass's as one of a whole pass, whose shapes are given."""
+
+        def pad(x, like, fill=0):
+            sizes = zip(like.shape, x.shape, strict=True)
+            return jnp.pad(x, [(0, size - own) for size, own in sizes], constant_values=fill)
+
+        path = pad(self.verdict.path, whole.verdict.path, NO_NODE)
+        return jax.tree.map(pad, self._replace(verdict=self.verdict.replace(path=path)), whole)
+
+
+def once(due: Bool[Array, ""], turn: Callable[[Any], Any], carry: Any) -> Any:
+    """``turn(carry)`` where it is ``due``, else ``carry``.
+
+    A loop of at most one turn, for ``lax.cond`` keeps a second copy of what it hands on: caches.
+    """
+    return jax.lax.while_loop(lambda c: c[0], lambda c: (~c[0], turn(c[1])), (due, carry))[1]
 
 
 class Cost(NamedTuple):

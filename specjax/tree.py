@@ -36,6 +36,24 @@ def chain_draft(
     )
 
 
+def cut_chain(draft: Draft, nodes: int) -> Draft:
+    """The first ``nodes`` of a chain, all that is valid of it; the root alone has no law q."""
+
+    def first(x, count=nodes):
+        return None if x is None else x[:, :count]
+
+    return draft.replace(
+        tokens=first(draft.tokens),
+        parents=first(draft.parents),
+        valid=first(draft.valid),
+        log_q=first(draft.log_q, nodes - 1) if nodes > 1 else None,
+        logits=first(draft.logits),
+        token_log_q=first(draft.token_log_q),
+        shape=TreeShape.chain(nodes - 1),
+        q_row=draft.q_row[:nodes],
+    )
+
+
 def ancestors(parents: Int[Array, "B N"], depth: int) -> Bool[Array, "B N N"]:
     """``bits[b, i, j]``: node j is node i or an ancestor of it.
 

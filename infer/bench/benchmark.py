@@ -32,7 +32,7 @@ from infer.loading import load_models, use_compilation_cache
 from infer.prompts import Encoder
 from specjax.infill import ending_middles
 from specjax.lm import SELF, base_of, quantize
-from specjax.methods import METHODS
+from specjax.methods import AUTO, METHODS
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
 from specjax.models.hf.checkpoint import DTYPES
 from specjax.program import say
@@ -77,7 +77,8 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
             target = ending_middles(target)
         say("infer.bench", f"{len(cases)} cases × {len(prompts)} prompts; warming up")
         # The peer drafts as long as ours does; its process is started and warm within.
-        gamma = next((c.options["gamma"] for c in cases if c.method == "speculative"), 4)
+        lengths = (case.options["gamma"] for case in cases if case.method == "speculative")
+        gamma = next((length for length in lengths if length != AUTO), 4)
         peer = TransformersPeer(*directories, prompts, budget, gamma) if args.peer else None
         with peer or contextlib.nullcontext():
             between = peer.repeat if peer else lambda repeat: None

@@ -16,7 +16,7 @@ from infer.bench.timed_cases import Result
 from infer.bench.uncertainty import ratio, speed_ratio
 from specjax import metrics
 from specjax.lm import LM
-from specjax.methods import METHODS, Context
+from specjax.methods import AUTO, METHODS, Context
 from specjax.output import Generation
 
 Row = dict[str, Any]
@@ -36,7 +36,7 @@ SELF_DRAFTING = "adaptive"  # this drafter's methods: foretold from tokens per r
 def pass_widths(case: Case, target: LM) -> tuple[int, ...]:
     """Tokens per row of each target pass of a round, where the cost model foretells the speed."""
     if case.method in FORMULAS:
-        return (case.options["gamma"] + 1,)
+        return () if case.options["gamma"] == AUTO else (case.options["gamma"] + 1,)
     spec = METHODS[case.method]
     if spec.drafter != SELF_DRAFTING:
         return ()
@@ -168,7 +168,7 @@ def _prediction(
     """What the cost model foretells, at batch 1 and where c and v are known."""
     case, rate = result.case, row["acceptance_rate"]
     predicted, inputs, alone = None, {}, case.batch_size == 1
-    if alone and case.method in FORMULAS and c is not None and rate is not None:
+    if alone and case.method in FORMULAS and widths and c is not None and rate is not None:
         gamma = case.options["gamma"]
         expected = {name: of(rate, gamma, c, v[gamma + 1]) for name, of in FORMULAS.items()}
         predicted = expected[case.method]

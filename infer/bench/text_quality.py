@@ -18,7 +18,7 @@ from infer.bench.timed_cases import Result
 from specjax.draft.chain import NEVER_STOPS
 from specjax.infill import exact_matches
 from specjax.mesh import alike
-from specjax.methods import METHODS
+from specjax.methods import AUTO, METHODS
 from specjax.net import Net
 from specjax.types import FROM_DRAFT, Warp
 from specjax.verify.mentored import mentor_levels, mentored_kl
@@ -45,7 +45,8 @@ def kl_to_target(
     if spec.lossless and spec.target_dist == "warped":
         return LOSSLESS
     # A draft that stops early leaves no trace of whether its last token was a bonus.
-    if case.method != "mentored" or case.options["stop"] != NEVER_STOPS:
+    ragged = case.options.get("stop") != NEVER_STOPS or case.options["gamma"] == AUTO
+    if case.method != "mentored" or ragged:
         return UNKNOWN
     drafting = case.sampling if case.options["draft_warp"] else sj.Sampling(1.0)
     sums, counts = np.zeros(len(prompts)), np.zeros(len(prompts))

@@ -21,7 +21,7 @@ from specjax.errors import OptionError, SpecjaxError
 from specjax.files import locked
 from specjax.generate import ALL_ROUNDS
 from specjax.infill import ending_middles
-from specjax.methods import MethodSpec, compose, method, usual_rule
+from specjax.methods import AUTO, MethodSpec, compose, method, usual_rule
 from specjax.program import say
 from specjax.rewards import Combined, RewardWarning, combine
 
@@ -113,8 +113,7 @@ class Job:
     def create(cls, args: argparse.Namespace, target: sj.LM, draft: sj.LM | None) -> Job:
         """Raises OptionError or PairError for what does not fit, before anything compiles."""
         spec, named = _chosen(args, draft is not None)
-        demo = {"gamma": DEMO_GAMMA} if args.target == "demo" and "gamma" in spec.options else {}
-        options = spec.resolve(demo | dict(args.set))
+        options = spec.resolve(_draft_length(args, spec) | dict(args.set))
         sampling = sj.Sampling(args.temperature, args.top_k, args.top_p)
         reward = _reward(args, spec)
         arguments = named | {
@@ -245,6 +244,16 @@ def _chosen(args: argparse.Namespace, has_draft: bool) -> tuple[MethodSpec, dict
         "target_dist": args.target_dist or "warped",
     }
     return compose(**parts), parts
+
+
+def _draft_length(args: argparse.Namespace, spec: MethodSpec) -> dict[str, Any]:
+    """γ where none is given: by cost where a draft model's chains do not change what is written.
+
+    Elsewhere a row's tokens would depend on its batch, and on the clock.
+    """
+    if spec.drafter == "chain" and spec.fixes_tokens(greedy=not args.temperature):
+        return {"gamma": AUTO}
+    return {"gamma": DEMO_GAMMA} if args.target == "demo" and "gamma" in spec.options else {}
 
 
 def _reward(args: argparse.Namespace, spec: MethodSpec) -> Combined | None:

@@ -90,6 +90,8 @@ class Screen:
         if speed is not None:
             facts.add_row("speed", f"{speed:.0f} tokens/s after that")
         rounds = f"{counters['rounds']}, {derived['block_efficiency']:.2f} tokens each"
+        if counters["drafted"]:
+            rounds += f" of drafts of {derived['draft_length']:.1f}"
         facts.add_row("rounds", rounds)
         if derived["acceptance_rate"] is not None:
             share = f"{derived['acceptance_rate']:.0%} of {counters['tested']} tested draft tokens"

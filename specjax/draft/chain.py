@@ -32,7 +32,7 @@ class Chain(ModelDrafter):
     A row's chain ends at its first end-of-sequence token; with ``stop``, also where the draft's
     largest probability, unwarped, is below the setting ``tau1`` (BiLD's fallback, Kim et al. 2023
     §3.2; lossless under a lossless rule, for it reads the prefix alone). The loop ends when every
-    row's chain has.
+    row's chain has. A setting ``gamma``, where there is one, is a smaller γ of this round.
     """
 
     gamma: int = 4
@@ -96,11 +96,14 @@ class Chain(ModelDrafter):
         q = probs.log_softmax(logits)
         if self.draft_warp:
             q = warp(logits[:, None], inputs.warp)[:, 0]
-        drawn = alive & self._sure(inputs, logits) if self.stop == STOPS_BEFORE else alive
+        most = inputs.settings.get("gamma", self.gamma)
+        drawn = alive & (step < most)
+        if self.stop == STOPS_BEFORE:
+            drawn = drawn & self._sure(inputs, logits)
         node = jnp.broadcast_to(step + 1, (q.shape[0], 1))
         x = probs.sample(jnp.exp(q), probs.uniforms(keys, Purpose.DRAFT, node)[:, 0])
         x = jnp.where(drawn, self.named(inputs, x), 0)
-        going = drawn & ~inputs.is_eos(x)
+        going = drawn & ~inputs.is_eos(x) & (step + 1 < most + self.keep_logits)
         if self.stop == STOPS_AFTER:
             going = going & self._sure(inputs, logits)
         valid = valid.at[:, step].set(drawn, mode="drop")

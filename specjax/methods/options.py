@@ -11,6 +11,7 @@ from specjax.arguments import Must
 from specjax.errors import OptionError
 
 REQUIRED = object()  # in place of a default
+AUTO, MEASURED = "auto", "measured"  # a draft length by costs, and where these come from
 
 
 @dataclasses.dataclass(frozen=True)

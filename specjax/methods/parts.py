@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from specjax import draft, search, verify
-from specjax.arguments import BRANCHING, MOST_NODES, branching, shown
+from specjax.arguments import BRANCHING, MOST_NODES, branching, costs, shown
 from specjax.draft.adaptive import CHAIN, FORMS, MOST, TREE
 from specjax.draft.beam import JOINTS, VERIFIED
 from specjax.errors import OptionError, PairError
 from specjax.lm import LM
-from specjax.methods.options import REQUIRED, Option, hint
+from specjax.methods.options import AUTO, MEASURED, REQUIRED, Option, hint
 from specjax.protocols import Drafter, Rule, TargetDist
 from specjax.rewards import Fold
 from specjax.rewards.combined import COMBINATIONS
 from specjax.search.beam import SAMPLED
+from specjax.sized import LENGTHS
 from specjax.target import IMPROVED, ORIGINAL, VARIANTS, Contrastive, Warped
 from specjax.types import DETERMINISTIC
 
@@ -52,7 +54,7 @@ class Part:
         static = {
             name: values[name]
             for name, option in self.options.items()
-            if option.kind is not float and not option.presets
+            if option.kind not in (float, costs) and not option.presets
         }
         return self.make(context, **static) if self.bound else self.make(**static)
 
@@ -122,6 +124,15 @@ def _head(context: Context, tree: str, **options: Any) -> Drafter:
 
 
 GAMMA = Option(int, 4, "draft length γ", low=1, high=64)
+SIZED = dataclasses.replace(GAMMA, help="draft length γ; auto: by cost", words=(AUTO,))
+COST = Option(
+    costs,
+    MEASURED,
+    "with gamma=auto: relative time of a round of each draft length",
+    fits=lambda given: len(given) == len(LENGTHS) and all(0 < cost < math.inf for cost in given),
+    wanted=f"times above 0 at lengths {', '.join(map(str, LENGTHS))}",
+    words=(MEASURED,),
+)
 WIDTH = Option(int, 8, "number of beams W", low=1, high=64, within_vocabulary=True)
 JOINT = Option(
     str,
@@ -136,7 +147,8 @@ DRAFTERS: dict[str, Part] = {
         draft.Lookup,
         "what followed the longest matching n-gram",
         {
-            "gamma": dataclasses.replace(GAMMA, default=10),
+            "gamma": dataclasses.replace(SIZED, default=10),
+            "costs": COST,
             "ngram": Option(int, 3, "longest n-gram tried", low=1, high=8),
         },
     ),
@@ -144,7 +156,8 @@ DRAFTERS: dict[str, Part] = {
         draft.Suffix,
         "what followed the longest known ending in any row or earlier request of the job",
         {
-            "gamma": dataclasses.replace(GAMMA, default=10),
+            "gamma": dataclasses.replace(SIZED, default=10),
+            "costs": COST,
             "ngram": Option(int, 8, "longest n-gram tried", low=1, high=64),
             "pool": Option(int, 2**15, "tokens remembered", low=2**8, high=2**22),
         },
@@ -153,7 +166,8 @@ DRAFTERS: dict[str, Part] = {
         _either(draft.Chain, draft.HeadChain),
         "γ tokens from a draft model",
         {
-            "gamma": GAMMA,
+            "gamma": SIZED,
+            "costs": COST,
             "stop": Option(
                 str,
                 "never",

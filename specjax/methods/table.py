@@ -12,7 +12,7 @@ from typing import Any
 
 from specjax.arguments import DRAFTER, RULE, TARGET_DIST, or_name, takes
 from specjax.errors import OptionError, PairError
-from specjax.methods.options import Option, hint
+from specjax.methods.options import AUTO, MEASURED, Option, hint
 from specjax.methods.parts import (
     DRAFTERS,
     HEAD,
@@ -29,6 +29,7 @@ from specjax.methods.parts import (
 from specjax.protocols import Drafter, Method, Rule, TargetDist
 from specjax.rounds import DraftVerify
 from specjax.search import TwoStep
+from specjax.sized import COSTS, LENGTHS, Sized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,13 @@ class MethodSpec:
         Searches choose what they write.
         """
         return not self.search and self.parts[2].make().lossless
+
+    def fixes_tokens(self, greedy: bool) -> bool:
+        """Whether what is written does not depend on how long the drafts are.
+
+        So it is of greedy rows under a lossless rule, and where each token is drawn for its place.
+        """
+        return self.lossless and (greedy or "written" in self.parts[2].make().extras)
 
     @property
     def options(self) -> dict[str, Option]:
@@ -107,8 +115,8 @@ class MethodSpec:
 
     def build(
         self, context: Context, options: Mapping[str, Any]
-    ) -> tuple[Method, dict[str, float]]:
-        """The method, and the float settings that go into the loop as arrays.
+    ) -> tuple[Method, dict[str, float | tuple[float, ...]]]:
+        """The method, and the settings that go into the loop as arrays.
 
         Raises:
           PairError: a draft model is missing, or the parts do not fit together.
@@ -124,6 +132,10 @@ class MethodSpec:
         for name, option in self.options.items():
             option.check_vocabulary(name, values[name], vocab)
         settings = {name: value for name, value in values.items() if isinstance(value, float)}
+        make = DraftVerify
+        if values.get("gamma") == AUTO:
+            make, values = Sized, values | {"gamma": max(LENGTHS)}
+            settings |= {COSTS: values[COSTS]} if values[COSTS] != MEASURED else {}
         if self.search:
             return self.parts[0].build(context, values), settings
         rule = self.parts[2].build(context, values)
@@ -139,7 +151,7 @@ class MethodSpec:
                 f"{context.draft.source} is a head, which scores only what it drafts as a chain: "
                 f"drafter {drafter.name} with rule {rule.name} needs a model as amateur"
             )
-        return DraftVerify(drafter, target, rule), settings
+        return make(drafter, target, rule), settings
 
     def _check_draft(self, context: Context) -> None:
         """Refuses a draft of a kind that a part does not run.

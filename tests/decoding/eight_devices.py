@@ -83,6 +83,18 @@ def test_gated_adapters_are_split_as_their_weights(name):
     assert one.stats["accepted"].sum() > 0
 
 
+@pytest.mark.slow
+def test_each_device_sizes_its_drafts(target, draft):
+    """By costs as measured there; greedy tokens do not depend on it."""
+    many = spread((target, draft), data=2, model=2)
+    options = {"method": "speculative", "max_new_tokens": 20, "batch_size": 4}
+    one = sj.generate(target, PROMPTS * 2, draft=draft, **options)
+    for costs in ("measured", (9, 1, 1, 1, 1, 1)):
+        sizes = {"gamma": "auto", "costs": costs}
+        two = sj.generate(many[0], PROMPTS * 2, draft=many[1], options=sizes, **options)
+        same(one, two, counters=False)
+
+
 def test_rows_take_seats_on_every_device(target, draft):
     """Refilled, of one prompt, and of prompts that begin alike."""
     many = spread((target, draft), data=2, model=2)

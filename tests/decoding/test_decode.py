@@ -11,13 +11,16 @@ import pytest
 import specjax as sj
 from conftest import tiny_lm
 from specjax import decode
+from specjax.draft import Lookup
 from specjax.engine import Engine
 from specjax.errors import OptionError
 from specjax.methods import Context
 from specjax.models.cache import MAX_CHUNK_CPU, MAX_TOKENS, bucket, chunk_width
-from specjax.scoring import NARROW, score, score_as_needed
+from specjax.rounds import NARROW, DraftVerify
+from specjax.scoring import score
 from specjax.tree import chain_draft
 from specjax.types import POINT_MASS
+from specjax.verify import speculative
 from support.caches import check_cache
 from support.variant_models import logits_jit
 
@@ -319,18 +322,21 @@ def test_buckets_waste_at_most_a_third_and_hold_whole_prefill_passes():
 )
 def test_a_pass_is_as_wide_as_the_longest_live_draft(lengths, live, wide):
     target, rows, nodes = tiny_lm(1), 2, 7
+    method = DraftVerify(Lookup(gamma=nodes - 1), sj.Warped(), speculative)
     tokens = jnp.arange(rows * nodes).reshape(rows, nodes)
     valid = jnp.arange(1, nodes) < jnp.array(lengths)[:, None]
     draft = chain_draft(tokens[:, 0], tokens[:, 1:], valid, POINT_MASS)
     start = jnp.array([3, 9], jnp.int32)
-    arguments = target.net, target.net.cache(rows, 128), start, draft
-    want, cache = jax.jit(score)(*arguments)
-    got, also, _ = jax.jit(score_as_needed)(*arguments, np.array(live))
+    want = jax.jit(score)(target.net, target.net.cache(rows, 128), start, draft)[1]
+    inputs = Engine(target, None, method, {}).inputs(SAMPLING, rows)
+    keys, length = jax.random.split(jax.random.key(0), rows), start + 1
+    begin = decode.begin_prompts(method, False)
+    row = jnp.ones((rows, 128), jnp.int32)
+    state = begin(inputs, row, length, length + jnp.where(jnp.array(live), 9, 0), keys, None)
+    also = jax.jit(method._found)(inputs, state, keys, draft).cache
     width = nodes if wide else NARROW
-    np.testing.assert_allclose(got[:, :width], want[:, :width], atol=1e-4)
-    assert not np.any(got[:, width:])
     for row, at in enumerate(start):
-        for a, b in zip(also.k, cache.k, strict=True):
+        for a, b in zip(also.k, want.k, strict=True):
             np.testing.assert_allclose(
                 a[row, :, at : at + width], b[row, :, at : at + width], atol=1e-5
             )

@@ -21,6 +21,7 @@ def test_rates_by_hand():
     assert metrics.rates(COUNTERS) == {
         "acceptance_rate": 0.8,
         "accept_rate_per_draft": pytest.approx(2 / 3),
+        "draft_length": 3.0,
         "block_efficiency": 3.0,
         "tokens_per_target_call": 3.0,
     }

@@ -529,6 +529,7 @@ def test_rates_and_cost_model():
     assert rates(counters) == {
         "acceptance_rate": 0.75,
         "accept_rate_per_draft": 0.5,
+        "draft_length": 3.0,
         "block_efficiency": 2.5,
         "tokens_per_target_call": 2.5,
     }

@@ -1,0 +1,110 @@
+"""Drafts sized by their cost against fixed lengths: python docs/tools/measure_sizing.py
+
+The embedded pair on held-out functions and on random ids, and on random ids with a draft model of
+random weights, greedy and sampled. Speeds are new tokens by the processor seconds of the whole call
+(--wall: by the clock), prefill included, no end of sequence; everything is compiled and the costs
+are measured before; sides take turns. Ratios are medians of those within each repeat.
+"""
+
+import argparse
+import dataclasses
+import time
+
+import jax
+import numpy as np
+
+import specjax as sj
+from infer.loading import use_compilation_cache
+from specjax.demo.heldout import held_out_functions
+from specjax.engine import NO_EOS
+from specjax.models import init_params
+
+LENGTHS = 1, 2, 4, 8
+PROMPT = 48  # tokens
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32])
+    parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0, 0.8])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--new-tokens", type=int, default=192)
+    parser.add_argument("--wall", action="store_true")
+    parser.add_argument("--fixed", type=int, nargs="*", default=LENGTHS)
+    args = parser.parse_args()
+    use_compilation_cache()
+    target, draft = (
+        dataclasses.replace(model, eos_ids=(NO_EOS,) * len(model.eos_ids))
+        for model in map(sj.load, ("demo", "demo-draft"))
+    )
+    lost = dataclasses.replace(draft, params=init_params(draft.config, jax.random.key(0)))
+    print(
+        "| batch | T | text | λ | mean γ | best γ | auto / best γ | auto / plain | best γ / plain |"
+    )
+    print("| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for batch in args.batches:
+        for temperature in args.temperatures:
+            good, bad = texts(target, max(batch, 2))
+            for text, q, prompts in (
+                ("functions", draft, good),
+                ("random ids", draft, bad),
+                ("random draft", lost, bad),
+            ):
+                measure(args, target, q, batch, temperature, text, prompts)
+
+
+def texts(target: sj.LM, count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """As many prompts of either kind, of like length."""
+    generator = np.random.default_rng(0)
+    functions = [target.tokenizer.encode(f.prompt) for f in held_out_functions()[0]]
+    good = [np.asarray(ids[:PROMPT]) for ids in functions[:count]]
+    bad = [generator.integers(1, target.vocab_limit, PROMPT) for _ in range(count)]
+    return good, bad
+
+
+def measure(args, target, draft, batch, temperature, text, prompts) -> None:
+    """One row of the table."""
+    sampling = sj.Sampling(temperature, top_p=0.9 if temperature else 1.0)
+
+    def run(gamma):
+        how = {"method": "speculative", "draft": draft, "options": {"gamma": gamma}}
+        clock = time.perf_counter if args.wall else time.process_time
+        began = clock()
+        out = sj.generate(
+            target,
+            prompts,
+            max_new_tokens=args.new_tokens,
+            sampling=sampling,
+            batch_size=batch,
+            **(how if gamma else {}),
+        )
+        return out.lengths.sum() / (clock() - began), out
+
+    sides = [0, *args.fixed, "auto"]
+    for side in sides:
+        run(side)
+    speeds = {side: [] for side in sides}
+    for _ in range(args.repeats):
+        for side in sides:
+            speed, out = run(side)
+            speeds[side].append(speed)
+            if side == args.fixed[-1]:
+                rate = out.stats["accepted"].sum() / out.stats["tested"].sum()
+    mean = out.stats["drafted"].sum() / out.stats["rounds"].sum()
+    middle = {side: np.median(speeds[side]) for side in sides}
+    best = max(args.fixed, key=middle.get)
+    ratios = [
+        np.median(np.divide(speeds[one], speeds[other]))
+        for one, other in (("auto", best), ("auto", 0), (best, 0))
+    ]
+    print(
+        f"| {batch} | {temperature} | {text} | {rate:.2f} | {mean:.1f} | {best} | "
+        + " | ".join(f"{ratio:.2f}" for ratio in ratios)
+        + " |",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
