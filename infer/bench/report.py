@@ -73,7 +73,9 @@ def headline(report: dict[str, Any]) -> str:
 
 def tables(report: dict[str, Any]) -> list[Table]:
     """The methods, what the cost model expects of them, the peers, the cost curve."""
-    filled = [fill(COLUMNS, report["rows"])]
+    known = {key for _, key, _ in COLUMNS}
+    asked = [(head, key, "{:.3f}") for key, head in report["metrics"].items() if key not in known]
+    filled = [fill((*COLUMNS, *asked), report["rows"])]
     if expected := [row for row in report["rows"] if row.get("gamma")]:
         filled.append(fill(EXPECTED_COLUMNS, expected))
     if report["peers"]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from infer.bench.cases import Case
+from infer.bench.metrics.protocol import Completion, Metric
 from infer.bench.questions import Question
 from infer.bench.rescoring import Prompts, mismatches, output_logprobs
-from infer.bench.sandbox import passing
 from infer.bench.text_quality import UNKNOWN, exact_match, kl_to_target
 from infer.bench.timed_cases import Result
 from infer.bench.uncertainty import ratio, speed_ratio
@@ -96,17 +97,29 @@ def add_quality(
             _put_mean(row, key, result, score)
 
 
-def add_pass_at_1(
+def add_metrics(
     rows: Sequence[Row],
     questions: Sequence[Question],
     results: Sequence[Result],
-    guard: str | None,
+    metrics: Sequence[Metric],
 ) -> None:
-    """Runs what the models wrote, under ``guard``, and adds the share that passes its test."""
-    tasks = [question.task for question in questions]
+    """Adds to each row the figures of ``--metric``."""
     for row, result in zip(rows, results, strict=True):
-        passed = {id(run): passing(tasks, run.text, guard) for run in result.drawn}
-        _put_mean(row, "pass_at_1", result, lambda i, run: passed[id(run)][i])
+        drawn = [
+            [
+                dataclasses.replace(as_prompt(question), text=run.text[i], tokens=run.tokens[i])
+                for run in result.drawn
+            ]
+            for i, question in enumerate(questions)
+        ]
+        for metric in metrics:
+            for key, estimate in metric.measure(drawn).items():
+                _put(row, key, estimate)
+
+
+def as_prompt(question: Question) -> Completion:
+    """A prompt as metrics see it, before anything is written."""
+    return Completion(question.text, "", (), question.references, question.task)
 
 
 def _put(row: Row, key: str, estimate: tuple[Any, float | None]) -> None:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from infer.scoring import check_scorable
 from infer.serve.scheduler import Variant, Work
 from infer.serve.schemas import Body, ChatBody, CompletionBody
 from specjax import decode
@@ -77,6 +78,7 @@ class Admission:
             body.top_k or 0,
             1.0 if body.top_p is None else body.top_p,
         )
+        self._check_scoring(body)
         variant = self._variant(body, sampling.temperature == 0)
         prompts = self._prompts(body)
         asked = self._tokens_asked(body)
@@ -89,10 +91,23 @@ class Admission:
             sampling,
             body.stops,
             tell,
+            scored=body.alternatives is not None,
         )
         if work.size > self.most_rows:
             raise OptionError(f"{work.size} completions at once: at most {self.most_rows}")
         return work
+
+    def _check_scoring(self, body: Body) -> None:
+        """Refuses what scores do not go with: they come when a row has ended."""
+        echo = isinstance(body, CompletionBody) and body.echo
+        if body.max_tokens == 0 and not echo:
+            raise OptionError("max_tokens=0 writes nothing: it needs echo")
+        if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
+            raise OptionError("top_logprobs needs logprobs")
+        if body.stream and (echo or body.alternatives):
+            raise OptionError("echo and alternatives to tokens do not stream: leave stream out")
+        if body.alternatives is not None:
+            check_scorable(self.target)
 
     # --- prompts and budgets -------------------------------------------------------------------
 
@@ -121,7 +136,7 @@ class Admission:
 
     def _tokens_asked(self, body: Body) -> int | None:
         if not isinstance(body, ChatBody):
-            return TEXT_TOKENS if body.max_tokens is None else body.max_tokens
+            return TEXT_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
         newer, older = body.max_completion_tokens, body.max_tokens
         return older if newer is None else newer
 
@@ -149,7 +164,8 @@ class Admission:
         options = dict(self.defaults) if name == self.method else {}
         options |= body.options or {}
         items = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in options.items())
-        return Variant(name, self._engine(name, items, greedy), body.wants_logprobs)
+        own = body.wants_logprobs and body.alternatives is None  # scores hold them, too
+        return Variant(name, self._engine(name, items, greedy), own)
 
     @functools.cached_property
     def _engine(self) -> Callable[[str, Hashable, bool], Engine]:

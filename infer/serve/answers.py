@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from infer.authors import Authors
+from infer.scoring import Scores
 from infer.serve.scheduler import Work
 from infer.serve.schemas import Body, ChatBody
 from specjax.metrics import rates, ratio
@@ -18,6 +20,8 @@ from specjax.types import FROM_DRAFT
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 COUNTERS = ("drafted", "tested", "accepted", "emitted", "rounds", "target_calls", "draft_calls")
+# Of an id that no tokenizer knows: JSON has no infinity.
+FLOOR = -9999.0
 
 Object = dict[str, Any]
 
@@ -32,6 +36,9 @@ class Answer:
         self._created = int(time.time())
         self._tokenizer: Tokenizer = work.variant.engine.target.tokenizer
         self._rows: list[Generation | None] = [None] * work.size
+        self._scores: list[Scores | None] = [None] * work.size
+        self._echo = not self._chat and bool(body.echo)
+        self._silent = body.max_tokens == 0  # a token was written for nothing
         self._authors = [Authors(self._tokenizer) for _ in self._rows] if body.origins else None
         self._runs: list[list] = [[] for _ in self._rows]
         self._offsets = [0] * work.size
@@ -53,6 +60,7 @@ class Answer:
         if runs:
             self._runs[number] += [[text, _author(origin)] for text, origin in runs]
         self._rows[number] = piece.row
+        self._scores[number] = getattr(piece, "scores", None)
         if not (piece.text or piece.finish_reason or piece.logprobs is not None):
             return None
         delta = {"content": piece.text}
@@ -69,13 +77,19 @@ class Answer:
         """The answer to a request that does not stream."""
         choices = []
         for number, row in enumerate(self._rows):
-            message = {"role": "assistant", "content": row.text[0]}
-            said = {"message": message} if self._chat else {"text": row.text[0]}
+            text = "" if self._silent else row.text[0]
+            if self._echo:
+                text = self._prompt(number) + text
+            said = {"message": {"role": "assistant", "content": text}}
+            said = said if self._chat else {"text": text}
             logprobs = row.logprobs and row.logprobs[0]
             self._offsets[number] = 0
-            choice = self._choice(number, said, row.tokens[0], logprobs, row.finish_reasons[0])
+            reason = "length" if self._silent else row.finish_reasons[0]
+            choice = self._choice(number, said, row.tokens[0], logprobs, reason)
+            if self._scores[number] is not None:
+                choice["logprobs"] = self._alternatives(number)
             if self._authors:
-                choice["origins"] = self._runs[number]
+                choice["origins"] = [] if self._silent else self._runs[number]
             choices.append(choice)
         return self._object(choices, chunk=False) | {"usage": self._usage()}
 
@@ -103,12 +117,7 @@ class Answer:
         texts = [self._tokenizer.decode([token], False) for token in tokens]
         values = [float(value) for value in logprobs]
         if self._chat:
-            each = zip(texts, values, strict=True)
-            content = [
-                {"token": t, "logprob": v, "bytes": list(t.encode()), "top_logprobs": []}
-                for t, v in each
-            ]
-            return {"content": content, "refusal": None}
+            return self._chat_logprobs(texts, values, [[]] * len(texts))
         offsets = []
         for text in texts:
             offsets.append(self._offsets[number])
@@ -116,11 +125,57 @@ class Answer:
         shape = {"tokens": texts, "token_logprobs": values, "top_logprobs": None}
         return shape | {"text_offset": offsets}
 
+    def _chat_logprobs(self, texts, values, tops) -> Object:
+        def entry(text: str, value: float) -> Object:
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+        content = [
+            entry(text, value) | {"top_logprobs": [entry(*other) for other in top]}
+            for text, value, top in zip(texts, values, tops, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _prompt(self, number: int) -> str:
+        """A row's prompt as it was sent; token ids as their text."""
+        prompt = self._body.prompts[number // self._work.samples]
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+
+    def _alternatives(self, number: int) -> Object:
+        """Log-probabilities with what else might have stood there, of the prompt with ``echo``."""
+        row, scores = self._rows[number], self._scores[number]
+        prompt = self._work.prompts[number // self._work.samples]
+        written = row.tokens[0][:0] if self._silent else row.tokens[0]
+        ids = [*prompt, *written]
+        most = self._body.alternatives
+        # The first token stands after nothing: it has no probability.
+        values = [None, *(max(float(x), FLOOR) for x in scores.log_probs[: len(ids) - 1])]
+        tops = [None, *(self._top(scores, at, most) for at in range(len(ids) - 1))]
+        shown = slice(0 if self._echo else len(prompt), None)
+        texts = [self._tokenizer.decode([token], False) for token in ids[shown]]
+        values, tops = values[shown], tops[shown]
+        if self._chat:
+            return self._chat_logprobs(texts, values, tops)
+        # As OpenAI has it the token itself is among its alternatives.
+        named = [
+            None if top is None else dict([(text, value), *reversed(top)])
+            for text, value, top in zip(texts, values, tops, strict=True)
+        ]
+        shape = {"tokens": texts, "token_logprobs": values}
+        shape["top_logprobs"] = named if most else None
+        starts = itertools.accumulate(map(len, texts), initial=0)
+        return shape | {"text_offset": list(starts)[:-1]}
+
+    def _top(self, scores: Scores, at: int, most: int) -> list[tuple[str, float]]:
+        """The most likely tokens at a place, with their log-probabilities, in falling order."""
+        each = zip(scores.top_ids[at, :most], scores.top_log_probs[at, :most], strict=True)
+        finite = [(token, float(value)) for token, value in each if np.isfinite(value)]
+        return [(self._tokenizer.decode([token], False), value) for token, value in finite]
+
     def _usage(self) -> Object:
         """Tokens as OpenAI counts them, and what decoding them took."""
         each = self._work.samples
         prompts = sum(row.prompt_tokens[0] for row in self._rows[::each])
-        written = sum(len(row.tokens[0]) for row in self._rows)
+        written = 0 if self._silent else sum(len(row.tokens[0]) for row in self._rows)
         cached = sum(row.cached_tokens[0] for row in self._rows[::each])
         return {
             "prompt_tokens": prompts,

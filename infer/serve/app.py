@@ -197,7 +197,9 @@ class Server:
             leave()
         status = 200 if answer.complete else GONE
         self._meter.answered(request.url.path, status)
-        return answer_json(answer.whole()) if answer.complete else Response(status_code=GONE)
+        if not answer.complete:
+            return Response(status_code=GONE)
+        return answer_json(await asyncio.to_thread(answer.whole))  # long echoes take a while
 
     def _submit(self, work: Work) -> None:
         try:

@@ -19,6 +19,8 @@ from typing import Protocol
 import jax
 import numpy as np
 
+from infer import scoring
+from infer.scoring import Scores
 from specjax.engine import Engine, Row
 from specjax.flight import Bounds, Flight
 from specjax.generate import make_rows
@@ -52,12 +54,20 @@ class Variant:
         return self.name, self.engine.method, settings, self.logprobs
 
 
+@dataclasses.dataclass(frozen=True)
+class ScoredPiece(Piece):
+    """A row's last piece, with the scores of its prompt and what it wrote."""
+
+    scores: Scores | None = None
+
+
 @dataclasses.dataclass(eq=False)
 class Work:
     """One request: what its rows are made of, and whom their pieces go to.
 
     ``tell`` gets the number of a row and its next piece, or the error that ended it. It is called
-    in the scheduler's thread and must return at once.
+    in the scheduler's thread and must return at once. Of rows that are ``scored`` the last piece is
+    a :class:`ScoredPiece`.
     """
 
     variant: Variant
@@ -68,6 +78,7 @@ class Work:
     sampling: Sampling
     stop: Sequence[str]
     tell: Callable[[int, Piece | Exception], None]
+    scored: bool = False
     arrived: float = dataclasses.field(default_factory=time.perf_counter)
 
     @property
@@ -152,6 +163,7 @@ class Scheduler:
         self._closed = False
         self._lanes: dict[Hashable, Lane] = {}  # the lane that has waited longest first
         self._rows: dict[int, tuple[Work, int]] = {}
+        self._scorings: deque[tuple[Piece, Iterator[list[Scores] | None]]] = deque()
         self._next_case = 0
         self._compiled: set[Hashable] = set()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
@@ -215,6 +227,7 @@ class Scheduler:
                 self._assign()
                 for lane in [lane for lane in self._lanes.values() if lane.flight]:
                     self._look(lane)
+                self._score()
         except Exception as error:
             self._give_up(error)
 
@@ -230,7 +243,7 @@ class Scheduler:
     def _receive(self) -> bool:
         """Takes what was submitted, waiting for it where there is nothing else to do."""
         with self._change:
-            busy = any(lane.busy for lane in self._lanes.values())
+            busy = bool(self._scorings) or any(lane.busy for lane in self._lanes.values())
             while not (busy or self._inbox or self._leavers or self._closed):
                 self._change.wait()
             inbox, leavers = self._inbox, self._leavers
@@ -278,10 +291,34 @@ class Scheduler:
         work, number = self._rows.get(piece.index, (None, 0))
         if work is None:  # who asked for it has left
             return
+        if work.scored and piece.row is not None and not isinstance(piece, ScoredPiece):
+            tokens = [*work.prompts[number // work.samples], *piece.row.tokens[0]]
+            passes = scoring.passes(work.variant.engine.target, [tokens])
+            self._scorings.append((piece, passes))
+            return
         if piece.row is not None:
             del self._rows[piece.index]
             self._meter.ended(work, piece.row)
         work.tell(number, piece)
+
+    def _score(self) -> None:
+        """One pass over a row that has ended and is to be scored; others are decoded in between."""
+        if not self._scorings:
+            return
+        piece, passes = self._scorings[0]
+        work, number = self._rows.get(piece.index, (None, 0))
+        try:
+            scores = next(passes) if work else []
+        except Exception as error:
+            traceback.print_exception(error, file=sys.stderr)
+            del self._rows[piece.index]
+            work.tell(number, error)
+            scores = []
+        if scores is None:
+            return
+        self._scorings.popleft()
+        for row in scores:
+            self._deliver(ScoredPiece(**vars(piece), scores=row))
 
     def _fail(self, lane: Lane, error: Exception) -> None:
         """Ends all rows of a lane with an error; the log gets the traceback, nobody else."""

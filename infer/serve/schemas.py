@@ -13,6 +13,7 @@ from specjax.files import parse_json
 MOST_CHOICES = 128  # of a prompt
 MOST_PROMPTS = 128  # of a request
 MOST_STOPS = 16
+MOST_TEXT_ALTERNATIVES, MOST_CHAT_ALTERNATIVES = 5, 20  # to a token: OpenAI's bounds
 LONGEST_STOP = 256  # characters: so many are held back while they may begin one
 
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
@@ -61,15 +62,19 @@ class CompletionBody(Body):
     """``/v1/completions``."""
 
     prompt: str | Ids | Annotated[list[str | Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
-    # The written token's own; alternatives are not kept.
-    logprobs: Literal[0, None] = None
-    echo: Literal[False, None] = None
+    max_tokens: int | None = Field(None, ge=0)  # none: of an echo
+    logprobs: int | None = Field(None, ge=0, le=MOST_TEXT_ALTERNATIVES)
+    echo: bool | None = None
     best_of: int | None = None
     suffix: Literal[None] = None
 
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs if self.logprobs or (self.echo and self.wants_logprobs) else None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -100,12 +105,16 @@ class ChatBody(Body):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: Literal[0, None] = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_CHAT_ALTERNATIVES)
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.top_logprobs or None
 
 
 def read(kind: type[Body], data: bytes) -> Body:

@@ -24,6 +24,7 @@ import specjax as sj
 from infer.serve import app, commands
 from infer.serve.admission import WIDEST
 from infer.serve.scheduler import Lane
+from infer.serve.schemas import CompletionBody
 from support.serving import TIMEOUT, Running, serving, until
 from support.tools import load
 
@@ -70,6 +71,69 @@ def generated(server, prompt=TEXT, method="speculative", **kw):
     """
     given = {"method": method, "draft": server.draft, "num_samples": 4}
     return sj.generate(server.target, [prompt], **given | kw)
+
+
+# --- echo and alternatives ---------------------------------------------------------------------
+
+
+def test_an_echo_scores_the_prompt(server):
+    """As local-completions of lm-eval asks; against the prompt's logits without a cache."""
+    ids = server.target.tokenizer.encode(TEXT)
+    assert len(ids) > 3
+    asked = {"prompt": [ids, ids[:2]], "max_tokens": 1, "temperature": 0, "logprobs": 1}
+    answer = server.complete(**asked, echo=True)
+    log_p = np.asarray(jax.nn.log_softmax(server.target.net.rescore(np.array([ids]))[0]))
+    for choice, length in zip(answer["choices"], (len(ids), 2), strict=True):
+        found = choice["logprobs"]
+        assert len(found["tokens"]) == len(found["text_offset"]) == length + 1
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        want = log_p[range(length - 1), ids[1:length]]
+        np.testing.assert_allclose(found["token_logprobs"][1:-1], want, atol=1e-4)
+        tops = [max(top.values()) for top in found["top_logprobs"][1:]]
+        np.testing.assert_allclose(tops[:-1], log_p[: length - 1].max(-1), atol=1e-4)
+        assert found["token_logprobs"][-1] == tops[-1], "a greedy token is the most likely one"
+    assert answer["choices"][0]["text"].startswith(server.target.tokenizer.decode(ids))
+    assert answer["usage"]["completion_tokens"] == 2
+
+
+def test_an_echo_of_nothing_more_is_the_prompt(server):
+    answer = server.complete(prompt=TEXT, max_tokens=0, logprobs=0, echo=True)
+    (choice,) = answer["choices"]
+    assert choice["text"] == TEXT and choice["finish_reason"] == "length"
+    found = choice["logprobs"]
+    assert "".join(found["tokens"]) == TEXT and found["top_logprobs"] is None
+    assert answer["usage"]["completion_tokens"] == 0
+    plain = server.complete(prompt=TEXT, max_tokens=0, echo=True)["choices"][0]
+    assert plain["text"] == TEXT and plain["logprobs"] is None
+
+
+def test_alternatives_are_those_of_the_written_tokens(server, client):
+    out = generated(server, max_new_tokens=6, logprobs=True)
+    asked = {"model": "tiny", "prompt": TEXT, "temperature": 0, "max_tokens": 6}
+    choice = client.completions.create(**asked, logprobs=3).choices[0]
+    assert choice.text == out.text[0]
+    values = choice.logprobs.token_logprobs
+    np.testing.assert_allclose(values, out.logprobs[0], atol=1e-4)
+    for value, top in zip(values, choice.logprobs.top_logprobs, strict=True):
+        assert 1 <= len(top) <= 3 and max(top.values()) == value
+    messages = [{"role": "user", "content": "x"}]
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=3, logprobs=True, top_logprobs=7, temperature=1
+    )
+    for entry in answer.choices[0].logprobs.content:
+        others = [other.logprob for other in entry.top_logprobs]
+        assert len(others) == 7 and others == sorted(others, reverse=True)
+
+
+def test_a_row_that_is_scored_can_leave(server):
+    """Nothing is told of it, and nothing is kept."""
+    told = []
+    body = CompletionBody(prompt=TEXT, max_tokens=1, echo=True, logprobs=1)
+    work = server.admission.work(body, lambda *piece: told.append(piece))
+    server.scheduler.submit(work)
+    server.scheduler.leave(work)
+    until(lambda: not server.scheduler._rows and not server.scheduler._scorings)
+    assert server.complete(prompt=TEXT, max_tokens=1)["choices"]
 
 
 # --- the tokens of generate ------------------------------------------------------------------
@@ -282,8 +346,11 @@ REFUSED = [
     ({"prompt": TEXT, "seed": -1}, 400, "seed"),
     ({"prompt": TEXT, "stop": [""]}, 400, "stop"),
     ({"prompt": TEXT, "stop": ["a"] * 17}, 400, "stop"),
-    ({"prompt": TEXT, "logprobs": 3}, 400, "logprobs"),
-    ({"prompt": TEXT, "echo": True}, 400, "echo"),
+    ({"prompt": TEXT, "logprobs": 6}, 400, "logprobs"),
+    ({"prompt": TEXT, "logprobs": 1, "stream": True}, 400, "do not stream"),
+    ({"prompt": TEXT, "echo": True, "stream": True}, 400, "do not stream"),
+    ({"prompt": TEXT, "max_tokens": 0}, 400, "needs echo"),
+    ({"prompt": TEXT, "max_tokens": -1, "echo": True}, 400, "max_tokens"),
     ({"prompt": TEXT, "best_of": 4}, 400, "best_of=4"),
     ({"prompt": TEXT, "model": "gpt"}, 404, "this server has 'tiny'"),
     ({"prompt": TEXT, "method": "speculativ"}, 400, "did you mean 'speculative'"),
@@ -543,7 +610,7 @@ def test_sigterm_under_load_loses_no_request(tiny_pair_dirs):
     command += ["--port", "0", "--batch-size", "4"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     port = int(re.search(r"http://127.0.0.1:(\d+)$", process.stderr.readline())[1])
-    running = Running(*map(sj.load, tiny_pair_dirs), scheduler=None, port=port)
+    running = Running(*map(sj.load, tiny_pair_dirs), scheduler=None, admission=None, port=port)
     bodies = [
         {"prompt": TEXT, "temperature": 0.9, "seed": i, "max_tokens": 150, "stream": i % 2 == 1}
         for i in range(16)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import uvicorn
 
 import specjax as sj
+from infer.serve.admission import Admission
 from infer.serve.app import Server
 from infer.serve.commands import parser
 from infer.serve.scheduler import Scheduler
@@ -26,6 +27,7 @@ class Running:
     target: sj.LM
     draft: sj.LM
     scheduler: Scheduler
+    admission: Admission
     port: int
 
     @property
@@ -85,4 +87,4 @@ def serving(target: sj.LM, draft: sj.LM, *arguments: str, key=None):
         assembled(args, target, draft, key) as (server, scheduler),
         answering(server) as port,
     ):
-        yield Running(target, draft, scheduler, port)
+        yield Running(target, draft, scheduler, server.admission, port)
