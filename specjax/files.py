@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from specjax.errors import InputError
+from specjax.errors import InputError, foreign
 
 try:
     import fcntl
@@ -89,6 +89,23 @@ def parse_json(text: bytes) -> Any:
         raise ValueError(f"not JSON: {error}") from None
     except ValueError:  # Python's bound
         raise ValueError("not JSON of reasonable integers") from None
+
+
+def open_parquet(path: str | os.PathLike) -> Any:
+    """A ``pyarrow.parquet.ParquetFile``.
+
+    Raises:
+      InputError: pyarrow is not there, or the file is none of its format.
+      OSError: it cannot be opened.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError(f'reading {path} needs pyarrow: pip install "specjax[parquet]"') from None
+    with foreign(f"{path} is not a readable parquet file", InputError):
+        check_file(path)
+        return pyarrow.parquet.ParquetFile(path)
 
 
 def json_line(value: Any) -> str:

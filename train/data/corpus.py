@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from specjax.errors import InputError, foreign
-from specjax.files import check_file, open_file, parse_json, read_file
+from specjax.errors import InputError
+from specjax.files import open_file, open_parquet, parse_json, read_file
 
 HELD_OUT_ONE_IN = 20  # leaves a few hundred functions of the standard library to measure on
 MIN_CHARS = 200  # shorter documents are package stubs and licence headers
@@ -203,14 +203,7 @@ def _read_jsonl(path: Path, name: str) -> Iterator[Document]:
 
 
 def _read_parquet(path: Path, name: str) -> Iterator[Document]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise InputError(f'reading {path} needs pyarrow: pip install "specjax[parquet]"') from None
-    with foreign(f"{path} is not a readable parquet file", InputError):
-        check_file(path)
-        file = pyarrow.parquet.ParquetFile(path)
+    file = open_parquet(path)
     columns = [field for field in TEXT_FIELDS if field in file.schema_arrow.names]
     if not columns:
         raise InputError(
