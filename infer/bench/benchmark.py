@@ -21,15 +21,22 @@ from infer import timing
 from infer.bench.cases import make_cases
 from infer.bench.commands import SHAPE, SIZES
 from infer.bench.energy import find_meter
+from infer.bench.entropies import add_entropies
 from infer.bench.peers import TransformersPeer, peer_rows
 from infer.bench.questions import read_questions
 from infer.bench.report import markdown, show, write
-from infer.bench.rows import add_pass_at_1, add_quality, make_rows, pass_widths
+from infer.bench.rows import (
+    add_expected,
+    add_pass_at_1,
+    add_quality,
+    make_rows,
+    pass_widths,
+)
 from infer.bench.sandbox import choose_guard
 from infer.bench.timed_cases import Setting, measure
 from infer.cli import BAD_LINES, make_directory
 from infer.loading import load_models, use_compilation_cache
-from infer.prompts import Encoder
+from infer.prompts import Encoder, stops_of
 from specjax.infill import ending_middles
 from specjax.lm import SELF, locate, quantize
 from specjax.methods import METHODS
@@ -73,6 +80,8 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
         encoder = Encoder(target, drafted, budget, args.chat, bool(args.truncate))
         questions, skipped = read_questions(args, encoder)
         prompts = [question.tokens for question in questions]
+        own = stops_of(question.task for question in questions) if args.dataset else ()
+        stop = tuple(args.stop) or own
         if any("suffix" in question.task for question in questions):
             target = ending_middles(target)
         say("infer.bench", f"{len(cases)} cases × {len(prompts)} prompts; warming up")
@@ -81,12 +90,15 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
         peer = TransformersPeer(*directories, prompts, budget, gamma) if args.peer else None
         with peer or contextlib.nullcontext():
             between = peer.repeat if peer else lambda repeat: None
-            setting = Setting(target, draft, prompts, budget, args.seed)
+            setting = Setting(target, draft, prompts, budget, args.seed, stop)
             results = measure(setting, cases, args.repeats, between, meter)
         say("infer.bench", "cost curve")
         passes = {width for case in cases for width in pass_widths(case, target)}
         v, c = timing.costs(target, draft, sorted(passes.union(timing.CURVE)))
         rows = make_rows(target, prompts, results, v, c)
+        add_expected(rows, args.cost)
+        if args.entropy:
+            add_entropies(rows, target, draft, prompts, results)
         add_quality(rows, target, draft, questions, results)
         if args.run_tests:
             add_pass_at_1(rows, questions, results, guard)
@@ -106,7 +118,8 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
             "peers": peer_rows(target, prompts, peer.answers, results) if peer else [],
             "v": {str(width): value for width, value in v.items()},
             "c": c,
-            "sweep": args.sweep[0] if args.sweep else None,
+            "cost": args.cost,
+            "sweep": [option for option, _ in args.sweep],
         }
 
 
