@@ -27,6 +27,7 @@ COLUMNS = (
     ("first token, ms", "first_token_ms", "{:.0f}"),
     ("speedup", "speedup", "{:.2f}"),
     ("acceptance", "acceptance_rate", "{:.2f}"),
+    ("accepted/drafted", "accept_rate_per_draft", "{:.2f}"),
     ("tokens/round", "block_efficiency", "{:.2f}"),
     ("perplexity", "perplexity", "{:.2f}"),
     ("KL, nats/token", "kl", "{:.3g}"),

@@ -21,6 +21,7 @@ Exit codes: 0 done, 2 bad arguments or input.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 
 from infer.cli import (
@@ -61,6 +62,13 @@ bound = checked(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code. Wrong arguments exit at once, with 2."""
+    args = parse(argv)
+    work = "tuning:tune" if args.method == "cdsl" else "lossy:tune"
+    return run("infer.tune", f"infer.tune.{work}", args)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; such as do not go together end the program."""
     commands = parser()
     args = parse_with_config(commands, argv)
     args.grid = dict(args.grid)
@@ -70,8 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.error("--test-sample is of --test, which is not given")
     if (args.sample or args.test_sample) and not args.dataset:
         commands.error("--sample and --test-sample are of a --dataset")
-    work = "tuning:tune" if args.method == "cdsl" else "lossy:tune"
-    return run("infer.tune", f"infer.tune.{work}", args)
+    if args.method != "cdsl" and len(args.top_p) > 1 and args.top_p != NUCLEI:
+        commands.error(f"--top-p: one number for --method {args.method}")
+    return args
 
 
 def parser() -> Parser:
