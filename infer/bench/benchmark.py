@@ -22,17 +22,20 @@ from infer.bench.cases import make_cases
 from infer.bench.commands import SHAPE, SIZES
 from infer.bench.energy import find_meter
 from infer.bench.entropies import add_entropies
+from infer.bench.metrics.protocol import Metric
+from infer.bench.metrics.settings import JUDGE_KEY, Settings
+from infer.bench.metrics.table import make_metric
 from infer.bench.peers import TransformersPeer, peer_rows
 from infer.bench.questions import read_questions
 from infer.bench.report import markdown, show, write
 from infer.bench.rows import (
     add_expected,
-    add_pass_at_1,
+    add_metrics,
     add_quality,
+    as_prompt,
     make_rows,
     pass_widths,
 )
-from infer.bench.sandbox import choose_guard
 from infer.bench.timed_cases import Setting, measure
 from infer.cli import BAD_LINES, make_directory
 from infer.loading import load_models, use_compilation_cache
@@ -71,7 +74,7 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
       SpecjaxError: an argument does not fit the models, or they cannot be loaded.
     """
     use_compilation_cache()
-    guard = choose_guard(args.unsafe) if args.run_tests else None
+    metrics = make_metrics(args)
     meter = find_meter(jax.default_backend())
     with models(args) as (target, draft, directories):
         cases = make_cases(args, draft is not None)
@@ -80,6 +83,8 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
         encoder = Encoder(target, drafted, budget, args.chat, bool(args.truncate))
         questions, skipped = read_questions(args, encoder)
         prompts = [question.tokens for question in questions]
+        for metric in metrics:
+            metric.check([as_prompt(question) for question in questions])
         own = stops_of(question.task for question in questions) if args.dataset else ()
         stop = tuple(args.stop) or own
         if any("suffix" in question.task for question in questions):
@@ -100,8 +105,7 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
         if args.entropy:
             add_entropies(rows, target, draft, prompts, results)
         add_quality(rows, target, draft, questions, results)
-        if args.run_tests:
-            add_pass_at_1(rows, questions, results, guard)
+        add_metrics(rows, questions, results, metrics)
         return {
             "machine": machine(),
             "target": args.random_target or args.target,
@@ -114,6 +118,7 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
             "seed": args.seed,
             "mesh": args.mesh,
             "rows": rows,
+            "metrics": dict(item for metric in metrics for item in metric.columns.items()),
             "energy": meter.source if meter else None,
             "peers": peer_rows(target, prompts, peer.answers, results) if peer else [],
             "v": {str(width): value for width, value in v.items()},
@@ -121,6 +126,19 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
             "cost": args.cost,
             "sweep": [option for option, _ in args.sweep],
         }
+
+
+def make_metrics(args: argparse.Namespace) -> list[Metric]:
+    """What ``--metric`` and ``--run-tests`` ask for, each once.
+
+    Raises:
+      OptionError: as :func:`infer.bench.metrics.make_metric`.
+    """
+    names = [*args.metric, *(["pass@1"] if args.run_tests else [])]
+    settings = Settings(
+        args.repeats, args.unsafe, args.judge_url, args.judge_model, os.environ.get(JUDGE_KEY)
+    )
+    return [make_metric(name, settings) for name in dict.fromkeys(names)]
 
 
 @contextlib.contextmanager

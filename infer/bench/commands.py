@@ -16,6 +16,8 @@ import argparse
 import importlib.util
 from collections.abc import Sequence
 
+from infer.bench.metrics.settings import JUDGE_KEY
+from infer.bench.metrics.table import METRICS
 from infer.cli import (
     REPEATABLE,
     SEED_MAX,
@@ -73,12 +75,17 @@ def parser() -> Parser:
     out.add_argument(
         "--run-tests",
         action="store_true",
-        help="pass@1 of --prompts in HumanEval's format: runs the code that the models "
+        help="--metric pass@1, of --prompts in HumanEval's format: runs the code that the models "
         "write, where Landlock or bubblewrap lets it write to a fresh folder alone, "
         "under limits on time, memory and files, without processes, network and signals",
     )
-    said = "--run-tests where neither works: that code can read and change your files"
+    said = "run tests where neither works: that code can read and change your files"
     out.add_argument("--unsafe", action="store_true", help=said)
+    said = f"what completions are worth: {', '.join(METRICS)} (docs/metrics.md); repeatable"
+    out.add_argument("--metric", metavar="NAME[:ARG]", help=said, **REPEATABLE)
+    said = f"an OpenAI-compatible endpoint for --metric judge; key in {JUDGE_KEY}"
+    out.add_argument("--judge-url", metavar="URL", help=said)
+    out.add_argument("--judge-model", metavar="NAME", help="as that endpoint calls it")
     out.add_argument("--num-prompts", type=whole(1), default=40, metavar="N")
     add_prompting(out)
     said = f"default: {','.join(DEFAULT)}; all: every method that fits"
@@ -132,8 +139,11 @@ def check(args: argparse.Namespace, commands: Parser) -> None:
         commands.error(f"--random-target {args.random_target}: choose {', '.join(SIZES)}")
     if args.run_tests and not args.prompts:
         commands.error("--run-tests needs --prompts FILE.jsonl in HumanEval's format")
-    if args.unsafe and not args.run_tests:
-        commands.error("--unsafe is about --run-tests, which is not asked for")
+    runs_tests = args.run_tests or any(name.startswith("pass") for name in args.metric)
+    if args.unsafe and not runs_tests:
+        commands.error("--unsafe is about --run-tests and pass@K, which are not asked for")
+    if args.random_target and args.metric:
+        commands.error("--metric reads texts, and --random-target has no tokenizer")
     if args.sampled_only and args.peer:
         commands.error(
             "--sampled-only leaves nothing that the peer is held against: it decodes greedily"

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from infer.bench.sandbox import check_tasks
 from infer.datasets.table import Source
 from infer.prompts import BadLine, Encoder, Prompt, read_prompts, references_of, report
 from specjax.demo.heldout import held_out_functions
@@ -24,6 +23,7 @@ class Question:
     tokens: list[int]
     references: tuple[str, ...] = ()
     task: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the file's object
+    text: str = ""  # the prompt as metrics read it
 
 
 def read_questions(args: argparse.Namespace, encoder: Encoder) -> tuple[list[Question], int]:
@@ -32,7 +32,7 @@ def read_questions(args: argparse.Namespace, encoder: Encoder) -> tuple[list[Que
     Also how many prompts were left out, each of which is reported.
 
     Raises:
-      OptionError: no prompt is left, or one lacks the test that ``--run-tests`` runs.
+      OptionError: no prompt is left.
     """
     target = encoder.target
     if target.tokenizer is None:
@@ -48,9 +48,8 @@ def read_questions(args: argparse.Namespace, encoder: Encoder) -> tuple[list[Que
     report("infer.bench", wanted, bad, path)
     if not wanted:
         raise OptionError(f"{path}: no prompt is left to measure")
-    if args.run_tests:
-        check_tasks([prompt.entry for prompt in wanted])
-    return [Question(p.tokens, references_of(p.entry), p.entry) for p in wanted], len(bad)
+    questions = [Question(p.tokens, references_of(p.entry), p.entry, p.text) for p in wanted]
+    return questions, len(bad)
 
 
 def _held_out(count: int, encoder: Encoder) -> tuple[list[Prompt], list[BadLine]]:

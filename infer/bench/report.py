@@ -94,7 +94,7 @@ def headline(report: dict[str, Any]) -> str:
 
 def tables(report: dict[str, Any]) -> list[Table]:
     """The methods, what the cost model expects of them, the peers, the cost curve."""
-    filled = [fill(COLUMNS, report["rows"])]
+    filled = [fill(_method_columns(report), report["rows"])]
     if expected := [row for row in report["rows"] if row.get("gamma")]:
         filled.append(fill(EXPECTED_COLUMNS, expected))
     if at := [row for row in report["rows"] if any(k.startswith("expected_at_") for k in row)]:
@@ -112,6 +112,13 @@ def tables(report: dict[str, Any]) -> list[Table]:
     return filled
 
 
+def _method_columns(report: dict[str, Any]) -> tuple[Column, ...]:
+    """Those of every report, and of the metrics asked for."""
+    known = {key for _, key, _ in COLUMNS}
+    asked = [(head, key, "{:.3f}") for key, head in report["metrics"].items() if key not in known]
+    return (*COLUMNS, *asked)
+
+
 def _cost_columns(report: dict[str, Any]) -> list[Column]:
     return [(f"expected, c = {c:g}", f"expected_at_{c:g}", "{:.2f}") for c in report["cost"]]
 
@@ -127,7 +134,7 @@ def _over_runs(report: dict[str, Any]) -> Table | None:
             rows.append({name: row[name] for name in ("label", "mode", "batch_size")} | means)
             rows[-1]["pm"] = spread
     head = ("mean ± standard error of the runs", "label", "{}")
-    columns = (head, *COLUMNS[1:], *_cost_columns(report), *ENTROPY_COLUMNS[2:])
+    columns = (head, *_method_columns(report)[1:], *_cost_columns(report), *ENTROPY_COLUMNS[2:])
     return fill(columns, rows) if rows else None
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from infer.bench.cases import Case
+from infer.bench.metrics.protocol import Completion, Drawn, Metric, PerCompletion
 from infer.bench.questions import Question
-from infer.bench.sandbox import passing
 from infer.bench.text_quality import UNKNOWN, exact_match, kl_to_target
 from infer.bench.timed_cases import Result
 from infer.bench.uncertainty import ratio, speed_ratio
@@ -98,17 +99,46 @@ def add_quality(
             _put_mean(row, key, result, score)
 
 
-def add_pass_at_1(
+def add_metrics(
     rows: Sequence[Row],
     questions: Sequence[Question],
     results: Sequence[Result],
-    guard: str | None,
+    metrics: Sequence[Metric],
 ) -> None:
-    """Runs what the models wrote, under ``guard``, and adds the share that passes its test."""
-    tasks = [question.task for question in questions]
+    """Adds to each row the figures of ``--metric``."""
     for row, result in zip(rows, results, strict=True):
-        passed = {id(run): passing(tasks, run.text, guard) for run in result.drawn}
-        _put_mean(row, "pass_at_1", result, lambda i, run: passed[id(run)][i])
+        drawn = [
+            [
+                dataclasses.replace(as_prompt(question), text=run.text[i], tokens=run.tokens[i])
+                for run in result.drawn
+            ]
+            for i, question in enumerate(questions)
+        ]
+        for metric in metrics:
+            _add_metric(row, metric, drawn)
+
+
+def _add_metric(row: Row, metric: Metric, drawn: Sequence[Drawn]) -> None:
+    """Its figures over all completions, and of each run: from the same scores where it is their
+    mean, else measured once more."""
+    if isinstance(metric, PerCompletion):
+        scores = metric.scores([one for prompt in drawn for one in prompt])
+        values = np.array(scores, np.float64).reshape(len(drawn), -1, len(metric.columns)).T
+        for key, each in zip(metric.columns, values, strict=True):  # [R, P]
+            put_ratio(row, key, np.nan_to_num(each), np.isfinite(each).astype(float))
+        return
+    for key, estimate in metric.measure(drawn).items():
+        _put(row, key, estimate)
+    count = len(drawn[0])
+    if count > 1:
+        runs = [metric.measure([[prompt[run]] for prompt in drawn]) for run in range(count)]
+        for key in metric.columns:
+            row["runs"][key] = [run[key][0] for run in runs if run[key][0] is not None]
+
+
+def as_prompt(question: Question) -> Completion:
+    """A prompt as metrics see it, before anything is written."""
+    return Completion(question.text, "", (), question.references, question.task)
 
 
 def _put(row: Row, key: str, estimate: tuple[Any, float | None]) -> None:

@@ -173,7 +173,7 @@ def choose_guard(unsafe: bool) -> str | None:
     guard = find_guard()
     if guard is None and not unsafe:
         raise OptionError(
-            "--run-tests runs what the models write, and neither Landlock (Linux 5.13 or later) "
+            "pass@k runs what the models write, and neither Landlock (Linux 5.13 or later) "
             "nor bubblewrap confines it here: install bubblewrap, or add --unsafe on a machine "
             "you can lose"
         )
@@ -193,15 +193,14 @@ def humaneval_program(task: Mapping[str, Any], completion: str) -> str:
 
 
 def passing(
-    tasks: Sequence[Mapping[str, Any]], completions: Sequence[str], guard: str | None
+    tasks: Sequence[Mapping[str, Any]], programs: Sequence[str], guard: str | None
 ) -> list[bool]:
-    """Which of the tasks pass their test with their completion."""
+    """Which of the tasks pass their test with their program."""
     outcomes = [
-        run_task(task, humaneval_program(task, text), guard)
-        for task, text in zip(tasks, completions, strict=True)
+        run_task(task, program, guard) for task, program in zip(tasks, programs, strict=True)
     ]
     if unjudged := [outcome.unjudged for outcome in outcomes if outcome.unjudged]:
-        counted = f"--run-tests counts {len(unjudged)} of {len(outcomes)} as failed that it cannot"
+        counted = f"pass@k counts {len(unjudged)} of {len(outcomes)} as failed that it cannot"
         say("infer.bench", f"{counted} judge: {', '.join(sorted(set(unjudged)))}")
     return [outcome.passed for outcome in outcomes]
 
@@ -216,10 +215,10 @@ def check_tasks(tasks: Sequence[Mapping[str, Any]]) -> None:
         for field in ("prompt", "test", "entry_point"):
             if not isinstance(task.get(field), str):
                 raise OptionError(
-                    f"--run-tests: prompt {number} has no text under {field!r}; "
+                    f"pass@k: prompt {number} has no text under {field!r}; "
                     "HumanEval's format has prompt, test, entry_point"
                 )
         if not task["entry_point"].isidentifier():
             raise OptionError(
-                f"--run-tests: prompt {number}: entry_point {task['entry_point']!r} is no name"
+                f"pass@k: prompt {number}: entry_point {task['entry_point']!r} is no name"
             )

@@ -29,7 +29,7 @@ def ratio(
     above: np.ndarray, below: np.ndarray, of: Callable[[np.ndarray], np.ndarray] = np.asarray
 ) -> Estimate:
     """``of(Σ above / Σ below)``, both ``[P]``."""
-    return _bootstrap(len(above), lambda draws: of((draws @ above) / (draws @ below)))
+    return bootstrap(len(above), lambda draws: of((draws @ above) / (draws @ below)))
 
 
 def speed_ratio(ours: Speed, theirs: Speed) -> Estimate:
@@ -39,11 +39,12 @@ def speed_ratio(ours: Speed, theirs: Speed) -> Estimate:
         one, other = (draws @ tokens.T / (draws @ seconds.T) for tokens, seconds in (ours, theirs))
         return np.median(one / other, axis=1)
 
-    return _bootstrap(ours[0].shape[1], figure)
+    return bootstrap(ours[0].shape[1], figure)
 
 
-def _bootstrap(units: int, figure: Callable[[np.ndarray], np.ndarray]) -> Estimate:
-    """``figure`` takes how often each unit counts, ``[N, units]``, and gives ``[N]``."""
+def bootstrap(units: int, figure: Callable[[np.ndarray], np.ndarray]) -> Estimate:
+    """Of any figure of ``units`` prompts: it takes how often each counts, ``[N, units]``, and gives
+    ``[N]``."""
     drawing = np.random.Generator(np.random.Philox(0))
     draws = drawing.multinomial(units, np.full(units, 1 / units), RESAMPLES)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -404,6 +404,7 @@ def test_greedy_differences_are_told_from_near_ties():
         "mesh": {"data": 2, "model": 1},
         "max_new_tokens": 4,
         "rows": [row],
+        "metrics": {},
         "peers": [],
         "v": {"1": 1.0},
         "c": 0.1,

@@ -25,7 +25,7 @@ def test_each_run_has_its_own_figure_and_all_have_one():
     put_ratio(row, "acceptance_rate", above, below)
     assert row["acceptance_rate"] == 0.6 and row["runs"]["acceptance_rate"] == [0.75, 0.5]
     # Mean 0.625; the deviation of two runs 0.25 / √2 apart, over √2.
-    shown = {"rows": [row], "cost": [], "peers": [], "v": {}}
+    shown = {"rows": [row], "cost": [], "metrics": {}, "peers": [], "v": {}}
     head, cells = next(t for t in tables(shown) if t[0][0].startswith("mean ± standard error"))
     assert cells[0][head.index("acceptance")] == "0.62 ± 0.12"
 

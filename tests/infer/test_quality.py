@@ -131,7 +131,9 @@ TASK = {
 
 def test_bench_runs_tests_only_when_asked(tiny_pair_dirs, tmp_path, monkeypatch, capsys):
     ran = []
-    monkeypatch.setattr("infer.bench.rows.passing", lambda *args: ran.append(args) or [True])
+    monkeypatch.setattr(
+        "infer.bench.metrics.passing.passing", lambda *args: ran.append(args) or [True]
+    )
     monkeypatch.setattr("infer.timing.CURVE", (1,))
     file = tmp_path / "tasks.jsonl"
     file.write_text(json.dumps(TASK | {"task_id": "t/0", "reference": "    return x"}) + "\n")
@@ -149,10 +151,11 @@ def test_bench_runs_tests_only_when_asked(tiny_pair_dirs, tmp_path, monkeypatch,
         "1",
         "--json",
     ]
-    for more, count in (([], 0), (["--run-tests"], 1)):
+    for more, count in (([], 0), (["--run-tests", "--metric", "exact"], 1)):
         assert bench.main([*argv, *more]) == 0
         (row,) = json.loads(capsys.readouterr().out)["rows"]
         assert len(ran) == count and row.get("pass_at_1") == (1 if count else None)
+        assert row["exact_match"] == (0 if count else None)
         assert row["rouge_l"] is not None and row["kl"] == LOSSLESS
         assert row["joules_per_token"] == UNKNOWN or row["joules_per_token"] > 0
         assert row["target_calls_per_token"] == 1

@@ -171,7 +171,8 @@ def test_pass_at_1_counts_passing_completions(capsys):
     right = "    return x + x\n\ndef other():\n    broken ("  # what follows the function is cut
     assert "other" not in humaneval_program(TASK, right)
     completions = [right, "    return x * x", "    return", right, "    return object()"]
-    assert sum(sandbox.passing([TASK] * 5, completions, HERE)) == 2
+    programs = [humaneval_program(TASK, text) for text in completions]
+    assert sum(sandbox.passing([TASK] * 5, programs, HERE)) == 2
     assert "counts 1 of 5 as failed" in capsys.readouterr().err
 
 

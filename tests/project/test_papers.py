@@ -34,10 +34,10 @@ COMMANDS = re.findall(r"`(infer\.(?:bench|tune|run) [^`]*--target [^`]*)`", PAGE
 ELSEWHERE = re.compile(r"--metric (?:mauve|coherence|judge)\S*|--judge-\w+ \S+")
 TRACED = ("alpha", "beta", "tau", "max_kl")
 COLUMNS = {
-    "scd_wikitext": ("diversity", "acceptance", "expected, c = 0.05"),
+    "scd_wikitext": ("diversity, SimCTG", "acceptance", "expected, c = 0.05"),
     "scd_alpacaeval": ("acceptance", "expected, c = 0.05"),
-    "scd_gsm8k": ("target, accepted", "draft, refused", "expected, c = 0.05"),
-    "scd_humaneval": ("pass@1", "target, refused", "draft, accepted", "expected, c = 0.05"),
+    "scd_gsm8k": ("GSM8K", "target, accepted", "draft, refused", "expected, c = 0.05"),
+    "scd_humaneval": ("pass@1", "target, accepted", "draft, accepted", "expected, c = 0.05"),
     "scd_surface": ("alpha=0.3 beta=0.5", "expected, c = 0.01", "expected, c = 0.2"),
     "mentored": ("max_kl=0.03", "acceptance", "KL, nats/token"),
     "mtad_methods": ("tokens/s", "J/token", "perplexity", "tokens/round", "spectr", "bild"),

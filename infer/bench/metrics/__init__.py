@@ -1,0 +1,1 @@
+"""What completions are worth: ``infer.bench --metric NAME[:ARG]``, a file for each."""

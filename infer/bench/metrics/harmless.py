@@ -1,0 +1,34 @@
+"""``harmless:DIR``: what a sequence classifier thinks of the completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infer.bench.metrics.protocol import Completion, PerCompletion
+from infer.bench.metrics.settings import Settings
+from specjax.errors import OptionError, foreign
+from specjax.rewards.classifier import Classifier
+from specjax.rewards.protocol import Sample
+
+
+class Harmless(PerCompletion):
+    """The probability of the last class for prompt and completion, as the reward
+    ``classifier:DIR`` has it: of a classifier whose last class is what is wanted."""
+
+    columns = {"harmless": "harmless"}  # noqa: RUF012
+
+    def __init__(self, directory: str):
+        self._classifier = Classifier(directory)
+
+    def check(self, prompts: Sequence[Completion]) -> None:
+        with foreign("--metric harmless: the classifier cannot score a text", OptionError):
+            self._classifier.score(Sample("b", "a ", (), {}))
+
+    def scores(self, done: Sequence[Completion]) -> list[list[float]]:
+        samples = [Sample(one.text, one.prompt, one.tokens, {}) for one in done]
+        return [[score] for score in self._classifier.score_many(samples)]
+
+
+def make(argument: str, settings: Settings) -> Harmless:
+    """The metric; ``argument`` is the classifier's directory."""
+    return Harmless(argument)

@@ -1,0 +1,43 @@
+"""``rouge``: ROUGE by Google's rouge-score, whose words are ASCII letters and digits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infer.bench.metrics.protocol import Completion, PerCompletion, library, need_references
+from infer.bench.metrics.settings import Settings
+from specjax.errors import OptionError
+
+STEM = "stem"
+
+
+class Rouge(PerCompletion):
+    """F1 of words, pairs of words and longest common subsequences (Lin 2004); best reference.
+
+    ``stem``: of words their Porter stems, as summaries are usually scored.
+    """
+
+    columns = {  # noqa: RUF012
+        "rouge1": "rouge-score 1",
+        "rouge2": "rouge-score 2",
+        "rougeL": "rouge-score L",
+        "rougeLsum": "rouge-score Lsum",
+    }
+
+    def __init__(self, stem: bool):
+        scorer = library("rouge_score.rouge_scorer", "rouge")
+        self._scorer = scorer.RougeScorer(list(self.columns), use_stemmer=stem)
+
+    def check(self, prompts: Sequence[Completion]) -> None:
+        need_references("rouge", prompts)
+
+    def scores(self, done: Sequence[Completion]) -> list[list[float]]:
+        each = [self._scorer.score_multi(one.references, one.text) for one in done]
+        return [[score[key].fmeasure for key in self.columns] for score in each]
+
+
+def make(argument: str, settings: Settings) -> Rouge:
+    """The metric; ``argument`` is empty or ``stem``."""
+    if argument not in ("", STEM):
+        raise OptionError(f"--metric rouge:{argument}: expected rouge or rouge:{STEM}")
+    return Rouge(argument == STEM)

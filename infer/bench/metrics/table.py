@@ -1,0 +1,73 @@
+"""The table of metrics by name, and ``NAME[:ARG]``; only those asked for are imported."""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from infer.bench.metrics.settings import Settings
+from specjax.errors import OptionError
+
+if TYPE_CHECKING:  # it needs numpy, and --help lists the table
+    from infer.bench.metrics.protocol import Metric
+
+
+class MetricSpec(NamedTuple):
+    """``argument`` as users write it, in brackets where it may be left out; ``needs`` what must be
+    installed or said; ``module`` has ``make``, of an argument and settings."""
+
+    argument: str
+    says: str
+    needs: str
+    module: str
+
+
+METRICS = {
+    "rouge": MetricSpec(
+        "[stem]", "ROUGE-1, 2, L and Lsum to the best reference", "rouge-score", "rouge"
+    ),
+    "exact": MetricSpec("", "equals a reference, white space around it aside", "", "exact"),
+    "gsm8k": MetricSpec("", "ends in the same number as GSM8K's answer", "", "gsm8k"),
+    "execution": MetricSpec(
+        "DIR", "Spider's queries: the gold query's rows, in DIR/ID/ID.sqlite", "", "execution"
+    ),
+    "pass": MetricSpec(
+        "K", "pass@K: one of K completions passes its task's test", "a sandbox", "passing"
+    ),
+    "diversity": MetricSpec("", "distinct n-grams of words, as SimCTG counts", "", "diversity"),
+    "mauve": MetricSpec(
+        "DIR", "MAUVE to the first references, by a model's features", "mauve-text", "mauve"
+    ),
+    "coherence": MetricSpec(
+        "DIR", "cosine of a prompt's and its completion's embeddings", "torch", "coherence"
+    ),
+    "harmless": MetricSpec(
+        "DIR", "probability of a sequence classifier's last class", "torch", "harmless"
+    ),
+    "llama-guard": MetricSpec("DIR", "share that Llama-Guard calls safe", "", "llama_guard"),
+    "judge": MetricSpec(
+        "[pair]",
+        "a judge's rating, 1 to 10; pair: how often it prefers ours to the first reference",
+        "--judge-url, --judge-model",
+        "judge",
+    ),
+}
+
+
+def make_metric(text: str, settings: Settings | None = None) -> Metric:
+    """The metric of ``NAME``, ``NAME:ARG`` or ``pass@K``.
+
+    Raises:
+      OptionError: an unknown name, an argument that it cannot use, or what it needs is not there.
+    """
+    name, argument = re.fullmatch(r"([^:@]*)[:@]?(.*)", text, re.DOTALL).groups()
+    if name not in METRICS:
+        raise OptionError(f"--metric {text}: choose {', '.join(METRICS)}")
+    spec = METRICS[name]
+    if argument and not spec.argument:
+        raise OptionError(f"--metric {text}: {name} takes no argument")
+    if spec.argument and not argument and not spec.argument.startswith("["):
+        raise OptionError(f"--metric {text}: expected {name}:{spec.argument}")
+    make = pkgutil.resolve_name(f"infer.bench.metrics.{spec.module}:make")
+    return make(argument, settings or Settings())
