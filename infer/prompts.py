@@ -137,7 +137,7 @@ def references_of(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 def stops_of(entries: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """The texts that end the completions of a dataset, each once."""
-    return tuple(dict.fromkeys(text for entry in entries for text in entry.get("stop", ())))
+    return tuple(dict.fromkeys(text for entry in entries for text in entry.get("stop") or ()))
 
 
 def report(program: str, prompts: Sequence[Prompt], bad: Sequence[BadLine] = (), path="") -> None:
@@ -213,7 +213,10 @@ def _prompt(
             reward.check(encoder.target.tokenizer, [constraints])
     else:
         asked = _turn(entry, encoder)
-    first, text = entry.get("first_tokens"), asked if isinstance(asked, str) else plain(asked)
+    first = entry.get("first_tokens")
+    if first is not None and (type(first) is not int or first < 1):
+        raise ValueError('"first_tokens" must be a whole number from 1')
+    text = asked if isinstance(asked, str) else plain(asked)
     tokens, cut = encoder.text(asked if encoder.chat else text, first)
     if first and "references" not in entry:
         rest = encoder.rest(text, first)
@@ -233,6 +236,8 @@ def _turn(entry: Entry, encoder: Encoder) -> str | list[Message]:
     """
     text, turns = entry.get("prompt"), entry.get("turns")
     if entry.get("turn") == 2:
+        if not isinstance(turns, list) or list(map(type, turns[:2])) != [str, str]:
+            raise ValueError('a second turn needs two texts under "turns"')
         tokens, _ = encoder.text(turns[0])
         answer = generate(encoder.target, [tokens], max_new_tokens=encoder.new_tokens).text[0]
         said = zip(("user", "assistant", "user"), (turns[0], answer, turns[1]), strict=True)

@@ -187,7 +187,8 @@ def choose_guard(unsafe: bool) -> str | None:
 
 def humaneval_program(task: Mapping[str, Any], completion: str) -> str:
     """The function that a completion of a HumanEval prompt makes, up to the task's own stops."""
-    stops = task.get("stop", HUMANEVAL_STOPS)
+    own = task.get("stop")
+    stops = map(str, own) if isinstance(own, list) else HUMANEVAL_STOPS
     ends = [at for at in (completion.find(stop) for stop in stops) if at >= 0]
     return f"{task['prompt']}{completion[: min(ends)] if ends else completion}\n"
 
