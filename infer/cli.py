@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from infer.datasets.table import DATASETS
 from specjax.checks import INT32_MAX, SEED_MAX
 from specjax.errors import OptionError
 from specjax.program import Parser
@@ -21,6 +22,7 @@ from specjax.program import Parser
 MOST_ROWS = 2**16  # of a prompt or a batch: each has a key of its own before the first is drawn
 MESH_AXES = ("data", "model")
 BAD_LINES = 3  # the exit code where some input lines were bad
+NEW_TOKENS = 128  # of a completion
 REPEATABLE = {"action": "append", "default": []}  # arguments of an option that lists its values
 
 Value = TypeVar("Value")
@@ -69,6 +71,24 @@ def add_sampling(group: argparse._ActionsContainer) -> None:
         said = f"{off} (default: %(default)g)"
         group.add_argument(name, type=kind, default=default, metavar=metavar, help=said)
     group.add_argument("--seed", type=seed, default=0, metavar="S")
+
+
+def add_dataset(group: argparse._ActionsContainer) -> None:
+    """``--dataset``, to a parser or a group of its arguments."""
+    said = f"what the file of prompts holds, as its authors publish it: {', '.join(DATASETS)}"
+    group.add_argument("--dataset", choices=list(DATASETS), metavar="NAME", help=said)
+
+
+def add_new_tokens(group: argparse._ActionsContainer) -> None:
+    """``--max-new-tokens``, for :func:`settle_new_tokens`."""
+    said = f"default: {NEW_TOKENS}, or --dataset's own"
+    group.add_argument("--max-new-tokens", type=whole(1), metavar="N", help=said)
+
+
+def settle_new_tokens(args: argparse.Namespace) -> None:
+    """Gives ``--max-new-tokens`` its default."""
+    if args.max_new_tokens is None:
+        args.max_new_tokens = DATASETS[args.dataset].new_tokens if args.dataset else NEW_TOKENS
 
 
 def add_chat(group: argparse._ActionsContainer) -> None:
@@ -168,6 +188,22 @@ def setting(pair: str) -> tuple[str, str]:
     if not equals or not name:
         raise unfit(repr(pair), "OPTION=VALUE, e.g. --set gamma=3")
     return name.replace("-", "_"), value
+
+
+def sweep(text: str) -> tuple[str, list[str]]:
+    """An argparse type: ``gamma=1..8``, ``tau=0,0.1,0.3`` or ``branching=4,2,2;2,2``, as option
+    and values."""
+    name, _, values = text.partition("=")
+    first, dots, last = values.partition("..")
+    try:
+        comma = ";" if ";" in values else ","
+        listed = range(int(first), int(last) + 1) if dots else values.split(comma)
+    except ValueError:
+        listed = []
+    listed = [str(value).strip() for value in listed]
+    if not listed or not all(listed):
+        raise unfit(text, "OPTION=A..B or OPTION=A,B,…, e.g. gamma=1..8")
+    return name.strip().replace("-", "_"), listed
 
 
 def make_directory(out: str) -> Path:

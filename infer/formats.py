@@ -11,8 +11,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from specjax.files import parse_json
 
 COMMONGEN = """Write one sentence that uses all of the words.
 
@@ -29,17 +31,39 @@ WRITERS = {"user": USER, "human": USER, "assistant": ASSISTANT, "gpt": ASSISTANT
 Message = dict[str, str]
 
 
-def read_case(entry: Mapping[str, Any]) -> tuple[str | list[Message], dict[str, list[str]]]:
+def json_objects(data: bytes) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
+    """Each line's index and its object, or what is wrong with it; empty lines are skipped.
+
+    Bytes: text would also split at U+2028 and the like, which JSON allows in strings, and one
+    undecodable line would spoil the file.
+    """
+    for index, line in enumerate(data.splitlines()):
+        if not line.strip():
+            continue
+        try:
+            entry = parse_json(line)
+        except ValueError as error:
+            entry = error
+        if not isinstance(entry, dict | ValueError):
+            entry = ValueError(f"expected an object, got {type(entry).__name__}")
+        yield index, entry
+
+
+def read_case(
+    entry: Mapping[str, Any], chat: bool = False
+) -> tuple[str | list[Message], dict[str, list[str]]]:
     """A line's prompt, as text or as chat messages, and its constraints by reward name.
+
+    With ``chat`` messages come first where a line has both.
 
     Raises:
       ValueError: a line of none of the formats; the message says what was expected.
     """
     constraints = _constraints(entry)
-    if isinstance(entry.get("prompt"), str):
+    if isinstance(entry.get("prompt"), str) and not (chat and "messages" in entry):
         return entry["prompt"], constraints
     if isinstance(entry.get("chosen"), str):
-        return _before_answer(entry["chosen"]), constraints
+        return before_answer(entry["chosen"]), constraints
     for key, writer, said in (("messages", "role", "content"), ("conversations", "from", "value")):
         if key in entry:
             return _messages(entry[key], key, writer, said), constraints
@@ -71,7 +95,7 @@ def _is_words(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
-def _before_answer(text: str) -> str:
+def before_answer(text: str) -> str:
     """A conversation up to the assistant's last turn."""
     mark = TURN.format(ASSISTANT).rstrip()
     if mark not in text:

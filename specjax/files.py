@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from specjax.errors import InputError
+from specjax.errors import InputError, foreign
 
 try:
     import fcntl
@@ -89,6 +89,30 @@ def parse_json(text: bytes) -> Any:
         raise ValueError(f"not JSON: {error}") from None
     except ValueError:  # Python's bound
         raise ValueError("not JSON of reasonable integers") from None
+
+
+def require_arrow(path: str | os.PathLike, needed: bool = True) -> None:
+    """Raises InputError where a file needs pyarrow, which is an extra, and it is missing."""
+    try:
+        if needed:
+            import pyarrow.parquet  # noqa: F401
+    except ImportError:
+        raise InputError(f'reading {path} needs pyarrow: pip install "specjax[parquet]"') from None
+
+
+def open_parquet(path: str | os.PathLike) -> Any:
+    """A ``pyarrow.parquet.ParquetFile`` that reads as a stream: a row group may have gigabytes.
+
+    Raises:
+      InputError: pyarrow is not there, or the file is none of its format.
+      OSError: it cannot be opened.
+    """
+    require_arrow(path)
+    import pyarrow.parquet
+
+    with foreign(f"{path} is not a readable parquet file", InputError):
+        check_file(path)
+        return pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
 
 
 def json_line(value: Any) -> str:

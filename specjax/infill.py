@@ -1,7 +1,8 @@
 """Fill-in-the-middle prompts with a model's own sentinel tokens (arXiv 2207.14255).
 
-``PRE prefix SUF suffix MID``, after which the model writes the middle and its end token. The
-table of sentinels serves training as well as decoding.
+``PRE prefix SUF suffix MID`` or, the other way about, ``PRE SUF suffix MID prefix``: after both the
+model writes the middle and its end token. The table of sentinels serves training as well as
+decoding.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ STYLES = (
     # DeepSeek-Coder writes a hole where others open the suffix, and ends before the middle.
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", "<｜end▁of▁sentence｜>"),
 )
+
+
+PSM, SPM = "psm", "spm"  # the orders of a prompt: prefix-suffix-middle, suffix-prefix-middle
 
 
 class Vocabulary(Protocol):
@@ -77,8 +81,8 @@ def sentinels_of(target: LM) -> Sentinels:
     return sentinels
 
 
-def infill_prompt(target: LM, prefix: str, suffix: str) -> list[int]:
-    """Token ids of the prompt for the text between ``prefix`` and ``suffix``.
+def infill_prompt(target: LM, prefix: str, suffix: str, order: str = PSM) -> list[int]:
+    """Token ids of the prompt for the text between ``prefix`` and ``suffix``, in ``order``.
 
     BOS comes first where the tokenizer's template puts it; the suffix has no leading space of
     the tokenizer's own. Either text may be empty.
@@ -94,6 +98,8 @@ def infill_prompt(target: LM, prefix: str, suffix: str) -> list[int]:
     lead = leading_ids(encode)
     after = encode("\n" + suffix)[len(lead) :] if lead else encode(suffix)
     bos = [i for i in tokenizer.encode("")[:1] if i == target.config.bos_id]
+    if order == SPM:
+        return [*bos, marks.prefix, marks.suffix, *after, marks.middle, *encode(prefix)]
     return [*bos, marks.prefix, *encode(prefix), marks.suffix, *after, marks.middle]
 
 

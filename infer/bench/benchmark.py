@@ -21,17 +21,25 @@ from infer import timing
 from infer.bench.cases import make_cases
 from infer.bench.commands import SHAPE, SIZES
 from infer.bench.energy import find_meter
+from infer.bench.entropies import add_entropies
 from infer.bench.metrics.protocol import Metric
 from infer.bench.metrics.settings import JUDGE_KEY, Settings
 from infer.bench.metrics.table import make_metric
 from infer.bench.peers import TransformersPeer, peer_rows
 from infer.bench.questions import read_questions
 from infer.bench.report import markdown, show, write
-from infer.bench.rows import add_metrics, add_quality, as_prompt, make_rows, pass_widths
+from infer.bench.rows import (
+    add_expected,
+    add_metrics,
+    add_quality,
+    as_prompt,
+    make_rows,
+    pass_widths,
+)
 from infer.bench.timed_cases import Setting, measure
 from infer.cli import BAD_LINES, make_directory
 from infer.loading import load_models, use_compilation_cache
-from infer.prompts import Encoder
+from infer.prompts import Encoder, stops_of
 from specjax.infill import ending_middles
 from specjax.lm import SELF, base_of, quantize
 from specjax.methods import AUTO, METHODS
@@ -77,6 +85,8 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
         prompts = [question.tokens for question in questions]
         for metric in metrics:
             metric.check([as_prompt(question) for question in questions])
+        own = stops_of(question.task for question in questions) if args.dataset else ()
+        stop = tuple(args.stop) or own
         if any("suffix" in question.task for question in questions):
             target = ending_middles(target)
         say("infer.bench", f"{len(cases)} cases × {len(prompts)} prompts; warming up")
@@ -86,12 +96,15 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
         peer = TransformersPeer(*directories, prompts, budget, gamma) if args.peer else None
         with peer or contextlib.nullcontext():
             between = peer.repeat if peer else lambda repeat: None
-            setting = Setting(target, draft, prompts, budget, args.seed)
+            setting = Setting(target, draft, prompts, budget, args.seed, stop)
             results = measure(setting, cases, args.repeats, between, meter)
         say("infer.bench", "cost curve")
         passes = {width for case in cases for width in pass_widths(case, target)}
         v, c = timing.costs(target, draft, sorted(passes.union(timing.CURVE)))
         rows = make_rows(target, prompts, results, v, c)
+        add_expected(rows, args.cost)
+        if args.entropy:
+            add_entropies(rows, target, draft, prompts, results)
         add_quality(rows, target, draft, questions, results)
         add_metrics(rows, questions, results, metrics)
         return {
@@ -111,7 +124,8 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
             "peers": peer_rows(target, prompts, peer.answers, results) if peer else [],
             "v": {str(width): value for width, value in v.items()},
             "c": c,
-            "sweep": args.sweep[0] if args.sweep else None,
+            "cost": args.cost,
+            "sweep": [option for option, _ in args.sweep],
         }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,13 +22,11 @@ class Case:
     options: Mapping[str, Any]
     sampling: sj.Sampling
     batch_size: int
-    swept: str = ""  # the option whose values tell this case from its neighbours
+    swept: tuple[str, ...] = ()  # the options whose values tell this case from its neighbours
 
     @property
     def label(self) -> str:
-        if self.swept:
-            return f"{self.method} {self.swept}={self.options[self.swept]}"
-        return self.method
+        return " ".join([self.method, *(f"{name}={self.options[name]}" for name in self.swept)])
 
     @property
     def mode(self) -> str:
@@ -41,19 +40,21 @@ def make_cases(args: argparse.Namespace, has_draft: bool) -> list[Case]:
       OptionError: no such method or option.
     """
     specs = [method(name) for name in _names(args.methods, has_draft)]
-    settings, (option, values) = dict(args.set), args.sweep or ("", [])
+    settings, sweeps = dict(args.set), dict(args.sweep)
     unused = {name for name in settings if not any(options_of(s, {name: ""}) for s in specs)}
     if unused:
         raise OptionError(f"--set {min(unused)}: no chosen method has that option")
-    if option and not any(option in spec.options for spec in specs):
-        raise OptionError(f"--sweep {option}: no chosen method has that option")
+    for option in sweeps:
+        if not any(option in spec.options for spec in specs):
+            raise OptionError(f"--sweep {option}: no chosen method has that option")
     sampled = sj.Sampling(args.temperature, args.top_k, args.top_p)
     samplings = [sj.Sampling()] * (not args.sampled_only) + [sampled] * (not args.greedy_only)
     runs = []
     for spec in specs:
-        own, swept = options_of(spec, settings), option if option in spec.options else ""
-        each = [own | {option: value} for value in values] if swept else [own]
-        runs += [(spec.name, spec.resolve(options), swept) for options in each]
+        own, swept = options_of(spec, settings), tuple(o for o in sweeps if o in spec.options)
+        for values in itertools.product(*(sweeps[option] for option in swept)):
+            options = spec.resolve(own | dict(zip(swept, values, strict=True)))
+            runs.append((spec.name, options, swept))
     return [
         Case(name, options, sampling, size, swept)
         for size in args.batch_size

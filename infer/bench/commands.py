@@ -21,14 +21,19 @@ from infer.bench.metrics.table import METRICS
 from infer.cli import (
     REPEATABLE,
     SEED_MAX,
+    add_dataset,
     add_models,
+    add_new_tokens,
     add_prompting,
     add_sampling,
+    add_stop,
     checked,
     setting,
-    unfit,
+    settle_new_tokens,
+    sweep,
     whole,
 )
+from infer.config import add_config, parse_with_config
 from specjax.program import Parser, run
 
 DEFAULT = ("speculative", "block", "lookup")
@@ -42,12 +47,17 @@ batch_sizes = checked(
     "numbers from 1, e.g. 1,8",
     lambda sizes: min(sizes) >= 1,
 )
+costs = checked(
+    lambda text: [float(cost) for cost in text.split(",")],
+    "numbers from 0, e.g. 0.01,0.05",
+    lambda costs: all(0 <= cost < 1e6 for cost in costs),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code. Wrong arguments exit at once, with 2."""
     commands = parser()
-    args = commands.parse_args(argv)
+    args = parse_with_config(commands, argv)
     check(args, commands)
     return run("infer.bench", "infer.bench.benchmark:run_benchmark", args)
 
@@ -55,10 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     """The command line of ``infer.bench``."""
     out = Parser("infer.bench", __doc__)
+    add_config(out)
     add_models(out)
     said = f"random weights instead of --target: {', '.join(SIZES)}"
     out.add_argument("--random-target", metavar="SIZE", help=said)
-    out.add_argument("--prompts", metavar="FILE.jsonl", help="default: held-out functions")
+    out.add_argument("--prompts", metavar="FILE", help="default: held-out functions")
+    add_dataset(out)
+    add_stop(out)
     out.add_argument(
         "--run-tests",
         action="store_true",
@@ -78,12 +91,13 @@ def parser() -> Parser:
     said = f"default: {','.join(DEFAULT)}; all: every method that fits"
     out.add_argument("--methods", metavar="A,B,…", help=said)
     said = "every chosen method that has the option, at each value; "
-    said += "values that hold commas are parted by semicolons"
-    out.add_argument("--sweep", type=sweep, metavar="OPTION=A..B|A,B,…", help=said)
+    said += "values that hold commas are parted by semicolons; repeatable, as a grid"
+    shape = "OPTION=A..B|A,B,…"
+    out.add_argument("--sweep", type=sweep, metavar=shape, help=said, **REPEATABLE)
     said = "for one method, or all that have the option; repeatable"
     shape = "[METHOD.]OPTION=VALUE"
     out.add_argument("--set", type=setting, metavar=shape, help=said, **REPEATABLE)
-    out.add_argument("--max-new-tokens", type=whole(1), default=128, metavar="N")
+    add_new_tokens(out)
     out.add_argument("--batch-size", type=batch_sizes, default="1", metavar="B[,B…]")
     add_sampling(out)
     out.set_defaults(temperature=0.8, top_p=0.9)
@@ -93,29 +107,21 @@ def parser() -> Parser:
     said = "passes over the prompts, with the seeds S, S + 1, …; greedy tokens are one pass's"
     out.add_argument("--repeats", type=whole(1), default=3, metavar="N", help=said)
     out.add_argument("--peer", metavar="NAME", help="transformers, in its own process")
+    said = "draft step time over target step time, for which the speedup is foretold from the "
+    said += "measured acceptance, beside the measured c (default: %(default)s)"
+    out.add_argument("--cost", type=costs, default="0.05", metavar="C[,C…]", help=said)
+    said = "of chains of drafts: the entropy of both models where a token was accepted or refused"
+    out.add_argument("--entropy", action="store_true", help=said)
     out.add_argument("--json", action="store_true", help="the report as one object on stdout")
     out.add_argument("--out", metavar="DIR", help="write bench.json, bench.md, bench.png")
     return out
 
 
-def sweep(text: str) -> tuple[str, list[str]]:
-    """An argparse type: ``gamma=1..8``, ``tau=0,0.1,0.3`` or ``branching=4,2,2;2,2``, as option
-    and values."""
-    name, _, values = text.partition("=")
-    first, dots, last = values.partition("..")
-    try:
-        comma = ";" if ";" in values else ","
-        listed = range(int(first), int(last) + 1) if dots else values.split(comma)
-    except ValueError:
-        listed = []
-    listed = [str(value).strip() for value in listed]
-    if not listed or not all(listed):
-        raise unfit(text, "OPTION=A..B or OPTION=A,B,…, e.g. gamma=1..8")
-    return name.strip().replace("-", "_"), listed
-
-
 def check(args: argparse.Namespace, commands: Parser) -> None:
     """Refuses arguments that do not go together, and a peer that cannot run here."""
+    settle_new_tokens(args)
+    if args.dataset and not args.prompts:
+        commands.error("--dataset says what --prompts holds: give that, too")
     given = args.draft, args.prompts, args.chat, args.mesh, args.target != "demo"
     if args.random_target and any(given):
         commands.error(

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from infer.bench.rescoring import Prompts, mismatches
 from infer.bench.timed_cases import Result
 from infer.bench.uncertainty import speed_ratio
+from infer.rescoring import Prompts, mismatches
 from specjax.errors import OptionError
 from specjax.lm import LM
 

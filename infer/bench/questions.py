@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from infer.prompts import BadLine, Encoder, Prompt, read_prompts, report
+from infer.datasets.table import Source
+from infer.prompts import BadLine, Encoder, Prompt, read_prompts, references_of, report
 from specjax.demo.heldout import held_out_functions
 from specjax.errors import OptionError
 from specjax.program import say
@@ -40,12 +41,10 @@ def read_questions(args: argparse.Namespace, encoder: Encoder) -> tuple[list[Que
         return [Question(row) for row in tokens.tolist()], 0
     path = args.prompts or "held-out functions"
     if args.prompts:
-        prompts, bad = read_prompts(path, encoder)
+        source = Source(args.dataset) if args.dataset else None
+        wanted, bad = read_prompts(path, encoder, source=source, most=args.num_prompts)
     else:
-        prompts, bad = _held_out(args.num_prompts, encoder)
-    wanted = prompts[: args.num_prompts]
-    if len(wanted) < len(prompts):
-        bad = [line for line in bad if line.number <= wanted[-1].index]
+        wanted, bad = _held_out(args.num_prompts, encoder)
     report("infer.bench", wanted, bad, path)
     if not wanted:
         raise OptionError(f"{path}: no prompt is left to measure")
@@ -68,12 +67,3 @@ def _held_out(count: int, encoder: Encoder) -> tuple[list[Prompt], list[BadLine]
         entry = {"reference": function.reference}
         good.append(Prompt(i, i, function.prompt, tokens, entry, cut=cut))
     return good, bad
-
-
-def references_of(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """The texts under ``references`` or ``reference``; of Spec-Bench's list the first turn's."""
-    known = entry.get("references", entry.get("reference"))
-    if isinstance(known, list) and "turns" in entry:
-        known = known[:1]
-    known = known if isinstance(known, list) else [known]
-    return tuple(text for text in known if isinstance(text, str))

@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
-from infer.bench.pictures import draw_methods, draw_sweep
+from infer.bench.pictures import draw_costs, draw_methods, draw_sweep
 from infer.bench.uncertainty import SAID
 from infer.cli import mesh_text
-from infer.reporting import Table, fill, pyplot
+from infer.reporting import Column, Table, fill, pyplot
 from specjax.errors import OptionError
 from specjax.files import markdown_table, write_text
 
@@ -26,6 +27,7 @@ COLUMNS = (
     ("first token, ms", "first_token_ms", "{:.0f}"),
     ("speedup", "speedup", "{:.2f}"),
     ("acceptance", "acceptance_rate", "{:.2f}"),
+    ("accepted/drafted", "accept_rate_per_draft", "{:.2f}"),
     ("tokens/round", "block_efficiency", "{:.2f}"),
     ("perplexity", "perplexity", "{:.2f}"),
     ("KL, nats/token", "kl", "{:.3g}"),
@@ -59,6 +61,25 @@ EXPECTED_COLUMNS = (
 )
 
 
+ENTROPY_COLUMNS = (
+    ("entropy, nats", "label", "{}"),
+    ("mode", "mode", "{}"),
+    ("target, accepted", "target_accepted", "{:.3f}"),
+    ("target, refused", "target_refused", "{:.3f}"),
+    ("draft, accepted", "draft_accepted", "{:.3f}"),
+    ("draft, refused", "draft_refused", "{:.3f}"),
+)
+BATCH_COLUMNS = (
+    ("passes and prompts", "label", "{}"),
+    ("mode", "mode", "{}"),
+    ("batch", "batch_size", "{}"),
+    ("s/pass", "seconds_per_pass", "{:.3g}"),
+    ("s/prompt", "seconds_per_prompt", "{:.3g}"),
+    ("J/pass", "joules_per_pass", "{:.3g}"),
+    ("J/prompt", "joules_per_prompt", "{:.3g}"),
+)
+
+
 def headline(report: dict[str, Any]) -> str:
     """What was measured, and where."""
     where = report["machine"]
@@ -73,16 +94,48 @@ def headline(report: dict[str, Any]) -> str:
 
 def tables(report: dict[str, Any]) -> list[Table]:
     """The methods, what the cost model expects of them, the peers, the cost curve."""
-    known = {key for _, key, _ in COLUMNS}
-    asked = [(head, key, "{:.3f}") for key, head in report["metrics"].items() if key not in known]
-    filled = [fill((*COLUMNS, *asked), report["rows"])]
+    filled = [fill(_method_columns(report), report["rows"])]
     if expected := [row for row in report["rows"] if row.get("gamma")]:
         filled.append(fill(EXPECTED_COLUMNS, expected))
+    if at := [row for row in report["rows"] if any(k.startswith("expected_at_") for k in row)]:
+        filled.append(fill((COLUMNS[0], *EXPECTED_COLUMNS[1:4], *_cost_columns(report)), at))
+    if parted := [row for row in report["rows"] if "target_accepted" in row]:
+        filled.append(fill(ENTROPY_COLUMNS, parted))
+    if len({row["batch_size"] for row in report["rows"]}) > 1:
+        filled.append(fill(BATCH_COLUMNS, report["rows"]))
+    if spread := _over_runs(report):
+        filled.append(spread)
     if report["peers"]:
         filled.append(fill(PEER_COLUMNS, report["peers"]))
     curve = report["v"]
     filled.append((["T", *curve], [["v(T)", *(f"{x:.2f}" for x in curve.values())]]))
     return filled
+
+
+def _method_columns(report: dict[str, Any]) -> tuple[Column, ...]:
+    """Those of every report, and of the metrics asked for."""
+    known = {key for _, key, _ in COLUMNS}
+    asked = [(head, key, "{:.3f}") for key, head in report["metrics"].items() if key not in known]
+    return (*COLUMNS, *asked)
+
+
+def _cost_columns(report: dict[str, Any]) -> list[Column]:
+    return [(f"expected, c = {c:g}", f"expected_at_{c:g}", "{:.2f}") for c in report["cost"]]
+
+
+def _over_runs(report: dict[str, Any]) -> Table | None:
+    """Mean and standard error of what differs from run to run; None of a single run."""
+    rows = []
+    for row in report["rows"]:
+        runs = {key: np.array(v) for key, v in row.get("runs", {}).items() if len(v) > 1}
+        if runs:
+            spread = {key: v.std(ddof=1) / len(v) ** 0.5 for key, v in runs.items()}
+            means = {key: v.mean() for key, v in runs.items()}
+            rows.append({name: row[name] for name in ("label", "mode", "batch_size")} | means)
+            rows[-1]["pm"] = spread
+    head = ("mean ± standard error of the runs", "label", "{}")
+    columns = (head, *_method_columns(report)[1:], *_cost_columns(report), *ENTROPY_COLUMNS[2:])
+    return fill(columns, rows) if rows else None
 
 
 def notes(report: dict[str, Any]) -> list[str]:
@@ -143,6 +196,12 @@ def write(home: Path, report: dict[str, Any]) -> list[Path]:
             files.append(draw_methods(home / "bench.png", report))
             if report["sweep"]:
                 files.append(draw_sweep(home / "sweep.png", report))
+            if any(
+                f"expected_at_{cost:g}" in row
+                for row in report["rows"]
+                for cost in report["cost"][1:]
+            ):
+                files.append(draw_costs(home / "costs.png", report))
     except OSError as error:
         raise OptionError(f"--out {home}: cannot be written ({error.strerror})") from None
     return files

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from infer.bench.cases import Case
-from infer.bench.metrics.protocol import Completion, Metric
+from infer.bench.metrics.protocol import Completion, Drawn, Metric, PerCompletion
 from infer.bench.questions import Question
-from infer.bench.rescoring import Prompts, mismatches, output_logprobs
 from infer.bench.text_quality import UNKNOWN, exact_match, kl_to_target
 from infer.bench.timed_cases import Result
 from infer.bench.uncertainty import ratio, speed_ratio
+from infer.rescoring import Prompts, mismatches, output_logprobs
 from specjax import metrics
 from specjax.lm import LM
 from specjax.methods import AUTO, METHODS, Context
@@ -58,11 +58,11 @@ def make_rows(
     for result in results:
         row, spec = _row(result, results), METHODS[result.case.method]
         row |= _prediction(result, row, pass_widths(result.case, target), v, c)
-        surprise = _over_seeds(
+        surprise = _scores(
             result, lambda i, run: -output_logprobs(target, prompts[i], run.tokens[i]).sum()
-        )[0]
-        lengths = sum(run.lengths for run in result.drawn)
-        _put(row, "perplexity", ratio(surprise, lengths, np.exp))
+        )
+        lengths = np.array([run.lengths for run in result.drawn])
+        put_ratio(row, "perplexity", surprise, lengths, np.exp)
         _put_mean(row, "diversity", result, lambda i, run: metrics.diversity([run.tokens[i]]))
         if result.case.mode == "greedy" and spec.lossless and spec.target_dist == "warped":
             row["mismatches"] = mismatches(target, prompts, plain.tokens, result.tokens)
@@ -92,7 +92,9 @@ def add_quality(
         row["joules_per_token"] = UNKNOWN
         if result.joules:
             tokens = [run.lengths.sum() for run in result.runs]
-            row["joules_per_token"] = float(np.median(np.divide(result.joules, tokens)))
+            _put_median(row, "joules_per_token", np.divide(result.joules, tokens))
+            _put_median(row, "joules_per_pass", np.divide(result.joules, row["passes"]))
+            _put_median(row, "joules_per_prompt", np.divide(result.joules, len(prompts)))
         for key, score in scores.items():
             _put_mean(row, key, result, score)
 
@@ -113,8 +115,25 @@ def add_metrics(
             for i, question in enumerate(questions)
         ]
         for metric in metrics:
-            for key, estimate in metric.measure(drawn).items():
-                _put(row, key, estimate)
+            _add_metric(row, metric, drawn)
+
+
+def _add_metric(row: Row, metric: Metric, drawn: Sequence[Drawn]) -> None:
+    """Its figures over all completions, and of each run: from the same scores where it is their
+    mean, else measured once more."""
+    if isinstance(metric, PerCompletion):
+        scores = metric.scores([one for prompt in drawn for one in prompt])
+        values = np.array(scores, np.float64).reshape(len(drawn), -1, len(metric.columns)).T
+        for key, each in zip(metric.columns, values, strict=True):  # [R, P]
+            put_ratio(row, key, np.nan_to_num(each), np.isfinite(each).astype(float))
+        return
+    for key, estimate in metric.measure(drawn).items():
+        _put(row, key, estimate)
+    count = len(drawn[0])
+    if count > 1:
+        runs = [metric.measure([[prompt[run]] for prompt in drawn]) for run in range(count)]
+        for key in metric.columns:
+            row["runs"][key] = [run[key][0] for run in runs if run[key][0] is not None]
 
 
 def as_prompt(question: Question) -> Completion:
@@ -129,17 +148,36 @@ def _put(row: Row, key: str, estimate: tuple[Any, float | None]) -> None:
         row["pm"][key] = half_width
 
 
+def put_ratio(
+    row: Row,
+    key: str,
+    above: np.ndarray,
+    below: np.ndarray,
+    of: Callable[[np.ndarray], np.ndarray] = np.asarray,
+) -> None:
+    """``of(Σ above / Σ below)``, both ``[R, P]``: over all, with its ±, and of each run."""
+    _put(row, key, ratio(above.sum(axis=0), below.sum(axis=0), of))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        runs = of(above.sum(axis=1) / below.sum(axis=1))
+    row["runs"][key] = runs[np.isfinite(runs)].tolist()
+
+
+def _put_median(row: Row, key: str, runs: np.ndarray) -> None:
+    """What is measured once a run: the runs' median."""
+    row[key], row["runs"][key] = float(np.median(runs)), runs.tolist()
+
+
 def _put_mean(row: Row, key: str, result: Result, score: Score) -> None:
     """The mean over all completions that have a score."""
-    _put(row, key, ratio(*_over_seeds(result, score)))
+    values = _scores(result, score)
+    put_ratio(row, key, np.nan_to_num(values), np.isfinite(values).astype(float))
 
 
-def _over_seeds(result: Result, score: Score) -> tuple[np.ndarray, np.ndarray]:
-    """Each prompt's scores, summed over its seeds, and how many there are, ``[P]`` both."""
+def _scores(result: Result, score: Score) -> np.ndarray:
+    """Each completion's, ``[R, P]``; NaN where it has none."""
     count = len(result.tokens)
     scores = [[score(i, run) for i in range(count)] for run in result.drawn]
-    values = np.array(scores, np.float64)  # NaN where there is none
-    return np.nansum(values, axis=0), np.isfinite(values).sum(axis=0)
+    return np.array(scores, np.float64)
 
 
 def _row(result: Result, results: Sequence[Result]) -> Row:
@@ -166,13 +204,36 @@ def _row(result: Result, results: Sequence[Result]) -> Row:
         "counters": counters,
         "accepted_hist": hist.tolist(),
         "repeats": speeds.tolist(),
+        "passes": float(np.median([run.passes for run in result.runs])),
         "pm": {},
+        "runs": {"tokens_per_second": speeds.tolist()},
     }
+    seconds = np.array([run.share_seconds.sum() for run in result.runs])
+    _put_median(row, "seconds_per_pass", seconds / row["passes"])
+    _put_median(row, "seconds_per_prompt", seconds / len(result.tokens))
     alone = result is base
     _put(row, "speedup", (None, None) if alone else speed_ratio(result.speed(), base.speed()))
-    for key, (above, below) in metrics.RATES.items():
-        _put(row, key, ratio(stats[above], stats[below]))
+    if not alone:
+        row["runs"]["speedup"] = (speeds / base.tokens_per_second()).tolist()
+    for key, names in metrics.RATES.items():
+        above, below = (np.array([run.stats[name] for run in result.drawn]) for name in names)
+        put_ratio(row, key, above, below)
     return row
+
+
+def add_expected(rows: Sequence[Row], costs: Sequence[float]) -> None:
+    """Adds to rows of speculative decoding and SCD the speedup that theory foretells at each c of
+    ``costs`` from the measured acceptance, a pass over γ + 1 tokens costing one (Leviathan et al.
+    2023, Theorem 3.8; Yuan et al. 2023, Theorem 5.1)."""
+    formulas = {"speculative": FORMULAS["speculative"], "scd": FORMULAS["scd_paper"]}
+    for row in rows:
+        if row["method"] not in formulas or row["acceptance_rate"] is None:
+            continue
+        of, gamma = formulas[row["method"]], row["options"]["gamma"]
+        for cost in costs:
+            row[f"expected_at_{cost:g}"] = of(row["acceptance_rate"], gamma, cost)
+            runs = [of(rate, gamma, cost) for rate in row["runs"]["acceptance_rate"]]
+            row["runs"][f"expected_at_{cost:g}"] = runs
 
 
 def _prediction(

@@ -36,12 +36,11 @@ from typing import Any
 
 from infer.bench.confinement import NOBODY, READABLE
 from infer.bench.folder import Folder
+from infer.datasets.readers import HUMANEVAL_STOPS
 from specjax.errors import OptionError
 from specjax.program import say
 
 CHILD = Path(__file__).with_name("sandboxed.py")
-# Where a completion of a function is over: the next top-level statement (Chen et al. 2021, §2.1).
-STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 LANDLOCK, BUBBLEWRAP = "landlock", "bubblewrap"
 POLL_MS, LONGEST = 20, 4096
 
@@ -187,8 +186,10 @@ def choose_guard(unsafe: bool) -> str | None:
 
 
 def humaneval_program(task: Mapping[str, Any], completion: str) -> str:
-    """The function that a completion of a HumanEval prompt makes."""
-    ends = [at for at in (completion.find(stop) for stop in STOPS) if at >= 0]
+    """The function that a completion of a HumanEval prompt makes, up to the task's own stops."""
+    own = task.get("stop")
+    stops = map(str, own) if isinstance(own, list) else HUMANEVAL_STOPS
+    ends = [at for at in (completion.find(stop) for stop in stops) if at >= 0]
     return f"{task['prompt']}{completion[: min(ends)] if ends else completion}\n"
 
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax as sj
-from infer.bench.rescoring import Prompts, padded_row
 from infer.bench.timed_cases import Result
+from infer.rescoring import Prompts, padded_row
 from specjax.draft.chain import NEVER_STOPS
 from specjax.infill import exact_matches
 from specjax.mesh import alike

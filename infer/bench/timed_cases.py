@@ -16,9 +16,9 @@ import numpy as np
 import specjax as sj
 from infer.bench.cases import Case
 from infer.bench.energy import Meter
-from infer.bench.rescoring import Prompts
 from infer.bench.uncertainty import Speed
 from infer.programs import make_room
+from infer.rescoring import Prompts
 from infer.timing import row_seconds
 from specjax import rehearsal
 from specjax.engine import Row
@@ -68,6 +68,7 @@ class Setting:
     prompts: Prompts
     budget: int
     seed: int = 0  # of the first repeat; every one has the next
+    stop: Sequence[str] = ()
 
 
 def measure(
@@ -125,4 +126,5 @@ def run_case(setting: Setting, case: Case) -> sj.Generation:
         max_new_tokens=setting.budget,
         batch_size=case.batch_size,
         seed=setting.seed,
+        stop=setting.stop,
     )

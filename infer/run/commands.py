@@ -60,11 +60,12 @@ def parser() -> Parser:
     what.add_argument("--suffix", type=cli.any_text, metavar="TEXT")
     said = 'objects with "prompt", or "prefix" and "suffix", maybe "id"'
     what.add_argument("--prompts", metavar="FILE.jsonl", help=said)
+    cli.add_dataset(what)
     said = "prompts with constraints; CommonGen's and conversation formats, too"
     what.add_argument("--task", metavar="FILE.jsonl", help=said)
     cli.add_prompting(what)
     cli.add_stop(what)
-    what.add_argument("--max-new-tokens", type=cli.whole(1), default=128, metavar="N")
+    cli.add_new_tokens(what)
     what.add_argument("--num-samples", type=cli.whole(1, cli.MOST_ROWS), default=1, metavar="N")
     what.add_argument("--batch-size", type=cli.whole(1, cli.MOST_ROWS), default=8, metavar="B")
     said = "prompts whose caches are kept for others that begin alike, a row of memory each"
@@ -85,6 +86,9 @@ def parser() -> Parser:
 
 def check(args: argparse.Namespace, commands: Parser) -> None:
     """Refuses arguments that do not go together."""
+    cli.settle_new_tokens(args)
+    if args.dataset and not (args.prompts or args.task):
+        commands.error("--dataset says what --prompts or --task holds: give one of them")
     sources = ("prompt", "prefix", "prompts", "task")
     given = [f"--{name}" for name in sources if vars(args)[name] is not None]
     if len(given) > 1:

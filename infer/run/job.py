@@ -12,8 +12,9 @@ from typing import Any
 
 import specjax as sj
 from infer.cli import BAD_LINES
+from infer.datasets.table import Source
 from infer.loading import load_models, use_compilation_cache
-from infer.prompts import Encoder, Prompt, read_prompts, report
+from infer.prompts import Encoder, Prompt, read_prompts, report, stops_of
 from infer.run.output import Output, row_object
 from infer.run.screen import Compiling, Screen, printable
 from specjax.demo.heldout import held_out_functions
@@ -72,8 +73,13 @@ def _batch(job: Job) -> int:
     """A file of prompts, or a task; bad lines are reported and the rest goes on."""
     args, path = job.args, job.args.prompts or job.args.task
     rewards = (job.reward.parts if job.reward else ()) if args.task else None
-    prompts, bad = read_prompts(path, job.encoder, rewards)
+    source = Source(args.dataset) if args.dataset else None
+    prompts, bad = read_prompts(path, job.encoder, rewards, source)
     report("infer.run", prompts, bad, path)
+    if source and not args.stop:
+        job = dataclasses.replace(
+            job, arguments=job.arguments | {"stop": stops_of(p.entry for p in prompts)}
+        )
     if any("suffix" in prompt.entry for prompt in prompts):
         job = dataclasses.replace(job, target=ending_middles(job.target))
     job.decode(prompts)
@@ -141,7 +147,7 @@ class Job:
             settings["reward"] = args.reward or [part.name for part in reward.parts]
         if args.suffix is not None:
             settings["suffix"] = args.suffix
-        for name in ("truncate", "quantize"):
+        for name in ("truncate", "quantize", "dataset"):
             if vars(args)[name]:
                 settings[name] = vars(args)[name]
         settings = json.loads(json.dumps(settings))  # as they read back from a result file

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 import specjax as sj
-from infer.prompts import Prompt
+from infer.prompts import Prompt, references_of
+from infer.rescoring import output_logprobs
 from infer.timing import row_seconds
-from specjax.metrics import ratio
+from specjax.metrics import ratio, rouge_l
 from specjax.rewards import Combined, Judge, Lexical, Reward, Sample
 
 
@@ -31,7 +32,7 @@ class Setting:
 
     target: sj.LM
     draft: sj.LM | None
-    reward: Combined
+    reward: Combined | None
     prompts: Sequence[Prompt]
     budget: int
     batch_size: int
@@ -41,38 +42,61 @@ class Setting:
 
 
 def run_contender(setting: Setting, contender: Contender, warm: bool = True) -> dict[str, Any]:
-    """One row of a table; ``warm`` runs it twice, so that no time holds a compilation."""
+    """One row of a table; ``warm`` runs it twice, so that no time holds a compilation.
+
+    With a reward it says how far constraints are met, without one what the texts are worth.
+    """
     if warm:
         _generate(setting, contender, setting.prompts)
     out = _generate(setting, contender, setting.prompts)
+    worth = _satisfaction(setting, out) if setting.reward else _worth(setting, out)
     tokens = int(out.lengths.sum())
     seconds = float(row_seconds(out, setting.batch_size).sum())
     target, draft = (int(out.stats[n].sum()) for n in ("target_calls", "draft_calls"))
-    failed = ~np.isfinite(out.rewards)
-    scores = np.where(failed, 0.0, out.rewards)
-    met, asked = count_constraints(setting.reward.parts, scores, setting.prompts)
-    satisfied = [setting.reward.satisfied(row) for row in out.rewards]
     row = {
         "name": contender.name,
         "method": contender.method,
         "options": dict(contender.options),
         "rows": len(out.tokens),
-        "soft_of_rows": float(scores.mean()),
-        "soft_of_constraints": ratio(met, asked),
-        "constraints": asked,
-        "constraints_met": met,
-        "hard": float(np.mean(satisfied)),
-        "failed": int(failed.any(axis=1).sum()),
         "target_calls_per_token": ratio(target, tokens),
         "draft_calls_per_token": ratio(draft, tokens),
         "acceptance_rate": ratio(out.stats["accepted"].sum(), out.stats["tested"].sum()),
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": ratio(tokens, seconds),
-        "satisfied": satisfied,
         "texts": out.text,
     }
-    return row | {"cost": modelled_cost(row, setting.c)}
+    return row | worth | {"cost": modelled_cost(row, setting.c)}
+
+
+def _satisfaction(setting: Setting, out: sj.Generation) -> dict[str, Any]:
+    failed = ~np.isfinite(out.rewards)
+    scores = np.where(failed, 0.0, out.rewards)
+    met, asked = count_constraints(setting.reward.parts, scores, setting.prompts)
+    satisfied = [setting.reward.satisfied(row) for row in out.rewards]
+    return {
+        "soft_of_rows": float(scores.mean()),
+        "soft_of_constraints": ratio(met, asked),
+        "constraints": asked,
+        "constraints_met": met,
+        "hard": float(np.mean(satisfied)),
+        "failed": int(failed.any(axis=1).sum()),
+        "satisfied": satisfied,
+    }
+
+
+def _worth(setting: Setting, out: sj.Generation) -> dict[str, Any]:
+    """Perplexity under the target, and ROUGE-L where prompts have references."""
+    each = zip(setting.prompts, out.tokens, out.text, strict=True)
+    surprise, scores = 0.0, []
+    for prompt, tokens, text in each:
+        surprise -= float(output_logprobs(setting.target, prompt.tokens, tokens).sum())
+        scores.append(rouge_l(text, references_of(prompt.entry)))
+    scores = [score for score in scores if score is not None]
+    return {
+        "perplexity": float(np.exp(surprise / out.lengths.sum())),
+        "rouge_l": float(np.mean(scores)) if scores else None,
+    }
 
 
 def count_constraints(
@@ -139,5 +163,5 @@ def _generate(setting: Setting, contender: Contender, prompts: Sequence[Prompt])
         seed=setting.seed,
         stop=setting.stop,
         reward=setting.reward,
-        constraints=[prompt.constraints for prompt in prompts],
+        constraints=[prompt.constraints for prompt in prompts] if setting.reward else None,
     )

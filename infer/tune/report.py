@@ -23,6 +23,14 @@ COLUMNS = (
     ("wall-clock speedup", "speedup", "{:.2f}"),
 )
 
+LOSSY_COLUMNS = (
+    COLUMNS[0],
+    ("perplexity", "perplexity", "{:.3f}"),
+    ("ROUGE-L", "rouge_l", "{:.3f}"),
+    ("acceptance", "acceptance_rate", "{:.2f}"),
+    *COLUMNS[4:],
+)
+
 
 def markdown(report: dict[str, Any]) -> str:
     """The report as Markdown: the chosen point, the test table, the grid."""
@@ -37,6 +45,25 @@ def markdown(report: dict[str, Any]) -> str:
     columns = [*((name, name, "{:g}") for name in GRID), *COLUMNS[1:]]
     points = [row | row["options"] for row in report["grid"]]
     return "\n".join([*lines, "## Grid", "", markdown_table(*fill(columns, points))])
+
+
+def markdown_lossy(report: dict[str, Any]) -> str:
+    """The report of a method but cdsl: the chosen point and why, the test table, the grid."""
+    best, job, plain = report["best"], report["job"], report["plain"]
+    quality, (base, share) = job["quality"], job["bound"]
+    chosen = ", ".join(f"{name} = {best['options'][name]}" for name in report["options"])
+    against = "plain decoding" if base == "plain" else "the best point"
+    why = f"the fastest (least P) whose {quality} is at most {share:.1%} worse than {against}'s"
+    if not report["within_bound"]:
+        why = f"the best {quality}, for no point is within {share:.1%} of {against}'s"
+    first = f"c = {report['c']:.3f}. " if report["c"] is not None else ""
+    lines = [f"{first}Chosen on the validation file: {chosen}: {why}.", ""]
+    if "test" in report:
+        lines += ["## Test", "", markdown_table(*fill(LOSSY_COLUMNS, report["test"]))]
+    columns = [LOSSY_COLUMNS[0], *((name, name, "{}") for name in report["options"])]
+    points = [plain, *(row | row["options"] for row in report["grid"])]
+    table = markdown_table(*fill([*columns, *LOSSY_COLUMNS[1:]], points))
+    return "\n".join([*lines, "## Grid", "", table])
 
 
 def draw_thresholds(report: dict[str, Any], path: Path) -> None:

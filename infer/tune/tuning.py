@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from infer.cli import make_directory
+from infer.datasets.table import Source
 from infer.loading import load_models, use_compilation_cache
-from infer.prompts import Encoder, Prompt, read_prompts
+from infer.prompts import Encoder, Prompt, read_prompts, stops_of
 from infer.timing import costs
 from infer.tune.commands import GRID
 from infer.tune.contenders import Contender, Setting, add_measures, add_speedups, run_contender
@@ -114,26 +116,49 @@ def _settings(args: argparse.Namespace) -> tuple[Setting, Setting | None]:
     """What the contenders on the validation task share, and those on the test task."""
     reward = combine(args.reward or ["lexical"], dict(args.set).get("combine") == PRODUCT)
     target, draft = load_models(args, want_draft=True)
-    validation = read_task(args.validation, target, args.chat, reward.parts)
-    test = read_task(args.test, target, args.chat, reward.parts) if args.test else None
+    first, second = sources(args)
+    validation = read_task(args.validation, target, args.chat, reward.parts, first)
+    test = read_task(args.test, target, args.chat, reward.parts, second) if args.test else None
     c = costs(target, draft, (1,))[1]
 
     def setting(prompts: Sequence[Prompt], batch_size: int) -> Setting:
         budget = args.max_new_tokens
-        stop = tuple(args.stop)
+        stop = stops(args, prompts)
         return Setting(target, draft, reward, prompts, budget, batch_size, args.seed, stop, c)
 
     on_test = setting(test, args.test_batch_size) if test else None
     return setting(validation, args.batch_size), on_test
 
 
-def read_task(path: str, target: LM, chat: bool, rewards: Sequence[Reward]) -> list[Prompt]:
+def sources(args: argparse.Namespace) -> tuple[Source | None, Source | None]:
+    """What to read of the dataset for validation and test; of one file disjoint samples."""
+    if not args.dataset:
+        return None, None
+    shared = args.test and os.path.realpath(args.test) == os.path.realpath(args.validation)
+    skip = args.sample or 0 if shared else 0
+    first = Source(args.dataset, args.sample, args.seed)
+    return first, Source(args.dataset, args.test_sample, args.seed, skip)
+
+
+def stops(args: argparse.Namespace, prompts: Sequence[Prompt]) -> tuple[str, ...]:
+    """What ends a completion: ``--stop``, or else the dataset's own."""
+    own = stops_of(prompt.entry for prompt in prompts) if args.dataset else ()
+    return tuple(args.stop) or own
+
+
+def read_task(
+    path: str,
+    target: LM,
+    chat: bool,
+    rewards: Sequence[Reward] | None,
+    source: Source | None = None,
+) -> list[Prompt]:
     """The prompts of a task that these rewards can score.
 
     Raises:
       OptionError: it cannot be read, or a line of it is bad.
     """
-    prompts, bad = read_prompts(path, Encoder(target, chat=chat), rewards)
+    prompts, bad = read_prompts(path, Encoder(target, chat=chat), rewards, source)
     if bad:
         raise OptionError(f"{path} line {bad[0].number}: {bad[0].reason}")
     return prompts
@@ -165,13 +190,26 @@ class MeasuredRows:
         row = measure()
         append_line(self._path, "\n" * self._torn + json.dumps({"key": key, "row": row}))
         self._torn = False
-        soft, speed = row["soft_of_constraints"], row["tokens_per_second"]
-        said = f"soft {soft:.3f}, P {row['cost']:.2f}, {speed:.0f} tokens/s"
-        say("infer.tune", f"{kind} {json.dumps(point)}: {said}")
+        worth = next(name for name in ("soft_of_constraints", "perplexity") if name in row)
+        said = f"{worth} {row[worth]:.3f}, P {row['cost']:.2f}"
+        say(
+            "infer.tune",
+            f"{kind} {json.dumps(point)}: {said}, {row['tokens_per_second']:.0f} tokens/s",
+        )
         return row
 
     def _job(self, kind: str) -> dict[str, Any]:
         """What a row of this kind depends on beside its point."""
         of_kind = ("test", "test_batch_size") if kind == "test" else ("validation", "batch_size")
         shared = ("target", "draft", "dtype", "reward", "set", "chat", "stop", "max_new_tokens")
-        return {name: getattr(self._args, name) for name in (*shared, "seed", *of_kind)}
+        drawn = (
+            "seed",
+            "method",
+            "dataset",
+            "sample",
+            "test_sample",
+            "temperature",
+            "top_k",
+            "top_p",
+        )
+        return {name: getattr(self._args, name) for name in (*shared, *drawn, *of_kind)}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from infer.bench.rescoring import mismatches
+from infer.rescoring import mismatches
 from specjax import decode, verify
 from specjax.demo.heldout import held_out_functions
 from specjax.engine import Engine

@@ -5,7 +5,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import specjax as sj
-from infer.bench.rescoring import mismatches
+from infer.rescoring import mismatches
 from specjax.demo import tuned
 from specjax.demo.heldout import held_out_functions
 

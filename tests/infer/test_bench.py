@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 import specjax as sj
-from infer import programs, timing
-from infer.bench import benchmark, cases, peers, questions, rescoring, timed_cases, uncertainty
+from infer import programs, rescoring, timing
+from infer.bench import benchmark, cases, peers, questions, timed_cases, uncertainty
 from infer.bench import commands as bench
 from infer.bench.cases import Case
 from infer.bench.report import NEAR_TIE, markdown, show
@@ -104,7 +104,7 @@ def test_bad_lines_are_skipped_and_the_rest_is_measured(small, short_curve, caps
     assert [f"line {number}: " in line for number, line in zip((1, 2, 5), said, strict=True)]
     assert "context holds" in said[0] and "not JSON" in said[1]
     # What is not asked for is not read; what is left must be something.
-    asked = argparse.Namespace(prompts=str(file), num_prompts=1, run_tests=False)
+    asked = argparse.Namespace(prompts=str(file), num_prompts=1, dataset=None, run_tests=False)
     encoder = Encoder(sj.load(small[1]))
     assert questions.read_questions(asked, encoder)[1] == 2
     file.write_text(f"{long}\n")
@@ -159,6 +159,7 @@ def scripted(tokens, decode, prefill):
         "accepted_hist": np.array([[2, 6]]),
     }
     return types.SimpleNamespace(
+        passes=2,
         tokens=tokens,
         lengths=np.array([len(t) for t in tokens]),
         stats=counters,
@@ -438,7 +439,8 @@ def test_greedy_differences_are_told_from_near_ties():
         "v": {"1": 1.0},
         "c": 0.1,
         "energy": None,
-        "sweep": None,
+        "cost": [],
+        "sweep": [],
     }
     says = "2 of 9 greedy outputs differ from plain decoding, 1 of them not at a near-tie"
     assert says in markdown(report)

@@ -68,6 +68,7 @@ def test_every_style_is_found_and_frames_the_parts(style):
     pre, suf, mid, end = ids
     assert infill_prompt(target, "ab", "c") == [pre, 0, 1, suf, 2, mid]
     assert infill_prompt(target, "", "") == [pre, suf, mid]
+    assert infill_prompt(target, "ab", "c", "spm") == [pre, suf, 2, mid, 0, 1]
     ends = ending_middles(target).eos_ids
     assert set(ends) == {EOS, end} and len(ends) == len(set(ends))
 

@@ -268,6 +268,8 @@ LINES = (
     b'{"prompt": ["a"]}',
     b'{"turns": [5]}',
     b'{"messages": [{"role": "user", "content": 5}]}',
+    b'{"prompt": "a", "turn": 2}',
+    b'{"prompt": "a", "first_tokens": "x"}',
     b'{"prefix": "a"}',
 )
 

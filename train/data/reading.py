@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from specjax.errors import InputError, SpecjaxError, foreign
-from specjax.files import MOST_BYTES, check_file, open_file, parse_json
+from specjax.files import MOST_BYTES, open_file, open_parquet, parse_json, require_arrow
 
 MIN_CHARS = 200  # shorter documents are package stubs and licence headers
 LONGEST_LINE = 1 << 28  # bytes of a document
@@ -253,14 +253,7 @@ _READERS = {TEXT: _read_text, LINES: _read_lines, PARQUET: _read_parquet}
 @contextlib.contextmanager
 def _parquet(path: str) -> Iterator[tuple[Any, str]]:
     """The open file, and the column that holds its text; closed at the end."""
-    require_arrow(path)
-    import pyarrow.parquet
-
-    with foreign(f"{path} is not a readable parquet file", InputError):
-        check_file(path)
-        # Column chunks as streams: a row group may have a gigabyte of text.
-        file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
-    with file:
+    with open_parquet(path) as file:
         columns = [name for name in TEXT_FIELDS if name in file.schema_arrow.names]
         if not columns:
             raise InputError(
@@ -268,15 +261,6 @@ def _parquet(path: str) -> Iterator[tuple[Any, str]]:
                 f"{', '.join(file.schema_arrow.names)}"
             )
         yield file, columns[0]
-
-
-def require_arrow(path: str, needed: bool = True) -> None:
-    """Raises InputError where a file needs pyarrow, which is an extra, and it is missing."""
-    try:
-        if needed:
-            import pyarrow  # noqa: F401
-    except ImportError:
-        raise InputError(f'reading {path} needs pyarrow: pip install "specjax[parquet]"') from None
 
 
 @contextlib.contextmanager
