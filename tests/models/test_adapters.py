@@ -113,7 +113,8 @@ def params():
     return tuned(params | {"embed": 9 * params["embed"]}, (11, 12))
 
 
-@pytest.mark.parametrize("matrices", [(), pytest.param(("q", "down"), marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("matrices", [(), ("q", "down")])
 def test_adaptive_tokens_are_those_of_a_reference_with_weights_of_their_own(params, matrices):
     own = tuned({k: v for k, v in params.items() if k != KEY}, (11, 12), matrices=matrices)
     want = reference(LLAMA, own, TOKENS, SEES, POSITIONS)
