@@ -17,6 +17,7 @@ import argparse
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -129,42 +130,46 @@ def command_of(program: str, data: dict, *more: str) -> list[str]:
     return [sys.executable, "-m", program, "configs/tiny.toml", *words]
 
 
-def stop_at_random(command: list[str], kills: int, seconds: float, more: list[str]) -> int:
+def stop_at_random(
+    command: list[str], kills: int, seconds: float, more: list[str], made: Path
+) -> None:
     """Kills the command that often, each time in its first ``seconds``; then lets it end.
 
-    ``more`` is for all runs but the first. Returns how often it was still running.
+    ``more`` is for all runs but the first. One that ends before it is killed counts for nothing:
+    the next begins from nothing, without what it has ``made``.
     """
     rng, hit = np.random.default_rng(0), 0
-    for number in range(kills):
-        process = subprocess.Popen([*command, *more * bool(number)], stderr=subprocess.DEVNULL)
+    while hit < kills:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen([*command, *more * made.exists()], **quiet)
         try:
             process.wait(rng.uniform(0, seconds))
+            shutil.rmtree(made)
         except subprocess.TimeoutExpired:
             hit += 1
         process.send_signal(signal.SIGKILL)
         process.wait()
     subprocess.run([*command, *more], check=True, stderr=subprocess.DEVNULL)
-    return hit
 
 
 def kill(home: Path, files: list[str], kills: int) -> dict[str, object]:
-    """Whether shards and losses are those of runs that nobody stopped, and how often one was."""
-    report: dict[str, object] = {}
+    """Whether shards and losses are those of runs that nobody stopped."""
+    report: dict[str, object] = {"kills_of_each": kills}
     for name in ("whole", "broken"):
         data = {"corpora": [], "files": files, "shards": str(home / name / "shards")}
         steps = ("optim.total_steps=400", "optim.batch_size=16", "run.checkpoint_every=20")
         trained = command_of("train.lm", data, f"run.dir={home / name / 'lm'}", *steps)
-        for program, command, more in (
-            ("tokens", [*command_of("train.tokens", data), "--processes", "2"], []),
-            ("lm", trained, ["--resume"]),
+        for program, command, more, made in (
+            ("tokens", [*command_of("train.tokens", data), "--processes", "2"], [], "shards"),
+            ("lm", trained, ["--resume"], "lm"),
         ):
             since = time.perf_counter()
             if name == "whole":
                 subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
                 report[f"seconds_of_{program}"] = time.perf_counter() - since
             else:
-                seconds = report[f"seconds_of_{program}"]
-                report[f"killed_{program}"] = stop_at_random(command, kills, seconds, more)
+                seconds, made = report[f"seconds_of_{program}"], home / name / made
+                stop_at_random(command, kills, seconds, more, made)
     whole, broken = home / "whole", home / "broken"
     paths = [path.relative_to(whole) for path in (whole / "shards").rglob("*.*")]
     same = [(whole / path).read_bytes() == (broken / path).read_bytes() for path in paths]
