@@ -4,8 +4,9 @@ The embedded pair, on prompts of the held-out functions. ``refill``: prompts wit
 lognormal (mean 64, σ 1; no end of sequence, so that lengths are the budgets), 8 rows in flight,
 against batches of 8 by prompt length, each run to its end before the next one begins. ``samples``:
 time to the first tokens of 8 samples of one prompt of 1,000 tokens against that of one. ``prefix``:
-seconds of prefill of 64 prompts whose first 1,000 tokens are the same, with kept prefixes and
-without. Everything is compiled before it is timed; sides take turns.
+seconds of prefill of 64 prompts, or of ``--prompts`` where these are fewer, whose first 1,000
+tokens are the same, with kept prefixes and without. Everything is compiled before it is timed;
+sides take turns.
 """
 
 import argparse
@@ -122,7 +123,7 @@ def samples(args) -> None:
 
 def prefix(args) -> None:
     target, shared = long_prompt()
-    own = prompts_of(target, 64)
+    own = prompts_of(target, min(args.prompts, 64))
     prompts = [np.concatenate([shared, tokens[:24]]) for tokens in own]
     print("| rows in flight | with kept prefixes over without | cached tokens |")
     print("| ---: | ---: | ---: |")
