@@ -20,7 +20,8 @@ from specjax.models import (
     logits_of,
     num_params,
 )
-from specjax.models.forward import param_axes, write_rows
+from specjax.models.cache import write_rows
+from specjax.models.forward import param_axes
 from specjax.models.layers import linear, rope_frequencies
 from specjax.models.placement import param_specs
 from specjax.models.sharding import partition

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("specjax", "infer", "train")
-ROOMS = {"infer": ("run", "bench", "tune", "serve"), "train": ("lm", "sdsat", "demo")}
+ROOMS = {"infer": ("run", "bench", "tune", "serve", "lm_eval"), "train": ("lm", "sdsat", "demo")}
 HELP_SECONDS = 0.3
 
 

@@ -1,0 +1,27 @@
+"""Run lm-evaluation-harness's tasks with any method.
+
+  python -m infer.lm_eval run --model specjax --tasks gsm8k \\
+    --model_args pretrained=DIR,method=speculative,draft=DIR,gamma=4
+
+The arguments are lm-eval's own (extra ``lm-eval``). It reads no entry points, so this program puts
+``specjax`` into its registry. ``--model_args`` are ``pretrained``, ``draft``, ``method``,
+``batch_size``, ``max_gen_toks``, ``seed``, ``dtype``, ``quantize``, and the method's options.
+"""
+
+import importlib.util
+
+from specjax.program import BAD_INPUT, run, say, start
+
+NAME = "infer.lm_eval"
+
+
+def main() -> int:
+    """Runs the program; returns the exit code."""
+    if importlib.util.find_spec("lm_eval") is None:
+        say(NAME, "it needs lm-eval: pip install 'specjax[lm-eval]'")
+        return BAD_INPUT
+    return run(NAME, "infer.lm_eval.model:evaluate", None)
+
+
+if __name__ == "__main__":
+    start(main)
