@@ -6,11 +6,11 @@ import json
 import jax
 import numpy as np
 import pytest
-from infer.bench.rescoring import output_logprobs
 from transformers import PreTrainedTokenizerFast
 
 import specjax as sj
 from infer.lm_eval.__main__ import main
+from infer.rescoring import output_logprobs
 from infer.scoring import score
 from support.serving import serving
 from support.variant_models import build
