@@ -22,7 +22,7 @@ from specjax.errors import OptionError, SpecjaxError
 from specjax.files import locked
 from specjax.generate import ALL_ROUNDS
 from specjax.infill import ending_middles
-from specjax.methods import AUTO, MethodSpec, compose, method, usual_rule
+from specjax.methods import MethodSpec, compose, method, usual_rule
 from specjax.program import say
 from specjax.rewards import Combined, RewardWarning, combine
 
@@ -119,7 +119,8 @@ class Job:
     def create(cls, args: argparse.Namespace, target: sj.LM, draft: sj.LM | None) -> Job:
         """Raises OptionError or PairError for what does not fit, before anything compiles."""
         spec, named = _chosen(args, draft is not None)
-        options = spec.resolve(_draft_length(args, spec) | dict(args.set))
+        demo = {"gamma": DEMO_GAMMA} if args.target == "demo" and "gamma" in spec.options else {}
+        options = spec.resolve(demo | dict(args.set))
         sampling = sj.Sampling(args.temperature, args.top_k, args.top_p)
         reward = _reward(args, spec)
         arguments = named | {
@@ -147,7 +148,7 @@ class Job:
             settings["reward"] = args.reward or [part.name for part in reward.parts]
         if args.suffix is not None:
             settings["suffix"] = args.suffix
-        for name in ("truncate", "quantize", "dataset"):
+        for name in ("truncate", "quantize", "cache_dtype", "dataset"):
             if vars(args)[name]:
                 settings[name] = vars(args)[name]
         settings = json.loads(json.dumps(settings))  # as they read back from a result file
@@ -250,16 +251,6 @@ def _chosen(args: argparse.Namespace, has_draft: bool) -> tuple[MethodSpec, dict
         "target_dist": args.target_dist or "warped",
     }
     return compose(**parts), parts
-
-
-def _draft_length(args: argparse.Namespace, spec: MethodSpec) -> dict[str, Any]:
-    """γ where none is given: by cost where a draft model's chains do not change what is written.
-
-    Elsewhere a row's tokens would depend on its batch, and on the clock.
-    """
-    if spec.drafter == "chain" and spec.fixes_tokens(greedy=not args.temperature):
-        return {"gamma": AUTO}
-    return {"gamma": DEMO_GAMMA} if args.target == "demo" and "gamma" in spec.options else {}
 
 
 def _reward(args: argparse.Namespace, spec: MethodSpec) -> Combined | None:

@@ -67,13 +67,6 @@ class MethodSpec:
         """
         return not self.search and self.parts[2].make().lossless
 
-    def fixes_tokens(self, greedy: bool) -> bool:
-        """Whether what is written does not depend on how long the drafts are.
-
-        So it is of greedy rows under a lossless rule, and where each token is drawn for its place.
-        """
-        return self.lossless and (greedy or "written" in self.parts[2].make().extras)
-
     @property
     def options(self) -> dict[str, Option]:
         """Every option of the method's parts, with the method's own defaults."""

@@ -109,25 +109,6 @@ def test_json_has_the_contract_fields_and_nothing_else_is_printed(pair, capsys):
         } <= set(row["stats"])
 
 
-@pytest.mark.parametrize(
-    ("argv", "gamma"),
-    [
-        ([], "auto"),
-        (["--method", "block", "--target", "x", "--draft", "y"], "auto"),
-        (["--temperature", "1"], job.DEMO_GAMMA),
-        (["--temperature", "1", "--target", "x", "--draft", "y"], None),
-        (["--temperature", "1", "--drafter", "chain", "--rule", "match"], "auto"),
-        (["--method", "bild"], job.DEMO_GAMMA),
-        (["--method", "specinfer"], None),
-    ],
-    ids=str,
-)
-def test_drafts_are_sized_by_cost_where_that_changes_no_token(argv, gamma):
-    args = program.parser().parse_args(argv)
-    spec, _ = job._chosen(args, has_draft=True)
-    assert job._draft_length(args, spec).get("gamma") == gamma
-
-
 def test_rates_without_a_draft_are_null(pair, capsys):
     _, out, _ = run(capsys, *pair, "--prompt", "x", "--json", "--method", "autoregressive")
     stats = json.loads(out)["stats"]
