@@ -158,6 +158,7 @@ def test_what_cannot_happen_is_refused():
 SAMPLING = sj.Sampling(temperature=0.9, top_k=3)
 
 
+@pytest.mark.slow
 def test_generate_has_the_law_of_its_model():
     target, draft = tiny_pair()
 

@@ -414,7 +414,7 @@ def test_a_rule_called_alone_compiles_once_per_shape():
     assert len(traced) == 2
 
 
-@pytest.mark.parametrize("bound", [0.02, 0.3])
+@pytest.mark.parametrize("bound", [pytest.param(0.02, marks=pytest.mark.slow), 0.3])
 def test_mentored_emits_its_law(bound):
     p, q = (x[:1] for x in laws.tables(zeros=False))
     levels = mentor_levels(*map(jnp.log, (p, q)), jnp.full(1, bound))

@@ -109,6 +109,7 @@ def test_beam_search_is_transformers_num_beams(model, lm, beams, tmp_path):
     assert len(lengths) > 1, "some hypothesis must end before the budget"
 
 
+@pytest.mark.slow
 def test_a_row_of_a_batch_is_the_prompt_alone(lm):
     for method, temperature in itertools.product(("beam", "mtjd"), (0.0, 0.9)):
         sampling = sj.Sampling(temperature)
@@ -184,6 +185,7 @@ def test_logprobs_are_the_targets(lm, method):
         np.testing.assert_allclose(found, table[np.arange(len(tokens)), tokens], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_mtad_loses_little_of_mtjds_joint(lm):
     """With the target as its own draft, MTAD's block is the best beam: its joint is maximal."""
     mtjd = sj.generate(

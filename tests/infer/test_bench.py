@@ -196,6 +196,7 @@ def test_rows_share_their_seconds_and_cases_take_turns(monkeypatch):
     assert order == ["autoregressive", plain, "speculative", other, 0, *again, 1]
 
 
+@pytest.mark.slow
 def test_cases_make_room_for_each_other(monkeypatch):
     """A process that may have few memory maps holds the programs of a few cases at a time."""
     made, counts = [], []

@@ -619,10 +619,14 @@ def test_a_missing_extra_is_one_line(name, tmp_path, monkeypatch):
 
 
 def test_a_metrics_columns_are_in_the_report_once():
-    row = {"method": "m", "exact_match": 0.5, "rouge1": 0.25, "pm": {"rouge1": 0.125}}
+    figures = {"exact_match": 0.5, "rouge1": 0.25, "pm": {"rouge1": 0.125}}
+    row = {"method": "m", "batch_size": 1} | figures
     asked = {"exact_match": "exact match", "rouge1": "ROUGE-1"}
-    (heads, (cells,)), _ = tables({"rows": [row], "metrics": asked, "peers": [], "v": {}})
+    (heads, (cells,)), _ = tables(
+        {"rows": [row], "metrics": asked, "cost": [], "peers": [], "v": {}}
+    )
     assert dict(zip(heads, cells, strict=True)) == {
+        "batch": "1",
         "exact match": "0.500",
         "ROUGE-1": "0.250 ± 0.125",
     }

@@ -112,7 +112,7 @@ def dequantised(params):
 METHODS = ("speculative", "block", "specinfer")
 
 
-@pytest.mark.parametrize("scheme", ["int4:16", "int8"])
+@pytest.mark.parametrize("scheme", ["int4:16", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_target_drafts_for_itself(target, scheme):
     prompts = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15]]
     plain = sj.generate(target, prompts, max_new_tokens=24)

@@ -11,6 +11,7 @@ import functools
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from specjax.errors import InputError
@@ -171,13 +172,12 @@ def _check_ids(ids: tuple[int, ...], count: int, model: ModelConfig, tokenizer: 
 
 def check_absent(setup: Setup, data: Corpus) -> None:
     """Raises InputError where the corpus holds an adaptive id."""
-    counts = data.counts(setup.model.vocab_size).sum(axis=0)
-    for i in sorted(set(setup.model.adaptive_ids)):
-        if counts[i]:
-            raise InputError(
-                f"sdsat.ids: {i} is {setup.tokenizer.id_to_token(i)!r}, which the corpus holds: "
-                "name unused ids, or leave sdsat.ids empty"
-            )
+    held = np.flatnonzero(data.counts(setup.model.vocab_size).sum(axis=0))
+    for i in sorted(set(setup.model.adaptive_ids) & set(held.tolist())):
+        raise InputError(
+            f"sdsat.ids: {i} is {setup.tokenizer.id_to_token(i)!r}, which the corpus holds: "
+            "name unused ids, or leave sdsat.ids empty"
+        )
 
 
 def _used_ids(tokenizer: Tokenizer) -> int:
