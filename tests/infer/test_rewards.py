@@ -15,6 +15,7 @@ import specjax as sj
 from specjax import lm, rewards
 from specjax.rewards import folding, parsing
 from specjax.text import Tokenizer
+from support.letter_models import save_letter_model
 
 DEMO = lm.DEMO / "target"
 TEXT = 'def grow(self):\n    trees = ["tree", Trees]\n    return self.growing + _tree.grow_by(x)\n'
@@ -370,35 +371,10 @@ def pairs(tmp_path_factory):
 
 
 def letter_classifier(home, kind, pad, template=True):
-    """Directory, tokenizer and reward of a tiny ``kind`` with a token per letter."""
-    import torch
+    """Tokenizer and reward of a tiny ``kind`` with a token per letter."""
     import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    special = ("[PAD]", "[CLS]", "[SEP]")
-    vocab = {token: i for i, token in enumerate([*special, *"abcdefghijklmnopqrstuvwxyz"])}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="[PAD]"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    if template:
-        backend.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]",
-            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-            special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
-        )
-    names = ["input_ids", "token_type_ids", "attention_mask"]
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, model_input_names=names if template else names[::2]
-    ).save_pretrained(home)
-    model = getattr(transformers, kind)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    config = model.config_class(
-        **sizes, vocab_size=29, num_hidden_layers=1, max_position_embeddings=12, pad_token_id=pad
-    )
-    torch.manual_seed(3)
-    model = model(config).eval()
-    for weights in model.parameters():
-        weights.data *= 5
-    model.save_pretrained(home)
+    save_letter_model(home, kind, pad, template)
     tokenizer = transformers.AutoTokenizer.from_pretrained(home)
     return rewards.make_reward(f"classifier:{home}"), tokenizer
 
