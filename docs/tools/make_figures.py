@@ -20,8 +20,8 @@ from typing import Any
 import jax
 
 from infer.bench import commands as bench
-from infer.bench.uncertainty import SAID
 from infer.reporting import fill
+from infer.uncertainty import SAID
 from specjax.files import markdown_table, write_text
 from specjax.methods import METHODS
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from infer.bench.timed_cases import Result
-from infer.bench.uncertainty import speed_ratio
 from infer.rescoring import Prompts, mismatches
+from infer.uncertainty import speed_ratio
 from specjax.errors import OptionError
 from specjax.lm import LM
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from infer.bench.pictures import draw_costs, draw_methods, draw_sweep
-from infer.bench.uncertainty import SAID
 from infer.cli import mesh_text
 from infer.reporting import Column, Table, fill, pyplot
+from infer.uncertainty import SAID
 from specjax.errors import OptionError
 from specjax.files import markdown_table, write_text
 

@@ -13,8 +13,8 @@ from infer.bench.metrics.protocol import Completion, Drawn, Metric, PerCompletio
 from infer.bench.questions import Question
 from infer.bench.text_quality import UNKNOWN, exact_match, kl_to_target
 from infer.bench.timed_cases import Result
-from infer.bench.uncertainty import ratio, speed_ratio
 from infer.rescoring import Prompts, mismatches, output_logprobs
+from infer.uncertainty import ratio, speed_ratio
 from specjax import metrics
 from specjax.lm import LM
 from specjax.methods import AUTO, METHODS, Context

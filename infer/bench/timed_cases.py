@@ -16,10 +16,10 @@ import numpy as np
 import specjax as sj
 from infer.bench.cases import Case
 from infer.bench.energy import Meter
-from infer.bench.uncertainty import Speed
 from infer.programs import make_room
 from infer.rescoring import Prompts
 from infer.timing import row_seconds
+from infer.uncertainty import Speed
 from specjax import rehearsal
 from specjax.engine import Row
 from specjax.generate import PREFIXES, in_flight, in_turn, make_engine

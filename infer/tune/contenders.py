@@ -12,8 +12,11 @@ import specjax as sj
 from infer.prompts import Prompt, references_of
 from infer.rescoring import output_logprobs
 from infer.timing import row_seconds
-from specjax.metrics import ratio, rouge_l
+from infer.uncertainty import Estimate, mean, ratio, speed_ratio, with_spread
+from specjax import metrics
 from specjax.rewards import Combined, Judge, Lexical, Reward, Sample
+
+Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Setting:
     c: float | None  # time of a draft pass over that of a target pass
 
 
-def run_contender(setting: Setting, contender: Contender, warm: bool = True) -> dict[str, Any]:
+def run_contender(setting: Setting, contender: Contender, warm: bool = True) -> Row:
     """One row of a table; ``warm`` runs it twice, so that no time holds a compilation.
 
     With a reward it says how far constraints are met, without one what the texts are worth.
@@ -50,104 +53,126 @@ def run_contender(setting: Setting, contender: Contender, warm: bool = True) -> 
         _generate(setting, contender, setting.prompts)
     out = _generate(setting, contender, setting.prompts)
     worth = _satisfaction(setting, out) if setting.reward else _worth(setting, out)
+    seconds = row_seconds(out, setting.batch_size)
+    target, draft = (out.stats[name] for name in ("target_calls", "draft_calls"))
+    cost = modelled_cost(target, draft, setting.c)
     tokens = int(out.lengths.sum())
-    seconds = float(row_seconds(out, setting.batch_size).sum())
-    target, draft = (int(out.stats[n].sum()) for n in ("target_calls", "draft_calls"))
     row = {
         "name": contender.name,
         "method": contender.method,
         "options": dict(contender.options),
         "rows": len(out.tokens),
-        "target_calls_per_token": ratio(target, tokens),
-        "draft_calls_per_token": ratio(draft, tokens),
-        "acceptance_rate": ratio(out.stats["accepted"].sum(), out.stats["tested"].sum()),
+        "target_calls_per_token": metrics.ratio(target.sum(), tokens),
+        "draft_calls_per_token": metrics.ratio(draft.sum(), tokens),
+        "cost": metrics.ratio(cost.sum(), tokens),
+        "acceptance_rate": metrics.ratio(out.stats["accepted"].sum(), out.stats["tested"].sum()),
         "tokens": tokens,
-        "seconds": seconds,
-        "tokens_per_second": ratio(tokens, seconds),
+        "seconds": float(seconds.sum()),
+        "tokens_per_second": metrics.ratio(tokens, seconds.sum()),
         "texts": out.text,
+        "each": {
+            "tokens": out.lengths.tolist(),
+            "seconds": seconds.tolist(),
+            "cost": cost.tolist(),
+        },
     }
-    return row | worth | {"cost": modelled_cost(row, setting.c)}
+    return row | worth
 
 
-def _satisfaction(setting: Setting, out: sj.Generation) -> dict[str, Any]:
+def _satisfaction(setting: Setting, out: sj.Generation) -> Row:
     failed = ~np.isfinite(out.rewards)
     scores = np.where(failed, 0.0, out.rewards)
     met, asked = count_constraints(setting.reward.parts, scores, setting.prompts)
-    satisfied = [setting.reward.satisfied(row) for row in out.rewards]
-    return {
-        "soft_of_rows": float(scores.mean()),
-        "soft_of_constraints": ratio(met, asked),
-        "constraints": asked,
-        "constraints_met": met,
-        "hard": float(np.mean(satisfied)),
+    satisfied = np.array([setting.reward.satisfied(row) for row in out.rewards])
+    counts = {
+        "constraints": int(asked.sum()),
+        "constraints_met": int(met.sum()),
         "failed": int(failed.any(axis=1).sum()),
-        "satisfied": satisfied,
+        "satisfied": satisfied.tolist(),
     }
+    return with_spread(
+        counts,
+        soft_of_rows=mean(scores.mean(axis=1)),
+        soft_of_constraints=ratio(met, asked),
+        hard=mean(satisfied),
+    )
 
 
-def _worth(setting: Setting, out: sj.Generation) -> dict[str, Any]:
+def _worth(setting: Setting, out: sj.Generation) -> Row:
     """Perplexity under the target, and ROUGE-L where prompts have references."""
-    each = zip(setting.prompts, out.tokens, out.text, strict=True)
-    surprise, scores = 0.0, []
-    for prompt, tokens, text in each:
-        surprise -= float(output_logprobs(setting.target, prompt.tokens, tokens).sum())
-        scores.append(rouge_l(text, references_of(prompt.entry)))
-    scores = [score for score in scores if score is not None]
-    return {
-        "perplexity": float(np.exp(surprise / out.lengths.sum())),
-        "rouge_l": float(np.mean(scores)) if scores else None,
-    }
+    surprise, scores = [], []
+    for prompt, tokens, text in zip(setting.prompts, out.tokens, out.text, strict=True):
+        surprise.append(-output_logprobs(setting.target, prompt.tokens, tokens).sum())
+        scores.append(metrics.rouge_l(text, references_of(prompt.entry)))
+    scores = np.array([score for score in scores if score is not None])
+    return with_spread(
+        {},
+        perplexity=ratio(np.array(surprise), out.lengths, np.exp),
+        rouge_l=mean(scores) if len(scores) else (None, None),
+    )
 
 
 def count_constraints(
     parts: Sequence[Reward], scores: np.ndarray, prompts: Sequence[Prompt]
-) -> tuple[int, int]:
-    """(constraints met, all constraints) of rows with these ``scores`` ``[rows, parts]``.
+) -> tuple[np.ndarray, np.ndarray]:
+    """(constraints met, all constraints) of each row with these ``scores`` ``[rows, parts]``.
 
     Each word of a word reward is a constraint; any other reward is one, met by a full score.
     """
-    met = asked = 0
-    for prompt, row in zip(prompts, scores, strict=True):
+    met, asked = np.zeros((2, len(prompts)), int)
+    for i, (prompt, row) in enumerate(zip(prompts, scores, strict=True)):
         for part, score in zip(parts, row.tolist(), strict=True):
             words = isinstance(part, Lexical)
             count = len(part.words_of(prompt.constraints)) if words else 1
-            met += round(score * count) if words else int(score >= part.full)
-            asked += count
+            met[i] += round(score * count) if words else int(score >= part.full)
+            asked[i] += count
     return met, asked
 
 
-def add_measures(
-    rows: Sequence[dict[str, Any]], prompts: Sequence[Prompt], measures: Combined, tokenizer
-) -> None:
-    """Adds what further text rewards, which guided nothing, say of the completions.
+def with_measures(
+    rows: Sequence[Row], prompts: Sequence[Prompt], measures: Combined, tokenizer
+) -> list[Row]:
+    """The rows with what further text rewards, which guided nothing, say of the completions.
 
     Each one's share of full scores under its name, and under ``all`` the share of completions
     that satisfy these and the guiding rewards.
     """
     judge = Judge(measures, tokenizer, frozenset())
     full_scores = [part.full for part in measures.parts]
+    measured = []
     for row in rows:
         samples = [
             Sample(text, prompt.text, (), prompt.constraints)
             for text, prompt in zip(row["texts"], prompts, strict=True)
         ]
         full = np.array(judge.scores(samples)) >= full_scores
-        for part, share in zip(measures.parts, full.mean(axis=0), strict=True):
-            row[part.name] = float(share)
-        row["all"] = float((full.all(axis=1) & np.array(row["satisfied"])).mean())
+        names = [part.name for part in measures.parts]
+        figures = {name: mean(share) for name, share in zip(names, full.T, strict=True)}
+        figures["all"] = mean(full.all(axis=1) & np.array(row["satisfied"]))
+        measured.append(with_spread(row, **figures))
+    return measured
 
 
-def modelled_cost(row: Mapping[str, Any], c: float | None) -> float:
-    """P = c · draft calls per token + target calls per token (Nakshatri et al. 2025, §4): the
-    time of a token in target passes if every branch of a lookahead cost a pass of its own."""
-    return (c or 0.0) * row["draft_calls_per_token"] + row["target_calls_per_token"]
+def modelled_cost(target: np.ndarray, draft: np.ndarray, c: float | None) -> np.ndarray:
+    """c · draft calls + target calls of each row: over its tokens, P of Nakshatri et al. 2025, §4.
+
+    The time in target passes if every branch of a lookahead cost a pass of its own.
+    """
+    return (c or 0.0) * draft + target
 
 
-def add_speedups(rows: Sequence[dict[str, Any]], base: Mapping[str, Any]) -> None:
-    """Modelled and wall-clock speedup of every row over ``base``."""
-    for row in rows:
-        row["modelled_speedup"] = ratio(base["cost"], row["cost"])
-        row["speedup"] = ratio(row["tokens_per_second"], base["tokens_per_second"])
+def with_speedups(rows: Sequence[Row], base: Row) -> list[Row]:
+    """The rows with their modelled and their wall-clock speedup over ``base``."""
+
+    def over_base(row: Row, time: str) -> Estimate:
+        ours, theirs = (np.array([[r["each"][n]] for n in ("tokens", time)]) for r in (row, base))
+        value, half_width = speed_ratio(ours, theirs)
+        return value, None if row is base else half_width
+
+    return [
+        with_spread(row, modelled_speedup=over_base(row, "cost"), speedup=over_base(row, "seconds"))
+        for row in rows
+    ]
 
 
 def _generate(setting: Setting, contender: Contender, prompts: Sequence[Prompt]) -> sj.Generation:

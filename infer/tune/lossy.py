@@ -13,7 +13,7 @@ from infer.cli import make_directory
 from infer.loading import load_models, use_compilation_cache
 from infer.timing import costs
 from infer.tune.commands import GRIDS
-from infer.tune.contenders import Contender, Setting, add_speedups, run_contender
+from infer.tune.contenders import Contender, Setting, run_contender, with_speedups
 from infer.tune.report import markdown_lossy
 from infer.tune.tuning import MeasuredRows, read_task, sources, stops
 from specjax.errors import OptionError
@@ -61,7 +61,7 @@ def _tune(args: argparse.Namespace, home: Path) -> int:
 
     plain = row(validation, "plain", "plain", "autoregressive", {})
     grid = [row(validation, "grid", args.method, args.method, own | point) for point in points]
-    add_speedups([plain, *grid], plain)
+    plain, *grid = with_speedups([plain, *grid], plain)
     best, met = choose(grid, plain, args.quality, *args.bound)
     report = {
         "job": vars(args),
@@ -79,8 +79,7 @@ def _tune(args: argparse.Namespace, home: Path) -> int:
             row(test, "test", f"{args.method}, defaults", args.method, own),
             row(test, "test", f"{args.method}, tuned", args.method, tuned),
         ]
-        add_speedups(table, table[0])
-        report["test"] = table
+        report["test"] = with_speedups(table, table[0])
     write_text(home / "report.json", json.dumps(report, indent=1))
     write_text(home / "report.md", markdown_lossy(report))
     print(markdown_lossy(report))

@@ -8,6 +8,7 @@ from typing import Any
 
 from infer.reporting import fill, pyplot, save_figure
 from infer.tune.commands import GRID
+from infer.uncertainty import SAID
 from specjax.files import markdown_table
 
 COLUMNS = (
@@ -36,7 +37,7 @@ def markdown(report: dict[str, Any]) -> str:
     """The report as Markdown: the chosen point, the test table, the grid."""
     best = report["best"]
     chosen = ", ".join(f"{name} = {best['options'][name]:g}" for name in GRID)
-    lines = [f"c = {report['c']:.3f}. Chosen on the validation task: {chosen}.", ""]
+    lines = [f"c = {report['c']:.3f}. Chosen on the validation task: {chosen}. {SAID}", ""]
     if "test" in report:
         names = [*report["job"]["measure"], "all"] if report["job"]["measure"] else []
         extra = [(name.partition(":")[0], name.partition(":")[0], "{:.3f}") for name in names]
@@ -57,7 +58,7 @@ def markdown_lossy(report: dict[str, Any]) -> str:
     if not report["within_bound"]:
         why = f"the best {quality}, for no point is within {share:.1%} of {against}'s"
     first = f"c = {report['c']:.3f}. " if report["c"] is not None else ""
-    lines = [f"{first}Chosen on the validation file: {chosen}: {why}.", ""]
+    lines = [f"{first}Chosen on the validation file: {chosen}: {why}. {SAID}", ""]
     if "test" in report:
         lines += ["## Test", "", markdown_table(*fill(LOSSY_COLUMNS, report["test"]))]
     columns = [LOSSY_COLUMNS[0], *((name, name, "{}") for name in report["options"])]

@@ -16,7 +16,13 @@ from infer.loading import load_models, use_compilation_cache
 from infer.prompts import Encoder, Prompt, read_prompts, stops_of
 from infer.timing import costs
 from infer.tune.commands import GRID
-from infer.tune.contenders import Contender, Setting, add_measures, add_speedups, run_contender
+from infer.tune.contenders import (
+    Contender,
+    Setting,
+    run_contender,
+    with_measures,
+    with_speedups,
+)
 from infer.tune.report import draw_thresholds, markdown
 from specjax.errors import OptionError
 from specjax.files import append_line, locked, parse_json, write_text
@@ -55,7 +61,7 @@ def _tune(args: argparse.Namespace, home: Path) -> int:
         first = (point["a_t"], point["r_t"]) == (args.a_t[0], args.r_t[0])
         one = Contender("CDSL", "cdsl", options | point)
         grid.append(rows.get("cdsl", point, lambda: run_contender(validation, one, warm=first)))
-    add_speedups([base_row, *grid], base_row)
+    base_row, *grid = with_speedups([base_row, *grid], base_row)
     best = choose(grid)
     report = {"job": vars(args), "c": validation.c, "grid": grid, "best": best, "cdlh": base_row}
     if test:
@@ -95,10 +101,10 @@ def compare(
     for one in contenders:
         point = {"name": one.name, "options": dict(one.options)}
         table.append(rows.get("test", point, lambda: run_contender(test, one)))
-    add_speedups(table, next(row for row in table if row["name"] == "CDLH"))
-    if args.measure:
-        add_measures(table, test.prompts, combine(args.measure), test.target.tokenizer)
-    return table
+    table = with_speedups(table, next(row for row in table if row["name"] == "CDLH"))
+    if not args.measure:
+        return table
+    return with_measures(table, test.prompts, combine(args.measure), test.target.tokenizer)
 
 
 def grid_points(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -175,7 +181,8 @@ class MeasuredRows:
         for line in data.splitlines():
             try:
                 entry = parse_json(line)
-                self._rows[json.dumps(entry["key"])] = entry["row"]
+                if "each" in entry["row"]:  # else of a version that kept no spread
+                    self._rows[json.dumps(entry["key"])] = entry["row"]
             except (ValueError, KeyError, TypeError):
                 continue  # the torn last line of a run that was killed
 

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 import specjax as sj
-from infer import programs, rescoring, timing
-from infer.bench import benchmark, cases, peers, questions, timed_cases, uncertainty
+from infer import programs, rescoring, timing, uncertainty
+from infer.bench import benchmark, cases, peers, questions, timed_cases
 from infer.bench import commands as bench
 from infer.bench.cases import Case
 from infer.bench.report import NEAR_TIE, markdown, show

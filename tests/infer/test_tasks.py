@@ -13,7 +13,13 @@ from infer import formats as tasks
 from infer.prompts import Prompt
 from infer.run import commands as run
 from infer.tune import commands as tune
-from infer.tune.contenders import Contender, Setting, count_constraints, run_contender
+from infer.tune.contenders import (
+    Contender,
+    Setting,
+    count_constraints,
+    run_contender,
+    with_speedups,
+)
 from infer.tune.tuning import choose, read_task
 from specjax import rewards
 from specjax.files import locked
@@ -199,9 +205,21 @@ def test_soft_satisfaction_is_counted_over_rows_and_over_constraints():
     parts = rewards.combine(["lexical", "regex:x"]).parts
     prompts = [Prompt(i, i, "", [1], {}, {"lexical": list("abc")[:n]}) for i, n in ((0, 1), (1, 3))]
     scores = np.array([[1.0, 1.0], [0.0, 0.0]])
-    assert count_constraints(parts, scores, prompts) == (2, 6)
+    assert np.array_equal(count_constraints(parts, scores, prompts), [[2, 0], [2, 4]])
     thirds = np.array([[0.0, 1.0], [np.float32(2) / np.float32(3), 0.0]])
-    assert count_constraints(parts, thirds, prompts) == (3, 6)
+    assert np.array_equal(count_constraints(parts, thirds, prompts), [[1, 2], [2, 4]])
+
+
+def test_speedups_are_ratios_of_sums_with_their_spread():
+    """A row twice as fast on each prompt has no spread; one that is so on half of them has."""
+    plain = {"each": {"tokens": [4, 4], "seconds": [1.0, 3.0], "cost": [4, 4]}}
+    even = {"each": {"tokens": [8, 8], "seconds": [1.0, 3.0], "cost": [4, 4]}}
+    uneven = {"each": {"tokens": [4, 4], "seconds": [0.5, 3.0], "cost": [4, 4]}}
+    plain, even, uneven = with_speedups([plain, even, uneven], plain)
+    assert (plain["speedup"], plain["pm"]["speedup"]) == (1, None)
+    assert (even["speedup"], even["pm"]["speedup"]) == (2, 0)
+    assert uneven["speedup"] == pytest.approx(8 / 7) and uneven["pm"]["speedup"] == 0.5
+    assert uneven["modelled_speedup"] == 1
 
 
 def test_a_tuned_text_ends_before_a_stop_string_and_is_judged_so(pair):
@@ -259,7 +277,7 @@ def test_tuning_writes_its_report_and_resumes(pair, task, tmp_path, capsys):
     ]
     code, out, err = call(capsys, tune, *argv)
     assert code == 0, err
-    assert "CDSL" in out and "wall-clock speedup" in out
+    assert "CDSL" in out and "wall-clock speedup" in out and "±" in out
     assert "soft, mean of rows" in out and "soft, of all constraints" in out
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [row["name"] for row in report["test"]] == [

@@ -8,7 +8,7 @@ import numpy as np
 
 from infer.bench.metrics.protocol import Completion, Drawn
 from infer.bench.metrics.settings import Settings
-from infer.bench.uncertainty import Estimate, bootstrap
+from infer.uncertainty import Estimate, bootstrap
 
 SIZES = (2, 3, 4)
 

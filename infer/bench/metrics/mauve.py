@@ -10,7 +10,7 @@ import numpy as np
 
 from infer.bench.metrics.protocol import Completion, Drawn, library, need_references
 from infer.bench.metrics.settings import Settings
-from infer.bench.uncertainty import Estimate
+from infer.uncertainty import Estimate
 from specjax import lm
 from specjax.errors import OptionError
 from specjax.lm import LM

@@ -15,7 +15,7 @@ import numpy as np
 from infer.bench.metrics.protocol import Completion, Drawn, Task
 from infer.bench.metrics.settings import Settings
 from infer.bench.sandbox import check_tasks, choose_guard, humaneval_program, passing
-from infer.bench.uncertainty import Estimate, ratio
+from infer.uncertainty import Estimate, ratio
 from specjax.errors import OptionError
 
 FENCE = re.compile(r"```(?:python)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from infer.bench.uncertainty import Estimate, ratio
+from infer.uncertainty import Estimate, ratio
 from specjax.errors import OptionError
 
 Task = Mapping[str, Any]

@@ -10,6 +10,7 @@ Axis legend: P prompts, R repeats, N resamples.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,19 @@ def ratio(
 ) -> Estimate:
     """``of(Σ above / Σ below)``, both ``[P]``."""
     return bootstrap(len(above), lambda draws: of((draws @ above) / (draws @ below)))
+
+
+def mean(values: np.ndarray) -> Estimate:
+    """Of one value a prompt, ``[P]``."""
+    return ratio(values, np.ones(len(values)))
+
+
+def with_spread(row: dict[str, Any], **figures: Estimate) -> dict[str, Any]:
+    """``row`` with each figure under its name, and its ± in ``pm``."""
+    values = {name: value for name, (value, _) in figures.items()}
+    return (
+        row | values | {"pm": row.get("pm", {}) | {name: pm for name, (_, pm) in figures.items()}}
+    )
 
 
 def speed_ratio(ours: Speed, theirs: Speed) -> Estimate:
