@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
+from jax.sharding import NamedSharding
 
 from specjax.errors import InputError, SpecjaxError
 from specjax.models import ModelConfig, param_shapes
@@ -79,15 +80,20 @@ def device_count(cfg: SDSATConfig) -> int:
         ) from None
 
 
-def step_parts(cfg: SDSATConfig, setup: Setup, model: ModelConfig) -> Parts:
-    """The config's step as shapes, for ``model``: the setup's, or a shallow copy of it."""
+def step_parts(
+    cfg: SDSATConfig, setup: Setup, model: ModelConfig, rows: NamedSharding | None = None
+) -> Parts:
+    """The config's step as shapes, for ``model``: the setup's, or a shallow copy of it.
+
+    ``rows``: where those of a batch lie, on several devices.
+    """
     trainable, frozen = jax.eval_shape(setup.tuning.split, param_shapes(model))
     blank = np.zeros(cfg.data.seq_len, np.int32)
     row = dict.fromkeys(("tokens", "labels", "segments", "positions"), blank)
     row = transforms(cfg, setup.insertion)[0](row, 0)
     lead = (cfg.optim.accumulate, cfg.optim.batch_size)
     return Parts(
-        loss=setup.tuning.over_trained(sdsat_loss(model, setup.objective)),
+        loss=setup.tuning.over_trained(sdsat_loss(model, setup.objective, rows)),
         optimizer=make_optimizer(cfg.optim),
         weigh=functools.partial(weigh, setup.objective),
         trainable=trainable,
@@ -106,7 +112,8 @@ def compile_here(cfg: SDSATConfig, setup: Setup, devices: list | None = None) ->
     about = {"compiled_for": first.device_kind} | ({"gib_of_device": capacity} if capacity else {})
 
     def compile_at(model: ModelConfig) -> Compiled:
-        return memory.compile_step(step_parts(cfg, setup, model), placement, model.num_layers)
+        parts = step_parts(cfg, setup, model, placement.row_sharding(0))
+        return memory.compile_step(parts, placement, model.num_layers)
 
     try:
         compiled = memory.compile_deep(setup.model, compile_at)

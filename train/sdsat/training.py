@@ -100,10 +100,11 @@ def train(cfg: SDSATConfig, setup: Setup, data: Corpus, resume: bool) -> dict[st
     laid, probed = transforms(cfg, setup.insertion)
     process, count = jax.process_index(), jax.process_count()
     share = {"process_index": process, "process_count": count, "transform": laid}
-    held_out = probe_loss(model, cfg.sdsat.held_out_window, cfg.model.compute_dtype)
+    lie = placement.row_sharding(0)
+    held_out = probe_loss(model, cfg.sdsat.held_out_window, cfg.model.compute_dtype, lie)
     valid = valid_batches(data, cfg.data.seq_len, rows, cfg.run.eval_batches, probed)
     outcome = fit(
-        tuning.over_trained(sdsat_loss(model, setup.objective)),
+        tuning.over_trained(sdsat_loss(model, setup.objective, lie)),
         trainable,
         make_optimizer(cfg.optim),
         make_loader(data, cfg.data.seq_len, rows // count, cfg.run.seed, **share),
