@@ -6,6 +6,7 @@ It knows nothing of language models: a loss function, batches and params come in
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import math
 import signal
@@ -123,6 +124,7 @@ def fit(
       TrainingError: the loss is no longer finite.
       InputError: resuming without a checkpoint, or with another ``fixed`` setting.
     """
+    require_events(run)
     checkpoints = Checkpoints(Path(run.dir) / CHECKPOINTS, run.keep)
     log = Path(run.dir) / METRICS
     resume = resume and not (checkpoints.latest is None and log.exists())
@@ -335,18 +337,18 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in out.items() if value is not None}
 
 
-def event_writer(directory: Path, done: int) -> Any:
-    """A tensorboardX writer; events after step ``done`` of an earlier try are hidden.
-
-    Raises:
-      InputError: the package is missing.
-    """
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
+def require_events(run: Run) -> None:
+    """Raises InputError where the config asks for event files and nothing can write them."""
+    if run.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise InputError(
             "run.tensorboard=true needs tensorboardX: pip install specjax[tensorboard]"
-        ) from None
+        )
+
+
+def event_writer(directory: Path, done: int) -> Any:
+    """A tensorboardX writer; events after step ``done`` of an earlier try are hidden."""
+    from tensorboardX import SummaryWriter
+
     return SummaryWriter(str(directory), purge_step=done + 1 if done else None)
 
 

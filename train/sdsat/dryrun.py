@@ -55,6 +55,9 @@ def needed_memory(cfg: SDSATConfig, setup: Setup) -> dict[str, Any]:
     by_hand["total"] = sum(by_hand.values())
     table = {name: round(size / GIB, 3) for name, size in by_hand.items()}
     needed = compiled.get("gib_compiled") or table["total"]
+    if cfg.sdsat.decode_prompts:
+        evaluated = memory.evaluation(setup.model, parts, cfg.mesh.fsdp, how[0]) / GIB
+        needed, compiled["gib_evaluation"] = max(needed, evaluated), round(evaluated, 3)
     capacity = cfg.mesh.memory_gib or compiled.pop("gib_of_device", None)
     needs = {"devices": devices, "gib_by_hand": table, **compiled}
     if capacity:

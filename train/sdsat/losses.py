@@ -82,7 +82,7 @@ def sdsat_loss(cfg: ModelConfig, objective: Objective, rows: NamedSharding | Non
     streams = {"basic": _mixed, "improved": _clean_and_mixed, "isolated": isolated_streams}
 
     def loss(params, frozen, batch):
-        params = _cast(params, objective.dtype)
+        params = cast(params, objective.dtype)
         hidden = streams[objective.loss](cfg, params, batch, **objective.passes, rows=rows)
         head = Head.of(cfg, params, rows)
         nats, count, adaptive, extras = _sums(objective, head, hidden, batch)
@@ -207,7 +207,7 @@ def probe_loss(
     """
 
     def loss(params, frozen, batch):
-        params = _cast(params, dtype)
+        params = cast(params, dtype)
         streams = isolated_streams(cfg, params, batch, rows=rows)
         head = Head.of(cfg, params, rows)
         objective = Objective("isolated", length, self_share=1.0)
@@ -229,5 +229,6 @@ def probe_loss(
     return loss
 
 
-def _cast(params: dict, dtype: str) -> dict:
+def cast(params: dict, dtype: str) -> dict:
+    """The params as the forward pass has them."""
     return jax.tree.map(lambda x: x.astype(dtype), params)

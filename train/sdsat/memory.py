@@ -138,6 +138,14 @@ def estimate(
     }
 
 
+def evaluation(model: ModelConfig, parts: Parts, fsdp: int, dtype: str) -> int:
+    """Bytes of the device that decodes held-out prompts, beside its share of the training state:
+    the model as the forward pass has it, whole, and again in the layout of decoding."""
+    kept = _shared(parts.trainable, fsdp) + _shared(parts.frozen, fsdp)
+    kept += _shared(jax.eval_shape(parts.optimizer.init, parts.trainable), fsdp)
+    return kept + 2 * num_params(model) * jnp.dtype(dtype).itemsize
+
+
 def _shared(tree: Any, fsdp: int) -> int:
     """Bytes of one device's share of the tree."""
 
