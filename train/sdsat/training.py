@@ -31,7 +31,8 @@ from train.data.prompts import held_out_prompts
 from train.engine import processes
 from train.engine.directory import export, export_as, own_directory, require_room
 from train.engine.ending import finish
-from train.engine.loop import fit, require_events
+from train.engine.loop import fit
+from train.engine.metrics import require_sinks
 from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
 from train.sdsat.dryrun import needed_memory
@@ -77,7 +78,7 @@ def main(cfg: SDSATConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
 
 def _make_ready(cfg: SDSATConfig, resume: bool) -> Placement:
     """Where the run's arrays will lie; what would fail late fails here, before any text is read."""
-    require_events(cfg.run)
+    require_sinks(cfg.run)
     placement, setup = run_placement(cfg.mesh, cfg.optim.batch_size), prepare_setup(cfg)
     if processes.leads() and not resume:
         trainable = jax.eval_shape(setup.tuning.split, param_shapes(setup.model))[0]
@@ -137,6 +138,7 @@ def train(
         weigh=functools.partial(weigh, setup.objective),
         measure=_measure(cfg, setup, data, placement),
         placement=placement,
+        operations=_useful_operations(cfg, setup) / cfg.data.seq_len,
     )
     params = tuning.merge(placement.host(outcome.params), frozen)
     ended = {}
@@ -213,6 +215,18 @@ def forward_flops(model: ModelConfig, loss: str, window: int, rate: float, seq_l
     products = 2 * (num_params(model) - lookups) * tokens
     attention = 4 * tokens**2 * model.num_heads * model.head_dim * model.num_layers
     return float(sequences * (products + attention))
+
+
+def _useful_operations(cfg: SDSATConfig, setup: Setup) -> float:
+    """Of one row's step: :func:`forward_flops` without the scores that the causal mask hides."""
+    section, model, length = cfg.sdsat, setup.model, cfg.data.seq_len
+    forward = forward_flops(model, section.loss, section.window, section.start_rate, length)
+    spare = appended_slots(section.window, section.start_rate, length)
+    appended = spare if section.loss == "isolated" else 0
+    sequences = 2 if section.loss == "improved" else 1
+    seen = (sequences * length + appended) * length / 2
+    masked = sequences * (length + appended) ** 2 - seen
+    return 3 * (forward - 4 * masked * model.num_heads * model.head_dim * model.num_layers)
 
 
 def plan(cfg: SDSATConfig, setup: Setup) -> dict[str, Any]:
