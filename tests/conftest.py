@@ -5,6 +5,7 @@ import os
 import time
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
 
@@ -23,6 +24,12 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 if jax.__version_info__[:2] == (0, 10):  # XLA ends the process at a flag that it does not know
     flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+
+# A busy machine draws examples slowly; that says nothing of what they are drawn for.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 def tiny_lm(seed: int, layers: int = 2, hidden: int = 32, vocab: int = 97, **other) -> sj.LM:

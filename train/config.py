@@ -111,9 +111,11 @@ class Run:
     eval_every: PositiveInt = 200
     eval_batches: NotNegativeInt = 8
     checkpoint_every: PositiveInt = 100
+    checkpoint_minutes: NotNegativeFloat = 0.0  # so long after the last one, too; 0: by steps alone
     keep: PositiveInt = 2
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     tensorboard: bool = False  # also write event files into dir/events
+    wandb: str = ""  # also report to this project of Weights & Biases, by its own client
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +262,7 @@ MAY_CHANGE = {
     "mesh": ("fsdp", "devices", "topology", "memory_gib"),
     "run": (
         *("dir", "log_every", "eval_every", "eval_batches", "checkpoint_every", "keep"),
-        *("export_dtype", "tensorboard"),
+        *("checkpoint_minutes", "export_dtype", "tensorboard", "wandb"),
     ),
 }
 

@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from specjax.models import sharding
 from specjax.models.config import ModelConfig, period
 from specjax.models.layers import ACTIVATIONS, NORMS, Linear, rope_table, rotate
+from specjax.models.sharding import laid
 
 # attend(layer, q[B,N,H,E], k[B,N,K,E], v[B,N,K,E]) -> [B,N,H,E]
 Attend = Callable[[int, Array, Array, Array], Array]
@@ -155,18 +157,21 @@ class Decoder(nnx.Module):
         scan: bool = False,
         taps: tuple[int, ...] = (),
         features: Float[Array, "B N D"] | None = None,
+        rows: NamedSharding | None = None,
     ) -> tuple[Float[Array, "B N D"], Float[Array, "B N P D"] | None]:
         """The hidden states, and the inputs of the P layers ``taps``; None where there are none.
 
-        ``features`` are what a head reads beside its tokens.
+        ``features`` are what a head reads beside its tokens. ``rows`` says where those of a batch
+        lie: every block's input and output stays there, so that a device works on its own rows
+        with weights that it gathers for one block, and never on a part of each row's width.
         """
-        x, tables, first = self.inputs(tokens, positions), self.tables(positions), 0
+        x, tables, first = laid(self.inputs(tokens, positions), rows), self.tables(positions), 0
         tapped = jnp.zeros((*x.shape[:2], len(taps), x.shape[2]), x.dtype) if taps else None
         if scan:
-            x, tapped, first = self._scan(x, tapped, taps, tables, attend, remat)
+            x, tapped, first = self._scan(x, tapped, taps, tables, attend, remat, rows)
         for i in range(first, self.cfg.num_layers):
             tapped = _tap(tapped, taps, i, x)
-            run = _call(tables[i], functools.partial(attend, i))
+            run = _call(tables[i], functools.partial(attend, i), rows)
             x = (nnx.remat(run) if remat else run)(self.layers[str(i)], x)
         return self.outputs(x), tapped
 
@@ -178,6 +183,7 @@ class Decoder(nnx.Module):
         tables: list[Table],
         attend: Attend,
         remat: bool,
+        rows: NamedSharding | None,
     ) -> tuple[Float[Array, "B N D"], Float[Array, "B N P D"] | None, int]:
         """Layers as one ``lax.scan`` over whole periods of like ones, and how many it ran.
 
@@ -195,7 +201,7 @@ class Decoder(nnx.Module):
             for i, state in enumerate(states):
                 tapped = _tap(tapped, taps, first + i, x)
                 block = nnx.merge(blocks[i][0], state)
-                x = _call(tables[i], functools.partial(attend, i))(block, x)
+                x = _call(tables[i], functools.partial(attend, i), rows)(block, x)
             return (x, tapped), None
 
         # Inside a scan nothing is merged with the forward pass, so no barrier against it.
@@ -204,9 +210,9 @@ class Decoder(nnx.Module):
         return *jax.lax.scan(run, (x, tapped), periods)[0], count
 
 
-def _call(table: Table, attend: Callable) -> Callable:
+def _call(table: Table, attend: Callable, rows: NamedSharding | None) -> Callable:
     """Runs a block; what is closed over here is no argument that remat would trace."""
-    return lambda block, x: block(x, table, attend)
+    return lambda block, x: laid(block(laid(x, rows), table, attend), rows)
 
 
 def _tap(

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models import attention, long_cache, sharding
@@ -130,12 +131,14 @@ def hidden_states(
     backend: str = "auto",
     remat: bool = False,
     scan: bool = False,
+    rows: NamedSharding | None = None,
 ) -> Float[Array, "B T D"]:
     """Final-normed hidden states of whole sequences, without a cache (training, scoring).
 
     Arguments as :func:`tapped_states`.
     """
-    how = {"mask_fn": mask_fn, "meta": meta, "backend": backend, "remat": remat, "scan": scan}
+    how = {"mask_fn": mask_fn, "meta": meta, "backend": backend}
+    how |= {"remat": remat, "scan": scan, "rows": rows}
     return tapped_states(cfg, params, tokens, positions, segments, (), **how)[0]
 
 
@@ -162,7 +165,8 @@ def tapped_states(
       backend: ``dense``, ``blockwise``, or ``auto`` by length.
       how: ``remat``: recompute each block in the backward pass. ``scan``: compile one block (one
         period, where layers alternate) and scan the stacked layers; compile time then does not
-        grow with the depth. ``features`` of a head: see :mod:`specjax.models.head`.
+        grow with the depth. ``rows``: where the batch's rows lie. ``features`` of a head: see
+        :mod:`specjax.models.head`.
     """
     mask_fn, finish, windows = mask_fn or attention.causal_mask, _scores(cfg), cfg.windows
     mask_fns = {w: attention.windowed(mask_fn, w) for w in set(windows)}

@@ -15,7 +15,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from specjax.errors import ModelError
@@ -67,6 +67,11 @@ def partition(axes: tuple[str, ...], shape: tuple[int, ...], count: int) -> Part
     """Where a weight lies on ``count`` devices; a vocabulary that does not divide stays whole."""
     sizes = zip(axes, shape, strict=True)
     return PartitionSpec(*(None if a == "vocab" and n % count else RULES[a] for a, n in sizes))
+
+
+def laid(x: Array, where: NamedSharding | None) -> Array:
+    """``x``, told to lie so; None: as the compiler likes."""
+    return x if where is None else jax.lax.with_sharding_constraint(x, where)
 
 
 def total(x: Float[Array, "..."], shards: int) -> Float[Array, "..."]:

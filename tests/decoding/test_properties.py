@@ -157,7 +157,7 @@ METHODS = {
 @pytest.mark.parametrize(
     "name", ["match", *(pytest.param(n, marks=pytest.mark.slow) for n in ("specinfer", "joint"))]
 )
-@hypothesis.settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@hypothesis.settings(max_examples=15, derandomize=True, database=None)
 @hypothesis.given(example=examples)
 def test_random_trees_keep_the_loops_promises(name, example):
     lm = model(example.model)

@@ -116,7 +116,7 @@ def test_rows_do_not_see_each_other():
         np.testing.assert_array_equal(together[i : i + 1], alone)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.floats(-50, 50, width=32), min_size=8, max_size=8),
     st.floats(0, 4, width=32),

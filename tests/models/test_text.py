@@ -68,7 +68,7 @@ def in_pieces(tokenizer, ids, cuts):
 TEXTS = st.text(max_size=40) | st.text(" \n\tdx🙂日é\u0301\u200d", max_size=20)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=TEXTS, data=st.data())
 def test_pieces_of_a_text_concatenate_to_it(backends, text, data):
     for backend in backends:
@@ -81,7 +81,7 @@ def test_pieces_of_a_text_concatenate_to_it(backends, text, data):
     assert Tokenizer(backends[0]).decode(Tokenizer(backends[0]).encode(text)) == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), kind=st.sampled_from([0, 1, 2]))
 def test_pieces_of_any_ids_concatenate_to_their_text(backends, data, kind):
     """Random ids: invalid UTF-8, special tokens anywhere, ids beyond the vocabulary."""

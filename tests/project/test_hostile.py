@@ -150,7 +150,7 @@ values = st.recursive(
 
 def tried(examples, strategy, check, *shown):
     """Holds random examples, the same each time, and those shown, against a check."""
-    bounds = settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+    bounds = settings(max_examples=examples, derandomize=True, database=None)
 
     def one(drawn):
         with in_time():

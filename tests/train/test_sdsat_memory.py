@@ -84,6 +84,15 @@ def by_hand(cfg, devices):
     )
 
 
+def test_evaluation_takes_the_state_and_two_whole_models(tmp_path, tokenizer):
+    """Of a 7B model in bfloat16: a share of 12 bytes a parameter, and twice 2 bytes of each."""
+    cfg = big(tmp_path / "7b", shape(*SEVEN_B), tokenizer, 8)
+    setup = prepare_setup(cfg)
+    parts = dryrun.step_parts(cfg, setup, setup.model)
+    found = memory.evaluation(setup.model, parts, 8, "bfloat16")
+    np.testing.assert_allclose(found, (12 / 8 + 4) * num_params(setup.model), rtol=1e-3)
+
+
 @pytest.mark.slow
 def test_which_of_the_papers_models_fit_which_devices(tmp_path, tokenizer):
     seven = by_hand(big(tmp_path / "7b", shape(*SEVEN_B), tokenizer, 8), 8)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -324,11 +325,25 @@ def test_counted_operations_are_the_compilers(loss):
     np.testing.assert_allclose(compiled, counted - head, rtol=0.05)
 
 
-def test_dry_run_counts_tokens_and_writes_nothing(quick, tmp_path, capsys):
-    assert program(*quick(tmp_path / "run", "data.seq_len=128"), "--dry-run", "--json") == 0
+def test_dry_run_counts_tokens_writes_nothing_and_needs_no_corpus(quick, tmp_path, capsys):
+    settings = ("data.seq_len=128", "data.corpora=[]", 'data.files=["/nowhere"]')
+    assert program(*quick(tmp_path / "run", *settings), "--dry-run", "--json") == 0
     plan = json.loads(capsys.readouterr().out)
+    assert "gib_evaluation" in plan
     assert plan["clean_tokens_per_step"] == 512 and 614 < plan["forward_tokens_per_step"] < 900
     assert plan["new_rows"] == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_what_would_fail_late_fails_before_the_corpus_is_read(quick, tmp_path, capsys, monkeypatch):
+    nowhere = ("data.corpora=[]", 'data.files=["/nowhere"]')
+    assert program(*quick(tmp_path / "devices", *nowhere, "mesh.devices=3")) == 2
+    assert "mesh.devices=3, but the run has 1 devices" in capsys.readouterr().err
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 10))
+    assert program(*quick(tmp_path / "disk", *nowhere)) == 2
+    assert "has 0.0 GB free, but run.keep=2 checkpoints and one more" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    assert program(*quick(tmp_path / "events", *nowhere, "run.tensorboard=true")) == 2
+    assert "needs tensorboardX" in capsys.readouterr().err
 
 
 @pytest.mark.torch

@@ -8,6 +8,8 @@ import json
 import os
 import re
 import shutil
+import sys
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,8 @@ from support.training import logged
 from train.config import LMConfig, Optim, Run, from_toml
 from train.engine.checkpoints import Checkpoints
 from train.engine.directory import own_directory
-from train.engine.loop import Metrics, TrainingError, event_writer, fit
+from train.engine.loop import TrainingError, fit
+from train.engine.metrics import Events, Metrics, speeds
 from train.lm import training as lm
 
 
@@ -48,9 +51,12 @@ def squares(params, frozen, batch):
     return jnp.sum((params["w"] - tokens) ** 2), jnp.float32(tokens.size)
 
 
-def train(directory, steps=40, end=None, resume=False, rate=0.05, save_every=25, valid=()):
+def train(
+    directory, steps=40, end=None, resume=False, rate=0.05, save_every=25, valid=(), **section
+):
     directory.mkdir(exist_ok=True)
-    run = Run(dir=str(directory), log_every=10, checkpoint_every=save_every, eval_every=1000)
+    how = {"log_every": 10, "checkpoint_every": save_every, "eval_every": 1000} | section
+    run = Run(dir=str(directory), **how)
     return fit(
         squares,
         {"w": jnp.float32(3)},
@@ -335,9 +341,47 @@ def test_checkpoints_without_metrics_are_a_run_too(tmp_path):
         raise AssertionError
 
 
+def test_a_run_reports_to_weights_and_biases_and_goes_on_there(tmp_path, monkeypatch):
+    """Through its client alone, here one that notes what it is told."""
+    told = []
+    client = SimpleNamespace(
+        log=lambda scalars, step: told.append((step, scalars)), finish=lambda: told.append("end")
+    )
+    module = SimpleNamespace(init=lambda **how: told.append(how) or client, __spec__=True)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    for steps in (10, 20):
+        train(tmp_path, steps=steps, resume=steps > 10, wandb="own")
+    first, (step, scalars), *_, end = told[: len(told) // 2]
+    assert first["project"] == "own" and first["resume"] == "allow" and first in told[3:]
+    assert step == 10 and {"loss", "grad_norm", "tokens_per_second"} <= scalars.keys()
+    assert end == "end" == told[-1] and told[-2][0] == 20
+
+
+def test_a_missing_client_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match=r'run.wandb="own" needs wandb: pip install specjax'):
+        train(tmp_path, wandb="own")
+
+
+def test_the_share_of_the_chip_is_of_all_devices(monkeypatch):
+    kind = SimpleNamespace(device_kind="TPU v5 lite")
+    monkeypatch.setattr("jax.devices", lambda: [kind] * 4)
+    monkeypatch.setattr("jax.device_count", lambda: 4)
+    figures = speeds(400.0, 197e10)
+    assert figures["tokens_per_second_per_device"] == 100 and figures["mfu"] == 1
+    assert "mfu" not in speeds(400.0, None)
+
+
+@pytest.mark.parametrize(("minutes", "saved"), [(0.0, [8]), (1e-9, [1, 2, 3, 4, 5, 6, 7, 8])])
+def test_checkpoints_by_time_come_beside_those_by_steps(tmp_path, minutes, saved):
+    train(tmp_path, steps=8, save_every=1000, checkpoint_minutes=minutes, keep=9)
+    there = (tmp_path / "checkpoints").glob("[0-9]*")
+    assert sorted(int(path.name) for path in there) == saved
+
+
 def test_event_files_hold_every_place_of_a_list(tmp_path):
-    events = event_writer(tmp_path / "events", 0)
-    metrics = Metrics(tmp_path / "metrics.jsonl", 0, events)
+    events = Events(Run(dir=str(tmp_path)), 0)
+    metrics = Metrics(tmp_path / "metrics.jsonl", 0, [events])
     metrics.write(step=1, loss=2.5, adaptive_accuracy=[0.5, None, 0.25])
     metrics.close()
     (file,) = (tmp_path / "events").iterdir()

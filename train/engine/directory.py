@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 from tokenizers import Tokenizer
 
 from specjax.errors import InputError
@@ -41,6 +43,21 @@ def own_directory(run: Run, resume: bool) -> Iterator[Path]:
                 "another directory with --set run.dir=…"
             )
         yield directory
+
+
+def require_room(run: Run, state: Any) -> None:
+    """Raises InputError where the disk does not hold the checkpoints that a run keeps.
+
+    ``state``: the shapes of what each holds. The newest is written before the oldest goes.
+    """
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    wanted, free = (run.keep + 1) * size, shutil.disk_usage(run.dir).free
+    if wanted > free:
+        raise InputError(
+            f"run.dir={run.dir!r} has {free / 1e9:,.1f} GB free, but run.keep={run.keep} "
+            f"checkpoints and one more, of {size / 1e9:,.1f} GB each, take {wanted / 1e9:,.1f}: "
+            "lower run.keep, or choose another disk"
+        )
 
 
 def export(

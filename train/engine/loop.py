@@ -6,7 +6,6 @@ It knows nothing of language models: a loss function, batches and params come in
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import signal
 import time
@@ -20,12 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specjax.errors import InputError
-from specjax.files import write_text
 from train.config import Optim, Run, require_same
 from train.data.packing import Batch, Loader, stack
 from train.engine import processes
 from train.engine.checkpoints import Checkpoints
+from train.engine.metrics import Metrics, open_sinks, require_sinks, speeds
 from train.engine.placement import Placement
 from train.engine.progress import Progress
 
@@ -105,6 +103,7 @@ def fit(
     weigh: Callable[[dict], dict] | None = None,
     measure: Callable[[dict, Any], dict[str, Any]] | None = None,
     placement: Placement | None = None,
+    operations: float | None = None,
 ) -> Outcome:
     """Trains until ``optim.total_steps``, or until SIGTERM or SIGINT, which save first.
 
@@ -119,10 +118,12 @@ def fit(
       measure: figures by name from (params, frozen), taken with every evaluation.
       placement: over which devices the arrays are split; one device when None. With several
         processes every one calls this; ``loader`` and ``valid`` hold its own rows.
+      operations: that the model needs per token, forward and backward; for the MFU in the log.
     Raises:
       TrainingError: the loss is no longer finite.
       InputError: resuming without a checkpoint, or with another ``fixed`` setting.
     """
+    require_sinks(run)
     checkpoints = Checkpoints(Path(run.dir) / CHECKPOINTS, run.keep)
     log = Path(run.dir) / METRICS
     resume = resume and not (checkpoints.latest is None and log.exists())
@@ -131,10 +132,9 @@ def fit(
     state, unlogged = _begin(checkpoints, params, optimizer, loader, resume, fixed, placement)
     frozen = placement.state(frozen)
     writes = processes.leads()
-    wants_events = run.tensorboard and writes
-    events = event_writer(Path(run.dir) / "events", state.step) if wants_events else None
+    sinks = open_sinks(run, state.step) if writes else []
     own = log if writes else None
-    metrics = processes.together(lambda: Metrics(own, keep_through=state.step, events=events))
+    metrics = processes.together(lambda: Metrics(own, keep_through=state.step, sinks=sinks))
     placed = placement.of_step(state.params, state.opt_state)
     train_step = make_step(loss_fn, optimizer, weigh, placed)
     evaluate = jax.jit(eval_loss, out_shardings=placement.replicated)
@@ -154,7 +154,7 @@ def fit(
         noted_signals() as signals,
         Progress(optim.total_steps, state.step, shown=writes) as progress,
     ):
-        since = time.perf_counter()
+        since, saved = time.perf_counter(), time.monotonic()
         while state.step < optim.total_steps and not processes.any_of(bool(signals)):
             batches = stack([next(loader) for _ in range(optim.accumulate)])
             params, opt_state, loss, norm, extras = train_step(
@@ -169,9 +169,9 @@ def fit(
                 seconds, since = time.perf_counter() - since, time.perf_counter()
                 tokens = batches["tokens"].size * jax.process_count()
                 rate = tokens * len(unlogged) / seconds
-                figures = {"loss": mean, "grad_norm": float(norm), "tokens_per_second": rate}
+                figures = {"loss": mean, "grad_norm": float(norm)} | speeds(rate, operations)
                 metrics.write(step=state.step, **figures, **means)
-                progress.log(state.step, mean, rate)
+                progress.log(state.step, mean, rate, figures.get("mfu"))
                 unlogged = []
             if valid and (state.step % run.eval_every == 0 or last):
                 valid_loss, valid_extras = hold_out(params)
@@ -179,8 +179,12 @@ def fit(
                 metrics.write(step=state.step, valid_loss=valid_loss, **named)
                 progress.note(f"step {state.step}: held-out loss {valid_loss:.4f} nats per token")
                 since = time.perf_counter()
-            if state.step % run.checkpoint_every == 0 or last:
+            due = run.checkpoint_minutes > 0 and processes.any_of(
+                time.monotonic() - saved > 60 * run.checkpoint_minutes
+            )
+            if state.step % run.checkpoint_every == 0 or due or last:
                 save()
+                saved = time.monotonic()
         save()
     finished = state.step >= optim.total_steps
     if valid and finished and valid_loss is None:  # resumed after its last step
@@ -269,85 +273,6 @@ def mean_loss(
     sums = jax.device_get([evaluate(params, frozen, batch) for batch in batches])
     loss = float(sum(nats for nats, *_ in sums) / max(1.0, sum(count for _, count, *_ in sums)))
     return loss, _ratios([extras for _, _, *rest in sums for extras in rest])
-
-
-class Metrics:
-    """``metrics.jsonl``: one object per line; a resumed run drops what it will write again.
-
-    Without a path nothing is written.
-
-    Raises:
-      InputError: the file of an earlier try cannot be read; it stays as it is.
-    """
-
-    def __init__(self, path: Path | None, keep_through: int, events: Any = None):
-        self._path, self._events = path, events
-        if path is not None:
-            known = read_metrics(path) if keep_through and path.exists() else ()
-            kept = [record for record in known if record["step"] <= keep_through]
-            write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
-
-    def write(self, **record: Any) -> None:
-        if self._path is None:
-            return
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-        if self._events is not None:
-            for name, value in _scalars(record).items():
-                self._events.add_scalar(name, value, record["step"])
-
-    def close(self) -> None:
-        """Event files are written by a thread of their own, which this waits for."""
-        if self._events is not None:
-            self._events.close()
-
-
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``; a last line that a kill has torn is left out.
-
-    Raises:
-      InputError: the file, or a line of it, cannot be read.
-    """
-    try:
-        *lines, _ = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); move it away") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except ValueError:  # of JSON, or of UTF-8
-            record = None
-        if not isinstance(record, dict) or type(record.get("step")) is not int:
-            raise InputError(
-                f"{path} line {number} is no record of a run: mend it or take it out, then --resume"
-            )
-        yield record
-
-
-def _scalars(record: dict[str, Any]) -> dict[str, float]:
-    """A record's numbers by name; those of a list as name/1, name/2, …"""
-    out = {}
-    for name, value in record.items():
-        if isinstance(value, list):
-            out |= {f"{name}/{i}": x for i, x in enumerate(value, start=1)}
-        elif name != "step":
-            out[name] = value
-    return {name: value for name, value in out.items() if value is not None}
-
-
-def event_writer(directory: Path, done: int) -> Any:
-    """A tensorboardX writer; events after step ``done`` of an earlier try are hidden.
-
-    Raises:
-      InputError: the package is missing.
-    """
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        raise InputError(
-            "run.tensorboard=true needs tensorboardX: pip install specjax[tensorboard]"
-        ) from None
-    return SummaryWriter(str(directory), purge_step=done + 1 if done else None)
 
 
 @contextmanager

@@ -7,11 +7,13 @@ Axis legend: B rows, T tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from specjax.models import ModelConfig, head_matrix, hidden_states
@@ -20,16 +22,20 @@ from train.data.packing import IGNORE
 CHUNK = 2048
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["softcap", "rows"]
+)
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The output table ``[V, D]`` and what the model does to its logits."""
+    """The output table ``[V, D]``, what the model does to its logits, and where rows lie."""
 
     table: Float[Array, "V D"]
     softcap: float | None = None
+    rows: NamedSharding | None = None
 
     @classmethod
-    def of(cls, cfg: ModelConfig, params: dict) -> Head:
-        return cls(head_matrix(cfg, params), cfg.logit_softcap)
+    def of(cls, cfg: ModelConfig, params: dict, rows: NamedSharding | None = None) -> Head:
+        return cls(head_matrix(cfg, params), cfg.logit_softcap, rows)
 
     def logits(self, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
         """float32, whatever dtype the hidden states have; capped where the model does."""
@@ -41,12 +47,19 @@ class Head:
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Summed negative log-likelihood in nats, and the number of labels that are not IGNORE."""
 
-        total = sum_over_chunks(lambda h, y: nll(self.logits(h), y), (hidden,), labels, chunk)
+        def sums(head, hidden, labels):
+            return nll(head.logits(hidden), labels)
+
+        total = sum_over_chunks(sums, self, (hidden,), labels, chunk, self.rows)
         return total, label_count(labels)
 
     def argmax(self, hidden: Float[Array, "B T D"]) -> Int[Array, "B T"]:
-        """The most probable token after each; the logits of one row exist at a time."""
-        return jax.lax.map(lambda row: jnp.argmax(self.logits(row), axis=-1), hidden)
+        """The most probable token after each; a device's logits are of one row at a time."""
+
+        def own(head, hidden):
+            return jax.lax.map(lambda row: jnp.argmax(head.logits(row), axis=-1), hidden)
+
+        return on_own_rows(own, self.rows, joined=True)(self, hidden)
 
 
 def chunked_distillation(
@@ -65,12 +78,13 @@ def chunked_distillation(
     that its gradient keeps its size. The teacher gets no gradient.
     """
 
-    def loss(hidden, teacher_hidden, labels):
-        own, other = student.logits(hidden), teacher.logits(teacher_hidden)
+    def loss(heads, hidden, teacher_hidden, labels):
+        own, other = heads[0].logits(hidden), heads[1].logits(teacher_hidden)
         kl = summed_kl(jax.lax.stop_gradient(other), own, labels, temperature)
         return alpha * kl + (1 - alpha) * nll(own, labels)
 
-    return sum_over_chunks(loss, (hidden, teacher_hidden), labels, chunk), label_count(labels)
+    heads, inputs = (student, teacher), (hidden, teacher_hidden)
+    return sum_over_chunks(loss, heads, inputs, labels, chunk), label_count(labels)
 
 
 def hidden_of(cfg: ModelConfig, params: dict, batch: dict, **how: Any) -> Float[Array, "B T D"]:
@@ -106,17 +120,50 @@ def label_count(labels: Int[Array, "..."]) -> Float[Array, ""]:
 
 def sum_over_chunks(
     sums: Callable[..., Any],
+    shared: Any,
     inputs: tuple[Array, ...],
     labels: Int[Array, "B T"],
     chunk: int = CHUNK,
+    rows: NamedSharding | None = None,
 ) -> Any:
-    """``sums(*inputs, labels)`` for ``chunk`` tokens at a time, added up.
+    """``sums(shared, *inputs, labels)`` for ``chunk`` tokens of a device at a time, added up.
 
     Args:
       sums: takes ``[n, ...]`` of each input and ``[n]`` labels; returns any tree of float32
         sums. It is recomputed in the backward pass. Padding has label IGNORE and zeros.
+      shared: any tree that every chunk reads. A device takes it whole, and sums its gradient,
+        once, however many chunks there are.
       inputs: ``[B, T, ...]`` each.
+      rows: where these B rows lie; None: on one device.
     """
+    own = functools.partial(_sum_over_chunks, sums, chunk)
+    return on_own_rows(own, rows)(shared, inputs, labels)
+
+
+def on_own_rows(function: Callable, rows: NamedSharding | None, joined: bool = False) -> Callable:
+    """``function`` run by every device on its rows, with its first argument whole.
+
+    The results are summed, or ``joined`` again as rows.
+    """
+    if rows is None:
+        return function
+    axes, split, whole = rows.spec[0], PartitionSpec(rows.spec[0]), PartitionSpec()
+
+    def spread(shared, *own):
+        out = function(shared, *own)
+        return out if joined else jax.lax.psum(out, axes)
+
+    def called(shared, *own):
+        specs = (whole, *[split] * len(own))
+        out = split if joined else whole
+        return jax.shard_map(spread, mesh=rows.mesh, in_specs=specs, out_specs=out)(shared, *own)
+
+    return called
+
+
+def _sum_over_chunks(
+    sums: Callable, chunk: int, shared: Any, inputs: tuple[Array, ...], labels: Array
+) -> Any:
     count = labels.size
     chunk = min(chunk, count)
     pad = -count % chunk
@@ -127,10 +174,5 @@ def sum_over_chunks(
         return x.reshape(-1, chunk, *x.shape[1:])
 
     parts = (*(split(x, 0) for x in inputs), split(labels, IGNORE))
-
-    def add(total, part):
-        return jax.tree.map(jnp.add, total, jax.checkpoint(sums)(*part)), None
-
-    shapes = jax.eval_shape(sums, *(part[0] for part in parts))
-    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return jax.lax.scan(add, zero, parts)[0]
+    each = jax.lax.map(lambda part: jax.checkpoint(sums)(shared, *part), parts)
+    return jax.tree.map(lambda x: x.sum(axis=0), each)

@@ -28,9 +28,9 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def log(self, step: int, loss: float, rate: float) -> None:
-        """One logging interval: mean loss in nats, tokens per second."""
-        text = f"loss {loss:.4f} · {rate:,.0f} tokens/s"
+    def log(self, step: int, loss: float, rate: float, mfu: float | None = None) -> None:
+        """One logging interval: mean loss in nats, tokens per second, the share of the chip."""
+        text = f"loss {loss:.4f} · {rate:,.0f} tokens/s" + (f" · MFU {mfu:.2f}" if mfu else "")
         self._bar.update(self._task, completed=step, description=text)
         if not self._console.is_terminal:
             seconds = (time.perf_counter() - self._start) / max(1, step - self._began_at)

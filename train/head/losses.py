@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models import ModelConfig
@@ -18,6 +19,7 @@ from specjax.models.attention import MASKED_SCORE, PADDING_SEGMENT, causal_mask
 from specjax.models.families.head import HeadConfig
 from specjax.models.forward import module_of, tapped_states
 from specjax.models.head import draft_logits, fed_back, fused_states, share_embedding
+from specjax.models.sharding import laid
 from train.data.packing import IGNORE
 from train.engine.loop import LossFn
 from train.engine.losses import Head, label_count, sum_over_chunks, summed_kl
@@ -43,36 +45,45 @@ class Objective:
     remat: bool = False
 
 
-def head_loss(target: ModelConfig, head: HeadConfig, objective: Objective) -> LossFn:
+def head_loss(
+    target: ModelConfig,
+    head: HeadConfig,
+    objective: Objective,
+    rows: NamedSharding | None = None,
+) -> LossFn:
     """Σ_k β^(k−1) · KL(p ‖ q_k) per token, p of the target over the draft vocabulary.
 
     p is the target's distribution restricted to the ids that the head drafts and renormalised; KL
     less the entropy of p is the cross-entropy, with the same gradient. ``frozen`` are the target's
     params. Logged beside it, per step: ``kl`` in nats and ``agreement``, the share of places where
-    both have the same likeliest id.
+    both have the same likeliest id. ``rows``: where those of a batch lie, on several devices.
     """
 
     def loss(params, frozen, batch):
         params = jax.tree.map(lambda x: x.astype(objective.dtype), params)
-        rows = (batch[name] for name in ("tokens", "positions", "segments"))
-        seen = tapped_states(target, frozen, *rows, taps=head.layer_ids)
+        tokens = (batch[name] for name in ("tokens", "positions", "segments"))
+        seen = tapped_states(target, frozen, *tokens, taps=head.layer_ids, rows=rows)
         hidden, states = jax.lax.stop_gradient(seen)
         teacher = Head.of(target, frozen)
         if head.ids is not None:
             teacher = dataclasses.replace(teacher, table=teacher.table[head.ids])
         cfg, params = share_embedding(head, params, frozen["embed"])
 
-        def sums(own, taught, labels):
+        def sums(shared, own, taught, labels):
+            params, teacher = shared
             student = draft_logits(cfg, params, own).astype(jnp.float32)
             other = jax.lax.stop_gradient(teacher.logits(taught))
             same = jnp.argmax(student, axis=-1) == jnp.argmax(other, axis=-1)
             return summed_kl(other, student, labels), jnp.sum(same & (labels != IGNORE)) * 1.0
 
         found = []
-        for k, own in enumerate(drafted_steps(cfg, params, batch, states, objective), start=1):
+        for k, own in enumerate(
+            drafted_steps(cfg, params, batch, states, objective, rows), start=1
+        ):
             labels = labels_of_step(batch, k)
             inputs = (own, shifted(hidden, k, 0))
-            found.append((*sum_over_chunks(sums, inputs, labels), label_count(labels)))
+            sums_of_step = sum_over_chunks(sums, (params, teacher), inputs, labels, rows=rows)
+            found.append((*sums_of_step, label_count(labels)))
         kl, same, counts = (jnp.stack(column) for column in zip(*found, strict=True))
         weights = objective.decay ** jnp.arange(objective.steps)
         extras = {"kl": (kl, counts), "agreement": (same, counts)}
@@ -87,6 +98,7 @@ def drafted_steps(
     batch: dict,
     states: Float[Array, "B T P target"],
     objective: Objective,
+    rows: NamedSharding | None = None,
 ) -> Iterator[Float[Array, "B T D"]]:
     """The head's hidden states of each step, as decoding makes them.
 
@@ -105,8 +117,8 @@ def drafted_steps(
             return attend_steps(q, (*past, (k, v)), mask)
 
         module = module_of(cfg, params)
-        hidden, _ = module(tokens, positions, attend, features=features)
-        return hidden, made[0]
+        hidden, _ = module(tokens, positions, attend, features=laid(features, rows))
+        return laid(hidden, rows), made[0]
 
     run = jax.checkpoint(step) if objective.remat else step
     features, past = fused_states(cfg, params, states), ()

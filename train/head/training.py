@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,14 +48,15 @@ def train(cfg: HeadRunConfig, setup: Setup, resume: bool) -> dict[str, Any]:
         _, target = load_pretrained(setup.directory, jnp.dtype(cfg.model.compute_dtype))
         params = first_params(setup, target, cfg.run.seed)
     objective = Objective(section.steps, section.decay, cfg.model.compute_dtype, cfg.model.remat)
+    loss = functools.partial(head_loss, setup.target, head, rows=placement.row_sharding(0))
     outcome = fit(
-        head_loss(setup.target, head, objective),
+        loss(objective),
         params,
         make_optimizer(cfg.optim),
         make_loader(data, cfg.data.seq_len, rows, cfg.run.seed),
         run=cfg.run,
         optim=cfg.optim,
-        eval_loss=head_loss(setup.target, head, dataclasses.replace(objective, remat=False)),
+        eval_loss=loss(dataclasses.replace(objective, remat=False)),
         valid=valid_batches(data, cfg.data.seq_len, rows, cfg.run.eval_batches),
         frozen=target,
         resume=resume,

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
+from jax.sharding import NamedSharding
 
 from specjax.errors import InputError, SpecjaxError
 from specjax.models import ModelConfig, param_shapes
@@ -54,6 +55,9 @@ def needed_memory(cfg: SDSATConfig, setup: Setup) -> dict[str, Any]:
     by_hand["total"] = sum(by_hand.values())
     table = {name: round(size / GIB, 3) for name, size in by_hand.items()}
     needed = compiled.get("gib_compiled") or table["total"]
+    if cfg.sdsat.decode_prompts:
+        evaluated = memory.evaluation(setup.model, parts, cfg.mesh.fsdp, how[0]) / GIB
+        needed, compiled["gib_evaluation"] = max(needed, evaluated), round(evaluated, 3)
     capacity = cfg.mesh.memory_gib or compiled.pop("gib_of_device", None)
     needs = {"devices": devices, "gib_by_hand": table, **compiled}
     if capacity:
@@ -79,15 +83,20 @@ def device_count(cfg: SDSATConfig) -> int:
         ) from None
 
 
-def step_parts(cfg: SDSATConfig, setup: Setup, model: ModelConfig) -> Parts:
-    """The config's step as shapes, for ``model``: the setup's, or a shallow copy of it."""
+def step_parts(
+    cfg: SDSATConfig, setup: Setup, model: ModelConfig, rows: NamedSharding | None = None
+) -> Parts:
+    """The config's step as shapes, for ``model``: the setup's, or a shallow copy of it.
+
+    ``rows``: where those of a batch lie, on several devices.
+    """
     trainable, frozen = jax.eval_shape(setup.tuning.split, param_shapes(model))
     blank = np.zeros(cfg.data.seq_len, np.int32)
     row = dict.fromkeys(("tokens", "labels", "segments", "positions"), blank)
     row = transforms(cfg, setup.insertion)[0](row, 0)
     lead = (cfg.optim.accumulate, cfg.optim.batch_size)
     return Parts(
-        loss=setup.tuning.over_trained(sdsat_loss(model, setup.objective)),
+        loss=setup.tuning.over_trained(sdsat_loss(model, setup.objective, rows)),
         optimizer=make_optimizer(cfg.optim),
         weigh=functools.partial(weigh, setup.objective),
         trainable=trainable,
@@ -106,7 +115,8 @@ def compile_here(cfg: SDSATConfig, setup: Setup, devices: list | None = None) ->
     about = {"compiled_for": first.device_kind} | ({"gib_of_device": capacity} if capacity else {})
 
     def compile_at(model: ModelConfig) -> Compiled:
-        return memory.compile_step(step_parts(cfg, setup, model), placement, model.num_layers)
+        parts = step_parts(cfg, setup, model, placement.row_sharding(0))
+        return memory.compile_step(parts, placement, model.num_layers)
 
     try:
         compiled = memory.compile_deep(setup.model, compile_at)

@@ -11,9 +11,11 @@ Axes: B rows, T tokens, A appended slots, W windows, k tokens of one, D hidden s
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models import ModelConfig
@@ -68,8 +70,10 @@ def isolated_mask(query: Meta, key: Meta) -> Bool[Array, "B N S"]:
     return causal_mask(query, key) & (own | (clean & before))
 
 
-def sdsat_loss(cfg: ModelConfig, objective: Objective) -> LossFn:
+def sdsat_loss(cfg: ModelConfig, objective: Objective, rows: NamedSharding | None = None) -> LossFn:
     """The training loss; its batches are :func:`weigh`-ed and laid out for ``objective.loss``.
+
+    ``rows``: where those of a batch lie, on several devices.
 
     Logged beside it: ``clean_loss`` and ``adaptive_loss`` in nats per token, and per place in
     the window ``adaptive_accuracy`` against the data and, with self targets,
@@ -78,9 +82,10 @@ def sdsat_loss(cfg: ModelConfig, objective: Objective) -> LossFn:
     streams = {"basic": _mixed, "improved": _clean_and_mixed, "isolated": isolated_streams}
 
     def loss(params, frozen, batch):
-        params = _cast(params, objective.dtype)
-        hidden = streams[objective.loss](cfg, params, batch, **objective.passes)
-        nats, count, adaptive, extras = _sums(objective, Head.of(cfg, params), hidden, batch)
+        params = cast(params, objective.dtype)
+        hidden = streams[objective.loss](cfg, params, batch, **objective.passes, rows=rows)
+        head = Head.of(cfg, params, rows)
+        nats, count, adaptive, extras = _sums(objective, head, hidden, batch)
         if objective.loss == "basic":  # every token of the mixed sequence alike
             return nats + adaptive["loss"], count + adaptive["count"], extras
         # The two means, times the clean count that the step divides by.
@@ -109,21 +114,23 @@ def split_labels(loss: str, batch: dict) -> tuple[Int[Array, "*a T"], Int[Array,
     return jnp.where(batch["index"] > 0, IGNORE, labels), adaptive
 
 
-def _mixed(cfg: ModelConfig, params: dict, batch: dict, **how: bool) -> Streams:
+def _mixed(cfg: ModelConfig, params: dict, batch: dict, **how: Any) -> Streams:
     """The mixed sequence alone, which is clean and adaptive by turns."""
     hidden = hidden_of(cfg, params, batch | {"tokens": batch["mixed"]}, **how)
     return hidden, hidden, hidden
 
 
-def _clean_and_mixed(cfg: ModelConfig, params: dict, batch: dict, **how: bool) -> Streams:
-    """The clean and the mixed sequence, as rows of one batch."""
-    both = {name: jnp.concatenate([batch[name]] * 2) for name in ("positions", "segments")}
-    both["tokens"] = jnp.concatenate([batch["tokens"], batch["mixed"]])
-    clean, mixed = jnp.split(hidden_of(cfg, params, both, **how), 2)
+def _clean_and_mixed(cfg: ModelConfig, params: dict, batch: dict, **how: Any) -> Streams:
+    """The clean and the mixed sequence, as rows of one batch, side by side on one device."""
+    twice = {"tokens": "mixed", "positions": "positions", "segments": "segments"}
+    pairs = {name: jnp.stack([batch[name], batch[other]], 1) for name, other in twice.items()}
+    both = {name: x.reshape(-1, x.shape[-1]) for name, x in pairs.items()}
+    hidden = hidden_of(cfg, params, both, **how).reshape(*pairs["tokens"].shape, -1)
+    clean, mixed = hidden[:, 0], hidden[:, 1]
     return clean, mixed, clean
 
 
-def isolated_streams(cfg: ModelConfig, params: dict, batch: dict, **how: bool) -> Streams:
+def isolated_streams(cfg: ModelConfig, params: dict, batch: dict, **how: Any) -> Streams:
     """The clean sequence once, and the windows that only they themselves see.
 
     The rows are laid out by ``append_windows``; ``how`` as :meth:`Objective.passes`.
@@ -168,7 +175,7 @@ def adaptive_sums(
     """
     share = objective.self_share
 
-    def sums(hidden, teacher, index, labels):
+    def sums(head, hidden, teacher, index, labels):
         student, real = head.logits(hidden), labels != IGNORE
         places = jax.nn.one_hot(index - 1, objective.window) * real[:, None]
         guess = jnp.argmax(student, axis=-1)
@@ -184,10 +191,13 @@ def adaptive_sums(
             out["agreed"] = ((guess == jnp.argmax(own, axis=-1))[:, None] * places).sum(0)
         return out
 
-    return sum_over_chunks(sums, (hidden, jax.lax.stop_gradient(teacher), index), labels)
+    inputs = (hidden, jax.lax.stop_gradient(teacher), index)
+    return sum_over_chunks(sums, head, inputs, labels, rows=head.rows)
 
 
-def probe_loss(cfg: ModelConfig, length: int, dtype: str = "float32") -> LossFn:
+def probe_loss(
+    cfg: ModelConfig, length: int, dtype: str = "float32", rows: NamedSharding | None = None
+) -> LossFn:
     """The clean loss, and how well windows of ``length`` draft, on ``probe_row`` batches.
 
     Extras beside the training loss's: ``acceptance`` ``[length]``, the share of windows whose
@@ -197,8 +207,9 @@ def probe_loss(cfg: ModelConfig, length: int, dtype: str = "float32") -> LossFn:
     """
 
     def loss(params, frozen, batch):
-        params = _cast(params, dtype)
-        streams, head = isolated_streams(cfg, params, batch), Head.of(cfg, params)
+        params = cast(params, dtype)
+        streams = isolated_streams(cfg, params, batch, rows=rows)
+        head = Head.of(cfg, params, rows)
         objective = Objective("isolated", length, self_share=1.0)
         total, count, _, extras = _sums(objective, head, streams, batch)
         _, windows, own = streams
@@ -218,5 +229,6 @@ def probe_loss(cfg: ModelConfig, length: int, dtype: str = "float32") -> LossFn:
     return loss
 
 
-def _cast(params: dict, dtype: str) -> dict:
+def cast(params: dict, dtype: str) -> dict:
+    """The params as the forward pass has them."""
     return jax.tree.map(lambda x: x.astype(dtype), params)

@@ -65,7 +65,14 @@ class Compiled(NamedTuple):
 
 
 def compile_step(parts: Parts, placement: Placement, layers: int) -> Compiled:
-    """Compiles the step for the placement's devices; nothing is allocated on them."""
+    """What the step of a model with so many ``layers`` takes on the placement's devices."""
+    sizes = compiled_step(parts, placement).memory_analysis()
+    fresh = max(0, sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
+    return Compiled(sizes.argument_size_in_bytes, sizes.temp_size_in_bytes, fresh, (layers,))
+
+
+def compiled_step(parts: Parts, placement: Placement) -> jax.stages.Compiled:
+    """The step for the placement's devices; nothing is allocated on them."""
     state = jax.eval_shape(parts.optimizer.init, parts.trainable)
     placed = placement.of_step(parts.trainable, state)
     step = make_step(parts.loss, parts.optimizer, parts.weigh, placed)
@@ -73,9 +80,7 @@ def compile_step(parts: Parts, placement: Placement, layers: int) -> Compiled:
     trees = (parts.trainable, state, parts.frozen)
     if placed:
         trees = jax.tree.map(_at, trees, placement.shardings(trees))
-    sizes = step.lower(*trees, rows).compile().memory_analysis()
-    fresh = max(0, sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
-    return Compiled(sizes.argument_size_in_bytes, sizes.temp_size_in_bytes, fresh, (layers,))
+    return step.lower(*trees, rows).compile()
 
 
 def _at(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -131,6 +136,14 @@ def estimate(
         "activations": kept,
         "logits": 3 * min(CHUNK, tokens) * model.vocab_size * 4,
     }
+
+
+def evaluation(model: ModelConfig, parts: Parts, fsdp: int, dtype: str) -> int:
+    """Bytes of the device that decodes held-out prompts, beside its share of the training state:
+    the model as the forward pass has it, whole, and again in the layout of decoding."""
+    kept = _shared(parts.trainable, fsdp) + _shared(parts.frozen, fsdp)
+    kept += _shared(jax.eval_shape(parts.optimizer.init, parts.trainable), fsdp)
+    return kept + 2 * num_params(model) * jnp.dtype(dtype).itemsize
 
 
 def _shared(tree: Any, fsdp: int) -> int:

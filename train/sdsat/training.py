@@ -29,15 +29,16 @@ from train.data.packing import (
 )
 from train.data.prompts import held_out_prompts
 from train.engine import processes
-from train.engine.directory import export, export_as, own_directory
+from train.engine.directory import export, export_as, own_directory, require_room
 from train.engine.ending import finish
 from train.engine.loop import fit
+from train.engine.metrics import require_sinks
 from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
 from train.sdsat.dryrun import needed_memory
 from train.sdsat.evaluation import Decoding, measure_decoding
 from train.sdsat.insertion import appended_slots
-from train.sdsat.losses import probe_loss, sdsat_loss, weigh
+from train.sdsat.losses import cast, probe_loss, sdsat_loss, weigh
 from train.sdsat.setup import Setup, check_absent, prepare_setup, transforms
 from train.sdsat.trainable import TABLES
 
@@ -62,15 +63,28 @@ def run(args: argparse.Namespace) -> int:
 def main(cfg: SDSATConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     """Tunes as the config says; returns the summary that ``--json`` prints."""
     if dry_run:
-        setup, data = processes.together(lambda: read(cfg, None))
-        return plan(cfg, setup, data) | needed_memory(cfg, setup)
+        setup = processes.together(lambda: prepare_setup(cfg))
+        return plan(cfg, setup) | needed_memory(cfg, setup)
     with contextlib.ExitStack() as held:
         own = own_directory(cfg.run, resume)
         directory = processes.together(lambda: held.enter_context(own))
+        placement = processes.together(lambda: _make_ready(cfg, resume))
         processes.together(lambda: _make_shards(cfg) if processes.leads() else None)
         setup, data = processes.together(lambda: read(cfg, directory.parent / "cache"))
         processes.agree(config=cfg, model=setup.model, corpus=data.fingerprint, jax=jax.__version__)
-        return plan(cfg, setup, data) | train(cfg, setup, data, resume)
+        about = plan(cfg, setup) | _epochs(cfg, data)
+        return about | train(cfg, setup, data, placement, about, resume)
+
+
+def _make_ready(cfg: SDSATConfig, resume: bool) -> Placement:
+    """Where the run's arrays will lie; what would fail late fails here, before any text is read."""
+    require_sinks(cfg.run)
+    placement, setup = run_placement(cfg.mesh, cfg.optim.batch_size), prepare_setup(cfg)
+    if processes.leads() and not resume:
+        trainable = jax.eval_shape(setup.tuning.split, param_shapes(setup.model))[0]
+        state = jax.eval_shape(make_optimizer(cfg.optim).init, trainable)
+        require_room(cfg.run, (trainable, state))
+    return placement
 
 
 def _make_shards(cfg: SDSATConfig) -> None:
@@ -91,19 +105,26 @@ def read(cfg: SDSATConfig, cache: Path | None) -> tuple[Setup, Corpus]:
     return setup, data
 
 
-def train(cfg: SDSATConfig, setup: Setup, data: Corpus, resume: bool) -> dict[str, Any]:
-    """Fits and exports; every process of a run does, and the first one writes."""
+def train(
+    cfg: SDSATConfig,
+    setup: Setup,
+    data: Corpus,
+    placement: Placement,
+    about: dict[str, Any],
+    resume: bool,
+) -> dict[str, Any]:
+    """Fits and exports, ``about`` in the card. Every process of a run does; the first writes."""
     rows, model, tuning = cfg.optim.batch_size, setup.model, setup.tuning
-    placement = processes.together(lambda: run_placement(cfg.mesh, rows))
     with host_memory():  # one device may be too small for what all of them share
         trainable, frozen = processes.together(lambda: tuning.split(first_params(setup)))
     laid, probed = transforms(cfg, setup.insertion)
     process, count = jax.process_index(), jax.process_count()
     share = {"process_index": process, "process_count": count, "transform": laid}
-    held_out = probe_loss(model, cfg.sdsat.held_out_window, cfg.model.compute_dtype)
+    lie = placement.row_sharding(0)
+    held_out = probe_loss(model, cfg.sdsat.held_out_window, cfg.model.compute_dtype, lie)
     valid = valid_batches(data, cfg.data.seq_len, rows, cfg.run.eval_batches, probed)
     outcome = fit(
-        tuning.over_trained(sdsat_loss(model, setup.objective)),
+        tuning.over_trained(sdsat_loss(model, setup.objective, lie)),
         trainable,
         make_optimizer(cfg.optim),
         make_loader(data, cfg.data.seq_len, rows // count, cfg.run.seed, **share),
@@ -117,11 +138,12 @@ def train(cfg: SDSATConfig, setup: Setup, data: Corpus, resume: bool) -> dict[st
         weigh=functools.partial(weigh, setup.objective),
         measure=_measure(cfg, setup, data, placement),
         placement=placement,
+        operations=_useful_operations(cfg, setup) / cfg.data.seq_len,
     )
     params = tuning.merge(placement.host(outcome.params), frozen)
     ended = {}
     if processes.leads():
-        card = plan(cfg, setup, data) | {"recipe": to_dict(cfg)}
+        card = about | {"recipe": to_dict(cfg)}
         if tuning.gated:
             where, dtype = (lasting(cfg.model.init_from), setup.directory), cfg.run.export_dtype
             save = functools.partial(save_delta, *where, model, params[KEY], dtype)
@@ -138,15 +160,19 @@ def _measure(
 ) -> Callable[[dict, dict], dict[str, Any]]:
     """Decoding figures as a function of what is trained and what is not.
 
-    Every process decodes all prompts on one of its devices, which takes a copy of the params.
+    Every process decodes all prompts on one of its devices, which takes a copy of the params
+    (:func:`train.sdsat.memory.evaluation` counts it).
     """
     section = cfg.sdsat
     evaluated = cfg.run.eval_batches * cfg.optim.batch_size * cfg.data.seq_len
     prompts = held_out_prompts(data, section.decode_prompts, evaluated)
     decoding = Decoding(prompts, section.decode_tokens, section.held_out_window)
+    dtype = cfg.model.compute_dtype
 
     def measure(trainable: dict, frozen: dict) -> dict[str, Any]:
-        params = placement.local(setup.tuning.merge(trainable, frozen))
+        merged = setup.tuning.merge(trainable, frozen)
+        # As the forward pass has them, before a device takes all of them.
+        params = placement.local(placement.made(lambda tree: cast(tree, dtype), merged))
         return measure_decoding(setup.model, setup.insertion, decoding, params)
 
     return measure
@@ -191,8 +217,20 @@ def forward_flops(model: ModelConfig, loss: str, window: int, rate: float, seq_l
     return float(sequences * (products + attention))
 
 
-def plan(cfg: SDSATConfig, setup: Setup, data: Corpus) -> dict[str, Any]:
-    """What the run will do, in numbers; clean tokens are those of the corpus."""
+def _useful_operations(cfg: SDSATConfig, setup: Setup) -> float:
+    """Of one row's step: :func:`forward_flops` without the scores that the causal mask hides."""
+    section, model, length = cfg.sdsat, setup.model, cfg.data.seq_len
+    forward = forward_flops(model, section.loss, section.window, section.start_rate, length)
+    spare = appended_slots(section.window, section.start_rate, length)
+    appended = spare if section.loss == "isolated" else 0
+    sequences = 2 if section.loss == "improved" else 1
+    seen = (sequences * length + appended) * length / 2
+    masked = sequences * (length + appended) ** 2 - seen
+    return 3 * (forward - 4 * masked * model.num_heads * model.head_dim * model.num_layers)
+
+
+def plan(cfg: SDSATConfig, setup: Setup) -> dict[str, Any]:
+    """What the run will do, in numbers; clean tokens are the corpus's, which is not read."""
     rows = cfg.optim.batch_size * cfg.optim.accumulate
     clean = rows * cfg.data.seq_len
     section = cfg.sdsat
@@ -217,7 +255,14 @@ def plan(cfg: SDSATConfig, setup: Setup, data: Corpus) -> dict[str, Any]:
         "steps": cfg.optim.total_steps,
         # Master weights, and of what is trained: gradient and two moments.
         "state_megabytes": round((4 * num_params(setup.model) + 12 * count) / 1e6, 1),
+    }
+
+
+def _epochs(cfg: SDSATConfig, data: Corpus) -> dict[str, Any]:
+    """How often the run sees its corpus."""
+    tokens = cfg.optim.batch_size * cfg.optim.accumulate * cfg.data.seq_len * cfg.optim.total_steps
+    return {
         "train_tokens": train_tokens(data),
         "held_out_tokens": held_out_tokens(data),
-        "epochs": round(clean * cfg.optim.total_steps / max(1, train_tokens(data)), 2),
+        "epochs": round(tokens / max(1, train_tokens(data)), 2),
     }
