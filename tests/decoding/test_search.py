@@ -211,7 +211,7 @@ def test_mtad_lies_within_its_bound_of_mtjd(lm):
         lambda x: x * (1 + 1e-4 * generator.normal(size=x.shape).astype(np.float32)), lm.params
     )
     draft = dataclasses.replace(lm, params=params)
-    endless, tau, budget = dataclasses.replace(lm, eos_ids=()), 0.95, 24
+    endless, tau, budget = dataclasses.replace(lm, eos_ids=()), 0.95, 12
     prompts = [[i, j, 3] for i in range(4) for j in range(3)]
     kw = {"max_new_tokens": budget}
     mtjd = sj.generate(endless, prompts, method="mtjd", options={"block": 3}, **kw)
