@@ -81,6 +81,8 @@ def parser() -> Parser:
     results.add_argument("--json", action="store_true", help="one object per row on stdout")
     results.add_argument("--logprobs", action="store_true")
     results.add_argument("--out", metavar="FILE.jsonl", help="append rows here; resumable")
+    said = "one of COUNT processes that split the prompts, or a --mesh, and write one --out"
+    results.add_argument("--distributed", type=cli.place, metavar=cli.Place.FORM, help=said)
     return out
 
 
@@ -99,3 +101,18 @@ def check(args: argparse.Namespace, commands: Parser) -> None:
         commands.error("--chat and --prefix exclude each other: a middle is no message")
     if args.method and (args.drafter or args.rule or args.target_dist):
         commands.error("--method and --drafter/--rule/--target-dist exclude each other")
+    if args.distributed:
+        _spread(args, commands)
+
+
+def _spread(args: argparse.Namespace, commands: Parser) -> None:
+    """Makes ``--mesh``, which counts the devices of all processes, that of this one."""
+    count, mesh = args.distributed.count, args.mesh
+    if not args.out or not (args.prompts or args.task):
+        commands.error("--distributed splits --prompts or --task, and needs --out: one file of all")
+    if mesh and mesh["data"] % count:
+        commands.error(
+            f"--mesh {cli.mesh_text(mesh)} counts the devices of all {count} processes: data must "
+            f"be a multiple of {count}, for each has rows of its own"
+        )
+    args.mesh = mesh and mesh | {"data": mesh["data"] // count}

@@ -16,10 +16,10 @@ from infer.datasets.table import Source
 from infer.loading import load_models, use_compilation_cache
 from infer.prompts import Encoder, Prompt, read_prompts, report, stops_of
 from infer.run.output import Output, row_object
+from infer.run.parts import held
 from infer.run.screen import Compiling, Screen, printable
 from specjax.demo.heldout import held_out_functions
 from specjax.errors import OptionError, SpecjaxError
-from specjax.files import locked
 from specjax.generate import ALL_ROUNDS
 from specjax.infill import ending_middles
 from specjax.methods import MethodSpec, compose, method, usual_rule
@@ -42,7 +42,7 @@ def run_job(args: argparse.Namespace) -> int:
         warnings.simplefilter("always", RewardWarning)
         warnings.showwarning = lambda message, *_: say("infer.run", message)
         try:
-            with locked(args.out, "--out") if args.out else contextlib.nullcontext():
+            with held(args.out, args.distributed) if args.out else contextlib.nullcontext():
                 return _run(args)
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and OUT_OF_MEMORY not in str(error):
@@ -183,14 +183,25 @@ class Job:
     def decode(self, prompts: Sequence[Prompt]) -> None:
         """Decodes ``--batch-size`` rows at a time; a row is out before the next look at the device.
 
-        A file gets rows as they end, standard output in the order of the prompts.
+        A file gets rows as they end, standard output in the order of the prompts. Of several
+        processes each takes every COUNT-th prompt, and the last one makes one file of theirs.
         """
-        samples = self.args.num_samples
-        output = Output(self.args.out, self.settings) if self.args.out else None
-        done = output.done if output else set()
-        prompts = [p for p in prompts if not done.issuperset((p.index, s) for s in range(samples))]
-        if not prompts:
+        place, samples = self.args.distributed, range(self.args.num_samples)
+        if not self.args.out:
+            self._decode(prompts)
             return
+        output = Output(self.args.out, self.settings, place)
+        own = prompts[place.index :: place.count] if place else prompts
+        missing = [p for p in own if not output.done.issuperset((p.index, s) for s in samples)]
+        if missing:
+            self._decode(missing, output)
+        if rows := output.join({(p.index, s) for p in prompts for s in samples}):
+            said = f"{rows} rows are still to come from other processes: the last of them writes"
+            say("infer.run", f"this process has done its part; {said} {self.args.out}")
+
+    def _decode(self, prompts: Sequence[Prompt], output: Output | None = None) -> None:
+        """Decodes prompts to an output, but for the rows that it has, or to standard output."""
+        samples = self.args.num_samples
         pieces = sj.stream(
             self.target,
             [prompt.tokens for prompt in prompts],
@@ -212,7 +223,7 @@ class Job:
             entry = row_object(piece.row, 0, head, self.reward)
             if output is None:
                 ready[piece.index] = entry
-            elif (prompt.index, sample) not in done:
+            elif (prompt.index, sample) not in output.done:
                 output.append(entry)
             while shown in ready:
                 self._print(ready.pop(shown))

@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from specjax.errors import InputError
+from specjax.program import Place
 
 T = TypeVar("T")
 BY_CLUSTER = "cluster"  # SLURM, Open MPI, Kubernetes and TPU pods tell each process its place
@@ -34,12 +35,12 @@ def join(where: str) -> None:
         if where == BY_CLUSTER:
             jax.distributed.initialize()
             return
-        address, count, index = where.split(",")
-        jax.distributed.initialize(address, int(count), int(index))
+        place = Place.parse(where)
+        jax.distributed.initialize(place.address, place.count, place.index)
     except (ValueError, RuntimeError) as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"--distributed {where}: expected HOST:PORT,COUNT,INDEX, or "
+            f"--distributed {where}: expected {Place.FORM}, or "
             f"{BY_CLUSTER} under a cluster manager ({first})"
         ) from None
 
