@@ -338,6 +338,38 @@ def test_a_part_of_another_job_is_refused(pair, job_file, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_two_processes_of_four_devices_killed_and_started_again(pair, job_file, tmp_path, capsys):
+    """Each is killed once: 0 when it has a row on disk, 1 while it starts; its mate goes on."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    job = [*pair, "--batch-size", "4", "--prompts", job_file, "--temperature", "0.7"]
+    assert run(capsys, *job, "--num-samples", "3", "--out", whole)[0] == 0
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+
+    def begin(index):
+        command = [*job, "--num-samples", "3", "--out", out, "--mesh", "data=4,model=2"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "infer.run", *command, *place(index)],
+            env=os.environ | {"XLA_FLAGS": flags},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    started, part = [begin(0), begin(1)], tmp_path / "out.part-0-of-2"
+    time.sleep(1)
+    started[1].kill()
+    while started[0].poll() is None and not (part.exists() and part.read_bytes()):
+        time.sleep(0.002)
+    started[0].kill()
+    assert [process.wait() for process in started] == [-signal.SIGKILL] * 2
+    assert part.read_bytes() and not out.exists()
+    again = [begin(0), begin(1)]
+    said = [process.communicate(timeout=200)[1] for process in again]
+    assert [process.returncode for process in again] == [0, 0], said
+    assert len(lines(out)) == 3 * len(PROMPTS) and answers(out) == answers(whole)
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "whole", "out"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1, 2, 2.5, 3, 3.5, 4, 5, 6])
 def test_an_interrupt_is_130_whenever_it_comes(tmp_path, seconds):
     """Most of these moments are compilation: of a cold cache, and with all of LLVM's passes."""
