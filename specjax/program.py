@@ -46,6 +46,9 @@ class Place:
             raise ValueError("no such form, or INDEX is not below COUNT")
         return cls(found[1], int(found[2]), int(found[3]))
 
+    def __str__(self) -> str:
+        return f"{self.address},{self.count},{self.index}"
+
 
 class Parser(argparse.ArgumentParser):
     """argparse with ``--version``, whose errors are one line that names the way out.

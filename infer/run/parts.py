@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from specjax.errors import InputError
@@ -44,17 +44,21 @@ def held(out: str, place: Place | None) -> Iterator[None]:
       InputError: a job that is alone writes it, processes of another COUNT, or one of this INDEX.
     """
     with contextlib.ExitStack() as ours:
-        with contextlib.ExitStack() as entering:
-            alone = place is None
-            whole = locked(out, "--out", 0 if alone else PATIENCE)
-            (ours if alone else entering).enter_context(whole)
-            for part, count in parts_of(out).items():
-                if alone or count != place.count:
-                    with locked(part, "--out"):
-                        pass  # of processes that are gone
-            if not alone:
+        if place is None:
+            ours.enter_context(locked(out, "--out"))
+            _refuse_living(parts_of(out))
+        else:
+            with locked(out, "--out", PATIENCE):
+                others = (part for part, count in parts_of(out).items() if count != place.count)
+                _refuse_living(others)
                 ours.enter_context(locked(own_file(out, place), "INDEX"))
         yield
+
+
+def _refuse_living(parts: Iterable[Path]) -> None:
+    for part in parts:
+        with locked(part, "--out"):
+            pass  # whoever wrote it is gone
 
 
 def remove_parts(out: str) -> None:

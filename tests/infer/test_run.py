@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from infer.run.output import Output
 from infer.run.screen import DRAFTED, WRITTEN, Screen, printable
 from specjax.errors import OptionError, SpecjaxError
 from specjax.files import locked
+from specjax.program import Place
 from specjax.types import FROM_DRAFT, FROM_TARGET
 
 PROMPTS = ["def fib(n):", "class Tree:\n", "import os", "for i in range(", "x = [", "return"]
@@ -337,36 +339,93 @@ def test_a_part_of_another_job_is_refused(pair, job_file, tmp_path, capsys):
     assert code == 2 and "out.part-1-of-2: was written with seed=0" in err
 
 
+def begin(job, index, port=1):
+    """One of two processes, with four simulated devices."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+    return subprocess.Popen(
+        [sys.executable, "-m", "infer.run", *job, "--distributed", f"localhost:{port},2,{index}"],
+        env=os.environ | {"XLA_FLAGS": flags},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(started):
+    """(exit code, stderr) of each."""
+    said = [process.communicate(timeout=300)[1] for process in started]
+    return [(process.returncode, err) for process, err in zip(started, said, strict=True)]
+
+
+def kill_when_written(process, path):
+    while process.poll() is None and not (path.exists() and path.read_bytes()):
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and path.read_bytes()
+
+
 @pytest.mark.slow
 def test_two_processes_of_four_devices_killed_and_started_again(pair, job_file, tmp_path, capsys):
-    """Each is killed once: 0 when it has a row on disk, 1 while it starts; its mate goes on."""
-    whole, out = tmp_path / "whole", tmp_path / "out"
+    """Each is killed once: 1 while it starts, 0 when it has a row on disk."""
+    whole, out, part = (tmp_path / name for name in ("whole", "out", "out.part-0-of-2"))
     job = [*pair, "--batch-size", "4", "--prompts", job_file, "--temperature", "0.7"]
-    assert run(capsys, *job, "--num-samples", "3", "--out", whole)[0] == 0
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
-
-    def begin(index):
-        command = [*job, "--num-samples", "3", "--out", out, "--mesh", "data=4,model=2"]
-        return subprocess.Popen(
-            [sys.executable, "-m", "infer.run", *command, *place(index)],
-            env=os.environ | {"XLA_FLAGS": flags},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    started, part = [begin(0), begin(1)], tmp_path / "out.part-0-of-2"
+    job += ["--num-samples", "3", "--out"]
+    assert run(capsys, *job, whole)[0] == 0
+    job += [out, "--mesh", "data=4,model=2"]
+    first, second = begin(job, 0), begin(job, 1)
     time.sleep(1)
-    started[1].kill()
-    while started[0].poll() is None and not (part.exists() and part.read_bytes()):
-        time.sleep(0.002)
-    started[0].kill()
-    assert [process.wait() for process in started] == [-signal.SIGKILL] * 2
-    assert part.read_bytes() and not out.exists()
-    again = [begin(0), begin(1)]
-    said = [process.communicate(timeout=200)[1] for process in again]
-    assert [process.returncode for process in again] == [0, 0], said
+    second.kill()
+    assert second.wait() == -signal.SIGKILL
+    kill_when_written(first, part)
+    assert not out.exists()
+    assert [code for code, _ in ended([begin(job, 0), begin(job, 1)])] == [0, 0]
     assert len(lines(out)) == 3 * len(PROMPTS) and answers(out) == answers(whole)
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "whole", "out"}
+
+
+@pytest.mark.slow
+def test_a_model_spans_two_processes(pair, job_file, tmp_path, capsys):
+    """The first is killed when it has written a row; JAX ends the other."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    job = [*pair, "--prompts", job_file, "--temperature", "0.7", "--out"]
+    assert run(capsys, *job, whole)[0] == 0
+    job += [out, "--mesh", "model=4"]
+
+    def start(*own):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        return [begin([*job, *more], index, port) for index, more in enumerate(own)]
+
+    first, second = start([], [])
+    kill_when_written(first, out)
+    assert ended([second])[0][0] != 0
+    assert len(lines(out)) < len(PROMPTS)
+    for code, err in ended(start([], ["--batch-size", "3"])):
+        assert code == 2 and "processes disagree on arguments: 1 against process 0" in err
+        assert "Traceback" not in err
+    assert [code for code, _ in ended(start([], []))] == [0, 0]
+    assert len(lines(out)) == len(PROMPTS) and answers(out) == answers(whole)
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "whole", "out"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "role", "own"),
+    [
+        (None, "split", None),
+        ("data=2,model=4", "split", {"data": 1, "model": 4}),
+        ("data=8", "split", {"data": 4, "model": 1}),
+        ("model=8", "span", {"data": 1, "model": 8}),
+    ],
+)
+def test_a_mesh_counts_the_devices_of_all_processes(mesh, role, own):
+    commands = program.parser()
+    argv = ["--prompts", "x", "--out", "y", *place(1), *(["--mesh", mesh] if mesh else [])]
+    args = commands.parse_args(argv)
+    program.check(args, commands)
+    assert args.mesh == own
+    assert vars(args)[role] == Place("localhost:1", 2, 1)
+    assert vars(args)[{"split": "span", "span": "split"}[role]] is None
 
 
 @pytest.mark.slow
@@ -545,9 +604,13 @@ BAD = {
     "no process at all": (["--distributed", "localhost:1,0,0"], "localhost:1,0,0"),
     "processes without a file": (["--prompts", "x", "--distributed", "h:1,2,0"], "needs --out"),
     "processes of one prompt": (["--out", "x", "--distributed", "h:1,2,0"], "--prompts"),
-    "a mesh that processes cannot share": (
+    "rows that processes cannot share": (
         ["--prompts", "x", "--out", "x", "--distributed", "h:1,2,0", "--mesh", "data=3"],
-        "multiple of 2",
+        "data must be a multiple of 2",
+    ),
+    "a model that processes cannot share": (
+        ["--prompts", "x", "--out", "x", "--distributed", "h:1,2,0", "--mesh", "model=3"],
+        "data must be a multiple of 2",
     ),
 }
 

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from specjax import processes
 from specjax.errors import InputError
 from specjax.files import write_text
 from train.config import Optim, Run, require_same
 from train.data.packing import Batch, Loader, stack
-from train.engine import processes
 from train.engine.checkpoints import Checkpoints
 from train.engine.placement import Placement
 from train.engine.progress import Progress

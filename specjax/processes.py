@@ -1,7 +1,7 @@
 """Runs of several processes: joining them, what they must agree on, and who writes.
 
-Every process runs the same program over its own share of the rows; arrays span the devices of
-all of them. In a run of one process everything here returns at once.
+Every process runs the same program; arrays span the devices of all of them. In a run of one process
+everything here returns at once.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ def any_of(flag: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
 
 
+def of_first(value: np.ndarray) -> np.ndarray:
+    """What process 0 has, in every process."""
+    return value if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(value)
+
+
 def together(work: Callable[[], T]) -> T:
     """``work()``; where it fails in one process, every process raises.
 
@@ -105,5 +110,5 @@ def agree(**facts: Any) -> None:
         if len(others):
             raise InputError(
                 f"processes disagree on {name}: {', '.join(map(str, others))} against process 0; "
-                "start every one with the same config, files, package versions and run.dir"
+                "start every one with the same arguments, config, files and package versions"
             )
