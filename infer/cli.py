@@ -17,7 +17,7 @@ from typing import TypeVar
 from infer.datasets.table import DATASETS
 from specjax.checks import INT32_MAX, SEED_MAX
 from specjax.errors import OptionError
-from specjax.program import Parser
+from specjax.program import Parser, Place
 
 MOST_ROWS = 2**16  # of a prompt or a batch: each has a key of its own before the first is drawn
 MESH_AXES = ("data", "model")
@@ -159,6 +159,9 @@ def mesh_axes(text: str) -> dict[str, int]:
             raise unfit(text, "data=N, model=N or both with a comma between, N at least 1")
         counts[axis] = int(count)
     return counts
+
+
+place = checked(Place.parse, f"{Place.FORM}, INDEX from 0 to COUNT - 1")
 
 
 def mesh_text(mesh: Mapping[str, int]) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from specjax.decode import run_rounds
 from specjax.models import KVCache
+from specjax.processes import of_first
 from specjax.sized import COSTS, LENGTHS, Sized
 from specjax.types import RUNNING, DecodeState, Inputs
 
@@ -39,7 +40,11 @@ def round_costs(
         kept = jax.tree.map(
             lambda x: None if _is_cache(x) else jnp.copy(x), state, is_leaf=_is_cache
         )
-        _MEASURED[key], state = _measure(method, inputs, state)
+        measured, state = _measure(method, inputs, state)
+        if inputs.mesh is not None and inputs.mesh.is_multi_process:
+            # All processes must take the same lengths.
+            measured = tuple(of_first(np.float32(measured)).tolist())
+        _MEASURED[key] = measured
         state = _with_caches_of(kept, state)
     return _MEASURED[key], state
 

@@ -158,13 +158,14 @@ def append_line(path: str | os.PathLike, line: str) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: str | os.PathLike, option: str) -> Iterator[None]:
+def locked(path: str | os.PathLike, option: str, patience: float = 0) -> Iterator[None]:
     """Keeps a file or a directory from others that ask the same, while the block runs.
 
     The lock is the kernel's, on a hidden file beside the file or inside the directory that says
     who has it. It ends with the process, however that ends: what a killed one leaves of it hinders
     nobody. It holds between hosts on NFS too, unless that is mounted with ``nolock``; where a file
-    system has no locks nothing is kept. ``option`` is what the user gave the path by.
+    system has no locks nothing is kept. ``option`` is what the user gave the path by, ``patience``
+    how many seconds another one is waited for.
 
     Raises:
       InputError: another one has it: who, and since when; or the hidden file cannot be made.
@@ -175,7 +176,7 @@ def locked(path: str | os.PathLike, option: str) -> Iterator[None]:
     home = Path(os.path.realpath(path))
     lock = home / ".lock" if home.is_dir() else home.with_name(f".{home.name}.lock")
     try:
-        file, ours = _open_locked(lock)
+        file, ours = _open_locked(lock, time.monotonic() + patience)
     except OSError as error:
         raise InputError(f"{option} {path}: cannot be written ({error.strerror})") from None
     with file:
@@ -195,14 +196,18 @@ def locked(path: str | os.PathLike, option: str) -> Iterator[None]:
             lock.unlink(missing_ok=True)  # before it is let go: then it may be another's
 
 
-def _open_locked(lock: Path) -> tuple[IO[str], bool]:
-    """The lock's file, and whether this process has the lock now."""
+def _open_locked(lock: Path, deadline: float) -> tuple[IO[str], bool]:
+    """The lock's file, and whether this process has the lock now; ``deadline`` is monotonic."""
     while True:
         file = lock.open("a+", encoding="utf-8", errors="replace")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return file, False
+            if time.monotonic() >= deadline:
+                return file, False
+            file.close()
+            time.sleep(0.02)
+            continue
         except OSError:
             return file, True  # there are no locks here
         if lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat()):

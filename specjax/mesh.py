@@ -34,17 +34,29 @@ CACHE = PartitionSpec(DATA, MODEL)
 def make_mesh(data: int = 1, model: int = 1) -> Mesh:
     """The first ``data · model`` devices: rows over ``data``, heads over ``model``.
 
+    Where processes have joined (:func:`jax.distributed.initialize`) it is the first ones of each:
+    a model may span them, and rows then stay whole.
+
     Raises:
       OptionError: there are fewer devices, or no such number.
     """
-    devices, wanted = jax.devices(), data * model
-    if wanted > len(devices):
+    count, wanted = jax.process_count(), data * model
+    if count > 1 and data > 1:
         raise OptionError(
-            f"mesh data={data},model={model} needs {wanted} devices, and there are "
-            f"{len(devices)} ({devices[0].platform}); ask for fewer"
+            f"mesh data={data},model={model} of {count} processes: rows cannot be split over "
+            "processes that have joined; let each decode its own, and ask for data=1"
+        )
+    own = [[d for d in jax.devices() if d.process_index == process] for process in range(count)]
+    devices = [device for each in own for device in each[: -(-wanted // count)]]
+    if wanted != len(devices):
+        has, kind = " and ".join(str(len(each)) for each in own), own[0][0].platform
+        raise OptionError(
+            f"mesh data={data},model={model} needs {wanted} devices"
+            f"{', as many of each process' * (count > 1)}, and there are {has} ({kind}); ask for "
+            "fewer"
         )
     auto = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh((data, model), AXES, axis_types=auto, devices=devices[:wanted])
+    return jax.make_mesh((data, model), AXES, axis_types=auto, devices=devices)
 
 
 def round_up(rows: int, mesh: Mesh) -> int:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import _thread
 import argparse
+import dataclasses
 import importlib.metadata
 import os
 import pkgutil
+import re
 import signal
 import sys
 import time
@@ -20,6 +22,32 @@ from typing import NoReturn
 from specjax.errors import SpecjaxError, one_line
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One of ``count`` processes of a program; ``address`` is where they meet, the first one's."""
+
+    FORM = "HOST:PORT,COUNT,INDEX"
+
+    address: str
+    count: int
+    index: int
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        """The place that ``HOST:PORT,COUNT,INDEX`` names.
+
+        Raises:
+          ValueError: another form, or an INDEX that is not below COUNT.
+        """
+        found = re.fullmatch(r"([^\s,]+:[0-9]{1,5}),([0-9]{1,6}),([0-9]{1,6})", text)
+        if not found or int(found[3]) >= int(found[2]):
+            raise ValueError("no such form, or INDEX is not below COUNT")
+        return cls(found[1], int(found[2]), int(found[3]))
+
+    def __str__(self) -> str:
+        return f"{self.address},{self.count},{self.index}"
 
 
 class Parser(argparse.ArgumentParser):

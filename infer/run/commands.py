@@ -81,6 +81,8 @@ def parser() -> Parser:
     results.add_argument("--json", action="store_true", help="one object per row on stdout")
     results.add_argument("--logprobs", action="store_true")
     results.add_argument("--out", metavar="FILE.jsonl", help="append rows here; resumable")
+    said = "one of COUNT processes that split the prompts, or a --mesh, and write one --out"
+    results.add_argument("--distributed", type=cli.place, metavar=cli.Place.FORM, help=said)
     return out
 
 
@@ -99,3 +101,25 @@ def check(args: argparse.Namespace, commands: Parser) -> None:
         commands.error("--chat and --prefix exclude each other: a middle is no message")
     if args.method and (args.drafter or args.rule or args.target_dist):
         commands.error("--method and --drafter/--rule/--target-dist exclude each other")
+    args.split = args.span = None
+    if args.distributed:
+        _settle_processes(args, commands)
+
+
+def _settle_processes(args: argparse.Namespace, commands: Parser) -> None:
+    """Says which place among processes it has: of those that ``split`` the prompts, each on its
+    devices of ``--mesh``, or of those whose devices one model is to ``span``."""
+    place, mesh = args.distributed, args.mesh or {"data": args.distributed.count, "model": 1}
+    if not args.out or not (args.prompts or args.task):
+        commands.error("--distributed splits --prompts or --task, and needs --out: one file of all")
+    if mesh["data"] % place.count == 0:
+        args.split = place
+        args.mesh = args.mesh and mesh | {"data": mesh["data"] // place.count}
+    elif mesh["data"] == 1 and mesh["model"] % place.count == 0:
+        args.span = place
+    else:
+        commands.error(
+            f"--mesh {cli.mesh_text(mesh)} counts the devices of all {place.count} processes: data "
+            f"must be a multiple of {place.count}, for each has rows of its own, or else 1 and "
+            "model a multiple, for one model over all"
+        )

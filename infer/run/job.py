@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import warnings
 from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 import specjax as sj
 from infer.cli import BAD_LINES
@@ -16,10 +19,11 @@ from infer.datasets.table import Source
 from infer.loading import load_models, use_compilation_cache
 from infer.prompts import Encoder, Prompt, read_prompts, report, stops_of
 from infer.run.output import Output, row_object
+from infer.run.parts import held
 from infer.run.screen import Compiling, Screen, printable
+from specjax import processes
 from specjax.demo.heldout import held_out_functions
 from specjax.errors import OptionError, SpecjaxError
-from specjax.files import locked
 from specjax.generate import ALL_ROUNDS
 from specjax.infill import ending_middles
 from specjax.methods import MethodSpec, compose, method, usual_rule
@@ -42,7 +46,10 @@ def run_job(args: argparse.Namespace) -> int:
         warnings.simplefilter("always", RewardWarning)
         warnings.showwarning = lambda message, *_: say("infer.run", message)
         try:
-            with locked(args.out, "--out") if args.out else contextlib.nullcontext():
+            if args.span:
+                processes.join(str(args.span))
+            with contextlib.ExitStack() as files:
+                processes.together(lambda: files.enter_context(_own_files(args)))
                 return _run(args)
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and OUT_OF_MEMORY not in str(error):
@@ -52,12 +59,16 @@ def run_job(args: argparse.Namespace) -> int:
             ) from None
 
 
+def _own_files(args: argparse.Namespace) -> contextlib.AbstractContextManager:
+    """Keeps others from what this process writes: where a model spans several, the first one."""
+    if args.out and processes.leads():
+        return held(args.out, args.split)
+    return contextlib.nullcontext()
+
+
 def _run(args: argparse.Namespace) -> int:
     compiles = use_compilation_cache()
-    target, draft = load_models(args, check_method(args), args.mesh)
-    if args.prefix is not None:
-        target = ending_middles(target)
-    job = Job.create(args, target, draft)
+    job = processes.together(lambda: _make_job(args))
     if args.prompts or args.task:
         return _batch(job)
     prompt = _only_prompt(args, job.encoder)
@@ -69,12 +80,20 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _make_job(args: argparse.Namespace) -> Job:
+    target, draft = load_models(args, check_method(args), args.mesh)
+    if args.prefix is not None:
+        target = ending_middles(target)
+    return Job.create(args, target, draft)
+
+
 def _batch(job: Job) -> int:
     """A file of prompts, or a task; bad lines are reported and the rest goes on."""
     args, path = job.args, job.args.prompts or job.args.task
     rewards = (job.reward.parts if job.reward else ()) if args.task else None
     source = Source(args.dataset) if args.dataset else None
-    prompts, bad = read_prompts(path, job.encoder, rewards, source)
+    read = functools.partial(read_prompts, path, job.encoder, rewards, source)
+    prompts, bad = processes.together(read)
     report("infer.run", prompts, bad, path)
     if source and not args.stop:
         job = dataclasses.replace(
@@ -183,14 +202,39 @@ class Job:
     def decode(self, prompts: Sequence[Prompt]) -> None:
         """Decodes ``--batch-size`` rows at a time; a row is out before the next look at the device.
 
-        A file gets rows as they end, standard output in the order of the prompts.
+        A file gets rows as they end, standard output in the order of the prompts. Of several
+        processes each takes every COUNT-th prompt, and the last one makes one file of theirs.
         """
-        samples = self.args.num_samples
-        output = Output(self.args.out, self.settings) if self.args.out else None
-        done = output.done if output else set()
-        prompts = [p for p in prompts if not done.issuperset((p.index, s) for s in range(samples))]
-        if not prompts:
+        place, samples = self.args.split, range(self.args.num_samples)
+        if not self.args.out:
+            self._decode(prompts)
             return
+        output = processes.together(lambda: Output(self.args.out, self.settings, place))
+        own = prompts[place.index :: place.count] if place else prompts
+        missing = [p for p in own if not output.done.issuperset((p.index, s) for s in samples)]
+        self._agree(missing)
+        if missing:
+            self._decode(missing, output)
+        if not processes.leads():
+            return
+        if rows := output.join({(p.index, s) for p in prompts for s in samples}):
+            said = f"{rows} rows are still to come from other processes: the last of them writes"
+            say("infer.run", f"this process has done its part; {said} {self.args.out}")
+
+    def _agree(self, prompts: Sequence[Prompt]) -> None:
+        """Where a model spans several processes: that all are about to do the same."""
+        if self.args.span:
+            names = ("batch_size", "num_samples", "prefixes", "mesh", "pass_width", "dtype")
+            processes.agree(
+                settings=self.settings,
+                arguments={name: vars(self.args)[name] for name in names},
+                prompts=[(p.index, [int(token) for token in p.tokens]) for p in prompts],
+                jax=jax.__version__,
+            )
+
+    def _decode(self, prompts: Sequence[Prompt], output: Output | None = None) -> None:
+        """Decodes prompts to an output, but for the rows that it has, or to standard output."""
+        samples = self.args.num_samples
         pieces = sj.stream(
             self.target,
             [prompt.tokens for prompt in prompts],
@@ -212,7 +256,7 @@ class Job:
             entry = row_object(piece.row, 0, head, self.reward)
             if output is None:
                 ready[piece.index] = entry
-            elif (prompt.index, sample) not in done:
+            elif (prompt.index, sample) not in output.done and processes.leads():
                 output.append(entry)
             while shown in ready:
                 self._print(ready.pop(shown))

@@ -6,17 +6,20 @@ truncates a torn last line and does what is missing.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
+from infer.run.parts import own_file, parts_of, remove_parts
 from specjax.checks import quoted
 from specjax.errors import OptionError
-from specjax.files import append_line, check_file, json_line, parse_json
+from specjax.files import append_line, aside, check_file, json_line, locked, parse_json
 from specjax.generate import Generation
 from specjax.metrics import perplexity, rates, speeds
+from specjax.program import Place
 from specjax.rewards import Combined
 
 
@@ -57,48 +60,87 @@ def row_object(
 class Output:
     """The result file: knows which (index, sample) are ``done`` and appends what is not.
 
+    With a ``place`` it appends to this process's part (:mod:`infer.run.parts`).
+
     Raises:
-      OptionError: the file cannot be written, was written by a job with other ``settings``, or is
+      OptionError: a file cannot be written, was written by a job with other ``settings``, or is
         no result file.
     """
 
-    def __init__(self, path: str, settings: dict[str, Any]):
-        self._path = Path(path)
-        self._settings = settings
+    def __init__(self, path: str, settings: dict[str, Any], place: Place | None = None):
+        self._path, self._own = path, own_file(path, place)
+        self._settings, self._place = settings, place
         try:
-            if os.path.lexists(path):
-                check_file(path)
-            self._path.open("ab").close()
+            for file in (path, self._own):
+                if os.path.lexists(file):
+                    check_file(file)
+            self._own.open("ab").close()
         except OSError as error:
             raise OptionError(f"--out {path}: cannot be written ({error.strerror})") from None
-        self.done = set(self._finished())
+        self.done = {row for row, _ in self._rows()}
+        self._mend()
 
-    def _finished(self) -> Iterator[tuple[int, int]]:
-        """(index, sample) of each whole line; a torn last line is cut off the file."""
-        data = self._path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.splitlines(), 1):
+    def _rows(self) -> Iterator[tuple[tuple[int, int], bytes]]:
+        """(index, sample) and line of what is in the parts and then in the whole.
+
+        In this order: whoever joins them removes the parts when all is in the whole.
+        """
+        for file in (*parts_of(self._path), Path(self._path)):
+            with contextlib.suppress(FileNotFoundError):
+                yield from self._finished(file)
+
+    def _finished(self, file: Path) -> Iterator[tuple[tuple[int, int], bytes]]:
+        """(index, sample) and line of each whole line of a file."""
+        data = file.read_bytes()
+        for number, line in enumerate(data[: _whole(data)].splitlines(), 1):
             try:
                 entry = parse_json(line)
-                place = int(entry["index"]), int(entry["sample"])
+                row = int(entry["index"]), int(entry["sample"])
             except (ValueError, KeyError, TypeError):
                 raise OptionError(
-                    f"--out {self._path}: line {number} is no result of this program; choose "
-                    "another file"
+                    f"--out {file}: line {number} is no result of this program; choose another file"
                 ) from None
-            yield place
             for name, value in self._settings.items():
                 if entry.get(name) != value:
                     was = quoted(entry.get(name))
                     raise OptionError(
-                        f"--out {self._path}: was written with {name}={was}, this "
+                        f"--out {file}: was written with {name}={was}, this "
                         f"job has {value!r}; choose another file"
                     )
-        if len(whole) < len(data):
-            with self._path.open("r+b") as file:
-                file.truncate(len(whole))
+            yield row, line
+
+    def _mend(self) -> None:
+        """Cuts a torn last line off the file that this process appends to."""
+        with contextlib.suppress(FileNotFoundError), self._own.open("r+b") as file:
+            data = file.read()
+            if _whole(data) < len(data):
+                file.truncate(_whole(data))
                 os.fsync(file.fileno())
 
     def append(self, entry: dict[str, Any]) -> None:
         """Writes one row and returns once it is on disk."""
-        append_line(self._path, json_line(entry))
+        append_line(self._own, json_line(entry))
+
+    def join(self, wanted: Set[tuple[int, int]]) -> int:
+        """Puts all parts into the whole, by index and sample, and returns 0.
+
+        Where ``wanted`` rows are missing it returns how many, and leaves it to who ends last.
+        """
+        alone = self._place is None
+        with contextlib.nullcontext() if alone else locked(self._path, "--out", math.inf):
+            if not parts_of(self._path):
+                return 0
+            rows = dict(self._rows())
+            if missing := len(wanted - rows.keys()):
+                return missing
+            with aside(os.path.realpath(self._path)) as scratch, scratch.open("wb") as file:
+                file.writelines(rows[row] + b"\n" for row in sorted(rows))
+                file.flush()
+                os.fsync(file.fileno())
+            remove_parts(self._path)
+        return 0
+
+
+def _whole(data: bytes) -> int:
+    """The bytes up to the end of the last whole line."""
+    return data.rfind(b"\n") + 1

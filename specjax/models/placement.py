@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -51,13 +52,31 @@ def place(cfg: ModelConfig, params: dict, mesh: Mesh, split: bool) -> dict:
       ModelError: the model cannot be split.
     """
     if not split:
-        return jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+        return put(params, NamedSharding(mesh, PartitionSpec()))
     count = mesh.shape[AXIS]
     split_config(cfg, count)  # refuses what does not divide
     if "layers" in params:
         params = split_layers(cfg, params, count)
     specs = param_specs(cfg, params, count)
-    return jax.device_put(params, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
+    return put(params, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
+
+
+def put(tree: Any, where: Any) -> Any:
+    """``jax.device_put`` that takes devices of other processes, too, which have the same tree.
+
+    ``where`` is a sharding, or a tree of them.
+    """
+    if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(where)):
+        return jax.device_put(tree, where)
+    return jax.tree.map(
+        lambda sharding, part: jax.tree.map(lambda x: put_whole(x, sharding), part), where, tree
+    )
+
+
+def put_whole(x: Array, sharding: NamedSharding) -> Array:
+    """An array that every process has whole, where the sharding says; always a copy."""
+    whole = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: whole[index])
 
 
 def adapter_specs(cfg: ModelConfig, adapters: dict) -> dict:
@@ -78,9 +97,9 @@ def adapter_specs(cfg: ModelConfig, adapters: dict) -> dict:
 def place_adapters(cfg: ModelConfig, adapters: dict, mesh: Mesh, split: bool) -> dict:
     """Adapters in the inference layout on a mesh, as :func:`place`; there may be none."""
     if not adapters or not split:
-        return jax.device_put(adapters, NamedSharding(mesh, PartitionSpec()))
+        return put(adapters, NamedSharding(mesh, PartitionSpec()))
     adapters, specs = split_layers(cfg, adapters, mesh.shape[AXIS]), adapter_specs(cfg, adapters)
-    return jax.device_put(adapters, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
+    return put(adapters, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
 
 
 def split_layers(cfg: ModelConfig, params: dict, count: int) -> dict:

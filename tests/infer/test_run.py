@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from infer.run.output import Output
 from infer.run.screen import DRAFTED, WRITTEN, Screen, printable
 from specjax.errors import OptionError, SpecjaxError
 from specjax.files import locked
+from specjax.program import Place
 from specjax.types import FROM_DRAFT, FROM_TARGET
 
 PROMPTS = ["def fib(n):", "class Tree:\n", "import os", "for i in range(", "x = [", "return"]
@@ -273,6 +275,159 @@ def test_of_two_jobs_on_one_file_one_writes(pair, job_file, tmp_path):
     assert len(lines(out)) == len(PROMPTS)
 
 
+def place(index, count=2):
+    return ["--distributed", f"localhost:1,{count},{index}"]
+
+
+def test_processes_split_a_job_and_the_last_one_joins(pair, job_file, tmp_path, capsys):
+    whole, out, part = (tmp_path / name for name in ("whole", "out", "out.part-1-of-2"))
+    job = [*pair, "--prompts", job_file, "--temperature", "0.7", "--num-samples", "2", "--out"]
+    run(capsys, *job, whole)
+    code, shown, err = run(capsys, *job, out, *place(1))
+    (line,) = err.splitlines()
+    assert (code, shown) == (0, "") and "6 rows are still to come" in line
+    assert not out.exists() and {row["index"] for row in lines(part)} == {1, 3, 5}
+    kept = part.read_bytes()
+    assert run(capsys, *job, out, *place(0)) == (0, "", "")
+    assert [(row["index"], row["sample"]) for row in lines(out)] == sorted(
+        (row["index"], row["sample"]) for row in lines(whole)
+    ), "in the order of the prompts"
+    assert answers(out) == answers(whole)
+    before, there = out.read_bytes(), {path.name for path in tmp_path.iterdir()}
+    assert there == {"in.jsonl", "whole", "out"}, "no part and no lock is left"
+    part.write_bytes(kept)  # as if whoever joined had been killed before it removed this one
+    for index in (1, 0):
+        assert run(capsys, *job, out, *place(index)) == (0, "", "")
+    assert out.read_bytes() == before and there == {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("then", [[[]], [place(1, 3), place(0, 3), place(2, 3)]])
+def test_a_split_job_goes_on_in_another_number(pair, job_file, tmp_path, capsys, then):
+    whole, out, part = (tmp_path / name for name in ("whole", "out", "out.part-0-of-2"))
+    job = [*pair, "--prompts", job_file, "--temperature", "0.7", "--out"]
+    run(capsys, *job, whole)
+    first, second, *_ = whole.read_bytes().splitlines(keepends=True)
+    out.write_bytes(first)
+    part.write_bytes(second + b'{"torn')
+    for more in then:
+        assert run(capsys, *job, out, *more)[0] == 0
+    assert len(lines(out)) == len(PROMPTS) and answers(out) == answers(whole)
+    assert first in out.read_bytes() and second in out.read_bytes(), "what was done is kept"
+    assert not list(tmp_path.glob("out.part*"))
+
+
+def test_processes_that_would_write_the_same_rows_are_refused(pair, job_file, tmp_path, capsys):
+    out, part = tmp_path / "out", tmp_path / "out.part-0-of-2"
+    part.touch()
+    with locked(part, "INDEX"):
+        for more, says in (
+            (place(0), f"INDEX {part} is being written by process {os.getpid()}"),
+            (place(0, 3), f"--out {part} is being written"),
+            ([], f"--out {part} is being written"),
+        ):
+            code, shown, err = run(capsys, *pair, "--prompts", job_file, "--out", out, *more)
+            (line,) = err.splitlines()
+            assert (code, shown) == (2, "") and says in line
+        assert run(capsys, *pair, "--prompts", job_file, "--out", out, *place(1))[0] == 0
+    assert not out.exists()
+
+
+def test_a_part_of_another_job_is_refused(pair, job_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    run(capsys, *pair, "--prompts", job_file, "--out", out, *place(1))
+    code, _, err = run(capsys, *pair, "--prompts", job_file, "--out", out, "--seed", "1")
+    assert code == 2 and "out.part-1-of-2: was written with seed=0" in err
+
+
+def begin(job, index, port=1):
+    """One of two processes, with four simulated devices."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+    return subprocess.Popen(
+        [sys.executable, "-m", "infer.run", *job, "--distributed", f"localhost:{port},2,{index}"],
+        env=os.environ | {"XLA_FLAGS": flags},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(started):
+    """(exit code, stderr) of each."""
+    said = [process.communicate(timeout=300)[1] for process in started]
+    return [(process.returncode, err) for process, err in zip(started, said, strict=True)]
+
+
+def kill_when_written(process, path):
+    while process.poll() is None and not (path.exists() and path.read_bytes()):
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and path.read_bytes()
+
+
+@pytest.mark.slow
+def test_two_processes_of_four_devices_killed_and_started_again(pair, job_file, tmp_path, capsys):
+    """Each is killed once: 1 while it starts, 0 when it has a row on disk."""
+    whole, out, part = (tmp_path / name for name in ("whole", "out", "out.part-0-of-2"))
+    job = [*pair, "--batch-size", "4", "--prompts", job_file, "--temperature", "0.7"]
+    job += ["--num-samples", "3", "--out"]
+    assert run(capsys, *job, whole)[0] == 0
+    job += [out, "--mesh", "data=4,model=2"]
+    first, second = begin(job, 0), begin(job, 1)
+    time.sleep(1)
+    second.kill()
+    assert second.wait() == -signal.SIGKILL
+    kill_when_written(first, part)
+    assert not out.exists()
+    assert [code for code, _ in ended([begin(job, 0), begin(job, 1)])] == [0, 0]
+    assert len(lines(out)) == 3 * len(PROMPTS) and answers(out) == answers(whole)
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "whole", "out"}
+
+
+@pytest.mark.slow
+def test_a_model_spans_two_processes(pair, job_file, tmp_path, capsys):
+    """The first is killed when it has written a row; JAX ends the other."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    job = [*pair, "--prompts", job_file, "--temperature", "0.7", "--out"]
+    assert run(capsys, *job, whole)[0] == 0
+    job += [out, "--mesh", "model=4"]
+
+    def start(*own):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        return [begin([*job, *more], index, port) for index, more in enumerate(own)]
+
+    first, second = start([], [])
+    kill_when_written(first, out)
+    assert ended([second])[0][0] != 0
+    assert len(lines(out)) < len(PROMPTS)
+    for code, err in ended(start([], ["--batch-size", "3"])):
+        assert code == 2 and "processes disagree on arguments: 1 against process 0" in err
+        assert "Traceback" not in err
+    assert [code for code, _ in ended(start([], []))] == [0, 0]
+    assert len(lines(out)) == len(PROMPTS) and answers(out) == answers(whole)
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "whole", "out"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "role", "own"),
+    [
+        (None, "split", None),
+        ("data=2,model=4", "split", {"data": 1, "model": 4}),
+        ("data=8", "split", {"data": 4, "model": 1}),
+        ("model=8", "span", {"data": 1, "model": 8}),
+    ],
+)
+def test_a_mesh_counts_the_devices_of_all_processes(mesh, role, own):
+    commands = program.parser()
+    argv = ["--prompts", "x", "--out", "y", *place(1), *(["--mesh", mesh] if mesh else [])]
+    args = commands.parse_args(argv)
+    program.check(args, commands)
+    assert args.mesh == own
+    assert vars(args)[role] == Place("localhost:1", 2, 1)
+    assert vars(args)[{"split": "span", "span": "split"}[role]] is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1, 2, 2.5, 3, 3.5, 4, 5, 6])
 def test_an_interrupt_is_130_whenever_it_comes(tmp_path, seconds):
@@ -444,6 +599,19 @@ BAD = {
     "chat without template": (["--chat"], "chat template"),
     "long prompt": (["--prompt", "word " * 4000], "context"),
     "empty prompt": (["--prompt", ""], "--prompt"),
+    "no meeting point": (["--distributed", "localhost,2,0"], "HOST:PORT,COUNT,INDEX"),
+    "no such process": (["--distributed", "localhost:1,2,2"], "INDEX from 0 to COUNT - 1"),
+    "no process at all": (["--distributed", "localhost:1,0,0"], "localhost:1,0,0"),
+    "processes without a file": (["--prompts", "x", "--distributed", "h:1,2,0"], "needs --out"),
+    "processes of one prompt": (["--out", "x", "--distributed", "h:1,2,0"], "--prompts"),
+    "rows that processes cannot share": (
+        ["--prompts", "x", "--out", "x", "--distributed", "h:1,2,0", "--mesh", "data=3"],
+        "data must be a multiple of 2",
+    ),
+    "a model that processes cannot share": (
+        ["--prompts", "x", "--out", "x", "--distributed", "h:1,2,0", "--mesh", "model=3"],
+        "data must be a multiple of 2",
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -60,6 +61,17 @@ def test_a_lock_says_who_holds_it_and_ends_with_its_process(tmp_path, kind):
         with pytest.raises(InputError, match=f"by process {os.getpid()} on"), locked(path, "--out"):
             raise AssertionError
     assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_lock_is_waited_for_as_long_as_asked(tmp_path):
+    path = tmp_path / "out.jsonl"
+    process = holder(path)
+    with pytest.raises(InputError, match="is being written"), locked(path, "--out", 0.1):
+        raise AssertionError
+    threading.Timer(0.2, process.communicate, ["\n"]).start()
+    with locked(path, "--out", 60):
+        assert process.wait() == 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_lock_that_was_removed_while_it_was_waited_for_is_made_anew(tmp_path, monkeypatch):

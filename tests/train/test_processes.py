@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from specjax.errors import InputError
+from specjax.processes import agree, any_of, join, leads, together
 from support.training import ROOT, TINY_SDSAT, logged, overrides, save_checkpoint, small_tokenizer
 from train.config import SDSATConfig, from_toml
 from train.engine.placement import shared_axis
-from train.engine.processes import agree, any_of, join, leads, together
 
 COUNT, DEVICES = 2, 2  # processes, simulated devices of each
 SETTINGS = ("optim.batch_size=8", "optim.total_steps=6", "mesh.fsdp=2")

@@ -10,8 +10,8 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from specjax import processes
 from specjax.program import FAILED, say
-from train.engine import processes
 from train.engine.loop import TrainingError
 
 

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from specjax import processes
 from train.config import Optim, Run, require_same
 from train.data.packing import Batch, Loader, stack
-from train.engine import processes
 from train.engine.checkpoints import Checkpoints
 from train.engine.metrics import Metrics, open_sinks, require_sinks, speeds
 from train.engine.placement import Placement

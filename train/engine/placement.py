@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specjax.errors import InputError
+from specjax.models.placement import put_whole
 from train.config import MeshSection
 from train.data.packing import Batch
 
@@ -60,12 +61,7 @@ class Placement:
         """The tree as :meth:`shardings` says; every process holds the same one."""
         if self._mesh is None:
             return jax.device_put(tree, jax.local_devices()[0])
-
-        def place(x, sharding):
-            whole = np.asarray(x)
-            return jax.make_array_from_callback(x.shape, sharding, lambda index: whole[index])
-
-        return jax.tree.map(place, tree, self.shardings(tree))
+        return jax.tree.map(put_whole, tree, self.shardings(tree))
 
     def made(self, make: Callable[[Any], Any], tree: Any) -> Any:
         """``make(tree)`` for a placed tree, itself placed as :meth:`shardings` says."""

@@ -6,7 +6,7 @@ python -m train.sdsat CONFIG.toml [--set section.key=value ...] [--resume] [--dr
 
 from collections.abc import Sequence
 
-from specjax.program import run, start
+from specjax.program import Place, run, start
 from train.cli import run_parser
 
 
@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = run_parser("train.sdsat", __doc__)
     parser.add_argument(
         "--distributed",
-        metavar="HOST:PORT,COUNT,INDEX",
+        metavar=Place.FORM,
         help="one of COUNT processes that meet at process 0's address; "
         "cluster: as the cluster manager says",
     )

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import processes
 from specjax.lm import lasting
 from specjax.models import ModelConfig, load_pretrained, num_params, param_shapes
 from specjax.models.adapters import KEY
@@ -28,7 +29,6 @@ from train.data.packing import (
     valid_batches,
 )
 from train.data.prompts import held_out_prompts
-from train.engine import processes
 from train.engine.directory import export, export_as, own_directory, require_room
 from train.engine.ending import finish
 from train.engine.loop import fit

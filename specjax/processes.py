@@ -1,7 +1,7 @@
 """Runs of several processes: joining them, what they must agree on, and who writes.
 
-Every process runs the same program over its own share of the rows; arrays span the devices of
-all of them. In a run of one process everything here returns at once.
+Every process runs the same program; arrays span the devices of all of them. In a run of one process
+everything here returns at once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from specjax.errors import InputError
+from specjax.program import Place
 
 T = TypeVar("T")
 BY_CLUSTER = "cluster"  # SLURM, Open MPI, Kubernetes and TPU pods tell each process its place
@@ -34,12 +35,12 @@ def join(where: str) -> None:
         if where == BY_CLUSTER:
             jax.distributed.initialize()
             return
-        address, count, index = where.split(",")
-        jax.distributed.initialize(address, int(count), int(index))
+        place = Place.parse(where)
+        jax.distributed.initialize(place.address, place.count, place.index)
     except (ValueError, RuntimeError) as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"--distributed {where}: expected HOST:PORT,COUNT,INDEX, or "
+            f"--distributed {where}: expected {Place.FORM}, or "
             f"{BY_CLUSTER} under a cluster manager ({first})"
         ) from None
 
@@ -60,6 +61,11 @@ def any_of(flag: bool) -> bool:
     if jax.process_count() == 1:
         return flag
     return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
+
+
+def of_first(value: np.ndarray) -> np.ndarray:
+    """What process 0 has, in every process."""
+    return value if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(value)
 
 
 def together(work: Callable[[], T]) -> T:
@@ -104,5 +110,5 @@ def agree(**facts: Any) -> None:
         if len(others):
             raise InputError(
                 f"processes disagree on {name}: {', '.join(map(str, others))} against process 0; "
-                "start every one with the same config, files, package versions and run.dir"
+                "start every one with the same arguments, config, files and package versions"
             )
