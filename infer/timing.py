@@ -11,10 +11,16 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 import specjax as sj
+from specjax.lm import attach
 from specjax.mesh import alike
 from specjax.models.cache import bucket
+from specjax.models.families.head import HeadConfig
+from specjax.models.forward import tapped_forward
+from specjax.models.head import draft_logits, fused_states
+from specjax.net import Net
 
 CURVE = (1, 2, 4, 8, 16, 32, 64)
 STEPS = 24  # passes per timing of the curve
@@ -48,8 +54,11 @@ def costs(
     """
     rounds: list[Round] = [[(target, width, 1)] for width in widths]
     if draft:
-        # The first draft pass feeds two tokens, the others one, see specjax.draft.chain.
-        rounds.append([(target, 1, 1), (draft, 2, 1), (draft, 1, DRAFT_PASSES - 1)])
+        # The others read one token. The first one: two, see specjax.draft.chain; of a head all
+        # that a round may emit, see specjax.draft.head.
+        first = DRAFT_PASSES + 1 if draft.is_head else 2
+        draft = attach(draft, target) if draft.is_head else draft
+        rounds.append([(target, 1, 1), (draft, first, 1), (draft, 1, DRAFT_PASSES - 1)])
     turns = np.array(round_seconds(rounds))
     relative = np.median(turns / turns[:, [widths.index(1)]], axis=0).tolist()
     v = dict(zip(widths, relative, strict=False))
@@ -81,7 +90,8 @@ def _round_loop(models: Round) -> Callable[[], None]:
         def one_pass(i, carry):
             cache, token = carry
             start, tokens = jnp.full((1,), at + i, jnp.int32), jnp.full((1, width), token)
-            logits, cache = net.logits(cache, tokens, start)
+            score = score_pairs if isinstance(net.config, HeadConfig) else Net.logits
+            logits, cache = score(net, cache, tokens, start)
             # Every row's argmax counts: a compiler may not skip what a verification needs.
             return cache, jnp.max(jnp.argmax(logits[0], axis=-1)).astype(jnp.int32)
 
@@ -102,3 +112,22 @@ def _round_loop(models: Round) -> Callable[[], None]:
 
     nets, mesh = [model.net for model, *_ in models], models[0][0].mesh
     return lambda: jax.block_until_ready(many(mesh, nets))
+
+
+def score_pairs(net: Net, cache, tokens: Int[Array, "1 N"], start: Int[Array, "1"]):
+    """A head's logits after its last token, and its cache.
+
+    It reads states of its target where there are several tokens, else its own output: of either
+    any numbers that no compiler knows before.
+    """
+    cfg, (rows, count) = net.config, tokens.shape
+    shape = (cfg.parts, cfg.target_size) if count > 1 else (cfg.hidden_size,)
+    some = np.random.default_rng(0).normal(size=(rows, count, *shape))
+    features = jnp.asarray(some, net.params["embed"].dtype)
+    features += tokens.reshape(rows, count, *(1 for _ in shape)).astype(features.dtype)
+    if count > 1:
+        features = fused_states(cfg, net.params, features)
+    positions = start[:, None] + jnp.arange(count, dtype=jnp.int32)
+    arguments = cfg, net.params, cache, tokens, positions, start
+    hidden, cache, _ = tapped_forward(*arguments, features=features, width=net.narrow(rows))
+    return draft_logits(cfg, net.params, hidden[:, count - 1 : count]), cache

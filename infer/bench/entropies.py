@@ -30,15 +30,15 @@ def add_entropies(
     prompts: Prompts,
     results: Sequence[Result],
 ) -> None:
-    """Adds to rows of chain drafts the mean entropy, in nats, of target and draft at temperature 1
-    before accepted tokens and before refused ones.
+    """Adds to rows of chains of a draft model the mean entropy, in nats, of target and draft at
+    temperature 1 before accepted tokens and before refused ones; a head's laws no text tells.
 
     Where a token was refused stands what was emitted in its place; a bonus was never drafted and
     does not count. A draft that stops early leaves no trace of which it was, so none is counted.
     """
     for row, result in zip(rows, results, strict=True):
         spec, options = METHODS[result.case.method], result.case.options
-        if spec.drafter != "chain" or options["stop"] != NEVER_STOPS:
+        if spec.drafter != "chain" or options["stop"] != NEVER_STOPS or draft.is_head:
             continue
         nets = {"target": target.net, "draft": draft.net.over(target.net)}
         sums = {(name, kept): [] for name in nets for kept in (True, False)}

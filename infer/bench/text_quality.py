@@ -39,14 +39,15 @@ def kl_to_target(
     decoding's π is known in closed form: both models score the text once more, every token
     gets the levels that its round solved for, and a bonus token, drawn from p, counts 0. A
     token's place in its round is part of what is conditioned on; without it the divergence is
-    smaller (KL is convex). Other lossy methods have no law per token at hand: ``n/a``.
+    smaller (KL is convex). Other lossy methods have no law per token at hand, and a head's
+    follows from its target's states, which no text holds: ``n/a``.
     """
     case, spec = result.case, METHODS[result.case.method]
     if spec.lossless and spec.target_dist == "warped":
         return LOSSLESS
     # A draft that stops early leaves no trace of whether its last token was a bonus.
     ragged = case.options.get("stop") != NEVER_STOPS or case.options["gamma"] == AUTO
-    if case.method != "mentored" or ragged:
+    if case.method != "mentored" or ragged or draft.is_head:
         return UNKNOWN
     drafting = case.sampling if case.options["draft_warp"] else sj.Sampling(1.0)
     sums, counts = np.zeros(len(prompts)), np.zeros(len(prompts))

@@ -124,6 +124,23 @@ def test_logits_equal_the_reference(variant):
     np.testing.assert_allclose(draft_logits(cfg, params, hidden)[0, -1], want[1], atol=TOLERANCE)
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_a_layer_of_transformers(variant):
+    """transformers' Llama attention, its input doubled, with its MLP, norms and rotations."""
+    torch = pytest.importorskip("torch")
+    from support import head_torch
+
+    cfg, params = made(variant)
+    tokens, states = sequence(8), states_of(sequence(8))
+    f = fused_states(cfg, params, states[:, :-1])
+    at, ones = np.arange(7)[None], np.ones((1, 7), np.int32)
+    hidden = head_states(cfg, params, tokens[None, 1:], f, at, ones)
+    with torch.inference_mode():
+        theirs = head_torch.Head(cfg, to_tensors(cfg, params))(tokens[1:], states[0, :-1])
+    np.testing.assert_allclose(draft_logits(cfg, params, hidden)[0], theirs, atol=TOLERANCE)
+
+
 @pytest.fixture(scope="module")
 def proposed():
     """A draft of each form behind prompts of different lengths, and the head that made it."""

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,9 @@ from infer.prompts import Encoder
 from specjax.errors import OptionError
 from specjax.methods import method
 from specjax.metrics import expected_block_efficiency, expected_speedup, perplexity, rates
+from specjax.models import init_params, save_pretrained
+from specjax.models.families.head import HeadConfig
+from specjax.models.hf.checkpoint import load_config
 
 GREEDY = sj.Sampling()
 
@@ -64,6 +68,21 @@ def small(tiny_pair_dirs, tmp_path):
 def short_curve(monkeypatch):
     """Every width of the curve is a compilation."""
     monkeypatch.setattr(timing, "CURVE", (1, 4))
+
+
+def test_a_head_drafts_in_a_run(small, short_curve, tmp_path, capsys):
+    """Its cost is measured, too; entropies and KL need a model that scores text."""
+    target = load_config(Path(small[1]))
+    cfg = HeadConfig.of(target, np.arange(0, target.vocab_size, 2), layer_ids=(0, 1))
+    save_pretrained(tmp_path / "head", cfg, init_params(cfg, jax.random.key(2)))
+    small[small.index("--draft") + 1] = tmp_path / "head"
+    small[small.index("speculative")] = "mentored"
+    code, out, _ = run(capsys, *small, "--repeats", 1, "--sampled-only", "--entropy", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert np.isfinite(report["c"])
+    row = report["rows"][1]
+    assert row["kl"] == "n/a" and "draft_accepted" not in row and row["draft_calls"] > 0
 
 
 def test_report_has_every_case_and_figure(small, short_curve, tmp_path, capsys):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ import specjax as sj
 from specjax.models import ModelConfig, init_params, load_pretrained, logits_of
 from specjax.models.families.head import HeadConfig
 from specjax.models.forward import tapped_states
+from specjax.models.hf.checkpoint import load_config
 from specjax.program import INTERRUPTED
 from support import head_steps
 from support.training import ROOT, logged, overrides, save_checkpoint, small_tokenizer
@@ -183,11 +185,20 @@ def test_the_export_loads_bit_for_bit_and_drafts(start, whole):
     assert card["draft_vocabulary"] == 128 and 0 < card["draft_vocabulary_covers"] < 1
 
 
-def test_speculators_reads_the_exported_config(whole):
-    """Its own class, where the extra is installed."""
-    config = pytest.importorskip("speculators.models.eagle3").Eagle3SpeculatorConfig
-    read = config.from_pretrained(whole / "export")
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.skipif(find_spec("speculators") is None, reason="needs the speculators extra")
+def test_speculators_reads_the_exported_config(start, whole):
+    """By its own class: where the package is there, it must import."""
+    from speculators.models.eagle3 import Eagle3SpeculatorConfig
+
+    read, layer = Eagle3SpeculatorConfig.from_pretrained(whole / "export"), load_config(start)
     assert read.draft_vocab_size == 128 and read.speculators_config.algorithm == "eagle3"
+    assert read.speculators_config.verifier.name_or_path == str(start)
+    assert read.eagle_aux_hidden_state_layer_ids == [0] and not read.norm_before_residual
+    theirs = read.transformer_layer_config
+    assert (theirs.hidden_size, theirs.num_attention_heads) == (layer.hidden_size, layer.num_heads)
+    assert (theirs.num_key_value_heads, theirs.intermediate_size) == (1, 16)
 
 
 @pytest.mark.slow
