@@ -28,6 +28,12 @@ def logged(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+def repeatable(directory):
+    """The run's records without what differs from run to run."""
+    rows = logged(directory)
+    return [{k: v for k, v in r.items() if not k.startswith("tokens_per_second")} for r in rows]
+
+
 def small_tokenizer(home: Path) -> Tokenizer:
     """400 tokens, trained on this library's own files."""
     paths = sorted((ROOT / "specjax").glob("*.py"))

@@ -25,7 +25,14 @@ from specjax.models import (
     param_shapes,
     save_pretrained,
 )
-from support.training import ROOT, TINY_SDSAT, logged, overrides, save_checkpoint, small_tokenizer
+from support.training import (
+    ROOT,
+    TINY_SDSAT,
+    overrides,
+    repeatable,
+    save_checkpoint,
+    small_tokenizer,
+)
 from train import ablation
 from train.config import SDSATConfig, from_toml
 from train.data.corpus import is_held_out
@@ -61,22 +68,16 @@ def quick(start, monkeypatch):
     return arguments
 
 
-def lines(directory):
-    """The run's records without what differs from run to run."""
-    rows = logged(directory)
-    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
-
-
 def test_runs_log_their_parts_and_end_in_a_directory_that_knows_its_ids(quick, tmp_path, start):
     assert program(*quick(tmp_path / "run", "sdsat.decode_prompts=0")) == 0
-    trained = [row for row in lines(tmp_path / "run") if "loss" in row]
+    trained = [row for row in repeatable(tmp_path / "run") if "loss" in row]
     assert len(trained) == 20 and len(trained[0]["adaptive_accuracy"]) == 3
     for row in trained:
         np.testing.assert_allclose(
             row["loss"], (row["clean_loss"] + row["adaptive_loss"]) / 2, rtol=1e-4
         )
     assert trained[-1]["clean_loss"] < trained[0]["clean_loss"]
-    held_out = [row for row in lines(tmp_path / "run") if "valid_loss" in row]
+    held_out = [row for row in repeatable(tmp_path / "run") if "valid_loss" in row]
     assert [row["step"] for row in held_out] == [10, 20]
     assert len(held_out[0]["valid_acceptance"]) == 3
     cfg, params = load_pretrained(tmp_path / "run" / "export")
@@ -103,8 +104,8 @@ def test_killed_and_resumed_gives_the_same_numbers(quick, tmp_path, loss, part):
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert program(*broken, "--resume") == 0
-    assert lines(tmp_path / "broken") == lines(tmp_path / "whole")
-    assert len(lines(tmp_path / "whole")[-1]["valid_decode_acceptance"]) == 3
+    assert repeatable(tmp_path / "broken") == repeatable(tmp_path / "whole")
+    assert len(repeatable(tmp_path / "whole")[-1]["valid_decode_acceptance"]) == 3
     exports = [(tmp_path / name).glob("export/*.safetensors") for name in ("whole", "broken")]
     (whole,), (broken,) = exports
     assert whole.read_bytes() == broken.read_bytes()
@@ -125,7 +126,8 @@ def test_eight_devices_give_the_losses_of_one(quick, tmp_path, fsdp):
     ]
     subprocess.run(command, env=devices, check=True, capture_output=True)
     assert program(*quick(tmp_path / "one", *settings[:2])) == 0
-    for many, one in zip(lines(tmp_path / "many"), lines(tmp_path / "one"), strict=True):
+    records = (repeatable(tmp_path / name) for name in ("many", "one"))
+    for many, one in zip(*records, strict=True):
         assert many.keys() == one.keys()
         for name in ("loss", "clean_loss", "adaptive_loss", "grad_norm", "valid_loss"):
             if name in one:
