@@ -14,10 +14,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from specjax.models import ModelConfig
-from specjax.models.attention import Meta, causal_mask
+from specjax.models.attention import Isolated
 from train.data.packing import IGNORE
 from train.engine.loop import Extras, LossFn
 from train.engine.losses import Head, hidden_of, label_count, nll, sum_over_chunks, summed_kl
@@ -54,18 +54,6 @@ class Objective:
     def passes(self) -> dict[str, bool]:
         """How :func:`specjax.models.hidden_states` runs its blocks."""
         return {"remat": self.remat, "scan": self.scan}
-
-
-def isolated_mask(query: Meta, key: Meta) -> Bool[Array, "B N S"]:
-    """Causal; a window's token sees the clean tokens before its window, and its window.
-
-    Metadata beside :func:`causal_mask`'s: ``windows`` int32, 0 for clean tokens, else the
-    window's number; ``starts`` int32, the position at which a window token's window starts.
-    """
-    own = query["windows"][:, :, None] == key["windows"][:, None, :]
-    before = key["position"][:, None, :] < query["starts"][:, :, None]
-    clean = (key["windows"] == 0)[:, None, :] & (query["windows"] > 0)[:, :, None]
-    return causal_mask(query, key) & (own | (clean & before))
 
 
 def sdsat_loss(cfg: ModelConfig, objective: Objective) -> LossFn:
@@ -129,8 +117,9 @@ def isolated_streams(cfg: ModelConfig, params: dict, batch: dict, **how: bool) -
     The rows are laid out by ``append_windows``; ``how`` as :meth:`Objective.passes`.
     """
     meta = {name: batch[name] for name in ("windows", "starts")}
-    hidden = hidden_of(cfg, params, batch, mask_fn=isolated_mask, meta=meta, **how)
-    clean, windows = jnp.split(hidden, [hidden.shape[1] - batch["sources"].shape[1]], axis=1)
+    count = batch["tokens"].shape[1] - batch["sources"].shape[1]
+    hidden = hidden_of(cfg, params, batch, mask_fn=Isolated(clean=count), meta=meta, **how)
+    clean, windows = jnp.split(hidden, [count], axis=1)
     return clean, windows, jnp.take_along_axis(clean, batch["sources"][..., None], axis=1)
 
 
