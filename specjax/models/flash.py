@@ -31,6 +31,8 @@ from specjax.models.attention import (
 
 # What the backward pass needs beside the arguments; a remat policy may keep it by this name.
 RESULT = "attention"
+# The names of its loops in a compiled program.
+WHOLE, PART = "blocks seen whole", "blocks seen in part"
 # A block has at most so many scores and tokens, and at least so many tokens: enough work for a
 # loop's turn, little enough for a TPU's vector memory.
 BLOCK_SCORES, MAX_BLOCK, MIN_BLOCK = 1 << 22, 1024, 256
@@ -218,9 +220,11 @@ _flash.defvjp(_keep, _backward)
 
 def _through(blocks: Blocks, i: Int[Array, ""], meet, state):
     """The turns of query block ``i``: no mask is made where all is seen."""
-    whole = functools.partial(meet, False)
-    state = jax.lax.fori_loop(0, blocks.whole[i], whole, state)
-    return jax.lax.fori_loop(blocks.whole[i], blocks.seen[i], functools.partial(meet, True), state)
+    whole, seen = blocks.whole[i], blocks.seen[i]
+    with jax.named_scope(WHOLE):
+        state = jax.lax.fori_loop(0, whole, functools.partial(meet, False), state)
+    with jax.named_scope(PART):
+        return jax.lax.fori_loop(whole, seen, functools.partial(meet, True), state)
 
 
 def _finished(how: _How, scores, slopes, query: Meta, key: Meta, masked: bool):

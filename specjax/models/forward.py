@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models import attention, long_cache, sharding
 from specjax.models.adapters import gated
-from specjax.models.blocks import Decoder
+from specjax.models.blocks import Decoder, Remat
 from specjax.models.cache import KVCache, write
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES
@@ -129,14 +130,16 @@ def hidden_states(
     mask_fn: attention.MaskFn | None = None,
     meta: attention.Meta | None = None,
     backend: str = "auto",
-    remat: bool = False,
+    remat: Remat = False,
     scan: bool = False,
+    rows: NamedSharding | None = None,
 ) -> Float[Array, "B T D"]:
     """Final-normed hidden states of whole sequences, without a cache (training, scoring).
 
     Arguments as :func:`tapped_states`.
     """
-    how = {"mask_fn": mask_fn, "meta": meta, "backend": backend, "remat": remat, "scan": scan}
+    how = {"mask_fn": mask_fn, "meta": meta, "backend": backend}
+    how |= {"remat": remat, "scan": scan, "rows": rows}
     return tapped_states(cfg, params, tokens, positions, segments, (), **how)[0]
 
 
@@ -151,6 +154,7 @@ def tapped_states(
     mask_fn: attention.MaskFn | None = None,
     meta: attention.Meta | None = None,
     backend: str = "auto",
+    rows: NamedSharding | None = None,
     **how: Any,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T P D"] | None]:
     """:func:`hidden_states`, and the inputs of the P layers ``taps`` at every token.
@@ -161,7 +165,9 @@ def tapped_states(
         on top.
       meta: further per-token metadata for ``mask_fn``, ``[B, T, ...]`` each.
       backend: ``dense``, ``blockwise``, or ``auto`` by length.
-      how: ``remat``: recompute each block in the backward pass. ``scan``: compile one block (one
+      rows: how the rows lie over devices; None: all on one, or as the compiler has them.
+      how: ``remat``: recompute each block in the backward pass; ``attention``: but for a long
+        sequence's attention, whose results are kept. ``scan``: compile one block (one
         period, where layers alternate) and scan the stacked layers; compile time then does not
         grow with the depth. ``features`` of a head: see :mod:`specjax.models.head`.
     """
@@ -172,7 +178,7 @@ def tapped_states(
     choose = _dense if backend == "dense" else long_attention
     masks = {w: attention.windowed(mask_fn or attention.causal_mask, w) for w in set(windows)}
     groups = cfg.num_heads // cfg.num_kv_heads
-    attends = {w: choose(mask, meta, finish, groups) for w, mask in masks.items()}
+    attends = {w: choose(mask, meta, finish, groups, rows) for w, mask in masks.items()}
 
     def attend(layer, q, k, v):
         return attends[windows[layer]](q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
@@ -181,7 +187,7 @@ def tapped_states(
     return run(tokens, positions, attend, taps=taps, **how)
 
 
-def _dense(mask: attention.MaskFn, meta: attention.Meta, finish: attention.Scores, _) -> Attend:
+def _dense(mask: attention.MaskFn, meta: attention.Meta, finish: attention.Scores, *_) -> Attend:
     """:func:`long_attention` for short sequences."""
     seen = mask(meta, meta)
     distance = attention.distances(meta, meta) if finish.alibi else None

@@ -1,12 +1,17 @@
 """Attention in blocks is dense attention, in value and gradient; what nobody sees is not met."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from specjax.models import ModelConfig, hidden_states, init_params, splash
 from specjax.models.attention import Causal, Isolated, Scores, dense_attention, distances
 from specjax.models.flash import Blocks, blocks_of, flash_attention
+from specjax.models.long_attention import long_attention
 from train.sdsat.insertion import Insertion, append_windows
 
 BLOCK = 8
@@ -95,13 +100,16 @@ def test_blocks_in_bfloat16_are_as_exact_as_bfloat16_is():
     meta = tokens(packed_rows(), CLEAN)
     q, k, v, d_out = parts(CLEAN, dtype=jnp.bfloat16)
     single = (x.astype(jnp.float32) for x in (q, k, v))
-    want, pull = jax.vjp(dense(Causal(), meta, Scores()), *single)
     real = (meta["segment"] > 0)[..., None, None]
-    d_out = jnp.where(real, d_out, 0)
-    got, pull_ours = jax.vjp(flash(Causal(), meta, Scores()), q, k, v)
-    pairs = [(jnp.where(real, got, 0), jnp.where(real, want, 0))]
-    pairs += zip(pull_ours(d_out), pull(d_out.astype(jnp.float32)), strict=True)
-    for ours, theirs in pairs:
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(attend, *args):
+        out, pull = jax.vjp(attend, *args)
+        return jnp.where(real, out, 0), *pull(jnp.where(real, d_out, 0).astype(out.dtype))
+
+    want = run(dense(Causal(), meta, Scores()), *single)
+    got = run(flash(Causal(), meta, Scores()), q, k, v)
+    for ours, theirs in zip(got, want, strict=True):
         ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
         assert np.linalg.norm(ours - theirs) < 2**-7 * np.linalg.norm(theirs)
 
@@ -116,13 +124,14 @@ def test_blocks_that_nobody_sees_are_not_met():
 
     (q, k, v, d_out), later = parts(CLEAN), slice(16, None)
     hidden = [x.at[:, :, :16].set(jnp.nan) for x in (k, v)]
-    attend = flash(Causal(), meta, Scores())
-    results = []
-    for keys, values in ((k, v), hidden):
-        out, pull = jax.vjp(attend, q, keys, values)
+
+    @jax.jit
+    def run(k, v):
+        out, pull = jax.vjp(flash(Causal(), meta, Scores()), q, k, v)
         d_q, d_k, d_v = pull(d_out.at[:, :16].set(0))
-        results.append((out[:, later], d_q[:, later], d_k[:, :, later], d_v[:, :, later]))
-    for x, y in zip(*results, strict=True):
+        return out[:, later], d_q[:, later], d_k[:, :, later], d_v[:, :, later]
+
+    for x, y in zip(run(k, v), run(*hidden), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -153,3 +162,62 @@ def test_gradients_hold_one_block_of_scores():
     step = jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, k).compile()
     scores, arguments = 4 * block**2, 3 * 4 * n * heads * size
     assert step.memory_analysis().temp_size_in_bytes < 4 * scores + 4 * arguments
+
+
+# The kernel as Pallas's interpreter runs it, in blocks that do not divide the rows.
+kernel = functools.partial(splash.splash_attention, blocks=(128, 256, 128), interpret=True)
+
+
+@pytest.mark.parametrize("window, finish", [(70, Scores()), (None, Scores(0.3, softcap=1.5))])
+def test_the_tpu_kernel_agrees_with_dense_attention(window, finish):
+    """Packed documents and padding."""
+    lengths = (100, 50, 50)
+    segments = np.repeat([[1, 2, 0], [1, 2, 3]], lengths, axis=1)
+    positions = np.concatenate([np.arange(n) for n in lengths])[None].repeat(2, 0)
+    meta = {"segment": segments, "position": positions}
+
+    def attend(q, k, v):
+        return kernel(q, k, v, segments, window=window, finish=finish)
+
+    both = dense(Causal(window), meta, finish), attend
+    agree(both, meta, *parts(200, size=8), close=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["tpu", "gpu"])
+def test_every_backend_runs_isolated_windows(monkeypatch, backend):
+    """On TPU clean tokens go through the kernel, their windows through our blocks; over a mesh."""
+    calls = []
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(
+        splash, "splash_attention", lambda *a, **how: calls.append(a) or kernel(*a, **how)
+    )
+    meta, mask = packed_rows(), Isolated(clean=CLEAN)
+    mesh = jax.make_mesh((1, 1), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    ours = long_attention(mask, meta, Scores(), 2, rows)
+    count = CLEAN + APPENDED
+    agree((dense(mask, meta, Scores()), ours), meta, *parts(count), close=1e-5)
+    assert [a[0].shape[1] for a in calls] == [CLEAN] * (backend == "tpu")
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_attention_may_be_kept_where_blocks_are_recomputed(scan):
+    """The same gradients, and the loop over blocks of keys once less."""
+    cfg = ModelConfig.llama(
+        vocab_size=11, hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8
+    )
+    params = init_params(cfg, jax.random.key(0))
+    at = np.arange(20)[None]
+
+    def gradients(remat):
+        def loss(params):
+            how = {"backend": "blockwise", "remat": remat, "scan": scan}
+            return (hidden_states(cfg, params, at % 11, at, np.ones_like(at), **how) ** 2).sum()
+
+        run = jax.jit(jax.grad(loss)).lower(params)
+        return run.compile()(params), run.as_text().count("stablehlo.while")
+
+    (want, loops), (got, fewer) = gradients(True), gradients("attention")
+    assert fewer < loops
+    for x, y in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.models import ModelConfig
 from specjax.models.attention import Isolated
+from specjax.models.blocks import Remat
 from train.data.packing import IGNORE
 from train.engine.loop import Extras, LossFn
 from train.engine.losses import Head, hidden_of, label_count, nll, sum_over_chunks, summed_kl
@@ -38,7 +39,7 @@ class Objective:
         loss is cross-entropy on the data. 0: ``data``; 1: ``self``; between: ``mix``.
       weight: w, of the adaptive mean.
       dtype: the forward pass's; params and their gradients stay as they are.
-      remat: recompute each block in the backward pass.
+      remat: recompute each block in the backward pass: False, True, or ``attention``.
       scan: compile one block and scan the layers.
     """
 
@@ -47,11 +48,11 @@ class Objective:
     self_share: float = 0.0
     weight: float = 1.0
     dtype: str = "float32"
-    remat: bool = False
+    remat: Remat = False
     scan: bool = False
 
     @property
-    def passes(self) -> dict[str, bool]:
+    def passes(self) -> dict[str, Remat]:
         """How :func:`specjax.models.hidden_states` runs its blocks."""
         return {"remat": self.remat, "scan": self.scan}
 
@@ -97,13 +98,13 @@ def split_labels(loss: str, batch: dict) -> tuple[Int[Array, "*a T"], Int[Array,
     return jnp.where(batch["index"] > 0, IGNORE, labels), adaptive
 
 
-def _mixed(cfg: ModelConfig, params: dict, batch: dict, **how: bool) -> Streams:
+def _mixed(cfg: ModelConfig, params: dict, batch: dict, **how: Remat) -> Streams:
     """The mixed sequence alone, which is clean and adaptive by turns."""
     hidden = hidden_of(cfg, params, batch | {"tokens": batch["mixed"]}, **how)
     return hidden, hidden, hidden
 
 
-def _clean_and_mixed(cfg: ModelConfig, params: dict, batch: dict, **how: bool) -> Streams:
+def _clean_and_mixed(cfg: ModelConfig, params: dict, batch: dict, **how: Remat) -> Streams:
     """The clean and the mixed sequence, as rows of one batch."""
     both = {name: jnp.concatenate([batch[name]] * 2) for name in ("positions", "segments")}
     both["tokens"] = jnp.concatenate([batch["tokens"], batch["mixed"]])
@@ -111,7 +112,7 @@ def _clean_and_mixed(cfg: ModelConfig, params: dict, batch: dict, **how: bool) -
     return clean, mixed, clean
 
 
-def isolated_streams(cfg: ModelConfig, params: dict, batch: dict, **how: bool) -> Streams:
+def isolated_streams(cfg: ModelConfig, params: dict, batch: dict, **how: Remat) -> Streams:
     """The clean sequence once, and the windows that only they themselves see.
 
     The rows are laid out by ``append_windows``; ``how`` as :meth:`Objective.passes`.

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from specjax.models import ModelConfig, num_params
+from specjax.models.blocks import Remat
 from specjax.models.config import period
 from specjax.models.forward import BLOCKWISE_FROM
 from train.engine.loop import LossFn, make_step
@@ -65,7 +66,14 @@ class Compiled(NamedTuple):
 
 
 def compile_step(parts: Parts, placement: Placement, layers: int) -> Compiled:
-    """Compiles the step for the placement's devices; nothing is allocated on them."""
+    """What the step of a model with so many ``layers`` takes on the placement's devices."""
+    sizes = compiled_step(parts, placement).memory_analysis()
+    fresh = max(0, sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
+    return Compiled(sizes.argument_size_in_bytes, sizes.temp_size_in_bytes, fresh, (layers,))
+
+
+def compiled_step(parts: Parts, placement: Placement) -> jax.stages.Compiled:
+    """The step for the placement's devices; nothing is allocated on them."""
     state = jax.eval_shape(parts.optimizer.init, parts.trainable)
     placed = placement.of_step(parts.trainable, state)
     step = make_step(parts.loss, parts.optimizer, parts.weigh, placed)
@@ -73,9 +81,7 @@ def compile_step(parts: Parts, placement: Placement, layers: int) -> Compiled:
     trees = (parts.trainable, state, parts.frozen)
     if placed:
         trees = jax.tree.map(_at, trees, placement.shardings(trees))
-    sizes = step.lower(*trees, rows).compile().memory_analysis()
-    fresh = max(0, sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
-    return Compiled(sizes.argument_size_in_bytes, sizes.temp_size_in_bytes, fresh, (layers,))
+    return step.lower(*trees, rows).compile()
 
 
 def _at(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -104,14 +110,15 @@ def shallow(model: ModelConfig, layers: int) -> ModelConfig:
 
 
 def estimate(
-    model: ModelConfig, parts: Parts, fsdp: int, devices: int, dtype: str, remat: bool
+    model: ModelConfig, parts: Parts, fsdp: int, devices: int, dtype: str, remat: Remat
 ) -> dict[str, int]:
     """Bytes per device by what they are for; the sum is what the step needs, roughly.
 
     Args:
       fsdp: devices that share one copy of the params; the rows are split over ``devices``.
       dtype: the forward pass's.
-      remat: blocks are recomputed in the backward pass, so only their inputs are kept.
+      remat: blocks are recomputed in the backward pass, so only their inputs are kept; with
+        ``attention`` what comes of a long sequence's attention, too.
     """
     item = jnp.dtype(dtype).itemsize
     trained = _shared(parts.trainable, fsdp)
@@ -121,6 +128,8 @@ def estimate(
     tokens = parts.sequences * rows * length // devices
     block = tokens * _block_values(model, length) * item
     inputs = tokens * model.hidden_size * item
+    if remat == "attention" and length >= BLOCKWISE_FROM:
+        inputs += tokens * model.num_heads * (model.head_dim * item + 4)
     kept = model.num_layers * inputs + block if remat else model.num_layers * block
     return {
         "params": trained + _shared(parts.frozen, fsdp),
