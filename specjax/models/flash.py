@@ -33,9 +33,9 @@ from specjax.models.attention import (
 RESULT = "attention"
 # The names of its loops in a compiled program.
 WHOLE, PART = "blocks seen whole", "blocks seen in part"
-# A block has at most so many scores and tokens, and at least so many tokens: enough work for a
-# loop's turn, little enough for a TPU's vector memory.
-BLOCK_SCORES, MAX_BLOCK, MIN_BLOCK = 1 << 22, 1024, 256
+# A block has no more scores than a TPU's vector memory holds, and no more tokens than pay; no fewer
+# than make a loop's turn worth it. A processor has smaller caches, and small blocks skip more.
+BLOCK_SCORES, TPU_BLOCK, MAX_BLOCK, MIN_BLOCK = 1 << 22, 1024, 512, 256
 
 
 class Blocks(NamedTuple):
@@ -60,7 +60,7 @@ class _How(NamedTuple):
 
 def block_size(rows: int, groups: int) -> int:
     """Tokens of a block, of queries and keys alike: a power of two."""
-    block = MAX_BLOCK
+    block = TPU_BLOCK if jax.default_backend() == "tpu" else MAX_BLOCK
     while block > MIN_BLOCK and rows * groups * block**2 > BLOCK_SCORES:
         block //= 2
     return block
