@@ -49,6 +49,8 @@ CONFIG = "configs/sdsat_codellama_7b.toml"
 PARTS = ("products", "attention", "optimizer and rest")
 FWD, BWD = "splash_mha_fwd", "splash_mha_dkv"
 DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true"
+# JAX cannot read the text of a program in which sparse cores gather.
+FLAGS = "--xla_tpu_enable_offloading_{}_to_sparsecore=false"
 
 
 class Bundles(NamedTuple):
@@ -69,6 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=whole(1), default=2)
     parser.add_argument("--kernels", help=argparse.SUPPRESS)  # compile these alone, for their dump
     args = parser.parse_args(argv)
+    os.environ.setdefault("LIBTPU_INIT_ARGS", f"{FLAGS.format('gather')} {FLAGS.format('scatter')}")
     # The way through attention is chosen by the backend: the one compiled for.
     jax.default_backend = lambda: "tpu"
     if args.kernels:
