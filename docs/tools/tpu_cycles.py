@@ -16,21 +16,16 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 EXCHANGES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
-Turns = Callable[[str], float]  # turns of a loop that ends on data, by the path of its name
+Turns = Callable[[str], int]  # turns of a loop that ends on data, by the path of its name
 
 
 def cycles(
-    text: str,
-    part_of: Callable[[str, str], str],
-    turns: Turns,
-    loop: bool = False,
-    calls: Callable[[str], float] = lambda instruction: 0,
+    text: str, part_of: Callable[[str, str], str], turns: Turns, loop: bool = False
 ) -> collections.Counter:
     """Cycles of a program, or of one turn of its first loop, by part.
 
     ``part_of(path, instruction)`` names an instruction's part; ``path`` is where it stands in the
-    traced program, with its named scopes. A conditional costs its dearest branch, a kernel's call
-    what ``calls(instruction)`` says: the compiler says nothing of it.
+    traced program, with its named scopes. A conditional costs its dearest branch.
     """
     computations, entry = _computations(text)
     if loop:
@@ -49,8 +44,6 @@ def cycles(
                 total.update(max(map(cost, _branches(line)), key=lambda c: c.total()))
             elif said := _first(r'"estimated_cycles":"(\d+)"', line):
                 total[part_of(path, line)] += int(said)
-            elif " custom-call(" in line:
-                total[part_of(path, line)] += calls(line)
         return total
 
     return cost(entry)
