@@ -14,7 +14,8 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from specjax.checks import FROM_0, INT32_MAX, POSITIVE, SEED_MAX, number, quoted, whole
 from specjax.errors import InputError, foreign
@@ -145,7 +146,8 @@ class Tuned:
     lora_alpha: PositiveFloat = 32.0
     lora_matrices: tuple[Matrix, ...] = ()  # of each block; empty: all of them
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # forward; master weights: float32
-    remat: bool = False  # recompute each block in the backward pass
+    # recompute each block in the backward pass; attention: all but a long sequence's attention
+    remat: bool | Literal["attention"] = False
     scan: bool = False  # compile one block and scan the layers: deep models compile sooner
 
 
@@ -382,6 +384,12 @@ def _value(kind: Any, value: Any, name: str) -> Any:
         require(isinstance(value, dict), f"a section [{name}]")
         return from_dict(kind, value, f"{name}.")
     checks, choices = (), ()
+    if get_origin(kind) in (Union, UnionType):  # bool | Literal
+        if isinstance(value, bool):
+            return value
+        names = [name for one in get_args(kind) for name in get_args(one)]
+        require(value in names, f"one of true, false, {', '.join(names)}")
+        return value
     if get_origin(kind) is Annotated:
         kind, *checks = get_args(kind)
     elif get_origin(kind) is Literal:

@@ -1,15 +1,15 @@
-"""Attention with its mask as a function of per-token metadata, and two backends.
+"""Attention with its mask as a function of per-token metadata, for short sequences and decoding.
 
 What a token may see is a property of the two tokens: packed documents, token trees,
-sliding windows and draft windows differ only in the mask function. ``dense`` builds the
-mask once and suits decoding; ``blockwise`` is an online softmax over key blocks that never
-holds an ``[N, S]`` score matrix and suits long training sequences.
+sliding windows and draft windows differ only in the mask function. Here the mask is built
+once; :mod:`specjax.models.long_attention` is the same for long sequences, in blocks.
 
 Axis legend: B rows, N queries, S keys, H query heads, K key heads, G = H/K, R = G·N, E head size.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -47,13 +47,21 @@ class Scores(NamedTuple):
         self, scores: Float[Array, "B K G N S"], distance: Int[Array, "B N S"] | None
     ) -> Float[Array, "B K G N S"]:
         """``scores`` are scaled already; ``distance`` is read only under ``alibi``."""
-        if self.softcap is not None:
-            scores = self.softcap * jnp.tanh(scores / self.softcap)
+        scores = self.capped(scores)
         if self.alibi:
-            slopes = alibi_slopes(scores.shape[1] * scores.shape[2] * self.shards)
-            slopes = own_part(slopes, self.shards).reshape(*scores.shape[1:3], 1, 1)
+            slopes = self.slopes(*scores.shape[1:3])[:, :, None, None]
             scores = scores - slopes * distance[:, None, None].astype(jnp.float32)
         return scores
+
+    def capped(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
+        """``scores`` within ``softcap`` of zero, if there is one."""
+        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
+
+    def slopes(self, heads: int, groups: int) -> Float[Array, "K G"]:
+        """Of ALiBi, for this device's heads."""
+        return own_part(alibi_slopes(heads * groups * self.shards), self.shards).reshape(
+            heads, groups
+        )
 
 
 PLAIN = Scores()
@@ -71,20 +79,50 @@ def alibi_slopes(heads: int) -> np.ndarray:
     return slopes.astype(np.float32)
 
 
-def causal_mask(query: Meta, key: Meta) -> Bool[Array, "B N S"]:
+@dataclasses.dataclass(frozen=True)
+class Causal:
     """Keys of the same segment at or before the query's position; padding sees nothing.
 
-    Metadata: ``segment`` int32 (0 = padding) and ``position`` int32.
+    Metadata: ``segment`` int32 (0 = padding) and ``position`` int32. ``window``: positions that a
+    query sees, its own included.
     """
-    same = query["segment"][:, :, None] == key["segment"][:, None, :]
-    before = same & (distances(query, key) >= 0)
-    return before & (key["segment"] != PADDING_SEGMENT)[:, None, :]
+
+    window: int | None = None
+
+    def __call__(self, query: Meta, key: Meta) -> Bool[Array, "B N S"]:
+        same = query["segment"][:, :, None] == key["segment"][:, None, :]
+        far = distances(query, key)
+        seen = same & (far >= 0) & (key["segment"] != PADDING_SEGMENT)[:, None, :]
+        return seen if self.window is None else seen & (far < self.window)
+
+
+@dataclasses.dataclass(frozen=True)
+class Isolated(Causal):
+    """Causal; behind ``clean`` tokens stand windows: a window's token sees the clean tokens before
+    its window, and its window, and nothing else sees it.
+
+    Metadata beside :class:`Causal`'s: ``windows`` int32, 0 for clean tokens, else the window's
+    number; ``starts`` int32, the position at which a window token's window starts.
+    """
+
+    clean: int = 0
+
+    def __call__(self, query: Meta, key: Meta) -> Bool[Array, "B N S"]:
+        own = query["windows"][:, :, None] == key["windows"][:, None, :]
+        before = key["position"][:, None, :] < query["starts"][:, :, None]
+        clean = (key["windows"] == 0)[:, None, :] & (query["windows"] > 0)[:, :, None]
+        return super().__call__(query, key) & (own | (clean & before))
+
+
+causal_mask = Causal()
 
 
 def windowed(mask_fn: MaskFn, window: int | None) -> MaskFn:
     """``mask_fn``, whatever it is, within ``window`` positions, the token's own included."""
     if window is None:
         return mask_fn
+    if isinstance(mask_fn, Causal) and mask_fn.window is None:
+        return dataclasses.replace(mask_fn, window=window)
     return lambda query, key: mask_fn(query, key) & (distances(query, key) < window)
 
 
@@ -186,76 +224,3 @@ def masked_scores(
         scores = finish(each, distance).reshape(scores.shape)
     mask = jnp.tile(mask, (1, q.shape[2] // mask.shape[1], 1))[:, None]
     return jnp.where(mask, scores, MASKED_SCORE)
-
-
-def blockwise_attention(
-    q: Float[Array, "B N H E"],
-    k: Float[Array, "B K S E"],
-    v: Float[Array, "B K S E"],
-    query: Meta,
-    key: Meta,
-    mask_fn: MaskFn,
-    block: int = 512,
-    finish: Scores = PLAIN,
-) -> Float[Array, "B N H E"]:
-    """The same function by an online softmax over key blocks (arXiv 1805.02867).
-
-    ``block`` queries meet ``block`` keys at a time. The backward pass recomputes one block of
-    queries after the other, so that beyond its arguments and result it holds what one of them
-    carries through the keys, ``O(S · H · E)``, and no more of the scores than one block.
-    N and S are padded to multiples of ``block``, with keys that nothing sees.
-    """
-    b, n, h, e = q.shape
-    heads, slots = k.shape[1], k.shape[2]
-    groups, pad = h // heads, -n % block
-    scale = e**-0.5 if finish.scale is None else finish.scale
-    q = q.reshape(b, n, heads, groups, e).astype(jnp.float32) * scale
-    real = jnp.broadcast_to(jnp.arange(slots) < slots, (b, slots))
-    metas = {m: _split(x, 1, block) for m, x in key.items()}
-    keys = (_split(k, 2, block), _split(v, 2, block), metas, _split(real, 1, block))
-
-    @jax.checkpoint
-    def rows(part):
-        q, query = part
-        shape = (b, q.shape[1], heads, groups)
-        start = (
-            jnp.full(shape, MASKED_SCORE, jnp.float32),
-            jnp.zeros(shape, jnp.float32),
-            jnp.zeros((*shape, e), jnp.float32),
-        )
-        step = jax.checkpoint(lambda carry, xs: _meet(q, query, carry, xs, mask_fn, finish))
-        (_, total, out), _ = jax.lax.scan(step, start, keys)
-        return out / jnp.where(total > 0, total, 1.0)[..., None]
-
-    queries = (_split(q, 1, block), {m: _split(x, 1, block) for m, x in query.items()})
-    out = jnp.moveaxis(jax.lax.map(rows, queries), 0, 1)
-    return out.reshape(b, n + pad, h, e)[:, :n].astype(v.dtype)
-
-
-def _split(x: Array, axis: int, block: int) -> Array:
-    """Blocks of ``axis``, zero-padded, along a new first axis."""
-    pad = -x.shape[axis] % block
-    x = jnp.pad(x, [(0, pad if i == axis else 0) for i in range(x.ndim)])
-    shape = (*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x.reshape(shape), axis, 0)
-
-
-def _meet(q, query: Meta, carry, keys, mask_fn: MaskFn, finish: Scores):
-    """Queries ``[B, N, K, G, E]`` see one block of keys: the online softmax's step.
-
-    ``carry``: the largest score so far and the sum of weights, ``[B, N, K, G]`` each, and the
-    weighted values ``[B, N, K, G, E]``, all float32.
-    """
-    top, total, out = carry
-    k, v, meta, real = keys
-    scores = jnp.einsum("bnkge,bkse->bkgns", q, k.astype(jnp.float32))
-    distance = distances(query, meta) if finish.alibi else None
-    scores = finish(scores, distance).transpose(0, 3, 1, 2, 4)
-    mask = (mask_fn(query, meta) & real[:, None, :])[:, :, None, None, :]
-    scores = jnp.where(mask, scores, MASKED_SCORE)
-    new_top = jnp.maximum(top, scores.max(-1))
-    weights = jnp.exp(scores - new_top[..., None]) * mask
-    shrink = jnp.exp(top - new_top)
-    total = total * shrink + weights.sum(-1)
-    gain = jnp.einsum("bnkgs,bkse->bnkge", weights, v.astype(jnp.float32))
-    return (new_top, total, out * shrink[..., None] + gain), None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,15 @@ from jaxtyping import Array, Float, Int
 
 from specjax.models import sharding
 from specjax.models.config import ModelConfig, period
+from specjax.models.flash import RESULT
 from specjax.models.layers import ACTIVATIONS, NORMS, Linear, rope_table, rotate
 from specjax.models.sharding import laid
 
 # attend(layer, q[B,N,H,E], k[B,N,K,E], v[B,N,K,E]) -> [B,N,H,E]
 Attend = Callable[[int, Array, Array, Array], Array]
 Table = tuple[Array, Array] | None  # cos and sin, where positions turn q and k
+# Whether the backward pass recomputes a block: all of it, or all but a long sequence's attention.
+Remat = bool | Literal["attention"]
 
 
 class Attention(nnx.Module):
@@ -153,7 +157,7 @@ class Decoder(nnx.Module):
         tokens: Int[Array, "B N"],
         positions: Int[Array, "B N"],
         attend: Attend,
-        remat: bool = False,
+        remat: Remat = False,
         scan: bool = False,
         taps: tuple[int, ...] = (),
         features: Float[Array, "B N D"] | None = None,
@@ -172,7 +176,7 @@ class Decoder(nnx.Module):
         for i in range(first, self.cfg.num_layers):
             tapped = _tap(tapped, taps, i, x)
             run = _call(tables[i], functools.partial(attend, i), rows)
-            x = (nnx.remat(run) if remat else run)(self.layers[str(i)], x)
+            x = (nnx.remat(run, policy=kept(remat)) if remat else run)(self.layers[str(i)], x)
         return self.outputs(x), tapped
 
     def _scan(
@@ -182,7 +186,7 @@ class Decoder(nnx.Module):
         taps: tuple[int, ...],
         tables: list[Table],
         attend: Attend,
-        remat: bool,
+        remat: Remat,
         rows: NamedSharding | None,
     ) -> tuple[Float[Array, "B N D"], Float[Array, "B N P D"] | None, int]:
         """Layers as one ``lax.scan`` over whole periods of like ones, and how many it ran.
@@ -205,9 +209,16 @@ class Decoder(nnx.Module):
             return (x, tapped), None
 
         # Inside a scan nothing is merged with the forward pass, so no barrier against it.
-        run = jax.checkpoint(run, prevent_cse=False) if remat else run
+        run = jax.checkpoint(run, prevent_cse=False, policy=kept(remat)) if remat else run
         periods = jnp.arange(0, count, repeat), stacked
         return *jax.lax.scan(run, (x, tapped), periods)[0], count
+
+
+def kept(remat: Remat) -> Callable | None:
+    """What ``jax.checkpoint`` keeps of a block beside its input; None: nothing."""
+    if remat == "attention":
+        return jax.checkpoint_policies.save_only_these_names(RESULT)
+    return None
 
 
 def _call(table: Table, attend: Callable, rows: NamedSharding | None) -> Callable:

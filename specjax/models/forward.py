@@ -23,11 +23,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models import attention, long_cache, sharding
 from specjax.models.adapters import gated
-from specjax.models.blocks import Decoder
+from specjax.models.blocks import Decoder, Remat
 from specjax.models.cache import KVCache, write
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES
 from specjax.models.layers import linear
+from specjax.models.long_attention import Attend, long_attention
 
 # From this many tokens on, training attention is blockwise.
 BLOCKWISE_FROM = 2048
@@ -129,7 +130,7 @@ def hidden_states(
     mask_fn: attention.MaskFn | None = None,
     meta: attention.Meta | None = None,
     backend: str = "auto",
-    remat: bool = False,
+    remat: Remat = False,
     scan: bool = False,
     rows: NamedSharding | None = None,
 ) -> Float[Array, "B T D"]:
@@ -153,6 +154,7 @@ def tapped_states(
     mask_fn: attention.MaskFn | None = None,
     meta: attention.Meta | None = None,
     backend: str = "auto",
+    rows: NamedSharding | None = None,
     **how: Any,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T P D"] | None]:
     """:func:`hidden_states`, and the inputs of the P layers ``taps`` at every token.
@@ -163,29 +165,37 @@ def tapped_states(
         on top.
       meta: further per-token metadata for ``mask_fn``, ``[B, T, ...]`` each.
       backend: ``dense``, ``blockwise``, or ``auto`` by length.
-      how: ``remat``: recompute each block in the backward pass. ``scan``: compile one block (one
+      rows: how the rows lie over devices, each of which works on its own; None: all on one.
+      how: ``remat``: recompute each block in the backward pass; ``attention``: but for a long
+        sequence's attention, whose results are kept. ``scan``: compile one block (one
         period, where layers alternate) and scan the stacked layers; compile time then does not
-        grow with the depth. ``rows``: where the batch's rows lie. ``features`` of a head: see
-        :mod:`specjax.models.head`.
+        grow with the depth. ``features`` of a head: see :mod:`specjax.models.head`.
     """
-    mask_fn, finish, windows = mask_fn or attention.causal_mask, _scores(cfg), cfg.windows
-    mask_fns = {w: attention.windowed(mask_fn, w) for w in set(windows)}
+    finish, windows = _scores(cfg), cfg.windows
     meta = {"position": positions, "segment": segments, **(meta or {})}
     if backend == "auto":
         backend = "blockwise" if tokens.shape[1] >= BLOCKWISE_FROM else "dense"
-    dense = backend == "dense"
-    masks = {w: fn(meta, meta) for w, fn in mask_fns.items()} if dense else {}
-    distance = attention.distances(meta, meta) if dense and cfg.alibi else None
+    choose = _dense if backend == "dense" else long_attention
+    masks = {w: attention.windowed(mask_fn or attention.causal_mask, w) for w in set(windows)}
+    groups = cfg.num_heads // cfg.num_kv_heads
+    attends = {w: choose(mask, meta, finish, groups, rows) for w, mask in masks.items()}
 
     def attend(layer, q, k, v):
-        k, v, window = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), windows[layer]
-        if dense:
-            return attention.dense_attention(q, k, v, masks[window], finish, distance)
-        mask_fn = mask_fns[window]
-        return attention.blockwise_attention(q, k, v, meta, meta, mask_fn, finish=finish)
+        return attends[windows[layer]](q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
 
     run = module_of(cfg, gated(cfg, params, tokens))
-    return run(tokens, positions, attend, taps=taps, **how)
+    return run(tokens, positions, attend, taps=taps, rows=rows, **how)
+
+
+def _dense(mask: attention.MaskFn, meta: attention.Meta, finish: attention.Scores, *_) -> Attend:
+    """:func:`long_attention` for short sequences."""
+    seen = mask(meta, meta)
+    distance = attention.distances(meta, meta) if finish.alibi else None
+
+    def attend(q, k, v):
+        return attention.dense_attention(q, k, v, seen, finish, distance)
+
+    return attend
 
 
 def forward(

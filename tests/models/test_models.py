@@ -172,60 +172,6 @@ def test_rope_frequencies_of_real_sizes(kind):
     assert ours[1] == pytest.approx(factor)
 
 
-@pytest.mark.parametrize("window", [None, 2])
-def test_backends_agree_in_value_and_gradient(window):
-    """Packed segments, padding at the end, and blocks of 4 that do not divide 9 keys."""
-    shapes = ((2, 9, 4, 8), (2, 2, 9, 8), (2, 2, 9, 8))
-    generator = np.random.Generator(np.random.Philox(0))
-    q, k, v = (generator.standard_normal(shape, np.float32) for shape in shapes)
-    meta = {
-        "position": np.array([[0, 1, 2, 3, 0, 1, 2, 0, 0], list(range(9))]),
-        "segment": np.array([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9]),
-    }
-    mask_fn = attention.windowed(attention.causal_mask, window)
-    real = (meta["segment"] > 0)[..., None, None]
-
-    def dense(q, k, v):
-        return attention.dense_attention(q, k, v, mask_fn(meta, meta))
-
-    def blockwise(q, k, v):
-        return attention.blockwise_attention(q, k, v, meta, meta, mask_fn, block=4)
-
-    @jax.jit
-    def both(q, k, v):
-        """(output, gradients of its real rows) of each backend."""
-
-        def total(attend, *args):
-            out = attend(*args)
-            return jnp.sum(jnp.where(real, out, 0) ** 2), out
-
-        run = jax.value_and_grad(total, (1, 2, 3), has_aux=True)
-        results = [run(attend, q, k, v) for attend in (dense, blockwise)]
-        return [(out, gradients) for (_, out), gradients in results]
-
-    (a, da), (b, db) = both(q, k, v)
-    assert np.isfinite(a).all() and np.isfinite(b).all()  # rows that see nothing too
-    np.testing.assert_allclose(np.where(real, a, 0), np.where(real, b, 0), atol=1e-6)
-    for x, y in zip(da, db, strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-5)
-
-
-def test_blockwise_gradients_hold_one_block_of_scores():
-    """Less than two copies of the scores of all queries with one block of keys."""
-    n, heads, size = 4096, 8, 32
-    q = jax.ShapeDtypeStruct((1, n, heads, size), jnp.float32)
-    k = jax.ShapeDtypeStruct((1, heads, n, size), jnp.float32)
-    meta = {"position": np.arange(n)[None], "segment": np.ones((1, n), np.int32)}
-
-    def total(q, k, v):
-        out = attention.blockwise_attention(q, k, v, meta, meta, attention.causal_mask)
-        return jnp.sum(out**2)
-
-    step = jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, k).compile()
-    one_block_of_keys = 4 * n * heads * 512
-    assert step.memory_analysis().temp_size_in_bytes < 2 * one_block_of_keys
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("variant", ["tinyllama", "mistral"])
 def test_packed_documents_do_not_see_each_other(variant, backend):

@@ -172,6 +172,8 @@ def main() -> int:
     Parser("train.sdsat.dryrun", __doc__).parse_args()
     try:
         cfg = from_dict(SDSATConfig, json.load(sys.stdin))
+        if cfg.mesh.topology:  # models choose by the backend: the one compiled for
+            jax.default_backend = lambda: "tpu"
         print(json.dumps(compile_here(cfg, prepare_setup(cfg), _topology(cfg))))
     except SpecjaxError as error:
         print(error, file=sys.stderr)  # for the process that asked, which says who speaks

@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from specjax.models import ModelConfig
-from specjax.models.attention import Meta, causal_mask
+from specjax.models.attention import Isolated
+from specjax.models.blocks import Remat
 from train.data.packing import IGNORE
 from train.engine.loop import Extras, LossFn
 from train.engine.losses import Head, hidden_of, label_count, nll, sum_over_chunks, summed_kl
@@ -40,7 +41,7 @@ class Objective:
         loss is cross-entropy on the data. 0: ``data``; 1: ``self``; between: ``mix``.
       weight: w, of the adaptive mean.
       dtype: the forward pass's; params and their gradients stay as they are.
-      remat: recompute each block in the backward pass.
+      remat: recompute each block in the backward pass: False, True, or ``attention``.
       scan: compile one block and scan the layers.
     """
 
@@ -49,25 +50,13 @@ class Objective:
     self_share: float = 0.0
     weight: float = 1.0
     dtype: str = "float32"
-    remat: bool = False
+    remat: Remat = False
     scan: bool = False
 
     @property
-    def passes(self) -> dict[str, bool]:
+    def passes(self) -> dict[str, Remat]:
         """How :func:`specjax.models.hidden_states` runs its blocks."""
         return {"remat": self.remat, "scan": self.scan}
-
-
-def isolated_mask(query: Meta, key: Meta) -> Bool[Array, "B N S"]:
-    """Causal; a window's token sees the clean tokens before its window, and its window.
-
-    Metadata beside :func:`causal_mask`'s: ``windows`` int32, 0 for clean tokens, else the
-    window's number; ``starts`` int32, the position at which a window token's window starts.
-    """
-    own = query["windows"][:, :, None] == key["windows"][:, None, :]
-    before = key["position"][:, None, :] < query["starts"][:, :, None]
-    clean = (key["windows"] == 0)[:, None, :] & (query["windows"] > 0)[:, :, None]
-    return causal_mask(query, key) & (own | (clean & before))
 
 
 def sdsat_loss(cfg: ModelConfig, objective: Objective, rows: NamedSharding | None = None) -> LossFn:
@@ -136,8 +125,9 @@ def isolated_streams(cfg: ModelConfig, params: dict, batch: dict, **how: Any) ->
     The rows are laid out by ``append_windows``; ``how`` as :meth:`Objective.passes`.
     """
     meta = {name: batch[name] for name in ("windows", "starts")}
-    hidden = hidden_of(cfg, params, batch, mask_fn=isolated_mask, meta=meta, **how)
-    clean, windows = jnp.split(hidden, [hidden.shape[1] - batch["sources"].shape[1]], axis=1)
+    count = batch["tokens"].shape[1] - batch["sources"].shape[1]
+    hidden = hidden_of(cfg, params, batch, mask_fn=Isolated(clean=count), meta=meta, **how)
+    clean, windows = jnp.split(hidden, [count], axis=1)
     return clean, windows, jnp.take_along_axis(clean, batch["sources"][..., None], axis=1)
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from specjax.models import ModelConfig, num_params
+from specjax.models.blocks import Remat
 from specjax.models.config import period
 from specjax.models.forward import BLOCKWISE_FROM
 from train.engine.loop import LossFn, make_step
@@ -109,14 +110,15 @@ def shallow(model: ModelConfig, layers: int) -> ModelConfig:
 
 
 def estimate(
-    model: ModelConfig, parts: Parts, fsdp: int, devices: int, dtype: str, remat: bool
+    model: ModelConfig, parts: Parts, fsdp: int, devices: int, dtype: str, remat: Remat
 ) -> dict[str, int]:
     """Bytes per device by what they are for; the sum is what the step needs, roughly.
 
     Args:
       fsdp: devices that share one copy of the params; the rows are split over ``devices``.
       dtype: the forward pass's.
-      remat: blocks are recomputed in the backward pass, so only their inputs are kept.
+      remat: blocks are recomputed in the backward pass, so only their inputs are kept; with
+        ``attention`` what comes of a long sequence's attention, too.
     """
     item = jnp.dtype(dtype).itemsize
     trained = _shared(parts.trainable, fsdp)
@@ -126,6 +128,8 @@ def estimate(
     tokens = parts.sequences * rows * length // devices
     block = tokens * _block_values(model, length) * item
     inputs = tokens * model.hidden_size * item
+    if remat == "attention" and length >= BLOCKWISE_FROM:
+        inputs += tokens * model.num_heads * (model.head_dim * item + 4)
     kept = model.num_layers * inputs + block if remat else model.num_layers * block
     return {
         "params": trained + _shared(parts.frozen, fsdp),

@@ -1,0 +1,223 @@
+"""Attention in blocks is dense attention, in value and gradient; what nobody sees is not met."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from specjax.models import ModelConfig, hidden_states, init_params, splash
+from specjax.models.attention import Causal, Isolated, Scores, dense_attention, distances
+from specjax.models.flash import Blocks, blocks_of, flash_attention
+from specjax.models.long_attention import long_attention
+from train.sdsat.insertion import Insertion, append_windows
+
+BLOCK = 8
+CLEAN, APPENDED = 39, 12  # tokens of a row, and slots behind it for windows
+
+
+def packed_rows(lengths=((17, 9, 8), (39,))):
+    """Metadata of rows of documents that long, padding behind them, and windows behind that."""
+    rows = []
+    for row, documents in enumerate(lengths):
+        segments = np.repeat(np.arange(1, len(documents) + 1), documents)
+        positions = np.concatenate([np.arange(n) for n in documents])
+        pad = (0, CLEAN - len(segments))
+        segments, positions = np.pad(segments, pad), np.pad(positions, pad)
+        blank = np.zeros(CLEAN, np.int64)
+        clean = {"tokens": blank, "labels": blank, "segments": segments, "positions": positions}
+        starts, counts = np.array([0, 5, 6, 30 - row]), np.array([1, 4, 2, 3])
+        rows.append(append_windows(clean, starts, counts, APPENDED, Insertion((7,) * 4)))
+    names = {"segments": "segment", "positions": "position", "windows": "windows"}
+    names["starts"] = "starts"
+    return {ours: np.stack([row[name] for row in rows]) for name, ours in names.items()}
+
+
+def tokens(meta, count):
+    return {name: x[:, :count] for name, x in meta.items()}
+
+
+def parts(count, heads=4, key_heads=2, size=8, dtype=np.float32):
+    """Random queries, keys, values and a gradient of the result, of two rows."""
+    generator = np.random.Generator(np.random.Philox(0))
+    shapes = (2, count, heads, size), *((2, key_heads, count, size),) * 2, (2, count, heads, size)
+    return [jnp.asarray(generator.standard_normal(shape), dtype) for shape in shapes]
+
+
+def dense(mask, meta, finish):
+    distance = distances(meta, meta) if finish.alibi else None
+    return lambda q, k, v: dense_attention(q, k, v, mask(meta, meta), finish, distance)
+
+
+def flash(mask, meta, finish, **how):
+    return lambda q, k, v: flash_attention(
+        q, k, v, meta, meta, mask, finish=finish, block=BLOCK, **how
+    )
+
+
+def agree(attends, meta, q, k, v, d_out, close):
+    """Results of real tokens and their gradients are alike, and finite also at padding."""
+    real = (meta["segment"] > 0)[..., None, None]
+
+    @jax.jit
+    def run(q, k, v):
+        results = []
+        for attend in attends:
+            out, pull = jax.vjp(attend, q, k, v)
+            results.append((jnp.where(real, out, 0), *pull(jnp.where(real, d_out, 0)), out))
+        return results
+
+    want, got = run(q, k, v)
+    assert np.isfinite(np.asarray(got[-1], np.float32)).all()
+    for x, y in zip(want[:-1], got[:-1], strict=True):
+        np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (y, x)), atol=close)
+
+
+CASES = {
+    "causal": (Causal(), Scores()),
+    "sliding": (Causal(window=5), Scores(scale=0.3)),
+    "isolated": (Isolated(clean=CLEAN), Scores()),
+    "isolated, sliding": (Isolated(clean=CLEAN, window=7), Scores()),
+    "softcap": (Causal(), Scores(softcap=1.5)),
+    "alibi": (Isolated(clean=CLEAN), Scores(softcap=2.0, alibi=True)),
+    "any function": (lambda query, key: Causal(3)(query, key), Scores()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_agree_with_dense_attention(name):
+    mask, finish = CASES[name]
+    count = CLEAN + APPENDED * isinstance(mask, Isolated)
+    meta = tokens(packed_rows(), count)
+    both = dense(mask, meta, finish), flash(mask, meta, finish)
+    agree(both, meta, *parts(count), close=1e-5)
+
+
+def test_blocks_in_bfloat16_are_as_exact_as_bfloat16_is():
+    """Against dense attention of the same numbers in float32: a bfloat16 has 8 bits."""
+    meta = tokens(packed_rows(), CLEAN)
+    q, k, v, d_out = parts(CLEAN, dtype=jnp.bfloat16)
+    single = (x.astype(jnp.float32) for x in (q, k, v))
+    real = (meta["segment"] > 0)[..., None, None]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(attend, *args):
+        out, pull = jax.vjp(attend, *args)
+        return jnp.where(real, out, 0), *pull(jnp.where(real, d_out, 0).astype(out.dtype))
+
+    want = run(dense(Causal(), meta, Scores()), *single)
+    got = run(flash(Causal(), meta, Scores()), q, k, v)
+    for ours, theirs in zip(got, want, strict=True):
+        ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
+        assert np.linalg.norm(ours - theirs) < 2**-7 * np.linalg.norm(theirs)
+
+
+def test_blocks_that_nobody_sees_are_not_met():
+    """What stands in them may be anything: NaN times no weight would be NaN."""
+    meta = tokens(packed_rows(((16, 23), (16, 23))), CLEAN)
+    blocks = blocks_of(Causal(), meta, meta, BLOCK)
+    met = [[0], [0, 1], [2], [2, 3], [2, 3, 4]]  # whole blocks first; the last one ends in padding
+    assert [row[:n].tolist() for row, n in zip(blocks.order, blocks.seen, strict=True)] == met
+    assert blocks.whole.tolist() == [0, 1, 0, 1, 0]
+
+    (q, k, v, d_out), later = parts(CLEAN), slice(16, None)
+    hidden = [x.at[:, :, :16].set(jnp.nan) for x in (k, v)]
+
+    @jax.jit
+    def run(k, v):
+        out, pull = jax.vjp(flash(Causal(), meta, Scores()), q, k, v)
+        d_q, d_k, d_v = pull(d_out.at[:, :16].set(0))
+        return out[:, later], d_q[:, later], d_k[:, :, later], d_v[:, :, later]
+
+    for x, y in zip(run(k, v), run(*hidden), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("lost", [(1, "part"), (3, "whole")])
+def test_a_block_left_out_by_mistake_is_noticed(lost):
+    meta = tokens(packed_rows(((16, 23), (16, 23))), CLEAN)
+    blocks, (i, kind) = blocks_of(Causal(), meta, meta, BLOCK), lost
+    if kind == "part":
+        wrong = blocks._replace(seen=blocks.seen.at[i].add(-1))
+    else:
+        order = blocks.order.at[i].set(jnp.roll(blocks.order[i], -1))
+        wrong = Blocks(order, blocks.whole.at[i].add(-1), blocks.seen.at[i].add(-1))
+    both = [flash(Causal(), meta, Scores(), blocks=table) for table in (blocks, wrong)]
+    with pytest.raises(AssertionError):
+        agree(both, meta, *parts(CLEAN), close=1e-2)
+
+
+def test_gradients_hold_one_block_of_scores():
+    """Beside it no more than a few copies of the arguments."""
+    n, heads, size, block = 4096, 8, 32, 512
+    q = jax.ShapeDtypeStruct((1, n, heads, size), jnp.float32)
+    k = jax.ShapeDtypeStruct((1, heads, n, size), jnp.float32)
+    meta = {"position": np.arange(n)[None], "segment": np.ones((1, n), np.int32)}
+
+    def total(q, k, v):
+        return jnp.sum(flash_attention(q, k, v, meta, meta, Causal(), block=block) ** 2)
+
+    step = jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, k).compile()
+    scores, arguments = 4 * block**2, 3 * 4 * n * heads * size
+    assert step.memory_analysis().temp_size_in_bytes < 4 * scores + 4 * arguments
+
+
+# The kernel as Pallas's interpreter runs it, in blocks that do not divide the rows.
+kernel = functools.partial(splash.splash_attention, blocks=(128, 256, 128), interpret=True)
+
+
+@pytest.mark.parametrize("window, finish", [(70, Scores()), (None, Scores(0.3, softcap=1.5))])
+def test_the_tpu_kernel_agrees_with_dense_attention(window, finish):
+    """Packed documents and padding."""
+    lengths = (100, 50, 50)
+    segments = np.repeat([[1, 2, 0], [1, 2, 3]], lengths, axis=1)
+    positions = np.concatenate([np.arange(n) for n in lengths])[None].repeat(2, 0)
+    meta = {"segment": segments, "position": positions}
+
+    def attend(q, k, v):
+        return kernel(q, k, v, segments, window=window, finish=finish)
+
+    both = dense(Causal(window), meta, finish), attend
+    agree(both, meta, *parts(200, size=8), close=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["tpu", "gpu"])
+def test_every_backend_runs_isolated_windows(monkeypatch, backend):
+    """On TPU clean tokens go through the kernel, their windows through our blocks; over a mesh."""
+    calls = []
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(
+        splash, "splash_attention", lambda *a, **how: calls.append(a) or kernel(*a, **how)
+    )
+    meta, mask = packed_rows(), Isolated(clean=CLEAN)
+    mesh = jax.make_mesh((1, 1), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    ours = long_attention(mask, meta, Scores(), 2, rows)
+    count = CLEAN + APPENDED
+    agree((dense(mask, meta, Scores()), ours), meta, *parts(count), close=1e-5)
+    assert [a[0].shape[1] for a in calls] == [CLEAN] * (backend == "tpu")
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_attention_may_be_kept_where_blocks_are_recomputed(scan):
+    """The same gradients, and the loop over blocks of keys once less."""
+    cfg = ModelConfig.llama(
+        vocab_size=11, hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8
+    )
+    params = init_params(cfg, jax.random.key(0))
+    at = np.arange(20)[None]
+
+    def gradients(remat):
+        def loss(params):
+            how = {"backend": "blockwise", "remat": remat, "scan": scan}
+            return (hidden_states(cfg, params, at % 11, at, np.ones_like(at), **how) ** 2).sum()
+
+        run = jax.jit(jax.grad(loss)).lower(params)
+        return run.compile()(params), run.as_text().count("stablehlo.while")
+
+    (want, loops), (got, fewer) = gradients(True), gradients("attention")
+    assert fewer < loops
+    for x, y in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
