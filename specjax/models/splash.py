@@ -52,12 +52,10 @@ def splash_attention(
     wide = wide if padded % wide == 0 else block
     shape = (padded, padded)
     parts = 2 if key_heads % 2 == 0 else 1  # by itself the backward pass takes one of two cores
-    reach = None if window is None else window - 1
-    mask = (
-        jax_splash.CausalMask(shape)
-        if window is None
-        else jax_splash.LocalMask(shape, (reach, 0), 0)
-    )
+    if window is None:
+        mask = jax_splash.CausalMask(shape)
+    else:
+        mask = jax_splash.LocalMask(shape, (window - 1, 0), 0)
     kernel = jax_splash.make_splash_mha(
         jax_splash.MultiHeadMask([mask] * (heads // parts)),
         block_sizes=jax_splash.BlockSizes(
