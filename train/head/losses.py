@@ -19,7 +19,6 @@ from specjax.models.attention import MASKED_SCORE, PADDING_SEGMENT, causal_mask
 from specjax.models.families.head import HeadConfig
 from specjax.models.forward import module_of, tapped_states
 from specjax.models.head import draft_logits, fed_back, fused_states, share_embedding
-from specjax.models.sharding import laid
 from train.data.packing import IGNORE
 from train.engine.loop import LossFn
 from train.engine.losses import Head, label_count, sum_over_chunks, summed_kl
@@ -117,8 +116,8 @@ def drafted_steps(
             return attend_steps(q, (*past, (k, v)), mask)
 
         module = module_of(cfg, params)
-        hidden, _ = module(tokens, positions, attend, features=laid(features, rows))
-        return laid(hidden, rows), made[0]
+        hidden, _ = module(tokens, positions, attend, features=features, rows=rows)
+        return hidden, made[0]
 
     run = jax.checkpoint(step) if objective.remat else step
     features, past = fused_states(cfg, params, states), ()

@@ -19,6 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from specjax.checks import FLAG, OBJECT, list_of, quoted, require_all, whole
@@ -171,13 +172,15 @@ class Head(Decoder):
         scan: bool = False,
         taps: tuple[int, ...] = (),
         features: Float[Array, "B N D"] | None = None,
+        rows: NamedSharding | None = None,
     ) -> tuple[Float[Array, "B N D"], None]:
         x = self.embedded(tokens).astype(features.dtype)  # the target's, maybe
         table = self.tables(positions)[0]
         attend = functools.partial(attend, 0)
 
         def run(block: HeadBlock, x, features):
-            return block(x, features, table, attend)
+            x, features = (sharding.laid(part, rows) for part in (x, features))
+            return sharding.laid(block(x, features, table, attend), rows)
 
         return (nnx.remat(run) if remat else run)(self.layers["0"], x, features), None
 
