@@ -33,7 +33,7 @@ from specjax.net import FREE_TOKENS, Net
 from specjax.text import Tokenizer
 
 DEMO = Path(__file__).parent / "demo"
-EMBEDDED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft"}
+EMBEDDED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft", "demo-head": DEMO / "head"}
 TUNED = "demo-sdsat"
 HUB_FILES = ("*.json", "model*.safetensors", "delta.safetensors", "*.jinja", "tokenizer.model")
 PICKLES = ("pytorch_model*.bin",)
@@ -111,7 +111,8 @@ def load(
 ) -> LM:
     """Loads a model directory, a hub id, an embedded model, or a delta beside one of these.
 
-    Embedded are ``demo``, ``demo-draft``, and ``demo-sdsat``, which drafts for itself.
+    Embedded are ``demo``, its ``demo-draft``, ``demo-head``, which drafts from its hidden states,
+    and ``demo-sdsat``, which drafts for itself.
 
     Args:
       dtype: ``float32``, ``bfloat16`` or ``float16``. None: float32 on CPUs, which compute in

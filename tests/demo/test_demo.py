@@ -36,8 +36,21 @@ def test_sizes(pair):
     target, draft = pair
     assert sj.models.num_params(target.config) <= 10e6
     assert sj.models.num_params(draft.config) <= 1.5e6
-    assert sum(f.stat().st_size for f in DEMO.rglob("*.safetensors")) <= 30e6
+    assert sum(f.stat().st_size for f in DEMO.rglob("*.safetensors")) <= 32e6
+    assert (DEMO / "head" / "model.safetensors").stat().st_size <= 3e6
     assert target.tokenizer.difference(draft.tokenizer) is None
+
+
+def test_the_head_is_plain_greedy_and_accepted(pair, prompts):
+    """Loaded by its name, as published ones are: without an embedding, for the target named."""
+    head, few = sj.load("demo-head"), prompts[:8]
+    assert head.is_head and not head.config.own_embedding and head.config.verifier == "demo"
+    how = {"max_new_tokens": 24, "batch_size": 8}
+    plain = sj.generate(pair[0], few, **how)
+    fast = sj.generate(pair[0], few, method="speculative", draft=head, **how)
+    differ = mismatches(pair[0], few, plain.tokens, fast.tokens)
+    assert all(row["gap"] < NEAR_TIE for row in differ), differ
+    assert fast.stats["accepted"].sum() >= ACCEPTANCE * fast.stats["tested"].sum()
 
 
 @pytest.mark.slow
