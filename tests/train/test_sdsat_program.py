@@ -25,6 +25,7 @@ from specjax.models import (
     param_shapes,
     save_pretrained,
 )
+from specjax.models.attention import Causal, Isolated
 from support.training import (
     ROOT,
     TINY_SDSAT,
@@ -34,12 +35,12 @@ from support.training import (
     small_tokenizer,
 )
 from train import ablation
-from train.config import SDSATConfig, from_toml
+from train.config import Adaptive, Data, SDSATConfig, from_toml
 from train.data.corpus import is_held_out
 from train.sdsat import training as sdsat
 from train.sdsat.__main__ import main
-from train.sdsat.insertion import appended_slots
-from train.sdsat.setup import choose_ids
+from train.sdsat.insertion import Insertion, appended_slots
+from train.sdsat.setup import choose_ids, transforms
 
 
 def program(*argv):
@@ -325,6 +326,30 @@ def test_counted_operations_are_the_compilers(loss):
     counted = sdsat.forward_flops(cfg, loss, window, rate, T)
     head = 2 * tokens * cfg.vocab_size * cfg.hidden_size
     np.testing.assert_allclose(compiled, counted - head, rtol=0.05)
+
+
+@pytest.mark.parametrize("loss", ["basic", "improved", "isolated"])
+def test_useful_operations_are_of_each_token_and_each_pair_seen(loss):
+    model = ModelConfig.llama(
+        vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, intermediate_size=128
+    )
+    T, insertion = 512, Insertion((60,) * 5, (), 0.1)
+    cfg = SDSATConfig(
+        data=Data(seq_len=T), sdsat=Adaptive(loss=loss, window=insertion.window, start_rate=0.1)
+    )
+    row = dict.fromkeys(("tokens", "labels", "segments"), np.ones(T, np.int32))
+    row |= {"positions": np.arange(T, dtype=np.int32)}
+    batch = {name: x[None] for name, x in transforms(cfg, insertion)[0](row, 0).items()}
+    tokens = batch["tokens"].size
+    meta = batch | {"position": batch["positions"], "segment": batch["segments"]}
+    mask = (Isolated(clean=T) if loss == "isolated" else Causal())(meta, meta)
+    sequences = 2 if loss == "improved" else 1
+    products = 2 * num_params(model) * sequences * tokens
+    pairs = sequences * int(np.asarray(mask).sum())
+    attention = 4 * pairs * model.num_heads * model.head_dim * model.num_layers
+    assert attention > products / 2
+    counted = sdsat.useful_operations(cfg, model) * tokens
+    np.testing.assert_allclose(counted, 3 * (products + attention), rtol=0.03)
 
 
 def test_dry_run_counts_tokens_writes_nothing_and_needs_no_corpus(quick, tmp_path, capsys):

@@ -138,7 +138,7 @@ def train(
         weigh=functools.partial(weigh, setup.objective),
         measure=_measure(cfg, setup, data, placement),
         placement=placement,
-        operations=_useful_operations(cfg, setup) / cfg.data.seq_len,
+        operations=useful_operations(cfg, setup.model),
     )
     params = tuning.merge(placement.host(outcome.params), frozen)
     ended = {}
@@ -217,16 +217,17 @@ def forward_flops(model: ModelConfig, loss: str, window: int, rate: float, seq_l
     return float(sequences * (products + attention))
 
 
-def _useful_operations(cfg: SDSATConfig, setup: Setup) -> float:
-    """Of one row's step: :func:`forward_flops` without the scores that the causal mask hides."""
-    section, model, length = cfg.sdsat, setup.model, cfg.data.seq_len
+def useful_operations(cfg: SDSATConfig, model: ModelConfig) -> float:
+    """Of a step, per token of a batch: :func:`forward_flops` without the scores that masks hide."""
+    section, length = cfg.sdsat, cfg.data.seq_len
     forward = forward_flops(model, section.loss, section.window, section.start_rate, length)
     spare = appended_slots(section.window, section.start_rate, length)
     appended = spare if section.loss == "isolated" else 0
     sequences = 2 if section.loss == "improved" else 1
     seen = (sequences * length + appended) * length / 2
     masked = sequences * (length + appended) ** 2 - seen
-    return 3 * (forward - 4 * masked * model.num_heads * model.head_dim * model.num_layers)
+    operations = forward - 4 * masked * model.num_heads * model.head_dim * model.num_layers
+    return 3 * operations / (length + appended)
 
 
 def plan(cfg: SDSATConfig, setup: Setup) -> dict[str, Any]:
