@@ -5,32 +5,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-import specjax as sj
-from infer.run.job import DEMO_GAMMA, demo_prompt
-from infer.run.screen import Screen
+from infer.run.commands import arguments
+from infer.run.job import make_job, only_prompt
 
-TOKENS, WIDTH = 96, 92
+WIDTH = 92
 
 
 def main() -> None:
-    """Records the screen of ``python -m infer.run`` with fewer tokens."""
-    target, draft = sj.load("demo"), sj.load("demo-draft")
+    """Records the screen of ``python -m infer.run``."""
+    job = make_job(arguments([]))
     console = Console(record=True, force_terminal=True, width=WIDTH, highlight=False)
-    screen = Screen(target, console)
-    text = demo_prompt()
-    screen.prompt(text)
-    for piece in sj.stream(
-        target,
-        text,
-        method="speculative",
-        draft=draft,
-        max_new_tokens=TOKENS,
-        options={"gamma": DEMO_GAMMA},
-    ):
-        if piece.generation is None:
-            screen.piece(piece)
-        else:
-            screen.summary(piece.generation, "speculative")
+    job.show(only_prompt(job.args, job.encoder), False, console)
     svg = console.export_svg(title="python -m infer.run")
     # No font from another server: the reader's own monospace will do.
     svg = re.sub(r"@font-face\s*{.*?}\s*", "", svg, flags=re.S)

@@ -1,6 +1,6 @@
 """Decode with any method: a prompt, a file of prompts, or the embedded demo.
 
-  python -m infer.run                                  the demo: real Python code, coloured
+  python -m infer.run                                  the demo: coloured, beside plain decoding
   python -m infer.run --prompt "def fib(n):" --temperature 0.8 --json
   python -m infer.run --target DIR --draft DIR --prompts in.jsonl --out out.jsonl
   python -m infer.run --target DIR --draft DIR --mesh data=2,model=4 --prompt "def fib(n):"
@@ -12,9 +12,11 @@ Exit codes: 0 done, 2 bad arguments or input, 3 done but some input lines were b
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from infer import cli
+from infer.run import demo
 from specjax.program import Parser, run
 
 gibibytes = cli.checked(float, "a number of GiB above 0 and below 2^40", lambda g: 0 < g < 2**40)
@@ -22,15 +24,22 @@ gibibytes = cli.checked(float, "a number of GiB above 0 and below 2^40", lambda 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code. Wrong arguments exit at once, with 2."""
-    commands = parser()
-    args = commands.parse_args(argv)
-    check(args, commands)
+    args = arguments(sys.argv[1:] if argv is None else argv)
     work = "infer.run.job:run_job"
     if args.list_methods:
         work = "infer.run.listing:list_methods"
     elif args.plan:
         work = "infer.run.plan:print_plan"
     return run("infer.run", work, args)
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Those given, checked; the demo's where there are none."""
+    commands = parser()
+    args = commands.parse_args(argv or demo.ARGUMENTS)
+    check(args, commands)
+    args.demo = not argv
+    return args
 
 
 def parser() -> Parser:

@@ -7,22 +7,27 @@ import contextlib
 import dataclasses
 import functools
 import json
+import operator
+import statistics
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from rich.console import Console
 
 import specjax as sj
 from infer.cli import BAD_LINES
 from infer.datasets.table import Source
 from infer.loading import load_models, use_compilation_cache
 from infer.prompts import Encoder, Prompt, read_prompts, report, stops_of
+from infer.run.demo import PROMPT
 from infer.run.output import Output, row_object
 from infer.run.parts import held
 from infer.run.screen import Compiling, Screen, printable
+from infer.timing import row_seconds
 from specjax import processes
-from specjax.demo.heldout import held_out_functions
 from specjax.errors import OptionError, SpecjaxError
 from specjax.generate import ALL_ROUNDS
 from specjax.infill import ending_middles
@@ -33,6 +38,7 @@ from specjax.rewards import Combined, RewardWarning, combine
 DEMO_GAMMA = 3  # what the embedded pair is fastest with: see the README's table
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how JAX's errors begin where an allocation failed
 ROUNDS_PER_PIECE = 2  # of a streamed prompt: often enough to read along
+TURNS = 9  # of the demo's method and plain decoding, after one that compiles
 
 
 def run_job(args: argparse.Namespace) -> int:
@@ -68,10 +74,10 @@ def _own_files(args: argparse.Namespace) -> contextlib.AbstractContextManager:
 
 def _run(args: argparse.Namespace) -> int:
     compiles = use_compilation_cache()
-    job = processes.together(lambda: _make_job(args))
+    job = processes.together(lambda: make_job(args))
     if args.prompts or args.task:
         return _batch(job)
-    prompt = _only_prompt(args, job.encoder)
+    prompt = only_prompt(args, job.encoder)
     report("infer.run", [prompt])
     if args.json or args.out:
         job.decode([prompt])
@@ -80,7 +86,8 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _make_job(args: argparse.Namespace) -> Job:
+def make_job(args: argparse.Namespace) -> Job:
+    """Loads models and checks every setting; see :meth:`Job.create`."""
     target, draft = load_models(args, check_method(args), args.mesh)
     if args.prefix is not None:
         target = ending_middles(target)
@@ -105,21 +112,13 @@ def _batch(job: Job) -> int:
     return BAD_LINES if bad else 0
 
 
-def _only_prompt(args: argparse.Namespace, encoder: Encoder) -> Prompt:
+def only_prompt(args: argparse.Namespace, encoder: Encoder) -> Prompt:
     """``--prompt``, or ``--prefix`` with ``--suffix``, or else the demo's."""
     if args.prefix is not None:
         return Prompt(0, 0, args.prefix, encoder.middle(args.prefix, args.suffix), {})
-    text = args.prompt if args.prompt is not None else demo_prompt()
+    text = args.prompt if args.prompt is not None else PROMPT
     tokens, cut = encoder.text(text)
     return Prompt(0, 0, text, tokens, {}, cut=cut)
-
-
-def demo_prompt() -> str:
-    """A held-out function of the standard library, up to its body."""
-    functions, changed = held_out_functions(1)
-    for warning in changed:
-        say("infer.run", warning)
-    return functions[0].prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +174,11 @@ class Job:
         encoder = Encoder(target, needed, args.max_new_tokens, args.chat, bool(args.truncate))
         return cls(args, target, spec.name, arguments, settings, reward, encoder)
 
-    def show(self, prompt: Prompt, compiles: bool) -> None:
-        """Streams one prompt's completions, one after the other."""
+    def show(self, prompt: Prompt, compiles: bool, console: Console | None = None) -> None:
+        """Streams one prompt's completions, one after the other; the demo's beside plain decoding.
+
+        ``console``: where to, if not to standard output.
+        """
         screen, shown = None, None
         pieces = sj.stream(
             self.target,
@@ -195,9 +197,26 @@ class Job:
                 if piece.index != shown:
                     if screen:
                         screen.end()
-                    screen, shown = Screen(self.target), piece.index
+                    screen, shown = Screen(self.target, console), piece.index
                     screen.prompt(prompt.text)
                 screen.piece(piece)
+        if self.args.demo and screen.coloured:
+            with contextlib.closing(Compiling(False, "decoding the same plainly")):
+                figures = self._over_plain(prompt)
+            screen.beside_plain(*figures)
+
+    def _over_plain(self, prompt: Prompt) -> tuple[float, bool]:
+        """Speed over plain decoding of the same prompt, prefill left out; whether tokens agree."""
+        plain = self.arguments | {"method": "autoregressive", "draft": None, "options": {}}
+        ratios = []
+        for _ in range(1 + TURNS):
+            own, other = (
+                sj.generate(self.target, [prompt.tokens], batch_size=1, **arguments)
+                for arguments in (self.arguments, plain)
+            )
+            speeds = (run.lengths[0] / row_seconds(run, 1)[0] for run in (own, other))
+            ratios.append(operator.truediv(*speeds))
+        return statistics.median(ratios[1:]), np.array_equal(own.tokens[0], other.tokens[0])
 
     def decode(self, prompts: Sequence[Prompt]) -> None:
         """Decodes ``--batch-size`` rows at a time; a row is out before the next look at the device.

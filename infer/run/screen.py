@@ -43,19 +43,19 @@ class Screen:
 
     def __init__(self, target: LM, console: Console | None = None):
         self.console = console or Terminal()
-        self._colour = self.console.is_terminal
+        self.coloured = self.console.is_terminal
         self._authors = Authors(target.tokenizer)
         self._first = 0  # tokens that came with the first piece
 
     def prompt(self, text: str) -> None:
         """The prompt, dimmed, only where there is a terminal."""
-        if self._colour:
+        if self.coloured:
             self.console.print(Text(printable(text), style=PROMPT), end="")
 
     def piece(self, piece: Piece) -> None:
         """New tokens."""
         self._first = self._first or len(piece.tokens)
-        if not self._colour:
+        if not self.coloured:
             self.console.print(Text(printable(piece.text)), end="")
             return
         for part, author in self._authors.runs(piece):
@@ -69,7 +69,7 @@ class Screen:
     def summary(self, generation: Generation, method: str) -> None:
         """Speed, acceptance and the legend of colours; only where there is a terminal."""
         self.end()
-        if not self._colour:
+        if not self.coloured:
             return
         counters = {name: values.sum() for name, values in generation.stats.items()}
         self.console.rule(style="dim")
@@ -77,6 +77,11 @@ class Screen:
         if counters["drafted"]:
             legend = Text("colours  ").append("accepted draft", DRAFTED)
             self.console.print(legend.append(" · ").append("target", WRITTEN))
+
+    def beside_plain(self, speed: float, same: bool) -> None:
+        """One line: speed over plain decoding of the same prompt, and whether tokens agree."""
+        tokens = "the same tokens" if same else "other tokens"
+        self.console.print(f"{speed:.2f} times as fast as plain decoding, {tokens}")
 
     def _facts(self, generation: Generation, counters: dict, method: str) -> Table:
         """Name and value of what the summary says."""
@@ -113,17 +118,18 @@ class Screen:
 class Compiling:
     """Says on stderr, while no text has come yet, what is waited for and for how long.
 
-    ``first``: nothing was compiled before. Other starts may compile too (a new model, a longer
-    prompt), so terminals always show the stopwatch; elsewhere only a first run is told.
+    ``first``: nothing was compiled before. Others may compile too (a new model, a longer prompt),
+    so terminals always show the stopwatch, and what is ``otherwise`` done; elsewhere only a first
+    run is told.
     """
 
-    def __init__(self, first: bool):
+    def __init__(self, first: bool, otherwise: str = "starting"):
         self._progress = None
         console = Console(stderr=True)
         if console.is_terminal:
             columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
             self._progress = Progress(*columns, console=console, transient=True)
-            self._progress.add_task(COMPILES if first else "starting")
+            self._progress.add_task(COMPILES if first else otherwise)
             self._progress.start()
         elif first:
             print(COMPILES, file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -21,7 +22,7 @@ from rich.text import Text
 import specjax as sj
 from infer.prompts import Encoder
 from infer.run import commands as program
-from infer.run import job
+from infer.run import demo, job
 from infer.run.output import Output
 from infer.run.screen import DRAFTED, WRITTEN, Screen, printable
 from specjax.errors import OptionError, SpecjaxError
@@ -764,6 +765,19 @@ def painted(console):
     """(character, style) of everything printed."""
     text = Text.from_ansi(console.file.getvalue())
     return [(c, str(text.get_style_at_offset(console, i))) for i, c in enumerate(text.plain)]
+
+
+@pytest.mark.parametrize("method, tokens", [("tree-match", "the same"), ("speculative", "other")])
+def test_the_demo_stands_beside_plain_decoding(pair, monkeypatch, method, tokens):
+    """Drawn alike: match draws what plain decoding draws, speculative only by the same law."""
+    given = (*pair, "--prompt", "def f(", "--method", method, "--temperature", "3")
+    monkeypatch.setattr(demo, "ARGUMENTS", (*given, "--max-new-tokens", "12"))
+    made, console = job.make_job(program.arguments([])), terminal()
+    made.show(job.only_prompt(made.args, made.encoder), False, console)
+    last = Text.from_ansi(console.file.getvalue()).plain.splitlines()[-1]
+    wanted = rf"\d+\.\d\d times as fast as plain decoding, {tokens} tokens"
+    assert re.fullmatch(wanted, last)
+    assert not program.arguments(given).demo
 
 
 def test_a_prompt_is_no_markup(loaded):
