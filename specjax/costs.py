@@ -16,7 +16,7 @@ import numpy as np
 from specjax.decode import run_rounds
 from specjax.models import KVCache
 from specjax.processes import of_first
-from specjax.sized import COSTS, LENGTHS, Sized
+from specjax.sized import COSTS, Sized
 from specjax.types import RUNNING, DecodeState, Inputs
 
 REPEATS = 8  # of which the quickest counts: whatever else runs only ever adds time
@@ -28,7 +28,7 @@ _MEASURED: dict[Any, tuple[float, ...]] = {}  # by method, models and rows, as p
 def round_costs(
     method: Sized, inputs: Inputs, state: DecodeState
 ) -> tuple[tuple[float, ...], DecodeState]:
-    """Seconds of a round of each of :data:`specjax.sized.LENGTHS` over those of the first.
+    """Seconds of a round of each of the forms of its draft over those of the first.
 
     And the state, which is donated, as it was: a second cache might not fit in memory. A shorter
     draft never counts as dearer: what is measured too high stays behind.
@@ -53,11 +53,11 @@ def _measure(
     method: Sized, inputs: Inputs, state: DecodeState
 ) -> tuple[tuple[float, ...], DecodeState]:
     inputs = inputs.replace(eos_ids=jnp.full_like(inputs.eos_ids, -1))
-    idle, seconds = np.inf, np.full(len(LENGTHS), np.inf)
+    idle, seconds = np.inf, np.full(len(method.forms), np.inf)
     begin = _begin(method, state)
     for _ in range(REPEATS):
-        for i in range(len(LENGTHS)):
-            alone = np.where(np.arange(len(LENGTHS)) == i, 1, np.inf).astype(np.float32)
+        for i in range(len(method.forms)):
+            alone = np.where(np.arange(len(method.forms)) == i, 1, np.inf).astype(np.float32)
             forced = inputs.replace(settings=inputs.settings | {COSTS: jnp.asarray(alone)})
             spent, state = _timed(method, forced, _with_caches_of(begin, state), 0)
             idle = min(idle, spent)

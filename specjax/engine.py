@@ -15,7 +15,7 @@ from specjax.mesh import DATA
 from specjax.models.cache import chunk_width
 from specjax.protocols import Method
 from specjax.rewards import Judge
-from specjax.sized import COSTS, LENGTHS, Sized
+from specjax.sized import COSTS, Sized
 from specjax.types import Inputs
 from specjax.warp import Sampling, stacked
 
@@ -35,7 +35,7 @@ class Engine:
     def inputs(self, sampling: Sampling, batch: int, cases: Sequence[int] = ()) -> Inputs:
         """Params and settings as the step reads them; ``cases`` are the rows' numbers."""
         target, eos = self.target.net, list(self.target.eos_ids) or [NO_EOS]
-        settings = {COSTS: (1.0,) * len(LENGTHS)} if self.sized else {}
+        settings = {COSTS: (1.0,) * len(self.method.forms)} if self.sized else {}
         settings |= self.settings
         return Inputs(
             target=target,

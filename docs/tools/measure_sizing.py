@@ -18,6 +18,7 @@ from infer.loading import use_compilation_cache
 from specjax.demo.heldout import held_out_functions
 from specjax.engine import NO_EOS
 from specjax.models import init_params
+from specjax.sized import TREES
 
 LENGTHS = 1, 2, 4, 8
 PROMPT = 48  # tokens
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--wall", action="store_true")
     parser.add_argument("--fixed", type=int, nargs="*", default=LENGTHS)
+    parser.add_argument("--trees", action="store_true", help="of tree-match, instead of chains")
     args = parser.parse_args()
     use_compilation_cache()
     target, draft = (
@@ -39,9 +41,7 @@ def main() -> None:
         for model in map(sj.load, ("demo", "demo-draft"))
     )
     lost = dataclasses.replace(draft, params=init_params(draft.config, jax.random.key(0)))
-    print(
-        "| batch | T | text | λ | mean γ | best γ | auto / best γ | auto / plain | best γ / plain |"
-    )
+    print("| batch | T | text | λ | mean γ | best | auto / best | auto / plain | best / plain |")
     print("| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for batch in args.batches:
         for temperature in args.temperatures:
@@ -67,8 +67,10 @@ def measure(args, target, draft, batch, temperature, text, prompts) -> None:
     """One row of the table."""
     sampling = sj.Sampling(temperature, top_p=0.9 if temperature else 1.0)
 
-    def run(gamma):
-        how = {"method": "speculative", "draft": draft, "options": {"gamma": gamma}}
+    method, size = ("tree-match", "branching") if args.trees else ("speculative", "gamma")
+
+    def run(value):
+        how = {"method": method, "draft": draft, "options": {size: value}}
         clock = time.perf_counter if args.wall else time.process_time
         began = clock()
         out = sj.generate(
@@ -77,11 +79,12 @@ def measure(args, target, draft, batch, temperature, text, prompts) -> None:
             max_new_tokens=args.new_tokens,
             sampling=sampling,
             batch_size=batch,
-            **(how if gamma else {}),
+            **(how if value else {}),
         )
         return out.lengths.sum() / (clock() - began), out
 
-    sides = [0, *args.fixed, "auto"]
+    fixed = TREES[1:] if args.trees else tuple(args.fixed)
+    sides = [(), *fixed, "auto"]
     for side in sides:
         run(side)
     speeds = {side: [] for side in sides}
@@ -89,14 +92,14 @@ def measure(args, target, draft, batch, temperature, text, prompts) -> None:
         for side in sides:
             speed, out = run(side)
             speeds[side].append(speed)
-            if side == args.fixed[-1]:
+            if side == fixed[-1]:
                 rate = out.stats["accepted"].sum() / out.stats["tested"].sum()
     mean = out.stats["drafted"].sum() / out.stats["rounds"].sum()
     middle = {side: np.median(speeds[side]) for side in sides}
-    best = max(args.fixed, key=middle.get)
+    best = max(fixed, key=middle.get)
     ratios = [
         np.median(np.divide(speeds[one], speeds[other]))
-        for one, other in (("auto", best), ("auto", 0), (best, 0))
+        for one, other in (("auto", best), ("auto", ()), (best, ()))
     ]
     print(
         f"| {batch} | {temperature} | {text} | {rate:.2f} | {mean:.1f} | {best} | "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specjax import draft, search, verify
@@ -18,7 +18,7 @@ from specjax.protocols import Drafter, Rule, TargetDist
 from specjax.rewards import Fold
 from specjax.rewards.combined import COMBINATIONS
 from specjax.search.beam import SAMPLED
-from specjax.sized import LENGTHS
+from specjax.sized import LENGTHS, TREES
 from specjax.target import IMPROVED, ORIGINAL, VARIANTS, Contrastive, Warped
 from specjax.types import DETERMINISTIC
 
@@ -123,16 +123,25 @@ def _head(context: Context, tree: str, **options: Any) -> Drafter:
     return form(**{name: value for name, value in options.items() if name in names})
 
 
+NODES = "children per node, level by level"
 GAMMA = Option(int, 4, "draft length γ", low=1, high=64)
 SIZED = dataclasses.replace(GAMMA, help="draft length γ; auto: by cost", words=(AUTO,))
-COST = Option(
-    costs,
-    MEASURED,
-    "with gamma=auto: relative time of a round of each draft length",
-    fits=lambda given: len(given) == len(LENGTHS) and all(0 < cost < math.inf for cost in given),
-    wanted=f"times above 0 at lengths {', '.join(map(str, LENGTHS))}",
-    words=(MEASURED,),
-)
+
+
+def _cost(option: str, choices: Sequence[Any], of: str) -> Option:
+    """Costs by which ``option``, where it is auto, chooses one of ``choices``."""
+    return Option(
+        costs,
+        MEASURED,
+        f"with {option}=auto: relative time of a round of each draft {of}",
+        fits=lambda given: len(given) == len(choices) and all(0 < x < math.inf for x in given),
+        wanted=f"times above 0 at {of}s {', '.join(map(str, choices))}",
+        words=(MEASURED,),
+    )
+
+
+COST = _cost("gamma", LENGTHS, "length")
+TREE_COST = _cost("branching", [",".join(map(str, form)) or 0 for form in TREES], "tree")
 WIDTH = Option(int, 8, "number of beams W", low=1, high=64, within_vocabulary=True)
 JOINT = Option(
     str,
@@ -196,11 +205,13 @@ DRAFTERS: dict[str, Part] = {
             "branching": Option(
                 branching,
                 (4, 2, 2),
-                "children per node, level by level",
+                f"{NODES}; auto: by cost",
                 fits=BRANCHING.fits,
                 wanted=BRANCHING.wanted,
+                words=(AUTO,),
                 within_vocabulary=True,
             ),
+            "costs": TREE_COST,
             "replacement": Option(bool, False, "draw siblings with replacement"),
         },
         needs_draft=True,
@@ -250,7 +261,8 @@ DRAFTERS["head"] = Part(
             choices=("auto", "none", "drawn", "dynamic"),
         ),
         **_CHAIN,
-        **_TREE,
+        "branching": dataclasses.replace(_TREE["branching"], help=NODES, words=()),
+        "replacement": _TREE["replacement"],
         "budget": Option(int, 31, "nodes of a dynamic tree", low=1, high=MOST_NODES - 1),
         "depth": Option(int, 5, "depth of a dynamic tree", low=1, high=32),
         "width": dataclasses.replace(

@@ -29,7 +29,7 @@ from specjax.methods.parts import (
 from specjax.protocols import Drafter, Method, Rule, TargetDist
 from specjax.rounds import DraftVerify
 from specjax.search import TwoStep
-from specjax.sized import COSTS, LENGTHS, Sized
+from specjax.sized import COSTS, LENGTHS, TREES, SizedChain, SizedTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,13 +122,17 @@ class MethodSpec:
         if self.needs_draft and context.draft.is_head:
             vocab = context.draft.config.draft_size
         self._check_draft(context)
+        settings = {name: value for name, value in values.items() if isinstance(value, float)}
+        make, largest = DraftVerify, {}
+        if values.get("gamma") == AUTO:
+            make, largest = SizedChain, {"gamma": max(LENGTHS)}
+        elif values.get("branching") == AUTO:
+            make, largest = SizedTree, {"branching": TREES[-1]}
+        if largest and values[COSTS] != MEASURED:
+            settings |= {COSTS: values[COSTS]}
+        values |= largest
         for name, option in self.options.items():
             option.check_vocabulary(name, values[name], vocab)
-        settings = {name: value for name, value in values.items() if isinstance(value, float)}
-        make = DraftVerify
-        if values.get("gamma") == AUTO:
-            make, values = Sized, values | {"gamma": max(LENGTHS)}
-            settings |= {COSTS: values[COSTS]} if values[COSTS] != MEASURED else {}
         if self.search:
             return self.parts[0].build(context, values), settings
         rule = self.parts[2].build(context, values)

@@ -17,7 +17,7 @@ from specjax.engine import Engine
 from specjax.errors import OptionError, PairError
 from specjax.generate import make_engine
 from specjax.methods import Context
-from specjax.sized import COSTS, LENGTHS, Record, Sized
+from specjax.sized import COSTS, LENGTHS, TREES, Record, SizedChain, SizedTree
 from support import laws
 
 N = len(LENGTHS)
@@ -29,12 +29,41 @@ PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
 def test_the_length_with_the_most_tokens_per_cost_is_taken():
     """Against the formula of the cost model, on random costs."""
     generator = np.random.Generator(np.random.Philox(1))
-    best = jax.jit(sized.best_length)
+    best = jax.jit(lambda rate, cost: sized.best_form(rate[None], sized.CHAINS, cost))
     for rate in (0.0, 0.3, 0.6, 0.85, 0.99):
         for _ in range(20):
             cost = np.cumsum(generator.uniform(0.05, 1.0, N))
             gains = [metrics.expected_block_efficiency(rate, g) for g in LENGTHS] / cost
-            assert best(np.float32(rate), cost.astype(np.float32)) == LENGTHS[np.argmax(gains)]
+            assert best(np.float32(rate), cost.astype(np.float32)) == np.argmax(gains)
+
+
+def test_trees_are_weighed_by_what_siblings_are_worth():
+    """By hand: a level of two is accepted in 0.7, of three in 0.8, of four in 0.85."""
+    rates, cost = jnp.array([0.5, 0.7, 0.8, 0.85]), np.array([1.0, 1.8, 2.2, 2.4, 3.0], np.float32)
+    tokens = [1, 1.875, 1 + 0.7 + 0.35 + 0.175, 1 + 0.8 + 0.56 + 0.28, 1 + 0.85 + 0.595 + 0.4165]
+    for wanted in range(len(TREES)):
+        level = cost.copy()
+        level[wanted] = 0.99 * min(np.array(tokens[wanted]) * cost / tokens)
+        assert sized.best_form(rates, TREES, level) == wanted
+
+
+def test_a_record_of_trees_tells_how_many_siblings_there_were():
+    """Two levels of a (2, 1, 1) accepted, the third refused; another row's first refused."""
+    before, now = (
+        SimpleNamespace(stats=SimpleNamespace(accepted=a, drafted=d), length=jnp.full(2, 9))
+        for a, d in ((0, 0), (jnp.array([2, 0]), jnp.array([3, 3])))
+    )
+    record = Record.begin(2, 4).after(before, now, jnp.bool_(True), jnp.array([2, 1, 1]))
+    np.testing.assert_array_equal(record.tested, [[2, 1, 0, 0], [0, 1, 0, 0]])
+    np.testing.assert_array_equal(record.accepted, [[1, 1, 0, 0], [0, 0, 0, 0]])
+    one = (1 + 0.85 * 1.5) / (2 + 1.5)
+    rates = record.rates()
+    np.testing.assert_allclose(rates[0], one, rtol=1e-6)
+    assert (np.diff(rates) > 0).all()
+    np.testing.assert_allclose(rates[3], 1 - 0.15**2, rtol=1e-6)  # of which nothing is known
+    refused = Record.begin(1, 4)
+    refused = refused.replace(tested=refused.tested.at[0, 3].set(50))
+    assert refused.rates().max() < 0.2, "what four siblings cannot do one does not, either"
 
 
 def test_the_record_counts_rests_forgets_and_tries_again():
@@ -46,15 +75,15 @@ def test_the_record_counts_rests_forgets_and_tries_again():
             SimpleNamespace(stats=SimpleNamespace(accepted=a, drafted=d), length=jnp.full(3, 9))
             for a, d in ((0, 0), (accepted, drafted))
         )
-        return record.after(before, now, jnp.any(drafted > 0))
+        return record.after(before, now, jnp.any(drafted > 0), jnp.ones(max(LENGTHS), jnp.int32))
 
     def round_(record, accepted, drafted):
         return counted(record, np.array(accepted), np.array(drafted))
 
     record = round_(Record.begin(3), [3, 5, 0], [5, 5, 0])
-    np.testing.assert_array_equal(record.tested, [4, 5, 0])
-    np.testing.assert_array_equal(record.accepted, [3, 5, 0])
-    np.testing.assert_allclose(record.rate(), (8 + 0.85 * 1.5) / (9 + 1.5), rtol=1e-6)
+    np.testing.assert_array_equal(record.tested[:, 0], [4, 5, 0])
+    np.testing.assert_array_equal(record.accepted[:, 0], [3, 5, 0])
+    np.testing.assert_allclose(record.rates(), (8 + 0.85 * 1.5) / (9 + 1.5), rtol=1e-6)
     np.testing.assert_array_equal(record.read, 7)
     rest = functools.partial(round_, accepted=[0] * 3, drafted=[0] * 3)
     for patience in (8, 32, 128, 512, 512):
@@ -63,9 +92,9 @@ def test_the_record_counts_rests_forgets_and_tries_again():
             record = rest(record)
         np.testing.assert_array_equal(record.streak, patience - 1)
         record = rest(record)
-        assert record.rate() == pytest.approx(0.85), "what was known is forgotten"
+        assert record.rates() == pytest.approx(0.85), "what was known is forgotten"
         record = round_(record, [0] * 3, [1] * 3)
-        assert record.rate() == pytest.approx(0.85 * 1.5 / 4.5)
+        assert record.rates() == pytest.approx(0.85 * 1.5 / 4.5)
     for _ in range(15):
         record = round_(record, [1] * 3, [1] * 3)
     np.testing.assert_array_equal(record.patience, 8)
@@ -103,11 +132,11 @@ def test_a_draft_model_that_rested_catches_up():
 
 
 @dataclasses.dataclass(frozen=True)
-class Forgetful(Sized):
+class Forgetful(SizedChain):
     """Drafts without what it has missed."""
 
     def _caught_up(self, inputs, state):
-        return state.drafter_state
+        return state
 
 
 @pytest.mark.slow
@@ -149,6 +178,32 @@ def test_greedy_tokens_do_not_depend_on_the_lengths(target, draft, name):
             assert mean == (0 if given is REST else pytest.approx(LENGTHS[-1], abs=0.3))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tree-match", "specinfer"])
+def test_greedy_tokens_do_not_depend_on_the_trees(target, draft, name):
+    """Rows refilled, with trees that change, and with costs as measured."""
+
+    def run(method=name, **options):
+        return sj.generate(
+            target,
+            PROMPTS,
+            method=method,
+            draft=draft,
+            options=options,
+            max_new_tokens=[40, 9, 30, 21],
+            batch_size=2,
+        )
+
+    plain = run("autoregressive")
+    calls = []
+    for given in ((1, 1.9, 2.2, 2.5, 3), REST[: len(TREES)], (9, 9, 9, 9, 1), "measured"):
+        out = run(branching="auto", costs=given)
+        for a, b in zip(out.tokens, plain.tokens, strict=True):
+            np.testing.assert_array_equal(a, b)
+        calls.append(out.stats["draft_calls"].sum() / out.stats["rounds"].sum())
+    assert calls[1] == 0 and 10 < calls[2] <= 13, "a tree of (4, 2, 2) reads 1 + 4 + 8 tokens"
+
+
 def test_costs_are_measured_once_per_shape(target, draft):
     def measured():
         sj.generate(
@@ -164,21 +219,28 @@ def test_costs_are_measured_once_per_shape(target, draft):
 
     first = measured()
     assert measured() == first
-    for cost in first.values():
-        assert len(cost) == N and cost[0] == 1 and list(cost) == sorted(cost)
+    for (method, *_), cost in first.items():
+        assert len(cost) == len(method.forms) and cost[0] == 1 and list(cost) == sorted(cost)
 
 
 def test_what_cannot_be_sized_is_refused():
     head = sj.compose("tree", "specinfer")
     with pytest.raises(OptionError, match="unknown option 'gamma'"):
         head.resolve({"gamma": "auto"})
+    assert head.resolve({"branching": "auto"})["branching"] == "auto"
+    with pytest.raises(OptionError, match="costs=1,2: expected times above 0 at trees 0, 1,1,1"):
+        head.resolve({"branching": "auto", "costs": "1,2"})
+    with pytest.raises(OptionError, match="branching=auto: expected children per level"):
+        sj.compose("head", "match").resolve({"branching": "auto"})
+    with pytest.raises(PairError, match="branching=auto sizes trees of a draft model that may"):
+        SizedTree(sj.draft.Tree((2, 1)), sj.Warped(), sj.verify.specinfer)
     with pytest.raises(OptionError, match="gamma=many: expected a whole number or auto"):
         sj.method("speculative").resolve({"gamma": "many"})
     for bad in ("1,2", "0,1,1,1,1,1", "nan,1,1,1,1,1", "fast"):
         with pytest.raises(OptionError, match=r"costs=.*: expected times above 0 at lengths 0, 1"):
             sj.method("speculative").resolve({"gamma": "auto", "costs": bad})
     with pytest.raises(PairError, match="gamma=auto sizes chains of up to 7 tokens"):
-        Sized(sj.draft.Chain(gamma=3), sj.Warped(), sj.verify.speculative)
+        SizedChain(sj.draft.Chain(gamma=3), sj.Warped(), sj.verify.speculative)
 
 
 # --- the law: each row decides alone, by its own past --------------------------------------------
@@ -189,7 +251,7 @@ CHANGING = (1.0, 1.45, 1.6, 1.95, 99.0, 99.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Peeks(Sized):
+class Peeks(SizedChain):
     """Cuts a draft where a drawn token is unlikely: the length depends on the present draft."""
 
     def propose(self, inputs, state, keys):
@@ -201,12 +263,12 @@ class Peeks(Sized):
         return made._replace(draft=draft.replace(valid=valid))
 
 
-def own_pasts(method) -> tuple[np.ndarray, set[int]]:
+def own_pasts(method, costs=CHANGING, count="drafted") -> tuple[np.ndarray, set[int]]:
     """Counts over all continuations of batches of one row each, and the lengths drafted.
 
     Of a batch of many rows the common past would say the same every time.
     """
-    engine = Engine(*tiny_pair(), method, {COSTS: CHANGING})
+    engine = Engine(*tiny_pair(), method, {COSTS: costs})
     inputs, budget = engine.inputs(SAMPLING, 1), np.full(1, L, np.int32)
     vocab = engine.target.vocab_limit
 
@@ -216,7 +278,7 @@ def own_pasts(method) -> tuple[np.ndarray, set[int]]:
             how = {"chunk": len(PROMPT), "slots": 16}
             state = decode.start(method, inputs, [np.array(PROMPT)], budget, key[None], **how)
             state = decode.run_rounds(method)(inputs, state, np.int32(L))
-            return state.tokens[0, len(PROMPT) :][:L], state.stats.drafted[0]
+            return state.tokens[0, len(PROMPT) :][:L], getattr(state.stats, count)[0]
 
         return jax.vmap(one)(keys)
 
@@ -229,7 +291,7 @@ def own_pasts(method) -> tuple[np.ndarray, set[int]]:
     return counts, drafted
 
 
-def tiny_method(kind=Sized):
+def tiny_method(kind=SizedChain):
     options = {"gamma": "auto", "costs": CHANGING}
     built, _ = sj.method("speculative").build(Context(*tiny_pair()), options)
     return kind(built.drafter, built.target, built.rule)
@@ -245,4 +307,44 @@ def test_a_length_of_the_past_is_lossless():
 @pytest.mark.slow
 def test_a_length_that_peeks_at_the_draft_is_caught():
     counts, _ = own_pasts(tiny_method(Peeks))
+    assert laws.p_value(counts, exact_continuations(tiny_pair()[0])) < laws.ALPHA
+
+
+# --- the same of trees ---------------------------------------------------------------------------
+
+CHANGING_TREES = (1.0, 1.4, 1.75)  # broad at first, narrow and none after refusals
+
+
+@dataclasses.dataclass(frozen=True)
+class FewTrees(SizedTree):
+    forms = (), (1, 1), (2, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Culled(sj.draft.Tree):
+    """Drops children that are unlikely: what is left depends on what was drawn."""
+
+    def propose(self, inputs, state, keys):
+        made = super().propose(inputs, state, keys)
+        draft = made.draft
+        laws = draft.log_q[:, np.array(draft.q_row)]
+        drawn = jnp.take_along_axis(laws, draft.tokens[..., None], axis=-1)[..., 0]
+        likely = (drawn > jnp.log(0.4)).at[:, 0].set(True)
+        return made._replace(draft=draft.replace(valid=draft.valid & likely))
+
+
+def trees_of(drafter):
+    return FewTrees(drafter((2, 1)), sj.Warped(), sj.verify.specinfer)
+
+
+@pytest.mark.slow
+def test_a_tree_of_the_past_is_lossless():
+    counts, calls = own_pasts(trees_of(sj.draft.Tree), CHANGING_TREES, "draft_calls")
+    assert len(calls) > 2, "rows whose trees change with what was accepted"
+    assert laws.p_value(counts, exact_continuations(tiny_pair()[0])) > laws.ALPHA
+
+
+@pytest.mark.slow
+def test_a_tree_that_peeks_at_the_draft_is_caught():
+    counts, _ = own_pasts(trees_of(Culled), CHANGING_TREES, "draft_calls")
     assert laws.p_value(counts, exact_continuations(tiny_pair()[0])) < laws.ALPHA
