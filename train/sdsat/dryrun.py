@@ -119,7 +119,7 @@ def compile_here(cfg: SDSATConfig, setup: Setup, devices: list | None = None) ->
         return memory.compile_step(parts, placement, model.num_layers)
 
     try:
-        compiled = memory.compile_deep(setup.model, compile_at)
+        compiled = memory.compile_deep(setup.model, compile_at, cfg.model.scan)
     except jax.errors.JaxRuntimeError as error:
         if _TOO_LARGE not in str(error):
             raise

@@ -88,14 +88,17 @@ def _at(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
-def compile_deep(model: ModelConfig, compile_at: Callable[[ModelConfig], Compiled]) -> Compiled:
+def compile_deep(
+    model: ModelConfig, compile_at: Callable[[ModelConfig], Compiled], scan: bool = False
+) -> Compiled:
     """``compile_at(model)``, or what two shallow copies of the model say about it.
 
-    Layers that alternate (a pattern of sliding windows) count as one group.
+    Layers that alternate (a pattern of sliding windows) count as one group. With ``scan`` one of
+    them is compiled for all, so the whole model takes no longer than a shallow one.
     """
     group = period(model.windows)
     few, more = 2 * group, 3 * group
-    if model.num_layers <= max(DEEPEST, more) or model.num_layers % group:
+    if scan or model.num_layers <= max(DEEPEST, more) or model.num_layers % group:
         return compile_at(model)
     low, high = (compile_at(shallow(model, count)) for count in (few, more))
     steps = (model.num_layers - few) / group
