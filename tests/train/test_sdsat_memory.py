@@ -161,6 +161,7 @@ def test_layers_whose_windows_alternate_are_extrapolated_as_groups():
     extended = memory.compile_deep(model, compile_at)
     assert seen == [(8, 8, None) * 2, (8, 8, None) * 3]
     assert (extended.arguments, extended.temporaries, extended.layers) == (180, 5, (6, 9))
+    assert memory.compile_deep(model, compile_at, scan=True).layers == (18,)
 
 
 def test_a_dry_run_says_what_the_step_needs_and_whether_it_fits(tmp_path, tokenizer):
