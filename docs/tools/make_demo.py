@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from infer.loading import use_compilation_cache
 from infer.run.commands import arguments
 from infer.run.job import make_job, only_prompt
 
@@ -13,6 +14,7 @@ WIDTH = 92
 
 def main() -> None:
     """Records the screen of ``python -m infer.run``."""
+    use_compilation_cache()
     job = make_job(arguments([]))
     console = Console(record=True, force_terminal=True, width=WIDTH, highlight=False)
     job.show(only_prompt(job.args, job.encoder), False, console)
