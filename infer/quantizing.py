@@ -49,7 +49,7 @@ def write_quantized(
     if weights.exists() and not overwrite:
         raise InputError(f"{weights} is there already: give --overwrite, or another --out")
     wanted = parse_scheme(scheme)
-    _, params = load_pretrained(source, fused=True, pickles=pickles, quantize=scheme)
+    cfg, params = load_pretrained(source, fused=True, pickles=pickles, quantize=scheme)
     config = read_json(source / "config.json")
     if config.get("quantization_config") is not None:
         raise ModelError(f"{source}: its weights are quantised already")
@@ -57,5 +57,5 @@ def write_quantized(
     copy_rest(source, out, leave=("config.json",))
     if not (source / TOKENIZER).exists() and (source.parent / TOKENIZER).exists():
         shutil.copy(source.parent / TOKENIZER, out)  # models that share one
-    save_quantized(out, config, params, wanted)
+    save_quantized(out, cfg, config, params, wanted)
     return weights

@@ -16,15 +16,18 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax.experimental import topologies
-from measure_tpu import PARTS, abstract, compile_rounds, part_of, turns
+from measure_tpu import PARTS, SEARCH_TURNS, abstract, compile_rounds, part_of, turns
 from shapes import SHAPES
 from tpu_cycles import cycles
 
 from infer.cli import whole
+from specjax.draft.feeding import DRAFTING
 from specjax.generate import make_engine
 from specjax.mesh import AXES
 from specjax.methods import METHODS
 from specjax.models.families.head import HeadConfig
+from specjax.models.quantize import parse_scheme
+from specjax.warp import SEARCHING
 
 GAMMA, DRAFTED, FEW, MORE = 4, 32000, 3, 5
 
@@ -42,8 +45,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=whole(1), nargs="+", default=[1, 8], metavar="N")
     parser.add_argument("--slots", type=whole(128), default=2048, metavar="N")
     parser.add_argument("--topology", default="v6e:2x2", help="v5e:2x4, v5p:2x2x1, …")
+    scheme = "of the head alone: int8, int4:128, …"
+    parser.add_argument("--quantize", type=parse_scheme, metavar="SCHEME", help=scheme)
     args = parser.parse_args(argv)
-    args.pass_width = args.layers = args.quantize = args.cache_dtype = None
+    args.pass_width = args.layers = args.cache_dtype = None
     jax.default_backend = lambda: "tpu"
     columns = ["batch", "round", *PARTS, "all", "c"]
     print(f"| {' | '.join(columns)} |\n| ---: | --- |" + " ---: |" * (len(columns) - 2))
@@ -74,8 +79,9 @@ def counted(args: argparse.Namespace, method: str, rows: int, layers: int) -> Ro
     devices = topologies.get_topology_desc(platform="tpu", topology_name=args.topology).devices
     auto = (jax.sharding.AxisType.Auto,) * len(AXES)
     mesh = jax.make_mesh((1, 1), AXES, axis_types=auto, devices=devices[:1])
-    args.layers = layers
-    target, whole_model = abstract(SHAPES["llama-3-8b"], mesh, args), SHAPES["llama-3-8b"]
+    whole_model = SHAPES["llama-3-8b"]
+    unquantised = argparse.Namespace(**{**vars(args), "layers": layers, "quantize": None})
+    target = abstract(whole_model, mesh, unquantised)
     ids = np.arange(DRAFTED) * (whole_model.vocab_size // DRAFTED)
     cfg = HeadConfig.of(whole_model, ids, layer_ids=(0, 1, 2), own_embedding=False)
     draft = abstract(cfg, mesh, args) if METHODS[method].needs_draft else None
@@ -83,9 +89,12 @@ def counted(args: argparse.Namespace, method: str, rows: int, layers: int) -> Ro
     engine = make_engine(target, draft, METHODS[method], options, greedy=False)
     text = compile_rounds(engine, rows, args.slots, mesh).as_text()
 
-    none, one = (
-        cycles(text, part_of, functools.partial(turns, passes), loop=True) for passes in (0, 1)
-    )
+    def of(passes: int) -> Counter:
+        """The round's cycles with so many turns of the loop over further drafts."""
+        counts = {DRAFTING: passes, SEARCHING: SEARCH_TURNS}
+        return cycles(text, part_of, functools.partial(turns, counts), loop=True)
+
+    none, one = of(0), of(1)
     return Round(Counter({part: one[part] - none[part] for part in PARTS}), none)
 
 

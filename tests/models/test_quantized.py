@@ -14,7 +14,8 @@ from infer.bench import commands as bench
 from infer.quantizing import write_quantized
 from infer.run import commands as run
 from infer.run.plan import make_plan
-from specjax.models import load_pretrained, save_pretrained
+from specjax.models import init_params, load_pretrained, save_pretrained
+from specjax.models.families.head import HeadConfig
 from specjax.models.hf.checkpoint import WEIGHTS, load_config, stored_scheme
 from specjax.models.layers import linear
 from specjax.models.placement import param_specs
@@ -144,6 +145,19 @@ def test_a_checkpoint_loads_as_it_was_quantised(directory, tmp_path, scheme, dty
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
     assert str(stored_scheme(out)) == scheme and got["embed"].dtype == dtype
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_quantised_head_keeps_what_it_drafts_and_whose_embedding_it_reads(tmp_path, own):
+    ids = np.array([1, 2, 5, 11])
+    cfg = HeadConfig.of(build("codellama")[0], ids, layer_ids=(0, 1), own_embedding=own)
+    save_pretrained(tmp_path / "head", cfg, init_params(cfg, jax.random.key(3)))
+    write_quantized(tmp_path / "head", tmp_path / "small", "int8")
+    cfg, want = load_pretrained(tmp_path / "head", fused=True, quantize="int8")
+    loaded, got = load_pretrained(tmp_path / "small", fused=True)
+    assert loaded == cfg and loaded.own_embedding == own
+    np.testing.assert_array_equal(loaded.ids, ids)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

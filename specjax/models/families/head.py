@@ -291,7 +291,8 @@ def complete(cfg: HeadConfig, tensors: Mapping[str, Callable[[], np.ndarray]]) -
     Raises:
       ModelError: the draft vocabulary is missing, out of range, or contradicts itself.
     """
-    cfg = dataclasses.replace(cfg, own_embedding="embed_tokens.weight" in tensors)
+    own = not tensors.keys().isdisjoint(("embed_tokens.weight", "embed.codes"))
+    cfg = dataclasses.replace(cfg, own_embedding=own)
     if D2T not in tensors:
         if cfg.draft_ids is not None:
             raise ModelError(

@@ -147,9 +147,9 @@ def load_pretrained(
             f"{len(files)} tensors"
         )
     handles = {file: open_tensors(file) for file in sorted(set(files.values()))}
+    cfg = _completed(directory, cfg, files, handles)
     if stored is not None:
         return cfg, _read_codes(directory, cfg, stored, files, handles, dtype, placed)
-    cfg = _completed(directory, cfg, files, handles)
     present = _check_names(directory, cfg, sorted(files))
 
     def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -163,7 +163,7 @@ def _read_codes(directory, cfg, scheme: Scheme, files, handles, dtype, placed) -
     """The params of a quantised checkpoint, each part placed before the next is read."""
     wanted = codes.forms(cfg, scheme)
     names = {name for name, *_ in jax.tree.leaves(wanted, is_leaf=_is_tuple)}
-    compare_names(directory, names, set(files))
+    compare_names(directory, names, files.keys() - FAMILIES[cfg.family].buffers(cfg).keys())
 
     def leaf(form: codes.Form) -> jax.Array:
         file, held = files[form[0]], codes.stored_dtype(form)
@@ -202,13 +202,15 @@ def save_pretrained(
     write_text(directory / "config.json", json.dumps(to_hf(cfg, dtype), indent=1) + "\n")
 
 
-def save_quantized(directory: Path, config: dict, params: dict, scheme: Scheme) -> None:
+def save_quantized(
+    directory: Path, cfg: ModelConfig, config: dict, params: dict, scheme: Scheme
+) -> None:
     """Writes quantised params of float32 (:mod:`specjax.models.hf.codes`), config.json last.
 
-    ``config`` is the unquantised checkpoint's config.json.
+    ``config`` is the unquantised checkpoint's config.json, ``cfg`` what it and its tensors say.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    save_tensors(directory / WEIGHTS, codes.to_stored(params))
+    save_tensors(directory / WEIGHTS, codes.to_stored(params) | FAMILIES[cfg.family].buffers(cfg))
     note = {"quant_method": QUANT_METHOD, "version": 1, "scheme": str(scheme)}
     config = config | {"quantization_config": note}
     write_text(directory / "config.json", json.dumps(config, indent=1) + "\n")
