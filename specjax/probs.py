@@ -90,6 +90,8 @@ def at_token(rows: Float[Array, "... V"], token: Int[Array, "..."]) -> Float[Arr
 
 def at_node(rows: Float[Array, "B N V"], node: Int[Array, "B"]) -> Float[Array, "B V"]:
     """Each row's distribution at one node; only these V entries are touched."""
+    if rows.shape[1] == 1:
+        return rows[:, 0]
     return jnp.take_along_axis(rows, node[:, None, None], axis=1)[:, 0]
 
 

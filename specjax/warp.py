@@ -24,7 +24,7 @@ TOP = 64  # the fast path looks at this many of the largest logits
 LEAST = 1e-30  # a top_p: in float32 what is far below would be 0, and keep nothing
 CUTS = 8  # a pass of the search over the vocabulary splits what is left into this many parts
 PASSES = 64  # more than any finite logits need; logits of +inf must not hang the device
-SEARCHING = "search"  # its loop's name in a compiled program
+SEARCHING, COUNTING = "top-p search", "top-k search"  # its loops' names in a compiled program
 COLDEST = 1e-20  # below, quotients may overflow; at it, all but ties is a point mass already
 
 
@@ -149,6 +149,7 @@ def _kth_largest(x: Float[Array, "R V"], k: Int[Array, "R"]) -> Float[Array, "R"
     """The k-th largest logit: read off where k is small; −inf where top-k is off."""
     on, lowest = k > 0, jnp.min(jnp.where(x > probs.NEVER, x, jnp.inf), axis=-1)
 
+    @jax.named_scope(COUNTING)
     def search(rows):
         return _floor(x, jnp.ones_like, k.astype(jnp.float32), lowest, rows)
 
@@ -162,6 +163,7 @@ def _nucleus_floor(x: Float[Array, "R V"], p: Float[Array, "R"]) -> Float[Array,
     """The smallest logit kept by top-p, −inf where it is off."""
     on, goal = p < 1, p * jnp.exp(x).sum(-1)
 
+    @jax.named_scope(SEARCHING)
     def search(rows):
         # What lies below this is a share of less than 1 − p, so the floor is above it.
         return _floor(x, jnp.exp, goal, jnp.log((1 - p) / x.shape[-1]) - 1, rows)
@@ -224,5 +226,4 @@ def _floor(
 
     low = jnp.nextafter(lowest, -jnp.inf)
     start = jnp.int32(0), low, jnp.zeros_like(low), rows
-    with jax.named_scope(SEARCHING):
-        return jax.lax.while_loop(more, narrow, start)[2]
+    return jax.lax.while_loop(more, narrow, start)[2]

@@ -27,7 +27,7 @@ from specjax.mesh import AXES
 from specjax.methods import METHODS
 from specjax.models.families.head import HeadConfig
 from specjax.models.quantize import parse_scheme
-from specjax.warp import SEARCHING
+from specjax.warp import COUNTING, SEARCHING
 
 GAMMA, DRAFTED, FEW, MORE = 4, 32000, 3, 5
 
@@ -91,7 +91,7 @@ def counted(args: argparse.Namespace, method: str, rows: int, layers: int) -> Ro
 
     def of(passes: int) -> Counter:
         """The round's cycles with so many turns of the loop over further drafts."""
-        counts = {DRAFTING: passes, SEARCHING: SEARCH_TURNS}
+        counts = {DRAFTING: passes, SEARCHING: SEARCH_TURNS, COUNTING: 0}
         return cycles(text, part_of, functools.partial(turns, counts), loop=True)
 
     none, one = of(0), of(1)

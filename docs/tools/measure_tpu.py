@@ -42,7 +42,7 @@ from specjax.models.long_cache import ALONE, EACH, TOGETHER, block_of, reads_who
 from specjax.models.placement import param_specs, split_layers
 from specjax.models.quantize import param_bytes, parse_scheme, quantize_params
 from specjax.models.sharding import split_config
-from specjax.warp import SEARCHING
+from specjax.warp import COUNTING, SEARCHING
 
 PARTS = ("weights", "attention", "draw and rule", "exchanges", "rest")
 SEARCH_TURNS = 4  # passes over the vocabulary that top-p's search takes for bfloat16 logits
@@ -100,7 +100,7 @@ def row(args: argparse.Namespace, method: str, rows: int) -> list[str]:
     seconds, text = time.perf_counter() - began, compiled.as_text()
     passes = getattr(getattr(engine.method, "drafter", None), "gamma", 0)
     counts = blocks_read(target, rows, args, args.held or [args.slots], target.net.narrow(rows))
-    counts |= {DRAFTING: max(passes - 1, 1), SEARCHING: SEARCH_TURNS}
+    counts |= {DRAFTING: max(passes - 1, 1), SEARCHING: SEARCH_TURNS, COUNTING: 0}
     counted = cycles(text, part_of, functools.partial(turns, counts), loop=True)
     streamed = held(target, rows, args) + (passes * held(draft, rows, args) if draft else 0)
     limit = streamed / bytes_per_cycle(mesh.devices.flat[0])

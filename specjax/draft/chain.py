@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float
 
 from specjax import probs
@@ -22,6 +24,7 @@ from specjax.types import IID, TreeShape
 from specjax.warp import warp
 
 # When a row's draft ends early: never, before or after a token that the draft is unsure of.
+STEP_BY_STEP = Layout((0, 1, 2))
 STOPS = NEVER_STOPS, STOPS_BEFORE, STOPS_AFTER = "never", "before", "after"
 
 
@@ -68,9 +71,11 @@ class Chain(ModelDrafter):
     def propose(self, inputs, state, keys):
         begun = self.begin(inputs, state)
         rows, vocab = begun[0].shape
+        passes = self.gamma + self.keep_logits  # the bonus leaf's logits cost one pass more
         valid = jnp.zeros((rows, self.gamma), bool)
-        log_q = jnp.full((rows, self.gamma, vocab), probs.NEVER, jnp.float32)
-        raw = jnp.zeros((rows, self.gamma + 1, vocab)) if self.keep_logits else None
+        # Step by step: beside a short axis of steps a TPU would turn every one around.
+        log_q = jnp.full((passes, rows, vocab), probs.NEVER, jnp.float32)
+        raw = jnp.zeros((passes, rows, vocab)) if self.keep_logits else None
         chain = draw_chain(
             begun,
             functools.partial(self.follow, inputs, state),
@@ -79,18 +84,18 @@ class Chain(ModelDrafter):
             self.gamma,
             lambda *drawn: self._draw(inputs, keys, *drawn),
             (valid, log_q, raw),
-            self.gamma + self.keep_logits,  # the bonus leaf's logits cost one pass more
+            passes,
         )
         root, below, (valid, log_q, raw) = chain.window[:, 1], chain.window[:, 2:], chain.more
-        log_q = self.over_target(inputs, log_q)
-        raw = None if raw is None else self.over_target(inputs, raw)
+        log_q = self.over_target(inputs, log_q[: self.gamma].swapaxes(0, 1))
+        raw = None if raw is None else self.over_target(inputs, raw.swapaxes(0, 1))
         draft = chain_draft(root, below, valid, self.law, log_q=log_q, logits=raw)
         return Proposal(draft, chain.cache, chain.calls, chain.step)
 
     def _draw(self, inputs, keys, step, logits: Float[Array, "B V"], alive, laws):
         """The token drawn after one draft pass: node ``step + 1``.
 
-        Writes past γ (the pass that only scores the bonus leaf) are dropped.
+        Of the pass that only scores the bonus leaf what is not ``raw`` is dropped.
         """
         valid, log_q, raw = laws
         q = probs.log_softmax(logits)
@@ -107,8 +112,11 @@ class Chain(ModelDrafter):
         if self.stop == STOPS_AFTER:
             going = going & self._sure(inputs, logits)
         valid = valid.at[:, step].set(drawn, mode="drop")
-        log_q = log_q.at[:, step].set(q, mode="drop")
-        raw = None if raw is None else raw.at[:, step].set(logits)
+        log_q = with_layout_constraint(
+            jax.lax.dynamic_update_index_in_dim(log_q, q, step, 0), STEP_BY_STEP
+        )
+        if raw is not None:
+            raw = jax.lax.dynamic_update_index_in_dim(raw, logits, step, 0)
         return x, going, (valid, log_q, raw)
 
     def _sure(self, inputs, logits: Float[Array, "B V"]) -> Bool[Array, "B"]:

@@ -91,9 +91,8 @@ class Causal:
 
     def __call__(self, query: Meta, key: Meta) -> Bool[Array, "B N S"]:
         same = query["segment"][:, :, None] == key["segment"][:, None, :]
-        far = distances(query, key)
-        seen = same & (far >= 0) & (key["segment"] != PADDING_SEGMENT)[:, None, :]
-        return seen if self.window is None else seen & (far < self.window)
+        seen = same & (key["segment"] != PADDING_SEGMENT)[:, None, :]
+        return seen & within(distances(query, key), self.window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +128,16 @@ def windowed(mask_fn: MaskFn, window: int | None) -> MaskFn:
 def distances(query: Meta, key: Meta) -> Int[Array, "B N S"]:
     """How many positions each key lies before each query."""
     return query["position"][:, :, None] - key["position"][:, None, :]
+
+
+def chain_distances(positions: Int[Array, "B N"], slots: int) -> Int[Array, "B N S"]:
+    """:func:`cache_distances` of a chain, each of whose tokens lies in the slot of its position."""
+    return positions[:, :, None] - jnp.arange(slots, dtype=jnp.int32)
+
+
+def within(apart: Int[Array, "..."], window: int | None) -> Bool[Array, "..."]:
+    """What a token sees of keys that lie so many positions before it, but for trees."""
+    return apart >= 0 if window is None else (apart >= 0) & (apart < window)
 
 
 def cache_mask(

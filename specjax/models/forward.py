@@ -251,24 +251,25 @@ def tapped_forward(
       Final-normed hidden states (a head's own are not normed), the cache with the N entries
       written, and the inputs of the P layers tapped; None where there are none.
     """
-    b, n = tokens.shape
-    chain = visible is None
-    if chain:
-        visible = jnp.broadcast_to(jnp.tri(n, dtype=bool), (b, n, n))
+    n, chain = tokens.shape[1], visible is None
+    count = n if chain else visible.shape[-1]
     if width > n:
-        tokens, positions, visible = (widen(x, width) for x in (tokens, positions, visible))
+        tokens, positions = widen(tokens, width), widen(positions, width)
+        visible = None if chain else widen(visible, width)
         features = None if features is None else widen(features, width)
     base = start if base is None else base
     windows, finish, slots = cfg.windows, _scores(cfg), cache.slots
     whole = long_cache.reads_whole(positions.size * cfg.num_heads, slots)
     masks, distance = dict.fromkeys(windows), None
-    if whole or not chain:
+    if whole and chain:
+        distance = attention.chain_distances(positions, slots)
+        masks = {window: attention.within(distance, window) for window in masks}
+    elif not chain:
         masks = {
             window: attention.cache_mask(positions, base, visible, slots, window, tree_positions)
             for window in masks
         }
         if cfg.alibi:
-            count = visible.shape[-1]
             distance = attention.cache_distances(positions, base, count, slots, tree_positions)
     keys, values = list(cache.k), list(cache.v)
 
@@ -279,7 +280,7 @@ def tapped_forward(
         window, kv = windows[layer], (keys[layer], values[layer])
         if whole:
             return attention.dense_attention(q, *kv, masks[window], finish, distance)
-        top, how = base + visible.shape[-1] - 1, {"window": window, "finish": finish}
+        top, how = base + count - 1, {"window": window, "finish": finish}
         return long_cache.cached_attention(q, *kv, positions, top, masks[window], distance, **how)
 
     run = module_of(cfg, gated(cfg, params, tokens))

@@ -13,7 +13,16 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models.attention import MASKED_SCORE, PLAIN, Scores, grouped, masked_scores, ungrouped
+from specjax.models.attention import (
+    MASKED_SCORE,
+    PLAIN,
+    Scores,
+    chain_distances,
+    grouped,
+    masked_scores,
+    ungrouped,
+    within,
+)
 from specjax.models.coded import Coded, value_sums
 
 # Caches of up to so many slots are read whole, where a pass has no more scores than that.
@@ -83,9 +92,8 @@ def cached_attention(
             return jax.lax.dynamic_slice(x, starts, sizes)
 
         if mask is None:
-            apart = part(tiled)[:, :, None] - (first + jnp.arange(block, dtype=jnp.int32))
-            seen = apart >= 0
-            seen = seen if window is None else seen & (apart < window)
+            apart = chain_distances(part(tiled), block) - first
+            seen = within(apart, window)
         else:
             seen, apart = part(mask, 2), part(distance, 2) if finish.alibi else None
         apart = apart[:, :n] if finish.alibi else None

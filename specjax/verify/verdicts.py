@@ -24,7 +24,8 @@ def drafted_log_probs(
 ) -> tuple[Float[Array, "B γ"], Float[Array, "B γ"]]:
     """log p(x_i) and log q(x_i) of the drafted tokens; q of a point mass is 1."""
     x = draft.tokens[:, 1:]
-    lp = probs.at_token(log_p[:, :-1], x)
+    # Of all nodes: a slice of p would be a copy of it.
+    lp = probs.at_token(log_p, jnp.roll(draft.tokens, -1, axis=1))[:, :-1]
     lq = jnp.zeros_like(lp) if draft.log_q is None else probs.at_token(draft.log_q, x)
     return lp, lq
 
