@@ -24,22 +24,32 @@ PATH = [os.environ.get("SPECJAX_LIBTPU", ""), *sys.path[1:]]
 pytestmark = [pytest.mark.slow, pytest.mark.tpu]
 
 
-def measured(*argv):
-    """The one row that measure_tpu prints, by column."""
+def measured(tool, *argv):
+    """The rows that a tool prints, by column."""
     if PathFinder.find_spec("libtpu", PATH) is None:
         pytest.skip("needs libtpu: CONTRIBUTING says where")
-    command = [sys.executable, "docs/tools/measure_tpu.py", *argv, "--layers", "2"]
+    command = [sys.executable, f"docs/tools/{tool}.py", *argv]
     environment = os.environ | ALONE | {"PYTHONPATH": os.pathsep.join([str(ROOT), *PATH])}
     run = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    head, _, row = (line.strip("| \n").split(" | ") for line in run.stdout.splitlines())
-    return dict(zip(head, row, strict=True))
+    head, _, *rows = (line[2:].split(" |") for line in run.stdout.splitlines())
+    return [{k.strip(): v.strip() for k, v in zip(head, row, strict=True)} for row in rows]
 
 
 @pytest.mark.parametrize("topology", ["v6e:2x2", "v5e:2x4"])
 def test_one_row_streams_the_weights(topology):
     """Eight tokens wide; a pass of one token is what it was without, and must not pass."""
-    asked = ("autoregressive", "--batch", "1", "--topology", topology)
-    assert float(measured(*asked)["over the limit"]) < 1.2
-    assert float(measured(*asked, "--pass-width", "1")["over the limit"]) > 2
+
+    def over_the_limit(*more):
+        asked = ("autoregressive", "--batch", "1", "--layers", "2", "--topology", topology)
+        return float(measured("measure_tpu", *asked, *more)[0]["over the limit"])
+
+    assert over_the_limit() < 1.2
+    assert over_the_limit("--pass-width", "1") > 2
+
+
+def test_a_head_in_8_bits_drafts_for_a_twentieth_of_a_step():
+    rows = measured("measure_head", "--batch", "1", "--quantize", "int8")
+    (draft,) = (row for row in rows if row["round"] == "draft step")
+    assert float(draft["c"]) < 0.05
