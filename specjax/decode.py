@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Key
 
-from specjax.mesh import spread
+from specjax.mesh import program
 from specjax.models import KVCache
 from specjax.models.cache import bucket, resize
 from specjax.protocols import Method
@@ -76,7 +76,7 @@ def prefill_prompts(method: Method, chunk: int, logprobs: bool):
         _, state = jax.lax.while_loop(lambda carry: carry[0] < end, pass_, carry)
         return method.ready(inputs, state)
 
-    return jax.jit(spread(fill))
+    return program(fill)
 
 
 @functools.cache
@@ -98,7 +98,7 @@ def begin_prompts(method: Method, logprobs: bool):
             is_leaf=lambda node: isinstance(node, KVCache),
         )
 
-    return jax.jit(spread(begin))
+    return program(begin)
 
 
 @functools.cache
@@ -107,7 +107,7 @@ def feed_prompts(method: Method, width: int):
 
     The state is donated.
     """
-    return jax.jit(spread(functools.partial(_feed, method, width)), donate_argnums=1)
+    return program(functools.partial(_feed, method, width), donate_argnums=1)
 
 
 @functools.cache
@@ -119,7 +119,7 @@ def empty_rows(method: Method, logprobs: bool):
         state = _begin(method, logprobs, inputs, tokens, length, length + 0, keys)
         return method.ready(inputs, state)
 
-    return jax.jit(spread(empty))
+    return program(empty)
 
 
 @functools.cache
@@ -153,7 +153,7 @@ def seat_rows(method: Method):
         before = jax.tree.map(lambda old: held(old) if old.ndim else old, state)
         return jax.tree.map(put, state, method.succeed(before, method.ready(inputs, newcomers)))
 
-    return jax.jit(spread(seat), donate_argnums=1)
+    return program(seat, donate_argnums=1)
 
 
 def _begin(method, logprobs, inputs, tokens, length, max_length, keys) -> DecodeState:
@@ -217,7 +217,7 @@ def run_rounds(method: Method):
 
         return jax.lax.while_loop(more, advance, (jnp.int32(0), state))[1]
 
-    return jax.jit(spread(run), donate_argnums=1)
+    return program(run, donate_argnums=1)
 
 
 @functools.partial(jax.jit, static_argnums=1)

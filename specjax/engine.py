@@ -13,6 +13,7 @@ from jaxtyping import Array, Key
 from specjax.lm import LM
 from specjax.mesh import DATA
 from specjax.models.cache import chunk_width
+from specjax.net import FREE_TOKENS
 from specjax.protocols import Method
 from specjax.rewards import Judge
 from specjax.sized import COSTS, Sized
@@ -70,8 +71,13 @@ class Engine:
         return 1 if self.target.mesh is None else self.target.mesh.shape[DATA]
 
     def chunk(self, longest: int, rows: int) -> int:
-        """Tokens per prefill pass of ``rows``, by their longest prompt."""
-        return chunk_width(longest, rows // self.shares)
+        """Tokens per prefill pass of ``rows``, by their longest prompt.
+
+        Where narrow passes are of one width, a prompt's pieces are none of them.
+        """
+        rows //= self.shares
+        least = FREE_TOKENS // rows if self.target.pass_width > 1 else 1
+        return chunk_width(longest, rows, 1 << least.bit_length() >> 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Gate:
         """Compiles pieces of each width, and the beginning of a prompt that is partly known."""
         self.open([row] * self._engine.shares)
         self._begin(self.state)
-        for width in widths(widest):
+        for width in {self._engine.chunk(left, len(self.rows)) for left in widths(widest)}:
             feed = decode.feed_prompts(self._engine.method, width)
             self.state = feed(self.inputs, self.state, np.zeros_like(self._first))
 

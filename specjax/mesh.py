@@ -111,6 +111,16 @@ def spread(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def program(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    """:func:`spread`, jitted, ``how`` being ``jax.jit``'s: each program of decoding is one.
+
+    Results are rounded wherever their dtype says so. XLA would skip that inside of what it fuses,
+    and bfloat16 logits depend on which program computes them.
+    """
+    options = {"xla_allow_excess_precision": False}
+    return jax.jit(spread(function), compiler_options=options, **how)
+
+
 def alike(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function(mesh, ...)``, jitted: every device of ``mesh`` (or None) does the same work.
 

@@ -74,14 +74,15 @@ def bucket_below(slots: int) -> int:
     return next((size for size in smaller if bucket(size) == size), slots)
 
 
-def chunk_width(prompt: int, rows: int = 1) -> int:
+def chunk_width(prompt: int, rows: int = 1, least: int = MIN_CHUNK) -> int:
     """The prefill width, a power of two, for ``rows`` of one device, the longest of ``prompt``.
 
-    Many rows go in narrower passes, or activations would take a share of the memory.
+    Many rows go in narrower passes, or activations would take a share of the memory. ``least``, a
+    power of two: the narrowest width.
     """
     widest = MAX_CHUNK_CPU if jax.default_backend() == "cpu" else MAX_CHUNK
     fitting = 1 << (MAX_TOKENS // rows).bit_length() >> 1
-    return max(MIN_CHUNK, min(widest, fitting, _power_of_two(prompt)))
+    return max(MIN_CHUNK, min(widest, fitting, max(least, _power_of_two(prompt))))
 
 
 def widths(widest: int) -> list[int]:

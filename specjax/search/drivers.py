@@ -20,7 +20,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.mesh import spread
+from specjax.mesh import program
 from specjax.models import KVCache
 from specjax.rewards.folding import Fold, advance_all, start_all, values_of
 from specjax.types import DecodeState, Inputs
@@ -124,7 +124,7 @@ class HostDriver:
 def _jitted(method, function, donated: bool):
     """One program per method and stage; a state, argument 1, is donated."""
     donate = (1,) if donated else ()
-    return jax.jit(spread(functools.partial(function, method)), donate_argnums=donate)
+    return program(functools.partial(function, method), donate_argnums=donate)
 
 
 def start_lookahead(

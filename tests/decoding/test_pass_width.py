@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
+from specjax.demo.heldout import held_out_functions
 from support import variants
 from support.variant_models import build
 
@@ -51,6 +52,20 @@ def test_bfloat16_logits_are_the_same_bits_however_many_tokens_a_pass_has(name, 
 def test_they_are_not_where_passes_are_as_wide_as_their_tokens():
     """What the width is for; without this the test above could not fail."""
     assert any((fed(name, 1, 6) != fed(name, 1, 1)).any() for name in MODELS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["speculative", "lookup"])
+def test_greedy_bfloat16_rows_are_plain_decodings(method):
+    """Token for token, where passes are eight wide; seats are refilled, prompts of all lengths."""
+    load = functools.partial(sj.load, dtype="bfloat16", pass_width=WIDTH)
+    target = load("demo")
+    draft = load("demo-draft") if sj.method(method).needs_draft else None
+    prompts = [function.prompt for function in held_out_functions(32)[0]]
+    run = functools.partial(sj.generate, target, prompts, max_new_tokens=32, batch_size=8)
+    got, want = run(method=method, draft=draft, options={"gamma": WIDTH - 1}), run()
+    assert list(map(list, got.tokens)) == list(map(list, want.tokens))
+    assert got.stats["rounds"].sum() < want.stats["rounds"].sum()
 
 
 @pytest.mark.parametrize("name", MODELS)
