@@ -111,14 +111,26 @@ def spread(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+# Results are rounded wherever their dtype says so: XLA would skip that inside of what it fuses, and
+# bfloat16 logits depend on the program that computes them.
+ROUNDED = {"xla_allow_excess_precision": False}
+
+
 def program(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
     """:func:`spread`, jitted, ``how`` being ``jax.jit``'s: each program of decoding is one.
 
-    Results are rounded wherever their dtype says so. XLA would skip that inside of what it fuses,
-    and bfloat16 logits depend on which program computes them.
+    Called while a caller's own program is traced it is a part of that, which rounds as it says.
     """
-    options = {"xla_allow_excess_precision": False}
-    return jax.jit(spread(function), compiler_options=options, **how)
+    alone = jax.jit(spread(function), compiler_options=ROUNDED, **how)
+    part = jax.jit(spread(function), **how)
+
+    @functools.wraps(alone)
+    def run(*args: Any) -> Any:
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
+        return (part if traced else alone)(*args)
+
+    run.lower, run._cache_size = alone.lower, alone._cache_size
+    return run
 
 
 def alike(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from specjax import decode, probs, tree
 from specjax.laws import ALPHA, SAMPLES, histogram, joint, p_value
+from specjax.mesh import ROUNDED
 from specjax.probs import Purpose
 from specjax.types import IID, Draft
 from specjax.warp import warp
@@ -139,7 +140,7 @@ def continuation_passes(lm, prompt, length: int):
     grid = continuations(lm, length)
     rows = np.resize(grid, (ROWS, length)).astype(np.int32)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=ROUNDED)
     def run(net, rows):
         tokens = jnp.concatenate([jnp.tile(jnp.asarray(prompt), (ROWS, 1)), rows], 1)
         last = len(prompt) - 1
