@@ -38,7 +38,15 @@ from specjax.mesh import AXES, specs_of
 from specjax.methods import METHODS
 from specjax.models import ModelConfig, fuse, param_shapes
 from specjax.models.cache import slot_bytes
-from specjax.models.long_cache import ALONE, EACH, TOGETHER, block_of, reads_whole, shared_blocks
+from specjax.models.long_cache import (
+    ALONE,
+    EACH,
+    SEEN,
+    TOGETHER,
+    block_of,
+    reads_whole,
+    shared_blocks,
+)
 from specjax.models.placement import param_specs, split_layers
 from specjax.models.quantize import param_bytes, parse_scheme, quantize_params
 from specjax.models.sharding import split_config
@@ -169,10 +177,10 @@ def blocks_read(model: sj.LM, rows: int, args, held: list[int], n: int) -> dict[
         return {}
     together, block = block_of(rows, queries, args.slots)
     end = -(-np.resize(np.array(held), rows) // block)
-    if not together:
-        return {EACH: rows, TOGETHER: int(end.max())}
-    shared = int(shared_blocks(jnp.asarray(end)))
-    return {TOGETHER: shared, ALONE: int(np.maximum(end - shared, 0).sum())}
+    shared = int(shared_blocks(jnp.asarray(end))) if together else int(end.max())
+    seen = 0 if model.config.sliding_window else min(shared, (min(held) - n) // block)
+    turns = {SEEN: seen, TOGETHER: shared - seen}
+    return turns | ({ALONE: int(np.maximum(end - shared, 0).sum())} if together else {EACH: rows})
 
 
 def part_of(path: str, instruction: str) -> str:

@@ -43,15 +43,12 @@ class Scores(NamedTuple):
     alibi: bool = False
     shards: int = 1
 
-    def __call__(
-        self, scores: Float[Array, "B K G N S"], distance: Int[Array, "B N S"] | None
+    def biased(
+        self, scores: Float[Array, "B K G N S"], distance: Int[Array, "B N S"]
     ) -> Float[Array, "B K G N S"]:
-        """``scores`` are scaled already; ``distance`` is read only under ``alibi``."""
-        scores = self.capped(scores)
-        if self.alibi:
-            slopes = self.slopes(*scores.shape[1:3])[:, :, None, None]
-            scores = scores - slopes * distance[:, None, None].astype(jnp.float32)
-        return scores
+        """``scores`` with ALiBi's share."""
+        slopes = self.slopes(*scores.shape[1:3])[:, :, None, None]
+        return scores - slopes * distance[:, None, None].astype(jnp.float32)
 
     def capped(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
         """``scores`` within ``softcap`` of zero, if there is one."""
@@ -221,15 +218,17 @@ def ungrouped(x: Float[Array, "B K R E"], n: int) -> Float[Array, "B N H E"]:
 def masked_scores(
     q: Float[Array, "B K R E"],
     k: Coded | Float[Array, "B K S E"],
-    mask: Bool[Array, "B N S"],
+    mask: Bool[Array, "B N S"] | None,
     distance: Int[Array, "B N S"] | None,
     finish: Scores,
 ) -> Float[Array, "B K R S"]:
-    """float32 scores of grouped queries, those of what they do not see masked."""
-    scores = key_scores(q, k)
-    if finish.softcap is not None or finish.alibi:
-        n = mask.shape[1] if distance is None else distance.shape[1]
-        each = scores.reshape(*q.shape[:2], -1, n, k.shape[2])
-        scores = finish(each, distance).reshape(scores.shape)
+    """float32 scores of grouped queries, those of what they do not see masked; None: they see
+    all."""
+    scores = finish.capped(key_scores(q, k))
+    if finish.alibi:
+        each = scores.reshape(*q.shape[:2], -1, distance.shape[1], k.shape[2])
+        scores = finish.biased(each, distance).reshape(scores.shape)
+    if mask is None:
+        return scores
     mask = jnp.tile(mask, (1, q.shape[2] // mask.shape[1], 1))[:, None]
     return jnp.where(mask, scores, MASKED_SCORE)

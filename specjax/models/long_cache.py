@@ -34,10 +34,10 @@ BLOCK_SCORES, MIN_BLOCK, MAX_BLOCK = 1 << 22, 512, 4096
 # turns all of it around for the others.
 SLOT_BY_SLOT = Layout((0, 1, 2, 3))
 # From so many queries of a key head on, the sum of weights is cheapest as one more column of the
-# product, for which they are computed once.
-WIDE = 512
+# product, for which they are computed once; a TPU takes a tile's worth of columns sooner than one.
+WIDE, COLUMNS = 512, 8
 # The names of its loops in a compiled program.
-TOGETHER, ALONE, EACH = "rows together", "rows alone", "row by row"
+SEEN, TOGETHER, ALONE, EACH = "seen by all", "rows together", "rows alone", "row by row"
 
 
 def reads_whole(queries: int, slots: int) -> bool:
@@ -69,19 +69,21 @@ def cached_attention(
       mask, distance: those of a tree in the whole cache; None: the queries are a chain.
       window: positions that a query sees, its own included, which ``mask`` holds already.
     """
-    rows, n, h, _ = q.shape
-    heads, size = k.shape[1], k.shape[2]
-    together, block = block_of(rows, h * n, size)
-    end = jnp.minimum(top, size - 1) // block + 1
+    rows, n, h, size = q.shape
+    heads, slots = k.shape[1], k.shape[2]
+    together, block = block_of(rows, h * n, slots)
+    end = jnp.minimum(top, slots - 1) // block + 1
     begin = jnp.zeros_like(end)
     if window is not None:
         begin = jnp.maximum(positions.min(axis=1) - window + 1, 0) // block
     q = grouped(q, heads, finish)
     k, v = _slot_by_slot((k, v))
+    columns = COLUMNS if q.shape[2] >= WIDE and not isinstance(v, Coded) else 1
     tiled = jnp.tile(positions, (1, h // heads))
 
-    def meet(row, count, j, state):
-        """``count`` rows from ``row`` on see their block ``j``."""
+    def meet(row, count, j, state, masked=True):
+        """``count`` rows from ``row`` on see their block ``j``, of a chain all of it unless
+        ``masked``."""
         first = j * block
 
         def part(x, axis=None):
@@ -93,7 +95,7 @@ def cached_attention(
 
         if mask is None:
             apart = chain_distances(part(tiled), block) - first
-            seen = within(apart, window)
+            seen = within(apart, window) if masked else None
         else:
             seen, apart = part(mask, 2), part(distance, 2) if finish.alibi else None
         apart = apart[:, :n] if finish.alibi else None
@@ -103,14 +105,20 @@ def cached_attention(
 
     def through(row, count, begin, end):
         """``count`` rows from ``row`` on see their blocks before ``end``."""
-        empty = _nothing(jax.lax.dynamic_slice_in_dim(q, row, count))
+        state = _nothing(jax.lax.dynamic_slice_in_dim(q, row, count), columns)
+        if mask is None and window is None:
+            lowest = jax.lax.dynamic_slice_in_dim(positions, row, count).min()
+            seen = jnp.clip((lowest + 1) // block, begin, end)
+            with jax.named_scope(SEEN):
+                every = functools.partial(meet, row, count, masked=False)
+                begin, state = seen, jax.lax.fori_loop(begin, seen, every, state)
         with jax.named_scope(TOGETHER):
-            return jax.lax.fori_loop(begin, end, functools.partial(meet, row, count), empty)
+            return jax.lax.fori_loop(begin, end, functools.partial(meet, row, count), state)
 
     if not together and rows > 1:
 
         def one(row):
-            return _mean(through(row, 1, begin[row], end[row]))[0].astype(q.dtype)
+            return _mean(through(row, 1, begin[row], end[row]), size)[0].astype(q.dtype)
 
         with jax.named_scope(EACH):
             return ungrouped(jax.lax.map(one, jnp.arange(rows, dtype=jnp.int32)), n)
@@ -119,7 +127,7 @@ def cached_attention(
     if rows > 1:
         with jax.named_scope(ALONE):
             state = _alone(meet, state, jnp.maximum(begin, shared), end)
-    return ungrouped(_mean(state).astype(q.dtype), n)
+    return ungrouped(_mean(state, size).astype(q.dtype), n)
 
 
 def _slot_by_slot(buffers):
@@ -155,11 +163,11 @@ def _alone(meet, state, begin: Int[Array, "B"], end: Int[Array, "B"]):
     return jax.lax.fori_loop(0, last[-1], step, state)
 
 
-def _nothing(q: Float[Array, "B K R E"]) -> tuple[Array, Array]:
+def _nothing(q: Float[Array, "B K R E"], columns: int) -> tuple[Array, Array]:
     """The online softmax before the first block: see :func:`_weigh`."""
     # Above every masked score: what is masked weighs nothing, also where nothing was seen yet.
     top = jnp.full(q.shape[:-1], MASKED_SCORE / 2, jnp.float32)
-    return top, jnp.zeros((*q.shape[:-1], q.shape[-1] + 1), jnp.float32)
+    return top, jnp.zeros((*q.shape[:-1], q.shape[-1] + columns), jnp.float32)
 
 
 def _weigh(
@@ -170,23 +178,24 @@ def _weigh(
 ):
     """The online softmax's step (arXiv 1805.02867).
 
-    ``carry``, float32: the largest score so far ``[B, K, R]``, and the weighted values with the
-    sum of weights as a last column, ``[B, K, R, E+1]``.
+    ``carry``, float32: the largest score so far ``[B, K, R]``, and the weighted values, with the
+    sum of weights in every further column, ``[B, K, R, E+columns]``.
     """
     top, out = carry
     new_top = jnp.maximum(top, scores.max(-1))
     weights = jnp.exp(scores - new_top[..., None])
     product = functools.partial(value_sums, dtype=dtype, preferred_element_type=jnp.float32)
-    if scores.shape[2] < WIDE or isinstance(v, Coded):
+    columns = out.shape[-1] - v.shape[-1]
+    if columns == 1:
         gain = product(weights, v)
         gain = jnp.concatenate([gain, weights.sum(-1, keepdims=True)], axis=-1)
     else:
-        ones = ((0, 0), (0, 0), (0, 0), (0, 1))
+        ones = ((0, 0), (0, 0), (0, 0), (0, columns))
         gain = product(weights, jnp.pad(v, ones, constant_values=1))
     return new_top, out * jnp.exp(top - new_top)[..., None] + gain
 
 
-def _mean(carry: tuple[Array, Array]) -> Float[Array, "B K R E"]:
-    """What the online softmax comes to; 0 where a query saw nothing."""
-    out, total = carry[1][..., :-1], carry[1][..., -1:]
+def _mean(carry: tuple[Array, Array], size: int) -> Float[Array, "B K R E"]:
+    """What the online softmax comes to, for heads of ``size``; 0 where a query saw nothing."""
+    out, total = carry[1][..., :size], carry[1][..., size : size + 1]
     return out / jnp.where(total > 0, total, 1.0)
