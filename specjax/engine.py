@@ -12,7 +12,7 @@ from jaxtyping import Array, Key
 
 from specjax.lm import LM
 from specjax.mesh import DATA
-from specjax.models.cache import chunk_width
+from specjax.models.cache import chunk_width, ring_slots
 from specjax.net import FREE_TOKENS
 from specjax.protocols import Method
 from specjax.rewards import Judge
@@ -64,6 +64,13 @@ class Engine:
         """Whether what rounds read depends on the rows: their own sampling, or a reward's data."""
         guided = self.judge is not None and self.judge.data is not None
         return guided or any(row.sampling for row in rows)
+
+    @property
+    def ring(self) -> int | None:
+        """The fewest slots of a layer that sees a window; None where none does."""
+        models = (self.target, self.draft) if self.draft else (self.target,)
+        windows = [window for model in models for window in model.config.windows if window]
+        return ring_slots(min(windows, default=None))
 
     @property
     def shares(self) -> int:

@@ -21,7 +21,7 @@ class Gate:
     def __init__(self, engine: Engine, sampling: Sampling, slots: int, logprobs: bool, kept: int):
         self._engine, self._sampling = engine, sampling
         self._slots, self._logprobs = slots, logprobs
-        self.prefixes = Prefixes(kept)
+        self.prefixes = Prefixes(kept, engine.ring)
         self.rows: list[Row | None] = []
         self.state: DecodeState | None = None
         self.inputs: Inputs | None = None

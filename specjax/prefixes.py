@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specjax.models.cache import MAX_CHUNK, SPARE
 from specjax.types import DecodeState
 
 LEAST = 16  # tokens in common that are worth the copy of a cache
@@ -28,10 +29,13 @@ def in_common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 class Prefixes:
-    """A store of at most ``most`` fed states, the least recently used one out first."""
+    """A store of at most ``most`` fed states, the least recently used one out first.
 
-    def __init__(self, most: int):
-        self._most, self._kept = most, []
+    ``ring``: the slots in which positions go round soonest, None where they never do.
+    """
+
+    def __init__(self, most: int, ring: int | None = None):
+        self._most, self._ring, self._kept = most, ring, []
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -52,13 +56,19 @@ class Prefixes:
         none = np.zeros(len(prompts), np.int32)
         best, counts = None, none
         for entry in self._kept:
-            same = np.array(list(map(in_common, entry[0], prompts)), np.int32)
+            same = np.array(list(map(self._shared, entry[0], prompts)), np.int32)
             if same.sum() > counts.sum():
                 best, counts = entry, same
         if best is None:
             return None, none
         self._kept = [entry for entry in self._kept if entry is not best] + [best]
         return best[1], counts
+
+    def _shared(self, kept: np.ndarray, prompt: np.ndarray) -> int:
+        """:func:`in_common`, unless what the next token sees of it has lost its slots since."""
+        same = in_common(kept, prompt)
+        whole = self._ring is None or len(kept) + MAX_CHUNK <= self._ring
+        return same if whole or len(kept) - same <= SPARE // 4 else 0
 
     def keep(self, prompts: Prompts, found: np.ndarray, state: DecodeState) -> None:
         """Keeps a fed state, unless hardly any of it is new beside what was ``found``."""

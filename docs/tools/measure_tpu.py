@@ -37,7 +37,7 @@ from specjax.generate import make_engine
 from specjax.mesh import AXES, specs_of
 from specjax.methods import METHODS
 from specjax.models import ModelConfig, fuse, param_shapes
-from specjax.models.cache import slot_bytes
+from specjax.models.cache import row_bytes
 from specjax.models.long_cache import (
     ALONE,
     EACH,
@@ -213,8 +213,9 @@ def held(model: sj.LM, rows: int, args: argparse.Namespace) -> float:
         table = jax.tree.leaves(model.params["embed"])
         weights -= sum(x.size * x.dtype.itemsize for x in table) / chips
     share = rows // args.mesh["data"]
-    slots = int(np.resize(np.array(args.held or [args.slots]), share).sum())
-    return weights + slots * slot_bytes(cfg, args.cache_dtype or jnp.bfloat16)
+    dtype = args.cache_dtype or jnp.bfloat16
+    each = np.resize(np.array(args.held or [args.slots]), share)
+    return weights + sum(row_bytes(cfg, int(slots), dtype) for slots in each)
 
 
 def abstract(cfg: ModelConfig, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> sj.LM:

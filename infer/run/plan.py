@@ -12,8 +12,8 @@ from infer.cli import SELF, mesh_text
 from infer.loading import device_memory, draft_name
 from specjax import lm
 from specjax.errors import ModelError
-from specjax.models import num_params
-from specjax.models.cache import slot_bytes
+from specjax.models import ModelConfig, num_params
+from specjax.models.cache import ring_slots, row_bytes
 from specjax.models.hf.checkpoint import DTYPES, load_config, stored_scheme
 from specjax.models.quantize import param_bytes, parse_scheme
 from specjax.models.sharding import split_config
@@ -59,11 +59,11 @@ def make_plan(
         for role, name in names.items()
     }
     weights = sum(model["weight_bytes_per_device"] for model in models.values())
-    per_token = sum(model["cache_bytes_per_device_token_and_row"] for model in models.values())
     longest = min(model["max_position"] for model in models.values())
     free = int(memory * (1 - HEADROOM)) - weights
     rows = {
-        tokens: max(0, free // (per_token * tokens)) * mesh["data"]
+        tokens: max(0, free // sum(_cache(model, tokens) for model in models.values()))
+        * mesh["data"]
         for tokens in sorted({min(tokens, longest) for tokens in (*CONTEXTS, longest)})
     }
     return models | {
@@ -73,6 +73,13 @@ def make_plan(
         "weight_bytes_per_device": weights,
         "largest_batch_by_tokens_per_row": rows,
     }
+
+
+def _cache(model: Plan, tokens: int) -> int:
+    """Bytes of a device for a row of so many tokens."""
+    sliding = model["sliding_layers"] or {"tokens": tokens, "share_of_cache": 0}
+    beyond = max(0, tokens - sliding["tokens"]) * sliding["share_of_cache"]
+    return round(model["cache_bytes_per_device_token_and_row"] * (tokens - beyond))
 
 
 def model_plan(
@@ -107,10 +114,19 @@ def model_plan(
         "quantize": None if scheme is None else str(scheme),
         "weight_bytes": param_bytes(cfg, DTYPES[dtype], scheme),
         "weight_bytes_per_device": param_bytes(share, DTYPES[dtype], scheme),
-        "cache_bytes_per_token_and_row": slot_bytes(cfg, cached),
-        "cache_bytes_per_device_token_and_row": slot_bytes(share, cached),
+        "cache_bytes_per_token_and_row": row_bytes(cfg, 1, cached),
+        "cache_bytes_per_device_token_and_row": row_bytes(share, 1, cached),
+        "sliding_layers": sliding_layers(cfg),
         "max_position": cfg.max_position,
     }
+
+
+def sliding_layers(cfg: ModelConfig) -> Plan | None:
+    """The tokens that layers of a sliding window hold, and their share of the others' cache."""
+    layers = sum(map(bool, cfg.windows))
+    if not layers:
+        return None
+    return {"tokens": ring_slots(cfg.sliding_window), "share_of_cache": layers / cfg.num_layers}
 
 
 def describe(plan: Plan) -> str:
@@ -124,6 +140,9 @@ def describe(plan: Plan) -> str:
             weights += f", {_bytes(model['weight_bytes_per_device'])} on each device"
             share = _bytes(model["cache_bytes_per_device_token_and_row"])
             cache = f"{share} per token and row on each device that has the row"
+        if sliding := model["sliding_layers"]:
+            share = f"{sliding['share_of_cache']:.0%} of it"
+            cache += f", {share} for the last {sliding['tokens']:,} tokens alone"
         kept = ", ".join(filter(None, (model["family"], model["dtype"], model["quantize"])))
         lines += [
             f"{role}: {model['model']} ({kept})",

@@ -140,29 +140,36 @@ def within(apart: Int[Array, "..."], window: int | None) -> Bool[Array, "..."]:
 def cache_mask(
     positions: Int[Array, "B N"],
     base: Int[Array, "B"],
-    visible: Bool[Array, "B N T"],
+    visible: Bool[Array, "B N T"] | None,
+    count: int,
     slots: int,
     window: int | None = None,
     tree_positions: Int[Array, "B T"] | None = None,
 ) -> Bool[Array, "B N S"]:
     """Which cache slots each new token sees.
 
-    Slots below ``base`` hold the committed tokens, slot = position. Slot ``base + j`` holds
-    token j of the T above them, seen by new token i where ``visible[b, i, j]`` (for a chain:
-    j ≤ i; for a tree: j is an ancestor of i, or i itself). ``window`` counts positions, not
-    slots: ``tree_positions`` are those of the T tokens where they are not just the new ones.
+    Slots below ``base`` hold the committed tokens, slot = position, and slot ``base + j`` token j
+    of the T = ``count`` above them, all modulo ``slots``. New token i sees those of the T where
+    ``visible[b, i, j]``, of a tree its ancestors and itself; None, a chain: j ≤ i. ``window``
+    counts positions, not slots: ``tree_positions`` are those of the T tokens where they are not
+    just the new ones.
     """
-    slot = jnp.arange(slots, dtype=jnp.int32)
-    new = slot[None, :] - base[:, None]  # index among the T tokens, < 0 if committed
-    count = visible.shape[-1]
-    inside = jnp.clip(new, 0, count - 1)
-    tree = jnp.take_along_axis(visible, inside[:, None, :], axis=2)
-    tree &= (new < count)[:, None, :]
-    committed = (new < 0)[:, None, :]
-    mask = committed | tree
+    new = _behind(base, slots)
+    if visible is None:
+        above = new[:, None, :] <= jnp.arange(positions.shape[1], dtype=jnp.int32)[:, None]
+    else:
+        above = jnp.take_along_axis(visible, jnp.minimum(new, count - 1)[:, None, :], axis=2)
+    committed = new >= slots - base[:, None]
+    mask = jnp.where((new < count)[:, None, :], above, committed[:, None, :])
     if window is None:
         return mask
     return mask & (cache_distances(positions, base, count, slots, tree_positions) < window)
+
+
+def _behind(base: Int[Array, "B"], slots: int) -> Int[Array, "B S"]:
+    """How far each slot lies behind that of position ``base``, going round at the end."""
+    behind = jnp.arange(slots, dtype=jnp.int32) - (base % slots)[:, None]
+    return jnp.where(behind < 0, behind + slots, behind)
 
 
 def cache_distances(
@@ -174,14 +181,13 @@ def cache_distances(
 ) -> Int[Array, "B N S"]:
     """How many positions the token in each cache slot lies before each new token.
 
-    Arguments as in :func:`cache_mask`, with T in ``count``. In slots that nothing sees the
+    Arguments as in :func:`cache_mask`. In slots that nothing sees the
     number means nothing.
     """
-    slot = jnp.arange(slots, dtype=jnp.int32)
-    new = slot[None, :] - base[:, None]
+    new = _behind(base, slots)
     above = positions if tree_positions is None else tree_positions
-    new_positions = jnp.take_along_axis(above, jnp.clip(new, 0, count - 1), axis=1)
-    key_position = jnp.where(new < 0, slot[None, :], new_positions)
+    new_positions = jnp.take_along_axis(above, jnp.minimum(new, count - 1), axis=1)
+    key_position = jnp.where(new < count, new_positions, base[:, None] + new - slots)
     return positions[:, :, None] - key_position[:, None, :]
 
 

@@ -5,10 +5,13 @@ Axis legend: B rows, N new tokens, S slots, L layers, K key heads, E head size, 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specjax.models.coded import Coded, encode
@@ -21,39 +24,56 @@ MAX_CHUNK_CPU, MAX_CHUNK = 128, 512
 MAX_TOKENS = 8192  # of a prefill pass, of all rows
 # Up to this many rows the cache is written row by row; more would bloat the program.
 UNROLLED_ROWS = 32
+# Slots that a layer of a sliding window has beside its window: room for the widest pass, twice.
+SPARE = 2 * MAX_CHUNK
 
 
-class KVCache(NamedTuple):
+@struct.dataclass
+class KVCache:
     """Keys and values of every layer: a tuple of L arrays ``[B, K, S, E]`` each.
 
     One array per layer, not one stacked array: an update then touches one buffer and
     XLA writes it in place. Slot s of row b holds the token at position s while
     ``s < length[b] - 1``; higher slots are scratch.
+
+    A layer of a sliding window has at most ``rings[layer]`` slots, None for others: what it sees,
+    and :data:`SPARE`. There the token at position p lies in slot ``p % rings[layer]``; the one
+    whose place it takes is out of sight.
     """
 
     k: tuple[Float[Array, "B K S E"] | Coded, ...]
     v: tuple[Float[Array, "B K S E"] | Coded, ...]
+    rings: tuple[int | None, ...] = struct.field(pytree_node=False)
 
-    @property
-    def slots(self) -> int:
-        return self.k[0].shape[2]
+    def goes_round(self, layer: int) -> bool:
+        """Whether positions may exceed the layer's slots."""
+        return self.k[layer].shape[2] == self.rings[layer]
+
+
+def ring_slots(window: int | None) -> int | None:
+    """The most slots of a layer that sees so many positions; None: of one that sees all."""
+    if window is None:
+        return None
+    step = SPARE // 2  # the blocks of long caches divide it
+    return -(-(window + SPARE) // step) * step
 
 
 def init_cache(cfg: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:
-    """An empty cache, of int8 a coded one; its bytes are ``batch · slots`` :func:`slot_bytes`."""
-    shape = (batch, cfg.num_kv_heads, slots, cfg.head_dim)
+    """An empty cache, of int8 a coded one; its bytes are ``batch`` times :func:`row_bytes`."""
+    rings = tuple(map(ring_slots, cfg.windows))
 
-    def empty():
+    def empty(ring):
+        shape = (batch, cfg.num_kv_heads, min(slots, ring or slots), cfg.head_dim)
         codes = jnp.zeros(shape, dtype)
         coded = codes.dtype == jnp.int8
         return Coded(codes, jnp.zeros((*shape[:3], 1), jnp.float32)) if coded else codes
 
-    return KVCache(*(tuple(empty() for _ in range(cfg.num_layers)) for _ in "kv"))
+    return KVCache(*(tuple(map(empty, rings)) for _ in "kv"), rings)
 
 
-def slot_bytes(cfg: ModelConfig, dtype: jnp.dtype) -> int:
-    """Bytes of a cache per slot and row; of a split model those of one device."""
-    cache = jax.eval_shape(lambda: init_cache(cfg, 1, 1, dtype))
+def row_bytes(cfg: ModelConfig, slots: int, dtype: jnp.dtype) -> int:
+    """Bytes of a row's cache; of a split model those of one device."""
+    cache = jax.eval_shape(lambda: init_cache(cfg, 1, slots, dtype))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
 
@@ -95,12 +115,34 @@ def _power_of_two(least: int) -> int:
 
 
 def write(
-    buffer: Float[Array, "B K S E"] | Coded, new: Float[Array, "B K N E"], start: Int[Array, "B"]
+    buffer: Float[Array, "B K S E"] | Coded,
+    new: Float[Array, "B K N E"],
+    start: Int[Array, "B"],
+    around: bool = False,
 ) -> Float[Array, "B K S E"] | Coded:
-    """:func:`write_rows`, coded where the buffer is."""
+    """:func:`write_rows`, ``around`` the end where positions go round; coded if the buffer is."""
+    put = write_around if around else write_rows
     if not isinstance(buffer, Coded):
+        return put(buffer, new, start)
+    return Coded(*(put(*pair, start) for pair in zip(buffer, encode(new), strict=True)))
+
+
+def write_around(
+    buffer: Float[Array, "B K S E"], new: Float[Array, "B K N E"], start: Int[Array, "B"]
+) -> Float[Array, "B K S E"]:
+    """:func:`write_rows` modulo the slots: what does not fit before the end goes to the front."""
+    slots, count = buffer.shape[2], new.shape[2]
+    start = start % slots
+    if count == 1:
         return write_rows(buffer, new, start)
-    return Coded(*(write_rows(*pair, start) for pair in zip(buffer, encode(new), strict=True)))
+    for first in (jnp.minimum(start, slots - count), jnp.zeros_like(start)):
+        at = first[:, None] + jnp.arange(count, dtype=start.dtype)
+        # The new entry that belongs in each of these slots; at the front there is none in most.
+        entry = ((at - start[:, None]) % slots)[:, None, :, None]
+        old = jnp.take_along_axis(buffer, at[:, None, :, None], axis=2)
+        own = jnp.take_along_axis(new, jnp.minimum(entry, count - 1), axis=2).astype(old.dtype)
+        buffer = write_rows(buffer, jnp.where(entry < count, own, old), first)
+    return buffer
 
 
 def write_rows(
@@ -147,23 +189,38 @@ def commit_path(cache: KVCache, start: Int[Array, "B"], path: Int[Array, "B D+1"
     ``path`` holds node indices; entries past the accepted depth may be any index: what
     they move lands beyond the committed length.
     """
-    slots = cache.slots
-    source = jnp.clip(start[:, None] + path, 0, slots - 1)
 
-    def move(buffer):
+    def move(layer, buffer):
+        source, slots, around = start[:, None] + path, buffer.shape[2], cache.goes_round(layer)
+        source = source % slots if around else jnp.clip(source, 0, slots - 1)
         kept = jnp.take_along_axis(buffer, source[:, None, :, None], axis=2)
-        return write_rows(buffer, kept, start)
+        return (write_around if around else write_rows)(buffer, kept, start)
 
-    return jax.tree.map(move, cache)
+    return _each_layer(move, cache)
 
 
 def resize(tree: Any, slots: int) -> Any:
-    """Every :class:`KVCache` inside ``tree`` with ``slots`` slots, the last ones new or cut off."""
+    """Every :class:`KVCache` inside ``tree`` with ``slots`` slots, the last ones new or cut off.
+
+    They are cut off where no row has as many tokens: its positions have not gone round.
+    """
 
     def fit(node):
-        if not isinstance(node, KVCache):
-            return node
-        room = ((0, 0), (0, 0), (0, max(0, slots - node.slots)), (0, 0))
-        return jax.tree.map(lambda x: jnp.pad(x[:, :, :slots], room), node)
+        def of_layer(layer, buffer):
+            size = min(slots, node.rings[layer] or slots)
+            room = ((0, 0), (0, 0), (0, max(0, size - buffer.shape[2])), (0, 0))
+            return jnp.pad(buffer[:, :, :size], room)
+
+        return _each_layer(of_layer, node) if isinstance(node, KVCache) else node
 
     return jax.tree.map(fit, tree, is_leaf=lambda node: isinstance(node, KVCache))
+
+
+def _each_layer(function: Callable[[int, Array], Array], cache: KVCache) -> KVCache:
+    """``function(layer, array)`` of every array of the cache."""
+
+    def of(buffers):
+        each = enumerate(buffers)
+        return tuple(jax.tree.map(functools.partial(function, i), buffer) for i, buffer in each)
+
+    return cache.replace(k=of(cache.k), v=of(cache.v))

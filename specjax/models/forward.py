@@ -258,34 +258,64 @@ def tapped_forward(
         visible = None if chain else widen(visible, width)
         features = None if features is None else widen(features, width)
     base = start if base is None else base
-    windows, finish, slots = cfg.windows, _scores(cfg), cache.slots
-    whole = long_cache.reads_whole(positions.size * cfg.num_heads, slots)
-    masks, distance = dict.fromkeys(windows), None
-    if whole and chain:
-        distance = attention.chain_distances(positions, slots)
-        masks = {window: attention.within(distance, window) for window in masks}
-    elif not chain:
-        masks = {
-            window: attention.cache_mask(positions, base, visible, slots, window, tree_positions)
-            for window in masks
-        }
-        if cfg.alibi:
-            distance = attention.cache_distances(positions, base, count, slots, tree_positions)
+    around = [cache.goes_round(layer) for layer in range(cfg.num_layers)]
+    kinds = [(cfg.windows[i], k.shape[2], around[i]) for i, k in enumerate(cache.k)]
+    seen = positions, base, visible, count
+    attends = {kind: _cached(cfg, *kind, *seen, tree_positions) for kind in set(kinds)}
     keys, values = list(cache.k), list(cache.v)
 
     @jax.named_scope("attention")
     def attend(layer, q, k, v):
-        keys[layer] = write(keys[layer], k[:, :n].transpose(0, 2, 1, 3), start)
-        values[layer] = write(values[layer], v[:, :n].transpose(0, 2, 1, 3), start)
-        window, kv = windows[layer], (keys[layer], values[layer])
-        if whole:
-            return attention.dense_attention(q, *kv, masks[window], finish, distance)
-        top, how = base + count - 1, {"window": window, "finish": finish}
-        return long_cache.cached_attention(q, *kv, positions, top, masks[window], distance, **how)
+        k, v = (x[:, :n].transpose(0, 2, 1, 3) for x in (k, v))
+        keys[layer] = write(keys[layer], k, start, around[layer])
+        values[layer] = write(values[layer], v, start, around[layer])
+        return attends[kinds[layer]](q, keys[layer], values[layer])
 
     run = module_of(cfg, gated(cfg, params, tokens))
     hidden, tapped = run(tokens, positions, attend, taps=taps, features=features)
-    return hidden, KVCache(tuple(keys), tuple(values)), tapped
+    return hidden, cache.replace(k=tuple(keys), v=tuple(values)), tapped
+
+
+def _cached(
+    cfg: ModelConfig,
+    window: int | None,
+    slots: int,
+    around: bool,
+    positions: Int[Array, "B N"],
+    base: Int[Array, "B"],
+    visible: Bool[Array, "B N T"] | None,
+    count: int,
+    tree_positions: Int[Array, "B T"] | None,
+) -> Attend:
+    """Attention to a cache of so many slots, in all layers of a window; the masks are made once.
+
+    ``around``: whether positions go round in it. Other arguments as
+    :func:`specjax.models.attention.cache_mask`.
+    """
+    if around and count > slots - window:
+        raise ValueError(
+            f"a pass over {count} tokens: layers of a sliding window of {window} have {slots} "
+            f"slots, room for {slots - window} new tokens; feed them in pieces"
+        )
+    finish, mask, distance = _scores(cfg), None, None
+    whole = long_cache.reads_whole(positions.size * cfg.num_heads, slots)
+    if around or visible is not None:
+        arguments = positions, base, visible, count, slots, window, tree_positions
+        mask = attention.cache_mask(*arguments)
+        if cfg.alibi:
+            distance = attention.cache_distances(positions, base, count, slots, tree_positions)
+    elif whole:
+        distance = attention.chain_distances(positions, slots)
+        mask = attention.within(distance, window)
+    top, first = base + count - 1, None if around else window
+
+    def attend(q, k, v):
+        if whole:
+            return attention.dense_attention(q, k, v, mask, finish, distance)
+        how = {"window": first, "finish": finish}
+        return long_cache.cached_attention(q, k, v, positions, top, mask, distance, **how)
+
+    return attend
 
 
 def widen(x: Array, width: int) -> Array:

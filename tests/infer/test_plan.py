@@ -18,7 +18,8 @@ from infer.run import job
 from infer.run.plan import make_plan
 from specjax.lm import DEMO
 from specjax.models import init_cache, load_pretrained, save_pretrained
-from specjax.models.hf.checkpoint import INDEX, WEIGHTS, to_tensors
+from specjax.models.cache import row_bytes
+from specjax.models.hf.checkpoint import INDEX, WEIGHTS, load_config, to_tensors
 from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX
 from support.checkpoints import same
 from support.variant_models import build
@@ -40,6 +41,20 @@ def test_the_plan_counts_what_loading_and_caching_take(directory):
     assert plan["target"]["cache_bytes_per_token_and_row"] * 3 * 128 == cache
     rows = plan["largest_batch_by_tokens_per_row"]
     assert list(rows) == [128] and rows[128] == (int(0.9 * 2**20) - weights) // (cache // 3)
+
+
+def test_the_plan_counts_what_windows_hold(directory, capsys):
+    config = directory / "config.json"
+    long = json.loads(config.read_text()) | {"max_position_embeddings": 32768}
+    config.write_text(json.dumps(long))
+    assert run.main(["--plan", "--target", str(directory), "--memory", "1", "--json"]) == 0
+    plan, cfg = json.loads(capsys.readouterr().out), load_config(directory)
+    rows = plan["largest_batch_by_tokens_per_row"]
+    for tokens in (1024, 32768):
+        free = int(0.9 * 2**30) - plan["weight_bytes"]
+        assert rows[str(tokens)] == free // row_bytes(cfg, tokens, "float32")
+    assert run.main(["--plan", "--target", str(directory), "--memory", "1"]) == 0
+    assert "for the last 1,536 tokens alone" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("memory", "says"), [("1", " rows of 128 tokens"), ("1e-5", "not fit")])

@@ -92,7 +92,7 @@ def test_a_window_counts_positions_between_nodes_of_a_tree():
     visible = tree.ancestors(parents, 3)
     start, window = jnp.asarray([3], jnp.int32), 2
     positions = start[:, None] + tree.depths(visible)
-    got = attention.cache_mask(positions, start, visible, 12, window)[0]
+    got = attention.cache_mask(positions, start, visible, 6, 12, window)[0]
     want = np.zeros((6, 12), bool)
     want[0, [2, 3]] = True  # the root: the last committed token and itself
     for node, parent in enumerate([0, 0, 2, 1, 3], start=1):

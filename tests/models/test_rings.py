@@ -1,0 +1,173 @@
+"""Layers of a sliding window hold what they see, and give what they gave when they held all."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from conftest import tiny_lm
+from specjax import tree
+from specjax.models import (
+    ModelConfig,
+    cache,
+    forward,
+    init_cache,
+    logits_of,
+)
+from specjax.models.cache import commit_path, resize, ring_slots, row_bytes
+from specjax.prefixes import in_common
+from specjax.tree import NO_PARENT
+from support.variant_models import logits_jit
+
+WINDOW, SPARE, RING = 24, 64, 96
+SLIDING = {"sliding_window": WINDOW, "sliding_layers": (True, False)}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """``small(spare)``: rings that short positions go round in."""
+
+    def use(spare=SPARE):
+        monkeypatch.setattr(cache, "SPARE", spare)
+        monkeypatch.setattr(cache, "MAX_CHUNK_CPU", spare // 2)
+        jax.clear_caches()  # caches are made within programs
+
+    yield use
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+def fed(lm, tokens, upto, slots, dtype, width=16):
+    """A cache of rows up to ``upto[B]``, in pieces."""
+    held, feed = init_cache(lm.config, len(tokens), slots, dtype), jax.jit(lm.net.feed)
+    for first in range(0, max(upto), width):
+        start = np.minimum(first, np.maximum(upto - width, 0)).astype(np.int32)
+        held = feed(
+            held, np.stack([t[s : s + width] for t, s in zip(tokens, start, strict=True)]), start
+        )
+    return held
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_ring_is_a_cache_of_everything(small, dtype):
+    """Pieces, a tree over the end of the ring, its accepted path, and a chain behind that."""
+    lm = tiny_lm(0, **SLIDING)
+    tokens = np.random.default_rng(0).integers(0, 97, (3, 256)).astype(np.int32)
+    upto = np.array([93, 190, 16])  # before the end of the ring, before its second, not yet round
+    parents = jnp.asarray([[NO_PARENT, 0, 0, 2, 1, 3]] * 3, jnp.int32)
+    visible = tree.ancestors(parents, 3)
+    positions = jnp.asarray(upto)[:, None] + tree.depths(visible)
+    path = jnp.asarray([[0, 2, 3, 5]] * 3, jnp.int32)
+
+    def run(net, held, nodes, after):
+        hidden, held = forward(
+            net.config, net.params, held, nodes, positions, upto.astype(np.int32), visible
+        )
+        held = commit_path(held, upto.astype(np.int32), path)
+        logits, held = net.logits(held, after, upto.astype(np.int32) + 4)
+        return logits_of(net.config, net.params, hidden), logits, held
+
+    nodes, after = tokens[:, 200:206], tokens[:, 220:230]
+    results = []
+    for spare in (SPARE, 2048):
+        small(spare)
+        held = fed(lm, tokens, upto, 256, dtype)
+        assert held.k[0].shape[2] == (RING if spare == SPARE else 256)
+        assert held.k[1].shape[2] == 256
+        results.append(jax.jit(run)(lm.net, held, nodes, after))
+    for ours, whole in zip(results[0][:2], results[1][:2], strict=True):
+        np.testing.assert_allclose(ours, whole, atol=2e-3 if dtype == "int8" else 2e-4)
+    if dtype == "int8":
+        return
+    for row, length in enumerate(upto):  # and what a pass without a cache gives
+        line = np.concatenate([tokens[row, :length], nodes[row, [0, 2, 3, 5]], after[row]])[None]
+        at = np.arange(line.shape[1], dtype=np.int32)[None]
+        want = logits_jit(lm.config, lm.params, line, at, np.ones_like(line), "dense")
+        np.testing.assert_allclose(results[0][1][row], want[0, length + 4 :], atol=2e-4)
+
+
+def test_buckets_change_around_a_ring(small):
+    """A row that has not come round keeps its slots in every bucket that holds it."""
+    small()
+    lm = tiny_lm(0, **SLIDING)
+    tokens = np.random.default_rng(1).integers(0, 97, (1, 64)).astype(np.int32)
+    held = fed(lm, tokens, np.array([48]), 64, "float32")
+    assert [k.shape[2] for k in held.k] == [64, 64]
+    wide = resize(held, 256)
+    assert [k.shape[2] for k in wide.k] == [RING, 256]
+    back = resize(wide, 64)
+    assert jax.tree.all(jax.tree.map(np.array_equal, held, back))
+    token, at = tokens[:, 48:49], np.array([48], np.int32)
+    ours, whole = (jax.jit(lm.net.logits)(cache, token, at)[0] for cache in (wide, held))
+    np.testing.assert_allclose(ours, whole, atol=1e-5)
+
+
+def generated(target, draft, method, **how):
+    """Rows of all lengths, some of which begin alike, in three seats."""
+    draw = np.random.default_rng(2).integers(0, 97, (5, 180)).tolist()
+    prompts = [draw[0][:150], draw[1][:9], draw[2][:100], [*draw[0][:150], 3], draw[0][:60]]
+    needs = sj.method(method)
+    done = sj.generate(
+        target,
+        prompts,
+        draft=draft if needs.needs_draft else None,
+        method=method,
+        max_new_tokens=[40, 120, 30, 40, 90],
+        batch_size=3,
+        reward="length:5-9" if needs.needs_reward else None,
+        **how,
+    )
+    return done.tokens
+
+
+FAST = "specinfer", "speculative"
+
+
+@pytest.mark.parametrize(
+    "method", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in sj.methods()]
+)
+def test_every_method_decodes_in_rings(small, method):
+    """Greedy rows in every seat, refilled, from prefixes that others left."""
+    models = tiny_lm(0, **SLIDING), tiny_lm(2, layers=1, sliding_window=WINDOW)
+    small(2048)
+    whole = generated(*models, method)
+    small()
+    for ours, theirs in zip(generated(*models, method), whole, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_pass_wider_than_its_room_is_refused(small):
+    small()
+    lm, tokens = tiny_lm(0, **SLIDING), np.zeros((1, 80), np.int32)
+    with pytest.raises(ValueError, match=r"80 tokens.*72"):
+        lm.net.feed(init_cache(lm.config, 1, 256, "float32"), tokens, np.zeros(1, np.int32))
+
+
+@pytest.mark.parametrize("fault", ["writes that stop at the end", "a prefix that is gone"])
+def test_what_a_ring_loses_is_caught(small, monkeypatch, fault):
+    models = tiny_lm(0, **SLIDING), tiny_lm(2, layers=1, sliding_window=WINDOW)
+    small(2048)
+    whole = generated(*models, "speculative")
+    small()
+    if fault == "writes that stop at the end":
+        rows = cache.write_rows
+        monkeypatch.setattr(cache, "write_around", lambda x, new, at: rows(x, new, at % RING))
+    else:
+        monkeypatch.setattr("specjax.prefixes.Prefixes._shared", lambda _, a, b: in_common(a, b))
+    ours = generated(*models, "speculative")
+    assert any(not np.array_equal(a, b) for a, b in zip(ours, whole, strict=True))
+
+
+def test_a_window_costs_what_it_holds():
+    assert [ring_slots(n) for n in (None, 4096, 4095, 512)] == [None, 5120, 5120, 1536]
+    sizes = {"vocab_size": 10, "hidden_size": 8, "num_layers": 6, "num_heads": 2}
+    cfg = ModelConfig.llama(
+        **sizes,
+        intermediate_size=8,
+        sliding_window=512,
+        sliding_layers=(True,) * 5 + (False,),
+        max_position=32768,
+    )
+    slot = row_bytes(cfg, 1, "float32")
+    assert row_bytes(cfg, 32768, "float32") == slot // 6 * (32768 + 5 * 1536)
