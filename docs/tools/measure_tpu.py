@@ -41,6 +41,7 @@ from specjax.models.cache import row_bytes
 from specjax.models.long_cache import (
     ALONE,
     EACH,
+    OWN,
     SEEN,
     TOGETHER,
     block_of,
@@ -171,16 +172,23 @@ def compile_pass(engine, rows: int, slots: int, chunk: int) -> jax.stages.Compil
 
 
 def blocks_read(model: sj.LM, rows: int, args, held: list[int], n: int) -> dict[str, int]:
-    """Turns of the loops over blocks of a cache, for passes of ``n`` tokens a row."""
+    """Turns of the loops over blocks of a cache, for passes of ``n`` tokens a row.
+
+    Loops of layers of a sliding window, which are shorter, count as much as the others.
+    """
     queries = model.config.num_heads * n  # of one device
     if reads_whole(rows * queries, args.slots):
         return {}
     together, block = block_of(rows, queries, args.slots)
     end = -(-np.resize(np.array(held), rows) // block)
     shared = int(shared_blocks(jnp.asarray(end))) if together else int(end.max())
-    seen = 0 if model.config.sliding_window else min(shared, (min(held) - n) // block)
+    whole = 0 * end if model.config.sliding_window else (np.resize(held, rows) - n + 1) // block
+    seen = min(shared, int(whole.min()))
     turns = {SEEN: seen, TOGETHER: shared - seen}
-    return turns | ({ALONE: int(np.maximum(end - shared, 0).sum())} if together else {EACH: rows})
+    if not together:
+        return turns | {EACH: rows}
+    own, alone = (int(np.maximum(last - shared, 0).sum()) for last in (whole, end))
+    return turns | {OWN: own, ALONE: alone - own}
 
 
 def part_of(path: str, instruction: str) -> str:

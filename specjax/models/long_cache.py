@@ -37,7 +37,8 @@ SLOT_BY_SLOT = Layout((0, 1, 2, 3))
 # product, for which they are computed once; a TPU takes a tile's worth of columns sooner than one.
 WIDE, COLUMNS = 512, 8
 # The names of its loops in a compiled program.
-SEEN, TOGETHER, ALONE, EACH = "seen by all", "rows together", "rows alone", "row by row"
+SEEN, TOGETHER, EACH = "seen by all", "rows together", "row by row"
+OWN, ALONE = "seen by the row", "rows alone"
 
 
 def reads_whole(queries: int, slots: int) -> bool:
@@ -80,6 +81,8 @@ def cached_attention(
     k, v = _slot_by_slot((k, v))
     columns = COLUMNS if q.shape[2] >= WIDE and not isinstance(v, Coded) else 1
     tiled = jnp.tile(positions, (1, h // heads))
+    # Of a chain: the blocks that all of a row's queries see whole.
+    unmasked, whole = mask is None and window is None, (positions.min(axis=1) + 1) // block
 
     def meet(row, count, j, state, masked=True):
         """``count`` rows from ``row`` on see their block ``j``, of a chain all of it unless
@@ -106,12 +109,12 @@ def cached_attention(
     def through(row, count, begin, end):
         """``count`` rows from ``row`` on see their blocks before ``end``."""
         state = _nothing(jax.lax.dynamic_slice_in_dim(q, row, count), columns)
-        if mask is None and window is None:
-            lowest = jax.lax.dynamic_slice_in_dim(positions, row, count).min()
-            seen = jnp.clip((lowest + 1) // block, begin, end)
+        if unmasked:
+            seen = jax.lax.dynamic_slice_in_dim(whole, row, count).min()
             with jax.named_scope(SEEN):
                 every = functools.partial(meet, row, count, masked=False)
-                begin, state = seen, jax.lax.fori_loop(begin, seen, every, state)
+                state = jax.lax.fori_loop(begin, seen, every, state)
+            begin = jnp.maximum(begin, seen)
         with jax.named_scope(TOGETHER):
             return jax.lax.fori_loop(begin, end, functools.partial(meet, row, count), state)
 
@@ -125,8 +128,13 @@ def cached_attention(
     shared = shared_blocks(end)
     state = through(0, rows, begin.min(), shared)
     if rows > 1:
+        begin = jnp.maximum(begin, shared)
+        if unmasked:
+            with jax.named_scope(OWN):
+                state = _alone(functools.partial(meet, masked=False), state, begin, whole)
+            begin = jnp.maximum(begin, whole)
         with jax.named_scope(ALONE):
-            state = _alone(meet, state, jnp.maximum(begin, shared), end)
+            state = _alone(meet, state, begin, end)
     return ungrouped(_mean(state, size).astype(q.dtype), n)
 
 
