@@ -41,8 +41,9 @@ WIDTHS = 4, 8
 COSTS = "costs"  # the setting: relative time of a round of each form, float32 [n]
 
 # λ before anything is known, and how many tested tokens that belief weighs. Too much hope costs a
-# draft or two; too little, and what is good would never be tried.
-HOPE, WEIGHT = 0.85, 1.5
+# draft or two; too little, and what is good would never be tried. Of drafts that were given up a
+# part of a refused token stays: the next ones are shorter.
+HOPE, WEIGHT, GRUDGE = 0.85, 1.5, 0.2
 KEPT = 0.98  # of the counts, from one round with a draft to the next
 # Rounds without a draft after which the past is forgotten and drafts are tried again: few, for bad
 # luck looks like bad drafts, and four times as many after each trial that fails.
@@ -104,10 +105,11 @@ class Record:
         )
         again = streak >= self.patience
         kept = jnp.where(again, 0.0, jnp.where(drafted, KEPT, 1.0))[:, None]
+        grudge = jnp.where(again, GRUDGE / len(again), 0.0)[:, None]
         longer = jnp.minimum(4 * self.patience, MOST_PATIENCE)
         patience = jnp.where(streak <= -SETTLED, PATIENCE, self.patience)
         return Record(
-            tested=kept * self.tested + counted[0],
+            tested=kept * self.tested + grudge + counted[0],
             accepted=kept * self.accepted + counted[1],
             streak=jnp.where(again, 0, streak),
             patience=jnp.where(again, longer, patience),

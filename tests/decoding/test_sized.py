@@ -17,7 +17,17 @@ from specjax.engine import Engine
 from specjax.errors import OptionError, PairError
 from specjax.generate import make_engine
 from specjax.methods import Context
-from specjax.sized import COSTS, LENGTHS, TREES, Record, SizedChain, SizedTree
+from specjax.sized import (
+    COSTS,
+    GRUDGE,
+    HOPE,
+    LENGTHS,
+    TREES,
+    WEIGHT,
+    Record,
+    SizedChain,
+    SizedTree,
+)
 from support import laws
 
 N = len(LENGTHS)
@@ -56,11 +66,12 @@ def test_a_record_of_trees_tells_how_many_siblings_there_were():
     record = Record.begin(2, 4).after(before, now, jnp.bool_(True), jnp.array([2, 1, 1]))
     np.testing.assert_array_equal(record.tested, [[2, 1, 0, 0], [0, 1, 0, 0]])
     np.testing.assert_array_equal(record.accepted, [[1, 1, 0, 0], [0, 0, 0, 0]])
-    one = (1 + 0.85 * 1.5) / (2 + 1.5)
+    one = (1 + HOPE * WEIGHT) / (2 + WEIGHT)
     rates = record.rates()
     np.testing.assert_allclose(rates[0], one, rtol=1e-6)
     assert (np.diff(rates) > 0).all()
-    np.testing.assert_allclose(rates[3], 1 - 0.15**2, rtol=1e-6)  # of which nothing is known
+    unknown = 1 - (1 - HOPE) ** 2  # siblings of which nothing was seen
+    np.testing.assert_allclose(rates[3], unknown, rtol=1e-6)
     refused = Record.begin(1, 4)
     refused = refused.replace(tested=refused.tested.at[0, 3].set(50))
     assert refused.rates().max() < 0.2, "what four siblings cannot do one does not, either"
@@ -83,7 +94,7 @@ def test_the_record_counts_rests_forgets_and_tries_again():
     record = round_(Record.begin(3), [3, 5, 0], [5, 5, 0])
     np.testing.assert_array_equal(record.tested[:, 0], [4, 5, 0])
     np.testing.assert_array_equal(record.accepted[:, 0], [3, 5, 0])
-    np.testing.assert_allclose(record.rates(), (8 + 0.85 * 1.5) / (9 + 1.5), rtol=1e-6)
+    np.testing.assert_allclose(record.rates(), (8 + HOPE * WEIGHT) / (9 + WEIGHT), rtol=1e-6)
     np.testing.assert_array_equal(record.read, 7)
     rest = functools.partial(round_, accepted=[0] * 3, drafted=[0] * 3)
     for patience in (8, 32, 128, 512, 512):
@@ -92,9 +103,10 @@ def test_the_record_counts_rests_forgets_and_tries_again():
             record = rest(record)
         np.testing.assert_array_equal(record.streak, patience - 1)
         record = rest(record)
-        assert record.rates() == pytest.approx(0.85), "what was known is forgotten"
+        told = "what was known is forgotten, but that drafts were given up"
+        assert record.rates() == pytest.approx(HOPE * WEIGHT / (WEIGHT + GRUDGE)), told
         record = round_(record, [0] * 3, [1] * 3)
-        assert record.rates() == pytest.approx(0.85 * 1.5 / 4.5)
+        assert record.rates() == pytest.approx(HOPE * WEIGHT / (WEIGHT + 0.98 * GRUDGE + 3))
     for _ in range(15):
         record = round_(record, [1] * 3, [1] * 3)
     np.testing.assert_array_equal(record.patience, 8)
