@@ -188,9 +188,10 @@ def _feed(method: Method, width: int, inputs: Inputs, state: DecodeState, first)
     """One pass over ``width`` tokens of each prompt; near the last slot some are fed again.
 
     Each row's last token is the first round's root. Slots past a row's own length hold scratch
-    that later writes replace.
+    that later writes replace, close behind it: further off it would be another token's slot in a
+    layer whose positions go round.
     """
-    start = jnp.minimum(jnp.broadcast_to(first, state.length.shape), state.slots - width)
+    start = jnp.minimum(jnp.minimum(first, state.length), state.slots - width)
     at = start[:, None] + jnp.arange(width, dtype=jnp.int32)
     return method.feed(inputs, state, jnp.take_along_axis(state.tokens, at, axis=1), start)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specjax.models.cache import MAX_CHUNK, SPARE
+from specjax.models.cache import still_holds
 from specjax.types import DecodeState
 
 LEAST = 16  # tokens in common that are worth the copy of a cache
@@ -67,8 +67,7 @@ class Prefixes:
     def _shared(self, kept: np.ndarray, prompt: np.ndarray) -> int:
         """:func:`in_common`, unless what the next token sees of it has lost its slots since."""
         same = in_common(kept, prompt)
-        whole = self._ring is None or len(kept) + MAX_CHUNK <= self._ring
-        return same if whole or len(kept) - same <= SPARE // 4 else 0
+        return same if still_holds(self._ring, len(kept), same) else 0
 
     def keep(self, prompts: Prompts, found: np.ndarray, state: DecodeState) -> None:
         """Keeps a fed state, unless hardly any of it is new beside what was ``found``."""

@@ -58,6 +58,14 @@ def ring_slots(window: int | None) -> int | None:
     return -(-(window + SPARE) // step) * step
 
 
+def still_holds(ring: int | None, fed: int, same: int) -> bool:
+    """Whether a layer of so many slots, fed a prompt, holds what the token after ``same`` sees.
+
+    Pieces of prompts reach up to a pass behind their end, and of :data:`SPARE` a half is for that.
+    """
+    return ring is None or fed + MAX_CHUNK <= ring or fed - same <= SPARE // 4
+
+
 def init_cache(cfg: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:
     """An empty cache, of int8 a coded one; its bytes are ``batch`` times :func:`row_bytes`."""
     rings = tuple(map(ring_slots, cfg.windows))
