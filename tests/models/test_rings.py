@@ -121,7 +121,7 @@ def generated(target, draft, method, **how):
     return done.tokens
 
 
-FAST = "autoregressive", "specinfer", "speculative"
+FAST = "autoregressive", "speculative"
 
 
 @pytest.mark.parametrize(
