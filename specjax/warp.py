@@ -22,7 +22,9 @@ from specjax.types import Warp
 
 TOP = 64  # the fast path looks at this many of the largest logits
 LEAST = 1e-30  # a top_p: in float32 what is far below would be 0, and keep nothing
-CUTS = 8  # a pass of the search over the vocabulary splits what is left into this many parts
+# What the search for a cut does before it looks whether one logit is left: a pass over the
+# vocabulary splits what is left into so many parts, or on a CPU, where sums are what costs, halves.
+PARTS, HALVES = 8, 12
 PASSES = 64  # more than any finite logits need; logits of +inf must not hang the device
 SEARCHING, COUNTING = "top-p search", "top-k search"  # its loops' names in a compiled program
 COLDEST = 1e-20  # below, quotients may overflow; at it, all but ties is a point mass already
@@ -150,8 +152,8 @@ def _kth_largest(x: Float[Array, "R V"], k: Int[Array, "R"]) -> Float[Array, "R"
     on, lowest = k > 0, jnp.min(jnp.where(x > probs.NEVER, x, jnp.inf), axis=-1)
 
     @jax.named_scope(COUNTING)
-    def search(rows):
-        return _floor(x, jnp.ones_like, k.astype(jnp.float32), lowest, rows)
+    def search(rows, highest):
+        return _floor(x, jnp.ones_like, k.astype(jnp.float32), (lowest, highest), rows)
 
     def near(largest):
         return probs.at_token(largest, jnp.clip(k, 1, TOP) - 1), on & (k <= largest.shape[-1])
@@ -164,9 +166,10 @@ def _nucleus_floor(x: Float[Array, "R V"], p: Float[Array, "R"]) -> Float[Array,
     on, goal = p < 1, p * jnp.exp(x).sum(-1)
 
     @jax.named_scope(SEARCHING)
-    def search(rows):
+    def search(rows, highest):
         # What lies below this is a share of less than 1 − p, so the floor is above it.
-        return _floor(x, jnp.exp, goal, jnp.log((1 - p) / x.shape[-1]) - 1, rows)
+        lowest = jnp.log((1 - p) / x.shape[-1]) - 1
+        return _floor(x, jnp.exp, goal, (lowest, highest), rows)
 
     def near(largest):
         mass = jnp.exp(largest)
@@ -178,52 +181,71 @@ def _nucleus_floor(x: Float[Array, "R V"], p: Float[Array, "R"]) -> Float[Array,
 
 
 def _near_or_far(x, near, search, on: Bool[Array, "R"]) -> Float[Array, "R"]:
-    """``near(largest)`` and where it is known, else ``search(rows)``.
+    """``near(largest)`` and where it is known, else ``search(rows, highest)``: its upper bounds.
 
     Each row decides by its own path alone.
     """
     if jax.default_backend() == "tpu":
-        return search(on)
+        return search(on, jnp.zeros_like(x[:, 0]))
     largest = jax.lax.top_k(x, min(TOP, x.shape[-1]))[0]
     floor, known = near(largest)
     far = on & ~known
-    return jax.lax.cond(jnp.any(far), lambda: jnp.where(far, search(far), floor), lambda: floor)
+
+    def beyond():
+        return jnp.where(far, search(far, largest[:, -1]), floor)
+
+    return jax.lax.cond(jnp.any(far), beyond, lambda: floor)
 
 
 def _floor(
     x: Float[Array, "R V"],
     weight: Callable[[Array], Array],
     goal: Float[Array, "R"],
-    lowest: Float[Array, "R"],
+    bounds: tuple[Float[Array, "R"], Float[Array, "R"]],
     rows: Bool[Array, "R"],
 ) -> Float[Array, "R"]:
-    """The least logit ≥ ``lowest`` with less than ``goal`` of ``weight(x)`` strictly above it.
+    """The least logit in ``bounds`` with less than ``goal`` of ``weight(x)`` strictly above it.
 
-    In ``rows``; elsewhere anything. A pass over the vocabulary weighs what lies above ``CUTS − 1``
-    values between the bounds, and finds the logits next to the bounds: the search ends when one
-    value is left, after three or four passes for logits that came of bfloat16. A row that is done
+    In ``rows``; elsewhere anything. The search ends when one logit is left between the bounds:
+    after three or four turns of :data:`PARTS` for logits that came of bfloat16. A row that is done
     does not move.
     """
-    parts = jnp.arange(1, CUTS) / CUTS
+    split = _halve if jax.default_backend() == "cpu" else _part
 
     def more(carry):
         return (carry[0] < PASSES) & jnp.any(carry[-1])
 
     def narrow(carry):
         turn, low, high, open_ = carry  # the floor is above low and at most high
-        cuts = low[:, None] + (high - low)[:, None] * parts
-        mass = weight(x)
-        above = [jnp.sum(jnp.where(x > v[:, None], mass, 0.0), -1) for v in cuts.T]
-        higher = jnp.stack(above, -1) >= goal[:, None]
         least = jnp.min(jnp.where(x > low[:, None], x, jnp.inf), axis=-1)
         most = jnp.max(jnp.where(x <= high[:, None], x, -jnp.inf), axis=-1)
-        new_low = jnp.max(jnp.where(higher, cuts, low[:, None]), axis=-1)
-        new_high = jnp.min(jnp.where(higher, high[:, None], cuts), axis=-1)
         found = least >= most
+        new_low, new_high = split(x, weight(x), goal, low, high)
         low = jnp.where(open_ & ~found, new_low, low)
         high = jnp.where(open_, jnp.where(found, most, jnp.minimum(new_high, most)), high)
         return turn + 1, low, high, open_ & ~found
 
-    low = jnp.nextafter(lowest, -jnp.inf)
-    start = jnp.int32(0), low, jnp.zeros_like(low), rows
+    lowest, highest = bounds
+    start = jnp.int32(0), jnp.nextafter(lowest, -jnp.inf), highest, rows
     return jax.lax.while_loop(more, narrow, start)[2]
+
+
+def _part(x, mass, goal, low, high):
+    """The bounds after a pass that weighs what lies above each of ``PARTS − 1`` values."""
+    at = low[:, None] + (high - low)[:, None] * jnp.arange(1, PARTS) / PARTS
+    above = [jnp.sum(jnp.where(x > v[:, None], mass, 0.0), -1) for v in at.T]
+    higher = jnp.stack(above, -1) >= goal[:, None]
+    low = jnp.max(jnp.where(higher, at, low[:, None]), axis=-1)
+    return low, jnp.min(jnp.where(higher, high[:, None], at), axis=-1)
+
+
+def _halve(x, mass, goal, low, high):
+    """The bounds after ``HALVES`` passes that weigh what lies above their middle."""
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low + high) / 2
+        higher = jnp.sum(jnp.where(x > middle[:, None], mass, 0.0), -1) >= goal
+        return jnp.where(higher, middle, low), jnp.where(higher, high, middle)
+
+    return jax.lax.fori_loop(0, HALVES, halve, (low, high))

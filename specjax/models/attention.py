@@ -181,8 +181,7 @@ def cache_distances(
 ) -> Int[Array, "B N S"]:
     """How many positions the token in each cache slot lies before each new token.
 
-    Arguments as in :func:`cache_mask`. In slots that nothing sees the
-    number means nothing.
+    Arguments as in :func:`cache_mask`. In slots that nothing sees the number means nothing.
     """
     new = _behind(base, slots)
     above = positions if tree_positions is None else tree_positions
