@@ -55,20 +55,30 @@ class Attention(nnx.Module):
             self.k_norm = NORMS[cfg.norm](cfg.head_dim, cfg.norm_eps, "head")
 
     def __call__(self, x, table: Table, attend: Callable[[Array, Array, Array], Array]):
-        h, k = self.cfg.num_heads, self.cfg.num_kv_heads
         b, n, _ = x.shape
-        if self.fused:
-            qkv = self.qkv(x)
-        else:
-            qkv = jnp.concatenate([self.q(x), self.k(x), self.v(x)], axis=-1)
-        qkv = qkv.reshape(b, n, h + 2 * k, self.cfg.head_dim)
+        heads = self._fused_heads if self.fused else self._heads
+        out = attend(*heads(x, lambda x: x.reshape(b, n, -1, self.cfg.head_dim), table))
+        return self.out(out.reshape(b, n, -1))
+
+    def _heads(self, x, split: Callable[[Array], Array], table: Table) -> tuple[Array, ...]:
+        """q, k and v apart: joined, long sequences would be copied to be joined and parted."""
+        q, k, v = (split(linear(x)) for linear in (self.q, self.k, self.v))
+        if self.cfg.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if table is not None:
+            q, k = rotate(q, *table), rotate(k, *table)
+        return q, k, v
+
+    def _fused_heads(self, x, split: Callable[[Array], Array], table: Table) -> tuple[Array, ...]:
+        """The same of one product; q and k stay together for fewer, larger steps."""
+        h, k = self.cfg.num_heads, self.cfg.num_kv_heads
+        qkv = split(self.qkv(x))
         qk = qkv[:, :, : h + k]
         if self.cfg.qk_norm:
             qk = jnp.concatenate([self.q_norm(qk[:, :, :h]), self.k_norm(qk[:, :, h:])], axis=2)
         if table is not None:
             qk = rotate(qk, *table)
-        out = attend(qk[:, :, :h], qk[:, :, h:], qkv[:, :, h + k :])
-        return self.out(out.reshape(b, n, -1))
+        return qk[:, :, :h], qk[:, :, h:], qkv[:, :, h + k :]
 
 
 class MLP(nnx.Module):

@@ -245,6 +245,7 @@ def rotate(
     if width < x.shape[-1]:
         return jnp.concatenate([rotate(x[..., :width], cos, sin), x[..., width:]], axis=-1)
     half = x.shape[-1] // 2
-    turned = jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
-    cos, sin = cos[:, :, None].astype(x.dtype), sin[:, :, None].astype(x.dtype)
-    return x * cos + turned * sin
+    # The sine takes the sign: what is turned is then moved alone, not copied to be negated.
+    sign = np.where(np.arange(width) < half, -1, 1).astype(x.dtype)
+    cos, sin = cos[:, :, None].astype(x.dtype), sin[:, :, None].astype(x.dtype) * sign
+    return x * cos + jnp.roll(x, half, axis=-1) * sin
