@@ -98,10 +98,12 @@ class Isolated(Causal):
     its window, and its window, and nothing else sees it.
 
     Metadata beside :class:`Causal`'s: ``windows`` int32, 0 for clean tokens, else the window's
-    number; ``starts`` int32, the position at which a window token's window starts.
+    number; ``starts`` int32, the position at which a window token's window starts. ``longest``:
+    no window has more tokens; 0 where that is not known.
     """
 
     clean: int = 0
+    longest: int = 0
 
     def __call__(self, query: Meta, key: Meta) -> Bool[Array, "B N S"]:
         own = query["windows"][:, :, None] == key["windows"][:, None, :]

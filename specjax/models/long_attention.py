@@ -43,9 +43,12 @@ def long_attention(
     by_kernel = _by_rows(by_kernel, rows)
     if not isinstance(mask, Isolated):
         return lambda q, k, v: by_kernel(q, k, v, segments)
-    # Clean tokens see clean ones before them; what their windows see the kernel does not know.
+    # Clean tokens see clean ones before them.
     count = mask.clean
-    behind = _own_blocks(mask, _from(meta, count), meta, finish, groups, rows)
+    if splash.takes_windows(mask, finish, segments.shape[1]):
+        behind = _windows(mask, meta, finish, rows)
+    else:
+        behind = _own_blocks(mask, _from(meta, count), meta, finish, groups, rows)
 
     def attend(q, k, v):
         own = (x[:, :, :count] for x in (k, v))
@@ -53,6 +56,17 @@ def long_attention(
         return jnp.concatenate([clean, behind(q[:, count:], k, v)], axis=1)
 
     return attend
+
+
+def _windows(mask: Isolated, meta: Meta, finish: Scores, rows: NamedSharding | None) -> Attend:
+    """:func:`specjax.models.splash.window_attention`."""
+    windows = _by_rows(lambda meta: splash.windows_of(mask, meta), rows)(dict(meta))
+
+    def run(q, k, v, segments, windows):
+        return splash.window_attention(q, k, v, segments, windows, mask=mask, finish=finish)
+
+    run = _by_rows(run, rows)
+    return lambda q, k, v: run(q, k, v, meta["segment"], windows)
 
 
 def _from(meta: Meta, count: int) -> Meta:

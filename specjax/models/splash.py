@@ -1,23 +1,30 @@
 """Attention over long sequences by JAX's own TPU kernel, splash attention.
 
 Its masks are of places in a row: causal and sliding ones are known before it runs, and it skips
-what they hide; packed documents are masked, but skipped no block for.
+what they hide; packed documents are masked, but skipped no block for. What the windows of
+:class:`specjax.models.attention.Isolated` see depends on the row: the kernel takes a number for
+each of their tokens, which says it all, and a table of the blocks that are met.
 
-Axis legend: B rows, N tokens, H query heads, K key heads, E head size, P parts of the heads.
+Axis legend: B rows, N tokens, A tokens of windows, H query heads, K key heads, E head size,
+P parts of the heads, I blocks of queries, J blocks of keys.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models.attention import PLAIN, Causal, Scores
+from specjax.models.attention import PLAIN, Causal, Isolated, Meta, Scores
 from specjax.models.flash import RESULT
 
 # Tokens of a block, chosen by the bundles that the TPU compiler schedules for it. The backward
 # kernel keeps one partial gradient of the queries per block of keys, so those are wide.
 BLOCK, WIDE, PRODUCT = 1024, 2048, 512
+WINDOWS = "windows"  # the name of their attention in a compiled program
 
 
 def takes(mask, finish: Scores) -> bool:
@@ -46,42 +53,217 @@ def splash_attention(
     # Only where it runs: every program would start a tenth of a second later.
     from jax.experimental.pallas.ops.tpu import splash_attention as jax_splash
 
-    (b, count, heads, size), key_heads = q.shape, k.shape[1]
-    block, wide, product = blocks
-    padded = count + -count % block
-    wide = wide if padded % wide == 0 else block
+    (_, count, heads, _), parts = q.shape, _parts(k)
+    padded = count + -count % blocks[0]
     shape = (padded, padded)
-    parts = 2 if key_heads % 2 == 0 else 1  # by itself the backward pass takes one of two cores
     if window is None:
         mask = jax_splash.CausalMask(shape)
     else:
         mask = jax_splash.LocalMask(shape, (window - 1, 0), 0)
     kernel = jax_splash.make_splash_mha(
         jax_splash.MultiHeadMask([mask] * (heads // parts)),
-        block_sizes=jax_splash.BlockSizes(
-            block_q=block,
-            block_kv=block,
-            block_kv_compute=min(block, product),
-            block_q_dkv=block,
-            block_kv_dkv=wide,
-            block_kv_dkv_compute=min(wide, product),
-            use_fused_bwd_kernel=True,
-        ),
+        block_sizes=_block_sizes(blocks, padded),
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=finish.softcap,
         residual_checkpoint_name=RESULT,
         interpret=interpret,
     )
-    scale = size**-0.5 if finish.scale is None else finish.scale
-    q = (q * jnp.asarray(scale, q.dtype)).transpose(0, 2, 1, 3)
-    more = ((0, 0), (0, 0), (0, padded - count), (0, 0))
-    q, k, v = (jnp.pad(x, more).reshape(b, parts, -1, padded, size) for x in (q, k, v))
-    segments = jnp.pad(segments, (more[0], more[2]))
+    q, k, v = (_padded(x, padded, parts) for x in (_scaled(q, finish), k, v))
+    segments = _fill(segments, padded)
 
     def row(q, k, v, segments):
         ids = jax_splash.SegmentIds(segments, segments)
         return jax.vmap(lambda q, k, v: kernel(q, k, v, ids))(q, k, v)
 
-    out = jax.vmap(row)(q, k, v, segments).reshape(b, heads, padded, size)
+    return _result(jax.vmap(row)(q, k, v, segments), count)
+
+
+class Windows(NamedTuple):
+    """What :func:`window_attention` needs to know of a batch, once for all layers.
+
+    ``code`` says what a token of a window sees, as :class:`_Seen` reads it; ``forward`` and
+    ``backward`` are the blocks of keys that a block of queries meets.
+    """
+
+    code: Int[Array, "B A"]
+    forward: Bool[Array, "B I J"]
+    backward: Bool[Array, "B I J"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """Whether a key is seen: it lies before the window's start or in the window, up to the token.
+
+    A code is the place where the window starts, the token's slot behind the ``clean`` tokens and
+    its place in the window, in so many bits each. Documents are the kernel's own business.
+    """
+
+    clean: int
+    slots: int
+    longest: int
+
+    @property
+    def bits(self) -> tuple[int, int, int]:
+        return tuple((n - 1).bit_length() for n in (self.clean, self.slots, self.longest))
+
+    def code(self, start: Array, slot: Array, place: Array) -> Array:
+        _, slots, places = self.bits
+        return (((start << slots) | slot) << places) | place
+
+    def __call__(self, code: Array, key: Array) -> Array:
+        _, slots, places = self.bits
+        start, slot = code >> (slots + places), (code >> places) & ((1 << slots) - 1)
+        before = (self.clean + slot) - key  # places of the key before the token itself
+        return (key < start) | ((before >= 0) & (before <= (code & ((1 << places) - 1))))
+
+
+def takes_windows(mask, finish: Scores, count: int) -> bool:
+    """Whether the kernel can be told what the windows among ``count`` tokens see."""
+    if not (takes(mask, finish) and isinstance(mask, Isolated) and mask.longest):
+        return False
+    bits = _Seen(mask.clean, count - mask.clean, mask.longest).bits
+    return mask.window is None and sum(bits) < 32
+
+
+def windows_of(
+    mask: Isolated, meta: Meta, blocks: tuple[int, int, int] = (BLOCK, WIDE, PRODUCT)
+) -> Windows:
+    """Of rows ``[B, clean + A]``, in which positions rise by one within a segment."""
+    clean, (rows, count) = mask.clean, meta["position"].shape
+    slots = count - clean
+    segments, places = meta["segment"], jnp.arange(clean, dtype=jnp.int32)
+    # How far each document's places lie behind its positions; there are no more than places.
+    behind = jnp.zeros((rows, clean + 1), jnp.int32)
+    each = jnp.arange(rows)[:, None]
+    behind = behind.at[each, segments[:, :clean]].set(
+        places - meta["position"][:, :clean], mode="drop"
+    )
+    tail = {name: x[:, clean:] for name, x in meta.items()}
+    real = (tail["windows"] > 0) & (tail["segment"] > 0)
+    first = jnp.take_along_axis(behind, tail["segment"], axis=1)
+    start = jnp.where(real, tail["starts"] + first, 0)
+    place = jnp.where(real, tail["position"] - tail["starts"], 0)
+    slot = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), start.shape)
+    code = _Seen(clean, slots, mask.longest).code(start, slot, place)
+    block = blocks[0]
+    padded = count + -count % block
+
+    def met(width: int) -> Array:
+        """Blocks with a key that any query of a block may see."""
+
+        def meets(begins, ends):
+            """Whether any of a block's keys from ``begins`` to before ``ends`` lies in another."""
+            begins = _fill(begins, slots + -slots % block, padded).reshape(rows, -1, block)
+            ends = _fill(ends, slots + -slots % block).reshape(rows, -1, block)
+            low = jnp.arange(padded // width, dtype=jnp.int32) * width
+            begins, ends = begins.min(2)[..., None], ends.max(2)[..., None]
+            return (begins < low + width) & (ends > low)
+
+        # Every slot meets itself, lest there be nothing to divide by.
+        own = meets(clean + slot - place, clean + slot + 1)
+        return own | meets(jnp.where(real, jnp.maximum(first, 0), padded), start)
+
+    return Windows(_fill(code, slots + -slots % block), met(block), met(_wide(blocks, padded)))
+
+
+@jax.named_scope(WINDOWS)
+def window_attention(
+    q: Float[Array, "B A H E"],
+    k: Float[Array, "B K N E"],
+    v: Float[Array, "B K N E"],
+    segments: Int[Array, "B N"],
+    windows: Windows,
+    *,
+    mask: Isolated,
+    finish: Scores = PLAIN,
+    blocks: tuple[int, int, int] = (BLOCK, WIDE, PRODUCT),
+    interpret: bool = False,
+) -> Float[Array, "B A H E"]:
+    """What the tokens of windows see of the N = ``mask.clean`` + A tokens.
+
+    Arguments as :func:`splash_attention` and :func:`windows_of`.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    (_, slots, _, _), count, parts = q.shape, k.shape[2], _parts(k)
+    queries, keys = windows.code.shape[1], count + -count % blocks[0]
+    how = {
+        "block_sizes": _block_sizes(blocks, keys),
+        "is_mqa": False,
+        "save_residuals": False,
+        "mask_value": kernels.DEFAULT_MASK_VALUE,
+        "attn_logits_soft_cap": finish.softcap,
+        "residual_checkpoint_name": RESULT,
+        "mask_function": _Seen(mask.clean, slots, mask.longest),
+        "interpret": interpret,
+    }
+    q = _padded(_scaled(q, finish), queries, parts)
+    k, v = (_padded(x, keys, parts) for x in (k, v))
+    ids = _fill(segments[:, mask.clean :], queries), _fill(segments, keys)
+
+    def row(part):
+        q, k, v, ids, (code, forward, backward) = part
+        infos = _mask_info(forward, code, 1), None, _mask_info(backward, code, 0)
+        kernel, ids = kernels.SplashAttentionKernel(*infos, **how), kernels.SegmentIds(*ids)
+        return jax.vmap(lambda q, k, v: kernel(q, k, v, ids))(q, k, v)
+
+    # Tables of blocks are scalars to the kernel, of which it takes one row's.
+    return _result(jax.lax.map(row, (q, k, v, ids, windows)), slots)
+
+
+def _mask_info(met: Bool[Array, "I J"], code: Int[Array, "A"], axis: int):
+    """As the kernel takes it; ``axis`` is what its innermost loop runs over, where a block that is
+    skipped names the next one that is met, or the last: nothing is fetched for it."""
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+
+    at = jax.lax.broadcasted_iota(jnp.int32, met.shape, axis)
+    next_met = jax.lax.cummin(jnp.where(met, at, met.shape[axis]), axis, reverse=True)
+    last = jnp.max(jnp.where(met, at, 0), axis, keepdims=True)
+    data = jnp.minimum(next_met, last)
+    return MaskInfo(data[None], None, met[None].astype(jnp.int32), None, code)
+
+
+def _parts(k: Float[Array, "B K N E"]) -> int:
+    """Of the heads: by itself the backward pass takes one of two cores."""
+    return 2 if k.shape[1] % 2 == 0 else 1
+
+
+def _wide(blocks: tuple[int, int, int], keys: int) -> int:
+    """Of a block of keys in the backward pass."""
+    return blocks[1] if keys % blocks[1] == 0 else blocks[0]
+
+
+def _block_sizes(blocks: tuple[int, int, int], keys: int):
+    from jax.experimental.pallas.ops.tpu import splash_attention as jax_splash
+
+    block, _, product = blocks
+    wide = _wide(blocks, keys)
+    return jax_splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=min(block, product),
+        block_q_dkv=block,
+        block_kv_dkv=wide,
+        block_kv_dkv_compute=min(wide, product),
+        use_fused_bwd_kernel=True,
+    )
+
+
+def _scaled(q: Float[Array, "B N H E"], finish: Scores) -> Float[Array, "B H N E"]:
+    scale = q.shape[-1] ** -0.5 if finish.scale is None else finish.scale
+    return (q * jnp.asarray(scale, q.dtype)).transpose(0, 2, 1, 3)
+
+
+def _padded(x: Float[Array, "B H N E"], count: int, parts: int) -> Float[Array, "B P H/P M E"]:
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, count - x.shape[2]), (0, 0)))
+    return x.reshape(len(x), parts, -1, *x.shape[2:])
+
+
+def _fill(x: Int[Array, "B N"], count: int, value: int = 0) -> Int[Array, "B M"]:
+    return jnp.pad(x, ((0, 0), (0, count - x.shape[1])), constant_values=value)
+
+
+def _result(out: Float[Array, "B P H/P M E"], count: int) -> Float[Array, "B N H E"]:
+    out = out.reshape(len(out), -1, *out.shape[3:])
     return out[:, :, :count].transpose(0, 2, 1, 3)

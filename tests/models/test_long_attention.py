@@ -95,10 +95,10 @@ def test_blocks_agree_with_dense_attention(name):
     agree(both, meta, *parts(count), close=1e-5)
 
 
-def test_blocks_in_bfloat16_are_as_exact_as_bfloat16_is():
-    """Against dense attention of the same numbers in float32: a bfloat16 has 8 bits."""
-    meta = tokens(packed_rows(), CLEAN)
-    q, k, v, d_out = parts(CLEAN, dtype=jnp.bfloat16)
+def halved(mask, meta, attend, count):
+    """(ours, theirs): the result and its gradients in bfloat16, and in float32 those of dense
+    attention of the same numbers."""
+    q, k, v, d_out = parts(count, dtype=jnp.bfloat16)
     single = (x.astype(jnp.float32) for x in (q, k, v))
     real = (meta["segment"] > 0)[..., None, None]
 
@@ -107,10 +107,15 @@ def test_blocks_in_bfloat16_are_as_exact_as_bfloat16_is():
         out, pull = jax.vjp(attend, *args)
         return jnp.where(real, out, 0), *pull(jnp.where(real, d_out, 0).astype(out.dtype))
 
-    want = run(dense(Causal(), meta, Scores()), *single)
-    got = run(flash(Causal(), meta, Scores()), q, k, v)
-    for ours, theirs in zip(got, want, strict=True):
-        ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
+    want, got = run(dense(mask, meta, Scores()), *single), run(attend, q, k, v)
+    for pair in zip(got, want, strict=True):
+        yield tuple(np.asarray(x, np.float32) for x in pair)
+
+
+def test_blocks_in_bfloat16_are_as_exact_as_bfloat16_is():
+    """A bfloat16 has 8 bits."""
+    meta = tokens(packed_rows(), CLEAN)
+    for ours, theirs in halved(Causal(), meta, flash(Causal(), meta, Scores()), CLEAN):
         assert np.linalg.norm(ours - theirs) < 2**-7 * np.linalg.norm(theirs)
 
 
@@ -165,7 +170,8 @@ def test_gradients_hold_one_block_of_scores():
 
 
 # The kernel as Pallas's interpreter runs it, in blocks that do not divide the rows.
-kernel = functools.partial(splash.splash_attention, blocks=(128, 256, 128), interpret=True)
+BLOCKS = (128, 256, 128)
+kernel = functools.partial(splash.splash_attention, blocks=BLOCKS, interpret=True)
 
 
 @pytest.mark.parametrize("window, finish", [(70, Scores()), (None, Scores(0.3, softcap=1.5))])
@@ -183,21 +189,107 @@ def test_the_tpu_kernel_agrees_with_dense_attention(window, finish):
     agree(both, meta, *parts(200, size=8), close=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["tpu", "gpu"])
-def test_every_backend_runs_isolated_windows(monkeypatch, backend):
-    """On TPU clean tokens go through the kernel, their windows through our blocks; over a mesh."""
-    calls = []
+def long_rows(clean, appended, longest):
+    """Two rows of documents, the second padded, and as many windows as fit behind them."""
+    rows, generator = [], np.random.Generator(np.random.Philox(1))
+    for documents in ((clean // 2, clean - clean // 2), (clean // 3, clean // 2)):
+        segments = np.repeat(np.arange(1, 3), documents)
+        positions = np.concatenate([np.arange(n) for n in documents])
+        blank, pad = np.zeros(clean, np.int64), (0, clean - len(segments))
+        row = {"segments": np.pad(segments, pad), "positions": np.pad(positions, pad)}
+        row |= {"tokens": blank, "labels": blank}
+        counts = generator.integers(1, longest + 1, appended // longest - 2)
+        starts = np.sort(generator.integers(0, len(segments) - longest, len(counts)))
+        rows.append(append_windows(row, starts, counts, appended, Insertion((7,) * longest)))
+    names = {"segments": "segment", "positions": "position", "windows": "windows"}
+    names["starts"] = "starts"
+    return {ours: np.stack([row[name] for row in rows]) for name, ours in names.items()}
+
+
+WINDOWED = Isolated(clean=500, longest=5)
+
+
+def windowed(meta, finish):
+    """What :data:`WINDOWED` lets see, by the kernel, in blocks that do not divide the rows."""
+    how = {"blocks": BLOCKS, "interpret": True}
+    windows = splash.windows_of(WINDOWED, meta, BLOCKS)
+
+    def attend(q, k, v):
+        segments = meta["segment"]
+        clean = splash.splash_attention(
+            q[:, :500], k[:, :, :500], v[:, :, :500], segments[:, :500], finish=finish, **how
+        )
+        behind = splash.window_attention(
+            q[:, 500:], k, v, segments, windows, mask=WINDOWED, finish=finish, **how
+        )
+        return jnp.concatenate([clean, behind], axis=1)
+
+    return attend
+
+
+@pytest.mark.parametrize("finish", [Scores(), Scores(0.3, softcap=1.5)])
+def test_the_tpu_kernel_knows_what_windows_see(finish):
+    """Windows that cross blocks and documents that begin behind them, over several blocks."""
+    meta = long_rows(500, 300, 5)
+    both = dense(WINDOWED, meta, finish), windowed(meta, finish)
+    agree(both, meta, *parts(800), close=1e-5)
+
+
+def test_windows_in_bfloat16_are_as_exact_as_bfloat16_is():
+    """On average to a thousandth of the largest entry."""
+    meta = long_rows(500, 300, 5)
+    for ours, theirs in halved(WINDOWED, meta, windowed(meta, Scores()), 800):
+        assert np.sqrt(np.mean((ours - theirs) ** 2)) < 1e-3 * abs(theirs).max()
+
+
+def test_a_block_that_no_window_sees_is_not_met():
+    """The tables hold every block of which something is seen, and few others; slots that no window
+    fills see themselves."""
+    meta, block = long_rows(500, 300, 5), 128
+    seen = np.array(WINDOWED(meta, meta)[:, 500:]) | np.eye(300, 800, 500, bool)
+    seen = np.pad(seen, ((0, 0), (0, 84), (0, 96)))
+    windows = splash.windows_of(WINDOWED, meta, BLOCKS)
+    for table, wide in ((windows.forward, 128), (windows.backward, 128)):
+        wanted = seen.reshape(2, 3, block, -1, wide).any((2, 4))
+        assert (np.asarray(table) >= wanted).all()
+        assert np.asarray(table).sum() <= wanted.sum() + 2
+
+
+def test_the_kernel_takes_windows_of_known_length_whose_numbers_fit():
+    def takes(count, **how):
+        return splash.takes_windows(Isolated(**how), Scores(), count)
+
+    assert takes(16384 + 5176, clean=16384, longest=5)
+    assert not takes(16384 + 5176, clean=16384)
+    assert not takes(16384 + 5176, clean=16384, longest=5, window=4096)
+    assert not takes(32768 + 10248, clean=32768, longest=5)
+
+
+@pytest.mark.parametrize("backend, longest", [("tpu", 0), ("tpu", 4), ("gpu", 4)])
+def test_every_backend_runs_isolated_windows(monkeypatch, backend, longest):
+    """On TPU clean tokens go through the kernel, and their windows where their length is known,
+    else through our blocks; over a mesh."""
+    calls, told, small = [], [], {"blocks": BLOCKS, "interpret": True}
+    windows_of, window_attention = splash.windows_of, splash.window_attention
+    own = {
+        "splash_attention": lambda *a, **how: calls.append(a) or kernel(*a, **how),
+        "windows_of": lambda *a: windows_of(*a, BLOCKS),
+        "window_attention": lambda *a, **how: (
+            told.append(a) or window_attention(*a, **how, **small)
+        ),
+    }
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(
-        splash, "splash_attention", lambda *a, **how: calls.append(a) or kernel(*a, **how)
-    )
-    meta, mask = packed_rows(), Isolated(clean=CLEAN)
+    for name, run in own.items():
+        monkeypatch.setattr(splash, name, run)
+    meta, mask = packed_rows(), Isolated(clean=CLEAN, longest=longest)
     mesh = jax.make_mesh((1, 1), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
     ours = long_attention(mask, meta, Scores(), 2, rows)
     count = CLEAN + APPENDED
     agree((dense(mask, meta, Scores()), ours), meta, *parts(count), close=1e-5)
     assert [a[0].shape[1] for a in calls] == [CLEAN] * (backend == "tpu")
+    by_kernel = backend == "tpu" and longest > 0
+    assert [a[0].shape[1] for a in told] == [APPENDED] * by_kernel
 
 
 @pytest.mark.parametrize("scan", [False, True])

@@ -11,6 +11,7 @@ Axes: B rows, T tokens, A appended slots, W windows, k tokens of one, D hidden s
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -68,7 +69,8 @@ def sdsat_loss(cfg: ModelConfig, objective: Objective, rows: NamedSharding | Non
     the window ``adaptive_accuracy`` against the data and, with self targets,
     ``adaptive_agreement`` with the clean argmax.
     """
-    streams = {"basic": _mixed, "improved": _clean_and_mixed, "isolated": isolated_streams}
+    isolated = functools.partial(isolated_streams, longest=objective.window)
+    streams = {"basic": _mixed, "improved": _clean_and_mixed, "isolated": isolated}
 
     def loss(params, frozen, batch):
         params = cast(params, objective.dtype)
@@ -119,14 +121,18 @@ def _clean_and_mixed(cfg: ModelConfig, params: dict, batch: dict, **how: Any) ->
     return clean, mixed, clean
 
 
-def isolated_streams(cfg: ModelConfig, params: dict, batch: dict, **how: Any) -> Streams:
+def isolated_streams(
+    cfg: ModelConfig, params: dict, batch: dict, longest: int = 0, **how: Any
+) -> Streams:
     """The clean sequence once, and the windows that only they themselves see.
 
-    The rows are laid out by ``append_windows``; ``how`` as :meth:`Objective.passes`.
+    The rows are laid out by ``append_windows``, whose windows have ``longest`` tokens at most, if
+    that is known; ``how`` as :meth:`Objective.passes`.
     """
     meta = {name: batch[name] for name in ("windows", "starts")}
     count = batch["tokens"].shape[1] - batch["sources"].shape[1]
-    hidden = hidden_of(cfg, params, batch, mask_fn=Isolated(clean=count), meta=meta, **how)
+    mask = Isolated(clean=count, longest=longest)
+    hidden = hidden_of(cfg, params, batch, mask_fn=mask, meta=meta, **how)
     clean, windows = jnp.split(hidden, [count], axis=1)
     return clean, windows, jnp.take_along_axis(clean, batch["sources"][..., None], axis=1)
 
@@ -198,7 +204,7 @@ def probe_loss(
 
     def loss(params, frozen, batch):
         params = cast(params, dtype)
-        streams = isolated_streams(cfg, params, batch, rows=rows)
+        streams = isolated_streams(cfg, params, batch, length, rows=rows)
         head = Head.of(cfg, params, rows)
         objective = Objective("isolated", length, self_share=1.0)
         total, count, _, extras = _sums(objective, head, streams, batch)
