@@ -58,10 +58,12 @@ def _gemma2(hidden: int, layers: int, heads: int, kv_heads: int, inner: int) -> 
     }
 
 
+CODE = {"vocab_size": 32016, "num_key_value_heads": 32, "rope_theta": 1e6}
 CONFIGS = {
     "llama-3-70b": _llama(8192, 80, 64, 28672),
     "llama-3-8b": _llama(4096, 32, 32, 14336),
     "llama-3-1b": _llama(2048, 16, 32, 8192, tied=True),
+    "codellama-7b": _llama(4096, 32, 32, 11008) | CODE | {"max_position_embeddings": 16384},
     "qwen3-8b": _qwen3(4096, 36, 32, 12288),
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
     "gemma-2-9b": _gemma2(3584, 42, 16, 8, 14336),

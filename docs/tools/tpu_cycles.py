@@ -16,16 +16,21 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 EXCHANGES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
-Turns = Callable[[str], int]  # turns of a loop that ends on data, by the path of its name
+Turns = Callable[[str], float]  # turns of a loop that ends on data, by the path of its name
 
 
 def cycles(
-    text: str, part_of: Callable[[str, str], str], turns: Turns, loop: bool = False
+    text: str,
+    part_of: Callable[[str, str], str],
+    turns: Turns,
+    loop: bool = False,
+    calls: Callable[[str], float] = lambda instruction: 0,
 ) -> collections.Counter:
     """Cycles of a program, or of one turn of its first loop, by part.
 
     ``part_of(path, instruction)`` names an instruction's part; ``path`` is where it stands in the
-    traced program, with its named scopes. A conditional costs its dearest branch.
+    traced program, with its named scopes. A conditional costs its dearest branch, a kernel's call
+    what ``calls(instruction)`` says: the compiler says nothing of it.
     """
     computations, entry = _computations(text)
     if loop:
@@ -38,12 +43,14 @@ def cycles(
             path = _first(r'op_name="([^"]*)"', line)
             if " while(" in line:
                 body = cost(_first(r"body=%?([\w.\-]+)", line))
-                times = int(_first(r'known_trip_count":\{"n":"(\d+)"', line) or 0) or turns(path)
+                times = _counted(computations, line) or turns(path)
                 total.update({part: times * count for part, count in body.items()})
             elif " conditional(" in line:
                 total.update(max(map(cost, _branches(line)), key=lambda c: c.total()))
             elif said := _first(r'"estimated_cycles":"(\d+)"', line):
                 total[part_of(path, line)] += int(said)
+            elif " custom-call(" in line:
+                total[part_of(path, line)] += calls(line)
         return total
 
     return cost(entry)
@@ -67,6 +74,16 @@ def _product(device: jax.Device, rows: int, shape: tuple[int, int]) -> int:
     return cycles(product.as_text(), lambda path, line: "", lambda path: 1).total()
 
 
+def _counted(computations: dict[str, list[str]], line: str) -> int:
+    """Turns of a loop that counts up to a constant; 0 where it ends on data."""
+    if known := _first(r'known_trip_count":\{"n":"(\d+)"', line):
+        return int(known)
+    condition = computations.get(_first(r"condition=%?([\w.\-]+)", line), [])
+    ends = _first(r"ROOT .* compare\([^,]*, %([\w.\-]+)\), direction=LT", "\n".join(condition))
+    pattern = rf"%{re.escape(ends)} = s32\[\][^ ]* constant\((\d+)\)"
+    return int(_first(pattern, "\n".join(condition)) or 0) if ends else 0
+
+
 def _first(pattern: str, line: str) -> str:
     found = re.search(pattern, line)
     return found.group(1) if found else ""
@@ -88,8 +105,10 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
             name = head.group(2)
             found[name] = []
             entry = name if head.group(1) else entry
-        elif line.startswith("}"):
+        elif line.rstrip() == "}":
             name = None
-        elif name:
+        elif name and line.startswith("  "):
             found[name].append(line)
+        elif name and found[name]:  # a kernel's call says more than a line holds
+            found[name][-1] += line
     return found, entry

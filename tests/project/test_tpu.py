@@ -53,3 +53,15 @@ def test_a_head_in_8_bits_drafts_for_a_twentieth_of_a_step():
     rows = measured("measure_head", "--batch", "1", "--quantize", "int8")
     (draft,) = (row for row in rows if row["round"] == "draft step")
     assert float(draft["c"]) < 0.05
+
+
+def test_attention_kernels_pay_for_the_blocks_that_causal_rows_meet():
+    """Over their products at a plain product's rate: more than those, and less than a kernel that
+    met what it skips. The rate is of a matrix unit twice as wide as a head."""
+    (forward, backward) = measured(
+        "measure_training", "--attention", "--tokens", "16384", "--topology", "v6e:1x1"
+    )
+    assert [row["blocks"] for row in (forward, backward)] == ["136", "72"]
+    assert [row["turns"] for row in (forward, backward)] == ["256", "128"]
+    assert 2 < float(forward["over plain products"]) < 3.5
+    assert 1.5 < float(backward["over plain products"]) < 2.5

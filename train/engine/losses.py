@@ -20,6 +20,7 @@ from specjax.models import ModelConfig, head_matrix, hidden_states
 from train.data.packing import IGNORE
 
 CHUNK = 2048
+HEAD = "head"  # the name of what a chunk runs in a compiled program
 
 
 @functools.partial(
@@ -174,5 +175,6 @@ def _sum_over_chunks(
         return x.reshape(-1, chunk, *x.shape[1:])
 
     parts = (*(split(x, 0) for x in inputs), split(labels, IGNORE))
-    each = jax.lax.map(lambda part: jax.checkpoint(sums)(shared, *part), parts)
+    sums = jax.checkpoint(jax.named_scope(HEAD)(sums))
+    each = jax.lax.map(lambda part: sums(shared, *part), parts)
     return jax.tree.map(lambda x: x.sum(axis=0), each)

@@ -1,0 +1,369 @@
+"""The modelled MFU of an SDSAT training step: python docs/tools/measure_training.py
+
+Compiles the step of `configs/sdsat_codellama_7b.toml` from shapes alone with libtpu (the `tpu`
+extra): for one chip, whose exchanges with others are not in it, and one row a micro-batch, which
+is one document. A cost model and no measurement. The counting rule:
+
+- XLA's instructions carry the compiler's own cycles, and loops count by their turns.
+- Splash attention's kernels carry none. Each call in the compiled text counts the instruction
+  bundles that the compiler scheduled, one a cycle: a turn of the grid, a block that is met, the
+  ends of a row of blocks; as often as the table says that the kernel is given (of `isolated`'s
+  windows: for a drawn row). A block that is met takes no less than its products do at the rate
+  below: bundles do not wait for the matrix unit, nor for memory, which is not in it. A chip's
+  cores share the heads.
+- Whole depth is extrapolated from two shallow copies, part by part.
+- MFU is what the model needs (`train.sdsat.training.useful_operations`, as a run's log has it:
+  causal attention, backward twice forward, nothing for recomputation) over the cycles and the rate
+  of a plain bfloat16 product of 8,192³ of the same compiler and chip.
+
+With ``--attention``, the kernels alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from shapes import SHAPES
+from tpu_cycles import cycles, products_per_cycle
+
+from infer.cli import whole
+from specjax.models import splash
+from specjax.models.attention import Isolated
+from specjax.models.splash import BLOCK, WIDE, WINDOWS
+from train.config import SDSATConfig, Tuned, from_toml
+from train.engine.losses import HEAD
+from train.engine.placement import AXES, Placement
+from train.sdsat.dryrun import step_parts
+from train.sdsat.insertion import Insertion, isolated_row
+from train.sdsat.losses import Objective
+from train.sdsat.memory import compiled_step, shallow
+from train.sdsat.setup import Setup
+from train.sdsat.trainable import make_tuning
+from train.sdsat.training import useful_operations
+
+CONFIG, SHAPE = "configs/sdsat_codellama_7b.toml", "codellama-7b"
+PARTS = ("products", "attention", "windows", "loss head", "rest")
+FORWARD, BACKWARD = "splash_mha_fwd", "splash_mha_dkv"
+PRODUCTS = {FORWARD: 2, BACKWARD: 5}  # of a kernel, per block
+REMAT = {"false": False, "true": True, "attention": "attention"}
+DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true"
+# JAX cannot read the text of a program whose embedding sparse cores gather; so the others do.
+NO_SPARSE = "--xla_tpu_offload_gather_to_sparsecore=false"
+
+
+class Kernel(NamedTuple):
+    """Bundles of a turn of the grid, of a block that is met, and of a row's first and last one."""
+
+    turn: int
+    met: int
+    ends: int
+
+
+# By name, of the causal kernels and of the windows'.
+Kernels = dict[tuple[str, bool], Kernel]
+
+
+class Met(NamedTuple):
+    """Of one head: turns of the grid, blocks that are met, and rows of blocks."""
+
+    turns: int
+    blocks: int
+    rows: int
+
+    def cycles(self, kernel: Kernel, least: float = 0) -> float:
+        """Where a block that is met takes ``least``, or more."""
+        met = max(kernel.met, least)
+        return self.turns * kernel.turn + self.blocks * met + self.rows * kernel.ends
+
+
+def main(argv: list[str] | None = None) -> None:
+    """One row per chip, length and loss."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--topology", nargs="+", default=["v5p:1x1x1", "v6e:1x1"])
+    parser.add_argument("--tokens", type=whole(2048), nargs="+", default=[16384, 4096], metavar="N")
+    losses = ["improved", "isolated"]
+    parser.add_argument("--loss", nargs="+", choices=losses, default=losses)
+    parser.add_argument("--remat", choices=REMAT, help="default: the recipe's")
+    depths = "depths that are compiled; default: 2 4"
+    parser.add_argument(
+        "--layers", type=whole(2), nargs=2, default=[2, 4], metavar="N", help=depths
+    )
+    parser.add_argument("--attention", action="store_true", help="the kernels alone")
+    parser.add_argument("--dump", nargs=2, help=argparse.SUPPRESS)  # compile kernels, and no more
+    args = parser.parse_args(argv)
+    if args.layers[0] >= args.layers[1]:
+        parser.error("--layers: expected the shallower copy first, e.g. 2 4")
+    # The way through attention is chosen by the backend: the one compiled for.
+    jax.default_backend = lambda: "tpu"
+    if args.dump:
+        return compile_kernels(device_of(args.dump[0]), args.dump[1] == WINDOWS)
+    os.environ.setdefault("LIBTPU_INIT_ARGS", NO_SPARSE)
+    print_attention(args) if args.attention else print_steps(args)
+
+
+def print_steps(args: argparse.Namespace) -> None:
+    """Thousands of cycles a clean token, in all and by part."""
+    heads = ["chip", "tokens", "loss", "MFU", "of improved", "cycles", *PARTS]
+    print(f"| {' | '.join(heads)} |\n| --- | ---: | --- |" + " ---: |" * (len(heads) - 3))
+    for topology, tokens in itertools.product(args.topology, args.tokens):
+        device, kernels = device_of(topology), kernels_of(topology)
+        improved = None
+        for loss in args.loss:
+            cfg = config(loss, tokens, args.remat)
+            count = step_cycles(cfg, device, kernels, args.layers)
+            each = count.total() / tokens
+            improved = each if loss == "improved" else improved
+            share = useful(cfg) / (count.total() * peak_of(device))
+            thousands = (each, *(count[part] / tokens for part in PARTS))
+            cells = [topology, f"{tokens:,}", loss, f"{share:.3f}"]
+            cells += [f"{each / improved:.2f}" if improved else ""]
+            cells += [f"{x / 1e3:,.1f}" for x in thousands]
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def print_attention(args: argparse.Namespace) -> None:
+    """One row per kernel: its bundles, what a causal row's head meets, and thousands of cycles
+    over what its products take in plain ones."""
+    heads = ["chip", "tokens", "kernel", "turn", "met", "ends", "turns", "blocks", "rows"]
+    heads += ["cycles", "over plain products"]
+    print(f"| {' | '.join(heads)} |\n| --- | ---: | --- |" + " ---: |" * (len(heads) - 3))
+    for topology, tokens in itertools.product(args.topology, args.tokens):
+        device, kernels = device_of(topology), kernels_of(topology, (False,))
+        rate = peak_of(device) / device.num_cores
+        for name, products in PRODUCTS.items():
+            wide = wide_block(name, tokens)
+            met = met_of(name, causal_table(name, tokens, BLOCK, wide))
+            spent = met.cycles(kernels[name, False], products * 128 * BLOCK * wide / rate)
+            plain = products * 128 * tokens * (tokens + 1) / 2 / rate
+            cells = [topology, f"{tokens:,}", name, *map(str, (*kernels[name, False], *met))]
+            cells += [f"{spent / 1e3:,.0f}", f"{spent / plain:.2f}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def config(loss: str, tokens: int, remat: str | None) -> SDSATConfig:
+    """The recipe's, for one chip."""
+    own = [f"sdsat.loss={loss}", f"data.seq_len={tokens}", "optim.batch_size=1", "mesh.fsdp=1"]
+    own += ["mesh.devices=1"] + ([f"model.remat={remat}"] if remat else [])
+    return from_toml(SDSATConfig, CONFIG, own)
+
+
+def step_setup(cfg: SDSATConfig, layers: int | None = None) -> Setup:
+    """What the recipe makes of the published shape: one repeated id, which is a new row."""
+    model = SHAPES[SHAPE]
+    ids = (model.vocab_size,) * cfg.sdsat.window
+    model = dataclasses.replace(model, vocab_size=model.vocab_size + 1, adaptive_ids=ids)
+    how = cfg.model.compute_dtype, cfg.model.remat, cfg.model.scan
+    return Setup(
+        directory=Path(),
+        tokenizer=None,
+        model=shallow(model, layers) if layers else model,
+        new_rows=1,
+        insertion=Insertion(ids, rate=cfg.sdsat.start_rate),
+        layout=None,
+        objective=Objective(cfg.sdsat.loss, cfg.sdsat.window, 0.0, cfg.sdsat.weight, *how),
+        tuning=make_tuning(Tuned(), ids, 0),
+    )
+
+
+def useful(cfg: SDSATConfig) -> float:
+    """Multiplications that one row needs, forward and backward."""
+    setup = step_setup(cfg)
+    tokens = step_parts(cfg, setup, setup.model).batches["tokens"].shape[-1]
+    return useful_operations(cfg, setup.model) * tokens / 2
+
+
+def step_cycles(
+    cfg: SDSATConfig, device: jax.Device, kernels: Kernels, depths: list[int]
+) -> collections.Counter:
+    """Cycles of a row's share of the step by part, at the model's depth."""
+    low, high = (depth_cycles(cfg, device, kernels, layers) for layers in depths)
+    steps = (SHAPES[SHAPE].num_layers - depths[0]) / (depths[1] - depths[0])
+    each = {part: low[part] + steps * (high[part] - low[part]) for part in PARTS}
+    return collections.Counter({part: x / cfg.optim.accumulate for part, x in each.items()})
+
+
+def depth_cycles(
+    cfg: SDSATConfig, device: jax.Device, kernels: Kernels, layers: int
+) -> collections.Counter:
+    """Cycles of the step of a shallow copy, by part."""
+    setup, cores = step_setup(cfg, layers), device.num_cores
+    placement = Placement(Mesh([[device]], AXES, axis_types=(AxisType.Auto,) * 2))
+    parts = step_parts(cfg, setup, setup.model, placement.row_sharding(0))
+    text = compiled_step(parts, placement).as_text()
+    drawn = drawn_tables(setup.insertion, cfg.data.seq_len)
+
+    def calls(line: str) -> float:
+        return kernel_cycles(kernels, drawn, peak_of(device) / cores, line) / cores
+
+    return cycles(text, part_of, unknown_turns, calls=calls)
+
+
+def unknown_turns(path: str) -> int:
+    """No loop of such a step ends on data."""
+    sys.exit(f"a loop of unknown turns ({path}): rows so long go another way through attention")
+
+
+def device_of(topology: str) -> jax.Device:
+    """The topology's first chip; all its cores together are one device."""
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    except Exception as error:  # whatever libtpu raises
+        first = str(error).strip().splitlines()[0]
+        sys.exit(f"--topology {topology}: libtpu does not know it ({first}); write e.g. v6e:1x1")
+
+
+@functools.cache
+def peak_of(device: jax.Device) -> float:
+    """Multiplications per cycle of a plain product."""
+    return products_per_cycle(device, 8192, (8192, 8192))
+
+
+def part_of(path: str, instruction: str) -> str:
+    """What an instruction is for, by the scopes that it stands in."""
+    steps = set(re.split(r"[/()]", path))
+    if WINDOWS in steps:
+        return "windows"
+    if any("splash" in step for step in steps):
+        return "attention"
+    if HEAD in steps:
+        return "loss head"
+    return "products" if "weights" in steps else "rest"
+
+
+def windows_mask(insertion: Insertion, tokens: int) -> Isolated:
+    return Isolated(clean=tokens, longest=insertion.window)
+
+
+@functools.cache
+def drawn_tables(insertion: Insertion, tokens: int) -> dict[str, np.ndarray]:
+    """Blocks that the windows of a drawn row meet, which is one document."""
+    one = np.ones(tokens, np.int32)
+    blank = {"tokens": 0 * one, "labels": one, "segments": one, "positions": np.arange(tokens)}
+    drawn = isolated_row(insertion, blank, 0)
+    names = {"segment": "segments", "position": "positions", "windows": "windows"}
+    meta = {name: drawn[ours][None] for name, ours in (names | {"starts": "starts"}).items()}
+    found = splash.windows_of(windows_mask(insertion, tokens), meta)
+    return {FORWARD: np.asarray(found.forward[0]), BACKWARD: np.asarray(found.backward[0])}
+
+
+def kernel_cycles(kernels: Kernels, drawn: dict[str, np.ndarray], rate: float, call: str) -> float:
+    """Of a call in a compiled text, on one core of such a rate: its rows and heads, and the blocks
+    that they meet."""
+    name = next((name for name in PRODUCTS if name in call), None)
+    if name is None:
+        return 0
+    queries = re.search(r"constraints=\{.*?bf16\[([\d,]+)\]", call)[1]
+    *batch, tokens, size = map(int, queries.split(","))
+    kind = "_dkv" if name == BACKWARD else ""
+    block, wide = (
+        int(re.search(rf'block_{axis}{kind}\\*": (\d+)', call)[1]) for axis in ("q", "kv")
+    )
+    if (block, wide) != (BLOCK, wide_block(name, 0)):
+        sys.exit(f"blocks of {block} and {wide}: rows of such a length are not scheduled here")
+    windows = f"/{WINDOWS}/" in call
+    table = drawn[name] if windows else causal_table(name, tokens, block, wide)
+    least = PRODUCTS[name] * size * block * wide / rate
+    return math.prod(batch) * met_of(name, table).cycles(kernels[name, windows], least)
+
+
+def met_of(name: str, table: np.ndarray) -> Met:
+    """Of one head, by a table of blocks of queries and of keys: 0 for those that are skipped."""
+    return Met(table.size, np.count_nonzero(table), table.shape[name == BACKWARD])
+
+
+@functools.cache
+def causal_table(name: str, tokens: int, block: int, wide: int) -> np.ndarray:
+    """As the kernel's own mask makes it."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as infos
+
+    mask = masks.MultiHeadMask([masks.CausalMask((tokens, tokens))])
+    if name == BACKWARD:
+        info, _ = infos.process_mask_dkv(mask, (block, wide), shrink_grid=False)
+    else:
+        info, _ = infos.process_mask(mask, (block, wide))
+    return np.asarray(info.block_mask)[0]
+
+
+def wide_block(name: str, tokens: int) -> int:
+    """Keys of a block of :func:`specjax.models.splash.splash_attention`."""
+    return WIDE if name == BACKWARD and tokens % WIDE == 0 else BLOCK
+
+
+@functools.cache
+def kernels_of(topology: str, windows: tuple[bool, ...] = (False, True)) -> Kernels:
+    """The compiler's schedules of the kernels; libtpu writes them where it is told to at its start,
+    so that is another process."""
+    found: Kernels = {}
+    for kind in windows:
+        with tempfile.TemporaryDirectory() as folder:
+            env = os.environ | {"LIBTPU_INIT_ARGS": DUMP.format(folder)}
+            command = [sys.executable, __file__, "--dump", topology, WINDOWS if kind else "causal"]
+            done = subprocess.run(command, env=env, capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(done.stderr.strip().splitlines()[-1])
+            files = list(Path(folder).glob("*splash*-final_bundles.txt"))
+            texts = {
+                n: x for n in PRODUCTS for x in files if n in x.name and "analysis" not in x.name
+            }
+            found |= {(n, kind): schedule(x.read_text()) for n, x in texts.items()}
+    return found
+
+
+def compile_kernels(device: jax.Device, windows: bool) -> None:
+    """Attention of a short row of two heads, forward and backward."""
+    one, clean = SingleDeviceSharding(device), 2 * WIDE
+    mask = Isolated(clean=clean, longest=5)
+    count = clean + WIDE if windows else clean
+    names = ("segment", "position", "windows", "starts")
+    meta = {n: jax.ShapeDtypeStruct((1, count), jnp.int32, sharding=one) for n in names}
+
+    def total(q, k, v, meta):
+        if windows:
+            told = splash.windows_of(mask, meta)
+            out = splash.window_attention(q, k, v, meta["segment"], told, mask=mask)
+        else:
+            out = splash.splash_attention(q, k, v, meta["segment"])
+        return out.astype(jnp.float32).sum()
+
+    shapes = (1, count - clean if windows else count, 2, 128), *((1, 2, count, 128),) * 2
+    qkv = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=one) for shape in shapes)
+    jax.jit(jax.grad(total, (0, 1, 2))).lower(*qkv, meta).compile()
+
+
+def schedule(bundles: str) -> Kernel:
+    """A kernel's loop is one row of bundles, of which three regions are each skipped by a branch:
+    the row's first block, a block that is met, which is the longest, and the row's last one."""
+    marks = []
+    for line in bundles.splitlines():
+        place = re.match(r"\s*(0x[0-9a-f]+)\s+(LB|PF)?", line)
+        if place and (place[2] or "sbr.rel" in line):
+            marks.append((int(place[1], 16), place[2] or "branch"))
+    start = next(at for at, kind in marks if kind == "LB")
+    kinds = ("branch", "PF")
+    regions = [b - a for (a, x), (b, y) in itertools.pairwise(marks) if (x, y) == kinds]
+    if len(regions) != 3:
+        sys.exit(f"a kernel of {len(regions)} regions: this libtpu's schedules are not understood")
+    met = max(regions)
+    return Kernel(marks[-1][0] - start - sum(regions), met, sum(regions) - met)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
