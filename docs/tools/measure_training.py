@@ -1,8 +1,8 @@
 """The modelled MFU of an SDSAT training step: python docs/tools/measure_training.py
 
 Compiles the step of `configs/sdsat_codellama_7b.toml` from shapes alone with libtpu (the `tpu`
-extra): for one chip, whose exchanges with others are not in it, and one row a micro-batch, which
-is one document. A cost model and no measurement. The counting rule:
+extra): for one chip, whose exchanges with others are not in it, and micro-batches of 16,384 clean
+tokens, in rows of one document each. A cost model and no measurement. The counting rule:
 
 - XLA's instructions carry the compiler's own cycles, and loops count by their turns.
 - Splash attention's kernels carry none. Each call in the compiled text counts the instruction
@@ -59,6 +59,7 @@ from train.sdsat.trainable import make_tuning
 from train.sdsat.training import useful_operations
 
 CONFIG, SHAPE = "configs/sdsat_codellama_7b.toml", "codellama-7b"
+MICRO_BATCH = 16384  # clean tokens
 PARTS = ("products", "attention", "windows", "loss head", "rest")
 FORWARD, BACKWARD = "splash_mha_fwd", "splash_mha_dkv"
 PRODUCTS = {FORWARD: 2, BACKWARD: 5}  # of a kernel, per block
@@ -159,8 +160,9 @@ def print_attention(args: argparse.Namespace) -> None:
 
 def config(loss: str, tokens: int, remat: str | None) -> SDSATConfig:
     """The recipe's, for one chip."""
-    own = [f"sdsat.loss={loss}", f"data.seq_len={tokens}", "optim.batch_size=1", "mesh.fsdp=1"]
-    own += ["mesh.devices=1"] + ([f"model.remat={remat}"] if remat else [])
+    own = [f"sdsat.loss={loss}", f"data.seq_len={tokens}", "mesh.fsdp=1", "mesh.devices=1"]
+    own += [f"optim.batch_size={max(1, MICRO_BATCH // tokens)}"]
+    own += [f"model.remat={remat}"] if remat else []
     return from_toml(SDSATConfig, CONFIG, own)
 
 
@@ -196,7 +198,8 @@ def step_cycles(
     low, high = (depth_cycles(cfg, device, kernels, layers) for layers in depths)
     steps = (SHAPES[SHAPE].num_layers - depths[0]) / (depths[1] - depths[0])
     each = {part: low[part] + steps * (high[part] - low[part]) for part in PARTS}
-    return collections.Counter({part: x / cfg.optim.accumulate for part, x in each.items()})
+    rows = cfg.optim.batch_size * cfg.optim.accumulate
+    return collections.Counter({part: x / rows for part, x in each.items()})
 
 
 def depth_cycles(
