@@ -8,7 +8,7 @@ cycles are the compiler's cost model and no measurement. A loop over blocks of a
 many turns as the rows' lengths take (``--held``, by the target's heads).
 
 With ``--prefill``, the average pass over prompts of ``--slots`` tokens instead, over what its
-operations take in plain products.
+operations take in plain products; the attention's kernel as :mod:`tpu_kernels` counts it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from shapes import DRAFTS, SHAPES
-from tpu_cycles import EXCHANGES, bytes_per_cycle, cycles, products_per_cycle
+from tpu_cycles import (
+    EXCHANGES,
+    bytes_per_cycle,
+    cycles,
+    products_per_cycle,
+    without_sparse_cores,
+)
+from tpu_kernels import FORWARD, Kernel, parse_call, schedules
 
 import specjax as sj
 from infer.cli import mesh_axes, setting, whole
@@ -36,7 +43,7 @@ from specjax.draft.feeding import DRAFTING
 from specjax.generate import make_engine
 from specjax.mesh import AXES, specs_of
 from specjax.methods import METHODS
-from specjax.models import ModelConfig, fuse, param_shapes
+from specjax.models import ModelConfig, fuse, param_shapes, splash
 from specjax.models.cache import row_bytes
 from specjax.models.long_cache import (
     ALONE,
@@ -74,10 +81,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cache-dtype", choices=["int8"])
     parser.add_argument("--topology", default="v6e:2x2", help="v5e:2x4, v5p:2x2x1, …")
     parser.add_argument("--mesh", type=mesh_axes, default={"data": 1, "model": 1})
+    parser.add_argument("--dump", type=int, nargs=3, help=argparse.SUPPRESS)  # compile a kernel
     args = parser.parse_args(argv)
     # What a layer looks like is chosen by the backend: the one compiled for, not this machine's.
     jax.default_backend = lambda: "tpu"
+    if args.dump:
+        return compile_kernel(args.topology, *args.dump)
     if args.prefill:
+        without_sparse_cores()
         return print_prefill(args)
     memory = ["arguments MB", "scratch MB"]
     heads = [
@@ -153,13 +164,41 @@ def print_prefill(args: argparse.Namespace) -> None:
         compiled = compile_pass(engine, rows, args.slots, chunk)
         middle = [args.slots // 2 + chunk // 2]  # what a pass reaches on the average
         count = functools.partial(turns, blocks_read(target, rows, args, middle, chunk))
-        counted = cycles(compiled.as_text(), part_of, count)
-        plain = rows * chunk * (sizes + seen) / products_per_cycle(device)
+        rate = products_per_cycle(device)
+        calls = functools.partial(kernel_cycles, args, rate / device.num_cores)
+        counted = cycles(compiled.as_text(), part_of, count, calls=calls)
+        plain = rows * chunk * (sizes + seen) / rate
         figures = [plain, *(counted[part] for part in PARTS)]
         cells = [str(rows), str(chunk), *(f"{x / 1e3:,.0f}" for x in figures)]
         scratch = compiled.memory_analysis().temp_size_in_bytes / 1e6
         cells += [f"{counted.total() / plain:.2f}", f"{scratch:,.0f}"]
         print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def kernel_cycles(args: argparse.Namespace, rate: float, line: str) -> float:
+    """Of a call in a compiled text: a row's pass over the middle of its prompt."""
+    call = parse_call(line)
+    if call is None:
+        return 0
+    sizes = SHAPES[args.target].head_dim, args.slots, call.tokens
+    kernel = prefill_kernel(args.topology, *sizes)
+    positions = args.slots // 2 + np.arange(call.tokens, dtype=np.int32)
+    met = splash.chain_blocks(jnp.asarray(positions)[None], args.slots, None, call.blocks)
+    return call.cycles(kernel, np.asarray(met[0]), rate)
+
+
+@functools.cache
+def prefill_kernel(topology: str, *sizes: int) -> Kernel:
+    return schedules([__file__, "--topology", topology, "--dump", *map(str, sizes)])[FORWARD]
+
+
+def compile_kernel(topology: str, size: int, slots: int, tokens: int) -> None:
+    """Attention of a pass of one row over its prompt; the heads are its grid's."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    shaped = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(devices[0]))
+    q = shaped((1, tokens, 2, size), jnp.bfloat16)
+    k = shaped((1, 2, slots, size), jnp.bfloat16)
+    jax.jit(splash.chain_attention).lower(q, k, k, shaped((1, tokens), jnp.int32)).compile()
 
 
 def compile_pass(engine, rows: int, slots: int, chunk: int) -> jax.stages.Compiled:

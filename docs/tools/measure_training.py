@@ -5,12 +5,9 @@ extra): for one chip, whose exchanges with others are not in it, and micro-batch
 tokens, in rows of one document each. A cost model and no measurement. The counting rule:
 
 - XLA's instructions carry the compiler's own cycles, and loops count by their turns.
-- Splash attention's kernels carry none. Each call in the compiled text counts the instruction
-  bundles that the compiler scheduled, one a cycle: a turn of the grid, a block that is met, the
-  ends of a row of blocks; as often as the table says that the kernel is given (of `isolated`'s
-  windows: for a drawn row). A block that is met takes no less than its products do at the rate
-  below: bundles do not wait for the matrix unit, nor for memory, which is not in it. A chip's
-  cores share the heads.
+- Splash attention's kernels carry none. They count as :mod:`tpu_kernels` says, by the compiler's
+  schedule of them and the blocks that they meet (of `isolated`'s windows: in a drawn row). A
+  chip's cores share the heads.
 - Whole depth is extrapolated from two shallow copies, part by part.
 - MFU is what the model needs (`train.sdsat.training.useful_operations`, as a run's log has it:
   causal attention, backward twice forward, nothing for recomputation) over the cycles and the rate
@@ -26,14 +23,9 @@ import collections
 import dataclasses
 import functools
 import itertools
-import math
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +33,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 from shapes import SHAPES
-from tpu_cycles import cycles, products_per_cycle
+from tpu_cycles import cycles, products_per_cycle, without_sparse_cores
+from tpu_kernels import BACKWARD, FORWARD, PRODUCTS, Kernel, met_of, parse_call, schedules
 
 from infer.cli import whole
 from specjax.models import splash
@@ -61,37 +54,11 @@ from train.sdsat.training import useful_operations
 CONFIG, SHAPE = "configs/sdsat_codellama_7b.toml", "codellama-7b"
 MICRO_BATCH = 16384  # clean tokens
 PARTS = ("products", "attention", "windows", "loss head", "rest")
-FORWARD, BACKWARD = "splash_mha_fwd", "splash_mha_dkv"
-PRODUCTS = {FORWARD: 2, BACKWARD: 5}  # of a kernel, per block
 REMAT = {"false": False, "true": True, "attention": "attention"}
-DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true"
-# JAX cannot read the text of a program whose embedding sparse cores gather; so the others do.
-NO_SPARSE = "--xla_tpu_offload_gather_to_sparsecore=false"
-
-
-class Kernel(NamedTuple):
-    """Bundles of a turn of the grid, of a block that is met, and of a row's first and last one."""
-
-    turn: int
-    met: int
-    ends: int
 
 
 # By name, of the causal kernels and of the windows'.
 Kernels = dict[tuple[str, bool], Kernel]
-
-
-class Met(NamedTuple):
-    """Of one head: turns of the grid, blocks that are met, and rows of blocks."""
-
-    turns: int
-    blocks: int
-    rows: int
-
-    def cycles(self, kernel: Kernel, least: float = 0) -> float:
-        """Where a block that is met takes ``least``, or more."""
-        met = max(kernel.met, least)
-        return self.turns * kernel.turn + self.blocks * met + self.rows * kernel.ends
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -115,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     jax.default_backend = lambda: "tpu"
     if args.dump:
         return compile_kernels(device_of(args.dump[0]), args.dump[1] == WINDOWS)
-    os.environ.setdefault("LIBTPU_INIT_ARGS", NO_SPARSE)
+    without_sparse_cores()
     print_attention(args) if args.attention else print_steps(args)
 
 
@@ -266,29 +233,17 @@ def drawn_tables(insertion: Insertion, tokens: int) -> dict[str, np.ndarray]:
     return {FORWARD: np.asarray(found.forward[0]), BACKWARD: np.asarray(found.backward[0])}
 
 
-def kernel_cycles(kernels: Kernels, drawn: dict[str, np.ndarray], rate: float, call: str) -> float:
-    """Of a call in a compiled text, on one core of such a rate: its rows and heads, and the blocks
-    that they meet."""
-    name = next((name for name in PRODUCTS if name in call), None)
-    if name is None:
+def kernel_cycles(kernels: Kernels, drawn: dict[str, np.ndarray], rate: float, line: str) -> float:
+    """Of a call in a compiled text, on one core of such a rate."""
+    call = parse_call(line)
+    if call is None:
         return 0
-    queries = re.search(r"constraints=\{.*?bf16\[([\d,]+)\]", call)[1]
-    *batch, tokens, size = map(int, queries.split(","))
-    kind = "_dkv" if name == BACKWARD else ""
-    block, wide = (
-        int(re.search(rf'block_{axis}{kind}\\*": (\d+)', call)[1]) for axis in ("q", "kv")
-    )
-    if (block, wide) != (BLOCK, wide_block(name, 0)):
-        sys.exit(f"blocks of {block} and {wide}: rows of such a length are not scheduled here")
-    windows = f"/{WINDOWS}/" in call
-    table = drawn[name] if windows else causal_table(name, tokens, block, wide)
-    least = PRODUCTS[name] * size * block * wide / rate
-    return math.prod(batch) * met_of(name, table).cycles(kernels[name, windows], least)
-
-
-def met_of(name: str, table: np.ndarray) -> Met:
-    """Of one head, by a table of blocks of queries and of keys: 0 for those that are skipped."""
-    return Met(table.size, np.count_nonzero(table), table.shape[name == BACKWARD])
+    if call.blocks != (BLOCK, wide_block(call.name, 0)):
+        sys.exit(f"blocks of {call.blocks}: rows of such a length are not scheduled here")
+    windows = f"/{WINDOWS}/" in line
+    causal = call.name, call.tokens, *call.blocks
+    table = drawn[call.name] if windows else causal_table(*causal)
+    return call.cycles(kernels[call.name, windows], table, rate)
 
 
 @functools.cache
@@ -312,22 +267,11 @@ def wide_block(name: str, tokens: int) -> int:
 
 @functools.cache
 def kernels_of(topology: str, windows: tuple[bool, ...] = (False, True)) -> Kernels:
-    """The compiler's schedules of the kernels; libtpu writes them where it is told to at its start,
-    so that is another process."""
-    found: Kernels = {}
-    for kind in windows:
-        with tempfile.TemporaryDirectory() as folder:
-            env = os.environ | {"LIBTPU_INIT_ARGS": DUMP.format(folder)}
-            command = [sys.executable, __file__, "--dump", topology, WINDOWS if kind else "causal"]
-            done = subprocess.run(command, env=env, capture_output=True, text=True)
-            if done.returncode:
-                sys.exit(done.stderr.strip().splitlines()[-1])
-            files = list(Path(folder).glob("*splash*-final_bundles.txt"))
-            texts = {
-                n: x for n in PRODUCTS for x in files if n in x.name and "analysis" not in x.name
-            }
-            found |= {(n, kind): schedule(x.read_text()) for n, x in texts.items()}
-    return found
+    """The compiler's schedules of the kernels."""
+    kinds = {
+        kind: [__file__, "--dump", topology, WINDOWS if kind else "causal"] for kind in windows
+    }
+    return {(n, kind): x for kind in windows for n, x in schedules(kinds[kind]).items()}
 
 
 def compile_kernels(device: jax.Device, windows: bool) -> None:
@@ -349,23 +293,6 @@ def compile_kernels(device: jax.Device, windows: bool) -> None:
     shapes = (1, count - clean if windows else count, 2, 128), *((1, 2, count, 128),) * 2
     qkv = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=one) for shape in shapes)
     jax.jit(jax.grad(total, (0, 1, 2))).lower(*qkv, meta).compile()
-
-
-def schedule(bundles: str) -> Kernel:
-    """A kernel's loop is one row of bundles, of which three regions are each skipped by a branch:
-    the row's first block, a block that is met, which is the longest, and the row's last one."""
-    marks = []
-    for line in bundles.splitlines():
-        place = re.match(r"\s*(0x[0-9a-f]+)\s+(LB|PF)?", line)
-        if place and (place[2] or "sbr.rel" in line):
-            marks.append((int(place[1], 16), place[2] or "branch"))
-    start = next(at for at, kind in marks if kind == "LB")
-    kinds = ("branch", "PF")
-    regions = [b - a for (a, x), (b, y) in itertools.pairwise(marks) if (x, y) == kinds]
-    if len(regions) != 3:
-        sys.exit(f"a kernel of {len(regions)} regions: this libtpu's schedules are not understood")
-    met = max(regions)
-    return Kernel(marks[-1][0] - start - sum(regions), met, sum(regions) - met)
 
 
 if __name__ == "__main__":

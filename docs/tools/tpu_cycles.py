@@ -8,6 +8,7 @@ top-k) carry none, and launches cost nothing.
 from __future__ import annotations
 
 import collections
+import os
 import re
 from collections.abc import Callable
 
@@ -64,6 +65,11 @@ def bytes_per_cycle(device: jax.Device, rows: int = 8, shape=(28672, 4096)) -> f
 def products_per_cycle(device: jax.Device, rows: int = 4096, shape=(28672, 4096)) -> float:
     """Multiplications of bfloat16 numbers per cycle in a product of ``rows`` rows."""
     return rows * shape[0] * shape[1] / _product(device, rows, shape)
+
+
+def without_sparse_cores() -> None:
+    """Before libtpu starts: JAX cannot read the text of a program whose embedding they gather."""
+    os.environ.setdefault("LIBTPU_INIT_ARGS", "--xla_tpu_offload_gather_to_sparsecore=false")
 
 
 def _product(device: jax.Device, rows: int, shape: tuple[int, int]) -> int:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.models import splash
 from specjax.models.attention import (
     MASKED_SCORE,
     PLAIN,
@@ -71,6 +72,8 @@ def cached_attention(
       window: positions that a query sees, its own included, which ``mask`` holds already.
     """
     rows, n, h, size = q.shape
+    if mask is None and splash.takes_chain(n, finish, k):
+        return splash.chain_attention(q, k, v, positions, window=window, finish=finish)
     heads, slots = k.shape[1], k.shape[2]
     together, block = block_of(rows, h * n, slots)
     end = jnp.minimum(top, slots - 1) // block + 1

@@ -2,8 +2,9 @@
 
 Its masks are of places in a row: causal and sliding ones are known before it runs, and it skips
 what they hide; packed documents are masked, but skipped no block for. What the windows of
-:class:`specjax.models.attention.Isolated` see depends on the row: the kernel takes a number for
-each of their tokens, which says it all, and a table of the blocks that are met.
+:class:`specjax.models.attention.Isolated` see depends on the row, and so does what a piece of a
+prompt sees of its cache: the kernel takes a number for each query, which says it all, and a table
+of the blocks that are met.
 
 Axis legend: B rows, N tokens, A tokens of windows, H query heads, K key heads, E head size,
 P parts of the heads, I blocks of queries, J blocks of keys.
@@ -12,18 +13,22 @@ P parts of the heads, I blocks of queries, J blocks of keys.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models.attention import PLAIN, Causal, Isolated, Meta, Scores
+from specjax.models.attention import PLAIN, Causal, Isolated, Meta, Scores, within
+from specjax.models.coded import Coded
 from specjax.models.flash import RESULT
 
 # Tokens of a block, chosen by the bundles that the TPU compiler schedules for it. The backward
 # kernel keeps one partial gradient of the queries per block of keys, so those are wide.
 BLOCK, WIDE, PRODUCT = 1024, 2048, 512
+CHAIN = 256  # tokens of a row that are worth the kernel, where it reads a cache
 WINDOWS = "windows"  # the name of their attention in a compiled program
 
 
@@ -188,16 +193,8 @@ def window_attention(
 
     (_, slots, _, _), count, parts = q.shape, k.shape[2], _parts(k)
     queries, keys = windows.code.shape[1], count + -count % blocks[0]
-    how = {
-        "block_sizes": _block_sizes(blocks, keys),
-        "is_mqa": False,
-        "save_residuals": False,
-        "mask_value": kernels.DEFAULT_MASK_VALUE,
-        "attn_logits_soft_cap": finish.softcap,
-        "residual_checkpoint_name": RESULT,
-        "mask_function": _Seen(mask.clean, slots, mask.longest),
-        "interpret": interpret,
-    }
+    seen = _Seen(mask.clean, slots, mask.longest)
+    how = _kernel_options(_block_sizes(blocks, keys), seen, finish, interpret)
     q = _padded(_scaled(q, finish), queries, parts)
     k, v = (_padded(x, keys, parts) for x in (k, v))
     ids = _fill(segments[:, mask.clean :], queries), _fill(segments, keys)
@@ -210,6 +207,87 @@ def window_attention(
 
     # Tables of blocks are scalars to the kernel, of which it takes one row's.
     return _result(jax.lax.map(row, (q, k, v, ids, windows)), slots)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Behind:
+    """Whether a query at a position sees the slot of a cache, in a window of so many positions."""
+
+    window: int | None
+
+    def __call__(self, position: Int[Array, "..."], slot: Int[Array, "..."]) -> Bool[Array, "..."]:
+        return within(position - slot, self.window)
+
+
+def takes_chain(tokens: int, finish: Scores, cache: Array | Coded) -> bool:
+    """Whether :func:`chain_attention` is the way for a pass of so many tokens a row."""
+    kernel = jax.default_backend() == "tpu" and tokens % CHAIN == 0
+    return kernel and not finish.alibi and not isinstance(cache, Coded)
+
+
+def chain_attention(
+    q: Float[Array, "B N H E"],
+    k: Float[Array, "B K S E"],
+    v: Float[Array, "B K S E"],
+    positions: Int[Array, "B N"],
+    *,
+    window: int | None = None,
+    finish: Scores = PLAIN,
+    blocks: tuple[int, int, int] = (BLOCK, BLOCK, PRODUCT),
+    interpret: bool = False,
+) -> Float[Array, "B N H E"]:
+    """What a piece of a prompt sees of a cache that holds it, each token in its position's slot.
+
+    Slots that no query of a block sees are neither read nor met. There are no gradients.
+
+    Args:
+      blocks: queries of a block, its slots, and those of one product; multiples of 128.
+      interpret: run without a TPU, slowly.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    (_, n, _, _), slots = q.shape, k.shape[2]
+    block, wide = math.gcd(blocks[0], n), math.gcd(blocks[1], slots)
+    sizes = kernels.BlockSizes(block, wide, min(wide, blocks[2]))
+    how = _kernel_options(sizes, _Behind(window), finish, interpret)
+    met = chain_blocks(positions, slots, window, (block, wide))
+
+    def row(part):
+        q, k, v, met, positions = part
+        info = _mask_info(met, positions, 1)
+        return kernels.SplashAttentionKernel(info, None, None, **how)(q, k, v)
+
+    # The table of blocks is scalars to the kernel, of which it takes one row's.
+    out = jax.lax.map(row, (_scaled(q, finish), k, v, met, positions))
+    return out.transpose(0, 2, 1, 3)
+
+
+def chain_blocks(
+    positions: Int[Array, "B N"], slots: int, window: int | None, blocks: tuple[int, int]
+) -> Bool[Array, "B I J"]:
+    """Which blocks of slots a block of queries meets, in so many tokens of either."""
+    block, wide = blocks
+    grouped = positions.reshape(len(positions), -1, block)
+    first, last = grouped.min(2)[..., None], grouped.max(2)[..., None]
+    low = jnp.arange(slots // wide, dtype=jnp.int32) * wide
+    met = low <= last
+    return met if window is None else met & (low + wide > first - window + 1)
+
+
+def _kernel_options(sizes, seen: Callable, finish: Scores, interpret: bool) -> dict[str, Any]:
+    """``seen`` of a query's number and a key's place is the mask."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    return {
+        "block_sizes": sizes,
+        "is_mqa": False,
+        "save_residuals": False,
+        "mask_value": kernels.DEFAULT_MASK_VALUE,
+        "attn_logits_soft_cap": finish.softcap,
+        "residual_checkpoint_name": RESULT,
+        "mask_function": seen,
+        "interpret": interpret,
+    }
 
 
 def _mask_info(met: Bool[Array, "I J"], code: Int[Array, "A"], axis: int):

@@ -1,5 +1,6 @@
 """Attention over a long cache by blocks of slots, against what it stands for."""
 
+import functools
 import itertools
 
 import jax
@@ -12,8 +13,9 @@ from conftest import tiny_lm
 from specjax import decode
 from specjax.engine import Engine
 from specjax.methods import Context
-from specjax.models import attention, long_cache
+from specjax.models import attention, long_cache, splash
 from specjax.models.attention import Scores
+from specjax.models.coded import Coded
 from specjax.models.long_cache import block_of, cached_attention
 
 ROWS, HEADS, KEYS, SIZE, SLOTS = 3, 4, 2, 8, 56
@@ -153,3 +155,59 @@ def test_decoding_over_blocks_is_decoding(method, monkeypatch):
         ours, theirs = (np.asarray(state.cache.k[1][:, :, :149]) for state in states)
         assert (ours != theirs).any()  # two ways of rounding
         assert 0 < int(whole.stats.accepted.sum()) < int(whole.stats.tested.sum())
+
+
+# The kernel that a TPU runs over pieces of prompts, as Pallas's interpreter runs it.
+kernel = functools.partial(splash.chain_attention, blocks=(128, 256, 128), interpret=True)
+
+
+@pytest.mark.parametrize("window, finish", [(None, Scores()), (100, Scores(0.4, softcap=2.0))])
+def test_the_tpu_kernel_meets_what_a_piece_sees(window, finish):
+    """And no more: what lies in other blocks is NaN."""
+    draws, slots = np.random.Generator(np.random.Philox(5)), 1280
+    q = draws.standard_normal((2, 256, HEADS, SIZE), np.float32)
+    k, v = draws.standard_normal((2, 2, KEYS, slots, SIZE), np.float32)
+    positions = np.array([[700], [5]], np.int32) + np.arange(256, dtype=np.int32)
+    seen = attention.within(attention.chain_distances(positions, slots), window)
+    want = attention.dense_attention(*map(jnp.asarray, (q, k, v)), seen, finish)
+    for x in (k, v):
+        x[0, :, 1024:], x[1, :, 512:] = np.nan, np.nan
+        x[0, :, : 512 if window else 0] = np.nan
+    got = kernel(q, k, v, positions, window=window, finish=finish)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_the_tpu_kernel_is_for_wide_pieces_of_plain_caches(monkeypatch):
+    cache = jnp.zeros((1, 1, 8192, 8))
+    assert not splash.takes_chain(512, Scores(), cache)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert splash.takes_chain(512, Scores(softcap=2.0), cache)
+    assert not splash.takes_chain(128, Scores(), cache)
+    assert not splash.takes_chain(512, Scores(alibi=True), cache)
+    assert not splash.takes_chain(512, Scores(), Coded(cache, cache))
+
+
+def test_prompts_that_go_through_the_kernel_leave_the_same_cache(monkeypatch):
+    """A sliding layer, and rows of which one ends within a piece."""
+    slides = {"sliding_window": 150, "sliding_layers": (True, False)}
+    target, calls = tiny_lm(0, **slides), []
+    built, settings = sj.method("autoregressive").build(Context(target, None), {})
+    engine, prompts = Engine(target, None, built, settings), [np.arange(380) % 90, np.arange(150)]
+    keys, budget = jax.random.split(jax.random.key(0), 2), np.full(2, 4, np.int32)
+    inputs = engine.inputs(sj.Sampling(), 2)
+
+    def prefilled(slots):
+        return decode.start(built, inputs, prompts, budget, keys, chunk=128, slots=slots)
+
+    want = prefilled(512)
+    monkeypatch.setattr(long_cache, "DENSE_SLOTS", 512)
+    monkeypatch.setattr(splash, "takes_chain", lambda tokens, *_: tokens == 128)
+    monkeypatch.setattr(
+        splash, "chain_attention", lambda *a, **how: calls.append(how) or kernel(*a, **how)
+    )
+    got = prefilled(768)
+    assert [how["window"] for how in calls] == [150, None]
+    for ours, theirs in zip(got.cache.k + got.cache.v, want.cache.k + want.cache.v, strict=True):
+        for row, prompt in enumerate(prompts):
+            held = slice(len(prompt) - 1)
+            np.testing.assert_allclose(ours[row, :, held], theirs[row, :, held], atol=1e-5)

@@ -16,6 +16,14 @@ def measure(monkeypatch):
     return measure_training
 
 
+@pytest.fixture
+def kernels(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import tpu_kernels
+
+    return tpu_kernels
+
+
 # A loop that a constant ends, around a product, a kernel whose call takes three lines, and a sum;
 # behind it a loop that ends on data.
 PROGRAM = """
@@ -65,33 +73,33 @@ def test_kernels_and_what_stands_behind_them_count_by_their_loops(measure):
     assert found == {"weights": 5 * 10, "splash": 5 * 100, "sum": 5 * 7}
 
 
-def test_a_kernels_schedule_is_a_turn_a_block_that_is_met_and_the_ends_of_a_row(measure):
-    turn, met, ends = measure.schedule(BUNDLES)
+def test_a_kernels_schedule_is_a_turn_a_block_that_is_met_and_the_ends_of_a_row(kernels):
+    turn, met, ends = kernels.schedule(BUNDLES)
     assert (met, ends) == (0x100, 0x10 + 0x20)
     assert turn + met + ends == 0x150
 
 
-def test_a_call_counts_the_blocks_that_its_rows_and_heads_meet(measure):
+def test_a_call_counts_the_blocks_that_its_rows_and_heads_meet(measure, kernels):
     """Of a causal row 10 of 16 blocks, of which a least is asked; 2 rows, 3 heads."""
-    kernel = measure.Kernel(turn=1, met=100, ends=10)
+    kernel = kernels.Kernel(turn=1, met=100, ends=10)
     call = (
         "%splash_mha_fwd.1 = custom-call(), operand_layout_constraints={s8[1,4,4], "
         'bf16[2,3,4096,128]{3,2,1,0}, s32[8]}, {"block_q\\": 1024, \\"block_kv\\": 1024}'
     )
 
     def counted(rate):
-        return measure.kernel_cycles({(measure.FORWARD, False): kernel}, {}, rate, call)
+        return measure.kernel_cycles({(kernels.FORWARD, False): kernel}, {}, rate, call)
 
     assert counted(1e9) == 6 * (16 * 1 + 10 * 100 + 4 * 10)
     assert counted(2**20) == 6 * (16 * 1 + 10 * 256 + 4 * 10)  # 2 products of 1,024² · 128
 
 
-def test_windows_meet_what_they_see_of_a_drawn_row(measure):
+def test_windows_meet_what_they_see_of_a_drawn_row(measure, kernels):
     """Some half of the blocks before them, as windows are spread over the row, and their own."""
     setup = measure.step_setup(measure.config("isolated", 4096, None))
-    table = measure.drawn_tables(setup.insertion, 4096)[measure.FORWARD]
+    table = measure.drawn_tables(setup.insertion, 4096)[kernels.FORWARD]
     assert table.shape == (2, 6)  # 1,360 slots, 5,456 tokens
-    assert measure.met_of(measure.FORWARD, table) == (12, np.count_nonzero(table), 2)
+    assert kernels.met_of(kernels.FORWARD, table) == (12, np.count_nonzero(table), 2)
     assert 6 <= np.count_nonzero(table) < 11
 
 

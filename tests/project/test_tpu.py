@@ -49,6 +49,13 @@ def test_one_row_streams_the_weights(topology):
     assert over_the_limit("--pass-width", "1") > 2
 
 
+def test_a_piece_of_a_long_prompt_costs_little_more_than_its_products():
+    """2.07 in blocks of plain JAX."""
+    asked = ("--layers", "4", "--batch", "1", "--slots", "16384", "--topology", "v5e:2x4")
+    (row,) = measured("measure_tpu", "--prefill", *asked)
+    assert float(row["over them"]) < 1.5
+
+
 def test_a_head_in_8_bits_drafts_for_a_twentieth_of_a_step():
     rows = measured("measure_head", "--batch", "1", "--quantize", "int8")
     (draft,) = (row for row in rows if row["round"] == "draft step")
