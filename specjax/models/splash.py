@@ -135,41 +135,46 @@ def windows_of(
     mask: Isolated, meta: Meta, blocks: tuple[int, int, int] = (BLOCK, WIDE, PRODUCT)
 ) -> Windows:
     """Of rows ``[B, clean + A]``, in which positions rise by one within a segment."""
-    clean, (rows, count) = mask.clean, meta["position"].shape
-    slots = count - clean
-    segments, places = meta["segment"], jnp.arange(clean, dtype=jnp.int32)
-    # How far each document's places lie behind its positions; there are no more than places.
-    behind = jnp.zeros((rows, clean + 1), jnp.int32)
-    each = jnp.arange(rows)[:, None]
-    behind = behind.at[each, segments[:, :clean]].set(
-        places - meta["position"][:, :clean], mode="drop"
-    )
+    clean, count, block = mask.clean, meta["position"].shape[1], blocks[0]
+    slots, keys = count - clean, count + -count % block
     tail = {name: x[:, clean:] for name, x in meta.items()}
     real = (tail["windows"] > 0) & (tail["segment"] > 0)
-    first = jnp.take_along_axis(behind, tail["segment"], axis=1)
+    first = _document_starts(meta, clean)
     start = jnp.where(real, tail["starts"] + first, 0)
     place = jnp.where(real, tail["position"] - tail["starts"], 0)
     slot = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), start.shape)
     code = _Seen(clean, slots, mask.longest).code(start, slot, place)
-    block = blocks[0]
-    padded = count + -count % block
+    # Every slot meets itself, lest there be nothing to divide by.
+    own = clean + slot - place, clean + slot + 1
+    before = jnp.where(real, jnp.maximum(first, 0), keys), start
 
-    def met(width: int) -> Array:
-        """Blocks with a key that any query of a block may see."""
+    def met(wide: int) -> Bool[Array, "B I J"]:
+        return _meets(*own, keys, block, wide) | _meets(*before, keys, block, wide)
 
-        def meets(begins, ends):
-            """Whether any of a block's keys from ``begins`` to before ``ends`` lies in another."""
-            begins = _fill(begins, slots + -slots % block, padded).reshape(rows, -1, block)
-            ends = _fill(ends, slots + -slots % block).reshape(rows, -1, block)
-            low = jnp.arange(padded // width, dtype=jnp.int32) * width
-            begins, ends = begins.min(2)[..., None], ends.max(2)[..., None]
-            return (begins < low + width) & (ends > low)
+    return Windows(_fill(code, slots + -slots % block), met(block), met(_wide(blocks, keys)))
 
-        # Every slot meets itself, lest there be nothing to divide by.
-        own = meets(clean + slot - place, clean + slot + 1)
-        return own | meets(jnp.where(real, jnp.maximum(first, 0), padded), start)
 
-    return Windows(_fill(code, slots + -slots % block), met(block), met(_wide(blocks, padded)))
+def _document_starts(meta: Meta, clean: int) -> Int[Array, "B A"]:
+    """The place of position 0 of each window's document."""
+    segments, places = meta["segment"], jnp.arange(clean, dtype=jnp.int32)
+    starts = jnp.zeros((len(segments), clean + 1), jnp.int32)  # there are no more than places
+    each = jnp.arange(len(segments))[:, None]
+    starts = starts.at[each, segments[:, :clean]].set(
+        places - meta["position"][:, :clean], mode="drop"
+    )
+    return jnp.take_along_axis(starts, segments[:, clean:], axis=1)
+
+
+def _meets(
+    begins: Int[Array, "B A"], ends: Int[Array, "B A"], keys: int, block: int, wide: int
+) -> Bool[Array, "B I J"]:
+    """Whether a block of so ``wide`` keys holds any from the first ``begins`` of a block of queries
+    to before the last of their ``ends``."""
+    (rows, slots), low = begins.shape, jnp.arange(keys // wide, dtype=jnp.int32) * wide
+    begins = _fill(begins, slots + -slots % block, keys).reshape(rows, -1, block)
+    ends = _fill(ends, slots + -slots % block).reshape(rows, -1, block)
+    begins, ends = begins.min(2)[..., None], ends.max(2)[..., None]
+    return (begins < low + wide) & (ends > low)
 
 
 @jax.named_scope(WINDOWS)
