@@ -39,7 +39,7 @@ from tpu_kernels import BACKWARD, FORWARD, PRODUCTS, Kernel, met_of, parse_call,
 from infer.cli import whole
 from specjax.models import splash
 from specjax.models.attention import Isolated
-from specjax.models.splash import BLOCK, WIDE, WINDOWS
+from specjax.models.splash import BLOCK, QUERIES, WIDE, WINDOWS
 from train.config import SDSATConfig, Tuned, from_toml
 from train.engine.losses import HEAD
 from train.engine.placement import AXES, Placement
@@ -238,9 +238,9 @@ def kernel_cycles(kernels: Kernels, drawn: dict[str, np.ndarray], rate: float, l
     call = parse_call(line)
     if call is None:
         return 0
-    if call.blocks != (BLOCK, wide_block(call.name, 0)):
-        sys.exit(f"blocks of {call.blocks}: rows of such a length are not scheduled here")
     windows = f"/{WINDOWS}/" in line
+    if call.blocks != (QUERIES if windows else BLOCK, wide_block(call.name, 0)):
+        sys.exit(f"blocks of {call.blocks}: rows of such a length are not scheduled here")
     causal = call.name, call.tokens, *call.blocks
     table = drawn[call.name] if windows else causal_table(*causal)
     return call.cycles(kernels[call.name, windows], table, rate)

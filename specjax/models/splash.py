@@ -28,6 +28,7 @@ from specjax.models.flash import RESULT
 # Tokens of a block, chosen by the bundles that the TPU compiler schedules for it. The backward
 # kernel keeps one partial gradient of the queries per block of keys, so those are wide.
 BLOCK, WIDE, PRODUCT = 1024, 2048, 512
+QUERIES = 512  # of a block, where windows are few: small blocks see less of the keys
 CHAIN = 256  # tokens of a row that are worth the kernel, where it reads a cache
 WINDOWS = "windows"  # the name of their attention in a compiled program
 
@@ -67,7 +68,7 @@ def splash_attention(
         mask = jax_splash.LocalMask(shape, (window - 1, 0), 0)
     kernel = jax_splash.make_splash_mha(
         jax_splash.MultiHeadMask([mask] * (heads // parts)),
-        block_sizes=_block_sizes(blocks, padded),
+        block_sizes=_block_sizes(blocks[0], blocks, padded),
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=finish.softcap,
@@ -132,11 +133,14 @@ def takes_windows(mask, finish: Scores, count: int) -> bool:
 
 
 def windows_of(
-    mask: Isolated, meta: Meta, blocks: tuple[int, int, int] = (BLOCK, WIDE, PRODUCT)
+    mask: Isolated,
+    meta: Meta,
+    queries: int = QUERIES,
+    blocks: tuple[int, int, int] = (BLOCK, WIDE, PRODUCT),
 ) -> Windows:
     """Of rows ``[B, clean + A]``, in which positions rise by one within a segment."""
-    clean, count, block = mask.clean, meta["position"].shape[1], blocks[0]
-    slots, keys = count - clean, count + -count % block
+    clean, count = mask.clean, meta["position"].shape[1]
+    slots, keys = count - clean, count + -count % blocks[0]
     tail = {name: x[:, clean:] for name, x in meta.items()}
     real = (tail["windows"] > 0) & (tail["segment"] > 0)
     first = _document_starts(meta, clean)
@@ -149,9 +153,10 @@ def windows_of(
     before = jnp.where(real, jnp.maximum(first, 0), keys), start
 
     def met(wide: int) -> Bool[Array, "B I J"]:
-        return _meets(*own, keys, block, wide) | _meets(*before, keys, block, wide)
+        return _meets(*own, keys, queries, wide) | _meets(*before, keys, queries, wide)
 
-    return Windows(_fill(code, slots + -slots % block), met(block), met(_wide(blocks, keys)))
+    code = _fill(code, slots + -slots % queries)
+    return Windows(code, met(blocks[0]), met(_wide(blocks, keys)))
 
 
 def _document_starts(meta: Meta, clean: int) -> Int[Array, "B A"]:
@@ -187,22 +192,24 @@ def window_attention(
     *,
     mask: Isolated,
     finish: Scores = PLAIN,
+    queries: int = QUERIES,
     blocks: tuple[int, int, int] = (BLOCK, WIDE, PRODUCT),
     interpret: bool = False,
 ) -> Float[Array, "B A H E"]:
     """What the tokens of windows see of the N = ``mask.clean`` + A tokens.
 
-    Arguments as :func:`splash_attention` and :func:`windows_of`.
+    Arguments as :func:`splash_attention` and :func:`windows_of`, with the same ``queries`` of a
+    block and ``blocks``.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     (_, slots, _, _), count, parts = q.shape, k.shape[2], _parts(k)
-    queries, keys = windows.code.shape[1], count + -count % blocks[0]
+    padded, keys = windows.code.shape[1], count + -count % blocks[0]
     seen = _Seen(mask.clean, slots, mask.longest)
-    how = _kernel_options(_block_sizes(blocks, keys), seen, finish, interpret)
-    q = _padded(_scaled(q, finish), queries, parts)
+    how = _kernel_options(_block_sizes(queries, blocks, keys), seen, finish, interpret)
+    q = _padded(_scaled(q, finish), padded, parts)
     k, v = (_padded(x, keys, parts) for x in (k, v))
-    ids = _fill(segments[:, mask.clean :], queries), _fill(segments, keys)
+    ids = _fill(segments[:, mask.clean :], padded), _fill(segments, keys)
 
     def row(part):
         q, k, v, ids, (code, forward, backward) = part
@@ -317,16 +324,16 @@ def _wide(blocks: tuple[int, int, int], keys: int) -> int:
     return blocks[1] if keys % blocks[1] == 0 else blocks[0]
 
 
-def _block_sizes(blocks: tuple[int, int, int], keys: int):
+def _block_sizes(queries: int, blocks: tuple[int, int, int], keys: int):
     from jax.experimental.pallas.ops.tpu import splash_attention as jax_splash
 
     block, _, product = blocks
     wide = _wide(blocks, keys)
     return jax_splash.BlockSizes(
-        block_q=block,
+        block_q=queries,
         block_kv=block,
         block_kv_compute=min(block, product),
-        block_q_dkv=block,
+        block_q_dkv=queries,
         block_kv_dkv=wide,
         block_kv_dkv_compute=min(wide, product),
         use_fused_bwd_kernel=True,
