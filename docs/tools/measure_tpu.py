@@ -88,6 +88,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.dump:
         return compile_kernel(args.topology, *args.dump)
     if args.prefill:
+        if math.prod(args.mesh.values()) > 1:
+            parser.error("--prefill counts one chip: leave --mesh out")
         without_sparse_cores()
         return print_prefill(args)
     memory = ["arguments MB", "scratch MB"]
@@ -155,8 +157,7 @@ def print_prefill(args: argparse.Namespace) -> None:
     print(f"| {' | '.join(heads)} |\n|" + " ---: |" * len(heads))
     cfg = target.config
     layers = cfg.num_layers - 1  # of the last one a pass needs the keys and values alone
-    sizes = sum(x.size for x in jax.tree.leaves(target.params["layers"]["0"]))
-    sizes *= layers / args.mesh["model"]
+    sizes = layers * sum(x.size for x in jax.tree.leaves(target.params["layers"]["0"]))
     seen = 2 * layers * cfg.num_heads * cfg.head_dim * args.slots // 2
     for rows in args.batch:
         engine = make_engine(target, None, METHODS["autoregressive"], {}, greedy=False)
