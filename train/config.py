@@ -77,8 +77,9 @@ class Optim:
     """Optimiser and schedule. The rate is a function of the step alone, so ``total_steps``
     may be changed on ``--resume`` to anneal a run early or to extend it."""
 
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: PositiveFloat = 3e-3  # of AdamW: everything, or what Muon leaves
+    optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"
+    moments: Literal["float32", "bfloat16"] = "float32"  # of the gradients' running means
+    learning_rate: PositiveFloat = 3e-3  # of all that Muon does not take
     muon_learning_rate: PositiveFloat = 2e-2  # of the matrices inside the blocks
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.95

@@ -9,7 +9,7 @@ tokens, in rows of one document each. A cost model and no measurement. The count
   schedule of them and the blocks that they meet (of `isolated`'s windows: in a drawn row). A
   chip's cores share the heads.
 - Whole depth is extrapolated from two shallow copies, part by part.
-- MFU is what the model needs (`train.sdsat.training.useful_operations`, as a run's log has it:
+- MFU is what the model needs (`train.sdsat.operations.useful_operations`, as a run's log has it:
   causal attention, backward twice forward, nothing for recomputation) over the cycles and the rate
   of a plain bfloat16 product of 8,192³ of the same compiler and chip.
 
@@ -47,9 +47,9 @@ from train.sdsat.dryrun import step_parts
 from train.sdsat.insertion import Insertion, isolated_row
 from train.sdsat.losses import Objective
 from train.sdsat.memory import compiled_step, shallow
+from train.sdsat.operations import row_tokens, useful_operations
 from train.sdsat.setup import Setup
 from train.sdsat.trainable import make_tuning
-from train.sdsat.training import useful_operations
 
 CONFIG, SHAPE = "configs/sdsat_codellama_7b.toml", "codellama-7b"
 MICRO_BATCH = 16384  # clean tokens
@@ -153,9 +153,7 @@ def step_setup(cfg: SDSATConfig, layers: int | None = None) -> Setup:
 
 def useful(cfg: SDSATConfig) -> float:
     """Multiplications that one row needs, forward and backward."""
-    setup = step_setup(cfg)
-    tokens = step_parts(cfg, setup, setup.model).batches["tokens"].shape[-1]
-    return useful_operations(cfg, setup.model) * tokens / 2
+    return useful_operations(cfg, step_setup(cfg).model) * row_tokens(cfg) / 2
 
 
 def step_cycles(

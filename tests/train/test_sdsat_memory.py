@@ -1,5 +1,6 @@
 """train.sdsat --dry-run: what a step needs, by hand, by the compiler, and as measured."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -14,10 +15,10 @@ from specjax.files import write_text
 from specjax.models import ModelConfig, init_params, num_params, save_pretrained
 from specjax.models.families import to_hf
 from support.training import ROOT, TINY_SDSAT, small_tokenizer
-from train.config import SDSATConfig, from_toml
+from train.config import MeshSection, SDSATConfig, from_toml
 from train.data.tokenizer import EOS_ID
 from train.engine.placement import Placement
-from train.sdsat import dryrun, memory
+from train.sdsat import dryrun, memory, operations
 from train.sdsat import training as sdsat
 from train.sdsat.memory import GIB
 from train.sdsat.setup import prepare_setup
@@ -172,6 +173,55 @@ def test_a_dry_run_says_what_the_step_needs_and_whether_it_fits(tmp_path, tokeni
     assert needs["gib_compiled"] > 0.0001 and not needs["fits"]
     parts = needs["gib_compiled_parts"].values()
     np.testing.assert_allclose(sum(parts), needs["gib_compiled"], atol=2e-3)
+    assert "more devices" in needs["takes_less"]
+    roomy = dryrun.needed_memory(dataclasses.replace(cfg, mesh=MeshSection()), prepare_setup(cfg))
+    assert "takes_less" not in roomy
+
+
+@pytest.mark.slow
+def test_what_takes_less_does_take_less(tmp_path, tokenizer):
+    """Each by itself, as the compiler counts it, or the table where that counts too little."""
+    where = directory(tmp_path / "model", model := shape(2048, 256, 4, 4, 4, 512), tokenizer)
+    settings = ["data.seq_len=128", "sdsat.loss=improved", "sdsat.adaptive_targets=data"]
+    settings += ["sdsat.decode_prompts=0", "optim.batch_size=4"]
+
+    def taken(*more):
+        cfg = config(where, *settings, *more)
+        needs = dryrun.needed_memory(cfg, prepare_setup(cfg))
+        return needs["gib_compiled"], needs["gib_by_hand"]["total"]
+
+    whole = taken()
+    ways = dryrun.lighter(config(where, *settings), model, 1)
+    assert len(ways) == 9 and ways.pop() == "more devices"
+    for way in ways:
+        name = way.partition(" ")[0]
+        more = ["optim.accumulate=4"] if " " in way else []
+        less = taken(name, *more)
+        assert less[0] < whole[0] or less[1] < whole[1], (way, less, whole)
+
+
+def test_what_is_set_is_not_said_again(tmp_path, tokenizer):
+    model = shape(400, 16, 6, 2, 2, 24)
+    where = directory(tmp_path / "tiny", model, tokenizer)
+    settings = ["model.compute_dtype=bfloat16", "model.remat=true", "optim.optimizer=adafactor"]
+    cfg = config(where, *settings, "mesh.fsdp=4", "optim.batch_size=4")
+    assert dryrun.lighter(cfg, model, 4) == [
+        "model.scan=true",
+        'model.train="gated-lora"',
+        "more devices",
+    ]
+
+
+def test_a_run_takes_its_operations_at_half_of_the_peak(tmp_path, tokenizer):
+    where = directory(tmp_path / "tiny", shape(400, 16, 1, 2, 2, 24), tokenizer)
+    settings = ["optim.total_steps=1_000_000_000", "optim.batch_size=2", "optim.accumulate=3"]
+    cfg = config(where, *settings)
+    model = prepare_setup(cfg).model
+    tokens = 6e9 * operations.row_tokens(cfg)
+    wanted = tokens * operations.useful_operations(cfg, model) / (8 * 459e12 / 2) / 3600
+    found = operations.run_hours(cfg, model, "TPU v5", 8)
+    np.testing.assert_allclose(found["hours_at_half_the_peak"], wanted, atol=0.01)
+    assert not operations.run_hours(cfg, model, "cpu", 8)
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from support.training import (
 from train import ablation
 from train.config import Adaptive, Data, SDSATConfig, from_toml
 from train.data.corpus import is_held_out
+from train.sdsat import operations
 from train.sdsat import training as sdsat
 from train.sdsat.__main__ import main
 from train.sdsat.insertion import Insertion, appended_slots
@@ -280,7 +281,7 @@ def test_isolated_windows_cost_three_quarters_of_two_sequences_at_16k():
     )
     flops = {}
     for loss in ("basic", "improved", "isolated"):
-        flops[loss] = sdsat.forward_flops(seven_b, loss, 5, 0.1, 16384) / 16384
+        flops[loss] = operations.forward_flops(seven_b, loss, 5, 0.1, 16384) / 16384
     dense = 2 * (num_params(seven_b) - 32016 * 4096) + 4 * 16384 * 4096 * 32
     np.testing.assert_allclose(flops["basic"], dense, rtol=1e-3)
     assert flops["improved"] == 2 * flops["basic"]
@@ -323,7 +324,7 @@ def test_counted_operations_are_the_compilers(loss):
     row = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
     run = jax.jit(lambda params, *row: hidden_states(cfg, params, *row))
     compiled = run.lower(param_shapes(cfg), row, row, row).compile().cost_analysis()["flops"]
-    counted = sdsat.forward_flops(cfg, loss, window, rate, T)
+    counted = operations.forward_flops(cfg, loss, window, rate, T)
     head = 2 * tokens * cfg.vocab_size * cfg.hidden_size
     np.testing.assert_allclose(compiled, counted - head, rtol=0.05)
 
@@ -348,7 +349,7 @@ def test_useful_operations_are_of_each_token_and_each_pair_seen(loss):
     pairs = sequences * int(np.asarray(mask).sum())
     attention = 4 * pairs * model.num_heads * model.head_dim * model.num_layers
     assert attention > products / 2
-    counted = sdsat.useful_operations(cfg, model) * tokens
+    counted = operations.useful_operations(cfg, model) * tokens
     np.testing.assert_allclose(counted, 3 * (products + attention), rtol=0.03)
 
 

@@ -145,13 +145,54 @@ def params():
     return {"embed": jnp.ones((5, 3)), "layers": {"0": block}, "norm": {"weight": jnp.ones(3)}}
 
 
-def test_weight_decay_touches_matrices_only():
-    optimizer = make_optimizer(Optim(warmup_steps=0, weight_decay=0.5))
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_weight_decay_touches_matrices_only(optimizer):
+    optimizer = make_optimizer(Optim(optimizer, warmup_steps=0, weight_decay=0.5))
     zero = jax.tree.map(jnp.zeros_like, params())
     updates, _ = optimizer.update(zero, optimizer.init(params()), params())
     assert (updates["embed"] < 0).all() and (updates["layers"]["0"]["q"]["weight"] < 0).all()
     assert not updates["norm"]["weight"].any()
     assert not updates["layers"]["0"]["norm"]["weight"].any()
+
+
+def state_bytes(weights, **optim):
+    state = jax.eval_shape(make_optimizer(Optim(**optim)).init, weights)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def test_moments_take_what_they_are_kept_in():
+    weights = {"layers": {"0": {"q": {"weight": jax.ShapeDtypeStruct((256, 512), jnp.float32)}}}}
+    entries = 256 * 512
+    for optim, wanted in (
+        ({}, 8 * entries),
+        ({"moments": "bfloat16"}, 6 * entries),
+        ({"optimizer": "muon"}, 4 * entries),
+        ({"optimizer": "muon", "moments": "bfloat16"}, 2 * entries),
+        ({"optimizer": "adafactor"}, 4 * (256 + 512)),
+    ):
+        assert wanted <= state_bytes(weights, **optim) < wanted + 64, optim
+
+
+@pytest.mark.parametrize("how", [{"moments": "bfloat16"}, {"optimizer": "adafactor"}])
+def test_smaller_states_descend_as_far_as_adamw(how):
+    """A quadratic of factored dimensions, in as many steps."""
+    goal = jax.random.normal(jax.random.key(0), (128, 256))
+
+    def end(**optim):
+        optimizer = make_optimizer(Optim(learning_rate=0.05, weight_decay=0.0, **optim))
+        weights = {"w": jnp.zeros_like(goal)}
+
+        def step(carry, _):
+            weights, state = carry
+            value, grads = jax.value_and_grad(lambda p: jnp.mean((p["w"] - goal) ** 2))(weights)
+            updates, state = optimizer.update(grads, state, weights)
+            return (optax.apply_updates(weights, updates), state), value
+
+        return jax.lax.scan(step, (weights, optimizer.init(weights)), length=60)[1]
+
+    own, adamw = end(**how), end()
+    assert own[0] == adamw[0] and adamw[-1] < 0.5 * adamw[0]
+    assert own[-1] < 1.25 * adamw[-1]
 
 
 def test_muon_takes_the_block_matrices_only():

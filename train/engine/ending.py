@@ -51,5 +51,11 @@ def _print_table(summary: dict[str, Any]) -> None:
         parts = value if isinstance(value, dict) else {"": value}
         for part, number in parts.items():
             name = f"{key} {part}".strip().replace("_", " ")
-            table.add_row(name, f"{number:,}" if type(number) is int else str(number))
+            table.add_row(name, _said(number))
     Console().print(table)
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:,}" if type(value) is int else str(value)

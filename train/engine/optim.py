@@ -50,19 +50,34 @@ def muon_axes(params: dict) -> dict:
 
 
 def make_optimizer(cfg: Optim) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW, or Muon (Jordan et al. 2024) with AdamW beside it."""
+    """Clipping by global norm, then AdamW, Muon (Jordan et al. 2024) with AdamW beside it, or
+    Adafactor (arXiv 1804.04235), which keeps a row and a column of each matrix's second moments
+    and no first ones; its rates and its weight decay are AdamW's."""
     rate = schedule(cfg, cfg.learning_rate)
     if cfg.optimizer == "adamw":
         inner = optax.adamw(
-            rate, cfg.beta1, cfg.beta2, weight_decay=cfg.weight_decay, mask=is_matrix
+            rate,
+            cfg.beta1,
+            cfg.beta2,
+            mu_dtype=cfg.moments,
+            weight_decay=cfg.weight_decay,
+            mask=is_matrix,
         )
-    else:
+    elif cfg.optimizer == "muon":
         inner = muon(
             schedule(cfg, cfg.muon_learning_rate),
             weight_decay=cfg.weight_decay,
+            mu_dtype=cfg.moments,
             adam_b1=cfg.beta1,
             adam_b2=cfg.beta2,
             adam_learning_rate=rate,
             muon_weight_dimension_numbers=muon_axes,
+        )
+    else:
+        inner = optax.chain(
+            optax.scale_by_factored_rms(),
+            optax.clip_by_block_rms(1.0),
+            optax.add_decayed_weights(cfg.weight_decay, is_matrix),
+            optax.scale_by_learning_rate(rate),
         )
     return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), inner)

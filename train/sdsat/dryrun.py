@@ -63,7 +63,29 @@ def needed_memory(cfg: SDSATConfig, setup: Setup) -> dict[str, Any]:
     if capacity:
         fits = needed <= capacity and "refused" not in compiled
         needs |= {"gib_of_device": capacity, "fits": fits}
+        if not fits:
+            needs["takes_less"] = lighter(cfg, setup.model, devices)
     return needs
+
+
+def lighter(cfg: SDSATConfig, model: ModelConfig, devices: int) -> list[str]:
+    """Settings of which each takes less memory, first those that cost a step least."""
+    optim, full = cfg.optim, cfg.model.train == "full"
+    factored = optim.optimizer == "adafactor"
+    smaller = f"optim.batch_size={devices} with a larger optim.accumulate"
+    ways = {
+        "model.scan=true": not cfg.model.scan and model.num_layers > memory.DEEPEST,
+        'model.compute_dtype="bfloat16"': cfg.model.compute_dtype != "bfloat16",
+        f"mesh.fsdp={devices}": cfg.mesh.fsdp < devices,
+        smaller: optim.batch_size > devices,
+        'optim.moments="bfloat16"': not factored and optim.moments != "bfloat16",
+        'sdsat.loss="isolated"': cfg.sdsat.loss == "improved",
+        'model.remat="attention"': not cfg.model.remat,
+        "model.remat=true": cfg.model.remat is not True,
+        'optim.optimizer="adafactor"': full and not factored,
+        'model.train="gated-lora"': full,
+    }
+    return [*(way for way, unused in ways.items() if unused), "more devices"]
 
 
 def device_count(cfg: SDSATConfig) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from specjax import processes
 from specjax.lm import lasting
-from specjax.models import ModelConfig, load_pretrained, num_params, param_shapes
+from specjax.models import load_pretrained, num_params, param_shapes
 from specjax.models.adapters import KEY
 from specjax.models.hf.delta import save_delta
 from train.config import SDSATConfig, fixed_settings, from_toml, to_dict
@@ -37,8 +37,8 @@ from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
 from train.sdsat.dryrun import needed_memory
 from train.sdsat.evaluation import Decoding, measure_decoding
-from train.sdsat.insertion import appended_slots
 from train.sdsat.losses import cast, probe_loss, sdsat_loss, weigh
+from train.sdsat.operations import forward_flops, row_tokens, run_hours, useful_operations
 from train.sdsat.setup import Setup, check_absent, prepare_setup, transforms
 from train.sdsat.trainable import TABLES
 
@@ -64,7 +64,9 @@ def main(cfg: SDSATConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     """Tunes as the config says; returns the summary that ``--json`` prints."""
     if dry_run:
         setup = processes.together(lambda: prepare_setup(cfg))
-        return plan(cfg, setup) | needed_memory(cfg, setup)
+        needs = needed_memory(cfg, setup)
+        where = needs["compiled_for"], needs["devices"]
+        return plan(cfg, setup) | needs | run_hours(cfg, setup.model, *where)
     with contextlib.ExitStack() as held:
         own = own_directory(cfg.run, resume)
         directory = processes.together(lambda: held.enter_context(own))
@@ -203,59 +205,33 @@ def grow(params: dict, ids: tuple[int, ...], new_rows: int) -> dict:
     return params | {name: extend(params[name]) for name in TABLES if name in params}
 
 
-def forward_flops(model: ModelConfig, loss: str, window: int, rate: float, seq_len: int) -> float:
-    """Floating-point operations of one row's forward pass, ``seq_len`` clean tokens long.
-
-    Two per parameter and token, and attention as it runs: scores and values over every key of
-    the sequence, those that the mask hides included. Backward takes twice as many.
-    """
-    appended = appended_slots(window, rate, seq_len) if loss == "isolated" else 0
-    sequences, tokens = (2 if loss == "improved" else 1), seq_len + appended
-    lookups = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-    products = 2 * (num_params(model) - lookups) * tokens
-    attention = 4 * tokens**2 * model.num_heads * model.head_dim * model.num_layers
-    return float(sequences * (products + attention))
-
-
-def useful_operations(cfg: SDSATConfig, model: ModelConfig) -> float:
-    """Of a step, per token of a batch: :func:`forward_flops` without the scores that masks hide."""
-    section, length = cfg.sdsat, cfg.data.seq_len
-    forward = forward_flops(model, section.loss, section.window, section.start_rate, length)
-    spare = appended_slots(section.window, section.start_rate, length)
-    appended = spare if section.loss == "isolated" else 0
-    sequences = 2 if section.loss == "improved" else 1
-    seen = (sequences * length + appended) * length / 2
-    masked = sequences * (length + appended) ** 2 - seen
-    operations = forward - 4 * masked * model.num_heads * model.head_dim * model.num_layers
-    return 3 * operations / (length + appended)
-
-
 def plan(cfg: SDSATConfig, setup: Setup) -> dict[str, Any]:
     """What the run will do, in numbers; clean tokens are the corpus's, which is not read."""
     rows = cfg.optim.batch_size * cfg.optim.accumulate
-    clean = rows * cfg.data.seq_len
-    section = cfg.sdsat
-    spare = appended_slots(section.window, section.start_rate, cfg.data.seq_len)
-    extra = {"basic": 0, "improved": clean, "isolated": rows * spare}[section.loss]
+    section, clean = cfg.sdsat, rows * cfg.data.seq_len
+    sequences = 2 if section.loss == "improved" else 1
     own, improved = (
         forward_flops(setup.model, loss, section.window, section.start_rate, cfg.data.seq_len)
         for loss in (section.loss, "improved")
     )
     trainable = jax.eval_shape(setup.tuning.split, param_shapes(setup.model))[0]
-    count = sum(leaf.size for leaf in jax.tree.leaves(trainable))
+    moments = jax.eval_shape(make_optimizer(cfg.optim).init, trainable)
+    # Master weights, and of what is trained: gradients and moments.
+    state = 4 * num_params(setup.model) + sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((trainable, moments))
+    )
     return {
         "parameters": num_params(setup.model),
-        "trained_parameters": count,
+        "trained_parameters": sum(leaf.size for leaf in jax.tree.leaves(trainable)),
         "vocab_size": setup.model.vocab_size,
         "adaptive_ids": sorted(set(setup.model.adaptive_ids)),
         "new_rows": setup.new_rows,
         "clean_tokens_per_step": clean,
-        "forward_tokens_per_step": clean + extra,
+        "forward_tokens_per_step": rows * row_tokens(cfg) * sequences,
         "teraflops_per_step": round(3 * rows * own / 1e12, 3),
         "compute_against_improved": round(own / improved, 3),
         "steps": cfg.optim.total_steps,
-        # Master weights, and of what is trained: gradient and two moments.
-        "state_megabytes": round((4 * num_params(setup.model) + 12 * count) / 1e6, 1),
+        "state_megabytes": round(state / 1e6, 1),
     }
 
 
