@@ -212,11 +212,17 @@ def _comparable() -> list[str]:
 
 # --- tables ----------------------------------------------------------------------------------
 
+V5E = "on_v5e"  # speed that a row of sdsat would have there
+# Cycles of a pass over up to so many tokens, those of up to eight 1: CodeLlama-7B's shape, as the
+# compiler of a v5e models it (`python docs/tools/measure_tpu.py autoregressive --layers 4 --batch 1
+# --target codellama-7b --topology v5e:2x2 --pass-width N`).
+V5E_PASSES = {8: 1.0, 16: 1.01, 24: 1.03, 32: 1.03, 48: 1.04, 64: 1.06, 96: 1.14}
 COLUMNS = (
     ("tokens per round", "block_efficiency", "{:.2f}"),
     ("acceptance λ", "acceptance_rate", "{:.2f}"),
     ("speed", "speedup", "{:.2f}"),
     ("foretold", "predicted_speedup", "{:.2f}"),
+    ("7B on v5e, modelled", V5E, "{:.2f}"),
     ("KL(p‖π)", "kl", "{:.3f}"),
     ("perplexity", "perplexity", "{:.2f}"),
 )
@@ -235,6 +241,8 @@ def write_table(name: str, report: dict[str, Any]) -> None:
     said = about.format(**report) + f"new tokens each, {drawn}, batch 1, {{cores}} core(s); "
     said = said.format(**report["machine"]) + "± as in the [overview](overview.md)"
     said += f" ([numbers](../figures/{name}.json))."
+    if name == "k":
+        foretell_v5e(report["rows"])
     keys = [key for _, key, _ in COLUMNS if key not in ("kl", "perplexity") or key == sweep.quality]
     columns = [column for column in COLUMNS if column[1] in keys]
     heads, cells = fill(columns, report["rows"])
@@ -248,6 +256,21 @@ def write_table(name: str, report: dict[str, Any]) -> None:
     if not (mark and ending):
         sys.exit(f"{page}: no {begin.strip()} … {end} to put the table between")
     write_text(page, f"{before}{begin}{textwrap.fill(said, 100)}\n\n{table}{end}{after}")
+
+
+def foretell_v5e(rows: list[dict[str, Any]]) -> None:
+    """Adds what the rows' tokens a round are worth where passes cost :data:`V5E_PASSES`: two
+    passes over the text's last token and k more, or one over k after each of k + 1."""
+    for row in rows:
+        if "k" not in row["options"]:
+            continue
+        one = row["options"]["k"] + 1
+        passes = [one**2] if row["options"]["single"] else [one, one]
+        costs = [min((c for n, c in V5E_PASSES.items() if n >= t), default=None) for t in passes]
+        if None in costs:
+            continue
+        row[V5E] = row["block_efficiency"] / sum(costs)
+        row["pm"][V5E] = row["pm"]["block_efficiency"] / sum(costs)
 
 
 def _named(sweep: Sweep, row: dict[str, Any]) -> tuple[str, str]:

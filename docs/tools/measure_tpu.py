@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     """One row per method and batch size."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("methods", nargs="*", default=["autoregressive", "speculative"])
-    parser.add_argument("--target", choices=DRAFTS, default="llama-3-8b")
+    parser.add_argument("--target", choices=SHAPES, default="llama-3-8b")
     parser.add_argument("--batch", type=whole(1), nargs="+", default=[1, 8], metavar="N")
     parser.add_argument("--slots", type=whole(128), default=2048, metavar="N")
     held = "slots that rows hold, one for all or one for each; default: all"
@@ -83,6 +83,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--mesh", type=mesh_axes, default={"data": 1, "model": 1})
     parser.add_argument("--dump", type=int, nargs=3, help=argparse.SUPPRESS)  # compile a kernel
     args = parser.parse_args(argv)
+    drafting = [name for name in args.methods if METHODS[name].needs_draft]
+    if drafting and args.target not in DRAFTS:
+        parser.error(f"--target {args.target} has no usual draft for {drafting[0]}")
     # What a layer looks like is chosen by the backend: the one compiled for, not this machine's.
     jax.default_backend = lambda: "tpu"
     if args.dump:
