@@ -46,8 +46,9 @@ COSTS = "costs"  # the setting: relative time of a round of each form, float32 [
 HOPE, WEIGHT, GRUDGE = 0.85, 1.5, 0.2
 KEPT = 0.98  # of the counts, from one round with a draft to the next
 # Rounds without a draft after which the past is forgotten and drafts are tried again: few, for bad
-# luck looks like bad drafts, and four times as many after each trial that fails.
-PATIENCE, MOST_PATIENCE = 8, 512
+# luck looks like bad drafts, but more where many rows had it, and four times as many after each
+# trial that fails.
+PATIENCE, MOST_PATIENCE, MANY = 8, 512, 4
 SETTLED = 16  # rounds with drafts in a row after which patience is that of the beginning
 CATCH_UP = 16  # tokens a row of a pass of the draft model over what it has missed
 
@@ -71,7 +72,8 @@ class Record:
     def begin(cls, rows: int, siblings: int = 1) -> Record:
         tested, accepted = jnp.zeros((2, rows, siblings), jnp.float32)
         streak, read = jnp.zeros((2, rows), jnp.int32)
-        return cls(tested, accepted, streak, jnp.full((rows,), PATIENCE, jnp.int32), read)
+        patience = jnp.full((rows,), first_patience(rows), jnp.int32)
+        return cls(tested, accepted, streak, patience, read)
 
     def rates(self) -> Float[Array, "w"]:
         """A of 1, 2, … siblings, in the batch.
@@ -107,7 +109,8 @@ class Record:
         kept = jnp.where(again, 0.0, jnp.where(drafted, KEPT, 1.0))[:, None]
         grudge = jnp.where(again, GRUDGE / len(again), 0.0)[:, None]
         longer = jnp.minimum(4 * self.patience, MOST_PATIENCE)
-        patience = jnp.where(streak <= -SETTLED, PATIENCE, self.patience)
+        first = first_patience(len(streak))
+        patience = jnp.where(streak <= -SETTLED, first, self.patience)
         return Record(
             tested=kept * self.tested + grudge + counted[0],
             accepted=kept * self.accepted + counted[1],
@@ -115,6 +118,11 @@ class Record:
             patience=jnp.where(again, longer, patience),
             read=jnp.where(drafted, state.length - 2, self.read),
         )
+
+
+def first_patience(rows: int) -> int:
+    """Of so many rows, which try drafts together."""
+    return PATIENCE * max(1, rows // MANY)
 
 
 def padded(forms: Sequence[Form]) -> np.ndarray:

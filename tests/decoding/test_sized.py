@@ -110,6 +110,8 @@ def test_the_record_counts_rests_forgets_and_tries_again():
     for _ in range(15):
         record = round_(record, [1] * 3, [1] * 3)
     np.testing.assert_array_equal(record.patience, 8)
+    for rows, first in ((1, 8), (7, 8), (8, 16), (32, 64)):
+        assert set(Record.begin(rows).patience.tolist()) == {first}, "what many rows saw is no luck"
 
 
 @functools.cache
