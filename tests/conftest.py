@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import time
-from pathlib import Path
 
 import hypothesis
 import jax
@@ -13,7 +12,7 @@ import specjax as sj
 from infer.loading import use_compilation_cache
 from infer.programs import make_room
 from specjax.models import ModelConfig, init_params, save_pretrained
-from train.data.corpus import Document
+from support.training import code
 from train.data.tokenizer import train_tokenizer
 
 # The tests compile hundreds of programs that run for milliseconds: LLVM's passes are most of that,
@@ -83,9 +82,7 @@ def draft(target) -> sj.LM:
 def tiny_pair_dirs(tmp_path_factory) -> tuple[str, str]:
     """Two random models saved with one small tokenizer: target and draft directories."""
     home = tmp_path_factory.mktemp("pair")
-    sources = sorted(Path(sj.__file__).parent.glob("*.py"))
-    documents = [Document(path.name, path.read_text()) for path in sources]
-    tokenizer = train_tokenizer(documents, 500, home / "tokenizer.json")
+    tokenizer = train_tokenizer(code(), 500, home / "tokenizer.json")
     directories = []
     for seed, layers in ((0, 2), (1, 1)):
         cfg = ModelConfig.llama(
