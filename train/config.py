@@ -78,7 +78,7 @@ class Optim:
     may be changed on ``--resume`` to anneal a run early or to extend it."""
 
     optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"
-    moments: Literal["float32", "bfloat16"] = "float32"  # of the gradients' running means
+    moments: Literal["float32", "bfloat16"] = "float32"  # of running means; adafactor keeps none
     learning_rate: PositiveFloat = 3e-3  # of all that Muon does not take
     muon_learning_rate: PositiveFloat = 2e-2  # of the matrices inside the blocks
     beta1: BelowOne = 0.9

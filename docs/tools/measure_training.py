@@ -39,7 +39,7 @@ from tpu_kernels import BACKWARD, FORWARD, PRODUCTS, Kernel, met_of, parse_call,
 from infer.cli import whole
 from specjax.models import splash
 from specjax.models.attention import Isolated
-from specjax.models.splash import BLOCK, QUERIES, WIDE, WINDOWS
+from specjax.models.splash import BLOCKS, WINDOW_BLOCKS, WINDOWS, Blocks
 from train.config import SDSATConfig, Tuned, from_toml
 from train.engine.losses import HEAD
 from train.engine.placement import AXES, Placement
@@ -116,9 +116,9 @@ def print_attention(args: argparse.Namespace) -> None:
         device, kernels = device_of(topology), kernels_of(topology, (False,))
         rate = peak_of(device) / device.num_cores
         for name, products in PRODUCTS.items():
-            wide = wide_block(name, tokens)
-            met = met_of(name, causal_table(name, tokens, BLOCK, wide))
-            spent = met.cycles(kernels[name, False], products * 128 * BLOCK * wide / rate)
+            block, wide = met_blocks(BLOCKS, name, tokens)
+            met = met_of(name, causal_table(name, tokens, block, wide))
+            spent = met.cycles(kernels[name, False], products * 128 * block * wide / rate)
             plain = products * 128 * tokens * (tokens + 1) / 2 / rate
             cells = [topology, f"{tokens:,}", name, *map(str, (*kernels[name, False], *met))]
             cells += [f"{spent / 1e3:,.0f}", f"{spent / plain:.2f}"]
@@ -237,7 +237,7 @@ def kernel_cycles(kernels: Kernels, drawn: dict[str, np.ndarray], rate: float, l
     if call is None:
         return 0
     windows = f"/{WINDOWS}/" in line
-    if call.blocks != (QUERIES if windows else BLOCK, wide_block(call.name, 0)):
+    if call.blocks != met_blocks(WINDOW_BLOCKS if windows else BLOCKS, call.name):
         sys.exit(f"blocks of {call.blocks}: rows of such a length are not scheduled here")
     causal = call.name, call.tokens, *call.blocks
     table = drawn[call.name] if windows else causal_table(*causal)
@@ -258,9 +258,9 @@ def causal_table(name: str, tokens: int, block: int, wide: int) -> np.ndarray:
     return np.asarray(info.block_mask)[0]
 
 
-def wide_block(name: str, tokens: int) -> int:
-    """Keys of a block of :func:`specjax.models.splash.splash_attention`."""
-    return WIDE if name == BACKWARD and tokens % WIDE == 0 else BLOCK
+def met_blocks(blocks: Blocks, name: str, tokens: int = 0) -> tuple[int, int]:
+    """Queries and keys of the blocks that a kernel goes through, over so many keys."""
+    return blocks.queries, blocks.wide(tokens) if name == BACKWARD else blocks.keys
 
 
 @functools.cache
@@ -274,9 +274,9 @@ def kernels_of(topology: str, windows: tuple[bool, ...] = (False, True)) -> Kern
 
 def compile_kernels(device: jax.Device, windows: bool) -> None:
     """Attention of a short row of two heads, forward and backward."""
-    one, clean = SingleDeviceSharding(device), 2 * WIDE
+    one, clean = SingleDeviceSharding(device), 2 * BLOCKS.backward
     mask = Isolated(clean=clean, longest=5)
-    count = clean + WIDE if windows else clean
+    count = clean + BLOCKS.backward if windows else clean
     names = ("segment", "position", "windows", "starts")
     meta = {n: jax.ShapeDtypeStruct((1, count), jnp.int32, sharding=one) for n in names}
 

@@ -25,12 +25,31 @@ from specjax.models.attention import PLAIN, Causal, Isolated, Meta, Scores, with
 from specjax.models.coded import Coded
 from specjax.models.flash import RESULT
 
-# Tokens of a block, chosen by the bundles that the TPU compiler schedules for it. The backward
-# kernel keeps one partial gradient of the queries per block of keys, so those are wide.
-BLOCK, WIDE, PRODUCT = 1024, 2048, 512
-QUERIES = 512  # of a block, where windows are few: small blocks see less of the keys
 CHAIN = 256  # tokens of a row that are worth the kernel, where it reads a cache
 WINDOWS = "windows"  # the name of their attention in a compiled program
+
+
+class Blocks(NamedTuple):
+    """Tokens of the kernel's blocks, all multiples of 128.
+
+    ``backward`` are the keys of a block in the backward pass, which keeps one partial gradient of
+    the queries per block of keys; ``product`` are those of one product.
+    """
+
+    queries: int
+    keys: int
+    backward: int
+    product: int
+
+    def wide(self, count: int) -> int:
+        """Keys of a block in the backward pass over ``count`` of them, which it must divide."""
+        return self.backward if count % self.backward == 0 else self.keys
+
+
+# Chosen by the bundles that the TPU compiler schedules. Windows are few: their small blocks of
+# queries see less of the keys.
+BLOCKS = Blocks(1024, 1024, 2048, 512)
+WINDOW_BLOCKS = BLOCKS._replace(queries=512)
 
 
 def takes(mask, finish: Scores) -> bool:
@@ -46,21 +65,20 @@ def splash_attention(
     *,
     window: int | None = None,
     finish: Scores = PLAIN,
-    blocks: tuple[int, int, int] = (BLOCK, WIDE, PRODUCT),
+    blocks: Blocks = BLOCKS,
     interpret: bool = False,
 ) -> Float[Array, "B N H E"]:
     """Causal attention within segments, whose positions rise by one from token to token.
 
     Args:
-      blocks: tokens of a block; of a block of keys in the backward pass, if that divides the row;
-        and keys of one product. Multiples of 128.
+      blocks: with ``queries`` and ``keys`` that divide one another.
       interpret: run without a TPU, slowly.
     """
     # Only where it runs: every program would start a tenth of a second later.
     from jax.experimental.pallas.ops.tpu import splash_attention as jax_splash
 
     (_, count, heads, _), parts = q.shape, _parts(k)
-    padded = count + -count % blocks[0]
+    padded = count + -count % max(blocks.queries, blocks.keys)
     shape = (padded, padded)
     if window is None:
         mask = jax_splash.CausalMask(shape)
@@ -68,7 +86,7 @@ def splash_attention(
         mask = jax_splash.LocalMask(shape, (window - 1, 0), 0)
     kernel = jax_splash.make_splash_mha(
         jax_splash.MultiHeadMask([mask] * (heads // parts)),
-        block_sizes=_block_sizes(blocks[0], blocks, padded),
+        block_sizes=_block_sizes(blocks, padded),
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=finish.softcap,
@@ -132,15 +150,10 @@ def takes_windows(mask, finish: Scores, count: int) -> bool:
     return mask.window is None and sum(bits) < 32
 
 
-def windows_of(
-    mask: Isolated,
-    meta: Meta,
-    queries: int = QUERIES,
-    blocks: tuple[int, int, int] = (BLOCK, WIDE, PRODUCT),
-) -> Windows:
+def windows_of(mask: Isolated, meta: Meta, blocks: Blocks = WINDOW_BLOCKS) -> Windows:
     """Of rows ``[B, clean + A]``, in which positions rise by one within a segment."""
     clean, count = mask.clean, meta["position"].shape[1]
-    slots, keys = count - clean, count + -count % blocks[0]
+    slots, keys = count - clean, count + -count % blocks.keys
     tail = {name: x[:, clean:] for name, x in meta.items()}
     real = (tail["windows"] > 0) & (tail["segment"] > 0)
     first = _document_starts(meta, clean)
@@ -153,10 +166,11 @@ def windows_of(
     before = jnp.where(real, jnp.maximum(first, 0), keys), start
 
     def met(wide: int) -> Bool[Array, "B I J"]:
-        return _meets(*own, keys, queries, wide) | _meets(*before, keys, queries, wide)
+        sizes = keys, blocks.queries, wide
+        return _meets(*own, *sizes) | _meets(*before, *sizes)
 
-    code = _fill(code, slots + -slots % queries)
-    return Windows(code, met(blocks[0]), met(_wide(blocks, keys)))
+    code = _fill(code, slots + -slots % blocks.queries)
+    return Windows(code, met(blocks.keys), met(blocks.wide(keys)))
 
 
 def _document_starts(meta: Meta, clean: int) -> Int[Array, "B A"]:
@@ -192,21 +206,19 @@ def window_attention(
     *,
     mask: Isolated,
     finish: Scores = PLAIN,
-    queries: int = QUERIES,
-    blocks: tuple[int, int, int] = (BLOCK, WIDE, PRODUCT),
+    blocks: Blocks = WINDOW_BLOCKS,
     interpret: bool = False,
 ) -> Float[Array, "B A H E"]:
     """What the tokens of windows see of the N = ``mask.clean`` + A tokens.
 
-    Arguments as :func:`splash_attention` and :func:`windows_of`, with the same ``queries`` of a
-    block and ``blocks``.
+    Arguments as :func:`splash_attention` and :func:`windows_of`, with the same ``blocks``.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     (_, slots, _, _), count, parts = q.shape, k.shape[2], _parts(k)
-    padded, keys = windows.code.shape[1], count + -count % blocks[0]
+    padded, keys = windows.code.shape[1], count + -count % blocks.keys
     seen = _Seen(mask.clean, slots, mask.longest)
-    how = _kernel_options(_block_sizes(queries, blocks, keys), seen, finish, interpret)
+    how = _kernel_options(_block_sizes(blocks, keys), seen, finish, interpret)
     q = _padded(_scaled(q, finish), padded, parts)
     k, v = (_padded(x, keys, parts) for x in (k, v))
     ids = _fill(segments[:, mask.clean :], padded), _fill(segments, keys)
@@ -245,7 +257,7 @@ def chain_attention(
     *,
     window: int | None = None,
     finish: Scores = PLAIN,
-    blocks: tuple[int, int, int] = (BLOCK, BLOCK, PRODUCT),
+    blocks: Blocks = BLOCKS,
     interpret: bool = False,
 ) -> Float[Array, "B N H E"]:
     """What a piece of a prompt sees of a cache that holds it, each token in its position's slot.
@@ -253,14 +265,14 @@ def chain_attention(
     Slots that no query of a block sees are neither read nor met. There are no gradients.
 
     Args:
-      blocks: queries of a block, its slots, and those of one product; multiples of 128.
+      blocks: slots are keys; all but ``backward`` counts.
       interpret: run without a TPU, slowly.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     (_, n, _, _), slots = q.shape, k.shape[2]
-    block, wide = math.gcd(blocks[0], n), math.gcd(blocks[1], slots)
-    sizes = kernels.BlockSizes(block, wide, min(wide, blocks[2]))
+    block, wide = math.gcd(blocks.queries, n), math.gcd(blocks.keys, slots)
+    sizes = kernels.BlockSizes(block, wide, min(wide, blocks.product))
     how = _kernel_options(sizes, _Behind(window), finish, interpret)
     met = chain_blocks(positions, slots, window, (block, wide))
 
@@ -319,23 +331,18 @@ def _parts(k: Float[Array, "B K N E"]) -> int:
     return 2 if k.shape[1] % 2 == 0 else 1
 
 
-def _wide(blocks: tuple[int, int, int], keys: int) -> int:
-    """Of a block of keys in the backward pass."""
-    return blocks[1] if keys % blocks[1] == 0 else blocks[0]
-
-
-def _block_sizes(queries: int, blocks: tuple[int, int, int], keys: int):
+def _block_sizes(blocks: Blocks, count: int):
+    """As the kernel takes them, of so many keys."""
     from jax.experimental.pallas.ops.tpu import splash_attention as jax_splash
 
-    block, _, product = blocks
-    wide = _wide(blocks, keys)
+    wide = blocks.wide(count)
     return jax_splash.BlockSizes(
-        block_q=queries,
-        block_kv=block,
-        block_kv_compute=min(block, product),
-        block_q_dkv=queries,
+        block_q=blocks.queries,
+        block_kv=blocks.keys,
+        block_kv_compute=min(blocks.keys, blocks.product),
+        block_q_dkv=blocks.queries,
         block_kv_dkv=wide,
-        block_kv_dkv_compute=min(wide, product),
+        block_kv_dkv_compute=min(wide, blocks.product),
         use_fused_bwd_kernel=True,
     )
 

@@ -158,7 +158,9 @@ def test_decoding_over_blocks_is_decoding(method, monkeypatch):
 
 
 # The kernel that a TPU runs over pieces of prompts, as Pallas's interpreter runs it.
-kernel = functools.partial(splash.chain_attention, blocks=(128, 256, 128), interpret=True)
+kernel = functools.partial(
+    splash.chain_attention, blocks=splash.Blocks(128, 256, 256, 128), interpret=True
+)
 
 
 @pytest.mark.parametrize("window, finish", [(None, Scores()), (100, Scores(0.4, softcap=2.0))])

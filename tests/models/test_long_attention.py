@@ -170,7 +170,7 @@ def test_gradients_hold_one_block_of_scores():
 
 
 # The kernel as Pallas's interpreter runs it, in blocks that do not divide the rows.
-BLOCKS, WINDOW_BLOCKS = (128, 256, 128), (256, 512, 128)
+BLOCKS, WINDOW_BLOCKS = splash.Blocks(128, 128, 256, 128), splash.Blocks(128, 256, 512, 128)
 kernel = functools.partial(splash.splash_attention, blocks=BLOCKS, interpret=True)
 
 
@@ -211,8 +211,8 @@ WINDOWED = Isolated(clean=500, longest=5)
 
 def windowed(meta, finish):
     """What :data:`WINDOWED` lets see, by the kernel, in blocks that do not divide the rows."""
-    windows = splash.windows_of(WINDOWED, meta, 128, WINDOW_BLOCKS)
-    how = {"queries": 128, "blocks": WINDOW_BLOCKS, "interpret": True}
+    windows = splash.windows_of(WINDOWED, meta, WINDOW_BLOCKS)
+    how = {"blocks": WINDOW_BLOCKS, "interpret": True}
 
     def attend(q, k, v):
         segments = meta["segment"]
@@ -247,7 +247,7 @@ def test_a_block_that_no_window_sees_is_not_met():
     meta, block = long_rows(500, 300, 5), 128
     seen = np.array(WINDOWED(meta, meta)[:, 500:]) | np.eye(300, 800, 500, bool)
     seen = np.pad(seen, ((0, 0), (0, 84), (0, 224)))
-    windows = splash.windows_of(WINDOWED, meta, block, WINDOW_BLOCKS)
+    windows = splash.windows_of(WINDOWED, meta, WINDOW_BLOCKS)
     for table, wide in ((windows.forward, 256), (windows.backward, 512)):
         wanted = seen.reshape(2, 3, block, -1, wide).any((2, 4))
         assert (np.asarray(table) >= wanted).all()
@@ -268,11 +268,11 @@ def test_the_kernel_takes_windows_of_known_length_whose_numbers_fit():
 def test_every_backend_runs_isolated_windows(monkeypatch, backend, longest):
     """On TPU clean tokens go through the kernel, and their windows where their length is known,
     else through our blocks; over a mesh."""
-    calls, told, small = [], [], {"queries": 128, "blocks": WINDOW_BLOCKS, "interpret": True}
+    calls, told, small = [], [], {"blocks": WINDOW_BLOCKS, "interpret": True}
     windows_of, window_attention = splash.windows_of, splash.window_attention
     own = {
         "splash_attention": lambda *a, **how: calls.append(a) or kernel(*a, **how),
-        "windows_of": lambda *a: windows_of(*a, 128, WINDOW_BLOCKS),
+        "windows_of": lambda *a: windows_of(*a, WINDOW_BLOCKS),
         "window_attention": lambda *a, **how: (
             told.append(a) or window_attention(*a, **how, **small)
         ),
