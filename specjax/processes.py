@@ -94,6 +94,17 @@ def together(work: Callable[[], T]) -> T:
     return result
 
 
+def first_then_all(work: Callable[[], T]) -> T:
+    """``work()`` in process 0, then in the others, which find what it has written.
+
+    Raises:
+      InputError: as :func:`together`.
+    """
+    result = together(lambda: work() if leads() else None)
+    others = together(lambda: None if leads() else work())
+    return result if leads() else others
+
+
 def agree(**facts: Any) -> None:
     """Checks that every process has the same value under each name.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specjax.program import Parser
+from specjax.program import Parser, Place
 
 
 def config_parser(name: str, doc: str) -> Parser:
@@ -21,4 +21,10 @@ def run_parser(name: str, doc: str) -> Parser:
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--json", action="store_true", help="print the summary as one object")
+    parser.add_argument(
+        "--distributed",
+        metavar=Place.FORM,
+        help="one of COUNT processes that meet at process 0's address; "
+        "cluster: as the cluster manager says",
+    )
     return parser

@@ -36,6 +36,8 @@ Width = Annotated[int, whole(1, 2**20)]
 Vocabulary = Annotated[int, whole(261, 2**20)]  # 256 bytes and train.data.tokenizer's special ids
 Seed = Annotated[int, whole(0, SEED_MAX)]
 Matrix = Literal["q", "k", "v", "out", "gate", "up", "down"]
+ComputeDtype = Literal["float32", "bfloat16"]
+Remat = bool | Literal["attention"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Model:
     max_position: PositiveInt = 2048
     rope_theta: PositiveFloat = 10000.0
     tie_embeddings: bool = True
+    compute_dtype: ComputeDtype = "float32"  # of the forward pass; master weights: float32
+    remat: Remat = False  # as of a tuned checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +125,16 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshSection:
+    """All devices of the run take part; each holds its share of a batch's rows."""
+
+    fsdp: PositiveInt = 1  # devices that share one copy of the params and the optimiser state
+    devices: NotNegativeInt = 0  # the run must have, and --dry-run plans for; 0: those there are
+    topology: str = ""  # of TPUs that --dry-run compiles for, e.g. v5e:2x4
+    memory_gib: NotNegativeFloat = 0.0  # of one device, for --dry-run; 0: as the device says
+
+
+@dataclasses.dataclass(frozen=True)
 class LMConfig:
     """``python -m train.lm``: one section per concern."""
 
@@ -129,6 +143,7 @@ class LMConfig:
     tokenizer: TokenizerSection = TokenizerSection()
     optim: Optim = Optim()
     distill: Distill = Distill()
+    mesh: MeshSection = MeshSection()
     run: Run = Run()
 
     def __post_init__(self):
@@ -146,9 +161,9 @@ class Tuned:
     lora_rank: Width = 16
     lora_alpha: PositiveFloat = 32.0
     lora_matrices: tuple[Matrix, ...] = ()  # of each block; empty: all of them
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # forward; master weights: float32
+    compute_dtype: ComputeDtype = "float32"  # of the forward pass; master weights: float32
     # recompute each block in the backward pass; attention: all but a long sequence's attention
-    remat: bool | Literal["attention"] = False
+    remat: Remat = False
     scan: bool = False  # compile one block and scan the layers: deep models compile sooner
 
 
@@ -178,16 +193,6 @@ class Adaptive:
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshSection:
-    """All devices of the run take part; each holds its share of a batch's rows."""
-
-    fsdp: PositiveInt = 1  # devices that share one copy of the params and the optimiser state
-    devices: NotNegativeInt = 0  # the run must have, and --dry-run plans for; 0: those there are
-    topology: str = ""  # of TPUs that --dry-run compiles for, e.g. v5e:2x4
-    memory_gib: NotNegativeFloat = 0.0  # of one device, for --dry-run; 0: as the device says
-
-
-@dataclasses.dataclass(frozen=True)
 class SDSATConfig:
     """``python -m train.sdsat``: one section per concern."""
 
@@ -208,7 +213,7 @@ class Watched:
 
     init_from: str = ""  # a Hugging Face directory, or an embedded model's name
     tokenizer: str = ""  # a tokenizer.json; by default the target's own
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward pass
+    compute_dtype: ComputeDtype = "float32"  # of the forward pass
     remat: bool = False  # recompute each step of the head in the backward pass
 
 

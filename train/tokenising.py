@@ -17,7 +17,7 @@ from train.data.fim import CodeLayout, frame_of
 from train.data.making import make_shards, recipe_of
 from train.data.packing import Layout, Plain
 from train.head.setup import read_target
-from train.lm.training import get_tokenizer
+from train.lm.setup import get_tokenizer
 from train.sdsat.setup import prepare_setup
 
 

@@ -153,7 +153,8 @@ def step_setup(cfg: SDSATConfig, layers: int | None = None) -> Setup:
 
 def useful(cfg: SDSATConfig) -> float:
     """Multiplications that one row needs, forward and backward."""
-    return useful_operations(cfg, step_setup(cfg).model) * row_tokens(cfg) / 2
+    tokens = row_tokens(cfg.sdsat, cfg.data.seq_len)
+    return useful_operations(cfg, step_setup(cfg).model) * tokens / 2
 
 
 def step_cycles(

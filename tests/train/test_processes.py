@@ -11,15 +11,26 @@ import time
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from specjax.errors import InputError
 from specjax.processes import agree, any_of, join, leads, together
-from support.training import ROOT, TINY_SDSAT, logged, overrides, save_checkpoint, small_tokenizer
+from support.training import (
+    ROOT,
+    TINY_LM,
+    TINY_SDSAT,
+    logged,
+    overrides,
+    save_checkpoint,
+    small_tokenizer,
+)
 from train.config import SDSATConfig, from_toml
 from train.engine.placement import shared_axis
 
 COUNT, DEVICES = 2, 2  # processes, simulated devices of each
 SETTINGS = ("optim.batch_size=8", "optim.total_steps=6", "mesh.fsdp=2")
+HEAD = str(ROOT / "configs" / "head_demo.toml")
+LOSSES = ("loss", "grad_norm", "valid_loss")
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +41,12 @@ def start(tmp_path_factory):
     return save_checkpoint(home, small_tokenizer(home))
 
 
-def command(start, run, *settings):
+def command(start, run, *settings, program="train.sdsat", config=TINY_SDSAT):
     settings = (f"model.init_from={start}", f"run.dir={run}", *settings)
-    return [sys.executable, "-m", "train.sdsat", TINY_SDSAT, *overrides(*settings)]
+    return [sys.executable, "-m", program, config, *overrides(*settings)]
 
 
-def launch(start, run, *settings, own=((), ())):
+def launch(start, run, *settings, own=((), ()), **which):
     """The processes of one run; ``own`` are settings of each alone."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -45,7 +56,7 @@ def launch(start, run, *settings, own=((), ())):
     return [
         subprocess.Popen(
             [
-                *command(start, run, *settings, *own[index]),
+                *command(start, run, *settings, *own[index], **which),
                 "--distributed",
                 f"localhost:{port},{COUNT},{index}",
             ],
@@ -83,6 +94,46 @@ def test_two_processes_give_the_losses_of_one_device(start, tmp_path):
     longer = command(start, tmp_path / "two", SETTINGS[0], "optim.total_steps=8")
     subprocess.run([*longer, "--resume"], cwd=ROOT, check=True, capture_output=True)
     assert [row["step"] for row in logged(tmp_path / "two") if "loss" in row] == list(range(1, 9))
+
+
+# Settings of other programs, by name: {0} is the random model's directory, {1} the run's.
+FAST = ("run.log_every=1", "run.eval_every=3", "run.eval_batches=2", 'data.files=["specjax"]')
+OTHERS = {
+    "train.lm": (
+        *("model.init_from=", "model.remat=true", "tokenizer.path={0}/tokenizer.json"),
+        *("distill.teacher={0}", "distill.alpha=0.5", "data.shards={1}/tokens"),
+    ),
+    "train.lm, its own tokenizer": ("model.init_from=", "tokenizer.vocab_size=300"),
+    "train.head": (
+        *("data.corpora=[]", "data.seq_len=48", "head.layers=[0]", "head.num_kv_heads=1"),
+        *("head.intermediate_size=16", "head.draft_vocab=128", "head.steps=2"),
+        *("head.decode_prompts=2", "head.decode_tokens=12", "optim.accumulate=1"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_other_programs_share_a_run_too(start, tmp_path, name):
+    program = name.partition(",")[0]
+    config = TINY_LM if program == "train.lm" else HEAD
+    runs = {run: tmp_path / run / "run" for run in ("two", "one")}
+
+    def settings(run):
+        return [setting.format(start, runs[run].parent) for setting in (*OTHERS[name], *FAST)]
+
+    which = {"program": program, "config": config}
+    found = results(launch(start, runs["two"], *settings("two"), *SETTINGS, **which))
+    assert [code for code, *_ in found] == [0, 0], found
+    one = command(start, runs["one"], *settings("one"), *SETTINGS[:2], **which)
+    subprocess.run(one, cwd=ROOT, check=True, capture_output=True)
+    both = zip(logged(runs["two"]), logged(runs["one"]), strict=True)
+    losses = [(two[key], single[key]) for two, single in both for key in LOSSES if key in single]
+    assert len(losses) == 6 * 2 + 2  # of each step and of two evaluations
+    np.testing.assert_allclose(*zip(*losses, strict=True), rtol=2e-4)
+    tensors = [load_file(run / "export/model.safetensors") for run in runs.values()]
+    for key, tensor in tensors[0].items():
+        np.testing.assert_allclose(tensor, tensors[1][key], atol=2e-3, err_msg=key)
 
 
 @pytest.mark.slow

@@ -281,7 +281,7 @@ def test_isolated_windows_cost_three_quarters_of_two_sequences_at_16k():
     )
     flops = {}
     for loss in ("basic", "improved", "isolated"):
-        flops[loss] = operations.forward_flops(seven_b, loss, 5, 0.1, 16384) / 16384
+        flops[loss] = operations.forward_flops(seven_b, Adaptive(loss=loss), 16384) / 16384
     dense = 2 * (num_params(seven_b) - 32016 * 4096) + 4 * 16384 * 4096 * 32
     np.testing.assert_allclose(flops["basic"], dense, rtol=1e-3)
     assert flops["improved"] == 2 * flops["basic"]
@@ -324,7 +324,8 @@ def test_counted_operations_are_the_compilers(loss):
     row = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
     run = jax.jit(lambda params, *row: hidden_states(cfg, params, *row))
     compiled = run.lower(param_shapes(cfg), row, row, row).compile().cost_analysis()["flops"]
-    counted = operations.forward_flops(cfg, loss, window, rate, T)
+    section = Adaptive(loss=loss, window=window, start_rate=rate)
+    counted = operations.forward_flops(cfg, section, T)
     head = 2 * tokens * cfg.vocab_size * cfg.hidden_size
     np.testing.assert_allclose(compiled, counted - head, rtol=0.05)
 

@@ -35,6 +35,7 @@ from train.engine.loop import make_step
 from train.engine.losses import Head, chunked_distillation
 from train.engine.optim import make_optimizer, muon_axes, schedule
 from train.lm.__main__ import main
+from train.lm.training import useful_operations
 from train.sdsat.__main__ import main as sdsat
 
 
@@ -405,3 +406,22 @@ def test_distillation_runs_from_a_teacher(uninterrupted, tmp_path, capsys):
     argv = [*quick(tmp_path / "draft", 4), *overrides(*shared), "--json"]
     assert program(*argv) == 0
     assert json.loads(capsys.readouterr().out)["finished"] is True
+
+
+@pytest.mark.parametrize(("how", "near"), [("remat=true", 1e-6), ("compute_dtype=bfloat16", 1e-2)])
+def test_other_passes_lower_the_loss_alike(uninterrupted, tmp_path, how, near):
+    assert program(*quick(tmp_path / "run", 4), *overrides(f"model.{how}")) == 0
+    found, plain = losses(tmp_path / "run"), losses(uninterrupted)[:4]
+    np.testing.assert_allclose(found, plain, rtol=near)
+    assert "remat" in how or found != plain
+
+
+def test_a_steps_operations_are_the_models_and_its_teachers(uninterrupted):
+    teacher = uninterrupted / "export"
+    model, _ = load_pretrained(teacher)
+    plain = from_toml(LMConfig, TINY_LM, ["data.seq_len=32"])
+    taught = from_toml(LMConfig, TINY_LM, ["data.seq_len=32", f"distill.teacher={teacher}"])
+    pairs = 32 * 32 / 2 * model.num_heads * model.head_dim * model.num_layers
+    forward = 2 * num_params(model) + 4 * pairs / 32
+    assert useful_operations(plain, model) == pytest.approx(3 * forward)
+    assert useful_operations(taught, model) == pytest.approx(4 * forward)

@@ -143,7 +143,7 @@ def test_a_run_learns_and_measures_by_decoding(whole):
 
 def test_killed_and_resumed_gives_the_same_numbers(start, whole, tmp_path, monkeypatch):
     own = arguments(start, tmp_path / "cut")
-    monkeypatch.setattr("train.head.training.make_loader", cut_after(5))
+    monkeypatch.setattr("train.engine.feeding.make_loader", cut_after(5))
     assert program(own) == INTERRUPTED
     monkeypatch.undo()
     assert program([*own, "--resume"]) == 0

@@ -25,16 +25,23 @@ from train.engine.loop import CHECKPOINTS, METRICS, Outcome
 def own_directory(run: Run, resume: bool) -> Iterator[Path]:
     """The run's directory, made where it is missing; no other run's while the block lasts.
 
+    The processes of one run share it: the first one speaks for all.
+
     Raises:
       InputError: it cannot be made, another process trains in it, or it holds a run: that is only
         gone on with, never overwritten.
     """
+    with contextlib.ExitStack() as held:
+        yield processes.together(lambda: held.enter_context(_owned(run, resume)))
+
+
+@contextlib.contextmanager
+def _owned(run: Run, resume: bool) -> Iterator[Path]:
     directory = Path(run.dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"run.dir={run.dir!r}: {error.strerror}") from None
-    # The processes of one run share it: the first one speaks for all.
     with locked(directory, "run.dir") if processes.leads() else contextlib.nullcontext():
         saved = any(path.name.isdecimal() for path in directory.glob(f"{CHECKPOINTS}/*"))
         if (saved or (directory / METRICS).exists()) and not resume:
@@ -87,16 +94,21 @@ def export_as(
 ) -> dict[str, Any]:
     """Writes what ``save`` makes of ``run.dir/export``, and a card, once a run is done.
 
-    Returns how the run ended, which stands in the card too, before what is given for it.
+    Of several processes the first one writes; the others wait for it. Returns how the run ended,
+    which stands in the card too, before what is given for it.
     """
     ended = {"step": outcome.step, "finished": outcome.finished, "run_dir": run.dir}
     if not outcome.finished:
         return ended
     home = Path(run.dir) / "export"
-    save(home)
     if outcome.valid_loss is not None:
         ended["held_out_loss"] = outcome.valid_loss
         ended |= {f"held_out_{name}": value for name, value in outcome.valid_extras.items()}
-    # Last: what has a card is whole.
-    write_text(home / "card.json", json.dumps(ended | card, indent=1) + "\n")
+
+    def write() -> None:
+        save(home)
+        # Last: what has a card is whole.
+        write_text(home / "card.json", json.dumps(ended | card, indent=1) + "\n")
+
+    processes.together(write if processes.leads() else lambda: None)
     return ended | {"export": str(home)}

@@ -85,7 +85,8 @@ def chunked_distillation(
         return alpha * kl + (1 - alpha) * nll(own, labels)
 
     heads, inputs = (student, teacher), (hidden, teacher_hidden)
-    return sum_over_chunks(loss, heads, inputs, labels, chunk), label_count(labels)
+    total = sum_over_chunks(loss, heads, inputs, labels, chunk, student.rows)
+    return total, label_count(labels)
 
 
 def hidden_of(cfg: ModelConfig, params: dict, batch: dict, **how: Any) -> Float[Array, "B T D"]:
@@ -178,3 +179,8 @@ def _sum_over_chunks(
     sums = jax.checkpoint(jax.named_scope(HEAD)(sums))
     each = jax.lax.map(lambda part: sums(shared, *part), parts)
     return jax.tree.map(lambda x: x.sum(axis=0), each)
+
+
+def cast(params: dict, dtype: str) -> dict:
+    """The params as the forward pass has them."""
+    return jax.tree.map(lambda x: x.astype(dtype), params)

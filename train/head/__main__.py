@@ -1,6 +1,7 @@
 """A head on a target's hidden states (EAGLE-3), trained beside the target, which stays as it is.
 
 python -m train.head CONFIG.toml [--set section.key=value ...] [--resume] [--dry-run] [--json]
+    [--distributed HOST:PORT,COUNT,INDEX]
 """
 
 from collections.abc import Sequence
@@ -10,8 +11,8 @@ from train.cli import run_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = run_parser("train.head", __doc__).parse_args(argv)
-    return run("train.head", "train.head.training:run", arguments)
+    args = run_parser("train.head", __doc__).parse_args(argv)
+    return run("train.head", "train.head.training:run", args)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from specjax.models.forward import module_of, tapped_states
 from specjax.models.head import draft_logits, fed_back, fused_states, share_embedding
 from train.data.packing import IGNORE
 from train.engine.loop import LossFn
-from train.engine.losses import Head, label_count, sum_over_chunks, summed_kl
+from train.engine.losses import Head, cast, label_count, sum_over_chunks, summed_kl
 
 Entry = tuple[Float[Array, "B T K E"], Float[Array, "B T K E"]]  # keys and values of one step
 
@@ -59,7 +59,7 @@ def head_loss(
     """
 
     def loss(params, frozen, batch):
-        params = jax.tree.map(lambda x: x.astype(objective.dtype), params)
+        params = cast(params, objective.dtype)
         tokens = (batch[name] for name in ("tokens", "positions", "segments"))
         seen = tapped_states(target, frozen, *tokens, taps=head.layer_ids, rows=rows)
         hidden, states = jax.lax.stop_gradient(seen)

@@ -15,10 +15,10 @@ from specjax.models.families.head import HeadConfig
 from specjax.models.hf.checkpoint import load_config
 from train.config import HeadRunConfig
 from train.data.fim import CodeLayout, frame_of
-from train.data.making import own_documents, own_shards
-from train.data.packing import Corpus, prepare
+from train.data.packing import Corpus
 from train.data.prompts import PROMPT_TOKENS
 from train.data.tokenizer import load_tokenizer, tokenizer_file
+from train.engine.feeding import own_corpus
 
 
 class Setup(NamedTuple):
@@ -41,10 +41,7 @@ def prepare_setup(cfg: HeadRunConfig, cache: Path | None) -> Setup:
       InputError, ModelError: the config and the target do not go together.
     """
     directory, target, tokenizer, layout = read_target(cfg)
-    if cfg.data.shards:
-        data = own_shards(cfg.data, tokenizer, layout, make=cache is not None)
-    else:
-        data = prepare(own_documents(cfg.data), tokenizer, cache, layout)
+    data = own_corpus(cfg.data, tokenizer, layout, cache)
     counts = data.counts(target.vocab_size)[0]
     ids = commonest(counts, cfg.head.draft_vocab) if cfg.head.draft_vocab else None
     coverage = 1.0 if ids is None else float(counts[ids].sum() / max(1, counts.sum()))

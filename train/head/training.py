@@ -11,15 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax import processes
 from specjax.models import head_matrix, init_params, load_pretrained, num_params
-from train.config import HeadRunConfig, fixed_settings, from_toml, to_dict
-from train.data.packing import held_out_tokens, make_loader, train_tokens, valid_batches
+from train.config import HeadRunConfig, fixed_settings, to_dict
+from train.data.packing import held_out_tokens, train_tokens
 from train.data.prompts import held_out_prompts
 from train.engine.directory import export, own_directory
-from train.engine.ending import finish
+from train.engine.feeding import own_batches
 from train.engine.loop import fit
 from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
+from train.engine.program import carry_out
 from train.head.evaluation import measure_decoding
 from train.head.losses import Objective, head_loss
 from train.head.setup import Setup, prepare_setup
@@ -27,8 +29,7 @@ from train.head.setup import Setup, prepare_setup
 
 def run(args: argparse.Namespace) -> int:
     """The program; returns the exit code."""
-    cfg = from_toml(HeadRunConfig, args.config, args.set)
-    return finish("train.head", lambda: main(cfg, args.resume, args.dry_run), args.json)
+    return carry_out("train.head", HeadRunConfig, main, args)
 
 
 def main(cfg: HeadRunConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
@@ -36,28 +37,31 @@ def main(cfg: HeadRunConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     if dry_run:
         return plan(cfg, prepare_setup(cfg, None))
     with own_directory(cfg.run, resume) as directory:
-        setup = prepare_setup(cfg, directory.parent / "cache")
-        return plan(cfg, setup) | train(cfg, setup, resume)
+        placement = processes.together(lambda: run_placement(cfg.mesh, cfg.optim.batch_size))
+        setup = processes.first_then_all(lambda: prepare_setup(cfg, directory.parent / "cache"))
+        processes.agree(config=cfg, corpus=setup.data.fingerprint, jax=jax.__version__)
+        return plan(cfg, setup) | train(cfg, setup, placement, resume)
 
 
-def train(cfg: HeadRunConfig, setup: Setup, resume: bool) -> dict[str, Any]:
-    """Fits and exports."""
-    rows, section, data, head = cfg.optim.batch_size, cfg.head, setup.data, setup.head
-    placement = run_placement(cfg.mesh, rows)
+def train(cfg: HeadRunConfig, setup: Setup, placement: Placement, resume: bool) -> dict[str, Any]:
+    """Fits and exports. Every process of a run does; the first writes."""
+    section, data, head = cfg.head, setup.data, setup.head
+    dtype = jnp.dtype(cfg.model.compute_dtype)
     with host_memory():  # one device may be too small for what all of them share
-        _, target = load_pretrained(setup.directory, jnp.dtype(cfg.model.compute_dtype))
+        _, target = processes.together(lambda: load_pretrained(setup.directory, dtype))
         params = first_params(setup, target, cfg.run.seed)
+    loader, valid = own_batches(cfg, data)
     objective = Objective(section.steps, section.decay, cfg.model.compute_dtype, cfg.model.remat)
     loss = functools.partial(head_loss, setup.target, head, rows=placement.row_sharding(0))
     outcome = fit(
         loss(objective),
         params,
         make_optimizer(cfg.optim),
-        make_loader(data, cfg.data.seq_len, rows, cfg.run.seed),
+        loader,
         run=cfg.run,
         optim=cfg.optim,
         eval_loss=loss(dataclasses.replace(objective, remat=False)),
-        valid=valid_batches(data, cfg.data.seq_len, rows, cfg.run.eval_batches),
+        valid=valid,
         frozen=target,
         resume=resume,
         # Which ids are drafted follows from the corpus and their number.

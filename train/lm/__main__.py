@@ -1,6 +1,7 @@
 """Pre-training, from scratch or onward, and distillation of drafts.
 
 python -m train.lm CONFIG.toml [--set section.key=value ...] [--resume] [--dry-run] [--json]
+    [--distributed HOST:PORT,COUNT,INDEX]
 """
 
 from collections.abc import Sequence

@@ -6,42 +6,31 @@ import argparse
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-from tokenizers import Tokenizer
 
-from specjax.errors import InputError
-from specjax.models import ModelConfig, init_params, load_pretrained, num_params
-from train.config import LMConfig, fixed_settings, from_toml, to_dict
+from specjax import processes
+from specjax.models import ModelConfig, num_params
+from specjax.models.hf.checkpoint import load_config
+from train.config import LMConfig, fixed_settings, to_dict
 from train.data.corpus import permissive_distributions
-from train.data.fim import CodeLayout, frame_of
-from train.data.making import own_documents, own_shards
-from train.data.packing import (
-    Corpus,
-    Layout,
-    Plain,
-    held_out_tokens,
-    make_loader,
-    prepare,
-    train_tokens,
-    valid_batches,
-)
-from train.data.reading import Document
-from train.data.tokenizer import EOS_ID, load_tokenizer, train_tokenizer
+from train.data.packing import Corpus, held_out_tokens, train_tokens
 from train.engine.directory import export, own_directory
-from train.engine.ending import finish
-from train.engine.loop import LossFn, fit
-from train.engine.losses import Head, chunked_distillation, hidden_of
+from train.engine.feeding import own_batches
+from train.engine.loop import fit
+from train.engine.operations import causal_operations
 from train.engine.optim import make_optimizer
+from train.engine.placement import Placement, host_memory, run_placement
+from train.engine.program import carry_out
+from train.lm.losses import data_loss, training_loss
+from train.lm.setup import Setup, prepare_setup
 
 
 def run(args: argparse.Namespace) -> int:
     """The program; returns the exit code."""
-    cfg = from_toml(LMConfig, args.config, args.set)
-    return finish("train.lm", lambda: main(cfg, args.resume, args.dry_run), args.json)
+    return carry_out("train.lm", LMConfig, main, args)
 
 
 def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
@@ -49,45 +38,43 @@ def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     if dry_run:
         return _dry_run(cfg)
     with own_directory(cfg.run, resume) as directory:
-        return train(cfg, directory, resume)
+        placement = processes.together(lambda: run_placement(cfg.mesh, cfg.optim.batch_size))
+        cache = directory.parent / "cache"
+        setup = processes.first_then_all(lambda: prepare_setup(cfg, directory, cache))
+        facts = {"model": setup.model, "corpus": setup.data.fingerprint}
+        processes.agree(config=cfg, **facts, jax=jax.__version__)
+        return train(cfg, setup, placement, resume)
 
 
 def _dry_run(cfg: LMConfig) -> dict[str, Any]:
     """The plan; nothing is left on the disk, and shards must be there."""
-    documents = read_documents(cfg)
     with tempfile.TemporaryDirectory() as scratch:
-        tokenizer = get_tokenizer(cfg, documents, Path(scratch))
-    model, _ = build_model(cfg, tokenizer.get_vocab_size())
-    laid = layout(cfg, model, tokenizer)
-    if documents is None:
-        return plan(cfg, model, own_shards(cfg.data, tokenizer, laid, make=False))
-    return plan(cfg, model, prepare(documents, tokenizer, None, laid))
+        setup = prepare_setup(cfg, Path(scratch), None)
+    return plan(cfg, setup.model, setup.data)
 
 
-def train(cfg: LMConfig, directory: Path, resume: bool) -> dict[str, Any]:
-    """Fits and exports."""
-    documents = read_documents(cfg)
-    tokenizer = get_tokenizer(cfg, documents, directory)
-    model, first_params = build_model(cfg, tokenizer.get_vocab_size())
-    laid = layout(cfg, model, tokenizer)
-    if documents is None:
-        data = own_shards(cfg.data, tokenizer, laid)
-    else:
-        data = prepare(documents, tokenizer, directory.parent / "cache", laid)
-    loss, frozen = training_loss(cfg, model)
-    rows = cfg.optim.batch_size
+def train(cfg: LMConfig, setup: Setup, placement: Placement, resume: bool) -> dict[str, Any]:
+    """Fits and exports. Every process of a run does; the first writes."""
+    tokenizer, model, first_params, data = setup
+    lie = placement.row_sharding(0)
+    with host_memory():  # one device may be too small for what all of them share
+        loss, frozen = processes.together(lambda: training_loss(cfg, model, lie))
+        params = first_params()
+    loader, valid = own_batches(cfg, data)
     outcome = fit(
         loss,
-        first_params(),
+        params,
         make_optimizer(cfg.optim),
-        make_loader(data, cfg.data.seq_len, rows, cfg.run.seed),
+        loader,
         run=cfg.run,
         optim=cfg.optim,
-        eval_loss=data_loss(model),
-        valid=valid_batches(data, cfg.data.seq_len, rows, cfg.run.eval_batches),
+        eval_loss=data_loss(model, cfg.model.compute_dtype, rows=lie),
+        valid=valid,
         frozen=frozen,
         resume=resume,
         fixed=fixed_settings("train.lm", cfg, model, data.fingerprint),
+        placement=placement,
+        operations=useful_operations(cfg, model),
     )
     if outcome.valid_loss is not None:
         # Nats per token, over bytes per token, in bits.
@@ -97,97 +84,16 @@ def train(cfg: LMConfig, directory: Path, resume: bool) -> dict[str, Any]:
     card = summary | {"recipe": to_dict(cfg)}
     if "installed" in cfg.data.corpora:
         card["installed_packages"] = permissive_distributions()
-    return summary | export(cfg.run, model, outcome.params, tokenizer, outcome, card)
+    params = placement.host(outcome.params)
+    return summary | export(cfg.run, model, params, tokenizer, outcome, card)
 
 
-def read_documents(cfg: LMConfig) -> list[Document] | None:
-    """The corpus; None where its tokens are in shards, so that it is read as a stream."""
-    return None if cfg.data.shards else own_documents(cfg.data)
-
-
-def layout(cfg: LMConfig, model: ModelConfig, tokenizer: Tokenizer) -> Layout:
-    """How a document becomes tokens: of a checkpoint, between its own ids."""
-    start = cfg.model.init_from
-    return CodeLayout(*frame_of(start, model, tokenizer)) if start else Plain()
-
-
-def training_loss(cfg: LMConfig, model: ModelConfig) -> tuple[LossFn, dict | None]:
-    """(the loss that the config asks for, the params of its teacher)."""
-    if not cfg.distill.teacher:
-        return data_loss(model), None
-    teacher, params = load_pretrained(cfg.distill.teacher)
-    if teacher.vocab_size != model.vocab_size:
-        raise InputError(
-            f"distill.teacher={cfg.distill.teacher!r} has {teacher.vocab_size} "
-            f"ids, the draft {model.vocab_size}: share the tokenizer"
-        )
-    return distillation_loss(model, teacher, cfg.distill.alpha, cfg.distill.temperature), params
-
-
-def data_loss(cfg: ModelConfig) -> LossFn:
-    """Cross-entropy of the next token, summed, and the number of tokens."""
-
-    def loss(params, frozen, batch):
-        return Head.of(cfg, params).cross_entropy(hidden_of(cfg, params, batch), batch["labels"])
-
-    return loss
-
-
-def distillation_loss(
-    cfg: ModelConfig, teacher: ModelConfig, alpha: float, temperature: float
-) -> LossFn:
-    """The draft's loss; ``frozen`` are the teacher's params."""
-
-    def loss(params, frozen, batch):
-        own = (Head.of(cfg, params), hidden_of(cfg, params, batch))
-        others = Head.of(teacher, frozen), jax.lax.stop_gradient(hidden_of(teacher, frozen, batch))
-        return chunked_distillation(*own, *others, batch["labels"], alpha, temperature)
-
-    return loss
-
-
-def build_model(cfg: LMConfig, vocab_size: int) -> tuple[ModelConfig, Callable[[], dict]]:
-    """The architecture, and a function that makes its first params.
-
-    Raises:
-      InputError: the tokenizer has more ids, or the rows more tokens, than it takes.
-    """
-    if cfg.model.init_from:
-        model, params = load_pretrained(cfg.model.init_from)
-    else:
-        sizes = {name: value for name, value in vars(cfg.model).items() if name != "init_from"}
-        sizes |= {"vocab_size": vocab_size, "num_kv_heads": cfg.model.num_kv_heads or None}
-        model, params = ModelConfig.llama(**sizes, eos_ids=(EOS_ID,), bos_id=EOS_ID), None
-    if model.vocab_size < vocab_size:
-        raise InputError(
-            f"model.init_from={cfg.model.init_from!r} has {model.vocab_size} ids, the "
-            f"tokenizer {vocab_size}: set tokenizer.path to the checkpoint's own"
-        )
-    if cfg.data.seq_len > model.max_position:
-        raise InputError(
-            f"data.seq_len={cfg.data.seq_len} is longer than the model's context "
-            f"({model.max_position}): lower it, or raise model.max_position"
-        )
-    return model, lambda: params or init_params(model, jax.random.key(cfg.run.seed))
-
-
-def get_tokenizer(cfg: LMConfig, documents: list[Document] | None, directory: Path) -> Tokenizer:
-    """The configured tokenizer, or one trained on the corpus and kept in the run.
-
-    Raises:
-      InputError: none is configured, and the corpus is not in memory; or it cannot be read.
-    """
-    if documents is None and not cfg.tokenizer.path:
-        raise InputError(
-            "data.shards needs tokenizer.path: a run on a part of the corpus, without data.shards, "
-            "trains one"
-        )
-    if cfg.tokenizer.path:
-        return load_tokenizer(cfg.tokenizer.path)
-    own = directory / "tokenizer.json"
-    if own.exists():
-        return load_tokenizer(own)
-    return train_tokenizer(documents, cfg.tokenizer.vocab_size, own)
+def useful_operations(cfg: LMConfig, model: ModelConfig) -> float:
+    """Of a step, per token: forward and backward, and a teacher's forward pass."""
+    length = cfg.data.seq_len
+    taught = load_config(Path(cfg.distill.teacher)) if cfg.distill.teacher else None
+    teacher = causal_operations(taught, length) if taught else 0.0
+    return 3 * causal_operations(model, length) + teacher
 
 
 def plan(cfg: LMConfig, model: ModelConfig, data: Corpus) -> dict[str, Any]:

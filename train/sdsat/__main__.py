@@ -6,19 +6,13 @@ python -m train.sdsat CONFIG.toml [--set section.key=value ...] [--resume] [--dr
 
 from collections.abc import Sequence
 
-from specjax.program import Place, run, start
+from specjax.program import run, start
 from train.cli import run_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = run_parser("train.sdsat", __doc__)
-    parser.add_argument(
-        "--distributed",
-        metavar=Place.FORM,
-        help="one of COUNT processes that meet at process 0's address; "
-        "cluster: as the cluster manager says",
-    )
-    return run("train.sdsat", "train.sdsat.training:run", parser.parse_args(argv))
+    args = run_parser("train.sdsat", __doc__).parse_args(argv)
+    return run("train.sdsat", "train.sdsat.training:run", args)
 
 
 if __name__ == "__main__":

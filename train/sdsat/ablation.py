@@ -12,9 +12,9 @@ from typing import Any
 from specjax.errors import InputError
 from specjax.files import aside, markdown_table, write_text
 from train.config import SDSATConfig, from_toml, to_dict
-from train.engine.ending import finish
 from train.engine.loop import METRICS
 from train.engine.metrics import read_metrics
+from train.engine.program import finish
 from train.sdsat import training as sdsat
 from train.sdsat.variants import CONTINUED, VARIANTS
 

@@ -24,7 +24,15 @@ from specjax.models.attention import Isolated
 from specjax.models.blocks import Remat
 from train.data.packing import IGNORE
 from train.engine.loop import Extras, LossFn
-from train.engine.losses import Head, hidden_of, label_count, nll, sum_over_chunks, summed_kl
+from train.engine.losses import (
+    Head,
+    cast,
+    hidden_of,
+    label_count,
+    nll,
+    sum_over_chunks,
+    summed_kl,
+)
 
 # Hidden states of (the clean stream [B, T, D], the adaptive tokens [B, N, D], and the clean
 # stream where it predicts the same label as each of those [B, N, D]).
@@ -223,8 +231,3 @@ def probe_loss(
         return total, count, extras
 
     return loss
-
-
-def cast(params: dict, dtype: str) -> dict:
-    """The params as the forward pass has them."""
-    return jax.tree.map(lambda x: x.astype(dtype), params)

@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-from specjax.models import ModelConfig, num_params
-from train.config import SDSATConfig
+from specjax.models import ModelConfig
+from train.config import Adaptive, SDSATConfig
 from train.engine.metrics import TERAFLOPS
+from train.engine.operations import forward_operations
 from train.sdsat.insertion import appended_slots
 
 
-def forward_flops(model: ModelConfig, loss: str, window: int, rate: float, seq_len: int) -> float:
+def forward_flops(model: ModelConfig, section: Adaptive, seq_len: int) -> float:
     """Floating-point operations of one row's forward pass, ``seq_len`` clean tokens long.
 
-    Two per parameter and token, and attention as it runs: scores and values over every key of
-    the sequence, those that the mask hides included. Backward takes twice as many.
+    Attention as it runs: over every key of the sequence, those that the mask hides included.
     """
-    appended = appended_slots(window, rate, seq_len) if loss == "isolated" else 0
-    sequences, tokens = (2 if loss == "improved" else 1), seq_len + appended
-    lookups = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-    products = 2 * (num_params(model) - lookups) * tokens
-    attention = 4 * tokens**2 * model.num_heads * model.head_dim * model.num_layers
-    return float(sequences * (products + attention))
+    sequences, tokens = sequences_of(section), row_tokens(section, seq_len)
+    return forward_operations(model, sequences * tokens, sequences * tokens**2)
 
 
 def useful_operations(cfg: SDSATConfig, model: ModelConfig) -> float:
-    """Of a step, per token of a batch: :func:`forward_flops` without the scores that masks hide."""
-    section, length = cfg.sdsat, cfg.data.seq_len
-    forward = forward_flops(model, section.loss, section.window, section.start_rate, length)
-    sequences, tokens = (2 if section.loss == "improved" else 1), row_tokens(cfg)
+    """Of a step, per token of a batch: without the pairs that masks hide."""
+    sequences, length = sequences_of(cfg.sdsat), cfg.data.seq_len
+    tokens = row_tokens(cfg.sdsat, length)
     seen = (sequences * length + tokens - length) * length / 2
-    masked = sequences * tokens**2 - seen
-    operations = forward - 4 * masked * model.num_heads * model.head_dim * model.num_layers
-    return 3 * operations / tokens
+    return 3 * forward_operations(model, sequences * tokens, seen) / tokens
 
 
-def row_tokens(cfg: SDSATConfig) -> int:
+def sequences_of(section: Adaptive) -> int:
+    """Passed for each row of a batch: with loss ``improved`` the clean one and the mixed one."""
+    return 2 if section.loss == "improved" else 1
+
+
+def row_tokens(section: Adaptive, seq_len: int) -> int:
     """Of a row of a batch: clean ones, and with loss ``isolated`` its windows'."""
-    section, length = cfg.sdsat, cfg.data.seq_len
     isolated = section.loss == "isolated"
-    return length + isolated * appended_slots(section.window, section.start_rate, length)
+    return seq_len + isolated * appended_slots(section.window, section.start_rate, seq_len)
 
 
 def run_hours(cfg: SDSATConfig, model: ModelConfig, kind: str, devices: int) -> dict[str, float]:
@@ -45,6 +42,6 @@ def run_hours(cfg: SDSATConfig, model: ModelConfig, kind: str, devices: int) -> 
     if kind not in TERAFLOPS:
         return {}
     rows = cfg.optim.batch_size * cfg.optim.accumulate * cfg.optim.total_steps
-    operations = rows * row_tokens(cfg) * useful_operations(cfg, model)
+    operations = rows * row_tokens(cfg.sdsat, cfg.data.seq_len) * useful_operations(cfg, model)
     seconds = operations / (devices * TERAFLOPS[kind] * 1e12 / 2)
     return {"hours_at_half_the_peak": round(seconds / 3600, 2)}

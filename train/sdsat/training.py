@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -18,27 +18,27 @@ from specjax.lm import lasting
 from specjax.models import load_pretrained, num_params, param_shapes
 from specjax.models.adapters import KEY
 from specjax.models.hf.delta import save_delta
-from train.config import SDSATConfig, fixed_settings, from_toml, to_dict
-from train.data.making import own_documents, own_shards
-from train.data.packing import (
-    Corpus,
-    held_out_tokens,
-    make_loader,
-    prepare,
-    train_tokens,
-    valid_batches,
-)
+from train.config import SDSATConfig, fixed_settings, to_dict
+from train.data.packing import Corpus, held_out_tokens, train_tokens
 from train.data.prompts import held_out_prompts
 from train.engine.directory import export, export_as, own_directory, require_room
-from train.engine.ending import finish
+from train.engine.feeding import own_batches, own_corpus
 from train.engine.loop import fit
+from train.engine.losses import cast
 from train.engine.metrics import require_sinks
 from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
+from train.engine.program import carry_out
 from train.sdsat.dryrun import needed_memory
 from train.sdsat.evaluation import Decoding, measure_decoding
-from train.sdsat.losses import cast, probe_loss, sdsat_loss, weigh
-from train.sdsat.operations import forward_flops, row_tokens, run_hours, useful_operations
+from train.sdsat.losses import probe_loss, sdsat_loss, weigh
+from train.sdsat.operations import (
+    forward_flops,
+    row_tokens,
+    run_hours,
+    sequences_of,
+    useful_operations,
+)
 from train.sdsat.setup import Setup, check_absent, prepare_setup, transforms
 from train.sdsat.trainable import TABLES
 
@@ -54,10 +54,7 @@ COPIED = (
 
 def run(args: argparse.Namespace) -> int:
     """The program; returns the exit code."""
-    if args.distributed:
-        processes.join(args.distributed)
-    cfg = from_toml(SDSATConfig, args.config, args.set)
-    return finish("train.sdsat", lambda: main(cfg, args.resume, args.dry_run), args.json)
+    return carry_out("train.sdsat", SDSATConfig, main, args)
 
 
 def main(cfg: SDSATConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
@@ -67,12 +64,9 @@ def main(cfg: SDSATConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
         needs = needed_memory(cfg, setup)
         where = needs["compiled_for"], needs["devices"]
         return plan(cfg, setup) | needs | run_hours(cfg, setup.model, *where)
-    with contextlib.ExitStack() as held:
-        own = own_directory(cfg.run, resume)
-        directory = processes.together(lambda: held.enter_context(own))
+    with own_directory(cfg.run, resume) as directory:
         placement = processes.together(lambda: _make_ready(cfg, resume))
-        processes.together(lambda: _make_shards(cfg) if processes.leads() else None)
-        setup, data = processes.together(lambda: read(cfg, directory.parent / "cache"))
+        setup, data = processes.first_then_all(lambda: read(cfg, directory.parent / "cache"))
         processes.agree(config=cfg, model=setup.model, corpus=data.fingerprint, jax=jax.__version__)
         about = plan(cfg, setup) | _epochs(cfg, data)
         return about | train(cfg, setup, data, placement, about, resume)
@@ -89,20 +83,10 @@ def _make_ready(cfg: SDSATConfig, resume: bool) -> Placement:
     return placement
 
 
-def _make_shards(cfg: SDSATConfig) -> None:
-    """Makes what is missing of them, where the config asks for shards."""
-    if cfg.data.shards:
-        setup = prepare_setup(cfg)
-        own_shards(cfg.data, setup.tokenizer, setup.layout)
-
-
 def read(cfg: SDSATConfig, cache: Path | None) -> tuple[Setup, Corpus]:
-    """Everything but the weights; shards must be there, other tokens are kept in ``cache``."""
+    """Everything but the weights; ``cache`` as for :func:`own_corpus`."""
     setup = prepare_setup(cfg)
-    if cfg.data.shards:
-        data = own_shards(cfg.data, setup.tokenizer, setup.layout, make=False)
-    else:
-        data = prepare(own_documents(cfg.data), setup.tokenizer, cache, setup.layout)
+    data = own_corpus(cfg.data, setup.tokenizer, setup.layout, cache)
     check_absent(setup, data)
     return setup, data
 
@@ -116,24 +100,21 @@ def train(
     resume: bool,
 ) -> dict[str, Any]:
     """Fits and exports, ``about`` in the card. Every process of a run does; the first writes."""
-    rows, model, tuning = cfg.optim.batch_size, setup.model, setup.tuning
+    model, tuning = setup.model, setup.tuning
     with host_memory():  # one device may be too small for what all of them share
         trainable, frozen = processes.together(lambda: tuning.split(first_params(setup)))
-    laid, probed = transforms(cfg, setup.insertion)
-    process, count = jax.process_index(), jax.process_count()
-    share = {"process_index": process, "process_count": count, "transform": laid}
+    loader, valid = own_batches(cfg, data, *transforms(cfg, setup.insertion))
     lie = placement.row_sharding(0)
     held_out = probe_loss(model, cfg.sdsat.held_out_window, cfg.model.compute_dtype, lie)
-    valid = valid_batches(data, cfg.data.seq_len, rows, cfg.run.eval_batches, probed)
     outcome = fit(
         tuning.over_trained(sdsat_loss(model, setup.objective, lie)),
         trainable,
         make_optimizer(cfg.optim),
-        make_loader(data, cfg.data.seq_len, rows // count, cfg.run.seed, **share),
+        loader,
         run=cfg.run,
         optim=cfg.optim,
         eval_loss=tuning.over_trained(held_out),
-        valid=[{name: x[process::count] for name, x in batch.items()} for batch in valid],
+        valid=valid,
         frozen=frozen,
         resume=resume,
         fixed=fixed_settings("train.sdsat", cfg, model, data.fingerprint),
@@ -143,18 +124,13 @@ def train(
         operations=useful_operations(cfg, setup.model),
     )
     params = tuning.merge(placement.host(outcome.params), frozen)
-    ended = {}
-    if processes.leads():
-        card = about | {"recipe": to_dict(cfg)}
-        if tuning.gated:
-            where, dtype = (lasting(cfg.model.init_from), setup.directory), cfg.run.export_dtype
-            save = functools.partial(save_delta, *where, model, params[KEY], dtype)
-            ended = export_as(cfg.run, save, outcome, card)
-        else:
-            copied = [path for name in COPIED if (path := setup.directory / name).exists()]
-            ended = export(cfg.run, model, params, setup.tokenizer, outcome, card, copied)
-    processes.wait("export")
-    return ended
+    card = about | {"recipe": to_dict(cfg)}
+    if tuning.gated:
+        where, dtype = (lasting(cfg.model.init_from), setup.directory), cfg.run.export_dtype
+        save = functools.partial(save_delta, *where, model, params[KEY], dtype)
+        return export_as(cfg.run, save, outcome, card)
+    copied = [path for name in COPIED if (path := setup.directory / name).exists()]
+    return export(cfg.run, model, params, setup.tokenizer, outcome, card, copied)
 
 
 def _measure(
@@ -208,10 +184,9 @@ def grow(params: dict, ids: tuple[int, ...], new_rows: int) -> dict:
 def plan(cfg: SDSATConfig, setup: Setup) -> dict[str, Any]:
     """What the run will do, in numbers; clean tokens are the corpus's, which is not read."""
     rows = cfg.optim.batch_size * cfg.optim.accumulate
-    section, clean = cfg.sdsat, rows * cfg.data.seq_len
-    sequences = 2 if section.loss == "improved" else 1
+    section, length = cfg.sdsat, cfg.data.seq_len
     own, improved = (
-        forward_flops(setup.model, loss, section.window, section.start_rate, cfg.data.seq_len)
+        forward_flops(setup.model, dataclasses.replace(section, loss=loss), length)
         for loss in (section.loss, "improved")
     )
     trainable = jax.eval_shape(setup.tuning.split, param_shapes(setup.model))[0]
@@ -226,8 +201,8 @@ def plan(cfg: SDSATConfig, setup: Setup) -> dict[str, Any]:
         "vocab_size": setup.model.vocab_size,
         "adaptive_ids": sorted(set(setup.model.adaptive_ids)),
         "new_rows": setup.new_rows,
-        "clean_tokens_per_step": clean,
-        "forward_tokens_per_step": rows * row_tokens(cfg) * sequences,
+        "clean_tokens_per_step": rows * length,
+        "forward_tokens_per_step": rows * row_tokens(section, length) * sequences_of(section),
         "teraflops_per_step": round(3 * rows * own / 1e12, 3),
         "compute_against_improved": round(own / improved, 3),
         "steps": cfg.optim.total_steps,

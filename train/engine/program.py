@@ -1,7 +1,8 @@
-"""How a training program ends: with its summary, or with one line of what failed."""
+"""How a training program begins and ends: its config; its summary, or one line of what failed."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,18 @@ from rich.table import Table
 
 from specjax import processes
 from specjax.program import FAILED, say
+from train.config import from_toml
 from train.engine.loop import TrainingError
+
+
+def carry_out(
+    name: str, config: type, main: Callable[..., dict[str, Any]], args: argparse.Namespace
+) -> int:
+    """Joins the run's processes and calls ``main(cfg, resume, dry_run)``; returns the exit code."""
+    if args.distributed:
+        processes.join(args.distributed)
+    cfg = from_toml(config, args.config, args.set)
+    return finish(name, lambda: main(cfg, args.resume, args.dry_run), args.json)
 
 
 def finish(name: str, work: Callable[[], dict[str, Any] | None], as_json: bool = False) -> int:
