@@ -3,9 +3,10 @@
 python docs/tools/measure_tokens.py [--gb 0.5] [--kills 10] [--out DIR]
 
 Synthetic JSONL and Parquet (functions of the standard library in a random order, so that no two
-documents are alike) are tokenised by ``train.tokens`` in two processes; the same texts go through
-the tokenizer alone, in calls of the same size, on one core. Processor time is compared, for other
-work may share the machine. Then a loader reads rows, in a process of its own.
+documents are alike) are tokenised by ``train.tokens`` in two processes; before and after, a part of
+the same texts goes through the tokenizer alone, in calls of the same size, in two processes at
+once, too: two that share a core's units are slower than one, and a machine that others share is not
+the same for long. Processor time is compared. Then a loader reads rows, in a process of its own.
 
 ``--kills N`` instead kills ``train.tokens`` N times at random moments, and then ``train.lm``, which
 reads the shards, N times; shards and losses are compared with those of runs that nobody stopped.
@@ -14,6 +15,7 @@ reads the shards, N times; shards and losses are compared with those of runs tha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -38,6 +40,7 @@ from train.data.reading import Intake, read_piece
 
 TOKENIZER = "specjax/demo/tokenizer.json"
 CHARS = 4096  # of a document, on average
+PROCESSES = 2
 
 
 def write_corpus(home: Path, size: int) -> list[str]:
@@ -66,7 +69,20 @@ def write_corpus(home: Path, size: int) -> list[str]:
 
 
 def tokenizer_alone(files: list[str], most: int) -> dict[str, float]:
-    """Bytes of text per processor second of the tokenizer's own calls, over the first texts."""
+    """Bytes of text per processor second of the tokenizer's own calls, over the first texts.
+
+    In as many processes at once as ``train.tokens`` takes; the mean of them.
+    """
+    command = [sys.executable, __file__, "--alone", json.dumps([files, most])]
+    with contextlib.ExitStack() as held:
+        pipe = {"stdout": subprocess.PIPE, "text": True}
+        started = [held.enter_context(subprocess.Popen(command, **pipe)) for _ in range(PROCESSES)]
+        said = [json.loads(process.communicate()[0]) for process in started]
+    return {name: sum(one[name] for one in said) / PROCESSES for name in said[0]}
+
+
+def encode(files: list[str], most: int) -> None:
+    """In a process of its own: the tokenizer's calls, until ``most`` bytes of text are done."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = Tokenizer.from_file(TOKENIZER)
     seconds, done, batch, chars = 0.0, 0, [], 0
@@ -82,7 +98,7 @@ def tokenizer_alone(files: list[str], most: int) -> dict[str, float]:
             batch, chars = [], 0
         if done >= most:
             break
-    return {"bytes": done, "mb_per_cpu_second": done / 1e6 / seconds}
+    print(json.dumps({"bytes": done, "mb_per_cpu_second": done / 1e6 / seconds}))
 
 
 def watched(command: list[str]) -> dict[str, float]:
@@ -183,46 +199,56 @@ def kill(home: Path, files: list[str], kills: int) -> dict[str, object]:
     }
 
 
+def measure(home: Path, files: list[str]) -> dict[str, object]:
+    """Speed against the tokenizer's own, sizes, and the memory of each stage."""
+    size = sum(os.path.getsize(file) for file in files)
+    before = tokenizer_alone(files, size // 20)
+    data = {"corpora": [], "files": files, "shards": str(home / "shards")}
+    command = command_of("train.tokens", data)
+    made = watched([*command, "--processes", str(PROCESSES)])
+    alone = [before, tokenizer_alone(files, size // 20)]
+    again = watched(command)
+    manifest = json.loads((home / "shards" / "manifest.json").read_text())
+    text = sum(manifest["bytes"].values())
+    rate = text / 1e6 / made["cpu_seconds"]
+    reading = [sys.executable, __file__, "--read", json.dumps(data)]
+    read = subprocess.run(reading, check=True, capture_output=True, text=True).stdout
+    return {
+        "gb_of_text": text / 1e9,
+        "gb_of_files": size / 1e9,
+        "gb_of_shards": sum(shard["bytes"] for shard in manifest["shards"]) / 1e9,
+        "documents": manifest["documents"],
+        "tokens": manifest["tokens"],
+        "tokenizer_alone": alone,
+        "tokenising": made | {"mb_per_cpu_second": rate},
+        "share_of_the_tokenizers_own": [rate / one["mb_per_cpu_second"] for one in alone],
+        "when_all_is_there": again,
+        "reading": json.loads(read),
+        "training": watched(command_of("train.lm", data, f"run.dir={home / 'lm'}")),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=0.5)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--out", default="")
     parser.add_argument("--read", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.read:
         data = json.loads(args.read)
         read_rows(Data((), tuple(data["files"]), data["shards"]), 4000)
         return
+    if args.alone:
+        encode(*json.loads(args.alone))
+        return
+    if args.out:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.out or None) as scratch:
         home = Path(scratch)
         files = write_corpus(home, int(args.gb * 1e9))
-        if args.kills:
-            print(json.dumps(kill(home, files, args.kills), indent=1))
-            return
-        alone = tokenizer_alone(files, int(args.gb * 1e8))
-        data = {"corpora": [], "files": files, "shards": str(home / "shards")}
-        command = command_of("train.tokens", data)
-        made = watched([*command, "--processes", "2"])
-        again = watched(command)
-        manifest = json.loads((home / "shards" / "manifest.json").read_text())
-        text = sum(manifest["bytes"].values())
-        rate = text / 1e6 / made["cpu_seconds"]
-        reading = [sys.executable, __file__, "--read", json.dumps(data)]
-        read = subprocess.run(reading, check=True, capture_output=True, text=True).stdout
-        report = {
-            "gb_of_text": text / 1e9,
-            "gb_of_files": sum(os.path.getsize(file) for file in files) / 1e9,
-            "gb_of_shards": sum(shard["bytes"] for shard in manifest["shards"]) / 1e9,
-            "documents": manifest["documents"],
-            "tokens": manifest["tokens"],
-            "tokenizer_alone": alone,
-            "tokenising": made | {"mb_per_cpu_second": rate},
-            "share_of_the_tokenizers_own": rate / alone["mb_per_cpu_second"],
-            "when_all_is_there": again,
-            "reading": json.loads(read),
-            "training": watched(command_of("train.lm", data, f"run.dir={home / 'lm'}")),
-        }
+        report = kill(home, files, args.kills) if args.kills else measure(home, files)
         print(json.dumps(report, indent=1))
 
 

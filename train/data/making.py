@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -141,13 +142,14 @@ def _make(
     sizes = [sum(piece.size for piece in pieces) for _, pieces in tasks]
     done = sum(sizes) - sum(sizes[number] for number in todo)
     with Bytes("tokenising", sum(sizes), done) as progress:
-        work = [(recipe, number, tasks[number][1]) for number in todo]
+        work = [(number, tasks[number][1]) for number in todo]
+        make = functools.partial(make_shard, recipe)
         processes = min(processes or os.cpu_count() or 1, len(work))
         if processes > 1:
-            in_processes(make_shard, work, processes, progress.add)
+            in_processes(make, work, processes, progress.add)
         else:
             for arguments in work:
-                make_shard(*arguments, progress.add)
+                make(*arguments, progress.add)
     write_index(home, plan | {"skipped": intake.skipped}, [source for source, _ in tasks])
     return read_manifest(home, recipe, source_names(data))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from specjax.errors import InputError
 from specjax.files import aside
@@ -238,7 +238,7 @@ def _join(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(token stream, offsets) of the documents as `layout` says."""
     streams = [np.zeros(0, id_type(tokenizer))]
-    for _, encoded in encode(documents, tokenizer, layout):
+    for _, encoded in Encoder(tokenizer.to_str(), layout)(documents):
         streams += encoded
     return np.concatenate(streams), np.cumsum([len(ids) for ids in streams], dtype=np.int64)
 
@@ -248,31 +248,44 @@ def id_type(tokenizer: Tokenizer) -> type:
     return np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
 
 
-def encode(
-    documents: Iterable[Document], tokenizer: Tokenizer, layout: Layout
-) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
-    """Some of the documents at a time, and the tokens of each as `layout` says."""
-    # A copy, so that the caller's tokenizer keeps its own setting.
-    tokenizer = Tokenizer.from_str(tokenizer.to_str())
-    tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a source file is plain text
-    dtype = id_type(tokenizer)
-    lead = leading_ids(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
-    for batch in _batches(documents):
-        laid = [layout.pieces(document) for document in batch]
-        texts = [piece for pieces in laid for piece in pieces if isinstance(piece, str)]
-        padded = ["\n" + text if lead and isinstance(text, Inside) else text for text in texts]
-        encoded = iter(tokenizer.encode_batch_fast(padded, add_special_tokens=False))
-        streams = []
-        for pieces in laid:
-            ids: list[int] = []
-            for piece in pieces:
-                if isinstance(piece, str):
-                    skipped = len(lead) if isinstance(piece, Inside) else 0
-                    ids += next(encoded).ids[skipped:]
-                else:
-                    ids.append(piece)
-            streams.append(np.asarray(ids, dtype))
-        yield batch, streams
+class Encoder:
+    """Documents into tokens as a layout says, by a tokenizer of its own.
+
+    Who encodes often keeps one: a tokenizer is up to a third slower in a process where others were
+    used and freed, for the small pieces of memory it takes then lie scattered.
+    """
+
+    def __init__(self, tokenizer: str, layout: Layout):
+        self._tokenizer, self._layout = Tokenizer.from_str(tokenizer), layout
+        # "<|endoftext|>" in a source file is plain text.
+        self._tokenizer.encode_special_tokens = True
+        self._dtype = id_type(self._tokenizer)
+        encode = self._tokenizer.encode
+        self._lead = len(leading_ids(lambda text: encode(text, add_special_tokens=False).ids))
+        self.ids = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def __call__(
+        self, documents: Iterable[Document]
+    ) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
+        """Some of the documents at a time, and the tokens of each."""
+        for batch in _batches(documents):
+            laid = [self._layout.pieces(document) for document in batch]
+            texts = [piece for pieces in laid for piece in pieces if isinstance(piece, str)]
+            texts = [self._padded(text) for text in texts]
+            encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+            yield batch, [self._joined(pieces, encoded) for pieces in laid]
+
+    def _padded(self, text: str) -> str:
+        return "\n" + text if self._lead and isinstance(text, Inside) else text
+
+    def _joined(self, pieces: Sequence[str | int], encoded: Iterator[Encoding]) -> np.ndarray:
+        ids: list[int] = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                ids += next(encoded).ids[self._lead if isinstance(piece, Inside) else 0 :]
+            else:
+                ids.append(piece)
+        return np.asarray(ids, self._dtype)
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -12,6 +12,7 @@ however often the work was cut off. Each file is written aside and renamed.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -30,7 +31,7 @@ from specjax.errors import InputError, SpecjaxError
 from specjax.files import aside, write_text
 from train.data.corpus import is_held_out
 from train.data.near import BANDS, any_known, band_keys
-from train.data.packing import Layout, encode, id_type
+from train.data.packing import Encoder, Layout, id_type
 from train.data.reading import Document, Intake, Piece, read_piece
 
 FORMAT = 1
@@ -45,7 +46,7 @@ _THREADS = 4  # that read ahead while a step runs
 
 @dataclass(frozen=True)
 class Recipe:
-    """What turns pieces of files into shards; it goes to every process that makes them."""
+    """What turns pieces of files into shards; every process that makes them has one."""
 
     directory: str
     tokenizer: str  # its tokenizer.json
@@ -58,6 +59,11 @@ class Recipe:
             "tokenizer": hashlib.sha256(self.tokenizer.encode()).hexdigest(),
             "layout": self.layout.fingerprint,
         }
+
+    @functools.cached_property
+    def encoder(self) -> Encoder:
+        """One for all shards that a process makes."""
+        return Encoder(self.tokenizer, self.layout)
 
 
 def shard_path(directory: str | Path, number: int) -> Path:
@@ -76,12 +82,11 @@ def make_shard(
     Raises:
       InputError: a file cannot be read, or the shard not be written.
     """
-    tokenizer = Tokenizer.from_str(recipe.tokenizer)
     intake = Intake(strict=False, longest=LONGEST_DOCUMENT)
     path, part = shard_path(recipe.directory, number), _part_path(recipe.directory, number)
     try:
         with aside(path) as scratch:
-            arrays = _write_records(scratch, recipe, tokenizer, pieces, intake, tell)
+            arrays = _write_records(scratch, recipe.encoder, pieces, intake, tell)
             note = {"size": scratch.stat().st_size, "sha256": file_digest(scratch)}
         note["skipped"] = intake.skipped
         with aside(part) as scratch, scratch.open("wb") as file:
@@ -102,8 +107,7 @@ def unwritable(directory: str | Path, error: Exception) -> InputError:
 
 def _write_records(
     path: Path,
-    recipe: Recipe,
-    tokenizer: Tokenizer,
+    encoder: Encoder,
     pieces: Sequence[Piece],
     intake: Intake,
     tell: Callable[[int], None],
@@ -111,19 +115,19 @@ def _write_records(
     """Writes the records; returns what the index is made of."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    counts = np.zeros((2, size), np.int64)  # in training documents, and in held-out ones
+    counts = np.zeros((2, encoder.ids), np.int64)  # in training documents, and in held-out ones
     columns = [_NOTHING]
     documents = itertools.chain.from_iterable(read_piece(piece, intake) for piece in pieces)
     writer = ArrayRecordWriter(str(path), _WRITING)
     try:
-        for batch, streams in encode(documents, tokenizer, recipe.layout):
+        for batch, streams in encoder(documents):
             for ids in streams:
                 writer.write(ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes())
             columns.append(described := _describe(batch, streams))
             owner = np.repeat(described["held_out"], described["length"])
             ids = np.concatenate(streams)
-            counts += [np.bincount(ids[owner == out], minlength=size) for out in (False, True)]
+            splits = (ids[~owner], ids[owner])
+            counts += [np.bincount(split, minlength=encoder.ids) for split in splits]
             tell(int(described["bytes"].sum()))
     finally:
         writer.close()
