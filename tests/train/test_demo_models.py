@@ -55,7 +55,7 @@ def test_a_stage_reads_what_one_before_it_has_made(tmp_path):
     for place, stage in enumerate(stages):
         words = [word.partition("=")[2].strip('"[]') or word for word in stage.command[1:]]
         inside = [Path(word).relative_to(tmp_path) for word in words if str(tmp_path) in word]
-        read = {path.parts[0] for path in inside} - {"tokens", "tokens_of_both"}
+        read = {path.parts[0] for path in inside} - {"tokens", f"{stage.product.parts[-3]}_tokens"}
         assert read <= set(made[: place + 1]), stage
         assert place == 0 or read & set(made[:place]), stage
 
@@ -126,8 +126,8 @@ def test_the_models_are_made_and_decode(tmp_path):
     said = process.communicate(timeout=120)[1]
     assert process.returncode == 0 and "the same command goes on" in said
     assert not (tmp_path / "target" / "export").exists()
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    assert "train.lm" in done.stderr and "all models are in" in done.stdout
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "all models are in" in done.stdout, done.stderr
     cards = {name: tmp_path / name / "export" / "card.json" for name in NAMES if "." not in name}
     assert all(json.loads(card.read_text())["finished"] for card in cards.values())
     target, draft, tuned, head = (

@@ -62,13 +62,8 @@ class Plan:
         step = {"optim.batch_size": self.rows, "optim.accumulate": STEP_ROWS // self.rows}
         own = step | {"tokenizer.path": str(ROOT / "specjax" / "demo" / "tokenizer.json")}
         people = {"data.corpora": self.corpora, "data.shards": str(self.home / "tokens")}
-        # Half of the rows are the target's own text.
-        both = {
-            "data.corpora": self.corpora,
-            "data.files": [str(self.written)],
-            "data.weights": [*[1] * len(self.corpora), len(self.corpora)],
-            "data.shards": str(self.home / "tokens_of_both"),
-        }
+        # Each program lays documents in its own way.
+        mixed = [self._mixed(f"{name}_tokens") for name in ("draft_2", "sdsat")]
         alone = {"data.files": [str(self.written)]}
         taught = own | {"distill.teacher": self.export("target")}
         tuned = {"model.init_from": self.export("target")}
@@ -77,10 +72,19 @@ class Plan:
             self._trained("target", "train.lm", "demo_target", 3200, own | people),
             self._trained("draft_1", "train.lm", "demo_draft_1", 1000, taught | people),
             self._continuations(),
-            self._trained("draft_2", "train.lm", "demo_draft_2", 2000, taught | both | onward),
-            self._trained("sdsat", "train.sdsat", "sdsat_demo", 370, step | both | tuned),
+            self._trained("draft_2", "train.lm", "demo_draft_2", 2000, taught | mixed[0] | onward),
+            self._trained("sdsat", "train.sdsat", "sdsat_demo", 370, step | mixed[1] | tuned),
             self._trained("head", "train.head", "head_demo", 1600, alone | tuned),
         ]
+
+    def _mixed(self, shards: str) -> dict[str, Any]:
+        """A corpus half of whose rows are the target's own text."""
+        return {
+            "data.corpora": self.corpora,
+            "data.files": [str(self.written)],
+            "data.weights": [*[1] * len(self.corpora), len(self.corpora)],
+            "data.shards": str(self.home / shards),
+        }
 
     def _trained(
         self, name: str, program: str, config: str, steps: int, settings: dict[str, Any]
