@@ -50,12 +50,6 @@ def leads() -> bool:
     return jax.process_index() == 0
 
 
-def wait(point: str) -> None:
-    """Returns once every process is at ``point``."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(point)
-
-
 def any_of(flag: bool) -> bool:
     """Whether ``flag`` is true in any process; every process gets the same answer."""
     if jax.process_count() == 1:

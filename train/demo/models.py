@@ -62,7 +62,7 @@ class Plan:
         step = {"optim.batch_size": self.rows, "optim.accumulate": STEP_ROWS // self.rows}
         own = step | {"tokenizer.path": str(ROOT / "specjax" / "demo" / "tokenizer.json")}
         people = {"data.corpora": self.corpora, "data.shards": str(self.home / "tokens")}
-        # Each program lays documents in its own way.
+        # Shards of each, for the programs lay documents out differently.
         mixed = [self._mixed(f"{name}_tokens") for name in ("draft_2", "sdsat")]
         alone = {"data.files": [str(self.written)]}
         taught = own | {"distill.teacher": self.export("target")}
