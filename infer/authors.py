@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import groupby
 from operator import itemgetter
 
-from specjax.output import Piece
-from specjax.text import IncrementalDecoder, Tokenizer
-from specjax.types import FROM_TARGET
+from specjax.core.types import FROM_TARGET
+from specjax.runtime.output import Piece
+from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 
 Run = tuple[str, int]  # text, and FROM_DRAFT or FROM_TARGET
 

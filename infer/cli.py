@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from infer.datasets.table import DATASETS
-from specjax.checks import INT32_MAX, SEED_MAX
-from specjax.errors import OptionError
-from specjax.program import Parser, Place
+from specjax._util.checks import INT32_MAX, SEED_MAX
+from specjax._util.errors import OptionError
+from specjax._util.program import Parser, Place
 
 MOST_ROWS = 2**16  # of a prompt or a batch: each has a key of its own before the first is drawn
 MESH_AXES = ("data", "model")

@@ -20,10 +20,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from infer.cli import whole
+from specjax._util.errors import OptionError
+from specjax._util.files import write_text
+from specjax._util.program import Parser, run, say, start
 from specjax.demo.heldout import HeldOut, held_out_functions
-from specjax.errors import OptionError
-from specjax.files import write_text
-from specjax.program import Parser, run, say, start
 
 NAMES = 3  # of a line
 VALIDATION_SHARE = 4  # one module in so many is for validation

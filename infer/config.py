@@ -12,9 +12,9 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
-from specjax.errors import one_line
-from specjax.files import read_file
-from specjax.program import Parser
+from specjax._util.errors import one_line
+from specjax._util.files import read_file
+from specjax._util.program import Parser
 
 
 def add_config(commands: Parser) -> None:

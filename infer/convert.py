@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infer.cli import scheme
-from specjax.program import Parser, run, start
+from specjax._util.program import Parser, run, start
 
 
 def main(argv: Sequence[str] | None = None) -> int:

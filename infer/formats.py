@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specjax.files import parse_json
+from specjax._util.files import parse_json
 
 COMMONGEN = """Write one sentence that uses all of the words.
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 
 from specjax import lm
+from specjax.core.mesh import make_mesh
 from specjax.lm import LM
-from specjax.mesh import make_mesh
 
 DEMO_DRAFT = "demo-draft"
 

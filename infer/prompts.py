@@ -13,13 +13,13 @@ from typing import Any
 
 from infer.datasets.table import Source
 from infer.formats import Message, json_objects, plain, read_case
-from specjax.errors import OptionError
-from specjax.files import read_file
-from specjax.generate import check_draft_context, encode_prompt, generate
-from specjax.infill import PSM, infill_prompt
+from specjax._util.errors import OptionError
+from specjax._util.files import read_file
+from specjax._util.program import say
 from specjax.lm import LM
-from specjax.program import say
 from specjax.rewards import Reward
+from specjax.runtime.generate import check_draft_context, encode_prompt, generate
+from specjax.runtime.infill import PSM, infill_prompt
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 Entry = dict[str, Any]

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from infer.unpickle import copy_rest
-from specjax.errors import InputError, ModelError
+from specjax._util.errors import InputError, ModelError
 from specjax.lm import locate
 from specjax.models import load_pretrained
 from specjax.models.hf.checkpoint import WEIGHTS, read_json, save_quantized

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specjax.files import aside
+from specjax._util.files import aside
 
 # A column: its head, the key of its values in the rows, and their format.
 Column = tuple[str, str, str]

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 import specjax as sj
-from specjax import probs
-from specjax.mesh import alike
+from specjax.core import probs
+from specjax.core.mesh import alike
+from specjax.core.net import Net
 from specjax.models.cache import bucket
-from specjax.net import Net
 
 Prompts = Sequence[Sequence[int]]  # token ids
 

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import probs
-from specjax.errors import OptionError
+from specjax._util.errors import OptionError
+from specjax.core import probs
+from specjax.core.net import Net
 from specjax.lm import LM
 from specjax.models import KVCache
 from specjax.models.cache import bucket
-from specjax.net import Net
 
 WIDTH = 128  # tokens a row of a pass, whose logits are held
 TOP = 20  # alternatives that are kept

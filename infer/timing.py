@@ -14,13 +14,13 @@ import numpy as np
 from jaxtyping import Array, Int
 
 import specjax as sj
+from specjax.core.mesh import alike
+from specjax.core.net import Net
 from specjax.lm import attach
-from specjax.mesh import alike
 from specjax.models.cache import bucket
 from specjax.models.families.head import HeadConfig
-from specjax.models.forward import tapped_forward
+from specjax.models.forward_pass import tapped_forward
 from specjax.models.head import draft_logits, fused_states
-from specjax.net import Net
 
 CURVE = (1, 2, 4, 8, 16, 32, 64)
 STEPS = 24  # passes per timing of the curve

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from specjax.errors import InputError, ModelError, foreign
-from specjax.files import aside, write_text
+from specjax._util.errors import InputError, ModelError, foreign
+from specjax._util.files import aside, write_text
 from specjax.models.hf.checkpoint import INDEX, WEIGHTS, read_weight_map
 from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX, read_pickle
 

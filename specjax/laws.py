@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from scipy.special import chdtrc, chdtri, chndtr
 
-from specjax.arguments import COUNT, Must, takes
-from specjax.errors import OptionError
+from specjax._util.arguments import COUNT, Must, takes
+from specjax._util.errors import OptionError
+from specjax.core.mesh import alike
+from specjax.core.net import Net
+from specjax.core.warp import Sampling, warp
 from specjax.lm import LM
-from specjax.mesh import alike
-from specjax.net import Net
-from specjax.warp import Sampling, warp
 
 NextLaw = Callable[[np.ndarray], np.ndarray]
 Draw = Callable[[int, int], np.ndarray]

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specjax.arguments import FLAG, Must, an, shown, takes, whole_numbers
-from specjax.checks import require_all
+from specjax._util.arguments import FLAG, Must, an, shown, takes, whole_numbers
+from specjax._util.checks import require_all
+from specjax._util.errors import ModelError, OptionError, PairError, foreign
+from specjax.core.net import FREE_TOKENS, Net
 from specjax.demo import tuned
-from specjax.errors import ModelError, OptionError, PairError, foreign
 from specjax.models import ModelConfig, fuse, load_pretrained
 from specjax.models.adapters import KEY, fuse_adapters
 from specjax.models.config import as_ids
@@ -29,8 +30,7 @@ from specjax.models.hf.delta import load_delta, read_delta
 from specjax.models.placement import param_specs, place, place_adapters
 from specjax.models.quantize import parse_scheme, quantize_params
 from specjax.models.sharding import AXIS, split_config
-from specjax.net import FREE_TOKENS, Net
-from specjax.text import Tokenizer
+from specjax.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parent / "demo"
 EMBEDDED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft", "demo-head": DEMO / "head"}
@@ -50,7 +50,7 @@ class LM:
 
     ``vocab_limit``: ids from here on are padding of the vocabulary and are never drawn. On a
     ``mesh`` of several devices, ``config`` describes one device's share. ``pass_width``,
-    ``cache_dtype`` and ``adapters``: see :class:`specjax.net.Net`.
+    ``cache_dtype`` and ``adapters``: see :class:`specjax.core.net.Net`.
     """
 
     config: ModelConfig

@@ -9,7 +9,7 @@ figure are of what is finished.
 
 from collections.abc import Sequence
 
-from specjax.program import run, start
+from specjax._util.program import run, start
 from train.cli import config_parser
 from train.sdsat.variants import VARIANTS
 

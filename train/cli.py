@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specjax.program import Parser, Place
+from specjax._util.program import Parser, Place
 
 
 def config_parser(name: str, doc: str) -> Parser:

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from specjax.checks import FROM_0, INT32_MAX, POSITIVE, SEED_MAX, number, quoted, whole
-from specjax.errors import InputError, foreign
-from specjax.files import read_file
+from specjax._util.checks import FROM_0, INT32_MAX, POSITIVE, SEED_MAX, number, quoted, whole
+from specjax._util.errors import InputError, foreign
+from specjax._util.files import read_file
 
 T = TypeVar("T")
 # tomllib takes cubic time for them.

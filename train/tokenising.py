@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from specjax.errors import InputError
+from specjax._util.errors import InputError
 from specjax.lm import locate
 from specjax.models.hf.checkpoint import load_config
 from train.config import Data, HeadRunConfig, LMConfig, SDSATConfig, from_dict, read_toml

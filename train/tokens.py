@@ -7,7 +7,7 @@ The programs that train do it by themselves; ahead of them it needs no accelerat
 
 from collections.abc import Sequence
 
-from specjax.program import run, start
+from specjax._util.program import run, start
 from train.cli import config_parser
 
 

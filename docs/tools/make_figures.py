@@ -22,8 +22,8 @@ import jax
 from infer.bench import commands as bench
 from infer.reporting import fill
 from infer.uncertainty import SAID
-from specjax.files import markdown_table, write_text
-from specjax.methods import METHODS
+from specjax._util.files import markdown_table, write_text
+from specjax.registry import METHODS
 
 FIGURES, PAGES = (Path(__file__).parents[1] / name for name in ("figures", "pages"))
 OVERVIEW = PAGES / "overview.md"

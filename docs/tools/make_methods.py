@@ -10,9 +10,11 @@ from typing import Any
 import jax
 
 import specjax as sj
-from specjax.errors import PairError
-from specjax.files import markdown_table
-from specjax.methods import (
+from specjax._util.errors import PairError
+from specjax._util.files import markdown_table
+from specjax.models import ModelConfig, init_params
+from specjax.models.families.head import HeadConfig
+from specjax.registry import (
     DRAFTERS,
     METHODS,
     RULES,
@@ -23,8 +25,6 @@ from specjax.methods import (
     compose,
     presets,
 )
-from specjax.models import ModelConfig, init_params
-from specjax.models.families.head import HeadConfig
 
 DISTS = tuple(TARGET_DISTS)  # the warped target is the first
 PAGE = Path(__file__).parents[1] / "methods.md"

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models import from_hf, hidden_states, init_cache, logits_of, param_shapes
-from specjax.models.forward import forward
+from specjax.models.forward_pass import forward
 
 DEPTHS = 12, 24, 48
 ROWS, LENGTH, WINDOW, SLOTS = 2, 128, 5, 256

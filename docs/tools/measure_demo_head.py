@@ -18,13 +18,13 @@ import specjax as sj
 from infer.loading import use_compilation_cache
 from infer.timing import costs, row_seconds
 from infer.uncertainty import Estimate, ratio, speed_ratio
-from specjax import rehearsal
+from specjax._util.files import markdown_table
 from specjax.demo.heldout import held_out_functions
-from specjax.engine import Row
-from specjax.files import markdown_table
-from specjax.generate import PREFIXES, in_turn, make_engine
-from specjax.methods import MethodSpec, compose, method
 from specjax.metrics import RATES
+from specjax.registry import MethodSpec, compose, method
+from specjax.runtime import warmup
+from specjax.runtime.engine import Row
+from specjax.runtime.generate import PREFIXES, in_turn, make_engine
 
 RATE, TOKENS = "acceptance_rate", "tokens_per_target_call"
 COLUMNS = (
@@ -64,7 +64,7 @@ def measured(models, prompts, sampling, args, found: list[Case]) -> list[list[sj
             not sampling.temperature,
         )
         rows = [Row(np.array(p), args.max_new_tokens, jax.random.key(0)) for p in prompts]
-        rehearsal.warm_up(engine, 1, sampling, in_turn(rows), PREFIXES)
+        warmup.warm_up(engine, 1, sampling, in_turn(rows), PREFIXES)
     runs: list[list[sj.Generation]] = [[] for _ in found]
     for seed in range(args.repeats):
         for case, own in zip(found, runs, strict=True):

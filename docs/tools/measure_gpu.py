@@ -31,14 +31,15 @@ import specjax as sj
 from infer.bench.benchmark import machine
 from infer.cli import whole
 from infer.timing import costs
-from specjax import metrics, probs
+from specjax import metrics
+from specjax._util.files import markdown_table, write_text
+from specjax.core import probs
+from specjax.core.probs import Purpose
+from specjax.core.protocols import Rule, rule
+from specjax.core.types import IID
 from specjax.demo.heldout import held_out_functions
-from specjax.files import markdown_table, write_text
 from specjax.models import ModelConfig, init_params
 from specjax.models.cache import bucket
-from specjax.probs import Purpose
-from specjax.protocols import Rule, rule
-from specjax.types import IID
 from specjax.verify.verdicts import chain_verdict, draft_length
 
 Rows = list[dict[str, Any]]

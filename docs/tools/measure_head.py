@@ -21,13 +21,13 @@ from shapes import SHAPES
 from tpu_cycles import cycles
 
 from infer.cli import whole
+from specjax.core.mesh import AXES
+from specjax.core.warp import COUNTING, SEARCHING
 from specjax.draft.feeding import DRAFTING
-from specjax.generate import make_engine
-from specjax.mesh import AXES
-from specjax.methods import METHODS
 from specjax.models.families.head import HeadConfig
 from specjax.models.quantize import parse_scheme
-from specjax.warp import COUNTING, SEARCHING
+from specjax.registry import METHODS
+from specjax.runtime.generate import make_engine
 
 GAMMA, DRAFTED, FEW, MORE = 4, 32000, 3, 5
 

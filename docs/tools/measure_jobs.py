@@ -17,7 +17,7 @@ import numpy as np
 
 import specjax as sj
 from specjax.demo.heldout import held_out_functions
-from specjax.engine import NO_EOS
+from specjax.runtime.engine import NO_EOS
 
 METHODS = {
     "autoregressive": {},

@@ -10,10 +10,10 @@ import time
 import jax
 import jax.numpy as jnp
 
-from specjax import probs
+from specjax.core import probs
+from specjax.core.warp import Sampling, warp
 from specjax.models import ModelConfig, forward, fuse, init_cache, init_params, logits_of
-from specjax.verify.mentored import mentor_levels
-from specjax.warp import Sampling, warp
+from specjax.verify.mentored_decoding import mentor_levels
 
 ROWS, GAMMA, VOCAB, SLOTS, CONTEXT, REPEATS = 8, 4, 152_064, 256, 192, 5
 BOUND = 0.1  # nats

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax as sj
+from specjax._util.files import write_text
+from specjax.core.protocols import Drafter
 from specjax.demo.heldout import held_out_functions
 from specjax.draft import Lookup, Suffix
-from specjax.files import write_text
-from specjax.protocols import Drafter
 
 FIGURES = Path(__file__).parents[1] / "figures" / "suffix.json"
 NAMES = ("first", "second", "entry", "amount", "where", "label", "piece", "result", "group")

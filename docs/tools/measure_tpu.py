@@ -38,14 +38,14 @@ from tpu_kernels import FORWARD, Kernel, parse_call, schedules
 
 import specjax as sj
 from infer.cli import mesh_axes, setting, whole
-from specjax import decode
+from specjax import lm
+from specjax.core import loop
+from specjax.core.mesh import AXES, specs_of
+from specjax.core.warp import COUNTING, SEARCHING
 from specjax.draft.feeding import DRAFTING
-from specjax.generate import make_engine
-from specjax.mesh import AXES, specs_of
-from specjax.methods import METHODS
-from specjax.models import ModelConfig, fuse, param_shapes, splash
-from specjax.models.cache import row_bytes
-from specjax.models.long_cache import (
+from specjax.models import ModelConfig, fuse, param_shapes
+from specjax.models.attention import splash
+from specjax.models.attention.long_cache import (
     ALONE,
     EACH,
     OWN,
@@ -55,10 +55,12 @@ from specjax.models.long_cache import (
     reads_whole,
     shared_blocks,
 )
+from specjax.models.cache import row_bytes
 from specjax.models.placement import param_specs, split_layers
 from specjax.models.quantize import param_bytes, parse_scheme, quantize_params
 from specjax.models.sharding import split_config
-from specjax.warp import COUNTING, SEARCHING
+from specjax.registry import METHODS
+from specjax.runtime.generate import make_engine
 
 PARTS = ("weights", "attention", "draw and rule", "exchanges", "rest")
 SEARCH_TURNS = 4  # passes over the vocabulary that top-p's search takes for bfloat16 logits
@@ -290,7 +292,7 @@ def abstract(cfg: ModelConfig, mesh: jax.sharding.Mesh, args: argparse.Namespace
         fused,
         param_specs(cfg, fused, count),
     )
-    width = sj.lm.resolve_pass_width(args.pass_width)
+    width = lm.resolve_pass_width(args.pass_width)
     config = split_config(cfg, count)
     how = mesh, width, args.cache_dtype
     return sj.LM(config, params, None, (2,), cfg.vocab_size, "shapes", *how)
@@ -301,7 +303,7 @@ def compile_rounds(engine, rows: int, slots: int, mesh) -> jax.stages.Compiled:
     shaped = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     inputs = engine.inputs(sj.Sampling(0.8, top_p=0.9), rows)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
-    prefill = decode.prefill_prompts(engine.method, 128, False)
+    prefill = loop.prefill_prompts(engine.method, 128, False)
     filled = jax.eval_shape(
         prefill, inputs, shaped((rows, slots)), shaped((rows,)), shaped((rows,)), keys
     )
@@ -310,7 +312,7 @@ def compile_rounds(engine, rows: int, slots: int, mesh) -> jax.stages.Compiled:
         filled,
         specs_of(filled),
     )
-    return decode.run_rounds(engine.method).lower(inputs, state, shaped(())).compile()
+    return loop.run_rounds(engine.method).lower(inputs, state, shaped(())).compile()
 
 
 if __name__ == "__main__":

@@ -37,9 +37,9 @@ from tpu_cycles import cycles, products_per_cycle, without_sparse_cores
 from tpu_kernels import BACKWARD, FORWARD, PRODUCTS, Kernel, met_of, parse_call, schedules
 
 from infer.cli import whole
-from specjax.models import splash
-from specjax.models.attention import Isolated
-from specjax.models.splash import BLOCKS, WINDOW_BLOCKS, WINDOWS, Blocks
+from specjax.models.attention import splash
+from specjax.models.attention.dense import Isolated
+from specjax.models.attention.splash import BLOCKS, WINDOW_BLOCKS, WINDOWS, Blocks
 from train.config import SDSATConfig, Tuned, from_toml
 from train.engine.losses import HEAD
 from train.engine.placement import AXES, Placement

@@ -1,6 +1,6 @@
 """``python -m infer.bench``."""
 
 from infer.bench.commands import main
-from specjax.program import start
+from specjax._util.program import start
 
 start(main)

@@ -40,12 +40,12 @@ from infer.bench.timed_cases import Setting, measure
 from infer.cli import BAD_LINES, make_directory
 from infer.loading import load_models, use_compilation_cache
 from infer.prompts import Encoder, stops_of
-from specjax.infill import ending_middles
+from specjax._util.program import say
 from specjax.lm import SELF, base_of, quantize
-from specjax.methods import AUTO, METHODS
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
 from specjax.models.hf.checkpoint import DTYPES
-from specjax.program import say
+from specjax.registry import AUTO, METHODS
+from specjax.runtime.infill import ending_middles
 
 
 def run_benchmark(args: argparse.Namespace) -> int:

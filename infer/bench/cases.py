@@ -10,8 +10,8 @@ from typing import Any
 
 import specjax as sj
 from infer.bench.commands import DEFAULT
-from specjax.errors import OptionError
-from specjax.methods import METHODS, MethodSpec, method
+from specjax._util.errors import OptionError
+from specjax.registry import METHODS, MethodSpec, method
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ from infer.cli import (
     whole,
 )
 from infer.config import add_config, parse_with_config
-from specjax.program import Parser, run
+from specjax._util.program import Parser, run
 
 DEFAULT = ("speculative", "block", "lookup")
 PEERS = ("transformers",)

@@ -16,11 +16,11 @@ from infer.bench.rows import Row, put_ratio
 from infer.bench.text_quality import was_tested
 from infer.bench.timed_cases import Result
 from infer.rescoring import Prompts, padded_row
-from specjax import probs
+from specjax.core import probs
+from specjax.core.net import Net
+from specjax.core.types import FROM_DRAFT
 from specjax.draft.chain import NEVER_STOPS
-from specjax.methods import METHODS
-from specjax.net import Net
-from specjax.types import FROM_DRAFT
+from specjax.registry import METHODS
 
 
 def add_entropies(

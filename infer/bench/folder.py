@@ -10,7 +10,7 @@ import stat
 import tempfile
 import time
 
-from specjax.program import say
+from specjax._util.program import say
 
 READ = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 PATIENCE_S = 2.0

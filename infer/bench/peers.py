@@ -15,7 +15,7 @@ import numpy as np
 from infer.bench.timed_cases import Result
 from infer.rescoring import Prompts, mismatches
 from infer.uncertainty import speed_ratio
-from specjax.errors import OptionError
+from specjax._util.errors import OptionError
 from specjax.lm import LM
 
 MODES = (

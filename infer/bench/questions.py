@@ -11,9 +11,9 @@ import numpy as np
 
 from infer.datasets.table import Source
 from infer.prompts import BadLine, Encoder, Prompt, read_prompts, references_of, report
+from specjax._util.errors import OptionError
+from specjax._util.program import say
 from specjax.demo.heldout import held_out_functions
-from specjax.errors import OptionError
-from specjax.program import say
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from infer.bench.pictures import draw_costs, draw_methods, draw_sweep
 from infer.cli import mesh_text
 from infer.reporting import Column, Table, fill, pyplot
 from infer.uncertainty import SAID
-from specjax.errors import OptionError
-from specjax.files import markdown_table, write_text
+from specjax._util.errors import OptionError
+from specjax._util.files import markdown_table, write_text
 
 NEAR_TIE = 1e-4  # greedy rows may part where the target's two best logits are closer
 COLUMNS = (

@@ -17,8 +17,8 @@ from infer.rescoring import Prompts, mismatches, output_logprobs
 from infer.uncertainty import ratio, speed_ratio
 from specjax import metrics
 from specjax.lm import LM
-from specjax.methods import AUTO, METHODS, Context
-from specjax.output import Generation
+from specjax.registry import AUTO, METHODS, Context
+from specjax.runtime.output import Generation
 
 Row = dict[str, Any]
 Curve = Mapping[int, float]  # v(T) by T

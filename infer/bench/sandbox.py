@@ -37,8 +37,8 @@ from typing import Any
 from infer.bench.confinement import NOBODY, READABLE
 from infer.bench.folder import Folder
 from infer.datasets.readers import HUMANEVAL_STOPS
-from specjax.errors import OptionError
-from specjax.program import say
+from specjax._util.errors import OptionError
+from specjax._util.program import say
 
 CHILD = Path(__file__).with_name("sandboxed.py")
 LANDLOCK, BUBBLEWRAP = "landlock", "bubblewrap"

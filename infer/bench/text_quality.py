@@ -15,14 +15,14 @@ import numpy as np
 import specjax as sj
 from infer.bench.timed_cases import Result
 from infer.rescoring import Prompts, padded_row
+from specjax.core.mesh import alike
+from specjax.core.net import Net
+from specjax.core.types import FROM_DRAFT, Warp
+from specjax.core.warp import warp
 from specjax.draft.chain import NEVER_STOPS
-from specjax.infill import exact_matches
-from specjax.mesh import alike
-from specjax.methods import AUTO, METHODS
-from specjax.net import Net
-from specjax.types import FROM_DRAFT, Warp
-from specjax.verify.mentored import mentor_levels, mentored_kl
-from specjax.warp import warp
+from specjax.registry import AUTO, METHODS
+from specjax.runtime.infill import exact_matches
+from specjax.verify.mentored_decoding import mentor_levels, mentored_kl
 
 LOSSLESS, UNKNOWN = "exact", "n/a"  # what stands in place of a number
 

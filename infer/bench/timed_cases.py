@@ -20,10 +20,10 @@ from infer.programs import make_room
 from infer.rescoring import Prompts
 from infer.timing import row_seconds
 from infer.uncertainty import Speed
-from specjax import rehearsal
-from specjax.engine import Row
-from specjax.generate import PREFIXES, in_flight, in_turn, make_engine
-from specjax.methods import METHODS
+from specjax.registry import METHODS
+from specjax.runtime import warmup
+from specjax.runtime.engine import Row
+from specjax.runtime.generate import PREFIXES, in_flight, in_turn, make_engine
 
 
 @dataclasses.dataclass
@@ -111,7 +111,7 @@ def warm_up(setting: Setting, case: Case) -> None:
     key = jax.random.key(setting.seed)
     rows = [Row(p, min(setting.budget, most - len(p)), key) for p in map(np.array, setting.prompts)]
     size = in_flight(target, len(rows), case.batch_size)
-    rehearsal.warm_up(engine, size, case.sampling, in_turn(rows), PREFIXES)
+    warmup.warm_up(engine, size, case.sampling, in_turn(rows), PREFIXES)
 
 
 def run_case(setting: Setting, case: Case) -> sj.Generation:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from infer.formats import json_objects
-from specjax.errors import OptionError
-from specjax.files import MOST_BYTES, open_file, open_parquet, parse_json, read_file
+from specjax._util.errors import OptionError
+from specjax._util.files import MOST_BYTES, open_file, open_parquet, parse_json, read_file
 
 Row = dict[str, Any]
 PARQUET, GZIP = b"PAR1", b"\x1f\x8b"

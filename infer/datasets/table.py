@@ -10,7 +10,7 @@ from pathlib import Path
 from infer.datasets import readers
 from infer.datasets.files import Row, read_rows
 from infer.datasets.readers import Entry
-from specjax.errors import OptionError, SpecjaxError
+from specjax._util.errors import OptionError, SpecjaxError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ The arguments are lm-eval's own (extra ``lm-eval``). It reads no entry points, s
 
 import importlib.util
 
-from specjax.program import BAD_INPUT, run, say, start
+from specjax._util.program import BAD_INPUT, run, say, start
 
 NAME = "infer.lm_eval"
 

@@ -15,10 +15,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from infer.loading import use_compilation_cache
 from infer.scoring import check_scorable, score
 from specjax import lm
-from specjax.errors import OptionError
-from specjax.generate import generate, make_engine
-from specjax.methods import method as named
-from specjax.warp import Sampling
+from specjax._util.errors import OptionError
+from specjax.core.warp import Sampling
+from specjax.registry import method as named
+from specjax.runtime.generate import generate, make_engine
 
 BATCH, NEW_TOKENS = 8, 256
 # What tasks may ask of a generation; what else they name changes the text, and is refused.

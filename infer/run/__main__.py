@@ -1,6 +1,6 @@
 """``python -m infer.run``."""
 
 from infer.run.commands import main
-from specjax.program import start
+from specjax._util.program import start
 
 start(main)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from infer import cli
 from infer.run import demo
-from specjax.program import Parser, run
+from specjax._util.program import Parser, run
 
 gibibytes = cli.checked(float, "a number of GiB above 0 and below 2^40", lambda g: 0 < g < 2**40)
 

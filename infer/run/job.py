@@ -27,13 +27,13 @@ from infer.run.output import Output, row_object
 from infer.run.parts import held
 from infer.run.screen import Compiling, Screen, printable
 from infer.timing import row_seconds
-from specjax import processes
-from specjax.errors import OptionError, SpecjaxError
-from specjax.generate import ALL_ROUNDS
-from specjax.infill import ending_middles
-from specjax.methods import MethodSpec, compose, method, usual_rule
-from specjax.program import say
+from specjax._util import processes
+from specjax._util.errors import OptionError, SpecjaxError
+from specjax._util.program import say
+from specjax.registry import MethodSpec, compose, method, usual_rule
 from specjax.rewards import Combined, RewardWarning, combine
+from specjax.runtime.generate import ALL_ROUNDS
+from specjax.runtime.infill import ending_middles
 
 DEMO_GAMMA = 3  # what the embedded pair is fastest with: see the README's table
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how JAX's errors begin where an allocation failed

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infer.run.screen import Terminal
-from specjax.methods import DRAFTERS, METHODS, RULES, TARGET_DISTS, Option, presets
+from specjax.registry import DRAFTERS, METHODS, RULES, TARGET_DISTS, Option, presets
 
 
 def list_methods(_: argparse.Namespace) -> int:

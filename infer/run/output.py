@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from infer.run.parts import own_file, parts_of, remove_parts
-from specjax.checks import quoted
-from specjax.errors import OptionError
-from specjax.files import append_line, aside, check_file, json_line, locked, parse_json
-from specjax.generate import Generation
+from specjax._util.checks import quoted
+from specjax._util.errors import OptionError
+from specjax._util.files import append_line, aside, check_file, json_line, locked, parse_json
+from specjax._util.program import Place
 from specjax.metrics import perplexity, rates, speeds
-from specjax.program import Place
 from specjax.rewards import Combined
+from specjax.runtime.generate import Generation
 
 
 def row_object(

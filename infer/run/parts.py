@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from specjax.errors import InputError
-from specjax.files import locked
-from specjax.program import Place
+from specjax._util.errors import InputError
+from specjax._util.files import locked
+from specjax._util.program import Place
 
 PATIENCE = 10  # seconds to wait for another process that comes or joins; whole jobs take longer
 

@@ -11,7 +11,7 @@ from typing import Any
 from infer.cli import SELF, mesh_text
 from infer.loading import device_memory, draft_name
 from specjax import lm
-from specjax.errors import ModelError
+from specjax._util.errors import ModelError
 from specjax.models import ModelConfig, num_params
 from specjax.models.cache import ring_slots, row_bytes
 from specjax.models.hf.checkpoint import DTYPES, load_config, stored_scheme

@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from infer.authors import Authors
-from specjax.generate import Generation, Piece
+from specjax.core.types import FROM_DRAFT
 from specjax.lm import LM
 from specjax.metrics import rates, ratio
-from specjax.types import FROM_DRAFT
+from specjax.runtime.generate import Generation, Piece
 
 DRAFTED, WRITTEN, PROMPT = "bold green", "bold yellow", "dim"
 COMPILES = "compiling (first run only; later starts reuse it)"

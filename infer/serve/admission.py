@@ -15,16 +15,16 @@ import numpy as np
 from infer.scoring import check_scorable
 from infer.serve.scheduler import Variant, Work
 from infer.serve.schemas import Body, ChatBody, CompletionBody
-from specjax import decode
-from specjax.checks import SEED_MAX
-from specjax.engine import Engine
-from specjax.errors import OptionError
-from specjax.flight import Bounds
-from specjax.generate import check_draft_context, encode_prompt, make_engine
+from specjax._util.checks import SEED_MAX
+from specjax._util.errors import OptionError
+from specjax.core import loop
+from specjax.core.warp import Sampling
 from specjax.lm import LM
-from specjax.methods import MethodSpec, method
 from specjax.models.cache import bucket
-from specjax.warp import Sampling
+from specjax.registry import MethodSpec, method
+from specjax.runtime.engine import Engine
+from specjax.runtime.generate import check_draft_context, encode_prompt, make_engine
+from specjax.runtime.scheduler import Bounds
 
 ENGINES = 64  # methods bound to options that are kept
 WIDEST = 128  # tokens of a row in one pass
@@ -195,6 +195,6 @@ class Admission:
         slots = bucket(self.bounds.total + engine.method.width)
         tokens = jax.ShapeDtypeStruct((self.size, slots), jnp.int32)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.size))
-        empty = decode.empty_rows(engine.method, True)
+        empty = loop.empty_rows(engine.method, True)
         state = jax.eval_shape(empty, engine.inputs(Sampling(), self.size), tokens, keys)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

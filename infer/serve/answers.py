@@ -13,10 +13,10 @@ from infer.authors import Authors
 from infer.scoring import Scores
 from infer.serve.scheduler import Work
 from infer.serve.schemas import Body, ChatBody
+from specjax.core.types import FROM_DRAFT
 from specjax.metrics import rates, ratio
-from specjax.output import Generation, Piece
-from specjax.text import Tokenizer
-from specjax.types import FROM_DRAFT
+from specjax.runtime.output import Generation, Piece
+from specjax.text.tokenizer import Tokenizer
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 COUNTERS = ("drafted", "tested", "accepted", "emitted", "rounds", "target_calls", "draft_calls")

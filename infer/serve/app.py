@@ -20,8 +20,8 @@ from infer.serve.answers import Answer
 from infer.serve.meter import Meter
 from infer.serve.scheduler import Busy, Closed, Scheduler, Work
 from infer.serve.schemas import Body, ChatBody, CompletionBody, read
-from specjax.errors import SpecjaxError, one_line
-from specjax.output import Piece
+from specjax._util.errors import SpecjaxError, one_line
+from specjax.runtime.output import Piece
 
 BODY_SECONDS = 30.0  # for a client to send its request in
 THROWN_AWAY = 32  # times the largest body: so much is read so that a client hears why, no more

@@ -14,7 +14,7 @@ import importlib.util
 from collections.abc import Sequence
 
 from infer import cli
-from specjax.program import Parser, run
+from specjax._util.program import Parser, run
 
 KEY = "SPECJAX_API_KEY"
 EXTRA = ("fastapi", "uvicorn", "prometheus_client")

@@ -21,11 +21,11 @@ import numpy as np
 
 from infer import scoring
 from infer.scoring import Scores
-from specjax.engine import Engine, Row
-from specjax.flight import Bounds, Flight
-from specjax.generate import make_rows
-from specjax.output import Generation, Piece
-from specjax.warp import Sampling
+from specjax.core.warp import Sampling
+from specjax.runtime.engine import Engine, Row
+from specjax.runtime.generate import make_rows
+from specjax.runtime.output import Generation, Piece
+from specjax.runtime.scheduler import Bounds, Flight
 
 VARIANTS = 32  # whose compiled programs are kept: processes may map so many
 ROUNDS = 1  # between looks: new text is shown, seats are freed and taken at each

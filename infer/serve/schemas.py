@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from specjax.checks import SEED_MAX
-from specjax.errors import OptionError
-from specjax.files import parse_json
+from specjax._util.checks import SEED_MAX
+from specjax._util.errors import OptionError
+from specjax._util.files import parse_json
 
 MOST_CHOICES = 128  # of a prompt
 MOST_PROMPTS = 128  # of a request

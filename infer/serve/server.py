@@ -21,11 +21,11 @@ from infer.serve.commands import KEY
 from infer.serve.meter import Meter
 from infer.serve.scheduler import Scheduler
 from infer.serve.schemas import CompletionBody
-from specjax.errors import InputError, OptionError
-from specjax.generate import in_flight
+from specjax._util.errors import InputError, OptionError
+from specjax._util.program import say
 from specjax.lm import LM
-from specjax.methods import method
-from specjax.program import say
+from specjax.registry import method
+from specjax.runtime.generate import in_flight
 
 ROWS_SHARE = 0.5  # of the device's memory: what all flights together may take
 BACKLOG = 2048  # connections that wait to be accepted

@@ -1,6 +1,6 @@
 """``python -m infer.tune``."""
 
 from infer.tune.commands import main
-from specjax.program import start
+from specjax._util.program import start
 
 start(main)

@@ -40,7 +40,7 @@ from infer.cli import (
     whole,
 )
 from infer.config import add_config, parse_with_config
-from specjax.program import Parser, run
+from specjax._util.program import Parser, run
 
 NUCLEI = (0.9, 0.5)  # top-p of the paper's Table 1
 GRID = {"a_t": (0.3, 0.6, 0.9), "r_t": (0.3, 0.5, 0.6, 0.9), "b": (0, 1, 2)}  # the paper's Table 2

@@ -16,10 +16,10 @@ from infer.tune.commands import GRIDS
 from infer.tune.contenders import Contender, Setting, run_contender, with_speedups
 from infer.tune.report import markdown_lossy
 from infer.tune.tuning import MeasuredRows, read_task, sources, stops
-from specjax.errors import OptionError
-from specjax.files import locked, write_text
-from specjax.methods import METHODS, method
-from specjax.warp import Sampling
+from specjax._util.errors import OptionError
+from specjax._util.files import locked, write_text
+from specjax.core.warp import Sampling
+from specjax.registry import METHODS, method
 
 LOWER_IS_BETTER = ("perplexity",)
 

@@ -9,7 +9,7 @@ from typing import Any
 from infer.reporting import fill, pyplot, save_figure
 from infer.tune.commands import GRID
 from infer.uncertainty import SAID
-from specjax.files import markdown_table
+from specjax._util.files import markdown_table
 
 COLUMNS = (
     ("method", "name", "{}"),

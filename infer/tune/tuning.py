@@ -24,13 +24,13 @@ from infer.tune.contenders import (
     with_speedups,
 )
 from infer.tune.report import draw_thresholds, markdown
-from specjax.errors import OptionError
-from specjax.files import append_line, locked, parse_json, write_text
+from specjax._util.errors import OptionError
+from specjax._util.files import append_line, locked, parse_json, write_text
+from specjax._util.program import say
+from specjax.core.warp import Sampling
 from specjax.lm import LM
-from specjax.methods import method
-from specjax.program import say
+from specjax.registry import method
 from specjax.rewards import PRODUCT, Reward, combine
-from specjax.warp import Sampling
 
 FASTEST = 10  # of these the best satisfaction wins
 

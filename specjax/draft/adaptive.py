@@ -15,14 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax import probs
-from specjax.arguments import Must, settle
+from specjax._util.arguments import Must, settle
+from specjax.core import probs
+from specjax.core.probs import Purpose
+from specjax.core.protocols import Drafter, Proposal
+from specjax.core.types import (
+    DETERMINISTIC,
+    IID,
+    NO_PARENT,
+    POINT_MASS,
+    ROOT,
+    Draft,
+    Probes,
+    TreeShape,
+)
+from specjax.core.warp import warp
 from specjax.draft.feeding import unwarped_in
 from specjax.draft.none import NoDraft
-from specjax.probs import Purpose
-from specjax.protocols import Drafter, Proposal
-from specjax.types import DETERMINISTIC, IID, NO_PARENT, POINT_MASS, ROOT, Draft, Probes, TreeShape
-from specjax.warp import warp
 
 FORMS = CHAIN, TREE = "chain", "tree"
 # Nodes per level of the published trees (github.com/ainergy-ml/SDSAT, decoders/model/utils.py).

@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax import probs, tree
-from specjax.arguments import COUNT, FLAG, Must, settle
+from specjax._util.arguments import COUNT, FLAG, Must, settle
+from specjax.core import probs, tree
+from specjax.core.probs import Purpose
+from specjax.core.protocols import Proposal
+from specjax.core.tree import chain_draft
+from specjax.core.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
+from specjax.core.warp import draw_joint, warp
 from specjax.draft.feeding import ModelDrafter, feed_level, feed_pair, last_two, unwarped_in
 from specjax.models import KVCache
 from specjax.models.cache import commit_path
-from specjax.probs import Purpose
-from specjax.protocols import Proposal
-from specjax.tree import chain_draft
-from specjax.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
 from specjax.verify.verdicts import root_path
-from specjax.warp import draw_joint, warp
 
 VERIFIED = ("top1", "all")
 JOINTS = ("warped", "raw")

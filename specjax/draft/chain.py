@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float
 
-from specjax import probs
-from specjax.arguments import COUNT, FLAG, Must, settle
+from specjax._util.arguments import COUNT, FLAG, Must, settle
+from specjax._util.errors import PairError
+from specjax.core import probs
+from specjax.core.probs import Purpose
+from specjax.core.protocols import Proposal
+from specjax.core.tree import chain_draft
+from specjax.core.types import IID, TreeShape
+from specjax.core.warp import warp
 from specjax.draft.feeding import ModelDrafter, draw_chain, last_two
-from specjax.errors import PairError
-from specjax.probs import Purpose
-from specjax.protocols import Proposal
-from specjax.tree import chain_draft
-from specjax.types import IID, TreeShape
-from specjax.warp import warp
 
 # When a row's draft ends early: never, before or after a token that the draft is unsure of.
 STEP_BY_STEP = Layout((0, 1, 2))

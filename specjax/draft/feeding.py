@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax import probs
+from specjax.core import probs
+from specjax.core.net import Net
+from specjax.core.protocols import Drafter
+from specjax.core.types import DecodeState, Inputs
 from specjax.models import KVCache
-from specjax.net import Net
-from specjax.protocols import Drafter
-from specjax.types import DecodeState, Inputs
 
 DRAFTING = "drafting"  # the name of the loop of draft passes in a compiled program
 

@@ -22,18 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax import probs
-from specjax.arguments import COUNT, settle
+from specjax._util.arguments import COUNT, settle
+from specjax.core import probs
+from specjax.core.net import Net
+from specjax.core.protocols import Proposal
+from specjax.core.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
+from specjax.core.warp import warp
 from specjax.draft.chain import Chain
 from specjax.draft.feeding import ModelDrafter, unwarped_in
 from specjax.draft.tree import Tree
 from specjax.models import KVCache
-from specjax.models.forward import tapped_forward, widen
+from specjax.models.forward_pass import tapped_forward, widen
 from specjax.models.head import draft_logits, fed_back, fused_states
-from specjax.net import Net
-from specjax.protocols import Proposal
-from specjax.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
-from specjax.warp import warp
 
 HEAD = "head"
 
@@ -265,7 +265,8 @@ def _read(
 ) -> Reading:
     """What the head makes of new pairs, and its cache that holds them from ``start`` on.
 
-    A chain by default; a level of a tree as :func:`specjax.models.forward.tapped_forward` has it.
+    A chain by default; a level of a tree as
+    :func:`specjax.models.forward_pass.tapped_forward` has it.
     """
     rows, count = tokens.shape
     if positions is None:

@@ -9,11 +9,11 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from specjax import probs
-from specjax.arguments import COUNT, settle
-from specjax.protocols import Drafter, Proposal
-from specjax.tree import chain_draft
-from specjax.types import POINT_MASS, TreeShape
+from specjax._util.arguments import COUNT, settle
+from specjax.core import probs
+from specjax.core.protocols import Drafter, Proposal
+from specjax.core.tree import chain_draft
+from specjax.core.types import POINT_MASS, TreeShape
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from specjax import probs
-from specjax.protocols import Drafter, Proposal
-from specjax.tree import chain_draft
-from specjax.types import POINT_MASS, TreeShape
+from specjax.core import probs
+from specjax.core.protocols import Drafter, Proposal
+from specjax.core.tree import chain_draft
+from specjax.core.types import POINT_MASS, TreeShape
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from specjax import probs
-from specjax.arguments import COUNT, settle
-from specjax.protocols import Drafter, Proposal
-from specjax.tree import chain_draft
-from specjax.types import POINT_MASS, TreeShape
+from specjax._util.arguments import COUNT, settle
+from specjax.core import probs
+from specjax.core.protocols import Drafter, Proposal
+from specjax.core.tree import chain_draft
+from specjax.core.types import POINT_MASS, TreeShape
 
 END = -1  # in the pool: here a text ends; equal to no token
 NOTHING = -2  # before a row's first token; equal to nothing in the pool

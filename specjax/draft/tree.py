@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax import probs, tree
-from specjax.arguments import BRANCHING, COUNT, FLAG, settle
+from specjax._util.arguments import BRANCHING, COUNT, FLAG, settle
+from specjax.core import probs, tree
+from specjax.core.probs import Purpose
+from specjax.core.protocols import Proposal
+from specjax.core.types import IID, NO_PARENT, WITHOUT_REPLACEMENT, Draft, TreeShape
+from specjax.core.warp import warp
 from specjax.draft.feeding import ModelDrafter, unwarped_in
 from specjax.models.cache import commit_path
-from specjax.probs import Purpose
-from specjax.protocols import Proposal
-from specjax.types import IID, NO_PARENT, WITHOUT_REPLACEMENT, Draft, TreeShape
-from specjax.warp import warp
 
 
 @dataclasses.dataclass(frozen=True)

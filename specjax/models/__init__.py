@@ -4,7 +4,7 @@ from specjax.models.blocks import fuse
 from specjax.models.cache import KVCache, init_cache
 from specjax.models.config import ModelConfig, RopeConfig
 from specjax.models.families import from_hf, to_hf
-from specjax.models.forward import (
+from specjax.models.forward_pass import (
     forward,
     head_matrix,
     hidden_states,

@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from specjax.models import sharding
+from specjax.models.attention.flash import RESULT
 from specjax.models.config import ModelConfig, period
-from specjax.models.flash import RESULT
 from specjax.models.layers import ACTIVATIONS, NORMS, Linear, rope_table, rotate
 from specjax.models.sharding import laid
 

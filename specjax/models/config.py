@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from specjax.errors import ModelError
+from specjax._util.errors import ModelError
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 

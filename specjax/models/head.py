@@ -3,7 +3,7 @@
 The pair (features of token i, token i + 1) stands at place i and predicts token i + 2. Features
 are of what chosen layers of the target read (:func:`fused_states`); a further drafted step reads
 those that :func:`fed_back` makes of the step before. The layer itself runs as every model's does:
-:func:`specjax.models.forward.tapped_forward` with ``features``, or :func:`head_states`.
+:func:`specjax.models.forward_pass.tapped_forward` with ``features``, or :func:`head_states`.
 
 Axis legend: B rows, T tokens, P layers of the target, D hidden size, V vocabulary, v draft
 vocabulary.
@@ -17,7 +17,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from specjax.models.families.head import HeadConfig
-from specjax.models.forward import module_of, tapped_states
+from specjax.models.forward_pass import module_of, tapped_states
 
 
 def share_embedding(
@@ -34,7 +34,8 @@ def fused_states(
 ) -> Float[Array, "B T D"]:
     """The features of tokens: one product of what the target's layers read there, normed by flag.
 
-    ``states`` are what :func:`specjax.models.forward.tapped_states` returns for ``cfg.layer_ids``.
+    ``states`` are what :func:`~specjax.models.forward_pass.tapped_states` gives for
+    ``cfg.layer_ids``.
     """
     return module_of(cfg, params).fused_states(states)
 
@@ -52,8 +53,9 @@ def head_states(
 
     Args:
       tokens: int32; at place i the token behind the one that ``features[:, i]`` are of.
-      positions, segments, how: as :func:`specjax.models.forward.tapped_states`. A ``mask_fn`` and
-        its ``meta`` may let tokens see what they like: several drafted steps in one sequence.
+      positions, segments, how: as :func:`specjax.models.forward_pass.tapped_states`. A
+        ``mask_fn`` and its ``meta`` may let tokens see what they like: several drafted steps in
+        one sequence.
     """
     return tapped_states(cfg, params, tokens, positions, segments, (), features=features, **how)[0]
 

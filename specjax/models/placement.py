@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from specjax.errors import ModelError
+from specjax._util.errors import ModelError
 from specjax.models.adapters import DOWN
 from specjax.models.config import ModelConfig
-from specjax.models.forward import param_axes, part_axes
+from specjax.models.forward_pass import param_axes, part_axes
 from specjax.models.quantized import Grouped, PerOutput, by_output, is_quantized
 from specjax.models.sharding import AXIS, RULES, partition, split_config
 

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specjax.errors import ModelError
+from specjax._util.errors import ModelError
 from specjax.models import sharding
 from specjax.models.config import ModelConfig
-from specjax.models.forward import param_axes, param_shapes, part_axes
+from specjax.models.forward_pass import param_axes, param_shapes, part_axes
 from specjax.models.quantized import Grouped, PerOutput, Quantized, is_quantized
 
 GROUP = 32  # inputs that share a scale, where int4 does not say

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from specjax.errors import ModelError
+from specjax._util.errors import ModelError
 from specjax.models.adapters import OwnRows
 from specjax.models.config import ModelConfig
 from specjax.models.quantized import PerOutput

@@ -6,8 +6,8 @@ import functools
 import os
 from pathlib import Path
 
-from specjax.errors import OptionError, foreign, silent
-from specjax.files import check_entries
+from specjax._util.errors import OptionError, foreign, silent
+from specjax._util.files import check_entries
 from specjax.models.hf.checkpoint import read_json
 from specjax.models.hf.config import check_values
 from specjax.rewards.protocol import Sample

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from specjax.errors import OptionError
+from specjax._util.errors import OptionError
 from specjax.rewards.folding import Data, Together
 from specjax.rewards.protocol import Reward, Sample
-from specjax.text import Tokenizer
+from specjax.text.tokenizer import Tokenizer
 
 SUM, PRODUCT = "sum", "product"
 COMBINATIONS = (SUM, PRODUCT)

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.arguments import COUNT, Must, settle
+from specjax._util.arguments import COUNT, Must, settle
 from specjax.rewards.protocol import DeviceReward
 
 

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.arguments import TEXTS, settle
-from specjax.errors import OptionError
+from specjax._util.arguments import TEXTS, settle
+from specjax._util.errors import OptionError
 from specjax.rewards.protocol import DeviceReward
-from specjax.text import REPLACEMENT, Tokenizer
+from specjax.text.tokenizer import REPLACEMENT, Tokenizer
 
 LONGEST = 32  # bytes of a form: the bits of a word
 MOST_WORDS = 1000  # of a row: each form is a kilobyte of masks

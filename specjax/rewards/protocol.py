@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from specjax.rewards.folding import Fold
-from specjax.text import Tokenizer
+from specjax.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from specjax.errors import OptionError, foreign
+from specjax._util.errors import OptionError, foreign
 from specjax.rewards.classifier import Classifier
 from specjax.rewards.combined import Combined
 from specjax.rewards.length import Length

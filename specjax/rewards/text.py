@@ -8,8 +8,8 @@ import inspect
 import re
 from collections.abc import Callable
 
-from specjax.arguments import Must, an, settle
-from specjax.errors import OptionError, foreign
+from specjax._util.arguments import Must, an, settle
+from specjax._util.errors import OptionError, foreign
 from specjax.rewards.parsing import OPEN, VALID, json_state, parses_as_python
 
 

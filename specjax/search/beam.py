@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax import probs
-from specjax.arguments import COUNT, Must, settle
+from specjax._util.arguments import COUNT, Must, settle
+from specjax.core import probs
+from specjax.core.probs import Purpose
+from specjax.core.protocols import Method
+from specjax.core.round import Cost, tally
+from specjax.core.types import FROM_TARGET, STOP_EOS, STOP_LENGTH, DecodeState, Inputs
+from specjax.core.warp import draw_joint, tempered, truncate, warp
 from specjax.draft.beam import JOINTS
 from specjax.models import KVCache
-from specjax.probs import Purpose
-from specjax.protocols import Method
-from specjax.rounds import Cost, tally
-from specjax.types import FROM_TARGET, STOP_EOS, STOP_LENGTH, DecodeState, Inputs
-from specjax.warp import draw_joint, tempered, truncate, warp
 
 SAMPLED = (*JOINTS, "transformers")
 LOST = -1e9  # below every score that a hypothesis can have

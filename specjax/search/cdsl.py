@@ -14,17 +14,17 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax import probs
-from specjax.arguments import COUNT, FLAG, Must, settle
+from specjax._util.arguments import COUNT, FLAG, Must, settle
+from specjax.core import probs
+from specjax.core.probs import Purpose
+from specjax.core.protocols import Method
+from specjax.core.round import Cost, Tested, finish_round
+from specjax.core.types import DecodeState, Inputs, Verdict
 from specjax.draft.feeding import draw_chain, feed_pair, last_two
 from specjax.models import KVCache
-from specjax.probs import Purpose
-from specjax.protocols import Method
 from specjax.rewards.folding import Fold
-from specjax.rounds import Cost, Tested, finish_round
 from specjax.search.drivers import DeviceDriver, Driver, Lanes, feed_lookahead, start_lookahead
 from specjax.search.lookahead import Candidates, best_candidates, choose, roll_out
-from specjax.types import DecodeState, Inputs, Verdict
 
 HARD, RATIO, EXACT = "hard", "ratio", "exact"
 ACCEPTS = (HARD, RATIO, EXACT)

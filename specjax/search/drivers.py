@@ -20,10 +20,10 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.mesh import program
+from specjax.core.mesh import program
+from specjax.core.types import DecodeState, Inputs
 from specjax.models import KVCache
 from specjax.rewards.folding import Fold, advance_all, start_all, values_of
-from specjax.types import DecodeState, Inputs
 
 
 @struct.dataclass
@@ -159,7 +159,7 @@ def advance_hosted(
     seen: np.ndarray,
     score: Callable[[DecodeState, Lanes], np.ndarray],
 ) -> DecodeState:
-    """Up to ``rounds`` host-driven rounds, as :func:`specjax.decode.run_rounds`."""
+    """Up to ``rounds`` host-driven rounds, as :func:`specjax.core.loop.run_rounds`."""
     driver = HostDriver(score, inputs)
     for _ in range(rounds):
         full = int(state.length.max()) + method.width > state.slots

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax import probs
-from specjax.arguments import COUNT, FLAG, settle
+from specjax._util.arguments import COUNT, FLAG, settle
+from specjax.core import probs
+from specjax.core.net import Net
+from specjax.core.protocols import Method
+from specjax.core.round import Cost, finish_round
+from specjax.core.types import DecodeState, Inputs, Verdict
 from specjax.models import KVCache
-from specjax.net import Net
-from specjax.protocols import Method
 from specjax.rewards.folding import Fold
-from specjax.rounds import Cost, finish_round
 from specjax.search.drivers import DeviceDriver, Driver, Lanes, feed_lookahead, start_lookahead
-from specjax.types import DecodeState, Inputs, Verdict
 
 
 class Candidates(NamedTuple):

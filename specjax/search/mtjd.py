@@ -9,16 +9,16 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from specjax import probs
-from specjax.arguments import COUNT, Must, settle
+from specjax._util.arguments import COUNT, Must, settle
+from specjax.core import probs
+from specjax.core.probs import Purpose
+from specjax.core.protocols import Method
+from specjax.core.round import Cost, finish_round, path_logprobs
+from specjax.core.scoring import score
+from specjax.core.types import DecodeState, Inputs, Verdict
+from specjax.core.warp import warp_joint
 from specjax.draft.beam import JOINTS, Beam
 from specjax.models.cache import commit_path
-from specjax.probs import Purpose
-from specjax.protocols import Method
-from specjax.rounds import Cost, finish_round, path_logprobs
-from specjax.scoring import score
-from specjax.types import DecodeState, Inputs, Verdict
-from specjax.warp import warp_joint
 
 ENUMERATED = 4096  # up to so many continuations V^K the joint is enumerated
 

@@ -6,11 +6,11 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from specjax.core.protocols import Method, Rule, TargetDist
+from specjax.core.round import DraftVerify, check_pair
+from specjax.core.types import DecodeState, Inputs
 from specjax.draft.adaptive import ProbePass, VerifyPass
-from specjax.protocols import Method, Rule, TargetDist
-from specjax.rounds import DraftVerify, check_pair
-from specjax.types import DecodeState, Inputs
-from specjax.verify.match import match
+from specjax.verify.match_target import match
 
 
 @dataclasses.dataclass(frozen=True)

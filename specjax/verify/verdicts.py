@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax import probs
-from specjax.probs import Purpose
-from specjax.types import NO_NODE, ROOT, Draft, Verdict
+from specjax.core import probs
+from specjax.core.probs import Purpose
+from specjax.core.types import NO_NODE, ROOT, Draft, Verdict
 
 
 def draft_length(draft: Draft) -> Int[Array, "B"]:

@@ -13,9 +13,9 @@ from conftest import tiny_lm
 from infer.bench import benchmark
 from infer.bench import commands as bench
 from infer.run import commands as run
-from specjax import decode
-from specjax.engine import Engine
-from specjax.methods import Context
+from specjax.core import loop
+from specjax.registry import Context
+from specjax.runtime.engine import Engine
 from support import variants
 from support.gated import base_and_gated
 from support.heads import fitted_head
@@ -156,7 +156,7 @@ def start(model, draft, method, rows=4):
     built, settings = spec.build(Context(model, draft), {})
     inputs = Engine(model, draft, built, settings).inputs(SAMPLED, rows)
     keys, budget = jax.random.split(jax.random.key(0), rows), np.full(rows, 10, np.int32)
-    return built, inputs, decode.start(built, inputs, [np.arange(5)] * rows, budget, keys, chunk=16)
+    return built, inputs, loop.start(built, inputs, [np.arange(5)] * rows, budget, keys, chunk=16)
 
 
 def test_the_next_bucket_stays_split(target, draft):
@@ -164,7 +164,7 @@ def test_the_next_bucket_stays_split(target, draft):
     options = {"method": "speculative", "max_new_tokens": 200}
     same(*(sj.generate(p, PROMPTS, draft=q, **options) for p, q in ((target, draft), many)))
     state = start(*many, "speculative")[2]
-    for buffer in jax.tree.leaves((state.cache, decode.resize_state(state, 256).cache)):
+    for buffer in jax.tree.leaves((state.cache, loop.resize_state(state, 256).cache)):
         shards = buffer.addressable_shards
         assert len(shards) == 4 and all(s.data.nbytes * 4 == buffer.nbytes for s in shards)
 
@@ -172,7 +172,7 @@ def test_the_next_bucket_stays_split(target, draft):
 @pytest.mark.parametrize("method", ["autoregressive", "speculative"])
 def test_devices_meet_twice_per_layer_and_at_the_tables(method, target, draft):
     built, inputs, state = start(*spread((target, draft), model=2), method)
-    compiled = decode.run_rounds(built).lower(inputs, state, np.int32(5)).compile()
+    compiled = loop.run_rounds(built).lower(inputs, state, np.int32(5)).compile()
     found = re.findall(r" (all-[a-z-]+|collective-permute|reduce-scatter)\(", compiled.as_text())
     # Layers of each pass in the program; a draft's first pass is one of its own.
     layers = [2] if method == "autoregressive" else [2, 1, 1]
@@ -272,7 +272,7 @@ def test_models_on_different_devices_are_refused(target, draft):
 MUTANTS = {
     "no sum": ("sharding.total", lambda x, shards: x, lambda: tiny_lm(3)),
     "the first device's slopes": (
-        "attention.own_part",
+        "attention.dense.own_part",
         lambda x, shards: jax.numpy.asarray(x[: len(x) // shards]),
         lambda: pair("bloom")[0],
     ),
@@ -287,8 +287,8 @@ MUTANTS = {
 def forget_programs():
     """What is traced next is traced anew."""
     jax.clear_caches()
-    decode.prefill_prompts.cache_clear()
-    decode.run_rounds.cache_clear()
+    loop.prefill_prompts.cache_clear()
+    loop.run_rounds.cache_clear()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

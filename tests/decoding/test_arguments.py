@@ -10,9 +10,10 @@ import pytest
 import tokenizers
 
 import specjax as sj
-from specjax import decode, rewards, search
-from specjax.arguments import Must, shown
-from specjax.text import Tokenizer
+from specjax import rewards, search
+from specjax._util.arguments import Must, shown
+from specjax.core import loop
+from specjax.text.tokenizer import Tokenizer
 
 IDS = [[5, 6, 7], [8, 9, 10]]
 ROWS = {"prompts": IDS}
@@ -36,7 +37,7 @@ def nothing_runs(monkeypatch):
         raise AssertionError("something compiled")
 
     monkeypatch.setattr(jax.random, "key", fail)
-    monkeypatch.setattr(decode, "start", fail)
+    monkeypatch.setattr(loop, "start", fail)
 
 
 def several(name, *values):
@@ -255,7 +256,7 @@ def test_a_huge_budget_ends_with_the_context(models, monkeypatch):
         budgets.extend(budget)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(decode, "start", start)
+    monkeypatch.setattr(loop, "start", start)
     with pytest.raises(KeyboardInterrupt):
         sj.generate(models[0], IDS, max_new_tokens=1e9)
     assert budgets == [models[0].config.max_position - 3] * 2

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import decode, probs
-from specjax.engine import Engine
-from specjax.methods import Context
+from specjax.core import loop, probs
+from specjax.core.warp import draw_joint, warp_joint
 from specjax.models import ModelConfig, init_params, save_pretrained
+from specjax.registry import Context
+from specjax.runtime.engine import Engine
 from specjax.search import beam
-from specjax.warp import draw_joint, warp_joint
 from support import beam_laws, laws
 from support.beam_laws import RULES, Rule
 
@@ -68,7 +68,7 @@ def starts(method, sampling, ends):
     tokens = np.zeros((ROWS, len(PROMPT) + LENGTH + method.width), np.int32)
     tokens[:, : len(PROMPT)] = PROMPT
     length = np.full(ROWS, len(PROMPT), np.int32)
-    fill = decode.prefill_prompts(method, chunk=4, logprobs=False)
+    fill = loop.prefill_prompts(method, chunk=4, logprobs=False)
     for seed in range(BATCHES):
         keys = jax.random.split(jax.random.key(seed), ROWS)
         yield inputs, fill(inputs, tokens, length, length + LENGTH, keys)
@@ -125,9 +125,9 @@ def search_counts(method, sampling, ends) -> tuple[dict, dict]:
     """Of the running hypotheses after two rounds, and of what is emitted in the end."""
     kept, out = [], []
     for inputs, state in starts(method, SAMPLINGS[sampling], ends):
-        state = decode.run_rounds(method)(inputs, state, 2)
+        state = loop.run_rounds(method)(inputs, state, 2)
         kept.append(running(state))
-        out.append(emitted(decode.run_rounds(method)(inputs, state, LENGTH)))
+        out.append(emitted(loop.run_rounds(method)(inputs, state, LENGTH)))
     return counted(kept), counted(out)
 
 
@@ -184,7 +184,7 @@ def test_a_row_ends_with_its_last_live_hypothesis():
     assert second != first
     method = build("beam", beams=W, joint="raw")
     inputs, state = next(starts(method, sj.Sampling(1.0, top_k=1), (second,)))
-    state = decode.run_rounds(method)(inputs, state, LENGTH)
+    state = loop.run_rounds(method)(inputs, state, LENGTH)
     assert (np.asarray(state.stats.emitted) == 2).all()
     assert (np.asarray(state.stats.rounds) == 2).all()
 
@@ -265,7 +265,7 @@ def test_beam_drafts_have_the_law_of_their_draws(joint):
 def test_mtjd_draws_blocks_from_the_joint(joint, sampling):
     """The joint of all blocks warped as a whole, or the product of warped conditionals."""
     method = build("mtjd", block=2, width=V, joint=joint)
-    run = decode.run_rounds(method)
+    run = loop.run_rounds(method)
     states = starts(method, SAMPLINGS[sampling], (END,))
     counts = counted([emitted(run(inputs, state, 1)) for inputs, state in states])
     for other in ("raw", "warped"):

@@ -10,16 +10,16 @@ import pytest
 
 import specjax as sj
 from conftest import tiny_lm
-from specjax import decode
+from specjax._util.errors import OptionError
+from specjax.core import loop
+from specjax.core.round import NARROW, DraftVerify
+from specjax.core.scoring import score
+from specjax.core.tree import chain_draft
+from specjax.core.types import POINT_MASS
 from specjax.draft import Lookup
-from specjax.engine import Engine
-from specjax.errors import OptionError
-from specjax.methods import Context
 from specjax.models.cache import MAX_CHUNK_CPU, MAX_TOKENS, bucket, chunk_width
-from specjax.rounds import NARROW, DraftVerify
-from specjax.scoring import score
-from specjax.tree import chain_draft
-from specjax.types import POINT_MASS
+from specjax.registry import Context
+from specjax.runtime.engine import Engine
 from specjax.verify import speculative
 from support.caches import check_cache
 from support.variant_models import logits_jit
@@ -68,9 +68,9 @@ def states_by_round(target, draft, name, options, sampling, budget=40, prompts=P
     inputs = engine.inputs(sampling, len(prompts))
     keys = jax.random.split(jax.random.key(3), len(prompts))
     budgets = np.full(len(prompts), budget, np.int32)
-    state = decode.start(built, inputs, [np.array(p) for p in prompts], budgets, keys, chunk=64)
+    state = loop.start(built, inputs, [np.array(p) for p in prompts], budgets, keys, chunk=64)
     while not bool(state.done.all()):
-        state = decode.advance(built, inputs, state, 1)
+        state = loop.advance(built, inputs, state, 1)
         yield state
 
 
@@ -239,7 +239,7 @@ def test_one_trace_per_bucket_over_settings_keys_and_lengths(target, draft, name
     # SDSAT's form follows the temperature unless it is named; a form is a method of its own.
     fixed = {"form": "chain"} if "form" in spec.options else {}
     reward = "length:4-9" if spec.needs_reward else None
-    decode.run_rounds.cache_clear()
+    loop.run_rounds.cache_clear()
     for seed, (temperature, k, p) in enumerate([(0, 0, 1), (1, 0, 1), (0.5, 7, 1), (2, 80, 0.3)]):
         if spec.needs_reward and temperature:
             continue  # greedy by definition
@@ -258,13 +258,13 @@ def test_one_trace_per_bucket_over_settings_keys_and_lengths(target, draft, name
                 reward=reward,
                 logprobs=True,
             )
-    assert decode.run_rounds.cache_info().currsize == 1
+    assert loop.run_rounds.cache_info().currsize == 1
     context = Context(target, draft)
     if not spec.needs_reward:  # else the method holds the reward's fold
-        loop = decode.run_rounds(spec.build(context, fixed)[0])
-        assert decode.run_rounds.cache_info().currsize == 1 and loop._cache_size() == 1
+        rounds = loop.run_rounds(spec.build(context, fixed)[0])
+        assert loop.run_rounds.cache_info().currsize == 1 and rounds._cache_size() == 1
         run(target, draft, name, max_new_tokens=100, options=fixed, logprobs=True)
-        assert loop._cache_size() == 2  # the next bucket
+        assert rounds._cache_size() == 2  # the next bucket
 
 
 @pytest.mark.parametrize(
@@ -283,9 +283,9 @@ def test_compiled_loop_holds_no_copy_of_the_cache(name, options, rows):
     built, settings = sj.method(name).build(Context(target, draft), options)
     inputs = Engine(target, draft, built, settings).inputs(SAMPLING, rows)
     keys, budget = jax.random.split(jax.random.key(0), rows), np.full(rows, 10, np.int32)
-    state = decode.start(built, inputs, [np.arange(5)] * rows, budget, keys, chunk=16)
-    state = decode.resize_state(state, 4096)
-    compiled = decode.run_rounds(built).lower(inputs, state, np.int32(5)).compile()
+    state = loop.start(built, inputs, [np.arange(5)] * rows, budget, keys, chunk=16)
+    state = loop.resize_state(state, 4096)
+    compiled = loop.run_rounds(built).lower(inputs, state, np.int32(5)).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
     assert temporary < 0.5 * state.cache.k[0].nbytes, "a layer's cache is copied"
 
@@ -305,7 +305,7 @@ def test_buckets_waste_at_most_a_third_and_hold_whole_prefill_passes():
     prompt = np.arange(700) % target.config.vocab_size
 
     def prefilled(chunk):
-        return decode.start(built, inputs, [prompt], budget, keys, chunk=chunk)
+        return loop.start(built, inputs, [prompt], budget, keys, chunk=chunk)
 
     wide, narrow = prefilled(512), prefilled(16)  # 512 wide: the second pass ends at 1024
     for a, b in zip(wide.cache.k, narrow.cache.k, strict=True):
@@ -330,7 +330,7 @@ def test_a_pass_is_as_wide_as_the_longest_live_draft(lengths, live, wide):
     want = jax.jit(score)(target.net, target.net.cache(rows, 128), start, draft)[1]
     inputs = Engine(target, None, method, {}).inputs(SAMPLING, rows)
     keys, length = jax.random.split(jax.random.key(0), rows), start + 1
-    begin = decode.begin_prompts(method, False)
+    begin = loop.begin_prompts(method, False)
     row = jnp.ones((rows, 128), jnp.int32)
     state = begin(inputs, row, length, length + jnp.where(jnp.array(live), 9, 0), keys, None)
     also = jax.jit(method._found)(inputs, state, keys, draft).cache

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import decode, flight, prefixes
-from specjax.engine import Row
-from specjax.errors import OptionError
-from specjax.generate import make_engine, make_rows
-from specjax.prefixes import LEAST, Prefixes, in_common
+from specjax._util.errors import OptionError
+from specjax.core import loop
+from specjax.runtime import prefix_cache, scheduler
+from specjax.runtime.engine import Row
+from specjax.runtime.generate import make_engine, make_rows
+from specjax.runtime.prefix_cache import LEAST, Prefixes, in_common
 
 RNG = np.random.Generator(np.random.Philox(4))
 PROMPTS = [RNG.integers(0, 97, n).tolist() for n in (3, 12, 1, 9, 7, 14, 2, 11, 40)]
@@ -51,7 +52,7 @@ def test_nothing_is_traced_for_a_new_row(target):
     engine = make_engine(target, None, sj.method("autoregressive"), {})
 
     def traced():
-        made = decode.run_rounds, decode.seat_rows, decode.begin_prompts
+        made = loop.run_rounds, loop.seat_rows, loop.begin_prompts
         programs = [make(engine.method) for make in made[:2]] + [made[2](engine.method, False)]
         return [program._cache_size() for program in programs]
 
@@ -66,19 +67,19 @@ def test_seats_are_taken_in_place(target):
     engine = make_engine(target, None, sj.method("autoregressive"), {})
     inputs, keys = engine.inputs(SAMPLING, 3), jax.random.split(jax.random.key(0), 3)
     prompts, budget = [np.array(p) for p in PROMPTS[:3]], np.full(3, 4, np.int32)
-    state = decode.start(engine.method, inputs, prompts, budget, keys, chunk=16)
+    state = loop.start(engine.method, inputs, prompts, budget, keys, chunk=16)
     one = engine.inputs(SAMPLING, 1)
     tokens = np.zeros((1, 128), np.int32)
     tokens[0, :9] = PROMPTS[3]
-    begin = decode.begin_prompts(engine.method, False)
+    begin = loop.begin_prompts(engine.method, False)
     newcomer = begin(one, tokens, np.array([9]), np.array([12]), keys[:1], None)
-    fed = decode.feed_prompts(engine.method, 16)(one, newcomer, np.array([0]))
-    seated = decode.seat_rows(engine.method)(one, state, fed, np.array([1]))
+    fed = loop.feed_prompts(engine.method, 16)(one, newcomer, np.array([0]))
+    seated = loop.seat_rows(engine.method)(one, state, fed, np.array([1]))
     assert all(buffer.is_deleted() for buffer in state.cache.k + newcomer.cache.k)
     assert not any(buffer.is_deleted() for buffer in fed.cache.k)  # another sample may follow
     assert np.asarray(seated.length).tolist() == [3, 9, 1]
     np.testing.assert_array_equal(seated.cache.k[0][1], fed.cache.k[0][0])
-    compiled = decode.seat_rows(engine.method).lower(one, seated, fed, np.array([1])).compile()
+    compiled = loop.seat_rows(engine.method).lower(one, seated, fed, np.array([1])).compile()
     moved = compiled.memory_analysis()
     assert moved.alias_size_in_bytes > 0.99 * sum(
         x.nbytes for x in jax.tree.leaves(seated.replace(keys=()))
@@ -100,13 +101,13 @@ def test_a_long_newcomer_is_fed_in_pieces_between_rounds(target, monkeypatch):
     events = []
 
     def spy(name):
-        real = getattr(decode, name)
+        real = getattr(loop, name)
 
         def made(*arguments):
             program = real(*arguments)
             return lambda *given: events.append(name) or program(*given)
 
-        monkeypatch.setattr(decode, name, made)
+        monkeypatch.setattr(loop, name, made)
 
     spy("feed_prompts")
     spy("run_rounds")
@@ -150,7 +151,7 @@ def test_rows_that_begin_alike_share_what_they_begin_with(target, draft, monkeyp
         np.testing.assert_array_equal(a, b)
     assert sorted(shared.cached_tokens)[:2] == [0, 30] and max(shared.cached_tokens) == 30
     assert max(own.cached_tokens) == 0
-    monkeypatch.setattr(prefixes, "in_common", lambda a, b: 31 if in_common(a, b) else 0)
+    monkeypatch.setattr(prefix_cache, "in_common", lambda a, b: 31 if in_common(a, b) else 0)
     wrong = run(target, draft, "speculative", prefixes=1, **kw)
     assert any((a != b).any() for a, b in zip(wrong.tokens, own.tokens, strict=True))
 
@@ -206,7 +207,7 @@ def test_requests_may_come_late(target):
             yield None
         yield from rows[1:]
 
-    rows_in_flight = flight.Flight(engine, 3, sj.Sampling(), flight.Bounds.of(rows))
+    rows_in_flight = scheduler.Flight(engine, 3, sj.Sampling(), scheduler.Bounds.of(rows))
     for piece in rows_in_flight.run(requests(), rounds=1):
         seen.append(piece)
     ends = [piece.index for piece in seen if piece.row]
@@ -224,8 +225,8 @@ def test_settings_of_a_row_s_own(target, draft):
     prompts, size = [np.array(p, np.int32) for p in PROMPTS[:5]], 2
     made = make_rows(target, prompts, [{}] * 5, None, 5, 1, BUDGETS[:5])
     rows = [dataclasses.replace(r, sampling=s) for r, s in zip(made, samplings, strict=True)]
-    bounds = flight.Bounds.of(rows)
-    in_flight = flight.Flight(engine, size, sj.Sampling(0.7), bounds, logprobs=True, kept=2)
+    bounds = scheduler.Bounds.of(rows)
+    in_flight = scheduler.Flight(engine, size, sj.Sampling(0.7), bounds, logprobs=True, kept=2)
     pieces = list(in_flight.run(rows, rounds=1))
     for i, sampling in enumerate(samplings):
         alone = sj.generate(
@@ -258,7 +259,7 @@ def test_dropped_rows_leave_their_seats(target):
     budgets = [30, 12, 25, 9, 40, 7]
     prompts = [np.array(prompt, np.int32) for prompt in PROMPTS[:6]]
     rows = make_rows(target, prompts, [{}] * 6, None, 0, 1, budgets)
-    in_flight = flight.Flight(engine, 2, sj.Sampling(), flight.Bounds.of(rows), kept=1)
+    in_flight = scheduler.Flight(engine, 2, sj.Sampling(), scheduler.Bounds.of(rows), kept=1)
     dropped, ended, looks = {0, 2, 4}, {}, []
     for pieces in in_flight.looks(iter(rows), rounds=1):
         looks.append({piece.index for piece in pieces})
@@ -284,16 +285,16 @@ def test_a_row_before_leaves_nothing_behind(target):
     """What a seat held is replaced or never read: its stale slots may hold anything finite."""
     engine = make_engine(target, None, sj.method("autoregressive"), {})
     inputs, keys = engine.inputs(sj.Sampling(), 1), jax.random.split(jax.random.key(0), 1)
-    start = decode.begin_prompts(engine.method, False)
+    start = loop.begin_prompts(engine.method, False)
     tokens = np.zeros((1, 128), np.int32)
     tokens[0, :9] = PROMPTS[3]
     ends = np.array([20], np.int32)
     newcomer = start(inputs, tokens, np.array([9], np.int32), ends, keys, None)
-    newcomer = decode.feed_prompts(engine.method, 16)(inputs, newcomer, np.array([0]))
+    newcomer = loop.feed_prompts(engine.method, 16)(inputs, newcomer, np.array([0]))
     outputs = []
     for stale in (0.0, 1e3):
-        empty = decode.empty_rows(engine.method, False)(inputs, np.zeros((1, 128), np.int32), keys)
+        empty = loop.empty_rows(engine.method, False)(inputs, np.zeros((1, 128), np.int32), keys)
         empty = empty.replace(cache=jax.tree.map(lambda x: jnp.full_like(x, stale), empty.cache))
-        seated = decode.seat_rows(engine.method)(inputs, empty, newcomer, np.array([0]))
-        outputs.append(np.asarray(decode.advance(engine.method, inputs, seated, 99).tokens[:, :20]))
+        seated = loop.seat_rows(engine.method)(inputs, empty, newcomer, np.array([0]))
+        outputs.append(np.asarray(loop.advance(engine.method, inputs, seated, 99).tokens[:, :20]))
     np.testing.assert_array_equal(*outputs)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax.engine import Engine
-from specjax.methods import Context
 from specjax.models.adapters import LowRank, gated
+from specjax.registry import Context
+from specjax.runtime.engine import Engine
 from support import laws
 from support.gated import base_and_gated
 
@@ -73,6 +73,6 @@ def test_a_gate_that_is_open_for_clean_tokens_is_caught(monkeypatch):
         held = gated(cfg, params, tokens)
         return jax.tree.map(opened, held, is_leaf=lambda x: isinstance(x, LowRank))
 
-    monkeypatch.setattr(importlib.import_module("specjax.models.forward"), "gated", leaky)
+    monkeypatch.setattr(importlib.import_module("specjax.models.forward_pass"), "gated", leaky)
     built = build(own, k=2, form="chain", rule="speculative")
     assert p_value(base, own, built) < laws.ALPHA

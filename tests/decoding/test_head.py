@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import decode
+from specjax.core import loop
+from specjax.core.types import DETERMINISTIC, NO_NODE, NO_PARENT, Draft, TreeShape, Verdict
 from specjax.draft.head import HeadBest, HeadChain, HeadDrafter, HeadTree, Reading
-from specjax.engine import Engine, Row
-from specjax.gate import Gate
 from specjax.lm import attach
-from specjax.methods import Context, compose
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
 from specjax.models.families.head import D2T, T2D, HeadConfig, usual_layers
-from specjax.models.forward import tapped_states
+from specjax.models.forward_pass import tapped_states
 from specjax.models.head import draft_logits, fed_back, fused_states, head_states
 from specjax.models.hf.checkpoint import WEIGHTS, to_tensors
-from specjax.types import DETERMINISTIC, NO_NODE, NO_PARENT, Draft, TreeShape, Verdict
+from specjax.registry import Context, compose
+from specjax.runtime.engine import Engine, Row
+from specjax.runtime.prefill import Gate
 from support import head_reference, laws
 from support.checkpoints import edit_config, edit_weights, same
 from support.heads import fitted_head, random_params
@@ -157,7 +157,7 @@ def proposed():
         inputs = engine.inputs(sj.Sampling(0.9), len(prompts))
         keys = jax.random.split(jax.random.key(0), len(prompts))
         budget = np.full(len(prompts), 40, np.int32)
-        state = decode.start(method, inputs, prompts, budget, keys, chunk=16)
+        state = loop.start(method, inputs, prompts, budget, keys, chunk=16)
         found[name] = jax.jit(drafter.propose)(inputs, state, state.keys).draft
     return prompts, draft, found
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import probs, verify
-from specjax.engine import Engine
-from specjax.methods import Context
+from specjax import verify
+from specjax.core import probs
+from specjax.core.probs import Purpose
+from specjax.core.types import POINT_MASS
 from specjax.models import ModelConfig, init_params
-from specjax.probs import Purpose
-from specjax.target import contrast
-from specjax.types import POINT_MASS
+from specjax.registry import Context
+from specjax.runtime.engine import Engine
+from specjax.target.contrastive import contrast
 from specjax.verify.verdicts import chain_verdict, draft_length, draft_row, drafted_log_probs
 from support import laws
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import decode
-from specjax.engine import Engine
-from specjax.methods import Context
+from specjax.core import loop
 from specjax.models import ModelConfig, init_params
+from specjax.registry import Context
 from specjax.rewards import DeviceReward, Together
+from specjax.runtime.engine import Engine
 from support.caches import check_cache
 from support.lookahead_reference import COUNTERS, Model, Run
 
@@ -276,11 +276,11 @@ def states_by_round(target, draft, method, options):
     inputs = inputs.replace(reward=sj.rewards.Data(((),), (wanted,)))
     budgets = np.full(len(PROMPTS), BUDGET, np.int32)
     keys = jax.random.split(jax.random.key(3), len(PROMPTS))
-    state = decode.start(
+    state = loop.start(
         built, inputs, [np.array(p) for p in PROMPTS], budgets, keys, logprobs=True, chunk=16
     )
     while not bool(state.done.all()):
-        state = decode.advance(built, inputs, state, 1)
+        state = loop.advance(built, inputs, state, 1)
         yield state
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 import specjax as sj
-from specjax.errors import OptionError
-from specjax.methods import DRAFTERS, RULES, SEARCHES, TARGET_DISTS, compose, presets
+from specjax._util.errors import OptionError
+from specjax.registry import DRAFTERS, RULES, SEARCHES, TARGET_DISTS, compose, presets
 
 PARTS = [part for table in (DRAFTERS, TARGET_DISTS, RULES, SEARCHES) for part in table.values()]
 # Yuan et al. 2024, Table 2 (its second pair is the improved one); the variant is Table 1's better.

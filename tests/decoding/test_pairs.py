@@ -14,11 +14,11 @@ import pytest
 
 import specjax as sj
 from conftest import tiny_draft, tiny_lm
-from specjax.errors import PairError
+from specjax._util.errors import PairError
 from specjax.lm import attach
-from specjax.methods import DRAFTERS, RULES, TARGET_DISTS, Context, compose
 from specjax.models import init_params
 from specjax.models.families.head import HeadConfig
+from specjax.registry import DRAFTERS, RULES, TARGET_DISTS, Context, compose
 
 PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
 SAMPLING = sj.Sampling(temperature=0.8, top_k=20, top_p=0.9)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax import probs
+from specjax.core import probs
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 17, 1000, 4096, 50_257])

@@ -16,11 +16,12 @@ import pytest
 
 import specjax as sj
 from conftest import tiny_lm
-from specjax import decode, probs, verify
-from specjax.engine import Engine
-from specjax.probs import Purpose
-from specjax.protocols import Proposal
-from specjax.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
+from specjax import verify
+from specjax.core import loop, probs
+from specjax.core.probs import Purpose
+from specjax.core.protocols import Proposal
+from specjax.core.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
+from specjax.runtime.engine import Engine
 from support.caches import check_cache
 
 VOCAB, ROWS, NODES, SLOTS = 5, 3, 7, 128
@@ -107,9 +108,9 @@ def rounds_of(method, example, extra=0):
     keys = jax.random.split(jax.random.key(example.seed), ROWS)
     budgets = np.array(example.budgets, np.int32) + extra
     prompts = [np.array(p, np.int32) for p in example.prompts]
-    state = decode.start(method, inputs, prompts, budgets, keys, chunk=CHUNK)
+    state = loop.start(method, inputs, prompts, budgets, keys, chunk=CHUNK)
     while not bool(state.done.all()):
-        state = decode.advance(method, inputs, state, 1)
+        state = loop.advance(method, inputs, state, 1)
         yield jax.tree.map(jnp.copy, state)  # the next round uses the state up
 
 

@@ -1,7 +1,7 @@
 """Every rule beyond speculative sampling: hand-computed verdicts, exact laws, mutants, edges."""
 
 import functools
-import importlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +9,20 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax import probs, tree, verify
-from specjax.probs import Purpose
-from specjax.types import IID, NO_NODE, NO_PARENT, POINT_MASS, WITHOUT_REPLACEMENT, Draft, TreeShape
-from specjax.verify.mentored import mentor_levels, mentored_kl
-from specjax.verify.spectr import solve_rho
+from specjax import verify
+from specjax.core import probs, tree
+from specjax.core.probs import Purpose
+from specjax.core.types import (
+    IID,
+    NO_NODE,
+    NO_PARENT,
+    POINT_MASS,
+    WITHOUT_REPLACEMENT,
+    Draft,
+    TreeShape,
+)
+from specjax.verify.mentored_decoding import mentor_levels, mentored_kl
+from specjax.verify.spectr_kseq import solve_rho
 from specjax.verify.verdicts import drawn_verdict, tree_verdict
 from support import laws, tree_laws
 
@@ -308,7 +317,9 @@ PATCHES = {  # rule and drafts, where the slip goes, and what it is
 @pytest.mark.parametrize("name", PATCHES)
 def test_patched_rule_is_caught(name, monkeypatch):
     rule, law, attribute, slip = PATCHES[name]
-    home = probs if attribute == "residual" else importlib.import_module(f"specjax.verify.{rule}")
+    home = (
+        probs if attribute == "residual" else sys.modules[getattr(verify, rule).verify.__module__]
+    )
     monkeypatch.setattr(home, attribute, slip)
     draft_fn = laws.chain_draft if law is None else tree_laws.LAWS[law]
     assert tree_laws.tree_p_value(getattr(verify, rule), draft_fn) < laws.ALPHA

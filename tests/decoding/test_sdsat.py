@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import specjax as sj
+from specjax._util.errors import OptionError, PairError
 from specjax.draft.adaptive import Candidates, _probes
-from specjax.engine import Engine
-from specjax.errors import OptionError, PairError
-from specjax.methods import Context
 from specjax.models import ModelConfig, hidden_states, init_params, logits_of
+from specjax.registry import Context
+from specjax.runtime.engine import Engine
 from support import laws
 
 SLOW = pytest.mark.slow

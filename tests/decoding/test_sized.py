@@ -12,12 +12,11 @@ from test_laws import PROMPT, SAMPLING, L, exact_continuations, tiny_pair
 
 import specjax as sj
 from conftest import tiny_lm
-from specjax import costs, decode, metrics, sized
-from specjax.engine import Engine
-from specjax.errors import OptionError, PairError
-from specjax.generate import make_engine
-from specjax.methods import Context
-from specjax.sized import (
+from specjax import metrics
+from specjax._util.errors import OptionError, PairError
+from specjax.core import loop
+from specjax.draft import auto_length
+from specjax.draft.auto_length import (
     COSTS,
     GRUDGE,
     HOPE,
@@ -28,6 +27,10 @@ from specjax.sized import (
     SizedChain,
     SizedTree,
 )
+from specjax.registry import Context
+from specjax.runtime import round_costs
+from specjax.runtime.engine import Engine
+from specjax.runtime.generate import make_engine
 from support import laws
 
 N = len(LENGTHS)
@@ -39,7 +42,7 @@ PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
 def test_the_length_with_the_most_tokens_per_cost_is_taken():
     """Against the formula of the cost model, on random costs."""
     generator = np.random.Generator(np.random.Philox(1))
-    best = jax.jit(lambda rate, cost: sized.best_form(rate[None], sized.CHAINS, cost))
+    best = jax.jit(lambda rate, cost: auto_length.best_form(rate[None], auto_length.CHAINS, cost))
     for rate in (0.0, 0.3, 0.6, 0.85, 0.99):
         for _ in range(20):
             cost = np.cumsum(generator.uniform(0.05, 1.0, N))
@@ -54,7 +57,7 @@ def test_trees_are_weighed_by_what_siblings_are_worth():
     for wanted in range(len(TREES)):
         level = cost.copy()
         level[wanted] = 0.99 * min(np.array(tokens[wanted]) * cost / tokens)
-        assert sized.best_form(rates, TREES, level) == wanted
+        assert auto_length.best_form(rates, TREES, level) == wanted
 
 
 def test_a_record_of_trees_tells_how_many_siblings_there_were():
@@ -127,8 +130,8 @@ def rested(method, rounds):
     """Rounds without a draft, then 3 with: what was drafted in these, and accepted."""
     _, inputs, keys = own_draft()
     prompts, budget = [np.array(p) for p in PROMPTS], np.full(len(PROMPTS), 60, np.int32)
-    state = decode.start(method, inputs, prompts, budget, keys, chunk=16, slots=128)
-    run = decode.run_rounds(method)
+    state = loop.start(method, inputs, prompts, budget, keys, chunk=16, slots=128)
+    run = loop.run_rounds(method)
     for cost, count in ((REST, rounds), (DRAFT, 3)):
         told = inputs.replace(settings={COSTS: jnp.asarray(cost, jnp.float32)})
         state = run(told, state, np.int32(count))
@@ -221,7 +224,7 @@ def test_costs_are_measured_once_per_shape(target, draft):
             max_new_tokens=4,
             batch_size=2,
         )
-        return dict(costs._MEASURED)
+        return dict(round_costs._MEASURED)
 
     first = measured()
     assert measured() == first
@@ -284,8 +287,8 @@ def own_pasts(
     def run(keys):
         def one(key):
             how = {"chunk": len(PROMPT), "slots": 16}
-            state = decode.start(method, inputs, [np.array(PROMPT)], budget, key[None], **how)
-            state = decode.run_rounds(method)(inputs, state, np.int32(L))
+            state = loop.start(method, inputs, [np.array(PROMPT)], budget, key[None], **how)
+            state = loop.run_rounds(method)(inputs, state, np.int32(L))
             return state.tokens[0, len(PROMPT) :][:L], getattr(state.stats, count)[0]
 
         return jax.vmap(one)(keys)

@@ -13,10 +13,10 @@ import specjax as sj
 from conftest import tiny_lm
 from project.test_docs import load
 from specjax.draft import Suffix
-from specjax.engine import Row
-from specjax.flight import Bounds, Flight
-from specjax.generate import make_engine
-from specjax.methods import choose
+from specjax.registry import choose
+from specjax.runtime.engine import Row
+from specjax.runtime.generate import make_engine
+from specjax.runtime.scheduler import Bounds, Flight
 
 EOS = 9
 INPUTS = SimpleNamespace(is_eos=lambda tokens: tokens == EOS)

@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import probs, target
-from specjax.target import IMPROVED, ORIGINAL
+from specjax.core import probs
+from specjax.target import contrastive
+from specjax.target.contrastive import IMPROVED, ORIGINAL
 
 NEVER = -np.inf
 EXPERT = [2.0, 1.0, 0.0]  # log p: less 2.407606
@@ -30,7 +31,7 @@ ROWS = {
 def check(name):
     variant, alpha, beta, amateur, want = ROWS[name]
     rows = (jnp.array([[x]]) for x in (EXPERT, amateur))
-    scores = target.contrast(*rows, jnp.float32(alpha), jnp.float32(beta), variant)
+    scores = contrastive.contrast(*rows, jnp.float32(alpha), jnp.float32(beta), variant)
     np.testing.assert_allclose(scores[0, 0], want, atol=1e-5)
 
 
@@ -69,14 +70,14 @@ MUTANTS = {
 
 
 def test_the_frame_of_the_mutants_is_right(monkeypatch):
-    monkeypatch.setattr(target, "contrast", mutated(log_ratio, difference))
+    monkeypatch.setattr(contrastive, "contrast", mutated(log_ratio, difference))
     for name in ROWS:
         check(name)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_fail(mutant, monkeypatch):
-    monkeypatch.setattr(target, "contrast", mutated(*MUTANTS[mutant]))
+    monkeypatch.setattr(contrastive, "contrast", mutated(*MUTANTS[mutant]))
     with pytest.raises(AssertionError):
         for name in ROWS:
             check(name)

@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import specjax as sj
-from specjax.probs import fit_vocabulary, limit_vocabulary
-from specjax.warp import warp
+from specjax.core.probs import fit_vocabulary, limit_vocabulary
+from specjax.core.warp import warp
 
 WARP = jax.jit(
     lambda logits, settings, limit: warp(limit_vocabulary(logits, limit), settings),
@@ -85,7 +85,7 @@ def test_the_search_takes_four_passes_for_logits_of_bfloat16(top_p, scale, monke
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     kept = []
     for passes in (4, 64):
-        monkeypatch.setattr("specjax.warp.PASSES", passes)
+        monkeypatch.setattr("specjax.core.warp.PASSES", passes)
         kept.append(np.exp(jax.jit(lambda x: warp(x, settings))(logits)))
     np.testing.assert_array_equal(*kept)
     assert (kept[0] > 0).sum() > 2 * 64  # more than a look at the largest would find
@@ -109,7 +109,9 @@ def test_rows_do_not_see_each_other():
     logits = np.random.Generator(np.random.Philox(6)).normal(size=(4, 1, 300)).astype(np.float32)
     rows = [(0.0, 0, 1.0), (1.0, 0, 0.999), (0.5, 200, 1.0), (1.0, 3, 0.9)]
     temperature, top_k, top_p = zip(*rows, strict=True)
-    both = sj.types.Warp(jnp.asarray(temperature, "f4"), jnp.asarray(top_k), jnp.asarray(top_p))
+    both = sj.core.types.Warp(
+        jnp.asarray(temperature, "f4"), jnp.asarray(top_k), jnp.asarray(top_p)
+    )
     together = WARP(logits, both, 300)
     for i, row in enumerate(rows):
         alone = WARP(logits[i : i + 1], sj.Sampling(*row).arrays(1), 300)

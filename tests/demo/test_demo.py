@@ -10,12 +10,13 @@ import pytest
 
 import specjax as sj
 from infer.rescoring import mismatches
-from specjax import decode, verify
+from specjax import verify
+from specjax.core import loop
+from specjax.core.scoring import score
 from specjax.demo.heldout import held_out_functions
-from specjax.engine import Engine
 from specjax.lm import DEMO
-from specjax.methods import Context
-from specjax.scoring import score
+from specjax.registry import Context
+from specjax.runtime.engine import Engine
 
 ACCEPTANCE = 0.7  # the shipped draft reaches 0.87
 NEAR_TIE = 1e-4  # top-2 logit gap below which float32 passes of two widths may disagree
@@ -152,7 +153,7 @@ def test_block_accepts_more_of_the_demo_drafts(pair, prompts):
     rows, per_draft = 32, 160
     inputs = Engine(target, draft, method, {"tau1": 0.0}).inputs(sj.Sampling(1.0), rows)
     budget, keys = np.full(rows, 8, np.int32), jax.random.split(jax.random.key(0), rows)
-    state = decode.start(
+    state = loop.start(
         method, inputs, [np.array(p[-40:]) for p in prompts[:rows]], budget, keys, chunk=64
     )
 

@@ -23,12 +23,12 @@ from infer.bench.report import NEAR_TIE, markdown, show
 from infer.bench.rows import make_rows, pass_widths
 from infer.programs import MOST
 from infer.prompts import Encoder
-from specjax.errors import OptionError
-from specjax.methods import method
+from specjax._util.errors import OptionError
 from specjax.metrics import expected_block_efficiency, expected_speedup, perplexity, rates
 from specjax.models import init_params, save_pretrained
 from specjax.models.families.head import HeadConfig
 from specjax.models.hf.checkpoint import load_config
+from specjax.registry import method
 
 GREEDY = sj.Sampling()
 

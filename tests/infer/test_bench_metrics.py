@@ -28,7 +28,7 @@ from infer.bench.metrics.settings import Settings
 from infer.bench.metrics.table import METRICS, make_metric
 from infer.bench.report import tables
 from specjax import metrics
-from specjax.errors import OptionError
+from specjax._util.errors import OptionError
 from support.judging import judging_with
 
 

@@ -15,7 +15,7 @@ from infer.datasets.files import read_rows
 from infer.datasets.readers import SQL
 from infer.datasets.table import DATASETS, Source, read_dataset
 from infer.prompts import Encoder, read_prompts
-from specjax.errors import OptionError
+from specjax._util.errors import OptionError
 
 SAMPLES = Path(__file__).parents[1] / "samples"
 FILES = {

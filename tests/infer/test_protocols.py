@@ -15,8 +15,8 @@ from infer.bench.rows import add_expected, put_ratio
 from infer.bench.timed_cases import Result
 from infer.tune import commands as tune
 from infer.tune.lossy import choose
-from specjax.errors import OptionError
-from specjax.types import FROM_DRAFT, FROM_TARGET
+from specjax._util.errors import OptionError
+from specjax.core.types import FROM_DRAFT, FROM_TARGET
 
 
 def test_each_run_has_its_own_figure_and_all_have_one():

@@ -14,7 +14,7 @@ from infer.bench.report import COLUMNS
 from infer.bench.text_quality import LOSSLESS, UNKNOWN, kl_to_target, was_tested
 from infer.bench.timed_cases import Result
 from infer.reporting import fill
-from specjax.types import FROM_DRAFT, FROM_TARGET
+from specjax.core.types import FROM_DRAFT, FROM_TARGET
 
 PROMPTS = [[1, 2, 3], [4], [7, 7, 5]]
 SAMPLED = sj.Sampling(0.8, 0, 0.9)

@@ -14,7 +14,7 @@ import pytest
 import specjax as sj
 from specjax import lm, rewards
 from specjax.rewards import folding, parsing
-from specjax.text import Tokenizer
+from specjax.text.tokenizer import Tokenizer
 from support.letter_models import save_letter_model
 
 DEMO = lm.DEMO / "target"

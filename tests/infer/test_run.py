@@ -25,10 +25,11 @@ from infer.run import commands as program
 from infer.run import demo, job
 from infer.run.output import Output
 from infer.run.screen import DRAFTED, WRITTEN, Screen, printable
-from specjax.errors import OptionError, SpecjaxError
-from specjax.files import locked
-from specjax.program import Place
-from specjax.types import FROM_DRAFT, FROM_TARGET
+from specjax import lm
+from specjax._util.errors import OptionError, SpecjaxError
+from specjax._util.files import locked
+from specjax._util.program import Place
+from specjax.core.types import FROM_DRAFT, FROM_TARGET
 
 PROMPTS = ["def fib(n):", "class Tree:\n", "import os", "for i in range(", "x = [", "return"]
 # The random models are sharp: at a lower temperature two samples can well be the same.
@@ -665,7 +666,7 @@ def test_truncated_weights(pair, tiny_pair_dirs, tmp_path, capsys):
 
 
 def test_list_methods_names_every_method_and_part(capsys):
-    from specjax.methods import DRAFTERS, METHODS, RULES
+    from specjax.registry import DRAFTERS, METHODS, RULES
 
     code, out, _ = run(capsys, "--list-methods")
     assert code == 0
@@ -807,6 +808,6 @@ def test_an_interrupt_is_130(capsys, monkeypatch):
 
 
 def test_missing_demo_weights_are_one_line(capsys, monkeypatch, tmp_path):
-    monkeypatch.setitem(sj.lm.EMBEDDED, "demo", tmp_path / "none")
+    monkeypatch.setitem(lm.EMBEDDED, "demo", tmp_path / "none")
     code, out, err = run(capsys, "--prompt", "x")
     assert (code, out, len(err.strip().splitlines())) == (2, "", 1)

@@ -20,7 +20,7 @@ from infer.bench import confinement, sandbox
 from infer.bench.folder import Folder
 from infer.bench.sandbox import BUBBLEWRAP, LANDLOCK, Limits, Outcome, humaneval_program, run_task
 from infer.bench.sandboxed import decode, encode
-from specjax.errors import OptionError
+from specjax._util.errors import OptionError
 
 
 def kernel_has_landlock():

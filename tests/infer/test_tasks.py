@@ -22,8 +22,8 @@ from infer.tune.contenders import (
 )
 from infer.tune.tuning import choose, read_task
 from specjax import rewards
-from specjax.files import locked
-from specjax.text import Tokenizer
+from specjax._util.files import locked
+from specjax.text.tokenizer import Tokenizer
 
 TASK = [
     {"prompt": "def walk(tree):", "constraints": ["=yield", "=tree"]},

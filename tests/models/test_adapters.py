@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import specjax as sj
+from specjax.core.scoring import score
+from specjax.core.tree import chain_draft
+from specjax.core.types import POINT_MASS, Probes
 from specjax.models import ModelConfig, hidden_states, init_params
 from specjax.models.adapters import KEY, fuse_adapters
-from specjax.scoring import score
-from specjax.tree import chain_draft
-from specjax.types import POINT_MASS, Probes
 from support.gated import reference, tuned
 from support.variant_models import build
 

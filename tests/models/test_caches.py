@@ -10,13 +10,13 @@ import pytest
 
 import specjax as sj
 from conftest import tiny_lm
-from specjax import decode
-from specjax.engine import Engine
-from specjax.methods import Context
-from specjax.models import attention, long_cache, splash
-from specjax.models.attention import Scores
+from specjax.core import loop
+from specjax.models.attention import dense, long_cache, splash
+from specjax.models.attention.dense import Scores
+from specjax.models.attention.long_cache import block_of, cached_attention
 from specjax.models.coded import Coded
-from specjax.models.long_cache import block_of, cached_attention
+from specjax.registry import Context
+from specjax.runtime.engine import Engine
 
 ROWS, HEADS, KEYS, SIZE, SLOTS = 3, 4, 2, 8, 56
 BASES = np.array([3, 41, 17], np.int32)  # rows of different lengths
@@ -33,7 +33,7 @@ def small_blocks(monkeypatch):
 def reference(q, k, v, seen, distance, window, finish):
     """Row by row, query by query, head by head, in float64."""
     out = np.zeros(q.shape)
-    slopes = attention.alibi_slopes(HEADS)
+    slopes = dense.alibi_slopes(HEADS)
     for b, i, h in itertools.product(range(ROWS), range(q.shape[1]), range(HEADS)):
         at = [s for s in range(SLOTS) if seen[b, i, s] and distance[b, i, s] < window]
         keys = k[b, h // (HEADS // KEYS), at].astype(np.float64)
@@ -146,8 +146,8 @@ def test_decoding_over_blocks_is_decoding(method, monkeypatch):
         states = []
         for slots in (256, 384):
             inputs = engine.inputs(sampling, 3)
-            state = decode.start(built, inputs, prompts, budget, keys, chunk=32, slots=slots)
-            states.append(decode.advance(built, inputs, state, 1000))
+            state = loop.start(built, inputs, prompts, budget, keys, chunk=32, slots=slots)
+            states.append(loop.advance(built, inputs, state, 1000))
         whole, blocks = states
         np.testing.assert_array_equal(whole.length, blocks.length)
         for ours, theirs, length in zip(whole.tokens, blocks.tokens, whole.length, strict=True):
@@ -170,8 +170,8 @@ def test_the_tpu_kernel_meets_what_a_piece_sees(window, finish):
     q = draws.standard_normal((2, 256, HEADS, SIZE), np.float32)
     k, v = draws.standard_normal((2, 2, KEYS, slots, SIZE), np.float32)
     positions = np.array([[700], [5]], np.int32) + np.arange(256, dtype=np.int32)
-    seen = attention.within(attention.chain_distances(positions, slots), window)
-    want = attention.dense_attention(*map(jnp.asarray, (q, k, v)), seen, finish)
+    seen = dense.within(dense.chain_distances(positions, slots), window)
+    want = dense.dense_attention(*map(jnp.asarray, (q, k, v)), seen, finish)
     for x in (k, v):
         x[0, :, 1024:], x[1, :, 512:] = np.nan, np.nan
         x[0, :, : 512 if window else 0] = np.nan
@@ -199,7 +199,7 @@ def test_prompts_that_go_through_the_kernel_leave_the_same_cache(monkeypatch):
     inputs = engine.inputs(sj.Sampling(), 2)
 
     def prefilled(slots):
-        return decode.start(built, inputs, prompts, budget, keys, chunk=128, slots=slots)
+        return loop.start(built, inputs, prompts, budget, keys, chunk=128, slots=slots)
 
     want = prefilled(512)
     monkeypatch.setattr(long_cache, "DENSE_SLOTS", 512)

@@ -9,7 +9,8 @@ import pytest
 
 import specjax as sj
 from infer.run.plan import model_plan
-from specjax.models import attention, init_cache, long_cache
+from specjax.models import init_cache
+from specjax.models.attention import dense, long_cache
 from specjax.models.coded import LARGEST, Coded, encode
 
 PROMPTS = [[5, 9, 2, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [11] * 6, [30, 20, 10], [3, 4]]
@@ -45,7 +46,7 @@ def test_attention_is_that_of_what_the_codes_stand_for(blocks, monkeypatch):
         if blocks:
             return long_cache.cached_attention(q, k, v, jnp.asarray(positions), jnp.asarray(top))
         seen = np.arange(48) <= positions[:, :, None]
-        return attention.dense_attention(jnp.asarray(q), k, v, jnp.asarray(seen))
+        return dense.dense_attention(jnp.asarray(q), k, v, jnp.asarray(seen))
 
     want = run(*(jnp.asarray(decoded(x)) for x in (k, v)))
     np.testing.assert_allclose(run(k, v), want, atol=2e-6)

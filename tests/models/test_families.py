@@ -10,16 +10,9 @@ import tokenizers
 from tokenizers.models import WordLevel
 
 import specjax as sj
-from specjax.models import (
-    attention,
-    from_hf,
-    init_params,
-    load_pretrained,
-    logits_of,
-    save_pretrained,
-    to_hf,
-)
-from specjax.text import Tokenizer
+from specjax.models import from_hf, init_params, load_pretrained, logits_of, save_pretrained, to_hf
+from specjax.models.attention import dense
+from specjax.text.tokenizer import Tokenizer
 from support import variants
 from support.checkpoints import edit_config, edit_weights, same, shard
 from support.variant_models import build, close, golden, pair
@@ -253,7 +246,7 @@ def test_a_broken_checkpoint_is_refused_by_name(case, tmp_path):
 @pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 32, 40])
 def test_alibi_slopes(heads):
     """The paper's: from 2^(-8/n) in equal steps; other counts interleave the next power's."""
-    slopes = attention.alibi_slopes(heads)
+    slopes = dense.alibi_slopes(heads)
     power = 2 ** (heads.bit_length() - 1)
     np.testing.assert_allclose(slopes[:power], [2 ** (-8 * i / power) for i in range(1, power + 1)])
     rest = [2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]

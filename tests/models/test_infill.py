@@ -12,8 +12,9 @@ import specjax as sj
 from infer.bench.text_quality import exact_match
 from infer.prompts import Encoder, read_prompts
 from infer.run.commands import main
-from specjax.errors import PairError
-from specjax.infill import (
+from specjax._util.errors import PairError
+from specjax.models import ModelConfig, init_params, save_pretrained
+from specjax.runtime.infill import (
     STYLES,
     Sentinels,
     ending_middles,
@@ -21,8 +22,7 @@ from specjax.infill import (
     find_sentinels,
     infill_prompt,
 )
-from specjax.models import ModelConfig, init_params, save_pretrained
-from specjax.text import Tokenizer
+from specjax.text.tokenizer import Tokenizer
 
 LETTERS = {chr(ord("a") + i): i for i in range(26)} | {"Ċ": 26}
 EOS = 27

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from specjax.models import ModelConfig, hidden_states, init_params, splash
-from specjax.models.attention import Causal, Isolated, Scores, dense_attention, distances
-from specjax.models.flash import Blocks, blocks_of, flash_attention
-from specjax.models.long_attention import long_attention
+from specjax.models import ModelConfig, hidden_states, init_params
+from specjax.models.attention import splash
+from specjax.models.attention.dense import Causal, Isolated, Scores, dense_attention, distances
+from specjax.models.attention.flash import Blocks, blocks_of, flash_attention
+from specjax.models.attention.long_sequences import long_attention
 from train.sdsat.insertion import Insertion, append_windows
 
 BLOCK = 8

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import tree
+from specjax.core import tree
+from specjax.core.types import NO_PARENT
 from specjax.models import (
     ModelConfig,
-    attention,
     forward,
     from_hf,
     hidden_states,
@@ -20,12 +20,12 @@ from specjax.models import (
     logits_of,
     num_params,
 )
+from specjax.models.attention import dense
 from specjax.models.cache import write_rows
-from specjax.models.forward import param_axes
+from specjax.models.forward_pass import param_axes
 from specjax.models.layers import linear, rope_frequencies
 from specjax.models.placement import param_specs
 from specjax.models.sharding import partition
-from specjax.types import NO_PARENT
 from support import variants
 from support.variant_models import build, close, golden, logits_jit, whole
 
@@ -92,7 +92,7 @@ def test_a_window_counts_positions_between_nodes_of_a_tree():
     visible = tree.ancestors(parents, 3)
     start, window = jnp.asarray([3], jnp.int32), 2
     positions = start[:, None] + tree.depths(visible)
-    got = attention.cache_mask(positions, start, visible, 6, 12, window)[0]
+    got = dense.cache_mask(positions, start, visible, 6, 12, window)[0]
     want = np.zeros((6, 12), bool)
     want[0, [2, 3]] = True  # the root: the last committed token and itself
     for node, parent in enumerate([0, 0, 2, 1, 3], start=1):

@@ -7,17 +7,11 @@ import pytest
 
 import specjax as sj
 from conftest import tiny_lm
-from specjax import tree
-from specjax.models import (
-    ModelConfig,
-    cache,
-    forward,
-    init_cache,
-    logits_of,
-)
+from specjax.core import tree
+from specjax.core.tree import NO_PARENT
+from specjax.models import ModelConfig, cache, forward, init_cache, logits_of
 from specjax.models.cache import commit_path, resize, ring_slots, row_bytes
-from specjax.prefixes import in_common
-from specjax.tree import NO_PARENT
+from specjax.runtime.prefix_cache import in_common
 from support.variant_models import logits_jit
 
 WINDOW, SPARE, RING = 24, 64, 96
@@ -154,7 +148,9 @@ def test_what_a_ring_loses_is_caught(small, monkeypatch, fault):
         rows = cache.write_rows
         monkeypatch.setattr(cache, "write_around", lambda x, new, at: rows(x, new, at % RING))
     else:
-        monkeypatch.setattr("specjax.prefixes.Prefixes._shared", lambda _, a, b: in_common(a, b))
+        monkeypatch.setattr(
+            "specjax.runtime.prefix_cache.Prefixes._shared", lambda _, a, b: in_common(a, b)
+        )
     ours = generated(*models, "speculative", sampling=sj.Sampling(1.0))
     assert any(not np.array_equal(a, b) for a, b in zip(ours, whole, strict=True))
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specjax as sj
-from specjax import chat
-from specjax.methods.resolve import check_models
-from specjax.text import IncrementalDecoder, Tokenizer
+from specjax.registry.resolve import check_models
+from specjax.text import chat
+from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 from train.data.corpus import Document
 from train.data.tokenizer import train_tokenizer
 

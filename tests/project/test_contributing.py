@@ -8,7 +8,7 @@ import pytest
 from test_laws import point_mass_draft
 
 import specjax as sj
-from specjax.types import POINT_MASS
+from specjax.core.types import POINT_MASS
 from support import laws
 
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()

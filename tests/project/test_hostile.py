@@ -24,14 +24,14 @@ from hypothesis import strategies as st
 import specjax as sj
 from infer.prompts import Encoder, read_prompts
 from infer.run import commands
-from specjax.errors import LONGEST, SpecjaxError, one_line
-from specjax.files import json_line
-from specjax.methods import METHODS, method
+from specjax._util.errors import LONGEST, SpecjaxError, one_line
+from specjax._util.files import json_line
 from specjax.models import from_hf, load_pretrained, num_params
 from specjax.models.config import ROPE_KINDS
 from specjax.models.hf import config as hf_config
 from specjax.models.hf.checkpoint import INDEX, WEIGHTS, read_weight_map
 from specjax.models.layers import rope_frequencies
+from specjax.registry import METHODS, method
 from support import hostile
 from train.config import LMConfig, SDSATConfig, from_toml
 

@@ -1,4 +1,4 @@
-"""One writer at a time, and how a program's process ends: specjax.files, specjax.program."""
+"""One writer at a time, and how a program's process ends: specjax._util."""
 
 import os
 import subprocess
@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from specjax.errors import InputError
-from specjax.files import locked
+from specjax._util.errors import InputError
+from specjax._util.files import locked
 
 PREPARED = """
 import atexit, os, signal, sys, time
@@ -76,7 +76,7 @@ def test_a_lock_is_waited_for_as_long_as_asked(tmp_path):
 
 def test_a_lock_that_was_removed_while_it_was_waited_for_is_made_anew(tmp_path, monkeypatch):
     """Between opening the file and locking it, its holder may have removed it."""
-    from specjax import files
+    from specjax._util import files
 
     path, flock = tmp_path / "out", files.fcntl.flock
     lock = tmp_path / ".out.lock"

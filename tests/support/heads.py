@@ -8,7 +8,7 @@ import specjax as sj
 from specjax.lm import attach
 from specjax.models import init_params, logits_of
 from specjax.models.families.head import HeadConfig
-from specjax.models.forward import module_of, tapped_states
+from specjax.models.forward_pass import module_of, tapped_states
 from specjax.models.head import fused_states, head_states
 
 

@@ -20,12 +20,12 @@ from safetensors.numpy import load_file, save_file
 
 from infer.run import commands
 from infer.unpickle import write_safetensors
-from specjax.errors import OptionError
+from specjax._util.errors import OptionError
 from specjax.lm import load
-from specjax.methods import compose, method
 from specjax.models.hf.checkpoint import INDEX, WEIGHTS, load_config
+from specjax.registry import compose, method
 from specjax.rewards import combine
-from specjax.text import Tokenizer
+from specjax.text.tokenizer import Tokenizer
 from support import variants
 from support.checkpoints import shard
 from train.config import LMConfig, SDSATConfig, from_toml

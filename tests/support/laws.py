@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, probs, tree
+from specjax.core import loop, probs, tree
+from specjax.core.mesh import ROUNDED
+from specjax.core.probs import Purpose
+from specjax.core.types import IID, Draft
+from specjax.core.warp import warp
 from specjax.laws import ALPHA, SAMPLES, histogram, joint, p_value
-from specjax.mesh import ROUNDED
-from specjax.probs import Purpose
-from specjax.types import IID, Draft
-from specjax.warp import warp
 from support.variant_models import logits_jit
 
 __all__ = ["ALPHA", "SAMPLES", "histogram", "joint", "p_value"]  # the library's, used as ours
@@ -175,8 +175,8 @@ def continuation_counts(engine, prompt, length: int, sampling) -> np.ndarray:
     with optimised():
         for seed in range(-(-SAMPLES // ROWS)):
             keys = jax.random.split(jax.random.key(seed), ROWS)
-            state = decode.start(method, inputs, [np.array(prompt)] * ROWS, budget, keys, **how)
-            state = decode.advance(method, inputs, state, 2**31 - 1)
+            state = loop.start(method, inputs, [np.array(prompt)] * ROWS, budget, keys, **how)
+            state = loop.advance(method, inputs, state, 2**31 - 1)
             counts += histogram(np.asarray(state.tokens[:, len(prompt) :][:, :length]), vocab)
     return counts
 

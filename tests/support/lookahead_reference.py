@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from specjax import probs
+from specjax.core import probs
 from specjax.models import hidden_states, logits_of
 
 COUNTERS = ("target_calls", "draft_calls", "rounds", "drafted", "tested", "accepted", "emitted")

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import probs
-from specjax.probs import Purpose
-from specjax.types import DETERMINISTIC, IID, NO_PARENT, WITHOUT_REPLACEMENT, Draft, TreeShape
+from specjax.core import probs
+from specjax.core.probs import Purpose
+from specjax.core.types import DETERMINISTIC, IID, NO_PARENT, WITHOUT_REPLACEMENT, Draft, TreeShape
 from support import laws
 
 

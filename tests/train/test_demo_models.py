@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import specjax as sj
-from specjax.errors import InputError
+from specjax._util.errors import InputError
 from support.training import ROOT
 from train.config import HeadRunConfig, LMConfig, SDSATConfig, from_toml
 from train.demo import models

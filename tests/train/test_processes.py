@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from specjax.errors import InputError
-from specjax.processes import agree, any_of, join, leads, together
+from specjax._util.errors import InputError
+from specjax._util.processes import agree, any_of, join, leads, together
 from support.training import (
     ROOT,
     TINY_LM,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax.errors import ModelError
+from specjax._util.errors import ModelError
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
 from specjax.models.adapters import KEY, fuse_adapters
 from specjax.models.hf.delta import NOTE, TENSORS, fingerprint, load_delta, read_delta, save_delta

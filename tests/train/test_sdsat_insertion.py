@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specjax.errors import InputError
+from specjax._util.errors import InputError
 from support.insertion_reference import EOS, ID, slow_mixed, slow_windows, some_row
 from train.data.packing import IGNORE
 from train.sdsat.insertion import (

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.errors import InputError
-from specjax.files import write_text
+from specjax._util.errors import InputError
+from specjax._util.files import write_text
 from specjax.models import ModelConfig, init_params, num_params, save_pretrained
 from specjax.models.families import to_hf
 from support.training import ROOT, TINY_SDSAT, small_tokenizer

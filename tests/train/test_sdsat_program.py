@@ -25,7 +25,7 @@ from specjax.models import (
     param_shapes,
     save_pretrained,
 )
-from specjax.models.attention import Causal, Isolated
+from specjax.models.attention.dense import Causal, Isolated
 from support.training import (
     ROOT,
     TINY_SDSAT,

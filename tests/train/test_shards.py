@@ -16,7 +16,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from specjax.errors import InputError
+from specjax._util.errors import InputError
 from support.training import (
     ROOT,
     TINY_LM,

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-from specjax.errors import InputError
+from specjax._util.errors import InputError
 from specjax.models import load_pretrained, num_params
 from support.training import ROOT, TINY_LM, TINY_SDSAT, logged, overrides
 from train.config import (

@@ -9,7 +9,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from specjax.errors import InputError
+from specjax._util.errors import InputError
 from train.data import corpus
 from train.data.corpus import is_held_out, load_corpus, permissive_distributions
 from train.data.packing import (

@@ -6,9 +6,9 @@ import itertools
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
-from specjax.errors import InputError
-from specjax.infill import Sentinels, find_sentinels
+from specjax._util.errors import InputError
 from specjax.models import ModelConfig
+from specjax.runtime.infill import Sentinels, find_sentinels
 from support.training import small_tokenizer
 from train.config import LMConfig, Model
 from train.data.corpus import Document, is_held_out

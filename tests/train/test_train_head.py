@@ -12,11 +12,11 @@ import pytest
 from safetensors.numpy import load_file
 
 import specjax as sj
+from specjax._util.program import INTERRUPTED
 from specjax.models import ModelConfig, init_params, load_pretrained, logits_of
 from specjax.models.families.head import HeadConfig
-from specjax.models.forward import tapped_states
+from specjax.models.forward_pass import tapped_states
 from specjax.models.hf.checkpoint import load_config
-from specjax.program import INTERRUPTED
 from support import head_steps
 from support.training import (
     ROOT,

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 
-from specjax.errors import InputError
+from specjax._util.errors import InputError
 from support.training import logged
 from train.config import LMConfig, Optim, Run, from_toml
 from train.engine.checkpoints import Checkpoints

@@ -11,7 +11,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from specjax.errors import InputError
+from specjax._util.errors import InputError
 from train.data.reading import MIN_CHARS, Document, Intake, Piece, read_piece, unreadable
 
 HELD_OUT_ONE_IN = 20  # leaves a few hundred functions of the standard library to measure on

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 from tokenizers import Tokenizer
 
-from specjax.errors import InputError
-from specjax.infill import Sentinels
+from specjax._util.errors import InputError
 from specjax.models import ModelConfig
+from specjax.runtime.infill import Sentinels
 from train.data.corpus import is_held_out
 from train.data.packing import Inside
 from train.data.reading import Document

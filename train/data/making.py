@@ -16,8 +16,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from specjax.errors import InputError, SpecjaxError
-from specjax.files import locked, write_text
+from specjax._util.errors import InputError, SpecjaxError
+from specjax._util.files import locked, write_text
 from train.config import Data
 from train.data.corpus import load_corpus, nothing_to_read, source_files
 from train.data.packing import Layout

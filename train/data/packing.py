@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from specjax.errors import InputError
-from specjax.files import aside
-from specjax.infill import leading_ids
+from specjax._util.errors import InputError
+from specjax._util.files import aside
+from specjax.runtime.infill import leading_ids
 from train.data.corpus import is_held_out
 from train.data.reading import Document
 from train.data.tokenizer import EOS_ID

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from specjax.errors import InputError, SpecjaxError, foreign
-from specjax.files import MOST_BYTES, open_file, open_parquet, parse_json, require_arrow
+from specjax._util.errors import InputError, SpecjaxError, foreign
+from specjax._util.files import MOST_BYTES, open_file, open_parquet, parse_json, require_arrow
 
 MIN_CHARS = 200  # shorter documents are package stubs and licence headers
 LONGEST_LINE = 1 << 28  # bytes of a document

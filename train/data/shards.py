@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from specjax.errors import InputError, SpecjaxError
-from specjax.files import aside, write_text
+from specjax._util.errors import InputError, SpecjaxError
+from specjax._util.files import aside, write_text
 from train.data.corpus import is_held_out
 from train.data.near import BANDS, any_known, band_keys
 from train.data.packing import Encoder, Layout, id_type

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from specjax.errors import InputError, ModelError
-from specjax.files import write_text
-from specjax.text import read_backend
+from specjax._util.errors import InputError, ModelError
+from specjax._util.files import write_text
+from specjax.text.tokenizer import read_backend
 from train.data.corpus import is_held_out
 from train.data.reading import Document
 

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import specjax as sj
+from specjax._util.errors import InputError
+from specjax._util.files import aside
+from specjax._util.program import Parser, run
 from specjax.demo.heldout import parse_functions
-from specjax.errors import InputError
-from specjax.files import aside
 from specjax.lm import LM
-from specjax.program import Parser, run
 from train.data.corpus import Document, is_held_out, load_corpus
 
 NAME = "train.demo.continuations"

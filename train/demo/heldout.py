@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from itertools import zip_longest
 from pathlib import Path
 
+from specjax._util.errors import InputError
+from specjax._util.files import write_text
+from specjax._util.program import Parser, run
 from specjax.demo.heldout import MANIFEST, PROMPT_CHARS, HeldOut, parse_functions
-from specjax.errors import InputError
-from specjax.files import write_text
-from specjax.program import Parser, run
 from train.data.corpus import Document, is_held_out, load_corpus
 
 NAME = "train.demo.heldout"

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specjax.errors import InputError
-from specjax.program import Parser, run, say, start
+from specjax._util.errors import InputError
+from specjax._util.program import Parser, run, say, start
 
 NAME = "train.demo.models"
 ROOT = Path(__file__).parents[2]

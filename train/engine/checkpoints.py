@@ -14,7 +14,7 @@ from typing import Any
 
 from orbax.checkpoint import CheckpointManager, CheckpointManagerOptions, args
 
-from specjax.errors import InputError
+from specjax._util.errors import InputError
 
 # How orbax begins where the tree or the shapes are others; all else is damage.
 _UNFIT = ("Requested shape", "User-provided restore item")

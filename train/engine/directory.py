@@ -13,9 +13,9 @@ from typing import Any
 import jax
 from tokenizers import Tokenizer
 
-from specjax import processes
-from specjax.errors import InputError
-from specjax.files import locked, write_text
+from specjax._util import processes
+from specjax._util.errors import InputError
+from specjax._util.files import locked, write_text
 from specjax.models import ModelConfig, save_pretrained
 from train.config import Run
 from train.engine.loop import CHECKPOINTS, METRICS, Outcome

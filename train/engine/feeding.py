@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 from tokenizers import Tokenizer
 
-from specjax import processes
+from specjax._util import processes
 from train.config import Data, HeadRunConfig, LMConfig, SDSATConfig
 from train.data.making import own_documents, own_shards
 from train.data.packing import (

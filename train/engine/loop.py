@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specjax import processes
+from specjax._util import processes
 from train.config import Optim, Run, require_same
 from train.data.packing import Batch, Loader, stack
 from train.engine.checkpoints import Checkpoints

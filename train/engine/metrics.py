@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import jax
 
-from specjax.errors import InputError
-from specjax.files import write_text
+from specjax._util.errors import InputError
+from specjax._util.files import write_text
 from train.config import Run
 
 # Dense bfloat16 operations a second of one device, in units of 1e12, by JAX's name of its kind

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from specjax.errors import InputError
+from specjax._util.errors import InputError
 from specjax.models.placement import put_whole
 from train.config import MeshSection
 from train.data.packing import Batch

@@ -11,8 +11,8 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from specjax import processes
-from specjax.program import FAILED, say
+from specjax._util import processes
+from specjax._util.program import FAILED, say
 from train.config import from_toml
 from train.engine.loop import TrainingError
 
@@ -31,7 +31,7 @@ def finish(name: str, work: Callable[[], dict[str, Any] | None], as_json: bool =
     """Prints the summary that ``work`` returns, if any; returns the exit code.
 
     0: finished, or stopped by a signal after saving; 1: failed, with the last good checkpoint
-    intact. Bad input is left to :func:`specjax.program.run`.
+    intact. Bad input is left to :func:`specjax._util.program.run`.
     """
     try:
         summary = work()

@@ -6,7 +6,7 @@ python -m train.head CONFIG.toml [--set section.key=value ...] [--resume] [--dry
 
 from collections.abc import Sequence
 
-from specjax.program import run, start
+from specjax._util.program import run, start
 from train.cli import run_parser
 
 

@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models import ModelConfig
-from specjax.models.attention import MASKED_SCORE, PADDING_SEGMENT, causal_mask
+from specjax.models.attention.dense import MASKED_SCORE, PADDING_SEGMENT, causal_mask
 from specjax.models.families.head import HeadConfig
-from specjax.models.forward import module_of, tapped_states
+from specjax.models.forward_pass import module_of, tapped_states
 from specjax.models.head import draft_logits, fed_back, fused_states, share_embedding
 from train.data.packing import IGNORE
 from train.engine.loop import LossFn

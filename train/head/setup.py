@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from specjax.errors import InputError, ModelError
+from specjax._util.errors import InputError, ModelError
 from specjax.lm import locate
 from specjax.models import ModelConfig
 from specjax.models.families.head import HeadConfig

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import processes
+from specjax._util import processes
 from specjax.models import head_matrix, init_params, load_pretrained, num_params
 from train.config import HeadRunConfig, fixed_settings, to_dict
 from train.data.packing import held_out_tokens, train_tokens

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
-from specjax.errors import InputError
+from specjax._util.errors import InputError
 from specjax.models import ModelConfig, load_pretrained
 from specjax.models.blocks import Remat
 from train.config import LMConfig

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 from tokenizers import Tokenizer
 
-from specjax.errors import InputError
+from specjax._util.errors import InputError
 from specjax.models import ModelConfig, init_params, load_pretrained
 from train.config import LMConfig
 from train.data.fim import CodeLayout, frame_of

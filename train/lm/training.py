@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from specjax import processes
+from specjax._util import processes
 from specjax.models import ModelConfig, num_params
 from specjax.models.hf.checkpoint import load_config
 from train.config import LMConfig, fixed_settings, to_dict

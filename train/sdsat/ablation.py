@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specjax.errors import InputError
-from specjax.files import aside, markdown_table, write_text
+from specjax._util.errors import InputError
+from specjax._util.files import aside, markdown_table, write_text
 from train.config import SDSATConfig, from_toml, to_dict
 from train.engine.loop import METRICS
 from train.engine.metrics import read_metrics

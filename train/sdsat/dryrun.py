@@ -25,9 +25,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
-from specjax.errors import InputError, SpecjaxError
+from specjax._util.errors import InputError, SpecjaxError
+from specjax._util.program import BAD_INPUT, Parser
 from specjax.models import ModelConfig, param_shapes
-from specjax.program import BAD_INPUT, Parser
 from train.config import SDSATConfig, from_dict, to_dict
 from train.engine.optim import make_optimizer
 from train.engine.placement import make_placement

@@ -15,7 +15,7 @@ import dataclasses
 
 import numpy as np
 
-from specjax.errors import InputError
+from specjax._util.errors import InputError
 from train.data.packing import IGNORE, Batch
 
 # Philox counter blocks, so that no stream of a row overlaps another, nor the documents' order.

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from specjax.models import ModelConfig
-from specjax.models.attention import Isolated
+from specjax.models.attention.dense import Isolated
 from specjax.models.blocks import Remat
 from train.data.packing import IGNORE
 from train.engine.loop import Extras, LossFn

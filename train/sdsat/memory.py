@@ -21,7 +21,7 @@ import optax
 from specjax.models import ModelConfig, num_params
 from specjax.models.blocks import Remat
 from specjax.models.config import period
-from specjax.models.forward import BLOCKWISE_FROM
+from specjax.models.forward_pass import BLOCKWISE_FROM
 from train.engine.loop import LossFn, make_step
 from train.engine.losses import CHUNK
 from train.engine.placement import Placement, shared_axis

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from specjax.errors import InputError
-from specjax.infill import find_sentinels
+from specjax._util.errors import InputError
 from specjax.lm import locate
 from specjax.models import ModelConfig, param_shapes
 from specjax.models.hf.checkpoint import load_config
+from specjax.runtime.infill import find_sentinels
 from train.config import Adaptive, SDSATConfig, Tuned
 from train.data.fim import CodeLayout, frame_of
 from train.data.packing import Corpus, Transform

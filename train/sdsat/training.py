@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import processes
+from specjax._util import processes
 from specjax.lm import lasting
 from specjax.models import load_pretrained, num_params, param_shapes
 from specjax.models.adapters import KEY

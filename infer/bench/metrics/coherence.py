@@ -15,8 +15,8 @@ import numpy as np
 
 from infer.bench.metrics.protocol import Completion, PerCompletion, library
 from infer.bench.metrics.settings import Settings
-from specjax.errors import OptionError, foreign, silent
-from specjax.files import check_entries
+from specjax._util.errors import OptionError, foreign, silent
+from specjax._util.files import check_entries
 
 MEAN, CLS, POOLER = "mean", "cls", "pooler"
 BATCH = 32  # texts of a pass

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from infer.bench.metrics.protocol import Completion, PerCompletion
 from infer.bench.metrics.settings import Settings
-from specjax.errors import OptionError
-from specjax.infill import exact_matches
+from specjax._util.errors import OptionError
+from specjax.runtime.infill import exact_matches
 
 
 class Exact(PerCompletion):

@@ -18,7 +18,7 @@ from typing import Any
 
 from infer.bench.metrics.protocol import Completion, PerCompletion, Task
 from infer.bench.metrics.settings import Settings
-from specjax.errors import OptionError
+from specjax._util.errors import OptionError
 
 SECONDS, MOST_ROWS, MOST_COLUMNS = 10.0, 100_000, 64
 LONGEST_VALUE, LONGEST_QUERY, MEMORY = 1 << 20, 1 << 16, 1 << 29  # bytes

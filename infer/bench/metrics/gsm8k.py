@@ -8,7 +8,7 @@ from decimal import Decimal, InvalidOperation
 
 from infer.bench.metrics.protocol import Completion, PerCompletion
 from infer.bench.metrics.settings import Settings
-from specjax.errors import OptionError
+from specjax._util.errors import OptionError
 
 # The dataset's own mark, and what its authors' code reads behind it.
 MARKED = re.compile(r"#### (-?[0-9.,]+)")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from infer.bench.metrics.protocol import Completion, PerCompletion
 from infer.bench.metrics.settings import Settings
-from specjax.errors import OptionError, foreign
+from specjax._util.errors import OptionError, foreign
 from specjax.rewards.classifier import Classifier
 from specjax.rewards.protocol import Sample
 

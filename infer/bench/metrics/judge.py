@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from infer.bench.metrics.protocol import Completion, PerCompletion, need_references
 from infer.bench.metrics.settings import Settings
-from specjax.errors import OptionError
-from specjax.program import say
+from specjax._util.errors import OptionError
+from specjax._util.program import say
 
 SECONDS, MOST_BYTES, AT_ONCE = 120.0, 1 << 22, 4
 PAUSES = (1.0, 5.0)  # seconds before an endpoint that is busy is asked again

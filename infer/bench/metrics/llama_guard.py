@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from infer.bench.metrics.protocol import Completion, PerCompletion
 from infer.bench.metrics.settings import Settings
 from specjax import lm
-from specjax.errors import OptionError
-from specjax.generate import generate
+from specjax._util.errors import OptionError
+from specjax.runtime.generate import generate
 
 SAFE, UNSAFE = "safe", "unsafe"
 BATCH, VERDICT_TOKENS = 8, 8

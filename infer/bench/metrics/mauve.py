@@ -12,11 +12,11 @@ from infer.bench.metrics.protocol import Completion, Drawn, library, need_refere
 from infer.bench.metrics.settings import Settings
 from infer.uncertainty import Estimate
 from specjax import lm
-from specjax.errors import OptionError
+from specjax._util.errors import OptionError
+from specjax.core.net import Net
 from specjax.lm import LM
 from specjax.models import hidden_states
 from specjax.models.cache import bucket
-from specjax.net import Net
 
 MOST_TOKENS = 1024  # of a text, as the library's own
 RESAMPLES = 20  # each is a clustering

@@ -16,7 +16,7 @@ from infer.bench.metrics.protocol import Completion, Drawn, Task
 from infer.bench.metrics.settings import Settings
 from infer.bench.sandbox import check_tasks, choose_guard, humaneval_program, passing
 from infer.uncertainty import Estimate, ratio
-from specjax.errors import OptionError
+from specjax._util.errors import OptionError
 
 FENCE = re.compile(r"```(?:python)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 DONE = "[DONE]"  # ends a solution of MBPP (Austin et al. 2021, §3)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from infer.uncertainty import Estimate, ratio
-from specjax.errors import OptionError
+from specjax._util.errors import OptionError
 
 Task = Mapping[str, Any]
 

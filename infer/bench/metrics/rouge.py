@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from infer.bench.metrics.protocol import Completion, PerCompletion, library, need_references
 from infer.bench.metrics.settings import Settings
-from specjax.errors import OptionError
+from specjax._util.errors import OptionError
 
 STEM = "stem"
 

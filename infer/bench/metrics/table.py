@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from infer.bench.metrics.settings import Settings
-from specjax.errors import OptionError
+from specjax._util.errors import OptionError
 
 if TYPE_CHECKING:  # it needs numpy, and --help lists the table
     from infer.bench.metrics.protocol import Metric

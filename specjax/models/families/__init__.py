@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specjax.checks import quoted
-from specjax.errors import ModelError
+from specjax._util.checks import quoted
+from specjax._util.errors import ModelError
 from specjax.models.blocks import Decoder
 from specjax.models.config import ModelConfig
 from specjax.models.families import bloom, gemma, gpt2, head, llama, neox, opt, qwen

@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.checks import OBJECT, require_all
-from specjax.errors import ModelError
+from specjax._util.checks import OBJECT, require_all
+from specjax._util.errors import ModelError
 from specjax.models.blocks import Block, Decoder, Table
 from specjax.models.config import ModelConfig, RopeConfig
 from specjax.models.families.qwen import NAMES as QWEN

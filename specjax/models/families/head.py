@@ -22,8 +22,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
-from specjax.checks import FLAG, OBJECT, list_of, quoted, require_all, whole
-from specjax.errors import ModelError
+from specjax._util.checks import FLAG, OBJECT, list_of, quoted, require_all, whole
+from specjax._util.errors import ModelError
 from specjax.models import sharding
 from specjax.models.blocks import MLP, Attend, Attention, Decoder, make_table
 from specjax.models.config import ModelConfig, RopeConfig

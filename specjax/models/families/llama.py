@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specjax.errors import ModelError
+from specjax._util.errors import ModelError
 from specjax.models.config import ModelConfig
 from specjax.models.hf import config as hf_config
 from specjax.models.hf.names import Names

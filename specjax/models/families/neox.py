@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specjax.errors import ModelError
+from specjax._util.errors import ModelError
 from specjax.models.blocks import Block, Decoder, Table
 from specjax.models.config import ModelConfig, RopeConfig
 from specjax.models.hf import config as hf_config

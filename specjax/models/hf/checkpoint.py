@@ -21,12 +21,12 @@ from jax.tree_util import tree_flatten_with_path
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from specjax.errors import ModelError, foreign
-from specjax.files import aside, check_file, parse_json, read_file, write_text
+from specjax._util.errors import ModelError, foreign
+from specjax._util.files import aside, check_file, parse_json, read_file, write_text
 from specjax.models.blocks import fuse_layer
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES, from_hf, to_hf
-from specjax.models.forward import param_shapes
+from specjax.models.forward_pass import param_shapes
 from specjax.models.hf import codes
 from specjax.models.hf.config import QUANT_METHOD, quantization
 from specjax.models.hf.names import Stored

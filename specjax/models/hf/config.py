@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from specjax.checks import (
+from specjax._util.checks import (
     FLAG,
     FROM_0,
     OBJECT,
@@ -26,7 +26,7 @@ from specjax.checks import (
     require_all,
     whole,
 )
-from specjax.errors import ModelError
+from specjax._util.errors import ModelError
 from specjax.models.config import ROPE_KINDS, ModelConfig, RopeConfig, as_ids
 
 Config = Mapping[str, Any]

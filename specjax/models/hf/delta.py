@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checks import TEXT, list_of, require, whole
-from specjax.errors import ModelError, foreign
-from specjax.files import write_text
+from specjax._util.checks import TEXT, list_of, require, whole
+from specjax._util.errors import ModelError, foreign
+from specjax._util.files import write_text
 from specjax.models.adapters import DOWN, UP, distinct
 from specjax.models.config import ModelConfig
-from specjax.models.forward import param_shapes
+from specjax.models.forward_pass import param_shapes
 from specjax.models.hf.checkpoint import (
     DELTA,
     DTYPES,

@@ -14,8 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.errors import ModelError, foreign
-from specjax.files import check_file
+from specjax._util.errors import ModelError, foreign
+from specjax._util.files import check_file
 
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 

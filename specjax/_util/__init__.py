@@ -1,0 +1,1 @@
+"""What every package here uses: checked arguments, errors, files, programs, processes."""

@@ -1,0 +1,20 @@
+"""What runs on the device: one round, the loop around it, and the arithmetic they share."""
+
+import lazy_loader
+
+# sj.core.types and its like, without an import of each.
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submodules={
+        "loop",
+        "mesh",
+        "net",
+        "probs",
+        "protocols",
+        "round",
+        "scoring",
+        "tree",
+        "types",
+        "warp",
+    },
+)

@@ -1,0 +1,155 @@
+"""A model as decoding runs it: one value, and the few ways to run it.
+
+Axis legend: B rows, N new tokens, n of them whose logits are wanted, T tokens above the
+committed ones, S cache slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.core.probs import fit_vocabulary, limit_vocabulary
+from specjax.models import KVCache, ModelConfig, hidden_states, init_cache, logits_of
+from specjax.models.adapters import KEY
+from specjax.models.forward_pass import tapped_forward
+
+# Tokens of a pass that stream through an accelerator with the weights, for nothing: a TPU v5p
+# computes with 166 bfloat16 rows in the time in which it reads their weights, others with more.
+FREE_TOKENS = 128
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("params", "adapters"),
+    meta_fields=("config", "vocab", "vocab_limit", "pass_width", "cache_dtype"),
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Net:
+    """Params and what is static about them: a pytree whose leaves are the params.
+
+    One jitted loop serves every model of an architecture, and handing a Net to it costs what
+    a plain dict costs. ``vocab`` is the width of its logits: a draft's are over the target's ids.
+    Ids from ``vocab_limit`` on, which no tokenizer knows, have logit −inf.
+
+    A pass with a cache runs over ``pass_width`` tokens a row where there are fewer, for as many
+    rows as it costs an accelerator nothing: its matrix unit then has enough rows to stream the
+    weights at full speed, and a token's logits do not depend on how many were with it, in
+    bfloat16 either. ``cache_dtype``: int8 keeps keys and values coded; None: as the params are.
+
+    ``adapters`` (:mod:`specjax.models.adapters`) are for passes with adaptive tokens; every other
+    pass is that of a model without any.
+    """
+
+    params: dict
+    config: ModelConfig
+    vocab: int
+    vocab_limit: int
+    pass_width: int = 1
+    cache_dtype: str | None = None
+    adapters: dict = dataclasses.field(default_factory=dict)
+
+    def over(self, target: Net) -> Net:
+        """The same model, its logits over the target's ids."""
+        limit = min(self.vocab_limit, target.vocab_limit)
+        return dataclasses.replace(self, vocab=target.vocab, vocab_limit=limit)
+
+    def cache(self, rows: int, slots: int) -> KVCache:
+        """An empty cache."""
+        dtype = self.cache_dtype or self.params["embed"].dtype
+        return init_cache(self.config, rows, slots, dtype)
+
+    def feed(self, cache: KVCache, tokens: Int[Array, "B N"], start: Int[Array, "B"]) -> KVCache:
+        """The cache with N more tokens of each row's prompt, from slot ``start`` on."""
+        return self.tapped_feed(cache, tokens, start, ())[0]
+
+    def tapped_feed(
+        self,
+        cache: KVCache,
+        tokens: Int[Array, "B N"],
+        start: Int[Array, "B"],
+        taps: tuple[int, ...],
+    ) -> tuple[KVCache, Float[Array, "B N P D"] | None]:
+        """:meth:`feed`, and what the P layers ``taps`` read of these tokens; None without any."""
+        positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        arguments = self.config, self.params, cache, tokens, positions, start
+        return tapped_forward(*arguments, taps=taps)[1:]
+
+    def narrow(self, rows: int) -> int:
+        """Tokens a row that a pass over fewer runs over."""
+        return self.pass_width if rows * self.pass_width <= FREE_TOKENS else 1
+
+    def logits(
+        self, cache: KVCache, tokens: Int[Array, "B N"], start: Int[Array, "B"], *tree, **how: Any
+    ) -> tuple[Float[Array, "B n V"], KVCache]:
+        """float32 logits after new tokens, and the cache that holds them from ``start`` on.
+
+        Arguments as :meth:`tapped_logits`.
+        """
+        return self.tapped_logits(cache, tokens, start, *tree, **how)[:2]
+
+    def tapped_logits(
+        self,
+        cache: KVCache,
+        tokens: Int[Array, "B N"],
+        start: Int[Array, "B"],
+        positions: Int[Array, "B N"] | None = None,
+        visible: Bool[Array, "B N T"] | None = None,
+        *,
+        base: Int[Array, "B"] | None = None,
+        tree_positions: Int[Array, "B T"] | None = None,
+        at: Int[Array, "B n"] | None = None,
+        taps: tuple[int, ...] = (),
+        adaptive: bool = False,
+    ) -> tuple[Float[Array, "B n V"], KVCache, Float[Array, "B N P D"] | None]:
+        """float32 logits after new tokens, the cache that holds them from ``start`` on, and taps.
+
+        A chain by default; a tree with ``positions`` and ``visible``, see
+        :func:`specjax.models.forward`. ``at`` are the tokens whose logits are wanted: all.
+        Tapped are the inputs of the P layers ``taps`` at every new token, or None. ``adaptive``:
+        there are adaptive tokens among them.
+        """
+        rows, count = tokens.shape
+        width = self.narrow(rows)
+        if positions is None:
+            positions = start[:, None] + jnp.arange(count, dtype=jnp.int32)
+        hidden, cache, states = tapped_forward(
+            self.config,
+            self.params | ({KEY: self.adapters} if adaptive and self.adapters else {}),
+            cache,
+            tokens,
+            positions,
+            start,
+            visible,
+            base=base,
+            tree_positions=tree_positions,
+            width=width,
+            taps=taps,
+        )
+        if width <= count:
+            return self._head(hidden, at), cache, states
+        # The head is as wide as the pass: it, too, is one program for any number of tokens.
+        logits = self._head(hidden)[:, :count]
+        if at is not None:
+            logits = jnp.take_along_axis(logits, at[:, :, None], axis=1)
+        return logits, cache, states[:, :count] if taps else None
+
+    def rescore(
+        self, tokens: Int[Array, "B T"], at: Int[Array, "B n"] | None = None
+    ) -> Float[Array, "B n V"]:
+        """float32 logits after the tokens of whole rows, without a cache; ``at`` as above."""
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        segments = jnp.ones_like(positions)
+        hidden = hidden_states(self.config, self.params, tokens, positions, segments)
+        return self._head(hidden, at)
+
+    def _head(self, hidden: Float[Array, "B N D"], at: Int[Array, "B n"] | None = None):
+        if at is not None:
+            hidden = jnp.take_along_axis(hidden, at[:, :, None], axis=1)
+        logits = logits_of(self.config, self.params, hidden).astype(jnp.float32)
+        return limit_vocabulary(fit_vocabulary(logits, self.vocab), self.vocab_limit)

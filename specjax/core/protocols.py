@@ -1,0 +1,236 @@
+"""What a drafter, a target distribution, a rule and a method must offer.
+
+All of them are frozen, hashable and hold only static choices; models and arrays come in as
+arguments. So one jitted loop per method serves every checkpoint, key and sampling setting.
+What has a value here is a default that a class of one's own may leave as it is.
+
+Axis legend: B rows, N draft nodes, P probe nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from specjax._util.arguments import FLAG, TEXTS, settle
+from specjax.core.types import DecodeState, Draft, Inputs, TreeShape, Verdict
+
+
+class Proposal(NamedTuple):
+    """A draft, the drafter's next state, and what it cost."""
+
+    draft: Draft
+    state: Any = ()
+    calls: Int[Array, "B"] | int = 0  # draft-model calls of each row
+    passes: Int[Array, ""] | int = 0  # batched draft-model forwards launched
+
+
+class Drafter(Protocol):
+    """Proposes a tree of tokens below the last committed one."""
+
+    name: str  # for messages
+    law: str  # how the tokens come about: IID, POINT_MASS, …
+    shape: TreeShape  # bounds every draft
+    settings: tuple[str, ...] = ()  # names of the scalars that it reads in ``inputs.settings``
+    num_probes: int = 0  # probe nodes that ride along in the target's pass
+    needs_draft: bool = False  # whether it runs the draft model
+    needs_head: bool = False  # whether that is a head on the target's hidden states
+    ends_early: bool = False  # chains: most end long before their bound
+    keep_logits: bool = False  # whether drafts carry the draft model's raw logits
+    usual_rule: str = "speculative"  # what verifies its drafts where no rule is named
+
+    @property
+    def slots(self) -> int:
+        """Cache slots that a round needs from the root's on."""
+        return self.shape.nodes
+
+    def with_logits(self) -> Drafter | None:
+        """The same drafter with ``keep_logits``; None where it cannot."""
+        return self if self.keep_logits else None
+
+    def raw_rows(self, inputs: Inputs) -> Bool[Array, "B"] | bool:
+        """Rows whose draft probabilities are unwarped."""
+        return False
+
+    def init(self, inputs: Inputs, state: DecodeState) -> Any:
+        """The drafter's state before the prompt, its caches empty."""
+        return ()
+
+    def taps(self, inputs: Inputs) -> tuple[int, ...]:
+        """Layers of the target whose inputs it reads: ``draft.states`` in :meth:`update`."""
+        return ()
+
+    def feed(
+        self,
+        inputs: Inputs,
+        state: DecodeState,
+        tokens: Int[Array, "B N"],
+        start: Int[Array, "B"],
+        states: Float[Array, "B N P D"] | None,
+    ) -> Any:
+        """Its state after N more tokens of each row's prompt, from position ``start`` on.
+
+        ``states`` are what it taps of them. A position may be fed again: what was there counts no
+        more.
+        """
+        return state.drafter_state
+
+    def succeed(self, before: DecodeState, state: DecodeState) -> Any:
+        """Its state in rows that take the seats of those ``before``: nothing of theirs is left."""
+        return state.drafter_state
+
+    def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
+        """One draft per row; ``keys`` are the round's keys."""
+
+    def update(
+        self,
+        inputs: Inputs,
+        state: DecodeState,
+        carried: Any,
+        draft: Draft,
+        verdict: Verdict,
+        probe_logits: Float[Array, "B P V"] | None,
+    ) -> Any:
+        """The drafter's state after the verdict, from the one that :meth:`propose` returned.
+
+        ``state`` is that of the round's beginning: the root stands at ``state.length - 1``.
+        """
+        return carried
+
+
+class TargetDist(Protocol):
+    """The distribution p that the rule holds the draft against."""
+
+    settings: tuple[str, ...] = ()  # names of the scalars that it reads in ``inputs.settings``
+    needs_draft: bool = False  # whether it runs the draft model
+    needs_draft_logits: bool = False  # whether it reads the drafter's raw logits at every node
+    draft_calls: int = 0  # draft-model calls that one round adds
+
+    def standalone(self) -> TargetDist:
+        """The same distribution for drafters that give no logits."""
+        return self
+
+    def init(self, inputs: Inputs, state: DecodeState) -> Any:
+        """Its state before the prompt, its caches empty."""
+        return ()
+
+    def feed(
+        self, inputs: Inputs, carried: Any, tokens: Int[Array, "B N"], start: Int[Array, "B"]
+    ) -> Any:
+        """Its state after N more tokens of each row's prompt, from position ``start`` on."""
+        return carried
+
+    def log_p(
+        self, inputs: Inputs, state: DecodeState, draft: Draft, logits: Float[Array, "B N V"]
+    ) -> tuple[Float[Array, "B N V"], Any]:
+        """Log-probabilities of the token after each node, and the next ``target_state``."""
+
+    def commit(
+        self, inputs: Inputs, state: DecodeState, carried: Any, draft: Draft, verdict: Verdict
+    ) -> Any:
+        """The state after the verdict, from the one that :meth:`log_p` returned."""
+        return carried
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """An acceptance rule ``(keys[B], draft, log_p[B, N, V], **settings) -> Verdict``.
+
+    Pure and usable alone.
+
+    Attributes:
+      laws: the draft laws it is made for; any other is refused before compiling.
+      lossless: the emitted sequence then has exactly the law p.
+      chain_only: it reads a chain and no tree.
+      settings: names of the scalars that it takes.
+      extras: what the loop hands it besides: ``raw_log_p`` (the target at temperature 1,
+        unwarped), ``joint_raw`` (rows whose joint probabilities are unwarped) and ``written``
+        (tokens that each row has written; with it come the rows' keys, not the round's).
+    """
+
+    verify: Callable[..., Verdict]
+    laws: frozenset[str]
+    lossless: bool
+    chain_only: bool = True
+    settings: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        settle(self, laws=TEXTS, settings=TEXTS, extras=TEXTS, lossless=FLAG, chain_only=FLAG)
+        object.__setattr__(self, "laws", frozenset(self.laws))
+        object.__setattr__(self, "__doc__", self.verify.__doc__)
+
+    @property
+    def name(self) -> str:
+        return self.verify.__name__
+
+    def __call__(
+        self, keys: Key[Array, "B"], draft: Draft, log_p: Float[Array, "B N V"], **settings: Any
+    ) -> Verdict:
+        arguments = (keys, draft, log_p), settings
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments))
+        verify = self.verify if traced else _compiled(self.verify)
+        return verify(keys, draft, log_p, **settings)
+
+    def __repr__(self) -> str:
+        return f"Rule({self.name})"
+
+
+@functools.cache
+def _compiled(verify: Callable[..., Verdict]) -> Callable[..., Verdict]:
+    """What a rule called outside jit runs: one program per shape."""
+    return jax.jit(verify)
+
+
+def rule(*, laws: Iterable[str], lossless: bool, **more: Any) -> Callable[[Callable], Rule]:
+    """Decorator that makes an acceptance rule of a verify function; see :class:`Rule`."""
+    return lambda verify: Rule(verify, laws, lossless, **more)
+
+
+class Method(Protocol):
+    """A decoding method: state in, state out, one round at a time.
+
+    ``init``, ``feed`` for each piece of the prompt, ``ready``, then ``step`` by ``step``. Every
+    array of the state has rows first (or a fixed number of entries per row), so that a row
+    that is ready can take the place of one that has ended.
+    """
+
+    width: int  # token slots above ``length`` that one round may write
+    depth: int = 0  # most draft tokens that a round accepts
+    behind: int = 0  # tokens behind one that its caches depend on
+    # Tokens stand firm only at the end (beam search): all slots are needed from the start.
+    reserves: bool = False
+    hosted: bool = False  # its rounds are driven from the host, for the reward needs text
+
+    def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        """What the method keeps, its caches empty."""
+        return state.replace(cache=inputs.target.cache(*state.tokens.shape))
+
+    def feed(
+        self,
+        inputs: Inputs,
+        state: DecodeState,
+        tokens: Int[Array, "B N"],
+        start: Int[Array, "B"],
+    ) -> DecodeState:
+        """The state after N more tokens of each row's prompt, from position ``start`` on.
+
+        All but the row's last token are fed, in pieces; that one is the first round's root.
+        """
+        return state.replace(cache=inputs.target.feed(state.cache, tokens, start))
+
+    def ready(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        """The state as rounds read it, once the prompt is fed."""
+        return state
+
+    def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        """One round; every live row gains at least one token."""
+
+    def succeed(self, before: DecodeState, state: DecodeState) -> DecodeState:
+        """The state of rows that are ready and take the seats of those ``before``."""
+        return state

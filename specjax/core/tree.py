@@ -1,0 +1,80 @@
+"""Draft trees as parent arrays: chains, depth, ancestor bits.
+
+Axis legend: B rows, N nodes (node 0 is the root; parents come before children), γ nodes below.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from specjax.core.types import NO_PARENT, Draft, TreeShape
+
+
+def chain_draft(
+    root: Int[Array, "B"],
+    below: Int[Array, "B γ"],
+    valid: Bool[Array, "B γ"],
+    law: str,
+    **more: Any,
+) -> Draft:
+    """A draft of γ tokens one behind the other; ``more`` are further fields of it."""
+    rows, gamma = below.shape
+    parents = np.arange(-1, gamma, dtype=np.int32)
+    parents[0] = NO_PARENT
+    return Draft(
+        tokens=jnp.concatenate([root[:, None], below], axis=1),
+        parents=np.broadcast_to(parents, (rows, gamma + 1)),
+        valid=jnp.concatenate([jnp.ones((rows, 1), bool), valid], axis=1),
+        shape=TreeShape.chain(gamma),
+        q_row=(0, *range(gamma)),
+        law=law,
+        **more,
+    )
+
+
+def cut_chain(draft: Draft, nodes: int) -> Draft:
+    """The first ``nodes`` of a chain, all that is valid of it; the root alone has no law q."""
+
+    def first(x, count=nodes):
+        return None if x is None else x[:, :count]
+
+    return draft.replace(
+        tokens=first(draft.tokens),
+        parents=first(draft.parents),
+        valid=first(draft.valid),
+        log_q=first(draft.log_q, nodes - 1) if nodes > 1 else None,
+        logits=first(draft.logits),
+        token_log_q=first(draft.token_log_q),
+        shape=TreeShape.chain(nodes - 1),
+        q_row=draft.q_row[:nodes],
+    )
+
+
+def ancestors(parents: Int[Array, "B N"], depth: int) -> Bool[Array, "B N N"]:
+    """``bits[b, i, j]``: node j is node i or an ancestor of it.
+
+    Each round of squaring doubles the reach, so ``log2(depth)`` products suffice. Parents
+    known before tracing (a numpy array) give a numpy constant.
+    """
+    nodes = parents.shape[1]
+    if isinstance(parents, np.ndarray):
+        bits = np.eye(nodes, dtype=bool)
+        for node, parent in enumerate(parents[0]):
+            if parent != NO_PARENT:
+                bits[node] |= bits[parent]
+        return np.broadcast_to(bits, (parents.shape[0], nodes, nodes))
+    one = jnp.eye(nodes, dtype=bool) | (parents[:, :, None] == jnp.arange(nodes))
+    reach = 1
+    while reach < depth:
+        one = jnp.einsum("bij,bjk->bik", one, one, preferred_element_type=jnp.int32) > 0
+        reach *= 2
+    return one
+
+
+def depths(bits: Bool[Array, "B N N"]) -> Int[Array, "B N"]:
+    """Edges between each node and the root: its ancestors, itself not counted."""
+    return bits.sum(-1, dtype=np.int32) - 1

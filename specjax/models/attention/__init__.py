@@ -1,0 +1,1 @@
+"""Attention: dense, over long sequences, over long caches."""

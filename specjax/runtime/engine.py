@@ -1,0 +1,114 @@
+"""A method bound to its models, and what it is asked for: rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Key
+
+from specjax.core.mesh import DATA
+from specjax.core.net import FREE_TOKENS
+from specjax.core.protocols import Method
+from specjax.core.types import Inputs
+from specjax.core.warp import Sampling, stacked
+from specjax.draft.auto_length import COSTS, Sized
+from specjax.lm import LM
+from specjax.models.cache import chunk_width, ring_slots
+from specjax.rewards import Judge
+
+NO_EOS = -1  # pads the eos array: no token has this id
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """A method bound to its models: what every batch of a job shares."""
+
+    target: LM
+    draft: LM | None
+    method: Method
+    settings: dict[str, float | tuple[float, ...]]
+    judge: Judge | None = None
+
+    def inputs(self, sampling: Sampling, batch: int, cases: Sequence[int] = ()) -> Inputs:
+        """Params and settings as the step reads them; ``cases`` are the rows' numbers."""
+        target, eos = self.target.net, list(self.target.eos_ids) or [NO_EOS]
+        settings = {COSTS: (1.0,) * len(self.method.forms)} if self.sized else {}
+        settings |= self.settings
+        return Inputs(
+            target=target,
+            draft=self.draft.net.over(target) if self.draft else None,
+            warp=sampling.arrays(batch),
+            eos_ids=jnp.asarray(eos + [NO_EOS] * (-len(eos) % 4), jnp.int32),
+            settings={n: jnp.asarray(v, jnp.float32) for n, v in settings.items()},
+            reward=self.judge.rows(cases) if self.judge else (),
+            mesh=self.target.mesh,
+        )
+
+    def inputs_of(self, rows: Sequence[Row], sampling: Sampling) -> Inputs:
+        """What rounds of these rows read; ``sampling`` is of those that have none of their own."""
+        inputs = self.inputs(sampling, len(rows), [row.case for row in rows])
+        if not any(row.sampling for row in rows):
+            return inputs
+        return inputs.replace(warp=stacked([row.sampling or sampling for row in rows]))
+
+    @property
+    def sized(self) -> bool:
+        """Whether the method sizes its drafts by costs."""
+        return isinstance(self.method, Sized)
+
+    def tells_apart(self, rows: Sequence[Row]) -> bool:
+        """Whether what rounds read depends on the rows: their own sampling, or a reward's data."""
+        guided = self.judge is not None and self.judge.data is not None
+        return guided or any(row.sampling for row in rows)
+
+    @property
+    def ring(self) -> int | None:
+        """The fewest slots of a layer that sees a window; None where none does."""
+        models = (self.target, self.draft) if self.draft else (self.target,)
+        windows = [window for model in models for window in model.config.windows if window]
+        return ring_slots(min(windows, default=None))
+
+    @property
+    def shares(self) -> int:
+        """Devices that the rows are split over."""
+        return 1 if self.target.mesh is None else self.target.mesh.shape[DATA]
+
+    def chunk(self, longest: int, rows: int) -> int:
+        """Tokens per prefill pass of ``rows``, by their longest prompt.
+
+        Where narrow passes are of one width, a prompt's pieces are none of them.
+        """
+        rows //= self.shares
+        least = FREE_TOKENS // rows if self.target.pass_width > 1 else 1
+        return chunk_width(longest, rows, 1 << least.bit_length() >> 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One sample of one prompt. ``case`` is the row's number in the job; ``prompt`` (its text)
+    and ``constraints`` are what rewards read. ``sampling`` and ``stop`` are the row's own where it
+    has some."""
+
+    tokens: np.ndarray
+    budget: int
+    key: jax.Array
+    case: int = 0
+    prompt: str = ""
+    constraints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    sampling: Sampling | None = None
+    stop: Sequence[str] | None = None
+
+    def repeats(self, other: Row) -> bool:
+        """Whether the two are samples of one prompt: nothing but their keys differs."""
+        same = self.tokens is other.tokens and self.constraints is other.constraints
+        return same and (self.budget, self.sampling) == (other.budget, other.sampling)
+
+
+def keys_of(rows: Sequence[Row]) -> Key[Array, "B"]:
+    """The rows' keys as one array; stacked on the host, for XLA takes minutes over thousands."""
+    data = np.stack([np.asarray(jax.random.key_data(row.key)) for row in rows])
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(rows[0].key))

@@ -1,0 +1,333 @@
+"""``generate`` and ``stream``: prompts in, text and statistics out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax._util.arguments import (
+    COUNT,
+    FLAG,
+    Must,
+    an,
+    listed,
+    or_name,
+    takes,
+    texts,
+    whole_numbers,
+)
+from specjax._util.errors import OptionError, PairError
+from specjax.core.mesh import round_up
+from specjax.core.protocols import Drafter, Method, Rule, TargetDist
+from specjax.core.warp import Sampling
+from specjax.lm import LM, MODEL, TARGET, attach, own_draft
+from specjax.registry import Context, MethodSpec, bind, choose
+from specjax.rewards import PRODUCT, Judge, combine
+from specjax.runtime.engine import Engine, Row
+from specjax.runtime.output import Generation, Piece, concatenate
+from specjax.runtime.scheduler import Bounds, Flight
+
+SAMPLE_STREAM = 2**31  # apart from prompt indices: sample s > 0 of a prompt has its own key
+ALL_ROUNDS = 2**31 - 1
+PREFIXES = 4  # prompts whose caches are kept, a row of memory each
+MOST_SAMPLES = 2**16  # of a prompt: each is a row of its own
+
+OPTIONS = Must(
+    dict,
+    fits=lambda options: all(isinstance(name, str) for name in options),
+    wanted="a dict of option names and values",
+    optional=True,
+)
+
+
+def _constraints(value: Any) -> list[dict[str, tuple[str, ...]]]:
+    rows = [value] if isinstance(value, Mapping) else value
+    return [{name: texts(words) for name, words in dict(row).items()} for row in rows]
+
+
+def _budgets(value: Any) -> int | list[int]:
+    if getattr(value, "ndim", isinstance(value, (list, tuple))):
+        return [COUNT.parse("max_new_tokens", budget) for budget in value]
+    return COUNT.parse("max_new_tokens", value)
+
+
+CHECKED = takes(
+    target=TARGET,
+    prompts=Must(listed, fits=len, wanted="at least one text or sequence of token ids"),
+    draft=or_name(dataclasses.replace(MODEL, optional=True)),
+    options=OPTIONS,
+    max_new_tokens=Must(_budgets, wanted="a whole number ≥ 1, or one per prompt"),
+    sampling=Must(an(Sampling), wanted="a specjax.Sampling, as Sampling(0.8)", optional=True),
+    seed=Must(int, low=0, high=2**32 - 1),  # jax.random.key drops or refuses what is above
+    num_samples=Must(int, low=1, high=MOST_SAMPLES),
+    stop=Must(texts, fits=all, wanted="texts, none of them empty", optional=True),
+    logprobs=FLAG,
+    batch_size=Must(int, low=1, optional=True),
+    prefixes=Must(int, low=0),
+    indices=Must(
+        lambda value: whole_numbers(value).tolist(),
+        fits=lambda indices: all(0 <= i < SAMPLE_STREAM for i in indices),
+        wanted="whole numbers from 0 to 2**31 - 1",
+        optional=True,
+    ),
+    rounds_per_piece=Must(int, low=1, high=ALL_ROUNDS),
+    constraints=Must(
+        _constraints, wanted="per prompt, a dict of reward names and their texts", optional=True
+    ),
+)
+
+
+def generate(
+    target: LM,
+    prompts: str | Sequence[str] | Sequence[Sequence[int]],
+    *,
+    method: str | Method = "autoregressive",
+    draft: LM | str | None = None,
+    drafter: str | Drafter | None = None,
+    rule: str | Rule | None = None,
+    target_dist: str | TargetDist = "warped",
+    options: Mapping[str, Any] | None = None,
+    max_new_tokens: int | Sequence[int] = 64,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    num_samples: int = 1,
+    stop: Sequence[str] = (),
+    logprobs: bool = False,
+    batch_size: int | None = None,
+    prefixes: int = PREFIXES,
+    indices: Sequence[int] | None = None,
+    reward: Any = None,
+    constraints: Sequence[Mapping[str, Sequence[str]]] | None = None,
+) -> Generation:
+    """Decodes prompts; the arguments are those of :func:`stream`.
+
+    Raises:
+      OptionError, PairError: an argument cannot be used; raised before anything compiles.
+    """
+    *_, last = stream(**locals(), rounds_per_piece=ALL_ROUNDS)
+    return last.generation
+
+
+@CHECKED
+def stream(
+    target: LM,
+    prompts: str | Sequence[str] | Sequence[Sequence[int]],
+    *,
+    method: str | Method = "autoregressive",
+    draft: LM | str | None = None,
+    drafter: str | Drafter | None = None,
+    rule: str | Rule | None = None,
+    target_dist: str | TargetDist = "warped",
+    options: Mapping[str, Any] | None = None,
+    max_new_tokens: int | Sequence[int] = 64,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    num_samples: int = 1,
+    stop: Sequence[str] = (),
+    logprobs: bool = False,
+    batch_size: int | None = None,
+    prefixes: int = PREFIXES,
+    indices: Sequence[int] | None = None,
+    rounds_per_piece: int = 1,
+    reward: Any = None,
+    constraints: Sequence[Mapping[str, Sequence[str]]] | None = None,
+) -> Iterator[Piece]:
+    """Decodes prompts and yields text as it comes.
+
+    Args:
+      target: the model p.
+      prompts: texts, or sequences of token ids; a text or a sequence of ids alone is one prompt,
+        an array ``[n, m]`` of ids n of them.
+      method: a name of :func:`specjax.methods`, or a :class:`specjax.core.protocols.Method`.
+      draft: the model q, where the method needs one; ``self:int4`` (``int8``, ``fp8``): the
+        target's own quantised copy, made anew by every call (:func:`specjax.quantize` makes one to
+        keep).
+      drafter, rule, target_dist: instead of ``method``, its parts, each by name or as an object
+        of your own (:mod:`specjax.core.protocols`).
+      options: the method's options, e.g. ``{"gamma": 3}``.
+      max_new_tokens: budget per row, one for all or one per prompt; also bounded by the target's
+        context. A draft's context must hold the whole row.
+      sampling: how tokens are drawn; greedy by default.
+      seed: with a prompt's index it fixes the row's key: row i of a batch draws what that
+        prompt draws alone.
+      num_samples: completions per prompt.
+      stop: a string that ends a row, or several; its text ends before it.
+      logprobs: also return log-probabilities of the generated tokens, unwarped target.
+      batch_size: rows in flight: where one ends, the next takes its place. All by default.
+      prefixes: prompts whose caches are kept while others that begin with the same tokens may
+        come, the least recently used one out first; each takes the memory of a row.
+      indices: the prompts' indices in a larger job, for their keys.
+      rounds_per_piece: rounds between looks at the device.
+      reward: what the completions are worth: ``NAME[:ARG]`` of :data:`specjax.rewards.REWARDS`,
+        ``module:function``, a callable of the completion (and the prompt), a
+        :class:`specjax.rewards.Reward`, or several of them. It guides ``cdlh``, ``cdlh-appx``
+        and ``cdsl``, and scores the completions of every method.
+      constraints: per prompt, what its completion must satisfy, by reward name:
+        ``{"lexical": ["tree", "grow"]}``.
+
+    Raises:
+      OptionError, PairError: an argument cannot be used; raised by the call, before anything
+        compiles.
+    """
+    sampling, options = sampling or Sampling(), options or {}
+    draft = own_draft(target, draft) if isinstance(draft, str) else draft
+    prompts = [encode_prompt(target, prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+    budgets = max_new_tokens
+    if isinstance(budgets, int):
+        budgets = [budgets] * len(prompts)
+    for name, given in (
+        ("indices", indices),
+        ("constraints", constraints),
+        ("max_new_tokens", budgets),
+    ):
+        if given is not None and len(given) != len(prompts):
+            raise OptionError(f"{len(given)} {name} for {len(prompts)} prompts; each needs its own")
+    if stop and target.tokenizer is None:
+        raise OptionError("stop strings need a target with a tokenizer")
+    chosen = choose(method, drafter, rule, target_dist, draft is not None)
+    constraints = [{}] * len(prompts) if constraints is None else constraints
+    asked = [row for row in constraints for _ in range(num_samples)]
+    judge = None if reward is None else _judge(target, asked, chosen, reward, options)
+    engine = make_engine(target, draft, chosen, options, sampling.temperature == 0, judge)
+    rows = make_rows(target, prompts, constraints, indices, seed, num_samples, budgets)
+    for row in rows if engine.draft else ():
+        check_draft_context(engine.draft, len(row.tokens), row.budget)
+    rows_in_flight = in_flight(target, len(rows), batch_size)
+    flight = Flight(
+        engine,
+        rows_in_flight,
+        sampling,
+        Bounds.of(rows),
+        stop=stop or (),
+        logprobs=logprobs,
+        kept=prefixes,
+    )
+    return _pieces(flight, rows, rounds_per_piece)
+
+
+def _pieces(flight: Flight, rows: list[Row], rounds: int) -> Iterator[Piece]:
+    """Decodes the rows, and says at the end what all of them are."""
+    done: dict[int, Generation] = {}
+    for piece in flight.run(in_turn(rows), rounds):
+        if piece.row:
+            done[piece.index] = piece.row
+        yield piece
+    nothing = np.zeros(0, np.int32)
+    ordered = [done[row.case] for row in rows]
+    whole = concatenate(ordered, flight.passes, flight.occupancy)
+    yield Piece(len(rows) - 1, "", nothing, nothing, generation=whole)
+
+
+def check_draft_context(draft: LM, tokens: int, budget: int) -> None:
+    """Refuses a row, prompt and new tokens, that the draft's context does not hold.
+
+    It would be drafted at positions that the draft never saw, in silence: the rule still makes the
+    target's law of it, slowly.
+
+    Raises:
+      OptionError: names the draft and what would fit.
+    """
+    holds = draft.config.max_position
+    if tokens + budget > holds:
+        fits = max(holds - tokens, 0)
+        raise OptionError(
+            f"a prompt has {tokens} tokens and {budget} new ones to come, the context of draft "
+            f"{draft.source} holds {holds}; shorten it, "
+            + (f"ask for {fits} new ones" if fits else "or decode without the draft")
+        )
+
+
+def in_turn(rows: Sequence[Row]) -> list[Row]:
+    """Rows in the order in which they are decoded: the largest budgets first, then long prompts.
+
+    So none of them is left over at the end with the others' seats empty, and rows of like length
+    share a bucket of slots.
+    """
+    return sorted(rows, key=lambda row: (-row.budget, -len(row.tokens)))
+
+
+def in_flight(target: LM, rows: int, batch_size: int | None) -> int:
+    """How many rows are decoded together: as many on each device."""
+    size = min(batch_size or rows, rows)
+    return size if target.mesh is None else round_up(size, target.mesh)
+
+
+@takes(target=TARGET, draft=dataclasses.replace(MODEL, optional=True), options=OPTIONS)
+def make_engine(
+    target: LM,
+    draft: LM | None,
+    chosen: MethodSpec | Method,
+    options: Mapping[str, Any],
+    greedy: bool = True,
+    judge: Judge | None = None,
+) -> Engine:
+    """A method bound to its models, what every batch of a job shares; nothing is compiled yet.
+
+    Raises:
+      OptionError, PairError: what does not fit together.
+    """
+    if draft is not None and draft.is_head:
+        draft = attach(draft, target)
+    context = Context(target, draft, greedy, judge.fold if judge else None)
+    method, settings = bind(chosen, context, options, guided=judge is not None)
+    if isinstance(chosen, MethodSpec) and not chosen.needs_draft:
+        draft = None  # e.g. the baseline beside a speculative run
+    if judge and "r_t" in settings:
+        judge.combined.check_threshold(settings["r_t"])
+    return Engine(target, draft, method, settings, judge)
+
+
+def _judge(target: LM, constraints, chosen, reward, options) -> Judge:
+    """The reward, bound to the rows; as a fold where the method is guided by it."""
+    guides = isinstance(chosen, MethodSpec) and chosen.needs_reward
+    combined = combine(reward, options.get("combine") == PRODUCT)
+    return Judge.bind(combined, target, constraints, guides)
+
+
+def make_rows(
+    target: LM, prompts, constraints, indices, seed: int, samples: int, budgets
+) -> list[Row]:
+    """Every sample of every prompt, as :func:`stream` decodes them."""
+    indices = range(len(prompts)) if indices is None else indices
+    root = jax.random.key(seed)
+    rows = []
+    for index, tokens, asked, budget in zip(indices, prompts, constraints, budgets, strict=True):
+        room = min(budget, target.config.max_position - len(tokens))
+        key = jax.random.fold_in(root, index)
+        keys = [key, *(jax.random.fold_in(key, SAMPLE_STREAM + s) for s in range(1, samples))]
+        text = target.tokenizer.decode(tokens) if target.tokenizer else ""
+        rows += [Row(tokens, room, key, len(rows) + s, text, asked) for s, key in enumerate(keys)]
+    return rows
+
+
+def encode_prompt(target: LM, prompt: str | Sequence[int], name: str = "the prompt") -> np.ndarray:
+    """A prompt's token ids, checked against the model's vocabulary and context.
+
+    ``name`` is what errors call it.
+
+    Raises:
+      OptionError: empty, longer than the context, ids out of range, or neither text nor ids.
+      PairError: a text for a model without tokenizer.
+    """
+    if isinstance(prompt, str):
+        if target.tokenizer is None:
+            raise PairError(f"{name}: this model has no tokenizer: give prompts as token ids")
+        try:
+            prompt = target.tokenizer.encode(prompt)
+        except OptionError as error:
+            raise OptionError(f"{name}: {error}") from None
+    tokens = Must(whole_numbers, wanted="a text, or token ids").parse(name, prompt)
+    most, vocab = target.config.max_position, target.config.vocab_size
+    if tokens.size == 0:
+        raise OptionError(f"{name} is empty; it needs at least one token")
+    if tokens.size >= most:
+        raise OptionError(
+            f"{name} has {tokens.size} tokens, the model's context holds {most}; shorten it"
+        )
+    if tokens.min() < 0 or tokens.max() >= vocab:
+        raise OptionError(f"{name}: token ids must be from 0 to {vocab - 1}")
+    return tokens.astype(np.int32)

@@ -1,0 +1,86 @@
+"""Newcomers on their way to a seat among the rows in flight."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+
+from specjax.core import loop
+from specjax.core.types import DecodeState, Inputs
+from specjax.core.warp import Sampling
+from specjax.models.cache import widths
+from specjax.runtime.engine import Engine, Row, keys_of
+from specjax.runtime.prefix_cache import Prefixes
+
+
+class Gate:
+    """Newcomers on their way to a seat, one per device; their prompts are fed in pieces."""
+
+    def __init__(self, engine: Engine, sampling: Sampling, slots: int, logprobs: bool, kept: int):
+        self._engine, self._sampling = engine, sampling
+        self._slots, self._logprobs = slots, logprobs
+        self.prefixes = Prefixes(kept, engine.ring)
+        self.rows: list[Row | None] = []
+        self.state: DecodeState | None = None
+        self.inputs: Inputs | None = None
+
+    def open(self, rows: list[Row | None]) -> None:
+        """Newcomers, None where a device has none."""
+        again = self.state is not None and all(
+            new is None or (old is not None and new.repeats(old))
+            for new, old in zip(rows, self.rows, strict=True)
+        )
+        self.rows, self.began = rows, time.perf_counter()
+        some = next(row for row in rows if row is not None)
+        nobody = dataclasses.replace(some, tokens=np.zeros(1, np.int32), budget=0)
+        self._all = [row or nobody for row in rows]
+        if again:  # samples of one prompt differ in their keys alone
+            keys = keys_of(self._all)
+            self.state, self.cached = self.state.replace(keys=keys), self._last
+            return
+        if self.inputs is None or self._engine.tells_apart(self._all):
+            self.inputs = self._engine.inputs_of(self._all, self._sampling)
+        known, self.cached = self.prefixes.find([row.tokens for row in self._all])
+        self._begin(known)
+        self._keep_if_fed()
+
+    def _begin(self, known: DecodeState | None) -> None:
+        tokens, lengths = loop.pack([row.tokens for row in self._all])
+        tokens = np.pad(tokens, ((0, 0), (0, self._slots - tokens.shape[1])))
+        # Of what is known the last token is fed again where a cache's slots depend on the next one.
+        self._first = np.maximum(self.cached - self._engine.method.behind, 0)
+        self._last = lengths - 1
+        ends = lengths + np.array([row.budget for row in self._all], np.int32)
+        keys = keys_of(self._all)
+        begin = loop.begin_prompts(self._engine.method, self._logprobs)
+        self.state = begin(self.inputs, tokens, lengths, ends, keys, known)
+
+    @property
+    def fed(self) -> bool:
+        """Whether the newcomers can take their seats."""
+        return bool((self._first >= self._last).all())
+
+    def feed(self) -> int:
+        """Feeds the next piece; returns its width."""
+        left = int((self._last - self._first).max())
+        width = self._engine.chunk(left, len(self.rows))
+        feed = loop.feed_prompts(self._engine.method, width)
+        self.state = feed(self.inputs, self.state, self._first)
+        self._first = np.minimum(self._first, self._slots - width) + width
+        self._keep_if_fed()
+        return width
+
+    def warm_up(self, row: Row, widest: int) -> None:
+        """Compiles pieces of each width, and the beginning of a prompt that is partly known."""
+        self.open([row] * self._engine.shares)
+        self._begin(self.state)
+        for width in {self._engine.chunk(left, len(self.rows)) for left in widths(widest)}:
+            feed = loop.feed_prompts(self._engine.method, width)
+            self.state = feed(self.inputs, self.state, np.zeros_like(self._first))
+
+    def _keep_if_fed(self) -> None:
+        if self.fed:
+            prompts = [row.tokens for row in self._all]
+            self.prefixes.keep(prompts, self.cached, self.state)

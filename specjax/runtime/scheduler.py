@@ -1,0 +1,424 @@
+"""Rows in flight: requests in, rounds on the device, pieces of text out.
+
+When a row ends, the next request takes its seat while the others go on. It prepares arrays, calls
+the programs of :mod:`specjax.core.loop`, and turns what comes back into text. The device is looked
+at when a row has ended or a caller wants to see pieces, never once per token, and nothing here
+waits for it in between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.core import loop
+from specjax.core.types import FINISH_REASONS, RUNNING, DecodeState, Inputs
+from specjax.core.warp import Sampling
+from specjax.draft.auto_length import COSTS
+from specjax.models.cache import bucket, bucket_below
+from specjax.runtime.engine import Engine, Row, keys_of
+from specjax.runtime.output import Generation, Piece, Reader
+from specjax.runtime.prefill import Gate
+from specjax.runtime.round_costs import round_costs
+from specjax.search.drivers import advance_hosted
+
+# Rounds between looks on several devices: each runs its own rows, and none waits for another's.
+SPREAD_ROUNDS = 8
+SLACK = 64  # slots that the next smaller bucket must have left before the state moves there
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """What no request of a job exceeds: tokens of a prompt, and of a prompt and its budget."""
+
+    prompt: int
+    total: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Bounds:
+        """Of all rows of a job."""
+        lengths = [len(row.tokens) for row in rows]
+        return cls(max(lengths), max(n + row.budget for n, row in zip(lengths, rows, strict=True)))
+
+
+@dataclasses.dataclass
+class Seat:
+    """A row in flight, and what has been read of it."""
+
+    row: Row
+    reader: Reader
+    began: float  # when its turn came
+    length: int  # tokens so far
+    cached: int = 0  # tokens of its prompt that were not fed
+    passes: int = 0  # of the flight, when it took its seat
+    prefill: float = 0.0
+    first: float = 0.0
+    share: float = 0.0
+
+
+class Flight:
+    """Up to ``size`` rows decoded together.
+
+    ``bounds`` hold for every request to come; ``kept`` prompts stay in memory, as a row of cache
+    each, for others that begin alike.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        size: int,
+        sampling: Sampling,
+        bounds: Bounds,
+        *,
+        stop: Sequence[str] = (),
+        logprobs: bool = False,
+        kept: int = 0,
+    ):
+        self._engine, self._method, self._size = engine, engine.method, size
+        self._sampling, self._stop, self._logprobs = sampling, stop, logprobs
+        self._seats: list[Seat | None] = [None] * size
+        self._state: DecodeState | None = None
+        self._inputs: Inputs | None = None
+        widest = engine.chunk(bounds.prompt, engine.shares)
+        needed = max(bounds.prompt, widest)
+        if engine.method.reserves:
+            needed = max(needed, bounds.total + engine.method.width)
+        self._gate = Gate(engine, sampling, bucket(needed), logprobs, kept)
+        self._into: list[int] = []  # seats that the newcomers at the gate will take
+        self._reserved = bucket(needed) if engine.method.reserves else None
+        self._widest = widest  # tokens of a piece of a prompt
+        self._visited: set[int] = set()
+        self._dropped: set[int] = set()  # rows that nobody waits for
+        self._costs = engine.settings.get(COSTS) if engine.sized else ()  # None: to be measured
+        self.passes = self._rounds = self._live_rounds = 0
+        self._fresh = False  # whether all rows are at their beginning
+
+    @property
+    def occupancy(self) -> float:
+        """The share of rows that were live, over all rounds."""
+        return self._live_rounds / max(1, self._rounds * self._size)
+
+    def run(self, requests: Iterable[Row | None], rounds: int) -> Iterator[Piece]:
+        """Decodes, looking at least every ``rounds`` rounds; ends when no request is left.
+
+        A request of None means that there is none now: rows in flight go on without. A piece's
+        index is its row's ``case``.
+        """
+        return itertools.chain.from_iterable(self.looks(requests, rounds))
+
+    def looks(self, requests: Iterable[Row | None], rounds: int) -> Iterator[list[Piece]]:
+        """:meth:`run`, look by look; none of the rows may have come further in one.
+
+        Where rows are looked at every round, one piece of a newcomer's prompt is fed between two.
+        Who waits for more rounds at a time waits for as many pieces, and seats are empty for less.
+        """
+        self._waiting, self._source = [], iter(requests)
+        self._turn = self._widest * rounds  # tokens that are fed between rounds of live rows
+        self._looked = time.perf_counter()
+        while self._admit():
+            self._advance(rounds)
+            yield self._look()
+            self._let_go()
+
+    def drop(self, cases: Iterable[int]) -> None:
+        """Lets rows go that were taken and nobody waits for, before the next round."""
+        self._dropped.update(cases)
+
+    # --- who is next ---------------------------------------------------------------------------
+
+    def _ahead(self, count: int) -> list[Row]:
+        """Up to ``count`` requests that wait."""
+        missing = itertools.islice(self._source, max(0, count - len(self._waiting)))
+        self._waiting += itertools.takewhile(lambda row: row is not None, missing)
+        return self._waiting[:count]
+
+    def _take(self) -> Row | None:
+        return self._waiting.pop(0) if self._ahead(1) else None
+
+    def _admit(self) -> bool:
+        """Fills seats; returns whether there is anything to decode."""
+        if any(self._seats) or self._into:
+            self._refill(self._turn)
+        elif ahead := self._ahead(self._size):
+            few = 2 * len(ahead) <= self._size  # a prefill of all seats would be mostly padding
+            if few or self._gate.prefixes.helps([row.tokens for row in ahead]):
+                self._refill(None)
+            else:
+                self._start([self._take() for _ in ahead])
+        return any(self._seats) or bool(self._into)
+
+    def _let_go(self) -> None:
+        """Frees the seats of dropped rows; one that is still at the gate takes its seat first."""
+        if not self._dropped:
+            return
+        self._waiting = [row for row in self._waiting if row.case not in self._dropped]
+        gone = np.array([bool(seat) and seat.row.case in self._dropped for seat in self._seats])
+        if gone.any():
+            self._state = loop.vacate(self._state, gone, gone)
+            self._seats = [
+                None if left else seat for seat, left in zip(self._seats, gone, strict=True)
+            ]
+        self._dropped &= {row.case for row in self._gate.rows if row} if self._into else set()
+
+    # --- how they get their seats --------------------------------------------------------------
+
+    def _start(self, rows: list[Row]) -> None:
+        """All seats at once: one prefill of whole prompts. What is missing is done at once."""
+        began = time.perf_counter()
+        nobody = dataclasses.replace(rows[0], tokens=np.zeros(1, np.int32), budget=0)
+        everyone = rows + [nobody] * (self._size - len(rows))
+        self._describe(everyone)
+        prompts = [row.tokens for row in everyone]
+        self._state = loop.start(
+            self._method,
+            self._inputs,
+            prompts,
+            np.array([row.budget for row in everyone], np.int32),
+            keys_of(everyone),
+            logprobs=self._logprobs,
+            chunk=self._engine.chunk(max(map(len, prompts)), self._size),
+            slots=self._reserved,
+        )
+        self._counted = np.zeros(self._size, np.int64), 0
+        jax.block_until_ready(self._state)
+        prefill = time.perf_counter() - began
+        for number, row in enumerate(rows):
+            self._seat(number, row, began).prefill = prefill
+        self._fresh = True
+
+    def _refill(self, budget: int | None) -> None:
+        """Seats newcomers for as long as fewer than ``budget`` tokens are fed; None: all."""
+        alone, fed = budget is None, 0
+        while (alone or fed < budget) and (self._into or self._open()):
+            if not self._gate.fed:
+                fed += self._gate.feed()
+            if self._gate.fed:
+                self._seat_newcomers(alone)
+
+    def _open(self) -> bool:
+        """Lets the next requests in, one for each device that has a free seat."""
+        each = self._size // self._engine.shares
+        free = [
+            next((n for n in range(first, first + each) if self._seats[n] is None), -1)
+            for first in range(0, self._size, each)
+        ]
+        rows = [self._take() if seat >= 0 else None for seat in free]
+        if not any(rows):
+            return False
+        self._into = [seat if row else -1 for seat, row in zip(free, rows, strict=True)]
+        self._gate.open(rows)
+        return True
+
+    def _seat_newcomers(self, alone: bool) -> None:
+        gate = self._gate
+        if self._state is None:
+            self._state = self._empty()
+        self._fit(max(len(row.tokens) for row in gate.rows if row))
+        each = self._size // self._engine.shares
+        row = np.array([seat % each if seat >= 0 else -1 for seat in self._into], np.int32)
+        seat_rows = loop.seat_rows(self._method)
+        self._state = seat_rows(gate.inputs, self._state, gate.state, row)
+        if alone:  # nobody is kept waiting by the clock
+            jax.block_until_ready(self._state)
+        for number, newcomer, cached in zip(self._into, gate.rows, gate.cached, strict=True):
+            if newcomer:
+                seat = self._seat(number, newcomer, gate.began)
+                seat.cached, seat.prefill = int(cached), time.perf_counter() - gate.began
+                self._counted[0][number] = 0
+        self._into, self._fresh = [], self._fresh or alone
+        some = next(seat.row for seat in self._seats if seat)
+        self._describe([seat.row if seat else some for seat in self._seats])
+
+    def _seat(self, number: int, row: Row, began: float) -> Seat:
+        stop = self._stop if row.stop is None else row.stop
+        reader = Reader(self._engine.target.tokenizer, stop)
+        seat = Seat(row, reader, began, len(row.tokens), passes=self.passes)
+        self._seats[number] = seat
+        return seat
+
+    def _empty(self) -> DecodeState:
+        """A state whose seats are all free."""
+        some = next(row for row in self._gate.rows if row)
+        self._describe([some] * self._size)
+        slots = self._reserved or bucket(len(some.tokens) + self._method.width)
+        tokens = np.zeros((self._size, slots), np.int32)
+        keys = jnp.stack([some.key] * self._size)
+        self._counted, self._fresh = (np.zeros(self._size, np.int64), 0), True
+        return loop.empty_rows(self._method, self._logprobs)(self._inputs, tokens, keys)
+
+    def _describe(self, rows: Sequence[Row]) -> None:
+        """What rounds read."""
+        if self._inputs is None or self._engine.tells_apart(rows):
+            self._inputs = self._engine.inputs_of(rows, self._sampling)
+            if self._costs:
+                self._know_costs()
+
+    def _know_costs(self) -> None:
+        settings = self._inputs.settings | {COSTS: jnp.asarray(self._costs, jnp.float32)}
+        self._inputs = self._inputs.replace(settings=settings)
+
+    # --- rounds --------------------------------------------------------------------------------
+
+    def _fit(self, newcomer: int = 0) -> None:
+        """Moves the state to the bucket that its longest row, or a newcomer's prompt, needs.
+
+        Bucket by bucket, so that few programs are compiled; to a smaller one that was not run yet
+        only while rows are waiting, or its compilation would cost more than it saves.
+        """
+        if self._reserved:
+            return
+        needed = max([newcomer, *(seat.length for seat in self._seats if seat)])
+        slots, needed = self._state.slots, needed + self._method.width
+        below = bucket(needed + SLACK)
+        if needed > slots:
+            self._move(bucket(needed))
+        elif below < slots and (below in self._visited or self._ahead(1)):
+            self._move(below)
+
+    def _move(self, slots: int) -> None:
+        while (now := self._state.slots) != slots:
+            following = bucket(now + 1) if now < slots else bucket_below(now)
+            self._state = loop.resize_state(self._state, following)
+
+    def _advance(self, rounds: int) -> None:
+        """Runs until a row ends, or until the next look."""
+        if not any(self._seats):
+            return  # prompts are being fed
+        self._fit()
+        self._visited.add(self._state.slots)
+        if self._costs is None:
+            method, inputs = self._method, self._inputs
+            self._costs, self._state = round_costs(method, inputs, self._state)
+            self._know_costs()
+        seen = np.array([seat is None for seat in self._seats])
+        stops = any(seat.reader.stops for seat in self._seats if seat)
+        if self._fresh or stops or self._into or (seen.any() and self._ahead(1)):
+            rounds = 1  # it dates first tokens, sees text stops at once, or lets the next one in
+        if self._engine.shares > 1:
+            rounds, seen = min(rounds, SPREAD_ROUNDS), np.ones_like(seen)
+        self._fresh = False
+        if self._method.hosted:
+            rows = [seat and seat.row for seat in self._seats]
+            self._state = advance_hosted(
+                self._method,
+                self._inputs,
+                self._state,
+                rounds,
+                seen,
+                lambda state, lanes: self._engine.judge.lanes(rows, state, lanes),
+            )
+        else:
+            run = loop.run_rounds(self._method)
+            self._state = run(self._inputs, self._state, np.int32(rounds), seen)
+
+    # --- what the host sees of them ------------------------------------------------------------
+
+    def _look(self) -> list[Piece]:
+        """What is new, and the rows that ended."""
+        state, live = self._state, {n: seat for n, seat in enumerate(self._seats) if seat}
+        if not live:
+            return []
+        finish, length, tokens, origin, logprobs, rounds, passes = jax.device_get(
+            (
+                state.finish,
+                state.length,
+                state.tokens,
+                state.origin,
+                state.logprobs,
+                state.stats.rounds,
+                state.stats.passes,
+            )
+        )
+        self._count(rounds, int(passes), live)
+        pieces, (ended, stopped) = {}, np.zeros((2, self._size), bool)
+        for number, seat in live.items():
+            fresh = slice(seat.length, int(length[number]))
+            done = finish[number] != RUNNING
+            if fresh.start == fresh.stop and not done:
+                continue
+            text, kept = seat.reader.read(tokens[number, fresh], bool(done))
+            stopped[number], seat.length = seat.reader.stopped, fresh.stop
+            ended[number] = done or seat.reader.stopped
+            reason = FINISH_REASONS[finish[number]] if done else None
+            new = slice(fresh.start, fresh.start + kept)
+            pieces[number] = Piece(
+                seat.row.case,
+                text,
+                tokens[number, new],
+                origin[number, new],
+                "stop" if seat.reader.stopped else reason,
+                None if logprobs is None else logprobs[number, new],
+            )
+        if ended.any():
+            self._end(ended, stopped, finish, tokens, origin, logprobs, pieces)
+        return list(pieces.values())
+
+    def _count(self, rounds: np.ndarray, passes: int, live: dict[int, Seat]) -> None:
+        """Time and rounds since the last look, shared by the rows that were live."""
+        now = time.perf_counter()
+        before, passed = self._counted
+        spent = np.array([rounds[n] - before[n] for n in live])
+        self._rounds += int(spent.max())
+        self._live_rounds += int(spent.sum())
+        self.passes += passes - passed
+        self._counted = np.asarray(rounds, np.int64).copy(), passes
+        for seat in live.values():
+            seat.share += (now - self._looked) / len(live)
+            seat.first = seat.first or now - seat.began
+        self._looked = now
+
+    def _end(
+        self, ended, stopped, finish, tokens, origin, logprobs, pieces: dict[int, Piece]
+    ) -> None:
+        """Makes generations of the rows that ended, and frees their seats."""
+        counters, rows = dict(vars(jax.device_get(self._state.stats))), {}
+        counters.pop("passes")
+        now = time.perf_counter()
+        for number in np.flatnonzero(ended).tolist():
+            seat = self._seats[number]
+            span = slice(len(seat.row.tokens), len(seat.row.tokens) + seat.reader.count)
+            reason = FINISH_REASONS[finish[number]] if finish[number] else "stop"
+            own = {name: values[number : number + 1].copy() for name, values in counters.items()}
+            own["emitted"] = np.array([seat.reader.count])
+            rows[number] = Generation(
+                text=[seat.reader.text],
+                tokens=[tokens[number, span].copy()],
+                finish_reasons=[reason],
+                origins=[origin[number, span].copy()],
+                logprobs=None if logprobs is None else [logprobs[number, span].copy()],
+                prompt_tokens=[len(seat.row.tokens)],
+                stats=own,
+                prefill_seconds=np.array([seat.prefill]),
+                first_token_seconds=np.array([seat.first]),
+                decode_seconds=np.array([now - seat.began - seat.prefill]),
+                share_seconds=np.array([seat.share]),
+                cached_tokens=[seat.cached],
+                passes=self.passes - seat.passes,
+                occupancy=1.0,
+            )
+        rewards = self._rewards(rows)
+        for number, row in rows.items():
+            row = dataclasses.replace(row, rewards=rewards.get(number))
+            pieces[number] = dataclasses.replace(pieces[number], row=row)
+            self._seats[number] = None
+        self._state = loop.vacate(self._state, ended, stopped)
+
+    def _rewards(self, rows: dict[int, Generation]) -> dict[int, np.ndarray]:
+        """Each reward of each whole completion, a stop string and what follows it cut off."""
+        judge = self._engine.judge
+        if judge is None:
+            return {}
+        samples = [
+            dataclasses.replace(
+                judge.sample(self._seats[number].row, row.tokens[0]), text=row.text[0]
+            )
+            for number, row in rows.items()
+        ]
+        scores = np.array(judge.scores(samples), np.float64)
+        return {number: scores[i : i + 1] for i, number in enumerate(rows)}

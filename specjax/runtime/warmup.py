@@ -1,0 +1,73 @@
+"""What a job may run, compiled before it is, for those who time it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from specjax.core import loop
+from specjax.core.warp import Sampling
+from specjax.models.cache import bucket, bucket_below
+from specjax.runtime.engine import Engine, Row
+from specjax.runtime.scheduler import Bounds, Flight
+
+
+def warm_up(
+    engine: Engine, size: int, sampling: Sampling, rows: Sequence[Row], kept: int = 0
+) -> None:
+    """Compiles what decoding these rows, ``size`` at a time, may run, whenever each ends.
+
+    Rounds of methods that the host drives compile as they are needed.
+    """
+    flight = Rehearsal(engine, size, sampling, Bounds.of(rows), kept=kept)
+    flight.first_rounds(rows)
+    flight.beginnings(rows)
+    if len(rows) > size or kept:
+        flight.gate(rows[0])
+    flight.buckets(rows)
+
+
+class Rehearsal(Flight):
+    """A flight that runs each of its programs once, for the sake of their compilation."""
+
+    def first_rounds(self, rows: Sequence[Row]) -> None:
+        """All rows, ended after one round or two."""
+        short = (dataclasses.replace(row, budget=1 + i % 2) for i, row in enumerate(rows))
+        for _ in self.run(short, rounds=1):
+            pass
+
+    def beginnings(self, rows: Sequence[Row]) -> None:
+        """A prefill of all seats for each width of a pass and each bucket that there may be."""
+        begins = {}
+        for tokens, row in {len(row.tokens): row for row in rows}.items():
+            chunk = self._engine.chunk(tokens, self._size)
+            begins[chunk, loop.first_slots(self._method, tokens, row.budget, chunk)] = row
+        for row in begins.values():
+            self._start([row])
+
+    def gate(self, row: Row) -> None:
+        """Pieces of every width, of a newcomer whose prompt is partly known, too."""
+        self._gate.warm_up(row, self._widest)
+
+    def buckets(self, rows: Sequence[Row]) -> None:
+        """A newcomer and no round in every bucket that rows may need, up and down."""
+        least = bucket(min(len(row.tokens) for row in rows) + self._method.width)
+        most = bucket(Bounds.of(rows).total + self._method.width)
+        for slots in (self._reserved,) * 2 if self._reserved else (least, most, least):
+            while True:
+                self._bucket()
+                if self._state.slots == slots:
+                    break
+                up = slots > self._state.slots
+                self._move(bucket(self._state.slots + 1) if up else bucket_below(self._state.slots))
+
+    def _bucket(self) -> None:
+        if self._gate.state is not None:
+            row = np.zeros(self._engine.shares, np.int32)
+            seat_rows = loop.seat_rows(self._method)
+            self._state = seat_rows(self._gate.inputs, self._state, self._gate.state, row)
+        if not self._method.hosted:
+            run, seen = loop.run_rounds(self._method), np.zeros(self._size, bool)
+            self._state = run(self._inputs, self._state, np.int32(0), seen)

@@ -1,0 +1,6 @@
+"""Target distributions, one file each: what a draft is verified against."""
+
+from specjax.target.contrastive import IMPROVED, ORIGINAL, VARIANTS, Contrastive
+from specjax.target.warped import Warped
+
+__all__ = ["IMPROVED", "ORIGINAL", "VARIANTS", "Contrastive", "Warped"]
