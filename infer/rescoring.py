@@ -1,6 +1,6 @@
 """Outputs scored once more by a model, whole rows at a time; one trace per bucket of lengths.
 
-Axis legend: S slots of a row, V vocabulary.
+Axis legend: S cache positions of a row, V vocabulary.
 """
 
 from __future__ import annotations

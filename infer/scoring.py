@@ -64,11 +64,11 @@ def score(model: LM, rows: Sequence[Sequence[int]]) -> list[Scores]:
 def passes(model: LM, rows: Sequence[Sequence[int]]) -> Iterator[list[Scores] | None]:
     """:func:`score` pass by pass: None after each, the scores at the end."""
     longest = max(map(len, rows)) - 1
-    slots = bucket(max(-(-longest // WIDTH), 1) * WIDTH)
-    tokens = np.zeros((len(rows), slots + 1), np.int32)
+    capacity = bucket(max(-(-longest // WIDTH), 1) * WIDTH)
+    tokens = np.zeros((len(rows), capacity + 1), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
-    cache, found = model.net.cache(len(rows), slots), []
+    cache, found = model.net.cache(len(rows), capacity), []
     for first in range(0, max(longest, 1), WIDTH):
         read, following = (tokens[:, at : at + WIDTH] for at in (first, first + 1))
         start = np.full(len(rows), first, np.int32)

@@ -84,7 +84,7 @@ def _round_loop(models: Round) -> Callable[[], None]:
     """Runs STEPS rounds on the device, logits and argmax included, and waits for them."""
     # The cost of a pass follows the cache's length: one length for every width.
     widest = max(*CURVE, *(width for _, width, _ in models))
-    slots = bucket(CONTEXT + STEPS + widest + DRAFT_PASSES)
+    capacity = bucket(CONTEXT + STEPS + widest + DRAFT_PASSES)
 
     def run_model(net, width, passes, cache, token, at):
         def one_pass(i, carry):
@@ -107,7 +107,7 @@ def _round_loop(models: Round) -> Callable[[], None]:
                 out.append(cache)
             return out, token
 
-        caches = [net.cache(1, slots) for net in nets]
+        caches = [net.cache(1, capacity) for net in nets]
         return jax.lax.fori_loop(0, STEPS, one_round, (caches, jnp.int32(1)))[1]
 
     nets, mesh = [model.net for model, *_ in models], models[0][0].mesh

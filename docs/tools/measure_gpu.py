@@ -134,9 +134,9 @@ def speed(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         cfg = model.config
         for rows in args.batch:
             out = decode(args, model, rows)
-            slots = bucket(PROMPT + args.max_new_tokens)
+            capacity = bucket(PROMPT + args.max_new_tokens)
             passes = args.max_new_tokens / seconds(out)
-            gigabytes = pass_bytes(cfg, rows, slots) * passes / 1e9
+            gigabytes = pass_bytes(cfg, rows, capacity) * passes / 1e9
             yield {
                 "hidden size": cfg.hidden_size,
                 "rows": rows,

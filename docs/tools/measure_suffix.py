@@ -68,7 +68,7 @@ def replay(drafter: Drafter, rows: list[tuple[list[int], list[int]]], batch: int
 
     The rows come in batches, one after the other, as the prompts of a job do.
     """
-    slots = max(len(a) + len(b) for a, b in rows)
+    capacity = max(len(a) + len(b) for a, b in rows)
     inputs = SimpleNamespace(is_eos=lambda tokens: tokens < 0)
 
     @jax.jit
@@ -80,10 +80,12 @@ def replay(drafter: Drafter, rows: list[tuple[list[int], list[int]]], batch: int
 
     @jax.jit
     def play(tokens, length, whole, drafted):
-        state = _state(jnp.where(jnp.arange(slots) < length[:, None], tokens, 0), length, drafted)
+        state = _state(
+            jnp.where(jnp.arange(capacity) < length[:, None], tokens, 0), length, drafted
+        )
         state.done = length >= whole
         draft, drafted, _, _ = drafter.propose(inputs, state, None)
-        at = jnp.minimum(length[:, None] + jnp.arange(drafter.gamma), slots - 1)
+        at = jnp.minimum(length[:, None] + jnp.arange(drafter.gamma), capacity - 1)
         right = (jnp.take_along_axis(tokens, at, axis=1) == draft.tokens[:, 1:]) & draft.valid[
             :, 1:
         ]
@@ -93,7 +95,7 @@ def replay(drafter: Drafter, rows: list[tuple[list[int], list[int]]], batch: int
     passes, drafted = 0, ()
     for first in range(0, len(rows), batch):
         part = rows[first : first + batch]
-        tokens = np.zeros((batch, slots), np.int32)
+        tokens = np.zeros((batch, capacity), np.int32)
         for row, (given, written) in enumerate(part):
             tokens[row, : len(given) + len(written)] = given + written
         length = jnp.asarray([len(a) for a, _ in part], jnp.int32)
@@ -107,9 +109,9 @@ def replay(drafter: Drafter, rows: list[tuple[list[int], list[int]]], batch: int
 
 def _state(tokens, length, drafted) -> SimpleNamespace:
     done = jnp.zeros(length.shape, bool)
-    slots = tokens.shape[1]
+    capacity = tokens.shape[1]
     return SimpleNamespace(
-        tokens=tokens, length=length, slots=slots, done=done, drafter_state=drafted
+        tokens=tokens, length=length, capacity=capacity, done=done, drafter_state=drafted
     )
 
 

@@ -2,12 +2,12 @@
 
 Compiles the round of each method for a topology, from shapes alone (bfloat16, no weights), with
 libtpu (the `tpu` extra). Per round: modelled cycles by part, over what it costs to stream the
-weights and the slots of the cache once through the matrix unit; the memory of one chip (weights,
-caches and all other state; what the loop takes beside them) and the exchanges between chips. The
-cycles are the compiler's cost model and no measurement. A loop over blocks of a cache counts as
-many turns as the rows' lengths take (``--held``, by the target's heads).
+weights and the positions of the cache once through the matrix unit; the memory of one chip
+(weights, caches and all other state; what the loop takes beside them) and the exchanges between
+chips. The cycles are the compiler's cost model and no measurement. A loop over blocks of a cache
+counts as many turns as the rows' lengths take (``--held``, by the target's heads).
 
-With ``--prefill``, the average pass over prompts of ``--slots`` tokens instead, over what its
+With ``--prefill``, the average pass over prompts of ``--capacity`` tokens instead, over what its
 operations take in plain products; the attention's kernel as :mod:`tpu_kernels` counts it.
 """
 
@@ -72,8 +72,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("methods", nargs="*", default=["autoregressive", "speculative"])
     parser.add_argument("--target", choices=SHAPES, default="llama-3-8b")
     parser.add_argument("--batch", type=whole(1), nargs="+", default=[1, 8], metavar="N")
-    parser.add_argument("--slots", type=whole(128), default=2048, metavar="N")
-    held = "slots that rows hold, one for all or one for each; default: all"
+    parser.add_argument("--positions", type=whole(128), default=2048, metavar="N")
+    held = "positions that rows hold, one for all or one for each; default: all"
     parser.add_argument("--held", type=whole(1), nargs="+", metavar="N", help=held)
     parser.add_argument("--prefill", action="store_true", help="passes over prompts instead")
     parser.add_argument("--layers", type=whole(1), metavar="N", help="fewer layers compile faster")
@@ -123,10 +123,10 @@ def row(args: argparse.Namespace, method: str, rows: int) -> list[str]:
     )
     engine = make_engine(target, draft, METHODS[method], dict(args.options), greedy=False)
     began = time.perf_counter()
-    compiled = compile_rounds(engine, rows, args.slots, mesh)
+    compiled = compile_rounds(engine, rows, args.capacity, mesh)
     seconds, text = time.perf_counter() - began, compiled.as_text()
     passes = getattr(getattr(engine.method, "drafter", None), "gamma", 0)
-    counts = blocks_read(target, rows, args, args.held or [args.slots], target.net.narrow(rows))
+    counts = blocks_read(target, rows, args, args.held or [args.capacity], target.net.narrow(rows))
     counts |= {DRAFTING: max(passes - 1, 1), SEARCHING: SEARCH_TURNS, COUNTING: 0}
     counted = cycles(text, part_of, functools.partial(turns, counts), loop=True)
     streamed = held(target, rows, args) + (passes * held(draft, rows, args) if draft else 0)
@@ -163,12 +163,12 @@ def print_prefill(args: argparse.Namespace) -> None:
     cfg = target.config
     layers = cfg.num_layers - 1  # of the last one a pass needs the keys and values alone
     sizes = layers * sum(x.size for x in jax.tree.leaves(target.params["layers"]["0"]))
-    seen = 2 * layers * cfg.num_heads * cfg.head_dim * args.slots // 2
+    seen = 2 * layers * cfg.num_heads * cfg.head_dim * args.capacity // 2
     for rows in args.batch:
         engine = make_engine(target, None, METHODS["autoregressive"], {}, greedy=False)
-        chunk = engine.chunk(args.slots, rows)
-        compiled = compile_pass(engine, rows, args.slots, chunk)
-        middle = [args.slots // 2 + chunk // 2]  # what a pass reaches on the average
+        chunk = engine.chunk(args.capacity, rows)
+        compiled = compile_pass(engine, rows, args.capacity, chunk)
+        middle = [args.capacity // 2 + chunk // 2]  # what a pass reaches on the average
         count = functools.partial(turns, blocks_read(target, rows, args, middle, chunk))
         rate = products_per_cycle(device)
         calls = functools.partial(kernel_cycles, args, rate / device.num_cores)
@@ -186,10 +186,10 @@ def kernel_cycles(args: argparse.Namespace, rate: float, line: str) -> float:
     call = parse_call(line)
     if call is None:
         return 0
-    sizes = SHAPES[args.target].head_dim, args.slots, call.tokens
+    sizes = SHAPES[args.target].head_dim, args.capacity, call.tokens
     kernel = prefill_kernel(args.topology, *sizes)
-    positions = args.slots // 2 + np.arange(call.tokens, dtype=np.int32)
-    met = splash.chain_blocks(jnp.asarray(positions)[None], args.slots, None, call.blocks)
+    positions = args.capacity // 2 + np.arange(call.tokens, dtype=np.int32)
+    met = splash.chain_blocks(jnp.asarray(positions)[None], args.capacity, None, call.blocks)
     return call.cycles(kernel, np.asarray(met[0]), rate)
 
 
@@ -198,20 +198,20 @@ def prefill_kernel(topology: str, *sizes: int) -> Kernel:
     return schedules([__file__, "--topology", topology, "--dump", *map(str, sizes)])[FORWARD]
 
 
-def compile_kernel(topology: str, size: int, slots: int, tokens: int) -> None:
+def compile_kernel(topology: str, size: int, capacity: int, tokens: int) -> None:
     """Attention of a pass of one row over its prompt; the heads are its grid's."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     shaped = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(devices[0]))
     q = shaped((1, tokens, 2, size), jnp.bfloat16)
-    k = shaped((1, 2, slots, size), jnp.bfloat16)
+    k = shaped((1, 2, capacity, size), jnp.bfloat16)
     jax.jit(splash.chain_attention).lower(q, k, k, shaped((1, tokens), jnp.int32)).compile()
 
 
-def compile_pass(engine, rows: int, slots: int, chunk: int) -> jax.stages.Compiled:
+def compile_pass(engine, rows: int, capacity: int, chunk: int) -> jax.stages.Compiled:
     """A compiled pass over a piece of each row's prompt."""
     shaped = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     net = engine.inputs(sj.Sampling(), rows).target
-    cache = jax.eval_shape(lambda net: net.cache(rows, slots), net)
+    cache = jax.eval_shape(lambda net: net.cache(rows, capacity), net)
     feed = jax.jit(lambda net, *pieces: net.feed(*pieces), donate_argnums=1)
     return feed.lower(net, cache, shaped((rows, chunk)), shaped((rows,))).compile()
 
@@ -222,9 +222,9 @@ def blocks_read(model: sj.LM, rows: int, args, held: list[int], n: int) -> dict[
     Loops of layers of a sliding window, which are shorter, count as much as the others.
     """
     queries = model.config.num_heads * n  # of one device
-    if reads_whole(rows * queries, args.slots):
+    if reads_whole(rows * queries, args.capacity):
         return {}
-    together, block = block_of(rows, queries, args.slots)
+    together, block = block_of(rows, queries, args.capacity)
     end = -(-np.resize(np.array(held), rows) // block)
     shared = int(shared_blocks(jnp.asarray(end))) if together else int(end.max())
     whole = 0 * end if model.config.sliding_window else (np.resize(held, rows) - n + 1) // block
@@ -259,7 +259,7 @@ def turns(counts: dict[str, int], path: str) -> int:
 
 def held(model: sj.LM, rows: int, args: argparse.Namespace) -> float:
     """Bytes of one chip that a pass has to read: weights, of which the embedding only if tied,
-    and the cache's slots."""
+    and the cache's positions."""
     cfg, chips = model.config, args.mesh["model"]
     weights = param_bytes(cfg, jnp.bfloat16, args.quantize)
     if not cfg.tie_embeddings:
@@ -267,8 +267,8 @@ def held(model: sj.LM, rows: int, args: argparse.Namespace) -> float:
         weights -= sum(x.size * x.dtype.itemsize for x in table) / chips
     share = rows // args.mesh["data"]
     dtype = args.cache_dtype or jnp.bfloat16
-    each = np.resize(np.array(args.held or [args.slots]), share)
-    return weights + sum(row_bytes(cfg, int(slots), dtype) for slots in each)
+    each = np.resize(np.array(args.held or [args.capacity]), share)
+    return weights + sum(row_bytes(cfg, int(capacity), dtype) for capacity in each)
 
 
 def abstract(cfg: ModelConfig, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> sj.LM:
@@ -298,14 +298,14 @@ def abstract(cfg: ModelConfig, mesh: jax.sharding.Mesh, args: argparse.Namespace
     return sj.LM(config, params, None, (2,), cfg.vocab_size, "shapes", *how)
 
 
-def compile_rounds(engine, rows: int, slots: int, mesh) -> jax.stages.Compiled:
+def compile_rounds(engine, rows: int, capacity: int, mesh) -> jax.stages.Compiled:
     """The compiled loop of rounds."""
     shaped = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     inputs = engine.inputs(sj.Sampling(0.8, top_p=0.9), rows)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
     prefill = loop.prefill_prompts(engine.method, 128, False)
     filled = jax.eval_shape(
-        prefill, inputs, shaped((rows, slots)), shaped((rows,)), shaped((rows,)), keys
+        prefill, inputs, shaped((rows, capacity)), shaped((rows,)), shaped((rows,)), keys
     )
     state = jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),

@@ -78,8 +78,8 @@ DRAFTS = {
 }
 
 
-def pass_bytes(cfg: ModelConfig, rows: int, slots: int, size: int = 2) -> float:
+def pass_bytes(cfg: ModelConfig, rows: int, capacity: int, size: int = 2) -> float:
     """Bytes that a pass has to read: the weights, of which the embedding only where it is the
-    head as well, and the cache's slots; ``size`` bytes a number."""
+    head as well, and the cache's positions; ``size`` bytes a number."""
     weights = num_params(cfg) - (0 if cfg.tie_embeddings else cfg.vocab_size * cfg.hidden_size)
-    return size * (weights + 2 * cfg.num_layers * rows * cfg.num_kv_heads * slots * cfg.head_dim)
+    return size * (weights + 2 * cfg.num_layers * rows * cfg.num_kv_heads * capacity * cfg.head_dim)

@@ -1,6 +1,6 @@
 """How sure the models were where a drafted token was accepted or refused (SCD, Figure 2).
 
-Axis legend: R runs, P prompts, S slots of a row.
+Axis legend: R runs, P prompts, S cache positions of a row.
 """
 
 from __future__ import annotations
@@ -69,6 +69,6 @@ def add_entropies(
 
 @jax.jit
 def _entropies(net: Net, row: jax.Array) -> jax.Array:
-    """Of the law of what follows each slot, ``[S]``."""
+    """Of the law of what follows each cache position, ``[S]``."""
     log_p = probs.log_softmax(net.rescore(row)[0])
     return -jnp.sum(jnp.where(log_p > -jnp.inf, jnp.exp(log_p) * log_p, 0.0), axis=-1)

@@ -1,6 +1,6 @@
 """What a lossy method's output is worth: KL to the target, ROUGE-L, exact matches.
 
-Axis legend: P prompts, S slots of a row, V vocabulary.
+Axis legend: P prompts, S cache positions of a row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def was_tested(origin: np.ndarray, gamma: int) -> np.ndarray:
 def _token_kl(
     target: Net, draft: Net, row: jax.Array, settings: Warp, drafting: Warp, max_kl: jax.Array
 ) -> jax.Array:
-    """KL(p‖π) of mentored decoding's next token after every slot ``[S]``; one trace per bucket."""
+    """KL(p‖π) of mentored decoding's next token after every cache position ``[S]``; one trace per
+    bucket."""
     log_p, log_q = warp(target.rescore(row), settings)[0], warp(draft.rescore(row), drafting)[0]
     bound = jnp.broadcast_to(max_kl, log_p.shape[:1])
     return mentored_kl(log_p, log_q, *mentor_levels(log_p, log_q, bound))

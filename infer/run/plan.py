@@ -13,7 +13,7 @@ from infer.loading import device_memory, draft_name
 from specjax import lm
 from specjax._util.errors import ModelError
 from specjax.models import ModelConfig, num_params
-from specjax.models.cache import ring_slots, row_bytes
+from specjax.models.cache import ring_capacity, row_bytes
 from specjax.models.hf.checkpoint import DTYPES, load_config, stored_scheme
 from specjax.models.quantize import param_bytes, parse_scheme
 from specjax.models.sharding import split_config
@@ -126,7 +126,7 @@ def sliding_layers(cfg: ModelConfig) -> Plan | None:
     layers = sum(map(bool, cfg.windows))
     if not layers:
         return None
-    return {"tokens": ring_slots(cfg.sliding_window), "share_of_cache": layers / cfg.num_layers}
+    return {"tokens": ring_capacity(cfg.sliding_window), "share_of_cache": layers / cfg.num_layers}
 
 
 def describe(plan: Plan) -> str:

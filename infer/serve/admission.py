@@ -192,8 +192,8 @@ class Admission:
 
     def _bytes(self, engine: Engine) -> int:
         """What the rows in flight take at the most; nothing is computed."""
-        slots = bucket(self.bounds.total + engine.method.width)
-        tokens = jax.ShapeDtypeStruct((self.size, slots), jnp.int32)
+        capacity = bucket(self.bounds.total + engine.method.width)
+        tokens = jax.ShapeDtypeStruct((self.size, capacity), jnp.int32)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.size))
         empty = loop.empty_rows(engine.method, True)
         state = jax.eval_shape(empty, engine.inputs(Sampling(), self.size), tokens, keys)

@@ -1,10 +1,10 @@
 """The programs of decoding: prompts in, rounds of a method, tokens out.
 
 A method's step is pure; :func:`run_rounds` wraps it in one jitted ``while_loop`` per bucket
-of slots. Beginning, feeding, seating a new row, resizing and running exist here and nowhere else;
-:mod:`specjax.runtime.scheduler` says when.
+of positions. Beginning, feeding, seating a new row, resizing and running exist here and nowhere
+else; :mod:`specjax.runtime.scheduler` says when.
 
-Axis legend: B rows, S slots, G newcomers: one per device of the mesh's data axis.
+Axis legend: B rows, S cache positions, G newcomers: one per device of the mesh's data axis.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def start(
     *,
     logprobs: bool = False,
     chunk: int,
-    slots: int | None = None,
+    capacity: int | None = None,
 ) -> DecodeState:
     """The state after the prompts: tokens left-aligned in a bucket, caches filled."""
     tokens, lengths = pack(prompts)
-    slots = slots or first_slots(method, int(lengths.max()), int(budget.max()), chunk)
-    tokens = np.pad(tokens, ((0, 0), (0, slots - tokens.shape[1])))
+    capacity = capacity or first_capacity(method, int(lengths.max()), int(budget.max()), chunk)
+    tokens = np.pad(tokens, ((0, 0), (0, capacity - tokens.shape[1])))
     return prefill_prompts(method, chunk, logprobs)(inputs, tokens, lengths, lengths + budget, keys)
 
 
@@ -51,8 +51,8 @@ def pack(prompts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return tokens, lengths
 
 
-def first_slots(method: Method, longest: int, budget: int, chunk: int) -> int:
-    """The slots of a batch that begins, by its longest prompt and its largest budget."""
+def first_capacity(method: Method, longest: int, budget: int, chunk: int) -> int:
+    """The positions of a batch that begins, by its longest prompt and its largest budget."""
     room = budget if method.reserves else 0
     return bucket(max(longest + room + method.width, -(-longest // chunk) * chunk))
 
@@ -62,7 +62,7 @@ def prefill_prompts(method: Method, chunk: int, logprobs: bool):
     """``fill(inputs, tokens[B,S], length[B], max_length[B], keys[B]) -> state``: ready for rounds.
 
     ``chunk`` tokens of each row per pass. The number of passes is traced, so prompts of any length
-    share one trace per bucket of slots.
+    share one trace per capacity bucket.
     """
 
     def fill(inputs: Inputs, tokens, length, max_length, keys) -> DecodeState:
@@ -83,7 +83,7 @@ def prefill_prompts(method: Method, chunk: int, logprobs: bool):
 def begin_prompts(method: Method, logprobs: bool):
     """``begin(inputs, tokens[B,S], length[B], max_length[B], keys[B], known) -> state``, not fed.
 
-    ``known`` is None, or a fed state of as many rows and slots: its caches are copied, so that
+    ``known`` is None, or a fed state of as many rows and positions: its caches are copied, so that
     what both prompts begin with need not be fed again.
     """
 
@@ -128,8 +128,8 @@ def seat_rows(method: Method):
 
     ``newcomers`` are fed and not yet ready, ``inputs`` theirs; ``row`` counts within the device's
     rows, −1 where a device has no newcomer. What every array holds of a row is replaced, so nothing
-    of the row before can reach the new one: of slots, as many as both states have; the others are
-    scratch. One trace per bucket of slots. The state is donated.
+    of the row before can reach the new one: of positions, as many as both states have; the others
+    are scratch. One trace per capacity bucket. The state is donated.
     """
 
     def seat(inputs: Inputs, state: DecodeState, newcomers: DecodeState, row) -> DecodeState:
@@ -185,13 +185,14 @@ def _begin(method, logprobs, inputs, tokens, length, max_length, keys) -> Decode
 
 
 def _feed(method: Method, width: int, inputs: Inputs, state: DecodeState, first) -> DecodeState:
-    """One pass over ``width`` tokens of each prompt; near the last slot some are fed again.
+    """One pass over ``width`` tokens of each prompt; near the last cache position some are fed
+    again.
 
     Each row's last token is the first round's root. Slots past a row's own length hold scratch
-    that later writes replace, close behind it: further off it would be another token's slot in a
-    layer whose positions go round.
+    that later writes replace, close behind it: further off it would be another token's cache
+    position in a layer whose positions go round.
     """
-    start = jnp.minimum(jnp.minimum(first, state.length), state.slots - width)
+    start = jnp.minimum(jnp.minimum(first, state.length), state.capacity - width)
     at = start[:, None] + jnp.arange(width, dtype=jnp.int32)
     return method.feed(inputs, state, jnp.take_along_axis(state.tokens, at, axis=1), start)
 
@@ -200,15 +201,15 @@ def _feed(method: Method, width: int, inputs: Inputs, state: DecodeState, first)
 def run_rounds(method: Method):
     """``run(inputs, state, rounds, seen=None) -> state``: up to ``rounds`` rounds on the device.
 
-    One trace per bucket of slots. It returns early when every row is done, when a row is done
-    that is not in ``seen[B]``, or when the longest row could outgrow its slots. The state is
+    One trace per capacity bucket. It returns early when every row is done, when a row is done
+    that is not in ``seen[B]``, or when the longest row could outgrow its positions. The state is
     donated.
     """
 
     def run(inputs: Inputs, state: DecodeState, rounds: Int[Array, ""], seen=None) -> DecodeState:
         def more(carry):
             i, state = carry
-            fits = jnp.max(state.length) + method.width <= state.slots
+            fits = jnp.max(state.length) + method.width <= state.capacity
             going = (i < rounds) & ~jnp.all(state.done) & fits
             return going if seen is None else going & ~jnp.any(state.done & ~seen)
 
@@ -222,14 +223,14 @@ def run_rounds(method: Method):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def resize_state(state: DecodeState, slots: int) -> DecodeState:
+def resize_state(state: DecodeState, capacity: int) -> DecodeState:
     """The state in another bucket, which must hold every row that is not done."""
 
     def fit(x: Any) -> Any:
-        room = ((0, 0), (0, max(0, slots - state.slots)))
-        return x if x is None else jnp.pad(x[:, :slots], room)
+        room = ((0, 0), (0, max(0, capacity - state.capacity)))
+        return x if x is None else jnp.pad(x[:, :capacity], room)
 
-    return resize(state, slots).replace(
+    return resize(state, capacity).replace(
         tokens=fit(state.tokens), origin=fit(state.origin), logprobs=fit(state.logprobs)
     )
 
@@ -237,7 +238,7 @@ def resize_state(state: DecodeState, slots: int) -> DecodeState:
 def advance(method: Method, inputs: Inputs, state: DecodeState, rounds: int) -> DecodeState:
     """Runs up to ``rounds`` more rounds, growing the bucket where the next one needs it."""
     needed = int(state.length.max()) + method.width
-    if needed > state.slots:
+    if needed > state.capacity:
         state = resize_state(state, bucket(needed))
     return run_rounds(method)(inputs, state, np.int32(min(rounds, 2**31 - 1)))
 
@@ -247,7 +248,7 @@ def vacate(
 ) -> DecodeState:
     """Empties the seats of rows that ended, some of them by a stop string.
 
-    That is only known outside the device. An empty seat takes no slots.
+    That is only known outside the device. An empty seat takes no positions.
     """
     length, finish = _vacated(state.length, state.finish, ended, stopped)
     return state.replace(length=length, finish=finish)

@@ -1,7 +1,7 @@
 """A model as decoding runs it: one value, and the few ways to run it.
 
 Axis legend: B rows, N new tokens, n of them whose logits are wanted, T tokens above the
-committed ones, S cache slots, V vocabulary.
+committed ones, S cache positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Net:
         limit = min(self.vocab_limit, target.vocab_limit)
         return dataclasses.replace(self, vocab=target.vocab, vocab_limit=limit)
 
-    def cache(self, rows: int, slots: int) -> KVCache:
+    def cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache."""
         dtype = self.cache_dtype or self.params["embed"].dtype
-        return init_cache(self.config, rows, slots, dtype)
+        return init_cache(self.config, rows, capacity, dtype)
 
     def feed(self, cache: KVCache, tokens: Int[Array, "B N"], start: Int[Array, "B"]) -> KVCache:
-        """The cache with N more tokens of each row's prompt, from slot ``start`` on."""
+        """The cache with N more tokens of each row's prompt, from cache position ``start`` on."""
         return self.tapped_feed(cache, tokens, start, ())[0]
 
     def tapped_feed(

@@ -45,8 +45,8 @@ class Drafter(Protocol):
     usual_rule: str = "speculative"  # what verifies its drafts where no rule is named
 
     @property
-    def slots(self) -> int:
-        """Cache slots that a round needs from the root's on."""
+    def capacity(self) -> int:
+        """Cache positions that a round needs from the root's on."""
         return self.shape.nodes
 
     def with_logits(self) -> Drafter | None:
@@ -200,10 +200,10 @@ class Method(Protocol):
     that is ready can take the place of one that has ended.
     """
 
-    width: int  # token slots above ``length`` that one round may write
+    width: int  # token positions above ``length`` that one round may write
     depth: int = 0  # most draft tokens that a round accepts
     behind: int = 0  # tokens behind one that its caches depend on
-    # Tokens stand firm only at the end (beam search): all slots are needed from the start.
+    # Tokens stand firm only at the end (beam search): all positions are needed from the start.
     reserves: bool = False
     hosted: bool = False  # its rounds are driven from the host, for the reward needs text
 

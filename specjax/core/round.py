@@ -2,7 +2,7 @@
 
 End of sequence, budget, emission and counters exist here and nowhere else.
 
-Axis legend: B rows, N draft nodes, P probes, D draft depth, S slots, V vocabulary.
+Axis legend: B rows, N draft nodes, P probes, D draft depth, S cache positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DraftVerify(Method):
 
     @property
     def width(self) -> int:
-        return max(*self.passes, self.drafter.slots) + 1
+        return max(*self.passes, self.drafter.capacity) + 1
 
     @property
     def behind(self) -> int:

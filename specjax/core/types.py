@@ -1,7 +1,7 @@
 """The data that flows through decoding: drafts, verdicts, state, counters.
 
 Axis legend: B rows, N draft nodes (node 0 is the root), P probe nodes, M rows of draft
-distributions, D draft depth, S token slots, V vocabulary.
+distributions, D draft depth, S token positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class DecodeState:
         return self.finish != RUNNING
 
     @property
-    def slots(self) -> int:
+    def capacity(self) -> int:
         return self.tokens.shape[1]
 
 

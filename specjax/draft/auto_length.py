@@ -196,7 +196,7 @@ class Sized(DraftVerify):
 
         def turn(carry):
             read, drafter_state = carry
-            start = jnp.minimum(jnp.minimum(read, state.length), state.slots - CATCH_UP)
+            start = jnp.minimum(jnp.minimum(read, state.length), state.capacity - CATCH_UP)
             at = start[:, None] + jnp.arange(CATCH_UP, dtype=jnp.int32)
             tokens = jnp.take_along_axis(state.tokens, at, axis=1)
             now = state.replace(drafter_state=drafter_state)

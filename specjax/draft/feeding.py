@@ -160,7 +160,8 @@ def feed_level(
 ) -> tuple[Float[Array, "B n V"], KVCache]:
     """Logits after the tree's nodes ``first … first + n − 1``, the levels above being fed.
 
-    ``base`` is the root's slot and position, ``bits`` the ancestors of all nodes so far.
+    ``base`` is the root's cache position and token position, ``bits`` the ancestors of all nodes
+    so far.
     """
     positions = base[:, None] + bits.sum(-1, dtype=jnp.int32) - 1
     new = slice(first, first + tokens.shape[1])

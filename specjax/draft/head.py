@@ -6,7 +6,7 @@ with what the head made of the one before in place of features. After the verdic
 tokens are read once more, now with features of the target's own states, which the verifying pass
 handed on: what the cache holds of drafts is replaced, and no further target pass is needed.
 
-The pair of token i + 1 stands in slot i: the root's in slot ``length - 2``.
+The pair of token i + 1 stands in cache position i: the root's in cache position ``length - 2``.
 
 Axis legend: B rows, N nodes, n nodes of a level, C candidates, T tokens, L layers tapped, D hidden
 size, v draft vocabulary, V vocabulary.
@@ -57,7 +57,7 @@ class HeadDrafter(ModelDrafter):
         return inputs.draft.config.layer_ids
 
     @property
-    def slots(self) -> int:
+    def capacity(self) -> int:
         return max(self.shape.nodes, self.shape.depth + 1)
 
     def ready(self, state):
@@ -65,7 +65,7 @@ class HeadDrafter(ModelDrafter):
 
     def init(self, inputs, state):
         net, rows = inputs.draft, state.length.shape[0]
-        cache = net.cache(rows, state.slots)
+        cache = net.cache(rows, state.capacity)
         return Reading(
             cache, jnp.zeros((rows, 1, net.config.hidden_size), net.params["embed"].dtype)
         )
@@ -177,8 +177,8 @@ class HeadBest(HeadDrafter):
         return TreeShape(1 + min(self.budget, most), self.depth, self.width)
 
     @property
-    def slots(self) -> int:
-        return max(super().slots, 1 + (self.depth - 1) * self.width)
+    def capacity(self) -> int:
+        return max(super().capacity, 1 + (self.depth - 1) * self.width)
 
     def raw_rows(self, inputs):
         return inputs.warp.greedy

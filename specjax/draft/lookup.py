@@ -1,6 +1,6 @@
 """Lookup drafting: copy what followed the same words before (prompt lookup decoding).
 
-Axis legend: B rows, S token slots, γ draft length, n length of the matched n-gram.
+Axis legend: B rows, S token positions, γ draft length, n length of the matched n-gram.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class Lookup(Drafter):
         return Proposal(chain_draft(root, jnp.where(valid, drafted, 0), valid, self.law))
 
     def _match(self, state):
-        """The slot where the chosen earlier n-gram ends, and whether there is one."""
-        slot = jnp.arange(state.slots, dtype=jnp.int32)
-        earlier = slot < (state.length - 1)[:, None]
+        """The cache position where the chosen earlier n-gram ends, and whether there is one."""
+        position = jnp.arange(state.capacity, dtype=jnp.int32)
+        earlier = position < (state.length - 1)[:, None]
         same = jnp.ones_like(earlier)
         end = jnp.zeros_like(state.length)
         matched = jnp.zeros_like(state.done)
         for n in range(1, self.ngram + 1):
-            # The n-th last token against the token n - 1 slots before each slot.
+            # The n-th last token against the token n - 1 positions before each cache position.
             last = probs.at_token(state.tokens, jnp.maximum(state.length - n, 0))[:, None]
             back = jnp.roll(state.tokens, n - 1, axis=1)
-            same &= (back == last) & (slot >= n - 1)
+            same &= (back == last) & (position >= n - 1)
             hit = same & earlier & (state.length >= n)[:, None]
             any_hit = jnp.any(hit, axis=1)
-            newest = jnp.max(jnp.where(hit, slot, 0), axis=1)
+            newest = jnp.max(jnp.where(hit, position, 0), axis=1)
             end, matched = jnp.where(any_hit, newest, end), matched | any_hit
         return end, matched

@@ -4,7 +4,7 @@ After SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975), whose suffix trees 
 of text: comparing all of it with a row's last words is what an accelerator does well.
 
 Axis legend: B rows, C tokens of a row's ring, P = B·C tokens of the pool, K occurrences that vote,
-S token slots, γ draft length.
+S token positions, γ draft length.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The KV cache: its buffers, their sizes, writes, and the commit of an accepted path.
 
-Axis legend: B rows, N new tokens, S slots, L layers, K key heads, E head size, D draft depth.
+Axis legend: B rows, N new tokens, S cache positions, L layers, K key heads, E head size, D draft
+depth.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from specjax.models.coded import Coded, encode
 from specjax.models.config import ModelConfig
 
-MIN_SLOTS, MIN_CHUNK = 128, 16
+MIN_CAPACITY, MIN_CHUNK = 128, 16
 # Tokens per prefill pass. Wider ones cost a CPU less per token, but the last pass is waste in part;
 # accelerators want them wide.
 MAX_CHUNK_CPU, MAX_CHUNK = 128, 512
@@ -34,11 +35,11 @@ class KVCache:
 
     One array per layer, not one stacked array: an update then touches one buffer and
     XLA writes it in place. Slot s of row b holds the token at position s while
-    ``s < length[b] - 1``; higher slots are scratch.
+    ``s < length[b] - 1``; higher positions are scratch.
 
-    A layer of a sliding window has at most ``rings[layer]`` slots, None for others: what it sees,
-    and :data:`SPARE`. There the token at position p lies in slot ``p % rings[layer]``; the one
-    whose place it takes is out of sight.
+    A layer of a sliding window has at most ``rings[layer]`` positions, None for others: what it
+    sees, and :data:`SPARE`. There the token at position p lies in cache position ``p %
+    rings[layer]``; the one whose place it takes is out of sight.
     """
 
     k: tuple[Float[Array, "B K S E"] | Coded, ...]
@@ -46,12 +47,12 @@ class KVCache:
     rings: tuple[int | None, ...] = struct.field(pytree_node=False)
 
     def goes_round(self, layer: int) -> bool:
-        """Whether positions may exceed the layer's slots."""
+        """Whether positions may exceed the layer's positions."""
         return self.k[layer].shape[2] == self.rings[layer]
 
 
-def ring_slots(window: int | None) -> int | None:
-    """The most slots of a layer that sees so many positions; None: of one that sees all."""
+def ring_capacity(window: int | None) -> int | None:
+    """The most positions of a layer that sees so many positions; None: of one that sees all."""
     if window is None:
         return None
     step = SPARE // 2  # the blocks of long caches divide it
@@ -59,19 +60,19 @@ def ring_slots(window: int | None) -> int | None:
 
 
 def still_holds(ring: int | None, fed: int, same: int) -> bool:
-    """Whether a layer of so many slots, fed a prompt, holds what the token after ``same`` sees.
+    """Whether a layer of so many positions, fed a prompt, holds what the token after ``same`` sees.
 
     Pieces of prompts reach up to a pass behind their end, and of :data:`SPARE` a half is for that.
     """
     return ring is None or fed + MAX_CHUNK <= ring or fed - same <= SPARE // 4
 
 
-def init_cache(cfg: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:
+def init_cache(cfg: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
     """An empty cache, of int8 a coded one; its bytes are ``batch`` times :func:`row_bytes`."""
-    rings = tuple(map(ring_slots, cfg.windows))
+    rings = tuple(map(ring_capacity, cfg.windows))
 
     def empty(ring):
-        shape = (batch, cfg.num_kv_heads, min(slots, ring or slots), cfg.head_dim)
+        shape = (batch, cfg.num_kv_heads, min(capacity, ring or capacity), cfg.head_dim)
         codes = jnp.zeros(shape, dtype)
         coded = codes.dtype == jnp.int8
         return Coded(codes, jnp.zeros((*shape[:3], 1), jnp.float32)) if coded else codes
@@ -79,27 +80,27 @@ def init_cache(cfg: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> KV
     return KVCache(*(tuple(map(empty, rings)) for _ in "kv"), rings)
 
 
-def row_bytes(cfg: ModelConfig, slots: int, dtype: jnp.dtype) -> int:
+def row_bytes(cfg: ModelConfig, capacity: int, dtype: jnp.dtype) -> int:
     """Bytes of a row's cache; of a split model those of one device."""
-    cache = jax.eval_shape(lambda: init_cache(cfg, 1, slots, dtype))
+    cache = jax.eval_shape(lambda: init_cache(cfg, 1, capacity, dtype))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
 
-def bucket(slots: int) -> int:
-    """The next of 128, 256, 384, 512, 768, 1024, 1536, … that holds ``slots``.
+def bucket(capacity: int) -> int:
+    """The next of 128, 256, 384, 512, 768, 1024, 1536, … that holds ``capacity``.
 
     The cost of a step follows the static length: powers of two alone would leave up to half of
     what every step reads unused.
     """
-    power = max(MIN_SLOTS, _power_of_two(slots))
+    power = max(MIN_CAPACITY, _power_of_two(capacity))
     between = power * 3 // 4
-    return between if slots <= between and between % MIN_SLOTS == 0 else power
+    return between if capacity <= between and between % MIN_CAPACITY == 0 else power
 
 
-def bucket_below(slots: int) -> int:
+def bucket_below(capacity: int) -> int:
     """The bucket before one; the smallest one's is itself."""
-    smaller = (slots * share // 12 for share in (9, 8, 6))
-    return next((size for size in smaller if bucket(size) == size), slots)
+    smaller = (capacity * share // 12 for share in (9, 8, 6))
+    return next((size for size in smaller if bucket(size) == size), capacity)
 
 
 def chunk_width(prompt: int, rows: int = 1, least: int = MIN_CHUNK) -> int:
@@ -138,15 +139,16 @@ def write(
 def write_around(
     buffer: Float[Array, "B K S E"], new: Float[Array, "B K N E"], start: Int[Array, "B"]
 ) -> Float[Array, "B K S E"]:
-    """:func:`write_rows` modulo the slots: what does not fit before the end goes to the front."""
-    slots, count = buffer.shape[2], new.shape[2]
-    start = start % slots
+    """:func:`write_rows` modulo the positions: what does not fit before the end goes to the
+    front."""
+    capacity, count = buffer.shape[2], new.shape[2]
+    start = start % capacity
     if count == 1:
         return write_rows(buffer, new, start)
-    for first in (jnp.minimum(start, slots - count), jnp.zeros_like(start)):
+    for first in (jnp.minimum(start, capacity - count), jnp.zeros_like(start)):
         at = first[:, None] + jnp.arange(count, dtype=start.dtype)
-        # The new entry that belongs in each of these slots; at the front there is none in most.
-        entry = ((at - start[:, None]) % slots)[:, None, :, None]
+        # The new entry that belongs in each of these positions; at the front there is none in most.
+        entry = ((at - start[:, None]) % capacity)[:, None, :, None]
         old = jnp.take_along_axis(buffer, at[:, None, :, None], axis=2)
         own = jnp.take_along_axis(new, jnp.minimum(entry, count - 1), axis=2).astype(old.dtype)
         buffer = write_rows(buffer, jnp.where(entry < count, own, old), first)
@@ -164,8 +166,8 @@ def write_rows(
     new = new.astype(buffer.dtype)
     rows = buffer.shape[0]
     if rows > UNROLLED_ROWS:
-        slots = start[:, None] + jnp.arange(new.shape[2])
-        return buffer.at[jnp.arange(rows)[:, None], :, slots].set(
+        positions = start[:, None] + jnp.arange(new.shape[2])
+        return buffer.at[jnp.arange(rows)[:, None], :, positions].set(
             new.transpose(0, 2, 1, 3), mode="drop", unique_indices=True
         )
     if new.shape[2] == 1 and rows == 1 and jax.default_backend() == "cpu":
@@ -180,7 +182,7 @@ def write_rows(
 def _with_neighbour(
     buffer: Float[Array, "1 K S E"], new: Float[Array, "1 K 1 E"], start: Int[Array, "1"]
 ) -> tuple[Float[Array, "1 K 2 E"], Int[Array, "1"]]:
-    """One entry as two, the other being what the cache holds, and the slot of the first.
+    """One entry as two, the other being what the cache holds, and the cache position of the first.
 
     XLA for CPU makes the write of a lone entry part of every operation that reads the buffer:
     three copies of the cache per token. The write of two entries it leaves alone.
@@ -192,30 +194,31 @@ def _with_neighbour(
 
 
 def commit_path(cache: KVCache, start: Int[Array, "B"], path: Int[Array, "B D+1"]) -> KVCache:
-    """Moves the entries of an accepted tree path into the slots ``start, start + 1, …``.
+    """Moves the entries of an accepted tree path into the positions ``start, start + 1, …``.
 
     ``path`` holds node indices; entries past the accepted depth may be any index: what
     they move lands beyond the committed length.
     """
 
     def move(layer, buffer):
-        source, slots, around = start[:, None] + path, buffer.shape[2], cache.goes_round(layer)
-        source = source % slots if around else jnp.clip(source, 0, slots - 1)
+        source, capacity, around = start[:, None] + path, buffer.shape[2], cache.goes_round(layer)
+        source = source % capacity if around else jnp.clip(source, 0, capacity - 1)
         kept = jnp.take_along_axis(buffer, source[:, None, :, None], axis=2)
         return (write_around if around else write_rows)(buffer, kept, start)
 
     return _each_layer(move, cache)
 
 
-def resize(tree: Any, slots: int) -> Any:
-    """Every :class:`KVCache` inside ``tree`` with ``slots`` slots, the last ones new or cut off.
+def resize(tree: Any, capacity: int) -> Any:
+    """Every :class:`KVCache` inside ``tree`` with ``capacity`` positions, the last ones new or cut
+    off.
 
     They are cut off where no row has as many tokens: its positions have not gone round.
     """
 
     def fit(node):
         def of_layer(layer, buffer):
-            size = min(slots, node.rings[layer] or slots)
+            size = min(capacity, node.rings[layer] or capacity)
             room = ((0, 0), (0, 0), (0, max(0, size - buffer.shape[2])), (0, 0))
             return jnp.pad(buffer[:, :, :size], room)
 

@@ -5,7 +5,7 @@ nothing of its neighbours and an entry is off by 1/254 of the token's largest at
 stand behind the sum over E for keys and before the sum over S for values: what streams from
 memory are the codes.
 
-Axis legend: B rows, S slots, K key heads, R queries of a key head, E head size.
+Axis legend: B rows, S cache positions, K key heads, R queries of a key head, E head size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LARGEST = 127
 
 
 class Coded(NamedTuple):
-    """``codes * scales``. Both leaves have slots third: writes and moves treat them alike."""
+    """``codes * scales``. Both leaves have positions third: writes and moves treat them alike."""
 
     codes: Int8[Array, "B K S E"]
     scales: Float[Array, "B K S 1"]

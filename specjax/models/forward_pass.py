@@ -3,7 +3,7 @@
 A module is split once per (config, layout) and the functions below close over its graph
 definition: handing a ``GraphDef`` to jit as a static argument costs milliseconds per call.
 
-Axis legend: B rows, N or T tokens, S cache slots, L layers, K key heads, E head size,
+Axis legend: B rows, N or T tokens, S cache positions, L layers, K key heads, E head size,
 D hidden size, V vocabulary.
 """
 
@@ -233,15 +233,15 @@ def tapped_forward(
 ) -> tuple[Float[Array, "B max(N,width) D"], KVCache, Float[Array, "B max(N,width) P D"] | None]:
     """Runs N new tokens per row against the cache and writes them at ``start``.
 
-    Write, then commit: the new keys and values land in slots ``start .. start + N - 1`` of
+    Write, then commit: the new keys and values land in positions ``start .. start + N - 1`` of
     their row; which of them stay is decided later (:func:`specjax.models.cache.commit_path`).
 
     Args:
-      positions: int32; ``start + depth`` for a token tree, never the slot.
-      start: int32, the slot of each row's first new token. ``start + N`` must not exceed
-        the cache's slots: ``dynamic_update_slice`` would shift the write.
-      visible: ``visible[b, i, j]``: new token i sees the token of slot ``base + j``. None: a
-        causal chain of the new tokens.
+      positions: int32; ``start + depth`` for a token tree, never the cache position.
+      start: int32, the cache position of each row's first new token. ``start + N`` must not exceed
+        the cache's positions: ``dynamic_update_slice`` would shift the write.
+      visible: ``visible[b, i, j]``: new token i sees the token of cache position ``base + j``.
+        None: a causal chain of the new tokens.
       base: int32, the number of committed tokens; ``start`` by default. Below ``start`` where
         a tree grows level by level: T then counts the levels already written, too.
       tree_positions: positions of those T tokens, read only under a sliding window or ALiBi.
@@ -280,7 +280,7 @@ def tapped_forward(
 def _cached(
     cfg: ModelConfig,
     window: int | None,
-    slots: int,
+    capacity: int,
     around: bool,
     positions: Int[Array, "B N"],
     base: Int[Array, "B"],
@@ -288,25 +288,26 @@ def _cached(
     count: int,
     tree_positions: Int[Array, "B T"] | None,
 ) -> Attend:
-    """Attention to a cache of so many slots, in all layers of a window; the masks are made once.
+    """Attention to a cache of so many positions, in all layers of a window; the masks are made
+    once.
 
     ``around``: whether positions go round in it. Other arguments as
     :func:`specjax.models.attention.dense.cache_mask`.
     """
-    if around and count > slots - window:
+    if around and count > capacity - window:
         raise ValueError(
-            f"a pass over {count} tokens: layers of a sliding window of {window} have {slots} "
-            f"slots, room for {slots - window} new tokens; feed them in pieces"
+            f"a pass over {count} tokens: layers of a sliding window of {window} have {capacity} "
+            f"positions, room for {capacity - window} new tokens; feed them in pieces"
         )
     finish, mask, distance = _scores(cfg), None, None
-    whole = long_cache.reads_whole(positions.size * cfg.num_heads, slots)
+    whole = long_cache.reads_whole(positions.size * cfg.num_heads, capacity)
     if around or visible is not None:
-        arguments = positions, base, visible, count, slots, window, tree_positions
+        arguments = positions, base, visible, count, capacity, window, tree_positions
         mask = dense.cache_mask(*arguments)
         if cfg.alibi:
-            distance = dense.cache_distances(positions, base, count, slots, tree_positions)
+            distance = dense.cache_distances(positions, base, count, capacity, tree_positions)
     elif whole:
-        distance = dense.chain_distances(positions, slots)
+        distance = dense.chain_distances(positions, capacity)
         mask = dense.within(distance, window)
     top, first = base + count - 1, None if around else window
 

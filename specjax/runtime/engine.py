@@ -17,7 +17,7 @@ from specjax.core.types import Inputs
 from specjax.core.warp import Sampling, stacked
 from specjax.draft.auto_length import COSTS, Sized
 from specjax.lm import LM
-from specjax.models.cache import chunk_width, ring_slots
+from specjax.models.cache import chunk_width, ring_capacity
 from specjax.rewards import Judge
 
 NO_EOS = -1  # pads the eos array: no token has this id
@@ -67,10 +67,10 @@ class Engine:
 
     @property
     def ring(self) -> int | None:
-        """The fewest slots of a layer that sees a window; None where none does."""
+        """The fewest positions of a layer that sees a window; None where none does."""
         models = (self.target, self.draft) if self.draft else (self.target,)
         windows = [window for model in models for window in model.config.windows if window]
-        return ring_slots(min(windows, default=None))
+        return ring_capacity(min(windows, default=None))
 
     @property
     def shares(self) -> int:

@@ -245,7 +245,7 @@ def in_turn(rows: Sequence[Row]) -> list[Row]:
     """Rows in the order in which they are decoded: the largest budgets first, then long prompts.
 
     So none of them is left over at the end with the others' seats empty, and rows of like length
-    share a bucket of slots.
+    share a capacity bucket.
     """
     return sorted(rows, key=lambda row: (-row.budget, -len(row.tokens)))
 

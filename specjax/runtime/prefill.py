@@ -18,9 +18,11 @@ from specjax.runtime.prefix_cache import Prefixes
 class Gate:
     """Newcomers on their way to a seat, one per device; their prompts are fed in pieces."""
 
-    def __init__(self, engine: Engine, sampling: Sampling, slots: int, logprobs: bool, kept: int):
+    def __init__(
+        self, engine: Engine, sampling: Sampling, capacity: int, logprobs: bool, kept: int
+    ):
         self._engine, self._sampling = engine, sampling
-        self._slots, self._logprobs = slots, logprobs
+        self._capacity, self._logprobs = capacity, logprobs
         self.prefixes = Prefixes(kept, engine.ring)
         self.rows: list[Row | None] = []
         self.state: DecodeState | None = None
@@ -48,8 +50,9 @@ class Gate:
 
     def _begin(self, known: DecodeState | None) -> None:
         tokens, lengths = loop.pack([row.tokens for row in self._all])
-        tokens = np.pad(tokens, ((0, 0), (0, self._slots - tokens.shape[1])))
-        # Of what is known the last token is fed again where a cache's slots depend on the next one.
+        tokens = np.pad(tokens, ((0, 0), (0, self._capacity - tokens.shape[1])))
+        # Of what is known the last token is fed again where a cache's positions depend on the next
+        # one.
         self._first = np.maximum(self.cached - self._engine.method.behind, 0)
         self._last = lengths - 1
         ends = lengths + np.array([row.budget for row in self._all], np.int32)
@@ -68,7 +71,7 @@ class Gate:
         width = self._engine.chunk(left, len(self.rows))
         feed = loop.feed_prompts(self._engine.method, width)
         self.state = feed(self.inputs, self.state, self._first)
-        self._first = np.minimum(self._first, self._slots - width) + width
+        self._first = np.minimum(self._first, self._capacity - width) + width
         self._keep_if_fed()
         return width
 

@@ -1,7 +1,7 @@
 """Prompts whose caches are kept, for others that begin with the same tokens.
 
-A slot of a cache depends on the tokens up to it alone, so what another prompt wrote is what this
-one would write, for as long as their tokens are the same.
+A cache position of a cache depends on the tokens up to it alone, so what another prompt wrote is
+what this one would write, for as long as their tokens are the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def in_common(a: np.ndarray, b: np.ndarray) -> int:
 class Prefixes:
     """A store of at most ``most`` fed states, the least recently used one out first.
 
-    ``ring``: the slots in which positions go round soonest, None where they never do.
+    ``ring``: the positions in which positions go round soonest, None where they never do.
     """
 
     def __init__(self, most: int, ring: int | None = None):
@@ -65,7 +65,7 @@ class Prefixes:
         return best[1], counts
 
     def _shared(self, kept: np.ndarray, prompt: np.ndarray) -> int:
-        """:func:`in_common`, unless what the next token sees of it has lost its slots since."""
+        """:func:`in_common`, unless what the next token sees of it has lost its positions since."""
         same = in_common(kept, prompt)
         return same if still_holds(self._ring, len(kept), same) else 0
 

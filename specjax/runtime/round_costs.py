@@ -74,7 +74,8 @@ def _measure(
 def _timed(
     method: Sized, inputs: Inputs, state: DecodeState, rounds: int
 ) -> tuple[float, int, DecodeState]:
-    """Seconds of up to so many rounds, as many as the slots have room for; these, and the state."""
+    """Seconds of up to so many rounds, as many as the positions have room for; these, and the
+    state."""
     before = jax.block_until_ready(state).stats.rounds.max()
     began = time.perf_counter()
     state = run_rounds(method)(inputs, state, np.int32(rounds), np.zeros(len(state.length), bool))
@@ -93,8 +94,8 @@ def _begin(method: Sized, state: DecodeState) -> DecodeState:
     return jax.tree.map(
         lambda x: None if _is_cache(x) else jnp.copy(x),
         state.replace(
-            tokens=0 * state.tokens + jnp.arange(state.slots, dtype=jnp.int32) % PERIOD,
-            max_length=0 * state.length + state.slots,
+            tokens=0 * state.tokens + jnp.arange(state.capacity, dtype=jnp.int32) % PERIOD,
+            max_length=0 * state.length + state.capacity,
             finish=0 * state.finish + RUNNING,
             method_state=state.method_state.replace(read=state.length - 2),
         ),

@@ -30,7 +30,7 @@ from specjax.search.drivers import advance_hosted
 
 # Rounds between looks on several devices: each runs its own rows, and none waits for another's.
 SPREAD_ROUNDS = 8
-SLACK = 64  # slots that the next smaller bucket must have left before the state moves there
+SLACK = 64  # positions that the next smaller bucket must have left before the state moves there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Flight:
             keys_of(everyone),
             logprobs=self._logprobs,
             chunk=self._engine.chunk(max(map(len, prompts)), self._size),
-            slots=self._reserved,
+            capacity=self._reserved,
         )
         self._counted = np.zeros(self._size, np.int64), 0
         jax.block_until_ready(self._state)
@@ -246,8 +246,8 @@ class Flight:
         """A state whose seats are all free."""
         some = next(row for row in self._gate.rows if row)
         self._describe([some] * self._size)
-        slots = self._reserved or bucket(len(some.tokens) + self._method.width)
-        tokens = np.zeros((self._size, slots), np.int32)
+        capacity = self._reserved or bucket(len(some.tokens) + self._method.width)
+        tokens = np.zeros((self._size, capacity), np.int32)
         keys = jnp.stack([some.key] * self._size)
         self._counted, self._fresh = (np.zeros(self._size, np.int64), 0), True
         return loop.empty_rows(self._method, self._logprobs)(self._inputs, tokens, keys)
@@ -274,16 +274,16 @@ class Flight:
         if self._reserved:
             return
         needed = max([newcomer, *(seat.length for seat in self._seats if seat)])
-        slots, needed = self._state.slots, needed + self._method.width
+        capacity, needed = self._state.capacity, needed + self._method.width
         below = bucket(needed + SLACK)
-        if needed > slots:
+        if needed > capacity:
             self._move(bucket(needed))
-        elif below < slots and (below in self._visited or self._ahead(1)):
+        elif below < capacity and (below in self._visited or self._ahead(1)):
             self._move(below)
 
-    def _move(self, slots: int) -> None:
-        while (now := self._state.slots) != slots:
-            following = bucket(now + 1) if now < slots else bucket_below(now)
+    def _move(self, capacity: int) -> None:
+        while (now := self._state.capacity) != capacity:
+            following = bucket(now + 1) if now < capacity else bucket_below(now)
             self._state = loop.resize_state(self._state, following)
 
     def _advance(self, rounds: int) -> None:
@@ -291,7 +291,7 @@ class Flight:
         if not any(self._seats):
             return  # prompts are being fed
         self._fit()
-        self._visited.add(self._state.slots)
+        self._visited.add(self._state.capacity)
         if self._costs is None:
             method, inputs = self._method, self._inputs
             self._costs, self._state = round_costs(method, inputs, self._state)

@@ -43,7 +43,7 @@ class Rehearsal(Flight):
         begins = {}
         for tokens, row in {len(row.tokens): row for row in rows}.items():
             chunk = self._engine.chunk(tokens, self._size)
-            begins[chunk, loop.first_slots(self._method, tokens, row.budget, chunk)] = row
+            begins[chunk, loop.first_capacity(self._method, tokens, row.budget, chunk)] = row
         for row in begins.values():
             self._start([row])
 
@@ -55,13 +55,15 @@ class Rehearsal(Flight):
         """A newcomer and no round in every bucket that rows may need, up and down."""
         least = bucket(min(len(row.tokens) for row in rows) + self._method.width)
         most = bucket(Bounds.of(rows).total + self._method.width)
-        for slots in (self._reserved,) * 2 if self._reserved else (least, most, least):
+        for capacity in (self._reserved,) * 2 if self._reserved else (least, most, least):
             while True:
                 self._bucket()
-                if self._state.slots == slots:
+                if self._state.capacity == capacity:
                     break
-                up = slots > self._state.slots
-                self._move(bucket(self._state.slots + 1) if up else bucket_below(self._state.slots))
+                up = capacity > self._state.capacity
+                self._move(
+                    bucket(self._state.capacity + 1) if up else bucket_below(self._state.capacity)
+                )
 
     def _bucket(self) -> None:
         if self._gate.state is not None:

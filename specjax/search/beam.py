@@ -1,6 +1,6 @@
 """Beam search and beam sampling over the target, as transformers' ``num_beams``.
 
-Axis legend: B rows, W beams, C candidates of a step, S slots, V vocabulary.
+Axis legend: B rows, W beams, C candidates of a step, S cache positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class BeamSearch(Method):
         if self.joint == "transformers":
             rank = jnp.where(jnp.arange(count) < _spared(inputs) * self.beams, score, probs.NEVER)
         at = (state.length + beam.generated)[:, None]
-        here = jnp.arange(state.slots) == at[:, :, None]
+        here = jnp.arange(state.capacity) == at[:, :, None]
         logprob = jnp.take_along_axis(plain.reshape(rows, -1), flat, axis=1)
         known = beam.running.take(source)
         candidates = Hypotheses(
@@ -195,7 +195,7 @@ class BeamSearch(Method):
         last = probs.at_token(beam.finished.tokens[:, 0], jnp.maximum(end - 1, 0))
         reason = jnp.where(inputs.is_eos(last), STOP_EOS, STOP_LENGTH)
         # A row that is done stays as it is: its beams go on, unread.
-        mine = done[:, None] & (jnp.arange(state.slots) >= state.length[:, None])
+        mine = done[:, None] & (jnp.arange(state.capacity) >= state.length[:, None])
         logprobs = state.logprobs
         if logprobs is not None:
             logprobs = jnp.where(mine, beam.finished.logprobs[:, 0], logprobs)

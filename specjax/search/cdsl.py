@@ -270,7 +270,7 @@ class CDSL(Method):
 
     def extend(self, inputs: Inputs, state: DecodeState, work: Round):
         """The target's logits behind the greedy token that did not suffice."""
-        # Rows that are not trying feed their path's last token again, into its own slot.
+        # Rows that are not trying feed their path's last token again, into its own cache position.
         at = state.length - 1 + work.count
         token = self._last(state, work)
         logits, cache = inputs.target.logits(state.cache, token[:, None], at)

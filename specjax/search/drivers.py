@@ -162,7 +162,7 @@ def advance_hosted(
     """Up to ``rounds`` host-driven rounds, as :func:`specjax.core.loop.run_rounds`."""
     driver = HostDriver(score, inputs)
     for _ in range(rounds):
-        full = int(state.length.max()) + method.width > state.slots
+        full = int(state.length.max()) + method.width > state.capacity
         done = np.asarray(state.done)
         if full or done.all() or (done & ~seen).any():
             break

@@ -63,8 +63,8 @@ def roll_out(
     """``depth`` greedy tokens behind every candidate that is alive and no end of sequence.
 
     The lookaheads of all rows are one forward per depth: branches of a tree in one cache, whose
-    root stands in slot and position ``base``. Where the cache lacks the root, it is given and
-    rides along with the candidates. Finished branches only cost while others go on.
+    root stands in cache position and token position ``base``. Where the cache lacks the root, it
+    is given and rides along with the candidates. Finished branches only cost while others go on.
     """
     rows, width = candidates.shape
     shape = _Branches(width, depth)
@@ -85,7 +85,7 @@ def roll_out(
         logits, cache = net.logits(
             r.cache,
             tokens,
-            shape.slot(base, r.level, first),
+            shape.cache_position(base, r.level, first),
             positions,
             visible,
             base=base,
@@ -130,7 +130,7 @@ class _Branches:
         level = (jnp.arange(1 + self.width * self.depth) + self.width - 1) // self.width
         return base[:, None] + level
 
-    def slot(self, base, level, with_root: bool):
+    def cache_position(self, base, level, with_root: bool):
         """Where the nodes fed at a level begin in the cache."""
         return base if with_root else base + 1 + (level - 1) * self.width
 

@@ -57,7 +57,7 @@ class MTJD(Method):
 
     @property
     def width(self) -> int:
-        return self.beams.slots + 1
+        return self.beams.capacity + 1
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         keys = probs.round_keys(state.keys, state.stats.rounds)

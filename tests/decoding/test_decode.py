@@ -278,7 +278,7 @@ def test_one_trace_per_bucket_over_settings_keys_and_lengths(target, draft, name
     ],
 )
 def test_compiled_loop_holds_no_copy_of_the_cache(name, options, rows):
-    # Wide heads: the cache then dwarfs the scores, which also grow with the slots.
+    # Wide heads: the cache then dwarfs the scores, which also grow with the positions.
     target, draft = tiny_lm(1, head_dim=64), tiny_lm(2, layers=1)
     built, settings = sj.method(name).build(Context(target, draft), options)
     inputs = Engine(target, draft, built, settings).inputs(SAMPLING, rows)
@@ -291,8 +291,8 @@ def test_compiled_loop_holds_no_copy_of_the_cache(name, options, rows):
 
 
 def test_buckets_waste_at_most_a_third_and_hold_whole_prefill_passes():
-    for slots in range(257, 5000):
-        assert slots <= bucket(slots) <= 1.5 * slots and bucket(slots) % 128 == 0
+    for capacity in range(257, 5000):
+        assert capacity <= bucket(capacity) <= 1.5 * capacity and bucket(capacity) % 128 == 0
     for rows, prompt in itertools.product((1, 8, 64, 1024), (5, 700, 5000, 40_000)):
         chunk = chunk_width(prompt, rows)
         assert chunk == 16 or chunk < 2 * prompt

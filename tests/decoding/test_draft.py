@@ -13,13 +13,13 @@ EOS = 9
 
 def propose(row, length, *, gamma=4, ngram=3):
     """The lookup draft of one row, as the list of its valid tokens."""
-    slots = 24
-    tokens = np.full((1, slots), 99, np.int32)  # scratch past the length must never be read
+    capacity = 24
+    tokens = np.full((1, capacity), 99, np.int32)  # scratch past the length must never be read
     tokens[0, : len(row)] = row
     state = SimpleNamespace(
         tokens=jnp.asarray(tokens),
         length=jnp.asarray([length]),
-        slots=slots,
+        capacity=capacity,
         done=jnp.zeros(1, bool),
     )
     inputs = SimpleNamespace(is_eos=lambda tokens: tokens == EOS)

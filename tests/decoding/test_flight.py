@@ -282,7 +282,7 @@ def test_budgets_are_one_per_prompt(target):
 
 
 def test_a_row_before_leaves_nothing_behind(target):
-    """What a seat held is replaced or never read: its stale slots may hold anything finite."""
+    """What a seat held is replaced or never read: its stale positions may hold anything finite."""
     engine = make_engine(target, None, sj.method("autoregressive"), {})
     inputs, keys = engine.inputs(sj.Sampling(), 1), jax.random.split(jax.random.key(0), 1)
     start = loop.begin_prompts(engine.method, False)

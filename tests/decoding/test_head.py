@@ -257,7 +257,7 @@ class Settled:
     def state(self, tokens):
         class State:
             length = jnp.array([len(tokens)])
-            slots = 32
+            capacity = 32
 
         State.tokens = jnp.zeros((1, 32), jnp.int32).at[0, : len(tokens)].set(tokens)
         State.done = jnp.zeros((1,), bool)

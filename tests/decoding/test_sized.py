@@ -130,7 +130,7 @@ def rested(method, rounds):
     """Rounds without a draft, then 3 with: what was drafted in these, and accepted."""
     _, inputs, keys = own_draft()
     prompts, budget = [np.array(p) for p in PROMPTS], np.full(len(PROMPTS), 60, np.int32)
-    state = loop.start(method, inputs, prompts, budget, keys, chunk=16, slots=128)
+    state = loop.start(method, inputs, prompts, budget, keys, chunk=16, capacity=128)
     run = loop.run_rounds(method)
     for cost, count in ((REST, rounds), (DRAFT, 3)):
         told = inputs.replace(settings={COSTS: jnp.asarray(cost, jnp.float32)})
@@ -286,7 +286,7 @@ def own_pasts(
     @jax.jit
     def run(keys):
         def one(key):
-            how = {"chunk": len(PROMPT), "slots": 16}
+            how = {"chunk": len(PROMPT), "positions": 16}
             state = loop.start(method, inputs, [np.array(PROMPT)], budget, key[None], **how)
             state = loop.run_rounds(method)(inputs, state, np.int32(L))
             return state.tokens[0, len(PROMPT) :][:L], getattr(state.stats, count)[0]

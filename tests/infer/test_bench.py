@@ -259,7 +259,7 @@ def compilations(work):
 
 
 def test_no_time_holds_a_compilation(target):
-    """Prompts of three widths of prefill, whose rows end early or outgrow their first slots."""
+    """Prompts of three widths of prefill, whose rows end early or outgrow their first positions."""
     prompts = [list(range(1, n + 1)) for n in (3, 60, 9, 62, 61)]
     # A token that decoding soon says ends some rows, and none of the warm-up's.
     said = sj.generate(target, prompts[1:2], max_new_tokens=8).tokens[0][4]

@@ -50,13 +50,13 @@ def test_entropies_are_split_by_what_became_of_the_draft(target, draft, monkeypa
     run = types.SimpleNamespace(tokens=[tokens], origins=[wrote])
 
     def powers(net, row):
-        """2ⁿ at slot n, twice that of the draft: sums say which slots they are of."""
+        """2ⁿ at cache position n, twice that of the draft: sums say which positions they are of."""
         return 2.0 ** np.arange(row.shape[1]) * (1.0 if net.config == target.config else 2.0)
 
     monkeypatch.setattr(entropies, "_entropies", powers)
     case = Case("scd", {"gamma": 2, "stop": "never"}, sj.Sampling(1.0), 1)
     row = {"pm": {}, "runs": {}}
-    # The prompt has 3 tokens: the law of token i stands at slot 2 + i.
+    # The prompt has 3 tokens: the law of token i stands at cache position 2 + i.
     entropies.add_entropies([row], target, draft, [[7, 8, 9]], [Result(case, [run])])
     assert row["target_accepted"] == pytest.approx((4 + 8 + 32) / 3)
     assert row["target_refused"] == pytest.approx((64 + 128) / 2)

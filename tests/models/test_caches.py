@@ -1,4 +1,4 @@
-"""Attention over a long cache by blocks of slots, against what it stands for."""
+"""Attention over a long cache by blocks of positions, against what it stands for."""
 
 import functools
 import itertools
@@ -25,7 +25,7 @@ PARENTS = [-1, 0, 0, 1, 2, 3]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Blocks of 8 slots, for 16 do not divide the cache."""
+    """Blocks of 8 positions, for 16 do not divide the cache."""
     monkeypatch.setattr(long_cache, "MIN_BLOCK", 16)
     monkeypatch.setattr(long_cache, "MAX_BLOCK", 16)
 
@@ -54,18 +54,18 @@ def drawn(n):
 
 
 def nodes(parents):
-    """Positions, and by simple loops which slot each node sees how many positions off."""
+    """Positions, and by simple loops which cache position each node sees how many positions off."""
     n = len(parents)
     above = [{i} for i in range(n)]
     for i, parent in enumerate(parents):
         above[i] |= above[parent] if parent >= 0 else set()
     depth = np.array([len(path) - 1 for path in above], np.int32)
     seen, distance = np.zeros((ROWS, n, SLOTS), bool), np.zeros((ROWS, n, SLOTS), np.int32)
-    for b, i, slot in itertools.product(range(ROWS), range(n), range(SLOTS)):
-        node = slot - BASES[b]
-        seen[b, i, slot] = node < 0 or node in above[i]
-        position = BASES[b] + depth[node] if 0 <= node < n else slot
-        distance[b, i, slot] = BASES[b] + depth[i] - position
+    for b, i, place in itertools.product(range(ROWS), range(n), range(SLOTS)):
+        node = place - BASES[b]
+        seen[b, i, place] = node < 0 or node in above[i]
+        position = BASES[b] + depth[node] if 0 <= node < n else place
+        distance[b, i, place] = BASES[b] + depth[i] - position
     return BASES[:, None] + depth, seen, distance
 
 
@@ -141,12 +141,12 @@ def test_decoding_over_blocks_is_decoding(method, monkeypatch):
     prompts = [np.arange(150) % 90, np.arange(20), np.arange(7, 140) % 80]
     keys, budget = jax.random.split(jax.random.key(0), 3), np.full(3, 30, np.int32)
     engine = Engine(target, draft, built, settings)
-    monkeypatch.setattr(long_cache, "DENSE_SLOTS", 256)
+    monkeypatch.setattr(long_cache, "DENSE_CAPACITY", 256)
     for sampling in (sj.Sampling(temperature=0.0), sj.Sampling(temperature=1.0)):
         states = []
-        for slots in (256, 384):
+        for capacity in (256, 384):
             inputs = engine.inputs(sampling, 3)
-            state = loop.start(built, inputs, prompts, budget, keys, chunk=32, slots=slots)
+            state = loop.start(built, inputs, prompts, budget, keys, chunk=32, capacity=capacity)
             states.append(loop.advance(built, inputs, state, 1000))
         whole, blocks = states
         np.testing.assert_array_equal(whole.length, blocks.length)
@@ -166,11 +166,11 @@ kernel = functools.partial(
 @pytest.mark.parametrize("window, finish", [(None, Scores()), (100, Scores(0.4, softcap=2.0))])
 def test_the_tpu_kernel_meets_what_a_piece_sees(window, finish):
     """And no more: what lies in other blocks is NaN."""
-    draws, slots = np.random.Generator(np.random.Philox(5)), 1280
+    draws, capacity = np.random.Generator(np.random.Philox(5)), 1280
     q = draws.standard_normal((2, 256, HEADS, SIZE), np.float32)
-    k, v = draws.standard_normal((2, 2, KEYS, slots, SIZE), np.float32)
+    k, v = draws.standard_normal((2, 2, KEYS, capacity, SIZE), np.float32)
     positions = np.array([[700], [5]], np.int32) + np.arange(256, dtype=np.int32)
-    seen = dense.within(dense.chain_distances(positions, slots), window)
+    seen = dense.within(dense.chain_distances(positions, capacity), window)
     want = dense.dense_attention(*map(jnp.asarray, (q, k, v)), seen, finish)
     for x in (k, v):
         x[0, :, 1024:], x[1, :, 512:] = np.nan, np.nan
@@ -198,11 +198,11 @@ def test_prompts_that_go_through_the_kernel_leave_the_same_cache(monkeypatch):
     keys, budget = jax.random.split(jax.random.key(0), 2), np.full(2, 4, np.int32)
     inputs = engine.inputs(sj.Sampling(), 2)
 
-    def prefilled(slots):
-        return loop.start(built, inputs, prompts, budget, keys, chunk=128, slots=slots)
+    def prefilled(capacity):
+        return loop.start(built, inputs, prompts, budget, keys, chunk=128, capacity=capacity)
 
     want = prefilled(512)
-    monkeypatch.setattr(long_cache, "DENSE_SLOTS", 512)
+    monkeypatch.setattr(long_cache, "DENSE_CAPACITY", 512)
     monkeypatch.setattr(splash, "takes_chain", lambda tokens, *_: tokens == 128)
     monkeypatch.setattr(
         splash, "chain_attention", lambda *a, **how: calls.append(how) or kernel(*a, **how)

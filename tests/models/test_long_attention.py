@@ -16,7 +16,7 @@ from specjax.models.attention.long_sequences import long_attention
 from train.sdsat.insertion import Insertion, append_windows
 
 BLOCK = 8
-CLEAN, APPENDED = 39, 12  # tokens of a row, and slots behind it for windows
+CLEAN, APPENDED = 39, 12  # tokens of a row, and positions behind it for windows
 
 
 def packed_rows(lengths=((17, 9, 8), (39,))):
@@ -243,8 +243,8 @@ def test_windows_in_bfloat16_are_as_exact_as_bfloat16_is():
 
 
 def test_a_block_that_no_window_sees_is_not_met():
-    """The tables hold every block of which something is seen, and few others; slots that no window
-    fills see themselves."""
+    """The tables hold every block of which something is seen, and few others; positions that no
+    window fills see themselves."""
     meta, block = long_rows(500, 300, 5), 128
     seen = np.array(WINDOWED(meta, meta)[:, 500:]) | np.eye(300, 800, 500, bool)
     seen = np.pad(seen, ((0, 0), (0, 84), (0, 224)))

@@ -87,7 +87,7 @@ def test_tree_nodes_equal_their_paths_alone(name):
 
 
 def test_a_window_counts_positions_between_nodes_of_a_tree():
-    """Window 2: a node sees its parent, whatever its slot, and nothing older."""
+    """Window 2: a node sees its parent, whatever its cache position, and nothing older."""
     parents = jnp.asarray([[NO_PARENT, 0, 0, 2, 1, 3]], jnp.int32)
     visible = tree.ancestors(parents, 3)
     start, window = jnp.asarray([3], jnp.int32), 2

@@ -10,7 +10,7 @@ from conftest import tiny_lm
 from specjax.core import tree
 from specjax.core.tree import NO_PARENT
 from specjax.models import ModelConfig, cache, forward, init_cache, logits_of
-from specjax.models.cache import commit_path, resize, ring_slots, row_bytes
+from specjax.models.cache import commit_path, resize, ring_capacity, row_bytes
 from specjax.runtime.prefix_cache import in_common
 from support.variant_models import logits_jit
 
@@ -32,9 +32,9 @@ def small(monkeypatch):
     jax.clear_caches()
 
 
-def fed(lm, tokens, upto, slots, dtype, width=16):
+def fed(lm, tokens, upto, capacity, dtype, width=16):
     """A cache of rows up to ``upto[B]``, in pieces."""
-    held, feed = init_cache(lm.config, len(tokens), slots, dtype), jax.jit(lm.net.feed)
+    held, feed = init_cache(lm.config, len(tokens), capacity, dtype), jax.jit(lm.net.feed)
     for first in range(0, max(upto), width):
         start = np.minimum(first, np.maximum(upto - width, 0)).astype(np.int32)
         held = feed(
@@ -82,7 +82,7 @@ def test_a_ring_is_a_cache_of_everything(small, dtype):
 
 
 def test_buckets_change_around_a_ring(small):
-    """A row that has not come round keeps its slots in every bucket that holds it."""
+    """A row that has not come round keeps its positions in every bucket that holds it."""
     small()
     lm = tiny_lm(0, **SLIDING)
     tokens = np.random.default_rng(1).integers(0, 97, (1, 64)).astype(np.int32)
@@ -156,7 +156,7 @@ def test_what_a_ring_loses_is_caught(small, monkeypatch, fault):
 
 
 def test_a_window_costs_what_it_holds():
-    assert [ring_slots(n) for n in (None, 4096, 4095, 512)] == [None, 5120, 5120, 1536]
+    assert [ring_capacity(n) for n in (None, 4096, 4095, 512)] == [None, 5120, 5120, 1536]
     sizes = {"vocab_size": 10, "hidden_size": 8, "num_layers": 6, "num_heads": 2}
     cfg = ModelConfig.llama(
         **sizes,
@@ -165,5 +165,5 @@ def test_a_window_costs_what_it_holds():
         sliding_layers=(True,) * 5 + (False,),
         max_position=32768,
     )
-    slot = row_bytes(cfg, 1, "float32")
-    assert row_bytes(cfg, 32768, "float32") == slot // 6 * (32768 + 5 * 1536)
+    row_bytes_each = row_bytes(cfg, 1, "float32")
+    assert row_bytes(cfg, 32768, "float32") == row_bytes_each // 6 * (32768 + 5 * 1536)

@@ -98,7 +98,7 @@ def test_windows_meet_what_they_see_of_a_drawn_row(measure, kernels):
     """Some half of the blocks before them, as windows are spread over the row, and their own."""
     setup = measure.step_setup(measure.config("isolated", 4096, None))
     table = measure.drawn_tables(setup.insertion, 4096)[kernels.FORWARD]
-    assert table.shape == (3, 6)  # 1,360 slots, 5,456 tokens
+    assert table.shape == (3, 6)  # 1,360 positions, 5,456 tokens
     assert kernels.met_of(kernels.FORWARD, table) == (18, np.count_nonzero(table), 3)
     assert 9 <= np.count_nonzero(table) < 15
 

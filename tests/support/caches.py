@@ -21,6 +21,6 @@ def _prefill():
 def check_cache(lm: sj.LM, state: sj.DecodeState, atol: float = 2e-5) -> None:
     """It holds what a prefill of the committed tokens gives."""
     want = _prefill()(lm.net, state.tokens)
-    held = (jnp.arange(state.slots) < state.length[:, None] - 1)[:, None, :, None]
+    held = (jnp.arange(state.capacity) < state.length[:, None] - 1)[:, None, :, None]
     for a, b in zip(jax.tree.leaves(state.cache), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(jnp.where(held, a, 0), jnp.where(held, b, 0), atol=atol)

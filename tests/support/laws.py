@@ -170,8 +170,10 @@ def continuation_counts(engine, prompt, length: int, sampling) -> np.ndarray:
     inputs, budget = engine.inputs(sampling, ROWS), np.full(ROWS, length, np.int32)
     method, vocab = engine.method, engine.target.vocab_limit
     counts = np.zeros((vocab,) * length, np.int64)
-    slots = -(-(len(prompt) + length + method.width) // 16) * 16  # a bucket would be mostly empty
-    how = {"chunk": len(prompt), "slots": slots}
+    capacity = (
+        -(-(len(prompt) + length + method.width) // 16) * 16
+    )  # a bucket would be mostly empty
+    how = {"chunk": len(prompt), "positions": capacity}
     with optimised():
         for seed in range(-(-SAMPLES // ROWS)):
             keys = jax.random.split(jax.random.key(seed), ROWS)

@@ -23,12 +23,12 @@ Reward = Callable[[list[int]], float]
 class Model:
     """Next-token logits of any prefix, by a whole forward pass of one padded shape."""
 
-    def __init__(self, lm, limit: int, slots: int):
-        self._lm, self._limit, self._slots, self._known = lm, limit, slots, {}
+    def __init__(self, lm, limit: int, capacity: int):
+        self._lm, self._limit, self._capacity, self._known = lm, limit, capacity, {}
 
         @jax.jit
         def logits(params, tokens, last):
-            at = np.arange(slots)[None]
+            at = np.arange(capacity)[None]
             hidden = hidden_states(lm.config, params, tokens, at, np.ones_like(at))
             return logits_of(lm.config, params, hidden[:, last][:, None])[0, 0]
 
@@ -37,7 +37,7 @@ class Model:
     def __call__(self, prefix: Sequence[int]) -> np.ndarray:
         prefix = tuple(prefix)
         if prefix not in self._known:
-            padded = np.zeros((1, self._slots), np.int32)
+            padded = np.zeros((1, self._capacity), np.int32)
             padded[0, : len(prefix)] = prefix
             logits = np.asarray(self._logits(self._lm.params, padded, len(prefix) - 1), np.float32)
             logits = logits[: self._limit]

@@ -66,17 +66,17 @@ def test_isolated_rows_hold_every_window_with_its_labels():
             assert laid[name].shape == (T + slots,) and laid[name].dtype == np.int32
             np.testing.assert_array_equal(laid[name][:T], row[name])
         windows = slow_windows(insertion, row, number)
-        slot = T
+        place = T
         for window, places in enumerate(windows, start=1):
             for i, place in enumerate(places):
-                assert laid["tokens"][slot] == 90 + i
+                assert laid["tokens"][place] == 90 + i
                 for name in ("labels", "positions", "segments"):
-                    assert laid[name][slot] == row[name][place]
-                assert laid["windows"][slot] == window and laid["index"][slot] == i + 1
-                assert laid["starts"][slot] == row["positions"][places[0]]
-                assert laid["sources"][slot - T] == place
-                slot += 1
-        assert (laid["segments"][slot:] == 0).all() and (laid["labels"][slot:] == IGNORE).all()
+                    assert laid[name][place] == row[name][place]
+                assert laid["windows"][place] == window and laid["index"][place] == i + 1
+                assert laid["starts"][place] == row["positions"][places[0]]
+                assert laid["sources"][place - T] == place
+                place += 1
+        assert (laid["segments"][place:] == 0).all() and (laid["labels"][place:] == IGNORE).all()
 
 
 def test_windows_beyond_the_slots_are_dropped_whole_and_fairly():

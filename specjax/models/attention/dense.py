@@ -129,9 +129,10 @@ def distances(query: Meta, key: Meta) -> Int[Array, "B N S"]:
     return query["position"][:, :, None] - key["position"][:, None, :]
 
 
-def chain_distances(positions: Int[Array, "B N"], slots: int) -> Int[Array, "B N S"]:
-    """:func:`cache_distances` of a chain, each of whose tokens lies in the slot of its position."""
-    return positions[:, :, None] - jnp.arange(slots, dtype=jnp.int32)
+def chain_distances(positions: Int[Array, "B N"], capacity: int) -> Int[Array, "B N S"]:
+    """:func:`cache_distances` of a chain, each of whose tokens lies in the cache position of its
+    position."""
+    return positions[:, :, None] - jnp.arange(capacity, dtype=jnp.int32)
 
 
 def within(apart: Int[Array, "..."], window: int | None) -> Bool[Array, "..."]:
@@ -144,51 +145,51 @@ def cache_mask(
     base: Int[Array, "B"],
     visible: Bool[Array, "B N T"] | None,
     count: int,
-    slots: int,
+    capacity: int,
     window: int | None = None,
     tree_positions: Int[Array, "B T"] | None = None,
 ) -> Bool[Array, "B N S"]:
-    """Which cache slots each new token sees.
+    """Which cache positions each new token sees.
 
-    Slots below ``base`` hold the committed tokens, slot = position, and slot ``base + j`` token j
-    of the T = ``count`` above them, all modulo ``slots``. New token i sees those of the T where
-    ``visible[b, i, j]``, of a tree its ancestors and itself; None, a chain: j ≤ i. ``window``
-    counts positions, not slots: ``tree_positions`` are those of the T tokens where they are not
-    just the new ones.
+    Positions below ``base`` hold the committed tokens, cache position = position, and cache
+    position ``base + j`` token j of the T = ``count`` above them, all modulo ``capacity``. New
+    token i sees those of the T where ``visible[b, i, j]``, of a tree its ancestors and itself;
+    None, a chain: j ≤ i. ``window`` counts positions, not positions: ``tree_positions`` are those
+    of the T tokens where they are not just the new ones.
     """
-    new = _behind(base, slots)
+    new = _behind(base, capacity)
     if visible is None:
         above = new[:, None, :] <= jnp.arange(positions.shape[1], dtype=jnp.int32)[:, None]
     else:
         above = jnp.take_along_axis(visible, jnp.minimum(new, count - 1)[:, None, :], axis=2)
-    committed = new >= slots - base[:, None]
+    committed = new >= capacity - base[:, None]
     mask = jnp.where((new < count)[:, None, :], above, committed[:, None, :])
     if window is None:
         return mask
-    return mask & (cache_distances(positions, base, count, slots, tree_positions) < window)
+    return mask & (cache_distances(positions, base, count, capacity, tree_positions) < window)
 
 
-def _behind(base: Int[Array, "B"], slots: int) -> Int[Array, "B S"]:
-    """How far each slot lies behind that of position ``base``, going round at the end."""
-    behind = jnp.arange(slots, dtype=jnp.int32) - (base % slots)[:, None]
-    return jnp.where(behind < 0, behind + slots, behind)
+def _behind(base: Int[Array, "B"], capacity: int) -> Int[Array, "B S"]:
+    """How far each cache position lies behind that of position ``base``, going round at the end."""
+    behind = jnp.arange(capacity, dtype=jnp.int32) - (base % capacity)[:, None]
+    return jnp.where(behind < 0, behind + capacity, behind)
 
 
 def cache_distances(
     positions: Int[Array, "B N"],
     base: Int[Array, "B"],
     count: int,
-    slots: int,
+    capacity: int,
     tree_positions: Int[Array, "B T"] | None = None,
 ) -> Int[Array, "B N S"]:
-    """How many positions the token in each cache slot lies before each new token.
+    """How many positions the token in each cache position lies before each new token.
 
-    Arguments as in :func:`cache_mask`. In slots that nothing sees the number means nothing.
+    Arguments as in :func:`cache_mask`. In positions that nothing sees the number means nothing.
     """
-    new = _behind(base, slots)
+    new = _behind(base, capacity)
     above = positions if tree_positions is None else tree_positions
     new_positions = jnp.take_along_axis(above, jnp.minimum(new, count - 1), axis=1)
-    key_position = jnp.where(new < count, new_positions, base[:, None] + new - slots)
+    key_position = jnp.where(new < count, new_positions, base[:, None] + new - capacity)
     return positions[:, :, None] - key_position[:, None, :]
 
 

@@ -1,6 +1,7 @@
 """Attention over a long cache at the price of what its rows hold, whatever the bucket.
 
-Axis legend: B rows, N queries, S slots, H query heads, K key heads, G = H/K, R = G·N, E head size.
+Axis legend: B rows, N queries, S cache positions, H query heads, K key heads, G = H/K, R = G·N, E
+head size.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from specjax.models.attention.dense import (
 )
 from specjax.models.coded import Coded, value_sums
 
-# Caches of up to so many slots are read whole, where a pass has no more scores than that.
-DENSE_SLOTS, DENSE_SCORES = 4096, 1 << 26
-# Otherwise a pass meets so many scores at a time, in blocks of so many slots: enough to be worth a
-# loop's turn, few enough for a TPU's vector memory.
+# Caches of up to so many positions are read whole, where a pass has no more scores than that.
+DENSE_CAPACITY, DENSE_SCORES = 4096, 1 << 26
+# Otherwise a pass meets so many scores at a time, in blocks of so many positions: enough to be
+# worth a loop's turn, few enough for a TPU's vector memory.
 BLOCK_SCORES, MIN_BLOCK, MAX_BLOCK = 1 << 22, 512, 4096
 # Left alone, a TPU's compiler lays a cache out as its writes come, or as one product wants it, and
 # turns all of it around for the others.
-SLOT_BY_SLOT = Layout((0, 1, 2, 3))
+POSITION_BY_POSITION = Layout((0, 1, 2, 3))
 # From so many queries of a key head on, the sum of weights is cheapest as one more column of the
 # product, for which they are computed once; a TPU takes a tile's worth of columns sooner than one.
 WIDE, COLUMNS = 512, 8
@@ -42,9 +43,9 @@ SEEN, TOGETHER, EACH = "seen by all", "rows together", "row by row"
 OWN, ALONE = "seen by the row", "rows alone"
 
 
-def reads_whole(queries: int, slots: int) -> bool:
+def reads_whole(queries: int, capacity: int) -> bool:
     """Whether a pass of so many queries (rows · tokens · heads) reads its cache whole."""
-    return slots <= DENSE_SLOTS and queries * slots <= DENSE_SCORES
+    return capacity <= DENSE_CAPACITY and queries * capacity <= DENSE_SCORES
 
 
 def cached_attention(
@@ -59,29 +60,30 @@ def cached_attention(
     window: int | None = None,
     finish: Scores = PLAIN,
 ) -> Float[Array, "B N H E"]:
-    """:func:`specjax.models.attention.dense_attention` by an online softmax over blocks of slots.
+    """:func:`specjax.models.attention.dense_attention` by an online softmax over blocks of
+    positions.
 
     Rows go together as far as half of them reach, and each for itself from there on: one costs
-    what it holds, whatever its neighbours. Blocks are of slots, so that a token's result has the
-    same bits however many tokens are with it.
+    what it holds, whatever its neighbours. Blocks are of positions, so that a token's result has
+    the same bits however many tokens are with it.
 
     Args:
-      positions: those of the queries; of a chain they are slots, too.
-      top: the highest slot that a row's queries see.
+      positions: those of the queries; of a chain they are positions, too.
+      top: the highest cache position that a row's queries see.
       mask, distance: those of a tree in the whole cache; None: the queries are a chain.
       window: positions that a query sees, its own included, which ``mask`` holds already.
     """
     rows, n, h, size = q.shape
     if mask is None and splash.takes_chain(n, finish, k):
         return splash.chain_attention(q, k, v, positions, window=window, finish=finish)
-    heads, slots = k.shape[1], k.shape[2]
-    together, block = block_of(rows, h * n, slots)
-    end = jnp.minimum(top, slots - 1) // block + 1
+    heads, capacity = k.shape[1], k.shape[2]
+    together, block = block_of(rows, h * n, capacity)
+    end = jnp.minimum(top, capacity - 1) // block + 1
     begin = jnp.zeros_like(end)
     if window is not None:
         begin = jnp.maximum(positions.min(axis=1) - window + 1, 0) // block
     q = grouped(q, heads, finish)
-    k, v = _slot_by_slot((k, v))
+    k, v = _position_by_position((k, v))
     columns = COLUMNS if q.shape[2] >= WIDE and not isinstance(v, Coded) else 1
     tiled = jnp.tile(positions, (1, h // heads))
     # Of a chain: the blocks that all of a row's queries see whole.
@@ -93,7 +95,7 @@ def cached_attention(
         first = j * block
 
         def part(x, axis=None):
-            """Of these rows, and of this block's slots along ``axis``."""
+            """Of these rows, and of this block's positions along ``axis``."""
             starts, sizes = [row, *[0] * (x.ndim - 1)], [count, *x.shape[1:]]
             if axis is not None:
                 starts[axis], sizes[axis] = first, block
@@ -105,7 +107,7 @@ def cached_attention(
         else:
             seen, apart = part(mask, 2), part(distance, 2) if finish.alibi else None
         apart = apart[:, :n] if finish.alibi else None
-        keys, values = _slot_by_slot(jax.tree.map(lambda x: part(x, 2), (k, v)))
+        keys, values = _position_by_position(jax.tree.map(lambda x: part(x, 2), (k, v)))
         scores = masked_scores(part(q), keys, seen, apart, finish)
         return _weigh(state, scores, values, q.dtype)
 
@@ -141,12 +143,13 @@ def cached_attention(
     return ungrouped(_mean(state, size).astype(q.dtype), n)
 
 
-def _slot_by_slot(buffers):
-    return jax.tree.map(lambda x: with_layout_constraint(x, SLOT_BY_SLOT), buffers)
+def _position_by_position(buffers):
+    return jax.tree.map(lambda x: with_layout_constraint(x, POSITION_BY_POSITION), buffers)
 
 
 def block_of(rows: int, queries: int, size: int) -> tuple[bool, int]:
-    """Whether rows of so many queries (tokens · heads) go together, and the slots of a block."""
+    """Whether rows of so many queries (tokens · heads) go together, and the positions of a
+    block."""
     together = rows * queries * MIN_BLOCK <= BLOCK_SCORES
     fitting = BLOCK_SCORES // (queries * (rows if together else 1))
     widest = min(MAX_BLOCK, max(MIN_BLOCK, fitting))

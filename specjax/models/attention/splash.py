@@ -119,26 +119,26 @@ class Windows(NamedTuple):
 class _Seen:
     """Whether a key is seen: it lies before the window's start or in the window, up to the token.
 
-    A code is the place where the window starts, the token's slot behind the ``clean`` tokens and
+    A code is the place where the window starts, the query's number behind the ``clean`` tokens and
     its place in the window, in so many bits each. Documents are the kernel's own business.
     """
 
     clean: int
-    slots: int
+    queries: int
     longest: int
 
     @property
     def bits(self) -> tuple[int, int, int]:
-        return tuple((n - 1).bit_length() for n in (self.clean, self.slots, self.longest))
+        return tuple((n - 1).bit_length() for n in (self.clean, self.queries, self.longest))
 
-    def code(self, start: Array, slot: Array, place: Array) -> Array:
-        _, slots, places = self.bits
-        return (((start << slots) | slot) << places) | place
+    def code(self, start: Array, query: Array, place: Array) -> Array:
+        _, queries, places = self.bits
+        return (((start << queries) | query) << places) | place
 
     def __call__(self, code: Array, key: Array) -> Array:
-        _, slots, places = self.bits
-        start, slot = code >> (slots + places), (code >> places) & ((1 << slots) - 1)
-        before = (self.clean + slot) - key  # places of the key before the token itself
+        _, queries, places = self.bits
+        start, query = code >> (queries + places), (code >> places) & ((1 << queries) - 1)
+        before = (self.clean + query) - key  # places of the key before the token itself
         return (key < start) | ((before >= 0) & (before <= (code & ((1 << places) - 1))))
 
 
@@ -153,23 +153,23 @@ def takes_windows(mask, finish: Scores, count: int) -> bool:
 def windows_of(mask: Isolated, meta: Meta, blocks: Blocks = WINDOW_BLOCKS) -> Windows:
     """Of rows ``[B, clean + A]``, in which positions rise by one within a segment."""
     clean, count = mask.clean, meta["position"].shape[1]
-    slots, keys = count - clean, count + -count % blocks.keys
+    queries, keys = count - clean, count + -count % blocks.keys
     tail = {name: x[:, clean:] for name, x in meta.items()}
     real = (tail["windows"] > 0) & (tail["segment"] > 0)
     first = _document_starts(meta, clean)
     start = jnp.where(real, tail["starts"] + first, 0)
     place = jnp.where(real, tail["position"] - tail["starts"], 0)
-    slot = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), start.shape)
-    code = _Seen(clean, slots, mask.longest).code(start, slot, place)
-    # Every slot meets itself, lest there be nothing to divide by.
-    own = clean + slot - place, clean + slot + 1
+    query = jnp.broadcast_to(jnp.arange(queries, dtype=jnp.int32), start.shape)
+    code = _Seen(clean, queries, mask.longest).code(start, query, place)
+    # Every query meets itself, lest there be nothing to divide by.
+    own = clean + query - place, clean + query + 1
     before = jnp.where(real, jnp.maximum(first, 0), keys), start
 
     def met(wide: int) -> Bool[Array, "B I J"]:
         sizes = keys, blocks.queries, wide
         return _meets(*own, *sizes) | _meets(*before, *sizes)
 
-    code = _fill(code, slots + -slots % blocks.queries)
+    code = _fill(code, queries + -queries % blocks.queries)
     return Windows(code, met(blocks.keys), met(blocks.wide(keys)))
 
 
@@ -189,9 +189,9 @@ def _meets(
 ) -> Bool[Array, "B I J"]:
     """Whether a block of so ``wide`` keys holds any from the first ``begins`` of a block of queries
     to before the last of their ``ends``."""
-    (rows, slots), low = begins.shape, jnp.arange(keys // wide, dtype=jnp.int32) * wide
-    begins = _fill(begins, slots + -slots % block, keys).reshape(rows, -1, block)
-    ends = _fill(ends, slots + -slots % block).reshape(rows, -1, block)
+    (rows, queries), low = begins.shape, jnp.arange(keys // wide, dtype=jnp.int32) * wide
+    begins = _fill(begins, queries + -queries % block, keys).reshape(rows, -1, block)
+    ends = _fill(ends, queries + -queries % block).reshape(rows, -1, block)
     begins, ends = begins.min(2)[..., None], ends.max(2)[..., None]
     return (begins < low + wide) & (ends > low)
 
@@ -215,9 +215,9 @@ def window_attention(
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
-    (_, slots, _, _), count, parts = q.shape, k.shape[2], _parts(k)
+    (_, queries, _, _), count, parts = q.shape, k.shape[2], _parts(k)
     padded, keys = windows.code.shape[1], count + -count % blocks.keys
-    seen = _Seen(mask.clean, slots, mask.longest)
+    seen = _Seen(mask.clean, queries, mask.longest)
     how = _kernel_options(_block_sizes(blocks, keys), seen, finish, interpret)
     q = _padded(_scaled(q, finish), padded, parts)
     k, v = (_padded(x, keys, parts) for x in (k, v))
@@ -230,17 +230,17 @@ def window_attention(
         return jax.vmap(lambda q, k, v: kernel(q, k, v, ids))(q, k, v)
 
     # Tables of blocks are scalars to the kernel, of which it takes one row's.
-    return _result(jax.lax.map(row, (q, k, v, ids, windows)), slots)
+    return _result(jax.lax.map(row, (q, k, v, ids, windows)), queries)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Behind:
-    """Whether a query at a position sees the slot of a cache, in a window of so many positions."""
+    """Whether a query at a position sees a key of the cache, in a window of so many positions."""
 
     window: int | None
 
-    def __call__(self, position: Int[Array, "..."], slot: Int[Array, "..."]) -> Bool[Array, "..."]:
-        return within(position - slot, self.window)
+    def __call__(self, position: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
+        return within(position - key, self.window)
 
 
 def takes_chain(tokens: int, finish: Scores, cache: Array | Coded) -> bool:
@@ -260,21 +260,22 @@ def chain_attention(
     blocks: Blocks = BLOCKS,
     interpret: bool = False,
 ) -> Float[Array, "B N H E"]:
-    """What a piece of a prompt sees of a cache that holds it, each token in its position's slot.
+    """What a piece of a prompt sees of a cache that holds it, each token in its position's cache
+    position.
 
     Slots that no query of a block sees are neither read nor met. There are no gradients.
 
     Args:
-      blocks: slots are keys; all but ``backward`` counts.
+      blocks: positions are keys; all but ``backward`` counts.
       interpret: run without a TPU, slowly.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
-    (_, n, _, _), slots = q.shape, k.shape[2]
-    block, wide = math.gcd(blocks.queries, n), math.gcd(blocks.keys, slots)
+    (_, n, _, _), capacity = q.shape, k.shape[2]
+    block, wide = math.gcd(blocks.queries, n), math.gcd(blocks.keys, capacity)
     sizes = kernels.BlockSizes(block, wide, min(wide, blocks.product))
     how = _kernel_options(sizes, _Behind(window), finish, interpret)
-    met = chain_blocks(positions, slots, window, (block, wide))
+    met = chain_blocks(positions, capacity, window, (block, wide))
 
     def row(part):
         q, k, v, met, positions = part
@@ -287,13 +288,13 @@ def chain_attention(
 
 
 def chain_blocks(
-    positions: Int[Array, "B N"], slots: int, window: int | None, blocks: tuple[int, int]
+    positions: Int[Array, "B N"], capacity: int, window: int | None, blocks: tuple[int, int]
 ) -> Bool[Array, "B I J"]:
-    """Which blocks of slots a block of queries meets, in so many tokens of either."""
+    """Which blocks of positions a block of queries meets, in so many tokens of either."""
     block, wide = blocks
     grouped = positions.reshape(len(positions), -1, block)
     first, last = grouped.min(2)[..., None], grouped.max(2)[..., None]
-    low = jnp.arange(slots // wide, dtype=jnp.int32) * wide
+    low = jnp.arange(capacity // wide, dtype=jnp.int32) * wide
     met = low <= last
     return met if window is None else met & (low + wide > first - window + 1)
 
