@@ -23,7 +23,7 @@ from specjax.demo.heldout import held_out_functions
 from specjax.metrics import RATES
 from specjax.registry import MethodSpec, compose, method
 from specjax.runtime import warmup
-from specjax.runtime.engine import Row
+from specjax.runtime.engine import Request
 from specjax.runtime.generate import PREFIXES, in_turn, make_engine
 
 RATE, TOKENS = "acceptance_rate", "tokens_per_target_call"
@@ -55,25 +55,25 @@ def cases(sampled: bool) -> list[Case]:
 
 def measured(models, prompts, sampling, args, found: list[Case]) -> list[list[sj.Generation]]:
     """Each case's generations, one per repeat."""
-    for case in found:
+    for request_id in found:
         engine = make_engine(
             models["demo"],
-            models.get(case.draft),
-            case.spec,
-            case.options,
+            models.get(request_id.draft),
+            request_id.spec,
+            request_id.options,
             not sampling.temperature,
         )
-        rows = [Row(np.array(p), args.max_new_tokens, jax.random.key(0)) for p in prompts]
+        rows = [Request(np.array(p), args.max_new_tokens, jax.random.key(0)) for p in prompts]
         warmup.warm_up(engine, 1, sampling, in_turn(rows), PREFIXES)
     runs: list[list[sj.Generation]] = [[] for _ in found]
     for seed in range(args.repeats):
-        for case, own in zip(found, runs, strict=True):
+        for request_id, own in zip(found, runs, strict=True):
             out = sj.generate(
                 models["demo"],
                 prompts,
-                method=case.spec,
-                draft=models.get(case.draft),
-                options=case.options,
+                method=request_id.spec,
+                draft=models.get(request_id.draft),
+                options=request_id.options,
                 max_new_tokens=args.max_new_tokens,
                 sampling=sampling,
                 batch_size=1,
@@ -83,7 +83,7 @@ def measured(models, prompts, sampling, args, found: list[Case]) -> list[list[sj
     return runs
 
 
-def row(case: Case, runs: list[sj.Generation], plain, base) -> list[str]:
+def row(request_id: Case, runs: list[sj.Generation], plain, base) -> list[str]:
     """A line of the table; ``plain`` and ``base`` are the generations that it is held against."""
     counts = {name: sum(run.stats[name] for run in runs) for name in runs[0].stats}
     figures = [ratio(*(counts[name] for name in RATES[rate])) for rate in (TOKENS, RATE)]
@@ -93,8 +93,8 @@ def row(case: Case, runs: list[sj.Generation], plain, base) -> list[str]:
     figures += [
         (None, None) if other is runs else speed_ratio(own, speed(other)) for other in (plain, base)
     ]
-    options = " ".join(f"{name}={value}" for name, value in case.options.items())
-    return [case.draft, f"`{case.spec.name}`", options, *map(said, figures)]
+    options = " ".join(f"{name}={value}" for name, value in request_id.options.items())
+    return [request_id.draft, f"`{request_id.spec.name}`", options, *map(said, figures)]
 
 
 def speed(runs: list[sj.Generation]) -> tuple[np.ndarray, np.ndarray]:
@@ -125,7 +125,8 @@ def main() -> None:
         found = cases(sampling.temperature > 0)
         runs = measured(models, prompts, sampling, args, found)
         rows = [
-            row(case, own, runs[PLAIN], runs[BASE]) for case, own in zip(found, runs, strict=True)
+            row(request_id, own, runs[PLAIN], runs[BASE])
+            for request_id, own in zip(found, runs, strict=True)
         ]
         name = "sampled" if sampling.temperature else "greedy"
         print(f"\n{name}\n\n{markdown_table(COLUMNS, rows)}", flush=True)

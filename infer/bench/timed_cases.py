@@ -22,8 +22,8 @@ from infer.timing import row_seconds
 from infer.uncertainty import Speed
 from specjax.registry import METHODS
 from specjax.runtime import warmup
-from specjax.runtime.engine import Row
-from specjax.runtime.generate import PREFIXES, in_flight, in_turn, make_engine
+from specjax.runtime.engine import Request
+from specjax.runtime.generate import PREFIXES, in_turn, make_engine, num_slots
 
 
 @dataclasses.dataclass
@@ -109,8 +109,10 @@ def warm_up(setting: Setting, case: Case) -> None:
     spec, greedy = METHODS[case.method], case.mode == "greedy"
     engine = make_engine(target, draft, spec, case.options, greedy)
     key = jax.random.key(setting.seed)
-    rows = [Row(p, min(setting.budget, most - len(p)), key) for p in map(np.array, setting.prompts)]
-    size = in_flight(target, len(rows), case.batch_size)
+    rows = [
+        Request(p, min(setting.budget, most - len(p)), key) for p in map(np.array, setting.prompts)
+    ]
+    size = num_slots(target, len(rows), case.batch_size)
     warmup.warm_up(engine, size, case.sampling, in_turn(rows), PREFIXES)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from infer.scoring import check_scorable
-from infer.serve.scheduler import Variant, Work
+from infer.serve.engine_thread import Submission, Variant
 from infer.serve.schemas import Body, ChatBody, CompletionBody
 from specjax._util.checks import SEED_MAX
 from specjax._util.errors import OptionError
@@ -65,7 +65,7 @@ class Admission:
         prompt = min(self.max_prompt, context - 1)
         return Bounds(prompt, min(prompt + self.max_output, context))
 
-    def work(self, body: Body, tell: Callable) -> Work:
+    def work(self, body: Body, on_output: Callable) -> Submission:
         """The work that a request asks for. It may take a while, for texts and templates.
 
         Raises:
@@ -82,7 +82,7 @@ class Admission:
         variant = self._variant(body, sampling.temperature == 0)
         prompts = self._prompts(body)
         asked = self._tokens_asked(body)
-        work = Work(
+        work = Submission(
             variant,
             prompts,
             [self._budget(variant.engine, len(prompt), asked) for prompt in prompts],
@@ -90,7 +90,7 @@ class Admission:
             secrets.randbelow(SEED_MAX + 1) if body.seed is None else body.seed,
             sampling,
             body.stops,
-            tell,
+            on_output,
             scored=body.alternatives is not None,
         )
         if work.size > self.most_rows:

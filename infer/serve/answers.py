@@ -11,7 +11,7 @@ import numpy as np
 
 from infer.authors import Authors
 from infer.scoring import Scores
-from infer.serve.scheduler import Work
+from infer.serve.engine_thread import Submission
 from infer.serve.schemas import Body, ChatBody
 from specjax.core.types import FROM_DRAFT
 from specjax.metrics import rates, ratio
@@ -29,7 +29,7 @@ Object = dict[str, Any]
 class Answer:
     """One request's answer, as its pieces come."""
 
-    def __init__(self, work: Work, body: Body, model: str):
+    def __init__(self, work: Submission, body: Body, model: str):
         self._work, self._model, self._body = work, model, body
         self._chat = isinstance(body, ChatBody)
         self._id = ("chatcmpl-" if self._chat else "cmpl-") + uuid.uuid4().hex

@@ -17,8 +17,8 @@ from starlette.requests import ClientDisconnect
 
 from infer.serve.admission import Admission, NoSuchModel, TooLong
 from infer.serve.answers import Answer
+from infer.serve.engine_thread import Closed, EngineThread, QueueFull, Submission
 from infer.serve.meter import Meter
-from infer.serve.scheduler import Busy, Closed, Scheduler, Work
 from infer.serve.schemas import Body, ChatBody, CompletionBody, read
 from specjax._util.errors import SpecjaxError, one_line
 from specjax.runtime.output import Piece
@@ -57,7 +57,7 @@ class Ticket:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Piece | Exception] | None] = asyncio.Queue()
 
-    def tell(self, number: int, piece: Piece | Exception) -> None:
+    def on_output(self, number: int, piece: Piece | Exception) -> None:
         """Called in the scheduler's thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and its clients with it
             self._loop.call_soon_threadsafe(self._events.put_nowait, (number, piece))
@@ -103,7 +103,7 @@ class Server:
     def __init__(
         self,
         admission: Admission,
-        scheduler: Scheduler,
+        scheduler: EngineThread,
         meter: Meter,
         most_bytes: int,
         key: str | None,
@@ -176,7 +176,7 @@ class Server:
     async def _answer(self, request: Request, kind: type[Body]) -> Response:
         body = read(kind, await self._data(request))
         ticket = Ticket()
-        work = await asyncio.to_thread(self.admission.work, body, ticket.tell)
+        work = await asyncio.to_thread(self.admission.work, body, ticket.on_output)
         answer = Answer(work, body, self.admission.name)
         self._submit(work)
 
@@ -201,10 +201,10 @@ class Server:
             return Response(status_code=GONE)
         return answer_json(await asyncio.to_thread(answer.whole))  # long echoes take a while
 
-    def _submit(self, work: Work) -> None:
+    def _submit(self, work: Submission) -> None:
         try:
             self._scheduler.submit(work)
-        except Busy:
+        except QueueFull:
             said = "too many requests wait; try again in a moment"
             raise Refusal(429, said, "queue_full", retry_after="1") from None
         except Closed:

@@ -6,7 +6,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from infer.serve.scheduler import Scheduler, Work
+from infer.serve.engine_thread import EngineThread, Submission
 from specjax.runtime.output import Generation
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
@@ -42,7 +42,7 @@ class Meter:
             (made(Gauge, "flights", "Methods that hold memory for their rows"), "flights"),
         ]
 
-    def watch(self, scheduler: Scheduler) -> None:
+    def watch(self, scheduler: EngineThread) -> None:
         """Reads the gauges off this scheduler."""
         for gauge, name in self._gauges:
             gauge.set_function(lambda name=name: getattr(scheduler, name))
@@ -50,7 +50,7 @@ class Meter:
     def answered(self, path: str, status: int) -> None:
         self._answers.labels(path, status).inc()
 
-    def ended(self, work: Work, row: Generation) -> None:
+    def ended(self, work: Submission, row: Generation) -> None:
         """A row has ended; ``row`` is of it alone."""
         name, stats = work.variant.name, row.stats
         self._rows.labels(name, row.finish_reasons[0]).inc()

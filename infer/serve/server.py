@@ -18,14 +18,14 @@ from infer.loading import device_memory, load_models, use_compilation_cache
 from infer.serve.admission import Admission
 from infer.serve.app import Server
 from infer.serve.commands import KEY
+from infer.serve.engine_thread import EngineThread
 from infer.serve.meter import Meter
-from infer.serve.scheduler import Scheduler
 from infer.serve.schemas import CompletionBody
 from specjax._util.errors import InputError, OptionError
 from specjax._util.program import say
 from specjax.lm import LM
 from specjax.registry import method
-from specjax.runtime.generate import in_flight
+from specjax.runtime.generate import num_slots
 
 ROWS_SHARE = 0.5  # of the device's memory: what all flights together may take
 BACKLOG = 2048  # connections that wait to be accepted
@@ -53,7 +53,7 @@ def serve(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def assembled(
     args: argparse.Namespace, target: LM, draft: LM | None, key: str | None = None
-) -> Iterator[tuple[Server, Scheduler]]:
+) -> Iterator[tuple[Server, EngineThread]]:
     """The server's parts for these models, its thread at work until the end."""
     spec = method(args.method or ("speculative" if draft else "autoregressive"))
     spec.resolve(dict(args.set))
@@ -63,14 +63,14 @@ def assembled(
         name=args.name or args.target,
         method=spec.name,
         defaults=dict(args.set),
-        size=in_flight(target, args.batch_size, args.batch_size),
+        size=num_slots(target, args.batch_size, args.batch_size),
         max_prompt=args.max_prompt,
         max_output=min(args.max_output, target.config.max_position - 1),
         memory=int(device_memory() * ROWS_SHARE) // args.flights,
         most_rows=args.queue,
     )
     meter, size = Meter(), admission.size
-    scheduler = Scheduler(size, admission.bounds, args.prefixes, args.flights, args.queue, meter)
+    scheduler = EngineThread(size, admission.bounds, args.prefixes, args.flights, args.queue, meter)
     meter.watch(scheduler)
     try:
         yield Server(admission, scheduler, meter, args.max_body, key), scheduler
@@ -90,7 +90,7 @@ def _listening(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _try(admission: Admission, scheduler: Scheduler) -> None:
+def _try(admission: Admission, scheduler: EngineThread) -> None:
     """Decodes a token with the default method: what is wrong shows now, and it is compiled.
 
     Raises:

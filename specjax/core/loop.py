@@ -1,10 +1,11 @@
 """The programs of decoding: prompts in, rounds of a method, tokens out.
 
 A method's step is pure; :func:`run_rounds` wraps it in one jitted ``while_loop`` per bucket
-of positions. Beginning, feeding, seating a new row, resizing and running exist here and nowhere
+of positions. Beginning, feeding, filling a batch slot, resizing and running exist here and nowhere
 else; :mod:`specjax.runtime.scheduler` says when.
 
-Axis legend: B rows, S cache positions, G newcomers: one per device of the mesh's data axis.
+Axis legend: B rows, S cache positions, G prefilled requests: one per device of the mesh's data
+axis.
 """
 
 from __future__ import annotations
@@ -123,23 +124,24 @@ def empty_rows(method: Method, logprobs: bool):
 
 
 @functools.cache
-def seat_rows(method: Method):
-    """``seat(inputs, state, newcomers, row[G]) -> state``: newcomers in the place of ended rows.
+def fill_slots(method: Method):
+    """``slot(inputs, state, prefilled, row[G]) -> state``: prefilled requests in the place of
+    ended rows.
 
-    ``newcomers`` are fed and not yet ready, ``inputs`` theirs; ``row`` counts within the device's
-    rows, −1 where a device has no newcomer. What every array holds of a row is replaced, so nothing
-    of the row before can reach the new one: of positions, as many as both states have; the others
-    are scratch. One trace per capacity bucket. The state is donated.
+    ``prefilled`` are fed and not yet ready, ``inputs`` theirs; ``row`` counts within the device's
+    rows, −1 where a device has no prefilled request. What every array holds of a row is replaced,
+    so nothing of the row before can reach the new one: of positions, as many as both states have;
+    the others are scratch. One trace per capacity bucket. The state is donated.
     """
 
-    def seat(inputs: Inputs, state: DecodeState, newcomers: DecodeState, row) -> DecodeState:
+    def slot(inputs: Inputs, state: DecodeState, prefilled: DecodeState, row) -> DecodeState:
         rows = state.length.shape[0]
 
-        seat = jnp.maximum(row[0], 0)
+        slot = jnp.maximum(row[0], 0)
 
         def held(old):
             return jax.lax.dynamic_slice_in_dim(
-                old, seat * (old.shape[0] // rows), old.shape[0] // rows
+                old, slot * (old.shape[0] // rows), old.shape[0] // rows
             )
 
         def put(old, new):
@@ -148,12 +150,12 @@ def seat_rows(method: Method):
             own = new[tuple(slice(size) for size in (old.shape[0] // rows, *old.shape[1:]))]
             if inputs.mesh is not None:
                 own = jnp.where(row[0] < 0, held(old), own)
-            return jax.lax.dynamic_update_slice_in_dim(old, own, seat * own.shape[0], axis=0)
+            return jax.lax.dynamic_update_slice_in_dim(old, own, slot * own.shape[0], axis=0)
 
         before = jax.tree.map(lambda old: held(old) if old.ndim else old, state)
-        return jax.tree.map(put, state, method.succeed(before, method.ready(inputs, newcomers)))
+        return jax.tree.map(put, state, method.succeed(before, method.ready(inputs, prefilled)))
 
-    return program(seat, donate_argnums=1)
+    return program(slot, donate_argnums=1)
 
 
 def _begin(method, logprobs, inputs, tokens, length, max_length, keys) -> DecodeState:
@@ -243,18 +245,18 @@ def advance(method: Method, inputs: Inputs, state: DecodeState, rounds: int) -> 
     return run_rounds(method)(inputs, state, np.int32(min(rounds, 2**31 - 1)))
 
 
-def vacate(
+def free_slots(
     state: DecodeState, ended: Bool[np.ndarray, "B"], stopped: Bool[np.ndarray, "B"]
 ) -> DecodeState:
-    """Empties the seats of rows that ended, some of them by a stop string.
+    """Empties the batch slots of rows that ended, some of them by a stop string.
 
-    That is only known outside the device. An empty seat takes no positions.
+    That is only known outside the device. An empty batch slot takes no positions.
     """
-    length, finish = _vacated(state.length, state.finish, ended, stopped)
+    length, finish = _freed(state.length, state.finish, ended, stopped)
     return state.replace(length=length, finish=finish)
 
 
 @jax.jit
-def _vacated(length, finish, ended, stopped):
+def _freed(length, finish, ended, stopped):
     by_text = stopped & (finish == RUNNING)
     return jnp.where(ended, 1, length), jnp.where(by_text, STOP_TEXT, finish)

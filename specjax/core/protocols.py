@@ -81,7 +81,8 @@ class Drafter(Protocol):
         return state.drafter_state
 
     def succeed(self, before: DecodeState, state: DecodeState) -> Any:
-        """Its state in rows that take the seats of those ``before``: nothing of theirs is left."""
+        """Its state in rows that take the batch slots of those ``before``: nothing of theirs is
+        left."""
         return state.drafter_state
 
     def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
@@ -232,5 +233,5 @@ class Method(Protocol):
         """One round; every live row gains at least one token."""
 
     def succeed(self, before: DecodeState, state: DecodeState) -> DecodeState:
-        """The state of rows that are ready and take the seats of those ``before``."""
+        """The state of rows that are ready and take the batch slots of those ``before``."""
         return state

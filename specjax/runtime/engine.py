@@ -48,9 +48,9 @@ class Engine:
             mesh=self.target.mesh,
         )
 
-    def inputs_of(self, rows: Sequence[Row], sampling: Sampling) -> Inputs:
+    def inputs_of(self, rows: Sequence[Request], sampling: Sampling) -> Inputs:
         """What rounds of these rows read; ``sampling`` is of those that have none of their own."""
-        inputs = self.inputs(sampling, len(rows), [row.case for row in rows])
+        inputs = self.inputs(sampling, len(rows), [row.request_id for row in rows])
         if not any(row.sampling for row in rows):
             return inputs
         return inputs.replace(warp=stacked([row.sampling or sampling for row in rows]))
@@ -60,7 +60,7 @@ class Engine:
         """Whether the method sizes its drafts by costs."""
         return isinstance(self.method, Sized)
 
-    def tells_apart(self, rows: Sequence[Row]) -> bool:
+    def tells_apart(self, rows: Sequence[Request]) -> bool:
         """Whether what rounds read depends on the rows: their own sampling, or a reward's data."""
         guided = self.judge is not None and self.judge.data is not None
         return guided or any(row.sampling for row in rows)
@@ -88,27 +88,27 @@ class Engine:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One sample of one prompt. ``case`` is the row's number in the job; ``prompt`` (its text)
-    and ``constraints`` are what rewards read. ``sampling`` and ``stop`` are the row's own where it
-    has some."""
+class Request:
+    """One sample of one prompt. ``request_id`` is the row's number in the job; ``prompt`` (its
+    text) and ``constraints`` are what rewards read. ``sampling`` and ``stop`` are the row's own
+    where it has some."""
 
     tokens: np.ndarray
     budget: int
     key: jax.Array
-    case: int = 0
+    request_id: int = 0
     prompt: str = ""
     constraints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     sampling: Sampling | None = None
     stop: Sequence[str] | None = None
 
-    def repeats(self, other: Row) -> bool:
+    def repeats(self, other: Request) -> bool:
         """Whether the two are samples of one prompt: nothing but their keys differs."""
         same = self.tokens is other.tokens and self.constraints is other.constraints
         return same and (self.budget, self.sampling) == (other.budget, other.sampling)
 
 
-def keys_of(rows: Sequence[Row]) -> Key[Array, "B"]:
+def keys_of(rows: Sequence[Request]) -> Key[Array, "B"]:
     """The rows' keys as one array; stacked on the host, for XLA takes minutes over thousands."""
     data = np.stack([np.asarray(jax.random.key_data(row.key)) for row in rows])
     return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(rows[0].key))

@@ -27,9 +27,9 @@ from specjax.core.warp import Sampling
 from specjax.lm import LM, MODEL, TARGET, attach, own_draft
 from specjax.registry import Context, MethodSpec, bind, choose
 from specjax.rewards import PRODUCT, Judge, combine
-from specjax.runtime.engine import Engine, Row
+from specjax.runtime.engine import Engine, Request
 from specjax.runtime.output import Generation, Piece, concatenate
-from specjax.runtime.scheduler import Bounds, Flight
+from specjax.runtime.scheduler import Bounds, Scheduler
 
 SAMPLE_STREAM = 2**31  # apart from prompt indices: sample s > 0 of a prompt has its own key
 ALL_ROUNDS = 2**31 - 1
@@ -157,11 +157,11 @@ def stream(
       num_samples: completions per prompt.
       stop: a string that ends a row, or several; its text ends before it.
       logprobs: also return log-probabilities of the generated tokens, unwarped target.
-      batch_size: rows in flight: where one ends, the next takes its place. All by default.
+      batch_size: running requests: where one ends, the next takes its place. All by default.
       prefixes: prompts whose caches are kept while others that begin with the same tokens may
         come, the least recently used one out first; each takes the memory of a row.
       indices: the prompts' indices in a larger job, for their keys.
-      rounds_per_piece: rounds between looks at the device.
+      rounds_per_piece: rounds between polls at the device.
       reward: what the completions are worth: ``NAME[:ARG]`` of :data:`specjax.rewards.REWARDS`,
         ``module:function``, a callable of the completion (and the prompt), a
         :class:`specjax.rewards.Reward`, or several of them. It guides ``cdlh``, ``cdlh-appx``
@@ -196,29 +196,29 @@ def stream(
     rows = make_rows(target, prompts, constraints, indices, seed, num_samples, budgets)
     for row in rows if engine.draft else ():
         check_draft_context(engine.draft, len(row.tokens), row.budget)
-    rows_in_flight = in_flight(target, len(rows), batch_size)
-    flight = Flight(
+    slots = num_slots(target, len(rows), batch_size)
+    scheduler = Scheduler(
         engine,
-        rows_in_flight,
+        slots,
         sampling,
         Bounds.of(rows),
         stop=stop or (),
         logprobs=logprobs,
         kept=prefixes,
     )
-    return _pieces(flight, rows, rounds_per_piece)
+    return _pieces(scheduler, rows, rounds_per_piece)
 
 
-def _pieces(flight: Flight, rows: list[Row], rounds: int) -> Iterator[Piece]:
+def _pieces(scheduler: Scheduler, rows: list[Request], rounds: int) -> Iterator[Piece]:
     """Decodes the rows, and says at the end what all of them are."""
     done: dict[int, Generation] = {}
-    for piece in flight.run(in_turn(rows), rounds):
+    for piece in scheduler.run(in_turn(rows), rounds):
         if piece.row:
             done[piece.index] = piece.row
         yield piece
     nothing = np.zeros(0, np.int32)
-    ordered = [done[row.case] for row in rows]
-    whole = concatenate(ordered, flight.passes, flight.occupancy)
+    ordered = [done[row.request_id] for row in rows]
+    whole = concatenate(ordered, scheduler.passes, scheduler.occupancy)
     yield Piece(len(rows) - 1, "", nothing, nothing, generation=whole)
 
 
@@ -241,16 +241,16 @@ def check_draft_context(draft: LM, tokens: int, budget: int) -> None:
         )
 
 
-def in_turn(rows: Sequence[Row]) -> list[Row]:
+def in_turn(rows: Sequence[Request]) -> list[Request]:
     """Rows in the order in which they are decoded: the largest budgets first, then long prompts.
 
-    So none of them is left over at the end with the others' seats empty, and rows of like length
-    share a capacity bucket.
+    So none of them is left over at the end with the others' batch slots empty, and rows of like
+    length share a capacity bucket.
     """
     return sorted(rows, key=lambda row: (-row.budget, -len(row.tokens)))
 
 
-def in_flight(target: LM, rows: int, batch_size: int | None) -> int:
+def num_slots(target: LM, rows: int, batch_size: int | None) -> int:
     """How many rows are decoded together: as many on each device."""
     size = min(batch_size or rows, rows)
     return size if target.mesh is None else round_up(size, target.mesh)
@@ -290,7 +290,7 @@ def _judge(target: LM, constraints, chosen, reward, options) -> Judge:
 
 def make_rows(
     target: LM, prompts, constraints, indices, seed: int, samples: int, budgets
-) -> list[Row]:
+) -> list[Request]:
     """Every sample of every prompt, as :func:`stream` decodes them."""
     indices = range(len(prompts)) if indices is None else indices
     root = jax.random.key(seed)
@@ -300,7 +300,9 @@ def make_rows(
         key = jax.random.fold_in(root, index)
         keys = [key, *(jax.random.fold_in(key, SAMPLE_STREAM + s) for s in range(1, samples))]
         text = target.tokenizer.decode(tokens) if target.tokenizer else ""
-        rows += [Row(tokens, room, key, len(rows) + s, text, asked) for s, key in enumerate(keys)]
+        rows += [
+            Request(tokens, room, key, len(rows) + s, text, asked) for s, key in enumerate(keys)
+        ]
     return rows
 
 

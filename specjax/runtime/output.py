@@ -25,7 +25,7 @@ class Generation:
     Times are seconds, compilation included, each row's from when its turn came. ``prefill_seconds``
     are its prompt's up to its first round; where other rows were decoded meanwhile, a last pass
     counts as decoding, for nobody waits for it. ``share_seconds`` are the row's share of the whole
-    time, prefill included: rows in flight share it evenly. ``passes`` are batched forwards of all
+    time, prefill included: running requests share it evenly. ``passes`` are batched forwards of all
     rows together, and ``occupancy`` is the share of rows that were live, over all rounds.
     """
 

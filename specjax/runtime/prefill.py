@@ -1,4 +1,4 @@
-"""Newcomers on their way to a seat among the rows in flight."""
+"""Requests being prefilled, before they take a batch slot."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from specjax.core import loop
 from specjax.core.types import DecodeState, Inputs
 from specjax.core.warp import Sampling
 from specjax.models.cache import widths
-from specjax.runtime.engine import Engine, Row, keys_of
+from specjax.runtime.engine import Engine, Request, keys_of
 from specjax.runtime.prefix_cache import Prefixes
 
 
-class Gate:
-    """Newcomers on their way to a seat, one per device; their prompts are fed in pieces."""
+class Prefill:
+    """Requests being prefilled, one per device; their prompts are fed in pieces."""
 
     def __init__(
         self, engine: Engine, sampling: Sampling, capacity: int, logprobs: bool, kept: int
@@ -24,11 +24,11 @@ class Gate:
         self._engine, self._sampling = engine, sampling
         self._capacity, self._logprobs = capacity, logprobs
         self.prefixes = Prefixes(kept, engine.ring)
-        self.rows: list[Row | None] = []
+        self.rows: list[Request | None] = []
         self.state: DecodeState | None = None
         self.inputs: Inputs | None = None
 
-    def open(self, rows: list[Row | None]) -> None:
+    def open(self, rows: list[Request | None]) -> None:
         """Newcomers, None where a device has none."""
         again = self.state is not None and all(
             new is None or (old is not None and new.repeats(old))
@@ -62,7 +62,7 @@ class Gate:
 
     @property
     def fed(self) -> bool:
-        """Whether the newcomers can take their seats."""
+        """Whether the prefilled requests can take their batch slots."""
         return bool((self._first >= self._last).all())
 
     def feed(self) -> int:
@@ -75,7 +75,7 @@ class Gate:
         self._keep_if_fed()
         return width
 
-    def warm_up(self, row: Row, widest: int) -> None:
+    def warm_up(self, row: Request, widest: int) -> None:
         """Compiles pieces of each width, and the beginning of a prompt that is partly known."""
         self.open([row] * self._engine.shares)
         self._begin(self.state)

@@ -1,8 +1,8 @@
-"""Rows in flight: requests in, rounds on the device, pieces of text out.
+"""Running requests: requests in, rounds on the device, pieces of text out.
 
-When a row ends, the next request takes its seat while the others go on. It prepares arrays, calls
-the programs of :mod:`specjax.core.loop`, and turns what comes back into text. The device is looked
-at when a row has ended or a caller wants to see pieces, never once per token, and nothing here
+When a row ends, the next request takes its batch slot while the others go on. It prepares arrays,
+calls the programs of :mod:`specjax.core.loop`, and turns what comes back into text. The device is
+polled when a row has ended or a caller wants to see pieces, never once per token, and nothing here
 waits for it in between.
 """
 
@@ -22,13 +22,13 @@ from specjax.core.types import FINISH_REASONS, RUNNING, DecodeState, Inputs
 from specjax.core.warp import Sampling
 from specjax.draft.auto_length import COSTS
 from specjax.models.cache import bucket, bucket_below
-from specjax.runtime.engine import Engine, Row, keys_of
+from specjax.runtime.engine import Engine, Request, keys_of
 from specjax.runtime.output import Generation, Piece, Reader
-from specjax.runtime.prefill import Gate
+from specjax.runtime.prefill import Prefill
 from specjax.runtime.round_costs import round_costs
 from specjax.search.drivers import advance_hosted
 
-# Rounds between looks on several devices: each runs its own rows, and none waits for another's.
+# Rounds between polls on several devices: each runs its own rows, and none waits for another's.
 SPREAD_ROUNDS = 8
 SLACK = 64  # positions that the next smaller bucket must have left before the state moves there
 
@@ -41,28 +41,28 @@ class Bounds:
     total: int
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Bounds:
+    def of(cls, rows: Sequence[Request]) -> Bounds:
         """Of all rows of a job."""
         lengths = [len(row.tokens) for row in rows]
         return cls(max(lengths), max(n + row.budget for n, row in zip(lengths, rows, strict=True)))
 
 
 @dataclasses.dataclass
-class Seat:
-    """A row in flight, and what has been read of it."""
+class Slot:
+    """A row in scheduler, and what has been read of it."""
 
-    row: Row
+    row: Request
     reader: Reader
     began: float  # when its turn came
     length: int  # tokens so far
     cached: int = 0  # tokens of its prompt that were not fed
-    passes: int = 0  # of the flight, when it took its seat
+    passes: int = 0  # of the scheduler, when it took its batch slot
     prefill: float = 0.0
     first: float = 0.0
     share: float = 0.0
 
 
-class Flight:
+class Scheduler:
     """Up to ``size`` rows decoded together.
 
     ``bounds`` hold for every request to come; ``kept`` prompts stay in memory, as a row of cache
@@ -82,15 +82,17 @@ class Flight:
     ):
         self._engine, self._method, self._size = engine, engine.method, size
         self._sampling, self._stop, self._logprobs = sampling, stop, logprobs
-        self._seats: list[Seat | None] = [None] * size
+        self._slots: list[Slot | None] = [None] * size
         self._state: DecodeState | None = None
         self._inputs: Inputs | None = None
         widest = engine.chunk(bounds.prompt, engine.shares)
         needed = max(bounds.prompt, widest)
         if engine.method.reserves:
             needed = max(needed, bounds.total + engine.method.width)
-        self._gate = Gate(engine, sampling, bucket(needed), logprobs, kept)
-        self._into: list[int] = []  # seats that the newcomers at the gate will take
+        self._prefill = Prefill(engine, sampling, bucket(needed), logprobs, kept)
+        self._into: list[
+            int
+        ] = []  # batch slots that the prefilled requests at the prefill will take
         self._reserved = bucket(needed) if engine.method.reserves else None
         self._widest = widest  # tokens of a piece of a prompt
         self._visited: set[int] = set()
@@ -104,72 +106,82 @@ class Flight:
         """The share of rows that were live, over all rounds."""
         return self._live_rounds / max(1, self._rounds * self._size)
 
-    def run(self, requests: Iterable[Row | None], rounds: int) -> Iterator[Piece]:
+    def run(self, requests: Iterable[Request | None], rounds: int) -> Iterator[Piece]:
         """Decodes, looking at least every ``rounds`` rounds; ends when no request is left.
 
-        A request of None means that there is none now: rows in flight go on without. A piece's
-        index is its row's ``case``.
+        A request of None means that there is none now: running requests go on without. A piece's
+        index is its row's ``request_id``.
         """
-        return itertools.chain.from_iterable(self.looks(requests, rounds))
+        return itertools.chain.from_iterable(self.polls(requests, rounds))
 
-    def looks(self, requests: Iterable[Row | None], rounds: int) -> Iterator[list[Piece]]:
-        """:meth:`run`, look by look; none of the rows may have come further in one.
+    def polls(self, requests: Iterable[Request | None], rounds: int) -> Iterator[list[Piece]]:
+        """:meth:`run`, poll by poll; none of the rows may have come further in one.
 
-        Where rows are looked at every round, one piece of a newcomer's prompt is fed between two.
-        Who waits for more rounds at a time waits for as many pieces, and seats are empty for less.
+        Where rows are polled every round, one piece of a prefilled request's prompt is fed between
+        two. Who waits for more rounds at a time waits for as many pieces, and batch slots are
+        empty for less.
         """
         self._waiting, self._source = [], iter(requests)
         self._turn = self._widest * rounds  # tokens that are fed between rounds of live rows
-        self._looked = time.perf_counter()
+        self._polled = time.perf_counter()
         while self._admit():
             self._advance(rounds)
-            yield self._look()
+            yield self._poll()
             self._let_go()
 
-    def drop(self, cases: Iterable[int]) -> None:
+    def drop(self, request_ids: Iterable[int]) -> None:
         """Lets rows go that were taken and nobody waits for, before the next round."""
-        self._dropped.update(cases)
+        self._dropped.update(request_ids)
 
     # --- who is next ---------------------------------------------------------------------------
 
-    def _ahead(self, count: int) -> list[Row]:
+    def _ahead(self, count: int) -> list[Request]:
         """Up to ``count`` requests that wait."""
         missing = itertools.islice(self._source, max(0, count - len(self._waiting)))
         self._waiting += itertools.takewhile(lambda row: row is not None, missing)
         return self._waiting[:count]
 
-    def _take(self) -> Row | None:
+    def _take(self) -> Request | None:
         return self._waiting.pop(0) if self._ahead(1) else None
 
     def _admit(self) -> bool:
-        """Fills seats; returns whether there is anything to decode."""
-        if any(self._seats) or self._into:
+        """Fills batch slots; returns whether there is anything to decode."""
+        if any(self._slots) or self._into:
             self._refill(self._turn)
         elif ahead := self._ahead(self._size):
-            few = 2 * len(ahead) <= self._size  # a prefill of all seats would be mostly padding
-            if few or self._gate.prefixes.helps([row.tokens for row in ahead]):
+            few = (
+                2 * len(ahead) <= self._size
+            )  # a prefill of all batch slots would be mostly padding
+            if few or self._prefill.prefixes.helps([row.tokens for row in ahead]):
                 self._refill(None)
             else:
                 self._start([self._take() for _ in ahead])
-        return any(self._seats) or bool(self._into)
+        return any(self._slots) or bool(self._into)
 
     def _let_go(self) -> None:
-        """Frees the seats of dropped rows; one that is still at the gate takes its seat first."""
+        """Frees the batch slots of dropped rows; one that is still at the prefill takes its batch
+        slot first."""
         if not self._dropped:
             return
-        self._waiting = [row for row in self._waiting if row.case not in self._dropped]
-        gone = np.array([bool(seat) and seat.row.case in self._dropped for seat in self._seats])
+        self._waiting = [row for row in self._waiting if row.request_id not in self._dropped]
+        gone = np.array(
+            [bool(slot) and slot.row.request_id in self._dropped for slot in self._slots]
+        )
         if gone.any():
-            self._state = loop.vacate(self._state, gone, gone)
-            self._seats = [
-                None if left else seat for seat, left in zip(self._seats, gone, strict=True)
+            self._state = loop.free_slots(self._state, gone, gone)
+            self._slots = [
+                None if left else slot for slot, left in zip(self._slots, gone, strict=True)
             ]
-        self._dropped &= {row.case for row in self._gate.rows if row} if self._into else set()
+        self._dropped &= (
+            {row.request_id for row in self._prefill.rows if row} if self._into else set()
+        )
 
-    # --- how they get their seats --------------------------------------------------------------
+    # --- how they get their batch slots
+    # --------------------------------------------------------------
 
-    def _start(self, rows: list[Row]) -> None:
-        """All seats at once: one prefill of whole prompts. What is missing is done at once."""
+    def _start(self, rows: list[Request]) -> None:
+        """All batch slots at once: one prefill of whole prompts. What is missing is done at
+        once."""
         began = time.perf_counter()
         nobody = dataclasses.replace(rows[0], tokens=np.zeros(1, np.int32), budget=0)
         everyone = rows + [nobody] * (self._size - len(rows))
@@ -189,62 +201,63 @@ class Flight:
         jax.block_until_ready(self._state)
         prefill = time.perf_counter() - began
         for number, row in enumerate(rows):
-            self._seat(number, row, began).prefill = prefill
+            self._take_slot(number, row, began).prefill = prefill
         self._fresh = True
 
     def _refill(self, budget: int | None) -> None:
-        """Seats newcomers for as long as fewer than ``budget`` tokens are fed; None: all."""
+        """Seats prefilled requests for as long as fewer than ``budget`` tokens are fed; None:
+        all."""
         alone, fed = budget is None, 0
         while (alone or fed < budget) and (self._into or self._open()):
-            if not self._gate.fed:
-                fed += self._gate.feed()
-            if self._gate.fed:
-                self._seat_newcomers(alone)
+            if not self._prefill.fed:
+                fed += self._prefill.feed()
+            if self._prefill.fed:
+                self._fill_slots(alone)
 
     def _open(self) -> bool:
-        """Lets the next requests in, one for each device that has a free seat."""
+        """Lets the next requests in, one for each device that has a free batch slot."""
         each = self._size // self._engine.shares
         free = [
-            next((n for n in range(first, first + each) if self._seats[n] is None), -1)
+            next((n for n in range(first, first + each) if self._slots[n] is None), -1)
             for first in range(0, self._size, each)
         ]
-        rows = [self._take() if seat >= 0 else None for seat in free]
+        rows = [self._take() if slot >= 0 else None for slot in free]
         if not any(rows):
             return False
-        self._into = [seat if row else -1 for seat, row in zip(free, rows, strict=True)]
-        self._gate.open(rows)
+        self._into = [slot if row else -1 for slot, row in zip(free, rows, strict=True)]
+        self._prefill.open(rows)
         return True
 
-    def _seat_newcomers(self, alone: bool) -> None:
-        gate = self._gate
+    def _fill_slots(self, alone: bool) -> None:
+        prefill = self._prefill
         if self._state is None:
             self._state = self._empty()
-        self._fit(max(len(row.tokens) for row in gate.rows if row))
+        self._fit(max(len(row.tokens) for row in prefill.rows if row))
         each = self._size // self._engine.shares
-        row = np.array([seat % each if seat >= 0 else -1 for seat in self._into], np.int32)
-        seat_rows = loop.seat_rows(self._method)
-        self._state = seat_rows(gate.inputs, self._state, gate.state, row)
+        row = np.array([slot % each if slot >= 0 else -1 for slot in self._into], np.int32)
+        fill_slots = loop.fill_slots(self._method)
+        self._state = fill_slots(prefill.inputs, self._state, prefill.state, row)
         if alone:  # nobody is kept waiting by the clock
             jax.block_until_ready(self._state)
-        for number, newcomer, cached in zip(self._into, gate.rows, gate.cached, strict=True):
-            if newcomer:
-                seat = self._seat(number, newcomer, gate.began)
-                seat.cached, seat.prefill = int(cached), time.perf_counter() - gate.began
+        for number, request, cached in zip(self._into, prefill.rows, prefill.cached, strict=True):
+            if request:
+                slot = self._take_slot(number, request, prefill.began)
+                slot.cached, slot.prefill = int(cached), time.perf_counter() - prefill.began
                 self._counted[0][number] = 0
         self._into, self._fresh = [], self._fresh or alone
-        some = next(seat.row for seat in self._seats if seat)
-        self._describe([seat.row if seat else some for seat in self._seats])
+        some = next(slot.row for slot in self._slots if slot)
+        self._describe([slot.row if slot else some for slot in self._slots])
 
-    def _seat(self, number: int, row: Row, began: float) -> Seat:
+    def _take_slot(self, number: int, row: Request, began: float) -> Slot:
         stop = self._stop if row.stop is None else row.stop
         reader = Reader(self._engine.target.tokenizer, stop)
-        seat = Seat(row, reader, began, len(row.tokens), passes=self.passes)
-        self._seats[number] = seat
-        return seat
+        slot = Slot(row, reader, began, len(row.tokens), passes=self.passes)
+        self._slots[number] = slot
+        return slot
 
     def _empty(self) -> DecodeState:
-        """A state whose seats are all free."""
-        some = next(row for row in self._gate.rows if row)
+        """A state whose batch slots are all free."""
+        some = next(row for row in self._prefill.rows if row)
         self._describe([some] * self._size)
         capacity = self._reserved or bucket(len(some.tokens) + self._method.width)
         tokens = np.zeros((self._size, capacity), np.int32)
@@ -252,7 +265,7 @@ class Flight:
         self._counted, self._fresh = (np.zeros(self._size, np.int64), 0), True
         return loop.empty_rows(self._method, self._logprobs)(self._inputs, tokens, keys)
 
-    def _describe(self, rows: Sequence[Row]) -> None:
+    def _describe(self, rows: Sequence[Request]) -> None:
         """What rounds read."""
         if self._inputs is None or self._engine.tells_apart(rows):
             self._inputs = self._engine.inputs_of(rows, self._sampling)
@@ -265,15 +278,16 @@ class Flight:
 
     # --- rounds --------------------------------------------------------------------------------
 
-    def _fit(self, newcomer: int = 0) -> None:
-        """Moves the state to the bucket that its longest row, or a newcomer's prompt, needs.
+    def _fit(self, request: int = 0) -> None:
+        """Moves the state to the bucket that its longest row, or a prefilled request's prompt,
+        needs.
 
         Bucket by bucket, so that few programs are compiled; to a smaller one that was not run yet
         only while rows are waiting, or its compilation would cost more than it saves.
         """
         if self._reserved:
             return
-        needed = max([newcomer, *(seat.length for seat in self._seats if seat)])
+        needed = max([request, *(slot.length for slot in self._slots if slot)])
         capacity, needed = self._state.capacity, needed + self._method.width
         below = bucket(needed + SLACK)
         if needed > capacity:
@@ -287,8 +301,8 @@ class Flight:
             self._state = loop.resize_state(self._state, following)
 
     def _advance(self, rounds: int) -> None:
-        """Runs until a row ends, or until the next look."""
-        if not any(self._seats):
+        """Runs until a row ends, or until the next poll."""
+        if not any(self._slots):
             return  # prompts are being fed
         self._fit()
         self._visited.add(self._state.capacity)
@@ -296,15 +310,15 @@ class Flight:
             method, inputs = self._method, self._inputs
             self._costs, self._state = round_costs(method, inputs, self._state)
             self._know_costs()
-        seen = np.array([seat is None for seat in self._seats])
-        stops = any(seat.reader.stops for seat in self._seats if seat)
+        seen = np.array([slot is None for slot in self._slots])
+        stops = any(slot.reader.stops for slot in self._slots if slot)
         if self._fresh or stops or self._into or (seen.any() and self._ahead(1)):
             rounds = 1  # it dates first tokens, sees text stops at once, or lets the next one in
         if self._engine.shares > 1:
             rounds, seen = min(rounds, SPREAD_ROUNDS), np.ones_like(seen)
         self._fresh = False
         if self._method.hosted:
-            rows = [seat and seat.row for seat in self._seats]
+            rows = [slot and slot.row for slot in self._slots]
             self._state = advance_hosted(
                 self._method,
                 self._inputs,
@@ -319,9 +333,9 @@ class Flight:
 
     # --- what the host sees of them ------------------------------------------------------------
 
-    def _look(self) -> list[Piece]:
+    def _poll(self) -> list[Piece]:
         """What is new, and the rows that ended."""
-        state, live = self._state, {n: seat for n, seat in enumerate(self._seats) if seat}
+        state, live = self._state, {n: slot for n, slot in enumerate(self._slots) if slot}
         if not live:
             return []
         finish, length, tokens, origin, logprobs, rounds, passes = jax.device_get(
@@ -337,30 +351,30 @@ class Flight:
         )
         self._count(rounds, int(passes), live)
         pieces, (ended, stopped) = {}, np.zeros((2, self._size), bool)
-        for number, seat in live.items():
-            fresh = slice(seat.length, int(length[number]))
+        for number, slot in live.items():
+            fresh = slice(slot.length, int(length[number]))
             done = finish[number] != RUNNING
             if fresh.start == fresh.stop and not done:
                 continue
-            text, kept = seat.reader.read(tokens[number, fresh], bool(done))
-            stopped[number], seat.length = seat.reader.stopped, fresh.stop
-            ended[number] = done or seat.reader.stopped
+            text, kept = slot.reader.read(tokens[number, fresh], bool(done))
+            stopped[number], slot.length = slot.reader.stopped, fresh.stop
+            ended[number] = done or slot.reader.stopped
             reason = FINISH_REASONS[finish[number]] if done else None
             new = slice(fresh.start, fresh.start + kept)
             pieces[number] = Piece(
-                seat.row.case,
+                slot.row.request_id,
                 text,
                 tokens[number, new],
                 origin[number, new],
-                "stop" if seat.reader.stopped else reason,
+                "stop" if slot.reader.stopped else reason,
                 None if logprobs is None else logprobs[number, new],
             )
         if ended.any():
             self._end(ended, stopped, finish, tokens, origin, logprobs, pieces)
         return list(pieces.values())
 
-    def _count(self, rounds: np.ndarray, passes: int, live: dict[int, Seat]) -> None:
-        """Time and rounds since the last look, shared by the rows that were live."""
+    def _count(self, rounds: np.ndarray, passes: int, live: dict[int, Slot]) -> None:
+        """Time and rounds since the last poll, shared by the rows that were live."""
         now = time.perf_counter()
         before, passed = self._counted
         spent = np.array([rounds[n] - before[n] for n in live])
@@ -368,46 +382,46 @@ class Flight:
         self._live_rounds += int(spent.sum())
         self.passes += passes - passed
         self._counted = np.asarray(rounds, np.int64).copy(), passes
-        for seat in live.values():
-            seat.share += (now - self._looked) / len(live)
-            seat.first = seat.first or now - seat.began
-        self._looked = now
+        for slot in live.values():
+            slot.share += (now - self._polled) / len(live)
+            slot.first = slot.first or now - slot.began
+        self._polled = now
 
     def _end(
         self, ended, stopped, finish, tokens, origin, logprobs, pieces: dict[int, Piece]
     ) -> None:
-        """Makes generations of the rows that ended, and frees their seats."""
+        """Makes generations of the rows that ended, and frees their batch slots."""
         counters, rows = dict(vars(jax.device_get(self._state.stats))), {}
         counters.pop("passes")
         now = time.perf_counter()
         for number in np.flatnonzero(ended).tolist():
-            seat = self._seats[number]
-            span = slice(len(seat.row.tokens), len(seat.row.tokens) + seat.reader.count)
+            slot = self._slots[number]
+            span = slice(len(slot.row.tokens), len(slot.row.tokens) + slot.reader.count)
             reason = FINISH_REASONS[finish[number]] if finish[number] else "stop"
             own = {name: values[number : number + 1].copy() for name, values in counters.items()}
-            own["emitted"] = np.array([seat.reader.count])
+            own["emitted"] = np.array([slot.reader.count])
             rows[number] = Generation(
-                text=[seat.reader.text],
+                text=[slot.reader.text],
                 tokens=[tokens[number, span].copy()],
                 finish_reasons=[reason],
                 origins=[origin[number, span].copy()],
                 logprobs=None if logprobs is None else [logprobs[number, span].copy()],
-                prompt_tokens=[len(seat.row.tokens)],
+                prompt_tokens=[len(slot.row.tokens)],
                 stats=own,
-                prefill_seconds=np.array([seat.prefill]),
-                first_token_seconds=np.array([seat.first]),
-                decode_seconds=np.array([now - seat.began - seat.prefill]),
-                share_seconds=np.array([seat.share]),
-                cached_tokens=[seat.cached],
-                passes=self.passes - seat.passes,
+                prefill_seconds=np.array([slot.prefill]),
+                first_token_seconds=np.array([slot.first]),
+                decode_seconds=np.array([now - slot.began - slot.prefill]),
+                share_seconds=np.array([slot.share]),
+                cached_tokens=[slot.cached],
+                passes=self.passes - slot.passes,
                 occupancy=1.0,
             )
         rewards = self._rewards(rows)
         for number, row in rows.items():
             row = dataclasses.replace(row, rewards=rewards.get(number))
             pieces[number] = dataclasses.replace(pieces[number], row=row)
-            self._seats[number] = None
-        self._state = loop.vacate(self._state, ended, stopped)
+            self._slots[number] = None
+        self._state = loop.free_slots(self._state, ended, stopped)
 
     def _rewards(self, rows: dict[int, Generation]) -> dict[int, np.ndarray]:
         """Each reward of each whole completion, a stop string and what follows it cut off."""
@@ -416,7 +430,7 @@ class Flight:
             return {}
         samples = [
             dataclasses.replace(
-                judge.sample(self._seats[number].row, row.tokens[0]), text=row.text[0]
+                judge.sample(self._slots[number].row, row.tokens[0]), text=row.text[0]
             )
             for number, row in rows.items()
         ]

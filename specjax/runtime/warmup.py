@@ -10,36 +10,37 @@ import numpy as np
 from specjax.core import loop
 from specjax.core.warp import Sampling
 from specjax.models.cache import bucket, bucket_below
-from specjax.runtime.engine import Engine, Row
-from specjax.runtime.scheduler import Bounds, Flight
+from specjax.runtime.engine import Engine, Request
+from specjax.runtime.scheduler import Bounds, Scheduler
 
 
 def warm_up(
-    engine: Engine, size: int, sampling: Sampling, rows: Sequence[Row], kept: int = 0
+    engine: Engine, size: int, sampling: Sampling, rows: Sequence[Request], kept: int = 0
 ) -> None:
     """Compiles what decoding these rows, ``size`` at a time, may run, whenever each ends.
 
     Rounds of methods that the host drives compile as they are needed.
     """
-    flight = Rehearsal(engine, size, sampling, Bounds.of(rows), kept=kept)
-    flight.first_rounds(rows)
-    flight.beginnings(rows)
+    scheduler = Warmup(engine, size, sampling, Bounds.of(rows), kept=kept)
+    scheduler.first_rounds(rows)
+    scheduler.beginnings(rows)
     if len(rows) > size or kept:
-        flight.gate(rows[0])
-    flight.buckets(rows)
+        scheduler.prefill(rows[0])
+    scheduler.buckets(rows)
 
 
-class Rehearsal(Flight):
-    """A flight that runs each of its programs once, for the sake of their compilation."""
+class Warmup(Scheduler):
+    """A scheduler that runs each of its programs once, for the sake of their compilation."""
 
-    def first_rounds(self, rows: Sequence[Row]) -> None:
+    def first_rounds(self, rows: Sequence[Request]) -> None:
         """All rows, ended after one round or two."""
         short = (dataclasses.replace(row, budget=1 + i % 2) for i, row in enumerate(rows))
         for _ in self.run(short, rounds=1):
             pass
 
-    def beginnings(self, rows: Sequence[Row]) -> None:
-        """A prefill of all seats for each width of a pass and each bucket that there may be."""
+    def beginnings(self, rows: Sequence[Request]) -> None:
+        """A prefill of all batch slots for each width of a pass and each bucket that there may
+        be."""
         begins = {}
         for tokens, row in {len(row.tokens): row for row in rows}.items():
             chunk = self._engine.chunk(tokens, self._size)
@@ -47,12 +48,12 @@ class Rehearsal(Flight):
         for row in begins.values():
             self._start([row])
 
-    def gate(self, row: Row) -> None:
-        """Pieces of every width, of a newcomer whose prompt is partly known, too."""
-        self._gate.warm_up(row, self._widest)
+    def prefill(self, row: Request) -> None:
+        """Pieces of every width, of a prefilled request whose prompt is partly known, too."""
+        self._prefill.warm_up(row, self._widest)
 
-    def buckets(self, rows: Sequence[Row]) -> None:
-        """A newcomer and no round in every bucket that rows may need, up and down."""
+    def buckets(self, rows: Sequence[Request]) -> None:
+        """A prefilled request and no round in every bucket that rows may need, up and down."""
         least = bucket(min(len(row.tokens) for row in rows) + self._method.width)
         most = bucket(Bounds.of(rows).total + self._method.width)
         for capacity in (self._reserved,) * 2 if self._reserved else (least, most, least):
@@ -66,10 +67,10 @@ class Rehearsal(Flight):
                 )
 
     def _bucket(self) -> None:
-        if self._gate.state is not None:
+        if self._prefill.state is not None:
             row = np.zeros(self._engine.shares, np.int32)
-            seat_rows = loop.seat_rows(self._method)
-            self._state = seat_rows(self._gate.inputs, self._state, self._gate.state, row)
+            fill_slots = loop.fill_slots(self._method)
+            self._state = fill_slots(self._prefill.inputs, self._state, self._prefill.state, row)
         if not self._method.hosted:
             run, seen = loop.run_rounds(self._method), np.zeros(self._size, bool)
             self._state = run(self._inputs, self._state, np.int32(0), seen)

@@ -95,7 +95,7 @@ def test_each_device_sizes_its_drafts(target, draft):
         same(one, two, counters=False)
 
 
-def test_rows_take_seats_on_every_device(target, draft):
+def test_slots_are_reused_on_every_device(target, draft):
     """Refilled, of one prompt, and of prompts that begin alike."""
     many = spread((target, draft), data=2, model=2)
     options = {"method": "speculative", "sampling": SAMPLED, "batch_size": 3}

@@ -24,8 +24,8 @@ from specjax.models.forward_pass import tapped_states
 from specjax.models.head import draft_logits, fed_back, fused_states, head_states
 from specjax.models.hf.checkpoint import WEIGHTS, to_tensors
 from specjax.registry import Context, compose
-from specjax.runtime.engine import Engine, Row
-from specjax.runtime.prefill import Gate
+from specjax.runtime.engine import Engine, Request
+from specjax.runtime.prefill import Prefill
 from support import head_reference, laws
 from support.checkpoints import edit_config, edit_weights, same
 from support.heads import fitted_head, random_params
@@ -323,7 +323,8 @@ def test_a_slip_between_rounds_is_caught(fault):
     assert Settled().gap(Mutant(3, 2, 2, fault)) > 1e-2
 
 
-# --- rows in flight -----------------------------------------------------------------------------
+# --- rows in scheduler
+# -----------------------------------------------------------------------------
 
 FORMS = {
     "chain": {"rule": "speculative", "options": {"width": 3}},
@@ -366,13 +367,13 @@ def gap_behind_another(prompt: np.ndarray, parts: int) -> float:
     other = np.append(prompt[:parts], (prompt[parts:] + 1) % VOCAB).astype(np.int32)
     states = []
     for rows in ([other, prompt], [prompt]):
-        gate = Gate(engine, sj.Sampling(), 128, False, kept=1)
+        prefill = Prefill(engine, sj.Sampling(), 128, False, kept=1)
         for tokens in rows:
-            gate.open([Row(tokens, 4, jax.random.key(0))])
-            while not gate.fed:
-                gate.feed()
-        states.append(gate.state)
-        assert gate.cached == (parts if len(rows) > 1 else 0)
+            prefill.open([Request(tokens, 4, jax.random.key(0))])
+            while not prefill.fed:
+                prefill.feed()
+        states.append(prefill.state)
+        assert prefill.cached == (parts if len(rows) > 1 else 0)
     (got, want), fed = states, len(prompt) - 1
     held = [jax.tree.leaves((x.cache, x.drafter_state.cache)) for x in states]
     pairs = [(x[:, :, :fed], y[:, :, :fed]) for x, y in zip(*held, strict=True)]

@@ -14,9 +14,9 @@ from conftest import tiny_lm
 from project.test_docs import load
 from specjax.draft import Suffix
 from specjax.registry import choose
-from specjax.runtime.engine import Row
+from specjax.runtime.engine import Request
 from specjax.runtime.generate import make_engine
-from specjax.runtime.scheduler import Bounds, Flight
+from specjax.runtime.scheduler import Bounds, Scheduler
 
 EOS = 9
 INPUTS = SimpleNamespace(is_eos=lambda tokens: tokens == EOS)
@@ -155,13 +155,13 @@ def test_the_pool_holds_each_row_of_a_job_once(plain):
     engine = make_engine(target, None, sj.draft_verify(drafter, sj.Warped(), sj.verify.match), {})
     budgets, key = [3, 30, 1, 14, 9, 22], jax.random.key(0)
     rows = [
-        Row(np.array(prompt, np.int32), budget, key, case=i)
+        Request(np.array(prompt, np.int32), budget, key, request_id=i)
         for i, (prompt, budget) in enumerate(zip(PROMPTS, budgets, strict=True))
     ]
-    flight = Flight(engine, 2, sj.Sampling(), Bounds.of(rows))
-    done = {piece.index: piece.row.tokens[0] for piece in flight.run(rows, 99) if piece.row}
+    scheduler = Scheduler(engine, 2, sj.Sampling(), Bounds.of(rows))
+    done = {piece.index: piece.row.tokens[0] for piece in scheduler.run(rows, 99) if piece.row}
     held = []
-    for ring in np.asarray(flight._state.drafter_state[0].tokens):
+    for ring in np.asarray(scheduler._state.drafter_state[0].tokens):
         held += [list(part) for end, part in itertools.groupby(ring, lambda x: x == -1) if not end]
     assert len(held) == len(rows)
     for prompt, (_, written) in zip(PROMPTS, sorted(done.items()), strict=True):

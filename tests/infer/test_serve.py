@@ -23,7 +23,7 @@ import pytest
 import specjax as sj
 from infer.serve import app, commands
 from infer.serve.admission import WIDEST
-from infer.serve.scheduler import Lane
+from infer.serve.engine_thread import VariantQueue
 from infer.serve.schemas import CompletionBody
 from support.serving import TIMEOUT, Running, serving, until
 from support.tools import load
@@ -503,13 +503,13 @@ LONG = {"prompt": TEXT, "max_tokens": 100, "temperature": 0.3, "n": 4, "seed": 1
 @pytest.fixture
 def slowly(monkeypatch):
     """Rounds that take as long as those of a larger model."""
-    look = Lane.look
+    poll = VariantQueue.poll
 
     def slow(self, take):
         time.sleep(0.03)
-        return look(self, take)
+        return poll(self, take)
 
-    monkeypatch.setattr(Lane, "look", slow)
+    monkeypatch.setattr(VariantQueue, "poll", slow)
 
 
 def open_request(server, **body):
@@ -561,7 +561,7 @@ def test_a_failure_ends_its_requests_alone(server, monkeypatch, capfd):
         monkeypatch.undo()
         raise RuntimeError("RESOURCE_EXHAUSTED: secret")
 
-    monkeypatch.setattr(Lane, "look", broken)
+    monkeypatch.setattr(VariantQueue, "poll", broken)
     status, answer, _ = server.ask("POST", "/v1/completions", {"prompt": TEXT})
     assert status == 500 and answer["error"]["code"] == "decoding_failed"
     assert "secret" not in json.dumps(answer) and "secret" in capfd.readouterr().err

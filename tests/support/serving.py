@@ -14,7 +14,7 @@ import specjax as sj
 from infer.serve.admission import Admission
 from infer.serve.app import Server
 from infer.serve.commands import parser
-from infer.serve.scheduler import Scheduler
+from infer.serve.engine_thread import EngineThread
 from infer.serve.server import assembled
 
 TIMEOUT = 300  # seconds: compilation is slow on a machine with other work
@@ -26,7 +26,7 @@ class Running:
 
     target: sj.LM
     draft: sj.LM
-    scheduler: Scheduler
+    scheduler: EngineThread
     admission: Admission
     port: int
 

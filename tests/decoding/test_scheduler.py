@@ -1,4 +1,5 @@
-"""Rows in flight: a row that takes the seat of another is the row alone, and prompts are shared."""
+"""Running requests: a row that takes the batch slot of another is the row alone, and prompts are
+shared."""
 
 import dataclasses
 
@@ -11,7 +12,7 @@ import specjax as sj
 from specjax._util.errors import OptionError
 from specjax.core import loop
 from specjax.runtime import prefix_cache, scheduler
-from specjax.runtime.engine import Row
+from specjax.runtime.engine import Request
 from specjax.runtime.generate import make_engine, make_rows
 from specjax.runtime.prefix_cache import LEAST, Prefixes, in_common
 
@@ -19,7 +20,7 @@ RNG = np.random.Generator(np.random.Philox(4))
 PROMPTS = [RNG.integers(0, 97, n).tolist() for n in (3, 12, 1, 9, 7, 14, 2, 11, 40)]
 BUDGETS = [5, 21, 1, 30, 2, 9, 14, 3, 17]
 SAMPLING = sj.Sampling(temperature=0.8, top_k=20, top_p=0.9)
-FAST = ("autoregressive",)  # test_golden seats rows of every method in flight
+FAST = ("autoregressive",)  # test_golden batch slots rows of every method in scheduler
 SLOW = ("speculative", "sdsat", "specinfer")
 
 
@@ -29,30 +30,30 @@ def run(target, draft, name, **kw):
 
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
-def test_a_row_that_takes_a_seat_is_the_row_alone(target, draft, name):
+def test_a_request_in_a_reused_slot_is_the_request_alone(target, draft, name):
     """Tokens, log-probabilities and counters; at batch size 1 every row begins by itself."""
     logprobs = name not in FAST  # a program of its own
     for sampling in (sj.Sampling(), SAMPLING):
-        flowing, alone = (
+        batched, alone = (
             run(target, draft, name, sampling=sampling, batch_size=size, logprobs=logprobs)
             for size in (3, 1)
         )
         for i in range(len(PROMPTS)):
-            np.testing.assert_array_equal(flowing.tokens[i], alone.tokens[i])
+            np.testing.assert_array_equal(batched.tokens[i], alone.tokens[i])
             if logprobs:
-                np.testing.assert_allclose(flowing.logprobs[i], alone.logprobs[i], atol=1e-4)
+                np.testing.assert_allclose(batched.logprobs[i], alone.logprobs[i], atol=1e-4)
         for counter, values in alone.stats.items():
-            np.testing.assert_array_equal(flowing.stats[counter], values, counter)
-        assert flowing.finish_reasons == alone.finish_reasons
-        np.testing.assert_array_equal(flowing.lengths, BUDGETS)
-        assert flowing.passes < alone.passes and flowing.occupancy > 0.8
+            np.testing.assert_array_equal(batched.stats[counter], values, counter)
+        assert batched.finish_reasons == alone.finish_reasons
+        np.testing.assert_array_equal(batched.lengths, BUDGETS)
+        assert batched.passes < alone.passes and batched.occupancy > 0.8
 
 
 def test_nothing_is_traced_for_a_new_row(target):
     engine = make_engine(target, None, sj.method("autoregressive"), {})
 
     def traced():
-        made = loop.run_rounds, loop.seat_rows, loop.begin_prompts
+        made = loop.run_rounds, loop.fill_slots, loop.begin_prompts
         programs = [make(engine.method) for make in made[:2]] + [made[2](engine.method, False)]
         return [program._cache_size() for program in programs]
 
@@ -63,7 +64,7 @@ def test_nothing_is_traced_for_a_new_row(target):
     assert traced() == before and min(before) > 0
 
 
-def test_seats_are_taken_in_place(target):
+def test_slots_are_filled_in_place(target):
     engine = make_engine(target, None, sj.method("autoregressive"), {})
     inputs, keys = engine.inputs(SAMPLING, 3), jax.random.split(jax.random.key(0), 3)
     prompts, budget = [np.array(p) for p in PROMPTS[:3]], np.full(3, 4, np.int32)
@@ -72,17 +73,17 @@ def test_seats_are_taken_in_place(target):
     tokens = np.zeros((1, 128), np.int32)
     tokens[0, :9] = PROMPTS[3]
     begin = loop.begin_prompts(engine.method, False)
-    newcomer = begin(one, tokens, np.array([9]), np.array([12]), keys[:1], None)
-    fed = loop.feed_prompts(engine.method, 16)(one, newcomer, np.array([0]))
-    seated = loop.seat_rows(engine.method)(one, state, fed, np.array([1]))
-    assert all(buffer.is_deleted() for buffer in state.cache.k + newcomer.cache.k)
+    request = begin(one, tokens, np.array([9]), np.array([12]), keys[:1], None)
+    fed = loop.feed_prompts(engine.method, 16)(one, request, np.array([0]))
+    filled = loop.fill_slots(engine.method)(one, state, fed, np.array([1]))
+    assert all(buffer.is_deleted() for buffer in state.cache.k + request.cache.k)
     assert not any(buffer.is_deleted() for buffer in fed.cache.k)  # another sample may follow
-    assert np.asarray(seated.length).tolist() == [3, 9, 1]
-    np.testing.assert_array_equal(seated.cache.k[0][1], fed.cache.k[0][0])
-    compiled = loop.seat_rows(engine.method).lower(one, seated, fed, np.array([1])).compile()
+    assert np.asarray(filled.length).tolist() == [3, 9, 1]
+    np.testing.assert_array_equal(filled.cache.k[0][1], fed.cache.k[0][0])
+    compiled = loop.fill_slots(engine.method).lower(one, filled, fed, np.array([1])).compile()
     moved = compiled.memory_analysis()
     assert moved.alias_size_in_bytes > 0.99 * sum(
-        x.nbytes for x in jax.tree.leaves(seated.replace(keys=()))
+        x.nbytes for x in jax.tree.leaves(filled.replace(keys=()))
     )
 
 
@@ -93,10 +94,10 @@ def test_occupancy_of_a_job_by_hand(target):
     assert out.occupancy == 14 / 18 and out.passes == 6
 
 
-def test_a_long_newcomer_is_fed_in_pieces_between_rounds(target, monkeypatch):
-    """No more than one passes between two rounds of live rows that are looked at after each.
+def test_a_long_prompt_is_prefilled_in_chunks_between_rounds(target, monkeypatch):
+    """No more than one passes between two rounds of live rows that are polled after each.
 
-    A job that is looked at when a row ends feeds the prompt at once.
+    A job that is polled when a row ends feeds the prompt at once.
     """
     events = []
 
@@ -194,10 +195,10 @@ def test_what_prompts_have_in_common():
 
 
 def test_requests_may_come_late(target):
-    """A source that has nothing now lets the rows in flight go on."""
+    """A source that has nothing now lets the running requests go on."""
     engine = make_engine(target, None, sj.method("autoregressive"), {})
     key = jax.random.key(0)
-    rows = [Row(np.array(PROMPTS[i], np.int32), 6, key, case=i) for i in (0, 1, 3)]
+    rows = [Request(np.array(PROMPTS[i], np.int32), 6, key, request_id=i) for i in (0, 1, 3)]
     seen = []
 
     def requests():
@@ -207,8 +208,8 @@ def test_requests_may_come_late(target):
             yield None
         yield from rows[1:]
 
-    rows_in_flight = scheduler.Flight(engine, 3, sj.Sampling(), scheduler.Bounds.of(rows))
-    for piece in rows_in_flight.run(requests(), rounds=1):
+    running = scheduler.Scheduler(engine, 3, sj.Sampling(), scheduler.Bounds.of(rows))
+    for piece in running.run(requests(), rounds=1):
         seen.append(piece)
     ends = [piece.index for piece in seen if piece.row]
     assert ends == [0, 1, 3]
@@ -219,15 +220,15 @@ def test_requests_may_come_late(target):
 
 
 def test_settings_of_a_row_s_own(target, draft):
-    """Greedy and drawn rows, with and without stop strings, in one flight; each as if alone."""
+    """Greedy and drawn rows, with and without stop strings, in one scheduler; each as if alone."""
     engine = make_engine(target, draft, sj.method("speculative"), {})
     samplings = [sj.Sampling(), SAMPLING, sj.Sampling(1.2), sj.Sampling(0.5, top_k=3), None]
     prompts, size = [np.array(p, np.int32) for p in PROMPTS[:5]], 2
     made = make_rows(target, prompts, [{}] * 5, None, 5, 1, BUDGETS[:5])
     rows = [dataclasses.replace(r, sampling=s) for r, s in zip(made, samplings, strict=True)]
     bounds = scheduler.Bounds.of(rows)
-    in_flight = scheduler.Flight(engine, size, sj.Sampling(0.7), bounds, logprobs=True, kept=2)
-    pieces = list(in_flight.run(rows, rounds=1))
+    running = scheduler.Scheduler(engine, size, sj.Sampling(0.7), bounds, logprobs=True, kept=2)
+    pieces = list(running.run(rows, rounds=1))
     for i, sampling in enumerate(samplings):
         alone = sj.generate(
             target,
@@ -247,28 +248,28 @@ def test_settings_of_a_row_s_own(target, draft):
 
 
 def test_samples_of_a_prompt_that_are_drawn_otherwise_are_no_repeats():
-    row = Row(np.arange(3), 5, jax.random.key(0))
+    row = Request(np.arange(3), 5, jax.random.key(0))
     other = dataclasses.replace(row, sampling=sj.Sampling(0.5))
     assert row.repeats(dataclasses.replace(row, key=jax.random.key(1)))
-    assert not row.repeats(other) and other.repeats(dataclasses.replace(other, case=3))
+    assert not row.repeats(other) and other.repeats(dataclasses.replace(other, request_id=3))
 
 
-def test_dropped_rows_leave_their_seats(target):
+def test_dropped_requests_free_their_slots(target):
     """The next rows take them; the others' tokens do not change."""
     engine = make_engine(target, None, sj.method("autoregressive"), {})
     budgets = [30, 12, 25, 9, 40, 7]
     prompts = [np.array(prompt, np.int32) for prompt in PROMPTS[:6]]
     rows = make_rows(target, prompts, [{}] * 6, None, 0, 1, budgets)
-    in_flight = scheduler.Flight(engine, 2, sj.Sampling(), scheduler.Bounds.of(rows), kept=1)
-    dropped, ended, looks = {0, 2, 4}, {}, []
-    for pieces in in_flight.looks(iter(rows), rounds=1):
-        looks.append({piece.index for piece in pieces})
+    running = scheduler.Scheduler(engine, 2, sj.Sampling(), scheduler.Bounds.of(rows), kept=1)
+    dropped, ended, polls = {0, 2, 4}, {}, []
+    for pieces in running.polls(iter(rows), rounds=1):
+        polls.append({piece.index for piece in pieces})
         ended |= {piece.index: piece.row for piece in pieces if piece.row}
-        seen = set().union(*looks) & dropped
-        in_flight.drop(seen if len(looks) > 2 else ())
+        seen = set().union(*polls) & dropped
+        running.drop(seen if len(polls) > 2 else ())
     assert sorted(ended) == [1, 3, 5]
-    assert not any(0 in look for look in looks[3:])
-    assert [sum(i in look for look in looks) for i in (2, 4)] == [1, 1]  # what showed them
+    assert not any(0 in look for look in polls[3:])
+    assert [sum(i in look for look in polls) for i in (2, 4)] == [1, 1]  # what showed them
     want = sj.generate(target, PROMPTS[:6], max_new_tokens=budgets)
     for i, row in ended.items():
         np.testing.assert_array_equal(row.tokens[0], want.tokens[i])
@@ -282,19 +283,20 @@ def test_budgets_are_one_per_prompt(target):
 
 
 def test_a_row_before_leaves_nothing_behind(target):
-    """What a seat held is replaced or never read: its stale positions may hold anything finite."""
+    """What a batch slot held is replaced or never read: its stale positions may hold anything
+    finite."""
     engine = make_engine(target, None, sj.method("autoregressive"), {})
     inputs, keys = engine.inputs(sj.Sampling(), 1), jax.random.split(jax.random.key(0), 1)
     start = loop.begin_prompts(engine.method, False)
     tokens = np.zeros((1, 128), np.int32)
     tokens[0, :9] = PROMPTS[3]
     ends = np.array([20], np.int32)
-    newcomer = start(inputs, tokens, np.array([9], np.int32), ends, keys, None)
-    newcomer = loop.feed_prompts(engine.method, 16)(inputs, newcomer, np.array([0]))
+    request = start(inputs, tokens, np.array([9], np.int32), ends, keys, None)
+    request = loop.feed_prompts(engine.method, 16)(inputs, request, np.array([0]))
     outputs = []
     for stale in (0.0, 1e3):
         empty = loop.empty_rows(engine.method, False)(inputs, np.zeros((1, 128), np.int32), keys)
         empty = empty.replace(cache=jax.tree.map(lambda x: jnp.full_like(x, stale), empty.cache))
-        seated = loop.seat_rows(engine.method)(inputs, empty, newcomer, np.array([0]))
-        outputs.append(np.asarray(loop.advance(engine.method, inputs, seated, 99).tokens[:, :20]))
+        filled = loop.fill_slots(engine.method)(inputs, empty, request, np.array([0]))
+        outputs.append(np.asarray(loop.advance(engine.method, inputs, filled, 99).tokens[:, :20]))
     np.testing.assert_array_equal(*outputs)
