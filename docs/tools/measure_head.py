@@ -23,7 +23,7 @@ from tpu_cycles import cycles
 from infer.cli import whole
 from specjax.core.mesh import AXES
 from specjax.core.warp import COUNTING, SEARCHING
-from specjax.draft.feeding import DRAFTING
+from specjax.draft.model_drafter import DRAFTING
 from specjax.models.families.head import HeadConfig
 from specjax.models.quantize import parse_scheme
 from specjax.registry import METHODS

@@ -75,7 +75,7 @@ def replay(drafter: Drafter, rows: list[tuple[list[int], list[int]]], batch: int
     def begin(tokens, length, before):
         state = _state(tokens, length, ())
         if before:
-            return drafter.succeed(_state(tokens, length, before), state)
+            return drafter.on_slot_reuse(_state(tokens, length, before), state)
         return drafter.init(inputs, state)
 
     @jax.jit

@@ -42,7 +42,7 @@ from specjax import lm
 from specjax.core import loop
 from specjax.core.mesh import AXES, specs_of
 from specjax.core.warp import COUNTING, SEARCHING
-from specjax.draft.feeding import DRAFTING
+from specjax.draft.model_drafter import DRAFTING
 from specjax.models import ModelConfig, fuse, param_shapes
 from specjax.models.attention import splash
 from specjax.models.attention.long_cache import (
@@ -212,8 +212,8 @@ def compile_pass(engine, rows: int, capacity: int, chunk: int) -> jax.stages.Com
     shaped = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     net = engine.inputs(sj.Sampling(), rows).target
     cache = jax.eval_shape(lambda net: net.cache(rows, capacity), net)
-    feed = jax.jit(lambda net, *pieces: net.feed(*pieces), donate_argnums=1)
-    return feed.lower(net, cache, shaped((rows, chunk)), shaped((rows,))).compile()
+    prefill_chunk = jax.jit(lambda net, *pieces: net.prefill_chunk(*pieces), donate_argnums=1)
+    return prefill_chunk.lower(net, cache, shaped((rows, chunk)), shaped((rows,))).compile()
 
 
 def blocks_read(model: sj.LM, rows: int, args, held: list[int], n: int) -> dict[str, int]:

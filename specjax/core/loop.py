@@ -54,7 +54,7 @@ def pack(prompts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 def first_capacity(method: Method, longest: int, budget: int, chunk: int) -> int:
     """The positions of a batch that begins, by its longest prompt and its largest budget."""
-    room = budget if method.reserves else 0
+    room = budget if method.needs_full_length else 0
     return bucket(max(longest + room + method.width, -(-longest // chunk) * chunk))
 
 
@@ -69,7 +69,7 @@ def prefill_prompts(method: Method, chunk: int, logprobs: bool):
     def fill(inputs: Inputs, tokens, length, max_length, keys) -> DecodeState:
         def pass_(carry):
             first, state = carry
-            return first + chunk, _feed(method, chunk, inputs, state, first)
+            return first + chunk, _prefill_chunk(method, chunk, inputs, state, first)
 
         end = jnp.max(length) - 1
         begun = _begin(method, logprobs, inputs, tokens, length, max_length, keys)
@@ -81,11 +81,12 @@ def prefill_prompts(method: Method, chunk: int, logprobs: bool):
 
 
 @functools.cache
-def begin_prompts(method: Method, logprobs: bool):
-    """``begin(inputs, tokens[B,S], length[B], max_length[B], keys[B], known) -> state``, not fed.
+def begin_prefill(method: Method, logprobs: bool):
+    """``begin(inputs, tokens[B,S], length[B], max_length[B], keys[B], known) -> state``, not
+    prefilled.
 
-    ``known`` is None, or a fed state of as many rows and positions: its caches are copied, so that
-    what both prompts begin with need not be fed again.
+    ``known`` is None, or a prefilled state of as many rows and positions: its caches are copied,
+    so that what both prompts begin with need not be prefilled again.
     """
 
     def begin(inputs: Inputs, tokens, length, max_length, keys, known) -> DecodeState:
@@ -103,16 +104,17 @@ def begin_prompts(method: Method, logprobs: bool):
 
 
 @functools.cache
-def feed_prompts(method: Method, width: int):
-    """``feed(inputs, state, first[B]) -> state``: one pass over the prompts' tokens from ``first``.
+def prefill_chunks(method: Method, width: int):
+    """``prefill_chunk(inputs, state, first[B]) -> state``: one pass over the prompts' tokens from
+    ``first``.
 
     The state is donated.
     """
-    return program(functools.partial(_feed, method, width), donate_argnums=1)
+    return program(functools.partial(_prefill_chunk, method, width), donate_argnums=1)
 
 
 @functools.cache
-def empty_rows(method: Method, logprobs: bool):
+def empty_state(method: Method, logprobs: bool):
     """``empty(inputs, tokens[B,S], keys[B]) -> state`` whose rows have all ended."""
 
     def empty(inputs: Inputs, tokens, keys) -> DecodeState:
@@ -128,10 +130,10 @@ def fill_slots(method: Method):
     """``slot(inputs, state, prefilled, row[G]) -> state``: prefilled requests in the place of
     ended rows.
 
-    ``prefilled`` are fed and not yet ready, ``inputs`` theirs; ``row`` counts within the device's
-    rows, −1 where a device has no prefilled request. What every array holds of a row is replaced,
-    so nothing of the row before can reach the new one: of positions, as many as both states have;
-    the others are scratch. One trace per capacity bucket. The state is donated.
+    ``prefilled`` are prefilled and not yet ready, ``inputs`` theirs; ``row`` counts within the
+    device's rows, −1 where a device has no prefilled request. What every array holds of a row is
+    replaced, so nothing of the row before can reach the new one: of positions, as many as both
+    states have; the others are scratch. One trace per capacity bucket. The state is donated.
     """
 
     def slot(inputs: Inputs, state: DecodeState, prefilled: DecodeState, row) -> DecodeState:
@@ -153,7 +155,9 @@ def fill_slots(method: Method):
             return jax.lax.dynamic_update_slice_in_dim(old, own, slot * own.shape[0], axis=0)
 
         before = jax.tree.map(lambda old: held(old) if old.ndim else old, state)
-        return jax.tree.map(put, state, method.succeed(before, method.ready(inputs, prefilled)))
+        return jax.tree.map(
+            put, state, method.on_slot_reuse(before, method.ready(inputs, prefilled))
+        )
 
     return program(slot, donate_argnums=1)
 
@@ -186,9 +190,11 @@ def _begin(method, logprobs, inputs, tokens, length, max_length, keys) -> Decode
     return method.init(inputs, state)
 
 
-def _feed(method: Method, width: int, inputs: Inputs, state: DecodeState, first) -> DecodeState:
-    """One pass over ``width`` tokens of each prompt; near the last cache position some are fed
-    again.
+def _prefill_chunk(
+    method: Method, width: int, inputs: Inputs, state: DecodeState, first
+) -> DecodeState:
+    """One pass over ``width`` tokens of each prompt; near the last cache position some are
+    prefilled again.
 
     Each row's last token is the first round's root. Slots past a row's own length hold scratch
     that later writes replace, close behind it: further off it would be another token's cache
@@ -196,7 +202,7 @@ def _feed(method: Method, width: int, inputs: Inputs, state: DecodeState, first)
     """
     start = jnp.minimum(jnp.minimum(first, state.length), state.capacity - width)
     at = start[:, None] + jnp.arange(width, dtype=jnp.int32)
-    return method.feed(inputs, state, jnp.take_along_axis(state.tokens, at, axis=1), start)
+    return method.prefill_chunk(inputs, state, jnp.take_along_axis(state.tokens, at, axis=1), start)
 
 
 @functools.cache

@@ -64,18 +64,21 @@ class Net:
         dtype = self.cache_dtype or self.params["embed"].dtype
         return init_cache(self.config, rows, capacity, dtype)
 
-    def feed(self, cache: KVCache, tokens: Int[Array, "B N"], start: Int[Array, "B"]) -> KVCache:
+    def prefill_chunk(
+        self, cache: KVCache, tokens: Int[Array, "B N"], start: Int[Array, "B"]
+    ) -> KVCache:
         """The cache with N more tokens of each row's prompt, from cache position ``start`` on."""
-        return self.tapped_feed(cache, tokens, start, ())[0]
+        return self.tapped_prefill_chunk(cache, tokens, start, ())[0]
 
-    def tapped_feed(
+    def tapped_prefill_chunk(
         self,
         cache: KVCache,
         tokens: Int[Array, "B N"],
         start: Int[Array, "B"],
         taps: tuple[int, ...],
     ) -> tuple[KVCache, Float[Array, "B N P D"] | None]:
-        """:meth:`feed`, and what the P layers ``taps`` read of these tokens; None without any."""
+        """:meth:`prefill_chunk`, and what the P layers ``taps`` read of these tokens; None without
+        any."""
         positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         arguments = self.config, self.params, cache, tokens, positions, start
         return tapped_forward(*arguments, taps=taps)[1:]

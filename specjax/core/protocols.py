@@ -65,7 +65,7 @@ class Drafter(Protocol):
         """Layers of the target whose inputs it reads: ``draft.states`` in :meth:`update`."""
         return ()
 
-    def feed(
+    def prefill_chunk(
         self,
         inputs: Inputs,
         state: DecodeState,
@@ -75,12 +75,12 @@ class Drafter(Protocol):
     ) -> Any:
         """Its state after N more tokens of each row's prompt, from position ``start`` on.
 
-        ``states`` are what it taps of them. A position may be fed again: what was there counts no
-        more.
+        ``states`` are what it taps of them. A position may be prefilled again: what was there
+        counts no more.
         """
         return state.drafter_state
 
-    def succeed(self, before: DecodeState, state: DecodeState) -> Any:
+    def on_slot_reuse(self, before: DecodeState, state: DecodeState) -> Any:
         """Its state in rows that take the batch slots of those ``before``: nothing of theirs is
         left."""
         return state.drafter_state
@@ -120,7 +120,7 @@ class TargetDist(Protocol):
         """Its state before the prompt, its caches empty."""
         return ()
 
-    def feed(
+    def prefill_chunk(
         self, inputs: Inputs, carried: Any, tokens: Int[Array, "B N"], start: Int[Array, "B"]
     ) -> Any:
         """Its state after N more tokens of each row's prompt, from position ``start`` on."""
@@ -196,23 +196,23 @@ def rule(*, laws: Iterable[str], lossless: bool, **more: Any) -> Callable[[Calla
 class Method(Protocol):
     """A decoding method: state in, state out, one round at a time.
 
-    ``init``, ``feed`` for each piece of the prompt, ``ready``, then ``step`` by ``step``. Every
-    array of the state has rows first (or a fixed number of entries per row), so that a row
+    ``init``, ``prefill_chunk`` for each chunk of the prompt, ``ready``, then ``step`` by ``step``.
+    Every array of the state has rows first (or a fixed number of entries per row), so that a row
     that is ready can take the place of one that has ended.
     """
 
     width: int  # token positions above ``length`` that one round may write
     depth: int = 0  # most draft tokens that a round accepts
-    behind: int = 0  # tokens behind one that its caches depend on
+    lookback: int = 0  # tokens behind one that its caches depend on
     # Tokens stand firm only at the end (beam search): all positions are needed from the start.
-    reserves: bool = False
-    hosted: bool = False  # its rounds are driven from the host, for the reward needs text
+    needs_full_length: bool = False
+    host_driven: bool = False  # its rounds are driven from the host, for the reward needs text
 
     def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         """What the method keeps, its caches empty."""
         return state.replace(cache=inputs.target.cache(*state.tokens.shape))
 
-    def feed(
+    def prefill_chunk(
         self,
         inputs: Inputs,
         state: DecodeState,
@@ -221,17 +221,17 @@ class Method(Protocol):
     ) -> DecodeState:
         """The state after N more tokens of each row's prompt, from position ``start`` on.
 
-        All but the row's last token are fed, in pieces; that one is the first round's root.
+        All but the row's last token are prefilled, in pieces; that one is the first round's root.
         """
-        return state.replace(cache=inputs.target.feed(state.cache, tokens, start))
+        return state.replace(cache=inputs.target.prefill_chunk(state.cache, tokens, start))
 
     def ready(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        """The state as rounds read it, once the prompt is fed."""
+        """The state as rounds read it, once the prompt is prefilled."""
         return state
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         """One round; every live row gains at least one token."""
 
-    def succeed(self, before: DecodeState, state: DecodeState) -> DecodeState:
+    def on_slot_reuse(self, before: DecodeState, state: DecodeState) -> DecodeState:
         """The state of rows that are ready and take the batch slots of those ``before``."""
         return state

@@ -70,7 +70,7 @@ class DraftVerify(Method):
         return max(*self.passes, self.drafter.capacity) + 1
 
     @property
-    def behind(self) -> int:
+    def lookback(self) -> int:
         return int(self.drafter.needs_head)  # a head reads a token with the one behind it
 
     def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
@@ -80,14 +80,14 @@ class DraftVerify(Method):
             drafter_state=self.drafter.init(inputs, state),
         )
 
-    def feed(self, inputs, state, tokens, start) -> DecodeState:
+    def prefill_chunk(self, inputs, state, tokens, start) -> DecodeState:
         drafter = self.drafter
         taps = drafter.taps(inputs)
-        cache, states = inputs.target.tapped_feed(state.cache, tokens, start, taps)
+        cache, states = inputs.target.tapped_prefill_chunk(state.cache, tokens, start, taps)
         return state.replace(
             cache=cache,
-            target_state=self.target.feed(inputs, state.target_state, tokens, start),
-            drafter_state=drafter.feed(inputs, state, tokens, start, states),
+            target_state=self.target.prefill_chunk(inputs, state.target_state, tokens, start),
+            drafter_state=drafter.prefill_chunk(inputs, state, tokens, start, states),
         )
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
@@ -159,8 +159,8 @@ class DraftVerify(Method):
         logprobs = None if state.logprobs is None else path_logprobs(logits, verdict)
         return Found(verdict, logprobs, cache, target_state, states, probe_logits)
 
-    def succeed(self, before, state):
-        return state.replace(drafter_state=self.drafter.succeed(before, state))
+    def on_slot_reuse(self, before, state):
+        return state.replace(drafter_state=self.drafter.on_slot_reuse(before, state))
 
     def _rule_arguments(
         self, inputs: Inputs, state: DecodeState, logits: Float[Array, "B N V"]

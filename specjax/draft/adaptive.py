@@ -30,7 +30,7 @@ from specjax.core.types import (
     TreeShape,
 )
 from specjax.core.warp import warp
-from specjax.draft.feeding import unwarped_in
+from specjax.draft.model_drafter import unwarped_in
 from specjax.draft.none import NoDraft
 
 FORMS = CHAIN, TREE = "chain", "tree"

@@ -166,10 +166,10 @@ class Sized(DraftVerify):
     def ready(self, inputs, state):
         return state.replace(method_state=state.method_state.replace(read=state.length - 1))
 
-    def succeed(self, before, state):
+    def on_slot_reuse(self, before, state):
         """What was learned in a seat stays."""
         known = before.method_state.replace(read=state.method_state.read)
-        return super().succeed(before, state).replace(method_state=known)
+        return super().on_slot_reuse(before, state).replace(method_state=known)
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         form = best_form(state.method_state.rates(), self.forms, inputs.settings[COSTS])
@@ -200,7 +200,7 @@ class Sized(DraftVerify):
             at = start[:, None] + jnp.arange(CATCH_UP, dtype=jnp.int32)
             tokens = jnp.take_along_axis(state.tokens, at, axis=1)
             now = state.replace(drafter_state=drafter_state)
-            return start + CATCH_UP, self.drafter.feed(inputs, now, tokens, start, None)
+            return start + CATCH_UP, self.drafter.prefill_chunk(inputs, now, tokens, start, None)
 
         begin = jnp.maximum(state.method_state.read, 0), state.drafter_state
         read = jax.lax.while_loop(lambda carry: jnp.any(carry[0] < end), turn, begin)[1]

@@ -20,7 +20,7 @@ from specjax.core.protocols import Proposal
 from specjax.core.tree import chain_draft
 from specjax.core.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
 from specjax.core.warp import draw_joint, warp
-from specjax.draft.feeding import ModelDrafter, feed_level, feed_pair, last_two, unwarped_in
+from specjax.draft.model_drafter import ModelDrafter, last_two, run_level, run_pair, unwarped_in
 from specjax.models import KVCache
 from specjax.models.cache import commit_path
 from specjax.verify.verdicts import root_path
@@ -105,7 +105,7 @@ class Beam(ModelDrafter):
         """The tree of all beams, and where each ends; none is longer than ``limit[B]``."""
         base, rows = state.length - 1, state.length.shape[0]
         net = inputs.target if self.of_target else inputs.draft
-        logits, cache = feed_pair(net, cache, last_two(state), base - 1)
+        logits, cache = run_pair(net, cache, last_two(state), base - 1)
         logits = logits[:, None]
         one = jnp.ones((rows, 1), jnp.int32)
         beams = Beams(
@@ -127,7 +127,7 @@ class Beam(ModelDrafter):
             if step + 1 < self.gamma:
                 first = self._level(step).start
                 level = beams.tokens[:, first:]
-                logits, cache = feed_level(net, beams.cache, level, base, first, beams.bits)
+                logits, cache = run_level(net, beams.cache, level, base, first, beams.bits)
                 calls = beams.calls + (~beams.ended).sum(-1, dtype=jnp.int32)
                 beams = beams._replace(cache=cache, calls=calls)
         draft = Draft(

@@ -21,7 +21,7 @@ from specjax.core.protocols import Proposal
 from specjax.core.tree import chain_draft
 from specjax.core.types import IID, TreeShape
 from specjax.core.warp import warp
-from specjax.draft.feeding import ModelDrafter, draw_chain, last_two
+from specjax.draft.model_drafter import ModelDrafter, draw_chain, last_two
 
 # When a row's draft ends early: never, before or after a token that the draft is unsure of.
 STEP_BY_STEP = Layout((0, 1, 2))

@@ -29,7 +29,7 @@ from specjax.core.protocols import Proposal
 from specjax.core.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
 from specjax.core.warp import warp
 from specjax.draft.chain import Chain
-from specjax.draft.feeding import ModelDrafter, unwarped_in
+from specjax.draft.model_drafter import ModelDrafter, unwarped_in
 from specjax.draft.tree import Tree
 from specjax.models import KVCache
 from specjax.models.forward_pass import tapped_forward, widen
@@ -70,7 +70,7 @@ class HeadDrafter(ModelDrafter):
             cache, jnp.zeros((rows, 1, net.config.hidden_size), net.params["embed"].dtype)
         )
 
-    def feed(self, inputs, state, tokens, start, states):
+    def prefill_chunk(self, inputs, state, tokens, start, states):
         carried, count = state.drafter_state, tokens.shape[1]
         behind = start[:, None] + 1 + jnp.arange(count, dtype=jnp.int32)
         behind = jnp.take_along_axis(state.tokens, behind, axis=1, mode="clip")
@@ -190,37 +190,37 @@ class HeadBest(HeadDrafter):
         root, zero = probs.at_token(state.tokens, state.length - 1), jnp.zeros((rows, 1), jnp.int32)
         start = jnp.where(live, 0.0, probs.NEVER)[:, None]
         found = Candidates(root[:, None], zero + NO_PARENT, start, start)
-        fed = Fed(zero + ROOT, start, jnp.ones((rows, 1, 1), bool))
+        prefilled = Fed(zero + ROOT, start, jnp.ones((rows, 1, 1), bool))
         for level in range(self.depth):
             first = found.tokens.shape[1]
-            found = self._expanded(inputs, found, fed, logits)
+            found = self._expanded(inputs, found, prefilled, logits)
             if level + 1 < self.depth:
-                tokens, above, fed = self._frontier(inputs, found, fed, first)
-                logits, carry = self.level(inputs, state, carry, tokens, fed.bits, above)
-                calls = calls + (fed.score > probs.NEVER).sum(-1, dtype=jnp.int32)
+                tokens, above, prefilled = self._frontier(inputs, found, prefilled, first)
+                logits, carry = self.level(inputs, state, carry, tokens, prefilled.bits, above)
+                calls = calls + (prefilled.score > probs.NEVER).sum(-1, dtype=jnp.int32)
         return Proposal(self._best(found), carry, calls, jnp.int32(self.depth))
 
-    def _expanded(self, inputs, found: Candidates, fed: Fed, logits) -> Candidates:
+    def _expanded(self, inputs, found: Candidates, prefilled: Fed, logits) -> Candidates:
         """The candidates with ``width`` children of each node of the frontier."""
         log_q = unwarped_in(inputs.warp.greedy, logits, warp(logits, inputs.warp))
         best, drafted = jax.lax.top_k(log_q, self.width)
         rows = drafted.shape[0]
         tokens = self.named(inputs, drafted.reshape(rows, -1).astype(jnp.int32))
-        score = (fed.score[..., None] + best).reshape(rows, -1)
-        parents = jnp.repeat(fed.node, self.width, axis=1)
+        score = (prefilled.score[..., None] + best).reshape(rows, -1)
+        parents = jnp.repeat(prefilled.node, self.width, axis=1)
         level = Candidates(tokens, parents, best.reshape(rows, -1), score)
         return Candidates(*(jnp.append(x, y, axis=1) for x, y in zip(found, level, strict=True)))
 
-    def _frontier(self, inputs, found: Candidates, fed: Fed, first: int):
+    def _frontier(self, inputs, found: Candidates, prefilled: Fed, first: int):
         """Tokens of the ``width`` likeliest candidates from ``first`` on that go on, which node of
         the frontier each hangs below, and the new frontier."""
         level = found.tokens[:, first:]
         going = jnp.where(inputs.is_eos(level), probs.NEVER, found.score[:, first:])
         score, which = jax.lax.top_k(going, self.width)
-        above, read, count = which // self.width, fed.bits.shape[-1], fed.node.shape[1]
+        above, read, count = which // self.width, prefilled.bits.shape[-1], prefilled.node.shape[1]
         index = read + jnp.arange(self.width)
         own = jnp.arange(read + self.width) == index[:, None]
-        wide = jnp.pad(fed.bits, ((0, 0), (0, 0), (0, self.width)))
+        wide = jnp.pad(prefilled.bits, ((0, 0), (0, 0), (0, self.width)))
         bits = jnp.append(wide, _rows(wide, read - count + above) | own, axis=1)
         tokens = jnp.take_along_axis(level, which, axis=1)
         return tokens, above, Fed(first + which, score, bits)

@@ -90,7 +90,7 @@ class Suffix(Drafter):
         rows = state.length.shape[0]
         return self._begin(Pool.empty(rows, max(self.pool // rows, 2)), state)
 
-    def succeed(self, before, state):
+    def on_slot_reuse(self, before, state):
         return self._begin(before.drafter_state[0], state)
 
     def _begin(self, pool: Pool, state) -> tuple[Pool, Int[Array, "B"]]:

@@ -19,7 +19,7 @@ from specjax.core.probs import Purpose
 from specjax.core.protocols import Proposal
 from specjax.core.types import IID, NO_PARENT, WITHOUT_REPLACEMENT, Draft, TreeShape
 from specjax.core.warp import warp
-from specjax.draft.feeding import ModelDrafter, unwarped_in
+from specjax.draft.model_drafter import ModelDrafter, unwarped_in
 from specjax.models.cache import commit_path
 
 

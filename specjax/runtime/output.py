@@ -18,9 +18,9 @@ class Generation:
 
     ``stats`` are counters per row (int), see :class:`specjax.core.types.Stats`; ``origins`` say for
     each token whether the draft or the target wrote it; ``logprobs`` (where asked) are nats
-    under the unwarped target. ``cached_tokens`` of a prompt were not fed, for a row before began
-    with them, too. ``rewards`` (where there is a reward) are the scores of the whole completions,
-    one column per reward.
+    under the unwarped target. ``cached_tokens`` of a prompt were not prefilled, for a row before
+    began with them, too. ``rewards`` (where there is a reward) are the scores of the whole
+    completions, one column per reward.
 
     Times are seconds, compilation included, each row's from when its turn came. ``prefill_seconds``
     are its prompt's up to its first round; where other rows were decoded meanwhile, a last pass

@@ -16,7 +16,7 @@ from specjax.runtime.prefix_cache import Prefixes
 
 
 class Prefill:
-    """Requests being prefilled, one per device; their prompts are fed in pieces."""
+    """Requests being prefilled, one per device; their prompts are prefilled in pieces."""
 
     def __init__(
         self, engine: Engine, sampling: Sampling, capacity: int, logprobs: bool, kept: int
@@ -51,26 +51,26 @@ class Prefill:
     def _begin(self, known: DecodeState | None) -> None:
         tokens, lengths = loop.pack([row.tokens for row in self._all])
         tokens = np.pad(tokens, ((0, 0), (0, self._capacity - tokens.shape[1])))
-        # Of what is known the last token is fed again where a cache's positions depend on the next
-        # one.
-        self._first = np.maximum(self.cached - self._engine.method.behind, 0)
+        # Of what is known the last token is prefilled again where a cache's positions depend on
+        # the next one.
+        self._first = np.maximum(self.cached - self._engine.method.lookback, 0)
         self._last = lengths - 1
         ends = lengths + np.array([row.budget for row in self._all], np.int32)
         keys = keys_of(self._all)
-        begin = loop.begin_prompts(self._engine.method, self._logprobs)
+        begin = loop.begin_prefill(self._engine.method, self._logprobs)
         self.state = begin(self.inputs, tokens, lengths, ends, keys, known)
 
     @property
-    def fed(self) -> bool:
+    def done(self) -> bool:
         """Whether the prefilled requests can take their batch slots."""
         return bool((self._first >= self._last).all())
 
-    def feed(self) -> int:
+    def run_chunk(self) -> int:
         """Feeds the next piece; returns its width."""
         left = int((self._last - self._first).max())
         width = self._engine.chunk(left, len(self.rows))
-        feed = loop.feed_prompts(self._engine.method, width)
-        self.state = feed(self.inputs, self.state, self._first)
+        chunk = loop.prefill_chunks(self._engine.method, width)
+        self.state = chunk(self.inputs, self.state, self._first)
         self._first = np.minimum(self._first, self._capacity - width) + width
         self._keep_if_fed()
         return width
@@ -80,10 +80,10 @@ class Prefill:
         self.open([row] * self._engine.shares)
         self._begin(self.state)
         for width in {self._engine.chunk(left, len(self.rows)) for left in widths(widest)}:
-            feed = loop.feed_prompts(self._engine.method, width)
-            self.state = feed(self.inputs, self.state, np.zeros_like(self._first))
+            chunk = loop.prefill_chunks(self._engine.method, width)
+            self.state = chunk(self.inputs, self.state, np.zeros_like(self._first))
 
     def _keep_if_fed(self) -> None:
-        if self.fed:
+        if self.done:
             prompts = [row.tokens for row in self._all]
             self.prefixes.keep(prompts, self.cached, self.state)

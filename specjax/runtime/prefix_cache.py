@@ -20,7 +20,7 @@ Prompts = Sequence[np.ndarray]  # one per device of the mesh's data axis
 def in_common(a: np.ndarray, b: np.ndarray) -> int:
     """How many tokens two prompts begin with alike; 0 where too few are worth a copy.
 
-    The last token of either does not count: no prompt's is fed before its first round.
+    The last token of either does not count: no prompt's is prefilled before its first round.
     """
     size = min(len(a), len(b)) - 1
     differs = np.flatnonzero(a[:size] != b[:size])
@@ -29,7 +29,7 @@ def in_common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 class Prefixes:
-    """A store of at most ``most`` fed states, the least recently used one out first.
+    """A store of at most ``most`` prefilled states, the least recently used one out first.
 
     ``ring``: the positions in which positions go round soonest, None where they never do.
     """
@@ -70,6 +70,6 @@ class Prefixes:
         return same if still_holds(self._ring, len(kept), same) else 0
 
     def keep(self, prompts: Prompts, found: np.ndarray, state: DecodeState) -> None:
-        """Keeps a fed state, unless hardly any of it is new beside what was ``found``."""
+        """Keeps a prefilled state, unless hardly any of it is new beside what was ``found``."""
         if self._most and sum(map(len, prompts)) - found.sum() > LEAST * len(prompts):
             self._kept = [*self._kept, (list(prompts), state)][-self._most :]

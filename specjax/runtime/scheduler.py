@@ -26,7 +26,7 @@ from specjax.runtime.engine import Engine, Request, keys_of
 from specjax.runtime.output import Generation, Piece, Reader
 from specjax.runtime.prefill import Prefill
 from specjax.runtime.round_costs import round_costs
-from specjax.search.drivers import advance_hosted
+from specjax.search.drivers import advance_on_host
 
 # Rounds between polls on several devices: each runs its own rows, and none waits for another's.
 SPREAD_ROUNDS = 8
@@ -55,7 +55,7 @@ class Slot:
     reader: Reader
     began: float  # when its turn came
     length: int  # tokens so far
-    cached: int = 0  # tokens of its prompt that were not fed
+    cached: int = 0  # tokens of its prompt that were not prefilled
     passes: int = 0  # of the scheduler, when it took its batch slot
     prefill: float = 0.0
     first: float = 0.0
@@ -87,14 +87,14 @@ class Scheduler:
         self._inputs: Inputs | None = None
         widest = engine.chunk(bounds.prompt, engine.shares)
         needed = max(bounds.prompt, widest)
-        if engine.method.reserves:
+        if engine.method.needs_full_length:
             needed = max(needed, bounds.total + engine.method.width)
         self._prefill = Prefill(engine, sampling, bucket(needed), logprobs, kept)
         self._into: list[
             int
         ] = []  # batch slots that the prefilled requests at the prefill will take
-        self._reserved = bucket(needed) if engine.method.reserves else None
-        self._widest = widest  # tokens of a piece of a prompt
+        self._full_length = bucket(needed) if engine.method.needs_full_length else None
+        self._widest = widest  # tokens of a chunk of a prompt
         self._visited: set[int] = set()
         self._dropped: set[int] = set()  # rows that nobody waits for
         self._costs = engine.settings.get(COSTS) if engine.sized else ()  # None: to be measured
@@ -117,12 +117,12 @@ class Scheduler:
     def polls(self, requests: Iterable[Request | None], rounds: int) -> Iterator[list[Piece]]:
         """:meth:`run`, poll by poll; none of the rows may have come further in one.
 
-        Where rows are polled every round, one piece of a prefilled request's prompt is fed between
-        two. Who waits for more rounds at a time waits for as many pieces, and batch slots are
-        empty for less.
+        Where rows are polled every round, one piece of a prefilled request's prompt is prefilled
+        between two. Who waits for more rounds at a time waits for as many pieces, and batch slots
+        are empty for less.
         """
         self._waiting, self._source = [], iter(requests)
-        self._turn = self._widest * rounds  # tokens that are fed between rounds of live rows
+        self._turn = self._widest * rounds  # tokens that are prefilled between rounds of live rows
         self._polled = time.perf_counter()
         while self._admit():
             self._advance(rounds)
@@ -195,7 +195,7 @@ class Scheduler:
             keys_of(everyone),
             logprobs=self._logprobs,
             chunk=self._engine.chunk(max(map(len, prompts)), self._size),
-            capacity=self._reserved,
+            capacity=self._full_length,
         )
         self._counted = np.zeros(self._size, np.int64), 0
         jax.block_until_ready(self._state)
@@ -205,13 +205,13 @@ class Scheduler:
         self._fresh = True
 
     def _refill(self, budget: int | None) -> None:
-        """Seats prefilled requests for as long as fewer than ``budget`` tokens are fed; None:
+        """Seats prefilled requests for as long as fewer than ``budget`` tokens are prefilled; None:
         all."""
-        alone, fed = budget is None, 0
-        while (alone or fed < budget) and (self._into or self._open()):
-            if not self._prefill.fed:
-                fed += self._prefill.feed()
-            if self._prefill.fed:
+        alone, spent = budget is None, 0
+        while (alone or spent < budget) and (self._into or self._open()):
+            if not self._prefill.done:
+                spent += self._prefill.run_chunk()
+            if self._prefill.done:
                 self._fill_slots(alone)
 
     def _open(self) -> bool:
@@ -259,11 +259,11 @@ class Scheduler:
         """A state whose batch slots are all free."""
         some = next(row for row in self._prefill.rows if row)
         self._describe([some] * self._size)
-        capacity = self._reserved or bucket(len(some.tokens) + self._method.width)
+        capacity = self._full_length or bucket(len(some.tokens) + self._method.width)
         tokens = np.zeros((self._size, capacity), np.int32)
         keys = jnp.stack([some.key] * self._size)
         self._counted, self._fresh = (np.zeros(self._size, np.int64), 0), True
-        return loop.empty_rows(self._method, self._logprobs)(self._inputs, tokens, keys)
+        return loop.empty_state(self._method, self._logprobs)(self._inputs, tokens, keys)
 
     def _describe(self, rows: Sequence[Request]) -> None:
         """What rounds read."""
@@ -285,7 +285,7 @@ class Scheduler:
         Bucket by bucket, so that few programs are compiled; to a smaller one that was not run yet
         only while rows are waiting, or its compilation would cost more than it saves.
         """
-        if self._reserved:
+        if self._full_length:
             return
         needed = max([request, *(slot.length for slot in self._slots if slot)])
         capacity, needed = self._state.capacity, needed + self._method.width
@@ -303,7 +303,7 @@ class Scheduler:
     def _advance(self, rounds: int) -> None:
         """Runs until a row ends, or until the next poll."""
         if not any(self._slots):
-            return  # prompts are being fed
+            return  # prompts are being prefilled
         self._fit()
         self._visited.add(self._state.capacity)
         if self._costs is None:
@@ -317,9 +317,9 @@ class Scheduler:
         if self._engine.shares > 1:
             rounds, seen = min(rounds, SPREAD_ROUNDS), np.ones_like(seen)
         self._fresh = False
-        if self._method.hosted:
+        if self._method.host_driven:
             rows = [slot and slot.row for slot in self._slots]
-            self._state = advance_hosted(
+            self._state = advance_on_host(
                 self._method,
                 self._inputs,
                 self._state,

@@ -56,7 +56,7 @@ class Warmup(Scheduler):
         """A prefilled request and no round in every bucket that rows may need, up and down."""
         least = bucket(min(len(row.tokens) for row in rows) + self._method.width)
         most = bucket(Bounds.of(rows).total + self._method.width)
-        for capacity in (self._reserved,) * 2 if self._reserved else (least, most, least):
+        for capacity in (self._full_length,) * 2 if self._full_length else (least, most, least):
             while True:
                 self._bucket()
                 if self._state.capacity == capacity:
@@ -71,6 +71,6 @@ class Warmup(Scheduler):
             row = np.zeros(self._engine.shares, np.int32)
             fill_slots = loop.fill_slots(self._method)
             self._state = fill_slots(self._prefill.inputs, self._state, self._prefill.state, row)
-        if not self._method.hosted:
+        if not self._method.host_driven:
             run, seen = loop.run_rounds(self._method), np.zeros(self._size, bool)
             self._state = run(self._inputs, self._state, np.int32(0), seen)

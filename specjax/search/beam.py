@@ -66,7 +66,7 @@ class BeamSearch(Method):
     beams: int = 4
     joint: str = "raw"
     width = 1
-    reserves = True
+    needs_full_length = True
 
     def __post_init__(self):
         settle(self, beams=COUNT, joint=Must(str, choices=SAMPLED))

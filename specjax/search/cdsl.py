@@ -20,10 +20,10 @@ from specjax.core.probs import Purpose
 from specjax.core.protocols import Method
 from specjax.core.round import Cost, Tested, finish_round
 from specjax.core.types import DecodeState, Inputs, Verdict
-from specjax.draft.feeding import draw_chain, feed_pair, last_two
+from specjax.draft.model_drafter import draw_chain, last_two, run_pair
 from specjax.models import KVCache
 from specjax.rewards.folding import Fold
-from specjax.search.drivers import DeviceDriver, Driver, Lanes, feed_lookahead, start_lookahead
+from specjax.search.drivers import DeviceDriver, Driver, Lanes, prefill_lookahead, start_lookahead
 from specjax.search.lookahead import Candidates, best_candidates, choose, roll_out
 
 HARD, RATIO, EXACT = "hard", "ratio", "exact"
@@ -69,7 +69,7 @@ def write_draft(
         logits, cache = inputs.draft.logits(cache, token, first + 1 + step)
         return logits[:, 0], cache
 
-    begun = feed_pair(inputs.draft, cache, last, first)
+    begun = run_pair(inputs.draft, cache, last, first)
     chain = draw_chain(begun, follow, last, alive, depth, draw, start)
     count, log_q = chain.more
     return Written(chain.window[:, 2:], count, log_q, chain.cache, chain.calls, chain.step)
@@ -127,7 +127,7 @@ class CDSL(Method):
         settle(self, k=COUNT, d=COUNT, b=Must(int, low=0), accept=accept, keep_verified=FLAG)
 
     @property
-    def hosted(self) -> bool:
+    def host_driven(self) -> bool:
         return self.reward is None
 
     @property
@@ -146,8 +146,8 @@ class CDSL(Method):
     def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         return start_lookahead(inputs, state, self.reward, drafts=True)
 
-    def feed(self, inputs, state, tokens, start) -> DecodeState:
-        return feed_lookahead(inputs, state, tokens, start)
+    def prefill_chunk(self, inputs, state, tokens, start) -> DecodeState:
+        return prefill_lookahead(inputs, state, tokens, start)
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         return self.round(DeviceDriver(self.reward, inputs), state)

@@ -141,17 +141,19 @@ def start_lookahead(
     return state.replace(cache=cache, method_state=LookaheadState(draft, carry))
 
 
-def feed_lookahead(
+def prefill_lookahead(
     inputs: Inputs, state: DecodeState, tokens: Int[Array, "B N"], start: Int[Array, "B"]
 ) -> DecodeState:
     """The state after N more tokens of each row's prompt."""
     kept = state.method_state
     if isinstance(kept.draft, KVCache):
-        kept = kept.replace(draft=inputs.draft.feed(kept.draft, tokens, start))
-    return state.replace(cache=inputs.target.feed(state.cache, tokens, start), method_state=kept)
+        kept = kept.replace(draft=inputs.draft.prefill_chunk(kept.draft, tokens, start))
+    return state.replace(
+        cache=inputs.target.prefill_chunk(state.cache, tokens, start), method_state=kept
+    )
 
 
-def advance_hosted(
+def advance_on_host(
     method,
     inputs: Inputs,
     state: DecodeState,

@@ -24,7 +24,7 @@ from specjax.core.round import Cost, finish_round
 from specjax.core.types import DecodeState, Inputs, Verdict
 from specjax.models import KVCache
 from specjax.rewards.folding import Fold
-from specjax.search.drivers import DeviceDriver, Driver, Lanes, feed_lookahead, start_lookahead
+from specjax.search.drivers import DeviceDriver, Driver, Lanes, prefill_lookahead, start_lookahead
 
 
 class Candidates(NamedTuple):
@@ -135,7 +135,7 @@ class _Branches:
         return base if with_root else base + 1 + (level - 1) * self.width
 
     def place(self, base, level, with_root: bool):
-        """Positions and visible tree nodes of what is fed at a level."""
+        """Positions and visible tree nodes of what is prefilled at a level."""
         rows, lane = base.shape[0], jnp.arange(self.width)
         node = jnp.arange(1 + self.width * self.depth)
         own = (node - 1) % self.width == lane[:, None]
@@ -180,7 +180,7 @@ class Lookahead(Method):
         settle(self, k=COUNT, d=COUNT, drafts=FLAG)
 
     @property
-    def hosted(self) -> bool:
+    def host_driven(self) -> bool:
         return self.reward is None
 
     @property
@@ -190,8 +190,8 @@ class Lookahead(Method):
     def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         return start_lookahead(inputs, state, self.reward, self.drafts)
 
-    def feed(self, inputs, state, tokens, start) -> DecodeState:
-        return feed_lookahead(inputs, state, tokens, start)
+    def prefill_chunk(self, inputs, state, tokens, start) -> DecodeState:
+        return prefill_lookahead(inputs, state, tokens, start)
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         return self.round(DeviceDriver(self.reward, inputs), state)

@@ -55,8 +55,8 @@ class TwoStep(Method):
     def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         return self._first.init(inputs, state)
 
-    def feed(self, inputs, state, tokens, start) -> DecodeState:
-        return self._first.feed(inputs, state, tokens, start)
+    def prefill_chunk(self, inputs, state, tokens, start) -> DecodeState:
+        return self._first.prefill_chunk(inputs, state, tokens, start)
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         """Both passes, each with keys and so a round of its own, counted as one."""

@@ -51,8 +51,8 @@ class Contrastive(TargetDist):
     def init(self, inputs, state):
         return inputs.draft.cache(*state.tokens.shape) if self.own_passes else ()
 
-    def feed(self, inputs, carried, tokens, start):
-        return inputs.draft.feed(carried, tokens, start) if self.own_passes else ()
+    def prefill_chunk(self, inputs, carried, tokens, start):
+        return inputs.draft.prefill_chunk(carried, tokens, start) if self.own_passes else ()
 
     def log_p(self, inputs, state, draft, logits):
         amateur, cache = draft.logits, state.target_state

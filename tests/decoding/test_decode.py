@@ -330,7 +330,7 @@ def test_a_pass_is_as_wide_as_the_longest_live_draft(lengths, live, wide):
     want = jax.jit(score)(target.net, target.net.cache(rows, 128), start, draft)[1]
     inputs = Engine(target, None, method, {}).inputs(SAMPLING, rows)
     keys, length = jax.random.split(jax.random.key(0), rows), start + 1
-    begin = loop.begin_prompts(method, False)
+    begin = loop.begin_prefill(method, False)
     row = jnp.ones((rows, 128), jnp.int32)
     state = begin(inputs, row, length, length + jnp.where(jnp.array(live), 9, 0), keys, None)
     also = jax.jit(method._found)(inputs, state, keys, draft).cache

@@ -267,8 +267,8 @@ class Settled:
         """What a prefill of the tokens gives."""
         inputs, state = self.engine.inputs(sj.Sampling(), 1), self.state(tokens)
         state.drafter_state = drafter.init(inputs, state)
-        fed, begin = state.tokens[:, : len(tokens) - 1], jnp.zeros((1,), jnp.int32)
-        return drafter.feed(inputs, state, fed, begin, states_of(tokens)[:, :-1])
+        prefilled, begin = state.tokens[:, : len(tokens) - 1], jnp.zeros((1,), jnp.int32)
+        return drafter.prefill_chunk(inputs, state, prefilled, begin, states_of(tokens)[:, :-1])
 
     def gap(self, drafter) -> float:
         """How far the state after the verdict is from a fresh one."""
@@ -370,13 +370,13 @@ def gap_behind_another(prompt: np.ndarray, parts: int) -> float:
         prefill = Prefill(engine, sj.Sampling(), 128, False, kept=1)
         for tokens in rows:
             prefill.open([Request(tokens, 4, jax.random.key(0))])
-            while not prefill.fed:
-                prefill.feed()
+            while not prefill.done:
+                prefill.run_chunk()
         states.append(prefill.state)
         assert prefill.cached == (parts if len(rows) > 1 else 0)
-    (got, want), fed = states, len(prompt) - 1
+    (got, want), prefilled = states, len(prompt) - 1
     held = [jax.tree.leaves((x.cache, x.drafter_state.cache)) for x in states]
-    pairs = [(x[:, :, :fed], y[:, :, :fed]) for x, y in zip(*held, strict=True)]
+    pairs = [(x[:, :, :prefilled], y[:, :, :prefilled]) for x, y in zip(*held, strict=True)]
     pairs += [(got.drafter_state.hidden, want.drafter_state.hidden)]
     return max(float(jnp.abs(x - y).max()) for x, y in pairs)
 

@@ -75,7 +75,7 @@ class Constant:
     """One value, whatever the tokens are."""
 
     number: float
-    hosted: bool
+    host_driven: bool
     name = "constant"
     bounds = None
     full = 1.0
@@ -87,7 +87,7 @@ class Constant:
         return self.number
 
     def on_device(self, tokenizer, constraints):
-        if self.hosted:
+        if self.host_driven:
             return None
         return DeviceReward(
             ConstantFold(), np.float32(self.number), np.zeros((len(constraints), 0))
@@ -301,8 +301,8 @@ def test_cache_equals_fresh_prefill_after_every_round(target, draft, method, opt
 
 @pytest.mark.parametrize("hosted", [False, pytest.param(True, marks=SLOW)])
 @pytest.mark.parametrize("number", [0.0, 1.0, math.nan, -math.inf])
-def test_every_reward_makes_progress(target, draft, number, hosted):
-    reward = Constant(number, hosted)
+def test_every_reward_makes_progress(target, draft, number, host_driven):
+    reward = Constant(number, host_driven)
     said = pytest.warns(sj.rewards.RewardWarning) if number != number else contextlib.nullcontext()
     with said:
         out = generate(

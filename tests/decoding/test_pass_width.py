@@ -27,14 +27,14 @@ RUN = jax.jit(lambda net, cache, tokens, start: net.logits(cache, tokens, start)
 
 
 @functools.cache
-def fed(name, pass_width, at_once):
+def prefilled(name, pass_width, at_once):
     """Logits after each of ``NEW`` tokens, of which ``at_once`` go in a pass."""
     model, rows = net(name, pass_width), variants.tokens()
     tokens = jnp.pad(rows[:, : PROMPT + NEW], ((0, 0), (0, 128 - PROMPT - NEW)))
     begin = jnp.zeros((len(rows),), jnp.int32)
-    cache = jax.jit(lambda net: net.feed(net.cache(*tokens.shape), tokens[:, :PROMPT], begin))(
-        model
-    )
+    cache = jax.jit(
+        lambda net: net.prefill_chunk(net.cache(*tokens.shape), tokens[:, :PROMPT], begin)
+    )(model)
     logits = []
     for first in range(PROMPT, PROMPT + NEW, at_once):
         piece = tokens[:, first : first + at_once]
@@ -46,12 +46,12 @@ def fed(name, pass_width, at_once):
 @pytest.mark.parametrize("at_once", [2, 3, 6])
 @pytest.mark.parametrize("name", MODELS)
 def test_bfloat16_logits_are_the_same_bits_however_many_tokens_a_pass_has(name, at_once):
-    np.testing.assert_array_equal(fed(name, WIDTH, at_once), fed(name, WIDTH, 1))
+    np.testing.assert_array_equal(prefilled(name, WIDTH, at_once), prefilled(name, WIDTH, 1))
 
 
 def test_they_are_not_where_passes_are_as_wide_as_their_tokens():
     """What the width is for; without this the test above could not fail."""
-    assert any((fed(name, 1, 6) != fed(name, 1, 1)).any() for name in MODELS)
+    assert any((prefilled(name, 1, 6) != prefilled(name, 1, 1)).any() for name in MODELS)
 
 
 @pytest.mark.slow

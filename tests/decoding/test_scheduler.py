@@ -53,7 +53,7 @@ def test_nothing_is_traced_for_a_new_row(target):
     engine = make_engine(target, None, sj.method("autoregressive"), {})
 
     def traced():
-        made = loop.run_rounds, loop.fill_slots, loop.begin_prompts
+        made = loop.run_rounds, loop.fill_slots, loop.begin_prefill
         programs = [make(engine.method) for make in made[:2]] + [made[2](engine.method, False)]
         return [program._cache_size() for program in programs]
 
@@ -72,15 +72,15 @@ def test_slots_are_filled_in_place(target):
     one = engine.inputs(SAMPLING, 1)
     tokens = np.zeros((1, 128), np.int32)
     tokens[0, :9] = PROMPTS[3]
-    begin = loop.begin_prompts(engine.method, False)
+    begin = loop.begin_prefill(engine.method, False)
     request = begin(one, tokens, np.array([9]), np.array([12]), keys[:1], None)
-    fed = loop.feed_prompts(engine.method, 16)(one, request, np.array([0]))
-    filled = loop.fill_slots(engine.method)(one, state, fed, np.array([1]))
+    prefilled = loop.prefill_chunks(engine.method, 16)(one, request, np.array([0]))
+    filled = loop.fill_slots(engine.method)(one, state, prefilled, np.array([1]))
     assert all(buffer.is_deleted() for buffer in state.cache.k + request.cache.k)
-    assert not any(buffer.is_deleted() for buffer in fed.cache.k)  # another sample may follow
+    assert not any(buffer.is_deleted() for buffer in prefilled.cache.k)  # another sample may follow
     assert np.asarray(filled.length).tolist() == [3, 9, 1]
-    np.testing.assert_array_equal(filled.cache.k[0][1], fed.cache.k[0][0])
-    compiled = loop.fill_slots(engine.method).lower(one, filled, fed, np.array([1])).compile()
+    np.testing.assert_array_equal(filled.cache.k[0][1], prefilled.cache.k[0][0])
+    compiled = loop.fill_slots(engine.method).lower(one, filled, prefilled, np.array([1])).compile()
     moved = compiled.memory_analysis()
     assert moved.alias_size_in_bytes > 0.99 * sum(
         x.nbytes for x in jax.tree.leaves(filled.replace(keys=()))
@@ -110,7 +110,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_between_rounds(target, monkeypatch
 
         monkeypatch.setattr(loop, name, made)
 
-    spy("feed_prompts")
+    spy("prefill_chunks")
     spy("run_rounds")
     long = RNG.integers(0, 97, 140).tolist()
     prompts, budgets = [*PROMPTS[:3], long], [60, 55, 58, 2]
@@ -119,8 +119,11 @@ def test_a_long_prompt_is_prefilled_in_chunks_between_rounds(target, monkeypatch
         kw = {"max_new_tokens": budgets, "batch_size": 3, "rounds_per_piece": rounds}
         *_, last = sj.stream(target, prompts, **kw)
         np.testing.assert_array_equal(last.generation.lengths, budgets)
-        first, end = events.index("feed_prompts"), len(events) - events[::-1].index("feed_prompts")
-        assert events[first:end] == ["feed_prompts", *between, "feed_prompts"]
+        first, end = (
+            events.index("prefill_chunks"),
+            len(events) - events[::-1].index("prefill_chunks"),
+        )
+        assert events[first:end] == ["prefill_chunks", *between, "prefill_chunks"]
 
 
 def test_samples_of_a_prompt_share_its_prefill(target):
@@ -287,15 +290,15 @@ def test_a_row_before_leaves_nothing_behind(target):
     finite."""
     engine = make_engine(target, None, sj.method("autoregressive"), {})
     inputs, keys = engine.inputs(sj.Sampling(), 1), jax.random.split(jax.random.key(0), 1)
-    start = loop.begin_prompts(engine.method, False)
+    start = loop.begin_prefill(engine.method, False)
     tokens = np.zeros((1, 128), np.int32)
     tokens[0, :9] = PROMPTS[3]
     ends = np.array([20], np.int32)
     request = start(inputs, tokens, np.array([9], np.int32), ends, keys, None)
-    request = loop.feed_prompts(engine.method, 16)(inputs, request, np.array([0]))
+    request = loop.prefill_chunks(engine.method, 16)(inputs, request, np.array([0]))
     outputs = []
     for stale in (0.0, 1e3):
-        empty = loop.empty_rows(engine.method, False)(inputs, np.zeros((1, 128), np.int32), keys)
+        empty = loop.empty_state(engine.method, False)(inputs, np.zeros((1, 128), np.int32), keys)
         empty = empty.replace(cache=jax.tree.map(lambda x: jnp.full_like(x, stale), empty.cache))
         filled = loop.fill_slots(engine.method)(inputs, empty, request, np.array([0]))
         outputs.append(np.asarray(loop.advance(engine.method, inputs, filled, 99).tokens[:, :20]))

@@ -50,7 +50,7 @@ def begin(drafter, tokens, length, before):
     """The state after prompts, in the seats of rows ``before`` if there were any."""
     state = state_of(tokens, length, ())
     if before:
-        return drafter.succeed(state_of(tokens, length, before), state)
+        return drafter.on_slot_reuse(state_of(tokens, length, before), state)
     return drafter.init(INPUTS, state)
 
 

@@ -145,7 +145,7 @@ def continuation_passes(lm, prompt, length: int):
         tokens = jnp.concatenate([jnp.tile(jnp.asarray(prompt), (ROWS, 1)), rows], 1)
         last = len(prompt) - 1
         cache = net.cache(ROWS, tokens.shape[1])
-        cache = net.feed(cache, tokens[:, :last], jnp.zeros((ROWS,), jnp.int32))
+        cache = net.prefill_chunk(cache, tokens[:, :last], jnp.zeros((ROWS,), jnp.int32))
         out = []
         for at in range(last, last + length):
             start = jnp.full((ROWS,), at)

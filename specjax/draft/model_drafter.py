@@ -29,8 +29,8 @@ class ModelDrafter(Drafter):
     def init(self, inputs, state):
         return inputs.draft.cache(*state.tokens.shape)
 
-    def feed(self, inputs, state, tokens, start, states):
-        return inputs.draft.feed(state.drafter_state, tokens, start)
+    def prefill_chunk(self, inputs, state, tokens, start, states):
+        return inputs.draft.prefill_chunk(state.drafter_state, tokens, start)
 
     def ready(self, state: DecodeState) -> Bool[Array, "B"]:
         """Rows that draft."""
@@ -41,7 +41,7 @@ class ModelDrafter(Drafter):
 
         v are the ids that it drafts (:meth:`named`): the target's.
         """
-        return feed_pair(inputs.draft, state.drafter_state, last_two(state), state.length - 2)
+        return run_pair(inputs.draft, state.drafter_state, last_two(state), state.length - 2)
 
     def follow(
         self,
@@ -70,7 +70,7 @@ class ModelDrafter(Drafter):
         one of the level before each hangs below.
         """
         first = bits.shape[-1] - tokens.shape[1]
-        return feed_level(inputs.draft, carry, tokens, state.length - 1, first, bits)
+        return run_level(inputs.draft, carry, tokens, state.length - 1, first, bits)
 
     def named(self, inputs: Inputs, drafted: Int[Array, "..."]) -> Int[Array, "..."]:
         """The target's ids of ids that it drafts."""
@@ -87,7 +87,7 @@ def last_two(state: DecodeState) -> Int[Array, "B 2"]:
     return jnp.take_along_axis(state.tokens, at, axis=1)
 
 
-def feed_pair(
+def run_pair(
     net: Net, cache: KVCache, last: Int[Array, "B 2"], first: Int[Array, "B"]
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """Logits after two tokens at positions ``first`` and ``first + 1``.
@@ -150,7 +150,7 @@ def draw_chain(
         return jax.lax.while_loop(lambda d: (d.step < steps) & jnp.any(d.alive), turn, first)
 
 
-def feed_level(
+def run_level(
     net: Net,
     cache: KVCache,
     tokens: Int[Array, "B n"],
@@ -158,7 +158,7 @@ def feed_level(
     first: int,
     bits: Bool[Array, "B T T"],
 ) -> tuple[Float[Array, "B n V"], KVCache]:
-    """Logits after the tree's nodes ``first … first + n − 1``, the levels above being fed.
+    """Logits after the tree's nodes ``first … first + n − 1``, the levels above being prefilled.
 
     ``base`` is the root's cache position and token position, ``bits`` the ancestors of all nodes
     so far.
