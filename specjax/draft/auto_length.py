@@ -43,18 +43,18 @@ COSTS = "costs"  # the setting: relative time of a round of each form, float32 [
 # λ before anything is known, and how many tested tokens that belief weighs. Too much hope costs a
 # draft or two; too little, and what is good would never be tried. Of drafts that were given up a
 # part of a refused token stays: the next ones are shorter.
-HOPE, WEIGHT, GRUDGE = 0.85, 1.5, 0.2
-KEPT = 0.98  # of the counts, from one round with a draft to the next
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT, RETRY_PENALTY = 0.85, 1.5, 0.2
+DECAY = 0.98  # of the counts, from one round with a draft to the next
 # Rounds without a draft after which the past is forgotten and drafts are tried again: few, for bad
 # luck looks like bad drafts, but more where many rows had it, and four times as many after each
 # trial that fails.
-PATIENCE, MOST_PATIENCE, MANY = 8, 512, 4
-SETTLED = 16  # rounds with drafts in a row after which patience is that of the beginning
+RETRY_AFTER, MAX_RETRY_AFTER, ROWS_PER_RETRY = 8, 512, 4
+RELIABLE_AFTER = 16  # rounds with drafts in a row after which patience is that of the beginning
 CATCH_UP = 16  # tokens a row of a pass of the draft model over what it has missed
 
 
 @struct.dataclass
-class Record:
+class AcceptanceHistory:
     """What the past says; the rows of a batch share what they know.
 
     ``tested`` and ``accepted`` count levels of so many siblings, the older ones worth less.
@@ -65,15 +65,15 @@ class Record:
     tested: Float[Array, "B w"]
     accepted: Float[Array, "B w"]
     streak: Int[Array, "B"]
-    patience: Int[Array, "B"]
+    retry_after: Int[Array, "B"]
     read: Int[Array, "B"]
 
     @classmethod
-    def begin(cls, rows: int, siblings: int = 1) -> Record:
+    def begin(cls, rows: int, siblings: int = 1) -> AcceptanceHistory:
         tested, accepted = jnp.zeros((2, rows, siblings), jnp.float32)
         streak, read = jnp.zeros((2, rows), jnp.int32)
-        patience = jnp.full((rows,), first_patience(rows), jnp.int32)
-        return cls(tested, accepted, streak, patience, read)
+        retry_after = jnp.full((rows,), first_retry_after(rows), jnp.int32)
+        return cls(tested, accepted, streak, retry_after, read)
 
     def rates(self) -> Float[Array, "w"]:
         """A of 1, 2, … siblings, in the batch.
@@ -82,15 +82,15 @@ class Record:
         was seen of one number bounds the others.
         """
         siblings = jnp.arange(1.0, self.tested.shape[1] + 1)
-        hope = 1 - (1 - HOPE) ** jnp.sqrt(siblings)
+        prior = 1 - (1 - PRIOR_ACCEPTANCE) ** jnp.sqrt(siblings)
         tested, accepted = self.tested.sum(0), self.accepted.sum(0)
-        rates = (accepted + hope * WEIGHT) / (tested + WEIGHT)
+        rates = (accepted + prior * PRIOR_WEIGHT) / (tested + PRIOR_WEIGHT)
         one = rates.min()
         return jnp.minimum(rates, 1 - (1 - one) ** siblings)
 
     def after(
         self, before: DecodeState, state: DecodeState, drafted: Bool[Array, ""], form: Array
-    ) -> Record:
+    ) -> AcceptanceHistory:
         """With the round that led from one state to the other; it ``drafted``, or did not.
 
         ``form``: int32 ``[D]``, siblings a level, 0 beyond the draft's depth.
@@ -105,24 +105,24 @@ class Record:
         streak = jnp.where(
             drafted, jnp.minimum(self.streak, 0) - 1, jnp.maximum(self.streak, 0) + 1
         )
-        again = streak >= self.patience
-        kept = jnp.where(again, 0.0, jnp.where(drafted, KEPT, 1.0))[:, None]
-        grudge = jnp.where(again, GRUDGE / len(again), 0.0)[:, None]
-        longer = jnp.minimum(4 * self.patience, MOST_PATIENCE)
-        first = first_patience(len(streak))
-        patience = jnp.where(streak <= -SETTLED, first, self.patience)
-        return Record(
-            tested=kept * self.tested + grudge + counted[0],
+        again = streak >= self.retry_after
+        kept = jnp.where(again, 0.0, jnp.where(drafted, DECAY, 1.0))[:, None]
+        penalty = jnp.where(again, RETRY_PENALTY / len(again), 0.0)[:, None]
+        longer = jnp.minimum(4 * self.retry_after, MAX_RETRY_AFTER)
+        first = first_retry_after(len(streak))
+        retry_after = jnp.where(streak <= -RELIABLE_AFTER, first, self.retry_after)
+        return AcceptanceHistory(
+            tested=kept * self.tested + penalty + counted[0],
             accepted=kept * self.accepted + counted[1],
             streak=jnp.where(again, 0, streak),
-            patience=jnp.where(again, longer, patience),
+            retry_after=jnp.where(again, longer, retry_after),
             read=jnp.where(drafted, state.length - 2, self.read),
         )
 
 
-def first_patience(rows: int) -> int:
+def first_retry_after(rows: int) -> int:
     """Of so many rows, which try drafts together."""
-    return PATIENCE * max(1, rows // MANY)
+    return RETRY_AFTER * max(1, rows // ROWS_PER_RETRY)
 
 
 def padded(forms: Sequence[Form]) -> np.ndarray:
@@ -131,7 +131,7 @@ def padded(forms: Sequence[Form]) -> np.ndarray:
     return np.array([(*form, *(0,) * (depth - len(form))) for form in forms], np.int32)
 
 
-def best_form(
+def best_shape(
     rates: Float[Array, "w"], forms: Sequence[Form], costs: Float[Array, "n"]
 ) -> Int[Array, ""]:
     """The number of the form that writes the most tokens per cost."""
@@ -141,7 +141,7 @@ def best_form(
 
 
 @dataclasses.dataclass(frozen=True)
-class Sized(DraftVerify):
+class AutoLength(DraftVerify):
     """A drafter, a target distribution and a rule, each draft of the form that pays the most.
 
     The setting ``costs`` holds the relative time of a round of each of ``forms``, of which the
@@ -153,14 +153,14 @@ class Sized(DraftVerify):
     forms: ClassVar[tuple[Form, ...]]
 
     @property
-    def rests(self) -> bool:
+    def draft_can_rest(self) -> bool:
         """Whether there is a draft model that need not run in every round."""
         drafter = self.drafter
         model = drafter.needs_draft and not (drafter.needs_head or self.target.needs_draft)
         return model and POINT_MASS in self.rule.laws
 
     def init(self, inputs, state):
-        record = Record.begin(state.length.shape[0], padded(self.forms).max())
+        record = AcceptanceHistory.begin(state.length.shape[0], padded(self.forms).max())
         return super().init(inputs, state).replace(method_state=record)
 
     def ready(self, inputs, state):
@@ -172,10 +172,10 @@ class Sized(DraftVerify):
         return super().on_slot_reuse(before, state).replace(method_state=known)
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        form = best_form(state.method_state.rates(), self.forms, inputs.settings[COSTS])
-        drafts = form > 0 if self.rests else jnp.bool_(True)
+        form = best_shape(state.method_state.rates(), self.forms, inputs.settings[COSTS])
+        drafts = form > 0 if self.draft_can_rest else jnp.bool_(True)
         after = once(drafts, functools.partial(self._drafting, inputs, form), state)
-        if self.rests:
+        if self.draft_can_rest:
             after = once(~drafts, functools.partial(self._plain, inputs), after)
         levels = jnp.asarray(padded(self.forms))[form]
         return after.replace(method_state=state.method_state.after(state, after, drafts, levels))
@@ -208,8 +208,8 @@ class Sized(DraftVerify):
 
 
 @dataclasses.dataclass(frozen=True)
-class SizedChain(Sized):
-    """:class:`Sized` chains of :data:`LENGTHS`; the drafter's own γ is the longest.
+class AutoLengthChain(AutoLength):
+    """:class:`AutoLength` chains of :data:`LENGTHS`; the drafter's own γ is the longest.
 
     Raises:
       PairError: drafts are no chains of at least the longest length.
@@ -228,12 +228,12 @@ class SizedChain(Sized):
 
     @property
     def pass_widths(self):
-        return WIDTHS if self.rests else (1, *WIDTHS)
+        return WIDTHS if self.draft_can_rest else (1, *WIDTHS)
 
     def _drafting(self, inputs, form, state):
         gamma = jnp.asarray(LENGTHS, jnp.int32)[form]
         inputs = inputs.replace(settings=inputs.settings | {"gamma": gamma})
-        state = self._caught_up(inputs, state) if self.rests else state
+        state = self._caught_up(inputs, state) if self.draft_can_rest else state
         return DraftVerify.step(self, inputs, state)
 
     def propose(self, inputs, state, keys) -> Proposal:
@@ -243,8 +243,8 @@ class SizedChain(Sized):
 
 
 @dataclasses.dataclass(frozen=True)
-class SizedTree(Sized):
-    """:class:`Sized` trees: :data:`TREES`; the drafter's own branching is the largest.
+class AutoLengthTree(AutoLength):
+    """:class:`AutoLength` trees: :data:`TREES`; the drafter's own branching is the largest.
 
     Raises:
       PairError: drafts are no trees of a draft model that can rest.
@@ -255,7 +255,7 @@ class SizedTree(Sized):
     def __post_init__(self):
         super().__post_init__()
         tree = isinstance(self.drafter, Tree) and self.drafter.branching == self.forms[-1]
-        if not (tree and self.rests):
+        if not (tree and self.draft_can_rest):
             raise PairError(
                 "branching=auto sizes trees of a draft model that may rest, and here are drafter "
                 f"{self.drafter.name}, rule {self.rule.name} and target distribution "

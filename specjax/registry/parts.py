@@ -125,7 +125,7 @@ def _head(context: Context, tree: str, **options: Any) -> Drafter:
 
 NODES = "children per node, level by level"
 GAMMA = Option(int, 4, "draft length γ", low=1, high=64)
-SIZED = dataclasses.replace(GAMMA, help="draft length γ; auto: by cost", words=(AUTO,))
+AUTO_GAMMA = dataclasses.replace(GAMMA, help="draft length γ; auto: by cost", words=(AUTO,))
 
 
 def _cost(option: str, choices: Sequence[Any], of: str) -> Option:
@@ -156,7 +156,7 @@ DRAFTERS: dict[str, Part] = {
         draft.Lookup,
         "what followed the longest matching n-gram",
         {
-            "gamma": dataclasses.replace(SIZED, default=10),
+            "gamma": dataclasses.replace(AUTO_GAMMA, default=10),
             "costs": COST,
             "ngram": Option(int, 3, "longest n-gram tried", low=1, high=8),
         },
@@ -165,7 +165,7 @@ DRAFTERS: dict[str, Part] = {
         draft.Suffix,
         "what followed the longest known ending in any row or earlier request of the job",
         {
-            "gamma": dataclasses.replace(SIZED, default=10),
+            "gamma": dataclasses.replace(AUTO_GAMMA, default=10),
             "costs": COST,
             "ngram": Option(int, 8, "longest n-gram tried", low=1, high=64),
             "pool": Option(int, 2**15, "tokens remembered", low=2**8, high=2**22),
@@ -175,7 +175,7 @@ DRAFTERS: dict[str, Part] = {
         _either(draft.Chain, draft.HeadChain),
         "γ tokens from a draft model",
         {
-            "gamma": SIZED,
+            "gamma": AUTO_GAMMA,
             "costs": COST,
             "stop": Option(
                 str,

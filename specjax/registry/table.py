@@ -14,7 +14,7 @@ from specjax._util.arguments import DRAFTER, RULE, TARGET_DIST, or_name, takes
 from specjax._util.errors import OptionError, PairError
 from specjax.core.protocols import Drafter, Method, Rule, TargetDist
 from specjax.core.round import DraftVerify
-from specjax.draft.auto_length import COSTS, LENGTHS, TREES, SizedChain, SizedTree
+from specjax.draft.auto_length import COSTS, LENGTHS, TREES, AutoLengthChain, AutoLengthTree
 from specjax.registry.options import AUTO, MEASURED, Option, hint
 from specjax.registry.parts import (
     DRAFTERS,
@@ -125,9 +125,9 @@ class MethodSpec:
         settings = {name: value for name, value in values.items() if isinstance(value, float)}
         make, largest = DraftVerify, {}
         if values.get("gamma") == AUTO:
-            make, largest = SizedChain, {"gamma": max(LENGTHS)}
+            make, largest = AutoLengthChain, {"gamma": max(LENGTHS)}
         elif values.get("branching") == AUTO:
-            make, largest = SizedTree, {"branching": TREES[-1]}
+            make, largest = AutoLengthTree, {"branching": TREES[-1]}
         if largest and values[COSTS] != MEASURED:
             settings |= {COSTS: values[COSTS]}
         values |= largest

@@ -15,7 +15,7 @@ from specjax.core.net import FREE_TOKENS
 from specjax.core.protocols import Method
 from specjax.core.types import Inputs
 from specjax.core.warp import Sampling, stacked
-from specjax.draft.auto_length import COSTS, Sized
+from specjax.draft.auto_length import COSTS, AutoLength
 from specjax.lm import LM
 from specjax.models.cache import chunk_width, ring_capacity
 from specjax.rewards import Judge
@@ -36,7 +36,7 @@ class Engine:
     def inputs(self, sampling: Sampling, batch: int, cases: Sequence[int] = ()) -> Inputs:
         """Params and settings as the step reads them; ``cases`` are the rows' numbers."""
         target, eos = self.target.net, list(self.target.eos_ids) or [NO_EOS]
-        settings = {COSTS: (1.0,) * len(self.method.forms)} if self.sized else {}
+        settings = {COSTS: (1.0,) * len(self.method.forms)} if self.auto_length else {}
         settings |= self.settings
         return Inputs(
             target=target,
@@ -56,9 +56,9 @@ class Engine:
         return inputs.replace(warp=stacked([row.sampling or sampling for row in rows]))
 
     @property
-    def sized(self) -> bool:
+    def auto_length(self) -> bool:
         """Whether the method sizes its drafts by costs."""
-        return isinstance(self.method, Sized)
+        return isinstance(self.method, AutoLength)
 
     def tells_apart(self, rows: Sequence[Request]) -> bool:
         """Whether what rounds read depends on the rows: their own sampling, or a reward's data."""

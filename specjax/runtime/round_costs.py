@@ -16,7 +16,7 @@ import numpy as np
 from specjax._util.processes import of_first
 from specjax.core.loop import run_rounds
 from specjax.core.types import RUNNING, DecodeState, Inputs
-from specjax.draft.auto_length import COSTS, Sized
+from specjax.draft.auto_length import COSTS, AutoLength
 from specjax.models import KVCache
 
 ROUNDS = 4  # timed at a time: after a pause the first is slower
@@ -27,7 +27,7 @@ _MEASURED: dict[Any, tuple[float, ...]] = {}  # by method, models and rows, as p
 
 
 def round_costs(
-    method: Sized, inputs: Inputs, state: DecodeState
+    method: AutoLength, inputs: Inputs, state: DecodeState
 ) -> tuple[tuple[float, ...], DecodeState]:
     """Seconds of a round of each of the forms of its draft over those of the first.
 
@@ -51,7 +51,7 @@ def round_costs(
 
 
 def _measure(
-    method: Sized, inputs: Inputs, state: DecodeState
+    method: AutoLength, inputs: Inputs, state: DecodeState
 ) -> tuple[tuple[float, ...], DecodeState]:
     inputs = inputs.replace(eos_ids=jnp.full_like(inputs.eos_ids, -1))
     idle, quickest = np.inf, [(np.inf, 1)] * len(method.forms)
@@ -72,7 +72,7 @@ def _measure(
 
 
 def _timed(
-    method: Sized, inputs: Inputs, state: DecodeState, rounds: int
+    method: AutoLength, inputs: Inputs, state: DecodeState, rounds: int
 ) -> tuple[float, int, DecodeState]:
     """Seconds of up to so many rounds, as many as the positions have room for; these, and the
     state."""
@@ -84,7 +84,7 @@ def _timed(
     return spent, max(1, int(state.stats.rounds.max() - before)), state
 
 
-def _begin(method: Sized, state: DecodeState) -> DecodeState:
+def _begin(method: AutoLength, state: DecodeState) -> DecodeState:
     """The state without its caches, every row live and its text periodic.
 
     Lengths are as they are: rounds write above what the caches hold of each row, but for its last

@@ -97,7 +97,9 @@ class Scheduler:
         self._widest = widest  # tokens of a chunk of a prompt
         self._visited: set[int] = set()
         self._dropped: set[int] = set()  # rows that nobody waits for
-        self._costs = engine.settings.get(COSTS) if engine.sized else ()  # None: to be measured
+        self._costs = (
+            engine.settings.get(COSTS) if engine.auto_length else ()
+        )  # None: to be measured
         self.passes = self._rounds = self._live_rounds = 0
         self._fresh = False  # whether all rows are at their beginning
 

@@ -1,4 +1,4 @@
-"""Drafts sized by their cost against fixed lengths: python docs/tools/measure_sizing.py
+"""Drafts sized by their cost against fixed lengths: python docs/tools/measure_auto_length.py
 
 The embedded pair on held-out functions and on random ids, and on random ids with a draft model of
 random weights, greedy and sampled. Speeds are new tokens by the processor seconds of the whole call

@@ -18,14 +18,14 @@ from specjax.core import loop
 from specjax.draft import auto_length
 from specjax.draft.auto_length import (
     COSTS,
-    GRUDGE,
-    HOPE,
     LENGTHS,
+    PRIOR_ACCEPTANCE,
+    PRIOR_WEIGHT,
+    RETRY_PENALTY,
     TREES,
-    WEIGHT,
-    Record,
-    SizedChain,
-    SizedTree,
+    AcceptanceHistory,
+    AutoLengthChain,
+    AutoLengthTree,
 )
 from specjax.registry import Context
 from specjax.runtime import round_costs
@@ -42,7 +42,7 @@ PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
 def test_the_length_with_the_most_tokens_per_cost_is_taken():
     """Against the formula of the cost model, on random costs."""
     generator = np.random.Generator(np.random.Philox(1))
-    best = jax.jit(lambda rate, cost: auto_length.best_form(rate[None], auto_length.CHAINS, cost))
+    best = jax.jit(lambda rate, cost: auto_length.best_shape(rate[None], auto_length.CHAINS, cost))
     for rate in (0.0, 0.3, 0.6, 0.85, 0.99):
         for _ in range(20):
             cost = np.cumsum(generator.uniform(0.05, 1.0, N))
@@ -57,7 +57,7 @@ def test_trees_are_weighed_by_what_siblings_are_worth():
     for wanted in range(len(TREES)):
         level = cost.copy()
         level[wanted] = 0.99 * min(np.array(tokens[wanted]) * cost / tokens)
-        assert auto_length.best_form(rates, TREES, level) == wanted
+        assert auto_length.best_shape(rates, TREES, level) == wanted
 
 
 def test_a_record_of_trees_tells_how_many_siblings_there_were():
@@ -66,16 +66,16 @@ def test_a_record_of_trees_tells_how_many_siblings_there_were():
         SimpleNamespace(stats=SimpleNamespace(accepted=a, drafted=d), length=jnp.full(2, 9))
         for a, d in ((0, 0), (jnp.array([2, 0]), jnp.array([3, 3])))
     )
-    record = Record.begin(2, 4).after(before, now, jnp.bool_(True), jnp.array([2, 1, 1]))
+    record = AcceptanceHistory.begin(2, 4).after(before, now, jnp.bool_(True), jnp.array([2, 1, 1]))
     np.testing.assert_array_equal(record.tested, [[2, 1, 0, 0], [0, 1, 0, 0]])
     np.testing.assert_array_equal(record.accepted, [[1, 1, 0, 0], [0, 0, 0, 0]])
-    one = (1 + HOPE * WEIGHT) / (2 + WEIGHT)
+    one = (1 + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / (2 + PRIOR_WEIGHT)
     rates = record.rates()
     np.testing.assert_allclose(rates[0], one, rtol=1e-6)
     assert (np.diff(rates) > 0).all()
-    unknown = 1 - (1 - HOPE) ** 2  # siblings of which nothing was seen
+    unknown = 1 - (1 - PRIOR_ACCEPTANCE) ** 2  # siblings of which nothing was seen
     np.testing.assert_allclose(rates[3], unknown, rtol=1e-6)
-    refused = Record.begin(1, 4)
+    refused = AcceptanceHistory.begin(1, 4)
     refused = refused.replace(tested=refused.tested.at[0, 3].set(50))
     assert refused.rates().max() < 0.2, "what four siblings cannot do one does not, either"
 
@@ -94,27 +94,35 @@ def test_the_record_counts_rests_forgets_and_tries_again():
     def round_(record, accepted, drafted):
         return counted(record, np.array(accepted), np.array(drafted))
 
-    record = round_(Record.begin(3), [3, 5, 0], [5, 5, 0])
+    record = round_(AcceptanceHistory.begin(3), [3, 5, 0], [5, 5, 0])
     np.testing.assert_array_equal(record.tested[:, 0], [4, 5, 0])
     np.testing.assert_array_equal(record.accepted[:, 0], [3, 5, 0])
-    np.testing.assert_allclose(record.rates(), (8 + HOPE * WEIGHT) / (9 + WEIGHT), rtol=1e-6)
+    np.testing.assert_allclose(
+        record.rates(), (8 + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / (9 + PRIOR_WEIGHT), rtol=1e-6
+    )
     np.testing.assert_array_equal(record.read, 7)
     rest = functools.partial(round_, accepted=[0] * 3, drafted=[0] * 3)
-    for patience in (8, 32, 128, 512, 512):
-        np.testing.assert_array_equal(record.patience, patience)
-        for _ in range(patience - 1):
+    for retry_after in (8, 32, 128, 512, 512):
+        np.testing.assert_array_equal(record.retry_after, retry_after)
+        for _ in range(retry_after - 1):
             record = rest(record)
-        np.testing.assert_array_equal(record.streak, patience - 1)
+        np.testing.assert_array_equal(record.streak, retry_after - 1)
         record = rest(record)
         told = "what was known is forgotten, but that drafts were given up"
-        assert record.rates() == pytest.approx(HOPE * WEIGHT / (WEIGHT + GRUDGE)), told
+        assert record.rates() == pytest.approx(
+            PRIOR_ACCEPTANCE * PRIOR_WEIGHT / (PRIOR_WEIGHT + RETRY_PENALTY)
+        ), told
         record = round_(record, [0] * 3, [1] * 3)
-        assert record.rates() == pytest.approx(HOPE * WEIGHT / (WEIGHT + 0.98 * GRUDGE + 3))
+        assert record.rates() == pytest.approx(
+            PRIOR_ACCEPTANCE * PRIOR_WEIGHT / (PRIOR_WEIGHT + 0.98 * RETRY_PENALTY + 3)
+        )
     for _ in range(15):
         record = round_(record, [1] * 3, [1] * 3)
-    np.testing.assert_array_equal(record.patience, 8)
+    np.testing.assert_array_equal(record.retry_after, 8)
     for rows, first in ((1, 8), (7, 8), (8, 16), (32, 64)):
-        assert set(Record.begin(rows).patience.tolist()) == {first}, "what many rows saw is no luck"
+        assert set(AcceptanceHistory.begin(rows).retry_after.tolist()) == {first}, (
+            "what many rows saw is no luck"
+        )
 
 
 @functools.cache
@@ -149,7 +157,7 @@ def test_a_draft_model_that_rested_catches_up():
 
 
 @dataclasses.dataclass(frozen=True)
-class Forgetful(SizedChain):
+class Forgetful(AutoLengthChain):
     """Drafts without what it has missed."""
 
     def _caught_up(self, inputs, state):
@@ -242,14 +250,14 @@ def test_what_cannot_be_sized_is_refused():
     with pytest.raises(OptionError, match="branching=auto: expected children per level"):
         sj.compose("head", "match").resolve({"branching": "auto"})
     with pytest.raises(PairError, match="branching=auto sizes trees of a draft model that may"):
-        SizedTree(sj.draft.Tree((2, 1)), sj.Warped(), sj.verify.specinfer)
+        AutoLengthTree(sj.draft.Tree((2, 1)), sj.Warped(), sj.verify.specinfer)
     with pytest.raises(OptionError, match="gamma=many: expected a whole number or auto"):
         sj.method("speculative").resolve({"gamma": "many"})
     for bad in ("1,2", "0,1,1,1,1,1", "nan,1,1,1,1,1", "fast"):
         with pytest.raises(OptionError, match=r"costs=.*: expected times above 0 at lengths 0, 1"):
             sj.method("speculative").resolve({"gamma": "auto", "costs": bad})
     with pytest.raises(PairError, match="gamma=auto sizes chains of up to 7 tokens"):
-        SizedChain(sj.draft.Chain(gamma=3), sj.Warped(), sj.verify.speculative)
+        AutoLengthChain(sj.draft.Chain(gamma=3), sj.Warped(), sj.verify.speculative)
 
 
 # --- the law: each row decides alone, by its own past --------------------------------------------
@@ -260,7 +268,7 @@ CHANGING = (1.0, 1.45, 1.6, 1.95, 99.0, 99.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Peeks(SizedChain):
+class Peeks(AutoLengthChain):
     """Cuts a draft where a drawn token is unlikely: the length depends on the present draft."""
 
     def propose(self, inputs, state, keys):
@@ -302,7 +310,7 @@ def own_pasts(
     return counts, drafted
 
 
-def tiny_method(kind=SizedChain):
+def tiny_method(kind=AutoLengthChain):
     options = {"gamma": "auto", "costs": CHANGING}
     built, _ = sj.method("speculative").build(Context(*tiny_pair()), options)
     return kind(built.drafter, built.target, built.rule)
@@ -327,7 +335,7 @@ CHANGING_TREES = (1.0, 1.4, 1.75)  # broad at first, narrow and none after refus
 
 
 @dataclasses.dataclass(frozen=True)
-class FewTrees(SizedTree):
+class FewTrees(AutoLengthTree):
     forms = (), (1, 1), (2, 1)
 
 
