@@ -13,7 +13,7 @@ import numpy as np
 
 import specjax as sj
 from specjax.core import probs
-from specjax.core.mesh import alike
+from specjax.core.mesh import replicated
 from specjax.core.net import Net
 from specjax.models.cache import bucket
 
@@ -49,7 +49,7 @@ def padded_row(*parts: Sequence[int]) -> np.ndarray:
     return row
 
 
-@alike
+@replicated
 def _token_logprobs(net: Net, row: jax.Array) -> jax.Array:
     """``log p(row[i + 1] | row[: i + 1])`` at every i, ``[S - 1]``."""
     return probs.at_token(probs.log_softmax(net.rescore(row)[0, :-1]), row[0, 1:])
@@ -62,6 +62,6 @@ def _top_gap(target: sj.LM, tokens: Sequence[int]) -> float:
     return float(top[0] - top[1])
 
 
-@alike
+@replicated
 def _best_two(net: Net, row: jax.Array, at: jax.Array) -> jax.Array:
     return jax.lax.top_k(net.rescore(row, at)[0, 0], 2)[0]

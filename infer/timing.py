@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 import specjax as sj
-from specjax.core.mesh import alike
+from specjax.core.mesh import replicated
 from specjax.core.net import Net
 from specjax.lm import attach
 from specjax.models.cache import bucket
@@ -97,7 +97,7 @@ def _round_loop(models: Round) -> Callable[[], None]:
 
         return jax.lax.fori_loop(0, passes, one_pass, (cache, token % net.vocab))
 
-    @alike
+    @replicated
     def many(nets):
         def one_round(i, carry):
             caches, token = carry

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from scipy.special import chdtrc, chdtri, chndtr
 
-from specjax._util.arguments import COUNT, Must, takes
+from specjax._util.arguments import COUNT, ArgSpec, validate_arguments
 from specjax._util.errors import OptionError
-from specjax.core.mesh import alike
+from specjax.core.mesh import replicated
 from specjax.core.net import Net
 from specjax.core.warp import Sampling, warp
 from specjax.lm import LM
@@ -36,7 +36,7 @@ FEWEST = (
 )
 
 
-CHANCE = Must(float, above=0, below=1)
+CHANCE = ArgSpec(float, above=0, below=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Report:
         return "\n".join(lines)
 
 
-@takes(vocab=COUNT, length=COUNT, gamma=COUNT, samples=COUNT, alpha=CHANCE)
+@validate_arguments(vocab=COUNT, length=COUNT, gamma=COUNT, samples=COUNT, alpha=CHANCE)
 def check(
     draw: Draw,
     next_p: NextLaw,
@@ -264,7 +264,7 @@ def speculative_joint(
     return sum(states).reshape((vocab,) * length)
 
 
-_rescore = alike(Net.rescore)
+_rescore = replicated(Net.rescore)
 
 
 def model_law(model: LM, prompt: Sequence[int], sampling: Sampling) -> NextLaw:

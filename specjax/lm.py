@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specjax._util.arguments import FLAG, Must, an, shown, takes, whole_numbers
+from specjax._util.arguments import FLAG, ArgSpec, an, shown, validate_arguments, whole_numbers
 from specjax._util.checks import require_all
 from specjax._util.errors import ModelError, OptionError, PairError, foreign
 from specjax.core.net import FREE_TOKENS, Net
@@ -40,8 +40,8 @@ PICKLES = ("pytorch_model*.bin",)
 HUB_SKIPPED = ("*/*",)  # other formats of the same weights
 SELF = "self:"  # begins the name of a draft that is the target's own copy, by its scheme
 ACCELERATOR_WIDTH = 8  # tokens of a narrow pass: the rows of a matrix unit's tile
-PASS_WIDTH = Must(int, low=1, high=FREE_TOKENS, optional=True)
-CACHE_DTYPE = Must(an(str), wanted="int8", choices=("int8",), optional=True)
+PASS_WIDTH = ArgSpec(int, low=1, high=FREE_TOKENS, optional=True)
+CACHE_DTYPE = ArgSpec(an(str), wanted="int8", choices=("int8",), optional=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,18 +80,20 @@ class LM:
         return self.params["head" if self.is_head else "embed"].dtype
 
 
-QUANTIZE = Must(an(str), wanted="a scheme, such as int8", optional=True)
-MODEL = Must(an(LM), wanted="a model, as specjax.load and specjax.from_params give")
+QUANTIZE = ArgSpec(an(str), wanted="a scheme, such as int8", optional=True)
+MODEL = ArgSpec(an(LM), wanted="a model, as specjax.load and specjax.from_params give")
 TARGET = dataclasses.replace(
     MODEL,
     fits=lambda model: not model.is_head,
     wanted=f"{MODEL.wanted}; a head on hidden states can only draft: give it as the draft",
 )
-MESH = Must(an(Mesh), wanted="a mesh, as specjax.make_mesh gives")
+MESH = ArgSpec(an(Mesh), wanted="a mesh, as specjax.make_mesh gives")
 
 
-@takes(
-    path_or_id=Must(lambda path: an(str)(os.fspath(path)), wanted="a directory, or a model's name"),
+@validate_arguments(
+    path_or_id=ArgSpec(
+        lambda path: an(str)(os.fspath(path)), wanted="a directory, or a model's name"
+    ),
     pickles=FLAG,
     mesh=dataclasses.replace(MESH, optional=True),
     split=FLAG,
@@ -157,7 +159,7 @@ def load(
     return _assemble(config, params, tokenizer, eos_ids, source, mesh=mesh, **how)
 
 
-@takes(model=MODEL, mesh=MESH, split=FLAG)
+@validate_arguments(model=MODEL, mesh=MESH, split=FLAG)
 def on_mesh(model: LM, mesh: Mesh, split: bool = True) -> LM:
     """A model that lies on one device, on several; arguments as in :func:`load`.
 
@@ -172,7 +174,7 @@ def on_mesh(model: LM, mesh: Mesh, split: bool = True) -> LM:
     return dataclasses.replace(model, config=config, params=params, adapters=adapters, mesh=mesh)
 
 
-@takes(model=MODEL, scheme=QUANTIZE)
+@validate_arguments(model=MODEL, scheme=QUANTIZE)
 def quantize(model: LM, scheme: str) -> LM:
     """A model with its weights quantised, where they lie; what stays as it is, both share.
 
@@ -281,11 +283,11 @@ def resolve_pass_width(width: int | None) -> int:
     return width
 
 
-@takes(
-    config=Must(an(ModelConfig), wanted="a specjax.models.ModelConfig"),
-    params=Must(an(Mapping), wanted="a dict of arrays, as specjax.models.init_params gives"),
-    tokenizer=Must(an(Tokenizer), wanted="a specjax.text.Tokenizer", optional=True),
-    eos_ids=Must(lambda ids: tuple(whole_numbers(ids).tolist()), wanted="token ids"),
+@validate_arguments(
+    config=ArgSpec(an(ModelConfig), wanted="a specjax.models.ModelConfig"),
+    params=ArgSpec(an(Mapping), wanted="a dict of arrays, as specjax.models.init_params gives"),
+    tokenizer=ArgSpec(an(Tokenizer), wanted="a specjax.text.Tokenizer", optional=True),
+    eos_ids=ArgSpec(lambda ids: tuple(whole_numbers(ids).tolist()), wanted="token ids"),
     pass_width=PASS_WIDTH,
     cache_dtype=CACHE_DTYPE,
 )

@@ -15,7 +15,7 @@ import numpy as np
 import specjax as sj
 from infer.bench.timed_cases import Result
 from infer.rescoring import Prompts, padded_row
-from specjax.core.mesh import alike
+from specjax.core.mesh import replicated
 from specjax.core.net import Net
 from specjax.core.types import FROM_DRAFT, Warp
 from specjax.core.warp import warp
@@ -82,7 +82,7 @@ def was_tested(origin: np.ndarray, gamma: int) -> np.ndarray:
     return tested
 
 
-@alike
+@replicated
 def _token_kl(
     target: Net, draft: Net, row: jax.Array, settings: Warp, drafting: Warp, max_kl: jax.Array
 ) -> jax.Array:

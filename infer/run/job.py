@@ -55,7 +55,7 @@ def run_job(args: argparse.Namespace) -> int:
             if args.span:
                 processes.join(str(args.span))
             with contextlib.ExitStack() as files:
-                processes.together(lambda: files.enter_context(_own_files(args)))
+                processes.raise_everywhere(lambda: files.enter_context(_own_files(args)))
                 return _run(args)
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and OUT_OF_MEMORY not in str(error):
@@ -74,7 +74,7 @@ def _own_files(args: argparse.Namespace) -> contextlib.AbstractContextManager:
 
 def _run(args: argparse.Namespace) -> int:
     compiles = use_compilation_cache()
-    job = processes.together(lambda: make_job(args))
+    job = processes.raise_everywhere(lambda: make_job(args))
     if args.prompts or args.task:
         return _batch(job)
     prompt = only_prompt(args, job.encoder)
@@ -100,7 +100,7 @@ def _batch(job: Job) -> int:
     rewards = (job.reward.parts if job.reward else ()) if args.task else None
     source = Source(args.dataset) if args.dataset else None
     read = functools.partial(read_prompts, path, job.encoder, rewards, source)
-    prompts, bad = processes.together(read)
+    prompts, bad = processes.raise_everywhere(read)
     report("infer.run", prompts, bad, path)
     if source and not args.stop:
         job = dataclasses.replace(
@@ -228,7 +228,7 @@ class Job:
         if not self.args.out:
             self._decode(prompts)
             return
-        output = processes.together(lambda: Output(self.args.out, self.settings, place))
+        output = processes.raise_everywhere(lambda: Output(self.args.out, self.settings, place))
         own = prompts[place.index :: place.count] if place else prompts
         missing = [p for p in own if not output.done.issuperset((p.index, s) for s in samples)]
         self._agree(missing)

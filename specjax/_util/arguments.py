@@ -29,7 +29,7 @@ SHOWN = 60  # characters of a value that a message shows
 
 
 @dataclasses.dataclass(frozen=True)
-class Must:
+class ArgSpec:
     """What one argument must be: ``kind`` makes the value of it, or raises.
 
     Then bounds, ``choices`` and ``fits`` must hold. ``wanted`` says it in words where ``kind`` is
@@ -103,7 +103,7 @@ def shown(value: Any) -> str:
     return line if len(line) <= SHOWN else line[:SHOWN] + "…"
 
 
-def takes(**arguments: Must) -> Callable[[Function], Function]:
+def validate_arguments(**arguments: ArgSpec) -> Callable[[Function], Function]:
     """Decorator: checks these arguments of a function whenever they are given."""
 
     def decorate(function):
@@ -112,9 +112,9 @@ def takes(**arguments: Must) -> Callable[[Function], Function]:
         @functools.wraps(function)
         def call(*args, **named):
             bound = signature.bind(*args, **named)
-            for name, must in arguments.items():
+            for name, spec in arguments.items():
                 if name in bound.arguments:
-                    bound.arguments[name] = must.parse(name, bound.arguments[name])
+                    bound.arguments[name] = spec.parse(name, bound.arguments[name])
             return function(*bound.args, **bound.kwargs)
 
         return call
@@ -122,10 +122,10 @@ def takes(**arguments: Must) -> Callable[[Function], Function]:
     return decorate
 
 
-def settle(part: Any, **fields: Must) -> None:
+def validate_fields(part: Any, **fields: ArgSpec) -> None:
     """Checks fields of a frozen dataclass in its ``__post_init__``."""
-    for name, must in fields.items():
-        object.__setattr__(part, name, must.parse(name, getattr(part, name)))
+    for name, spec in fields.items():
+        object.__setattr__(part, name, spec.parse(name, getattr(part, name)))
 
 
 def an(*kinds: type) -> Callable[[Any], Any]:
@@ -139,13 +139,13 @@ def an(*kinds: type) -> Callable[[Any], Any]:
     return take
 
 
-def or_name(must: Must) -> Must:
+def or_name(spec: ArgSpec) -> ArgSpec:
     """The same, or a name that stands for it."""
 
     def take(value: Any) -> Any:
-        return value if isinstance(value, str) else must.kind(value)
+        return value if isinstance(value, str) else spec.kind(value)
 
-    return dataclasses.replace(must, kind=take, wanted=f"a name, or {must.wanted}")
+    return dataclasses.replace(spec, kind=take, wanted=f"a name, or {spec.wanted}")
 
 
 def offering(*names: str) -> Callable[[Any], Any]:
@@ -202,15 +202,17 @@ def costs(value: Any) -> tuple[float, ...]:
     return tuple(map(float, value.split(",") if isinstance(value, str) else value))
 
 
-COUNT = Must(int, low=1)
-FLAG = Must(bool)
-BRANCHING = Must(
+COUNT = ArgSpec(int, low=1)
+FLAG = ArgSpec(bool)
+BRANCHING = ArgSpec(
     branching,
     fits=lambda counts: 0 < sum(itertools.accumulate(counts, operator.mul)) <= MOST_NODES,
     wanted=f"children per level, each at least 1, {MOST_NODES} nodes in all, such as 4,2,2",
 )
-TEXTS = Must(texts, wanted="a text, or several")
-DRAFTER = Must(offering("propose", "law"), wanted="a specjax.Drafter, as specjax.draft.Chain()")
-TARGET_DIST = Must(offering("log_p", "settings"), wanted="a specjax.TargetDist")
-RULE = Must(offering("verify", "laws"), wanted="a rule, which specjax.rule makes of a function")
-METHOD = Must(offering("init", "step"), wanted="a name of specjax.methods(), or a specjax.Method")
+TEXTS = ArgSpec(texts, wanted="a text, or several")
+DRAFTER = ArgSpec(offering("propose", "law"), wanted="a specjax.Drafter, as specjax.draft.Chain()")
+TARGET_DIST = ArgSpec(offering("log_p", "settings"), wanted="a specjax.TargetDist")
+RULE = ArgSpec(offering("verify", "laws"), wanted="a rule, which specjax.rule makes of a function")
+METHOD = ArgSpec(
+    offering("init", "step"), wanted="a name of specjax.methods(), or a specjax.Method"
+)

@@ -62,7 +62,7 @@ def of_first(value: np.ndarray) -> np.ndarray:
     return value if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(value)
 
 
-def together(work: Callable[[], T]) -> T:
+def raise_everywhere(work: Callable[[], T]) -> T:
     """``work()``; where it fails in one process, every process raises.
 
     Without this the others would wait for the failed one until their connection times out.
@@ -92,10 +92,10 @@ def first_then_all(work: Callable[[], T]) -> T:
     """``work()`` in process 0, then in the others, which find what it has written.
 
     Raises:
-      InputError: as :func:`together`.
+      InputError: as :func:`raise_everywhere`.
     """
-    result = together(lambda: work() if leads() else None)
-    others = together(lambda: None if leads() else work())
+    result = raise_everywhere(lambda: work() if leads() else None)
+    others = raise_everywhere(lambda: None if leads() else work())
     return result if leads() else others
 
 

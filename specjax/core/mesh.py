@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from specjax._util.arguments import COUNT, takes
+from specjax._util.arguments import COUNT, validate_arguments
 from specjax._util.errors import OptionError
 from specjax.core.net import Net
 from specjax.core.types import Inputs
@@ -30,7 +30,7 @@ ROWS, WHOLE = PartitionSpec(DATA), PartitionSpec()
 CACHE = PartitionSpec(DATA, MODEL)
 
 
-@takes(data=COUNT, model=COUNT)
+@validate_arguments(data=COUNT, model=COUNT)
 def make_mesh(data: int = 1, model: int = 1) -> Mesh:
     """The first ``data · model`` devices: rows over ``data``, heads over ``model``.
 
@@ -133,7 +133,7 @@ def program(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
     return run
 
 
-def alike(function: Callable[..., Any]) -> Callable[..., Any]:
+def replicated(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function(mesh, ...)``, jitted: every device of ``mesh`` (or None) does the same work.
 
     Among the arguments are Nets, of which each device has its share; all other arrays, and the

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax._util.arguments import FLAG, TEXTS, settle
+from specjax._util.arguments import FLAG, TEXTS, validate_fields
 from specjax.core.types import DecodeState, Draft, Inputs, TreeShape, Verdict
 
 
@@ -162,7 +162,9 @@ class Rule:
     extras: tuple[str, ...] = ()
 
     def __post_init__(self):
-        settle(self, laws=TEXTS, settings=TEXTS, extras=TEXTS, lossless=FLAG, chain_only=FLAG)
+        validate_fields(
+            self, laws=TEXTS, settings=TEXTS, extras=TEXTS, lossless=FLAG, chain_only=FLAG
+        )
         object.__setattr__(self, "laws", frozenset(self.laws))
         object.__setattr__(self, "__doc__", self.verify.__doc__)
 

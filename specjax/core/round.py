@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax._util.arguments import DRAFTER, RULE, TARGET_DIST, settle
+from specjax._util.arguments import DRAFTER, RULE, TARGET_DIST, validate_fields
 from specjax._util.errors import PairError
 from specjax.core import probs, tree
 from specjax.core.protocols import Drafter, Method, Proposal, Rule, TargetDist
@@ -53,7 +53,7 @@ class DraftVerify(Method):
     rule: Rule
 
     def __post_init__(self):
-        settle(self, drafter=DRAFTER, target=TARGET_DIST, rule=RULE)
+        validate_fields(self, drafter=DRAFTER, target=TARGET_DIST, rule=RULE)
         check_pair(self.drafter, self.target, self.rule)
 
     @property
@@ -138,7 +138,7 @@ class DraftVerify(Method):
                 now = state.replace(cache=found.cache, target_state=found.target_state)
                 return self._verified(inputs, now, keys, part).widened(whole)
 
-            found, below = once(due, turn, found), width
+            found, below = cond_in_place(due, turn, found), width
         return found
 
     def _verified(self, inputs: Inputs, state: DecodeState, keys, draft: Draft) -> Found:
@@ -225,7 +225,7 @@ class Found(NamedTuple):
         return jax.tree.map(pad, self._replace(verdict=self.verdict.replace(path=path)), whole)
 
 
-def once(due: Bool[Array, ""], turn: Callable[[Any], Any], carry: Any) -> Any:
+def cond_in_place(due: Bool[Array, ""], turn: Callable[[Any], Any], carry: Any) -> Any:
     """``turn(carry)`` where it is ``due``, else ``carry``.
 
     A loop of at most one turn, for ``lax.cond`` keeps a second copy of what it hands on: caches.

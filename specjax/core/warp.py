@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax._util.arguments import Must, settle
+from specjax._util.arguments import ArgSpec, validate_fields
 from specjax.core import probs
 from specjax.core.types import Warp
 
@@ -41,8 +41,10 @@ class Sampling:
 
     def __post_init__(self):
         hottest, most = 1e38, 2**31 - 1  # what float32 and int32 hold
-        settle(self, temperature=Must(float, low=0, high=hottest))
-        settle(self, top_k=Must(int, low=0, high=most), top_p=Must(float, above=0, high=1))
+        validate_fields(self, temperature=ArgSpec(float, low=0, high=hottest))
+        validate_fields(
+            self, top_k=ArgSpec(int, low=0, high=most), top_p=ArgSpec(float, above=0, high=1)
+        )
 
     def arrays(self, batch: int) -> Warp:
         """The settings as arrays for ``batch`` rows."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax._util.arguments import Must, settle
+from specjax._util.arguments import ArgSpec, validate_fields
 from specjax.core import probs
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Drafter, Proposal
@@ -61,7 +61,7 @@ class Candidates:
     form: str = CHAIN
 
     def __post_init__(self):
-        settle(self, k=Must(int, low=1), form=Must(str, choices=FORMS))
+        validate_fields(self, k=ArgSpec(int, low=1), form=ArgSpec(str, choices=FORMS))
 
     @property
     def law(self) -> str:

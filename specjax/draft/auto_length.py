@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax._util.errors import PairError
 from specjax.core.protocols import Proposal
-from specjax.core.round import DraftVerify, once
+from specjax.core.round import DraftVerify, cond_in_place
 from specjax.core.types import POINT_MASS, DecodeState, Inputs
 from specjax.draft.none import NoDraft
 from specjax.draft.tree import Tree
@@ -174,9 +174,9 @@ class AutoLength(DraftVerify):
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         form = best_shape(state.method_state.rates(), self.forms, inputs.settings[COSTS])
         drafts = form > 0 if self.draft_can_rest else jnp.bool_(True)
-        after = once(drafts, functools.partial(self._drafting, inputs, form), state)
+        after = cond_in_place(drafts, functools.partial(self._drafting, inputs, form), state)
         if self.draft_can_rest:
-            after = once(~drafts, functools.partial(self._plain, inputs), after)
+            after = cond_in_place(~drafts, functools.partial(self._plain, inputs), after)
         levels = jnp.asarray(padded(self.forms))[form]
         return after.replace(method_state=state.method_state.after(state, after, drafts, levels))
 
@@ -267,5 +267,5 @@ class AutoLengthTree(AutoLength):
         for number, branching in enumerate(self.forms[1:], 1):
             drafter = dataclasses.replace(self.drafter, branching=branching)
             method = DraftVerify(drafter, self.target, self.rule)
-            state = once(form == number, functools.partial(method.step, inputs), state)
+            state = cond_in_place(form == number, functools.partial(method.step, inputs), state)
         return state

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax._util.arguments import COUNT, FLAG, Must, settle
+from specjax._util.arguments import COUNT, FLAG, ArgSpec, validate_fields
 from specjax.core import probs, tree
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Proposal
@@ -65,9 +65,9 @@ class Beam(ModelDrafter):
     law = DETERMINISTIC
 
     def __post_init__(self):
-        verified, joint = Must(str, choices=VERIFIED), Must(str, choices=JOINTS)
-        settle(self, gamma=COUNT, width=COUNT, verify_beams=verified, joint=joint)
-        settle(self, drawn=FLAG, of_target=FLAG)
+        verified, joint = ArgSpec(str, choices=VERIFIED), ArgSpec(str, choices=JOINTS)
+        validate_fields(self, gamma=COUNT, width=COUNT, verify_beams=verified, joint=joint)
+        validate_fields(self, drawn=FLAG, of_target=FLAG)
 
     def _level(self, step: int) -> range:
         """Node numbers of a step: W each; where the vocabulary has not that many, some are

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float
 
-from specjax._util.arguments import COUNT, FLAG, Must, settle
+from specjax._util.arguments import COUNT, FLAG, ArgSpec, validate_fields
 from specjax._util.errors import PairError
 from specjax.core import probs
 from specjax.core.probs import Purpose
@@ -46,7 +46,9 @@ class Chain(ModelDrafter):
     law = IID
 
     def __post_init__(self):
-        settle(self, gamma=COUNT, stop=Must(str, choices=STOPS), draft_warp=FLAG, keep_logits=FLAG)
+        validate_fields(
+            self, gamma=COUNT, stop=ArgSpec(str, choices=STOPS), draft_warp=FLAG, keep_logits=FLAG
+        )
         if self.keep_logits and self.stop == STOPS_AFTER:
             raise PairError(
                 "a chain that stops after an unsure token has no logits behind it, "

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax._util.arguments import COUNT, settle
+from specjax._util.arguments import COUNT, validate_fields
 from specjax.core import probs
 from specjax.core.net import Net
 from specjax.core.protocols import Proposal
@@ -169,7 +169,7 @@ class HeadBest(HeadDrafter):
     law = DETERMINISTIC
 
     def __post_init__(self):
-        settle(self, budget=COUNT, depth=COUNT, width=COUNT)
+        validate_fields(self, budget=COUNT, depth=COUNT, width=COUNT)
 
     @property
     def shape(self) -> TreeShape:

@@ -9,7 +9,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from specjax._util.arguments import COUNT, settle
+from specjax._util.arguments import COUNT, validate_fields
 from specjax.core import probs
 from specjax.core.protocols import Drafter, Proposal
 from specjax.core.tree import chain_draft
@@ -31,7 +31,7 @@ class Lookup(Drafter):
     ends_early = True
 
     def __post_init__(self):
-        settle(self, gamma=COUNT, ngram=COUNT)
+        validate_fields(self, gamma=COUNT, ngram=COUNT)
 
     @property
     def shape(self) -> TreeShape:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from specjax._util.arguments import COUNT, settle
+from specjax._util.arguments import COUNT, validate_fields
 from specjax.core import probs
 from specjax.core.protocols import Drafter, Proposal
 from specjax.core.tree import chain_draft
@@ -80,7 +80,7 @@ class Suffix(Drafter):
     usual_rule = "match"
 
     def __post_init__(self):
-        settle(self, gamma=COUNT, ngram=COUNT, pool=COUNT)
+        validate_fields(self, gamma=COUNT, ngram=COUNT, pool=COUNT)
 
     @property
     def shape(self) -> TreeShape:

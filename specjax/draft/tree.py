@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax._util.arguments import BRANCHING, COUNT, FLAG, settle
+from specjax._util.arguments import BRANCHING, COUNT, FLAG, validate_fields
 from specjax.core import probs, tree
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Proposal
@@ -39,7 +39,7 @@ class Tree(ModelDrafter):
     replacement: bool = False
 
     def __post_init__(self):
-        settle(self, branching=BRANCHING, replacement=FLAG)
+        validate_fields(self, branching=BRANCHING, replacement=FLAG)
 
     @classmethod
     def iid(cls, gamma: int, chains: int) -> Tree:

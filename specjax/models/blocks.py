@@ -24,7 +24,7 @@ from specjax.models import sharding
 from specjax.models.attention.flash import RESULT
 from specjax.models.config import ModelConfig, period
 from specjax.models.layers import ACTIVATIONS, NORMS, Linear, rope_table, rotate
-from specjax.models.sharding import laid
+from specjax.models.sharding import constrain
 
 # attend(layer, q[B,N,H,E], k[B,N,K,E], v[B,N,K,E]) -> [B,N,H,E]
 Attend = Callable[[int, Array, Array, Array], Array]
@@ -179,7 +179,11 @@ class Decoder(nnx.Module):
         lie: every block's input and output stays there, so that a device works on its own rows
         with weights that it gathers for one block, and never on a part of each row's width.
         """
-        x, tables, first = laid(self.inputs(tokens, positions), rows), self.tables(positions), 0
+        x, tables, first = (
+            constrain(self.inputs(tokens, positions), rows),
+            self.tables(positions),
+            0,
+        )
         tapped = jnp.zeros((*x.shape[:2], len(taps), x.shape[2]), x.dtype) if taps else None
         if scan:
             x, tapped, first = self._scan(x, tapped, taps, tables, attend, remat, rows)
@@ -233,7 +237,7 @@ def kept(remat: Remat) -> Callable | None:
 
 def _call(table: Table, attend: Callable, rows: NamedSharding | None) -> Callable:
     """Runs a block; what is closed over here is no argument that remat would trace."""
-    return lambda block, x: laid(block(laid(x, rows), table, attend), rows)
+    return lambda block, x: constrain(block(constrain(x, rows), table, attend), rows)
 
 
 def _tap(

@@ -110,7 +110,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(shape[:1]), axes=axes[:1]) if bias else None
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        y = sharding.total(linear(x, self.weight[...]), self.summed)
+        y = sharding.psum_shards(linear(x, self.weight[...]), self.summed)
         return y if self.bias is None else y + self.bias[...]
 
 

@@ -69,12 +69,12 @@ def partition(axes: tuple[str, ...], shape: tuple[int, ...], count: int) -> Part
     return PartitionSpec(*(None if a == "vocab" and n % count else RULES[a] for a, n in sizes))
 
 
-def laid(x: Array, where: NamedSharding | None) -> Array:
+def constrain(x: Array, where: NamedSharding | None) -> Array:
     """``x``, told to lie so; None: as the compiler likes."""
     return x if where is None else jax.lax.with_sharding_constraint(x, where)
 
 
-def total(x: Float[Array, "..."], shards: int) -> Float[Array, "..."]:
+def psum_shards(x: Float[Array, "..."], shards: int) -> Float[Array, "..."]:
     """The sum of the devices' partial products, on each of them."""
     return x if shards == 1 else jax.lax.psum(x, AXIS)
 

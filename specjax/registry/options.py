@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from specjax._util.arguments import Must
+from specjax._util.arguments import ArgSpec
 from specjax._util.errors import OptionError
 
 REQUIRED = object()  # in place of a default
@@ -15,7 +15,7 @@ AUTO, MEASURED = "auto", "measured"  # a draft length by costs, and where these 
 
 
 @dataclasses.dataclass(frozen=True)
-class Option(Must):
+class Option(ArgSpec):
     """One setting of a part. Floats are arrays in the loop (changing one never recompiles);
     everything else is static."""
 
@@ -32,7 +32,7 @@ class Option(Must):
         return cls(str, "none", help, choices=("none", *presets), presets=presets)
 
     def parse(self, name: str, value: Any) -> Any:
-        """The value, checked as by :class:`specjax._util.arguments.Must`.
+        """The value, checked as by :class:`specjax._util.arguments.ArgSpec`.
 
         Raises:
           OptionError: a wrong type, a value out of range, or none.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specjax._util.arguments import METHOD, Must
+from specjax._util.arguments import METHOD, ArgSpec
 from specjax._util.errors import OptionError, PairError
 from specjax.core.protocols import Drafter, Method, Rule, TargetDist
 from specjax.core.round import DraftVerify
@@ -58,7 +58,7 @@ def bind(
     if context.draft is not None:
         check_models(context.target, context.draft)
     if not isinstance(chosen, MethodSpec):
-        return chosen, {name: Must(float).parse(name, value) for name, value in options.items()}
+        return chosen, {name: ArgSpec(float).parse(name, value) for name, value in options.items()}
     if chosen.needs_reward and not guided:
         raise OptionError(f"method {chosen.name} needs a reward: give --reward (or reward=)")
     return chosen.build(context, options)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from specjax._util.arguments import DRAFTER, RULE, TARGET_DIST, or_name, takes
+from specjax._util.arguments import DRAFTER, RULE, TARGET_DIST, or_name, validate_arguments
 from specjax._util.errors import OptionError, PairError
 from specjax.core.protocols import Drafter, Method, Rule, TargetDist
 from specjax.core.round import DraftVerify
@@ -364,7 +364,7 @@ def usual_rule(drafter: str | Drafter) -> str:
     return getattr(made, "usual_rule", Drafter.usual_rule)
 
 
-@takes(drafter=or_name(DRAFTER), rule=or_name(RULE), target_dist=or_name(TARGET_DIST))
+@validate_arguments(drafter=or_name(DRAFTER), rule=or_name(RULE), target_dist=or_name(TARGET_DIST))
 def compose(
     drafter: str | Drafter, rule: str | Rule, target_dist: str | TargetDist = "warped"
 ) -> MethodSpec:

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from specjax._util.arguments import COUNT, Must, settle
+from specjax._util.arguments import COUNT, ArgSpec, validate_fields
 from specjax.rewards.protocol import DeviceReward
 
 
@@ -23,7 +23,7 @@ class Length:
     full = 1.0
 
     def __post_init__(self):
-        settle(self, low=Must(int, low=0), high=COUNT)
+        validate_fields(self, low=ArgSpec(int, low=0), high=COUNT)
 
     def check(self, tokenizer, constraints):
         """Every completion has a length."""

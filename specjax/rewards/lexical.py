@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax._util.arguments import TEXTS, settle
+from specjax._util.arguments import TEXTS, validate_fields
 from specjax._util.errors import OptionError
 from specjax.rewards.protocol import DeviceReward
 from specjax.text.tokenizer import REPLACEMENT, Tokenizer
@@ -119,7 +119,7 @@ class Lexical:
     absent = False
 
     def __post_init__(self):
-        settle(self, words=TEXTS)
+        validate_fields(self, words=TEXTS)
 
     def words_of(self, constraints: dict) -> list[str]:
         return list(dict.fromkeys([*self.words, *constraints.get(self.name, ())]))

@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable
 
-from specjax._util.arguments import Must, an, settle
+from specjax._util.arguments import ArgSpec, an, validate_fields
 from specjax._util.errors import OptionError, foreign
 from specjax.rewards.parsing import OPEN, VALID, json_state, parses_as_python
 
@@ -35,7 +35,7 @@ class Regex(OfText):
     name = "regex"
 
     def __post_init__(self):
-        settle(self, pattern=Must(an(re.Pattern), wanted="a pattern of re.compile"))
+        validate_fields(self, pattern=ArgSpec(an(re.Pattern), wanted="a pattern of re.compile"))
 
     def score(self, sample):
         return float(self.pattern.search(sample.text) is not None)

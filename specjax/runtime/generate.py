@@ -12,12 +12,12 @@ import numpy as np
 from specjax._util.arguments import (
     COUNT,
     FLAG,
-    Must,
+    ArgSpec,
     an,
     listed,
     or_name,
-    takes,
     texts,
+    validate_arguments,
     whole_numbers,
 )
 from specjax._util.errors import OptionError, PairError
@@ -36,7 +36,7 @@ ALL_ROUNDS = 2**31 - 1
 PREFIXES = 4  # prompts whose caches are kept, a row of memory each
 MOST_SAMPLES = 2**16  # of a prompt: each is a row of its own
 
-OPTIONS = Must(
+OPTIONS = ArgSpec(
     dict,
     fits=lambda options: all(isinstance(name, str) for name in options),
     wanted="a dict of option names and values",
@@ -55,27 +55,27 @@ def _budgets(value: Any) -> int | list[int]:
     return COUNT.parse("max_new_tokens", value)
 
 
-CHECKED = takes(
+CHECKED = validate_arguments(
     target=TARGET,
-    prompts=Must(listed, fits=len, wanted="at least one text or sequence of token ids"),
+    prompts=ArgSpec(listed, fits=len, wanted="at least one text or sequence of token ids"),
     draft=or_name(dataclasses.replace(MODEL, optional=True)),
     options=OPTIONS,
-    max_new_tokens=Must(_budgets, wanted="a whole number ≥ 1, or one per prompt"),
-    sampling=Must(an(Sampling), wanted="a specjax.Sampling, as Sampling(0.8)", optional=True),
-    seed=Must(int, low=0, high=2**32 - 1),  # jax.random.key drops or refuses what is above
-    num_samples=Must(int, low=1, high=MOST_SAMPLES),
-    stop=Must(texts, fits=all, wanted="texts, none of them empty", optional=True),
+    max_new_tokens=ArgSpec(_budgets, wanted="a whole number ≥ 1, or one per prompt"),
+    sampling=ArgSpec(an(Sampling), wanted="a specjax.Sampling, as Sampling(0.8)", optional=True),
+    seed=ArgSpec(int, low=0, high=2**32 - 1),  # jax.random.key drops or refuses what is above
+    num_samples=ArgSpec(int, low=1, high=MOST_SAMPLES),
+    stop=ArgSpec(texts, fits=all, wanted="texts, none of them empty", optional=True),
     logprobs=FLAG,
-    batch_size=Must(int, low=1, optional=True),
-    prefixes=Must(int, low=0),
-    indices=Must(
+    batch_size=ArgSpec(int, low=1, optional=True),
+    prefixes=ArgSpec(int, low=0),
+    indices=ArgSpec(
         lambda value: whole_numbers(value).tolist(),
         fits=lambda indices: all(0 <= i < SAMPLE_STREAM for i in indices),
         wanted="whole numbers from 0 to 2**31 - 1",
         optional=True,
     ),
-    rounds_per_piece=Must(int, low=1, high=ALL_ROUNDS),
-    constraints=Must(
+    rounds_per_piece=ArgSpec(int, low=1, high=ALL_ROUNDS),
+    constraints=ArgSpec(
         _constraints, wanted="per prompt, a dict of reward names and their texts", optional=True
     ),
 )
@@ -256,7 +256,7 @@ def num_slots(target: LM, rows: int, batch_size: int | None) -> int:
     return size if target.mesh is None else round_up(size, target.mesh)
 
 
-@takes(target=TARGET, draft=dataclasses.replace(MODEL, optional=True), options=OPTIONS)
+@validate_arguments(target=TARGET, draft=dataclasses.replace(MODEL, optional=True), options=OPTIONS)
 def make_engine(
     target: LM,
     draft: LM | None,
@@ -322,7 +322,7 @@ def encode_prompt(target: LM, prompt: str | Sequence[int], name: str = "the prom
             prompt = target.tokenizer.encode(prompt)
         except OptionError as error:
             raise OptionError(f"{name}: {error}") from None
-    tokens = Must(whole_numbers, wanted="a text, or token ids").parse(name, prompt)
+    tokens = ArgSpec(whole_numbers, wanted="a text, or token ids").parse(name, prompt)
     most, vocab = target.config.max_position, target.config.vocab_size
     if tokens.size == 0:
         raise OptionError(f"{name} is empty; it needs at least one token")

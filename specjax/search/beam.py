@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax._util.arguments import COUNT, Must, settle
+from specjax._util.arguments import COUNT, ArgSpec, validate_fields
 from specjax.core import probs
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Method
@@ -69,7 +69,7 @@ class BeamSearch(Method):
     needs_full_length = True
 
     def __post_init__(self):
-        settle(self, beams=COUNT, joint=Must(str, choices=SAMPLED))
+        validate_fields(self, beams=COUNT, joint=ArgSpec(str, choices=SAMPLED))
 
     def ready(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         tokens = jnp.repeat(state.tokens[:, None], self.beams, axis=1)

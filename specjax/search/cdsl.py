@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax._util.arguments import COUNT, FLAG, Must, settle
+from specjax._util.arguments import COUNT, FLAG, ArgSpec, validate_fields
 from specjax.core import probs
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Method
@@ -123,8 +123,10 @@ class CDSL(Method):
     keep_verified: bool = True
 
     def __post_init__(self):
-        accept = Must(str, choices=ACCEPTS)
-        settle(self, k=COUNT, d=COUNT, b=Must(int, low=0), accept=accept, keep_verified=FLAG)
+        accept = ArgSpec(str, choices=ACCEPTS)
+        validate_fields(
+            self, k=COUNT, d=COUNT, b=ArgSpec(int, low=0), accept=accept, keep_verified=FLAG
+        )
 
     @property
     def host_driven(self) -> bool:
@@ -170,10 +172,10 @@ class CDSL(Method):
 
         carried = state, work
         if self.b > 0:
-            carried = drive.once(lambda c: c[1].trying, attempt, carried)
+            carried = drive.run_once(lambda c: c[1].trying, attempt, carried)
         if self.b > 1:
             carried = drive.repeat(lambda c: c[1].trying, again, carried)
-        state, work = drive.once(lambda c: c[1].open, look, carried)
+        state, work = drive.run_once(lambda c: c[1].open, look, carried)
         state = drive.stage(self.finish, state, work)
         return drive.commit(state, work.path, work.count)
 

@@ -61,7 +61,9 @@ class Driver(Protocol):
     ) -> DecodeState:
         """Moves the reward's fold over the tokens that the round decided on."""
 
-    def once(self, wanted: Callable[..., Bool[Array, "B"]], body: Callable, carried: Any) -> Any:
+    def run_once(
+        self, wanted: Callable[..., Bool[Array, "B"]], body: Callable, carried: Any
+    ) -> Any:
         """``body(carried)`` if any row wants it."""
 
     def repeat(self, wanted: Callable[..., Bool[Array, "B"]], body: Callable, carried: Any) -> Any:
@@ -88,7 +90,7 @@ class DeviceDriver:
         carry = jax.tree.map(lambda x: x[:, 0], ends)
         return state.replace(method_state=state.method_state.replace(carry=carry))
 
-    def once(self, wanted, body, carried):
+    def run_once(self, wanted, body, carried):
         return jax.lax.cond(jnp.any(wanted(carried)), body, lambda c: c, carried)
 
     def repeat(self, wanted, body, carried):
@@ -111,7 +113,7 @@ class HostDriver:
     def commit(self, state, tokens, count):
         return state
 
-    def once(self, wanted, body, carried):
+    def run_once(self, wanted, body, carried):
         return body(carried) if np.asarray(wanted(carried)).any() else carried
 
     def repeat(self, wanted, body, carried):

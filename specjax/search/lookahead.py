@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax._util.arguments import COUNT, FLAG, settle
+from specjax._util.arguments import COUNT, FLAG, validate_fields
 from specjax.core import probs
 from specjax.core.net import Net
 from specjax.core.protocols import Method
@@ -177,7 +177,7 @@ class Lookahead(Method):
     drafts: bool = False
 
     def __post_init__(self):
-        settle(self, k=COUNT, d=COUNT, drafts=FLAG)
+        validate_fields(self, k=COUNT, d=COUNT, drafts=FLAG)
 
     @property
     def host_driven(self) -> bool:

@@ -9,7 +9,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from specjax._util.arguments import COUNT, Must, settle
+from specjax._util.arguments import COUNT, ArgSpec, validate_fields
 from specjax.core import probs
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Method
@@ -37,7 +37,7 @@ class MTJD(Method):
     joint: str = "raw"
 
     def __post_init__(self):
-        settle(self, block=COUNT, beam_width=COUNT, joint=Must(str, choices=JOINTS))
+        validate_fields(self, block=COUNT, beam_width=COUNT, joint=ArgSpec(str, choices=JOINTS))
 
     @classmethod
     def over(cls, vocab: int, block: int, beam_width: int, joint: str) -> MTJD:

@@ -10,7 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specjax._util.arguments import FLAG, Must, settle
+from specjax._util.arguments import FLAG, ArgSpec, validate_fields
 from specjax.core import probs
 from specjax.core.protocols import TargetDist
 from specjax.core.scoring import score
@@ -35,7 +35,7 @@ class Contrastive(TargetDist):
     settings = ("alpha", "beta")
 
     def __post_init__(self):
-        settle(self, variant=Must(str, choices=VARIANTS), own_passes=FLAG)
+        validate_fields(self, variant=ArgSpec(str, choices=VARIANTS), own_passes=FLAG)
 
     @property
     def needs_draft_logits(self) -> bool:

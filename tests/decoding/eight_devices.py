@@ -270,7 +270,7 @@ def test_models_on_different_devices_are_refused(target, draft):
 
 
 MUTANTS = {
-    "no sum": ("sharding.total", lambda x, shards: x, lambda: tiny_lm(3)),
+    "no sum": ("sharding.psum_shards", lambda x, shards: x, lambda: tiny_lm(3)),
     "the first device's slopes": (
         "attention.dense.own_part",
         lambda x, shards: jax.numpy.asarray(x[: len(x) // shards]),

@@ -11,7 +11,7 @@ import tokenizers
 
 import specjax as sj
 from specjax import rewards, search
-from specjax._util.arguments import Must, shown
+from specjax._util.arguments import ArgSpec, shown
 from specjax.core import loop
 from specjax.text.tokenizer import Tokenizer
 
@@ -271,4 +271,4 @@ def test_shown_is_short_and_one_line():
     for value in ("a\nb" * 99, 10**9999, ["x" * 999] * 99, np.ones((9, 9)), object(), -(2**999)):
         assert len(shown(value)) < 200 and "\n" not in shown(value)
     with pytest.raises(sj.OptionError, match="n=a b: expected a whole number"):
-        Must(int).parse("n", "a\nb")
+        ArgSpec(int).parse("n", "a\nb")

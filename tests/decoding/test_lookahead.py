@@ -299,7 +299,7 @@ def test_cache_equals_fresh_prefill_after_every_round(target, draft, method, opt
     assert rounds > 4
 
 
-@pytest.mark.parametrize("hosted", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize("host_driven", [False, pytest.param(True, marks=SLOW)])
 @pytest.mark.parametrize("number", [0.0, 1.0, math.nan, -math.inf])
 def test_every_reward_makes_progress(target, draft, number, host_driven):
     reward = Constant(number, host_driven)

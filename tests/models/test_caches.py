@@ -181,12 +181,12 @@ def test_the_tpu_kernel_meets_what_a_piece_sees(window, finish):
 
 def test_the_tpu_kernel_is_for_wide_pieces_of_plain_caches(monkeypatch):
     cache = jnp.zeros((1, 1, 8192, 8))
-    assert not splash.takes_chain(512, Scores(), cache)
+    assert not splash.supports_chain(512, Scores(), cache)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert splash.takes_chain(512, Scores(softcap=2.0), cache)
-    assert not splash.takes_chain(128, Scores(), cache)
-    assert not splash.takes_chain(512, Scores(alibi=True), cache)
-    assert not splash.takes_chain(512, Scores(), Coded(cache, cache))
+    assert splash.supports_chain(512, Scores(softcap=2.0), cache)
+    assert not splash.supports_chain(128, Scores(), cache)
+    assert not splash.supports_chain(512, Scores(alibi=True), cache)
+    assert not splash.supports_chain(512, Scores(), Coded(cache, cache))
 
 
 def test_prompts_that_go_through_the_kernel_leave_the_same_cache(monkeypatch):

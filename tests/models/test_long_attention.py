@@ -257,7 +257,7 @@ def test_a_block_that_no_window_sees_is_not_met():
 
 def test_the_kernel_takes_windows_of_known_length_whose_numbers_fit():
     def takes(count, **how):
-        return splash.takes_windows(Isolated(**how), Scores(), count)
+        return splash.supports_windows(Isolated(**how), Scores(), count)
 
     assert takes(16384 + 5176, clean=16384, longest=5)
     assert not takes(16384 + 5176, clean=16384)

@@ -12,12 +12,12 @@ from specjax._util.files import locked
 
 PREPARED = """
 import atexit, os, signal, sys, time
-from specjax.program import run, start
+from specjax._util.program import run, start
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 """
 HOLD = """
 import sys
-from specjax.files import locked
+from specjax._util.files import locked
 with locked(sys.argv[1], "--out"):
     print("held", flush=True)
     input()

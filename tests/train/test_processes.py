@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from specjax._util.errors import InputError
-from specjax._util.processes import agree, any_of, join, leads, together
+from specjax._util.processes import agree, any_of, join, leads, raise_everywhere
 from support.training import (
     ROOT,
     TINY_LM,
@@ -173,7 +173,7 @@ def test_one_process_leads_and_agrees_with_itself():
     agree(config=cfg)
     assert leads() and any_of(True) and not any_of(False)
     with pytest.raises(InputError, match="no such thing"):
-        together(lambda: (_ for _ in ()).throw(InputError("no such thing")))
+        raise_everywhere(lambda: (_ for _ in ()).throw(InputError("no such thing")))
 
 
 @pytest.mark.parametrize("where", ["localhost", "localhost:1,two,0", "localhost:1,2,2"])

@@ -32,7 +32,7 @@ def own_directory(run: Run, resume: bool) -> Iterator[Path]:
         gone on with, never overwritten.
     """
     with contextlib.ExitStack() as held:
-        yield processes.together(lambda: held.enter_context(_owned(run, resume)))
+        yield processes.raise_everywhere(lambda: held.enter_context(_owned(run, resume)))
 
 
 @contextlib.contextmanager
@@ -110,5 +110,5 @@ def export_as(
         # Last: what has a card is whole.
         write_text(home / "card.json", json.dumps(ended | card, indent=1) + "\n")
 
-    processes.together(write if processes.leads() else lambda: None)
+    processes.raise_everywhere(write if processes.leads() else lambda: None)
     return ended | {"export": str(home)}

@@ -134,7 +134,7 @@ def fit(
     writes = processes.leads()
     sinks = open_sinks(run, state.step) if writes else []
     own = log if writes else None
-    metrics = processes.together(lambda: Metrics(own, keep_through=state.step, sinks=sinks))
+    metrics = processes.raise_everywhere(lambda: Metrics(own, keep_through=state.step, sinks=sinks))
     placed = placement.of_step(state.params, state.opt_state)
     train_step = make_step(loss_fn, optimizer, weigh, placed)
     evaluate = jax.jit(eval_loss, out_shardings=placement.replicated)

@@ -37,7 +37,9 @@ def main(cfg: HeadRunConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     if dry_run:
         return plan(cfg, prepare_setup(cfg, None))
     with own_directory(cfg.run, resume) as directory:
-        placement = processes.together(lambda: run_placement(cfg.mesh, cfg.optim.batch_size))
+        placement = processes.raise_everywhere(
+            lambda: run_placement(cfg.mesh, cfg.optim.batch_size)
+        )
         setup = processes.first_then_all(lambda: prepare_setup(cfg, directory.parent / "cache"))
         processes.agree(config=cfg, corpus=setup.data.fingerprint, jax=jax.__version__)
         return plan(cfg, setup) | train(cfg, setup, placement, resume)
@@ -48,7 +50,7 @@ def train(cfg: HeadRunConfig, setup: Setup, placement: Placement, resume: bool) 
     section, data, head = cfg.head, setup.data, setup.head
     dtype = jnp.dtype(cfg.model.compute_dtype)
     with host_memory():  # one device may be too small for what all of them share
-        _, target = processes.together(lambda: load_pretrained(setup.directory, dtype))
+        _, target = processes.raise_everywhere(lambda: load_pretrained(setup.directory, dtype))
         params = first_params(setup, target, cfg.run.seed)
     loader, valid = own_batches(cfg, data)
     objective = Objective(section.steps, section.decay, cfg.model.compute_dtype, cfg.model.remat)

@@ -38,7 +38,9 @@ def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     if dry_run:
         return _dry_run(cfg)
     with own_directory(cfg.run, resume) as directory:
-        placement = processes.together(lambda: run_placement(cfg.mesh, cfg.optim.batch_size))
+        placement = processes.raise_everywhere(
+            lambda: run_placement(cfg.mesh, cfg.optim.batch_size)
+        )
         cache = directory.parent / "cache"
         setup = processes.first_then_all(lambda: prepare_setup(cfg, directory, cache))
         facts = {"model": setup.model, "corpus": setup.data.fingerprint}
@@ -58,7 +60,7 @@ def train(cfg: LMConfig, setup: Setup, placement: Placement, resume: bool) -> di
     tokenizer, model, first_params, data = setup
     lie = placement.row_sharding(0)
     with host_memory():  # one device may be too small for what all of them share
-        loss, frozen = processes.together(lambda: training_loss(cfg, model, lie))
+        loss, frozen = processes.raise_everywhere(lambda: training_loss(cfg, model, lie))
         params = first_params()
     loader, valid = own_batches(cfg, data)
     outcome = fit(

@@ -60,12 +60,12 @@ def run(args: argparse.Namespace) -> int:
 def main(cfg: SDSATConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     """Tunes as the config says; returns the summary that ``--json`` prints."""
     if dry_run:
-        setup = processes.together(lambda: prepare_setup(cfg))
+        setup = processes.raise_everywhere(lambda: prepare_setup(cfg))
         needs = needed_memory(cfg, setup)
         where = needs["compiled_for"], needs["devices"]
         return plan(cfg, setup) | needs | run_hours(cfg, setup.model, *where)
     with own_directory(cfg.run, resume) as directory:
-        placement = processes.together(lambda: _make_ready(cfg, resume))
+        placement = processes.raise_everywhere(lambda: _make_ready(cfg, resume))
         setup, data = processes.first_then_all(lambda: read(cfg, directory.parent / "cache"))
         processes.agree(config=cfg, model=setup.model, corpus=data.fingerprint, jax=jax.__version__)
         about = plan(cfg, setup) | _epochs(cfg, data)
@@ -102,7 +102,7 @@ def train(
     """Fits and exports, ``about`` in the card. Every process of a run does; the first writes."""
     model, tuning = setup.model, setup.tuning
     with host_memory():  # one device may be too small for what all of them share
-        trainable, frozen = processes.together(lambda: tuning.split(first_params(setup)))
+        trainable, frozen = processes.raise_everywhere(lambda: tuning.split(first_params(setup)))
     loader, valid = own_batches(cfg, data, *transforms(cfg, setup.insertion))
     lie = placement.row_sharding(0)
     held_out = probe_loss(model, cfg.sdsat.held_out_window, cfg.model.compute_dtype, lie)

@@ -74,7 +74,7 @@ def cached_attention(
       window: positions that a query sees, its own included, which ``mask`` holds already.
     """
     rows, n, h, size = q.shape
-    if mask is None and splash.takes_chain(n, finish, k):
+    if mask is None and splash.supports_chain(n, finish, k):
         return splash.chain_attention(q, k, v, positions, window=window, finish=finish)
     heads, capacity = k.shape[1], k.shape[2]
     together, block = block_of(rows, h * n, capacity)

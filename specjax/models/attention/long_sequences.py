@@ -33,7 +33,7 @@ def long_attention(
       groups: query heads of a key head.
       rows: how a batch's rows lie over devices: each then runs its own, and skips for them alone.
     """
-    if jax.default_backend() != "tpu" or not splash.takes(mask, finish):
+    if jax.default_backend() != "tpu" or not splash.supports(mask, finish):
         return _own_blocks(mask, meta, meta, finish, groups, rows)
     segments, window = meta["segment"], mask.window
 
@@ -45,7 +45,7 @@ def long_attention(
         return lambda q, k, v: by_kernel(q, k, v, segments)
     # Clean tokens see clean ones before them.
     count = mask.clean
-    if splash.takes_windows(mask, finish, segments.shape[1]):
+    if splash.supports_windows(mask, finish, segments.shape[1]):
         behind = _windows(mask, meta, finish, rows)
     else:
         behind = _own_blocks(mask, _from(meta, count), meta, finish, groups, rows)

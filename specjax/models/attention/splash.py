@@ -52,7 +52,7 @@ BLOCKS = Blocks(1024, 1024, 2048, 512)
 WINDOW_BLOCKS = BLOCKS._replace(queries=512)
 
 
-def takes(mask, finish: Scores) -> bool:
+def supports(mask, finish: Scores) -> bool:
     """Whether the kernel knows such attention."""
     return isinstance(mask, Causal) and not finish.alibi and finish.shards == 1
 
@@ -142,9 +142,9 @@ class _Seen:
         return (key < start) | ((before >= 0) & (before <= (code & ((1 << places) - 1))))
 
 
-def takes_windows(mask, finish: Scores, count: int) -> bool:
+def supports_windows(mask, finish: Scores, count: int) -> bool:
     """Whether the kernel can be told what the windows among ``count`` tokens see."""
-    if not (takes(mask, finish) and isinstance(mask, Isolated) and mask.longest):
+    if not (supports(mask, finish) and isinstance(mask, Isolated) and mask.longest):
         return False
     bits = _Seen(mask.clean, count - mask.clean, mask.longest).bits
     return mask.window is None and sum(bits) < 32
@@ -243,7 +243,7 @@ class _Behind:
         return within(position - key, self.window)
 
 
-def takes_chain(tokens: int, finish: Scores, cache: Array | Coded) -> bool:
+def supports_chain(tokens: int, finish: Scores, cache: Array | Coded) -> bool:
     """Whether :func:`chain_attention` is the way for a pass of so many tokens a row."""
     kernel = jax.default_backend() == "tpu" and tokens % CHAIN == 0
     return kernel and not finish.alibi and not isinstance(cache, Coded)

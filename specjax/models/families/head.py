@@ -179,8 +179,8 @@ class Head(Decoder):
         attend = functools.partial(attend, 0)
 
         def run(block: HeadBlock, x, features):
-            x, features = (sharding.laid(part, rows) for part in (x, features))
-            return sharding.laid(block(x, features, table, attend), rows)
+            x, features = (sharding.constrain(part, rows) for part in (x, features))
+            return sharding.constrain(block(x, features, table, attend), rows)
 
         return (nnx.remat(run) if remat else run)(self.layers["0"], x, features), None
 

@@ -79,18 +79,18 @@ def from_tensors(
         stored, shape = place
         return jnp.asarray(stored.take(read(stored.name, stored.shape(shape))), read_as)
 
-    def settle(part: dict) -> dict:
+    def validate_fields(part: dict) -> dict:
         if scheme is not None:
             part = quantize_params(cfg, part, scheme, dtype)
         return jax.block_until_ready(placed(cfg, part))
 
     def layer(block: dict) -> dict:
         block = fuse_layer(load(block)) if fused else load(block)
-        return settle({"layers": {"": block}})["layers"][""]
+        return validate_fields({"layers": {"": block}})["layers"][""]
 
     parts = jax.tree.unflatten(tree, places)
     layers = {i: layer(block) for i, block in parts.pop("layers").items()}
-    rest = {name: settle({name: load(part)})[name] for name, part in parts.items()}
+    rest = {name: validate_fields({name: load(part)})[name] for name, part in parts.items()}
     return rest | {"layers": layers}
 
 
@@ -170,13 +170,17 @@ def _read_codes(directory, cfg, scheme: Scheme, files, handles, dtype, placed) -
         value = read_tensor(handles[file], file, form[0], codes.stored_shape(form), (held,))
         return jnp.asarray(codes.from_stored(value, form))
 
-    def settle(part: dict) -> dict:
+    def validate_fields(part: dict) -> dict:
         part = counted_as(dtype, jax.tree.map(leaf, part, is_leaf=_is_tuple))
         return jax.block_until_ready(placed(cfg, part) if placed else part)
 
     layers = wanted.pop("layers")
-    layers = {i: settle({"layers": {i: block}})["layers"][i] for i, block in layers.items()}
-    return {name: settle({name: part})[name] for name, part in wanted.items()} | {"layers": layers}
+    layers = {
+        i: validate_fields({"layers": {i: block}})["layers"][i] for i, block in layers.items()
+    }
+    return {name: validate_fields({name: part})[name] for name, part in wanted.items()} | {
+        "layers": layers
+    }
 
 
 def save_pretrained(
