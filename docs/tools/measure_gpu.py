@@ -169,7 +169,7 @@ def curve(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def coin(chance: float) -> Rule:
     """Accepts each drafted token with a given chance: the cost of a law, without the law."""
 
-    @rule(laws=(IID,), lossless=False)
+    @rule(accepts=(IID,), lossless=False)
     def accept(keys, draft, log_p):
         nodes = jnp.broadcast_to(jnp.arange(1, draft.tokens.shape[1]), draft.valid[:, 1:].shape)
         passed = (probs.uniforms(keys, Purpose.ACCEPT, nodes) < chance) & draft.valid[:, 1:]

@@ -210,9 +210,13 @@ BRANCHING = ArgSpec(
     wanted=f"children per level, each at least 1, {MOST_NODES} nodes in all, such as 4,2,2",
 )
 TEXTS = ArgSpec(texts, wanted="a text, or several")
-DRAFTER = ArgSpec(offering("propose", "law"), wanted="a specjax.Drafter, as specjax.draft.Chain()")
+DRAFTER = ArgSpec(
+    offering("propose", "sampling"), wanted="a specjax.Drafter, as specjax.draft.Chain()"
+)
 TARGET_DIST = ArgSpec(offering("log_p", "settings"), wanted="a specjax.TargetDist")
-RULE = ArgSpec(offering("verify", "laws"), wanted="a rule, which specjax.rule makes of a function")
+RULE = ArgSpec(
+    offering("verify", "accepts"), wanted="a rule, which specjax.rule makes of a function"
+)
 METHOD = ArgSpec(
     offering("init", "step"), wanted="a name of specjax.methods(), or a specjax.Method"
 )

@@ -34,7 +34,7 @@ class Drafter(Protocol):
     """Proposes a tree of tokens below the last committed one."""
 
     name: str  # for messages
-    law: str  # how the tokens come about: IID, POINT_MASS, …
+    sampling: str  # how the tokens come about: IID, POINT_MASS, …
     shape: TreeShape  # bounds every draft
     settings: tuple[str, ...] = ()  # names of the scalars that it reads in ``inputs.settings``
     num_probes: int = 0  # probe nodes that ride along in the target's pass
@@ -145,7 +145,7 @@ class Rule:
     Pure and usable alone.
 
     Attributes:
-      laws: the draft laws it is made for; any other is refused before compiling.
+      accepts: how drafts may be sampled that it is made for; any other is refused before compiling.
       lossless: the emitted sequence then has exactly the law p.
       chain_only: it reads a chain and no tree.
       settings: names of the scalars that it takes.
@@ -155,7 +155,7 @@ class Rule:
     """
 
     verify: Callable[..., Verdict]
-    laws: frozenset[str]
+    accepts: frozenset[str]
     lossless: bool
     chain_only: bool = True
     settings: tuple[str, ...] = ()
@@ -163,9 +163,9 @@ class Rule:
 
     def __post_init__(self):
         validate_fields(
-            self, laws=TEXTS, settings=TEXTS, extras=TEXTS, lossless=FLAG, chain_only=FLAG
+            self, accepts=TEXTS, settings=TEXTS, extras=TEXTS, lossless=FLAG, chain_only=FLAG
         )
-        object.__setattr__(self, "laws", frozenset(self.laws))
+        object.__setattr__(self, "accepts", frozenset(self.accepts))
         object.__setattr__(self, "__doc__", self.verify.__doc__)
 
     @property
@@ -190,9 +190,9 @@ def _compiled(verify: Callable[..., Verdict]) -> Callable[..., Verdict]:
     return jax.jit(verify)
 
 
-def rule(*, laws: Iterable[str], lossless: bool, **more: Any) -> Callable[[Callable], Rule]:
+def rule(*, accepts: Iterable[str], lossless: bool, **more: Any) -> Callable[[Callable], Rule]:
     """Decorator that makes an acceptance rule of a verify function; see :class:`Rule`."""
-    return lambda verify: Rule(verify, laws, lossless, **more)
+    return lambda verify: Rule(verify, accepts, lossless, **more)
 
 
 class Method(Protocol):

@@ -45,7 +45,7 @@ class DraftVerify(Method):
 
     Raises:
       OptionError: a part is none.
-      PairError: the rule is not made for the drafter's law or tree.
+      PairError: the rule is not made for the drafter's sampling or tree.
     """
 
     drafter: Drafter
@@ -182,15 +182,16 @@ def draft_verify(drafter: Drafter, target: TargetDist, rule: Rule) -> Method:
 
 
 def check_pair(drafter: Drafter, target: TargetDist, rule: Rule) -> None:
-    """Refuses a rule that is not made for the drafter's law or shape.
+    """Refuses a rule that is not made for the drafter's sampling or shape.
 
     Raises:
       PairError: says what the rule needs and what the drafter offers.
     """
-    if drafter.law not in rule.laws:
+    if drafter.sampling not in rule.accepts:
+        accepted = " or ".join(sorted(rule.accepts))
         raise PairError(
-            f"rule {rule.name} needs drafts of law {' or '.join(sorted(rule.laws))}, but drafter "
-            f"{drafter.name} makes {drafter.law} ones; choose another --rule or --drafter"
+            f"rule {rule.name} accepts {accepted} drafts, but drafter {drafter.name} makes "
+            f"{drafter.sampling} ones; choose another --rule or --drafter"
         )
     if rule.chain_only and not drafter.shape.is_chain:
         raise PairError(

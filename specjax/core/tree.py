@@ -18,7 +18,7 @@ def chain_draft(
     root: Int[Array, "B"],
     below: Int[Array, "B γ"],
     valid: Bool[Array, "B γ"],
-    law: str,
+    sampling: str,
     **more: Any,
 ) -> Draft:
     """A draft of γ tokens one behind the other; ``more`` are further fields of it."""
@@ -31,7 +31,7 @@ def chain_draft(
         valid=jnp.concatenate([jnp.ones((rows, 1), bool), valid], axis=1),
         shape=TreeShape.chain(gamma),
         q_row=(0, *range(gamma)),
-        law=law,
+        sampling=sampling,
         **more,
     )
 

@@ -19,7 +19,7 @@ ROOT = 0  # node 0: the row's last committed token
 NO_PARENT = 2**30  # parent of the root: positive and out of range, so gathers can drop it
 NO_NODE = 2**30  # path entries past the accepted depth
 
-# How a draft's tokens came about; each rule lists the laws it is exact for.
+# How a draft's tokens were sampled; each rule lists those that it accepts.
 POINT_MASS = "point_mass"  # one certain token per node: lookup, argmax drafts
 IID = "iid"  # drawn independently from log_q
 WITHOUT_REPLACEMENT = "without_replacement"  # siblings: Gumbel-top-k of log_q, in that order
@@ -83,7 +83,7 @@ class Draft:
     probes: Probes | None = None
     shape: TreeShape = struct.field(pytree_node=False, default=TreeShape(1, 0, 0))
     q_row: tuple[int, ...] = struct.field(pytree_node=False, default=())
-    law: str = struct.field(pytree_node=False, default=IID)
+    sampling: str = struct.field(pytree_node=False, default=IID)
 
 
 @struct.dataclass

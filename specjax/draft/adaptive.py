@@ -64,7 +64,7 @@ class Candidates:
         validate_fields(self, k=ArgSpec(int, low=1), form=ArgSpec(str, choices=FORMS))
 
     @property
-    def law(self) -> str:
+    def sampling(self) -> str:
         return IID if self.form == CHAIN else DETERMINISTIC
 
     @property
@@ -119,7 +119,7 @@ class Candidates:
             log_q=log_q if self.form == CHAIN else None,
             shape=self.shape,
             q_row=(0, *range(self.k)) if self.form == CHAIN else (),
-            law=self.law,
+            sampling=self.sampling,
         )
 
     def _candidates(self, inputs, logits, log_q):
@@ -141,7 +141,7 @@ class ProbePass(Drafter):
 
     adaptive: tuple[int, ...]  # the ids of a₁ … a_k
     name = "adaptive"
-    law = POINT_MASS
+    sampling = POINT_MASS
     shape = TreeShape.chain(0)
 
     @property
@@ -168,8 +168,8 @@ class VerifyPass(Drafter):
     name = "adaptive"
 
     @property
-    def law(self) -> str:
-        return self.candidates.law
+    def sampling(self) -> str:
+        return self.candidates.sampling
 
     @property
     def shape(self) -> TreeShape:
@@ -195,7 +195,7 @@ class SinglePass(Drafter):
     adaptive: tuple[int, ...]
     groups: int
     name = "adaptive"
-    law = IID
+    sampling = IID
 
     @property
     def shape(self) -> TreeShape:

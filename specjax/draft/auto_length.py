@@ -157,7 +157,7 @@ class AutoLength(DraftVerify):
         """Whether there is a draft model that need not run in every round."""
         drafter = self.drafter
         model = drafter.needs_draft and not (drafter.needs_head or self.target.needs_draft)
-        return model and POINT_MASS in self.rule.laws
+        return model and POINT_MASS in self.rule.accepts
 
     def init(self, inputs, state):
         record = AcceptanceHistory.begin(state.length.shape[0], padded(self.forms).max())

@@ -62,7 +62,7 @@ class Beam(ModelDrafter):
     drawn: bool = True  # whether sampled rows draw their beams
     of_target: bool = False  # searches the target model itself, for MTJD
     name = "beam"
-    law = DETERMINISTIC
+    sampling = DETERMINISTIC
 
     def __post_init__(self):
         verified, joint = ArgSpec(str, choices=VERIFIED), ArgSpec(str, choices=JOINTS)
@@ -136,7 +136,7 @@ class Beam(ModelDrafter):
             valid=beams.valid,
             token_log_q=beams.token_log_q,
             shape=self._whole,
-            law=self.law,
+            sampling=self.sampling,
         )
         return draft, beams
 
@@ -199,5 +199,7 @@ class Beam(ModelDrafter):
             return jnp.where(real, jnp.take_along_axis(x, path, axis=1), fill)
 
         tokens, valid, log_q = along(b.tokens, 0), along(b.valid, False), along(b.token_log_q, 0.0)
-        chain = chain_draft(tokens[:, 0], tokens[:, 1:], valid[:, 1:], self.law, token_log_q=log_q)
+        chain = chain_draft(
+            tokens[:, 0], tokens[:, 1:], valid[:, 1:], self.sampling, token_log_q=log_q
+        )
         return chain, path

@@ -43,7 +43,7 @@ class Chain(ModelDrafter):
     draft_warp: bool = True
     keep_logits: bool = False
     name = "chain"
-    law = IID
+    sampling = IID
 
     def __post_init__(self):
         validate_fields(
@@ -91,7 +91,7 @@ class Chain(ModelDrafter):
         root, below, (valid, log_q, raw) = chain.window[:, 1], chain.window[:, 2:], chain.more
         log_q = self.over_target(inputs, log_q[: self.gamma].swapaxes(0, 1))
         raw = None if raw is None else self.over_target(inputs, raw.swapaxes(0, 1))
-        draft = chain_draft(root, below, valid, self.law, log_q=log_q, logits=raw)
+        draft = chain_draft(root, below, valid, self.sampling, log_q=log_q, logits=raw)
         return Proposal(draft, chain.cache, chain.calls, chain.step)
 
     def _draw(self, inputs, keys, step, logits: Float[Array, "B V"], alive, laws):

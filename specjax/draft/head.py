@@ -166,7 +166,7 @@ class HeadBest(HeadDrafter):
     depth: int = 5
     width: int = 8
     name = HEAD
-    law = DETERMINISTIC
+    sampling = DETERMINISTIC
 
     def __post_init__(self):
         validate_fields(self, budget=COUNT, depth=COUNT, width=COUNT)
@@ -244,7 +244,7 @@ class HeadBest(HeadDrafter):
             valid=jnp.append(one > 0, valid, axis=1),
             token_log_q=jnp.pad(log_q, ((0, 0), (1, 0))),
             shape=self.shape,
-            law=self.law,
+            sampling=self.sampling,
         )
 
 

@@ -27,7 +27,7 @@ class Lookup(Drafter):
     gamma: int = 10
     ngram: int = 3
     name = "lookup"
-    law = POINT_MASS
+    sampling = POINT_MASS
     ends_early = True
 
     def __post_init__(self):
@@ -45,7 +45,7 @@ class Lookup(Drafter):
         after_eos = jnp.cumsum(ended, axis=1) - ended > 0
         valid = matched[:, None] & (at < state.length[:, None]) & ~after_eos
         root = probs.at_token(state.tokens, state.length - 1)
-        return Proposal(chain_draft(root, jnp.where(valid, drafted, 0), valid, self.law))
+        return Proposal(chain_draft(root, jnp.where(valid, drafted, 0), valid, self.sampling))
 
     def _match(self, state):
         """The cache position where the chosen earlier n-gram ends, and whether there is one."""

@@ -17,12 +17,12 @@ class NoDraft(Drafter):
     """The root alone: with any lossless rule this is plain autoregressive decoding."""
 
     name = "none"
-    law = POINT_MASS
+    sampling = POINT_MASS
     usual_rule = "match"
     shape = TreeShape.chain(0)
 
     def propose(self, inputs, state, keys):
         root = probs.at_token(state.tokens, state.length - 1)
         nothing = jnp.zeros((root.shape[0], 0), jnp.int32)
-        draft = chain_draft(root, nothing, nothing > 0, self.law)
+        draft = chain_draft(root, nothing, nothing > 0, self.sampling)
         return Proposal(draft)

@@ -74,7 +74,7 @@ class Suffix(Drafter):
     ngram: int = 8
     pool: int = 2**15
     name = "suffix"
-    law = POINT_MASS
+    sampling = POINT_MASS
     ends_early = True
     # Drafts come of other rows, too: this rule's tokens do not depend on what was drafted.
     usual_rule = "match"
@@ -108,7 +108,7 @@ class Suffix(Drafter):
         ended = inputs.is_eos(drafted)
         valid = voted & (jnp.cumsum(ended, axis=1) - ended == 0)
         root = probs.at_token(state.tokens, state.length - 1)
-        draft = chain_draft(root, jnp.where(valid, drafted, 0), valid, self.law)
+        draft = chain_draft(root, jnp.where(valid, drafted, 0), valid, self.sampling)
         return Proposal(draft, (pool, state.length))
 
     def _occurrences(

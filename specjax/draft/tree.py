@@ -52,7 +52,7 @@ class Tree(ModelDrafter):
         return "iid" if self.replacement and max(self.branching[1:], default=1) == 1 else "tree"
 
     @property
-    def law(self) -> str:
+    def sampling(self) -> str:
         return IID if self.replacement else WITHOUT_REPLACEMENT
 
     @property
@@ -103,7 +103,7 @@ class Tree(ModelDrafter):
             log_q=self.over_target(inputs, jnp.concatenate(laws, axis=1)),
             shape=self.shape,
             q_row=(0, *self._parents[1:]),  # inner nodes come first: a row's number is its node
-            law=self.law,
+            sampling=self.sampling,
         )
         return Proposal(draft, cache, calls, jnp.int32(len(self.branching)))
 

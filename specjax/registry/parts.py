@@ -73,9 +73,9 @@ class TwoPasses(NamedTuple):
 def _adaptive(
     context: Context, k: int, form: str, single: bool, groups: int
 ) -> draft.SinglePass | TwoPasses:
-    ids, laws = _adaptive_ids(context.target, k), context.rule.laws
+    ids = _adaptive_ids(context.target, k)
     if form == "auto":
-        chosen = DETERMINISTIC in laws and not context.rule.chain_only
+        chosen = DETERMINISTIC in context.rule.accepts and not context.rule.chain_only
         form = TREE if chosen and not (context.greedy or single) else CHAIN
     if single and form == TREE:
         raise PairError(
@@ -116,7 +116,7 @@ def _either(model: Callable[..., Any], head: Callable[..., Any]) -> Callable[...
 def _head(context: Context, tree: str, **options: Any) -> Drafter:
     """The drafter of a head whose options are those of every form: each takes its own."""
     if tree == "auto":
-        chosen = DETERMINISTIC in context.rule.laws and not context.rule.chain_only
+        chosen = DETERMINISTIC in context.rule.accepts and not context.rule.chain_only
         tree = "dynamic" if chosen else "none"
     form = {"none": draft.HeadChain, "drawn": draft.HeadTree, "dynamic": draft.HeadBest}[tree]
     names = {field.name for field in dataclasses.fields(form)}

@@ -11,7 +11,10 @@ from specjax.verify.verdicts import chain_verdict, draft_length
 
 
 @rule(
-    laws=(IID, POINT_MASS, DETERMINISTIC), lossless=False, settings=("tau2",), extras=("raw_log_p",)
+    accepts=(IID, POINT_MASS, DETERMINISTIC),
+    lossless=False,
+    settings=("tau2",),
+    extras=("raw_log_p",),
 )
 def bild(keys, draft, log_p, *, tau2, raw_log_p):
     """Keep draft tokens up to the first with ``−log p(x) > τ₂`` under the unwarped target.

@@ -23,7 +23,7 @@ from specjax.verify.verdicts import (
 )
 
 
-@rule(laws=(IID, POINT_MASS), lossless=True)
+@rule(accepts=(IID, POINT_MASS), lossless=True)
 def block(keys, draft, log_p):
     """Accept the longest prefix that passes, with the chain's running weight.
 

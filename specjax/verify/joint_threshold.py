@@ -14,7 +14,7 @@ from specjax.verify.verdicts import tree_verdict
 
 
 @rule(
-    laws=(IID, POINT_MASS, DETERMINISTIC),
+    accepts=(IID, POINT_MASS, DETERMINISTIC),
     lossless=False,
     chain_only=False,
     settings=("tau",),

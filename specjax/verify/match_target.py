@@ -23,7 +23,7 @@ class _Walk(NamedTuple):
 
 
 @rule(
-    laws=(IID, WITHOUT_REPLACEMENT, DETERMINISTIC, POINT_MASS),
+    accepts=(IID, WITHOUT_REPLACEMENT, DETERMINISTIC, POINT_MASS),
     lossless=True,
     chain_only=False,
     extras=("written",),

@@ -29,7 +29,7 @@ from specjax.verify.verdicts import (
 _OUTER, _INNER = 40, 64  # most steps of the two searches; a handful are taken
 
 
-@rule(laws=(IID, POINT_MASS), lossless=False, settings=("max_kl",))
+@rule(accepts=(IID, POINT_MASS), lossless=False, settings=("max_kl",))
 def mentored(keys, draft, log_p, *, max_kl):
     """Accept x while ``u ≤ p(x)/(α q(x))``; else draw from ``norm(max(0, b p − q))``.
 

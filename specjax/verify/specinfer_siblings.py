@@ -28,7 +28,9 @@ class _Walk(NamedTuple):
     tried: Bool[Array, "B V"]  # tokens of the refused siblings
 
 
-@rule(laws=(IID, WITHOUT_REPLACEMENT, DETERMINISTIC, POINT_MASS), lossless=True, chain_only=False)
+@rule(
+    accepts=(IID, WITHOUT_REPLACEMENT, DETERMINISTIC, POINT_MASS), lossless=True, chain_only=False
+)
 def specinfer(keys, draft, log_p):
     """Try a node's children in the order they were drawn; each refusal leaves a residual.
 
@@ -79,7 +81,7 @@ def _law(draft: Draft, i, x, tried, vocab) -> Float[Array, "B V"]:
     if draft.log_q is None:
         return jnp.exp(probs.one_hot_log(x, vocab))
     q = jnp.exp(draft.log_q[:, jnp.asarray(draft.q_row)[i]])
-    if draft.law == WITHOUT_REPLACEMENT:
+    if draft.sampling == WITHOUT_REPLACEMENT:
         q = jnp.where(tried, 0.0, q)
         q = q / jnp.maximum(q.sum(-1, keepdims=True), jnp.finfo(q.dtype).tiny)
     return q

@@ -26,7 +26,7 @@ class _Walk(NamedTuple):
     refused: Bool[Array, "B"]
 
 
-@rule(laws=(IID,), lossless=True, chain_only=False)
+@rule(accepts=(IID,), lossless=True, chain_only=False)
 def spectr(keys, draft, log_p):
     """k i.i.d. candidates per step; each is accepted with ``min(1, p/(ρ q))``, in order.
 

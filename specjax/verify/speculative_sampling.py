@@ -11,7 +11,7 @@ from specjax.core.types import IID, POINT_MASS
 from specjax.verify.verdicts import chain_verdict, draft_length, draft_row, drafted_log_probs
 
 
-@rule(laws=(IID, POINT_MASS), lossless=True)
+@rule(accepts=(IID, POINT_MASS), lossless=True)
 def speculative(keys, draft, log_p):
     """Accept x_i while u_i ≤ p(x_i)/q(x_i); then draw norm(max(0, p − q)), or a bonus from p.
 

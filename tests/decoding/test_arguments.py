@@ -147,7 +147,7 @@ MADE = [
     (sj.DraftVerify, "drafter", (7, "chain")),
     (sj.DraftVerify, "rule", (7, "match", len)),
     (sj.draft_verify, "target", (7, "warped")),
-    (sj.rule, "laws", (7, [7])),
+    (sj.rule, "accepts", (7, [7])),
 ]
 REST = {
     sj.draft.Tree.iid: {"chains": 2},
@@ -190,7 +190,7 @@ def test_what_is_meant_is_taken(tmp_path):
     assert sj.draft.Chain(draft_warp="false") == sj.draft.Chain(draft_warp=np.False_)
     assert sj.Sampling("0.5", np.int32(4), jnp.float32(0.5)) == sj.Sampling(0.5, 4, 0.5)
     assert rewards.Lexical("tree") == rewards.Lexical(("tree",))
-    assert sj.rule(laws="iid", lossless=True)(len).laws == {"iid"}
+    assert sj.rule(accepts="iid", lossless=True)(len).accepts == {"iid"}
     assert sj.method("beam") is sj.methods()["beam"]
     for dtype in ("float16", jnp.float16, np.dtype("float16")):
         with pytest.raises(sj.ModelError, match="no such model directory"):

@@ -242,7 +242,7 @@ class Settled:
             valid=jnp.ones((1, 4), bool),
             states=jnp.stack(states, axis=1),
             shape=chain,
-            law=DETERMINISTIC,
+            sampling=DETERMINISTIC,
         )
         self.verdict = Verdict(
             path=jnp.array([[0, 1, NO_NODE]]),

@@ -32,7 +32,7 @@ def point_mass_draft(keys, p, q):
     """The argmax chain of q: certain tokens, no law of their own."""
     sure = (q == q.max(-1, keepdims=True)).astype(q.dtype)
     draft, log_p = laws.chain_draft(keys, p, sure)
-    return draft.replace(log_q=None, law=POINT_MASS), log_p
+    return draft.replace(log_q=None, sampling=POINT_MASS), log_p
 
 
 @pytest.mark.parametrize("name", LOSSLESS_CHAIN_RULES)

@@ -56,7 +56,7 @@ class RandomTree(sj.Drafter):
             parents=jnp.broadcast_to(parents, (rows, NODES)),
             valid=jnp.stack(valid, 1).at[:, ROOT].set(True),
             shape=self.shape,
-            law=self.law,
+            sampling=self.sampling,
         )
         return Proposal(draft, (), jnp.zeros((rows,), jnp.int32), jnp.int32(0))
 

@@ -29,7 +29,7 @@ from support import laws, tree_laws
 KEYS = jax.random.split(jax.random.key(0), 64)  # hand-computed verdicts hold for every key
 
 
-def build(tokens, parents, p, q=None, law=POINT_MASS, valid=None):
+def build(tokens, parents, p, q=None, sampling=POINT_MASS, valid=None):
     """One tree for all rows; ``p[N, V]``, ``q[N, V]`` the law each node was drawn from."""
     rows, n = len(KEYS), len(tokens)
     depth = int(tree.depths(tree.ancestors(jnp.array([[NO_PARENT, *parents]]), n)).max())
@@ -40,7 +40,7 @@ def build(tokens, parents, p, q=None, law=POINT_MASS, valid=None):
         log_q=None if q is None else jnp.log(jnp.broadcast_to(jnp.array(q, float), (rows, n, 4))),
         shape=TreeShape(n, depth, max(np.bincount(parents))),
         q_row=tuple(range(n)),
-        law=law,
+        sampling=sampling,
     )
     return draft, jnp.log(jnp.broadcast_to(jnp.array(p, jnp.float32), (rows, n, 4)))
 
@@ -66,7 +66,7 @@ def test_block_rescues_an_early_failure():
     # w_1 = 1/4 and p·w_1 ≤ q everywhere: h_1 = 0. w_2 = min(1, ¼·4) = 1: the block stands.
     p = [[0.25, 0.75, 0, 0], [0, 0, 1, 0], sure(3)]
     q = [sure(0), sure(0), [0.25, 0.25, 0.25, 0.25]]
-    draft, log_p = build([9, 0, 2], [0, 1], p, q, law=IID)
+    draft, log_p = build([9, 0, 2], [0, 1], p, q, sampling=IID)
     draft = draft.replace(log_q=draft.log_q[:, 1:], q_row=(0, 0, 1))
     check(verify.block(KEYS, draft, log_p), [0, 1, 2], [0, 2, 3], tested=2)
 
@@ -75,7 +75,7 @@ def test_joint_takes_the_longest_prefix_and_not_the_first_failure():
     # P_1/q_1 = 0.1, P_2/q_2 = 0.1·9: the second prefix passes at τ = ½, neither at 0.95.
     p = [[0.05, 0, 0.95, 0], [0, 0.9, 0.1, 0], sure(3)]
     q = [sure(0), [0.5, 0.5, 0, 0], [0.9, 0.1, 0, 0]]
-    draft, log_p = build([9, 0, 1], [0, 1], p, q, law=IID)
+    draft, log_p = build([9, 0, 1], [0, 1], p, q, sampling=IID)
     check(verify.joint(KEYS, draft, log_p, tau=0.5), [0, 1, 2], [0, 1, 3], tested=2)
     refused = verify.joint(KEYS, draft, log_p, tau=0.95)
     assert (refused.num_accepted == 0).all() and (refused.num_tested == 2).all()
@@ -113,7 +113,7 @@ def test_match_descends_into_the_first_child_that_carries_the_draw():
 def test_specinfer_tries_children_in_order(law):
     p = [sure(1), sure(3), sure(2), sure(0)]
     flat = [[0.25] * 4] * 4
-    draft, log_p = build([9, 0, 1, 2], [0, 0, 2], p, flat, law=law)
+    draft, log_p = build([9, 0, 1, 2], [0, 0, 2], p, flat, sampling=law)
     check(verify.specinfer(KEYS, draft, log_p), [0, 2, 3], [1, 2, 0], tested=2)
     cut = draft.replace(valid=draft.valid.at[:, 2].set(False))
     check(verify.specinfer(KEYS, cut, log_p), [0], [1], tested=1)
@@ -123,21 +123,21 @@ def test_specinfer_residual_between_siblings():
     # p − q = (0, ½, 0, 0)+: after token 0 is refused, p is sure of 1 and refuses 2.
     p = [[0, 0.75, 0.25, 0], *[sure(3)] * 2]
     q = [sure(0), [0.5, 0.25, 0.25, 0], [0.5, 0.25, 0.25, 0]]
-    draft, log_p = build([9, 0, 2], [0, 0], p, q, law=IID)
+    draft, log_p = build([9, 0, 2], [0, 0], p, q, sampling=IID)
     check(verify.specinfer(KEYS, draft, log_p), [0], [1], tested=1)
 
 
 def test_specinfer_keeps_p_where_the_residual_is_empty():
     # Token 0 has q mass only where p has it too, yet is refused: p(0) = 0 is the way there.
     p = [sure(1), sure(3), sure(3)]
-    draft, log_p = build([9, 0, 2], [0, 0], p, [sure(1)] * 3, law=IID)
+    draft, log_p = build([9, 0, 2], [0, 0], p, [sure(1)] * 3, sampling=IID)
     check(verify.specinfer(KEYS, draft, log_p), [0], [1], tested=1)
 
 
 def test_spectr_goes_on_with_all_twins():
     # Chains 0-·, 1-0, 1-2 below p sure of 1, then of 2: node 6's parent is the second twin.
     p = [sure(1), sure(0), sure(2), sure(2), sure(3), sure(3), sure(3)]
-    draft, log_p = build([9, 0, 1, 1, 0, 0, 2], [0, 0, 0, 1, 2, 3], p, [[0.25] * 4] * 7, law=IID)
+    draft, log_p = build([9, 0, 1, 1, 0, 0, 2], [0, 0, 0, 1, 2, 3], p, [[0.25] * 4] * 7, sampling=IID)
     check(verify.spectr(KEYS, draft, log_p), [0, 3, 6], [1, 2, 3], tested=2)
     missed = draft.replace(tokens=draft.tokens.at[:, 6].set(1))
     check(verify.spectr(KEYS, missed, log_p), [0, 2], [1, 2], tested=2)
@@ -162,9 +162,9 @@ def stop_table():
     return np.random.Generator(np.random.Philox(3)).random(len(laws.tables()[0])) < 0.3
 
 
-RAGGED = functools.partial(tree_laws.tree_draft, law=WITHOUT_REPLACEMENT, stop=stop_table())
+RAGGED = functools.partial(tree_laws.tree_draft, sampling=WITHOUT_REPLACEMENT, stop=stop_table())
 RAGGED_IID = functools.partial(
-    tree_laws.tree_draft, branching=(4, 1, 1), law=IID, stop=stop_table()
+    tree_laws.tree_draft, branching=(4, 1, 1), sampling=IID, stop=stop_table()
 )
 PAIRS = {
     "specinfer": (verify.specinfer, {**tree_laws.LAWS, "ragged": RAGGED}),
@@ -185,7 +185,7 @@ def test_lossless_tree_rule_emits_the_law_of_p(rule, law):
 
 
 def test_spectr_accepts_one_minus_one_minus_beta_to_the_k():
-    draft_fn = functools.partial(tree_laws.tree_draft, branching=(4,), law=IID)
+    draft_fn = functools.partial(tree_laws.tree_draft, branching=(4,), sampling=IID)
     _, accepted = tree_laws.rule_counts(verify.spectr, draft_fn, laws.tables())
     p, q = (x[:1].astype(np.float64) for x in laws.tables())
     _, beta = solve_rho(jnp.asarray(p), jnp.asarray(q), jnp.array([4.0]))
@@ -206,8 +206,8 @@ def test_spectr_solves_its_equation_from_above(k):
 # --- mutants: each is a plausible slip, and the same test must refuse it ---------------------
 
 
-def one_level(law=WITHOUT_REPLACEMENT, count=2):
-    return functools.partial(tree_laws.tree_draft, branching=(count,), law=law)
+def one_level(sampling=WITHOUT_REPLACEMENT, count=2):
+    return functools.partial(tree_laws.tree_draft, branching=(count,), sampling=sampling)
 
 
 def reordered(keys, p, q, *, by):
@@ -222,7 +222,7 @@ def claims(law, drawn):
 
     def draft_fn(keys, p, q):
         draft, log_p = tree_laws.LAWS[drawn](keys, p, q)
-        return draft.replace(law=law), log_p
+        return draft.replace(sampling=law), log_p
 
     return draft_fn
 
@@ -410,7 +410,7 @@ def test_mentored_counts_tokens_whose_probability_underflows(tiny):
 def test_a_rule_called_alone_compiles_once_per_shape():
     traced = []
 
-    @sj.rule(laws=(POINT_MASS,), lossless=True, chain_only=False, settings=("unused",))
+    @sj.rule(accepts=(POINT_MASS,), lossless=True, chain_only=False, settings=("unused",))
     def counting(keys, draft, log_p, *, unused):
         """Match, counted."""
         traced.append(unused)

@@ -27,7 +27,7 @@ def parts():
 
 def test_the_rule_has_its_law(parts):
     rule = parts["certain"]
-    assert rule.laws == {POINT_MASS}
+    assert rule.accepts == {POINT_MASS}
     assert laws.rule_p_value(rule, draft_fn=point_mass_draft) > laws.ALPHA
 
 

@@ -29,8 +29,8 @@ def layout(branching):
     return parents, starts
 
 
-def tree_draft(keys, p, q, *, branching=(2, 2, 1), law=WITHOUT_REPLACEMENT, stop=None):
-    """A tree drawn from q by ``law``; ``stop``: contexts after which nothing is drafted."""
+def tree_draft(keys, p, q, *, branching=(2, 2, 1), sampling=WITHOUT_REPLACEMENT, stop=None):
+    """A tree drawn from q by ``sampling``; ``stop``: contexts after which nothing is drafted."""
     rows = keys.shape[0]
     parents, _ = layout(branching)
     children = {n: [i for i, parent in enumerate(parents) if parent == n] for n in set(parents)}
@@ -41,14 +41,14 @@ def tree_draft(keys, p, q, *, branching=(2, 2, 1), law=WITHOUT_REPLACEMENT, stop
     for n in inner:
         row = q[context[n]]
         alive = valid[n] if stop is None else valid[n] & ~jnp.asarray(stop)[context[n]]
-        drawn, possible = draw(keys, row, children[n], law)
+        drawn, possible = draw(keys, row, children[n], sampling)
         for i, child in enumerate(children[n]):
             tokens[child] = drawn[:, i]
             valid[child] = alive & possible[:, i]
             context[child] = laws.child(context[n], drawn[:, i])
     order = range(len(parents))
     rows_q = None
-    if law != DETERMINISTIC:
+    if sampling != DETERMINISTIC:
         rows_q = jnp.stack([jnp.log(q[context[n]]) for n in inner], 1)
     draft = Draft(
         tokens=jnp.stack([tokens[n] for n in order], 1),
@@ -57,7 +57,7 @@ def tree_draft(keys, p, q, *, branching=(2, 2, 1), law=WITHOUT_REPLACEMENT, stop
         log_q=rows_q,
         shape=TreeShape(len(parents), len(branching), max(branching)),
         q_row=tuple(inner.index(parent) if parent in inner else 0 for parent in parents),
-        law=law,
+        sampling=sampling,
     )
     # Depth can pass the table where a tree is deeper than it is long; it never does here.
     return draft, jnp.log(p[jnp.stack([context[n] for n in order], 1)])
@@ -80,11 +80,11 @@ def draw(keys, row, children, law):
 
 
 LAWS = {
-    "iid": functools.partial(tree_draft, law=IID),
-    "k chains": functools.partial(tree_draft, branching=(4, 1, 1), law=IID),
+    "iid": functools.partial(tree_draft, sampling=IID),
+    "k chains": functools.partial(tree_draft, branching=(4, 1, 1), sampling=IID),
     "without replacement": tree_draft,
     "wide": functools.partial(tree_draft, branching=(3, 2)),
-    "top-j": functools.partial(tree_draft, law=DETERMINISTIC),
+    "top-j": functools.partial(tree_draft, sampling=DETERMINISTIC),
 }
 
 
