@@ -129,5 +129,5 @@ def score_pairs(net: Net, cache, tokens: Int[Array, "1 N"], start: Int[Array, "1
         features = fused_states(cfg, net.params, features)
     positions = start[:, None] + jnp.arange(count, dtype=jnp.int32)
     arguments = cfg, net.params, cache, tokens, positions, start
-    hidden, cache, _ = tapped_forward(*arguments, features=features, width=net.narrow(rows))
+    hidden, cache, _ = tapped_forward(*arguments, features=features, pass_width=net.narrow(rows))
     return draft_logits(cfg, net.params, hidden[:, count - 1 : count]), cache

@@ -166,7 +166,7 @@ def print_prefill(args: argparse.Namespace) -> None:
     seen = 2 * layers * cfg.num_heads * cfg.head_dim * args.capacity // 2
     for rows in args.batch:
         engine = make_engine(target, None, METHODS["autoregressive"], {}, greedy=False)
-        chunk = engine.chunk(args.capacity, rows)
+        chunk = engine.chunk_size(args.capacity, rows)
         compiled = compile_pass(engine, rows, args.capacity, chunk)
         middle = [args.capacity // 2 + chunk // 2]  # what a pass reaches on the average
         count = functools.partial(turns, blocks_read(target, rows, args, middle, chunk))

@@ -177,9 +177,9 @@ class Admission:
         if spec.needs_reward:
             raise OptionError(f"method {name} needs a reward, and this server has none")
         engine = make_engine(self.target, self.draft, spec, dict(options), greedy)
-        if engine.method.width > WIDEST:
+        if engine.method.round_positions > WIDEST:
             raise OptionError(
-                f"method {name} with these options is {engine.method.width} tokens wide: "
+                f"method {name} with these options is {engine.method.round_positions} tokens wide: "
                 f"at most {WIDEST}"
             )
         needed = self._bytes(engine)
@@ -192,7 +192,7 @@ class Admission:
 
     def _bytes(self, engine: Engine) -> int:
         """What the rows in flight take at the most; nothing is computed."""
-        capacity = bucket(self.bounds.total + engine.method.width)
+        capacity = bucket(self.bounds.total + engine.method.round_positions)
         tokens = jax.ShapeDtypeStruct((self.size, capacity), jnp.int32)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.size))
         empty = loop.empty_rows(engine.method, True)

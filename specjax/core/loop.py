@@ -55,7 +55,7 @@ def pack(prompts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 def first_capacity(method: Method, longest: int, budget: int, chunk: int) -> int:
     """The positions of a batch that begins, by its longest prompt and its largest budget."""
     room = budget if method.needs_full_length else 0
-    return bucket(max(longest + room + method.width, -(-longest // chunk) * chunk))
+    return bucket(max(longest + room + method.round_positions, -(-longest // chunk) * chunk))
 
 
 @functools.cache
@@ -104,13 +104,13 @@ def begin_prefill(method: Method, logprobs: bool):
 
 
 @functools.cache
-def prefill_chunks(method: Method, width: int):
+def prefill_chunks(method: Method, chunk: int):
     """``prefill_chunk(inputs, state, first[B]) -> state``: one pass over the prompts' tokens from
     ``first``.
 
     The state is donated.
     """
-    return program(functools.partial(_prefill_chunk, method, width), donate_argnums=1)
+    return program(functools.partial(_prefill_chunk, method, chunk), donate_argnums=1)
 
 
 @functools.cache
@@ -191,17 +191,17 @@ def _begin(method, logprobs, inputs, tokens, length, max_length, keys) -> Decode
 
 
 def _prefill_chunk(
-    method: Method, width: int, inputs: Inputs, state: DecodeState, first
+    method: Method, chunk: int, inputs: Inputs, state: DecodeState, first
 ) -> DecodeState:
-    """One pass over ``width`` tokens of each prompt; near the last cache position some are
+    """One pass over ``chunk`` tokens of each prompt; near the last cache position some are
     prefilled again.
 
     Each row's last token is the first round's root. Slots past a row's own length hold scratch
     that later writes replace, close behind it: further off it would be another token's cache
     position in a layer whose positions go round.
     """
-    start = jnp.minimum(jnp.minimum(first, state.length), state.capacity - width)
-    at = start[:, None] + jnp.arange(width, dtype=jnp.int32)
+    start = jnp.minimum(jnp.minimum(first, state.length), state.capacity - chunk)
+    at = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)
     return method.prefill_chunk(inputs, state, jnp.take_along_axis(state.tokens, at, axis=1), start)
 
 
@@ -217,7 +217,7 @@ def run_rounds(method: Method):
     def run(inputs: Inputs, state: DecodeState, rounds: Int[Array, ""], seen=None) -> DecodeState:
         def more(carry):
             i, state = carry
-            fits = jnp.max(state.length) + method.width <= state.capacity
+            fits = jnp.max(state.length) + method.round_positions <= state.capacity
             going = (i < rounds) & ~jnp.all(state.done) & fits
             return going if seen is None else going & ~jnp.any(state.done & ~seen)
 
@@ -245,7 +245,7 @@ def resize_state(state: DecodeState, capacity: int) -> DecodeState:
 
 def advance(method: Method, inputs: Inputs, state: DecodeState, rounds: int) -> DecodeState:
     """Runs up to ``rounds`` more rounds, growing the bucket where the next one needs it."""
-    needed = int(state.length.max()) + method.width
+    needed = int(state.length.max()) + method.round_positions
     if needed > state.capacity:
         state = resize_state(state, bucket(needed))
     return run_rounds(method)(inputs, state, np.int32(min(rounds, 2**31 - 1)))

@@ -118,7 +118,7 @@ class Net:
         there are adaptive tokens among them.
         """
         rows, count = tokens.shape
-        width = self.narrow(rows)
+        pass_width = self.narrow(rows)
         if positions is None:
             positions = start[:, None] + jnp.arange(count, dtype=jnp.int32)
         hidden, cache, states = tapped_forward(
@@ -131,10 +131,10 @@ class Net:
             visible,
             base=base,
             tree_positions=tree_positions,
-            width=width,
+            pass_width=pass_width,
             taps=taps,
         )
-        if width <= count:
+        if pass_width <= count:
             return self._head(hidden, at), cache, states
         # The head is as wide as the pass: it, too, is one program for any number of tokens.
         logits = self._head(hidden)[:, :count]

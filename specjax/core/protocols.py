@@ -45,7 +45,7 @@ class Drafter(Protocol):
     usual_rule: str = "speculative"  # what verifies its drafts where no rule is named
 
     @property
-    def capacity(self) -> int:
+    def round_positions(self) -> int:
         """Cache positions that a round needs from the root's on."""
         return self.shape.nodes
 
@@ -203,7 +203,7 @@ class Method(Protocol):
     that is ready can take the place of one that has ended.
     """
 
-    width: int  # token positions above ``length`` that one round may write
+    round_positions: int  # token positions above ``length`` that one round may write
     depth: int = 0  # most draft tokens that a round accepts
     lookback: int = 0  # tokens behind one that its caches depend on
     # Tokens stand firm only at the end (beam search): all positions are needed from the start.

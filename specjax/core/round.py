@@ -66,8 +66,8 @@ class DraftVerify(Method):
         return (self.drafter.shape.nodes + self.drafter.num_probes,)
 
     @property
-    def width(self) -> int:
-        return max(*self.passes, self.drafter.capacity) + 1
+    def round_positions(self) -> int:
+        return max(*self.passes, self.drafter.round_positions) + 1
 
     @property
     def lookback(self) -> int:
@@ -111,7 +111,7 @@ class DraftVerify(Method):
         return self.drafter.propose(inputs, state, keys)
 
     @property
-    def pass_widths(self) -> tuple[int, ...]:
+    def pass_sizes(self) -> tuple[int, ...]:
         """Nodes of the passes one of which verifies a draft, as many as that needs."""
         nodes = self.drafter.shape.nodes
         return (NARROW, nodes) if self.drafter.ends_early and nodes > NARROW else (nodes,)
@@ -122,7 +122,7 @@ class DraftVerify(Method):
         What lies past a narrow pass is 0: no draft is there.
         """
         free = min(inputs.target.narrow(state.length.shape[0]), draft.shape.nodes)
-        widths = tuple(width for width in self.pass_widths if width >= free)
+        widths = tuple(width for width in self.pass_sizes if width >= free)
         if len(widths) == 1:
             return self._verified(inputs, state, keys, draft)
         whole = jax.eval_shape(self._verified, inputs, state, keys, draft)

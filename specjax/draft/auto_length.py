@@ -227,7 +227,7 @@ class AutoLengthChain(AutoLength):
             )
 
     @property
-    def pass_widths(self):
+    def pass_sizes(self):
         return WIDTHS if self.draft_can_rest else (1, *WIDTHS)
 
     def _drafting(self, inputs, form, state):

@@ -75,7 +75,7 @@ class Beam(ModelDrafter):
         return range(1 + step * self.width, 1 + (step + 1) * self.width)
 
     @property
-    def capacity(self) -> int:
+    def round_positions(self) -> int:
         return 1 + self.gamma * self.width  # the whole tree, whatever of it is verified
 
     @property
@@ -86,7 +86,7 @@ class Beam(ModelDrafter):
 
     @property
     def _whole(self) -> TreeShape:
-        return TreeShape(self.capacity, self.gamma, self.width)
+        return TreeShape(self.round_positions, self.gamma, self.width)
 
     def raw_rows(self, inputs) -> Bool[Array, "B"]:
         """Rows whose draft probabilities are unwarped."""

@@ -32,7 +32,7 @@ from specjax.draft.chain import Chain
 from specjax.draft.model_drafter import ModelDrafter, unwarped_in
 from specjax.draft.tree import Tree
 from specjax.models import KVCache
-from specjax.models.forward_pass import tapped_forward, widen
+from specjax.models.forward_pass import pad_pass, tapped_forward
 from specjax.models.head import draft_logits, fed_back, fused_states
 
 HEAD = "head"
@@ -57,7 +57,7 @@ class HeadDrafter(ModelDrafter):
         return inputs.draft.config.layer_ids
 
     @property
-    def capacity(self) -> int:
+    def round_positions(self) -> int:
         return max(self.shape.nodes, self.shape.depth + 1)
 
     def ready(self, state):
@@ -177,8 +177,8 @@ class HeadBest(HeadDrafter):
         return TreeShape(1 + min(self.budget, most), self.depth, self.width)
 
     @property
-    def capacity(self) -> int:
-        return max(super().capacity, 1 + (self.depth - 1) * self.width)
+    def round_positions(self) -> int:
+        return max(super().round_positions, 1 + (self.depth - 1) * self.width)
 
     def raw_rows(self, inputs):
         return inputs.warp.greedy
@@ -273,7 +273,7 @@ def _read(
         positions = start[:, None] + jnp.arange(count, dtype=jnp.int32)
     arguments = (net.config, net.params, cache, tokens, positions, start, visible)
     hidden, cache, _ = tapped_forward(
-        *arguments, base=base, width=net.narrow(rows), features=features
+        *arguments, base=base, pass_width=net.narrow(rows), features=features
     )
     return Reading(cache, hidden[:, :count])
 
@@ -281,7 +281,7 @@ def _read(
 def _logits(net: Net, hidden: Float[Array, "B n D"]) -> Float[Array, "B n v"]:
     """float32 logits over the draft vocabulary; −inf where the target never emits the id."""
     cfg, (rows, count) = net.config, hidden.shape[:2]
-    wide = widen(hidden, max(count, net.narrow(rows)))
+    wide = pad_pass(hidden, max(count, net.narrow(rows)))
     logits = draft_logits(cfg, net.params, wide)[:, :count].astype(jnp.float32)
     ids = np.arange(cfg.vocab_size) if cfg.ids is None else cfg.ids
     barred = (ids >= net.vocab_limit) | np.isin(ids, cfg.adaptive_ids)

@@ -103,20 +103,21 @@ def bucket_below(capacity: int) -> int:
     return next((size for size in smaller if bucket(size) == size), capacity)
 
 
-def chunk_width(prompt: int, rows: int = 1, least: int = MIN_CHUNK) -> int:
-    """The prefill width, a power of two, for ``rows`` of one device, the longest of ``prompt``.
+def chunk_size(prompt: int, rows: int = 1, least: int = MIN_CHUNK) -> int:
+    """The chunk size of prefill, a power of two, for ``rows`` of one device, the longest of
+    ``prompt``.
 
     Many rows go in narrower passes, or activations would take a share of the memory. ``least``, a
-    power of two: the narrowest width.
+    power of two: the smallest chunk.
     """
-    widest = MAX_CHUNK_CPU if jax.default_backend() == "cpu" else MAX_CHUNK
+    largest = MAX_CHUNK_CPU if jax.default_backend() == "cpu" else MAX_CHUNK
     fitting = 1 << (MAX_TOKENS // rows).bit_length() >> 1
-    return max(MIN_CHUNK, min(widest, fitting, max(least, _power_of_two(prompt))))
+    return max(MIN_CHUNK, min(largest, fitting, max(least, _power_of_two(prompt))))
 
 
-def widths(widest: int) -> list[int]:
-    """The widths, up to ``widest``, that :func:`chunk_width` gives."""
-    return [MIN_CHUNK << n for n in range((widest // MIN_CHUNK).bit_length())]
+def chunk_sizes(largest: int) -> list[int]:
+    """The chunk sizes, up to ``largest``, that :func:`chunk_size` gives."""
+    return [MIN_CHUNK << n for n in range((largest // MIN_CHUNK).bit_length())]
 
 
 def _power_of_two(least: int) -> int:

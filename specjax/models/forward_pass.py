@@ -208,7 +208,7 @@ def forward(
     start: Int[Array, "B"],
     *tree: Any,
     **how: Any,
-) -> tuple[Float[Array, "B max(N,width) D"], KVCache]:
+) -> tuple[Float[Array, "B max(N,pass_width) D"], KVCache]:
     """Final-normed hidden states of new tokens, and the cache with them.
 
     Arguments as :func:`tapped_forward`.
@@ -227,10 +227,12 @@ def tapped_forward(
     *,
     base: Int[Array, "B"] | None = None,
     tree_positions: Int[Array, "B T"] | None = None,
-    width: int = 1,
+    pass_width: int = 1,
     taps: tuple[int, ...] = (),
     features: Float[Array, "B N D"] | None = None,
-) -> tuple[Float[Array, "B max(N,width) D"], KVCache, Float[Array, "B max(N,width) P D"] | None]:
+) -> tuple[
+    Float[Array, "B max(N,pass_width) D"], KVCache, Float[Array, "B max(N,width) P D"] | None
+]:
     """Runs N new tokens per row against the cache and writes them at ``start``.
 
     Write, then commit: the new keys and values land in positions ``start .. start + N - 1`` of
@@ -245,7 +247,8 @@ def tapped_forward(
       base: int32, the number of committed tokens; ``start`` by default. Below ``start`` where
         a tree grows level by level: T then counts the levels already written, too.
       tree_positions: positions of those T tokens, read only under a sliding window or ALiBi.
-      width: the pass runs over at least so many tokens; the last one again where there are fewer.
+      pass_width: the pass runs over at least so many tokens; the last one again where there are
+      fewer.
       taps: layers whose inputs at every token are wanted, too.
       features: what a head reads beside the tokens (:mod:`specjax.models.head`).
     Returns:
@@ -254,10 +257,10 @@ def tapped_forward(
     """
     n, chain = tokens.shape[1], visible is None
     count = n if chain else visible.shape[-1]
-    if width > n:
-        tokens, positions = widen(tokens, width), widen(positions, width)
-        visible = None if chain else widen(visible, width)
-        features = None if features is None else widen(features, width)
+    if pass_width > n:
+        tokens, positions = pad_pass(tokens, pass_width), pad_pass(positions, pass_width)
+        visible = None if chain else pad_pass(visible, pass_width)
+        features = None if features is None else pad_pass(features, pass_width)
     base = start if base is None else base
     around = [cache.goes_round(layer) for layer in range(cfg.num_layers)]
     kinds = [(cfg.windows[i], k.shape[2], around[i]) for i, k in enumerate(cache.k)]
@@ -320,7 +323,7 @@ def _cached(
     return attend
 
 
-def widen(x: Array, width: int) -> Array:
-    """``x`` with its last entry along axis 1 repeated until there are ``width``."""
-    pad = [(0, width - x.shape[1] if axis == 1 else 0) for axis in range(x.ndim)]
+def pad_pass(x: Array, pass_width: int) -> Array:
+    """``x`` with its last entry along axis 1 repeated until there are ``pass_width``."""
+    pad = [(0, pass_width - x.shape[1] if axis == 1 else 0) for axis in range(x.ndim)]
     return jnp.pad(x, pad, mode="edge")

@@ -17,7 +17,8 @@ from specjax.core.types import Inputs
 from specjax.core.warp import Sampling, stacked
 from specjax.draft.auto_length import COSTS, AutoLength
 from specjax.lm import LM
-from specjax.models.cache import chunk_width, ring_capacity
+from specjax.models.cache import chunk_size as prefill_chunk_size
+from specjax.models.cache import ring_capacity
 from specjax.rewards import Judge
 
 NO_EOS = -1  # pads the eos array: no token has this id
@@ -77,14 +78,14 @@ class Engine:
         """Devices that the rows are split over."""
         return 1 if self.target.mesh is None else self.target.mesh.shape[DATA]
 
-    def chunk(self, longest: int, rows: int) -> int:
+    def chunk_size(self, longest: int, rows: int) -> int:
         """Tokens per prefill pass of ``rows``, by their longest prompt.
 
         Where narrow passes are of one width, a prompt's pieces are none of them.
         """
         rows //= self.shares
         least = FREE_TOKENS // rows if self.target.pass_width > 1 else 1
-        return chunk_width(longest, rows, 1 << least.bit_length() >> 1)
+        return prefill_chunk_size(longest, rows, 1 << least.bit_length() >> 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 from specjax.core import loop
 from specjax.core.types import DecodeState, Inputs
 from specjax.core.warp import Sampling
-from specjax.models.cache import widths
+from specjax.models.cache import chunk_sizes
 from specjax.runtime.engine import Engine, Request, keys_of
 from specjax.runtime.prefix_cache import Prefixes
 
@@ -68,20 +68,22 @@ class Prefill:
     def run_chunk(self) -> int:
         """Feeds the next piece; returns its width."""
         left = int((self._last - self._first).max())
-        width = self._engine.chunk(left, len(self.rows))
-        chunk = loop.prefill_chunks(self._engine.method, width)
-        self.state = chunk(self.inputs, self.state, self._first)
-        self._first = np.minimum(self._first, self._capacity - width) + width
+        chunk = self._engine.chunk_size(left, len(self.rows))
+        run = loop.prefill_chunks(self._engine.method, chunk)
+        self.state = run(self.inputs, self.state, self._first)
+        self._first = np.minimum(self._first, self._capacity - chunk) + chunk
         self._keep_if_fed()
-        return width
+        return chunk
 
-    def warm_up(self, row: Request, widest: int) -> None:
+    def warm_up(self, row: Request, largest_chunk: int) -> None:
         """Compiles pieces of each width, and the beginning of a prompt that is partly known."""
         self.open([row] * self._engine.shares)
         self._begin(self.state)
-        for width in {self._engine.chunk(left, len(self.rows)) for left in widths(widest)}:
-            chunk = loop.prefill_chunks(self._engine.method, width)
-            self.state = chunk(self.inputs, self.state, np.zeros_like(self._first))
+        for chunk in {
+            self._engine.chunk_size(left, len(self.rows)) for left in chunk_sizes(largest_chunk)
+        }:
+            run = loop.prefill_chunks(self._engine.method, chunk)
+            self.state = run(self.inputs, self.state, np.zeros_like(self._first))
 
     def _keep_if_fed(self) -> None:
         if self.done:

@@ -85,16 +85,16 @@ class Scheduler:
         self._slots: list[Slot | None] = [None] * size
         self._state: DecodeState | None = None
         self._inputs: Inputs | None = None
-        widest = engine.chunk(bounds.prompt, engine.shares)
-        needed = max(bounds.prompt, widest)
+        largest_chunk = engine.chunk_size(bounds.prompt, engine.shares)
+        needed = max(bounds.prompt, largest_chunk)
         if engine.method.needs_full_length:
-            needed = max(needed, bounds.total + engine.method.width)
+            needed = max(needed, bounds.total + engine.method.round_positions)
         self._prefill = Prefill(engine, sampling, bucket(needed), logprobs, kept)
         self._into: list[
             int
         ] = []  # batch slots that the prefilled requests at the prefill will take
         self._full_length = bucket(needed) if engine.method.needs_full_length else None
-        self._widest = widest  # tokens of a chunk of a prompt
+        self._largest_chunk = largest_chunk  # tokens of a chunk of a prompt
         self._visited: set[int] = set()
         self._dropped: set[int] = set()  # rows that nobody waits for
         self._costs = (
@@ -124,7 +124,9 @@ class Scheduler:
         are empty for less.
         """
         self._waiting, self._source = [], iter(requests)
-        self._turn = self._widest * rounds  # tokens that are prefilled between rounds of live rows
+        self._turn = (
+            self._largest_chunk * rounds
+        )  # tokens that are prefilled between rounds of live rows
         self._polled = time.perf_counter()
         while self._admit():
             self._advance(rounds)
@@ -196,7 +198,7 @@ class Scheduler:
             np.array([row.budget for row in everyone], np.int32),
             keys_of(everyone),
             logprobs=self._logprobs,
-            chunk=self._engine.chunk(max(map(len, prompts)), self._size),
+            chunk=self._engine.chunk_size(max(map(len, prompts)), self._size),
             capacity=self._full_length,
         )
         self._counted = np.zeros(self._size, np.int64), 0
@@ -261,7 +263,7 @@ class Scheduler:
         """A state whose batch slots are all free."""
         some = next(row for row in self._prefill.rows if row)
         self._describe([some] * self._size)
-        capacity = self._full_length or bucket(len(some.tokens) + self._method.width)
+        capacity = self._full_length or bucket(len(some.tokens) + self._method.round_positions)
         tokens = np.zeros((self._size, capacity), np.int32)
         keys = jnp.stack([some.key] * self._size)
         self._counted, self._fresh = (np.zeros(self._size, np.int64), 0), True
@@ -290,7 +292,7 @@ class Scheduler:
         if self._full_length:
             return
         needed = max([request, *(slot.length for slot in self._slots if slot)])
-        capacity, needed = self._state.capacity, needed + self._method.width
+        capacity, needed = self._state.capacity, needed + self._method.round_positions
         below = bucket(needed + SLACK)
         if needed > capacity:
             self._move(bucket(needed))

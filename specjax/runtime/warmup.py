@@ -43,19 +43,19 @@ class Warmup(Scheduler):
         be."""
         begins = {}
         for tokens, row in {len(row.tokens): row for row in rows}.items():
-            chunk = self._engine.chunk(tokens, self._size)
+            chunk = self._engine.chunk_size(tokens, self._size)
             begins[chunk, loop.first_capacity(self._method, tokens, row.budget, chunk)] = row
         for row in begins.values():
             self._start([row])
 
     def prefill(self, row: Request) -> None:
         """Pieces of every width, of a prefilled request whose prompt is partly known, too."""
-        self._prefill.warm_up(row, self._widest)
+        self._prefill.warm_up(row, self._largest_chunk)
 
     def buckets(self, rows: Sequence[Request]) -> None:
         """A prefilled request and no round in every bucket that rows may need, up and down."""
-        least = bucket(min(len(row.tokens) for row in rows) + self._method.width)
-        most = bucket(Bounds.of(rows).total + self._method.width)
+        least = bucket(min(len(row.tokens) for row in rows) + self._method.round_positions)
+        most = bucket(Bounds.of(rows).total + self._method.round_positions)
         for capacity in (self._full_length,) * 2 if self._full_length else (least, most, least):
             while True:
                 self._bucket()

@@ -65,7 +65,7 @@ class BeamSearch(Method):
 
     beams: int = 4
     joint: str = "raw"
-    width = 1
+    round_positions = 1
     needs_full_length = True
 
     def __post_init__(self):

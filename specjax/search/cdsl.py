@@ -142,7 +142,7 @@ class CDSL(Method):
         return self.d + max(self.b, 1)
 
     @property
-    def width(self) -> int:
+    def round_positions(self) -> int:
         return self.most + max(self.k, 1) * self.d + 2
 
     def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:

@@ -166,7 +166,7 @@ def advance_on_host(
     """Up to ``rounds`` host-driven rounds, as :func:`specjax.core.loop.run_rounds`."""
     driver = HostDriver(score, inputs)
     for _ in range(rounds):
-        full = int(state.length.max()) + method.width > state.capacity
+        full = int(state.length.max()) + method.round_positions > state.capacity
         done = np.asarray(state.done)
         if full or done.all() or (done & ~seen).any():
             break

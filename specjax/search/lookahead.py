@@ -66,14 +66,14 @@ def roll_out(
     root stands in cache position and token position ``base``. Where the cache lacks the root, it
     is given and rides along with the candidates. Finished branches only cost while others go on.
     """
-    rows, width = candidates.shape
-    shape = _Branches(width, depth)
+    rows, branches = candidates.shape
+    shape = _Branches(branches, depth)
     room = ((0, 0), (0, 0), (0, depth))
     start = _Rolling(
         level=jnp.int32(1),
         cache=cache,
         tokens=jnp.pad(candidates[:, :, None], room),
-        count=jnp.ones((rows, width), jnp.int32),
+        count=jnp.ones((rows, branches), jnp.int32),
         alive=alive & ~inputs.is_eos(candidates),
         calls=jnp.zeros((rows,), jnp.int32),
     )
@@ -90,7 +90,7 @@ def roll_out(
             visible,
             base=base,
             tree_positions=shape.positions(base),
-            at=jnp.broadcast_to(jnp.arange(width) + first, (rows, width)),
+            at=jnp.broadcast_to(jnp.arange(branches) + first, (rows, branches)),
         )
         following = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return _Rolling(
@@ -123,24 +123,24 @@ class _Rolling(NamedTuple):
 class _Branches:
     """The tree of a roll-out: the root is node 0, level j are nodes 1 + (j−1)K … jK."""
 
-    width: int
+    branches: int
     depth: int
 
     def positions(self, base: Int[Array, "B"]) -> Int[Array, "B T"]:
-        level = (jnp.arange(1 + self.width * self.depth) + self.width - 1) // self.width
+        level = (jnp.arange(1 + self.branches * self.depth) + self.branches - 1) // self.branches
         return base[:, None] + level
 
     def cache_position(self, base, level, with_root: bool):
         """Where the nodes fed at a level begin in the cache."""
-        return base if with_root else base + 1 + (level - 1) * self.width
+        return base if with_root else base + 1 + (level - 1) * self.branches
 
     def place(self, base, level, with_root: bool):
         """Positions and visible tree nodes of what is prefilled at a level."""
-        rows, lane = base.shape[0], jnp.arange(self.width)
-        node = jnp.arange(1 + self.width * self.depth)
-        own = (node - 1) % self.width == lane[:, None]
-        visible = (node == 0) | (own & ((node - 1) // self.width < level))
-        depth = jnp.full((self.width,), level, jnp.int32)
+        rows, lane = base.shape[0], jnp.arange(self.branches)
+        node = jnp.arange(1 + self.branches * self.depth)
+        own = (node - 1) % self.branches == lane[:, None]
+        visible = (node == 0) | (own & ((node - 1) // self.branches < level))
+        depth = jnp.full((self.branches,), level, jnp.int32)
         if with_root:
             visible = jnp.concatenate([(node == 0)[None], visible])
             depth = jnp.append(jnp.int32(0), depth)
@@ -184,7 +184,7 @@ class Lookahead(Method):
         return self.reward is None
 
     @property
-    def width(self) -> int:
+    def round_positions(self) -> int:
         return self.k * self.d + 2
 
     def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:

@@ -56,8 +56,8 @@ class MTJD(Method):
         )
 
     @property
-    def width(self) -> int:
-        return self.beams.capacity + 1
+    def round_positions(self) -> int:
+        return self.beams.round_positions + 1
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         keys = probs.round_keys(state.keys, state.stats.rounds)

@@ -49,8 +49,8 @@ class TwoStep(Method):
         return self._first.passes + self._second.passes
 
     @property
-    def width(self) -> int:
-        return 1 + max(self._first.width, self._second.width)
+    def round_positions(self) -> int:
+        return 1 + max(self._first.round_positions, self._second.round_positions)
 
     def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         return self._first.init(inputs, state)

@@ -65,7 +65,7 @@ def build(name, **options):
 def starts(method, sampling, ends):
     """Inputs and fresh states, batch by batch; few positions, for beams are copied."""
     inputs = Engine(tiny(ends), tiny(ends), method, {"tau": 0.1}).inputs(sampling, ROWS)
-    tokens = np.zeros((ROWS, len(PROMPT) + LENGTH + method.width), np.int32)
+    tokens = np.zeros((ROWS, len(PROMPT) + LENGTH + method.round_positions), np.int32)
     tokens[:, : len(PROMPT)] = PROMPT
     length = np.full(ROWS, len(PROMPT), np.int32)
     fill = loop.prefill_prompts(method, chunk=4, logprobs=False)

@@ -17,7 +17,7 @@ from specjax.core.scoring import score
 from specjax.core.tree import chain_draft
 from specjax.core.types import POINT_MASS
 from specjax.draft import Lookup
-from specjax.models.cache import MAX_CHUNK_CPU, MAX_TOKENS, bucket, chunk_width
+from specjax.models.cache import MAX_CHUNK_CPU, MAX_TOKENS, bucket, chunk_size
 from specjax.registry import Context
 from specjax.runtime.engine import Engine
 from specjax.verify import speculative
@@ -294,10 +294,10 @@ def test_buckets_waste_at_most_a_third_and_hold_whole_prefill_passes():
     for capacity in range(257, 5000):
         assert capacity <= bucket(capacity) <= 1.5 * capacity and bucket(capacity) % 128 == 0
     for rows, prompt in itertools.product((1, 8, 64, 1024), (5, 700, 5000, 40_000)):
-        chunk = chunk_width(prompt, rows)
+        chunk = chunk_size(prompt, rows)
         assert chunk == 16 or chunk < 2 * prompt
         assert chunk == 16 or rows * chunk <= MAX_TOKENS
-    assert chunk_width(5000) == chunk_width(5000, 64) == MAX_CHUNK_CPU
+    assert chunk_size(5000) == chunk_size(5000, 64) == MAX_CHUNK_CPU
     target = tiny_lm(1)
     built, settings = sj.method("autoregressive").build(Context(target, None), {})
     inputs = Engine(target, None, built, settings).inputs(SAMPLING, 1)

@@ -137,7 +137,9 @@ def test_specinfer_keeps_p_where_the_residual_is_empty():
 def test_spectr_goes_on_with_all_twins():
     # Chains 0-·, 1-0, 1-2 below p sure of 1, then of 2: node 6's parent is the second twin.
     p = [sure(1), sure(0), sure(2), sure(2), sure(3), sure(3), sure(3)]
-    draft, log_p = build([9, 0, 1, 1, 0, 0, 2], [0, 0, 0, 1, 2, 3], p, [[0.25] * 4] * 7, sampling=IID)
+    draft, log_p = build(
+        [9, 0, 1, 1, 0, 0, 2], [0, 0, 0, 1, 2, 3], p, [[0.25] * 4] * 7, sampling=IID
+    )
     check(verify.spectr(KEYS, draft, log_p), [0, 3, 6], [1, 2, 3], tested=2)
     missed = draft.replace(tokens=draft.tokens.at[:, 6].set(1))
     check(verify.spectr(KEYS, missed, log_p), [0, 2], [1, 2], tested=2)

@@ -171,7 +171,7 @@ def continuation_counts(engine, prompt, length: int, sampling) -> np.ndarray:
     method, vocab = engine.method, engine.target.vocab_limit
     counts = np.zeros((vocab,) * length, np.int64)
     capacity = (
-        -(-(len(prompt) + length + method.width) // 16) * 16
+        -(-(len(prompt) + length + method.round_positions) // 16) * 16
     )  # a bucket would be mostly empty
     how = {"chunk": len(prompt), "positions": capacity}
     with optimised():
