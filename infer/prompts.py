@@ -49,7 +49,7 @@ class BadLine:
 
 
 @dataclasses.dataclass(frozen=True)
-class Encoder:
+class PromptEncoder:
     """How prompts become token ids, and what these must fit into.
 
     Args:
@@ -152,7 +152,7 @@ def report(program: str, prompts: Sequence[Prompt], bad: Sequence[BadLine] = (),
 
 def read_prompts(
     path: str,
-    encoder: Encoder,
+    encoder: PromptEncoder,
     rewards: Sequence[Reward] | None = None,
     source: Source | None = None,
     most: int | None = None,
@@ -190,7 +190,7 @@ def _lines(path: str, option: str) -> Iterator[tuple[int, Entry | ValueError]]:
 
 
 def _prompt(
-    index: int, entry: Entry, encoder: Encoder, rewards: Sequence[Reward] | None
+    index: int, entry: Entry, encoder: PromptEncoder, rewards: Sequence[Reward] | None
 ) -> Iterator[Prompt]:
     """A line's prompt: of a task (see :mod:`infer.formats`), a middle to fill in, or a text.
 
@@ -228,7 +228,7 @@ def _prompt(
     yield Prompt(index, name, text, tokens, entry, constraints, cut)
 
 
-def _turn(entry: Entry, encoder: Encoder) -> str | list[Message]:
+def _turn(entry: Entry, encoder: PromptEncoder) -> str | list[Message]:
     """What a line asks for.
 
     Of Spec-Bench's questions the first turn is the prompt; of MT-Bench's second turns, which say

@@ -24,7 +24,7 @@ WIDTH = 128  # tokens a row of a pass, whose logits are held
 TOP = 20  # alternatives that are kept
 
 
-class Scores(NamedTuple):
+class PromptScores(NamedTuple):
     """Of a row's tokens but its first, each after all before it, by the unwarped model, in nats.
 
     The K most likely ids stand in falling order; ``log_probs`` of one of them is its very number.
@@ -50,7 +50,7 @@ def check_scorable(model: LM) -> None:
         raise OptionError("texts are scored with the whole model on one device, and it is split")
 
 
-def score(model: LM, rows: Sequence[Sequence[int]]) -> list[Scores]:
+def score(model: LM, rows: Sequence[Sequence[int]]) -> list[PromptScores]:
     """The scores of rows of token ids, at least one each; rows of a call share a bucket.
 
     Raises:
@@ -61,7 +61,7 @@ def score(model: LM, rows: Sequence[Sequence[int]]) -> list[Scores]:
     return last
 
 
-def passes(model: LM, rows: Sequence[Sequence[int]]) -> Iterator[list[Scores] | None]:
+def passes(model: LM, rows: Sequence[Sequence[int]]) -> Iterator[list[PromptScores] | None]:
     """:func:`score` pass by pass: None after each, the scores at the end."""
     longest = max(map(len, rows)) - 1
     capacity = bucket(max(-(-longest // WIDTH), 1) * WIDTH)
@@ -76,7 +76,7 @@ def passes(model: LM, rows: Sequence[Sequence[int]]) -> Iterator[list[Scores] | 
         found.append(jax.device_get(parts))
         yield None
     whole = [np.concatenate(parts, axis=1) for parts in zip(*found, strict=True)]
-    yield [Scores(*(part[i, : len(ids) - 1] for part in whole)) for i, ids in enumerate(rows)]
+    yield [PromptScores(*(part[i, : len(ids) - 1] for part in whole)) for i, ids in enumerate(rows)]
 
 
 @functools.partial(jax.jit, donate_argnums=1)

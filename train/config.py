@@ -58,7 +58,7 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
-class Data:
+class DataSection:
     """The corpus and how it is cut."""
 
     corpora: tuple[str, ...] = ("stdlib",)
@@ -139,7 +139,7 @@ class LMConfig:
     """``python -m train.lm``: one section per concern."""
 
     model: Model = Model()
-    data: Data = Data()
+    data: DataSection = DataSection()
     tokenizer: TokenizerSection = TokenizerSection()
     optim: Optim = Optim()
     distill: Distill = Distill()
@@ -197,7 +197,7 @@ class SDSATConfig:
     """``python -m train.sdsat``: one section per concern."""
 
     model: Tuned = Tuned()
-    data: Data = Data()
+    data: DataSection = DataSection()
     sdsat: Adaptive = Adaptive()
     optim: Optim = Optim()
     mesh: MeshSection = MeshSection()
@@ -237,7 +237,7 @@ class HeadRunConfig:
     """``python -m train.head``: one section per concern."""
 
     model: Watched = Watched()
-    data: Data = Data()
+    data: DataSection = DataSection()
     head: HeadSection = HeadSection()
     optim: Optim = Optim()
     mesh: MeshSection = MeshSection()

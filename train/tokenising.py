@@ -12,13 +12,13 @@ from tokenizers import Tokenizer
 from specjax._util.errors import InputError
 from specjax.lm import locate
 from specjax.models.hf.checkpoint import load_config
-from train.config import Data, HeadRunConfig, LMConfig, SDSATConfig, from_dict, read_toml
+from train.config import DataSection, HeadRunConfig, LMConfig, SDSATConfig, from_dict, read_toml
 from train.data.fim import CodeLayout, frame_of
 from train.data.making import make_shards, recipe_of
 from train.data.packing import Layout, Plain
-from train.head.setup import read_target
-from train.lm.setup import get_tokenizer
-from train.sdsat.setup import prepare_setup
+from train.head.prepare import read_target
+from train.lm.prepare import get_tokenizer
+from train.sdsat.prepare import prepare_setup
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_config(values: dict[str, Any]) -> tuple[Data, Tokenizer, Layout]:
+def read_config(values: dict[str, Any]) -> tuple[DataSection, Tokenizer, Layout]:
     """(data, tokenizer, layout) of the program whose sections a config has.
 
     Raises:

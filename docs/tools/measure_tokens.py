@@ -32,7 +32,7 @@ import pyarrow
 from pyarrow import parquet
 from tokenizers import Tokenizer
 
-from train.config import Data
+from train.config import DataSection
 from train.data.corpus import load_corpus, source_files
 from train.data.making import own_shards
 from train.data.packing import Plain, make_loader
@@ -119,7 +119,7 @@ def watched(command: list[str]) -> dict[str, float]:
     }
 
 
-def read_rows(data: Data, rows: int) -> None:
+def read_rows(data: DataSection, rows: int) -> None:
     """In a process of its own: rows per second of the loader, and its memory."""
     before = peak_mib()
     corpus = own_shards(data, Tokenizer.from_file(TOKENIZER), Plain(), make=False)
@@ -238,7 +238,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.read:
         data = json.loads(args.read)
-        read_rows(Data((), tuple(data["files"]), data["shards"]), 4000)
+        read_rows(DataSection((), tuple(data["files"]), data["shards"]), 4000)
         return
     if args.alone:
         encode(*json.loads(args.alone))

@@ -39,16 +39,16 @@ from tpu_kernels import BACKWARD, FORWARD, PRODUCTS, Kernel, met_of, parse_call,
 from infer.cli import whole
 from specjax.models.attention import splash
 from specjax.models.attention.dense import Isolated
-from specjax.models.attention.splash import BLOCKS, WINDOW_BLOCKS, WINDOWS, Blocks
+from specjax.models.attention.splash import BLOCKS, WINDOW_BLOCKS, WINDOWS, SplashBlocks
 from train.config import SDSATConfig, Tuned, from_toml
 from train.engine.losses import HEAD
 from train.engine.placement import AXES, Placement
 from train.sdsat.dryrun import step_parts
 from train.sdsat.insertion import Insertion, isolated_row
-from train.sdsat.losses import Objective
+from train.sdsat.losses import SdsatObjective
 from train.sdsat.memory import compiled_step, shallow
 from train.sdsat.operations import row_tokens, useful_operations
-from train.sdsat.setup import Setup
+from train.sdsat.prepare import SdsatRun
 from train.sdsat.trainable import make_tuning
 
 CONFIG, SHAPE = "configs/sdsat_codellama_7b.toml", "codellama-7b"
@@ -133,20 +133,20 @@ def config(loss: str, tokens: int, remat: str | None) -> SDSATConfig:
     return from_toml(SDSATConfig, CONFIG, own)
 
 
-def step_setup(cfg: SDSATConfig, layers: int | None = None) -> Setup:
+def step_setup(cfg: SDSATConfig, layers: int | None = None) -> SdsatRun:
     """What the recipe makes of the published shape: one repeated id, which is a new row."""
     model = SHAPES[SHAPE]
     ids = (model.vocab_size,) * cfg.sdsat.window
     model = dataclasses.replace(model, vocab_size=model.vocab_size + 1, adaptive_ids=ids)
     how = cfg.model.compute_dtype, cfg.model.remat, cfg.model.scan
-    return Setup(
+    return SdsatRun(
         directory=Path(),
         tokenizer=None,
         model=shallow(model, layers) if layers else model,
         new_rows=1,
         insertion=Insertion(ids, rate=cfg.sdsat.start_rate),
         layout=None,
-        objective=Objective(cfg.sdsat.loss, cfg.sdsat.window, 0.0, cfg.sdsat.weight, *how),
+        objective=SdsatObjective(cfg.sdsat.loss, cfg.sdsat.window, 0.0, cfg.sdsat.weight, *how),
         tuning=make_tuning(Tuned(), ids, 0),
     )
 
@@ -259,7 +259,7 @@ def causal_table(name: str, tokens: int, block: int, wide: int) -> np.ndarray:
     return np.asarray(info.block_mask)[0]
 
 
-def met_blocks(blocks: Blocks, name: str, tokens: int = 0) -> tuple[int, int]:
+def met_blocks(blocks: SplashBlocks, name: str, tokens: int = 0) -> tuple[int, int]:
     """Queries and keys of the blocks that a kernel goes through, over so many keys."""
     return blocks.queries, blocks.wide(tokens) if name == BACKWARD else blocks.keys
 

@@ -36,10 +36,10 @@ from infer.bench.rows import (
     make_rows,
     pass_widths,
 )
-from infer.bench.timed_cases import Setting, measure
+from infer.bench.timed_cases import BenchSetting, measure
 from infer.cli import BAD_LINES, make_directory
 from infer.loading import load_models, use_compilation_cache
-from infer.prompts import Encoder, stops_of
+from infer.prompts import PromptEncoder, stops_of
 from specjax._util.program import say
 from specjax.lm import SELF, base_of, quantize
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
@@ -80,7 +80,7 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
         cases = make_cases(args, draft is not None)
         budget = args.max_new_tokens
         drafted = draft if any(METHODS[case.method].needs_draft for case in cases) else None
-        encoder = Encoder(target, drafted, budget, args.chat, bool(args.truncate))
+        encoder = PromptEncoder(target, drafted, budget, args.chat, bool(args.truncate))
         questions, skipped = read_questions(args, encoder)
         prompts = [question.tokens for question in questions]
         for metric in metrics:
@@ -96,7 +96,7 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
         peer = TransformersPeer(*directories, prompts, budget, gamma) if args.peer else None
         with peer or contextlib.nullcontext():
             between = peer.repeat if peer else lambda repeat: None
-            setting = Setting(target, draft, prompts, budget, args.seed, stop)
+            setting = BenchSetting(target, draft, prompts, budget, args.seed, stop)
             results = measure(setting, cases, args.repeats, between, meter)
         say("infer.bench", "cost curve")
         passes = {width for case in cases for width in pass_widths(case, target)}

@@ -13,7 +13,7 @@ from typing import Protocol
 POWERCAP = Path("/sys/class/powercap")
 
 
-class Meter(Protocol):
+class EnergyMeter(Protocol):
     """A counter of joules that never falls; ``source`` names it in reports."""
 
     source: str
@@ -96,7 +96,7 @@ def _visible(nvml) -> list:
     return [by_index(int(n)) if n.isdigit() else by_uuid(n) for n in named.split(",")]
 
 
-def find_meter(platform: str) -> Meter | None:
+def find_meter(platform: str) -> EnergyMeter | None:
     """The counter of what JAX computes on (``cpu``, ``gpu``, …), or None: then it is "n/a"."""
     if platform == "gpu":
         return Nvml.find()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from infer.datasets.table import Source
-from infer.prompts import BadLine, Encoder, Prompt, read_prompts, references_of, report
+from infer.prompts import BadLine, Prompt, PromptEncoder, read_prompts, references_of, report
 from specjax._util.errors import OptionError
 from specjax._util.program import say
 from specjax.demo.heldout import held_out_functions
@@ -26,7 +26,7 @@ class Question:
     text: str = ""  # the prompt as metrics read it
 
 
-def read_questions(args: argparse.Namespace, encoder: Encoder) -> tuple[list[Question], int]:
+def read_questions(args: argparse.Namespace, encoder: PromptEncoder) -> tuple[list[Question], int]:
     """From the file, the held-out functions, or random tokens for random weights.
 
     Also how many prompts were left out, each of which is reported.
@@ -52,7 +52,7 @@ def read_questions(args: argparse.Namespace, encoder: Encoder) -> tuple[list[Que
     return questions, len(bad)
 
 
-def _held_out(count: int, encoder: Encoder) -> tuple[list[Prompt], list[BadLine]]:
+def _held_out(count: int, encoder: PromptEncoder) -> tuple[list[Prompt], list[BadLine]]:
     """Functions of the standard library up to their bodies, which are the references."""
     functions, warnings = held_out_functions(count)
     for warning in warnings:

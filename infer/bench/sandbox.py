@@ -59,7 +59,7 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class SandboxResult:
     """``passed``: the test came to its end. ``unjudged``: why it could not be run to it."""
 
     passed: bool = False
@@ -68,7 +68,7 @@ class Outcome:
 
 def run_task(
     task: Mapping[str, Any], program: str, guard: str | None, limits: Limits | None = None
-) -> Outcome:
+) -> SandboxResult:
     """Runs the test of a task of HumanEval's format on the function that ``program`` defines."""
     limits, name = limits or Limits(), task["entry_point"]
     # Helpers before the function are the prompt's, so the test may call them itself.
@@ -80,7 +80,7 @@ def run_task(
         return _judge(json.dumps(given).encode(), home, guard, limits)
 
 
-def _judge(given: bytes, home: Folder, guard: str | None, limits: Limits) -> Outcome:
+def _judge(given: bytes, home: Folder, guard: str | None, limits: Limits) -> SandboxResult:
     """Starts worker and checker, and ends both whatever happens."""
     started = []
     try:
@@ -92,7 +92,7 @@ def _judge(given: bytes, home: Folder, guard: str | None, limits: Limits) -> Out
             started.append(checker := _start(home.path, guard, limits, task, ends))
         with checker.stdout:
             verdict = _verdict(checker.stdout.fileno(), home, limits)
-        return Outcome(**json.loads(verdict)) if verdict else Outcome()
+        return SandboxResult(**json.loads(verdict)) if verdict else SandboxResult()
     finally:
         for process in started:
             process.kill()

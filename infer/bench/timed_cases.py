@@ -15,7 +15,7 @@ import numpy as np
 
 import specjax as sj
 from infer.bench.cases import Case
-from infer.bench.energy import Meter
+from infer.bench.energy import EnergyMeter
 from infer.programs import make_room
 from infer.rescoring import Prompts
 from infer.timing import row_seconds
@@ -60,7 +60,7 @@ class Result:
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class BenchSetting:
     """What all cases share."""
 
     target: sj.LM
@@ -72,11 +72,11 @@ class Setting:
 
 
 def measure(
-    setting: Setting,
+    setting: BenchSetting,
     cases: Sequence[Case],
     repeats: int,
     between: Callable[[int], None] = lambda repeat: None,
-    meter: Meter | None = None,
+    meter: EnergyMeter | None = None,
 ) -> list[Result]:
     """All cases over all prompts, ``repeats`` times in turn.
 
@@ -103,7 +103,7 @@ def measure(
     return results
 
 
-def warm_up(setting: Setting, case: Case) -> None:
+def warm_up(setting: BenchSetting, case: Case) -> None:
     """Compiles all that the case may run, whenever its rows end."""
     target, draft, most = setting.target, setting.draft, setting.target.config.max_position
     spec, greedy = METHODS[case.method], case.mode == "greedy"
@@ -116,7 +116,7 @@ def warm_up(setting: Setting, case: Case) -> None:
     warmup.warm_up(engine, size, case.sampling, in_turn(rows), PREFIXES)
 
 
-def run_case(setting: Setting, case: Case) -> sj.Generation:
+def run_case(setting: BenchSetting, case: Case) -> sj.Generation:
     """Every prompt once, the case's number of rows in flight."""
     return sj.generate(
         setting.target,

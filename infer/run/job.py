@@ -21,7 +21,7 @@ import specjax as sj
 from infer.cli import BAD_LINES
 from infer.datasets.table import Source
 from infer.loading import load_models, use_compilation_cache
-from infer.prompts import Encoder, Prompt, read_prompts, report, stops_of
+from infer.prompts import Prompt, PromptEncoder, read_prompts, report, stops_of
 from infer.run.demo import PROMPT
 from infer.run.output import Output, row_object
 from infer.run.parts import held
@@ -112,7 +112,7 @@ def _batch(job: Job) -> int:
     return BAD_LINES if bad else 0
 
 
-def only_prompt(args: argparse.Namespace, encoder: Encoder) -> Prompt:
+def only_prompt(args: argparse.Namespace, encoder: PromptEncoder) -> Prompt:
     """``--prompt``, or ``--prefix`` with ``--suffix``, or else the demo's."""
     if args.prefix is not None:
         return Prompt(0, 0, args.prefix, encoder.middle(args.prefix, args.suffix), {})
@@ -131,7 +131,7 @@ class Job:
     arguments: dict[str, Any]  # of sj.generate
     settings: dict[str, Any]  # what a result file must have been written with
     reward: Combined | None
-    encoder: Encoder
+    encoder: PromptEncoder
 
     @classmethod
     def create(cls, args: argparse.Namespace, target: sj.LM, draft: sj.LM | None) -> Job:
@@ -171,7 +171,7 @@ class Job:
                 settings[name] = vars(args)[name]
         settings = json.loads(json.dumps(settings))  # as they read back from a result file
         needed = draft if spec.needs_draft else None
-        encoder = Encoder(target, needed, args.max_new_tokens, args.chat, bool(args.truncate))
+        encoder = PromptEncoder(target, needed, args.max_new_tokens, args.chat, bool(args.truncate))
         return cls(args, target, spec.name, arguments, settings, reward, encoder)
 
     def show(self, prompt: Prompt, compiles: bool, console: Console | None = None) -> None:

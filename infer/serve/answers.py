@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from infer.authors import Authors
-from infer.scoring import Scores
+from infer.scoring import PromptScores
 from infer.serve.engine_thread import Submission
 from infer.serve.schemas import Body, ChatBody
 from specjax.core.types import FROM_DRAFT
@@ -36,7 +36,7 @@ class Answer:
         self._created = int(time.time())
         self._tokenizer: Tokenizer = work.variant.engine.target.tokenizer
         self._rows: list[Generation | None] = [None] * work.size
-        self._scores: list[Scores | None] = [None] * work.size
+        self._scores: list[PromptScores | None] = [None] * work.size
         self._echo = not self._chat and bool(body.echo)
         self._silent = body.max_tokens == 0  # a token was written for nothing
         self._authors = [Authors(self._tokenizer) for _ in self._rows] if body.origins else None
@@ -165,7 +165,7 @@ class Answer:
         starts = itertools.accumulate(map(len, texts), initial=0)
         return shape | {"text_offset": list(starts)[:-1]}
 
-    def _top(self, scores: Scores, at: int, most: int) -> list[tuple[str, float]]:
+    def _top(self, scores: PromptScores, at: int, most: int) -> list[tuple[str, float]]:
         """The most likely tokens at a place, with their log-probabilities, in falling order."""
         each = zip(scores.top_ids[at, :most], scores.top_log_probs[at, :most], strict=True)
         finite = [(token, float(value)) for token, value in each if np.isfinite(value)]

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from infer.serve.admission import Admission, NoSuchModel, TooLong
 from infer.serve.answers import Answer
 from infer.serve.engine_thread import Closed, EngineThread, QueueFull, Submission
-from infer.serve.meter import Meter
+from infer.serve.meter import PrometheusMetrics
 from infer.serve.schemas import Body, ChatBody, CompletionBody, read
 from specjax._util.errors import SpecjaxError, one_line
 from specjax.runtime.output import Piece
@@ -82,7 +82,7 @@ class Ticket:
             yield number, piece
 
 
-class Stream(StreamingResponse):
+class EventStream(StreamingResponse):
     """Server-sent events that end with their client: ``leave`` is called in any case."""
 
     def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], None]):
@@ -104,7 +104,7 @@ class Server:
         self,
         admission: Admission,
         scheduler: EngineThread,
-        meter: Meter,
+        meter: PrometheusMetrics,
         most_bytes: int,
         key: str | None,
     ):
@@ -186,7 +186,7 @@ class Server:
 
         if body.stream:
             self._meter.answered(request.url.path, 200)
-            return Stream(_events(ticket, answer), leave)
+            return EventStream(_events(ticket, answer), leave)
         watch = asyncio.create_task(_left(request))
         watch.add_done_callback(ticket.leave)
         try:

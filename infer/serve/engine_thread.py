@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from infer import scoring
-from infer.scoring import Scores
+from infer.scoring import PromptScores
 from specjax.core.warp import Sampling
 from specjax.runtime.engine import Engine, Request
 from specjax.runtime.generate import make_rows
@@ -58,7 +58,7 @@ class Variant:
 class ScoredPiece(Piece):
     """A row's last piece, with the scores of its prompt and what it wrote."""
 
-    scores: Scores | None = None
+    scores: PromptScores | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,7 +94,7 @@ class Submission:
         return [dataclasses.replace(row, request_id=first + i, **own) for i, row in enumerate(made)]
 
 
-class Meter(Protocol):
+class EngineMetrics(Protocol):
     """Who counts what the scheduler does."""
 
     def ended(self, work: Submission, row: Generation) -> None: ...
@@ -152,7 +152,13 @@ class EngineThread:
     """
 
     def __init__(
-        self, size: int, bounds: Bounds, kept: int, flights: int, most_waiting: int, meter: Meter
+        self,
+        size: int,
+        bounds: Bounds,
+        kept: int,
+        flights: int,
+        most_waiting: int,
+        meter: EngineMetrics,
     ):
         self._size, self._bounds, self._kept = size, bounds, kept
         self._max_schedulers, self._most_waiting, self._meter = flights, most_waiting, meter
@@ -163,7 +169,7 @@ class EngineThread:
         self._closed = False
         self._queues: dict[Hashable, VariantQueue] = {}  # the queue that has waited longest first
         self._rows: dict[int, tuple[Submission, int]] = {}
-        self._scorings: deque[tuple[Piece, Iterator[list[Scores] | None]]] = deque()
+        self._scorings: deque[tuple[Piece, Iterator[list[PromptScores] | None]]] = deque()
         self._next_case = 0
         self._compiled: set[Hashable] = set()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)

@@ -12,7 +12,7 @@ from specjax.runtime.output import Generation
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 
 
-class Meter:
+class PrometheusMetrics:
     """Counters and gauges of one server."""
 
     def __init__(self):

@@ -82,14 +82,14 @@ class CompletionBody(Body):
         return [self.prompt] if one else self.prompt
 
 
-class Part(_Strict):
+class TextPart(_Strict):
     type: Literal["text"]
     text: str
 
 
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part]
+    content: str | list[TextPart]
     name: str | None = None
 
     def plain(self) -> dict[str, str]:

@@ -19,7 +19,7 @@ from infer.serve.admission import Admission
 from infer.serve.app import Server
 from infer.serve.commands import KEY
 from infer.serve.engine_thread import EngineThread
-from infer.serve.meter import Meter
+from infer.serve.meter import PrometheusMetrics
 from infer.serve.schemas import CompletionBody
 from specjax._util.errors import InputError, OptionError
 from specjax._util.program import say
@@ -69,7 +69,7 @@ def assembled(
         memory=int(device_memory() * ROWS_SHARE) // args.flights,
         most_rows=args.queue,
     )
-    meter, size = Meter(), admission.size
+    meter, size = PrometheusMetrics(), admission.size
     scheduler = EngineThread(size, admission.bounds, args.prefixes, args.flights, args.queue, meter)
     meter.watch(scheduler)
     try:

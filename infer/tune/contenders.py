@@ -30,7 +30,7 @@ class Contender:
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class TuneSetting:
     """What every contender of a table shares."""
 
     target: sj.LM
@@ -44,7 +44,7 @@ class Setting:
     c: float | None  # time of a draft pass over that of a target pass
 
 
-def run_contender(setting: Setting, contender: Contender, warm: bool = True) -> Row:
+def run_contender(setting: TuneSetting, contender: Contender, warm: bool = True) -> Row:
     """One row of a table; ``warm`` runs it twice, so that no time holds a compilation.
 
     With a reward it says how far constraints are met, without one what the texts are worth.
@@ -79,7 +79,7 @@ def run_contender(setting: Setting, contender: Contender, warm: bool = True) -> 
     return row | worth
 
 
-def _satisfaction(setting: Setting, out: sj.Generation) -> Row:
+def _satisfaction(setting: TuneSetting, out: sj.Generation) -> Row:
     failed = ~np.isfinite(out.rewards)
     scores = np.where(failed, 0.0, out.rewards)
     met, asked = count_constraints(setting.reward.parts, scores, setting.prompts)
@@ -98,7 +98,7 @@ def _satisfaction(setting: Setting, out: sj.Generation) -> Row:
     )
 
 
-def _worth(setting: Setting, out: sj.Generation) -> Row:
+def _worth(setting: TuneSetting, out: sj.Generation) -> Row:
     """Perplexity under the target, and ROUGE-L where prompts have references."""
     surprise, scores = [], []
     for prompt, tokens, text in zip(setting.prompts, out.tokens, out.text, strict=True):
@@ -175,7 +175,9 @@ def with_speedups(rows: Sequence[Row], base: Row) -> list[Row]:
     ]
 
 
-def _generate(setting: Setting, contender: Contender, prompts: Sequence[Prompt]) -> sj.Generation:
+def _generate(
+    setting: TuneSetting, contender: Contender, prompts: Sequence[Prompt]
+) -> sj.Generation:
     return sj.generate(
         setting.target,
         [prompt.tokens for prompt in prompts],

@@ -13,7 +13,7 @@ from infer.cli import make_directory
 from infer.loading import load_models, use_compilation_cache
 from infer.timing import costs
 from infer.tune.commands import GRIDS
-from infer.tune.contenders import Contender, Setting, run_contender, with_speedups
+from infer.tune.contenders import Contender, TuneSetting, run_contender, with_speedups
 from infer.tune.report import markdown_lossy
 from infer.tune.tuning import MeasuredRows, read_task, sources, stops
 from specjax._util.errors import OptionError
@@ -45,16 +45,16 @@ def _tune(args: argparse.Namespace, home: Path) -> int:
     target, draft = load_models(args, want_draft=True)
     c = costs(target, draft, (1,))[1]
 
-    def setting(path: str, source: Any, batch_size: int) -> Setting:
+    def setting(path: str, source: Any, batch_size: int) -> TuneSetting:
         prompts = read_task(path, target, args.chat, None, source)
         ends, budget = stops(args, prompts), args.max_new_tokens
-        return Setting(target, draft, None, prompts, budget, batch_size, args.seed, ends, c)
+        return TuneSetting(target, draft, None, prompts, budget, batch_size, args.seed, ends, c)
 
     first, second = sources(args)
     validation = setting(args.validation, first, args.batch_size)
     rows = MeasuredRows(home / "grid.jsonl", args)
 
-    def row(where: Setting, kind: str, name: str, method: str, options: dict) -> dict[str, Any]:
+    def row(where: TuneSetting, kind: str, name: str, method: str, options: dict) -> dict[str, Any]:
         one = Contender(name, method, METHODS[method].resolve(options), sampling)
         point = {"name": name, "options": options}
         return rows.get(kind, point, lambda: run_contender(where, one))

@@ -13,12 +13,12 @@ from typing import Any
 from infer.cli import make_directory
 from infer.datasets.table import Source
 from infer.loading import load_models, use_compilation_cache
-from infer.prompts import Encoder, Prompt, read_prompts, stops_of
+from infer.prompts import Prompt, PromptEncoder, read_prompts, stops_of
 from infer.timing import costs
 from infer.tune.commands import GRID
 from infer.tune.contenders import (
     Contender,
-    Setting,
+    TuneSetting,
     run_contender,
     with_measures,
     with_speedups,
@@ -82,7 +82,7 @@ def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare(
-    args: argparse.Namespace, rows: MeasuredRows, test: Setting, tuned: dict[str, Any]
+    args: argparse.Namespace, rows: MeasuredRows, test: TuneSetting, tuned: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """The test table: greedy, beam, nucleus and the three lookahead methods."""
     shared = _shared(tuned)
@@ -118,7 +118,7 @@ def _shared(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in ("k", "d", "combine")}
 
 
-def _settings(args: argparse.Namespace) -> tuple[Setting, Setting | None]:
+def _settings(args: argparse.Namespace) -> tuple[TuneSetting, TuneSetting | None]:
     """What the contenders on the validation task share, and those on the test task."""
     reward = combine(args.reward or ["lexical"], dict(args.set).get("combine") == PRODUCT)
     target, draft = load_models(args, want_draft=True)
@@ -127,10 +127,10 @@ def _settings(args: argparse.Namespace) -> tuple[Setting, Setting | None]:
     test = read_task(args.test, target, args.chat, reward.parts, second) if args.test else None
     c = costs(target, draft, (1,))[1]
 
-    def setting(prompts: Sequence[Prompt], batch_size: int) -> Setting:
+    def setting(prompts: Sequence[Prompt], batch_size: int) -> TuneSetting:
         budget = args.max_new_tokens
         stop = stops(args, prompts)
-        return Setting(target, draft, reward, prompts, budget, batch_size, args.seed, stop, c)
+        return TuneSetting(target, draft, reward, prompts, budget, batch_size, args.seed, stop, c)
 
     on_test = setting(test, args.test_batch_size) if test else None
     return setting(validation, args.batch_size), on_test
@@ -164,7 +164,7 @@ def read_task(
     Raises:
       OptionError: it cannot be read, or a line of it is bad.
     """
-    prompts, bad = read_prompts(path, Encoder(target, chat=chat), rewards, source)
+    prompts, bad = read_prompts(path, PromptEncoder(target, chat=chat), rewards, source)
     if bad:
         raise OptionError(f"{path} line {bad[0].number}: {bad[0].reason}")
     return prompts

@@ -135,7 +135,7 @@ class HeadTree(HeadDrafter, Tree):
     name = HEAD
 
 
-class Candidates(NamedTuple):
+class TreeCandidates(NamedTuple):
     """Nodes of a tree that grows; node 0 is the root."""
 
     tokens: Int[Array, "B C"]
@@ -189,7 +189,7 @@ class HeadBest(HeadDrafter):
         logits, calls = logits[:, None], jnp.ones((rows,), jnp.int32)
         root, zero = probs.at_token(state.tokens, state.length - 1), jnp.zeros((rows, 1), jnp.int32)
         start = jnp.where(live, 0.0, probs.NEVER)[:, None]
-        found = Candidates(root[:, None], zero + NO_PARENT, start, start)
+        found = TreeCandidates(root[:, None], zero + NO_PARENT, start, start)
         prefilled = Fed(zero + ROOT, start, jnp.ones((rows, 1, 1), bool))
         for level in range(self.depth):
             first = found.tokens.shape[1]
@@ -200,7 +200,7 @@ class HeadBest(HeadDrafter):
                 calls = calls + (prefilled.score > probs.NEVER).sum(-1, dtype=jnp.int32)
         return Proposal(self._best(found), carry, calls, jnp.int32(self.depth))
 
-    def _expanded(self, inputs, found: Candidates, prefilled: Fed, logits) -> Candidates:
+    def _expanded(self, inputs, found: TreeCandidates, prefilled: Fed, logits) -> TreeCandidates:
         """The candidates with ``width`` children of each node of the frontier."""
         log_q = unwarped_in(inputs.warp.greedy, logits, warp(logits, inputs.warp))
         best, drafted = jax.lax.top_k(log_q, self.width)
@@ -208,10 +208,12 @@ class HeadBest(HeadDrafter):
         tokens = self.named(inputs, drafted.reshape(rows, -1).astype(jnp.int32))
         score = (prefilled.score[..., None] + best).reshape(rows, -1)
         parents = jnp.repeat(prefilled.node, self.width, axis=1)
-        level = Candidates(tokens, parents, best.reshape(rows, -1), score)
-        return Candidates(*(jnp.append(x, y, axis=1) for x, y in zip(found, level, strict=True)))
+        level = TreeCandidates(tokens, parents, best.reshape(rows, -1), score)
+        return TreeCandidates(
+            *(jnp.append(x, y, axis=1) for x, y in zip(found, level, strict=True))
+        )
 
-    def _frontier(self, inputs, found: Candidates, prefilled: Fed, first: int):
+    def _frontier(self, inputs, found: TreeCandidates, prefilled: Fed, first: int):
         """Tokens of the ``width`` likeliest candidates from ``first`` on that go on, which node of
         the frontier each hangs below, and the new frontier."""
         level = found.tokens[:, first:]
@@ -225,7 +227,7 @@ class HeadBest(HeadDrafter):
         tokens = jnp.take_along_axis(level, which, axis=1)
         return tokens, above, Fed(first + which, score, bits)
 
-    def _best(self, found: Candidates) -> Draft:
+    def _best(self, found: TreeCandidates) -> Draft:
         """The ``budget`` best candidates: a parent is never worse than its children, and precedes
         them where they are equal, so what is left is a tree."""
         rows, count = found.tokens.shape[0], self.shape.nodes - 1

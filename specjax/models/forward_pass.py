@@ -117,8 +117,8 @@ def module_of(cfg: ModelConfig, params: dict) -> nnx.Module:
     return nnx.merge(_abstract(cfg, is_fused(params))[0], params)
 
 
-def _scores(cfg: ModelConfig) -> dense.Scores:
-    return dense.Scores(cfg.attention_scale, cfg.attention_softcap, cfg.alibi, cfg.shards)
+def _scores(cfg: ModelConfig) -> dense.ScoreTransform:
+    return dense.ScoreTransform(cfg.attention_scale, cfg.attention_softcap, cfg.alibi, cfg.shards)
 
 
 def hidden_states(
@@ -188,7 +188,7 @@ def tapped_states(
     return run(tokens, positions, attend, taps=taps, rows=rows, **how)
 
 
-def _dense(mask: dense.MaskFn, meta: dense.Meta, finish: dense.Scores, *_) -> Attend:
+def _dense(mask: dense.MaskFn, meta: dense.Meta, finish: dense.ScoreTransform, *_) -> Attend:
     """:func:`long_attention` for short sequences."""
     seen = mask(meta, meta)
     distance = dense.distances(meta, meta) if finish.alibi else None

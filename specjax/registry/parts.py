@@ -39,7 +39,7 @@ BOTH = (WHOLE, HEAD)
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class PartSpec:
     """How to make a part of its static options, by name; ``bound`` ones get the context first."""
 
     make: Callable[..., Any]
@@ -59,8 +59,8 @@ class Part:
         return self.make(context, **static) if self.bound else self.make(**static)
 
 
-def _rule(rule: Rule, summary: str, options: Mapping[str, Option] | None = None) -> Part:
-    return Part(lambda: rule, summary, options or {})
+def _rule(rule: Rule, summary: str, options: Mapping[str, Option] | None = None) -> PartSpec:
+    return PartSpec(lambda: rule, summary, options or {})
 
 
 class TwoPasses(NamedTuple):
@@ -150,9 +150,9 @@ JOINT = Option(
     choices=JOINTS,
 )
 
-DRAFTERS: dict[str, Part] = {
-    "none": Part(draft.NoDraft, "no draft"),
-    "lookup": Part(
+DRAFTERS: dict[str, PartSpec] = {
+    "none": PartSpec(draft.NoDraft, "no draft"),
+    "lookup": PartSpec(
         draft.Lookup,
         "what followed the longest matching n-gram",
         {
@@ -161,7 +161,7 @@ DRAFTERS: dict[str, Part] = {
             "ngram": Option(int, 3, "longest n-gram tried", low=1, high=8),
         },
     ),
-    "suffix": Part(
+    "suffix": PartSpec(
         draft.Suffix,
         "what followed the longest known ending in any row or earlier request of the job",
         {
@@ -171,7 +171,7 @@ DRAFTERS: dict[str, Part] = {
             "pool": Option(int, 2**15, "tokens remembered", low=2**8, high=2**22),
         },
     ),
-    "chain": Part(
+    "chain": PartSpec(
         _either(draft.Chain, draft.HeadChain),
         "γ tokens from a draft model",
         {
@@ -190,7 +190,7 @@ DRAFTERS: dict[str, Part] = {
         bound=True,
         drafts=BOTH,
     ),
-    "iid": Part(
+    "iid": PartSpec(
         _either(draft.Tree.iid, draft.HeadTree.iid),
         "k independent chains of γ tokens",
         {"gamma": GAMMA, "chains": Option(int, 4, "number of chains k", low=1, high=64)},
@@ -198,7 +198,7 @@ DRAFTERS: dict[str, Part] = {
         bound=True,
         drafts=BOTH,
     ),
-    "tree": Part(
+    "tree": PartSpec(
         _either(draft.Tree, draft.HeadTree),
         "a token tree, so many children per level",
         {
@@ -218,7 +218,7 @@ DRAFTERS: dict[str, Part] = {
         bound=True,
         drafts=BOTH,
     ),
-    "adaptive": Part(
+    "adaptive": PartSpec(
         _adaptive,
         "the target's own answers at its adaptive tokens (SDSAT)",
         {
@@ -234,7 +234,7 @@ DRAFTERS: dict[str, Part] = {
         },
         bound=True,
     ),
-    "beam": Part(
+    "beam": PartSpec(
         draft.Beam,
         "beams of the draft model, searched or sampled",
         {
@@ -250,7 +250,7 @@ DRAFTERS: dict[str, Part] = {
 }
 
 _CHAIN, _TREE = DRAFTERS["chain"].options, DRAFTERS["tree"].options
-DRAFTERS["head"] = Part(
+DRAFTERS["head"] = PartSpec(
     _head,
     "a head on the target's hidden states (EAGLE-3)",
     {
@@ -283,9 +283,9 @@ SCD_TASKS = {
     "humaneval": {"variant": ORIGINAL, "alpha": 0.5, "beta": 0.5, "draft_warp": False},
 }
 
-TARGET_DISTS: dict[str, Part] = {
-    "warped": Part(Warped, "the target's own distribution under temperature, top-k and top-p"),
-    "contrastive": Part(
+TARGET_DISTS: dict[str, PartSpec] = {
+    "warped": PartSpec(Warped, "the target's own distribution under temperature, top-k and top-p"),
+    "contrastive": PartSpec(
         Contrastive,
         "what the target says more than the draft model does",
         {
@@ -299,7 +299,7 @@ TARGET_DISTS: dict[str, Part] = {
     ),
 }
 
-RULES: dict[str, Part] = {
+RULES: dict[str, PartSpec] = {
     "speculative": _rule(verify.speculative, "accept with min(1, p/q)"),
     "block": _rule(verify.block, "accept the longest prefix that passes as a whole"),
     "spectr": _rule(verify.spectr, "k candidates, each with min(1, p/(ρ q))"),
@@ -340,8 +340,8 @@ LOOKAHEAD = {
     ),
 }
 
-SEARCHES: dict[str, Part] = {
-    "beam": Part(
+SEARCHES: dict[str, PartSpec] = {
+    "beam": PartSpec(
         search.BeamSearch,
         "the W likeliest hypotheses side by side",
         {
@@ -354,7 +354,7 @@ SEARCHES: dict[str, Part] = {
             ),
         },
     ),
-    "mtjd": Part(
+    "mtjd": PartSpec(
         _mtjd,
         "blocks of K tokens from the joint",
         {
@@ -364,14 +364,14 @@ SEARCHES: dict[str, Part] = {
         },
         bound=True,
     ),
-    "lookahead": Part(
+    "lookahead": PartSpec(
         _guided(search.Lookahead),
         "each token by the reward of the target's lookaheads",
         LOOKAHEAD,
         needs_reward=True,
         bound=True,
     ),
-    "draft-lookahead": Part(
+    "draft-lookahead": PartSpec(
         _guided(search.Lookahead, drafts=True),
         "each token by the reward of the draft model's lookaheads",
         LOOKAHEAD,
@@ -379,7 +379,7 @@ SEARCHES: dict[str, Part] = {
         needs_reward=True,
         bound=True,
     ),
-    "cdsl": Part(
+    "cdsl": PartSpec(
         _guided(search.CDSL),
         "verified drafts by their reward, else tokens by lookaheads",
         LOOKAHEAD
@@ -416,16 +416,18 @@ _SETTINGS = {
 }
 
 
-def part_of(kind: str, table: Mapping[str, Part], part: str | Drafter | TargetDist | Rule) -> Part:
+def part_of(
+    kind: str, table: Mapping[str, PartSpec], part: str | Drafter | TargetDist | Rule
+) -> PartSpec:
     """The part of a name, or of an object; settings of one's own have no default."""
     if isinstance(part, str):
         return lookup(kind, table, part)
     options = {name: _SETTINGS.get(name, Option(float, REQUIRED, "")) for name in part.settings}
     if isinstance(part, Rule):
-        return Part(lambda: part, "", options)
+        return PartSpec(lambda: part, "", options)
     drafts = (HEAD,) if getattr(part, "needs_head", False) else (WHOLE,)
     drafts = BOTH if isinstance(part, Contrastive) else drafts
-    return Part(lambda: part, "", options, part.needs_draft, drafts=drafts)
+    return PartSpec(lambda: part, "", options, part.needs_draft, drafts=drafts)
 
 
 def lookup(kind: str, table: Mapping[str, Any], name: str) -> Any:

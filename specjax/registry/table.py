@@ -24,7 +24,7 @@ from specjax.registry.parts import (
     TARGET_DISTS,
     WHOLE,
     Context,
-    Part,
+    PartSpec,
     TwoPasses,
     lookup,
     part_of,
@@ -50,7 +50,7 @@ class MethodSpec:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PartSpec, ...]:
         if self.search:
             return (SEARCHES[self.search],)
         return (

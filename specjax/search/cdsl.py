@@ -24,7 +24,7 @@ from specjax.draft.model_drafter import draw_chain, last_two, run_pair
 from specjax.models import KVCache
 from specjax.rewards.folding import Fold
 from specjax.search.drivers import DeviceDriver, Driver, Lanes, prefill_lookahead, start_lookahead
-from specjax.search.lookahead import Candidates, best_candidates, choose, roll_out
+from specjax.search.lookahead import NextTokens, best_candidates, choose, roll_out
 
 HARD, RATIO, EXACT = "hard", "ratio", "exact"
 ACCEPTS = (HARD, RATIO, EXACT)
@@ -301,7 +301,7 @@ class CDSL(Method):
         )
         return _drafted(state, out.cache), work, candidates, self._behind(work, out.lanes)
 
-    def take(self, inputs: Inputs, work: Round, candidates: Candidates, values) -> Round:
+    def take(self, inputs: Inputs, work: Round, candidates: NextTokens, values) -> Round:
         """The best candidate on the path of the rows that asked for one."""
         best = choose(values, candidates.possible)
         token, logprob = (probs.at_token(x, best) for x in (candidates.tokens, candidates.logprobs))

@@ -27,7 +27,7 @@ from specjax.rewards.folding import Fold
 from specjax.search.drivers import DeviceDriver, Driver, Lanes, prefill_lookahead, start_lookahead
 
 
-class Candidates(NamedTuple):
+class NextTokens(NamedTuple):
     """The likeliest next tokens, best first, lower ids first on ties."""
 
     tokens: Int[Array, "B K"]
@@ -35,10 +35,10 @@ class Candidates(NamedTuple):
     logprobs: Float[Array, "B K"]  # unwarped
 
 
-def best_candidates(logits: Float[Array, "B V"], count: int) -> Candidates:
+def best_candidates(logits: Float[Array, "B V"], count: int) -> NextTokens:
     """The ``count`` largest of float32 logits, −inf where a token cannot occur."""
     log_p, tokens = jax.lax.top_k(probs.log_softmax(logits), count)
-    return Candidates(tokens.astype(jnp.int32), log_p > probs.NEVER, log_p)
+    return NextTokens(tokens.astype(jnp.int32), log_p > probs.NEVER, log_p)
 
 
 class RollOut(NamedTuple):
@@ -156,7 +156,7 @@ def choose(values: Float[Array, "B K"], possible: Bool[Array, "B K"]) -> Int[Arr
 class LookaheadRound:
     """One round between its lookaheads and its choice."""
 
-    candidates: Candidates
+    candidates: NextTokens
     calls: Int[Array, "B"]  # of the model that rolled out
     passes: Int[Array, ""]
 

@@ -19,7 +19,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """``{% generation %}`` marks what an assistant wrote; here its body is text like any other."""
 
     tags = frozenset({"generation"})
@@ -45,7 +45,7 @@ def _tojson(value, ensure_ascii=False, **options):
 def _compiled(template: str) -> Template:
     """In a jinja2 sandbox with what transformers offers to templates."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _tojson  # jinja's own escapes HTML
     environment.globals["raise_exception"] = _refuse

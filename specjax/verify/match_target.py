@@ -14,7 +14,7 @@ from specjax.core.types import DETERMINISTIC, IID, POINT_MASS, ROOT, WITHOUT_REP
 from specjax.verify.verdicts import drawn_verdict
 
 
-class _Walk(NamedTuple):
+class _MatchWalk(NamedTuple):
     node: Int[Array, "B"]
     depth: Int[Array, "B"]
     y: Int[Array, "B"]
@@ -43,7 +43,7 @@ def match(keys, draft, log_p, *, written=0):
       written: int32 ``[B]``, how many tokens each row has written before this round.
     """
 
-    def step(w: _Walk, _):
+    def step(w: _MatchWalk, _):
         u = probs.place_uniforms(keys, written + w.depth)
         y = probs.sample(jnp.exp(probs.at_node(log_p, w.node)), u)
         child = (draft.parents == w.node[:, None]) & draft.valid
@@ -51,7 +51,7 @@ def match(keys, draft, log_p, *, written=0):
         matched = hit.any(1) & ~w.done
         next_node = jnp.argmax(hit, axis=1).astype(jnp.int32)
         ended = ~matched & ~w.done
-        return _Walk(
+        return _MatchWalk(
             node=jnp.where(matched, next_node, w.node),
             depth=w.depth + matched,
             y=jnp.where(ended, y, w.y),
@@ -61,6 +61,6 @@ def match(keys, draft, log_p, *, written=0):
 
     rows = draft.tokens.shape[0]
     zero, no = jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,), bool)
-    start = _Walk(zero + ROOT, zero, zero, no, no)
+    start = _MatchWalk(zero + ROOT, zero, zero, no, no)
     w, _ = jax.lax.scan(step, start, length=draft.shape.depth + 1)
     return drawn_verdict(draft, w.node, w.depth, w.y, w.depth + w.refused)

@@ -18,7 +18,7 @@ from specjax.core.types import DETERMINISTIC, IID, POINT_MASS, ROOT, WITHOUT_REP
 from specjax.verify.verdicts import tree_verdict
 
 
-class _Walk(NamedTuple):
+class _SiblingWalk(NamedTuple):
     """Where each row stands; ``p`` is what is left of the target's law at its node."""
 
     node: Int[Array, "B"]
@@ -46,12 +46,12 @@ def specinfer(keys, draft, log_p):
         keys, Purpose.ACCEPT, jnp.broadcast_to(jnp.arange(nodes), draft.tokens.shape)
     )
 
-    def visit(i, w: _Walk) -> _Walk:
+    def visit(i, w: _SiblingWalk) -> _SiblingWalk:
         # Parents come before children, so one pass over the nodes walks down the tree.
         here = (draft.parents[:, i] == w.node) & draft.valid[:, i]
         return jax.lax.cond(jnp.any(here), lambda: attempt(i, w, here), lambda: w)
 
-    def attempt(i, w: _Walk, here) -> _Walk:
+    def attempt(i, w: _SiblingWalk, here) -> _SiblingWalk:
         x = draft.tokens[:, i]
         q = _law(draft, i, x, w.tried, vocab)
         px, qx = probs.at_token(w.p, x), probs.at_token(q, x)
@@ -61,7 +61,7 @@ def specinfer(keys, draft, log_p):
         left = left / left.sum(-1, keepdims=True)
         p = jnp.where(failed[:, None], left, w.p)
         tried = w.tried | (failed[:, None] & (jnp.arange(vocab) == x[:, None]))
-        return _Walk(
+        return _SiblingWalk(
             node=jnp.where(passed, i, w.node).astype(jnp.int32),
             depth=w.depth + passed,
             refused=(w.refused | failed) & ~passed,
@@ -71,7 +71,7 @@ def specinfer(keys, draft, log_p):
 
     rows = draft.tokens.shape[0]
     zero, no = jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,), bool)
-    start = _Walk(zero, zero, no, jnp.exp(log_p[:, ROOT]), jnp.zeros((rows, vocab), bool))
+    start = _SiblingWalk(zero, zero, no, jnp.exp(log_p[:, ROOT]), jnp.zeros((rows, vocab), bool))
     w = jax.lax.fori_loop(1, nodes, visit, start)
     return tree_verdict(keys, draft, w.node, w.depth, w.p, w.depth + w.refused)
 

@@ -17,7 +17,7 @@ from specjax.verify.verdicts import tree_verdict
 _HALVINGS = 30  # of [1, k]: below float32's resolution
 
 
-class _Walk(NamedTuple):
+class _KSeqWalk(NamedTuple):
     node: Int[Array, "B"]
     depth: Int[Array, "B"]
     survivors: Bool[Array, "B N"]  # drafts that agree with what was accepted so far
@@ -42,7 +42,7 @@ def spectr(keys, draft, log_p):
     )
     q_row = jnp.asarray(draft.q_row)
 
-    def step(w: _Walk, _):
+    def step(w: _KSeqWalk, _):
         parent = jnp.clip(draft.parents, 0, nodes - 1)
         candidate = jnp.take_along_axis(w.survivors, parent, axis=1) & draft.valid
         candidate = candidate.at[:, ROOT].set(False)
@@ -57,7 +57,7 @@ def spectr(keys, draft, log_p):
         left = jnp.where((k > 0)[:, None], k_seq_residual(p, q, rho, beta, k), p)
         going = some_passed & ~w.done
         ended = ~some_passed & ~w.done
-        return _Walk(
+        return _KSeqWalk(
             node=jnp.where(going, first, w.node),
             depth=w.depth + going,
             survivors=jnp.where(going[:, None], candidate & (draft.tokens == token), w.survivors),
@@ -69,7 +69,7 @@ def spectr(keys, draft, log_p):
     rows, vocab = draft.tokens.shape[0], log_p.shape[-1]
     zero, no = jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,), bool)
     root = jnp.broadcast_to(jnp.arange(nodes) == ROOT, draft.tokens.shape)
-    start = _Walk(zero, zero, root, jnp.zeros((rows, vocab), jnp.float32), no, no)
+    start = _KSeqWalk(zero, zero, root, jnp.zeros((rows, vocab), jnp.float32), no, no)
     w, _ = jax.lax.scan(step, start, length=draft.shape.depth + 1)
     return tree_verdict(keys, draft, w.node, w.depth, w.weights, w.depth + w.refused)
 

@@ -22,7 +22,7 @@ from infer.bench.cases import Case
 from infer.bench.report import NEAR_TIE, markdown, show
 from infer.bench.rows import make_rows, pass_widths
 from infer.programs import MOST
-from infer.prompts import Encoder
+from infer.prompts import PromptEncoder
 from specjax._util.errors import OptionError
 from specjax.metrics import expected_block_efficiency, expected_speedup, perplexity, rates
 from specjax.models import init_params, save_pretrained
@@ -124,7 +124,7 @@ def test_bad_lines_are_skipped_and_the_rest_is_measured(small, short_curve, caps
     assert "context holds" in said[0] and "not JSON" in said[1]
     # What is not asked for is not read; what is left must be something.
     asked = argparse.Namespace(prompts=str(file), num_prompts=1, dataset=None, run_tests=False)
-    encoder = Encoder(sj.load(small[1]))
+    encoder = PromptEncoder(sj.load(small[1]))
     assert questions.read_questions(asked, encoder)[1] == 2
     file.write_text(f"{long}\n")
     with pytest.raises(OptionError, match="no prompt is left"):
@@ -202,7 +202,7 @@ def test_rows_share_their_seconds_and_cases_take_turns(monkeypatch):
     monkeypatch.setattr(timed_cases, "run_case", run_case)
     monkeypatch.setattr(timed_cases, "warm_up", lambda setting, case: order.append(case.method))
     both = [Case(name, {}, GREEDY, 2) for name in ("autoregressive", "speculative")]
-    setting = timed_cases.Setting(None, None, [[1]] * 3, 4, seed=5)
+    setting = timed_cases.BenchSetting(None, None, [[1]] * 3, 4, seed=5)
     first, _ = timed_cases.measure(setting, both, 2, order.append)
     assert first.tokens_per_second().tolist() == [12 / 9, 12 / 9]
     tokens, seconds = first.speed()
@@ -232,7 +232,7 @@ def test_cases_make_room_for_each_other(monkeypatch):
     monkeypatch.setattr(timed_cases, "warm_up", warm_up)
     monkeypatch.setattr(timed_cases, "run_case", run_case)
     both = [Case("autoregressive", {}, GREEDY, size) for size in range(1, 9)]
-    setting = timed_cases.Setting(None, None, [[1]], 4)
+    setting = timed_cases.BenchSetting(None, None, [[1]], 4)
     timed_cases.measure(setting, both, 2)
     assert made == [*range(1, 9)] and counts[:8] == sorted(counts[:8]), "all are held"
     room = counts[4] - counts[0]
@@ -264,7 +264,7 @@ def test_no_time_holds_a_compilation(target):
     # A token that decoding soon says ends some rows, and none of the warm-up's.
     said = sj.generate(target, prompts[1:2], max_new_tokens=8).tokens[0][4]
     ending = dataclasses.replace(target, eos_ids=(int(said),))
-    setting = timed_cases.Setting(ending, None, prompts, 80)
+    setting = timed_cases.BenchSetting(ending, None, prompts, 80)
     case = Case("autoregressive", {}, sj.Sampling(0.9), 2)
     assert compilations(lambda: timed_cases.warm_up(setting, case)) > 0
     runs = []
@@ -281,7 +281,9 @@ def test_no_time_holds_a_compilation(target):
 def test_each_repeat_draws_with_the_next_seed(target, draft):
     case = Case("speculative", method("speculative").resolve({}), sj.Sampling(1.0), 1)
     results = [
-        timed_cases.measure(timed_cases.Setting(target, draft, [[1, 2]], 8, seed), [case], 2)[0]
+        timed_cases.measure(timed_cases.BenchSetting(target, draft, [[1, 2]], 8, seed), [case], 2)[
+            0
+        ]
         for seed in (0, 1)
     ]
     said = [[run.tokens[0].tolist() for run in result.drawn] for result in results]
@@ -483,7 +485,7 @@ def test_settings_reach_one_method_or_all():
 def test_default_prompts_are_held_out_functions(tiny_pair_dirs):
     args = argparse.Namespace(prompts=None, num_prompts=3, run_tests=False)
     target = sj.load(tiny_pair_dirs[0])
-    asked, skipped = questions.read_questions(args, Encoder(target))
+    asked, skipped = questions.read_questions(args, PromptEncoder(target))
     assert len(asked) == 3 and skipped == 0
     for question in asked:
         assert "def " in target.tokenizer.decode(question.tokens)
@@ -494,7 +496,7 @@ def test_random_target_is_what_a_peer_loads(monkeypatch):
     monkeypatch.setitem(bench.SIZES, "tiny", (32, 2, 4, 48, 97))
     args = argparse.Namespace(random_target="tiny", dtype=None, quantize=None, num_prompts=3)
     with benchmark.models(args) as (target, draft, directories):
-        asked, _ = questions.read_questions(args, Encoder(target))
+        asked, _ = questions.read_questions(args, PromptEncoder(target))
     assert draft is None and directories[1] is None
     assert target.config.vocab_size == 97 and len(asked) == 3
     assert all(5 <= token < 97 for question in asked for token in question.tokens)

@@ -14,7 +14,7 @@ from infer.bench.sandbox import run_task
 from infer.datasets.files import read_rows
 from infer.datasets.readers import SQL
 from infer.datasets.table import DATASETS, Source, read_dataset
-from infer.prompts import Encoder, read_prompts
+from infer.prompts import PromptEncoder, read_prompts
 from specjax._util.errors import OptionError
 
 SAMPLES = Path(__file__).parents[1] / "samples"
@@ -124,7 +124,7 @@ def test_a_wrong_file_is_one_line(tmp_path, name, content, says):
 
 def test_wikitext_keeps_its_first_tokens_and_second_turns_follow_an_answer(tiny_pair_dirs):
     target = sj.load(tiny_pair_dirs[0])
-    encoder = Encoder(target, new_tokens=6)
+    encoder = PromptEncoder(target, new_tokens=6)
     prompts, bad = read_prompts(str(FILES["wikitext"]), encoder, source=Source("wikitext"))
     assert len(prompts) == 2 and not bad  # the short paragraph has no continuation
     for prompt in prompts:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 import specjax as sj
-from infer.prompts import Encoder
+from infer.prompts import PromptEncoder
 from infer.run import commands as program
 from infer.run import demo, job
 from infer.run.output import Output
@@ -490,12 +490,12 @@ def test_an_encoder_keeps_bos_and_cuts_no_middle(loaded):
 
     config = dataclasses.replace(loaded[0].config, max_position=16, bos_id=1)
     target = dataclasses.replace(loaded[0], config=config, tokenizer=Words())
-    assert Encoder(target, new_tokens=6, truncate=True).text("x") == ([1, *ids[-9:]], 11)
+    assert PromptEncoder(target, new_tokens=6, truncate=True).text("x") == ([1, *ids[-9:]], 11)
     small = dataclasses.replace(target, config=dataclasses.replace(config, max_position=12))
-    assert Encoder(target, small, 6, truncate=True).text("x") == ([1, *ids[-5:]], 15)
+    assert PromptEncoder(target, small, 6, truncate=True).text("x") == ([1, *ids[-5:]], 15)
     with pytest.raises(OptionError, match=r"6 new tokens leave no room .* of 7"):
         tiny = dataclasses.replace(config, max_position=7)
-        Encoder(target, dataclasses.replace(target, config=tiny), 6, truncate=True)
+        PromptEncoder(target, dataclasses.replace(target, config=tiny), 6, truncate=True)
 
 
 def test_a_prompt_past_the_drafts_context_is_a_bad_line(pair, tmp_path, capsys):

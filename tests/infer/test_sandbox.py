@@ -18,7 +18,14 @@ import pytest
 from infer.bench import commands as bench
 from infer.bench import confinement, sandbox
 from infer.bench.folder import Folder
-from infer.bench.sandbox import BUBBLEWRAP, LANDLOCK, Limits, Outcome, humaneval_program, run_task
+from infer.bench.sandbox import (
+    BUBBLEWRAP,
+    LANDLOCK,
+    Limits,
+    SandboxResult,
+    humaneval_program,
+    run_task,
+)
 from infer.bench.sandboxed import decode, encode
 from specjax._util.errors import OptionError
 
@@ -136,7 +143,7 @@ def test_right_functions_pass(name):
     program, test = JUDGED[name]
     indented = "\n    ".join(["import math", *test.splitlines()])
     task = {"prompt": "", "entry_point": "f", "test": f"def check(f):\n    {indented}\n"}
-    assert run_task(task, program, HERE) == Outcome(passed=True)
+    assert run_task(task, program, HERE) == SandboxResult(passed=True)
 
 
 def test_helpers_of_the_prompt_are_the_tests_too():
@@ -483,7 +490,7 @@ def test_bubblewrap_is_the_second_choice_if_it_confines(confines, tmp_path, monk
 
     def without_landlock(task, program, guard):
         outcome = run(task, program, guard)
-        return Outcome(guard == BUBBLEWRAP and (confines or outcome.passed))
+        return SandboxResult(guard == BUBBLEWRAP and (confines or outcome.passed))
 
     monkeypatch.setattr(sandbox, "run_task", without_landlock)
     sandbox.find_guard.cache_clear()

@@ -15,7 +15,7 @@ from infer.run import commands as run
 from infer.tune import commands as tune
 from infer.tune.contenders import (
     Contender,
-    Setting,
+    TuneSetting,
     count_constraints,
     run_contender,
     with_speedups,
@@ -229,7 +229,7 @@ def test_a_tuned_text_ends_before_a_stop_string_and_is_judged_so(pair):
 
     def row(stop, pattern):
         reward = rewards.combine([f"regex:{re.escape(pattern)}"])
-        setting = Setting(target, None, reward, [prompt], 16, 1, 0, stop, None)
+        setting = TuneSetting(target, None, reward, [prompt], 16, 1, 0, stop, None)
         return run_contender(setting, Contender("greedy", "autoregressive"), warm=False)
 
     (text,) = row((), "x")["texts"]

@@ -12,7 +12,7 @@ import specjax as sj
 from conftest import tiny_lm
 from specjax.core import loop
 from specjax.models.attention import dense, long_cache, splash
-from specjax.models.attention.dense import Scores
+from specjax.models.attention.dense import ScoreTransform
 from specjax.models.attention.long_cache import block_of, cached_attention
 from specjax.models.coded import Coded
 from specjax.registry import Context
@@ -70,12 +70,12 @@ def nodes(parents):
 
 
 CASES = {
-    "chain": (5, None, Scores()),
-    "chain in a window": (5, 9, Scores(softcap=2.0)),
-    "chain with slopes": (5, None, Scores(alibi=True)),
-    "tree": (6, None, Scores()),
-    "tree in a window": (6, 9, Scores(softcap=2.0)),
-    "tree with slopes": (6, None, Scores(scale=0.7, alibi=True)),
+    "chain": (5, None, ScoreTransform()),
+    "chain in a window": (5, 9, ScoreTransform(softcap=2.0)),
+    "chain with slopes": (5, None, ScoreTransform(alibi=True)),
+    "tree": (6, None, ScoreTransform()),
+    "tree in a window": (6, 9, ScoreTransform(softcap=2.0)),
+    "tree with slopes": (6, None, ScoreTransform(scale=0.7, alibi=True)),
 }
 
 
@@ -159,11 +159,13 @@ def test_decoding_over_blocks_is_decoding(method, monkeypatch):
 
 # The kernel that a TPU runs over pieces of prompts, as Pallas's interpreter runs it.
 kernel = functools.partial(
-    splash.chain_attention, blocks=splash.Blocks(128, 256, 256, 128), interpret=True
+    splash.chain_attention, blocks=splash.SplashBlocks(128, 256, 256, 128), interpret=True
 )
 
 
-@pytest.mark.parametrize("window, finish", [(None, Scores()), (100, Scores(0.4, softcap=2.0))])
+@pytest.mark.parametrize(
+    "window, finish", [(None, ScoreTransform()), (100, ScoreTransform(0.4, softcap=2.0))]
+)
 def test_the_tpu_kernel_meets_what_a_piece_sees(window, finish):
     """And no more: what lies in other blocks is NaN."""
     draws, capacity = np.random.Generator(np.random.Philox(5)), 1280
@@ -181,12 +183,12 @@ def test_the_tpu_kernel_meets_what_a_piece_sees(window, finish):
 
 def test_the_tpu_kernel_is_for_wide_pieces_of_plain_caches(monkeypatch):
     cache = jnp.zeros((1, 1, 8192, 8))
-    assert not splash.supports_chain(512, Scores(), cache)
+    assert not splash.supports_chain(512, ScoreTransform(), cache)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert splash.supports_chain(512, Scores(softcap=2.0), cache)
-    assert not splash.supports_chain(128, Scores(), cache)
-    assert not splash.supports_chain(512, Scores(alibi=True), cache)
-    assert not splash.supports_chain(512, Scores(), Coded(cache, cache))
+    assert splash.supports_chain(512, ScoreTransform(softcap=2.0), cache)
+    assert not splash.supports_chain(128, ScoreTransform(), cache)
+    assert not splash.supports_chain(512, ScoreTransform(alibi=True), cache)
+    assert not splash.supports_chain(512, ScoreTransform(), Coded(cache, cache))
 
 
 def test_prompts_that_go_through_the_kernel_leave_the_same_cache(monkeypatch):

@@ -16,7 +16,7 @@ from specjax.text.tokenizer import Tokenizer
 from support import variants
 from support.checkpoints import edit_config, edit_weights, same, shard
 from support.variant_models import build, close, golden, pair
-from train.engine.losses import Head
+from train.engine.losses import OutputHead
 
 PROMPTS = variants.tokens()[:, : variants.GREEDY_PROMPT].tolist()
 
@@ -256,6 +256,6 @@ def test_alibi_slopes(heads):
 def test_losses_cap_logits_as_the_model_does():
     cfg, params, _ = build("gemma2")
     hidden = jax.random.normal(jax.random.key(0), (1, 3, cfg.hidden_size))
-    capped = Head.of(cfg, params).logits(hidden[0])
+    capped = OutputHead.of(cfg, params).logits(hidden[0])
     np.testing.assert_allclose(capped, logits_of(cfg, params, hidden)[0], atol=1e-5)
     assert np.abs(capped).max() < cfg.logit_softcap

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import specjax as sj
 from infer.bench.text_quality import exact_match
-from infer.prompts import Encoder, read_prompts
+from infer.prompts import PromptEncoder, read_prompts
 from infer.run.commands import main
 from specjax._util.errors import PairError
 from specjax.models import ModelConfig, init_params, save_pretrained
@@ -137,7 +137,7 @@ def test_files_mix_prompts_and_infilling(directories, tmp_path):
     file = Path(tmp_path / "in.jsonl")
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     target = sj.load(directories[0])
-    good, bad = read_prompts(str(file), Encoder(target))
+    good, bad = read_prompts(str(file), PromptEncoder(target))
     assert good[0].tokens == [0, 1] and good[1].tokens == infill_prompt(target, "a", "b")
     assert [line.number for line in bad] == [3] and "suffix" in bad[0].reason
 

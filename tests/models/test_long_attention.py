@@ -10,8 +10,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from specjax.models import ModelConfig, hidden_states, init_params
 from specjax.models.attention import splash
-from specjax.models.attention.dense import Causal, Isolated, Scores, dense_attention, distances
-from specjax.models.attention.flash import Blocks, blocks_of, flash_attention
+from specjax.models.attention.dense import (
+    Causal,
+    Isolated,
+    ScoreTransform,
+    dense_attention,
+    distances,
+)
+from specjax.models.attention.flash import FlashBlocks, blocks_of, flash_attention
 from specjax.models.attention.long_sequences import long_attention
 from train.sdsat.insertion import Insertion, append_windows
 
@@ -77,13 +83,13 @@ def agree(attends, meta, q, k, v, d_out, close):
 
 
 CASES = {
-    "causal": (Causal(), Scores()),
-    "sliding": (Causal(window=5), Scores(scale=0.3)),
-    "isolated": (Isolated(clean=CLEAN), Scores()),
-    "isolated, sliding": (Isolated(clean=CLEAN, window=7), Scores()),
-    "softcap": (Causal(), Scores(softcap=1.5)),
-    "alibi": (Isolated(clean=CLEAN), Scores(softcap=2.0, alibi=True)),
-    "any function": (lambda query, key: Causal(3)(query, key), Scores()),
+    "causal": (Causal(), ScoreTransform()),
+    "sliding": (Causal(window=5), ScoreTransform(scale=0.3)),
+    "isolated": (Isolated(clean=CLEAN), ScoreTransform()),
+    "isolated, sliding": (Isolated(clean=CLEAN, window=7), ScoreTransform()),
+    "softcap": (Causal(), ScoreTransform(softcap=1.5)),
+    "alibi": (Isolated(clean=CLEAN), ScoreTransform(softcap=2.0, alibi=True)),
+    "any function": (lambda query, key: Causal(3)(query, key), ScoreTransform()),
 }
 
 
@@ -108,7 +114,7 @@ def halved(mask, meta, attend, count):
         out, pull = jax.vjp(attend, *args)
         return jnp.where(real, out, 0), *pull(jnp.where(real, d_out, 0).astype(out.dtype))
 
-    want, got = run(dense(mask, meta, Scores()), *single), run(attend, q, k, v)
+    want, got = run(dense(mask, meta, ScoreTransform()), *single), run(attend, q, k, v)
     for pair in zip(got, want, strict=True):
         yield tuple(np.asarray(x, np.float32) for x in pair)
 
@@ -116,7 +122,7 @@ def halved(mask, meta, attend, count):
 def test_blocks_in_bfloat16_are_as_exact_as_bfloat16_is():
     """A bfloat16 has 8 bits."""
     meta = tokens(packed_rows(), CLEAN)
-    for ours, theirs in halved(Causal(), meta, flash(Causal(), meta, Scores()), CLEAN):
+    for ours, theirs in halved(Causal(), meta, flash(Causal(), meta, ScoreTransform()), CLEAN):
         assert np.linalg.norm(ours - theirs) < 2**-7 * np.linalg.norm(theirs)
 
 
@@ -133,7 +139,7 @@ def test_blocks_that_nobody_sees_are_not_met():
 
     @jax.jit
     def run(k, v):
-        out, pull = jax.vjp(flash(Causal(), meta, Scores()), q, k, v)
+        out, pull = jax.vjp(flash(Causal(), meta, ScoreTransform()), q, k, v)
         d_q, d_k, d_v = pull(d_out.at[:, :16].set(0))
         return out[:, later], d_q[:, later], d_k[:, :, later], d_v[:, :, later]
 
@@ -149,8 +155,8 @@ def test_a_block_left_out_by_mistake_is_noticed(lost):
         wrong = blocks._replace(seen=blocks.seen.at[i].add(-1))
     else:
         order = blocks.order.at[i].set(jnp.roll(blocks.order[i], -1))
-        wrong = Blocks(order, blocks.whole.at[i].add(-1), blocks.seen.at[i].add(-1))
-    both = [flash(Causal(), meta, Scores(), blocks=table) for table in (blocks, wrong)]
+        wrong = FlashBlocks(order, blocks.whole.at[i].add(-1), blocks.seen.at[i].add(-1))
+    both = [flash(Causal(), meta, ScoreTransform(), blocks=table) for table in (blocks, wrong)]
     with pytest.raises(AssertionError):
         agree(both, meta, *parts(CLEAN), close=1e-2)
 
@@ -171,11 +177,16 @@ def test_gradients_hold_one_block_of_scores():
 
 
 # The kernel as Pallas's interpreter runs it, in blocks that do not divide the rows.
-BLOCKS, WINDOW_BLOCKS = splash.Blocks(128, 128, 256, 128), splash.Blocks(128, 256, 512, 128)
+BLOCKS, WINDOW_BLOCKS = (
+    splash.SplashBlocks(128, 128, 256, 128),
+    splash.SplashBlocks(128, 256, 512, 128),
+)
 kernel = functools.partial(splash.splash_attention, blocks=BLOCKS, interpret=True)
 
 
-@pytest.mark.parametrize("window, finish", [(70, Scores()), (None, Scores(0.3, softcap=1.5))])
+@pytest.mark.parametrize(
+    "window, finish", [(70, ScoreTransform()), (None, ScoreTransform(0.3, softcap=1.5))]
+)
 def test_the_tpu_kernel_agrees_with_dense_attention(window, finish):
     """Packed documents and padding."""
     lengths = (100, 50, 50)
@@ -227,7 +238,7 @@ def windowed(meta, finish):
     return attend
 
 
-@pytest.mark.parametrize("finish", [Scores(), Scores(0.3, softcap=1.5)])
+@pytest.mark.parametrize("finish", [ScoreTransform(), ScoreTransform(0.3, softcap=1.5)])
 def test_the_tpu_kernel_knows_what_windows_see(finish):
     """Windows that cross blocks and documents that begin behind them, over several blocks."""
     meta = long_rows(500, 300, 5)
@@ -238,7 +249,7 @@ def test_the_tpu_kernel_knows_what_windows_see(finish):
 def test_windows_in_bfloat16_are_as_exact_as_bfloat16_is():
     """On average to a thousandth of the largest entry."""
     meta = long_rows(500, 300, 5)
-    for ours, theirs in halved(WINDOWED, meta, windowed(meta, Scores()), 800):
+    for ours, theirs in halved(WINDOWED, meta, windowed(meta, ScoreTransform()), 800):
         assert np.sqrt(np.mean((ours - theirs) ** 2)) < 1e-3 * abs(theirs).max()
 
 
@@ -257,7 +268,7 @@ def test_a_block_that_no_window_sees_is_not_met():
 
 def test_the_kernel_takes_windows_of_known_length_whose_numbers_fit():
     def takes(count, **how):
-        return splash.supports_windows(Isolated(**how), Scores(), count)
+        return splash.supports_windows(Isolated(**how), ScoreTransform(), count)
 
     assert takes(16384 + 5176, clean=16384, longest=5)
     assert not takes(16384 + 5176, clean=16384)
@@ -284,9 +295,9 @@ def test_every_backend_runs_isolated_windows(monkeypatch, backend, longest):
     meta, mask = packed_rows(), Isolated(clean=CLEAN, longest=longest)
     mesh = jax.make_mesh((1, 1), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-    ours = long_attention(mask, meta, Scores(), 2, rows)
+    ours = long_attention(mask, meta, ScoreTransform(), 2, rows)
     count = CLEAN + APPENDED
-    agree((dense(mask, meta, Scores()), ours), meta, *parts(count), close=1e-5)
+    agree((dense(mask, meta, ScoreTransform()), ours), meta, *parts(count), close=1e-5)
     assert [a[0].shape[1] for a in calls] == [CLEAN] * (backend == "tpu")
     by_kernel = backend == "tpu" and longest > 0
     assert [a[0].shape[1] for a in told] == [APPENDED] * by_kernel

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specjax as sj
-from infer.prompts import Encoder, read_prompts
+from infer.prompts import PromptEncoder, read_prompts
 from infer.run import commands
 from specjax._util.errors import LONGEST, SpecjaxError, one_line
 from specjax._util.files import json_line
@@ -124,7 +124,7 @@ def test_a_pipe_with_a_writer_is_read(tmp_path, model):
     with subprocess.Popen(writing) as writer:
         time.sleep(0.5)
         try:
-            prompts, bad = read_prompts(str(tmp_path / "in.jsonl"), Encoder(model))
+            prompts, bad = read_prompts(str(tmp_path / "in.jsonl"), PromptEncoder(model))
         finally:
             writer.kill()
     assert [prompt.text for prompt in prompts] == ["a"] and bad == []
@@ -285,7 +285,7 @@ def test_a_line_is_a_prompt_or_bad_and_a_row_one_line(examples, model, tmp_path)
 
     def read(line):
         path.write_bytes(line.replace(b"\n", b"").replace(b"\r", b"") + b'\n{"prompt": "b"}\n')
-        good, bad = read_prompts(str(path), Encoder(model))
+        good, bad = read_prompts(str(path), PromptEncoder(model))
         assert good[-1].text == "b" and len(good) + len(bad) <= 2
         assert all(is_one_line(one_line(line.reason)) for line in bad)
         for prompt in good:

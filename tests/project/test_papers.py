@@ -21,7 +21,7 @@ from infer import config, timing
 from infer.bench import commands as bench
 from infer.bench.benchmark import run_benchmark
 from infer.datasets.files import read_rows
-from infer.prompts import Encoder
+from infer.prompts import PromptEncoder
 from infer.run import commands as run
 from infer.run.job import run_job
 from infer.tune import commands as tune
@@ -140,7 +140,7 @@ def tuned(home):
 @pytest.fixture
 def small(home, monkeypatch):
     """Prompts of one bucket, no cost curve."""
-    whole = Encoder.text
+    whole = PromptEncoder.text
 
     def text(self, said, first=None):
         return whole(self, said, min(first or 24, 24))
@@ -149,7 +149,7 @@ def small(home, monkeypatch):
         return dict.fromkeys(widths, 1.0), 0.05 if draft else None
 
     monkeypatch.chdir(home)
-    monkeypatch.setattr(Encoder, "text", text)
+    monkeypatch.setattr(PromptEncoder, "text", text)
     for module in (timing, tuning, lossy):
         monkeypatch.setattr(module, "costs", costs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from train.data.packing import Stream, pack_row
+from train.data.packing import TokenStream, pack_row
 
 EOS, ID = 0, 90
 
@@ -17,7 +17,7 @@ def some_row(seed, T=96, documents=6, padding=False):
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     stream[offsets[1:] - 1] = EOS
     row = int(offsets[-1]) // T if padding else 0
-    return pack_row(Stream(stream, offsets), np.arange(documents), offsets, row, T)
+    return pack_row(TokenStream(stream, offsets), np.arange(documents), offsets, row, T)
 
 
 def slow_windows(insertion, row, number):

@@ -17,7 +17,7 @@ from train.engine.loop import make_step
 from train.engine.placement import Placement
 from train.sdsat.dryrun import step_parts
 from train.sdsat.memory import compile_step, estimate
-from train.sdsat.setup import prepare_setup
+from train.sdsat.prepare import prepare_setup
 
 
 def memory(key: str) -> int:

@@ -12,7 +12,7 @@ from specjax.models import ModelConfig, param_shapes
 from train.config import Optim
 from train.engine.optim import make_optimizer
 from train.engine.placement import make_placement
-from train.sdsat.losses import Objective, sdsat_loss, weigh
+from train.sdsat.losses import SdsatObjective, sdsat_loss, weigh
 from train.sdsat.memory import Parts, compiled_step
 
 # A vocabulary that does not divide, as CodeLlama's with one id more.
@@ -34,7 +34,7 @@ GATHERED, REDUCED = re.compile(r"= f32\[([\d,]+)\]\S* all-gather"), re.compile(r
 
 def program(loss, fsdp):
     """The text of a step over these losses' batches, its weights shared by ``fsdp`` devices."""
-    objective = Objective(loss, 5, 0.0 if loss == "basic" else 1.0, remat=True)
+    objective = SdsatObjective(loss, 5, 0.0 if loss == "basic" else 1.0, remat=True)
     placement = make_placement(fsdp, B)
     tokens = T + APPENDED if loss == "isolated" else T
     names = ["tokens", "labels", "segments", "positions", "index"]

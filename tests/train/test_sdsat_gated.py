@@ -16,7 +16,7 @@ from support.gated import tuned
 from support.training import ROOT, TINY_SDSAT, logged, overrides, save_checkpoint, small_tokenizer
 from train.config import Tuned
 from train.sdsat.__main__ import main
-from train.sdsat.losses import Objective, sdsat_loss
+from train.sdsat.losses import SdsatObjective, sdsat_loss
 from train.sdsat.trainable import gated_lora
 
 IDS = (400,) * 3
@@ -106,7 +106,7 @@ def test_the_clean_loss_has_no_gradient_and_no_param_has_one():
     batch = {name: jnp.array([values]) for name, values in batch.items()} | {"ratio": 2.0}
 
     def grads(weight):
-        loss = tuning.over_trained(sdsat_loss(cfg, Objective("isolated", 2, 1.0, weight)))
+        loss = tuning.over_trained(sdsat_loss(cfg, SdsatObjective("isolated", 2, 1.0, weight)))
         return jax.jit(jax.grad(lambda t: loss(t, frozen, batch)[0]))(trainable)
 
     assert not any(leaf.any() for leaf in jax.tree.leaves(grads(0.0)))

@@ -25,11 +25,11 @@ from train.config import Tuned
 from train.data.packing import IGNORE, Prepared
 from train.data.prompts import held_out_prompts
 from train.engine.loop import make_step
-from train.engine.losses import Head
+from train.engine.losses import OutputHead
 from train.sdsat import training as sdsat
 from train.sdsat.evaluation import Decoding, measure_decoding, walk_rounds
 from train.sdsat.insertion import Insertion, isolated_row, mixed_row, probe_row
-from train.sdsat.losses import Objective, probe_loss, sdsat_loss, weigh
+from train.sdsat.losses import SdsatObjective, probe_loss, sdsat_loss, weigh
 from train.sdsat.trainable import lora
 
 LONG = 5  # L of the loss tests
@@ -138,7 +138,7 @@ CASES = [
 def test_losses_and_gradients_equal_the_dense_reference(params, loss, share, weight, distinct):
     ids = tuple(range(90, 95)) if distinct else (ID,) * LONG
     insertion, numbers = Insertion(ids, (EOS,), 0.15, seed=2), (0, 3)
-    objective = Objective(loss, LONG, share, weight)
+    objective = SdsatObjective(loss, LONG, share, weight)
     rows, batch = rows_for(loss, insertion, numbers)
 
     def ours(params):
@@ -157,7 +157,7 @@ def test_losses_and_gradients_equal_the_dense_reference(params, loss, share, wei
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["basic", "improved", "isolated"])
 def test_means_run_over_the_accumulated_batch(params, loss):
-    insertion, objective = Insertion((ID,) * LONG, (EOS,)), Objective(loss, LONG, 0.0)
+    insertion, objective = Insertion((ID,) * LONG, (EOS,)), SdsatObjective(loss, LONG, 0.0)
     _, batch = rows_for(loss, insertion, (0, 1, 2, 5))
     step = make_step(
         sdsat_loss(MODEL, objective), optax.sgd(0.1), lambda batches: weigh(objective, batches)
@@ -174,7 +174,7 @@ def test_means_run_over_the_accumulated_batch(params, loss):
 def test_heads_cap_their_logits_where_the_model_does():
     table, hidden = jax.random.normal(jax.random.key(1), (2, 9, 4))
     hidden, labels = hidden[None], jnp.array([[3, 1, IGNORE, *range(6)]])
-    head = Head.of(dataclasses.replace(MODEL, logit_softcap=2.0), {"embed": table})
+    head = OutputHead.of(dataclasses.replace(MODEL, logit_softcap=2.0), {"embed": table})
     log_p = jax.nn.log_softmax(2 * jnp.tanh(hidden @ table.T / 2))
     want = -sum(log_p[0, i, label] for i, label in enumerate(labels[0]) if label != IGNORE)
     np.testing.assert_allclose(head.cross_entropy(hidden, labels)[0], want, rtol=1e-5)
@@ -182,13 +182,13 @@ def test_heads_cap_their_logits_where_the_model_does():
 
 
 def test_isolated_windows_leave_the_clean_stream_alone(params):
-    insertion, objective = Insertion((ID,) * LONG, (EOS,)), Objective("isolated", LONG, 1.0)
+    insertion, objective = Insertion((ID,) * LONG, (EOS,)), SdsatObjective("isolated", LONG, 1.0)
     rows, batch = rows_for("isolated", insertion, (0,))
     batch |= {"ratio": np.float32(1)}
     extras = jax.jit(sdsat_loss(MODEL, objective))(params, None, batch)[2]
     plain = {name: x[None] for name, x in rows[0].items()}
     plain |= {"mixed": plain["tokens"], "index": 0 * plain["tokens"]}
-    clean = sdsat_loss(MODEL, Objective("basic", LONG))(params, None, plain)
+    clean = sdsat_loss(MODEL, SdsatObjective("basic", LONG))(params, None, plain)
     np.testing.assert_allclose(extras["clean_loss"][0], clean[0], rtol=1e-5)
     assert extras["adaptive_accuracy"][1].shape == (LONG,)
     assert extras["adaptive_accuracy"][1].sum() == extras["adaptive_loss"][1]
@@ -287,11 +287,11 @@ def test_every_family_is_grown_trained_and_read_back(name, tmp_path):
     batch = {name: x[None] for name, x in isolated_row(insertion, row, 0).items()}
     plain = {name: x[None] for name, x in row.items()}
     plain |= {"mixed": plain["tokens"], "index": 0 * plain["tokens"]}
-    loss = sdsat_loss(cfg, Objective("isolated", 3, 1.0))
+    loss = sdsat_loss(cfg, SdsatObjective("isolated", 3, 1.0))
     grads, extras = jax.jit(
         jax.grad(lambda p: loss(p, None, batch | {"ratio": 1.0})[::2], has_aux=True)
     )(grown)
-    clean = jax.jit(sdsat_loss(cfg, Objective("basic", 3)))(grown, None, plain)
+    clean = jax.jit(sdsat_loss(cfg, SdsatObjective("basic", 3)))(grown, None, plain)
     np.testing.assert_allclose(extras["clean_loss"][0], clean[0], rtol=1e-5)
     assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
     assert jnp.abs(grads["embed"][61]).max() > 0

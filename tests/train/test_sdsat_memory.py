@@ -21,7 +21,7 @@ from train.engine.placement import Placement
 from train.sdsat import dryrun, memory, operations
 from train.sdsat import training as sdsat
 from train.sdsat.memory import GIB
-from train.sdsat.setup import prepare_setup
+from train.sdsat.prepare import prepare_setup
 
 SEVEN_B = (32000, 4096, 32, 32, 32, 11008)
 SEVENTY_B = (32000, 8192, 80, 64, 8, 28672)

@@ -35,13 +35,13 @@ from support.training import (
     small_tokenizer,
 )
 from train import ablation
-from train.config import Adaptive, Data, SDSATConfig, from_toml
+from train.config import Adaptive, DataSection, SDSATConfig, from_toml
 from train.data.corpus import is_held_out
 from train.sdsat import operations
 from train.sdsat import training as sdsat
 from train.sdsat.__main__ import main
 from train.sdsat.insertion import Insertion, appended_slots
-from train.sdsat.setup import choose_ids, transforms
+from train.sdsat.prepare import choose_ids, transforms
 
 
 def program(*argv):
@@ -337,7 +337,8 @@ def test_useful_operations_are_of_each_token_and_each_pair_seen(loss):
     )
     T, insertion = 512, Insertion((60,) * 5, (), 0.1)
     cfg = SDSATConfig(
-        data=Data(seq_len=T), sdsat=Adaptive(loss=loss, window=insertion.window, start_rate=0.1)
+        data=DataSection(seq_len=T),
+        sdsat=Adaptive(loss=loss, window=insertion.window, start_rate=0.1),
     )
     row = dict.fromkeys(("tokens", "labels", "segments"), np.ones(T, np.int32))
     row |= {"positions": np.arange(T, dtype=np.int32)}

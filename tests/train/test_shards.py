@@ -26,15 +26,15 @@ from support.training import (
     small_tokenizer,
 )
 from train import tokens
-from train.config import Data, HeadRunConfig, LMConfig, SDSATConfig, from_dict
+from train.config import DataSection, HeadRunConfig, LMConfig, SDSATConfig, from_dict
 from train.data.corpus import is_held_out, load_corpus
 from train.data.making import make_shards, own_documents, own_shards, recipe_of, source_names
 from train.data.near import band_keys
 from train.data.packing import Plain, make_loader, prepare, valid_batches
-from train.data.reading import Document, Intake, Piece, cut, read_piece
+from train.data.reading import Document, Intake, TextPiece, cut, read_piece
 from train.data.shards import MANIFEST, open_shards
 from train.data.tokenizer import train_tokenizer
-from train.head.setup import prepare_setup as prepare_head
+from train.head.prepare import prepare_setup as prepare_head
 from train.lm import __main__ as lm
 from train.sdsat import training as sdsat_training
 
@@ -78,7 +78,7 @@ def sources(tmp_path_factory):
 def data_of(sources, shards, *names, **other):
     names = names or ("code", "lines.jsonl", "packed.jsonl.gz", "packed.jsonl.zst", "rows.parquet")
     files = tuple(str(sources / name) for name in names)
-    return Data(corpora=(), files=files, shards=str(shards), **other)
+    return DataSection(corpora=(), files=files, shards=str(shards), **other)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def files_of(data):
 
 @pytest.mark.parametrize("name", ["lines.jsonl", "rows.parquet", "packed.jsonl.gz"])
 def test_pieces_hold_every_document_once_under_its_name(sources, name):
-    piece = Piece(str(sources / name), name)
+    piece = TextPiece(str(sources / name), name)
     pieces = list(cut(piece, 1500))
     assert len(pieces) > 4 or name.endswith("gz")
     parts = [list(read_piece(part, Intake())) for part in pieces]
@@ -116,7 +116,7 @@ def test_pieces_hold_every_document_once_under_its_name(sources, name):
 def test_a_cut_off_source_is_an_error_or_recorded(sources, tmp_path, kind):
     (path,) = sources.glob(f"*.{kind}")
     (tmp_path / path.name).write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    piece = Piece(str(tmp_path / path.name), path.name)
+    piece = TextPiece(str(tmp_path / path.name), path.name)
     with pytest.raises(InputError, match=rf"{path.name} is not a readable \.?{kind} file"):
         list(read_piece(piece, Intake()))
     tolerant = Intake(strict=False)
@@ -221,7 +221,7 @@ def test_rows_come_from_each_source_by_its_weight(sources, tokenizer, tmp_path):
 def copied(made, home):
     data, _ = made
     shutil.copytree(data.shards, home)
-    return Data(corpora=(), files=data.files, shards=str(home))
+    return DataSection(corpora=(), files=data.files, shards=str(home))
 
 
 @pytest.mark.parametrize("name", ["00003.array_record", "index.npz", "manifest.json"])
@@ -255,14 +255,14 @@ def test_bad_weights_are_named(tmp_path):
         with pytest.raises(InputError, match=message):
             from_dict(LMConfig, {"data": {"weights": weights}})
     with pytest.raises(InputError, match=r"data\.weights needs data\.shards"):
-        own_documents(Data(weights=(1.0,)))
+        own_documents(DataSection(weights=(1.0,)))
     with pytest.raises(InputError, match="2 numbers for 1 sources"):
-        source_names(Data(weights=(1.0, 2.0), shards="s"))
+        source_names(DataSection(weights=(1.0, 2.0), shards="s"))
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_half(sources, tokenizer, tmp_path):
     data = data_of(sources, tmp_path / "shards", "lines.jsonl")
-    work = (recipe_of(data, tokenizer, Plain()), 0, [Piece(data.files[0], "lines.jsonl")], len)
+    work = (recipe_of(data, tokenizer, Plain()), 0, [TextPiece(data.files[0], "lines.jsonl")], len)
     script = (
         "import pickle, resource, sys\n"
         "from train.data.shards import make_shard\n"

@@ -32,7 +32,7 @@ from train.config import (
 from train.data.packing import IGNORE
 from train.engine.directory import own_directory
 from train.engine.loop import make_step
-from train.engine.losses import Head, chunked_distillation
+from train.engine.losses import OutputHead, chunked_distillation
 from train.engine.optim import make_optimizer, muon_axes, schedule
 from train.lm.__main__ import main
 from train.lm.training import useful_operations
@@ -114,29 +114,31 @@ def test_chunked_cross_entropy_equals_plain(arrays, chunk):
         return -jnp.sum(jnp.where(labels == IGNORE, 0, chosen))
 
     def chunked(hidden, head):
-        return Head(head).cross_entropy(hidden, labels, chunk)[0]
+        return OutputHead(head).cross_entropy(hidden, labels, chunk)[0]
 
     np.testing.assert_allclose(chunked(hidden, head), plain(hidden, head), rtol=1e-5)
     for a, b in zip(
         jax.grad(chunked, (0, 1))(hidden, head), jax.grad(plain, (0, 1))(hidden, head), strict=True
     ):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    assert Head(head).cross_entropy(hidden, labels, chunk)[1] == 13
+    assert OutputHead(head).cross_entropy(hidden, labels, chunk)[1] == 13
 
 
 def test_distillation_is_the_kl_from_the_teacher(arrays):
     hidden, head, other, teacher, labels = arrays
     log_p, log_q = jax.nn.log_softmax(other @ teacher.T), jax.nn.log_softmax(hidden @ head.T)
     kl = (jnp.exp(log_p) * (log_p - log_q)).sum(-1)[labels != IGNORE].sum()
-    nll = Head(head).cross_entropy(hidden, labels)[0]
-    models = (Head(head), hidden, Head(teacher), other)
+    nll = OutputHead(head).cross_entropy(hidden, labels)[0]
+    models = (OutputHead(head), hidden, OutputHead(teacher), other)
     for alpha in (0.0, 0.3, 1.0):
         got, count = chunked_distillation(*models, labels, alpha, chunk=4)
         np.testing.assert_allclose(got, alpha * kl + (1 - alpha) * nll, rtol=1e-5)
         assert count == 13
 
     def loss(teacher_hidden):
-        return chunked_distillation(Head(head), hidden, Head(teacher), teacher_hidden, labels)[0]
+        return chunked_distillation(
+            OutputHead(head), hidden, OutputHead(teacher), teacher_hidden, labels
+        )[0]
 
     assert not np.any(jax.grad(loss)(other)), "the teacher gets no gradient"
 

@@ -15,7 +15,7 @@ from train.data.corpus import is_held_out, load_corpus, permissive_distributions
 from train.data.packing import (
     IGNORE,
     Prepared,
-    Stream,
+    TokenStream,
     make_loader,
     pack_row,
     prepare,
@@ -236,7 +236,7 @@ def test_a_row_by_hand():
     # Documents [1 2 0], [3 4 5 6 0], [7 0] in the order 1, 0, 2, cut every four tokens.
     stream = np.array([1, 2, 0, 3, 4, 5, 6, 0, 7, 0], np.uint16)
     offsets, order, starts = np.array([0, 3, 8, 10]), np.array([1, 0, 2]), np.array([0, 5, 8, 10])
-    rows = [pack_row(Stream(stream, offsets), order, starts, row, 4) for row in range(4)]
+    rows = [pack_row(TokenStream(stream, offsets), order, starts, row, 4) for row in range(4)]
     by_key = {key: [row[key].tolist() for row in rows] for key in rows[0]}
     no = IGNORE
     assert by_key == {

@@ -15,7 +15,7 @@ from train.data.corpus import Document, is_held_out
 from train.data.fim import CodeLayout
 from train.data.packing import Plain, prepare
 from train.data.tokenizer import EOS_ID
-from train.lm import setup as lm
+from train.lm import prepare as lm
 
 
 @pytest.fixture(scope="module")

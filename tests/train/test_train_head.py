@@ -29,8 +29,8 @@ from support.training import (
 from train.config import HeadRunConfig, from_toml
 from train.data.packing import IGNORE, make_loader
 from train.head.__main__ import main as program
-from train.head.losses import Objective, head_loss
-from train.head.setup import commonest
+from train.head.losses import HeadObjective, head_loss
+from train.head.prepare import commonest
 
 DEMO = str(ROOT / "configs" / "head_demo.toml")
 FULL = str(ROOT / "configs" / "head_llama_8b.toml")
@@ -81,7 +81,7 @@ def test_the_loss_is_that_of_a_slow_reference(ids, flag, remat):
     )
     params = init_params(cfg, jax.random.key(1))
     params["fc"] = jax.tree.map(lambda x: x * 10, params["fc"])
-    objective = Objective(steps=3, decay=0.7, remat=remat)
+    objective = HeadObjective(steps=3, decay=0.7, remat=remat)
     found = jax.jit(head_loss(target, cfg, objective))(params, frozen, batch)
     rows = (batch[name] for name in ("tokens", "positions", "segments"))
     hidden, states = tapped_states(target, frozen, *rows, taps=(0, 1))

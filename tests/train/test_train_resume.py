@@ -23,7 +23,7 @@ from train.engine.checkpoints import Checkpoints
 from train.engine.directory import own_directory
 from train.engine.loop import TrainingError, fit
 from train.engine.metrics import Events, Metrics, speeds
-from train.lm import setup as lm
+from train.lm import prepare as lm
 
 
 class Stream:

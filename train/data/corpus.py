@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from specjax._util.errors import InputError
-from train.data.reading import MIN_CHARS, Document, Intake, Piece, read_piece, unreadable
+from train.data.reading import MIN_CHARS, Document, Intake, TextPiece, read_piece, unreadable
 
 HELD_OUT_ONE_IN = 20  # leaves a few hundred functions of the standard library to measure on
 MAX_INSTALLED_BYTES = 200_000  # above this an installed source is nearly always generated
@@ -150,7 +150,9 @@ def _is_installed_source(path: PurePosixPath) -> bool:
 _CORPORA = {"stdlib": stdlib_files, "installed": _installed_files}
 
 
-def source_files(names: Sequence[str], files: Sequence[str], intake: Intake) -> list[list[Piece]]:
+def source_files(
+    names: Sequence[str], files: Sequence[str], intake: Intake
+) -> list[list[TextPiece]]:
     """The files of each corpus, folder and file, source by source in the order given.
 
     Below a folder all files count but hidden ones and data (`DATA_SUFFIXES`), which are recorded:
@@ -163,15 +165,15 @@ def source_files(names: Sequence[str], files: Sequence[str], intake: Intake) -> 
         if name not in _CORPORA:
             known = ", ".join(sorted(_CORPORA))
             raise InputError(f"unknown corpus {name!r}: expected one of {known}, or a file")
-    corpora = [[Piece(str(path), found) for found, path in _CORPORA[name]()] for name in names]
+    corpora = [[TextPiece(str(path), found) for found, path in _CORPORA[name]()] for name in names]
     return corpora + [list(_below(Path(file), intake)) for file in files]
 
 
-def _below(root: Path, intake: Intake) -> Iterator[Piece]:
+def _below(root: Path, intake: Intake) -> Iterator[TextPiece]:
     """A file itself, or the files below a folder, by name."""
     try:
         if not root.is_dir():
-            yield Piece(str(root), root.name)
+            yield TextPiece(str(root), root.name)
             return
         for path in sorted(root.rglob("*")):
             name = path.relative_to(root.parent).as_posix()
@@ -182,7 +184,7 @@ def _below(root: Path, intake: Intake) -> Iterator[Piece]:
             elif path.suffix.lower() in DATA_SUFFIXES:
                 intake.skip("data", name)
             else:
-                yield Piece(str(path), name)
+                yield TextPiece(str(path), name)
     except OSError as error:
         raise unreadable(root, error) from None
 

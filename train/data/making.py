@@ -18,11 +18,11 @@ from tokenizers import Tokenizer
 
 from specjax._util.errors import InputError, SpecjaxError
 from specjax._util.files import locked, write_text
-from train.config import Data
+from train.config import DataSection
 from train.data.corpus import load_corpus, nothing_to_read, source_files
 from train.data.packing import Layout
 from train.data.progress import Bytes
-from train.data.reading import Document, Intake, Piece, cut
+from train.data.reading import Document, Intake, TextPiece, cut
 from train.data.shards import (
     MANIFEST,
     PARTS,
@@ -45,12 +45,12 @@ SHARD_BYTES = 1 << 27  # of text that a shard is made of, about
 Tell = Callable[[int], None]
 
 
-def recipe_of(data: Data, tokenizer: Tokenizer, layout: Layout) -> Recipe:
+def recipe_of(data: DataSection, tokenizer: Tokenizer, layout: Layout) -> Recipe:
     """What makes the shards of a config."""
     return Recipe(data.shards, tokenizer.to_str(), layout)
 
 
-def source_names(data: Data) -> list[str]:
+def source_names(data: DataSection) -> list[str]:
     """Of the sources, in order; of files without the folders above them.
 
     Raises:
@@ -65,7 +65,7 @@ def source_names(data: Data) -> list[str]:
     return names
 
 
-def own_documents(data: Data) -> list[Document]:
+def own_documents(data: DataSection) -> list[Document]:
     """The corpus of a config that asks for no shards.
 
     Raises:
@@ -76,7 +76,9 @@ def own_documents(data: Data) -> list[Document]:
     return load_corpus(data.corpora, data.files)
 
 
-def own_shards(data: Data, tokenizer: Tokenizer, layout: Layout, make: bool = True) -> Shards:
+def own_shards(
+    data: DataSection, tokenizer: Tokenizer, layout: Layout, make: bool = True
+) -> Shards:
     """The shards of a config as a corpus; what is missing of them is made first.
 
     Raises:
@@ -89,7 +91,7 @@ def own_shards(data: Data, tokenizer: Tokenizer, layout: Layout, make: bool = Tr
 
 
 def make_shards(
-    data: Data, recipe: Recipe, processes: int = 0, shard_bytes: int = SHARD_BYTES
+    data: DataSection, recipe: Recipe, processes: int = 0, shard_bytes: int = SHARD_BYTES
 ) -> dict[str, Any]:
     """Makes what is missing of `data.shards`; returns the manifest.
 
@@ -122,7 +124,7 @@ def make_shards(
 
 
 def _make(
-    home: Path, data: Data, recipe: Recipe, processes: int, shard_bytes: int
+    home: Path, data: DataSection, recipe: Recipe, processes: int, shard_bytes: int
 ) -> dict[str, Any]:
     """The work itself; the directory is ours alone."""
     intake = Intake(strict=False)
@@ -154,9 +156,9 @@ def _make(
     return read_manifest(home, recipe, source_names(data))
 
 
-def _groups(files: Sequence[Piece], size: int) -> Iterator[list[Piece]]:
+def _groups(files: Sequence[TextPiece], size: int) -> Iterator[list[TextPiece]]:
     """What each shard is made of: pieces of about `size` bytes in all."""
-    group: list[Piece] = []
+    group: list[TextPiece] = []
     held = 0
     for piece in (piece for file in files for piece in cut(file, size)):
         group.append(piece)
@@ -168,7 +170,7 @@ def _groups(files: Sequence[Piece], size: int) -> Iterator[list[Piece]]:
         yield group
 
 
-def _digest(files: Sequence[Piece]) -> str:
+def _digest(files: Sequence[TextPiece]) -> str:
     """Of the files' names and sizes."""
     digest = hashlib.sha256()
     for file in files:

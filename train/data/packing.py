@@ -106,7 +106,7 @@ class Corpus(Protocol):
         ...
 
 
-class Stream(NamedTuple):
+class TokenStream(NamedTuple):
     """Documents in memory, one after the other: i is `tokens[offsets[i]:offsets[i + 1]]`."""
 
     tokens: np.ndarray
@@ -142,12 +142,12 @@ class Prepared:
     threads = 0  # they would only contend for the interpreter lock
 
     @property
-    def sources(self) -> tuple[Stream]:
-        return (Stream(self.train, self.train_offsets),)
+    def sources(self) -> tuple[TokenStream]:
+        return (TokenStream(self.train, self.train_offsets),)
 
     @property
-    def held_out(self) -> Stream:
-        return Stream(self.valid, self.valid_offsets)
+    def held_out(self) -> TokenStream:
+        return TokenStream(self.valid, self.valid_offsets)
 
     @property
     def fingerprint(self) -> str:
@@ -238,7 +238,7 @@ def _join(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(token stream, offsets) of the documents as `layout` says."""
     streams = [np.zeros(0, id_type(tokenizer))]
-    for _, encoded in Encoder(tokenizer.to_str(), layout)(documents):
+    for _, encoded in TextEncoder(tokenizer.to_str(), layout)(documents):
         streams += encoded
     return np.concatenate(streams), np.cumsum([len(ids) for ids in streams], dtype=np.int64)
 
@@ -248,7 +248,7 @@ def id_type(tokenizer: Tokenizer) -> type:
     return np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
 
 
-class Encoder:
+class TextEncoder:
     """Documents into tokens as a layout says, by a tokenizer of its own.
 
     Who encodes often keeps one: a tokenizer was measured a quarter slower in a process where three

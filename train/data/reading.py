@@ -38,7 +38,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A part of a file that is read alone, from `begin` to before `end`; the whole by default.
 
     Attributes:
@@ -115,7 +115,7 @@ def kind_of(path: str | Path) -> str:
     return PARQUET if kind == ".parquet" else TEXT
 
 
-def read_piece(piece: Piece, intake: Intake) -> Iterator[Document]:
+def read_piece(piece: TextPiece, intake: Intake) -> Iterator[Document]:
     """The documents of a piece, one at a time.
 
     Raises:
@@ -134,7 +134,7 @@ def unreadable(path: str | Path, error: OSError) -> InputError:
     return InputError(f"cannot read {error.filename or path}: {error.strerror}")
 
 
-def cut(piece: Piece, size: int) -> Iterator[Piece]:
+def cut(piece: TextPiece, size: int) -> Iterator[TextPiece]:
     """A whole file as pieces of about `size` bytes, as far as its format allows.
 
     Raises:
@@ -155,7 +155,7 @@ def cut(piece: Piece, size: int) -> Iterator[Piece]:
         raise unreadable(piece.path, error) from None
 
 
-def _cut_lines(piece: Piece, size: int) -> Iterator[Piece]:
+def _cut_lines(piece: TextPiece, size: int) -> Iterator[TextPiece]:
     """Each piece owns the lines that begin in it; lines are counted, which reads the file once."""
     with open_file(piece.path) as file:
         begin, first, number, border = 0, 1, 1, size
@@ -175,7 +175,7 @@ def _cut_lines(piece: Piece, size: int) -> Iterator[Piece]:
             yield replace(piece, begin=begin, first=first, size=file.tell() - begin)
 
 
-def _cut_parquet(piece: Piece, size: int) -> Iterator[Piece]:
+def _cut_parquet(piece: TextPiece, size: int) -> Iterator[TextPiece]:
     with _parquet(piece.path) as (file, _):
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     begin, first, rows, held = 0, 1, 0, 0
@@ -186,7 +186,7 @@ def _cut_parquet(piece: Piece, size: int) -> Iterator[Piece]:
             begin, first, held = i, 1 + rows, 0
 
 
-def _read_text(piece: Piece, intake: Intake) -> Iterator[Document]:
+def _read_text(piece: TextPiece, intake: Intake) -> Iterator[Document]:
     with _opened(piece.path) as file:
         content = file.read(_HEAD)
         if b"\0" in content:
@@ -195,7 +195,7 @@ def _read_text(piece: Piece, intake: Intake) -> Iterator[Document]:
     yield from intake.document(piece.name, content)
 
 
-def _read_lines(piece: Piece, intake: Intake) -> Iterator[Document]:
+def _read_lines(piece: TextPiece, intake: Intake) -> Iterator[Document]:
     with _opened(piece.path) as file:
         if piece.begin:
             file.seek(piece.begin)
@@ -212,7 +212,7 @@ def _read_lines(piece: Piece, intake: Intake) -> Iterator[Document]:
                 return
 
 
-def _read_record(piece: Piece, number: int, line: bytes, intake: Intake) -> Iterator[Document]:
+def _read_record(piece: TextPiece, number: int, line: bytes, intake: Intake) -> Iterator[Document]:
     try:
         record = parse_json(line)
     except ValueError as error:
@@ -227,7 +227,7 @@ def _read_record(piece: Piece, number: int, line: bytes, intake: Intake) -> Iter
     yield from intake.document(f"{piece.name}#{number}", text)
 
 
-def _read_parquet(piece: Piece, intake: Intake) -> Iterator[Document]:
+def _read_parquet(piece: TextPiece, intake: Intake) -> Iterator[Document]:
     with _parquet(piece.path) as (file, column):
         end = file.metadata.num_row_groups if piece.end is None else piece.end
         groups = list(range(piece.begin, end))

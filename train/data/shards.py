@@ -31,8 +31,8 @@ from specjax._util.errors import InputError, SpecjaxError
 from specjax._util.files import aside, write_text
 from train.data.corpus import is_held_out
 from train.data.near import BANDS, any_known, band_keys
-from train.data.packing import Encoder, Layout, id_type
-from train.data.reading import Document, Intake, Piece, read_piece
+from train.data.packing import Layout, TextEncoder, id_type
+from train.data.reading import Document, Intake, TextPiece, read_piece
 
 FORMAT = 1
 PLAN, INDEX, MANIFEST, PARTS = "plan.json", "index.npz", "manifest.json", "parts"
@@ -61,9 +61,9 @@ class Recipe:
         }
 
     @functools.cached_property
-    def encoder(self) -> Encoder:
+    def encoder(self) -> TextEncoder:
         """One for all shards that a process makes."""
-        return Encoder(self.tokenizer, self.layout)
+        return TextEncoder(self.tokenizer, self.layout)
 
 
 def shard_path(directory: str | Path, number: int) -> Path:
@@ -75,7 +75,7 @@ def _part_path(directory: str | Path, number: int) -> Path:
 
 
 def make_shard(
-    recipe: Recipe, number: int, pieces: Sequence[Piece], tell: Callable[[int], None]
+    recipe: Recipe, number: int, pieces: Sequence[TextPiece], tell: Callable[[int], None]
 ) -> None:
     """Tokenises the pieces into one shard and its part; `tell` hears of the bytes of text done.
 
@@ -107,8 +107,8 @@ def unwritable(directory: str | Path, error: Exception) -> InputError:
 
 def _write_records(
     path: Path,
-    encoder: Encoder,
-    pieces: Sequence[Piece],
+    encoder: TextEncoder,
+    pieces: Sequence[TextPiece],
     intake: Intake,
     tell: Callable[[int], None],
 ) -> dict[str, np.ndarray]:

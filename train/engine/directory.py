@@ -18,7 +18,7 @@ from specjax._util.errors import InputError
 from specjax._util.files import locked, write_text
 from specjax.models import ModelConfig, save_pretrained
 from train.config import Run
-from train.engine.loop import CHECKPOINTS, METRICS, Outcome
+from train.engine.loop import CHECKPOINTS, METRICS, RunResult
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def export(
     model: ModelConfig,
     params: dict,
     tokenizer: Tokenizer,
-    outcome: Outcome,
+    outcome: RunResult,
     card: dict[str, Any],
     copied: Iterable[Path] = (),
 ) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def export(
 
 
 def export_as(
-    run: Run, save: Callable[[Path], None], outcome: Outcome, card: dict[str, Any]
+    run: Run, save: Callable[[Path], None], outcome: RunResult, card: dict[str, Any]
 ) -> dict[str, Any]:
     """Writes what ``save`` makes of ``run.dir/export``, and a card, once a run is done.
 

@@ -9,7 +9,7 @@ import jax
 from tokenizers import Tokenizer
 
 from specjax._util import processes
-from train.config import Data, HeadRunConfig, LMConfig, SDSATConfig
+from train.config import DataSection, HeadRunConfig, LMConfig, SDSATConfig
 from train.data.making import own_documents, own_shards
 from train.data.packing import (
     Batch,
@@ -25,7 +25,7 @@ from train.data.reading import Document
 
 
 def own_corpus(
-    data: Data,
+    data: DataSection,
     tokenizer: Tokenizer,
     layout: Layout,
     cache: Path | None,

@@ -39,7 +39,7 @@ class TrainingError(RuntimeError):
 
 
 @dataclasses.dataclass
-class Outcome:
+class RunResult:
     """How a run ended: its params, the steps done, and the last held-out loss in nats."""
 
     params: dict
@@ -104,7 +104,7 @@ def fit(
     measure: Callable[[dict, Any], dict[str, Any]] | None = None,
     placement: Placement | None = None,
     operations: float | None = None,
-) -> Outcome:
+) -> RunResult:
     """Trains until ``optim.total_steps``, or until SIGTERM or SIGINT, which save first.
 
     Args:
@@ -189,7 +189,7 @@ def fit(
     finished = state.step >= optim.total_steps
     if valid and finished and valid_loss is None:  # resumed after its last step
         valid_loss, valid_extras = hold_out(state.params)
-    return Outcome(state.params, state.step, finished, valid_loss, valid_extras)
+    return RunResult(state.params, state.step, finished, valid_loss, valid_extras)
 
 
 class _State(NamedTuple):

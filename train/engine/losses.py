@@ -27,7 +27,7 @@ HEAD = "head"  # the name of what a chunk runs in a compiled program
     jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["softcap", "rows"]
 )
 @dataclasses.dataclass(frozen=True)
-class Head:
+class OutputHead:
     """The output table ``[V, D]``, what the model does to its logits, and where rows lie."""
 
     table: Float[Array, "V D"]
@@ -35,7 +35,7 @@ class Head:
     rows: NamedSharding | None = None
 
     @classmethod
-    def of(cls, cfg: ModelConfig, params: dict, rows: NamedSharding | None = None) -> Head:
+    def of(cls, cfg: ModelConfig, params: dict, rows: NamedSharding | None = None) -> OutputHead:
         return cls(head_matrix(cfg, params), cfg.logit_softcap, rows)
 
     def logits(self, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
@@ -64,9 +64,9 @@ class Head:
 
 
 def chunked_distillation(
-    student: Head,
+    student: OutputHead,
     hidden: Float[Array, "B T D"],
-    teacher: Head,
+    teacher: OutputHead,
     teacher_hidden: Float[Array, "B T E"],
     labels: Int[Array, "B T"],
     alpha: float = 1.0,

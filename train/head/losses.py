@@ -21,13 +21,13 @@ from specjax.models.forward_pass import module_of, tapped_states
 from specjax.models.head import draft_logits, fed_back, fused_states, share_embedding
 from train.data.packing import IGNORE
 from train.engine.loop import LossFn
-from train.engine.losses import Head, cast, label_count, sum_over_chunks, summed_kl
+from train.engine.losses import OutputHead, cast, label_count, sum_over_chunks, summed_kl
 
 Entry = tuple[Float[Array, "B T K E"], Float[Array, "B T K E"]]  # keys and values of one step
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
+class HeadObjective:
     """What is minimised.
 
     Attributes:
@@ -47,7 +47,7 @@ class Objective:
 def head_loss(
     target: ModelConfig,
     head: HeadConfig,
-    objective: Objective,
+    objective: HeadObjective,
     rows: NamedSharding | None = None,
 ) -> LossFn:
     """Σ_k β^(k−1) · KL(p ‖ q_k) per token, p of the target over the draft vocabulary.
@@ -63,7 +63,7 @@ def head_loss(
         tokens = (batch[name] for name in ("tokens", "positions", "segments"))
         seen = tapped_states(target, frozen, *tokens, taps=head.layer_ids, rows=rows)
         hidden, states = jax.lax.stop_gradient(seen)
-        teacher = Head.of(target, frozen)
+        teacher = OutputHead.of(target, frozen)
         if head.ids is not None:
             teacher = dataclasses.replace(teacher, table=teacher.table[head.ids])
         cfg, params = share_embedding(head, params, frozen["embed"])
@@ -96,7 +96,7 @@ def drafted_steps(
     params: dict,
     batch: dict,
     states: Float[Array, "B T P target"],
-    objective: Objective,
+    objective: HeadObjective,
     rows: NamedSharding | None = None,
 ) -> Iterator[Float[Array, "B T D"]]:
     """The head's hidden states of each step, as decoding makes them.

@@ -23,8 +23,8 @@ from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
 from train.engine.program import carry_out
 from train.head.evaluation import measure_decoding
-from train.head.losses import Objective, head_loss
-from train.head.setup import Setup, prepare_setup
+from train.head.losses import HeadObjective, head_loss
+from train.head.prepare import HeadRun, prepare_setup
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,7 +45,7 @@ def main(cfg: HeadRunConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
         return plan(cfg, setup) | train(cfg, setup, placement, resume)
 
 
-def train(cfg: HeadRunConfig, setup: Setup, placement: Placement, resume: bool) -> dict[str, Any]:
+def train(cfg: HeadRunConfig, setup: HeadRun, placement: Placement, resume: bool) -> dict[str, Any]:
     """Fits and exports. Every process of a run does; the first writes."""
     section, data, head = cfg.head, setup.data, setup.head
     dtype = jnp.dtype(cfg.model.compute_dtype)
@@ -53,7 +53,9 @@ def train(cfg: HeadRunConfig, setup: Setup, placement: Placement, resume: bool) 
         _, target = processes.raise_everywhere(lambda: load_pretrained(setup.directory, dtype))
         params = first_params(setup, target, cfg.run.seed)
     loader, valid = own_batches(cfg, data)
-    objective = Objective(section.steps, section.decay, cfg.model.compute_dtype, cfg.model.remat)
+    objective = HeadObjective(
+        section.steps, section.decay, cfg.model.compute_dtype, cfg.model.remat
+    )
     loss = functools.partial(head_loss, setup.target, head, rows=placement.row_sharding(0))
     outcome = fit(
         loss(objective),
@@ -77,7 +79,7 @@ def train(cfg: HeadRunConfig, setup: Setup, placement: Placement, resume: bool) 
     return export(cfg.run, head, placement.host(outcome.params), setup.tokenizer, outcome, card)
 
 
-def first_params(setup: Setup, target: dict, seed: int) -> dict:
+def first_params(setup: HeadRun, target: dict, seed: int) -> dict:
     """Random weights in float32, but the output table and, of one kind, its norm: the target's."""
     head = setup.head
     params = init_params(head, jax.random.key(seed))
@@ -89,7 +91,7 @@ def first_params(setup: Setup, target: dict, seed: int) -> dict:
 
 
 def _measure(
-    cfg: HeadRunConfig, setup: Setup, placement: Placement
+    cfg: HeadRunConfig, setup: HeadRun, placement: Placement
 ) -> Callable[[dict, dict], dict[str, Any]]:
     """Decoding figures as a function of the head's params and the target's."""
     section = cfg.head
@@ -104,7 +106,7 @@ def _measure(
     return measure
 
 
-def plan(cfg: HeadRunConfig, setup: Setup) -> dict[str, Any]:
+def plan(cfg: HeadRunConfig, setup: HeadRun) -> dict[str, Any]:
     """What the run will do, in numbers."""
     tokens = cfg.optim.batch_size * cfg.optim.accumulate * cfg.data.seq_len
     count, width = num_params(setup.head), jnp.dtype(cfg.model.compute_dtype).itemsize

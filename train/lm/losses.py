@@ -14,7 +14,7 @@ from specjax.models import ModelConfig, load_pretrained
 from specjax.models.blocks import Remat
 from train.config import LMConfig
 from train.engine.loop import LossFn
-from train.engine.losses import Head, cast, chunked_distillation, hidden_of
+from train.engine.losses import OutputHead, cast, chunked_distillation, hidden_of
 
 
 def training_loss(
@@ -76,6 +76,6 @@ def distillation_loss(
 
 def outputs(
     cfg: ModelConfig, params: dict, batch: dict, rows: NamedSharding | None = None, **how: Any
-) -> tuple[Head, Float[Array, "B T D"]]:
+) -> tuple[OutputHead, Float[Array, "B T D"]]:
     """(the model's head, the hidden states of a batch's rows); ``how`` as :func:`hidden_of`."""
-    return Head.of(cfg, params, rows), hidden_of(cfg, params, batch, rows=rows, **how)
+    return OutputHead.of(cfg, params, rows), hidden_of(cfg, params, batch, rows=rows, **how)

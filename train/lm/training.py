@@ -25,7 +25,7 @@ from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
 from train.engine.program import carry_out
 from train.lm.losses import data_loss, training_loss
-from train.lm.setup import Setup, prepare_setup
+from train.lm.prepare import LmRun, prepare_setup
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +55,7 @@ def _dry_run(cfg: LMConfig) -> dict[str, Any]:
     return plan(cfg, setup.model, setup.data)
 
 
-def train(cfg: LMConfig, setup: Setup, placement: Placement, resume: bool) -> dict[str, Any]:
+def train(cfg: LMConfig, setup: LmRun, placement: Placement, resume: bool) -> dict[str, Any]:
     """Fits and exports. Every process of a run does; the first writes."""
     tokenizer, model, first_params, data = setup
     lie = placement.row_sharding(0)

@@ -34,13 +34,13 @@ from train.engine.placement import make_placement
 from train.sdsat import memory
 from train.sdsat.losses import sdsat_loss, weigh
 from train.sdsat.memory import GIB, Compiled, Parts
-from train.sdsat.setup import Setup, prepare_setup, transforms
+from train.sdsat.prepare import SdsatRun, prepare_setup, transforms
 
 SIMULATED = "simulated CPU devices: an upper estimate"
 _TOO_LARGE = "RESOURCE_EXHAUSTED"  # how the TPU compiler says that a step does not fit
 
 
-def needed_memory(cfg: SDSATConfig, setup: Setup) -> dict[str, Any]:
+def needed_memory(cfg: SDSATConfig, setup: SdsatRun) -> dict[str, Any]:
     """Bytes per device, by hand and by the compiler, and whether they fit.
 
     Raises:
@@ -106,7 +106,7 @@ def device_count(cfg: SDSATConfig) -> int:
 
 
 def step_parts(
-    cfg: SDSATConfig, setup: Setup, model: ModelConfig, rows: NamedSharding | None = None
+    cfg: SDSATConfig, setup: SdsatRun, model: ModelConfig, rows: NamedSharding | None = None
 ) -> Parts:
     """The config's step as shapes, for ``model``: the setup's, or a shallow copy of it.
 
@@ -128,7 +128,7 @@ def step_parts(
     )
 
 
-def compile_here(cfg: SDSATConfig, setup: Setup, devices: list | None = None) -> dict[str, Any]:
+def compile_here(cfg: SDSATConfig, setup: SdsatRun, devices: list | None = None) -> dict[str, Any]:
     """The compiler's account for ``devices``, by default those of this process."""
     placement = make_placement(cfg.mesh.fsdp, cfg.optim.batch_size, devices)
     first = (devices or jax.devices())[0]

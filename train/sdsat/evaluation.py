@@ -20,7 +20,7 @@ import numpy as np
 import specjax as sj
 from specjax.models import ModelConfig
 from train.data.packing import IGNORE, Batch, stack
-from train.engine.losses import Head
+from train.engine.losses import OutputHead
 from train.sdsat.insertion import Insertion, append_windows
 from train.sdsat.losses import isolated_streams
 
@@ -103,4 +103,4 @@ def lay_windows(
 def _drafts(cfg: ModelConfig, length: int, params: dict, batch: Batch) -> jax.Array:
     """The most probable token of every adaptive one, `[R, N, k]`."""
     windows = isolated_streams(cfg, params, batch)[1]
-    return Head.of(cfg, params).argmax(windows).reshape(len(windows), -1, length)
+    return OutputHead.of(cfg, params).argmax(windows).reshape(len(windows), -1, length)

@@ -25,7 +25,7 @@ from specjax.models.blocks import Remat
 from train.data.packing import IGNORE
 from train.engine.loop import Extras, LossFn
 from train.engine.losses import (
-    Head,
+    OutputHead,
     cast,
     hidden_of,
     label_count,
@@ -40,7 +40,7 @@ Streams = tuple[Array, Array, Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
+class SdsatObjective:
     """What is minimised.
 
     Attributes:
@@ -68,7 +68,9 @@ class Objective:
         return {"remat": self.remat, "scan": self.scan}
 
 
-def sdsat_loss(cfg: ModelConfig, objective: Objective, rows: NamedSharding | None = None) -> LossFn:
+def sdsat_loss(
+    cfg: ModelConfig, objective: SdsatObjective, rows: NamedSharding | None = None
+) -> LossFn:
     """The training loss; its batches are :func:`weigh`-ed and laid out for ``objective.loss``.
 
     ``rows``: where those of a batch lie, on several devices.
@@ -83,7 +85,7 @@ def sdsat_loss(cfg: ModelConfig, objective: Objective, rows: NamedSharding | Non
     def loss(params, frozen, batch):
         params = cast(params, objective.dtype)
         hidden = streams[objective.loss](cfg, params, batch, **objective.passes, rows=rows)
-        head = Head.of(cfg, params, rows)
+        head = OutputHead.of(cfg, params, rows)
         nats, count, adaptive, extras = _sums(objective, head, hidden, batch)
         if objective.loss == "basic":  # every token of the mixed sequence alike
             return nats + adaptive["loss"], count + adaptive["count"], extras
@@ -94,7 +96,7 @@ def sdsat_loss(cfg: ModelConfig, objective: Objective, rows: NamedSharding | Non
     return loss
 
 
-def weigh(objective: Objective, batches: dict) -> dict:
+def weigh(objective: SdsatObjective, batches: dict) -> dict:
     """Adds ``ratio`` float32 ``[accumulate]``: clean tokens per adaptive token of the step."""
     clean, adaptive = split_labels(objective.loss, batches)
     ratio = label_count(clean) / jnp.maximum(label_count(adaptive), 1.0)
@@ -135,7 +137,7 @@ def isolated_streams(
     """The clean sequence once, and the windows that only they themselves see.
 
     The rows are laid out by ``append_windows``, whose windows have ``longest`` tokens at most, if
-    that is known; ``how`` as :meth:`Objective.passes`.
+    that is known; ``how`` as :meth:`SdsatObjective.passes`.
     """
     meta = {name: batch[name] for name in ("windows", "starts")}
     count = batch["tokens"].shape[1] - batch["sources"].shape[1]
@@ -146,7 +148,7 @@ def isolated_streams(
 
 
 def _sums(
-    objective: Objective, head: Head, streams: Streams, batch: dict
+    objective: SdsatObjective, head: OutputHead, streams: Streams, batch: dict
 ) -> tuple[Array, Array, dict[str, Array], Extras]:
     """(clean nats, clean count, :func:`adaptive_sums`, what is logged)."""
     clean, adaptive, own = streams
@@ -165,8 +167,8 @@ def _sums(
 
 
 def adaptive_sums(
-    objective: Objective,
-    head: Head,
+    objective: SdsatObjective,
+    head: OutputHead,
     hidden: Float[Array, "B N D"],
     teacher: Float[Array, "B N D"],
     labels: Int[Array, "B N"],
@@ -213,8 +215,8 @@ def probe_loss(
     def loss(params, frozen, batch):
         params = cast(params, dtype)
         streams = isolated_streams(cfg, params, batch, length, rows=rows)
-        head = Head.of(cfg, params, rows)
-        objective = Objective("isolated", length, self_share=1.0)
+        head = OutputHead.of(cfg, params, rows)
+        objective = SdsatObjective("isolated", length, self_share=1.0)
         total, count, _, extras = _sums(objective, head, streams, batch)
         _, windows, own = streams
         agree = head.argmax(windows) == head.argmax(own)

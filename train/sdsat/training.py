@@ -39,7 +39,7 @@ from train.sdsat.operations import (
     sequences_of,
     useful_operations,
 )
-from train.sdsat.setup import Setup, check_absent, prepare_setup, transforms
+from train.sdsat.prepare import SdsatRun, check_absent, prepare_setup, transforms
 from train.sdsat.trainable import TABLES
 
 # Small files of the checkpoint that the exported one needs as they are.
@@ -83,7 +83,7 @@ def _make_ready(cfg: SDSATConfig, resume: bool) -> Placement:
     return placement
 
 
-def read(cfg: SDSATConfig, cache: Path | None) -> tuple[Setup, Corpus]:
+def read(cfg: SDSATConfig, cache: Path | None) -> tuple[SdsatRun, Corpus]:
     """Everything but the weights; ``cache`` as for :func:`own_corpus`."""
     setup = prepare_setup(cfg)
     data = own_corpus(cfg.data, setup.tokenizer, setup.layout, cache)
@@ -93,7 +93,7 @@ def read(cfg: SDSATConfig, cache: Path | None) -> tuple[Setup, Corpus]:
 
 def train(
     cfg: SDSATConfig,
-    setup: Setup,
+    setup: SdsatRun,
     data: Corpus,
     placement: Placement,
     about: dict[str, Any],
@@ -134,7 +134,7 @@ def train(
 
 
 def _measure(
-    cfg: SDSATConfig, setup: Setup, data: Corpus, placement: Placement
+    cfg: SDSATConfig, setup: SdsatRun, data: Corpus, placement: Placement
 ) -> Callable[[dict, dict], dict[str, Any]]:
     """Decoding figures as a function of what is trained and what is not.
 
@@ -156,7 +156,7 @@ def _measure(
     return measure
 
 
-def first_params(setup: Setup) -> dict:
+def first_params(setup: SdsatRun) -> dict:
     """The checkpoint's weights, its tables ready for the adaptive ids where they hold them."""
     start, params = load_pretrained(setup.directory)
     if setup.tuning.gated:
@@ -181,7 +181,7 @@ def grow(params: dict, ids: tuple[int, ...], new_rows: int) -> dict:
     return params | {name: extend(params[name]) for name in TABLES if name in params}
 
 
-def plan(cfg: SDSATConfig, setup: Setup) -> dict[str, Any]:
+def plan(cfg: SDSATConfig, setup: SdsatRun) -> dict[str, Any]:
     """What the run will do, in numbers; clean tokens are the corpus's, which is not read."""
     rows = cfg.optim.batch_size * cfg.optim.accumulate
     section, length = cfg.sdsat, cfg.data.seq_len

@@ -46,7 +46,7 @@ correctness and depth, neither length nor order. Explain briefly, then end with 
 WORTH = {"A": 1.0, "B": 0.0, "C": 0.5}
 
 
-class Judge(PerCompletion):
+class ChatJudge(PerCompletion):
     """The mean rating, 1 to 10; of ``pair`` how often ours is preferred to the first reference.
 
     A pair is asked about twice, in both orders, and a tie counts half. An answer without a verdict
@@ -101,7 +101,7 @@ def winner(answer: str) -> float | None:
     return WORTH[found[-1]] if found else None
 
 
-class Busy(OptionError):
+class JudgeBusy(OptionError):
     """An endpoint that may answer later."""
 
 
@@ -128,7 +128,7 @@ class Endpoint:
         for pause in PAUSES:
             try:
                 return self._ask(prompt)
-            except Busy:
+            except JudgeBusy:
                 time.sleep(pause)
         return self._ask(prompt)
 
@@ -146,7 +146,7 @@ class Endpoint:
             with self._opener.open(request, timeout=SECONDS) as answer:
                 content = json.loads(answer.read(MOST_BYTES))["choices"][0]["message"]["content"]
         except urllib.error.HTTPError as error:
-            kind = Busy if error.code in (429, 500, 502, 503) else OptionError
+            kind = JudgeBusy if error.code in (429, 500, 502, 503) else OptionError
             raise self._silent(f"HTTP {error.code}", kind) from None
         except (OSError, ValueError, urllib.error.URLError) as error:
             raise self._silent(str(getattr(error, "reason", error))) from None
@@ -158,7 +158,7 @@ class Endpoint:
         return kind(f"--judge-url {self._url}: the judge does not answer ({why})")
 
 
-def make(argument: str, settings: Settings) -> Judge:
+def make(argument: str, settings: Settings) -> ChatJudge:
     """The metric; ``argument`` is empty or ``pair``."""
     if argument not in ("", "pair"):
         raise OptionError(f"--metric judge:{argument}: expected judge or judge:pair")
@@ -167,6 +167,6 @@ def make(argument: str, settings: Settings) -> Judge:
     parts = urllib.parse.urlsplit(settings.judge_url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
         raise OptionError("--judge-url: expected http://HOST:PORT/v1 or https, without a password")
-    return Judge(
+    return ChatJudge(
         argument == "pair", Endpoint(settings.judge_url, settings.judge_model, settings.judge_key)
     )

@@ -30,7 +30,7 @@ PADDING_SEGMENT = 0
 MASKED_SCORE = -1e30
 
 
-class Scores(NamedTuple):
+class ScoreTransform(NamedTuple):
     """What a family does to ``q·k`` before the softmax.
 
     ``scale``: the factor on it, None for ``E ** -0.5``. ``softcap``: ``c · tanh(score / c)``.
@@ -61,7 +61,7 @@ class Scores(NamedTuple):
         )
 
 
-PLAIN = Scores()
+PLAIN = ScoreTransform()
 
 
 def alibi_slopes(heads: int) -> np.ndarray:
@@ -198,7 +198,7 @@ def dense_attention(
     k: Coded | Float[Array, "B K S E"],
     v: Coded | Float[Array, "B K S E"],
     mask: Bool[Array, "B N S"],
-    finish: Scores = PLAIN,
+    finish: ScoreTransform = PLAIN,
     distance: Int[Array, "B N S"] | None = None,
 ) -> Float[Array, "B N H E"]:
     """Softmax attention over the whole key axis; scores and softmax in float32."""
@@ -208,7 +208,9 @@ def dense_attention(
     return ungrouped(value_sums(weights, v, q.dtype), n)
 
 
-def grouped(q: Float[Array, "B N H E"], heads: int, finish: Scores) -> Float[Array, "B K R E"]:
+def grouped(
+    q: Float[Array, "B N H E"], heads: int, finish: ScoreTransform
+) -> Float[Array, "B K R E"]:
     """Scaled queries, those of one key head as R = G · N rows: GQA without repeating k and v."""
     b, n, h, e = q.shape
     scale = e**-0.5 if finish.scale is None else finish.scale
@@ -228,7 +230,7 @@ def masked_scores(
     k: Coded | Float[Array, "B K S E"],
     mask: Bool[Array, "B N S"] | None,
     distance: Int[Array, "B N S"] | None,
-    finish: Scores,
+    finish: ScoreTransform,
 ) -> Float[Array, "B K R S"]:
     """float32 scores of grouped queries, those of what they do not see masked; None: they see
     all."""

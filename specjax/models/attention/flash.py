@@ -23,7 +23,7 @@ from specjax.models.attention.dense import (
     PLAIN,
     MaskFn,
     Meta,
-    Scores,
+    ScoreTransform,
     distances,
     grouped,
     ungrouped,
@@ -38,7 +38,7 @@ WHOLE, PART = "blocks seen whole", "blocks seen in part"
 BLOCK_SCORES, TPU_BLOCK, MAX_BLOCK, MIN_BLOCK = 1 << 22, 1024, 512, 256
 
 
-class Blocks(NamedTuple):
+class FlashBlocks(NamedTuple):
     """Which blocks of keys each block of queries meets, in any row.
 
     ``order`` lists, per block of queries, the blocks of keys that all of it sees, then those seen
@@ -54,7 +54,7 @@ class _How(NamedTuple):
     """What is static."""
 
     mask: MaskFn
-    finish: Scores
+    finish: ScoreTransform
     block: int
 
 
@@ -66,7 +66,7 @@ def block_size(rows: int, groups: int) -> int:
     return block
 
 
-def blocks_of(mask: MaskFn, query: Meta, key: Meta, block: int) -> Blocks:
+def blocks_of(mask: MaskFn, query: Meta, key: Meta, block: int) -> FlashBlocks:
     """What :func:`flash_attention` needs to know of a mask, once for all layers and passes."""
     query, key = _padded(query, block), _padded(_with_real(key), block)
 
@@ -81,7 +81,7 @@ def blocks_of(mask: MaskFn, query: Meta, key: Meta, block: int) -> Blocks:
     kind = jax.lax.map(kinds, jnp.arange(count))
     order = jnp.argsort(-kind, axis=1).astype(jnp.int32)
     whole, seen = (jnp.sum(kind >= least, axis=1, dtype=jnp.int32) for least in (2, 1))
-    return Blocks(order, whole, seen)
+    return FlashBlocks(order, whole, seen)
 
 
 def flash_attention(
@@ -91,9 +91,9 @@ def flash_attention(
     query: Meta,
     key: Meta,
     mask: MaskFn,
-    blocks: Blocks | None = None,
+    blocks: FlashBlocks | None = None,
     *,
-    finish: Scores = PLAIN,
+    finish: ScoreTransform = PLAIN,
     block: int | None = None,
 ) -> Float[Array, "B N H E"]:
     """:func:`specjax.models.attention.dense_attention` of what ``mask`` lets queries see.
@@ -124,7 +124,7 @@ def _flash(
     k: Float[Array, "K B S E"],
     v: Float[Array, "K B S E"],
     metas: tuple[Meta, Meta],
-    blocks: Blocks,
+    blocks: FlashBlocks,
 ) -> Float[Array, "K B G N E"]:
     return _forward(how, q, k, v, metas, blocks)[0]
 
@@ -218,7 +218,7 @@ def _backward(how: _How, kept, d_out):
 _flash.defvjp(_keep, _backward)
 
 
-def _through(blocks: Blocks, i: Int[Array, ""], meet, state):
+def _through(blocks: FlashBlocks, i: Int[Array, ""], meet, state):
     """The turns of query block ``i``: no mask is made where all is seen."""
     whole, seen = blocks.whole[i], blocks.seen[i]
     with jax.named_scope(WHOLE):
@@ -238,7 +238,7 @@ def _finished(how: _How, scores, slopes, query: Meta, key: Meta, masked: bool):
     return scores
 
 
-def _slopes(finish: Scores, q: Float[Array, "K B G N E"]) -> Float[Array, "K G"] | None:
+def _slopes(finish: ScoreTransform, q: Float[Array, "K B G N E"]) -> Float[Array, "K G"] | None:
     return finish.slopes(q.shape[0], q.shape[2]) if finish.alibi else None
 
 

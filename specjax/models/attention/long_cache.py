@@ -18,7 +18,7 @@ from specjax.models.attention import splash
 from specjax.models.attention.dense import (
     MASKED_SCORE,
     PLAIN,
-    Scores,
+    ScoreTransform,
     chain_distances,
     grouped,
     masked_scores,
@@ -58,7 +58,7 @@ def cached_attention(
     distance: Int[Array, "B N S"] | None = None,
     *,
     window: int | None = None,
-    finish: Scores = PLAIN,
+    finish: ScoreTransform = PLAIN,
 ) -> Float[Array, "B N H E"]:
     """:func:`specjax.models.attention.dense_attention` by an online softmax over blocks of
     positions.

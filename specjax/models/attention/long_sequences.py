@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from specjax.models.attention import splash
-from specjax.models.attention.dense import Isolated, MaskFn, Meta, Scores
+from specjax.models.attention.dense import Isolated, MaskFn, Meta, ScoreTransform
 from specjax.models.attention.flash import block_size, blocks_of, flash_attention
 
 # attend(q[B,N,H,E], k[B,K,N,E], v[B,K,N,E]) -> [B,N,H,E]
@@ -24,7 +24,7 @@ Attend = Callable[[Array, Array, Array], Float[Array, "B N H E"]]
 
 
 def long_attention(
-    mask: MaskFn, meta: Meta, finish: Scores, groups: int, rows: NamedSharding | None = None
+    mask: MaskFn, meta: Meta, finish: ScoreTransform, groups: int, rows: NamedSharding | None = None
 ) -> Attend:
     """Self-attention of whole sequences with ``mask``; what layers share is worked out here.
 
@@ -58,7 +58,9 @@ def long_attention(
     return attend
 
 
-def _windows(mask: Isolated, meta: Meta, finish: Scores, rows: NamedSharding | None) -> Attend:
+def _windows(
+    mask: Isolated, meta: Meta, finish: ScoreTransform, rows: NamedSharding | None
+) -> Attend:
     """:func:`specjax.models.attention.splash.window_attention`."""
     windows = _by_rows(lambda meta: splash.windows_of(mask, meta), rows)(dict(meta))
 
@@ -74,7 +76,12 @@ def _from(meta: Meta, count: int) -> Meta:
 
 
 def _own_blocks(
-    mask: MaskFn, query: Meta, key: Meta, finish: Scores, groups: int, rows: NamedSharding | None
+    mask: MaskFn,
+    query: Meta,
+    key: Meta,
+    finish: ScoreTransform,
+    groups: int,
+    rows: NamedSharding | None,
 ) -> Attend:
     """:func:`specjax.models.flash.flash_attention`; each device has blocks of its own."""
     shape = query["position"].shape

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models.attention.dense import PLAIN, Causal, Isolated, Meta, Scores, within
+from specjax.models.attention.dense import PLAIN, Causal, Isolated, Meta, ScoreTransform, within
 from specjax.models.attention.flash import RESULT
 from specjax.models.coded import Coded
 
@@ -29,7 +29,7 @@ CHAIN = 256  # tokens of a row that are worth the kernel, where it reads a cache
 WINDOWS = "windows"  # the name of their attention in a compiled program
 
 
-class Blocks(NamedTuple):
+class SplashBlocks(NamedTuple):
     """Tokens of the kernel's blocks, all multiples of 128.
 
     ``backward`` are the keys of a block in the backward pass, which keeps one partial gradient of
@@ -48,11 +48,11 @@ class Blocks(NamedTuple):
 
 # Chosen by the bundles that the TPU compiler schedules. Windows are few: their small blocks of
 # queries see less of the keys.
-BLOCKS = Blocks(1024, 1024, 2048, 512)
+BLOCKS = SplashBlocks(1024, 1024, 2048, 512)
 WINDOW_BLOCKS = BLOCKS._replace(queries=512)
 
 
-def supports(mask, finish: Scores) -> bool:
+def supports(mask, finish: ScoreTransform) -> bool:
     """Whether the kernel knows such attention."""
     return isinstance(mask, Causal) and not finish.alibi and finish.shards == 1
 
@@ -64,8 +64,8 @@ def splash_attention(
     segments: Int[Array, "B N"],
     *,
     window: int | None = None,
-    finish: Scores = PLAIN,
-    blocks: Blocks = BLOCKS,
+    finish: ScoreTransform = PLAIN,
+    blocks: SplashBlocks = BLOCKS,
     interpret: bool = False,
 ) -> Float[Array, "B N H E"]:
     """Causal attention within segments, whose positions rise by one from token to token.
@@ -142,7 +142,7 @@ class _Seen:
         return (key < start) | ((before >= 0) & (before <= (code & ((1 << places) - 1))))
 
 
-def supports_windows(mask, finish: Scores, count: int) -> bool:
+def supports_windows(mask, finish: ScoreTransform, count: int) -> bool:
     """Whether the kernel can be told what the windows among ``count`` tokens see."""
     if not (supports(mask, finish) and isinstance(mask, Isolated) and mask.longest):
         return False
@@ -150,7 +150,7 @@ def supports_windows(mask, finish: Scores, count: int) -> bool:
     return mask.window is None and sum(bits) < 32
 
 
-def windows_of(mask: Isolated, meta: Meta, blocks: Blocks = WINDOW_BLOCKS) -> Windows:
+def windows_of(mask: Isolated, meta: Meta, blocks: SplashBlocks = WINDOW_BLOCKS) -> Windows:
     """Of rows ``[B, clean + A]``, in which positions rise by one within a segment."""
     clean, count = mask.clean, meta["position"].shape[1]
     queries, keys = count - clean, count + -count % blocks.keys
@@ -205,8 +205,8 @@ def window_attention(
     windows: Windows,
     *,
     mask: Isolated,
-    finish: Scores = PLAIN,
-    blocks: Blocks = WINDOW_BLOCKS,
+    finish: ScoreTransform = PLAIN,
+    blocks: SplashBlocks = WINDOW_BLOCKS,
     interpret: bool = False,
 ) -> Float[Array, "B A H E"]:
     """What the tokens of windows see of the N = ``mask.clean`` + A tokens.
@@ -243,7 +243,7 @@ class _Behind:
         return within(position - key, self.window)
 
 
-def supports_chain(tokens: int, finish: Scores, cache: Array | Coded) -> bool:
+def supports_chain(tokens: int, finish: ScoreTransform, cache: Array | Coded) -> bool:
     """Whether :func:`chain_attention` is the way for a pass of so many tokens a row."""
     kernel = jax.default_backend() == "tpu" and tokens % CHAIN == 0
     return kernel and not finish.alibi and not isinstance(cache, Coded)
@@ -256,8 +256,8 @@ def chain_attention(
     positions: Int[Array, "B N"],
     *,
     window: int | None = None,
-    finish: Scores = PLAIN,
-    blocks: Blocks = BLOCKS,
+    finish: ScoreTransform = PLAIN,
+    blocks: SplashBlocks = BLOCKS,
     interpret: bool = False,
 ) -> Float[Array, "B N H E"]:
     """What a piece of a prompt sees of a cache that holds it, each token in its position's cache
@@ -299,7 +299,9 @@ def chain_blocks(
     return met if window is None else met & (low + wide > first - window + 1)
 
 
-def _kernel_options(sizes, seen: Callable, finish: Scores, interpret: bool) -> dict[str, Any]:
+def _kernel_options(
+    sizes, seen: Callable, finish: ScoreTransform, interpret: bool
+) -> dict[str, Any]:
     """``seen`` of a query's number and a key's place is the mask."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
@@ -332,7 +334,7 @@ def _parts(k: Float[Array, "B K N E"]) -> int:
     return 2 if k.shape[1] % 2 == 0 else 1
 
 
-def _block_sizes(blocks: Blocks, count: int):
+def _block_sizes(blocks: SplashBlocks, count: int):
     """As the kernel takes them, of so many keys."""
     from jax.experimental.pallas.ops.tpu import splash_attention as jax_splash
 
@@ -348,7 +350,7 @@ def _block_sizes(blocks: Blocks, count: int):
     )
 
 
-def _scaled(q: Float[Array, "B N H E"], finish: Scores) -> Float[Array, "B H N E"]:
+def _scaled(q: Float[Array, "B N H E"], finish: ScoreTransform) -> Float[Array, "B H N E"]:
     scale = q.shape[-1] ** -0.5 if finish.scale is None else finish.scale
     return (q * jnp.asarray(scale, q.dtype)).transpose(0, 2, 1, 3)
 

@@ -55,7 +55,7 @@ FAMILIES = {
 }
 MODELS = tuple(FAMILIES)  # what may be a target
 FAMILIES[head.FAMILY] = Family(
-    head.Head, head.NAMES, head.from_hf, head.to_hf, head.complete, head.buffers
+    head.EagleHead, head.NAMES, head.from_hf, head.to_hf, head.complete, head.buffers
 )
 
 

@@ -145,7 +145,7 @@ class HeadBlock(nnx.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Head(Decoder):
+class EagleHead(Decoder):
     """Tokens and features to hidden states ``[B, N, D]``, not normed; and what leads in and out."""
 
     def __init__(self, cfg: HeadConfig, rngs: nnx.Rngs, fused: bool = False):

@@ -20,7 +20,7 @@ from train.data.tokenizer import EOS_ID, load_tokenizer, train_tokenizer
 from train.engine.feeding import own_corpus
 
 
-class Setup(NamedTuple):
+class LmRun(NamedTuple):
     """All that a run is made of but its weights, and a function that makes the first of these."""
 
     tokenizer: Tokenizer
@@ -29,7 +29,7 @@ class Setup(NamedTuple):
     data: Corpus
 
 
-def prepare_setup(cfg: LMConfig, directory: Path, cache: Path | None) -> Setup:
+def prepare_setup(cfg: LMConfig, directory: Path, cache: Path | None) -> LmRun:
     """Reads or trains the tokenizer, in the run's ``directory``, and reads the corpus.
 
     ``cache`` as for :func:`own_corpus`.
@@ -39,7 +39,7 @@ def prepare_setup(cfg: LMConfig, directory: Path, cache: Path | None) -> Setup:
     model, first_params = build_model(cfg, tokenizer.get_vocab_size())
     laid = layout(cfg, model, tokenizer)
     data = own_corpus(cfg.data, tokenizer, laid, cache, documents)
-    return Setup(tokenizer, model, first_params, data)
+    return LmRun(tokenizer, model, first_params, data)
 
 
 def read_documents(cfg: LMConfig) -> list[Document] | None:

@@ -21,7 +21,7 @@ from train.data.tokenizer import load_tokenizer, tokenizer_file
 from train.engine.feeding import own_corpus
 
 
-class Setup(NamedTuple):
+class HeadRun(NamedTuple):
     """All that a run is made of but its weights."""
 
     directory: Path  # of the target
@@ -32,7 +32,7 @@ class Setup(NamedTuple):
     coverage: float  # the share of the corpus's tokens that the head can draft
 
 
-def prepare_setup(cfg: HeadRunConfig, cache: Path | None) -> Setup:
+def prepare_setup(cfg: HeadRunConfig, cache: Path | None) -> HeadRun:
     """Reads the target's config and tokenizer and the corpus, whose tokens ``cache`` keeps.
 
     Without a ``cache`` nothing is written: shards must be there.
@@ -46,7 +46,7 @@ def prepare_setup(cfg: HeadRunConfig, cache: Path | None) -> Setup:
     ids = commonest(counts, cfg.head.draft_vocab) if cfg.head.draft_vocab else None
     coverage = 1.0 if ids is None else float(counts[ids].sum() / max(1, counts.sum()))
     head = make_head(cfg, target, ids)
-    return Setup(directory, tokenizer, target, head, data, coverage)
+    return HeadRun(directory, tokenizer, target, head, data, coverage)
 
 
 def read_target(cfg: HeadRunConfig) -> tuple[Path, ModelConfig, Tokenizer, CodeLayout]:

@@ -25,11 +25,11 @@ from train.data.packing import Corpus, Transform
 from train.data.prompts import PROMPT_TOKENS
 from train.data.tokenizer import load_tokenizer, tokenizer_file
 from train.sdsat.insertion import Insertion, isolated_row, mixed_row, probe_row
-from train.sdsat.losses import Objective
+from train.sdsat.losses import SdsatObjective
 from train.sdsat.trainable import GATED, LOW_RANK, Tuning, adapted, make_tuning
 
 
-class Setup(NamedTuple):
+class SdsatRun(NamedTuple):
     """All that a run is made of but its weights and its corpus."""
 
     directory: Path  # of the checkpoint
@@ -38,11 +38,11 @@ class Setup(NamedTuple):
     new_rows: int
     insertion: Insertion
     layout: CodeLayout
-    objective: Objective
+    objective: SdsatObjective
     tuning: Tuning
 
 
-def prepare_setup(cfg: SDSATConfig) -> Setup:
+def prepare_setup(cfg: SDSATConfig) -> SdsatRun:
     """Reads the checkpoint's config and tokenizer and settles the adaptive ids.
 
     Raises:
@@ -63,14 +63,14 @@ def prepare_setup(cfg: SDSATConfig) -> Setup:
     special = _special_ids(start, tokenizer)
     share = {"data": 0.0, "self": 1.0, "mix": section.mix}[section.adaptive_targets]
     forward = (cfg.model.compute_dtype, cfg.model.remat, cfg.model.scan)
-    return Setup(
+    return SdsatRun(
         directory=directory,
         tokenizer=tokenizer,
         model=dataclasses.replace(start, vocab_size=start.vocab_size + new_rows, adaptive_ids=ids),
         new_rows=new_rows,
         insertion=Insertion(ids, special, section.start_rate, cfg.run.seed),
         layout=CodeLayout(*framing, section.fim_rate, cfg.run.seed),
-        objective=Objective(section.loss, section.window, share, section.weight, *forward),
+        objective=SdsatObjective(section.loss, section.window, share, section.weight, *forward),
         tuning=make_tuning(cfg.model, ids, cfg.run.seed),
     )
 
@@ -170,7 +170,7 @@ def _check_ids(ids: tuple[int, ...], count: int, model: ModelConfig, tokenizer: 
             )
 
 
-def check_absent(setup: Setup, data: Corpus) -> None:
+def check_absent(setup: SdsatRun, data: Corpus) -> None:
     """Raises InputError where the corpus holds an adaptive id."""
     held = np.flatnonzero(data.counts(setup.model.vocab_size).sum(axis=0))
     for i in sorted(set(setup.model.adaptive_ids) & set(held.tolist())):
