@@ -33,7 +33,7 @@ def add_models(parser: Parser) -> None:
     group = parser.add_argument_group("models")
     said = "the model p: a directory, a hub id, or the embedded demo (default)"
     group.add_argument("--target", default="demo", metavar="PATH|ID|demo", help=said)
-    said = "the draft model q, or a head; self:int4 (int8, fp8): the target's own quantised copy"
+    said = "the draft model q, or a head; self:int4 (int8, fp8): the target's own quantized copy"
     group.add_argument("--draft", type=draft, metavar="PATH|ID|demo|self:SCHEME", help=said)
     group.add_argument("--dtype", metavar="D", help="float32, bfloat16 or float16")
     said = "keep the weights as int8, fp8, int4 or int4:GROUP (inputs that share a scale)"

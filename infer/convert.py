@@ -3,7 +3,7 @@
   python -m infer.convert DIR              writes the safetensors beside the pickles
   python -m infer.convert DIR --out OTHER  a new directory, with config and tokenizer
   python -m infer.convert DIR --quantize int8 --out OTHER
-                                           one with quantised weights, which only specjax reads
+                                           one with quantized weights, which only specjax reads
 
 Pickles need the torch extra. Only tensors are read from them: no code in them runs.
 

@@ -1,4 +1,4 @@
-"""A checkpoint with quantised weights: what ``infer.convert --quantize`` does."""
+"""A checkpoint with quantized weights: what ``infer.convert --quantize`` does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def convert(args: argparse.Namespace) -> int:
 def write_quantized(
     source: Path, out: Path, scheme: str, overwrite: bool = False, pickles: bool = False
 ) -> Path:
-    """Quantises a checkpoint, layer by layer, into a directory of its own.
+    """Quantizes a checkpoint, layer by layer, into a directory of its own.
 
     Returns:
       The file of weights.
@@ -52,7 +52,7 @@ def write_quantized(
     cfg, params = load_pretrained(source, fused=True, pickles=pickles, quantize=scheme)
     config = read_json(source / "config.json")
     if config.get("quantization_config") is not None:
-        raise ModelError(f"{source}: its weights are quantised already")
+        raise ModelError(f"{source}: its weights are quantized already")
     out.mkdir(parents=True, exist_ok=True)
     copy_rest(source, out, leave=("config.json",))
     if not (source / TOKENIZER).exists() and (source.parent / TOKENIZER).exists():

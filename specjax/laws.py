@@ -296,5 +296,5 @@ def _rows(next_law: NextLaw, prefixes: np.ndarray, vocab: int) -> np.ndarray:
         raise OptionError(f"a law gave shape {rows.shape}; [{len(prefixes)}, {vocab}] is wanted")
     total = rows.sum(-1, keepdims=True)
     if not ((rows >= 0).all() and np.allclose(total, 1, atol=1e-4)):
-        raise OptionError("a law gave rows that are no probabilities; normalise them")
+        raise OptionError("a law gave rows that are no probabilities; normalize them")
     return rows / total

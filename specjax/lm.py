@@ -128,7 +128,7 @@ def load(
         nothing, 1 on CPUs. Wider than the drafts, greedy output in bfloat16 is plain decoding's.
       quantize: ``int8``, ``fp8``, ``int4`` or ``int4:GROUP``: keep the weights so, layer by layer
         as they are read (:mod:`specjax.models.quantize`). What ``infer.convert --quantize`` wrote
-        is quantised without it.
+        is quantized without it.
       cache_dtype: ``int8``: keep keys and values so, with a scale per token and head
         (:mod:`specjax.models.coded`); None: in the model's dtype.
     Raises:
@@ -176,7 +176,7 @@ def on_mesh(model: LM, mesh: Mesh, split: bool = True) -> LM:
 
 @validate_arguments(model=MODEL, scheme=QUANTIZE)
 def quantize(model: LM, scheme: str) -> LM:
-    """A model with its weights quantised, where they lie; what stays as it is, both share.
+    """A model with its weights quantized, where they lie; what stays as it is, both share.
 
     Such a copy is a draft that follows the model closely, and any lossless rule makes the model's
     own law of it: what ``draft="self:int4"`` stands for.

@@ -78,7 +78,7 @@ class TokenizerSection:
 
 @dataclasses.dataclass(frozen=True)
 class Optim:
-    """Optimiser and schedule. The rate is a function of the step alone, so ``total_steps``
+    """Optimizer and schedule. The rate is a function of the step alone, so ``total_steps``
     may be changed on ``--resume`` to anneal a run early or to extend it."""
 
     optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"
@@ -128,7 +128,7 @@ class Run:
 class MeshSection:
     """All devices of the run take part; each holds its share of a batch's rows."""
 
-    fsdp: PositiveInt = 1  # devices that share one copy of the params and the optimiser state
+    fsdp: PositiveInt = 1  # devices that share one copy of the params and the optimizer state
     devices: NotNegativeInt = 0  # the run must have, and --dry-run plans for; 0: those there are
     topology: str = ""  # of TPUs that --dry-run compiles for, e.g. v5e:2x4
     memory_gib: NotNegativeFloat = 0.0  # of one device, for --dry-run; 0: as the device says

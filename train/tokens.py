@@ -1,4 +1,4 @@
-"""Tokenises the corpus of a training config into data.shards, in parallel and restartable.
+"""Tokenizes the corpus of a training config into data.shards, in parallel and restartable.
 
 python -m train.tokens CONFIG.toml [--set section.key=value ...] [--processes N] [--json]
 
@@ -13,10 +13,10 @@ from train.cli import config_parser
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = config_parser("train.tokens", __doc__)
-    said = "that tokenise; by default one for each core"
+    said = "that tokenize; by default one for each core"
     parser.add_argument("--processes", type=int, default=0, metavar="N", help=said)
     parser.add_argument("--json", action="store_true", help="print the manifest as one object")
-    return run("train.tokens", "train.tokenising:run", parser.parse_args(argv))
+    return run("train.tokens", "train.tokenizing:run", parser.parse_args(argv))
 
 
 if __name__ == "__main__":

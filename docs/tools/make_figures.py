@@ -222,7 +222,7 @@ COLUMNS = (
     ("acceptance λ", "acceptance_rate", "{:.2f}"),
     ("speed", "speedup", "{:.2f}"),
     ("foretold", "predicted_speedup", "{:.2f}"),
-    ("7B on v5e, modelled", V5E, "{:.2f}"),
+    ("7B on v5e, modeled", V5E, "{:.2f}"),
     ("KL(p‖π)", "kl", "{:.3f}"),
     ("perplexity", "perplexity", "{:.2f}"),
 )

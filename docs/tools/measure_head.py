@@ -2,7 +2,7 @@
 
 Compiles, as measure_tpu.py does, rounds of an EAGLE-3 head for Llama-3-8B (draft vocabulary 32,000,
 γ = 4) and plain decoding, from shapes alone. The target is compiled with few layers and scaled to
-all of them: layers are alike. c is a further draft step over a plain one. Modelled cycles.
+all of them: layers are alike. c is a further draft step over a plain one. Modeled cycles.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the TPU compiler expects a product with quantised weights to cost, beside bfloat16's.
+"""What the TPU compiler expects a product with quantized weights to cost, beside bfloat16's.
 
 python docs/tools/measure_products.py [SCHEME ...], with libtpu (the `tpu` extra): thousands of
-modelled cycles of one MLP product of Llama-3-8B's shape, by the rows of the pass. A cost model, and
+modeled cycles of one MLP product of Llama-3-8B's shape, by the rows of the pass. A cost model, and
 no measurement.
 """
 
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def cost(weight, rows: int, device: jax.Device) -> int:
-    """Modelled cycles of a product of ``rows``."""
+    """Modeled cycles of a product of ``rows``."""
     one = SingleDeviceSharding(device)
     x = jax.ShapeDtypeStruct((rows, SHAPE[1]), jnp.bfloat16)
     shapes = jax.tree.map(

@@ -1,4 +1,4 @@
-"""What quantised weights do to a model: python docs/tools/measure_quantized.py [SCHEME ...]
+"""What quantized weights do to a model: python docs/tools/measure_quantized.py [SCHEME ...]
 
 On the demo target in float32: held-out bits per byte, over those of the weights as they are, and
 of keys and values in 8 bits, all read through a cache as decoding reads them; and how many of the

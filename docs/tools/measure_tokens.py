@@ -3,7 +3,7 @@
 python docs/tools/measure_tokens.py [--gb 0.5] [--kills 10] [--out DIR]
 
 Synthetic JSONL and Parquet (functions of the standard library in a random order, so that no two
-documents are alike) are tokenised by ``train.tokens`` in two processes; before and after, a part of
+documents are alike) are tokenized by ``train.tokens`` in two processes; before and after, a part of
 the same texts goes through the tokenizer alone, in calls of the same size, in two processes at
 once, too: two that share a core's units are slower than one, and a machine that others share is not
 the same for long. Processor time is compared. Then a loader reads rows, in a process of its own.
@@ -220,7 +220,7 @@ def measure(home: Path, files: list[str]) -> dict[str, object]:
         "documents": manifest["documents"],
         "tokens": manifest["tokens"],
         "tokenizer_alone": alone,
-        "tokenising": made | {"mb_per_cpu_second": rate},
+        "tokenizing": made | {"mb_per_cpu_second": rate},
         "share_of_the_tokenizers_own": [rate / one["mb_per_cpu_second"] for one in alone],
         "when_all_is_there": again,
         "reading": json.loads(read),

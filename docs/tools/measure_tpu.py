@@ -1,7 +1,7 @@
 """What the TPU compiler makes of decoding: python docs/tools/measure_tpu.py [METHOD ...]
 
 Compiles the round of each method for a topology, from shapes alone (bfloat16, no weights), with
-libtpu (the `tpu` extra). Per round: modelled cycles by part, over what it costs to stream the
+libtpu (the `tpu` extra). Per round: modeled cycles by part, over what it costs to stream the
 weights and the positions of the cache once through the matrix unit; the memory of one chip
 (weights, caches and all other state; what the loop takes beside them) and the exchanges between
 chips. The cycles are the compiler's cost model and no measurement. A loop over blocks of a cache

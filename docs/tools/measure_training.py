@@ -1,4 +1,4 @@
-"""The modelled MFU of an SDSAT training step: python docs/tools/measure_training.py
+"""The modeled MFU of an SDSAT training step: python docs/tools/measure_training.py
 
 Compiles the step of `configs/sdsat_codellama_7b.toml` from shapes alone with libtpu (the `tpu`
 extra): for one chip, whose exchanges with others are not in it, and micro-batches of 16,384 clean

@@ -148,7 +148,7 @@ def models(args: argparse.Namespace) -> Iterator[tuple[sj.LM, sj.LM | None, list
     if not args.random_target:
         target, draft = load_models(args, True, args.mesh)
         names = args.target, draft.source if draft else None
-        # A copy that we quantised is no model of a peer's.
+        # A copy that we quantized is no model of a peer's.
         theirs = [None if name is None or name.startswith(SELF) else name for name in names]
         yield target, draft, [str(base_of(name)) if name else None for name in theirs]
         return

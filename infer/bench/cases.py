@@ -22,7 +22,7 @@ class Case:
     options: Mapping[str, Any]
     sampling: sj.Sampling
     batch_size: int
-    swept: tuple[str, ...] = ()  # the options whose values tell this case from its neighbours
+    swept: tuple[str, ...] = ()  # the options whose values tell this case from its neighbors
 
     @property
     def label(self) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from infer.reporting import pyplot, save_figure
 
-BLUE, RED, GREY = "#4c78a8", "#e45756", "grey"
+BLUE, RED, GREY = "#4c78a8", "#e45756", "gray"
 
 
 def draw_methods(path: Path, report: dict[str, Any]) -> Path:

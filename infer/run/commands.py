@@ -1,6 +1,6 @@
 """Decode with any method: a prompt, a file of prompts, or the embedded demo.
 
-  python -m infer.run                                  the demo: coloured, beside plain decoding
+  python -m infer.run                                  the demo: colored, beside plain decoding
   python -m infer.run --prompt "def fib(n):" --temperature 0.8 --json
   python -m infer.run --target DIR --draft DIR --prompts in.jsonl --out out.jsonl
   python -m infer.run --target DIR --draft DIR --mesh data=2,model=4 --prompt "def fib(n):"

@@ -200,7 +200,7 @@ class Job:
                     screen, shown = Screen(self.target, console), piece.index
                     screen.prompt(prompt.text)
                 screen.piece(piece)
-        if self.args.demo and screen.coloured:
+        if self.args.demo and screen.colored:
             with contextlib.closing(Compiling(False, "decoding the same plainly")):
                 figures = self._over_plain(prompt)
             screen.beside_plain(*figures)

@@ -48,7 +48,7 @@ def make_plan(
 ) -> Plan:
     """The models' sizes and the largest batches; ``memory`` in bytes, of each device.
 
-    ``schemes``: by role, how the weights are to be quantised. ``cache_dtype``: of keys and values.
+    ``schemes``: by role, how the weights are to be quantized. ``cache_dtype``: of keys and values.
 
     Raises:
       ModelError: a model directory or its config cannot be used, or the target not be split.

@@ -1,4 +1,4 @@
-"""The terminal: streamed text coloured by who wrote each token, and a short summary.
+"""The terminal: streamed text colored by who wrote each token, and a short summary.
 
 Text of models and prompts never passes rich's markup, and control characters are shown
 escaped: output cannot move the cursor or restyle the terminal.
@@ -43,19 +43,19 @@ class Screen:
 
     def __init__(self, target: LM, console: Console | None = None):
         self.console = console or Terminal()
-        self.coloured = self.console.is_terminal
+        self.colored = self.console.is_terminal
         self._authors = Authors(target.tokenizer)
         self._first = 0  # tokens that came with the first piece
 
     def prompt(self, text: str) -> None:
         """The prompt, dimmed, only where there is a terminal."""
-        if self.coloured:
+        if self.colored:
             self.console.print(Text(printable(text), style=PROMPT), end="")
 
     def piece(self, piece: Piece) -> None:
         """New tokens."""
         self._first = self._first or len(piece.tokens)
-        if not self.coloured:
+        if not self.colored:
             self.console.print(Text(printable(piece.text)), end="")
             return
         for part, author in self._authors.runs(piece):
@@ -67,15 +67,15 @@ class Screen:
         self.console.print()
 
     def summary(self, generation: Generation, method: str) -> None:
-        """Speed, acceptance and the legend of colours; only where there is a terminal."""
+        """Speed, acceptance and the legend of colors; only where there is a terminal."""
         self.end()
-        if not self.coloured:
+        if not self.colored:
             return
         counters = {name: values.sum() for name, values in generation.stats.items()}
         self.console.rule(style="dim")
         self.console.print(self._facts(generation, counters, method))
         if counters["drafted"]:
-            legend = Text("colours  ").append("accepted draft", DRAFTED)
+            legend = Text("colors  ").append("accepted draft", DRAFTED)
             self.console.print(legend.append(" · ").append("target", WRITTEN))
 
     def beside_plain(self, speed: float, same: bool) -> None:

@@ -252,12 +252,12 @@ class EngineThread:
             busy = bool(self._scorings) or any(queue.busy for queue in self._queues.values())
             while not (busy or self._inbox or self._cancelled or self._closed):
                 self._change.wait()
-            inbox, cancelled = self._inbox, self._cancelled
+            inbox, canceled = self._inbox, self._cancelled
             self._inbox, self._cancelled = [], []
             going = not self._closed
         for work in inbox:
             self._enter(work)
-        for work in cancelled:
+        for work in canceled:
             self._remove(work)
         return going
 

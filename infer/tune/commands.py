@@ -6,10 +6,10 @@
 
 mtad, mtjd, bild and mentored: of the grid, the fastest point whose quality, perplexity under the
 target or ROUGE-L, is within --bound of plain decoding's, or of the best point's. Speed is the
-modelled one, P.
+modeled one, P.
 
 cdsl (default): the protocol of Nakshatri et al. 2025, appendix C: a grid over a_t, r_t and b; of
-the ten fastest points the one that satisfies best. Speed is the modelled one, which no noise of the
+the ten fastest points the one that satisfies best. Speed is the modeled one, which no noise of the
 machine moves; wall clock stands beside it. Soft satisfaction is said twice: the mean over rows, and
 the share of all constraints, which the paper counts and the choice follows. Started again with the
 same arguments it goes on where it was. The output directory gets grid.jsonl, report.json, report.md
@@ -44,7 +44,7 @@ from specjax._util.program import Parser, run
 
 NUCLEI = (0.9, 0.5)  # top-p of the paper's Table 1
 GRID = {"a_t": (0.3, 0.6, 0.9), "r_t": (0.3, 0.5, 0.6, 0.9), "b": (0, 1, 2)}  # the paper's Table 2
-# Of the other lossy methods: the paper's choices (MTAD, Table 13) and their neighbours.
+# Of the other lossy methods: the paper's choices (MTAD, Table 13) and their neighbors.
 GRIDS = {
     "mtad": {"tau": ("0", "0.1", "0.3", "0.5", "0.7", "0.9")},
     "mtjd": {"block": ("2", "3", "4", "5")},

@@ -1,4 +1,4 @@
-"""Measuring constrained decoding: satisfaction, calls per token, modelled and wall-clock cost."""
+"""Measuring constrained decoding: satisfaction, calls per token, modeled and wall-clock cost."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def modelled_cost(target: np.ndarray, draft: np.ndarray, c: float | None) -> np.
 
 
 def with_speedups(rows: Sequence[Row], base: Row) -> list[Row]:
-    """The rows with their modelled and their wall-clock speedup over ``base``."""
+    """The rows with their modeled and their wall-clock speedup over ``base``."""
 
     def over_base(row: Row, time: str) -> Estimate:
         ours, theirs = (np.array([[r["each"][n]] for n in ("tokens", time)]) for r in (row, base))

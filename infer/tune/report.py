@@ -19,7 +19,7 @@ COLUMNS = (
     ("target calls/token", "target_calls_per_token", "{:.2f}"),
     ("draft calls/token", "draft_calls_per_token", "{:.2f}"),
     ("P", "cost", "{:.2f}"),
-    ("modelled speedup", "modelled_speedup", "{:.2f}"),
+    ("modeled speedup", "modelled_speedup", "{:.2f}"),
     ("tokens/s", "tokens_per_second", "{:.0f}"),
     ("wall-clock speedup", "speedup", "{:.2f}"),
 )
@@ -68,7 +68,7 @@ def markdown_lossy(report: dict[str, Any]) -> str:
 
 
 def draw_thresholds(report: dict[str, Any], path: Path) -> None:
-    """Modelled speedup over CDLH and soft satisfaction against a_t and r_t, means over the grid.
+    """Modeled speedup over CDLH and soft satisfaction against a_t and r_t, means over the grid.
 
     Nothing is drawn without the plots extra.
     """

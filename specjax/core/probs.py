@@ -112,14 +112,14 @@ def fit_vocabulary(logits: Float[Array, "... v"], vocab: int) -> Float[Array, ".
 
 
 def residual(p: Float[Array, "... V"], q: Float[Array, "... V"]) -> Float[Array, "... V"]:
-    """Unnormalised ``max(0, p - q)``, or ``p`` where that is zero everywhere."""
+    """Unnormalized ``max(0, p - q)``, or ``p`` where that is zero everywhere."""
     left = jnp.maximum(p - q, 0.0)
     return jnp.where(left.sum(-1, keepdims=True) > 0, left, p)
 
 
 @jax.named_scope("draw")
 def sample(weights: Float[Array, "... V"], u: Float[Array, "..."]) -> Int[Array, "..."]:
-    """The token at quantile ``u`` of unnormalised ``weights``: inverse CDF, in id order.
+    """The token at quantile ``u`` of unnormalized ``weights``: inverse CDF, in id order.
 
     Never a token of weight 0, for any ``u`` in (0, 1]. Two levels (blocks, then within the
     block) because a cumulative sum over the vocabulary costs ten times a plain sum.

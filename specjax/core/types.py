@@ -25,7 +25,7 @@ IID = "iid"  # drawn independently from log_q
 WITHOUT_REPLACEMENT = "without_replacement"  # siblings: Gumbel-top-k of log_q, in that order
 DETERMINISTIC = "deterministic"  # chosen by rank or score: top-j children, beams
 
-# Who wrote a token, for colouring and for reports.
+# Who wrote a token, for coloring and for reports.
 FROM_PROMPT, FROM_DRAFT, FROM_TARGET = 0, 1, 2
 
 # Why a row ended.

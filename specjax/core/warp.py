@@ -1,4 +1,4 @@
-"""Warping: temperature, then top-k, then top-p, then renormalise; target and draft alike.
+"""Warping: temperature, then top-k, then top-p, then renormalize; target and draft alike.
 
 Settings are arrays, so no value recompiles, and the vocabulary is never sorted: where it is cut is
 searched for, a few values at a time. Off the TPU, whose top-k is dear, the 64 largest logits decide
@@ -125,7 +125,7 @@ def _rows(logits: Float[Array, "B N V"], settings: Warp) -> tuple[Float[Array, "
 
 
 def truncate(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]:
-    """Top-k, then top-p on the renormalised rest; what is cut becomes −inf.
+    """Top-k, then top-p on the renormalized rest; what is cut becomes −inf.
 
     Top-k keeps every token ≥ the k-th logit. Top-p keeps a token while the mass strictly
     above it is below p: the one that crosses p included, at least one.

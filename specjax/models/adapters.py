@@ -48,7 +48,7 @@ class Adapted:
 class LowRank(Adapted):
     """A matrix, and its update at the tokens of ``gate``."""
 
-    base: Any  # [O, I], maybe quantised
+    base: Any  # [O, I], maybe quantized
     down: Float[Array, "rank I"]
     up: Float[Array, "O rank"]
     gate: Bool[Array, "B N"]

@@ -1,7 +1,7 @@
 """Keys and values in 8 bits: one layer's buffer of a cache, and the two products with it.
 
 Each token's key (value) of each head has a scale of its own, ``max|x| / 127``, so a write needs
-nothing of its neighbours and an entry is off by 1/254 of the token's largest at most. Scales
+nothing of its neighbors and an entry is off by 1/254 of the token's largest at most. Scales
 stand behind the sum over E for keys and before the sum over S for values: what streams from
 memory are the codes.
 

@@ -98,7 +98,7 @@ def _encode(weight: Float[Array, "O I"], scheme: Scheme, dtype: jnp.dtype) -> Qu
 
 
 def quantize_params(cfg: ModelConfig, params: dict, scheme: Scheme, dtype: jnp.dtype) -> dict:
-    """Params in the inference layout, or a part of them, with their weights quantised.
+    """Params in the inference layout, or a part of them, with their weights quantized.
 
     What stays as it is becomes ``dtype``.
 

@@ -1,7 +1,7 @@
-"""Quantised weights: codes of 8 or 4 bits and their scales, in the place of an array.
+"""Quantized weights: codes of 8 or 4 bits and their scales, in the place of an array.
 
 Products with them are :func:`specjax.models.layers.linear`'s, look-ups
-:func:`specjax.models.sharding.look_up`'s; no other module knows that a weight is quantised. How
+:func:`specjax.models.sharding.look_up`'s; no other module knows that a weight is quantized. How
 they are made: :mod:`specjax.models.quantize`.
 
 Axis legend: O outputs (V ids, in a table), I inputs, G groups of inputs.
@@ -67,7 +67,7 @@ class PerOutput(Quantized):
 class Grouped(Quantized):
     """``codes [I, O]``, ``scales [G, O]``: ``w[o, i] = codes[i, o] · scales[i // (I/G), o]``.
 
-    Inputs first: the product of one group is then a plain one of neighbouring codes. With the
+    Inputs first: the product of one group is then a plain one of neighboring codes. With the
     outputs first, TPUs move every code before they multiply.
     """
 
@@ -95,17 +95,17 @@ class Grouped(Quantized):
 
 
 def is_quantized(weight: Any) -> bool:
-    """Whether a leaf of the params is a quantised weight."""
+    """Whether a leaf of the params is a quantized weight."""
     return isinstance(weight, Quantized)
 
 
 def by_output(function: Callable[[Any], Any], weight: Any) -> Any:
-    """``function`` of a weight's first axis, be it quantised or an array."""
+    """``function`` of a weight's first axis, be it quantized or an array."""
     return weight.by_output(function) if is_quantized(weight) else function(weight)
 
 
 def counted_as(dtype: jnp.dtype, params: Any) -> Any:
-    """Params whose quantised weights count as ``dtype``, and whose other arrays are of it."""
+    """Params whose quantized weights count as ``dtype``, and whose other arrays are of it."""
 
     def cast(x: Any) -> Any:
         quantized = is_quantized(x)

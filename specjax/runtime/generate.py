@@ -144,7 +144,7 @@ def stream(
         an array ``[n, m]`` of ids n of them.
       method: a name of :func:`specjax.methods`, or a :class:`specjax.core.protocols.Method`.
       draft: the model q, where the method needs one; ``self:int4`` (``int8``, ``fp8``): the
-        target's own quantised copy, made anew by every call (:func:`specjax.quantize` makes one to
+        target's own quantized copy, made anew by every call (:func:`specjax.quantize` makes one to
         keep).
       drafter, rule, target_dist: instead of ``method``, its parts, each by name or as an object
         of your own (:mod:`specjax.core.protocols`).

@@ -59,7 +59,7 @@ class BeamSearch(Method):
     * ``raw``: that of the model's own conditionals, warped as a whole (Qin et al. 2024, eq. 2).
     * ``warped``: the product of warped conditionals.
     * ``transformers``: its rule with ``do_sample``. The product of tempered and truncated
-      conditionals that are not renormalised; the likeliest W go on of (1 + E)·W drawn, for E
+      conditionals that are not renormalized; the likeliest W go on of (1 + E)·W drawn, for E
       ends of sequence (one where there is none).
     """
 

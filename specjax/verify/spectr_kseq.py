@@ -94,7 +94,7 @@ def solve_rho(
 
 
 def k_seq_residual(p, q, rho, beta, k) -> Float[Array, "B V"]:
-    """Unnormalised law of the token that follows k refusals."""
+    """Unnormalized law of the token that follows k refusals."""
     share = jnp.where(beta > 0, _some_of(beta, k) / jnp.where(beta > 0, beta, 1.0), 0.0)
     taken = jnp.minimum(q, p / rho[:, None]) * share[:, None]
     return probs.residual(p, taken)

@@ -106,6 +106,6 @@ def tree_verdict(
     weights: Float[Array, "B V"],
     tested: Int[Array, "B"] | int,
 ) -> Verdict:
-    """As :func:`drawn_verdict`, with the last token drawn from unnormalised ``weights``."""
+    """As :func:`drawn_verdict`, with the last token drawn from unnormalized ``weights``."""
     u = probs.uniforms(keys, Purpose.EMIT, node[:, None])[:, 0]
     return drawn_verdict(draft, node, depth, probs.sample(weights, u), tested)

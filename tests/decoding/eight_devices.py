@@ -310,7 +310,7 @@ def test_mutants_fail(mutant, monkeypatch):
 
 @pytest.mark.parametrize("scheme", some(["int8", "fp8", "int4:8"], ("int4:8",)))
 def test_quantised_weights(scheme, target):
-    """Quantised before they are split and after, and as the draft of what is split."""
+    """Quantized before they are split and after, and as the draft of what is split."""
     small = sj.quantize(target, scheme)
     before = spread((small,), data=2, model=2)[0]
     after = sj.quantize(spread((target,), data=2, model=2)[0], scheme)

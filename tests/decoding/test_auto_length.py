@@ -302,7 +302,7 @@ def own_pasts(
         return jax.vmap(one)(keys)
 
     counts, drafted = np.zeros((vocab,) * L, np.int64), set()
-    with laws.optimised():
+    with laws.optimized():
         for seed in range(-(-samples // ROWS)):
             tokens, lengths = run(jax.random.split(jax.random.key(seed), ROWS))
             counts += laws.histogram(np.asarray(tokens), vocab)

@@ -100,7 +100,7 @@ def test_common_subsequence_by_hand():
     # "a c e" runs through both; nothing longer does, for b and d change places.
     assert metrics.common_subsequence("abcde", "adcbe") == 3
     assert metrics.common_subsequence("abc", "cab") == 2
-    assert metrics.common_subsequence("abab", "ba") == 2  # order counts, neighbours do not
+    assert metrics.common_subsequence("abab", "ba") == 2  # order counts, neighbors do not
     assert metrics.common_subsequence("", "abc") == metrics.common_subsequence("abc", "xyz") == 0
 
 

@@ -687,7 +687,7 @@ def test_the_page_s_script(server, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not make_page.chromium(), reason="needs chromium")
 def test_the_page_in_a_browser(server):
-    """A completion, colours and figures; nothing in the console, and another site gets nothing."""
+    """A completion, colors and figures; nothing in the console, and another site gets nothing."""
 
     async def use():
         async with make_page.opened(server.url + "/") as page:
@@ -698,15 +698,15 @@ def test_the_page_in_a_browser(server):
             shown = await page.evaluate(
                 "JSON.stringify(Object.fromEntries(RESULTS.map((id) => [id, at(id).textContent])))"
             )
-            colours = "new Set([...at('text').children].map((s) => getComputedStyle(s).color)).size"
+            colors = "new Set([...at('text').children].map((s) => getComputedStyle(s).color)).size"
             refused = "fetch('https://127.0.0.1:1/').catch((e) => { window.refused = e.name; })"
             await page.evaluate(refused)
             hidden = await page.evaluate("at('keyed').offsetParent === null")
             await page.until("window.refused")
-            return json.loads(shown), hidden, await page.evaluate(colours), await page.picture()
+            return json.loads(shown), hidden, await page.evaluate(colors), await page.picture()
 
-    shown, hidden, colours, picture = asyncio.run(use())
+    shown, hidden, colors, picture = asyncio.run(use())
     out = generated(server, max_new_tokens=24)
     assert shown["text"] == shown["plain"] == TEXT + out.text[0]
     assert shown["same"] == "the same" and shown["ratio"].endswith("×") and not shown["error"]
-    assert hidden and colours == 3 and picture.startswith(b"\x89PNG")
+    assert hidden and colors == 3 and picture.startswith(b"\x89PNG")

@@ -202,7 +202,7 @@ BROKEN = {
         "linear_attention",
     ),
     "layer types": ("gemma2", edited(layer_types=["full_attention"]), "layer_types"),
-    "quantised": ("opt", edited(quantization_config={"bits": 4}), "quantization_config"),
+    "quantized": ("opt", edited(quantization_config={"bits": 4}), "quantization_config"),
     "scale by layer": (
         "gpt2",
         edited(scale_attn_by_inverse_layer_idx=True),

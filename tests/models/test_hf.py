@@ -156,7 +156,7 @@ BROKEN = {
         "odd",
     ),
     "rope factor": (lambda d: edit_config(d, rope_scaling={"rope_type": "linear"}), "factor"),
-    "quantised": (lambda d: edit_config(d, quantization_config={}), "quantization_config"),
+    "quantized": (lambda d: edit_config(d, quantization_config={}), "quantization_config"),
     "rope number": (
         lambda d: edit_config(d, rope_scaling={"rope_type": "linear", "factor": "2"}),
         "factor",

@@ -135,7 +135,7 @@ def directory(tmp_path):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checkpoint_loads_as_it_was_quantised(directory, tmp_path, scheme, dtype):
+def test_a_checkpoint_loads_as_it_was_quantized(directory, tmp_path, scheme, dtype):
     out = tmp_path / "small"
     write_quantized(directory, out, scheme)
     dtype = jnp.dtype(dtype)
@@ -216,7 +216,7 @@ def test_what_does_not_fit_is_one_line(directory, tmp_path, target, capsys):
     capsys.readouterr()
     assert convert.main(argv) == 2 and "give --overwrite" in capsys.readouterr().err
     assert convert.main([str(out), *argv[1:-1], str(tmp_path / "again")]) == 2
-    assert "quantised already" in capsys.readouterr().err
+    assert "quantized already" in capsys.readouterr().err
     assert convert.main([*argv[:-1], str(directory)]) == 2
     assert "would replace the checkpoint itself" in capsys.readouterr().err
     for main, arguments, says in (
@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_one_line(directory, tmp_path, target, capsys):
         error = capsys.readouterr().err
         assert code == 2 and error.count("\n") == 1 and says in error, arguments
     for call, says in (
-        (lambda: load_pretrained(out, fused=True, quantize="int4"), "are quantised .int8."),
+        (lambda: load_pretrained(out, fused=True, quantize="int4"), "are quantized .int8."),
         (lambda: load_pretrained(out), "to train or to convert"),
         (lambda: sj.load("demo", quantize="int5"), "quantize='int5' is no scheme"),
         (lambda: sj.load("demo", quantize="int4:7"), "an even number"),

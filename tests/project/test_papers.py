@@ -77,8 +77,8 @@ COLUMNS = {
     "sdsat_nucleus": ("k=5", "tokens/s", "accepted/drafted"),
     "sdsat_infilling": ("k=5", "exact match", "tokens/s"),
     "mtad_tuning": ("Chosen on the validation file", "perplexity", "P"),
-    "cdsl_commongen": ("soft, of all constraints", "hard", "modelled speedup", "a_t"),
-    "cdsl_harmless": ("soft, of all constraints", "hard", "modelled speedup", "r_t"),
+    "cdsl_commongen": ("soft, of all constraints", "hard", "modeled speedup", "a_t"),
+    "cdsl_harmless": ("soft, of all constraints", "hard", "modeled speedup", "r_t"),
     None: ("perplexity",),
 }
 

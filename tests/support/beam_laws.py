@@ -18,7 +18,7 @@ from support.laws import continuation_logits
 class Rule(NamedTuple):
     """How beams are sampled; the fields that have a default are for mutants."""
 
-    joint: str  # warped as a whole if raw; conditionals warped, or tempered and not renormalised
+    joint: str  # warped as a whole if raw; conditionals warped, or tempered and not renormalized
     likeliest: bool  # keep the likeliest of those drawn, not the first
     replaced: bool = False  # draw with replacement
     spare: int | None = None  # for each beam so many are drawn: one more than ends
@@ -44,7 +44,7 @@ def table_of(lm, prompt, length: int) -> dict[tuple, np.ndarray]:
 
 
 def cut(scores: np.ndarray, sampling, fewest: int = 1) -> np.ndarray:
-    """Temperature, top-k, top-p by sorting; not renormalised; ``fewest`` are always kept."""
+    """Temperature, top-k, top-p by sorting; not renormalized; ``fewest`` are always kept."""
     scores = scores / sampling.temperature
     order = np.argsort(-scores, kind="stable")
     count = max(sampling.top_k or len(scores), fewest)
@@ -57,7 +57,7 @@ def cut(scores: np.ndarray, sampling, fewest: int = 1) -> np.ndarray:
     return out
 
 
-def normalised(scores: np.ndarray) -> np.ndarray:
+def normalized(scores: np.ndarray) -> np.ndarray:
     return scores - np.logaddexp.reduce(scores)
 
 
@@ -70,14 +70,14 @@ def grown(table, running, ended, rule, sampling, ends):
             continue
         row = table[tokens]
         if rule.joint == "warped":
-            row = normalised(cut(row, sampling))
+            row = normalized(cut(row, sampling))
         elif rule.joint == "tempered":
             row = cut(row, sampling, 1 + max(1, len(ends)))
         scored += [(score + s, (*tokens, x)) for x, s in enumerate(row) if s > -np.inf]
     joint = np.array([score for score, _ in scored])
     if rule.joint == "raw":
         joint = cut(joint, sampling)
-    return scored, np.exp(normalised(joint)).tolist()
+    return scored, np.exp(normalized(joint)).tolist()
 
 
 def draws(weights, rule, enough, chosen=(), chance=1.0):
@@ -161,12 +161,12 @@ def block_law(table, joint, length, sampling, ends=()) -> dict:
         stop = next((i + 1 for i, x in enumerate(block) if x in ends), length)
         rows = [table[block[:i]] for i in range(stop)]
         if joint == "warped":
-            rows = [normalised(cut(row, sampling)) for row in rows]
+            rows = [normalized(cut(row, sampling)) for row in rows]
         blocks[block[:stop]] = sum(row[x] for row, x in zip(rows, block, strict=False))
     scores = np.array(list(blocks.values()))
     if joint == "raw":
         scores = cut(scores, sampling)
-    return dict(zip(blocks, np.exp(normalised(scores)), strict=True))
+    return dict(zip(blocks, np.exp(normalized(scores)), strict=True))
 
 
 def sequences(law: dict, of) -> dict:

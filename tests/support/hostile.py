@@ -474,7 +474,7 @@ def pickles() -> Iterator[tuple[str, Case]]:
         "sparse": replaced(lambda torch, x: x.to_sparse()),
         "sparse rows": replaced(lambda torch, x: x.to_sparse_csr()),
         "meta": replaced(lambda torch, x: x.to("meta")),
-        "quantised": replaced(lambda torch, x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)),
+        "quantized": replaced(lambda torch, x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)),
         "integers": replaced(lambda torch, x: x.to(torch.int32)),
         "complex": replaced(lambda torch, x: x.to(torch.complex64)),
         "conjugate": replaced(lambda torch, x: x.to(torch.complex64).conj()),

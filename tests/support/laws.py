@@ -153,7 +153,7 @@ def continuation_passes(lm, prompt, length: int):
             out.append(logits[:, 0])
         return jnp.stack(out, 1)
 
-    with optimised():
+    with optimized():
         return grid, run(lm.net, rows)[: len(grid)]
 
 
@@ -174,7 +174,7 @@ def continuation_counts(engine, prompt, length: int, sampling) -> np.ndarray:
         -(-(len(prompt) + length + method.round_positions) // 16) * 16
     )  # a bucket would be mostly empty
     how = {"chunk": len(prompt), "positions": capacity}
-    with optimised():
+    with optimized():
         for seed in range(-(-SAMPLES // ROWS)):
             keys = jax.random.split(jax.random.key(seed), ROWS)
             state = loop.start(method, inputs, [np.array(prompt)] * ROWS, budget, keys, **how)
@@ -184,7 +184,7 @@ def continuation_counts(engine, prompt, length: int, sampling) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def optimised():
+def optimized():
     """What compiles within runs for seconds: here LLVM's passes pay."""
     jax.config.update("jax_disable_most_optimizations", False)
     try:

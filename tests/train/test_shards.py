@@ -300,7 +300,7 @@ def finished(command):
 
 @pytest.mark.slow
 def test_killed_anywhere_shards_and_losses_are_the_same(tokenizer, tmp_path):
-    """Two kills of processes that tokenise, one of a run that trains on what they made."""
+    """Two kills of processes that tokenize, one of a run that trains on what they made."""
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
     for number, name in enumerate("xyz"):
         seeds = range(1000 * number, 1000 * number + 300)
@@ -314,19 +314,19 @@ def test_killed_anywhere_shards_and_losses_are_the_same(tokenizer, tmp_path):
         words += [f"tokenizer.path={tmp_path / 'tokenizer.json'}", f"run.dir={run / 'lm'}"]
         return [TINY_LM, *overrides(*words, "optim.total_steps=20", "data.seq_len=256")]
 
-    def tokenise(run):
+    def tokenize(run):
         return [sys.executable, "-m", "train.tokens", *settings(run)]
 
     def lm(run, *more):
         return [sys.executable, "-m", "train.lm", *settings(run), *more]
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    finished(tokenise(whole))
+    finished(tokenize(whole))
     finished(lm(whole))
-    assert killed(tokenise(broken), lambda: any((broken / "shards").glob(".*.tmp")))
-    assert killed(tokenise(broken), lambda: any((broken / "shards" / "parts").glob("*.npz")))
+    assert killed(tokenize(broken), lambda: any((broken / "shards").glob(".*.tmp")))
+    assert killed(tokenize(broken), lambda: any((broken / "shards" / "parts").glob("*.npz")))
     assert not (broken / "shards" / "manifest.json").exists()
-    assert killed(lm(broken), (broken / "lm/checkpoints/10").exists)  # tokenises the rest
+    assert killed(lm(broken), (broken / "lm/checkpoints/10").exists)  # tokenizes the rest
     finished(lm(broken, "--resume"))
 
     def losses(run):

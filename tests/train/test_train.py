@@ -92,7 +92,7 @@ def test_shipped_configs_are_valid():
         assert f"python -m train.{name} configs/{path.name}" in path.read_text()
 
 
-# --- losses, optimiser, schedule -------------------------------------------------------------
+# --- losses, optimizer, schedule -------------------------------------------------------------
 
 
 @pytest.fixture

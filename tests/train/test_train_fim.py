@@ -1,4 +1,4 @@
-"""Fill in the middle: how documents are rearranged, tokenised and cached."""
+"""Fill in the middle: how documents are rearranged, tokenized and cached."""
 
 import dataclasses
 import itertools

@@ -91,24 +91,24 @@ def stdlib_files() -> list[tuple[str, Path]]:
 
 
 def permissive_distributions() -> dict[str, str]:
-    """Installed distributions whose metadata states a permissive licence: name → licence."""
-    return {name: licence for name, licence, _ in _permissive()}
+    """Installed distributions whose metadata states a permissive license: name → license."""
+    return {name: license for name, license, _ in _permissive()}
 
 
 def _permissive() -> list[tuple[str, str, importlib.metadata.Distribution]]:
-    """(name, licence, distribution), once per name, sorted by name."""
+    """(name, license, distribution), once per name, sorted by name."""
     by_name = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
-        licence = _stated_licence(distribution.metadata)
-        if name and name != "specjax" and _is_permissive(licence):
+        license = _stated_licence(distribution.metadata)
+        if name and name != "specjax" and _is_permissive(license):
             # The first entry on sys.path is the one that Python imports.
-            by_name.setdefault(name, (name, licence, distribution))
+            by_name.setdefault(name, (name, license, distribution))
     return [by_name[name] for name in sorted(by_name)]
 
 
 def _stated_licence(metadata) -> str:
-    """Licence as the distribution states it: SPDX expression, else classifiers, else free text."""
+    """License as the distribution states it: SPDX expression, else classifiers, else free text."""
     classifiers = [
         line.rsplit("::", 1)[-1].strip()
         for line in metadata.get_all("Classifier") or []
@@ -118,11 +118,11 @@ def _stated_licence(metadata) -> str:
     return metadata.get("License-Expression") or " AND ".join(classifiers) or free_text[0].strip()
 
 
-def _is_permissive(licence: str) -> bool:
+def _is_permissive(license: str) -> bool:
     """Every alternative that applies together must be permissive; one of an OR is enough."""
     return any(
         _PERMISSIVE.search(choice) and not _RESTRICTED.search(choice)
-        for choice in re.split(r"\bOR\b", licence)
+        for choice in re.split(r"\bOR\b", license)
     )
 
 

@@ -1,6 +1,6 @@
 """Fill-in-the-middle at character level, in CodeLlama's order (arXiv 2308.12950, §2.3).
 
-Documents are rearranged before they are tokenised, so a split may fall inside what would
+Documents are rearranged before they are tokenized, so a split may fall inside what would
 have been one token. Half of the rearranged ones are prefix-suffix-middle, half
 suffix-prefix-middle, whose prefix and middle are encoded as one text.
 """

@@ -98,7 +98,7 @@ def make_shards(
     Where the manifest and all shards are there nothing else is read.
 
     Args:
-      processes: that tokenise; 0: one for each core.
+      processes: that tokenize; 0: one for each core.
 
     Raises:
       InputError: a source that cannot be read, or none; a directory of another corpus, or one that
@@ -143,7 +143,7 @@ def _make(
     todo = [number for number in range(len(tasks)) if read_part(home, number) is None]
     sizes = [sum(piece.size for piece in pieces) for _, pieces in tasks]
     done = sum(sizes) - sum(sizes[number] for number in todo)
-    with Bytes("tokenising", sum(sizes), done) as progress:
+    with Bytes("tokenizing", sum(sizes), done) as progress:
         work = [(number, tasks[number][1]) for number in todo]
         make = functools.partial(make_shard, recipe)
         processes = min(processes or os.cpu_count() or 1, len(work))
@@ -209,7 +209,7 @@ def in_processes(
                     tell(answer)
     except (EOFError, ConnectionError):
         raise InputError(
-            "a process that tokenises was killed, perhaps for want of memory: the same command "
+            "a process that tokenizes was killed, perhaps for want of memory: the same command "
             "goes on, with fewer --processes if it happens again"
         ) from None
     finally:

@@ -58,7 +58,7 @@ class Plain:
 
 
 class Documents(Protocol):
-    """Tokenised documents, any part of which can be read at any time.
+    """Tokenized documents, any part of which can be read at any time.
 
     Attributes:
       lengths: `[documents]` tokens of each.
@@ -73,7 +73,7 @@ class Documents(Protocol):
 
 
 class Corpus(Protocol):
-    """A tokenised corpus: `Prepared` in memory, or `train.data.shards.Shards` on the disk.
+    """A tokenized corpus: `Prepared` in memory, or `train.data.shards.Shards` on the disk.
 
     Attributes:
       sources: what is trained on.
@@ -123,7 +123,7 @@ class TokenStream(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """The tokenised corpus in memory. Every document ends in EOS, or as its layout says.
+    """The tokenized corpus in memory. Every document ends in EOS, or as its layout says.
 
     Attributes:
       train: token ids of the training documents, one after the other, uint16 or uint32.
@@ -194,7 +194,7 @@ def prepare(
     cache_dir: str | os.PathLike | None = None,
     layout: Layout | None = None,
 ) -> Prepared:
-    """Tokenises the corpus and splits off the held-out documents.
+    """Tokenizes the corpus and splits off the held-out documents.
 
     Args:
       documents: as `load_corpus` returns them.
@@ -213,18 +213,18 @@ def prepare(
         )
     layout = layout or Plain()
     if cache_dir is None:
-        return _tokenise(documents, tokenizer, layout)
+        return _tokenize(documents, tokenizer, layout)
     path = Path(cache_dir) / f"tokens-{_fingerprint(documents, tokenizer, layout)}.npz"
     prepared = _read_cache(path)
     if prepared is None:
-        prepared = _tokenise(documents, tokenizer, layout)
+        prepared = _tokenize(documents, tokenizer, layout)
         path.parent.mkdir(parents=True, exist_ok=True)
         with aside(path) as scratch, scratch.open("wb") as file:
             np.savez(file, **vars(prepared))
     return prepared
 
 
-def _tokenise(documents: Sequence[Document], tokenizer: Tokenizer, layout: Layout) -> Prepared:
+def _tokenize(documents: Sequence[Document], tokenizer: Tokenizer, layout: Layout) -> Prepared:
     held_out = [document for document in documents if is_held_out(document.name)]
     trained = [document for document in documents if not is_held_out(document.name)]
     train, train_offsets = _join(trained, tokenizer, layout)
@@ -408,7 +408,7 @@ def make_loader(
     Of several sources each row is of one of them, in turns that their weights decide.
 
     Args:
-      corpus: the tokenised corpus.
+      corpus: the tokenized corpus.
       seq_len: tokens per row, `T`.
       batch_size: rows per batch of this process, `B`.
       seed: from 0, below 2**64; fixes the order of the documents.
@@ -463,7 +463,7 @@ def valid_batches(
     is empty where the corpus has no held-out document.
 
     Args:
-      corpus: the tokenised corpus.
+      corpus: the tokenized corpus.
       seq_len: tokens per row, `T`.
       batch_size: rows per batch, `B`.
       limit: at most so many batches; all when None.

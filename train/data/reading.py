@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from specjax._util.errors import InputError, SpecjaxError, foreign
 from specjax._util.files import MOST_BYTES, open_file, open_parquet, parse_json, require_arrow
 
-MIN_CHARS = 200  # shorter documents are package stubs and licence headers
+MIN_CHARS = 200  # shorter documents are package stubs and license headers
 LONGEST_LINE = 1 << 28  # bytes of a document
 TEXT_FIELDS = ("text", "content")
 _HEAD = 1 << 10  # bytes of a file that show whether it is text

@@ -1,4 +1,4 @@
-"""A tokenised corpus on the disk: shards of ArrayRecord, an index, and a manifest.
+"""A tokenized corpus on the disk: shards of ArrayRecord, an index, and a manifest.
 
 DIR/plan.json        what is being made of which files; written first
 DIR/00000.array_record, …   a record is a document: its ids, uint16 or uint32, little-endian
@@ -77,7 +77,7 @@ def _part_path(directory: str | Path, number: int) -> Path:
 def make_shard(
     recipe: Recipe, number: int, pieces: Sequence[TextPiece], tell: Callable[[int], None]
 ) -> None:
-    """Tokenises the pieces into one shard and its part; `tell` hears of the bytes of text done.
+    """Tokenizes the pieces into one shard and its part; `tell` hears of the bytes of text done.
 
     Raises:
       InputError: a file cannot be read, or the shard not be written.
@@ -342,7 +342,7 @@ class ShardDocuments:
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """A tokenised corpus in shards, as `train.data.packing.Corpus` says."""
+    """A tokenized corpus in shards, as `train.data.packing.Corpus` says."""
 
     manifest: dict[str, Any]
     sources: tuple[ShardDocuments, ...]
@@ -362,7 +362,7 @@ class Shards:
         return hashlib.sha256("".join(made).encode()).hexdigest()
 
     def counts(self, size: int) -> np.ndarray:
-        """As `Corpus` says, of all that was tokenised: duplicates of a document count, too."""
+        """As `Corpus` says, of all that was tokenized: duplicates of a document count, too."""
         return np.pad(self.id_counts, ((0, 0), (0, max(0, size - self.id_counts.shape[1]))))
 
 

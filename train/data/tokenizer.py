@@ -1,6 +1,6 @@
 """A byte-level BPE tokenizer for Python code, trained on the corpus.
 
-Nothing is normalised and every byte is in the alphabet, so decoding what was encoded gives
+Nothing is normalized and every byte is in the alphabet, so decoding what was encoded gives
 back the text exactly.
 """
 

@@ -1,6 +1,6 @@
 """Checkpoints through orbax: asynchronous, atomic, the last N kept.
 
-A checkpoint is params, optimiser state, and a JSON note with the step and the loader's
+A checkpoint is params, optimizer state, and a JSON note with the step and the loader's
 position. A process killed at any moment leaves the last finished one intact; a note that was
 damaged or changed afterwards is told by its digest.
 """

@@ -39,7 +39,7 @@ class Placement:
         return None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
 
     def shardings(self, tree: Any) -> Any:
-        """Of params, gradients or optimiser state, leaf by leaf; None without a mesh."""
+        """Of params, gradients or optimizer state, leaf by leaf; None without a mesh."""
         if self._mesh is None:
             return None
         share = self._mesh.shape["fsdp"]

@@ -52,7 +52,7 @@ def head_loss(
 ) -> LossFn:
     """Σ_k β^(k−1) · KL(p ‖ q_k) per token, p of the target over the draft vocabulary.
 
-    p is the target's distribution restricted to the ids that the head drafts and renormalised; KL
+    p is the target's distribution restricted to the ids that the head drafts and renormalized; KL
     less the entropy of p is the cross-entropy, with the same gradient. ``frozen`` are the target's
     params. Logged beside it, per step: ``kl`` in nats and ``agreement``, the share of places where
     both have the same likeliest id. ``rows``: where those of a batch lie, on several devices.

@@ -110,7 +110,7 @@ def appended_slots(window: int, rate: float, tokens: int) -> int:
 def isolated_row(insertion: Insertion, row: Batch, number: int) -> Batch:
     """The clean row, then its windows; see :func:`append_windows`.
 
-    Windows beyond the appended slots are dropped at random, so that none is favoured.
+    Windows beyond the appended slots are dropped at random, so that none is favored.
     """
     starts, lengths = draw_windows(insertion, row, number)
     slots = appended_slots(insertion.window, insertion.rate, len(row["tokens"]))

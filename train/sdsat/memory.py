@@ -50,7 +50,7 @@ class Compiled(NamedTuple):
     ``layers`` are the depths that were compiled; more than one where the result is extrapolated.
     """
 
-    arguments: int  # params, optimiser state, batch
+    arguments: int  # params, optimizer state, batch
     temporaries: int
     fresh: int  # results that reuse no argument's memory
     layers: tuple[int, ...]

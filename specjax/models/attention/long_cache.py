@@ -64,7 +64,7 @@ def cached_attention(
     positions.
 
     Rows go together as far as half of them reach, and each for itself from there on: one costs
-    what it holds, whatever its neighbours. Blocks are of positions, so that a token's result has
+    what it holds, whatever its neighbors. Blocks are of positions, so that a token's result has
     the same bits however many tokens are with it.
 
     Args:

@@ -66,7 +66,7 @@ def from_tensors(
 
     ``fused``: in the inference layout, each layer joined before the next is read, so that
     what the parts took is used again; so ``placed`` gets one layer after the other. ``scheme``:
-    quantised, which takes the inference layout, of float32, whatever the ``dtype`` of the rest.
+    quantized, which takes the inference layout, of float32, whatever the ``dtype`` of the rest.
     """
     placed = placed or (lambda _, part: part)
     places, tree = _places(cfg)
@@ -123,7 +123,7 @@ def load_pretrained(
         code of theirs runs; needs the torch extra.
       placed: gets every part of the params as soon as it is read.
       quantize: a scheme (:func:`specjax.models.quantize.parse_scheme`); each layer and each table
-        is quantised before the next is read.
+        is quantized before the next is read.
     Returns:
       The config and the params as a nested dict of arrays of ``dtype``; ``fused`` in the
       inference layout.
@@ -137,7 +137,7 @@ def load_pretrained(
     if stored is not None and (not fused or asked not in (None, stored)):
         wanted = f"for {asked}" if asked else "to train or to convert it"
         raise ModelError(
-            f"{directory}: its weights are quantised ({stored}); take the unquantised checkpoint "
+            f"{directory}: its weights are quantized ({stored}); take the unquantised checkpoint "
             f"{wanted}"
         )
     files = tensor_files(directory, pickles)
@@ -160,7 +160,7 @@ def load_pretrained(
 
 
 def _read_codes(directory, cfg, scheme: Scheme, files, handles, dtype, placed) -> dict:
-    """The params of a quantised checkpoint, each part placed before the next is read."""
+    """The params of a quantized checkpoint, each part placed before the next is read."""
     wanted = codes.forms(cfg, scheme)
     names = {name for name, *_ in jax.tree.leaves(wanted, is_leaf=_is_tuple)}
     compare_names(directory, names, files.keys() - FAMILIES[cfg.family].buffers(cfg).keys())
@@ -209,7 +209,7 @@ def save_pretrained(
 def save_quantized(
     directory: Path, cfg: ModelConfig, config: dict, params: dict, scheme: Scheme
 ) -> None:
-    """Writes quantised params of float32 (:mod:`specjax.models.hf.codes`), config.json last.
+    """Writes quantized params of float32 (:mod:`specjax.models.hf.codes`), config.json last.
 
     ``config`` is the unquantised checkpoint's config.json, ``cfg`` what it and its tensors say.
     """
@@ -229,7 +229,7 @@ def save_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
 
 
 def stored_scheme(directory: Path) -> Scheme | None:
-    """The scheme of a quantised checkpoint; None for any other.
+    """The scheme of a quantized checkpoint; None for any other.
 
     Raises:
       ModelError: it is not one of ours.

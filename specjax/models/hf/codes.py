@@ -1,4 +1,4 @@
-"""Quantised params in a checkpoint: the name and the form of every tensor.
+"""Quantized params in a checkpoint: the name and the form of every tensor.
 
 A tensor is called by its place in the inference layout, ``layers.0.attention.qkv.weight.codes``.
 Codes: int8 as they are; fp8 as its bytes; int4 two to a byte, the code of an even place in the low
@@ -24,7 +24,7 @@ Form = tuple[str, tuple[int, ...], jnp.dtype]  # a tensor's name, the shape and 
 
 
 def forms(cfg: ModelConfig, scheme: Scheme) -> dict:
-    """Every tensor's form: a tree like the params of the whole model, fused and quantised.
+    """Every tensor's form: a tree like the params of the whole model, fused and quantized.
 
     What is no code is float32, int4's scales bfloat16.
 
@@ -44,7 +44,7 @@ def forms(cfg: ModelConfig, scheme: Scheme) -> dict:
 
 
 def to_stored(params: dict) -> dict[str, np.ndarray]:
-    """The tensors of quantised params in the inference layout."""
+    """The tensors of quantized params in the inference layout."""
     return {_name(path): _stored(np.asarray(leaf)) for path, leaf in tree_leaves_with_path(params)}
 
 

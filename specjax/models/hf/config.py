@@ -124,7 +124,7 @@ QUANTIZATION = {"version": Check("1", lambda x: x == 1), "scheme": TEXT}
 
 
 def quantization(config: Config) -> str | None:
-    """The scheme of a checkpoint's quantised weights; None where they are not.
+    """The scheme of a checkpoint's quantized weights; None where they are not.
 
     Raises:
       ModelError: somebody else's scheme, by name.
@@ -136,7 +136,7 @@ def quantization(config: Config) -> str | None:
     if method != QUANT_METHOD:
         raise ModelError(
             f"quantization_config: quant_method {quoted(method)} is not supported; load the "
-            "checkpoint before it was quantised, --quantize quantises it"
+            "checkpoint before it was quantized, --quantize quantizes it"
         )
     known = {name: found.get(name) for name in QUANTIZATION}
     for name, value in known.items():
