@@ -82,7 +82,7 @@ def passes(model: LM, rows: Sequence[Sequence[int]]) -> Iterator[list[PromptScor
 @functools.partial(jax.jit, donate_argnums=1)
 def _pass(net: Net, cache: KVCache, read: jax.Array, following: jax.Array, start: jax.Array):
     """Scores of ``following`` ``[B, W]``, each after the token beside it; one trace per bucket."""
-    logits, cache = net.logits(cache, read, start)
+    logits, cache, _ = net.logits(cache, read, start)
     log_p = probs.log_softmax(logits)
     top, ids = jax.lax.top_k(log_p, min(TOP, log_p.shape[-1]))
     return probs.at_token(log_p, following), ids.astype(jnp.int32), top, cache

@@ -19,7 +19,7 @@ from specjax.core.net import Net
 from specjax.lm import attach
 from specjax.models.cache import bucket
 from specjax.models.families.head import HeadConfig
-from specjax.models.forward_pass import tapped_forward
+from specjax.models.forward_pass import forward
 from specjax.models.head import draft_logits, fused_states
 
 CURVE = (1, 2, 4, 8, 16, 32, 64)
@@ -91,7 +91,7 @@ def _round_loop(models: Round) -> Callable[[], None]:
             cache, token = carry
             start, tokens = jnp.full((1,), at + i, jnp.int32), jnp.full((1, width), token)
             score = score_pairs if isinstance(net.config, HeadConfig) else Net.logits
-            logits, cache = score(net, cache, tokens, start)
+            logits, cache, _ = score(net, cache, tokens, start)
             # Every row's argmax counts: a compiler may not skip what a verification needs.
             return cache, jnp.max(jnp.argmax(logits[0], axis=-1)).astype(jnp.int32)
 
@@ -129,5 +129,5 @@ def score_pairs(net: Net, cache, tokens: Int[Array, "1 N"], start: Int[Array, "1
         features = fused_states(cfg, net.params, features)
     positions = start[:, None] + jnp.arange(count, dtype=jnp.int32)
     arguments = cfg, net.params, cache, tokens, positions, start
-    hidden, cache, _ = tapped_forward(*arguments, features=features, pass_width=net.narrow(rows))
+    hidden, cache, _ = forward(*arguments, features=features, pass_width=net.narrow(rows))
     return draft_logits(cfg, net.params, hidden[:, count - 1 : count]), cache

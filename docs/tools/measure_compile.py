@@ -71,7 +71,9 @@ def gradient(family: str, depth: int, scan: bool) -> float:
 
     def loss(params, tokens):
         positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
-        hidden = hidden_states(cfg, params, tokens, positions, jnp.ones_like(tokens), scan=scan)
+        hidden = hidden_states(
+            cfg, params, tokens, positions, jnp.ones_like(tokens), scan=scan
+        ).hidden
         log_p = jax.nn.log_softmax(logits_of(cfg, params, hidden))
         return -jnp.take_along_axis(log_p[:, :-1], tokens[:, 1:, None], -1).mean()
 
@@ -84,7 +86,7 @@ def decoding(family: str, depth: int) -> float:
 
     def step(params, cache, tokens, start):
         positions = start[:, None] + jnp.arange(WINDOW)
-        hidden, cache = forward(cfg, params, cache, tokens, positions, start)
+        hidden, cache, _ = forward(cfg, params, cache, tokens, positions, start)
         return logits_of(cfg, params, hidden), cache
 
     cache = jax.eval_shape(lambda: init_cache(cfg, ROWS, SLOTS, jnp.float32))

@@ -37,7 +37,7 @@ def main() -> None:
 
     @jax.jit
     def target_pass(params, cache):
-        hidden, _ = forward(cfg, params, cache, tokens, positions, start)
+        hidden, *_ = forward(cfg, params, cache, tokens, positions, start)
         return logits_of(cfg, params, hidden)
 
     bound = jnp.full((ROWS, GAMMA + 1), BOUND)

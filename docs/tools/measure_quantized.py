@@ -85,7 +85,7 @@ def log_probs(net: sj.Net, row: jax.Array) -> jax.Array:
 
     def piece(cache, at):
         tokens = jax.lax.dynamic_slice_in_dim(row, at, PIECE, axis=1)
-        logits, cache = net.logits(cache, tokens, at[None])
+        logits, cache, _ = net.logits(cache, tokens, at[None])
         return cache, jax.nn.log_softmax(logits[0])
 
     starts = jnp.arange(0, row.shape[1], PIECE)

@@ -1,4 +1,4 @@
-"""How the code and the documentation read, in numbers: python docs/tools/measure_style.py [PATH ...]
+"""How code and documentation read, in numbers: python docs/tools/measure_style.py [PATH ...]
 
 For code: syntax nodes a line, full-line comments, parallel assignments (``a, b = x, y``),
 conditional expressions, nested ones, and functions over 50 lines. For prose: words and commas a

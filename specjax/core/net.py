@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.core.probs import fit_vocabulary, limit_vocabulary
-from specjax.models import KVCache, ModelConfig, hidden_states, init_cache, logits_of
+from specjax.models import KVCache, ModelConfig, forward, hidden_states, init_cache, logits_of
 from specjax.models.adapters import KEY
-from specjax.models.forward_pass import tapped_forward
 
 # Tokens of a pass that stream through an accelerator with the weights, for nothing: a TPU v5p
 # computes with 166 bfloat16 rows in the time in which it reads their weights, others with more.
 FREE_TOKENS = 128
+
+
+class NetOutput(NamedTuple):
+    """What a pass over new tokens gives."""
+
+    logits: Float[Array, "B n V"]  # float32, after the tokens asked for
+    cache: KVCache  # with the new tokens
+    aux_states: Float[Array, "B N P D"] | None  # inputs of the auxiliary layers; None without any
 
 
 @functools.partial(
@@ -65,38 +72,27 @@ class Net:
         return init_cache(self.config, rows, capacity, dtype)
 
     def prefill_chunk(
-        self, cache: KVCache, tokens: Int[Array, "B N"], start: Int[Array, "B"]
-    ) -> KVCache:
-        """The cache with N more tokens of each row's prompt, from cache position ``start`` on."""
-        return self.tapped_prefill_chunk(cache, tokens, start, ())[0]
-
-    def tapped_prefill_chunk(
         self,
         cache: KVCache,
         tokens: Int[Array, "B N"],
         start: Int[Array, "B"],
-        taps: tuple[int, ...],
+        aux_layers: tuple[int, ...] = (),
     ) -> tuple[KVCache, Float[Array, "B N P D"] | None]:
-        """:meth:`prefill_chunk`, and what the P layers ``taps`` read of these tokens; None without
-        any."""
+        """The cache with N more tokens of each row's prompt, from position ``start`` on.
+
+        And what the P layers ``aux_layers`` read of these tokens; None without any.
+        """
         positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        arguments = self.config, self.params, cache, tokens, positions, start
-        return tapped_forward(*arguments, taps=taps)[1:]
+        out = forward(
+            self.config, self.params, cache, tokens, positions, start, aux_layers=aux_layers
+        )
+        return out.cache, out.aux_states
 
     def narrow(self, rows: int) -> int:
         """Tokens a row that a pass over fewer runs over."""
         return self.pass_width if rows * self.pass_width <= FREE_TOKENS else 1
 
     def logits(
-        self, cache: KVCache, tokens: Int[Array, "B N"], start: Int[Array, "B"], *tree, **how: Any
-    ) -> tuple[Float[Array, "B n V"], KVCache]:
-        """float32 logits after new tokens, and the cache that holds them from ``start`` on.
-
-        Arguments as :meth:`tapped_logits`.
-        """
-        return self.tapped_logits(cache, tokens, start, *tree, **how)[:2]
-
-    def tapped_logits(
         self,
         cache: KVCache,
         tokens: Int[Array, "B N"],
@@ -107,23 +103,28 @@ class Net:
         base: Int[Array, "B"] | None = None,
         tree_positions: Int[Array, "B T"] | None = None,
         at: Int[Array, "B n"] | None = None,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
         adaptive: bool = False,
-    ) -> tuple[Float[Array, "B n V"], KVCache, Float[Array, "B N P D"] | None]:
-        """float32 logits after new tokens, the cache that holds them from ``start`` on, and taps.
+    ) -> NetOutput:
+        """One pass over new tokens, which the cache then holds from ``start`` on.
 
-        A chain by default; a tree with ``positions`` and ``visible``, see
-        :func:`specjax.models.forward`. ``at`` are the tokens whose logits are wanted: all.
-        Tapped are the inputs of the P layers ``taps`` at every new token, or None. ``adaptive``:
-        there are adaptive tokens among them.
+        Args:
+          positions, visible, base, tree_positions: of a tree, as
+            :func:`specjax.models.forward` takes them. A chain by default.
+          at: the tokens whose logits are wanted; all by default.
+          aux_layers: the P layers whose inputs at every new token are returned, too.
+          adaptive: whether there are adaptive tokens among the new ones.
         """
         rows, count = tokens.shape
         pass_width = self.narrow(rows)
         if positions is None:
             positions = start[:, None] + jnp.arange(count, dtype=jnp.int32)
-        hidden, cache, states = tapped_forward(
+        params = self.params
+        if adaptive and self.adapters:
+            params = params | {KEY: self.adapters}
+        hidden, cache, aux_states = forward(
             self.config,
-            self.params | ({KEY: self.adapters} if adaptive and self.adapters else {}),
+            params,
             cache,
             tokens,
             positions,
@@ -132,15 +133,17 @@ class Net:
             base=base,
             tree_positions=tree_positions,
             pass_width=pass_width,
-            taps=taps,
+            aux_layers=aux_layers,
         )
         if pass_width <= count:
-            return self._head(hidden, at), cache, states
-        # The head is as wide as the pass: it, too, is one program for any number of tokens.
+            return NetOutput(self._head(hidden, at), cache, aux_states)
+        # The head runs over the padded pass, too: one program for any number of tokens.
         logits = self._head(hidden)[:, :count]
         if at is not None:
             logits = jnp.take_along_axis(logits, at[:, :, None], axis=1)
-        return logits, cache, states[:, :count] if taps else None
+        if aux_states is not None:
+            aux_states = aux_states[:, :count]
+        return NetOutput(logits, cache, aux_states)
 
     def rescore(
         self, tokens: Int[Array, "B T"], at: Int[Array, "B n"] | None = None
@@ -148,7 +151,7 @@ class Net:
         """float32 logits after the tokens of whole rows, without a cache; ``at`` as above."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         segments = jnp.ones_like(positions)
-        hidden = hidden_states(self.config, self.params, tokens, positions, segments)
+        hidden = hidden_states(self.config, self.params, tokens, positions, segments).hidden
         return self._head(hidden, at)
 
     def _head(self, hidden: Float[Array, "B N D"], at: Int[Array, "B n"] | None = None):

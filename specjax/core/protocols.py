@@ -61,8 +61,8 @@ class Drafter(Protocol):
         """The drafter's state before the prompt, its caches empty."""
         return ()
 
-    def taps(self, inputs: Inputs) -> tuple[int, ...]:
-        """Layers of the target whose inputs it reads: ``draft.states`` in :meth:`update`."""
+    def aux_layers(self, inputs: Inputs) -> tuple[int, ...]:
+        """Layers of the target whose inputs it reads: ``draft.aux_states`` in :meth:`update`."""
         return ()
 
     def prefill_chunk(
@@ -71,11 +71,11 @@ class Drafter(Protocol):
         state: DecodeState,
         tokens: Int[Array, "B N"],
         start: Int[Array, "B"],
-        states: Float[Array, "B N P D"] | None,
+        aux_states: Float[Array, "B N P D"] | None,
     ) -> Any:
         """Its state after N more tokens of each row's prompt, from position ``start`` on.
 
-        ``states`` are what it taps of them. A position may be prefilled again: what was there
+        ``aux_states`` are what it taps of them. A position may be prefilled again: what was there
         counts no more.
         """
         return state.drafter_state
@@ -225,7 +225,7 @@ class Method(Protocol):
 
         All but the row's last token are prefilled, in pieces; that one is the first round's root.
         """
-        return state.replace(cache=inputs.target.prefill_chunk(state.cache, tokens, start))
+        return state.replace(cache=inputs.target.prefill_chunk(state.cache, tokens, start)[0])
 
     def ready(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         """The state as rounds read it, once the prompt is prefilled."""

@@ -19,7 +19,7 @@ from specjax._util.arguments import DRAFTER, RULE, TARGET_DIST, validate_fields
 from specjax._util.errors import PairError
 from specjax.core import probs, tree
 from specjax.core.protocols import Drafter, Method, Proposal, Rule, TargetDist
-from specjax.core.scoring import tapped_score
+from specjax.core.scoring import score
 from specjax.core.tree import cut_chain
 from specjax.core.types import (
     FROM_DRAFT,
@@ -82,12 +82,12 @@ class DraftVerify(Method):
 
     def prefill_chunk(self, inputs, state, tokens, start) -> DecodeState:
         drafter = self.drafter
-        taps = drafter.taps(inputs)
-        cache, states = inputs.target.tapped_prefill_chunk(state.cache, tokens, start, taps)
+        aux_layers = drafter.aux_layers(inputs)
+        cache, aux_states = inputs.target.prefill_chunk(state.cache, tokens, start, aux_layers)
         return state.replace(
             cache=cache,
             target_state=self.target.prefill_chunk(inputs, state.target_state, tokens, start),
-            drafter_state=drafter.prefill_chunk(inputs, state, tokens, start, states),
+            drafter_state=drafter.prefill_chunk(inputs, state, tokens, start, aux_states),
         )
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
@@ -95,7 +95,7 @@ class DraftVerify(Method):
         draft, drafter_state, calls, passes = self.propose(inputs, state, keys)
         found = self._found(inputs, state, keys, draft)
         verdict, extra = found.verdict, self.target.draft_calls
-        draft = draft.replace(states=found.states)
+        draft = draft.replace(aux_states=found.aux_states)
         cost = Cost(1, 1 + passes + extra, calls + extra)
         tested = Tested(draft_depth(draft), verdict.num_tested, verdict.num_accepted)
         return finish_round(inputs, state, verdict, found.logprobs, cost, tested).replace(
@@ -143,9 +143,9 @@ class DraftVerify(Method):
 
     def _verified(self, inputs: Inputs, state: DecodeState, keys, draft: Draft) -> Found:
         """One target pass over the draft, and the rule's verdict."""
-        start, taps = state.length - 1, self.drafter.taps(inputs)
-        scores, cache, states = tapped_score(inputs.target, state.cache, start, draft, taps)
-        draft = draft.replace(states=states)
+        start, aux_layers = state.length - 1, self.drafter.aux_layers(inputs)
+        scores, cache, aux_states = score(inputs.target, state.cache, start, draft, aux_layers)
+        draft = draft.replace(aux_states=aux_states)
         logits = scores[:, : draft.shape.nodes]
         probe_logits = None if draft.probes is None else scores[:, draft.shape.nodes :]
         log_p, target_state = self.target.log_p(inputs, state, draft, logits)
@@ -157,7 +157,7 @@ class DraftVerify(Method):
         if not draft.shape.is_chain:
             cache = commit_path(cache, start, verdict.path)
         logprobs = None if state.logprobs is None else path_logprobs(logits, verdict)
-        return Found(verdict, logprobs, cache, target_state, states, probe_logits)
+        return Found(verdict, logprobs, cache, target_state, aux_states, probe_logits)
 
     def on_slot_reuse(self, before, state):
         return state.replace(drafter_state=self.drafter.on_slot_reuse(before, state))
@@ -212,7 +212,7 @@ class Found(NamedTuple):
     logprobs: Float[Array, "B D+1"] | None  # of its tokens, unwarped target, where asked for
     cache: Any
     target_state: Any
-    states: Float[Array, "B N L D"] | None
+    aux_states: Float[Array, "B N L D"] | None
     probe_logits: Float[Array, "B P V"] | None
 
     def widened(self, whole: Found) -> Found:

@@ -7,37 +7,43 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from specjax.core import tree
-from specjax.core.net import Net
+from specjax.core.net import Net, NetOutput
 from specjax.core.types import Draft
 from specjax.models import KVCache
 
 
 def score(
-    net: Net, cache: KVCache, start: Int[Array, "B"], draft: Draft
-) -> tuple[Float[Array, "B N+P V"], KVCache]:
-    """Logits at the draft's nodes, then at its probes; the cache holds them from ``start`` on.
+    net: Net,
+    cache: KVCache,
+    start: Int[Array, "B"],
+    draft: Draft,
+    aux_layers: tuple[int, ...] = (),
+) -> NetOutput:
+    """Logits ``[B, N+P, V]`` at the draft's nodes, then at its probes.
 
-    ``start`` is the number of committed tokens before the root. Positions are depths.
+    The cache holds both from ``start`` on: the number of committed tokens before the root.
+    Positions are depths. ``aux_layers``: as in :meth:`specjax.core.net.Net.logits`.
     """
-    return tapped_score(net, cache, start, draft)[:2]
-
-
-def tapped_score(
-    net: Net, cache: KVCache, start: Int[Array, "B"], draft: Draft, taps: tuple[int, ...] = ()
-) -> tuple[Float[Array, "B N+P V"], KVCache, Float[Array, "B N+P L D"] | None]:
-    """:func:`score`, and the inputs of the L layers ``taps`` at every node; None where none is."""
-    tokens, parents = draft.tokens, draft.parents
+    tokens = draft.tokens
+    parents = draft.parents
     if draft.probes is None and draft.shape.is_chain:
-        return net.tapped_logits(cache, tokens, start, taps=taps)
+        return net.logits(cache, tokens, start, aux_layers=aux_layers)
     if draft.probes is not None:
         tokens = jnp.concatenate([tokens, draft.probes.tokens], axis=1)
-        known = isinstance(parents, np.ndarray)  # then the mask is a constant
-        join = np.concatenate if known else jnp.concatenate
+        # Parents in numpy are static: the mask is then a constant of the program.
+        join = np.concatenate if isinstance(parents, np.ndarray) else jnp.concatenate
         parents = join([parents, draft.probes.parents], axis=1)
     visible = tree.ancestors(parents, tokens.shape[1])
     positions = start[:, None] + tree.depths(visible)
-    adaptive = draft.probes is not None
-    return net.tapped_logits(cache, tokens, start, positions, visible, taps=taps, adaptive=adaptive)
+    return net.logits(
+        cache,
+        tokens,
+        start,
+        positions,
+        visible,
+        aux_layers=aux_layers,
+        adaptive=draft.probes is not None,
+    )

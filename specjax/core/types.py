@@ -78,8 +78,9 @@ class Draft:
     logits: Float[Array, "B N V"] | None = None
     # log q of each node's own token given its path, for beams, whose rows are not kept.
     token_log_q: Float[Array, "B N"] | None = None
-    # What the target's layers that the drafter taps read at every node; the verifying pass adds it.
-    states: Float[Array, "B N L D"] | None = None
+    # What the target's layers that the drafter asks for read at every node; the verifying pass
+    # adds it.
+    aux_states: Float[Array, "B N L D"] | None = None
     probes: Probes | None = None
     shape: TreeShape = struct.field(pytree_node=False, default=TreeShape(1, 0, 0))
     q_row: tuple[int, ...] = struct.field(pytree_node=False, default=())

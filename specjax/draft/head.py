@@ -8,8 +8,8 @@ handed on: what the cache holds of drafts is replaced, and no further target pas
 
 The pair of token i + 1 stands in cache position i: the root's in cache position ``length - 2``.
 
-Axis legend: B rows, N nodes, n nodes of a level, C candidates, T tokens, L layers tapped, D hidden
-size, v draft vocabulary, V vocabulary.
+Axis legend: B rows, N nodes, n nodes of a level, C candidates, T tokens, L auxiliary layers, D
+hidden size, v draft vocabulary, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from specjax.draft.chain import Chain
 from specjax.draft.model_drafter import ModelDrafter, unwarped_in
 from specjax.draft.tree import Tree
 from specjax.models import KVCache
-from specjax.models.forward_pass import pad_pass, tapped_forward
+from specjax.models.forward_pass import forward, pad_pass
 from specjax.models.head import draft_logits, fed_back, fused_states
 
 HEAD = "head"
@@ -53,7 +53,7 @@ class HeadDrafter(ModelDrafter):
 
     needs_head = True
 
-    def taps(self, inputs):
+    def aux_layers(self, inputs):
         return inputs.draft.config.layer_ids
 
     @property
@@ -70,11 +70,11 @@ class HeadDrafter(ModelDrafter):
             cache, jnp.zeros((rows, 1, net.config.hidden_size), net.params["embed"].dtype)
         )
 
-    def prefill_chunk(self, inputs, state, tokens, start, states):
+    def prefill_chunk(self, inputs, state, tokens, start, aux_states):
         carried, count = state.drafter_state, tokens.shape[1]
         behind = start[:, None] + 1 + jnp.arange(count, dtype=jnp.int32)
         behind = jnp.take_along_axis(state.tokens, behind, axis=1, mode="clip")
-        read = _read_true(inputs.draft, carried.cache, behind, states, start)
+        read = _read_true(inputs.draft, carried.cache, behind, aux_states, start)
         last = state.length - 2 - start
         here = (last >= 0) & (last < count)
         hidden = _at(read.hidden, jnp.clip(last, 0, count - 1))
@@ -115,9 +115,9 @@ class HeadDrafter(ModelDrafter):
     def update(self, inputs, state, carried, draft, verdict, probe_logits):
         """Reads the emitted tokens with features of the nodes that they follow."""
         path = jnp.minimum(verdict.path, draft.shape.nodes - 1)
-        states = jnp.take_along_axis(draft.states, path[:, :, None, None], axis=1)
+        aux_states = jnp.take_along_axis(draft.aux_states, path[:, :, None, None], axis=1)
         net, start = inputs.draft, state.length - 1
-        read = _read_true(net, carried.cache, verdict.tokens, states, start)
+        read = _read_true(net, carried.cache, verdict.tokens, aux_states, start)
         return Reading(read.cache, _at(read.hidden, verdict.num_tokens - 1))
 
 
@@ -250,9 +250,9 @@ class HeadBest(HeadDrafter):
         )
 
 
-def _read_true(net: Net, cache, tokens, states: Float[Array, "B T L D"], start) -> Reading:
+def _read_true(net: Net, cache, tokens, aux_states: Float[Array, "B T L D"], start) -> Reading:
     """:func:`_read` with features of the target's own states."""
-    return _read(net, cache, tokens, fused_states(net.config, net.params, states), start)
+    return _read(net, cache, tokens, fused_states(net.config, net.params, aux_states), start)
 
 
 def _read(
@@ -268,13 +268,13 @@ def _read(
     """What the head makes of new pairs, and its cache that holds them from ``start`` on.
 
     A chain by default; a level of a tree as
-    :func:`specjax.models.forward_pass.tapped_forward` has it.
+    :func:`specjax.models.forward_pass.forward` has it.
     """
     rows, count = tokens.shape
     if positions is None:
         positions = start[:, None] + jnp.arange(count, dtype=jnp.int32)
     arguments = (net.config, net.params, cache, tokens, positions, start, visible)
-    hidden, cache, _ = tapped_forward(
+    hidden, cache, _ = forward(
         *arguments, base=base, pass_width=net.narrow(rows), features=features
     )
     return Reading(cache, hidden[:, :count])

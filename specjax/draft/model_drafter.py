@@ -29,8 +29,8 @@ class ModelDrafter(Drafter):
     def init(self, inputs, state):
         return inputs.draft.cache(*state.tokens.shape)
 
-    def prefill_chunk(self, inputs, state, tokens, start, states):
-        return inputs.draft.prefill_chunk(state.drafter_state, tokens, start)
+    def prefill_chunk(self, inputs, state, tokens, start, aux_states):
+        return inputs.draft.prefill_chunk(state.drafter_state, tokens, start)[0]
 
     def ready(self, state: DecodeState) -> Bool[Array, "B"]:
         """Rows that draft."""
@@ -52,7 +52,7 @@ class ModelDrafter(Drafter):
         depth: Int[Array, ""],
     ) -> tuple[Float[Array, "B v"], Any]:
         """Logits after one token more of a chain, which lies at ``depth`` below the root."""
-        logits, cache = inputs.draft.logits(carry, token, state.length - 1 + depth)
+        logits, cache, _ = inputs.draft.logits(carry, token, state.length - 1 + depth)
         return logits[:, 0], cache
 
     def level(
@@ -98,7 +98,7 @@ def run_pair(
     start = jnp.maximum(first, 0)
     inside = (start - first)[:, None] + jnp.arange(2, dtype=jnp.int32)
     tokens = jnp.take_along_axis(last, inside, axis=1, mode="clip")
-    logits, cache = net.logits(cache, tokens, start, at=(first + 1 - start)[:, None])
+    logits, cache, _ = net.logits(cache, tokens, start, at=(first + 1 - start)[:, None])
     return logits[:, 0], cache
 
 
@@ -166,7 +166,10 @@ def run_level(
     positions = base[:, None] + bits.sum(-1, dtype=jnp.int32) - 1
     new = slice(first, first + tokens.shape[1])
     start, own, visible = base + first, positions[:, new], bits[:, new]
-    return net.logits(cache, tokens, start, own, visible, base=base, tree_positions=positions)
+    logits, cache, _ = net.logits(
+        cache, tokens, start, own, visible, base=base, tree_positions=positions
+    )
+    return logits, cache
 
 
 def unwarped_in(

@@ -169,11 +169,12 @@ class Decoder(nnx.Module):
         attend: Attend,
         remat: Remat = False,
         scan: bool = False,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
         features: Float[Array, "B N D"] | None = None,
         rows: NamedSharding | None = None,
     ) -> tuple[Float[Array, "B N D"], Float[Array, "B N P D"] | None]:
-        """The hidden states, and the inputs of the P layers ``taps``; None where there are none.
+        """The hidden states, and the inputs of the P layers ``aux_layers``; None where there are
+        none.
 
         ``features`` are what a head reads beside its tokens. ``rows`` says where those of a batch
         lie: every block's input and output stays there, so that a device works on its own rows
@@ -184,20 +185,24 @@ class Decoder(nnx.Module):
             self.tables(positions),
             0,
         )
-        tapped = jnp.zeros((*x.shape[:2], len(taps), x.shape[2]), x.dtype) if taps else None
+        aux_states = (
+            jnp.zeros((*x.shape[:2], len(aux_layers), x.shape[2]), x.dtype) if aux_layers else None
+        )
         if scan:
-            x, tapped, first = self._scan(x, tapped, taps, tables, attend, remat, rows)
+            x, aux_states, first = self._scan(
+                x, aux_states, aux_layers, tables, attend, remat, rows
+            )
         for i in range(first, self.cfg.num_layers):
-            tapped = _tap(tapped, taps, i, x)
+            aux_states = _record_aux(aux_states, aux_layers, i, x)
             run = _call(tables[i], functools.partial(attend, i), rows)
             x = (nnx.remat(run, policy=kept(remat)) if remat else run)(self.layers[str(i)], x)
-        return self.outputs(x), tapped
+        return self.outputs(x), aux_states
 
     def _scan(
         self,
         x: Float[Array, "B N D"],
-        tapped: Float[Array, "B N P D"] | None,
-        taps: tuple[int, ...],
+        aux_states: Float[Array, "B N P D"] | None,
+        aux_layers: tuple[int, ...],
         tables: list[Table],
         attend: Attend,
         remat: Remat,
@@ -214,18 +219,18 @@ class Decoder(nnx.Module):
         stacked = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *group) for group in states]
 
         def run(carry, group):
-            x, tapped = carry
+            x, aux_states = carry
             first, states = group
             for i, state in enumerate(states):
-                tapped = _tap(tapped, taps, first + i, x)
+                aux_states = _record_aux(aux_states, aux_layers, first + i, x)
                 block = nnx.merge(blocks[i][0], state)
                 x = _call(tables[i], functools.partial(attend, i), rows)(block, x)
-            return (x, tapped), None
+            return (x, aux_states), None
 
         # Inside a scan nothing is merged with the forward pass, so no barrier against it.
         run = jax.checkpoint(run, prevent_cse=False, policy=kept(remat)) if remat else run
         periods = jnp.arange(0, count, repeat), stacked
-        return *jax.lax.scan(run, (x, tapped), periods)[0], count
+        return *jax.lax.scan(run, (x, aux_states), periods)[0], count
 
 
 def kept(remat: Remat) -> Callable | None:
@@ -240,17 +245,17 @@ def _call(table: Table, attend: Callable, rows: NamedSharding | None) -> Callabl
     return lambda block, x: constrain(block(constrain(x, rows), table, attend), rows)
 
 
-def _tap(
-    tapped: Float[Array, "B N P D"] | None,
-    taps: tuple[int, ...],
+def _record_aux(
+    aux_states: Float[Array, "B N P D"] | None,
+    aux_layers: tuple[int, ...],
     layer: Int[Array, ""] | int,
     x: Float[Array, "B N D"],
 ) -> Float[Array, "B N P D"] | None:
-    """``tapped`` with ``x`` at the places of ``layer``, if it is one of the ``taps``."""
-    if not taps or (isinstance(layer, int) and layer not in taps):
-        return tapped
-    here = (np.array(taps) == layer)[:, None]
-    return jnp.where(here, x[:, :, None], tapped)
+    """``aux_states`` with ``x`` at the places of ``layer``, if it is one of the ``aux_layers``."""
+    if not aux_layers or (isinstance(layer, int) and layer not in aux_layers):
+        return aux_states
+    here = (np.array(aux_layers) == layer)[:, None]
+    return jnp.where(here, x[:, :, None], aux_states)
 
 
 def make_table(shape: tuple[int, int], axes: tuple[str, str], rngs: nnx.Rngs) -> nnx.Param:

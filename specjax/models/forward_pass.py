@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +121,14 @@ def _scores(cfg: ModelConfig) -> dense.ScoreTransform:
     return dense.ScoreTransform(cfg.attention_scale, cfg.attention_softcap, cfg.alibi, cfg.shards)
 
 
+class HiddenStates(NamedTuple):
+    """Final-normed hidden states ``[B, T, D]``, and what the P auxiliary layers read; None:
+    none."""
+
+    hidden: Float[Array, "B T D"]
+    aux: Float[Array, "B T P D"] | None
+
+
 def hidden_states(
     cfg: ModelConfig,
     params: dict,
@@ -128,51 +136,34 @@ def hidden_states(
     positions: Int[Array, "B T"],
     segments: Int[Array, "B T"],
     *,
+    aux_layers: tuple[int, ...] = (),
     mask_fn: dense.MaskFn | None = None,
     meta: dense.Meta | None = None,
     backend: str = "auto",
     remat: Remat = False,
     scan: bool = False,
     rows: NamedSharding | None = None,
-) -> Float[Array, "B T D"]:
-    """Final-normed hidden states of whole sequences, without a cache (training, scoring).
-
-    Arguments as :func:`tapped_states`.
-    """
-    how = {"mask_fn": mask_fn, "meta": meta, "backend": backend}
-    how |= {"remat": remat, "scan": scan, "rows": rows}
-    return tapped_states(cfg, params, tokens, positions, segments, (), **how)[0]
-
-
-def tapped_states(
-    cfg: ModelConfig,
-    params: dict,
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
-    segments: Int[Array, "B T"],
-    taps: tuple[int, ...],
-    *,
-    mask_fn: dense.MaskFn | None = None,
-    meta: dense.Meta | None = None,
-    backend: str = "auto",
-    rows: NamedSharding | None = None,
-    **how: Any,
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T P D"] | None]:
-    """:func:`hidden_states`, and the inputs of the P layers ``taps`` at every token.
+    features: Float[Array, "B T D"] | None = None,
+) -> HiddenStates:
+    """Runs whole sequences without a cache, for training and scoring.
 
     Args:
-      positions: int32, within the document; segments: int32, 0 = padding. A token attends
-        causally within its segment, unless ``mask_fn`` says otherwise; sliding windows come
-        on top.
+      positions: int32, within the document.
+      segments: int32, 0 is padding. A token attends causally within its segment, unless
+        ``mask_fn`` says otherwise; sliding windows come on top.
+      aux_layers: layers whose inputs at every token are returned, too.
+      mask_fn: what a token sees, by the metadata of both tokens; causal by default.
       meta: further per-token metadata for ``mask_fn``, ``[B, T, ...]`` each.
       backend: ``dense``, ``blockwise``, or ``auto`` by length.
+      remat: recompute each block in the backward pass. ``attention``: keep the results of a long
+        sequence's attention and recompute the rest.
+      scan: compile one block (one period, where layers alternate) and scan the stacked layers.
+        Compile time then does not grow with the depth.
       rows: how the rows lie over devices, each of which works on its own; None: all on one.
-      how: ``remat``: recompute each block in the backward pass; ``attention``: but for a long
-        sequence's attention, whose results are kept. ``scan``: compile one block (one
-        period, where layers alternate) and scan the stacked layers; compile time then does not
-        grow with the depth. ``features`` of a head: see :mod:`specjax.models.head`.
+      features: what a head reads beside the tokens (:mod:`specjax.models.head`).
     """
-    finish, windows = _scores(cfg), cfg.windows
+    finish = _scores(cfg)
+    windows = cfg.windows
     meta = {"position": positions, "segment": segments, **(meta or {})}
     if backend == "auto":
         backend = "blockwise" if tokens.shape[1] >= BLOCKWISE_FROM else "dense"
@@ -185,7 +176,17 @@ def tapped_states(
         return attends[windows[layer]](q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
 
     run = module_of(cfg, gated(cfg, params, tokens))
-    return run(tokens, positions, attend, taps=taps, rows=rows, **how)
+    hidden, aux = run(
+        tokens,
+        positions,
+        attend,
+        remat=remat,
+        scan=scan,
+        aux_layers=aux_layers,
+        features=features,
+        rows=rows,
+    )
+    return HiddenStates(hidden, aux)
 
 
 def _dense(mask: dense.MaskFn, meta: dense.Meta, finish: dense.ScoreTransform, *_) -> Attend:
@@ -199,24 +200,16 @@ def _dense(mask: dense.MaskFn, meta: dense.Meta, finish: dense.ScoreTransform, *
     return attend
 
 
+class ForwardPass(NamedTuple):
+    """A pass over new tokens: final-normed hidden states (a head's own are not normed), the cache
+    with the new entries, and what the P auxiliary layers read; None where there are none."""
+
+    hidden: Float[Array, "B max(N,pass_width) D"]
+    cache: KVCache
+    aux_states: Float[Array, "B max(N,pass_width) P D"] | None
+
+
 def forward(
-    cfg: ModelConfig,
-    params: dict,
-    cache: KVCache,
-    tokens: Int[Array, "B N"],
-    positions: Int[Array, "B N"],
-    start: Int[Array, "B"],
-    *tree: Any,
-    **how: Any,
-) -> tuple[Float[Array, "B max(N,pass_width) D"], KVCache]:
-    """Final-normed hidden states of new tokens, and the cache with them.
-
-    Arguments as :func:`tapped_forward`.
-    """
-    return tapped_forward(cfg, params, cache, tokens, positions, start, *tree, **how)[:2]
-
-
-def tapped_forward(
     cfg: ModelConfig,
     params: dict,
     cache: KVCache,
@@ -228,11 +221,9 @@ def tapped_forward(
     base: Int[Array, "B"] | None = None,
     tree_positions: Int[Array, "B T"] | None = None,
     pass_width: int = 1,
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
     features: Float[Array, "B N D"] | None = None,
-) -> tuple[
-    Float[Array, "B max(N,pass_width) D"], KVCache, Float[Array, "B max(N,width) P D"] | None
-]:
+) -> ForwardPass:
     """Runs N new tokens per row against the cache and writes them at ``start``.
 
     Write, then commit: the new keys and values land in positions ``start .. start + N - 1`` of
@@ -249,11 +240,8 @@ def tapped_forward(
       tree_positions: positions of those T tokens, read only under a sliding window or ALiBi.
       pass_width: the pass runs over at least so many tokens; the last one again where there are
       fewer.
-      taps: layers whose inputs at every token are wanted, too.
+      aux_layers: layers whose inputs at every token are wanted, too.
       features: what a head reads beside the tokens (:mod:`specjax.models.head`).
-    Returns:
-      Final-normed hidden states (a head's own are not normed), the cache with the N entries
-      written, and the inputs of the P layers tapped; None where there are none.
     """
     n, chain = tokens.shape[1], visible is None
     count = n if chain else visible.shape[-1]
@@ -276,8 +264,8 @@ def tapped_forward(
         return attends[kinds[layer]](q, keys[layer], values[layer])
 
     run = module_of(cfg, gated(cfg, params, tokens))
-    hidden, tapped = run(tokens, positions, attend, taps=taps, features=features)
-    return hidden, cache.replace(k=tuple(keys), v=tuple(values)), tapped
+    hidden, aux_states = run(tokens, positions, attend, aux_layers=aux_layers, features=features)
+    return ForwardPass(hidden, cache.replace(k=tuple(keys), v=tuple(values)), aux_states)
 
 
 def _cached(

@@ -3,7 +3,7 @@
 The pair (features of token i, token i + 1) stands at place i and predicts token i + 2. Features
 are of what chosen layers of the target read (:func:`fused_states`); a further drafted step reads
 those that :func:`fed_back` makes of the step before. The layer itself runs as every model's does:
-:func:`specjax.models.forward_pass.tapped_forward` with ``features``, or :func:`head_states`.
+:func:`specjax.models.forward_pass.forward` with ``features``, or :func:`head_states`.
 
 Axis legend: B rows, T tokens, P layers of the target, D hidden size, V vocabulary, v draft
 vocabulary.
@@ -12,12 +12,14 @@ vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
+from specjax.models.attention import dense
+from specjax.models.blocks import Remat
 from specjax.models.families.head import HeadConfig
-from specjax.models.forward_pass import module_of, tapped_states
+from specjax.models.forward_pass import hidden_states, module_of
 
 
 def share_embedding(
@@ -34,7 +36,7 @@ def fused_states(
 ) -> Float[Array, "B T D"]:
     """The features of tokens: one product of what the target's layers read there, normed by flag.
 
-    ``states`` are what :func:`~specjax.models.forward_pass.tapped_states` gives for
+    ``states`` are what :func:`~specjax.models.forward_pass.hidden_states` gives for
     ``cfg.layer_ids``.
     """
     return module_of(cfg, params).fused_states(states)
@@ -47,17 +49,34 @@ def head_states(
     features: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
     segments: Int[Array, "B T"],
-    **how: Any,
+    *,
+    mask_fn: dense.MaskFn | None = None,
+    meta: dense.Meta | None = None,
+    backend: str = "auto",
+    remat: Remat = False,
+    rows: NamedSharding | None = None,
 ) -> Float[Array, "B T D"]:
     """Hidden states, not normed, of whole sequences of pairs, without a cache (training, tests).
 
     Args:
       tokens: int32; at place i the token behind the one that ``features[:, i]`` are of.
-      positions, segments, how: as :func:`specjax.models.forward_pass.tapped_states`. A
+      positions, segments, and what follows: as :func:`specjax.models.forward_pass.hidden_states`. A
         ``mask_fn`` and its ``meta`` may let tokens see what they like: several drafted steps in
         one sequence.
     """
-    return tapped_states(cfg, params, tokens, positions, segments, (), features=features, **how)[0]
+    return hidden_states(
+        cfg,
+        params,
+        tokens,
+        positions,
+        segments,
+        mask_fn=mask_fn,
+        meta=meta,
+        backend=backend,
+        remat=remat,
+        rows=rows,
+        features=features,
+    ).hidden
 
 
 def fed_back(cfg: HeadConfig, params: dict, hidden: Float[Array, "... D"]) -> Float[Array, "... D"]:

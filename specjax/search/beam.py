@@ -124,7 +124,7 @@ class BeamSearch(Method):
         beam = state.method_state
         at = jnp.repeat(state.length - 1 + beam.generated, self.beams)
         last = probs.at_token(beam.running.tokens.reshape(at.shape[0], -1), at)[:, None]
-        logits, cache = inputs.target.logits(beam.cache, last, at)
+        logits, cache, _ = inputs.target.logits(beam.cache, last, at)
         return logits.reshape(-1, self.beams, logits.shape[-1]), cache
 
     def _continue(self, inputs, state, logits):

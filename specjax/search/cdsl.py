@@ -66,7 +66,7 @@ def write_draft(
     start = jnp.zeros((rows,), jnp.int32), jnp.zeros((rows, depth), jnp.float32)
 
     def follow(cache, token, step):
-        logits, cache = inputs.draft.logits(cache, token, first + 1 + step)
+        logits, cache, _ = inputs.draft.logits(cache, token, first + 1 + step)
         return logits[:, 0], cache
 
     begun = run_pair(inputs.draft, cache, last, first)
@@ -189,7 +189,7 @@ class CDSL(Method):
         )
         root = probs.at_token(state.tokens, start)
         nodes = jnp.append(root[:, None], draft.tokens, axis=1)
-        logits, cache = inputs.target.logits(state.cache, nodes, start)
+        logits, cache, _ = inputs.target.logits(state.cache, nodes, start)
         log_p = probs.at_token(probs.log_softmax(logits[:, :-1]), draft.tokens)
         passed = self._passed(keys, logits, log_p, draft)
         real = jnp.arange(self.d) < draft.count[:, None]
@@ -275,7 +275,7 @@ class CDSL(Method):
         # Rows that are not trying feed their path's last token again, into its own cache position.
         at = state.length - 1 + work.count
         token = self._last(state, work)
-        logits, cache = inputs.target.logits(state.cache, token[:, None], at)
+        logits, cache, _ = inputs.target.logits(state.cache, token[:, None], at)
         work = work.replace(
             after=jnp.where(work.trying[:, None], logits[:, 0], work.after),
             target_calls=work.target_calls + work.trying,

@@ -149,9 +149,9 @@ def prefill_lookahead(
     """The state after N more tokens of each row's prompt."""
     kept = state.method_state
     if isinstance(kept.draft, KVCache):
-        kept = kept.replace(draft=inputs.draft.prefill_chunk(kept.draft, tokens, start))
+        kept = kept.replace(draft=inputs.draft.prefill_chunk(kept.draft, tokens, start)[0])
     return state.replace(
-        cache=inputs.target.prefill_chunk(state.cache, tokens, start), method_state=kept
+        cache=inputs.target.prefill_chunk(state.cache, tokens, start)[0], method_state=kept
     )
 
 

@@ -82,7 +82,7 @@ def roll_out(
         new, first = jnp.take(r.tokens, r.level - 1, axis=2), root is not None
         tokens = jnp.append(root[:, None], new, axis=1) if first else new
         positions, visible = shape.place(base, r.level, first)
-        logits, cache = net.logits(
+        logits, cache, _ = net.logits(
             r.cache,
             tokens,
             shape.cache_position(base, r.level, first),
@@ -207,7 +207,7 @@ class Lookahead(Method):
         """The target's candidates and their lookaheads."""
         base, net = state.length - 1, inputs.target
         root = probs.at_token(state.tokens, base)
-        logits, cache = net.logits(state.cache, root[:, None], base)
+        logits, cache, _ = net.logits(state.cache, root[:, None], base)
         candidates = best_candidates(logits[:, 0], self.k)
         alive = candidates.possible & ~state.done[:, None]
         tokens, kept = candidates.tokens, state.method_state

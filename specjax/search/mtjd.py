@@ -78,7 +78,7 @@ class MTJD(Method):
         )
         cache, logprobs = commit_path(beams.cache, start, path), None
         if state.logprobs is not None:
-            logits, cache = score(inputs.target, cache, start, chain)
+            logits, cache, _ = score(inputs.target, cache, start, chain)
             logprobs = path_logprobs(logits, verdict)
         cost = Cost(beams.calls, self.block)
         return finish_round(inputs, state, verdict, logprobs, cost).replace(cache=cache)

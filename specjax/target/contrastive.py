@@ -52,13 +52,15 @@ class Contrastive(TargetDist):
         return inputs.draft.cache(*state.tokens.shape) if self.own_passes else ()
 
     def prefill_chunk(self, inputs, carried, tokens, start):
-        return inputs.draft.prefill_chunk(carried, tokens, start) if self.own_passes else ()
+        if not self.own_passes:
+            return ()
+        return inputs.draft.prefill_chunk(carried, tokens, start)[0]
 
     def log_p(self, inputs, state, draft, logits):
         amateur, cache = draft.logits, state.target_state
         if self.own_passes:
             nodes = draft.replace(probes=None)  # the amateur knows no adaptive tokens
-            amateur, cache = score(inputs.draft, cache, state.length - 1, nodes)
+            amateur, cache, _ = score(inputs.draft, cache, state.length - 1, nodes)
         alpha, beta = inputs.settings["alpha"], inputs.settings["beta"]
         return warp(contrast(logits, amateur, alpha, beta, self.variant), inputs.warp), cache
 

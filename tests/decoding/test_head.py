@@ -20,7 +20,7 @@ from specjax.draft.head import HeadBest, HeadChain, HeadDrafter, HeadTree, Readi
 from specjax.lm import attach
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
 from specjax.models.families.head import D2T, T2D, HeadConfig, usual_layers
-from specjax.models.forward_pass import tapped_states
+from specjax.models.forward_pass import hidden_states
 from specjax.models.head import draft_logits, fed_back, fused_states, head_states
 from specjax.models.hf.checkpoint import WEIGHTS, to_tensors
 from specjax.registry import Context, compose
@@ -87,7 +87,7 @@ def states_of(tokens: np.ndarray) -> jax.Array:
     """What the head's layers of the target read, ``[1, T, P, D]``."""
     at, lm = np.arange(len(tokens))[None], target()
     ones = np.ones_like(at)
-    return tapped_states(lm.config, lm.params, tokens[None], at, ones, (0, 1, 2))[1]
+    return hidden_states(lm.config, lm.params, tokens[None], at, ones, aux_layers=(0, 1, 2)).aux
 
 
 # --- numbers -----------------------------------------------------------------------------------
@@ -97,13 +97,15 @@ def test_tapped_are_the_inputs_of_layers():
     """A model of the first layers alone, without its last norm, ends where the next one begins."""
     lm, tokens = target(), sequence(9)[None]
     at, ones = np.arange(9)[None], np.ones((1, 9), np.int32)
-    _, states = tapped_states(lm.config, lm.params, tokens, at, ones, (2, 1))
-    scanned = tapped_states(lm.config, lm.params, tokens, at, ones, (2, 1), scan=True)[1]
+    _, states = hidden_states(lm.config, lm.params, tokens, at, ones, aux_layers=(2, 1))
+    scanned = hidden_states(
+        lm.config, lm.params, tokens, at, ones, aux_layers=(2, 1), scan=True
+    ).aux
     for place, layers in enumerate((2, 1)):
         cfg = dataclasses.replace(lm.config, num_layers=layers, final_norm=False)
         kept = {str(i): lm.params["layers"][str(i)] for i in range(layers)}
         params = {"embed": lm.params["embed"], "layers": kept}
-        want, _ = tapped_states(cfg, params, tokens, at, ones, ())
+        want, _ = hidden_states(cfg, params, tokens, at, ones)
         np.testing.assert_allclose(states[:, :, place], want, atol=1e-5)
     np.testing.assert_allclose(scanned, states, atol=1e-5)
 
@@ -240,7 +242,7 @@ class Settled:
             tokens=jnp.array([[self.prompt[-1], a, b, c]]),
             parents=jnp.array([[NO_PARENT, 0, 1, 0]]),
             valid=jnp.ones((1, 4), bool),
-            states=jnp.stack(states, axis=1),
+            aux_states=jnp.stack(states, axis=1),
             shape=chain,
             sampling=DETERMINISTIC,
         )
@@ -296,9 +298,9 @@ class Mutant(HeadBest):
 
     def update(self, inputs, state, carried, draft, verdict, probe_logits):
         if self.fault == "states of a refused node":
-            draft = draft.replace(states=draft.states[:, jnp.array([0, 3, 2, 1])])
+            draft = draft.replace(aux_states=draft.aux_states[:, jnp.array([0, 3, 2, 1])])
         if self.fault == "state and token one apart":
-            draft = draft.replace(states=jnp.roll(draft.states, 1, axis=1))
+            draft = draft.replace(aux_states=jnp.roll(draft.aux_states, 1, axis=1))
         if self.fault == "the last hidden state of all":
             verdict = dataclasses.replace(verdict, num_tokens=jnp.array([3]))
         after = super().update(inputs, state, carried, draft, verdict, probe_logits)
@@ -385,7 +387,7 @@ def gap_behind_another(prompt: np.ndarray, parts: int) -> float:
 def test_a_prompt_that_parts_from_another_is_read_as_alone(parts, monkeypatch):
     """The last token in common is read again, with the one behind it; at 38 only that one."""
     assert gap_behind_another(sequence(39), parts) < 1e-4
-    monkeypatch.setattr(sj.DraftVerify, "behind", 0)
+    monkeypatch.setattr(sj.DraftVerify, "lookback", 0)
     assert gap_behind_another(sequence(39), parts) > 1e-2
 
 

@@ -32,13 +32,13 @@ def prefilled(name, pass_width, at_once):
     model, rows = net(name, pass_width), variants.tokens()
     tokens = jnp.pad(rows[:, : PROMPT + NEW], ((0, 0), (0, 128 - PROMPT - NEW)))
     begin = jnp.zeros((len(rows),), jnp.int32)
-    cache = jax.jit(
+    cache, _ = jax.jit(
         lambda net: net.prefill_chunk(net.cache(*tokens.shape), tokens[:, :PROMPT], begin)
     )(model)
     logits = []
     for first in range(PROMPT, PROMPT + NEW, at_once):
         piece = tokens[:, first : first + at_once]
-        new, cache = RUN(model, cache, piece, jnp.full((len(rows),), first))
+        new, cache, _ = RUN(model, cache, piece, jnp.full((len(rows),), first))
         logits.append(new)
     return np.concatenate(logits, axis=1)
 

@@ -160,7 +160,7 @@ def test_block_accepts_more_of_the_demo_drafts(pair, prompts):
     @jax.jit
     def gains(keys):
         drafted = method.drafter.propose(inputs, state, keys).draft
-        scores, _ = score(target.net, state.cache, state.length - 1, drafted)
+        scores, *_ = score(target.net, state.cache, state.length - 1, drafted)
         log_p, _ = method.target.log_p(inputs, state, drafted, scores)
 
         def gain(i):

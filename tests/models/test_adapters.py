@@ -36,7 +36,7 @@ def test_clean_tokens_are_the_bases_bit_for_bit_whatever_rides_along(name):
     at = np.broadcast_to(np.arange(CLEAN + K), tokens.shape)
 
     def dense(cfg, params):
-        return hidden_states(cfg, params, tokens, at, np.ones_like(tokens))
+        return hidden_states(cfg, params, tokens, at, np.ones_like(tokens)).hidden
 
     one, two = (np.asarray(dense(*model)) for model in (base, own))
     np.testing.assert_array_equal(one[:, :CLEAN], two[:, :CLEAN])
@@ -44,13 +44,13 @@ def test_clean_tokens_are_the_bases_bit_for_bit_whatever_rides_along(name):
 
     def cached(net):
         start, held = jnp.zeros((2,), jnp.int32), CLEAN - 2
-        cache = net.feed(net.cache(2, 16), tokens[:, :held], start)
+        cache, _ = net.prefill_chunk(net.cache(2, 16), tokens[:, :held], start)
         parents = np.tile([[0, 2, 3]], (2, 1))  # the first behind the root, not behind the draft
         below = jnp.asarray(tokens[:, held + 1 : CLEAN])
         probes = Probes(tokens[:, CLEAN:], parents)
         root, valid = tokens[:, held], jnp.ones(below.shape, bool)
         draft = chain_draft(root, below, valid, POINT_MASS, probes=probes)
-        return score(net, cache, start + held, draft)
+        return score(net, cache, start + held, draft)[:2]
 
     nets = [sj.from_params(*model).net for model in (base, own)]
     (one, before), (two, after) = map(cached, nets)
@@ -72,7 +72,7 @@ def test_a_pass_without_adaptive_tokens_is_the_bases_line_by_line():
 
     for run in (
         lambda net, cache: net.logits(cache, tokens, start),
-        lambda net, cache: net.feed(cache, tokens, start),
+        lambda net, cache: net.prefill_chunk(cache, tokens, start),
         lambda net, cache: net.rescore(tokens),
     ):
         assert text(run, nets[0]) == text(run, nets[1])
@@ -103,7 +103,7 @@ def isolated(query, key):
 def ours(params):
     rows = (np.array([x]) for x in (TOKENS, POSITIONS, [1] * len(TOKENS)))
     how = {"mask_fn": isolated, "meta": {"place": np.arange(len(TOKENS))[None]}}
-    return hidden_states(LLAMA, params, *rows, **how)[0]
+    return hidden_states(LLAMA, params, *rows, **how).hidden[0]
 
 
 @pytest.fixture(scope="module")

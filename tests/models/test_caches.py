@@ -205,7 +205,7 @@ def test_prompts_that_go_through_the_kernel_leave_the_same_cache(monkeypatch):
 
     want = prefilled(512)
     monkeypatch.setattr(long_cache, "DENSE_CAPACITY", 512)
-    monkeypatch.setattr(splash, "takes_chain", lambda tokens, *_: tokens == 128)
+    monkeypatch.setattr(splash, "supports_chain", lambda tokens, *_: tokens == 128)
     monkeypatch.setattr(
         splash, "chain_attention", lambda *a, **how: calls.append(how) or kernel(*a, **how)
     )

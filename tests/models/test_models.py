@@ -58,12 +58,12 @@ def test_ragged_prefill_then_one_token_steps(name):
     """Row 0 starts after 5 tokens, row 1 after 12: each goes on at its own position."""
     cfg, _, fused = build(name)
     rows, want = variants.tokens(), golden(name)["logits"]
-    hidden, cache = prefilled(name)
+    hidden, cache, _ = prefilled(name)
     close(logits_of(cfg, fused, hidden), want[:, :12])
     for step in range(8):
         here = np.array([5, 12], np.int32) + step
         token = np.take_along_axis(rows, here[:, None], 1)
-        hidden, cache = forward(cfg, fused, cache, token, here[:, None], jnp.asarray(here))
+        hidden, cache, _ = forward(cfg, fused, cache, token, here[:, None], jnp.asarray(here))
         close(np.asarray(logits_of(cfg, fused, hidden))[:, 0], want[np.arange(2), here])
 
 
@@ -73,14 +73,14 @@ def tree_logits(cfg, params, cache):
     visible = tree.ancestors(jnp.asarray(parents, jnp.int32), variants.TREE_DEPTH)
     nodes = np.asarray(variants.TREE_TOKENS, np.int32)
     positions = start[:, None] + tree.depths(visible)
-    hidden, _ = forward(cfg, params, cache, nodes, positions, start, visible)
+    hidden, *_ = forward(cfg, params, cache, nodes, positions, start, visible)
     return logits_of(cfg, params, hidden)
 
 
 def test_tree_nodes_equal_their_paths_alone(name):
     """Two trees below prefixes of different lengths; Mistral's window counts positions."""
     cfg, params, fused = build(name)
-    cache = prefilled(name)[1]
+    cache = prefilled(name).cache
     close(tree_logits(cfg, fused, cache), golden(name)["tree"])
     if name == "biases":
         close(tree_logits(cfg, params, cache), golden(name)["tree"])
@@ -197,7 +197,9 @@ def test_remat_changes_nothing():
     @jax.jit
     def gradients(params):
         def loss(params, remat):
-            return hidden_states(cfg, params, rows, at, np.ones_like(rows), remat=remat).sum()
+            return hidden_states(
+                cfg, params, rows, at, np.ones_like(rows), remat=remat
+            ).hidden.sum()
 
         return [jax.grad(loss)(params, remat) for remat in (False, True)]
 
@@ -219,7 +221,7 @@ def test_scanned_layers_are_the_unrolled_ones(windows):
     at = np.broadcast_to(np.arange(9), rows.shape)
 
     def loss(params, **how):
-        hidden = hidden_states(cfg, params, rows, at, np.ones_like(rows), **how)
+        hidden = hidden_states(cfg, params, rows, at, np.ones_like(rows), **how).hidden
         return jnp.sum(hidden**2 * jnp.arange(16)), hidden
 
     def run(**how):

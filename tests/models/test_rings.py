@@ -32,12 +32,13 @@ def small(monkeypatch):
     jax.clear_caches()
 
 
-def fed(lm, tokens, upto, capacity, dtype, width=16):
-    """A cache of rows up to ``upto[B]``, in pieces."""
-    held, feed = init_cache(lm.config, len(tokens), capacity, dtype), jax.jit(lm.net.feed)
+def prefilled(lm, tokens, upto, capacity, dtype, width=16):
+    """A cache of rows up to ``upto[B]``, in chunks."""
+    held = init_cache(lm.config, len(tokens), capacity, dtype)
+    prefill_chunk = jax.jit(lm.net.prefill_chunk)
     for first in range(0, max(upto), width):
         start = np.minimum(first, np.maximum(upto - width, 0)).astype(np.int32)
-        held = feed(
+        held, _ = prefill_chunk(
             held, np.stack([t[s : s + width] for t, s in zip(tokens, start, strict=True)]), start
         )
     return held
@@ -55,18 +56,18 @@ def test_a_ring_is_a_cache_of_everything(small, dtype):
     path = jnp.asarray([[0, 2, 3, 5]] * 3, jnp.int32)
 
     def run(net, held, nodes, after):
-        hidden, held = forward(
+        hidden, held, _ = forward(
             net.config, net.params, held, nodes, positions, upto.astype(np.int32), visible
         )
         held = commit_path(held, upto.astype(np.int32), path)
-        logits, held = net.logits(held, after, upto.astype(np.int32) + 4)
+        logits, held, _ = net.logits(held, after, upto.astype(np.int32) + 4)
         return logits_of(net.config, net.params, hidden), logits, held
 
     nodes, after = tokens[:, 200:206], tokens[:, 220:230]
     results = []
     for spare in (SPARE, 2048):
         small(spare)
-        held = fed(lm, tokens, upto, 256, dtype)
+        held = prefilled(lm, tokens, upto, 256, dtype)
         assert held.k[0].shape[2] == (RING if spare == SPARE else 256)
         assert held.k[1].shape[2] == 256
         results.append(jax.jit(run)(lm.net, held, nodes, after))
@@ -86,7 +87,7 @@ def test_buckets_change_around_a_ring(small):
     small()
     lm = tiny_lm(0, **SLIDING)
     tokens = np.random.default_rng(1).integers(0, 97, (1, 64)).astype(np.int32)
-    held = fed(lm, tokens, np.array([48]), 64, "float32")
+    held = prefilled(lm, tokens, np.array([48]), 64, "float32")
     assert [k.shape[2] for k in held.k] == [64, 64]
     wide = resize(held, 256)
     assert [k.shape[2] for k in wide.k] == [RING, 256]
@@ -135,7 +136,9 @@ def test_a_pass_wider_than_its_room_is_refused(small):
     small()
     lm, tokens = tiny_lm(0, **SLIDING), np.zeros((1, 80), np.int32)
     with pytest.raises(ValueError, match=r"80 tokens.*72"):
-        lm.net.feed(init_cache(lm.config, 1, 256, "float32"), tokens, np.zeros(1, np.int32))
+        lm.net.prefill_chunk(
+            init_cache(lm.config, 1, 256, "float32"), tokens, np.zeros(1, np.int32)
+        )
 
 
 @pytest.mark.parametrize("fault", ["writes that stop at the end", "a prefix that is gone"])

@@ -13,7 +13,7 @@ import specjax as sj
 def _prefill():
     def fill(net, tokens):
         begin = jnp.zeros((len(tokens),), jnp.int32)
-        return net.prefill_chunk(net.cache(*tokens.shape), tokens, begin)
+        return net.prefill_chunk(net.cache(*tokens.shape), tokens, begin)[0]
 
     return jax.jit(fill)
 

@@ -8,7 +8,7 @@ import specjax as sj
 from specjax.lm import attach
 from specjax.models import init_params, logits_of
 from specjax.models.families.head import HeadConfig
-from specjax.models.forward_pass import module_of, tapped_states
+from specjax.models.forward_pass import hidden_states, module_of
 from specjax.models.head import fused_states, head_states
 
 
@@ -38,7 +38,9 @@ def fitted_head(target: sj.LM, ids: np.ndarray, layers: tuple[int, ...]) -> sj.L
 
     @jax.jit
     def read(params, whole):
-        hidden, states = tapped_states(target.config, whole, tokens, at, segments, layers)
+        hidden, states = hidden_states(
+            target.config, whole, tokens, at, segments, aux_layers=layers
+        )
         features = fused_states(cfg, params, states[:, :-1])
         made = head_states(cfg, params, tokens[:, 1:], features, at[:, :-1], segments[:, 1:])
         wanted = logits_of(target.config, whole, hidden)[:, 1:, ids]

@@ -145,11 +145,11 @@ def continuation_passes(lm, prompt, length: int):
         tokens = jnp.concatenate([jnp.tile(jnp.asarray(prompt), (ROWS, 1)), rows], 1)
         last = len(prompt) - 1
         cache = net.cache(ROWS, tokens.shape[1])
-        cache = net.prefill_chunk(cache, tokens[:, :last], jnp.zeros((ROWS,), jnp.int32))
+        cache, _ = net.prefill_chunk(cache, tokens[:, :last], jnp.zeros((ROWS,), jnp.int32))
         out = []
         for at in range(last, last + length):
             start = jnp.full((ROWS,), at)
-            logits, cache = net.logits(cache, tokens[:, at : at + 1], start)
+            logits, cache, _ = net.logits(cache, tokens[:, at : at + 1], start)
             out.append(logits[:, 0])
         return jnp.stack(out, 1)
 

@@ -29,7 +29,7 @@ class Model:
         @jax.jit
         def logits(params, tokens, last):
             at = np.arange(capacity)[None]
-            hidden = hidden_states(lm.config, params, tokens, at, np.ones_like(at))
+            hidden = hidden_states(lm.config, params, tokens, at, np.ones_like(at)).hidden
             return logits_of(lm.config, params, hidden[:, last][:, None])[0, 0]
 
         self._logits = logits

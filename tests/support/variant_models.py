@@ -45,7 +45,7 @@ def golden(name):
 
 
 def logits(cfg, params, rows, positions, segments, backend):
-    hidden = hidden_states(cfg, params, rows, positions, segments, backend=backend)
+    hidden = hidden_states(cfg, params, rows, positions, segments, backend=backend).hidden
     return logits_of(cfg, params, hidden)
 
 

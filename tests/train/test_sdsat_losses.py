@@ -60,7 +60,9 @@ def rows_for(loss, insertion, numbers, T=48):
 def dense_log_p(params, tokens, count):
     """Log-probabilities [48, V] after each of the first ``count`` tokens, alone in a sequence."""
     places = jnp.arange(48)[None]
-    hidden = hidden_states(MODEL, params, tokens[None], places, (places < count).astype(jnp.int32))
+    hidden = hidden_states(
+        MODEL, params, tokens[None], places, (places < count).astype(jnp.int32)
+    ).hidden
     return jax.nn.log_softmax(hidden[0] @ head_matrix(MODEL, params).T)
 
 

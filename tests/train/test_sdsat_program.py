@@ -322,7 +322,7 @@ def test_counted_operations_are_the_compilers(loss):
     T, window, rate = 256, 3, 0.1
     tokens = T + (appended_slots(window, rate, T) if loss == "isolated" else 0)
     row = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    run = jax.jit(lambda params, *row: hidden_states(cfg, params, *row))
+    run = jax.jit(lambda params, *row: hidden_states(cfg, params, *row).hidden)
     compiled = run.lower(param_shapes(cfg), row, row, row).compile().cost_analysis()["flops"]
     section = Adaptive(loss=loss, window=window, start_rate=rate)
     counted = operations.forward_flops(cfg, section, T)
@@ -388,7 +388,7 @@ def test_transformers_loads_the_export_with_equal_logits(quick, tmp_path):
     assert theirs.config.adaptive_ids == [400, 400, 400]
     tokens = np.array([[7, 30, 200, 400, 400]], np.int32)
     places = np.arange(5)[None]
-    hidden = hidden_states(cfg, params, tokens, places, np.ones_like(tokens))
+    hidden = hidden_states(cfg, params, tokens, places, np.ones_like(tokens)).hidden
     with torch.no_grad():
         want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
     ours = np.asarray(logits_of(cfg, params, hidden))

@@ -15,7 +15,7 @@ import specjax as sj
 from specjax._util.program import INTERRUPTED
 from specjax.models import ModelConfig, init_params, load_pretrained, logits_of
 from specjax.models.families.head import HeadConfig
-from specjax.models.forward_pass import tapped_states
+from specjax.models.forward_pass import hidden_states
 from specjax.models.hf.checkpoint import load_config
 from support import head_steps
 from support.training import (
@@ -84,7 +84,7 @@ def test_the_loss_is_that_of_a_slow_reference(ids, flag, remat):
     objective = HeadObjective(steps=3, decay=0.7, remat=remat)
     found = jax.jit(head_loss(target, cfg, objective))(params, frozen, batch)
     rows = (batch[name] for name in ("tokens", "positions", "segments"))
-    hidden, states = tapped_states(target, frozen, *rows, taps=(0, 1))
+    hidden, states = hidden_states(target, frozen, *rows, aux_layers=(0, 1))
     logits = logits_of(target, frozen, hidden)
     head = head_steps.Head(cfg, params, frozen["embed"])
 

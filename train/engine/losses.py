@@ -92,7 +92,7 @@ def chunked_distillation(
 def hidden_of(cfg: ModelConfig, params: dict, batch: dict, **how: Any) -> Float[Array, "B T D"]:
     """Hidden states of a batch's rows; ``how`` as :func:`specjax.models.hidden_states` takes it."""
     rows = (batch[name] for name in ("tokens", "positions", "segments"))
-    return hidden_states(cfg, params, *rows, **how)
+    return hidden_states(cfg, params, *rows, **how).hidden
 
 
 def nll(logits: Float[Array, "n V"], labels: Int[Array, "n"]) -> Float[Array, ""]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax.models import ModelConfig
 from specjax.models.attention.dense import MASKED_SCORE, PADDING_SEGMENT, causal_mask
 from specjax.models.families.head import HeadConfig
-from specjax.models.forward_pass import module_of, tapped_states
+from specjax.models.forward_pass import hidden_states, module_of
 from specjax.models.head import draft_logits, fed_back, fused_states, share_embedding
 from train.data.packing import IGNORE
 from train.engine.loop import LossFn
@@ -61,7 +61,7 @@ def head_loss(
     def loss(params, frozen, batch):
         params = cast(params, objective.dtype)
         tokens = (batch[name] for name in ("tokens", "positions", "segments"))
-        seen = tapped_states(target, frozen, *tokens, taps=head.layer_ids, rows=rows)
+        seen = hidden_states(target, frozen, *tokens, aux_layers=head.layer_ids, rows=rows)
         hidden, states = jax.lax.stop_gradient(seen)
         teacher = OutputHead.of(target, frozen)
         if head.ids is not None:

@@ -83,7 +83,7 @@ def feature(model: LM, text: str) -> np.ndarray:
 def _final(net: Net, row: jax.Array) -> jax.Array:
     """Final hidden states of a row, ``[1, S, D]``; one trace per bucket."""
     positions = np.arange(row.shape[1])[None]
-    return hidden_states(net.config, net.params, row, positions, np.ones_like(positions))
+    return hidden_states(net.config, net.params, row, positions, np.ones_like(positions)).hidden
 
 
 def make(argument: str, settings: Settings) -> Mauve:

@@ -5,7 +5,7 @@ read at the token before: it drafts in the target's own terms. Its vocabulary ma
 target's. Published heads come in two layouts, SafeAILab's and speculators', which differ in names
 alone; heads are saved in the second.
 
-Axis legend: B rows, N tokens, P layers tapped, D hidden size, T the target's, V vocabulary,
+Axis legend: B rows, N tokens, P auxiliary layers, D hidden size, T the target's, V vocabulary,
 v draft vocabulary.
 """
 
@@ -170,7 +170,7 @@ class EagleHead(Decoder):
         attend: Attend,
         remat: bool = False,
         scan: bool = False,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
         features: Float[Array, "B N D"] | None = None,
         rows: NamedSharding | None = None,
     ) -> tuple[Float[Array, "B N D"], None]:
