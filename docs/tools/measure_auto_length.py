@@ -15,10 +15,10 @@ import numpy as np
 
 import specjax as sj
 from infer.loading import use_compilation_cache
+from specjax.core.types import NO_EOS
 from specjax.demo.heldout import held_out_functions
 from specjax.draft.auto_length import TREES
 from specjax.models import init_params
-from specjax.runtime.engine import NO_EOS
 
 LENGTHS = 1, 2, 4, 8
 PROMPT = 48  # tokens

@@ -16,8 +16,8 @@ import time
 import numpy as np
 
 import specjax as sj
+from specjax.core.types import NO_EOS
 from specjax.demo.heldout import held_out_functions
-from specjax.runtime.engine import NO_EOS
 
 METHODS = {
     "autoregressive": {},

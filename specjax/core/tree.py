@@ -1,11 +1,9 @@
-"""Draft trees as parent arrays: chains, depth, ancestor bits.
+"""Draft trees as parent arrays: depth, ancestor bits, a chain cut shorter.
 
-Axis legend: B rows, N nodes (node 0 is the root; parents come before children), γ nodes below.
+Axis legend: B rows, N nodes (node 0 is the root; parents come before children).
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,30 +12,8 @@ from jaxtyping import Array, Bool, Int
 from specjax.core.types import NO_PARENT, Draft, TreeShape
 
 
-def chain_draft(
-    root: Int[Array, "B"],
-    below: Int[Array, "B γ"],
-    valid: Bool[Array, "B γ"],
-    sampling: str,
-    **more: Any,
-) -> Draft:
-    """A draft of γ tokens one behind the other; ``more`` are further fields of it."""
-    rows, gamma = below.shape
-    parents = np.arange(-1, gamma, dtype=np.int32)
-    parents[0] = NO_PARENT
-    return Draft(
-        tokens=jnp.concatenate([root[:, None], below], axis=1),
-        parents=np.broadcast_to(parents, (rows, gamma + 1)),
-        valid=jnp.concatenate([jnp.ones((rows, 1), bool), valid], axis=1),
-        shape=TreeShape.chain(gamma),
-        q_row=(0, *range(gamma)),
-        sampling=sampling,
-        **more,
-    )
-
-
 def cut_chain(draft: Draft, nodes: int) -> Draft:
-    """The first ``nodes`` of a chain, all that is valid of it; the root alone has no law q."""
+    """The first ``nodes`` of a chain, all that is valid of it. The root alone has no log q."""
 
     def first(x, count=nodes):
         return None if x is None else x[:, :count]

@@ -6,11 +6,14 @@ distributions, D draft depth, S token positions, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Int8, Key
 
 from specjax.core.net import Net
@@ -18,18 +21,25 @@ from specjax.core.net import Net
 ROOT = 0  # node 0: the row's last committed token
 NO_PARENT = 2**30  # parent of the root: positive and out of range, so gathers can drop it
 NO_NODE = 2**30  # path entries past the accepted depth
+NO_EOS = -1  # pads Inputs.eos_ids: no token has this id
 
-# How a draft's tokens were sampled; each rule lists those that it accepts.
+# How the tokens of a draft were sampled. Each rule lists those that it accepts.
 POINT_MASS = "point_mass"  # one certain token per node: lookup, argmax drafts
 IID = "iid"  # drawn independently from log_q
 WITHOUT_REPLACEMENT = "without_replacement"  # siblings: Gumbel-top-k of log_q, in that order
 DETERMINISTIC = "deterministic"  # chosen by rank or score: top-j children, beams
+SAMPLINGS = (POINT_MASS, IID, WITHOUT_REPLACEMENT, DETERMINISTIC)
 
 # Who wrote a token, for coloring and for reports.
-FROM_PROMPT, FROM_DRAFT, FROM_TARGET = 0, 1, 2
+FROM_PROMPT = 0
+FROM_DRAFT = 1
+FROM_TARGET = 2
 
 # Why a row ended.
-RUNNING, STOP_EOS, STOP_LENGTH, STOP_TEXT = 0, 1, 2, 3
+RUNNING = 0
+STOP_EOS = 1
+STOP_LENGTH = 2
+STOP_TEXT = 3
 FINISH_REASONS = ("running", "eos", "length", "stop")
 
 
@@ -42,6 +52,7 @@ class TreeShape(NamedTuple):
 
     @classmethod
     def chain(cls, gamma: int) -> TreeShape:
+        """The root and γ tokens one below the other."""
         return cls(gamma + 1, gamma, 1)
 
     @property
@@ -49,8 +60,7 @@ class TreeShape(NamedTuple):
         return self.nodes == self.depth + 1
 
 
-@struct.dataclass
-class Probes:
+class Probes(struct.PyTreeNode):
     """Nodes that ride along in the target's pass but are no candidates and never commit.
 
     ``parents`` index the N draft nodes, then the P probes: a probe sees its ancestors.
@@ -60,35 +70,79 @@ class Probes:
     parents: Int[Array, "B P"]
 
 
-@struct.dataclass
-class Draft:
+class Draft(struct.PyTreeNode):
     """A tree of candidate tokens below the last committed token.
 
-    Node 0 is that token, so one target pass over the nodes verifies everything. Parents
-    come before children. ``valid[b, i]`` may depend only on what precedes node i, never on
-    the probability of the token drawn there: stopping on the drawn token is biased.
+    Node 0 is that token, so one target pass over the nodes verifies everything. Parents come
+    before children. ``valid[b, i]`` may depend only on what precedes node i, never on the
+    probability of the token drawn there: a draft that stops because of the token it drew is biased.
+    :meth:`chain` makes the draft of a chain, the usual case.
     """
 
     tokens: Int[Array, "B N"]
     parents: Int[Array, "B N"]
     valid: Bool[Array, "B N"]
-    # Warped draft log-probabilities; row q_row[i] is the exact law node i was drawn from.
+    # Warped draft log-probabilities. Node i was drawn from exactly row q_row[i].
     log_q: Float[Array, "B M V"] | None = None
     # Raw draft logits at every node, only where a target distribution asks for them.
     logits: Float[Array, "B N V"] | None = None
     # log q of each node's own token given its path, for beams, whose rows are not kept.
     token_log_q: Float[Array, "B N"] | None = None
-    # What the target's layers that the drafter asks for read at every node; the verifying pass
-    # adds it.
+    # Inputs of the target's auxiliary layers at every node. The verifying pass adds them.
     aux_states: Float[Array, "B N L D"] | None = None
     probes: Probes | None = None
     shape: TreeShape = struct.field(pytree_node=False, default=TreeShape(1, 0, 0))
     q_row: tuple[int, ...] = struct.field(pytree_node=False, default=())
     sampling: str = struct.field(pytree_node=False, default=IID)
 
+    @classmethod
+    def chain(
+        cls,
+        tokens: Int[Array, "B γ"],
+        log_q: Float[Array, "B γ V"] | None = None,
+        *,
+        root: Int[Array, "B"] | None = None,
+        valid: Bool[Array, "B γ"] | None = None,
+        sampling: str | None = None,
+        logits: Float[Array, "B γ+1 V"] | None = None,
+        token_log_q: Float[Array, "B γ+1"] | None = None,
+        probes: Probes | None = None,
+    ) -> Draft:
+        """A draft of γ tokens, one below the other.
 
-@struct.dataclass
-class Verdict:
+        Args:
+          tokens: int32, the drafted tokens, without the root.
+          log_q: float32, log q that each of them was drawn from; None: each is certain.
+          root: the last committed token of each row; 0 by default, for no rule reads it.
+          valid: which of them are drafted, a prefix of each row; all by default.
+          sampling: how they were sampled. By default ``iid`` with ``log_q``, else ``point_mass``.
+          logits, token_log_q, probes: as the fields of that name.
+        """
+        rows, gamma = tokens.shape
+        if root is None:
+            root = jnp.zeros((rows,), tokens.dtype)
+        if valid is None:
+            valid = jnp.ones((rows, gamma), bool)
+        if sampling is None:
+            sampling = POINT_MASS if log_q is None else IID
+        # Parents are a numpy constant: masks made of them are constants of the program.
+        parents = np.arange(-1, gamma, dtype=np.int32)
+        parents[ROOT] = NO_PARENT
+        return cls(
+            tokens=jnp.concatenate([root[:, None], tokens], axis=1),
+            parents=np.broadcast_to(parents, (rows, gamma + 1)),
+            valid=jnp.concatenate([jnp.ones((rows, 1), bool), valid], axis=1),
+            log_q=log_q,
+            logits=logits,
+            token_log_q=token_log_q,
+            probes=probes,
+            shape=TreeShape.chain(gamma),
+            q_row=(0, *range(gamma)),
+            sampling=sampling,
+        )
+
+
+class Verdict(struct.PyTreeNode):
     """What a rule decided, before the end-of-sequence and budget cuts."""
 
     path: Int[Array, "B D+1"]  # node 0, then the accepted nodes, then NO_NODE
@@ -98,8 +152,7 @@ class Verdict:
     num_tokens: Int[Array, "B"]  # at least 1
 
 
-@struct.dataclass
-class Stats:
+class Stats(struct.PyTreeNode):
     """Counters per row, counted while the row is live. int32 each.
 
     ``drafted`` is draft depth offered, ``tested`` and ``accepted`` are counted before the
@@ -117,8 +170,7 @@ class Stats:
     accepted_hist: Int[Array, "B D+1"]  # rounds by accepted depth
 
 
-@struct.dataclass
-class DecodeState:
+class DecodeState(struct.PyTreeNode):
     """Everything a round reads and writes.
 
     Invariant between rounds: the target's cache holds exactly the first ``length - 1``
@@ -141,15 +193,16 @@ class DecodeState:
 
     @property
     def done(self) -> Bool[Array, "B"]:
+        """Which rows have ended."""
         return self.finish != RUNNING
 
     @property
     def capacity(self) -> int:
+        """S, the cache positions that each row has."""
         return self.tokens.shape[1]
 
 
-@struct.dataclass
-class Warp:
+class Warp(struct.PyTreeNode):
     """Sampling settings as arrays, one per row: changing them never recompiles."""
 
     temperature: Float[Array, "B"]  # 0 is greedy
@@ -161,17 +214,69 @@ class Warp:
         return self.temperature == 0
 
 
-@struct.dataclass
-class Inputs:
+class HasNet(Protocol):
+    """A loaded model: :class:`specjax.LM`, or a like object of your own."""
+
+    @property
+    def net(self) -> Net: ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def mesh(self) -> Mesh | None: ...
+
+
+class HasArrays(Protocol):
+    """Sampling settings: :class:`specjax.Sampling`."""
+
+    def arrays(self, batch: int) -> Warp: ...
+
+
+class Inputs(struct.PyTreeNode):
     """What a step reads and never changes: models, sampling and stop settings."""
 
     target: Net
     draft: Net | None  # its logits are over the target's ids
     warp: Warp
-    eos_ids: Int[Array, "E"]  # padded with an id that never occurs
+    eos_ids: Int[Array, "E"]  # padded with NO_EOS
     settings: dict[str, jax.Array]  # scalar options of drafter, target distribution and rule
     reward: Any = ()  # arrays of a reward inside the loop: a specjax.rewards.Data
     mesh: Any = struct.field(pytree_node=False, default=None)  # of several devices
+
+    @classmethod
+    def of(
+        cls,
+        target: HasNet,
+        draft: HasNet | None,
+        sampling: HasArrays,
+        batch: int = 1,
+        settings: Mapping[str, float | Sequence[float]] | None = None,
+    ) -> Inputs:
+        """What a step reads of loaded models.
+
+        Args:
+          target: the model p.
+          draft: the model q; None where the drafter needs none.
+          sampling: a :class:`specjax.Sampling`, for every row.
+          batch: number of rows B.
+          settings: options of drafter, target distribution and rule that are numbers, such as
+            ``{"max_kl": 0.1}``.
+        """
+        p = target.net
+        q = None if draft is None else draft.net.over(p)
+        eos = list(target.eos_ids) or [NO_EOS]
+        # Padded to a multiple of 4, so that models with one to four such ids share a program.
+        eos += [NO_EOS] * (-len(eos) % 4)
+        numbers = {name: jnp.asarray(x, jnp.float32) for name, x in (settings or {}).items()}
+        return cls(
+            target=p,
+            draft=q,
+            warp=sampling.arrays(batch),
+            eos_ids=jnp.asarray(eos, jnp.int32),
+            settings=numbers,
+            mesh=target.mesh,
+        )
 
     def is_eos(self, tokens: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Whether each token ends a sequence."""

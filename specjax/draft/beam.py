@@ -17,7 +17,6 @@ from specjax._util.arguments import COUNT, FLAG, ArgSpec, validate_fields
 from specjax.core import probs, tree
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Proposal
-from specjax.core.tree import chain_draft
 from specjax.core.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
 from specjax.core.warp import draw_joint, warp
 from specjax.draft.model_drafter import ModelDrafter, last_two, run_level, run_pair, unwarped_in
@@ -199,7 +198,11 @@ class Beam(ModelDrafter):
             return jnp.where(real, jnp.take_along_axis(x, path, axis=1), fill)
 
         tokens, valid, log_q = along(b.tokens, 0), along(b.valid, False), along(b.token_log_q, 0.0)
-        chain = chain_draft(
-            tokens[:, 0], tokens[:, 1:], valid[:, 1:], self.sampling, token_log_q=log_q
+        chain = Draft.chain(
+            tokens[:, 1:],
+            root=tokens[:, 0],
+            valid=valid[:, 1:],
+            sampling=self.sampling,
+            token_log_q=log_q,
         )
         return chain, path

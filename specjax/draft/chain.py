@@ -18,8 +18,7 @@ from specjax._util.errors import PairError
 from specjax.core import probs
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Proposal
-from specjax.core.tree import chain_draft
-from specjax.core.types import IID, TreeShape
+from specjax.core.types import IID, Draft, TreeShape
 from specjax.core.warp import warp
 from specjax.draft.model_drafter import ModelDrafter, draw_chain, last_two
 
@@ -91,7 +90,9 @@ class Chain(ModelDrafter):
         root, below, (valid, log_q, raw) = chain.window[:, 1], chain.window[:, 2:], chain.more
         log_q = self.over_target(inputs, log_q[: self.gamma].swapaxes(0, 1))
         raw = None if raw is None else self.over_target(inputs, raw.swapaxes(0, 1))
-        draft = chain_draft(root, below, valid, self.sampling, log_q=log_q, logits=raw)
+        draft = Draft.chain(
+            below, log_q, root=root, valid=valid, sampling=self.sampling, logits=raw
+        )
         return Proposal(draft, chain.cache, chain.calls, chain.step)
 
     def _draw(self, inputs, keys, step, logits: Float[Array, "B V"], alive, laws):

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from specjax._util.arguments import COUNT, validate_fields
 from specjax.core import probs
 from specjax.core.protocols import Drafter, Proposal
-from specjax.core.tree import chain_draft
-from specjax.core.types import POINT_MASS, TreeShape
+from specjax.core.types import POINT_MASS, Draft, TreeShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Lookup(Drafter):
         after_eos = jnp.cumsum(ended, axis=1) - ended > 0
         valid = matched[:, None] & (at < state.length[:, None]) & ~after_eos
         root = probs.at_token(state.tokens, state.length - 1)
-        return Proposal(chain_draft(root, jnp.where(valid, drafted, 0), valid, self.sampling))
+        return Proposal(Draft.chain(jnp.where(valid, drafted, 0), root=root, valid=valid))
 
     def _match(self, state):
         """The cache position where the chosen earlier n-gram ends, and whether there is one."""

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from specjax.core import probs
 from specjax.core.protocols import Drafter, Proposal
-from specjax.core.tree import chain_draft
-from specjax.core.types import POINT_MASS, TreeShape
+from specjax.core.types import POINT_MASS, Draft, TreeShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,5 +23,5 @@ class NoDraft(Drafter):
     def propose(self, inputs, state, keys):
         root = probs.at_token(state.tokens, state.length - 1)
         nothing = jnp.zeros((root.shape[0], 0), jnp.int32)
-        draft = chain_draft(root, nothing, nothing > 0, self.sampling)
+        draft = Draft.chain(nothing, root=root, valid=nothing > 0)
         return Proposal(draft)

@@ -19,8 +19,7 @@ from jaxtyping import Array, Bool, Int
 from specjax._util.arguments import COUNT, validate_fields
 from specjax.core import probs
 from specjax.core.protocols import Drafter, Proposal
-from specjax.core.tree import chain_draft
-from specjax.core.types import POINT_MASS, TreeShape
+from specjax.core.types import POINT_MASS, Draft, TreeShape
 
 END = -1  # in the pool: here a text ends; equal to no token
 NOTHING = -2  # before a row's first token; equal to nothing in the pool
@@ -108,7 +107,7 @@ class Suffix(Drafter):
         ended = inputs.is_eos(drafted)
         valid = voted & (jnp.cumsum(ended, axis=1) - ended == 0)
         root = probs.at_token(state.tokens, state.length - 1)
-        draft = chain_draft(root, jnp.where(valid, drafted, 0), valid, self.sampling)
+        draft = Draft.chain(jnp.where(valid, drafted, 0), root=root, valid=valid)
         return Proposal(draft, (pool, state.length))
 
     def _occurrences(

@@ -21,8 +21,6 @@ from specjax.models.cache import chunk_size as prefill_chunk_size
 from specjax.models.cache import ring_capacity
 from specjax.rewards import Judge
 
-NO_EOS = -1  # pads the eos array: no token has this id
-
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
@@ -36,18 +34,13 @@ class Engine:
 
     def inputs(self, sampling: Sampling, batch: int, cases: Sequence[int] = ()) -> Inputs:
         """Params and settings as the step reads them; ``cases`` are the rows' numbers."""
-        target, eos = self.target.net, list(self.target.eos_ids) or [NO_EOS]
-        settings = {COSTS: (1.0,) * len(self.method.forms)} if self.auto_length else {}
-        settings |= self.settings
-        return Inputs(
-            target=target,
-            draft=self.draft.net.over(target) if self.draft else None,
-            warp=sampling.arrays(batch),
-            eos_ids=jnp.asarray(eos + [NO_EOS] * (-len(eos) % 4), jnp.int32),
-            settings={n: jnp.asarray(v, jnp.float32) for n, v in settings.items()},
-            reward=self.judge.rows(cases) if self.judge else (),
-            mesh=self.target.mesh,
-        )
+        settings = dict(self.settings)
+        if self.auto_length:
+            settings.setdefault(COSTS, (1.0,) * len(self.method.forms))
+        inputs = Inputs.of(self.target, self.draft, sampling, batch, settings)
+        if self.judge:
+            inputs = inputs.replace(reward=self.judge.rows(cases))
+        return inputs
 
     def inputs_of(self, rows: Sequence[Request], sampling: Sampling) -> Inputs:
         """What rounds of these rows read; ``sampling`` is of those that have none of their own."""

@@ -14,8 +14,7 @@ from specjax._util.errors import OptionError
 from specjax.core import loop
 from specjax.core.round import NARROW, DraftVerify
 from specjax.core.scoring import score
-from specjax.core.tree import chain_draft
-from specjax.core.types import POINT_MASS
+from specjax.core.types import Draft
 from specjax.draft import Lookup
 from specjax.models.cache import MAX_CHUNK_CPU, MAX_TOKENS, bucket, chunk_size
 from specjax.registry import Context
@@ -325,7 +324,7 @@ def test_a_pass_is_as_wide_as_the_longest_live_draft(lengths, live, wide):
     method = DraftVerify(Lookup(gamma=nodes - 1), sj.Warped(), speculative)
     tokens = jnp.arange(rows * nodes).reshape(rows, nodes)
     valid = jnp.arange(1, nodes) < jnp.array(lengths)[:, None]
-    draft = chain_draft(tokens[:, 0], tokens[:, 1:], valid, POINT_MASS)
+    draft = Draft.chain(tokens[:, 1:], root=tokens[:, 0], valid=valid)
     start = jnp.array([3, 9], jnp.int32)
     want = jax.jit(score)(target.net, target.net.cache(rows, 128), start, draft)[1]
     inputs = Engine(target, None, method, {}).inputs(SAMPLING, rows)

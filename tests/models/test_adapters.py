@@ -9,8 +9,7 @@ import pytest
 
 import specjax as sj
 from specjax.core.scoring import score
-from specjax.core.tree import chain_draft
-from specjax.core.types import POINT_MASS, Probes
+from specjax.core.types import Draft, Probes
 from specjax.models import ModelConfig, hidden_states, init_params
 from specjax.models.adapters import KEY, fuse_adapters
 from support.gated import reference, tuned
@@ -49,7 +48,7 @@ def test_clean_tokens_are_the_bases_bit_for_bit_whatever_rides_along(name):
         below = jnp.asarray(tokens[:, held + 1 : CLEAN])
         probes = Probes(tokens[:, CLEAN:], parents)
         root, valid = tokens[:, held], jnp.ones(below.shape, bool)
-        draft = chain_draft(root, below, valid, POINT_MASS, probes=probes)
+        draft = Draft.chain(below, root=root, valid=valid, probes=probes)
         return score(net, cache, start + held, draft)[:2]
 
     nets = [sj.from_params(*model).net for model in (base, own)]

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.core import loop, probs, tree
+from specjax.core import loop, probs
 from specjax.core.mesh import ROUNDED
 from specjax.core.probs import Purpose
-from specjax.core.types import IID, Draft
+from specjax.core.types import Draft
 from specjax.core.warp import warp
 from specjax.laws import ALPHA, SAMPLES, histogram, joint, p_value
 from support.variant_models import logits_jit
@@ -70,7 +70,7 @@ def chain_draft(keys, p, q, *, stop=None, log_q=None) -> tuple[Draft, jax.Array]
         contexts.append(context)
         valid.append(alive)
     below, valid = jnp.stack(tokens[1:], 1), jnp.stack(valid[1:], 1)
-    draft = tree.chain_draft(tokens[0], below, valid, IID, log_q=jnp.stack(rows_q, 1))
+    draft = Draft.chain(below, jnp.stack(rows_q, 1), root=tokens[0], valid=valid)
     return draft, jnp.log(p[jnp.stack(contexts, 1)])
 
 
