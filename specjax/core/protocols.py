@@ -1,16 +1,17 @@
 """What a drafter, a target distribution, a rule and a method must offer.
 
-All of them are frozen, hashable and hold only static choices; models and arrays come in as
+All of them are frozen, hashable and hold only static choices. Models and arrays come in as
 arguments. So one jitted loop per method serves every checkpoint, key and sampling setting.
-What has a value here is a default that a class of one's own may leave as it is.
+A value given here is a default: a class of your own may leave it as it is.
 
-Axis legend: B rows, N draft nodes, P probe nodes, V vocabulary.
+Axis legend: B rows, N draft nodes, P probe nodes, L auxiliary layers, V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +19,8 @@ import jax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax._util.arguments import FLAG, TEXTS, validate_fields
-from specjax.core.types import DecodeState, Draft, Inputs, TreeShape, Verdict
+from specjax._util.errors import OptionError, PairError
+from specjax.core.types import SAMPLINGS, DecodeState, Draft, Inputs, TreeShape, Verdict
 
 
 class Proposal(NamedTuple):
@@ -31,10 +33,13 @@ class Proposal(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Proposes a tree of tokens below the last committed one."""
+    """Proposes a tree of tokens below the last committed one.
+
+    :meth:`propose` is all that a drafter must define, with ``name``, ``sampling`` and ``shape``.
+    """
 
     name: str  # for messages
-    sampling: str  # how the tokens come about: IID, POINT_MASS, …
+    sampling: str  # how its tokens are sampled: IID, POINT_MASS, …
     shape: TreeShape  # bounds every draft
     settings: tuple[str, ...] = ()  # names of the scalars that it reads in ``inputs.settings``
     num_probes: int = 0  # probe nodes that ride along in the target's pass
@@ -46,11 +51,11 @@ class Drafter(Protocol):
 
     @property
     def round_positions(self) -> int:
-        """Cache positions that a round needs from the root's on."""
+        """Cache positions that one draft may write, from the root's position on."""
         return self.shape.nodes
 
     def with_logits(self) -> Drafter | None:
-        """The same drafter with ``keep_logits``; None where it cannot."""
+        """The same drafter with ``keep_logits``; None if it cannot."""
         return self if self.keep_logits else None
 
     def raw_rows(self, inputs: Inputs) -> Bool[Array, "B"] | bool:
@@ -62,7 +67,7 @@ class Drafter(Protocol):
         return ()
 
     def aux_layers(self, inputs: Inputs) -> tuple[int, ...]:
-        """Layers of the target whose inputs it reads: ``draft.aux_states`` in :meth:`update`."""
+        """Layers of the target whose inputs it reads, as ``draft.aux_states`` in :meth:`update`."""
         return ()
 
     def prefill_chunk(
@@ -71,22 +76,26 @@ class Drafter(Protocol):
         state: DecodeState,
         tokens: Int[Array, "B N"],
         start: Int[Array, "B"],
-        aux_states: Float[Array, "B N P D"] | None,
+        aux_states: Float[Array, "B N L D"] | None,
     ) -> Any:
         """Its state after N more tokens of each row's prompt, from position ``start`` on.
 
-        ``aux_states`` are what it taps of them. A position may be prefilled again: what was there
-        counts no more.
+        ``aux_states`` are the inputs of its auxiliary layers at these tokens. A position may be
+        prefilled again: the later pass counts.
         """
         return state.drafter_state
 
     def on_slot_reuse(self, before: DecodeState, state: DecodeState) -> Any:
-        """Its state in rows that take the batch slots of those ``before``: nothing of theirs is
-        left."""
+        """Its state when the rows of ``state`` take the batch slots of those in ``before``.
+
+        By default nothing of the earlier requests is left.
+        """
         return state.drafter_state
 
+    @abstractmethod
     def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
         """One draft per row; ``keys`` are the round's keys."""
+        raise NotImplementedError
 
     def update(
         self,
@@ -97,15 +106,18 @@ class Drafter(Protocol):
         verdict: Verdict,
         probe_logits: Float[Array, "B P V"] | None,
     ) -> Any:
-        """The drafter's state after the verdict, from the one that :meth:`propose` returned.
+        """The drafter's state after the verdict; ``carried`` is what :meth:`propose` returned.
 
-        ``state`` is that of the round's beginning: the root stands at ``state.length - 1``.
+        ``state`` is that of the round's beginning: the root is at ``state.length - 1``.
         """
         return carried
 
 
 class TargetDist(Protocol):
-    """The distribution p that the rule holds the draft against."""
+    """The distribution p that the rule holds the draft against.
+
+    :meth:`log_p` is all that it must define.
+    """
 
     settings: tuple[str, ...] = ()  # names of the scalars that it reads in ``inputs.settings``
     needs_draft: bool = False  # whether it runs the draft model
@@ -126,15 +138,17 @@ class TargetDist(Protocol):
         """Its state after N more tokens of each row's prompt, from position ``start`` on."""
         return carried
 
+    @abstractmethod
     def log_p(
         self, inputs: Inputs, state: DecodeState, draft: Draft, logits: Float[Array, "B N V"]
     ) -> tuple[Float[Array, "B N V"], Any]:
         """Log-probabilities of the token after each node, and the next ``target_state``."""
+        raise NotImplementedError
 
     def commit(
         self, inputs: Inputs, state: DecodeState, carried: Any, draft: Draft, verdict: Verdict
     ) -> Any:
-        """The state after the verdict, from the one that :meth:`log_p` returned."""
+        """The state after the verdict; ``carried`` is what :meth:`log_p` returned."""
         return carried
 
 
@@ -142,16 +156,16 @@ class TargetDist(Protocol):
 class Rule:
     """An acceptance rule ``(keys[B], draft, log_p[B, N, V], **settings) -> Verdict``.
 
-    Pure and usable alone.
+    Pure and usable alone, also under ``jit``, ``vmap`` and ``grad``.
 
     Attributes:
-      accepts: how drafts may be sampled that it is made for; any other is refused before compiling.
-      lossless: the emitted sequence then has exactly the law p.
+      accepts: how a draft may be sampled for this rule; any other draft is refused.
+      lossless: whether the emitted sequence has exactly the distribution p.
       chain_only: it reads a chain and no tree.
       settings: names of the scalars that it takes.
-      extras: what the loop hands it besides: ``raw_log_p`` (the target at temperature 1,
-        unwarped), ``joint_raw`` (rows whose joint probabilities are unwarped) and ``written``
-        (tokens that each row has written; with it come the rows' keys, not the round's).
+      extras: what the loop hands it besides. ``raw_log_p``: the target at temperature 1, unwarped.
+        ``joint_raw``: rows whose joint probabilities are unwarped. ``written``: tokens that each
+        row has written; with it come the rows' keys, not the round's.
     """
 
     verify: Callable[..., Verdict]
@@ -166,6 +180,8 @@ class Rule:
             self, accepts=TEXTS, settings=TEXTS, extras=TEXTS, lossless=FLAG, chain_only=FLAG
         )
         object.__setattr__(self, "accepts", frozenset(self.accepts))
+        for label in self.accepts:
+            check_sampling(f"rule {self.name} accepts", label)
         object.__setattr__(self, "__doc__", self.verify.__doc__)
 
     @property
@@ -175,13 +191,42 @@ class Rule:
     def __call__(
         self, keys: Key[Array, "B"], draft: Draft, log_p: Float[Array, "B N V"], **settings: Any
     ) -> Verdict:
-        arguments = (keys, draft, log_p), settings
-        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments))
+        """The verdict.
+
+        Raises:
+          PairError: the rule is not made for drafts like this one. It would give a wrong
+            distribution in silence.
+        """
+        self.check_draft(draft.sampling, draft.shape, "this draft")
+        # Inside a caller's own program the rule is a part of it; alone it is one program.
+        traced = _is_traced((keys, draft, log_p, settings))
         verify = self.verify if traced else _compiled(self.verify)
         return verify(keys, draft, log_p, **settings)
 
+    def check_draft(self, sampling: str, shape: TreeShape, source: str) -> None:
+        """Refuses drafts that the rule is not made for.
+
+        Raises:
+          PairError: says what the rule needs, and what ``source`` is.
+        """
+        if sampling not in self.accepts:
+            accepted = " or ".join(sorted(self.accepts))
+            raise PairError(
+                f"rule {self.name} accepts {accepted} drafts, but {source} makes {sampling} ones; "
+                "choose another --rule or --drafter"
+            )
+        if self.chain_only and not shape.is_chain:
+            raise PairError(
+                f"rule {self.name} verifies a chain, but {source} makes a tree; choose a tree rule "
+                "or a chain drafter"
+            )
+
     def __repr__(self) -> str:
         return f"Rule({self.name})"
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 @functools.cache
@@ -190,28 +235,50 @@ def _compiled(verify: Callable[..., Verdict]) -> Callable[..., Verdict]:
     return jax.jit(verify)
 
 
-def rule(*, accepts: Iterable[str], lossless: bool, **more: Any) -> Callable[[Callable], Rule]:
+def rule(
+    *,
+    accepts: Iterable[str],
+    lossless: bool,
+    chain_only: bool = True,
+    settings: Iterable[str] = (),
+    extras: Iterable[str] = (),
+) -> Callable[[Callable[..., Verdict]], Rule]:
     """Decorator that makes an acceptance rule of a verify function; see :class:`Rule`."""
-    return lambda verify: Rule(verify, accepts, lossless, **more)
+
+    def decorate(verify: Callable[..., Verdict]) -> Rule:
+        return Rule(verify, accepts, lossless, chain_only, settings, extras)  # pyright: ignore[reportArgumentType]  # __post_init__ makes a frozenset and tuples of them
+
+    return decorate
+
+
+def check_sampling(what: str, label: str) -> None:
+    """Refuses a label that no draft has.
+
+    Raises:
+      OptionError: names the label and those that there are.
+    """
+    if label not in SAMPLINGS:
+        known = ", ".join(SAMPLINGS)
+        raise OptionError(f"{what} {label!r}: expected one of {known}")
 
 
 class Method(Protocol):
     """A decoding method: state in, state out, one round at a time.
 
     ``init``, ``prefill_chunk`` for each chunk of the prompt, ``ready``, then ``step`` by ``step``.
-    Every array of the state has rows first (or a fixed number of entries per row), so that a row
-    that is ready can take the place of one that has ended.
+    Every array of the state has rows first (or a fixed number of entries per row). So a row that
+    is ready can take the batch slot of one that has ended.
     """
 
-    round_positions: int  # token positions above ``length`` that one round may write
+    round_positions: int  # positions above ``length`` that one round may write
     depth: int = 0  # most draft tokens that a round accepts
-    lookback: int = 0  # tokens behind one that its caches depend on
-    # Tokens stand firm only at the end (beam search): all positions are needed from the start.
+    lookback: int = 0  # how many earlier tokens a cache entry depends on beside its own
+    # Beam search: tokens are final only at the end, so all cache positions are needed at once.
     needs_full_length: bool = False
-    host_driven: bool = False  # its rounds are driven from the host, for the reward needs text
+    host_driven: bool = False  # the host drives its rounds, because the reward needs text
 
     def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        """What the method keeps, its caches empty."""
+        """The state with what the method keeps, its caches empty."""
         return state.replace(cache=inputs.target.cache(*state.tokens.shape))
 
     def prefill_chunk(
@@ -223,17 +290,20 @@ class Method(Protocol):
     ) -> DecodeState:
         """The state after N more tokens of each row's prompt, from position ``start`` on.
 
-        All but the row's last token are prefilled, in pieces; that one is the first round's root.
+        All but the row's last token are prefilled, in chunks. The last is the first round's root.
         """
-        return state.replace(cache=inputs.target.prefill_chunk(state.cache, tokens, start)[0])
+        cache, _ = inputs.target.prefill_chunk(state.cache, tokens, start)
+        return state.replace(cache=cache)
 
     def ready(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         """The state as rounds read it, once the prompt is prefilled."""
         return state
 
+    @abstractmethod
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         """One round; every live row gains at least one token."""
+        raise NotImplementedError
 
     def on_slot_reuse(self, before: DecodeState, state: DecodeState) -> DecodeState:
-        """The state of rows that are ready and take the batch slots of those ``before``."""
+        """The state of rows that take the batch slots of those in ``before``."""
         return state

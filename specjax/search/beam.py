@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax._util.arguments import COUNT, ArgSpec, validate_fields
 from specjax.core import probs
+from specjax.core.commit import Cost, count_round
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Method
-from specjax.core.round import Cost, tally
 from specjax.core.types import FROM_TARGET, STOP_EOS, STOP_LENGTH, DecodeState, Inputs
 from specjax.core.warp import draw_joint, tempered, truncate, warp
 from specjax.draft.beam import JOINTS
@@ -199,7 +199,7 @@ class BeamSearch(Method):
         logprobs = state.logprobs
         if logprobs is not None:
             logprobs = jnp.where(mine, beam.finished.logprobs[:, 0], logprobs)
-        stats = tally(state, jnp.where(done, count, 0), Cost(self.beams, 1))
+        stats = count_round(state, jnp.where(done, count, 0), Cost(self.beams, 1))
         return state.replace(
             tokens=jnp.where(mine, beam.finished.tokens[:, 0], state.tokens),
             origin=jnp.where(mine, FROM_TARGET, state.origin).astype(state.origin.dtype),

@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax._util.arguments import COUNT, FLAG, ArgSpec, validate_fields
 from specjax.core import probs
+from specjax.core.commit import Cost, DraftOutcome, finish_round
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Method
-from specjax.core.round import Cost, Tested, finish_round
 from specjax.core.types import DecodeState, Inputs, Verdict
 from specjax.draft.model_drafter import draw_chain, last_two, run_pair
 from specjax.models import KVCache
@@ -313,7 +313,7 @@ class CDSL(Method):
         verdict = Verdict(at, work.kept, work.kept, work.path, work.count)
         tested = jnp.minimum(work.verified + 1, work.drafted)
         cost = Cost(work.target_calls, work.passes, work.draft_calls)
-        drafts = Tested(work.drafted, tested, work.verified)
+        drafts = DraftOutcome(work.drafted, tested, work.verified)
         logprobs = None if state.logprobs is None else work.logprobs
         return finish_round(inputs, state, verdict, logprobs, cost, drafts)
 

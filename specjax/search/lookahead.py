@@ -18,9 +18,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax._util.arguments import COUNT, FLAG, validate_fields
 from specjax.core import probs
+from specjax.core.commit import Cost, finish_round
 from specjax.core.net import Net
 from specjax.core.protocols import Method
-from specjax.core.round import Cost, finish_round
 from specjax.core.types import DecodeState, Inputs, Verdict
 from specjax.models import KVCache
 from specjax.rewards.folding import Fold

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from specjax._util.arguments import COUNT, ArgSpec, validate_fields
 from specjax.core import probs
+from specjax.core.commit import Cost, finish_round, path_logprobs
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Method
-from specjax.core.round import Cost, finish_round, path_logprobs
 from specjax.core.scoring import score
 from specjax.core.types import DecodeState, Inputs, Verdict
 from specjax.core.warp import warp_joint

@@ -294,7 +294,7 @@ def own_pasts(
     @jax.jit
     def run(keys):
         def one(key):
-            how = {"chunk": len(PROMPT), "positions": 16}
+            how = {"chunk": len(PROMPT), "capacity": 16}
             state = loop.start(method, inputs, [np.array(PROMPT)], budget, key[None], **how)
             state = loop.run_rounds(method)(inputs, state, np.int32(L))
             return state.tokens[0, len(PROMPT) :][:L], getattr(state.stats, count)[0]

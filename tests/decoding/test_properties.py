@@ -38,7 +38,8 @@ class RandomTree(sj.Drafter):
     """
 
     shape = TreeShape(NODES, NODES - 2, NODES - 1)
-    name, law = "random", DETERMINISTIC
+    name = "random"
+    sampling = DETERMINISTIC
 
     def propose(self, inputs, state, keys):
         rows = state.length.shape[0]

@@ -235,8 +235,8 @@ def longest_of_independent_runs(keys, draft, log_p):
     for chain in range(4):
         nodes = np.array([0, *range(1 + chain, draft.tokens.shape[1], 4)])
         rows = np.array([draft.q_row[n] for n in nodes[1:]])
-        alone = draft.replace(
-            tokens=draft.tokens[:, nodes], valid=draft.valid[:, nodes], log_q=draft.log_q[:, rows]
+        alone = Draft.chain(
+            draft.tokens[:, nodes[1:]], draft.log_q[:, rows], valid=draft.valid[:, nodes[1:]]
         )
         fresh = jax.vmap(jax.random.fold_in, (0, None))(keys, chain)
         runs.append(verify.speculative(fresh, alone, log_p[:, nodes]))

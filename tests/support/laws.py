@@ -170,10 +170,9 @@ def continuation_counts(engine, prompt, length: int, sampling) -> np.ndarray:
     inputs, budget = engine.inputs(sampling, ROWS), np.full(ROWS, length, np.int32)
     method, vocab = engine.method, engine.target.vocab_limit
     counts = np.zeros((vocab,) * length, np.int64)
-    capacity = (
-        -(-(len(prompt) + length + method.round_positions) // 16) * 16
-    )  # a bucket would be mostly empty
-    how = {"chunk": len(prompt), "positions": capacity}
+    # A capacity bucket would be mostly empty.
+    capacity = -(-(len(prompt) + length + method.round_positions) // 16) * 16
+    how = {"chunk": len(prompt), "capacity": capacity}
     with optimized():
         for seed in range(-(-SAMPLES // ROWS)):
             keys = jax.random.split(jax.random.key(seed), ROWS)
