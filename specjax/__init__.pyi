@@ -20,6 +20,9 @@ from .core.protocols import TargetDist as TargetDist
 from .core.protocols import rule as rule
 from .core.round import DraftVerify as DraftVerify
 from .core.round import draft_verify as draft_verify
+from .core.stepping import init_state as init_state
+from .core.stepping import run_rounds as run_rounds
+from .core.stepping import step as step
 from .core.types import DecodeState as DecodeState
 from .core.types import Draft as Draft
 from .core.types import Inputs as Inputs

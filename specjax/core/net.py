@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax.core.probs import fit_vocabulary, limit_vocabulary
 from specjax.models import KVCache, ModelConfig, forward, hidden_states, init_cache, logits_of
 from specjax.models.adapters import KEY
+from specjax.models.cache import chunk_size
 
 # Tokens of a pass that stream through an accelerator with the weights, for nothing: a TPU v5p
 # computes with 166 bfloat16 rows in the time in which it reads their weights, others with more.
@@ -87,6 +88,17 @@ class Net:
             self.config, self.params, cache, tokens, positions, start, aux_layers=aux_layers
         )
         return out.cache, out.aux_states
+
+    def chunk_size(self, longest: int, rows: int) -> int:
+        """Tokens of each row in a prefill chunk, by the longest prompt of ``rows``.
+
+        If passes are padded to ``pass_width`` tokens, a chunk is never so small that it would be.
+        """
+        least = 1
+        if self.pass_width > 1:
+            # The largest power of two that an accelerator runs for nothing.
+            least = 1 << (FREE_TOKENS // rows).bit_length() >> 1
+        return chunk_size(longest, rows, least)
 
     def narrow(self, rows: int) -> int:
         """Tokens a row that a pass over fewer runs over."""

@@ -140,7 +140,9 @@ def _truncate(logits: Float[Array, "R V"], settings: Warp) -> Float[Array, "R V"
 
     def cut(x, on, floor_of):
         def keep():
-            return jnp.where(x >= floor_of(x)[:, None], x, probs.NEVER)
+            # Where the cut lies has no gradient, and the search for it no derivative.
+            floor = floor_of(jax.lax.stop_gradient(x))
+            return jnp.where(x >= floor[:, None], x, probs.NEVER)
 
         return jax.lax.cond(jnp.any(on), keep, lambda: x)
 

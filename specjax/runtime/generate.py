@@ -85,30 +85,84 @@ def generate(
     target: LM,
     prompts: str | Sequence[str] | Sequence[Sequence[int]],
     *,
-    method: str | Method = "autoregressive",
     draft: LM | str | None = None,
-    drafter: str | Drafter | None = None,
-    rule: str | Rule | None = None,
-    target_dist: str | TargetDist = "warped",
-    options: Mapping[str, Any] | None = None,
+    method: str | Method | None = None,
     max_new_tokens: int | Sequence[int] = 64,
     sampling: Sampling | None = None,
     seed: int = 0,
-    num_samples: int = 1,
+    options: Mapping[str, Any] | None = None,
     stop: Sequence[str] = (),
+    num_samples: int = 1,
     logprobs: bool = False,
     batch_size: int | None = None,
-    prefixes: int = PREFIXES,
-    indices: Sequence[int] | None = None,
+    drafter: str | Drafter | None = None,
+    rule: str | Rule | None = None,
+    target_dist: str | TargetDist = "warped",
     reward: Any = None,
     constraints: Sequence[Mapping[str, Sequence[str]]] | None = None,
+    prefixes: int = PREFIXES,
+    indices: Sequence[int] | None = None,
 ) -> Generation:
-    """Decodes prompts; the arguments are those of :func:`stream`.
+    """Decodes prompts.
+
+    Args:
+      target: the model p.
+      prompts: texts, or sequences of token ids. A text or a sequence of ids alone is one prompt; an
+        array ``[n, m]`` of ids is n of them.
+      draft: the model q, or a head on the target's hidden states. ``"self:int4"`` (``int8``,
+        ``fp8``) is the target's own quantized copy, made anew by every call;
+        :func:`specjax.quantize` makes one to keep.
+      method: a name of :func:`specjax.methods`, or a :class:`specjax.Method`. By default
+        ``speculative`` with a draft, ``autoregressive`` without.
+      max_new_tokens: budget per row, one for all or one per prompt. The target's context bounds it,
+        too. A draft's context must hold the whole row.
+      sampling: how tokens are drawn; greedy by default.
+      seed: together with a prompt's index it fixes the row's key. So row i of a batch draws what
+        that prompt draws alone.
+      options: the method's options, such as ``{"gamma": 3}``.
+      stop: a string that ends a row, or several. The row's text ends before it.
+      num_samples: completions per prompt.
+      logprobs: also return log-probabilities of the generated tokens, nats, unwarped target.
+      batch_size: batch slots: how many rows run at a time. When one ends, the next takes its slot.
+        All rows by default.
+      drafter, rule, target_dist: the method's parts instead of its name, each by name or as an
+        object of your own (:mod:`specjax.core.protocols`).
+      reward: what a completion is worth: ``NAME[:ARG]`` of :data:`specjax.rewards.REWARDS`,
+        ``module:function``, a callable of the completion (and the prompt), a
+        :class:`specjax.rewards.Reward`, or several of them. It guides ``cdlh``, ``cdlh-appx`` and
+        ``cdsl``, and scores the completions of every method.
+      constraints: per prompt, what its completion must satisfy, by reward name:
+        ``{"lexical": ["tree", "grow"]}``.
+      prefixes: how many prompts' caches are kept for prompts that begin with the same tokens. The
+        least recently used goes first. Each takes the memory of a row.
+      indices: the prompts' indices in a larger job, for their keys.
 
     Raises:
       OptionError, PairError: an argument cannot be used; raised before anything compiles.
     """
-    *_, last = stream(**locals(), rounds_per_piece=ALL_ROUNDS)
+    pieces = stream(
+        target,
+        prompts,
+        draft=draft,
+        method=method,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+        options=options,
+        stop=stop,
+        num_samples=num_samples,
+        logprobs=logprobs,
+        batch_size=batch_size,
+        drafter=drafter,
+        rule=rule,
+        target_dist=target_dist,
+        reward=reward,
+        constraints=constraints,
+        prefixes=prefixes,
+        indices=indices,
+        rounds_per_piece=ALL_ROUNDS,
+    )
+    *_, last = pieces
     return last.generation
 
 
@@ -117,63 +171,41 @@ def stream(
     target: LM,
     prompts: str | Sequence[str] | Sequence[Sequence[int]],
     *,
-    method: str | Method = "autoregressive",
     draft: LM | str | None = None,
-    drafter: str | Drafter | None = None,
-    rule: str | Rule | None = None,
-    target_dist: str | TargetDist = "warped",
-    options: Mapping[str, Any] | None = None,
+    method: str | Method | None = None,
     max_new_tokens: int | Sequence[int] = 64,
     sampling: Sampling | None = None,
     seed: int = 0,
-    num_samples: int = 1,
+    options: Mapping[str, Any] | None = None,
     stop: Sequence[str] = (),
+    num_samples: int = 1,
     logprobs: bool = False,
     batch_size: int | None = None,
+    drafter: str | Drafter | None = None,
+    rule: str | Rule | None = None,
+    target_dist: str | TargetDist = "warped",
+    reward: Any = None,
+    constraints: Sequence[Mapping[str, Sequence[str]]] | None = None,
     prefixes: int = PREFIXES,
     indices: Sequence[int] | None = None,
     rounds_per_piece: int = 1,
-    reward: Any = None,
-    constraints: Sequence[Mapping[str, Sequence[str]]] | None = None,
 ) -> Iterator[Piece]:
     """Decodes prompts and yields text as it comes.
 
     Args:
-      target: the model p.
-      prompts: texts, or sequences of token ids; a text or a sequence of ids alone is one prompt,
-        an array ``[n, m]`` of ids n of them.
-      method: a name of :func:`specjax.methods`, or a :class:`specjax.core.protocols.Method`.
-      draft: the model q, where the method needs one; ``self:int4`` (``int8``, ``fp8``): the
-        target's own quantized copy, made anew by every call (:func:`specjax.quantize` makes one to
-        keep).
-      drafter, rule, target_dist: instead of ``method``, its parts, each by name or as an object
-        of your own (:mod:`specjax.core.protocols`).
-      options: the method's options, e.g. ``{"gamma": 3}``.
-      max_new_tokens: budget per row, one for all or one per prompt; also bounded by the target's
-        context. A draft's context must hold the whole row.
-      sampling: how tokens are drawn; greedy by default.
-      seed: with a prompt's index it fixes the row's key: row i of a batch draws what that
-        prompt draws alone.
-      num_samples: completions per prompt.
-      stop: a string that ends a row, or several; its text ends before it.
-      logprobs: also return log-probabilities of the generated tokens, unwarped target.
-      batch_size: running requests: where one ends, the next takes its place. All by default.
-      prefixes: prompts whose caches are kept while others that begin with the same tokens may
-        come, the least recently used one out first; each takes the memory of a row.
-      indices: the prompts' indices in a larger job, for their keys.
-      rounds_per_piece: rounds between polls at the device.
-      reward: what the completions are worth: ``NAME[:ARG]`` of :data:`specjax.rewards.REWARDS`,
-        ``module:function``, a callable of the completion (and the prompt), a
-        :class:`specjax.rewards.Reward`, or several of them. It guides ``cdlh``, ``cdlh-appx``
-        and ``cdsl``, and scores the completions of every method.
-      constraints: per prompt, what its completion must satisfy, by reward name:
-        ``{"lexical": ["tree", "grow"]}``.
+      rounds_per_piece: rounds between two polls of the device.
+      target, prompts, and all others: as those of :func:`generate`.
+
+    Returns:
+      Pieces of text, each of one row. A row's last piece has its ``finish_reason`` and its own
+      :class:`specjax.Generation`, the last piece of all the whole one.
 
     Raises:
       OptionError, PairError: an argument cannot be used; raised by the call, before anything
         compiles.
     """
-    sampling, options = sampling or Sampling(), options or {}
+    sampling = sampling or Sampling()
+    options = options or {}
     draft = own_draft(target, draft) if isinstance(draft, str) else draft
     prompts = [encode_prompt(target, prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
     budgets = max_new_tokens
@@ -188,6 +220,8 @@ def stream(
             raise OptionError(f"{len(given)} {name} for {len(prompts)} prompts; each needs its own")
     if stop and target.tokenizer is None:
         raise OptionError("stop strings need a target with a tokenizer")
+    if method is None:
+        method = "autoregressive" if draft is None else "speculative"
     chosen = choose(method, drafter, rule, target_dist, draft is not None)
     constraints = [{}] * len(prompts) if constraints is None else constraints
     asked = [row for row in constraints for _ in range(num_samples)]

@@ -1,10 +1,14 @@
-"""The notebooks run from top to bottom, on the embedded models."""
+"""The notebooks run from top to bottom, on the embedded models, and the example in one function."""
 
+import importlib
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 from nbclient import NotebookClient
+
+import specjax as sj
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -41,3 +45,21 @@ def test_the_sdsat_notebook_runs_as_plain_python(monkeypatch):
     assert acceptance[0] > 0
     calls = {method: int(out.stats["target_calls"].sum()) for method, out in found.items()}
     assert calls["sdsat-single"] <= calls["sdsat"]
+
+
+def test_the_one_function_writes_what_generate_writes(monkeypatch):
+    """Token for token, greedy and sampled, and in as many target passes."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module("speculative_in_one_function")
+    target, draft = sj.load("demo"), sj.load("demo-draft")
+    texts = ["def fibonacci(n):\n", "import os\n", "class Stack:\n    def push(self, item):\n"]
+    prompts = [target.tokenizer.encode(text) for text in texts]
+    for sampling in (sj.Sampling(), sj.Sampling(temperature=0.8, top_p=0.9)):
+        new, rounds = example.decode(target, draft, prompts, sampling, seed=3, new_tokens=40)
+        out = sj.generate(
+            target, prompts, draft=draft, sampling=sampling, seed=3, max_new_tokens=40
+        )
+        for tokens, wanted in zip(new, out.tokens, strict=True):
+            np.testing.assert_array_equal(tokens, wanted)
+        np.testing.assert_array_equal(rounds, out.stats["target_calls"])
+        assert out.stats["accepted"].sum() > 0
