@@ -12,7 +12,7 @@ from specjax._util.errors import InputError, ModelError
 from specjax.lm import locate
 from specjax.models import load_pretrained
 from specjax.models.hf.checkpoint import WEIGHTS, read_json, save_quantized
-from specjax.models.quantize import parse_scheme
+from specjax.models.quantization import parse_scheme
 
 TOKENIZER = "tokenizer.json"
 

@@ -28,7 +28,7 @@ from specjax.models.hf.checkpoint import DELTA, DTYPES, load_config, read_json
 from specjax.models.hf.config import token_ids
 from specjax.models.hf.delta import load_delta, read_delta
 from specjax.models.placement import param_specs, place, place_adapters
-from specjax.models.quantize import parse_scheme, quantize_params
+from specjax.models.quantization import parse_scheme, quantize_params
 from specjax.models.sharding import AXIS, split_config
 from specjax.text.tokenizer import Tokenizer
 
@@ -127,10 +127,10 @@ def load(
       pass_width: tokens a row of a narrow pass, 1 to 128; None: 8 on accelerators, where they cost
         nothing, 1 on CPUs. Wider than the drafts, greedy output in bfloat16 is plain decoding's.
       quantize: ``int8``, ``fp8``, ``int4`` or ``int4:GROUP``: keep the weights so, layer by layer
-        as they are read (:mod:`specjax.models.quantize`). What ``infer.convert --quantize`` wrote
-        is quantized without it.
+        as they are read (:mod:`specjax.models.quantization`). What ``infer.convert --quantize``
+        wrote is quantized without it.
       cache_dtype: ``int8``: keep keys and values so, with a scale per token and head
-        (:mod:`specjax.models.coded`); None: in the model's dtype.
+        (:mod:`specjax.models.quantized_cache`); None: in the model's dtype.
     Raises:
       ModelError: the directory, id or dtype cannot be used; the message says why.
       OptionError: an argument is of another type.

@@ -25,7 +25,7 @@ from specjax.core.mesh import AXES
 from specjax.core.warp import COUNTING, SEARCHING
 from specjax.draft.model_drafter import DRAFTING
 from specjax.models.families.head import HeadConfig
-from specjax.models.quantize import parse_scheme
+from specjax.models.quantization import parse_scheme
 from specjax.registry import METHODS
 from specjax.runtime.generate import make_engine
 

@@ -17,7 +17,7 @@ from tpu_cycles import cycles
 
 from infer.cli import whole
 from specjax.models.layers import linear
-from specjax.models.quantize import parse_scheme, quantize
+from specjax.models.quantization import parse_scheme, quantize
 
 SHAPE = (28672, 4096)  # gate and up, [out, in]
 

@@ -20,7 +20,7 @@ import numpy as np
 import specjax as sj
 from infer.cli import whole
 from specjax.demo.heldout import held_out_functions
-from specjax.models.quantize import param_bytes, parse_scheme
+from specjax.models.quantization import param_bytes, parse_scheme
 from specjax.models.quantized import is_quantized
 
 LENGTH = 256  # tokens of a function that are scored

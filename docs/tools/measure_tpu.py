@@ -44,20 +44,20 @@ from specjax.core.mesh import AXES, specs_of
 from specjax.core.warp import COUNTING, SEARCHING
 from specjax.draft.model_drafter import DRAFTING
 from specjax.models import ModelConfig, fuse, param_shapes
-from specjax.models.attention import splash
+from specjax.models.attention import splash_chunk
 from specjax.models.attention.long_cache import (
-    ALONE,
-    EACH,
-    OWN,
-    SEEN,
-    TOGETHER,
-    block_of,
+    MASKED_SHARED,
+    MASKED_SINGLE,
+    ROW_BY_ROW,
+    UNMASKED_SHARED,
+    UNMASKED_SINGLE,
+    choose_blocks,
     reads_whole,
     shared_blocks,
 )
 from specjax.models.cache import row_bytes
 from specjax.models.placement import param_specs, split_layers
-from specjax.models.quantize import param_bytes, parse_scheme, quantize_params
+from specjax.models.quantization import param_bytes, parse_scheme, quantize_params
 from specjax.models.sharding import split_config
 from specjax.registry import METHODS
 from specjax.runtime.generate import make_engine
@@ -189,7 +189,7 @@ def kernel_cycles(args: argparse.Namespace, rate: float, line: str) -> float:
     sizes = SHAPES[args.target].head_dim, args.capacity, call.tokens
     kernel = prefill_kernel(args.topology, *sizes)
     positions = args.capacity // 2 + np.arange(call.tokens, dtype=np.int32)
-    met = splash.chain_blocks(jnp.asarray(positions)[None], args.capacity, None, call.blocks)
+    met = splash_chunk.chunk_blocks(jnp.asarray(positions)[None], args.capacity, None, call.blocks)
     return call.cycles(kernel, np.asarray(met[0]), rate)
 
 
@@ -204,7 +204,7 @@ def compile_kernel(topology: str, size: int, capacity: int, tokens: int) -> None
     shaped = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(devices[0]))
     q = shaped((1, tokens, 2, size), jnp.bfloat16)
     k = shaped((1, 2, capacity, size), jnp.bfloat16)
-    jax.jit(splash.chain_attention).lower(q, k, k, shaped((1, tokens), jnp.int32)).compile()
+    jax.jit(splash_chunk.chunk_attention).lower(q, k, k, shaped((1, tokens), jnp.int32)).compile()
 
 
 def compile_pass(engine, rows: int, capacity: int, chunk: int) -> jax.stages.Compiled:
@@ -224,16 +224,16 @@ def blocks_read(model: sj.LM, rows: int, args, held: list[int], n: int) -> dict[
     queries = model.config.num_heads * n  # of one device
     if reads_whole(rows * queries, args.capacity):
         return {}
-    together, block = block_of(rows, queries, args.capacity)
+    together, block = choose_blocks(rows, queries, args.capacity)
     end = -(-np.resize(np.array(held), rows) // block)
     shared = int(shared_blocks(jnp.asarray(end))) if together else int(end.max())
     whole = 0 * end if model.config.sliding_window else (np.resize(held, rows) - n + 1) // block
     seen = min(shared, int(whole.min()))
-    turns = {SEEN: seen, TOGETHER: shared - seen}
+    turns = {UNMASKED_SHARED: seen, MASKED_SHARED: shared - seen}
     if not together:
-        return turns | {EACH: rows}
+        return turns | {ROW_BY_ROW: rows}
     own, alone = (int(np.maximum(last - shared, 0).sum()) for last in (whole, end))
-    return turns | {OWN: own, ALONE: alone - own}
+    return turns | {UNMASKED_SINGLE: own, MASKED_SINGLE: alone - own}
 
 
 def part_of(path: str, instruction: str) -> str:

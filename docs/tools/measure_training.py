@@ -37,9 +37,11 @@ from tpu_cycles import cycles, products_per_cycle, without_sparse_cores
 from tpu_kernels import BACKWARD, FORWARD, PRODUCTS, Kernel, met_of, parse_call, schedules
 
 from infer.cli import whole
-from specjax.models.attention import splash
+from specjax.models.attention import splash, splash_windows
 from specjax.models.attention.dense import Isolated
-from specjax.models.attention.splash import BLOCKS, WINDOW_BLOCKS, WINDOWS, SplashBlocks
+from specjax.models.attention.splash import BLOCKS, SplashBlocks
+from specjax.models.attention.splash_windows import SCOPE as WINDOWS
+from specjax.models.attention.splash_windows import WINDOW_BLOCKS
 from train.config import SDSATConfig, Tuned, from_toml
 from train.engine.losses import HEAD
 from train.engine.placement import AXES, Placement
@@ -228,7 +230,7 @@ def drawn_tables(insertion: Insertion, tokens: int) -> dict[str, np.ndarray]:
     drawn = isolated_row(insertion, blank, 0)
     names = {"segment": "segments", "position": "positions", "windows": "windows"}
     meta = {name: drawn[ours][None] for name, ours in (names | {"starts": "starts"}).items()}
-    found = splash.windows_of(windows_mask(insertion, tokens), meta)
+    found = splash_windows.make_window_tables(windows_mask(insertion, tokens), meta)
     return {FORWARD: np.asarray(found.forward[0]), BACKWARD: np.asarray(found.backward[0])}
 
 
@@ -283,8 +285,8 @@ def compile_kernels(device: jax.Device, windows: bool) -> None:
 
     def total(q, k, v, meta):
         if windows:
-            told = splash.windows_of(mask, meta)
-            out = splash.window_attention(q, k, v, meta["segment"], told, mask=mask)
+            told = splash_windows.make_window_tables(mask, meta)
+            out = splash_windows.window_attention(q, k, v, meta["segment"], told, mask=mask)
         else:
             out = splash.splash_attention(q, k, v, meta["segment"])
         return out.astype(jnp.float32).sum()

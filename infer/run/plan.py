@@ -15,7 +15,7 @@ from specjax._util.errors import ModelError
 from specjax.models import ModelConfig, num_params
 from specjax.models.cache import ring_capacity, row_bytes
 from specjax.models.hf.checkpoint import DTYPES, load_config, stored_scheme
-from specjax.models.quantize import param_bytes, parse_scheme
+from specjax.models.quantization import param_bytes, parse_scheme
 from specjax.models.sharding import split_config
 
 HEADROOM = 0.1  # of the memory, for activations, logits and the program itself

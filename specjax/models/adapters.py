@@ -1,14 +1,15 @@
 """Gated adapters: low-rank updates of a model's weights that act on its adaptive tokens alone.
 
-``y = W x + [x is of an adaptive token] · up (down x)``, and a row of their own in the place of
-the tokens' embedding (gated LoRA: Samragh et al. 2025, arXiv 2507.11851, there for mask tokens). At
-every other token the product is the base's, bit for bit; and as those never attend to adaptive
-ones, so is everything that the model says there.
+``y = W x + [x is of an adaptive token] · up (down x)``, and adaptive tokens have embeddings of
+their own (gated LoRA: Samragh et al. 2025, arXiv 2507.11851, there for mask tokens). At every other
+token the product is the base model's, bit for bit. Those tokens never attend to adaptive ones, so
+all that the model computes there is the base model's, too.
 
-Adapters are a tree beside the params, ``{"embed": [ids, width], "layers": {i: {module: {weight:
-{"down": [rank, in], "up": [out, rank]}}}}}``, of the weights that have one. A pass with them takes
-``params | {"adapters": tree}``. Products are :func:`specjax.models.layers.linear`'s, look-ups
-:func:`specjax.models.sharding.look_up`'s; no other module knows of them.
+Adapters are a tree beside the params, ``{"embed": [ids, D], "layers": {i: {module: {weight:
+{"down": [rank, in], "up": [out, rank]}}}}}``; weights without an adapter are left out. A pass with
+adapters takes ``params | {"adapters": tree}``. :func:`specjax.models.layers.linear` computes the
+products and :func:`specjax.models.sharding.look_up` the embeddings. No other module knows of
+adapters.
 
 Axis legend: B rows, N tokens, O outputs, I inputs, A adaptive ids, V vocabulary, D embedding size.
 """
@@ -30,11 +31,13 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax.models.config import ModelConfig
 
 KEY = "adapters"  # of the tree, among the params of a pass
-DOWN, UP = "down", "up"  # of a pair
+# The two factors of an adapter.
+DOWN = "down"
+UP = "up"
 
 
 class Adapted:
-    """A weight with its adapter, in the place of an array."""
+    """A weight with its adapter; it takes the place of an array among the params."""
 
     def __getitem__(self, index: types.EllipsisType) -> Adapted:
         """Itself: modules read the value of a parameter as ``param[...]``."""
@@ -46,9 +49,9 @@ class Adapted:
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class LowRank(Adapted):
-    """A matrix, and its update at the tokens of ``gate``."""
+    """A matrix, and its update at the tokens where ``gate`` is true."""
 
-    base: Any  # [O, I], maybe quantized
+    base: Any  # [O, I]; may be quantized
     down: Float[Array, "rank I"]
     up: Float[Array, "O rank"]
     gate: Bool[Array, "B N"]
@@ -58,72 +61,94 @@ class LowRank(Adapted):
     jax.tree_util.register_dataclass, data_fields=("base", "rows"), meta_fields=("ids",)
 )
 @dataclasses.dataclass(frozen=True, eq=False)
-class OwnRows(Adapted):
-    """A table, and what stands in the place of the rows ``ids``; it need not hold those."""
+class ReplacedRows(Adapted):
+    """A table, and other vectors for the ``ids``; the table need not have rows for those."""
 
-    base: Any  # [V, D]
+    base: Any  # [V, D]; may be quantized
     rows: Float[Array, "A D"]
     ids: tuple[int, ...]
 
-    def replaced(
+    def replace_vectors(
         self, tokens: Int[Array, "B N"], vectors: Float[Array, "B N D"]
     ) -> Float[Array, "B N D"]:
-        """``vectors`` of ``tokens``, with the own rows where they are due."""
-        own = tokens[..., None] == np.array(self.ids)
-        return jnp.where(own.any(-1)[..., None], self.rows[own.argmax(-1)], vectors)
+        """``vectors`` of ``tokens``, replaced where the token is one of the ``ids``."""
+        matches = tokens[..., None] == np.array(self.ids)
+        return jnp.where(matches.any(-1)[..., None], self.rows[matches.argmax(-1)], vectors)
 
 
-def gated(cfg: ModelConfig, params: dict, tokens: Int[Array, "B N"]) -> dict:
-    """The params of a pass over ``tokens``, each weight with its adapter; most have none."""
+def attach_adapters(cfg: ModelConfig, params: dict, tokens: Int[Array, "B N"]) -> dict:
+    """The params of a pass over ``tokens``, with each adapter joined to its weight.
+
+    Params without adapters are returned as they are.
+    """
     if KEY not in params:
         return params
     params = dict(params)
-    adapters, ids = params.pop(KEY), distinct(cfg.adaptive_ids)
+    adapters = params.pop(KEY)
+    ids = distinct(cfg.adaptive_ids)
     gate = jnp.isin(tokens, np.array(ids))
     layers = adapt(params["layers"], adapters["layers"], functools.partial(LowRank, gate=gate))
-    return params | {"embed": OwnRows(params["embed"], adapters["embed"], ids), "layers": layers}
+    embed = ReplacedRows(params["embed"], adapters["embed"], ids)
+    return params | {"embed": embed, "layers": layers}
 
 
-def adapt(layers: dict, pairs: dict, make: Callable[..., Any]) -> dict:
-    """The layers with ``make(weight, down=…, up=…)`` in the place of each weight with a pair."""
+def adapt(layers: dict, adapters: dict, make: Callable[..., Any]) -> dict:
+    """The layers with ``make(weight, down=…, up=…)`` in the place of each adapted weight."""
 
-    def module(base: dict, own: dict) -> dict:
-        made = {name: make(base[name]["weight"], **pair) for name, pair in own.items()}
-        return base | {name: base[name] | {"weight": weight} for name, weight in made.items()}
+    def adapt_module(module: dict, pairs: dict) -> dict:
+        adapted = dict(module)
+        for name, pair in pairs.items():
+            weight = make(module[name]["weight"], **pair)
+            adapted[name] = module[name] | {"weight": weight}
+        return adapted
 
-    return {
-        i: block | {name: module(block[name], own) for name, own in pairs[i].items()}
-        for i, block in layers.items()
-    }
+    adapted_layers = {}
+    for i, block in layers.items():
+        modules = {name: adapt_module(block[name], pairs) for name, pairs in adapters[i].items()}
+        adapted_layers[i] = block | modules
+    return adapted_layers
 
 
 def distinct(ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The adaptive ids in the order of their rows, each once."""
+    """The adaptive ids without repetition, in the order of their embedding rows."""
     return tuple(sorted(set(ids)))
 
 
 def fuse_adapters(cfg: ModelConfig, adapters: dict) -> dict:
-    """Adapters of the inference layout (:func:`specjax.models.blocks.fuse`)."""
-    queries, keys = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+    """Adapters in the inference layout (:func:`specjax.models.blocks.fuse`)."""
+    queries = cfg.num_heads * cfg.head_dim
+    keys = cfg.num_kv_heads * cfg.head_dim
     columns = cfg.intermediate_size
-    joins = {
-        "attention": ("qkv", {"q": queries, "k": keys, "v": keys}),
-        "mlp": ("gate_up", {"gate": columns, "up": columns} if cfg.gated_mlp else {}),
-    }
-    layers = {
-        i: {name: _join(module, *joins[name]) for name, module in block.items()}
-        for i, block in adapters["layers"].items()
-    }
+    fused_names = {"attention": "qkv", "mlp": "gate_up"}
+    outputs = {"attention": {"q": queries, "k": keys, "v": keys}, "mlp": {}}
+    if cfg.gated_mlp:
+        outputs["mlp"] = {"gate": columns, "up": columns}
+
+    layers = {}
+    for i, block in adapters["layers"].items():
+        layers[i] = {
+            name: _fuse_module(module, fused_names[name], outputs[name])
+            for name, module in block.items()
+        }
     return adapters | {"layers": layers}
 
 
-def _join(module: dict, joined: str, outputs: dict[str, int]) -> dict:
-    """The adapters of matrices that are joined row-wise, as one: each keeps its own rank."""
-    own = [name for name in outputs if name in module]
-    kept = {name: pair for name, pair in module.items() if name not in own}
-    if not own:
-        return kept
-    down = jnp.concatenate([module[name][DOWN] for name in own])
-    none = {name: jnp.zeros((size, 0), down.dtype) for name, size in outputs.items()}
-    up = block_diag(*[module[n][UP] if n in module else none[n] for n in outputs])
-    return kept | {joined: {DOWN: down, UP: up}}
+def _fuse_module(module: dict, fused_name: str, outputs: dict[str, int]) -> dict:
+    """The adapters of a module, those of the matrices in ``outputs`` joined to one.
+
+    The matrices are joined row-wise, and each adapter keeps its own rank: ``down`` factors are
+    concatenated, ``up`` factors are the blocks of a block-diagonal matrix. ``outputs`` are the
+    numbers of rows; a matrix without an adapter has rows of zeros.
+    """
+    adapted = [name for name in outputs if name in module]
+    rest = {name: pair for name, pair in module.items() if name not in adapted}
+    if not adapted:
+        return rest
+    down = jnp.concatenate([module[name][DOWN] for name in adapted])
+    blocks = []
+    for name, size in outputs.items():
+        if name in module:
+            blocks.append(module[name][UP])
+        else:
+            blocks.append(jnp.zeros((size, 0), down.dtype))
+    return rest | {fused_name: {DOWN: down, UP: block_diag(*blocks)}}

@@ -1,10 +1,11 @@
-"""What families are made of: attention, MLP, the stack around the blocks, the fused layout.
+"""What model families are made of: attention, MLP, the stack of blocks, the fused layout.
 
-Which switches are on is the config's; how attention, MLP and norms follow each other is the
-family's. Where keys and values live is not known here: ``attend(layer, q, k, v)`` is passed
-in, so training, prefill, decoding and token trees run the same module.
+The config says which switches are on; a family says in which order attention, MLP and norms follow
+each other. This file does not know where keys and values are stored: ``attend(layer, q, k, v)`` is
+passed in. So training, prefill, decoding and token trees run the same module.
 
-Axis legend: B rows, N tokens, D hidden size, H query heads, K key heads, E head size.
+Axis legend: B rows, N tokens, P auxiliary layers, D hidden size, H query heads, K key heads, E head
+size.
 """
 
 from __future__ import annotations
@@ -28,21 +29,27 @@ from specjax.models.sharding import constrain
 
 # attend(layer, q[B,N,H,E], k[B,N,K,E], v[B,N,K,E]) -> [B,N,H,E]
 Attend = Callable[[int, Array, Array, Array], Array]
-Table = tuple[Array, Array] | None  # cos and sin, where positions turn q and k
-# Whether the backward pass recomputes a block: all of it, or all but a long sequence's attention.
+Table = tuple[Array, Array] | None  # cos and sin of rotary positions, if there are any
+# Whether the backward pass recomputes a block: all of it, or all but the attention of long
+# sequences.
 Remat = bool | Literal["attention"]
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention; q and k are normed and rotated where the config says so.
+    """Grouped-query self-attention; q and k are normed and rotated if the config says so.
 
-    ``width``: of what it reads, where that is not the hidden size.
+    ``width``: the size of its input; the hidden size by default.
     """
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool, width: int | None = None):
-        self.cfg, self.fused = cfg, fused
-        d, q, kv = cfg.hidden_size, cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
-        bias, std, width = cfg.attention_bias or cfg.qkv_bias, _residual_std(cfg), width or d
+        self.cfg = cfg
+        self.fused = fused
+        d = cfg.hidden_size
+        q = cfg.num_heads * cfg.head_dim
+        kv = cfg.num_kv_heads * cfg.head_dim
+        width = width or d
+        bias = cfg.attention_bias or cfg.qkv_bias
+        std = _residual_std(cfg)
         if fused:
             self.qkv = Linear((q + 2 * kv, width), ("heads", "hidden"), bias, cfg.shards, rngs)
         else:
@@ -56,23 +63,30 @@ class Attention(nnx.Module):
 
     def __call__(self, x, table: Table, attend: Callable[[Array, Array, Array], Array]):
         b, n, _ = x.shape
-        heads = self._fused_heads if self.fused else self._heads
-        out = attend(*heads(x, lambda x: x.reshape(b, n, -1, self.cfg.head_dim), table))
-        return self.out(out.reshape(b, n, -1))
+        project = self._project_fused if self.fused else self._project
+        q, k, v = project(x, lambda x: x.reshape(b, n, -1, self.cfg.head_dim), table)
+        return self.out(attend(q, k, v).reshape(b, n, -1))
 
-    def _heads(self, x, split: Callable[[Array], Array], table: Table) -> tuple[Array, ...]:
-        """q, k and v apart: joined, long sequences would be copied to be joined and parted."""
-        q, k, v = (split(linear(x)) for linear in (self.q, self.k, self.v))
+    def _project(self, x, split_heads: Callable[[Array], Array], table: Table):
+        """q, k and v as three products: training would copy long sequences to join and split."""
+        q, k, v = (split_heads(linear(x)) for linear in (self.q, self.k, self.v))
         if self.cfg.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         if table is not None:
-            q, k = rotate(q, *table), rotate(k, *table)
+            q = rotate(q, *table)
+            k = rotate(k, *table)
         return q, k, v
 
-    def _fused_heads(self, x, split: Callable[[Array], Array], table: Table) -> tuple[Array, ...]:
-        """The same of one product; q and k stay together for fewer, larger steps."""
-        h, k = self.cfg.num_heads, self.cfg.num_kv_heads
-        qkv = split(self.qkv(x))
+    def _project_fused(self, x, split_heads: Callable[[Array], Array], table: Table):
+        """q, k and v as one product.
+
+        q and k stay joined until they are rotated: fewer and larger operations. At 13M parameters
+        half of a decoding step on a CPU is the fixed cost of small ones, 20 to 40 µs each.
+        """
+        h = self.cfg.num_heads
+        k = self.cfg.num_kv_heads
+        qkv = split_heads(self.qkv(x))
         qk = qkv[:, :, : h + k]
         if self.cfg.qk_norm:
             qk = jnp.concatenate([self.q_norm(qk[:, :, :h]), self.k_norm(qk[:, :, h:])], axis=2)
@@ -85,8 +99,11 @@ class MLP(nnx.Module):
     """``down(act(gate x) · up x)``, or ``down(act(up x))`` without a gate."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
-        self.cfg, self.fused = cfg, fused
-        d, f, bias, std = cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias, _residual_std(cfg)
+        self.cfg = cfg
+        self.fused = fused
+        d = cfg.hidden_size
+        f = cfg.intermediate_size
+        bias = cfg.mlp_bias
         if not cfg.gated_mlp:
             self.up = Linear((f, d), ("columns", "hidden"), bias, cfg.shards, rngs)
         elif fused:
@@ -94,6 +111,7 @@ class MLP(nnx.Module):
         else:
             self.gate = Linear((f, d), ("columns", "hidden"), bias, cfg.shards, rngs)
             self.up = Linear((f, d), ("columns", "hidden"), bias, cfg.shards, rngs)
+        std = _residual_std(cfg)
         self.down = Linear((d, f), ("hidden", "columns"), bias, cfg.shards, rngs, std)
 
     def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
@@ -103,7 +121,8 @@ class MLP(nnx.Module):
         if self.fused:
             gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         else:
-            gate, up = self.gate(x), self.up(x)
+            gate = self.gate(x)
+            up = self.up(x)
         return self.down(act(gate) * up)
 
 
@@ -125,30 +144,30 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Token ids and positions to final-normed hidden states ``[B, N, D]``.
 
-    A family sets ``block`` and replaces what it does otherwise. ``fused`` joins q, k, v and
-    gate, up into one product each: an inference-time layout (:func:`fuse`), never seen by
-    training or saving.
+    A family sets ``block`` and overrides the methods that differ. ``fused`` joins q, k, v and gate,
+    up into one product each (:func:`fuse`). That layout is for inference only; training and saving
+    never see it.
     """
 
-    block: type[nnx.Module] = Block
+    block: type[Block] = Block
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool = False):
         self.cfg = cfg
-        width = cfg.embed_size or cfg.hidden_size
-        self.embed = make_table((cfg.vocab_size, width), ("vocab", "embedding"), rngs)
+        embed_size = cfg.embed_size or cfg.hidden_size
+        self.embed = make_table((cfg.vocab_size, embed_size), ("vocab", "embedding"), rngs)
         blocks = {str(i): self.block(cfg, rngs, fused) for i in range(cfg.num_layers)}
         self.layers = nnx.Dict(blocks)
         if cfg.final_norm:
             self.norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps)
         if not cfg.tie_embeddings:
-            self.head = make_table((cfg.vocab_size, width), ("vocab", "embedding"), rngs)
+            self.head = make_table((cfg.vocab_size, embed_size), ("vocab", "embedding"), rngs)
 
     def inputs(self, tokens: Int[Array, "B N"], positions: Int[Array, "B N"]):
         """The first block's input ``[B, N, D]``."""
         return self.embedded(tokens)
 
     def embedded(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N D"]:
-        """The tokens' own vectors, as wide as the embedding."""
+        """The tokens' embeddings, not projected."""
         return sharding.look_up(self.embed[...], tokens, self.cfg.vocab_size)
 
     def tables(self, positions: Int[Array, "B N"]) -> list[Table]:
@@ -159,8 +178,10 @@ class Decoder(nnx.Module):
         return [rope_table(cfg.rope, cfg.rotary_dim or cfg.head_dim, positions)] * cfg.num_layers
 
     def outputs(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-        """What the head reads."""
-        return self.norm(x) if self.cfg.final_norm else x
+        """The output head's input, from the last block's output."""
+        if not self.cfg.final_norm:
+            return x
+        return self.norm(x)
 
     def __call__(
         self,
@@ -173,29 +194,29 @@ class Decoder(nnx.Module):
         features: Float[Array, "B N D"] | None = None,
         rows: NamedSharding | None = None,
     ) -> tuple[Float[Array, "B N D"], Float[Array, "B N P D"] | None]:
-        """The hidden states, and the inputs of the P layers ``aux_layers``; None where there are
-        none.
+        """The hidden states, and the inputs of the P ``aux_layers``; None if there are none.
 
-        ``features`` are what a head reads beside its tokens. ``rows`` says where those of a batch
-        lie: every block's input and output stays there, so that a device works on its own rows
-        with weights that it gathers for one block, and never on a part of each row's width.
+        ``features`` are what a draft head reads beside its tokens. ``rows`` is the sharding of the
+        batch's rows. Every block's input and output is constrained to it. A device then works on
+        its own rows with weights gathered for one block, never on a part of each row's hidden size.
         """
-        x, tables, first = (
-            constrain(self.inputs(tokens, positions), rows),
-            self.tables(positions),
-            0,
-        )
-        aux_states = (
-            jnp.zeros((*x.shape[:2], len(aux_layers), x.shape[2]), x.dtype) if aux_layers else None
-        )
+        x = constrain(self.inputs(tokens, positions), rows)
+        tables = self.tables(positions)
+        aux_states = None
+        if aux_layers:
+            aux_states = jnp.zeros((*x.shape[:2], len(aux_layers), x.shape[2]), x.dtype)
+        first = 0
         if scan:
             x, aux_states, first = self._scan(
                 x, aux_states, aux_layers, tables, attend, remat, rows
             )
+
         for i in range(first, self.cfg.num_layers):
             aux_states = _record_aux(aux_states, aux_layers, i, x)
-            run = _call(tables[i], functools.partial(attend, i), rows)
-            x = (nnx.remat(run, policy=kept(remat)) if remat else run)(self.layers[str(i)], x)
+            run = _block_runner(tables[i], functools.partial(attend, i), rows)
+            if remat:
+                run = nnx.remat(run, policy=_remat_policy(remat))
+            x = run(self.layers[str(i)], x)
         return self.outputs(x), aux_states
 
     def _scan(
@@ -208,13 +229,18 @@ class Decoder(nnx.Module):
         remat: Remat,
         rows: NamedSharding | None,
     ) -> tuple[Float[Array, "B N D"], Float[Array, "B N P D"] | None, int]:
-        """Layers as one ``lax.scan`` over whole periods of like ones, and how many it ran.
+        """Runs layers as one ``lax.scan`` over whole periods; also returns how many layers it ran.
 
-        The program holds one period whatever the depth. It costs a stacked copy of the params.
+        A period is the shortest sequence of layer kinds that repeats. The program holds one period
+        whatever the depth. That costs a stacked copy of the params.
         """
-        repeat = period(list(zip(self.cfg.windows, map(id, tables), strict=True)))
+        kinds = [
+            (window, id(table)) for window, table in zip(self.cfg.windows, tables, strict=True)
+        ]
+        repeat = period(kinds)
         count = self.cfg.num_layers // repeat * repeat
         blocks = [nnx.split(self.layers[str(i)]) for i in range(count)]
+        # Layers at the same index of their period are stacked: one slice per turn of the scan.
         states = [[state for _, state in blocks[i::repeat]] for i in range(repeat)]
         stacked = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *group) for group in states]
 
@@ -224,24 +250,27 @@ class Decoder(nnx.Module):
             for i, state in enumerate(states):
                 aux_states = _record_aux(aux_states, aux_layers, first + i, x)
                 block = nnx.merge(blocks[i][0], state)
-                x = _call(tables[i], functools.partial(attend, i), rows)(block, x)
+                x = _block_runner(tables[i], functools.partial(attend, i), rows)(block, x)
             return (x, aux_states), None
 
-        # Inside a scan nothing is merged with the forward pass, so no barrier against it.
-        run = jax.checkpoint(run, prevent_cse=False, policy=kept(remat)) if remat else run
-        periods = jnp.arange(0, count, repeat), stacked
-        return *jax.lax.scan(run, (x, aux_states), periods)[0], count
+        if remat:
+            # XLA cannot merge the recomputation with the forward pass across a scan, so the
+            # barrier against that is not needed.
+            run = jax.checkpoint(run, prevent_cse=False, policy=_remat_policy(remat))
+        periods = (jnp.arange(0, count, repeat), stacked)
+        (x, aux_states), _ = jax.lax.scan(run, (x, aux_states), periods)
+        return x, aux_states, count
 
 
-def kept(remat: Remat) -> Callable | None:
+def _remat_policy(remat: Remat) -> Callable | None:
     """What ``jax.checkpoint`` keeps of a block beside its input; None: nothing."""
     if remat == "attention":
         return jax.checkpoint_policies.save_only_these_names(RESULT)
     return None
 
 
-def _call(table: Table, attend: Callable, rows: NamedSharding | None) -> Callable:
-    """Runs a block; what is closed over here is no argument that remat would trace."""
+def _block_runner(table: Table, attend: Callable, rows: NamedSharding | None) -> Callable:
+    """``run(block, x)``; the table and ``attend`` are closed over, so that remat traces neither."""
     return lambda block, x: constrain(block(constrain(x, rows), table, attend), rows)
 
 
@@ -251,21 +280,22 @@ def _record_aux(
     layer: Int[Array, ""] | int,
     x: Float[Array, "B N D"],
 ) -> Float[Array, "B N P D"] | None:
-    """``aux_states`` with ``x`` at the places of ``layer``, if it is one of the ``aux_layers``."""
-    if not aux_layers or (isinstance(layer, int) and layer not in aux_layers):
+    """``aux_states`` with ``x`` stored for ``layer``, if that is one of the ``aux_layers``."""
+    if aux_states is None or (isinstance(layer, int) and layer not in aux_layers):
         return aux_states
-    here = (np.array(aux_layers) == layer)[:, None]
-    return jnp.where(here, x[:, :, None], aux_states)
+    # Inside a scan the layer is traced, so each layer's input is compared to all of `aux_layers`.
+    is_layer = (np.array(aux_layers) == layer)[:, None]
+    return jnp.where(is_layer, x[:, :, None], aux_states)
 
 
 def make_table(shape: tuple[int, int], axes: tuple[str, str], rngs: nnx.Rngs) -> nnx.Param:
-    """A table of random vectors, ``[rows, width]``."""
+    """A table of random vectors, one per row."""
     init = nnx.initializers.normal(0.02)
     return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
 
 
 def _residual_std(cfg: ModelConfig) -> float:
-    """Initial scale of what is added to the residual stream, shrunk with depth (GPT-2)."""
+    """The initial scale of what is added to the residual stream; it shrinks with depth (GPT-2)."""
     return 0.02 / (2 * cfg.num_layers) ** 0.5
 
 
@@ -277,12 +307,16 @@ def fuse(params: dict) -> dict:
 def fuse_layer(block: dict) -> dict:
     """One layer of :func:`fuse`."""
 
-    def join(module: dict, names: tuple[str, ...], joined: str) -> dict:
+    def join(module: dict, names: tuple[str, ...], fused_name: str) -> dict:
         parts = [module[name] for name in names]
-        kept = {name: part for name, part in module.items() if name not in names}
-        return kept | {joined: {n: jnp.concatenate([p[n] for p in parts]) for n in parts[0]}}
+        rest = {name: part for name, part in module.items() if name not in names}
+        fused = {}
+        for leaf in parts[0]:
+            fused[leaf] = jnp.concatenate([part[leaf] for part in parts])
+        return rest | {fused_name: fused}
 
-    attention, mlp = join(block["attention"], ("q", "k", "v"), "qkv"), block["mlp"]
+    attention = join(block["attention"], ("q", "k", "v"), "qkv")
+    mlp = block["mlp"]
     if "gate" in mlp:
         mlp = join(mlp, ("gate", "up"), "gate_up")
     return block | {"attention": attention, "mlp": mlp}

@@ -1,11 +1,15 @@
 """The KV cache: its buffers, their sizes, writes, and the commit of an accepted path.
 
+Layers of a sliding window keep their keys and values in a ring buffer: the token at position p is
+in cache position ``p % size``. All other layers have one cache position per token position.
+
 Axis legend: B rows, N new tokens, S cache positions, L layers, K key heads, E head size, D draft
 depth.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,146 +17,200 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from specjax.models.coded import Coded, encode
 from specjax.models.config import ModelConfig
+from specjax.models.quantized_cache import KVBuffer, QuantizedKV, quantize_kv
 
-MIN_CAPACITY, MIN_CHUNK = 128, 16
-# Tokens per prefill pass. Wider ones cost a CPU less per token, but the last pass is waste in part;
-# accelerators want them wide.
-MAX_CHUNK_CPU, MAX_CHUNK = 128, 512
-MAX_TOKENS = 8192  # of a prefill pass, of all rows
-# Up to this many rows the cache is written row by row; more would bloat the program.
+MIN_CAPACITY = 128
+MIN_CHUNK = 16
+# Largest prefill chunk, in tokens of a row. On a CPU a wider chunk costs a little less per token,
+# but more of the last one is padding. Accelerators need wide ones to be busy.
+MAX_CHUNK_CPU = 128
+MAX_CHUNK = 512
+MAX_TOKENS = 8192  # of a prefill pass, over all rows
+# Up to this many rows, each row's write is an operation of its own (see `write_rows`).
 UNROLLED_ROWS = 32
-# Slots that a layer of a sliding window has beside its window: room for the widest pass, twice.
-SPARE = 2 * MAX_CHUNK
+# Cache positions that a ring has beside its window. A pass writes all its tokens before it reads,
+# so its writes must not reach what its first token still sees; and the padding of a prompt's last
+# chunk may be written past the prompt's end. Each takes one pass of the largest size.
+RING_SPARE = 2 * MAX_CHUNK
 
 
 @struct.dataclass
 class KVCache:
     """Keys and values of every layer: a tuple of L arrays ``[B, K, S, E]`` each.
 
-    One array per layer, not one stacked array: an update then touches one buffer and
-    XLA writes it in place. Slot s of row b holds the token at position s while
-    ``s < length[b] - 1``; higher positions are scratch.
+    One array per layer, not one stacked array: an update then touches one buffer and XLA writes it
+    in place. Cache position s of row b holds the token at position s while
+    ``s < length[b] - 1``. What is beyond that is scratch.
 
-    A layer of a sliding window has at most ``rings[layer]`` positions, None for others: what it
-    sees, and :data:`SPARE`. There the token at position p lies in cache position ``p %
-    rings[layer]``; the one whose place it takes is out of sight.
+    A layer of a sliding window has at most ``ring_sizes[layer]`` cache positions: its window and
+    :data:`RING_SPARE`. If it has that many, it is a ring: the token at position p is in cache
+    position ``p % ring_sizes[layer]``, and what it overwrites is outside of every window. The ring
+    size of other layers is None.
     """
 
-    k: tuple[Float[Array, "B K S E"] | Coded, ...]
-    v: tuple[Float[Array, "B K S E"] | Coded, ...]
-    rings: tuple[int | None, ...] = struct.field(pytree_node=False)
+    k: tuple[KVBuffer, ...]
+    v: tuple[KVBuffer, ...]
+    ring_sizes: tuple[int | None, ...] = struct.field(pytree_node=False)
 
-    def goes_round(self, layer: int) -> bool:
-        """Whether positions may exceed the layer's positions."""
-        return self.k[layer].shape[2] == self.rings[layer]
+    def is_ring(self, layer: int) -> bool:
+        """Whether token positions of this layer wrap around its cache positions."""
+        return self.k[layer].shape[2] == self.ring_sizes[layer]
 
 
 def ring_capacity(window: int | None) -> int | None:
-    """The most positions of a layer that sees so many positions; None: of one that sees all."""
+    """The most cache positions of a layer with this window; None for a layer without one."""
     if window is None:
         return None
-    step = SPARE // 2  # the blocks of long caches divide it
-    return -(-(window + SPARE) // step) * step
+    # A multiple of this size: the blocks of long caches then divide a ring.
+    step = RING_SPARE // 2
+    return -(-(window + RING_SPARE) // step) * step
 
 
-def still_holds(ring: int | None, fed: int, same: int) -> bool:
-    """Whether a layer of so many positions, fed a prompt, holds what the token after ``same`` sees.
+def ring_keeps_prefix(ring_size: int | None, prompt: int, shared: int) -> bool:
+    """Whether a prefilled prompt's cache still serves another prompt that begins the same.
 
-    Pieces of prompts reach up to a pass behind their end, and of :data:`SPARE` a half is for that.
+    A ring overwrites its oldest tokens. The other prompt goes on after the ``shared`` tokens, and
+    its window there must still be in the ring.
+
+    Args:
+      ring_size: cache positions of the ring; None: the layer is no ring and keeps everything.
+      prompt: tokens that were prefilled.
+      shared: tokens that the two prompts begin with.
     """
-    return ring is None or fed + MAX_CHUNK <= ring or fed - same <= SPARE // 4
+    if ring_size is None:
+        return True
+    # The last chunk writes up to `MAX_CHUNK` positions past the prompt's end.
+    nothing_overwritten = prompt + MAX_CHUNK <= ring_size
+    # Half of `RING_SPARE` is for those writes; of the other half, one half is used here.
+    return nothing_overwritten or prompt - shared <= RING_SPARE // 4
 
 
-def init_cache(cfg: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
-    """An empty cache, of int8 a coded one; its bytes are ``batch`` times :func:`row_bytes`."""
-    rings = tuple(map(ring_capacity, cfg.windows))
+def init_cache(cfg: ModelConfig, batch: int, capacity: int, dtype: DTypeLike) -> KVCache:
+    """An empty cache; of dtype int8 a quantized one.
 
-    def empty(ring):
-        shape = (batch, cfg.num_kv_heads, min(capacity, ring or capacity), cfg.head_dim)
-        codes = jnp.zeros(shape, dtype)
-        coded = codes.dtype == jnp.int8
-        return Coded(codes, jnp.zeros((*shape[:3], 1), jnp.float32)) if coded else codes
+    Its size in bytes is ``batch`` times :func:`row_bytes`.
+    """
+    ring_sizes = tuple(ring_capacity(window) for window in cfg.windows)
 
-    return KVCache(*(tuple(map(empty, rings)) for _ in "kv"), rings)
+    def empty_buffer(ring_size: int | None) -> KVBuffer:
+        positions = min(capacity, ring_size or capacity)
+        shape = (batch, cfg.num_kv_heads, positions, cfg.head_dim)
+        entries = jnp.zeros(shape, dtype)
+        if entries.dtype != jnp.int8:
+            return entries
+        return QuantizedKV(entries, jnp.zeros((*shape[:3], 1), jnp.float32))
+
+    keys = tuple(empty_buffer(size) for size in ring_sizes)
+    values = tuple(empty_buffer(size) for size in ring_sizes)
+    return KVCache(keys, values, ring_sizes)
 
 
-def row_bytes(cfg: ModelConfig, capacity: int, dtype: jnp.dtype) -> int:
-    """Bytes of a row's cache; of a split model those of one device."""
+def row_bytes(cfg: ModelConfig, capacity: int, dtype: DTypeLike) -> int:
+    """Bytes of one row's cache; if the model is split, those on one device."""
     cache = jax.eval_shape(lambda: init_cache(cfg, 1, capacity, dtype))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
 
 def bucket(capacity: int) -> int:
-    """The next of 128, 256, 384, 512, 768, 1024, 1536, … that holds ``capacity``.
+    """The smallest of 128, 256, 384, 512, 768, 1024, 1536, … that is at least ``capacity``.
 
-    The cost of a step follows the static length: powers of two alone would leave up to half of
-    what every step reads unused.
+    The cost of a step follows this static length. With powers of two alone, up to half of what
+    every step reads would be unused; from 256 on the sizes in between make that a third.
     """
-    power = max(MIN_CAPACITY, _power_of_two(capacity))
+    power = max(MIN_CAPACITY, _power_of_two_from(capacity))
     between = power * 3 // 4
-    return between if capacity <= between and between % MIN_CAPACITY == 0 else power
+    if capacity <= between and between % MIN_CAPACITY == 0:
+        return between
+    return power
 
 
 def bucket_below(capacity: int) -> int:
-    """The bucket before one; the smallest one's is itself."""
-    smaller = (capacity * share // 12 for share in (9, 8, 6))
-    return next((size for size in smaller if bucket(size) == size), capacity)
+    """The next smaller bucket; the smallest one's is itself."""
+    # A bucket is 4/3, 3/2 or twice the one before.
+    for twelfths in (9, 8, 6):
+        smaller = capacity * twelfths // 12
+        if bucket(smaller) == smaller:
+            return smaller
+    return capacity
 
 
 def chunk_size(prompt: int, rows: int = 1, least: int = MIN_CHUNK) -> int:
-    """The chunk size of prefill, a power of two, for ``rows`` of one device, the longest of
-    ``prompt``.
+    """Tokens of a prefill chunk, a power of two.
 
-    Many rows go in narrower passes, or activations would take a share of the memory. ``least``, a
-    power of two: the smallest chunk.
+    With many rows chunks are smaller, or activations would take a large share of the memory.
+
+    Args:
+      prompt: tokens of the longest prompt.
+      rows: how many rows of one device are prefilled in a pass.
+      least: the smallest chunk, a power of two.
     """
     largest = MAX_CHUNK_CPU if jax.default_backend() == "cpu" else MAX_CHUNK
-    fitting = 1 << (MAX_TOKENS // rows).bit_length() >> 1
-    return max(MIN_CHUNK, min(largest, fitting, max(least, _power_of_two(prompt))))
+    fits_memory = power_of_two_upto(MAX_TOKENS // rows)
+    wanted = max(least, _power_of_two_from(prompt))
+    return max(MIN_CHUNK, min(largest, fits_memory, wanted))
 
 
 def chunk_sizes(largest: int) -> list[int]:
-    """The chunk sizes, up to ``largest``, that :func:`chunk_size` gives."""
+    """The chunk sizes up to ``largest`` that :func:`chunk_size` may give."""
     return [MIN_CHUNK << n for n in range((largest // MIN_CHUNK).bit_length())]
 
 
-def _power_of_two(least: int) -> int:
+def _power_of_two_from(least: int) -> int:
+    """The smallest power of two that is at least this."""
     return 1 << (least - 1).bit_length()
 
 
+def power_of_two_upto(most: int) -> int:
+    """The largest power of two that is at most this; 0 for 0."""
+    return 1 << most.bit_length() >> 1
+
+
 def write(
-    buffer: Float[Array, "B K S E"] | Coded,
+    buffer: KVBuffer,
     new: Float[Array, "B K N E"],
     start: Int[Array, "B"],
-    around: bool = False,
-) -> Float[Array, "B K S E"] | Coded:
-    """:func:`write_rows`, ``around`` the end where positions go round; coded if the buffer is."""
-    put = write_around if around else write_rows
-    if not isinstance(buffer, Coded):
-        return put(buffer, new, start)
-    return Coded(*(put(*pair, start) for pair in zip(buffer, encode(new), strict=True)))
+    is_ring: bool = False,
+) -> KVBuffer:
+    """``buffer`` with each row's new entries from its ``start`` on, quantized if the buffer is."""
+    write_entries = _writer(is_ring)
+    if not isinstance(buffer, QuantizedKV):
+        return write_entries(buffer, new, start)
+    entries = quantize_kv(new)
+    codes = write_entries(buffer.codes, entries.codes, start)
+    scales = write_entries(buffer.scales, entries.scales, start)
+    return QuantizedKV(codes, scales)
 
 
-def write_around(
+def _writer(is_ring: bool) -> Callable[[Array, Array, Array], Array]:
+    return write_ring if is_ring else write_rows
+
+
+def write_ring(
     buffer: Float[Array, "B K S E"], new: Float[Array, "B K N E"], start: Int[Array, "B"]
 ) -> Float[Array, "B K S E"]:
-    """:func:`write_rows` modulo the positions: what does not fit before the end goes to the
-    front."""
-    capacity, count = buffer.shape[2], new.shape[2]
+    """:func:`write_rows` modulo the capacity: what does not fit before the end wraps around.
+
+    Two writes of N positions each, one that ends at the buffer's end at the latest, one at its
+    front. A position that gets no new entry in either is written with what it held.
+    """
+    capacity = buffer.shape[2]
+    count = new.shape[2]
     start = start % capacity
     if count == 1:
         return write_rows(buffer, new, start)
+
     for first in (jnp.minimum(start, capacity - count), jnp.zeros_like(start)):
-        at = first[:, None] + jnp.arange(count, dtype=start.dtype)
-        # The new entry that belongs in each of these positions; at the front there is none in most.
-        entry = ((at - start[:, None]) % capacity)[:, None, :, None]
-        old = jnp.take_along_axis(buffer, at[:, None, :, None], axis=2)
-        own = jnp.take_along_axis(new, jnp.minimum(entry, count - 1), axis=2).astype(old.dtype)
-        buffer = write_rows(buffer, jnp.where(entry < count, own, old), first)
+        positions = first[:, None] + jnp.arange(count, dtype=start.dtype)
+        # The index of the new entry that belongs into each position; `count` or more: none does.
+        index = ((positions - start[:, None]) % capacity)[:, None, :, None]
+        old = jnp.take_along_axis(buffer, positions[:, None, :, None], axis=2)
+        clipped = jnp.minimum(index, count - 1)
+        replacement = jnp.take_along_axis(new, clipped, axis=2).astype(old.dtype)
+        buffer = write_rows(buffer, jnp.where(index < count, replacement, old), first)
     return buffer
 
 
@@ -161,8 +219,9 @@ def write_rows(
 ) -> Float[Array, "B K S E"]:
     """Writes each row's new entries at its own start, in place under donation.
 
-    One ``dynamic_update_slice`` per row: under vmap it becomes a scatter, which CPUs run
-    entry by entry. Large batches take the scatter, their program would grow with the rows.
+    Up to :data:`UNROLLED_ROWS` rows there is one ``dynamic_update_slice`` per row. Under vmap it
+    would become a scatter, which CPUs run entry by entry. For more rows it is a scatter all the
+    same, because the unrolled program would grow with them.
     """
     new = new.astype(buffer.dtype)
     rows = buffer.shape[0]
@@ -171,68 +230,79 @@ def write_rows(
         return buffer.at[jnp.arange(rows)[:, None], :, positions].set(
             new.transpose(0, 2, 1, 3), mode="drop", unique_indices=True
         )
+
     if new.shape[2] == 1 and rows == 1 and jax.default_backend() == "cpu":
-        new, start = _with_neighbour(buffer, new, start)
+        new, start = _with_neighbor(buffer, new, start)
     zero = jnp.zeros((), start.dtype)
     for row in range(rows):
-        where = (jnp.asarray(row, start.dtype), zero, start[row], zero)
-        buffer = jax.lax.dynamic_update_slice(buffer, new[row : row + 1], where)
+        indices = (jnp.asarray(row, start.dtype), zero, start[row], zero)
+        buffer = jax.lax.dynamic_update_slice(buffer, new[row : row + 1], indices)
     return buffer
 
 
-def _with_neighbour(
+def _with_neighbor(
     buffer: Float[Array, "1 K S E"], new: Float[Array, "1 K 1 E"], start: Int[Array, "1"]
 ) -> tuple[Float[Array, "1 K 2 E"], Int[Array, "1"]]:
-    """One entry as two, the other being what the cache holds, and the cache position of the first.
+    """The new entry together with what the cache holds next to it, and where the two begin.
 
-    XLA for CPU makes the write of a lone entry part of every operation that reads the buffer:
-    three copies of the cache per token. The write of two entries it leaves alone.
+    XLA for CPU fuses the write of a single entry into every operation that reads the buffer, which
+    costs three copies of the cache per token. It does not do so for a write of two entries.
     """
     first = jnp.maximum(start - 1, 0)
     old = jax.lax.dynamic_slice_in_dim(buffer, first[0], 2, axis=2)
-    ours = first[:, None] + jnp.arange(2, dtype=start.dtype) == start[:, None]
-    return jnp.where(ours[:, None, :, None], new, old), first
+    is_new = first[:, None] + jnp.arange(2, dtype=start.dtype) == start[:, None]
+    return jnp.where(is_new[:, None, :, None], new, old), first
 
 
 def commit_path(cache: KVCache, start: Int[Array, "B"], path: Int[Array, "B D+1"]) -> KVCache:
     """Moves the entries of an accepted tree path into the positions ``start, start + 1, …``.
 
-    ``path`` holds node indices; entries past the accepted depth may be any index: what
-    they move lands beyond the committed length.
+    ``path`` holds node indices. Entries past the accepted depth may be any index: what they move
+    is written beyond the committed length.
     """
 
-    def move(layer, buffer):
-        source, capacity, around = start[:, None] + path, buffer.shape[2], cache.goes_round(layer)
-        source = source % capacity if around else jnp.clip(source, 0, capacity - 1)
-        kept = jnp.take_along_axis(buffer, source[:, None, :, None], axis=2)
-        return (write_around if around else write_rows)(buffer, kept, start)
+    def move(layer: int, buffer: Array) -> Array:
+        source = start[:, None] + path
+        capacity = buffer.shape[2]
+        is_ring = cache.is_ring(layer)
+        if is_ring:
+            source = source % capacity
+        else:
+            source = jnp.clip(source, 0, capacity - 1)
+        entries = jnp.take_along_axis(buffer, source[:, None, :, None], axis=2)
+        return _writer(is_ring)(buffer, entries, start)
 
-    return _each_layer(move, cache)
+    return _map_layers(move, cache)
 
 
 def resize(tree: Any, capacity: int) -> Any:
-    """Every :class:`KVCache` inside ``tree`` with ``capacity`` positions, the last ones new or cut
-    off.
+    """``tree`` with every :class:`KVCache` in it padded or cut to ``capacity`` positions.
 
-    They are cut off where no row has as many tokens: its positions have not gone round.
+    Cut only where no row has more tokens than that: then no ring has wrapped around yet, and the
+    positions that are cut off hold nothing.
     """
 
-    def fit(node):
-        def of_layer(layer, buffer):
-            size = min(capacity, node.rings[layer] or capacity)
-            room = ((0, 0), (0, 0), (0, max(0, size - buffer.shape[2])), (0, 0))
-            return jnp.pad(buffer[:, :, :size], room)
+    def resize_cache(node: Any) -> Any:
+        if not isinstance(node, KVCache):
+            return node
 
-        return _each_layer(of_layer, node) if isinstance(node, KVCache) else node
+        def resize_buffer(layer: int, buffer: Array) -> Array:
+            size = min(capacity, node.ring_sizes[layer] or capacity)
+            padding = ((0, 0), (0, 0), (0, max(0, size - buffer.shape[2])), (0, 0))
+            return jnp.pad(buffer[:, :, :size], padding)
 
-    return jax.tree.map(fit, tree, is_leaf=lambda node: isinstance(node, KVCache))
+        return _map_layers(resize_buffer, node)
+
+    return jax.tree.map(resize_cache, tree, is_leaf=lambda node: isinstance(node, KVCache))
 
 
-def _each_layer(function: Callable[[int, Array], Array], cache: KVCache) -> KVCache:
-    """``function(layer, array)`` of every array of the cache."""
+def _map_layers(function: Callable[[int, Array], Array], cache: KVCache) -> KVCache:
+    """The cache of ``function(layer, array)`` for every array of every layer."""
 
-    def of(buffers):
-        each = enumerate(buffers)
-        return tuple(jax.tree.map(functools.partial(function, i), buffer) for i, buffer in each)
+    def map_buffers(buffers: tuple[KVBuffer, ...]) -> tuple[KVBuffer, ...]:
+        mapped = []
+        for layer, buffer in enumerate(buffers):
+            mapped.append(jax.tree.map(functools.partial(function, layer), buffer))
+        return tuple(mapped)
 
-    return cache.replace(k=of(cache.k), v=of(cache.v))
+    return dataclasses.replace(cache, k=map_buffers(cache.k), v=map_buffers(cache.v))

@@ -1,7 +1,7 @@
-"""What a decoder-only language model looks like, in one frozen dataclass.
+"""The architecture of a decoder-only language model, in one frozen dataclass.
 
-This file knows nothing of arrays, nor of Hugging Face's names for all this: each family's
-file translates its own ``config.json``.
+This file knows neither arrays nor Hugging Face's names: each family's file translates its own
+``config.json``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base frequency and how it is stretched to longer contexts.
+    """Rotary embedding: its base frequency, and how it is stretched to longer contexts.
 
-    ``kind`` is the checkpoint's ``rope_type``. ``dynamic`` is frozen at the configured
-    length: frequencies that change with the running length would invalidate a KV cache.
+    ``kind`` is the checkpoint's ``rope_type``. For ``dynamic`` the frequencies stay those of the
+    configured length: if they followed the running length, they would invalidate the KV cache.
     """
 
     theta: float = 10000.0
@@ -39,12 +39,12 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Architecture of a decoder-only model: sizes, and the switches its family may set.
+    """Architecture of a decoder-only model: its sizes, and the switches its family may set.
 
-    Sizes are in elements. The defaults are Llama's; ``family`` is Hugging Face's
-    ``model_type`` and picks the module (:mod:`specjax.models.families`). ``adaptive_ids`` are
-    those of a model that SDSAT tuned, by their place in a window of the trained length L: L
-    times the same id, or L distinct ones.
+    Sizes are in elements. The defaults are Llama's. ``family`` is Hugging Face's ``model_type`` and
+    picks the module (:mod:`specjax.models.families`). ``adaptive_ids`` are the adaptive tokens of a
+    model that SDSAT tuned, one per index in a window of the trained length L: L times the same id,
+    or L distinct ids.
     """
 
     family: str
@@ -56,7 +56,7 @@ class ModelConfig:
     head_dim: int
     intermediate_size: int
     max_position: int
-    rope: RopeConfig | None = RopeConfig()  # None: positions are learned, or ALiBi
+    rope: RopeConfig | None = RopeConfig()  # None: learned positions, or ALiBi
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     attention_bias: bool = False  # of q, k, v and the output
@@ -68,31 +68,32 @@ class ModelConfig:
     adaptive_ids: tuple[int, ...] = ()
     qkv_bias: bool = False  # of q, k and v alone
     qk_norm: bool = False
-    sliding_layers: tuple[bool, ...] | None = None  # which layers slide; None: all of them
-    norm: str = "rms"  # rms, rms+1 (the weight is the scale less one) or layer
+    sliding_layers: tuple[bool, ...] | None = None  # which layers have the window; None: all
+    norm: str = "rms"  # rms, rms+1 (scale = 1 + weight) or layer
     activation: str = "silu"  # silu, gelu, gelu_tanh or relu
     gated_mlp: bool = True
-    rotary_dim: int | None = None  # the part of each head that turns; None: all of it
-    local_rope: RopeConfig | None = None  # of sliding layers, where it differs
+    rotary_dim: int | None = None  # entries of each head that are rotated; None: all
+    local_rope: RopeConfig | None = None  # of sliding layers, if it differs
     alibi: bool = False
     parallel_residual: bool = False  # attention and MLP read the same input
-    norm_before: bool = True  # False: the norms follow attention and MLP
+    norm_before: bool = True  # False: the norms come after attention and MLP
     final_norm: bool = True
-    embed_size: int | None = None  # width of the token embedding, where it is projected
+    embed_size: int | None = None  # of the token embedding, if it is projected to hidden_size
     attention_scale: float | None = None  # on q·k; None: head_dim ** -0.5
     attention_softcap: float | None = None
     logit_softcap: float | None = None
-    shards: int = 1  # devices that share the model; heads and MLP columns are then one device's
+    # Devices that the model is split over. Heads and MLP columns then count one device's share.
+    shards: int = 1
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}"
             )
-        turning = self.rotary_dim or self.head_dim
-        if self.rope and turning % 2:
+        rotated = self.rotary_dim or self.head_dim
+        if self.rope and rotated % 2:
             name = "head_dim" if self.rotary_dim is None else "rotary_dim"
-            raise ModelError(f"{name}={turning} must be even: rotary halves are paired")
+            raise ModelError(f"{name}={rotated} must be even: rotary halves are paired")
 
     @classmethod
     def llama(
@@ -110,7 +111,10 @@ class ModelConfig:
         tie_embeddings: bool = True,
         **other: Any,
     ) -> ModelConfig:
-        """A Llama from its sizes; ``num_kv_heads`` and ``head_dim`` default as usual."""
+        """A Llama of these sizes.
+
+        ``num_kv_heads`` defaults to ``num_heads``, ``head_dim`` to ``hidden_size / num_heads``.
+        """
         if head_dim is None and hidden_size % num_heads:
             raise ModelError(f"num_heads={num_heads} must divide hidden_size={hidden_size}")
         return cls(
@@ -130,16 +134,22 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Each layer's sliding window; None: it sees everything before."""
-        slides = self.sliding_layers or (True,) * self.num_layers
-        return tuple(self.sliding_window if layer else None for layer in slides)
+        """Each layer's sliding window; None: a token sees everything before it."""
+        if not self.sliding_layers:
+            return (self.sliding_window,) * self.num_layers
+        return tuple(self.sliding_window if slides else None for slides in self.sliding_layers)
 
 
 def period(kinds: Sequence[Any]) -> int:
-    """After how many layers their kinds repeat."""
-    return next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
+    """After how many layers the kinds of layers repeat."""
+    for n in range(1, len(kinds)):
+        if kinds[n:] == kinds[:-n]:
+            return n
+    return len(kinds)
 
 
 def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Token ids as a tuple, from the one-or-many form that Hugging Face configs use."""
-    return tuple(value if isinstance(value, list) else [] if value is None else [value])
+    """Token ids as a tuple; Hugging Face's configs hold one id, a list of ids, or none."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)

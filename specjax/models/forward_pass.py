@@ -1,10 +1,11 @@
-"""Models as pure functions of a plain nested dict of params.
+"""Forward passes as pure functions of a plain nested dict of params.
 
-A module is split once per (config, layout) and the functions below close over its graph
-definition: handing a ``GraphDef`` to jit as a static argument costs milliseconds per call.
+:func:`hidden_states` runs whole sequences without a cache, :func:`forward` runs new tokens against
+a KV cache. A module is split once per (config, layout), and the functions below close over its
+graph definition: as a static argument of jit, a ``GraphDef`` costs milliseconds per call.
 
-Axis legend: B rows, N or T tokens, S cache positions, L layers, K key heads, E head size,
-D hidden size, V vocabulary.
+Axis legend: B rows, N or T tokens, P auxiliary layers, S cache positions, L layers, K key heads,
+E head size, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models import sharding
-from specjax.models.adapters import gated
+from specjax.models import blocks, sharding
+from specjax.models.adapters import attach_adapters
 from specjax.models.attention import dense, long_cache
 from specjax.models.attention.long_sequences import Attend, long_attention
 from specjax.models.blocks import Decoder, Remat
@@ -35,60 +37,67 @@ from specjax.models.layers import linear
 BLOCKWISE_FROM = 2048
 
 
-def _module(cfg: ModelConfig, rngs: nnx.Rngs, fused: bool = False) -> Decoder:
+def _make_module(cfg: ModelConfig, rngs: nnx.Rngs, fused: bool = False) -> Decoder:
     return FAMILIES[cfg.family].module(cfg, rngs, fused)
 
 
 @functools.cache
-def _abstract(cfg: ModelConfig, fused: bool) -> tuple[nnx.GraphDef, nnx.State]:
+def _abstract_module(cfg: ModelConfig, fused: bool) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
     """The module without arrays: its graph, and its parameters' shapes and axes."""
-    return nnx.split(nnx.eval_shape(lambda: _module(cfg, nnx.Rngs(0), fused)))
+    return nnx.split(nnx.eval_shape(lambda: _make_module(cfg, nnx.Rngs(0), fused)))
 
 
-def init_params(cfg: ModelConfig, key: Array, dtype: jnp.dtype = jnp.float32) -> dict:
+def init_params(cfg: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) -> dict:
     """Random params: a nested dict of arrays, linear weights ``[out, in]``."""
-    state = nnx.split(_module(cfg, nnx.Rngs(params=key)))[1]
+    state = nnx.split(_make_module(cfg, nnx.Rngs(params=key)))[1]
     return jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(state))
 
 
-def _of_all_layers(cfg: ModelConfig, fused: bool, *what: Callable) -> dict:
-    """``what`` of each parameter; layers are alike, so one is made: many take quadratic time."""
+def _for_all_layers(cfg: ModelConfig, fused: bool, *extract: Callable) -> dict:
+    """``extract`` of each parameter, by default its ``ShapeDtypeStruct``, as a nested dict.
+
+    All layers have the same parameters, so only one is made: many take quadratic time.
+    """
     single = dataclasses.replace(cfg, num_layers=1, sliding_layers=None)
-    tree = nnx.to_pure_dict(_abstract(single, fused)[1], *what)
+    tree = nnx.to_pure_dict(_abstract_module(single, fused)[1], *extract)
     layer = tree["layers"]["0"]
     return tree | {"layers": {str(i): layer for i in range(cfg.num_layers)}}
 
 
 def param_shapes(cfg: ModelConfig) -> dict:
     """The nested dict of ``ShapeDtypeStruct`` that :func:`init_params` would fill."""
-    return _of_all_layers(cfg, False)
+    return _for_all_layers(cfg, False)
 
 
 def param_axes(cfg: ModelConfig, fused: bool = False) -> dict:
-    """The names of each parameter's axes, as it was made with: a nested dict of tuples."""
-    return _of_all_layers(cfg, fused, lambda param: param.get_metadata("axes"))
+    """The names of each parameter's axes: a nested dict of tuples."""
+    return _for_all_layers(cfg, fused, lambda param: param.get_metadata("axes"))
 
 
 def part_axes(cfg: ModelConfig, params: dict) -> dict:
-    """:func:`param_axes` of params in the inference layout, of which there may be a part."""
+    """:func:`param_axes` of params in the inference layout, which may be a part of the tree."""
     axes = param_axes(cfg, fused=True)
-    alike = dict.fromkeys(params.get("layers", ()), axes["layers"]["0"])
-    return {name: alike if name == "layers" else axes[name] for name in params}
+    layers = dict.fromkeys(params.get("layers", ()), axes["layers"]["0"])
+    whole = axes | {"layers": layers}
+    return {name: whole[name] for name in params}
 
 
 def num_params(cfg: ModelConfig) -> int:
     """Number of parameters, a tied head counted once; of a split model those of one device."""
-
-    def count(leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> int:
-        # Heads and columns are the device's own in ``cfg``, the vocabulary is the whole one.
-        shared = "vocab" in axes and any(sharding.partition(axes, leaf.shape, cfg.shards))
-        return leaf.size // cfg.shards if shared else leaf.size
-
+    count = functools.partial(size_per_device, cfg)
     return sum(jax.tree.leaves(jax.tree.map(count, param_shapes(cfg), param_axes(cfg))))
 
 
+def size_per_device(cfg: ModelConfig, leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> int:
+    """Elements of a parameter on one device, by its shape in :func:`param_shapes`."""
+    # A split config counts heads and columns per device already, but the vocabulary as a whole.
+    if "vocab" in axes and any(sharding.partition(axes, leaf.shape, cfg.shards)):
+        return leaf.size // cfg.shards
+    return leaf.size
+
+
 def head_matrix(cfg: ModelConfig, params: dict) -> Float[Array, "V D"]:
-    """The output table, for losses that take their own product with it and cap it."""
+    """The output table, for losses that compute and cap the logits by themselves."""
     return params["embed"] if cfg.tie_embeddings else params["head"]
 
 
@@ -100,30 +109,35 @@ def is_fused(params: dict) -> bool:
 def logits_of(
     cfg: ModelConfig, params: dict, hidden: Float[Array, "B N D"]
 ) -> Float[Array, "B N V"]:
-    """Logits of hidden states, in the model's dtype; −inf at adaptive ids.
+    """Logits of hidden states, in the model's dtype; −inf at the adaptive ids.
 
-    Those are inputs alone: no law that comes of these logits emits them, wherever in the
-    vocabulary they stand.
+    Those ids are only inputs. No distribution that comes from these logits can emit them.
     """
     logits = sharding.gather_logits(linear(hidden, head_matrix(cfg, params)), cfg.vocab_size)
     cap = cfg.logit_softcap
-    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
-    barred = np.isin(np.arange(logits.shape[-1]), cfg.adaptive_ids)
-    return jnp.where(barred, -jnp.inf, logits) if barred.any() else logits
+    if cap is not None:
+        logits = cap * jnp.tanh(logits / cap)
+    is_adaptive = np.isin(np.arange(logits.shape[-1]), cfg.adaptive_ids)
+    if not is_adaptive.any():
+        return logits
+    return jnp.where(is_adaptive, -jnp.inf, logits)
 
 
-def module_of(cfg: ModelConfig, params: dict) -> nnx.Module:
-    """The model's module around these params."""
-    return nnx.merge(_abstract(cfg, is_fused(params))[0], params)
+def module_of(cfg: ModelConfig, params: dict) -> Decoder:
+    """The model's module with these params."""
+    graph, _ = _abstract_module(cfg, is_fused(params))
+    return nnx.merge(graph, params)
 
 
-def _scores(cfg: ModelConfig) -> dense.ScoreTransform:
+def _score_transform(cfg: ModelConfig) -> dense.ScoreTransform:
     return dense.ScoreTransform(cfg.attention_scale, cfg.attention_softcap, cfg.alibi, cfg.shards)
 
 
 class HiddenStates(NamedTuple):
-    """Final-normed hidden states ``[B, T, D]``, and what the P auxiliary layers read; None:
-    none."""
+    """Final-normed hidden states ``[B, T, D]``, and the inputs of the P auxiliary layers, if any.
+
+    A draft head's hidden states are not normed.
+    """
 
     hidden: Float[Array, "B T D"]
     aux: Float[Array, "B T P D"] | None
@@ -150,32 +164,24 @@ def hidden_states(
     Args:
       positions: int32, within the document.
       segments: int32, 0 is padding. A token attends causally within its segment, unless
-        ``mask_fn`` says otherwise; sliding windows come on top.
+        ``mask_fn`` says otherwise. Sliding windows are added to either.
       aux_layers: layers whose inputs at every token are returned, too.
-      mask_fn: what a token sees, by the metadata of both tokens; causal by default.
+      mask_fn: which tokens a token sees, by the metadata of both; causal by default.
       meta: further per-token metadata for ``mask_fn``, ``[B, T, ...]`` each.
       backend: ``dense``, ``blockwise``, or ``auto`` by length.
       remat: recompute each block in the backward pass. ``attention``: keep the results of a long
         sequence's attention and recompute the rest.
-      scan: compile one block (one period, where layers alternate) and scan the stacked layers.
+      scan: compile one block (one period, if layers alternate) and scan the stacked layers.
         Compile time then does not grow with the depth.
-      rows: how the rows lie over devices, each of which works on its own; None: all on one.
-      features: what a head reads beside the tokens (:mod:`specjax.models.head`).
+      rows: how the batch's rows are sharded over devices, each of which runs its own; None: all on
+        one device.
+      features: what a draft head reads beside the tokens (:mod:`specjax.models.head`).
     """
-    finish = _scores(cfg)
-    windows = cfg.windows
-    meta = {"position": positions, "segment": segments, **(meta or {})}
+    all_meta = {"position": positions, "segment": segments, **(meta or {})}
     if backend == "auto":
         backend = "blockwise" if tokens.shape[1] >= BLOCKWISE_FROM else "dense"
-    choose = _dense if backend == "dense" else long_attention
-    masks = {w: dense.windowed(mask_fn or dense.causal_mask, w) for w in set(windows)}
-    groups = cfg.num_heads // cfg.num_kv_heads
-    attends = {w: choose(mask, meta, finish, groups, rows) for w, mask in masks.items()}
-
-    def attend(layer, q, k, v):
-        return attends[windows[layer]](q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
-
-    run = module_of(cfg, gated(cfg, params, tokens))
+    attend = _sequence_attention(cfg, mask_fn or dense.causal_mask, all_meta, backend, rows)
+    run = module_of(cfg, attach_adapters(cfg, params, tokens))
     hidden, aux = run(
         tokens,
         positions,
@@ -189,20 +195,50 @@ def hidden_states(
     return HiddenStates(hidden, aux)
 
 
-def _dense(mask: dense.MaskFn, meta: dense.Meta, finish: dense.ScoreTransform, *_) -> Attend:
+def _sequence_attention(
+    cfg: ModelConfig,
+    mask_fn: dense.MaskFn,
+    meta: dense.Meta,
+    backend: str,
+    rows: NamedSharding | None,
+) -> blocks.Attend:
+    """Attention of every layer to its own sequence; layers of one window share what it needs."""
+    transform = _score_transform(cfg)
+    windows = cfg.windows
+    make_attention = _dense_attention if backend == "dense" else long_attention
+    masks = {window: dense.windowed(mask_fn, window) for window in set(windows)}
+    groups = cfg.num_heads // cfg.num_kv_heads
+    by_window = {
+        window: make_attention(mask, meta, transform, groups, rows)
+        for window, mask in masks.items()
+    }
+
+    def attend(layer, q, k, v):
+        attend_layer = by_window[windows[layer]]
+        return attend_layer(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+
+    return attend
+
+
+def _dense_attention(
+    mask: dense.MaskFn, meta: dense.Meta, transform: dense.ScoreTransform, *_
+) -> Attend:
     """:func:`long_attention` for short sequences."""
-    seen = mask(meta, meta)
-    distance = dense.distances(meta, meta) if finish.alibi else None
+    visible = mask(meta, meta)
+    distance = dense.distances(meta, meta) if transform.alibi else None
 
     def attend(q, k, v):
-        return dense.dense_attention(q, k, v, seen, finish, distance)
+        return dense.dense_attention(q, k, v, visible, transform, distance)
 
     return attend
 
 
 class ForwardPass(NamedTuple):
-    """A pass over new tokens: final-normed hidden states (a head's own are not normed), the cache
-    with the new entries, and what the P auxiliary layers read; None where there are none."""
+    """The result of a pass over new tokens.
+
+    ``hidden``: final-normed hidden states; a draft head's are not normed. ``cache``: the cache with
+    the new entries. ``aux_states``: the inputs of the P auxiliary layers, None if there are none.
+    """
 
     hidden: Float[Array, "B max(N,pass_width) D"]
     cache: KVCache
@@ -226,92 +262,148 @@ def forward(
 ) -> ForwardPass:
     """Runs N new tokens per row against the cache and writes them at ``start``.
 
-    Write, then commit: the new keys and values land in positions ``start .. start + N - 1`` of
-    their row; which of them stay is decided later (:func:`specjax.models.cache.commit_path`).
+    Write, then commit: the new keys and values go to the cache positions ``start .. start + N - 1``
+    of their row. Which of them are kept is decided later
+    (:func:`specjax.models.cache.commit_path`).
 
     Args:
-      positions: int32; ``start + depth`` for a token tree, never the cache position.
+      positions: int32; in a token tree ``start + depth``, not the cache position.
       start: int32, the cache position of each row's first new token. ``start + N`` must not exceed
-        the cache's positions: ``dynamic_update_slice`` would shift the write.
-      visible: ``visible[b, i, j]``: new token i sees the token of cache position ``base + j``.
-        None: a causal chain of the new tokens.
-      base: int32, the number of committed tokens; ``start`` by default. Below ``start`` where
-        a tree grows level by level: T then counts the levels already written, too.
+        the capacity: ``dynamic_update_slice`` would shift the write.
+      visible: ``visible[b, i, j]``: new token i sees the token at cache position ``base + j``.
+        None: the new tokens are a causal chain.
+      base: int32, the number of committed tokens; ``start`` by default. It is below ``start`` if
+        a tree grows level by level; T then also counts the levels that are already written.
       tree_positions: positions of those T tokens, read only under a sliding window or ALiBi.
-      pass_width: the pass runs over at least so many tokens; the last one again where there are
-      fewer.
-      aux_layers: layers whose inputs at every token are wanted, too.
-      features: what a head reads beside the tokens (:mod:`specjax.models.head`).
+      pass_width: a pass over fewer tokens is padded to so many with copies of the last one. What
+        those compute is returned, but not written.
+      aux_layers: layers whose inputs at every token are returned, too.
+      features: what a draft head reads beside the tokens (:mod:`specjax.models.head`).
+
+    Raises:
+      ValueError: the pass has more tokens than the ring of a sliding-window layer has room for.
     """
-    n, chain = tokens.shape[1], visible is None
-    count = n if chain else visible.shape[-1]
+    n = tokens.shape[1]
+    count = n if visible is None else visible.shape[-1]
     if pass_width > n:
-        tokens, positions = pad_pass(tokens, pass_width), pad_pass(positions, pass_width)
-        visible = None if chain else pad_pass(visible, pass_width)
-        features = None if features is None else pad_pass(features, pass_width)
-    base = start if base is None else base
-    around = [cache.goes_round(layer) for layer in range(cfg.num_layers)]
-    kinds = [(cfg.windows[i], k.shape[2], around[i]) for i, k in enumerate(cache.k)]
-    seen = positions, base, visible, count
-    attends = {kind: _cached(cfg, *kind, *seen, tree_positions) for kind in set(kinds)}
-    keys, values = list(cache.k), list(cache.v)
+        tokens = pad_pass(tokens, pass_width)
+        positions = pad_pass(positions, pass_width)
+        visible = _pad_optional(visible, pass_width)
+        features = _pad_optional(features, pass_width)
+    queries = _Queries(positions, start if base is None else base, visible, count, tree_positions)
+    attend = _CacheAttention(cfg, cache, queries, start, n)
+    run = module_of(cfg, attach_adapters(cfg, params, tokens))
+    hidden, aux_states = run(tokens, positions, attend, aux_layers=aux_layers, features=features)
+    return ForwardPass(hidden, attend.cache(), aux_states)
+
+
+class _Queries(NamedTuple):
+    """What the new tokens of a pass see: see :func:`specjax.models.attention.dense.cache_mask`."""
+
+    positions: Int[Array, "B N"]
+    base: Int[Array, "B"]
+    visible: Bool[Array, "B N T"] | None
+    count: int
+    tree_positions: Int[Array, "B T"] | None
+
+
+class _LayerKind(NamedTuple):
+    """Layers of the same kind share their masks."""
+
+    window: int | None
+    capacity: int
+    is_ring: bool
+
+
+class _CacheAttention:
+    """``attend(layer, q, k, v)`` that first writes the new keys and values to the cache."""
+
+    def __init__(
+        self, cfg: ModelConfig, cache: KVCache, queries: _Queries, start: Int[Array, "B"], n: int
+    ):
+        self._cache = cache
+        self._start = start
+        self._n = n
+        self._keys = list(cache.k)
+        self._values = list(cache.v)
+        self._kinds = []
+        for layer, k in enumerate(cache.k):
+            kind = _LayerKind(cfg.windows[layer], k.shape[2], cache.is_ring(layer))
+            self._kinds.append(kind)
+        self._by_kind = {kind: _attention_of_kind(cfg, kind, queries) for kind in set(self._kinds)}
 
     @jax.named_scope("attention")
-    def attend(layer, q, k, v):
-        k, v = (x[:, :n].transpose(0, 2, 1, 3) for x in (k, v))
-        keys[layer] = write(keys[layer], k, start, around[layer])
-        values[layer] = write(values[layer], v, start, around[layer])
-        return attends[kinds[layer]](q, keys[layer], values[layer])
+    def __call__(self, layer, q, k, v):
+        kind = self._kinds[layer]
+        # Only the first N tokens are new: what pads the pass is not written.
+        k, v = (x[:, : self._n].transpose(0, 2, 1, 3) for x in (k, v))
+        self._keys[layer] = write(self._keys[layer], k, self._start, kind.is_ring)
+        self._values[layer] = write(self._values[layer], v, self._start, kind.is_ring)
+        return self._by_kind[kind](q, self._keys[layer], self._values[layer])
 
-    run = module_of(cfg, gated(cfg, params, tokens))
-    hidden, aux_states = run(tokens, positions, attend, aux_layers=aux_layers, features=features)
-    return ForwardPass(hidden, cache.replace(k=tuple(keys), v=tuple(values)), aux_states)
+    def cache(self) -> KVCache:
+        """The cache with the entries of all layers that have run."""
+        return dataclasses.replace(self._cache, k=tuple(self._keys), v=tuple(self._values))
 
 
-def _cached(
-    cfg: ModelConfig,
-    window: int | None,
-    capacity: int,
-    around: bool,
-    positions: Int[Array, "B N"],
-    base: Int[Array, "B"],
-    visible: Bool[Array, "B N T"] | None,
-    count: int,
-    tree_positions: Int[Array, "B T"] | None,
-) -> Attend:
-    """Attention to a cache of so many positions, in all layers of a window; the masks are made
-    once.
+def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) -> Attend:
+    """Attention of the new tokens to the cache of one layer; the masks are made here, once.
 
-    ``around``: whether positions go round in it. Other arguments as
-    :func:`specjax.models.attention.dense.cache_mask`.
+    Raises:
+      ValueError: the pass has more tokens than a ring has room for.
     """
-    if around and count > capacity - window:
-        raise ValueError(
-            f"a pass over {count} tokens: layers of a sliding window of {window} have {capacity} "
-            f"positions, room for {capacity - window} new tokens; feed them in pieces"
-        )
-    finish, mask, distance = _scores(cfg), None, None
-    whole = long_cache.reads_whole(positions.size * cfg.num_heads, capacity)
-    if around or visible is not None:
-        arguments = positions, base, visible, count, capacity, window, tree_positions
-        mask = dense.cache_mask(*arguments)
+    positions, base, visible, count, tree_positions = queries
+    window, capacity, is_ring = kind
+    if is_ring:
+        assert window is not None, "only layers of a sliding window are rings"
+        room = capacity - window
+        if count > room:
+            raise ValueError(
+                f"a pass over {count} tokens: layers of a sliding window of {window} have "
+                f"{capacity} positions, room for {room} new tokens; prefill in smaller chunks"
+            )
+
+    transform = _score_transform(cfg)
+    mask = None
+    distance = None
+    reads_whole = long_cache.reads_whole(positions.size * cfg.num_heads, capacity)
+    if is_ring or visible is not None:
+        mask = dense.cache_mask(positions, base, visible, count, capacity, window, tree_positions)
         if cfg.alibi:
             distance = dense.cache_distances(positions, base, count, capacity, tree_positions)
-    elif whole:
+    elif reads_whole:
+        # A chain: each token is in the cache position of its position.
         distance = dense.chain_distances(positions, capacity)
-        mask = dense.within(distance, window)
-    top, first = base + count - 1, None if around else window
+        mask = dense.in_window(distance, window)
+    last_visible = base + count - 1
+    # Blocks before the window are skipped. In a ring they may hold newer tokens.
+    skip_window = None if is_ring else window
 
     def attend(q, k, v):
-        if whole:
-            return dense.dense_attention(q, k, v, mask, finish, distance)
-        how = {"window": first, "finish": finish}
-        return long_cache.cached_attention(q, k, v, positions, top, mask, distance, **how)
+        if reads_whole:
+            assert mask is not None, "a cache that is read whole has a mask"
+            return dense.dense_attention(q, k, v, mask, transform, distance)
+        return long_cache.cached_attention(
+            q,
+            k,
+            v,
+            positions,
+            last_visible,
+            mask,
+            distance,
+            window=skip_window,
+            transform=transform,
+        )
 
     return attend
 
 
 def pad_pass(x: Array, pass_width: int) -> Array:
     """``x`` with its last entry along axis 1 repeated until there are ``pass_width``."""
-    pad = [(0, pass_width - x.shape[1] if axis == 1 else 0) for axis in range(x.ndim)]
-    return jnp.pad(x, pad, mode="edge")
+    padding = [(0, 0)] * x.ndim
+    padding[1] = (0, pass_width - x.shape[1])
+    return jnp.pad(x, padding, mode="edge")
+
+
+def _pad_optional(x: Array | None, pass_width: int) -> Array | None:
+    return None if x is None else pad_pass(x, pass_width)

@@ -1,12 +1,13 @@
-"""A head on a target's hidden states as pure functions of its params (EAGLE-3, arXiv 2503.01840).
+"""A draft head on a target's hidden states, as pure functions of its params (EAGLE-3).
 
-The pair (features of token i, token i + 1) stands at place i and predicts token i + 2. Features
-are of what chosen layers of the target read (:func:`fused_states`); a further drafted step reads
-those that :func:`fed_back` makes of the step before. The layer itself runs as every model's does:
+EAGLE-3 is arXiv 2503.01840. The pair (features of token i, token i + 1) is at index i and predicts
+token i + 2. Features come from the inputs of chosen layers of the target (:func:`fused_states`). A
+further drafted step reads features that come from the hidden state of the step before
+(:func:`fed_back`). The layer itself runs as every model's does:
 :func:`specjax.models.forward_pass.forward` with ``features``, or :func:`head_states`.
 
-Axis legend: B rows, T tokens, P layers of the target, D hidden size, V vocabulary, v draft
-vocabulary.
+Axis legend: B rows, T tokens, P auxiliary layers of the target, D hidden size, V vocabulary,
+v draft vocabulary.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from jaxtyping import Array, Float, Int
 
 from specjax.models.attention import dense
 from specjax.models.blocks import Remat
-from specjax.models.families.head import HeadConfig
+from specjax.models.families.head import EagleHead, HeadConfig
 from specjax.models.forward_pass import hidden_states, module_of
 
 
 def share_embedding(
     cfg: HeadConfig, params: dict, embed: Float[Array, "V D"]
 ) -> tuple[HeadConfig, dict]:
-    """The head with its target's embedding, where it has none of its own; nothing is copied."""
+    """The head with its target's embedding, if it has none of its own; nothing is copied."""
     if cfg.own_embedding:
         return cfg, params
     return dataclasses.replace(cfg, own_embedding=True), params | {"embed": embed}
@@ -34,12 +35,12 @@ def share_embedding(
 def fused_states(
     cfg: HeadConfig, params: dict, states: Float[Array, "B T P target"]
 ) -> Float[Array, "B T D"]:
-    """The features of tokens: one product of what the target's layers read there, normed by flag.
+    """The features of tokens: one product of the target's auxiliary hidden states.
 
-    ``states`` are what :func:`~specjax.models.forward_pass.hidden_states` gives for
-    ``cfg.layer_ids``.
+    ``states`` are the ``aux`` of :func:`~specjax.models.forward_pass.hidden_states` for
+    ``cfg.layer_ids``. Flags of the config say whether they are normed.
     """
-    return module_of(cfg, params).fused_states(states)
+    return _head_module(cfg, params).fused_states(states)
 
 
 def head_states(
@@ -56,13 +57,13 @@ def head_states(
     remat: Remat = False,
     rows: NamedSharding | None = None,
 ) -> Float[Array, "B T D"]:
-    """Hidden states, not normed, of whole sequences of pairs, without a cache (training, tests).
+    """Hidden states, not normed, of whole sequences of pairs without a cache (training, tests).
 
     Args:
-      tokens: int32; at place i the token behind the one that ``features[:, i]`` are of.
-      positions, segments, and what follows: as :func:`specjax.models.forward_pass.hidden_states`. A
-        ``mask_fn`` and its ``meta`` may let tokens see what they like: several drafted steps in
-        one sequence.
+      tokens: int32; at index i the token after the one of ``features[:, i]``.
+      positions, segments, and the others: as for
+        :func:`specjax.models.forward_pass.hidden_states`. A ``mask_fn`` of the ``meta`` makes
+        several drafted steps possible in one sequence.
     """
     return hidden_states(
         cfg,
@@ -80,12 +81,18 @@ def head_states(
 
 
 def fed_back(cfg: HeadConfig, params: dict, hidden: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """What the next drafted step reads in place of features."""
-    return module_of(cfg, params).fed_back(hidden)
+    """The features of the next drafted step, from the hidden states of this one."""
+    return _head_module(cfg, params).fed_back(hidden)
 
 
 def draft_logits(
     cfg: HeadConfig, params: dict, hidden: Float[Array, "... D"]
 ) -> Float[Array, "... v"]:
     """Logits over the draft vocabulary of :func:`head_states`, in the model's dtype."""
-    return module_of(cfg, params).logits(hidden)
+    return _head_module(cfg, params).logits(hidden)
+
+
+def _head_module(cfg: HeadConfig, params: dict) -> EagleHead:
+    module = module_of(cfg, params)
+    assert isinstance(module, EagleHead), "a HeadConfig's family makes an EagleHead"
+    return module

@@ -1,6 +1,6 @@
 """The layers every family shares: linear layers, norms, activations, rotary embedding.
 
-Axis legend: B rows, N tokens, R = B·N, D hidden size, H heads, E head size.
+Axis legend: B rows, N tokens, D hidden size, H heads, E head size, i inputs, o outputs, r = B·N.
 """
 
 from __future__ import annotations
@@ -12,87 +12,108 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from specjax.models import sharding
 from specjax.models.adapters import LowRank
 from specjax.models.config import RopeConfig
-from specjax.models.quantized import Grouped, PerOutput, Quantized
+from specjax.models.quantized import Grouped, PerOutput
 
-# Up to this many rows the layout decides what a CPU product costs; beyond, XLA's own choice is as
-# good.
+# Up to this many rows the layout decides what a product costs on a CPU; beyond that XLA's own
+# choice is as good.
 NARROW_ROWS = 128
 
 
 @jax.named_scope("weights")
 def linear(
     x: Float[Array, "... i"],
-    weight: Float[Array, "o i"] | Quantized | LowRank,
+    weight: Float[Array, "o i"] | PerOutput | Grouped | LowRank,
     bias: Float[Array, "o"] | None = None,
 ) -> Float[Array, "... o"]:
     """``x @ weight.T + bias`` with weights as Hugging Face stores them, ``[out, in]``.
 
-    Every product with a weight is this one. Codes are widened on their way into it, which exact
-    codes of 8 bits are in bfloat16, too, and one scale per output follows its float32 sum.
+    Every product with a weight is this one. The codes of a quantized weight are cast to the
+    activations' dtype; for codes of 8 bits that is exact even in bfloat16. One scale per output
+    multiplies the product after its float32 sum.
     """
     if isinstance(weight, LowRank):
         y = linear(x, weight.base)
-        y = jnp.where(weight.gate[..., None], y + linear(linear(x, weight.down), weight.up), y)
+        gate = weight.gate[..., None]
+        adapted = y + linear(linear(x, weight.down), weight.up)
+        y = jnp.where(gate, adapted, y)
     elif isinstance(weight, PerOutput):
-        y = _product(x, weight.codes.astype(x.dtype), jnp.float32) * weight.scales
+        y = _matmul(x, weight.codes.astype(x.dtype), jnp.float32) * weight.scales
         y = y.astype(x.dtype)
     elif isinstance(weight, Grouped):
-        y = _grouped_product(x, weight)
+        y = _grouped_matmul(x, weight)
     else:
-        y = _product(x, weight)
-    return y if bias is None else y + bias
+        y = _matmul(x, weight)
+    if bias is None:
+        return y
+    return y + bias
 
 
-def _product(
-    x: Float[Array, "... i"], weight: Float[Array, "o i"], dtype: jnp.dtype | None = None
+def _matmul(
+    x: Float[Array, "... i"], weight: Float[Array, "o i"], dtype: DTypeLike | None = None
 ) -> Float[Array, "... o"]:
-    """``x @ weight.T`` in ``dtype``.
+    """``x @ weight.T``, summed and returned in ``dtype``, by default that of the inputs.
 
-    On CPU and for few rows the product is taken as ``weight @ x.T``, which reads the weights
-    once, row by row. The barrier keeps XLA from swapping the operands back.
+    For few rows on a CPU it is ``(weight @ x.T).T``, which reads each row of the weights once.
+    Measured on two AVX-512 cores, float32: a pass over 8 tokens costs 1.24 times one of a single
+    token for a model of 13M parameters, and 1.48 times with a plain ``x @ weight.T``; for 100M
+    1.35 and 2.13 times.
     """
     rows = math.prod(x.shape[:-1])
-    if jax.default_backend() == "cpu" and rows <= NARROW_ROWS:
-        flat = jnp.pad(x.reshape(rows, x.shape[-1]), ((0, _padding(rows)), (0, 0)))
-        contracted = (((1,), (1,)), ((), ()))
-        y = jax.lax.dot_general(weight, flat, contracted, preferred_element_type=dtype)
-        y = jax.lax.optimization_barrier(y)[:, :rows].T
-        return y.reshape(*x.shape[:-1], weight.shape[0])
-    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
+    if jax.default_backend() != "cpu" or rows > NARROW_ROWS:
+        # On accelerators the layout is the compiler's choice.
+        return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
+
+    flat = x.reshape(rows, x.shape[-1])
+    flat = jnp.pad(flat, ((0, _rows_to_pad(rows)), (0, 0)))
+    contracted = (((1,), (1,)), ((), ()))
+    y = jax.lax.dot_general(weight, flat, contracted, preferred_element_type=dtype)
+    # Without the barrier XLA swaps the operands back, and the product is a plain one again.
+    y = jax.lax.optimization_barrier(y)[:, :rows].T
+    return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _grouped_product(x: Float[Array, "... i"], weight: Grouped) -> Float[Array, "... o"]:
-    """Group by group, each scaled behind its float32 sum, while the sums of all groups take no
-    more memory than the dense weight; that one is made for more rows, and on CPUs."""
-    rows, size = math.prod(x.shape[:-1]), weight.shape[1] // weight.groups
+def _grouped_matmul(x: Float[Array, "... i"], weight: Grouped) -> Float[Array, "... o"]:
+    """One product per group of inputs, each scaled after its float32 sum.
+
+    The sums of all groups exist at once. With more rows they would take more memory than the dense
+    weight, so that is made instead; on CPUs always.
+    """
+    rows = math.prod(x.shape[:-1])
+    size = weight.shape[1] // weight.groups
     if jax.default_backend() == "cpu" or 2 * rows > size:
-        return _product(x, weight.dense(x.dtype))
-    parts, codes = x.reshape(rows, weight.groups, size), weight.by_group(x.dtype)
-    sums = jnp.einsum("rgi,gio->gro", parts, codes, preferred_element_type=jnp.float32)
+        return _matmul(x, weight.dense(x.dtype))
+
+    inputs = x.reshape(rows, weight.groups, size)
+    codes = weight.by_group(x.dtype)
+    sums = jnp.einsum("rgi,gio->gro", inputs, codes, preferred_element_type=jnp.float32)
     y = (sums * weight.scales[:, None]).sum(0).astype(x.dtype)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _padding(rows: int) -> int:
-    """Rows to add: the CPU's kernel has tiles of 8 and 16, and slow ones for what is left.
+def _rows_to_pad(rows: int) -> int:
+    """Rows to add before a product on a CPU, whose kernel is fast for tiles of 8 and 16 rows.
 
-    Five rows cost a sixth more than eight, nine half as much again as sixteen.
+    What is left over takes slow paths: five rows cost a sixth more than eight, and nine half as
+    much again as sixteen.
     """
     if 4 < rows < 8:
         return 8 - rows
-    return -rows % 16 if rows % 16 > 8 else 0
+    if rows % 16 > 8:
+        return -rows % 16
+    return 0
 
 
 class Linear(nnx.Module):
     """A linear layer ``y = x Wᵀ (+ b)`` with a weight of ``shape`` ``[out, in]``.
 
-    ``axes`` names the weight's axes (:data:`specjax.models.sharding.RULES`). Where the second is
-    split over ``shards`` devices, each has some of the inputs, and their products are summed.
+    ``axes`` names the weight's axes (:data:`specjax.models.sharding.RULES`). If the inputs are
+    split over ``shards`` devices, the devices' partial products are summed.
     """
 
     def __init__(
@@ -104,25 +125,29 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
         std: float = 0.02,
     ):
-        self.summed = shards if sharding.RULES[axes[1]] else 1
+        inputs_are_split = sharding.RULES[axes[1]] is not None
+        self.summed_shards = shards if inputs_are_split else 1  # one: nothing is summed
         init = nnx.initializers.normal(std)
         self.weight = nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
         self.bias = nnx.Param(jnp.zeros(shape[:1]), axes=axes[:1]) if bias else None
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        y = sharding.psum_shards(linear(x, self.weight[...]), self.summed)
-        return y if self.bias is None else y + self.bias[...]
+        # The bias comes after the sum, or it would be added once per device.
+        y = sharding.psum_shards(linear(x, self.weight[...]), self.summed_shards)
+        if self.bias is None:
+            return y
+        return y + self.bias[...]
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm in float32, scaled in the input's dtype (as transformers)."""
+    """Root-mean-square norm in float32, scaled in the input's dtype (as transformers does)."""
 
     def __init__(self, size: int, eps: float, axis: str = "hidden"):
         self.weight = nnx.Param(jnp.ones((size,)), axes=(axis,))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        return self.weight[...] * _of_unit_size(x, self.eps).astype(x.dtype)
+        return self.weight[...] * _rms_normalize(x, self.eps).astype(x.dtype)
 
 
 class UnitOffsetRMSNorm(nnx.Module):
@@ -134,7 +159,7 @@ class UnitOffsetRMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         scale = 1 + self.weight[...].astype(jnp.float32)
-        return (_of_unit_size(x, self.eps) * scale).astype(x.dtype)
+        return (_rms_normalize(x, self.eps) * scale).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -147,13 +172,14 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         wide = x.astype(jnp.float32)
-        even = _of_unit_size(wide - wide.mean(-1, keepdims=True), self.eps)
-        weight, bias = self.weight[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
-        return (even * weight + bias).astype(x.dtype)
+        normalized = _rms_normalize(wide - wide.mean(-1, keepdims=True), self.eps)
+        weight = self.weight[...].astype(jnp.float32)
+        bias = self.bias[...].astype(jnp.float32)
+        return (normalized * weight + bias).astype(x.dtype)
 
 
-def _of_unit_size(x: Float[Array, "... d"], eps: float) -> Float[Array, "... d"]:
-    """float32, divided by the root of its mean square."""
+def _rms_normalize(x: Float[Array, "... d"], eps: float) -> Float[Array, "... d"]:
+    """``x`` over the root of its mean square, float32."""
     wide = x.astype(jnp.float32)
     return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
@@ -168,7 +194,7 @@ ACTIVATIONS = {
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Inverse frequencies float32 ``[E/2]`` and the factor on cos and sin.
+    """Inverse frequencies float32 ``[E/2]``, and the factor on cos and sin.
 
     The kinds and their constants are those of transformers' ``modeling_rope_utils``;
     llama3: arXiv 2407.21783, yarn: arXiv 2309.00071.
@@ -186,7 +212,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float
 
 
 def _llama3(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
-    """Long wavelengths are divided by the factor, short ones kept, between: a ramp."""
+    """Divides long wavelengths by the factor, keeps short ones, and interpolates in between."""
     wavelength = 2 * math.pi / inverse
     context = rope.original_max_position
     ramp = (context / wavelength - rope.low_freq_factor) / (
@@ -197,16 +223,20 @@ def _llama3(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: RopeConfig, head_dim: int, inverse: np.ndarray) -> tuple[np.ndarray, float]:
-    """Interpolates the low frequencies, keeps the high ones, ramps between."""
+    """Stretches low frequencies, keeps high ones, and interpolates in between."""
 
-    def correction(rotations: float) -> float:
+    def dimension_of(rotations: float) -> float:
+        """The dimension that turns so many times over the original context."""
         ratio = rope.original_max_position / (rotations * 2 * math.pi)
         return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
 
-    low, high = correction(rope.beta_fast), correction(rope.beta_slow)
+    low = dimension_of(rope.beta_fast)
+    high = dimension_of(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     span = max(high - low, 0.001)
     keep = 1 - np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / span, 0, 1)
     stretched = inverse / rope.factor * (1 - keep) + inverse * keep
@@ -214,8 +244,12 @@ def _yarn(rope: RopeConfig, head_dim: int, inverse: np.ndarray) -> tuple[np.ndar
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
+    """The factor on cos and sin, which changes the softmax's temperature (YaRN, §3.4)."""
+
     def mscale(weight: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+        if rope.factor <= 1:
+            return 1.0
+        return 0.1 * weight * math.log(rope.factor) + 1.0
 
     if rope.attention_factor is not None:
         return rope.attention_factor
@@ -227,7 +261,7 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 def rope_table(
     rope: RopeConfig, head_dim: int, positions: Int[Array, "B N"]
 ) -> tuple[Float[Array, "B N E"], Float[Array, "B N E"]]:
-    """cos and sin in float32 for each token's position; layers share the table."""
+    """cos and sin of each token's position, float32; all layers share them."""
     inverse, factor = rope_frequencies(rope, head_dim)
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(inverse)
     angles = jnp.concatenate([angles, angles], axis=-1)
@@ -239,13 +273,16 @@ def rotate(
 ) -> Float[Array, "B N H E"]:
     """Rotates the two halves of each head (the pairing of Hugging Face checkpoints).
 
-    A table narrower than the head leaves the head's last entries as they are.
+    If the table has R < E entries, only the first R of each head are rotated.
     """
-    width = cos.shape[-1]
-    if width < x.shape[-1]:
-        return jnp.concatenate([rotate(x[..., :width], cos, sin), x[..., width:]], axis=-1)
+    rotated = cos.shape[-1]
+    if rotated < x.shape[-1]:
+        first = rotate(x[..., :rotated], cos, sin)
+        return jnp.concatenate([first, x[..., rotated:]], axis=-1)
     half = x.shape[-1] // 2
-    # The sine takes the sign: what is turned is then moved alone, not copied to be negated.
-    sign = np.where(np.arange(width) < half, -1, 1).astype(x.dtype)
-    cos, sin = cos[:, :, None].astype(x.dtype), sin[:, :, None].astype(x.dtype) * sign
+    # The rotation is (x cos − y sin, y cos + x sin). The minus goes into the sine: negating the
+    # half of `x` would be one more copy of it.
+    sign = np.where(np.arange(rotated) < half, -1, 1).astype(x.dtype)
+    cos = cos[:, :, None].astype(x.dtype)
+    sin = sin[:, :, None].astype(x.dtype) * sign
     return x * cos + jnp.roll(x, half, axis=-1) * sin

@@ -1,8 +1,8 @@
 """Quantized weights: codes of 8 or 4 bits and their scales, in the place of an array.
 
-Products with them are :func:`specjax.models.layers.linear`'s, look-ups
-:func:`specjax.models.sharding.look_up`'s; no other module knows that a weight is quantized. How
-they are made: :mod:`specjax.models.quantize`.
+:func:`specjax.models.layers.linear` computes products with them, and
+:func:`specjax.models.sharding.look_up` looks rows up; no other module knows that a weight is
+quantized. :mod:`specjax.models.quantization` makes them.
 
 Axis legend: O outputs (V ids, in a table), I inputs, G groups of inputs.
 """
@@ -13,36 +13,45 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
-_weight = functools.partial(
+_register_weight = functools.partial(
     jax.tree_util.register_dataclass, data_fields=("codes", "scales"), meta_fields=("dtype",)
 )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Quantized:
-    """``dtype`` is what the weight counts as, the one that activations are computed in."""
+    """``dtype`` is the one that activations are computed in: what an array's dtype would be."""
 
     codes: Num[Array, "..."]
     scales: Float[Array, "..."]
     dtype: jnp.dtype
 
-    def __getitem__(self, index: types.EllipsisType) -> Quantized:
+    def __getitem__(self, index: types.EllipsisType) -> Self:
         """Itself: modules read the value of a parameter as ``param[...]``."""
         return self
 
+    def dense(self, dtype: DTypeLike) -> Float[Array, "O I"]:
+        """The weight as an array."""
+        raise NotImplementedError
 
-@_weight
+    def by_output(self, function: Callable[[Any], Any]) -> Quantized:
+        """With its outputs rearranged by a function of the first axis."""
+        raise NotImplementedError
+
+
+@_register_weight
 @dataclasses.dataclass(frozen=True, eq=False)
 class PerOutput(Quantized):
     """``codes [O, I]``, ``scales [O]``: ``w[o, i] = codes[o, i] · scales[o]``.
 
-    The scale may stand behind the product's sum.
+    A scale is the same for all inputs, so a product may apply it after its sum.
     """
 
     @property
@@ -53,22 +62,20 @@ class PerOutput(Quantized):
     def groups(self) -> int:
         return 1
 
-    def dense(self, dtype: jnp.dtype) -> Float[Array, "O I"]:
-        """The weight that it stands for."""
+    def dense(self, dtype: DTypeLike) -> Float[Array, "O I"]:
         return self.codes.astype(dtype) * self.scales[:, None].astype(dtype)
 
     def by_output(self, function: Callable[[Any], Any]) -> PerOutput:
-        """With its outputs rearranged by a function of the first axis."""
         return dataclasses.replace(self, codes=function(self.codes), scales=function(self.scales))
 
 
-@_weight
+@_register_weight
 @dataclasses.dataclass(frozen=True, eq=False)
 class Grouped(Quantized):
     """``codes [I, O]``, ``scales [G, O]``: ``w[o, i] = codes[i, o] · scales[i // (I/G), o]``.
 
-    Inputs first: the product of one group is then a plain one of neighboring codes. With the
-    outputs first, TPUs move every code before they multiply.
+    Inputs come first: the product of one group is then a plain one of adjacent codes. With the
+    outputs first, TPUs would transpose all codes before they multiply.
     """
 
     @property
@@ -79,18 +86,17 @@ class Grouped(Quantized):
     def groups(self) -> int:
         return self.scales.shape[0]
 
-    def by_group(self, dtype: jnp.dtype) -> Num[Array, "G I/G O"]:
-        """The codes, one group after the other."""
+    def by_group(self, dtype: DTypeLike) -> Num[Array, "G I/G O"]:
+        """The codes with an axis of groups."""
         return self.codes.reshape(self.groups, -1, self.codes.shape[-1]).astype(dtype)
 
-    def dense(self, dtype: jnp.dtype) -> Float[Array, "O I"]:
-        """The weight that it stands for."""
-        whole = self.by_group(dtype) * self.scales[:, None].astype(dtype)
-        return whole.reshape(self.codes.shape).T
+    def dense(self, dtype: DTypeLike) -> Float[Array, "O I"]:
+        grouped = self.by_group(dtype) * self.scales[:, None].astype(dtype)
+        return grouped.reshape(self.codes.shape).T
 
     def by_output(self, function: Callable[[Any], Any]) -> Grouped:
-        """With its outputs rearranged by a function of the first axis."""
-        codes, scales = function(self.codes.T).T, function(self.scales.T).T
+        codes = function(self.codes.T).T
+        scales = function(self.scales.T).T
         return dataclasses.replace(self, codes=codes, scales=scales)
 
 
@@ -101,14 +107,17 @@ def is_quantized(weight: Any) -> bool:
 
 def by_output(function: Callable[[Any], Any], weight: Any) -> Any:
     """``function`` of a weight's first axis, be it quantized or an array."""
-    return weight.by_output(function) if is_quantized(weight) else function(weight)
+    if is_quantized(weight):
+        return weight.by_output(function)
+    return function(weight)
 
 
-def counted_as(dtype: jnp.dtype, params: Any) -> Any:
-    """Params whose quantized weights count as ``dtype``, and whose other arrays are of it."""
+def cast_params(dtype: DTypeLike, params: Any) -> Any:
+    """Params in ``dtype``: arrays are cast, quantized weights are computed in it."""
 
     def cast(x: Any) -> Any:
-        quantized = is_quantized(x)
-        return dataclasses.replace(x, dtype=jnp.dtype(dtype)) if quantized else x.astype(dtype)
+        if is_quantized(x):
+            return dataclasses.replace(x, dtype=jnp.dtype(dtype))
+        return x.astype(dtype)
 
     return jax.tree.map(cast, params, is_leaf=is_quantized)

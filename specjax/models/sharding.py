@@ -1,10 +1,10 @@
-"""One model over several devices: which axes of its weights are split, and what modules do then.
+"""One model split over several devices: which axes of its weights, and what modules do then.
 
-Heads and MLP columns are split along a mesh axis, and a block sums its partial products twice,
-behind attention and behind the MLP (Megatron-LM, arXiv 1909.08053, §3); embedding and head are
-split by vocabulary where it divides. Each weight names its axes where it is made; the rules say
-here, once, what becomes of an axis. The functions that a module calls run inside ``shard_map``
-and do nothing for a model that is whole (``cfg.shards == 1``).
+Attention heads and MLP columns are split along a mesh axis. A block sums its partial products
+twice, after attention and after the MLP (Megatron-LM, arXiv 1909.08053, §3). Embedding and head are
+split by vocabulary, if the number of devices divides it. Each weight names its axes where it is
+created; :data:`RULES` says what becomes of each axis. The functions that a module calls run inside
+``shard_map``, and do nothing for a model that is not split (``cfg.shards == 1``).
 
 Axis legend: B rows, N tokens, D hidden size, V vocabulary, v a device's share of it.
 """
@@ -15,11 +15,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from specjax._util.errors import ModelError
-from specjax.models.adapters import OwnRows
+from specjax.models.adapters import ReplacedRows
 from specjax.models.config import ModelConfig
 from specjax.models.quantized import PerOutput
 
@@ -29,19 +30,19 @@ RULES = {  # the mesh axis that a weight's axis is split along; None: each devic
     "heads": AXIS,  # of queries, keys or values, each with its whole size
     "columns": AXIS,  # of the MLP
     "hidden": None,
-    "embedding": None,  # what a row of the tables holds: the hidden size, or less
-    "head": None,  # the inside of one head
+    "embedding": None,  # of a row of the tables: the hidden size, or less
+    "head": None,  # the entries of one head
     "positions": None,
 }
 
 
 def split_config(cfg: ModelConfig, count: int) -> ModelConfig:
-    """A device's share of a whole model: heads and MLP columns are counted per device.
+    """The config of one device's share: heads and MLP columns are counted per device.
 
-    Where there are fewer key heads than devices, several devices hold the same one.
+    If there are fewer key heads than devices, several devices have the same one.
 
     Raises:
-      ModelError: heads or columns do not divide.
+      ModelError: ``count`` does not divide the heads or the columns.
     """
     fits = {
         "num_heads": cfg.num_heads % count == 0,
@@ -64,23 +65,35 @@ def split_config(cfg: ModelConfig, count: int) -> ModelConfig:
 
 
 def partition(axes: tuple[str, ...], shape: tuple[int, ...], count: int) -> PartitionSpec:
-    """Where a weight lies on ``count`` devices; a vocabulary that does not divide stays whole."""
-    sizes = zip(axes, shape, strict=True)
-    return PartitionSpec(*(None if a == "vocab" and n % count else RULES[a] for a, n in sizes))
+    """How a weight is split over ``count`` devices.
+
+    A vocabulary that ``count`` does not divide is not split.
+    """
+    spec = []
+    for axis, size in zip(axes, shape, strict=True):
+        if axis == "vocab" and size % count:
+            spec.append(None)
+        else:
+            spec.append(RULES[axis])
+    return PartitionSpec(*spec)
 
 
 def constrain(x: Array, where: NamedSharding | None) -> Array:
-    """``x``, told to lie so; None: as the compiler likes."""
-    return x if where is None else jax.lax.with_sharding_constraint(x, where)
+    """``x`` with this sharding; None: the compiler's choice."""
+    if where is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, where)
 
 
 def psum_shards(x: Float[Array, "..."], shards: int) -> Float[Array, "..."]:
-    """The sum of the devices' partial products, on each of them."""
-    return x if shards == 1 else jax.lax.psum(x, AXIS)
+    """The sum of the devices' partial products, on every device."""
+    if shards == 1:
+        return x
+    return jax.lax.psum(x, AXIS)
 
 
-def own_part(x: Array, shards: int) -> Array:
-    """A device's share ``[n / shards, ...]`` of what every device knows whole, ``[n, ...]``."""
+def own_part(x: Array | np.ndarray, shards: int) -> Array:
+    """This device's share ``[n / shards, ...]`` of an array ``[n, ...]`` that all devices have."""
     if shards == 1:
         return jnp.asarray(x)
     size = x.shape[0] // shards
@@ -88,35 +101,39 @@ def own_part(x: Array, shards: int) -> Array:
 
 
 def look_up(
-    table: Float[Array, "v D"] | PerOutput | OwnRows, ids: Int[Array, "B N"], rows: int
+    table: Float[Array, "v D"] | PerOutput | ReplacedRows, ids: Int[Array, "B N"], rows: int
 ) -> Float[Array, "B N D"]:
-    """Rows of a table of ``rows``, of which a device may hold a share.
+    """The vectors of ``ids`` from a table of ``rows`` rows, of which a device may have a share.
 
-    Padding ids (out of range by convention) read one, instead of NaN fill.
+    Padding ids are out of range. They read the nearest row, where ``take`` would fill in NaN.
     """
-    if isinstance(table, OwnRows):
-        return table.replaced(ids, look_up(table.base, ids, rows))
-    held = table.shape[0]
-    if held == rows:
-        return _rows(table, ids)
-    own = jnp.clip(ids, 0, rows - 1) - jax.lax.axis_index(AXIS) * held
-    vectors = _rows(table, own)
-    here = (own >= 0) & (own < held)
-    return jax.lax.psum(jnp.where(here[..., None], vectors, 0), AXIS)
+    if isinstance(table, ReplacedRows):
+        return table.replace_vectors(ids, look_up(table.base, ids, rows))
+    share = table.shape[0]
+    if share == rows:
+        return _take_rows(table, ids)
+    # Each id is in one device's share; the others contribute zeros to the sum.
+    local_ids = jnp.clip(ids, 0, rows - 1) - jax.lax.axis_index(AXIS) * share
+    vectors = _take_rows(table, local_ids)
+    is_local = (local_ids >= 0) & (local_ids < share)
+    return jax.lax.psum(jnp.where(is_local[..., None], vectors, 0), AXIS)
 
 
-def _rows(table: Float[Array, "v D"] | PerOutput, ids: Int[Array, "B N"]) -> Float[Array, "B N D"]:
+def _take_rows(
+    table: Float[Array, "v D"] | PerOutput, ids: Int[Array, "B N"]
+) -> Float[Array, "B N D"]:
     if not isinstance(table, PerOutput):
         return jnp.take(table, ids, axis=0, mode="clip")
-    codes, scales = (jnp.take(x, ids, axis=0, mode="clip") for x in (table.codes, table.scales))
+    codes = jnp.take(table.codes, ids, axis=0, mode="clip")
+    scales = jnp.take(table.scales, ids, axis=0, mode="clip")
     return (codes.astype(jnp.float32) * scales[..., None]).astype(table.dtype)
 
 
 def gather_logits(logits: Float[Array, "B N v"], vocab: int) -> Float[Array, "B N V"]:
-    """The whole vocabulary's logits on every device, from each one's share."""
+    """The logits of the whole vocabulary on every device, from each device's share."""
     if logits.shape[-1] == vocab:
         return logits
-    # Gathered along a new first axis: along the vocabulary, TPUs would lay it out with the
-    # tokens innermost and pad those to 128.
+    # Gathered along a new first axis: along the vocabulary, TPUs would choose a layout with the
+    # tokens innermost, and pad those to 128.
     shares = jax.lax.all_gather(logits, AXIS)
     return jnp.moveaxis(shares, 0, -2).reshape(*logits.shape[:-1], vocab)

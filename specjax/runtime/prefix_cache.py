@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specjax.core.types import DecodeState
-from specjax.models.cache import still_holds
+from specjax.models.cache import ring_keeps_prefix
 
 LEAST = 16  # tokens in common that are worth the copy of a cache
 Prompts = Sequence[np.ndarray]  # one per device of the mesh's data axis
@@ -67,7 +67,7 @@ class Prefixes:
     def _shared(self, kept: np.ndarray, prompt: np.ndarray) -> int:
         """:func:`in_common`, unless what the next token sees of it has lost its positions since."""
         same = in_common(kept, prompt)
-        return same if still_holds(self._ring, len(kept), same) else 0
+        return same if ring_keeps_prefix(self._ring, len(kept), same) else 0
 
     def keep(self, prompts: Prompts, found: np.ndarray, state: DecodeState) -> None:
         """Keeps a prefilled state, unless hardly any of it is new beside what was ``found``."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
-from specjax.models.adapters import LowRank, gated
+from specjax.models.adapters import LowRank, attach_adapters
 from specjax.registry import Context
 from specjax.runtime.engine import Engine
 from support import laws
@@ -70,9 +70,10 @@ def test_a_gate_that_is_open_for_clean_tokens_is_caught(monkeypatch):
             is_pair = isinstance(x, LowRank)
             return dataclasses.replace(x, gate=np.ones(tokens.shape, bool)) if is_pair else x
 
-        held = gated(cfg, params, tokens)
+        held = attach_adapters(cfg, params, tokens)
         return jax.tree.map(opened, held, is_leaf=lambda x: isinstance(x, LowRank))
 
-    monkeypatch.setattr(importlib.import_module("specjax.models.forward_pass"), "gated", leaky)
+    module = importlib.import_module("specjax.models.forward_pass")
+    monkeypatch.setattr(module, "attach_adapters", leaky)
     built = build(own, k=2, form="chain", rule="speculative")
     assert p_value(base, own, built) < laws.ALPHA

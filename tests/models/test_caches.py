@@ -11,10 +11,10 @@ import pytest
 import specjax as sj
 from conftest import tiny_lm
 from specjax.core import loop
-from specjax.models.attention import dense, long_cache, splash
+from specjax.models.attention import dense, long_cache, splash, splash_chunk
 from specjax.models.attention.dense import ScoreTransform
-from specjax.models.attention.long_cache import block_of, cached_attention
-from specjax.models.coded import Coded
+from specjax.models.attention.long_cache import cached_attention, choose_blocks
+from specjax.models.quantized_cache import QuantizedKV
 from specjax.registry import Context
 from specjax.runtime.engine import Engine
 
@@ -30,17 +30,17 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(long_cache, "MAX_BLOCK", 16)
 
 
-def reference(q, k, v, seen, distance, window, finish):
+def reference(q, k, v, seen, distance, window, transform):
     """Row by row, query by query, head by head, in float64."""
     out = np.zeros(q.shape)
     slopes = dense.alibi_slopes(HEADS)
     for b, i, h in itertools.product(range(ROWS), range(q.shape[1]), range(HEADS)):
         at = [s for s in range(SLOTS) if seen[b, i, s] and distance[b, i, s] < window]
         keys = k[b, h // (HEADS // KEYS), at].astype(np.float64)
-        scores = keys @ q[b, i, h] * (finish.scale or SIZE**-0.5)
-        if finish.softcap:
-            scores = finish.softcap * np.tanh(scores / finish.softcap)
-        if finish.alibi:
+        scores = keys @ q[b, i, h] * (transform.scale or SIZE**-0.5)
+        if transform.softcap:
+            scores = transform.softcap * np.tanh(scores / transform.softcap)
+        if transform.alibi:
             scores = scores - slopes[h] * distance[b, i, at]
         weights = np.exp(scores - scores.max())
         out[b, i, h] = weights / weights.sum() @ v[b, h // (HEADS // KEYS), at]
@@ -82,21 +82,21 @@ CASES = {
 @pytest.mark.parametrize("rows", ["together", "one by one", "wide"])
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_are_what_each_token_sees(case, rows, monkeypatch):
-    n, window, finish = CASES[case]
+    n, window, transform = CASES[case]
     if rows == "one by one":
         monkeypatch.setattr(long_cache, "BLOCK_SCORES", 1)
     if rows == "wide":
-        monkeypatch.setattr(long_cache, "WIDE", 1)
-    assert block_of(ROWS, HEADS * n, SLOTS) == (rows != "one by one", 8)
+        monkeypatch.setattr(long_cache, "SUM_IN_PRODUCT", 1)
+    assert choose_blocks(ROWS, HEADS * n, SLOTS) == (rows != "one by one", 8)
     positions, seen, distance = nodes(PARENTS if "tree" in case else range(-1, n - 1))
     tree = ()
     if "tree" in case:
         inside = seen & (distance < (window or SLOTS + 1))
-        tree = jnp.asarray(inside), jnp.asarray(distance) if finish.alibi else None
+        tree = jnp.asarray(inside), jnp.asarray(distance) if transform.alibi else None
     arrays = drawn(n)
-    run = jax.jit(lambda *x: cached_attention(*x, window=window, finish=finish))
+    run = jax.jit(lambda *x: cached_attention(*x, window=window, transform=transform))
     got = run(*map(jnp.asarray, arrays), jnp.asarray(positions), jnp.asarray(BASES + n - 1), *tree)
-    want = reference(*arrays, seen, distance, window or SLOTS + 1, finish)
+    want = reference(*arrays, seen, distance, window or SLOTS + 1, transform)
     np.testing.assert_allclose(got, want, atol=2e-6)
 
 
@@ -159,36 +159,36 @@ def test_decoding_over_blocks_is_decoding(method, monkeypatch):
 
 # The kernel that a TPU runs over pieces of prompts, as Pallas's interpreter runs it.
 kernel = functools.partial(
-    splash.chain_attention, blocks=splash.SplashBlocks(128, 256, 256, 128), interpret=True
+    splash_chunk.chunk_attention, blocks=splash.SplashBlocks(128, 256, 256, 128), interpret=True
 )
 
 
 @pytest.mark.parametrize(
-    "window, finish", [(None, ScoreTransform()), (100, ScoreTransform(0.4, softcap=2.0))]
+    "window, transform", [(None, ScoreTransform()), (100, ScoreTransform(0.4, softcap=2.0))]
 )
-def test_the_tpu_kernel_meets_what_a_piece_sees(window, finish):
+def test_the_tpu_kernel_meets_what_a_piece_sees(window, transform):
     """And no more: what lies in other blocks is NaN."""
     draws, capacity = np.random.Generator(np.random.Philox(5)), 1280
     q = draws.standard_normal((2, 256, HEADS, SIZE), np.float32)
     k, v = draws.standard_normal((2, 2, KEYS, capacity, SIZE), np.float32)
     positions = np.array([[700], [5]], np.int32) + np.arange(256, dtype=np.int32)
-    seen = dense.within(dense.chain_distances(positions, capacity), window)
-    want = dense.dense_attention(*map(jnp.asarray, (q, k, v)), seen, finish)
+    seen = dense.in_window(dense.chain_distances(positions, capacity), window)
+    want = dense.dense_attention(*map(jnp.asarray, (q, k, v)), seen, transform)
     for x in (k, v):
         x[0, :, 1024:], x[1, :, 512:] = np.nan, np.nan
         x[0, :, : 512 if window else 0] = np.nan
-    got = kernel(q, k, v, positions, window=window, finish=finish)
+    got = kernel(q, k, v, positions, window=window, transform=transform)
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 def test_the_tpu_kernel_is_for_wide_pieces_of_plain_caches(monkeypatch):
     cache = jnp.zeros((1, 1, 8192, 8))
-    assert not splash.supports_chain(512, ScoreTransform(), cache)
+    assert not splash_chunk.supports_chunk(512, ScoreTransform(), cache)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert splash.supports_chain(512, ScoreTransform(softcap=2.0), cache)
-    assert not splash.supports_chain(128, ScoreTransform(), cache)
-    assert not splash.supports_chain(512, ScoreTransform(alibi=True), cache)
-    assert not splash.supports_chain(512, ScoreTransform(), Coded(cache, cache))
+    assert splash_chunk.supports_chunk(512, ScoreTransform(softcap=2.0), cache)
+    assert not splash_chunk.supports_chunk(128, ScoreTransform(), cache)
+    assert not splash_chunk.supports_chunk(512, ScoreTransform(alibi=True), cache)
+    assert not splash_chunk.supports_chunk(512, ScoreTransform(), QuantizedKV(cache, cache))
 
 
 def test_prompts_that_go_through_the_kernel_leave_the_same_cache(monkeypatch):
@@ -205,9 +205,9 @@ def test_prompts_that_go_through_the_kernel_leave_the_same_cache(monkeypatch):
 
     want = prefilled(512)
     monkeypatch.setattr(long_cache, "DENSE_CAPACITY", 512)
-    monkeypatch.setattr(splash, "supports_chain", lambda tokens, *_: tokens == 128)
+    monkeypatch.setattr(splash_chunk, "supports_chunk", lambda tokens, *_: tokens == 128)
     monkeypatch.setattr(
-        splash, "chain_attention", lambda *a, **how: calls.append(how) or kernel(*a, **how)
+        splash_chunk, "chunk_attention", lambda *a, **how: calls.append(how) or kernel(*a, **how)
     )
     got = prefilled(768)
     assert [how["window"] for how in calls] == [150, None]

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from specjax.models import ModelConfig, hidden_states, init_params
-from specjax.models.attention import splash
+from specjax.models.attention import splash, splash_windows
 from specjax.models.attention.dense import (
     Causal,
     Isolated,
@@ -17,7 +17,7 @@ from specjax.models.attention.dense import (
     dense_attention,
     distances,
 )
-from specjax.models.attention.flash import FlashBlocks, blocks_of, flash_attention
+from specjax.models.attention.flash import FlashBlocks, find_blocks, flash_attention
 from specjax.models.attention.long_sequences import long_attention
 from train.sdsat.insertion import Insertion, append_windows
 
@@ -53,14 +53,14 @@ def parts(count, heads=4, key_heads=2, size=8, dtype=np.float32):
     return [jnp.asarray(generator.standard_normal(shape), dtype) for shape in shapes]
 
 
-def dense(mask, meta, finish):
-    distance = distances(meta, meta) if finish.alibi else None
-    return lambda q, k, v: dense_attention(q, k, v, mask(meta, meta), finish, distance)
+def dense(mask, meta, transform):
+    distance = distances(meta, meta) if transform.alibi else None
+    return lambda q, k, v: dense_attention(q, k, v, mask(meta, meta), transform, distance)
 
 
-def flash(mask, meta, finish, **how):
+def flash(mask, meta, transform, **how):
     return lambda q, k, v: flash_attention(
-        q, k, v, meta, meta, mask, finish=finish, block=BLOCK, **how
+        q, k, v, meta, meta, mask, transform=transform, block=BLOCK, **how
     )
 
 
@@ -95,10 +95,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_agree_with_dense_attention(name):
-    mask, finish = CASES[name]
+    mask, transform = CASES[name]
     count = CLEAN + APPENDED * isinstance(mask, Isolated)
     meta = tokens(packed_rows(), count)
-    both = dense(mask, meta, finish), flash(mask, meta, finish)
+    both = dense(mask, meta, transform), flash(mask, meta, transform)
     agree(both, meta, *parts(count), close=1e-5)
 
 
@@ -129,7 +129,7 @@ def test_blocks_in_bfloat16_are_as_exact_as_bfloat16_is():
 def test_blocks_that_nobody_sees_are_not_met():
     """What stands in them may be anything: NaN times no weight would be NaN."""
     meta = tokens(packed_rows(((16, 23), (16, 23))), CLEAN)
-    blocks = blocks_of(Causal(), meta, meta, BLOCK)
+    blocks = find_blocks(Causal(), meta, meta, BLOCK)
     met = [[0], [0, 1], [2], [2, 3], [2, 3, 4]]  # whole blocks first; the last one ends in padding
     assert [row[:n].tolist() for row, n in zip(blocks.order, blocks.seen, strict=True)] == met
     assert blocks.whole.tolist() == [0, 1, 0, 1, 0]
@@ -150,7 +150,7 @@ def test_blocks_that_nobody_sees_are_not_met():
 @pytest.mark.parametrize("lost", [(1, "part"), (3, "whole")])
 def test_a_block_left_out_by_mistake_is_noticed(lost):
     meta = tokens(packed_rows(((16, 23), (16, 23))), CLEAN)
-    blocks, (i, kind) = blocks_of(Causal(), meta, meta, BLOCK), lost
+    blocks, (i, kind) = find_blocks(Causal(), meta, meta, BLOCK), lost
     if kind == "part":
         wrong = blocks._replace(seen=blocks.seen.at[i].add(-1))
     else:
@@ -185,9 +185,9 @@ kernel = functools.partial(splash.splash_attention, blocks=BLOCKS, interpret=Tru
 
 
 @pytest.mark.parametrize(
-    "window, finish", [(70, ScoreTransform()), (None, ScoreTransform(0.3, softcap=1.5))]
+    "window, transform", [(70, ScoreTransform()), (None, ScoreTransform(0.3, softcap=1.5))]
 )
-def test_the_tpu_kernel_agrees_with_dense_attention(window, finish):
+def test_the_tpu_kernel_agrees_with_dense_attention(window, transform):
     """Packed documents and padding."""
     lengths = (100, 50, 50)
     segments = np.repeat([[1, 2, 0], [1, 2, 3]], lengths, axis=1)
@@ -195,9 +195,9 @@ def test_the_tpu_kernel_agrees_with_dense_attention(window, finish):
     meta = {"segment": segments, "position": positions}
 
     def attend(q, k, v):
-        return kernel(q, k, v, segments, window=window, finish=finish)
+        return kernel(q, k, v, segments, window=window, transform=transform)
 
-    both = dense(Causal(window), meta, finish), attend
+    both = dense(Causal(window), meta, transform), attend
     agree(both, meta, *parts(200, size=8), close=1e-5)
 
 
@@ -221,28 +221,28 @@ def long_rows(clean, appended, longest):
 WINDOWED = Isolated(clean=500, longest=5)
 
 
-def windowed(meta, finish):
+def windowed(meta, transform):
     """What :data:`WINDOWED` lets see, by the kernel, in blocks that do not divide the rows."""
-    windows = splash.windows_of(WINDOWED, meta, WINDOW_BLOCKS)
+    windows = splash_windows.make_window_tables(WINDOWED, meta, WINDOW_BLOCKS)
     how = {"blocks": WINDOW_BLOCKS, "interpret": True}
 
     def attend(q, k, v):
         segments = meta["segment"]
         own = (x[:, :, :500] for x in (k, v))
-        clean = kernel(q[:, :500], *own, segments[:, :500], finish=finish)
-        behind = splash.window_attention(
-            q[:, 500:], k, v, segments, windows, mask=WINDOWED, finish=finish, **how
+        clean = kernel(q[:, :500], *own, segments[:, :500], transform=transform)
+        behind = splash_windows.window_attention(
+            q[:, 500:], k, v, segments, windows, mask=WINDOWED, transform=transform, **how
         )
         return jnp.concatenate([clean, behind], axis=1)
 
     return attend
 
 
-@pytest.mark.parametrize("finish", [ScoreTransform(), ScoreTransform(0.3, softcap=1.5)])
-def test_the_tpu_kernel_knows_what_windows_see(finish):
+@pytest.mark.parametrize("transform", [ScoreTransform(), ScoreTransform(0.3, softcap=1.5)])
+def test_the_tpu_kernel_knows_what_windows_see(transform):
     """Windows that cross blocks and documents that begin behind them, over several blocks."""
     meta = long_rows(500, 300, 5)
-    both = dense(WINDOWED, meta, finish), windowed(meta, finish)
+    both = dense(WINDOWED, meta, transform), windowed(meta, transform)
     agree(both, meta, *parts(800), close=1e-5)
 
 
@@ -259,7 +259,7 @@ def test_a_block_that_no_window_sees_is_not_met():
     meta, block = long_rows(500, 300, 5), 128
     seen = np.array(WINDOWED(meta, meta)[:, 500:]) | np.eye(300, 800, 500, bool)
     seen = np.pad(seen, ((0, 0), (0, 84), (0, 224)))
-    windows = splash.windows_of(WINDOWED, meta, WINDOW_BLOCKS)
+    windows = splash_windows.make_window_tables(WINDOWED, meta, WINDOW_BLOCKS)
     for table, wide in ((windows.forward, 256), (windows.backward, 512)):
         wanted = seen.reshape(2, 3, block, -1, wide).any((2, 4))
         assert (np.asarray(table) >= wanted).all()
@@ -268,7 +268,7 @@ def test_a_block_that_no_window_sees_is_not_met():
 
 def test_the_kernel_takes_windows_of_known_length_whose_numbers_fit():
     def takes(count, **how):
-        return splash.supports_windows(Isolated(**how), ScoreTransform(), count)
+        return splash_windows.supports_windows(Isolated(**how), ScoreTransform(), count)
 
     assert takes(16384 + 5176, clean=16384, longest=5)
     assert not takes(16384 + 5176, clean=16384)
@@ -280,27 +280,35 @@ def test_the_kernel_takes_windows_of_known_length_whose_numbers_fit():
 def test_every_backend_runs_isolated_windows(monkeypatch, backend, longest):
     """On TPU clean tokens go through the kernel, and their windows where their length is known,
     else through our blocks; over a mesh."""
-    calls, told, small = [], [], {"blocks": WINDOW_BLOCKS, "interpret": True}
-    windows_of, window_attention = splash.windows_of, splash.window_attention
-    own = {
-        "splash_attention": lambda *a, **how: calls.append(a) or kernel(*a, **how),
-        "windows_of": lambda *a: windows_of(*a, WINDOW_BLOCKS),
-        "window_attention": lambda *a, **how: (
-            told.append(a) or window_attention(*a, **how, **small)
-        ),
-    }
+    clean_calls = []
+    window_calls = []
+    make_window_tables = splash_windows.make_window_tables
+    window_attention = splash_windows.window_attention
+
+    def run_clean(*args, **options):
+        clean_calls.append(args)
+        return kernel(*args, **options)
+
+    def run_windows(*args, **options):
+        window_calls.append(args)
+        return window_attention(*args, **options, blocks=WINDOW_BLOCKS, interpret=True)
+
+    def small_tables(*args):
+        return make_window_tables(*args, WINDOW_BLOCKS)
+
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    for name, run in own.items():
-        monkeypatch.setattr(splash, name, run)
+    monkeypatch.setattr(splash, "splash_attention", run_clean)
+    monkeypatch.setattr(splash_windows, "make_window_tables", small_tables)
+    monkeypatch.setattr(splash_windows, "window_attention", run_windows)
     meta, mask = packed_rows(), Isolated(clean=CLEAN, longest=longest)
     mesh = jax.make_mesh((1, 1), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
     ours = long_attention(mask, meta, ScoreTransform(), 2, rows)
     count = CLEAN + APPENDED
     agree((dense(mask, meta, ScoreTransform()), ours), meta, *parts(count), close=1e-5)
-    assert [a[0].shape[1] for a in calls] == [CLEAN] * (backend == "tpu")
+    assert [args[0].shape[1] for args in clean_calls] == [CLEAN] * (backend == "tpu")
     by_kernel = backend == "tpu" and longest > 0
-    assert [a[0].shape[1] for a in told] == [APPENDED] * by_kernel
+    assert [args[0].shape[1] for args in window_calls] == [APPENDED] * by_kernel
 
 
 @pytest.mark.parametrize("scan", [False, True])

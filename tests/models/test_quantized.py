@@ -19,7 +19,7 @@ from specjax.models.families.head import HeadConfig
 from specjax.models.hf.checkpoint import WEIGHTS, load_config, stored_scheme
 from specjax.models.layers import linear
 from specjax.models.placement import param_specs
-from specjax.models.quantize import parse_scheme, quantize, quantize_params
+from specjax.models.quantization import parse_scheme, quantize, quantize_params
 from specjax.models.quantized import is_quantized
 from support import variants
 from support.checkpoints import edit_config, edit_weights, same

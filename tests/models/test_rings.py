@@ -14,7 +14,7 @@ from specjax.models.cache import commit_path, resize, ring_capacity, row_bytes
 from specjax.runtime.prefix_cache import in_common
 from support.variant_models import logits_jit
 
-WINDOW, SPARE, RING = 24, 64, 96
+WINDOW, RING_SPARE, RING = 24, 64, 96
 SLIDING = {"sliding_window": WINDOW, "sliding_layers": (True, False)}
 
 
@@ -22,8 +22,8 @@ SLIDING = {"sliding_window": WINDOW, "sliding_layers": (True, False)}
 def small(monkeypatch):
     """``small(spare)``: rings that short positions go round in."""
 
-    def use(spare=SPARE):
-        monkeypatch.setattr(cache, "SPARE", spare)
+    def use(spare=RING_SPARE):
+        monkeypatch.setattr(cache, "RING_SPARE", spare)
         monkeypatch.setattr(cache, "MAX_CHUNK_CPU", spare // 2)
         jax.clear_caches()  # caches are made within programs
 
@@ -65,10 +65,10 @@ def test_a_ring_is_a_cache_of_everything(small, dtype):
 
     nodes, after = tokens[:, 200:206], tokens[:, 220:230]
     results = []
-    for spare in (SPARE, 2048):
+    for spare in (RING_SPARE, 2048):
         small(spare)
         held = prefilled(lm, tokens, upto, 256, dtype)
-        assert held.k[0].shape[2] == (RING if spare == SPARE else 256)
+        assert held.k[0].shape[2] == (RING if spare == RING_SPARE else 256)
         assert held.k[1].shape[2] == 256
         results.append(jax.jit(run)(lm.net, held, nodes, after))
     for ours, whole in zip(results[0][:2], results[1][:2], strict=True):
@@ -149,7 +149,7 @@ def test_what_a_ring_loses_is_caught(small, monkeypatch, fault):
     small()
     if fault == "writes that stop at the end":
         rows = cache.write_rows
-        monkeypatch.setattr(cache, "write_around", lambda x, new, at: rows(x, new, at % RING))
+        monkeypatch.setattr(cache, "write_ring", lambda x, new, at: rows(x, new, at % RING))
     else:
         monkeypatch.setattr(
             "specjax.runtime.prefix_cache.Prefixes._shared", lambda _, a, b: in_common(a, b)

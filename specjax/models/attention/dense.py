@@ -1,10 +1,11 @@
-"""Attention with its mask as a function of per-token metadata, for short sequences and decoding.
+"""Attention over the whole key axis, for short sequences and short caches; and what masks are.
 
-What a token may see is a property of the two tokens: packed documents, token trees,
-sliding windows and draft windows differ only in the mask function. Here the mask is built
-once; :mod:`specjax.models.attention.long_sequences` is the same for long sequences, in blocks.
+What a token may see is a function of the metadata of two tokens. Packed documents, token trees,
+sliding windows and SDSAT's windows differ only in that function. Here the whole mask is built;
+:mod:`specjax.models.attention.long_sequences` evaluates it block by block.
 
-Axis legend: B rows, N queries, S keys, H query heads, K key heads, G = H/K, R = G·N, E head size.
+Axis legend: B rows, N queries, S keys, T tokens of a tree, H query heads, K key heads, G = H/K,
+R = G·N, E head size.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models.coded import Coded, key_scores, value_sums
+from specjax.models.quantized_cache import KVBuffer, key_scores, weighted_values
 from specjax.models.sharding import own_part
 
 Meta = Mapping[str, Array]  # per-token arrays, each [B, tokens, ...]
@@ -31,10 +32,10 @@ MASKED_SCORE = -1e30
 
 
 class ScoreTransform(NamedTuple):
-    """What a family does to ``q·k`` before the softmax.
+    """What a model family does to ``q·k`` before the softmax.
 
-    ``scale``: the factor on it, None for ``E ** -0.5``. ``softcap``: ``c · tanh(score / c)``.
-    ``alibi``: each head adds its slope times the key's position less the query's. ``shards``:
+    ``scale``: the factor on it; None: ``E ** -0.5``. ``softcap`` c: ``c · tanh(score / c)``.
+    ``alibi``: each head subtracts its slope times the distance from key to query. ``shards``:
     devices that the heads are split over.
     """
 
@@ -43,80 +44,93 @@ class ScoreTransform(NamedTuple):
     alibi: bool = False
     shards: int = 1
 
-    def biased(
+    def query_scale(self, head_size: int) -> float:
+        """The factor on ``q·k``."""
+        if self.scale is None:
+            return head_size**-0.5
+        return self.scale
+
+    def subtract_alibi(
         self, scores: Float[Array, "B K G N S"], distance: Int[Array, "B N S"]
     ) -> Float[Array, "B K G N S"]:
-        """``scores`` with ALiBi's share."""
+        """``scores`` less each head's slope times ``distance``."""
         slopes = self.slopes(*scores.shape[1:3])[:, :, None, None]
         return scores - slopes * distance[:, None, None].astype(jnp.float32)
 
-    def capped(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
-        """``scores`` within ``softcap`` of zero, if there is one."""
-        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
+    def apply_softcap(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
+        """``scores``, smoothly limited to ± ``softcap`` if there is one."""
+        if self.softcap is None:
+            return scores
+        return self.softcap * jnp.tanh(scores / self.softcap)
 
     def slopes(self, heads: int, groups: int) -> Float[Array, "K G"]:
-        """Of ALiBi, for this device's heads."""
-        return own_part(alibi_slopes(heads * groups * self.shards), self.shards).reshape(
-            heads, groups
-        )
+        """ALiBi's slopes of this device's heads."""
+        all_slopes = alibi_slopes(heads * groups * self.shards)
+        return own_part(all_slopes, self.shards).reshape(heads, groups)
 
 
-PLAIN = ScoreTransform()
+SCALE_ONLY = ScoreTransform()
 
 
 def alibi_slopes(heads: int) -> np.ndarray:
-    """float32 ``[heads]``: a geometric series for powers of two, else with the next one's
-    odd members (arXiv 2108.12409, §3, and its reference code)."""
+    """float32 ``[heads]``: a geometric series if ``heads`` is a power of two.
+
+    Else it is the series of the power below, and every second member of the series of the power
+    above (arXiv 2108.12409, §3, and its reference code).
+    """
 
     def series(count: int) -> np.ndarray:
         return 2.0 ** (-8.0 / count * np.arange(1, count + 1))
 
-    whole = 2 ** math.floor(math.log2(heads))
-    slopes = np.concatenate([series(whole), series(2 * whole)[::2][: heads - whole]])
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = np.concatenate([series(power), series(2 * power)[::2][: heads - power]])
     return slopes.astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Causal:
-    """Keys of the same segment at or before the query's position; padding sees nothing.
+    """A query sees the keys of its segment at or before its position; nothing sees padding.
 
-    Metadata: ``segment`` int32 (0 = padding) and ``position`` int32. ``window``: positions that a
-    query sees, its own included.
+    Metadata: ``segment`` int32 (0: padding) and ``position`` int32. ``window``: how many positions
+    a query sees, its own included.
     """
 
     window: int | None = None
 
     def __call__(self, query: Meta, key: Meta) -> Bool[Array, "B N S"]:
-        same = query["segment"][:, :, None] == key["segment"][:, None, :]
-        seen = same & (key["segment"] != PADDING_SEGMENT)[:, None, :]
-        return seen & within(distances(query, key), self.window)
+        same_segment = query["segment"][:, :, None] == key["segment"][:, None, :]
+        allowed = same_segment & (key["segment"] != PADDING_SEGMENT)[:, None, :]
+        return allowed & in_window(distances(query, key), self.window)
 
 
 @dataclasses.dataclass(frozen=True)
 class Isolated(Causal):
-    """Causal; behind ``clean`` tokens stand windows: a window's token sees the clean tokens before
-    its window, and its window, and nothing else sees it.
+    """SDSAT's mask: ``clean`` causal tokens, followed by windows that only see and are not seen.
+
+    A token of a window sees its own window, and the clean tokens before the window's start. No
+    other token sees it.
 
     Metadata beside :class:`Causal`'s: ``windows`` int32, 0 for clean tokens, else the window's
-    number; ``starts`` int32, the position at which a window token's window starts. ``longest``:
-    no window has more tokens; 0 where that is not known.
+    number; ``starts`` int32, the position at which a window token's window starts. ``longest``: the
+    most tokens of a window; 0: not known.
     """
 
     clean: int = 0
     longest: int = 0
 
     def __call__(self, query: Meta, key: Meta) -> Bool[Array, "B N S"]:
-        own = query["windows"][:, :, None] == key["windows"][:, None, :]
-        before = key["position"][:, None, :] < query["starts"][:, :, None]
-        clean = (key["windows"] == 0)[:, None, :] & (query["windows"] > 0)[:, :, None]
-        return super().__call__(query, key) & (own | (clean & before))
+        same_window = query["windows"][:, :, None] == key["windows"][:, None, :]
+        before_start = key["position"][:, None, :] < query["starts"][:, :, None]
+        clean_key = (key["windows"] == 0)[:, None, :]
+        clean = clean_key & (query["windows"] > 0)[:, :, None]
+        return super().__call__(query, key) & (same_window | (clean & before_start))
 
 
 causal_mask = Causal()
 
 
 def windowed(mask_fn: MaskFn, window: int | None) -> MaskFn:
-    """``mask_fn``, whatever it is, within ``window`` positions, the token's own included."""
+    """Any ``mask_fn``, limited to ``window`` positions, the query's own included."""
     if window is None:
         return mask_fn
     if isinstance(mask_fn, Causal) and mask_fn.window is None:
@@ -125,19 +139,20 @@ def windowed(mask_fn: MaskFn, window: int | None) -> MaskFn:
 
 
 def distances(query: Meta, key: Meta) -> Int[Array, "B N S"]:
-    """How many positions each key lies before each query."""
+    """How many positions each key is before each query."""
     return query["position"][:, :, None] - key["position"][:, None, :]
 
 
 def chain_distances(positions: Int[Array, "B N"], capacity: int) -> Int[Array, "B N S"]:
-    """:func:`cache_distances` of a chain, each of whose tokens lies in the cache position of its
-    position."""
+    """:func:`cache_distances` where every token is in the cache position of its position."""
     return positions[:, :, None] - jnp.arange(capacity, dtype=jnp.int32)
 
 
-def within(apart: Int[Array, "..."], window: int | None) -> Bool[Array, "..."]:
-    """What a token sees of keys that lie so many positions before it, but for trees."""
-    return apart >= 0 if window is None else (apart >= 0) & (apart < window)
+def in_window(distance: Int[Array, "..."], window: int | None) -> Bool[Array, "..."]:
+    """Whether a token sees keys so many positions before it, causally within a window."""
+    if window is None:
+        return distance >= 0
+    return (distance >= 0) & (distance < window)
 
 
 def cache_mask(
@@ -151,28 +166,34 @@ def cache_mask(
 ) -> Bool[Array, "B N S"]:
     """Which cache positions each new token sees.
 
-    Positions below ``base`` hold the committed tokens, cache position = position, and cache
-    position ``base + j`` token j of the T = ``count`` above them, all modulo ``capacity``. New
-    token i sees those of the T where ``visible[b, i, j]``, of a tree its ancestors and itself;
-    None, a chain: j ≤ i. ``window`` counts positions, not positions: ``tree_positions`` are those
-    of the T tokens where they are not just the new ones.
+    The cache holds ``base`` committed tokens, each at the cache position of its position. Above
+    them it holds T = ``count`` further tokens, token j at ``base + j``. All this is modulo
+    ``capacity``.
+
+    Args:
+      positions: int32, of the new tokens.
+      visible: ``visible[b, i, j]``: new token i sees token j of the T; in a tree, its ancestors
+        and itself. None, a chain: j ≤ i.
+      window: how many token positions a token sees. In a tree these are not cache positions.
+      tree_positions: int32, of the T tokens; ``positions`` by default.
     """
-    new = _behind(base, capacity)
+    offset = _offset_from_base(base, capacity)
     if visible is None:
-        above = new[:, None, :] <= jnp.arange(positions.shape[1], dtype=jnp.int32)[:, None]
+        new_mask = offset[:, None, :] <= jnp.arange(positions.shape[1], dtype=jnp.int32)[:, None]
     else:
-        above = jnp.take_along_axis(visible, jnp.minimum(new, count - 1)[:, None, :], axis=2)
-    committed = new >= capacity - base[:, None]
-    mask = jnp.where((new < count)[:, None, :], above, committed[:, None, :])
+        new_mask = jnp.take_along_axis(visible, jnp.minimum(offset, count - 1)[:, None, :], axis=2)
+    # Committed are the last `base` cache positions before `base`, counted around the end.
+    committed = offset >= capacity - base[:, None]
+    mask = jnp.where((offset < count)[:, None, :], new_mask, committed[:, None, :])
     if window is None:
         return mask
     return mask & (cache_distances(positions, base, count, capacity, tree_positions) < window)
 
 
-def _behind(base: Int[Array, "B"], capacity: int) -> Int[Array, "B S"]:
-    """How far each cache position lies behind that of position ``base``, going round at the end."""
-    behind = jnp.arange(capacity, dtype=jnp.int32) - (base % capacity)[:, None]
-    return jnp.where(behind < 0, behind + capacity, behind)
+def _offset_from_base(base: Int[Array, "B"], capacity: int) -> Int[Array, "B S"]:
+    """How many cache positions each one is after that of position ``base``, modulo capacity."""
+    offset = jnp.arange(capacity, dtype=jnp.int32) - (base % capacity)[:, None]
+    return jnp.where(offset < 0, offset + capacity, offset)
 
 
 def cache_distances(
@@ -182,44 +203,48 @@ def cache_distances(
     capacity: int,
     tree_positions: Int[Array, "B T"] | None = None,
 ) -> Int[Array, "B N S"]:
-    """How many positions the token in each cache position lies before each new token.
+    """How many positions the token in each cache position is before each new token.
 
-    Arguments as in :func:`cache_mask`. In positions that nothing sees the number means nothing.
+    Arguments as in :func:`cache_mask`. The result is meaningless at cache positions that are empty.
     """
-    new = _behind(base, capacity)
-    above = positions if tree_positions is None else tree_positions
-    new_positions = jnp.take_along_axis(above, jnp.minimum(new, count - 1), axis=1)
-    key_position = jnp.where(new < count, new_positions, base[:, None] + new - capacity)
-    return positions[:, :, None] - key_position[:, None, :]
+    offset = _offset_from_base(base, capacity)
+    if tree_positions is None:
+        tree_positions = positions
+    new_positions = jnp.take_along_axis(tree_positions, jnp.minimum(offset, count - 1), axis=1)
+    key_positions = jnp.where(offset < count, new_positions, base[:, None] + offset - capacity)
+    return positions[:, :, None] - key_positions[:, None, :]
 
 
 def dense_attention(
     q: Float[Array, "B N H E"],
-    k: Coded | Float[Array, "B K S E"],
-    v: Coded | Float[Array, "B K S E"],
+    k: KVBuffer,
+    v: KVBuffer,
     mask: Bool[Array, "B N S"],
-    finish: ScoreTransform = PLAIN,
+    transform: ScoreTransform = SCALE_ONLY,
     distance: Int[Array, "B N S"] | None = None,
 ) -> Float[Array, "B N H E"]:
-    """Softmax attention over the whole key axis; scores and softmax in float32."""
+    """Softmax attention over the whole key axis; scores and softmax in float32.
+
+    ``distance``, which only ALiBi reads, is :func:`distances` or :func:`cache_distances`.
+    """
     n = q.shape[1]
-    q = grouped(q, k.shape[1], finish)
-    weights = jax.nn.softmax(masked_scores(q, k, mask, distance, finish), axis=-1)
-    return ungrouped(value_sums(weights, v, q.dtype), n)
+    q = group_queries(q, k.shape[1], transform)
+    weights = jax.nn.softmax(masked_scores(q, k, mask, distance, transform), axis=-1)
+    return ungroup_queries(weighted_values(weights, v, q.dtype), n)
 
 
-def grouped(
-    q: Float[Array, "B N H E"], heads: int, finish: ScoreTransform
+def group_queries(
+    q: Float[Array, "B N H E"], heads: int, transform: ScoreTransform
 ) -> Float[Array, "B K R E"]:
-    """Scaled queries, those of one key head as R = G · N rows: GQA without repeating k and v."""
+    """Scaled queries, those of a key head as R = G · N rows: GQA without repeating k and v."""
     b, n, h, e = q.shape
-    scale = e**-0.5 if finish.scale is None else finish.scale
+    scale = transform.query_scale(e)
     q = q.reshape(b, n, heads, h // heads, e).transpose(0, 2, 3, 1, 4)
     return q.reshape(b, heads, h // heads * n, e) * jnp.asarray(scale, q.dtype)
 
 
-def ungrouped(x: Float[Array, "B K R E"], n: int) -> Float[Array, "B N H E"]:
-    """What :func:`grouped` does, undone."""
+def ungroup_queries(x: Float[Array, "B K R E"], n: int) -> Float[Array, "B N H E"]:
+    """The inverse of :func:`group_queries`, but for the scale."""
     b, heads, rows, e = x.shape
     x = x.reshape(b, heads, rows // n, n, e).transpose(0, 3, 1, 2, 4)
     return x.reshape(b, n, -1, e)
@@ -227,18 +252,22 @@ def ungrouped(x: Float[Array, "B K R E"], n: int) -> Float[Array, "B N H E"]:
 
 def masked_scores(
     q: Float[Array, "B K R E"],
-    k: Coded | Float[Array, "B K S E"],
+    k: KVBuffer,
     mask: Bool[Array, "B N S"] | None,
     distance: Int[Array, "B N S"] | None,
-    finish: ScoreTransform,
+    transform: ScoreTransform,
 ) -> Float[Array, "B K R S"]:
-    """float32 scores of grouped queries, those of what they do not see masked; None: they see
-    all."""
-    scores = finish.capped(key_scores(q, k))
-    if finish.alibi:
-        each = scores.reshape(*q.shape[:2], -1, distance.shape[1], k.shape[2])
-        scores = finish.biased(each, distance).reshape(scores.shape)
+    """float32 scores of grouped queries, :data:`MASKED_SCORE` where ``mask`` is false.
+
+    ``mask`` None: every query sees every key.
+    """
+    scores = transform.apply_softcap(key_scores(q, k))
+    if transform.alibi:
+        assert distance is not None, "ALiBi needs the distance of each key"
+        per_query = scores.reshape(*q.shape[:2], -1, distance.shape[1], k.shape[2])
+        scores = transform.subtract_alibi(per_query, distance).reshape(scores.shape)
     if mask is None:
         return scores
+    # Rows of grouped queries repeat the N queries for each of the G heads.
     mask = jnp.tile(mask, (1, q.shape[2] // mask.shape[1], 1))[:, None]
     return jnp.where(mask, scores, MASKED_SCORE)

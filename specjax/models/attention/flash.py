@@ -1,8 +1,8 @@
-"""Attention over long sequences in plain JAX: blocks that nobody sees are never met.
+"""Attention over long sequences in plain JAX, which skips blocks that no query sees.
 
-A block of queries meets one block of keys after the other (FlashAttention-2, arXiv 2307.08691),
-forward and backward, so that no more of the scores exist than one block. Products take the
-inputs' dtype and add up in float32; so does the softmax.
+A block of queries visits one block of keys after the other (FlashAttention-2, arXiv 2307.08691),
+forward and backward, so that the scores of only one block exist at a time. Products take the
+inputs' dtype and sum in float32; the softmax is float32, too.
 
 Axis legend: B rows, N queries, S keys, H query heads, K key heads, G = H/K, E head size,
 I blocks of queries, J blocks of keys, n and s tokens of one block.
@@ -11,7 +11,8 @@ I blocks of queries, J blocks of keys, n and s tokens of one block.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,29 +21,36 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models.attention.dense import (
     MASKED_SCORE,
-    PLAIN,
+    SCALE_ONLY,
     MaskFn,
     Meta,
     ScoreTransform,
     distances,
-    grouped,
-    ungrouped,
+    group_queries,
+    ungroup_queries,
 )
 
-# What the backward pass needs beside the arguments; a remat policy may keep it by this name.
+# The result and its logsumexp, which the backward pass reads; a remat policy may keep them by this
+# name.
 RESULT = "attention"
-# The names of its loops in a compiled program.
-WHOLE, PART = "blocks seen whole", "blocks seen in part"
-# A block has no more scores than a TPU's vector memory holds, and no more tokens than pay; no fewer
-# than make a loop's turn worth it. A processor has smaller caches, and small blocks skip more.
-BLOCK_SCORES, TPU_BLOCK, MAX_BLOCK, MIN_BLOCK = 1 << 22, 1024, 512, 256
+# The names of the two loops in a compiled program.
+UNMASKED = "blocks without a mask"
+MASKED = "blocks with a mask"
+# A block has no more scores than a TPU's vector memory holds. Fewer than 256 tokens are not worth
+# an iteration. More than 512 (1,024 on a TPU) gain nothing: smaller blocks skip more, and fit the
+# smaller caches of a CPU.
+BLOCK_SCORES = 1 << 22
+TPU_BLOCK = 1024
+MAX_BLOCK = 512
+MIN_BLOCK = 256
 
 
 class FlashBlocks(NamedTuple):
-    """Which blocks of keys each block of queries meets, in any row.
+    """Which blocks of keys each block of queries visits, for all rows of a batch.
 
-    ``order`` lists, per block of queries, the blocks of keys that all of it sees, then those seen
-    in part, then the rest; the first end at ``whole`` and the second at ``seen``.
+    ``order[i]`` lists the blocks of keys: first those that every query of block i sees whole, then
+    those seen in part, then the others. ``order[i, :whole[i]]`` need no mask,
+    ``order[i, seen[i]:]`` are skipped.
     """
 
     order: Int[Array, "I J"]
@@ -50,37 +58,41 @@ class FlashBlocks(NamedTuple):
     seen: Int[Array, "I"]
 
 
-class _How(NamedTuple):
-    """What is static."""
+class _Static(NamedTuple):
+    """Arguments that are not traced."""
 
     mask: MaskFn
-    finish: ScoreTransform
+    transform: ScoreTransform
     block: int
 
 
 def block_size(rows: int, groups: int) -> int:
-    """Tokens of a block, of queries and keys alike: a power of two."""
+    """Tokens of a block, for queries and for keys: a power of two."""
     block = TPU_BLOCK if jax.default_backend() == "tpu" else MAX_BLOCK
     while block > MIN_BLOCK and rows * groups * block**2 > BLOCK_SCORES:
         block //= 2
     return block
 
 
-def blocks_of(mask: MaskFn, query: Meta, key: Meta, block: int) -> FlashBlocks:
-    """What :func:`flash_attention` needs to know of a mask, once for all layers and passes."""
-    query, key = _padded(query, block), _padded(_with_real(key), block)
+def find_blocks(mask: MaskFn, query: Meta, key: Meta, block: int) -> FlashBlocks:
+    """The blocks that a mask lets queries see: made once, for all layers and both passes."""
+    query = _pad_meta(query, block)
+    key = _pad_meta(_with_real(key), block)
 
-    def kinds(i):
-        """0, 1 or 2 for each block of keys that is seen not at all, in part, or whole."""
-        seen = _mask(mask, _part(query, i, block), key)
-        seen = seen.reshape(*seen.shape[:2], -1, block)
-        part, whole = seen.any(axis=(0, 1, 3)), seen.all(axis=(0, 1, 3))
-        return part.astype(jnp.int32) + whole
+    def classify(i: Int[Array, ""]) -> Int[Array, "J"]:
+        """For each block of keys: 0 if query block i does not see it, 1 in part, 2 whole."""
+        visible = _real_mask(mask, _meta_block(query, i, block), key)
+        visible = visible.reshape(*visible.shape[:2], -1, block)
+        in_part = visible.any(axis=(0, 1, 3))
+        whole = visible.all(axis=(0, 1, 3))
+        return in_part.astype(jnp.int32) + whole
 
     count = next(iter(query.values())).shape[1] // block
-    kind = jax.lax.map(kinds, jnp.arange(count))
+    # `lax.map`: the mask of only one block of queries exists at a time.
+    kind = jax.lax.map(classify, jnp.arange(count))
     order = jnp.argsort(-kind, axis=1).astype(jnp.int32)
-    whole, seen = (jnp.sum(kind >= least, axis=1, dtype=jnp.int32) for least in (2, 1))
+    whole = jnp.sum(kind >= 2, axis=1, dtype=jnp.int32)
+    seen = jnp.sum(kind >= 1, axis=1, dtype=jnp.int32)
     return FlashBlocks(order, whole, seen)
 
 
@@ -93,153 +105,227 @@ def flash_attention(
     mask: MaskFn,
     blocks: FlashBlocks | None = None,
     *,
-    finish: ScoreTransform = PLAIN,
+    transform: ScoreTransform = SCALE_ONLY,
     block: int | None = None,
 ) -> Float[Array, "B N H E"]:
-    """:func:`specjax.models.attention.dense_attention` of what ``mask`` lets queries see.
+    """:func:`specjax.models.attention.dense.dense_attention` under ``mask``, block by block.
 
-    A query that sees nothing gets 0. Rows go together and meet the blocks that any of them sees;
-    key heads go one after the other. N and S need not divide by ``block``.
+    A query that sees nothing gets 0. All rows of a batch visit the blocks that any of them sees.
+    Key heads run one after the other. N and S need not be multiples of ``block``.
 
     Args:
-      query, key: metadata of the N and of the S tokens.
-      blocks: :func:`blocks_of` the same arguments and ``block``; made here by default.
+      query, key: metadata of the N queries and of the S keys.
+      blocks: :func:`find_blocks` of the same arguments and ``block``; made here by default.
+      block: tokens of a block; :func:`block_size` by default.
     """
-    heads, (b, n, h, e) = k.shape[1], q.shape
+    heads = k.shape[1]
+    b, n, h, e = q.shape
     block = block or block_size(b, h // heads)
     if blocks is None:
-        blocks = blocks_of(mask, query, key, block)
-    metas = _padded(query, block), _padded(_with_real(key), block)
-    q = grouped(q, heads, finish).reshape(b, heads, h // heads, n, e)
+        blocks = find_blocks(mask, query, key, block)
+    metas = _pad_meta(query, block), _pad_meta(_with_real(key), block)
+
+    # Key heads lead, for `lax.map` over them.
+    q = group_queries(q, heads, transform).reshape(b, heads, h // heads, n, e)
     q, k, v = (jnp.moveaxis(_pad(x, -2, block), 1, 0) for x in (q, k, v))
-    out = _flash(_How(mask, finish, block), q, k, v, metas, blocks)
+    out = _flash(_Static(mask, transform, block), q, k, v, metas, blocks)
     out = jnp.moveaxis(out, 0, 1)[:, :, :, :n]
-    return ungrouped(out.reshape(b, heads, -1, e), n)
+    return ungroup_queries(out.reshape(b, heads, -1, e), n)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(
-    how: _How,
+def _without_lse(
+    static: _Static,
     q: Float[Array, "K B G N E"],
     k: Float[Array, "K B S E"],
     v: Float[Array, "K B S E"],
     metas: tuple[Meta, Meta],
     blocks: FlashBlocks,
 ) -> Float[Array, "K B G N E"]:
-    return _forward(how, q, k, v, metas, blocks)[0]
+    return _forward(static, q, k, v, metas, blocks)[0]
 
 
-def _forward(how: _How, q, k, v, metas, blocks):
+_flash = jax.custom_vjp(_without_lse, nondiff_argnums=(0,))
+
+
+class _Head(NamedTuple):
+    """What the forward pass reads of one key head."""
+
+    q: Float[Array, "B G N E"]
+    k: Float[Array, "B S E"]
+    v: Float[Array, "B S E"]
+    slopes: Float[Array, "G"] | None
+
+
+def _forward(static: _Static, q, k, v, metas: tuple[Meta, Meta], blocks: FlashBlocks):
     """The result, and each query's logsumexp ``[K, B, G, N]``, 0 where it sees nothing."""
 
-    def head(part):
-        q, k, v, slopes = part
+    def run_head(head: _Head):
+        def run_queries(i):
+            return _forward_queries(static, head, metas, blocks, i)
 
-        def queries(i):
-            own, query = _slice(q, i, how.block), _part(metas[0], i, how.block)
+        out, lse = jax.lax.map(run_queries, jnp.arange(len(blocks.seen)))
+        return _join_blocks(out, 2), _join_blocks(lse, 2)
 
-            def meet(masked, turn, state):
-                top, total, out = state
-                j = blocks.order[i, turn]
-                keys, values = _slice(k, j, how.block), _slice(v, j, how.block)
-                key = _part(metas[1], j, how.block)
-                scores = _finished(how, _products(own, keys), slopes, query, key, masked)
-                new_top = jnp.maximum(top, scores.max(-1))
-                weights = jnp.exp(scores - new_top[..., None])
-                shrink = jnp.exp(top - new_top)
-                gain = _dot("bgns,bse->bgne", weights.astype(v.dtype), values)
-                total = total * shrink + weights.sum(-1)
-                return new_top, total, out * shrink[..., None] + gain
-
-            # Above every masked score: what is masked weighs nothing, also where nothing was seen.
-            top = jnp.full(own.shape[:-1], MASKED_SCORE / 2, jnp.float32)
-            start = top, jnp.zeros_like(top), jnp.zeros(own.shape, jnp.float32)
-            top, total, out = _through(blocks, i, meet, start)
-            some = total > 0
-            total = jnp.where(some, total, 1.0)
-            lse = jnp.where(some, top + jnp.log(total), 0.0)
-            return (out / total[..., None]).astype(v.dtype), lse
-
-        out, lse = jax.lax.map(queries, jnp.arange(len(blocks.seen)))
-        return _joined(out, 2), _joined(lse, 2)
-
-    return jax.lax.map(head, (q, k, v, _slopes(how.finish, q)))
+    return jax.lax.map(run_head, _Head(q, k, v, _slopes(static.transform, q)))
 
 
-def _keep(how: _How, q, k, v, metas, blocks):
-    out, lse = (checkpoint_name(x, RESULT) for x in _forward(how, q, k, v, metas, blocks))
+def _forward_queries(
+    static: _Static, head: _Head, metas: tuple[Meta, Meta], blocks: FlashBlocks, i
+) -> tuple[Float[Array, "B G n E"], Float[Array, "B G n"]]:
+    """Result and logsumexp of query block ``i``, by the online softmax."""
+    queries = _take_block(head.q, i, static.block)
+    query = _meta_block(metas[0], i, static.block)
+
+    def visit(masked: bool, step, state):
+        # The largest score so far, the sum of weights, and the weighted sum of values.
+        top, total, out = state
+        j = blocks.order[i, step]
+        keys = _take_block(head.k, j, static.block)
+        values = _take_block(head.v, j, static.block)
+        key = _meta_block(metas[1], j, static.block)
+        products = _products(queries, keys)
+        scores = _transformed_scores(static, products, head.slopes, query, key, masked)
+        new_top = jnp.maximum(top, scores.max(-1))
+        weights = jnp.exp(scores - new_top[..., None])
+        # What was summed so far is relative to the former largest score.
+        shrink = jnp.exp(top - new_top)
+        gain = _dot("bgns,bse->bgne", weights.astype(values.dtype), values)
+        total = total * shrink + weights.sum(-1)
+        return new_top, total, out * shrink[..., None] + gain
+
+    # It starts above every masked score, so that those weigh nothing even where a query has seen
+    # no key yet.
+    top = jnp.full(queries.shape[:-1], MASKED_SCORE / 2, jnp.float32)
+    state = (top, jnp.zeros_like(top), jnp.zeros(queries.shape, jnp.float32))
+    top, total, out = _visit_blocks(blocks, i, visit, state)
+    sees_any = total > 0
+    total = jnp.where(sees_any, total, 1.0)
+    lse = jnp.where(sees_any, top + jnp.log(total), 0.0)
+    return (out / total[..., None]).astype(head.v.dtype), lse
+
+
+def _forward_for_grad(static: _Static, q, k, v, metas, blocks):
+    """:func:`_forward`, and what :func:`_backward` reads."""
+    out, lse = (checkpoint_name(x, RESULT) for x in _forward(static, q, k, v, metas, blocks))
     return out, (q, k, v, metas, blocks, out, lse)
 
 
-def _backward(how: _How, kept, d_out):
-    """The scores once more, a block at a time; five products each."""
+class _HeadGrads(NamedTuple):
+    """What the backward pass reads of one key head.
+
+    ``delta`` is the sum over E of result times its gradient, float32 (D in FlashAttention-2).
+    """
+
+    q: Float[Array, "B G N E"]
+    k: Float[Array, "B S E"]
+    v: Float[Array, "B S E"]
+    d_out: Float[Array, "B G N E"]
+    delta: Float[Array, "B G N"]
+    lse: Float[Array, "B G N"]
+    slopes: Float[Array, "G"] | None
+
+
+def _backward(static: _Static, kept, d_out):
+    """Computes the scores again, a block at a time: five products per block."""
     q, k, v, metas, blocks, out, lse = kept
-    own = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
 
-    def head(part):
-        q, k, v, d_out, own, lse, slopes = part
+    def run_head(head: _HeadGrads):
+        def run_queries(sums, i):
+            return _backward_queries(static, head, metas, blocks, sums, i)
 
-        def queries(sums, i):
-            queries, d_outs = _slice(q, i, how.block), _slice(d_out, i, how.block)
-            lses, owns = (_slice(x[..., None], i, how.block) for x in (lse, own))
-            query = _part(metas[0], i, how.block)
+        # Every block of queries adds to the gradients of all keys: hence a scan, not a map.
+        zeros = (jnp.zeros(head.k.shape, jnp.float32), jnp.zeros(head.v.shape, jnp.float32))
+        (d_k, d_v), d_q = jax.lax.scan(run_queries, zeros, jnp.arange(len(blocks.seen)))
+        return _join_blocks(d_q, 2), d_k.astype(head.k.dtype), d_v.astype(head.v.dtype)
 
-            def meet(masked, turn, state):
-                d_q, d_k, d_v = state
-                j = blocks.order[i, turn]
-                keys, values = _slice(k, j, how.block), _slice(v, j, how.block)
-                key = _part(metas[1], j, how.block)
-                finished = functools.partial(
-                    _finished, how, slopes=slopes, query=query, key=key, masked=masked
-                )
-                scores, pull = jax.vjp(finished, _products(queries, keys))
-                weights = jnp.exp(scores - lses)
-                d_weights = _products(d_outs, values)
-                (d_scores,) = pull(weights * (d_weights - owns))
-                weights, d_scores = weights.astype(v.dtype), d_scores.astype(k.dtype)
-                d_q += _dot("bgns,bse->bgne", d_scores, keys)
-                d_k = _add(d_k, _dot("bgns,bgne->bse", d_scores, queries), j)
-                d_v = _add(d_v, _dot("bgns,bgne->bse", weights, d_outs), j)
-                return d_q, d_k, d_v
-
-            start = jnp.zeros(queries.shape, jnp.float32), *sums
-            d_q, *sums = _through(blocks, i, meet, start)
-            return tuple(sums), d_q.astype(q.dtype)
-
-        zero = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-        (d_k, d_v), d_q = jax.lax.scan(queries, zero, jnp.arange(len(blocks.seen)))
-        return _joined(d_q, 2), d_k.astype(k.dtype), d_v.astype(v.dtype)
-
-    slopes = _slopes(how.finish, q)
-    grads = jax.lax.map(head, (q, k, v, d_out.astype(v.dtype), own, lse, slopes))
-    return *grads, None, None
+    slopes = _slopes(static.transform, q)
+    heads = _HeadGrads(q, k, v, d_out.astype(v.dtype), delta, lse, slopes)
+    d_q, d_k, d_v = jax.lax.map(run_head, heads)
+    return d_q, d_k, d_v, None, None
 
 
-_flash.defvjp(_keep, _backward)
+def _backward_queries(
+    static: _Static,
+    head: _HeadGrads,
+    metas: tuple[Meta, Meta],
+    blocks: FlashBlocks,
+    sums: tuple[Float[Array, "B S E"], Float[Array, "B S E"]],
+    i,
+):
+    """The gradients of all keys and values with query block ``i`` added, and of its queries."""
+    queries = _take_block(head.q, i, static.block)
+    d_outs = _take_block(head.d_out, i, static.block)
+    lses = _take_block(head.lse[..., None], i, static.block)
+    deltas = _take_block(head.delta[..., None], i, static.block)
+    query = _meta_block(metas[0], i, static.block)
+
+    def visit(masked: bool, step, state):
+        d_q, d_k, d_v = state
+        j = blocks.order[i, step]
+        keys = _take_block(head.k, j, static.block)
+        values = _take_block(head.v, j, static.block)
+        key = _meta_block(metas[1], j, static.block)
+        transform = functools.partial(
+            _transformed_scores, static, slopes=head.slopes, query=query, key=key, masked=masked
+        )
+        scores, pull_back = jax.vjp(transform, _products(queries, keys))
+        weights = jnp.exp(scores - lses)
+        d_weights = _products(d_outs, values)
+        (d_products,) = pull_back(weights * (d_weights - deltas))
+        weights = weights.astype(values.dtype)
+        d_products = d_products.astype(keys.dtype)
+        d_q += _dot("bgns,bse->bgne", d_products, keys)
+        d_k = _add_to_block(d_k, _dot("bgns,bgne->bse", d_products, queries), j)
+        d_v = _add_to_block(d_v, _dot("bgns,bgne->bse", weights, d_outs), j)
+        return d_q, d_k, d_v
+
+    state = (jnp.zeros(queries.shape, jnp.float32), *sums)
+    d_q, d_k, d_v = _visit_blocks(blocks, i, visit, state)
+    return (d_k, d_v), d_q.astype(head.q.dtype)
 
 
-def _through(blocks: FlashBlocks, i: Int[Array, ""], meet, state):
-    """The turns of query block ``i``: no mask is made where all is seen."""
-    whole, seen = blocks.whole[i], blocks.seen[i]
-    with jax.named_scope(WHOLE):
-        state = jax.lax.fori_loop(0, whole, functools.partial(meet, False), state)
-    with jax.named_scope(PART):
-        return jax.lax.fori_loop(whole, seen, functools.partial(meet, True), state)
+_flash.defvjp(_forward_for_grad, _backward)
 
 
-def _finished(how: _How, scores, slopes, query: Meta, key: Meta, masked: bool):
-    """Scores ``[B, G, n, s]`` as the softmax takes them."""
-    scores = how.finish.capped(scores)
+def _visit_blocks(
+    blocks: FlashBlocks, i: Int[Array, ""], visit: Callable[[bool, Any, Any], Any], state: Any
+) -> Any:
+    """Folds ``visit(masked, step, state)`` over the blocks of keys that query block ``i`` sees.
+
+    Two loops, because blocks that are seen whole need no mask.
+    """
+    whole = blocks.whole[i]
+    seen = blocks.seen[i]
+    with jax.named_scope(UNMASKED):
+        state = jax.lax.fori_loop(0, whole, functools.partial(visit, False), state)
+    with jax.named_scope(MASKED):
+        return jax.lax.fori_loop(whole, seen, functools.partial(visit, True), state)
+
+
+def _transformed_scores(
+    static: _Static,
+    products: Float[Array, "B G n s"],
+    slopes: Float[Array, "G"] | None,
+    query: Meta,
+    key: Meta,
+    masked: bool,
+) -> Float[Array, "B G n s"]:
+    """The scores that the softmax takes: capped, with ALiBi, masked."""
+    scores = static.transform.apply_softcap(products)
     if slopes is not None:
-        far = distances(query, key)[:, None].astype(jnp.float32)
-        scores = scores - slopes[:, None, None] * far
+        distance = distances(query, key)[:, None].astype(jnp.float32)
+        scores = scores - slopes[:, None, None] * distance
     if masked:
-        scores = jnp.where(_mask(how.mask, query, key)[:, None], scores, MASKED_SCORE)
+        visible = _real_mask(static.mask, query, key)[:, None]
+        scores = jnp.where(visible, scores, MASKED_SCORE)
     return scores
 
 
-def _slopes(finish: ScoreTransform, q: Float[Array, "K B G N E"]) -> Float[Array, "K G"] | None:
-    return finish.slopes(q.shape[0], q.shape[2]) if finish.alibi else None
+def _slopes(transform: ScoreTransform, q: Float[Array, "K B G N E"]) -> Float[Array, "K G"] | None:
+    if not transform.alibi:
+        return None
+    return transform.slopes(q.shape[0], q.shape[2])
 
 
 def _products(x: Float[Array, "B G n E"], y: Float[Array, "B s E"]) -> Float[Array, "B G n s"]:
@@ -250,43 +336,50 @@ def _dot(spec: str, x: Array, y: Array) -> Array:
     return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
 
 
-def _add(total: Float[Array, "B S E"], part: Float[Array, "B s E"], j) -> Float[Array, "B S E"]:
+def _add_to_block(
+    total: Float[Array, "B S E"], part: Float[Array, "B s E"], j
+) -> Float[Array, "B S E"]:
     """``total`` with ``part`` added to its block ``j``."""
     block = part.shape[1]
-    new = _slice(total, j, block) + part
+    new = _take_block(total, j, block) + part
     return jax.lax.dynamic_update_slice_in_dim(total, new, j * block, 1)
 
 
-def _slice(x: Array, i, block: int) -> Array:
+def _take_block(x: Array, i, block: int) -> Array:
     """Block ``i`` of the tokens, which are the last axis but one."""
     return jax.lax.dynamic_slice_in_dim(x, i * block, block, x.ndim - 2)
 
 
-def _part(meta: Meta, i, block: int) -> Meta:
+def _meta_block(meta: Meta, i, block: int) -> Meta:
     return {name: jax.lax.dynamic_slice_in_dim(x, i * block, block, 1) for name, x in meta.items()}
 
 
-def _joined(blocks: Array, axis: int) -> Array:
-    """Blocks ``[I, ...]`` next to each other along ``axis``."""
+def _join_blocks(blocks: Array, axis: int) -> Array:
+    """Blocks ``[I, ...]``, concatenated along ``axis``."""
     x = jnp.moveaxis(blocks, 0, axis)
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
-def _mask(mask: MaskFn, query: Meta, key: Meta) -> Bool[Array, "B n s"]:
+def _real_mask(mask: MaskFn, query: Meta, key: Meta) -> Bool[Array, "B n s"]:
+    """``mask``, false at keys that only pad the last block."""
     return mask(query, key) & key["real"][:, None, :]
 
 
 def _with_real(key: Meta) -> Meta:
-    """Padded by False like all metadata, ``real`` says which keys there are."""
+    """``key`` and ``real``: true here, and false in what :func:`_pad_meta` adds."""
     return {**key, "real": jnp.ones(next(iter(key.values())).shape[:2], bool)}
 
 
-def _padded(meta: Meta, block: int) -> Meta:
+def _pad_meta(meta: Meta, block: int) -> Meta:
     return {name: _pad(jnp.asarray(x), 1, block) for name, x in meta.items()}
 
 
 def _pad(x: Array, axis: int, block: int) -> Array:
-    """Zeros behind ``axis``, so that blocks divide it."""
+    """``x`` with zeros at the end of ``axis``, up to a multiple of ``block``."""
     axis %= x.ndim
-    more = -x.shape[axis] % block
-    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)]) if more else x
+    missing = -x.shape[axis] % block
+    if not missing:
+        return x
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, missing)
+    return jnp.pad(x, padding)

@@ -1,215 +1,349 @@
-"""Attention over a long cache at the price of what its rows hold, whatever the bucket.
+"""Attention over a long cache, at a cost that follows what its rows hold, not its capacity.
 
-Axis legend: B rows, N queries, S cache positions, H query heads, K key heads, G = H/K, R = G·N, E
-head size.
+The capacity is static, a bucket; what the rows hold is not. So attention visits the cache in
+blocks of positions and stops after the last one that anything is seen of. The blocks are joined by
+an online softmax, which carries the largest score, the sum of weights and the weighted values.
+
+Rows share a loop as long as at least half of them need a block. After that each row that reaches
+further goes on alone. Blocks that every query sees whole come first and need no mask.
+
+Axis legend: B rows, N queries, S cache positions, H query heads, K key heads, G = H/K, R = G·N,
+E head size.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.models.attention import splash
+from specjax.models.attention import splash_chunk
 from specjax.models.attention.dense import (
     MASKED_SCORE,
-    PLAIN,
+    SCALE_ONLY,
     ScoreTransform,
     chain_distances,
-    grouped,
+    group_queries,
+    in_window,
     masked_scores,
-    ungrouped,
-    within,
+    ungroup_queries,
 )
-from specjax.models.coded import Coded, value_sums
+from specjax.models.cache import power_of_two_upto
+from specjax.models.quantized_cache import KVBuffer, QuantizedKV, weighted_values
 
-# Caches of up to so many positions are read whole, where a pass has no more scores than that.
-DENSE_CAPACITY, DENSE_SCORES = 4096, 1 << 26
-# Otherwise a pass meets so many scores at a time, in blocks of so many positions: enough to be
-# worth a loop's turn, few enough for a TPU's vector memory.
-BLOCK_SCORES, MIN_BLOCK, MAX_BLOCK = 1 << 22, 512, 4096
-# Left alone, a TPU's compiler lays a cache out as its writes come, or as one product wants it, and
-# turns all of it around for the others.
-POSITION_BY_POSITION = Layout((0, 1, 2, 3))
-# From so many queries of a key head on, the sum of weights is cheapest as one more column of the
-# product, for which they are computed once; a TPU takes a tile's worth of columns sooner than one.
-WIDE, COLUMNS = 512, 8
-# The names of its loops in a compiled program.
-SEEN, TOGETHER, EACH = "seen by all", "rows together", "row by row"
-OWN, ALONE = "seen by the row", "rows alone"
+# A cache is read whole up to this capacity, if the pass has no more scores than that.
+DENSE_CAPACITY = 4096
+DENSE_SCORES = 1 << 26
+# Otherwise the scores of one block are at most so many, which fit a TPU's vector memory. The least
+# number of positions is what makes an iteration of the loop worth it.
+BLOCK_SCORES = 1 << 22
+MIN_BLOCK = 512
+MAX_BLOCK = 4096
+# Row-major. Left alone, a TPU's compiler chooses the layout that the cache's writes or one of its
+# two products prefer, and transposes the whole cache for the others.
+ROW_MAJOR = Layout((0, 1, 2, 3))
+# From so many queries of a key head on, the sum of weights is computed as one more column of the
+# product with the values: else the weights would be computed twice, once for each. A TPU multiplies
+# by a tile of 8 columns faster than by one.
+SUM_IN_PRODUCT = 512
+SUM_COLUMNS = 8
+# The names of the loops in a compiled program.
+UNMASKED_SHARED = "all rows without a mask"
+MASKED_SHARED = "all rows with a mask"
+ROW_BY_ROW = "row by row"
+UNMASKED_SINGLE = "single rows without a mask"
+MASKED_SINGLE = "single rows with a mask"
+
+# The online softmax, float32: the largest score so far [B, K, R]; the weighted sum of values, and
+# in every further column the sum of weights [B, K, R, E + columns].
+SoftmaxState = tuple[Float[Array, "B K R"], Float[Array, "B K R _"]]
 
 
 def reads_whole(queries: int, capacity: int) -> bool:
-    """Whether a pass of so many queries (rows · tokens · heads) reads its cache whole."""
+    """Whether a pass reads its cache whole; ``queries`` counts rows · tokens · heads."""
     return capacity <= DENSE_CAPACITY and queries * capacity <= DENSE_SCORES
+
+
+def choose_blocks(rows: int, queries: int, capacity: int) -> tuple[bool, int]:
+    """Whether rows share the loop over blocks, and the positions of a block.
+
+    ``queries`` counts tokens · heads of one row. The block divides ``capacity``, so no slice
+    crosses its end.
+    """
+    shared = rows * queries * MIN_BLOCK <= BLOCK_SCORES
+    if shared:
+        queries *= rows
+    fits_memory = BLOCK_SCORES // queries
+    largest = min(MAX_BLOCK, max(MIN_BLOCK, fits_memory))
+    return shared, math.gcd(capacity, power_of_two_upto(largest))
+
+
+def shared_blocks(end: Int[Array, "B"]) -> Int[Array, ""]:
+    """How many blocks all rows visit in the shared loop, given where each one's blocks end.
+
+    As many as half of the rows need. A row alone costs about twice its share of the loop, so
+    beyond that the longer rows are cheaper one by one.
+    """
+    return jnp.sort(end)[(end.shape[0] - 1) // 2]
 
 
 def cached_attention(
     q: Float[Array, "B N H E"],
-    k: Coded | Float[Array, "B K S E"],
-    v: Coded | Float[Array, "B K S E"],
+    k: KVBuffer,
+    v: KVBuffer,
     positions: Int[Array, "B N"],
-    top: Int[Array, "B"],
+    last_visible: Int[Array, "B"],
     mask: Bool[Array, "B N S"] | None = None,
     distance: Int[Array, "B N S"] | None = None,
     *,
     window: int | None = None,
-    finish: ScoreTransform = PLAIN,
+    transform: ScoreTransform = SCALE_ONLY,
 ) -> Float[Array, "B N H E"]:
-    """:func:`specjax.models.attention.dense_attention` by an online softmax over blocks of
-    positions.
+    """:func:`specjax.models.attention.dense.dense_attention` by blocks of cache positions.
 
-    Rows go together as far as half of them reach, and each for itself from there on: one costs
-    what it holds, whatever its neighbors. Blocks are of positions, so that a token's result has
-    the same bits however many tokens are with it.
+    In passes of one width a token's result has the same bits however many tokens run beside it:
+    the blocks have the same positions, whatever the queries are.
 
     Args:
-      positions: those of the queries; of a chain they are positions, too.
-      top: the highest cache position that a row's queries see.
-      mask, distance: those of a tree in the whole cache; None: the queries are a chain.
-      window: positions that a query sees, its own included, which ``mask`` holds already.
+      positions: int32, of the queries. In a chain they are also their cache positions.
+      last_visible: int32, the highest cache position that any query of a row sees.
+      mask: of a tree, over the whole cache; None: the queries are a chain.
+      distance: from each cache position to each query; read only under ALiBi and with a ``mask``.
+      window: positions that a query sees, its own included. A ``mask`` already contains it.
     """
     rows, n, h, size = q.shape
-    if mask is None and splash.supports_chain(n, finish, k):
-        return splash.chain_attention(q, k, v, positions, window=window, finish=finish)
-    heads, capacity = k.shape[1], k.shape[2]
-    together, block = block_of(rows, h * n, capacity)
-    end = jnp.minimum(top, capacity - 1) // block + 1
+    # A mask or a quantized cache rules the kernel out; what is left are plain arrays.
+    if mask is None and splash_chunk.supports_chunk(n, transform, k):
+        assert not isinstance(k, QuantizedKV) and not isinstance(v, QuantizedKV)
+        return splash_chunk.chunk_attention(q, k, v, positions, window=window, transform=transform)
+
+    shared, block = choose_blocks(rows, h * n, k.shape[2])
+    begin, end = _block_range(positions, last_visible, k.shape[2], window, block)
+    reader = _make_reader(q, k, v, positions, mask, distance, window, transform, block)
+    if rows == 1 or shared:
+        state = _visit_shared(reader, begin, end)
+        return ungroup_queries(_mean(state, size).astype(q.dtype), n)
+
+    def visit_row(row: Int[Array, ""]) -> Float[Array, "K R E"]:
+        state = _visit_range(reader, row, 1, begin[row], end[row])
+        return _mean(state, size)[0].astype(q.dtype)
+
+    with jax.named_scope(ROW_BY_ROW):
+        return ungroup_queries(jax.lax.map(visit_row, jnp.arange(rows, dtype=jnp.int32)), n)
+
+
+def _block_range(
+    positions: Int[Array, "B N"],
+    last_visible: Int[Array, "B"],
+    capacity: int,
+    window: int | None,
+    block: int,
+) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+    """The first block that each row sees anything of, and the one after the last."""
+    # In a ring the position may be beyond the capacity: then all blocks are visited.
+    end = jnp.minimum(last_visible, capacity - 1) // block + 1
     begin = jnp.zeros_like(end)
     if window is not None:
         begin = jnp.maximum(positions.min(axis=1) - window + 1, 0) // block
-    q = grouped(q, heads, finish)
-    k, v = _position_by_position((k, v))
-    columns = COLUMNS if q.shape[2] >= WIDE and not isinstance(v, Coded) else 1
-    tiled = jnp.tile(positions, (1, h // heads))
-    # Of a chain: the blocks that all of a row's queries see whole.
-    unmasked, whole = mask is None and window is None, (positions.min(axis=1) + 1) // block
+    return begin, end
 
-    def meet(row, count, j, state, masked=True):
-        """``count`` rows from ``row`` on see their block ``j``, of a chain all of it unless
-        ``masked``."""
-        first = j * block
 
-        def part(x, axis=None):
-            """Of these rows, and of this block's positions along ``axis``."""
-            starts, sizes = [row, *[0] * (x.ndim - 1)], [count, *x.shape[1:]]
+@dataclasses.dataclass(frozen=True)
+class _BlockReader:
+    """Grouped queries and a cache that they read one block at a time.
+
+    ``positions`` are those of the R grouped queries. ``whole``: how many blocks, from the first on,
+    every query of a row sees whole if the queries are a chain. ``tokens`` is N.
+    """
+
+    q: Float[Array, "B K R E"]
+    k: KVBuffer
+    v: KVBuffer
+    positions: Int[Array, "B R"]
+    whole: Int[Array, "B"]
+    mask: Bool[Array, "B N S"] | None
+    distance: Int[Array, "B N S"] | None
+    window: int | None
+    transform: ScoreTransform
+    tokens: int
+    block: int
+    sum_columns: int
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Whether the first blocks need no mask: in a chain without a window."""
+        return self.mask is None and self.window is None
+
+    def visit(self, row, count: int, j, state: SoftmaxState, masked: bool = True) -> SoftmaxState:
+        """``state`` after ``count`` rows from ``row`` on have seen block ``j`` of their cache.
+
+        ``masked`` False: every query sees all of the block.
+        """
+        first = j * self.block
+
+        def take(x: Array, axis: int | None = None) -> Array:
+            """These rows of ``x``, and this block's positions along ``axis``."""
+            starts = [row] + [0] * (x.ndim - 1)
+            sizes = [count, *x.shape[1:]]
             if axis is not None:
-                starts[axis], sizes[axis] = first, block
+                starts[axis] = first
+                sizes[axis] = self.block
             return jax.lax.dynamic_slice(x, starts, sizes)
 
-        if mask is None:
-            apart = chain_distances(part(tiled), block) - first
-            seen = within(apart, window) if masked else None
-        else:
-            seen, apart = part(mask, 2), part(distance, 2) if finish.alibi else None
-        apart = apart[:, :n] if finish.alibi else None
-        keys, values = _position_by_position(jax.tree.map(lambda x: part(x, 2), (k, v)))
-        scores = masked_scores(part(q), keys, seen, apart, finish)
-        return _weigh(state, scores, values, q.dtype)
+        mask, distance = self._visibility(take, first, masked)
+        k, v = _row_major(jax.tree.map(lambda x: take(x, 2), (self.k, self.v)))
+        scores = masked_scores(take(self.q), k, mask, distance, self.transform)
+        return _softmax_step(state, scores, v, self.q.dtype)
 
-    def through(row, count, begin, end):
-        """``count`` rows from ``row`` on see their blocks before ``end``."""
-        state = _nothing(jax.lax.dynamic_slice_in_dim(q, row, count), columns)
-        if unmasked:
-            seen = jax.lax.dynamic_slice_in_dim(whole, row, count).min()
-            with jax.named_scope(SEEN):
-                every = functools.partial(meet, row, count, masked=False)
-                state = jax.lax.fori_loop(begin, seen, every, state)
-            begin = jnp.maximum(begin, seen)
-        with jax.named_scope(TOGETHER):
-            return jax.lax.fori_loop(begin, end, functools.partial(meet, row, count), state)
+    def _visibility(
+        self, take: Callable[..., Array], first: Int[Array, ""], masked: bool
+    ) -> tuple[Array | None, Array | None]:
+        """The mask of a block that begins at position ``first``, and the distances for ALiBi."""
+        alibi = self.transform.alibi
+        if self.mask is not None:
+            mask = take(self.mask, 2)
+            if not alibi:
+                return mask, None
+            assert self.distance is not None, "ALiBi under a mask needs distances"
+            return mask, take(self.distance, 2)
 
-    if not together and rows > 1:
+        distance = chain_distances(take(self.positions), self.block) - first
+        mask = in_window(distance, self.window) if masked else None
+        # The positions are repeated for the G heads of a key head; ALiBi reads each once.
+        return mask, distance[:, : self.tokens] if alibi else None
 
-        def one(row):
-            return _mean(through(row, 1, begin[row], end[row]), size)[0].astype(q.dtype)
 
-        with jax.named_scope(EACH):
-            return ungrouped(jax.lax.map(one, jnp.arange(rows, dtype=jnp.int32)), n)
+def _make_reader(
+    q: Float[Array, "B N H E"],
+    k: KVBuffer,
+    v: KVBuffer,
+    positions: Int[Array, "B N"],
+    mask: Bool[Array, "B N S"] | None,
+    distance: Int[Array, "B N S"] | None,
+    window: int | None,
+    transform: ScoreTransform,
+    block: int,
+) -> _BlockReader:
+    n, h = q.shape[1:3]
+    heads = k.shape[1]
+    q = group_queries(q, heads, transform)
+    k, v = _row_major((k, v))
+    # int8 codes cannot hold a column of ones for the sum of weights.
+    sum_in_product = q.shape[2] >= SUM_IN_PRODUCT and not isinstance(v, QuantizedKV)
+    return _BlockReader(
+        q=q,
+        k=k,
+        v=v,
+        positions=jnp.tile(positions, (1, h // heads)),
+        # In a chain every query of a row sees all positions up to the row's first one.
+        whole=(positions.min(axis=1) + 1) // block,
+        mask=mask,
+        distance=distance,
+        window=window,
+        transform=transform,
+        tokens=n,
+        block=block,
+        sum_columns=SUM_COLUMNS if sum_in_product else 1,
+    )
+
+
+def _visit_range(reader: _BlockReader, row, count: int, begin, end) -> SoftmaxState:
+    """The state after ``count`` rows from ``row`` on have seen the blocks ``begin`` to ``end``."""
+    queries = jax.lax.dynamic_slice_in_dim(reader.q, row, count)
+    state = _softmax_start(queries, reader.sum_columns)
+    visit = functools.partial(reader.visit, row, count)
+    if reader.has_whole_blocks:
+        whole = jax.lax.dynamic_slice_in_dim(reader.whole, row, count).min()
+        with jax.named_scope(UNMASKED_SHARED):
+            unmasked = functools.partial(visit, masked=False)
+            state = jax.lax.fori_loop(begin, whole, unmasked, state)
+        begin = jnp.maximum(begin, whole)
+    with jax.named_scope(MASKED_SHARED):
+        return jax.lax.fori_loop(begin, end, visit, state)
+
+
+def _visit_shared(
+    reader: _BlockReader, begin: Int[Array, "B"], end: Int[Array, "B"]
+) -> SoftmaxState:
+    """The state after all rows have seen their blocks: the shared ones first, the rest alone."""
+    rows = reader.q.shape[0]
     shared = shared_blocks(end)
-    state = through(0, rows, begin.min(), shared)
-    if rows > 1:
-        begin = jnp.maximum(begin, shared)
-        if unmasked:
-            with jax.named_scope(OWN):
-                state = _alone(functools.partial(meet, masked=False), state, begin, whole)
-            begin = jnp.maximum(begin, whole)
-        with jax.named_scope(ALONE):
-            state = _alone(meet, state, begin, end)
-    return ungrouped(_mean(state, size).astype(q.dtype), n)
+    state = _visit_range(reader, 0, rows, begin.min(), shared)
+    if rows == 1:
+        return state
+    begin = jnp.maximum(begin, shared)
+    if reader.has_whole_blocks:
+        with jax.named_scope(UNMASKED_SINGLE):
+            unmasked = functools.partial(reader.visit, masked=False)
+            state = _visit_single_rows(unmasked, state, begin, reader.whole)
+        begin = jnp.maximum(begin, reader.whole)
+    with jax.named_scope(MASKED_SINGLE):
+        return _visit_single_rows(reader.visit, state, begin, end)
 
 
-def _position_by_position(buffers):
-    return jax.tree.map(lambda x: with_layout_constraint(x, POSITION_BY_POSITION), buffers)
+def _visit_single_rows(
+    visit: Callable, state: SoftmaxState, begin: Int[Array, "B"], end: Int[Array, "B"]
+) -> SoftmaxState:
+    """The state after each row has seen its own blocks ``begin`` to ``end``.
 
+    One loop over all (row, block) pairs, a pair per iteration: rows without such blocks cost
+    nothing.
+    """
+    # The number of the iteration at which each row's blocks are done.
+    done_at = jnp.cumsum(jnp.maximum(end - begin, 0))
 
-def block_of(rows: int, queries: int, size: int) -> tuple[bool, int]:
-    """Whether rows of so many queries (tokens · heads) go together, and the positions of a
-    block."""
-    together = rows * queries * MIN_BLOCK <= BLOCK_SCORES
-    fitting = BLOCK_SCORES // (queries * (rows if together else 1))
-    widest = min(MAX_BLOCK, max(MIN_BLOCK, fitting))
-    return together, math.gcd(size, 1 << widest.bit_length() >> 1)
-
-
-def shared_blocks(end: Int[Array, "B"]) -> Int[Array, ""]:
-    """How many blocks rows that end there see together: so many that half of them need them all,
-    for by itself a row costs about twice its share."""
-    return jnp.sort(end)[(end.shape[0] - 1) // 2]
-
-
-def _alone(meet, state, begin: Int[Array, "B"], end: Int[Array, "B"]):
-    """Each row's own blocks from ``begin`` to ``end``, one a turn."""
-    last = jnp.cumsum(jnp.maximum(end - begin, 0))
-
-    def step(turn, state):
-        row = jnp.sum(last <= turn, dtype=jnp.int32)
-        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), state)
-        new = meet(row, 1, end[row] - (last[row] - turn), own)
+    def step(iteration, state: SoftmaxState) -> SoftmaxState:
+        row = jnp.sum(done_at <= iteration, dtype=jnp.int32)
+        row_state = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), state)
+        new = visit(row, 1, end[row] - (done_at[row] - iteration), row_state)
         return jax.tree.map(
             lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, row, 0), state, new
         )
 
-    return jax.lax.fori_loop(0, last[-1], step, state)
+    return jax.lax.fori_loop(0, done_at[-1], step, state)
 
 
-def _nothing(q: Float[Array, "B K R E"], columns: int) -> tuple[Array, Array]:
-    """The online softmax before the first block: see :func:`_weigh`."""
-    # Above every masked score: what is masked weighs nothing, also where nothing was seen yet.
+def _row_major(buffers: tuple[KVBuffer, KVBuffer]) -> tuple[KVBuffer, KVBuffer]:
+    return jax.tree.map(lambda x: with_layout_constraint(x, ROW_MAJOR), buffers)
+
+
+def _softmax_start(q: Float[Array, "B K R E"], sum_columns: int) -> SoftmaxState:
+    """The online softmax before the first block."""
+    # It starts above every masked score, so that those weigh nothing even where a query has seen
+    # no key yet.
     top = jnp.full(q.shape[:-1], MASKED_SCORE / 2, jnp.float32)
-    return top, jnp.zeros((*q.shape[:-1], q.shape[-1] + columns), jnp.float32)
+    return top, jnp.zeros((*q.shape[:-1], q.shape[-1] + sum_columns), jnp.float32)
 
 
-def _weigh(
-    carry,
-    scores: Float[Array, "B K R S"],
-    v: Coded | Float[Array, "B K S E"],
-    dtype: jnp.dtype,
-):
-    """The online softmax's step (arXiv 1805.02867).
-
-    ``carry``, float32: the largest score so far ``[B, K, R]``, and the weighted values, with the
-    sum of weights in every further column, ``[B, K, R, E+columns]``.
-    """
-    top, out = carry
+def _softmax_step(
+    state: SoftmaxState, scores: Float[Array, "B K R S"], v: KVBuffer, dtype: DTypeLike
+) -> SoftmaxState:
+    """The online softmax after one more block (arXiv 1805.02867, algorithm 3)."""
+    top, out = state
     new_top = jnp.maximum(top, scores.max(-1))
     weights = jnp.exp(scores - new_top[..., None])
-    product = functools.partial(value_sums, dtype=dtype, preferred_element_type=jnp.float32)
-    columns = out.shape[-1] - v.shape[-1]
-    if columns == 1:
-        gain = product(weights, v)
+    sum_columns = out.shape[-1] - v.shape[-1]
+    if sum_columns == 1:
+        gain = weighted_values(weights, v, dtype, result_dtype=jnp.float32)
         gain = jnp.concatenate([gain, weights.sum(-1, keepdims=True)], axis=-1)
     else:
-        ones = ((0, 0), (0, 0), (0, 0), (0, columns))
-        gain = product(weights, jnp.pad(v, ones, constant_values=1))
+        assert not isinstance(v, QuantizedKV), "codes have no columns of ones"
+        padding = ((0, 0), (0, 0), (0, 0), (0, sum_columns))
+        with_ones = jnp.pad(v, padding, constant_values=1)
+        gain = weighted_values(weights, with_ones, dtype, result_dtype=jnp.float32)
+    # What was summed so far is relative to the former largest score.
     return new_top, out * jnp.exp(top - new_top)[..., None] + gain
 
 
-def _mean(carry: tuple[Array, Array], size: int) -> Float[Array, "B K R E"]:
-    """What the online softmax comes to, for heads of ``size``; 0 where a query saw nothing."""
-    out, total = carry[1][..., :size], carry[1][..., size : size + 1]
+def _mean(state: SoftmaxState, size: int) -> Float[Array, "B K R E"]:
+    """The result of the online softmax for heads of ``size``; 0 where a query saw nothing."""
+    out = state[1][..., :size]
+    total = state[1][..., size : size + 1]
     return out / jnp.where(total > 0, total, 1.0)

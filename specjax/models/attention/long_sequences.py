@@ -1,7 +1,7 @@
-"""Attention over long sequences, as training reads them: the one place that chooses how.
+"""Attention over long sequences, as in training: the one place that chooses an implementation.
 
-On TPU it is JAX's splash attention where that knows the mask, else and elsewhere our own blocks.
-(cuDNN, by ``jax.nn.dot_product_attention``, takes neither packed documents nor what comes of them.)
+On TPU it is JAX's splash attention where that supports the mask, in all other cases our own blocks.
+(cuDNN, by ``jax.nn.dot_product_attention``, supports no packed documents.)
 
 Axis legend: B rows, N tokens, H query heads, K key heads, E head size.
 """
@@ -15,94 +15,104 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from specjax.models.attention import splash
-from specjax.models.attention.dense import Isolated, MaskFn, Meta, ScoreTransform
-from specjax.models.attention.flash import block_size, blocks_of, flash_attention
+from specjax.models.attention import splash, splash_windows
+from specjax.models.attention.dense import Causal, Isolated, MaskFn, Meta, ScoreTransform
+from specjax.models.attention.flash import block_size, find_blocks, flash_attention
 
 # attend(q[B,N,H,E], k[B,K,N,E], v[B,K,N,E]) -> [B,N,H,E]
 Attend = Callable[[Array, Array, Array], Float[Array, "B N H E"]]
 
 
 def long_attention(
-    mask: MaskFn, meta: Meta, finish: ScoreTransform, groups: int, rows: NamedSharding | None = None
+    mask: MaskFn,
+    meta: Meta,
+    transform: ScoreTransform,
+    groups: int,
+    rows: NamedSharding | None = None,
 ) -> Attend:
-    """Self-attention of whole sequences with ``mask``; what layers share is worked out here.
+    """Self-attention of whole sequences with ``mask``; what all layers share is computed here.
 
     Args:
       meta: metadata of the tokens, ``[B, N, ...]`` each.
-      groups: query heads of a key head.
-      rows: how a batch's rows lie over devices: each then runs its own, and skips for them alone.
+      groups: query heads per key head.
+      rows: how the rows of a batch are sharded over devices. Each device then runs its own rows,
+        and skips what those do not see.
     """
-    if jax.default_backend() != "tpu" or not splash.supports(mask, finish):
-        return _own_blocks(mask, meta, meta, finish, groups, rows)
-    segments, window = meta["segment"], mask.window
+    if jax.default_backend() != "tpu" or not splash.supports(mask, transform):
+        return _by_blocks(mask, meta, meta, transform, groups, rows)
 
-    def by_kernel(q, k, v, segments):
-        return splash.splash_attention(q, k, v, segments, window=window, finish=finish)
+    assert isinstance(mask, Causal), "splash.supports only causal masks"
+    segments = meta["segment"]
+    window = mask.window
 
-    by_kernel = _by_rows(by_kernel, rows)
+    def run_kernel(q, k, v, segments):
+        return splash.splash_attention(q, k, v, segments, window=window, transform=transform)
+
+    run_kernel = _map_rows(run_kernel, rows)
     if not isinstance(mask, Isolated):
-        return lambda q, k, v: by_kernel(q, k, v, segments)
-    # Clean tokens see clean ones before them.
-    count = mask.clean
-    if splash.supports_windows(mask, finish, segments.shape[1]):
-        behind = _windows(mask, meta, finish, rows)
+        return lambda q, k, v: run_kernel(q, k, v, segments)
+
+    # Clean tokens see only clean tokens, causally: the same kernel without the windows.
+    clean = mask.clean
+    if splash_windows.supports_windows(mask, transform, segments.shape[1]):
+        attend_windows = _by_window_kernel(mask, meta, transform, rows)
     else:
-        behind = _own_blocks(mask, _from(meta, count), meta, finish, groups, rows)
+        query = {name: x[:, clean:] for name, x in meta.items()}
+        attend_windows = _by_blocks(mask, query, meta, transform, groups, rows)
 
     def attend(q, k, v):
-        own = (x[:, :, :count] for x in (k, v))
-        clean = by_kernel(q[:, :count], *own, segments[:, :count])
-        return jnp.concatenate([clean, behind(q[:, count:], k, v)], axis=1)
+        clean_k, clean_v = (x[:, :, :clean] for x in (k, v))
+        clean_out = run_kernel(q[:, :clean], clean_k, clean_v, segments[:, :clean])
+        return jnp.concatenate([clean_out, attend_windows(q[:, clean:], k, v)], axis=1)
 
     return attend
 
 
-def _windows(
-    mask: Isolated, meta: Meta, finish: ScoreTransform, rows: NamedSharding | None
+def _by_window_kernel(
+    mask: Isolated, meta: Meta, transform: ScoreTransform, rows: NamedSharding | None
 ) -> Attend:
-    """:func:`specjax.models.attention.splash.window_attention`."""
-    windows = _by_rows(lambda meta: splash.windows_of(mask, meta), rows)(dict(meta))
+    """:func:`specjax.models.attention.splash_windows.window_attention`."""
+    make_tables = _map_rows(lambda meta: splash_windows.make_window_tables(mask, meta), rows)
+    tables = make_tables(dict(meta))
 
-    def run(q, k, v, segments, windows):
-        return splash.window_attention(q, k, v, segments, windows, mask=mask, finish=finish)
+    def run(q, k, v, segments, tables):
+        return splash_windows.window_attention(
+            q, k, v, segments, tables, mask=mask, transform=transform
+        )
 
-    run = _by_rows(run, rows)
-    return lambda q, k, v: run(q, k, v, meta["segment"], windows)
-
-
-def _from(meta: Meta, count: int) -> Meta:
-    return {name: x[:, count:] for name, x in meta.items()}
+    run = _map_rows(run, rows)
+    return lambda q, k, v: run(q, k, v, meta["segment"], tables)
 
 
-def _own_blocks(
+def _by_blocks(
     mask: MaskFn,
     query: Meta,
     key: Meta,
-    finish: ScoreTransform,
+    transform: ScoreTransform,
     groups: int,
     rows: NamedSharding | None,
 ) -> Attend:
-    """:func:`specjax.models.flash.flash_attention`; each device has blocks of its own."""
+    """:func:`specjax.models.attention.flash.flash_attention`; each device has blocks of its own."""
     shape = query["position"].shape
     count, _ = rows.shard_shape(shape) if rows else shape
     block = block_size(count, groups)
 
-    def table(query, key):
-        return jax.tree.map(lambda x: x[None], blocks_of(mask, query, key, block))
+    # The tables get a first axis of one per device, over which they are sharded like rows.
+    def make_table(query, key):
+        return jax.tree.map(lambda x: x[None], find_blocks(mask, query, key, block))
 
-    blocks = _by_rows(table, rows)(query, key)
+    blocks = _map_rows(make_table, rows)(query, key)
 
     def run(q, k, v, query, key, blocks):
         blocks = jax.tree.map(lambda x: x[0], blocks)
-        return flash_attention(q, k, v, query, key, mask, blocks, finish=finish, block=block)
+        return flash_attention(q, k, v, query, key, mask, blocks, transform=transform, block=block)
 
-    run = _by_rows(run, rows)
+    run = _map_rows(run, rows)
     return lambda q, k, v: run(q, k, v, query, key, blocks)
 
 
-def _by_rows(run: Callable, rows: NamedSharding | None) -> Callable:
-    """``run`` on each device's rows, which all its arguments and its results have first."""
+def _map_rows(run: Callable, rows: NamedSharding | None) -> Callable:
+    """``run`` on each device's own rows: the first axis of all its arguments and results."""
     if rows is None:
         return run
     spec = PartitionSpec(rows.spec[0])

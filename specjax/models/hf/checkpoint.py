@@ -31,8 +31,8 @@ from specjax.models.hf import codes
 from specjax.models.hf.config import QUANT_METHOD, quantization
 from specjax.models.hf.names import Stored
 from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX, Pickle
-from specjax.models.quantize import Scheme, parse_scheme, quantize_params
-from specjax.models.quantized import counted_as
+from specjax.models.quantization import Scheme, parse_scheme, quantize_params
+from specjax.models.quantized import cast_params
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DELTA = "delta.json"  # of a directory that holds adapters alone
@@ -122,8 +122,8 @@ def load_pretrained(
       pickles: where there are no safetensors, read ``pytorch_model*.bin``: tensors alone, no
         code of theirs runs; needs the torch extra.
       placed: gets every part of the params as soon as it is read.
-      quantize: a scheme (:func:`specjax.models.quantize.parse_scheme`); each layer and each table
-        is quantized before the next is read.
+      quantize: a scheme (:func:`specjax.models.quantization.parse_scheme`); each layer and each
+        table is quantized before the next is read.
     Returns:
       The config and the params as a nested dict of arrays of ``dtype``; ``fused`` in the
       inference layout.
@@ -171,7 +171,7 @@ def _read_codes(directory, cfg, scheme: Scheme, files, handles, dtype, placed) -
         return jnp.asarray(codes.from_stored(value, form))
 
     def validate_fields(part: dict) -> dict:
-        part = counted_as(dtype, jax.tree.map(leaf, part, is_leaf=_is_tuple))
+        part = cast_params(dtype, jax.tree.map(leaf, part, is_leaf=_is_tuple))
         return jax.block_until_ready(placed(cfg, part) if placed else part)
 
     layers = wanted.pop("layers")

@@ -18,7 +18,7 @@ from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 from specjax.models.blocks import fuse_layer
 from specjax.models.config import ModelConfig
 from specjax.models.forward_pass import param_shapes
-from specjax.models.quantize import Scheme, quantize_params
+from specjax.models.quantization import Scheme, quantize_params
 
 Form = tuple[str, tuple[int, ...], jnp.dtype]  # a tensor's name, the shape and dtype of its param
 

@@ -11,7 +11,7 @@ import specjax as sj
 from infer.run.plan import model_plan
 from specjax.models import init_cache
 from specjax.models.attention import dense, long_cache
-from specjax.models.coded import LARGEST, Coded, encode
+from specjax.models.quantized_cache import MAX_CODE, QuantizedKV, quantize_kv
 
 PROMPTS = [[5, 9, 2, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [11] * 6, [30, 20, 10], [3, 4]]
 
@@ -20,18 +20,20 @@ def drawn(*shape):
     return np.random.Generator(np.random.Philox(len(shape))).standard_normal(shape, np.float32)
 
 
-def decoded(x: Coded):
+def dequantized(x: QuantizedKV):
     return np.asarray(x.codes, np.float32) * np.asarray(x.scales)
 
 
 def test_a_code_is_the_nearest_and_nothing_stays_nothing():
     x = drawn(2, 3, 5, 8)
     x[0, 1, 2] = 0
-    coded = encode(jnp.asarray(x))
-    scales = np.abs(x).max(-1, keepdims=True) / LARGEST
-    np.testing.assert_allclose(coded.scales, scales, rtol=1e-6)
-    assert (np.abs(decoded(coded) - x) <= scales * 0.5001).all()
-    assert np.abs(coded.codes).max() == LARGEST and (decoded(coded)[0, 1, 2] == 0).all()
+    quantized = quantize_kv(jnp.asarray(x))
+    scales = np.abs(x).max(-1, keepdims=True) / MAX_CODE
+    np.testing.assert_allclose(quantized.scales, scales, rtol=1e-6)
+    assert (np.abs(dequantized(quantized) - x) <= scales * 0.5001).all()
+    assert (
+        np.abs(quantized.codes).max() == MAX_CODE and (dequantized(quantized)[0, 1, 2] == 0).all()
+    )
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -39,7 +41,7 @@ def test_attention_is_that_of_what_the_codes_stand_for(blocks, monkeypatch):
     monkeypatch.setattr(long_cache, "MIN_BLOCK", 16)
     monkeypatch.setattr(long_cache, "MAX_BLOCK", 16)
     (q, k, v), top = (drawn(3, n, heads, 8) for n, heads in ((5, 4), (48, 2), (48, 2))), [9, 47, 30]
-    k, v = (encode(jnp.asarray(x).transpose(0, 2, 1, 3)) for x in (k, 2 * v + 1))
+    k, v = (quantize_kv(jnp.asarray(x).transpose(0, 2, 1, 3)) for x in (k, 2 * v + 1))
     positions, top = np.array(top)[:, None] - 4 + np.arange(5), np.array(top)
 
     def run(k, v):
@@ -48,7 +50,7 @@ def test_attention_is_that_of_what_the_codes_stand_for(blocks, monkeypatch):
         seen = np.arange(48) <= positions[:, :, None]
         return dense.dense_attention(jnp.asarray(q), k, v, jnp.asarray(seen))
 
-    want = run(*(jnp.asarray(decoded(x)) for x in (k, v)))
+    want = run(*(jnp.asarray(dequantized(x)) for x in (k, v)))
     np.testing.assert_allclose(run(k, v), want, atol=2e-6)
 
 
