@@ -86,6 +86,7 @@ def attach_adapters(cfg: ModelConfig, params: dict, tokens: Int[Array, "B N"]) -
     params = dict(params)
     adapters = params.pop(KEY)
     ids = distinct(cfg.adaptive_ids)
+    # By the tokens of this pass: the same adapters are on and off within one batch.
     gate = jnp.isin(tokens, np.array(ids))
     layers = adapt(params["layers"], adapters["layers"], functools.partial(LowRank, gate=gate))
     embed = ReplacedRows(params["embed"], adapters["embed"], ids)

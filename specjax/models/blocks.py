@@ -38,24 +38,26 @@ Remat = bool | Literal["attention"]
 class Attention(nnx.Module):
     """Grouped-query self-attention; q and k are normed and rotated if the config says so.
 
-    ``width``: the size of its input; the hidden size by default.
+    ``input_size`` is the hidden size by default.
     """
 
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool, width: int | None = None):
+    def __init__(
+        self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool, input_size: int | None = None
+    ):
         self.cfg = cfg
         self.fused = fused
         d = cfg.hidden_size
         q = cfg.num_heads * cfg.head_dim
         kv = cfg.num_kv_heads * cfg.head_dim
-        width = width or d
+        inputs = input_size or d
         bias = cfg.attention_bias or cfg.qkv_bias
         std = _residual_std(cfg)
         if fused:
-            self.qkv = Linear((q + 2 * kv, width), ("heads", "hidden"), bias, cfg.shards, rngs)
+            self.qkv = Linear((q + 2 * kv, inputs), ("heads", "hidden"), bias, cfg.shards, rngs)
         else:
-            self.q = Linear((q, width), ("heads", "hidden"), bias, cfg.shards, rngs)
-            self.k = Linear((kv, width), ("heads", "hidden"), bias, cfg.shards, rngs)
-            self.v = Linear((kv, width), ("heads", "hidden"), bias, cfg.shards, rngs)
+            self.q = Linear((q, inputs), ("heads", "hidden"), bias, cfg.shards, rngs)
+            self.k = Linear((kv, inputs), ("heads", "hidden"), bias, cfg.shards, rngs)
+            self.v = Linear((kv, inputs), ("heads", "hidden"), bias, cfg.shards, rngs)
         self.out = Linear((d, q), ("hidden", "heads"), cfg.attention_bias, cfg.shards, rngs, std)
         if cfg.qk_norm:
             self.q_norm = NORMS[cfg.norm](cfg.head_dim, cfg.norm_eps, "head")
@@ -211,6 +213,8 @@ class Decoder(nnx.Module):
                 x, aux_states, aux_layers, tables, attend, remat, rows
             )
 
+        # Unrolled for decoding: a scan over stacked layers halves its speed. After a scan only the
+        # layers of an incomplete period are left.
         for i in range(first, self.cfg.num_layers):
             aux_states = _record_aux(aux_states, aux_layers, i, x)
             run = _block_runner(tables[i], functools.partial(attend, i), rows)
@@ -240,7 +244,7 @@ class Decoder(nnx.Module):
         repeat = period(kinds)
         count = self.cfg.num_layers // repeat * repeat
         blocks = [nnx.split(self.layers[str(i)]) for i in range(count)]
-        # Layers at the same index of their period are stacked: one slice per turn of the scan.
+        # Layers at the same index of their period are stacked: one slice per step of the scan.
         states = [[state for _, state in blocks[i::repeat]] for i in range(repeat)]
         stacked = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *group) for group in states]
 

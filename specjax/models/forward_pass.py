@@ -33,7 +33,8 @@ from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES
 from specjax.models.layers import linear
 
-# From this many tokens on, training attention is blockwise.
+# From this many tokens on, attention of whole sequences is blockwise: dense scores of 16k tokens
+# would take 16 GB.
 BLOCKWISE_FROM = 2048
 
 
@@ -117,6 +118,7 @@ def logits_of(
     cap = cfg.logit_softcap
     if cap is not None:
         logits = cap * jnp.tanh(logits / cap)
+    # Known before tracing: a model without such ids has no operation for them.
     is_adaptive = np.isin(np.arange(logits.shape[-1]), cfg.adaptive_ids)
     if not is_adaptive.any():
         return logits
@@ -214,6 +216,7 @@ def _sequence_attention(
     }
 
     def attend(layer, q, k, v):
+        # Heads before tokens in keys and values, as in a cache.
         attend_layer = by_window[windows[layer]]
         return attend_layer(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
 
@@ -316,7 +319,10 @@ class _LayerKind(NamedTuple):
 
 
 class _CacheAttention:
-    """``attend(layer, q, k, v)`` that first writes the new keys and values to the cache."""
+    """``attend(layer, q, k, v)`` that first writes the new keys and values to the cache.
+
+    So new tokens see each other and the committed ones in one read of the cache.
+    """
 
     def __init__(
         self, cfg: ModelConfig, cache: KVCache, queries: _Queries, start: Int[Array, "B"], n: int
@@ -330,6 +336,7 @@ class _CacheAttention:
         for layer, k in enumerate(cache.k):
             kind = _LayerKind(cfg.windows[layer], k.shape[2], cache.is_ring(layer))
             self._kinds.append(kind)
+        # One mask per kind, not per layer.
         self._by_kind = {kind: _attention_of_kind(cfg, kind, queries) for kind in set(self._kinds)}
 
     @jax.named_scope("attention")

@@ -107,6 +107,7 @@ def _encode(weight: Float[Array, "O I"], scheme: Scheme, dtype: jnp.dtype) -> Qu
         codes = jnp.round(codes)
     codes = codes.reshape(weight.shape)
     if scheme.group:
+        # Inputs first: see `Grouped`.
         return Grouped(codes.T.astype(code_type), scales.T, dtype)
     return PerOutput(codes.astype(code_type), scales[:, 0], dtype)
 

@@ -28,7 +28,7 @@ def models(name):
 
 
 @pytest.mark.parametrize("name", ["tied", *[pytest.param(n, marks=SLOW) for n in NAMES[1:]]])
-def test_clean_tokens_are_the_bases_bit_for_bit_whatever_rides_along(name):
+def test_clean_tokens_equal_the_bases_bit_for_bit(name):
     base, own = models(name)
     tokens = np.arange(2 * (CLEAN + K)).reshape(2, -1) % (base[0].vocab_size - 1)
     tokens[:, CLEAN:] = base[0].vocab_size  # the base reads the row of its last id
@@ -61,7 +61,7 @@ def test_clean_tokens_are_the_bases_bit_for_bit_whatever_rides_along(name):
         assert (a[:, :, CLEAN : CLEAN + K] != b[:, :, CLEAN : CLEAN + K]).any((1, 3)).all()
 
 
-def test_a_pass_without_adaptive_tokens_is_the_bases_line_by_line():
+def test_a_pass_without_adaptive_tokens_is_the_bases_program():
     nets = [sj.from_params(*model).net for model in models("tied")]
     tokens, start = jnp.zeros((1, 4), jnp.int32), jnp.zeros((1,), jnp.int32)
     assert nets[1].adapters and not nets[0].adapters
@@ -145,7 +145,7 @@ def test_gradients_are_the_references_and_of_clean_tokens_there_is_none(params):
 
 
 @pytest.mark.parametrize("matrices", [("k", "out"), ("gate", "q", "v"), ()])
-def test_joined_adapters_are_the_parts_side_by_side(params, matrices):
+def test_joined_adapters_equal_the_parts_side_by_side(params, matrices):
     own = tuned({k: v for k, v in params.items() if k != KEY}, (11, 12), matrices=matrices)[KEY]
     joined, block = fuse_adapters(LLAMA, own)["layers"]["1"], own["layers"]["1"]
     for part, name, sizes in (

@@ -1,4 +1,4 @@
-"""Attention over a long cache by blocks of positions, against what it stands for."""
+"""Attention over a long cache by blocks of positions, against loops and against dense attention."""
 
 import functools
 import itertools
@@ -79,13 +79,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("rows", ["together", "one by one", "wide"])
+@pytest.mark.parametrize("rows", ["shared", "one by one", "sum in product"])
 @pytest.mark.parametrize("case", CASES)
-def test_blocks_are_what_each_token_sees(case, rows, monkeypatch):
+def test_blocks_equal_a_loop_over_what_each_token_sees(case, rows, monkeypatch):
     n, window, transform = CASES[case]
     if rows == "one by one":
         monkeypatch.setattr(long_cache, "BLOCK_SCORES", 1)
-    if rows == "wide":
+    if rows == "sum in product":
         monkeypatch.setattr(long_cache, "SUM_IN_PRODUCT", 1)
     assert choose_blocks(ROWS, HEADS * n, SLOTS) == (rows != "one by one", 8)
     positions, seen, distance = nodes(PARENTS if "tree" in case else range(-1, n - 1))
@@ -100,7 +100,7 @@ def test_blocks_are_what_each_token_sees(case, rows, monkeypatch):
     np.testing.assert_allclose(got, want, atol=2e-6)
 
 
-def test_a_row_reads_no_block_behind_its_own_last():
+def test_a_row_reads_no_block_after_its_last():
     """NaN there: a product with it would be NaN, whatever its weight."""
     q, k, v = drawn(5)
     positions, top = BASES[:, None] + np.arange(5, dtype=np.int32), BASES + 4
@@ -113,14 +113,14 @@ def test_a_row_reads_no_block_behind_its_own_last():
     for row in range(ROWS):
         own = (x[row : row + 1] for x in (q, k, v, positions, top))
         np.testing.assert_allclose(run(*own)[0], want[row], atol=2e-6)
-    # Together rows go as far as the second of these three, and the longest alone from there on.
-    together = run(q, k, v, positions, top)
-    assert np.isnan(together[0]).all()
-    np.testing.assert_allclose(together[1:], want[1:], atol=2e-6)
+    # Rows share a loop as far as the second of these three reaches; the longest goes on alone.
+    shared = run(q, k, v, positions, top)
+    assert np.isnan(shared[0]).all()
+    np.testing.assert_allclose(shared[1:], want[1:], atol=2e-6)
 
 
-def test_a_tokens_bits_do_not_depend_on_what_is_with_it():
-    """bfloat16, eight wide: alone, over and over, and with tokens behind it."""
+def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it():
+    """bfloat16, passes of eight: eight copies of a token, and a chain of eight."""
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in drawn(8))
     positions, run = BASES[:, None] + np.arange(8, dtype=np.int32), jax.jit(cached_attention)
     chain = run(q, k, v, positions, BASES + 7)
@@ -133,7 +133,7 @@ def test_a_tokens_bits_do_not_depend_on_what_is_with_it():
 @pytest.mark.parametrize(
     "method", ["speculative", pytest.param("specinfer", marks=pytest.mark.slow)]
 )
-def test_decoding_over_blocks_is_decoding(method, monkeypatch):
+def test_decoding_by_blocks_equals_decoding_by_whole_caches(method, monkeypatch):
     """Long and short rows, a sliding layer, greedy and sampled, from the prompts on."""
     slides = {"sliding_window": 24, "sliding_layers": (True, False)}
     target, draft = tiny_lm(0, **slides), tiny_lm(2, layers=1, sliding_window=24)
@@ -157,7 +157,7 @@ def test_decoding_over_blocks_is_decoding(method, monkeypatch):
         assert 0 < int(whole.stats.accepted.sum()) < int(whole.stats.tested.sum())
 
 
-# The kernel that a TPU runs over pieces of prompts, as Pallas's interpreter runs it.
+# The kernel that a TPU runs over prefill chunks, as Pallas's interpreter runs it.
 kernel = functools.partial(
     splash_chunk.chunk_attention, blocks=splash.SplashBlocks(128, 256, 256, 128), interpret=True
 )
@@ -166,7 +166,7 @@ kernel = functools.partial(
 @pytest.mark.parametrize(
     "window, transform", [(None, ScoreTransform()), (100, ScoreTransform(0.4, softcap=2.0))]
 )
-def test_the_tpu_kernel_meets_what_a_piece_sees(window, transform):
+def test_the_tpu_kernel_visits_what_a_chunk_sees(window, transform):
     """And no more: what lies in other blocks is NaN."""
     draws, capacity = np.random.Generator(np.random.Philox(5)), 1280
     q = draws.standard_normal((2, 256, HEADS, SIZE), np.float32)
@@ -181,7 +181,7 @@ def test_the_tpu_kernel_meets_what_a_piece_sees(window, transform):
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
-def test_the_tpu_kernel_is_for_wide_pieces_of_plain_caches(monkeypatch):
+def test_the_tpu_kernel_runs_wide_chunks_of_unquantized_caches(monkeypatch):
     cache = jnp.zeros((1, 1, 8192, 8))
     assert not splash_chunk.supports_chunk(512, ScoreTransform(), cache)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
@@ -191,8 +191,8 @@ def test_the_tpu_kernel_is_for_wide_pieces_of_plain_caches(monkeypatch):
     assert not splash_chunk.supports_chunk(512, ScoreTransform(), QuantizedKV(cache, cache))
 
 
-def test_prompts_that_go_through_the_kernel_leave_the_same_cache(monkeypatch):
-    """A sliding layer, and rows of which one ends within a piece."""
+def test_prefill_through_the_kernel_leaves_the_same_cache(monkeypatch):
+    """A sliding layer, and rows of which one ends within a chunk."""
     slides = {"sliding_window": 150, "sliding_layers": (True, False)}
     target, calls = tiny_lm(0, **slides), []
     built, settings = sj.method("autoregressive").build(Context(target, None), {})

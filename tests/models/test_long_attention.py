@@ -1,4 +1,4 @@
-"""Attention in blocks is dense attention, in value and gradient; what nobody sees is not met."""
+"""Attention by blocks equals dense attention, in value and gradient, and skips unseen blocks."""
 
 import functools
 
@@ -126,7 +126,7 @@ def test_blocks_in_bfloat16_are_as_exact_as_bfloat16_is():
         assert np.linalg.norm(ours - theirs) < 2**-7 * np.linalg.norm(theirs)
 
 
-def test_blocks_that_nobody_sees_are_not_met():
+def test_blocks_that_no_query_sees_are_skipped():
     """What stands in them may be anything: NaN times no weight would be NaN."""
     meta = tokens(packed_rows(((16, 23), (16, 23))), CLEAN)
     blocks = find_blocks(Causal(), meta, meta, BLOCK)
@@ -161,7 +161,7 @@ def test_a_block_left_out_by_mistake_is_noticed(lost):
         agree(both, meta, *parts(CLEAN), close=1e-2)
 
 
-def test_gradients_hold_one_block_of_scores():
+def test_gradients_need_memory_for_one_block_of_scores():
     """Beside it no more than a few copies of the arguments."""
     n, heads, size, block = 4096, 8, 32, 512
     q = jax.ShapeDtypeStruct((1, n, heads, size), jnp.float32)
@@ -239,7 +239,7 @@ def windowed(meta, transform):
 
 
 @pytest.mark.parametrize("transform", [ScoreTransform(), ScoreTransform(0.3, softcap=1.5)])
-def test_the_tpu_kernel_knows_what_windows_see(transform):
+def test_the_tpu_kernel_of_windows_agrees_with_dense_attention(transform):
     """Windows that cross blocks and documents that begin behind them, over several blocks."""
     meta = long_rows(500, 300, 5)
     both = dense(WINDOWED, meta, transform), windowed(meta, transform)
@@ -253,7 +253,7 @@ def test_windows_in_bfloat16_are_as_exact_as_bfloat16_is():
         assert np.sqrt(np.mean((ours - theirs) ** 2)) < 1e-3 * abs(theirs).max()
 
 
-def test_a_block_that_no_window_sees_is_not_met():
+def test_a_block_that_no_window_sees_is_skipped():
     """The tables hold every block of which something is seen, and few others; positions that no
     window fills see themselves."""
     meta, block = long_rows(500, 300, 5), 128
@@ -266,7 +266,7 @@ def test_a_block_that_no_window_sees_is_not_met():
         assert np.asarray(table).sum() <= wanted.sum() + 2
 
 
-def test_the_kernel_takes_windows_of_known_length_whose_numbers_fit():
+def test_the_kernel_supports_windows_whose_codes_fit_an_int32():
     def takes(count, **how):
         return splash_windows.supports_windows(Isolated(**how), ScoreTransform(), count)
 

@@ -30,7 +30,7 @@ F32 = jnp.dtype("float32")
 
 
 def reference(weight, scheme):
-    """Codes and scales ``[O, G]`` by NumPy, from the definition; the dequantised weight."""
+    """Codes and scales ``[O, G]`` by NumPy, from the definition; the dequantized weight."""
     kind, _, group = scheme.partition(":")
     most = {"int8": 127, "fp8": 448, "int4": 7}[kind]
     out, inputs = weight.shape
@@ -88,23 +88,23 @@ def test_a_product_on_accelerators_is_the_dense_weights(monkeypatch, scheme, row
 @pytest.mark.parametrize(
     "name", [*variants.FIRST.values(), "opt-350m", "mistral", "biases", "tied"]
 )
-def test_every_family_computes_with_the_dequantised_weights(name):
+def test_every_family_computes_with_the_dequantized_weights(name):
     cfg, _, params = build(name)
     rows = np.arange(3, 15).reshape(2, 6)
-    unquantised = whole(cfg, params, rows, "dense")
+    unquantized = whole(cfg, params, rows, "dense")
     for scheme in SCHEMES if name == "tied" else ("int8", "int4:4"):
         small = quantize_params(cfg, params, parse_scheme(scheme), F32)
         leaves = jax.tree.leaves(small, is_leaf=is_quantized)
         kept = [x for x in leaves if not is_quantized(x) and x.ndim > 1]
         assert len(kept) == ("positions" in params)  # norms, biases, and learned positions
-        dense = dequantised(small)
+        dense = dequantized(small)
         want = whole(cfg, dense, rows, "dense")
         scale = np.abs(want).max()
         np.testing.assert_allclose(whole(cfg, small, rows, "dense"), want, atol=1e-5 * scale)
-        assert np.abs(want - unquantised).max() > 1e-3 * scale
+        assert np.abs(want - unquantized).max() > 1e-3 * scale
 
 
-def dequantised(params):
+def dequantized(params):
     return jax.tree.map(
         lambda x: x.dense(jnp.float32) if is_quantized(x) else x, params, is_leaf=is_quantized
     )
@@ -148,7 +148,7 @@ def test_a_checkpoint_loads_as_it_was_quantized(directory, tmp_path, scheme, dty
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_quantised_head_keeps_what_it_drafts_and_whose_embedding_it_reads(tmp_path, own):
+def test_a_quantized_head_keeps_what_it_drafts_and_whose_embedding_it_reads(tmp_path, own):
     ids = np.array([1, 2, 5, 11])
     cfg = HeadConfig.of(build("codellama")[0], ids, layer_ids=(0, 1), own_embedding=own)
     save_pretrained(tmp_path / "head", cfg, init_params(cfg, jax.random.key(3)))
@@ -161,7 +161,7 @@ def test_a_quantised_head_keeps_what_it_drafts_and_whose_embedding_it_reads(tmp_
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_plan_is_what_is_held(directory, tmp_path, scheme):
+def test_the_plan_counts_the_bytes_of_the_params(directory, tmp_path, scheme):
     _, params = load_pretrained(directory, fused=True, quantize=scheme)
     held = sum(x.size // 2 if x.dtype == jnp.int4 else x.nbytes for x in jax.tree.leaves(params))
     (directory / WEIGHTS).rename(tmp_path / WEIGHTS)  # the config is enough

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits, against what they stand for."""
+"""Keys and values in 8 bits, against the dequantized ones."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def dequantized(x: QuantizedKV):
     return np.asarray(x.codes, np.float32) * np.asarray(x.scales)
 
 
-def test_a_code_is_the_nearest_and_nothing_stays_nothing():
+def test_codes_are_the_nearest_and_zeros_stay_zeros():
     x = drawn(2, 3, 5, 8)
     x[0, 1, 2] = 0
     quantized = quantize_kv(jnp.asarray(x))
@@ -37,7 +37,7 @@ def test_a_code_is_the_nearest_and_nothing_stays_nothing():
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_attention_is_that_of_what_the_codes_stand_for(blocks, monkeypatch):
+def test_attention_equals_that_of_the_dequantized_cache(blocks, monkeypatch):
     monkeypatch.setattr(long_cache, "MIN_BLOCK", 16)
     monkeypatch.setattr(long_cache, "MAX_BLOCK", 16)
     (q, k, v), top = (drawn(3, n, heads, 8) for n, heads in ((5, 4), (48, 2), (48, 2))), [9, 47, 30]

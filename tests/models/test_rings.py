@@ -1,4 +1,4 @@
-"""Layers of a sliding window hold what they see, and give what they gave when they held all."""
+"""Ring buffers of sliding-window layers give what a cache of all positions gives."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ SLIDING = {"sliding_window": WINDOW, "sliding_layers": (True, False)}
 
 @pytest.fixture
 def small(monkeypatch):
-    """``small(spare)``: rings that short positions go round in."""
+    """``small(spare)``: rings that wrap around within short sequences."""
 
     def use(spare=RING_SPARE):
         monkeypatch.setattr(cache, "RING_SPARE", spare)
@@ -45,11 +45,11 @@ def prefilled(lm, tokens, upto, capacity, dtype, width=16):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_a_ring_is_a_cache_of_everything(small, dtype):
-    """Pieces, a tree over the end of the ring, its accepted path, and a chain behind that."""
+def test_a_ring_gives_what_a_full_cache_gives(small, dtype):
+    """Chunks, a tree over the end of the ring, its accepted path, and a chain after that."""
     lm = tiny_lm(0, **SLIDING)
     tokens = np.random.default_rng(0).integers(0, 97, (3, 256)).astype(np.int32)
-    upto = np.array([93, 190, 16])  # before the end of the ring, before its second, not yet round
+    upto = np.array([93, 190, 16])  # before the first wrap, before the second, and a short row
     parents = jnp.asarray([[NO_PARENT, 0, 0, 2, 1, 3]] * 3, jnp.int32)
     visible = tree.ancestors(parents, 3)
     positions = jnp.asarray(upto)[:, None] + tree.depths(visible)
@@ -82,8 +82,8 @@ def test_a_ring_is_a_cache_of_everything(small, dtype):
         np.testing.assert_allclose(results[0][1][row], want[0, length + 4 :], atol=2e-4)
 
 
-def test_buckets_change_around_a_ring(small):
-    """A row that has not come round keeps its positions in every bucket that holds it."""
+def test_resizing_keeps_a_ring_that_has_not_wrapped(small):
+    """Its cache positions are the same in every bucket that is large enough."""
     small()
     lm = tiny_lm(0, **SLIDING)
     tokens = np.random.default_rng(1).integers(0, 97, (1, 64)).astype(np.int32)
@@ -99,7 +99,7 @@ def test_buckets_change_around_a_ring(small):
 
 
 def generated(target, draft, method, **how):
-    """Rows of all lengths, some of which begin alike, in three seats."""
+    """Rows of all lengths, some with a common prefix, in three batch slots."""
     draw = np.random.default_rng(2).integers(0, 97, (5, 180)).tolist()
     prompts = [draw[0][:150], draw[1][:9], draw[0][:60], [*draw[0][:150], 3], draw[2][:100]]
     needs = sj.method(method)
@@ -123,7 +123,7 @@ FAST = "autoregressive", "speculative"
     "method", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in sj.methods()]
 )
 def test_every_method_decodes_in_rings(small, method):
-    """Greedy rows in every seat, refilled, from prefixes that others left."""
+    """Greedy rows in every batch slot, refilled, from prefixes of other prompts."""
     models = tiny_lm(0, **SLIDING), tiny_lm(2, layers=1, sliding_window=WINDOW)
     small(2048)
     whole = generated(*models, method)
@@ -142,7 +142,7 @@ def test_a_pass_wider_than_its_room_is_refused(small):
 
 
 @pytest.mark.parametrize("fault", ["writes that stop at the end", "a prefix that is gone"])
-def test_what_a_ring_loses_is_caught(small, monkeypatch, fault):
+def test_a_broken_ring_is_noticed(small, monkeypatch, fault):
     models = tiny_lm(0, **SLIDING), tiny_lm(2, layers=1, sliding_window=WINDOW)
     small(2048)
     whole = generated(*models, "speculative", sampling=sj.Sampling(1.0))
@@ -158,7 +158,7 @@ def test_what_a_ring_loses_is_caught(small, monkeypatch, fault):
     assert any(not np.array_equal(a, b) for a, b in zip(ours, whole, strict=True))
 
 
-def test_a_window_costs_what_it_holds():
+def test_the_bytes_of_a_ring_follow_its_window():
     assert [ring_capacity(n) for n in (None, 4096, 4095, 512)] == [None, 5120, 5120, 1536]
     sizes = {"vocab_size": 10, "hidden_size": 8, "num_layers": 6, "num_heads": 2}
     cfg = ModelConfig.llama(

@@ -178,6 +178,8 @@ def cache_mask(
       tree_positions: int32, of the T tokens; ``positions`` by default.
     """
     offset = _offset_from_base(base, capacity)
+    # At the other cache positions the index is out of range: it is clipped, and `where` below
+    # ignores the result.
     if visible is None:
         new_mask = offset[:, None, :] <= jnp.arange(positions.shape[1], dtype=jnp.int32)[:, None]
     else:

@@ -61,8 +61,10 @@ def long_attention(
         attend_windows = _by_blocks(mask, query, meta, transform, groups, rows)
 
     def attend(q, k, v):
-        clean_k, clean_v = (x[:, :, :clean] for x in (k, v))
-        clean_out = run_kernel(q[:, :clean], clean_k, clean_v, segments[:, :clean])
+        clean_q = q[:, :clean]
+        clean_k = k[:, :, :clean]
+        clean_v = v[:, :, :clean]
+        clean_out = run_kernel(clean_q, clean_k, clean_v, segments[:, :clean])
         return jnp.concatenate([clean_out, attend_windows(q[:, clean:], k, v)], axis=1)
 
     return attend

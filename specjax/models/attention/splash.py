@@ -95,6 +95,7 @@ def splash_attention(
         residual_checkpoint_name=RESULT,
         interpret=interpret,
     )
+    # The kernel takes one row without padding of its own: rows and parts of the heads are vmapped.
     q, k, v = (split_heads(x, padded, parts) for x in (scale_queries(q, transform), k, v))
     segments = pad_tokens(segments, padded)
 

@@ -133,7 +133,7 @@ class HeadBlock(nnx.Module):
         norm, d = NORMS[cfg.norm], cfg.hidden_size
         self.attention_norm = norm(d, cfg.norm_eps)
         self.hidden_norm = norm(d, cfg.norm_eps)
-        self.attention = Attention(cfg, rngs, fused, width=2 * d)
+        self.attention = Attention(cfg, rngs, fused, input_size=2 * d)
         self.mlp_norm = norm(d, cfg.norm_eps)
         self.mlp = MLP(cfg, rngs, fused)
 
