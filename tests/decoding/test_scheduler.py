@@ -14,7 +14,7 @@ from specjax.core import loop
 from specjax.runtime import prefix_cache, scheduler
 from specjax.runtime.engine import Request
 from specjax.runtime.generate import make_engine, make_rows
-from specjax.runtime.prefix_cache import LEAST, Prefixes, in_common
+from specjax.runtime.prefix_cache import MIN_PREFIX, PrefixCache, common_prefix
 
 RNG = np.random.Generator(np.random.Philox(4))
 PROMPTS = [RNG.integers(0, 97, n).tolist() for n in (3, 12, 1, 9, 7, 14, 2, 11, 40)]
@@ -155,7 +155,9 @@ def test_rows_that_begin_alike_share_what_they_begin_with(target, draft, monkeyp
         np.testing.assert_array_equal(a, b)
     assert sorted(shared.cached_tokens)[:2] == [0, 30] and max(shared.cached_tokens) == 30
     assert max(own.cached_tokens) == 0
-    monkeypatch.setattr(prefix_cache, "in_common", lambda a, b: 31 if in_common(a, b) else 0)
+    monkeypatch.setattr(
+        prefix_cache, "common_prefix", lambda a, b: 31 if common_prefix(a, b) else 0
+    )
     wrong = run(target, draft, "speculative", prefixes=1, **kw)
     assert any((a != b).any() for a, b in zip(wrong.tokens, own.tokens, strict=True))
 
@@ -172,29 +174,37 @@ def test_a_prompt_that_goes_on_where_another_ended_feeds_its_last_token(target):
 
 def test_the_store_keeps_so_many_and_drops_the_least_recently_used():
     a, b, c = (np.full(40, token) for token in (1, 2, 3))
-    store, none = Prefixes(2), np.zeros(1, np.int32)
+    store, none = PrefixCache(2), np.zeros(1, np.int32)
     for name, prompt in (("a", a), ("b", b)):
-        store.keep([prompt], none, name)
-    assert store.find([a])[0] == "a"  # b is now the one used longest ago
-    store.keep([c], none, "c")
-    assert len(store) == 2 and store.find([b])[0] is None
-    assert store.find([a]) == ("a", [39]) and store.find([np.append(a, 5)]) == ("a", [39])
-    store.keep([np.append(a, 5)], np.array([40]), "hardly new")
-    assert len(store) == 2 and store.find([c])[0] == "c"
-    empty = Prefixes(0)
-    empty.keep([a], none, "a")
+        store.insert([prompt], none, name)
+    assert store.lookup([a])[0] == "a"  # b is now the one used longest ago
+    store.insert([c], none, "c")
+    assert len(store) == 2 and store.lookup([b])[0] is None
+    assert store.lookup([a]) == ("a", [39]) and store.lookup([np.append(a, 5)]) == ("a", [39])
+    store.insert([np.append(a, 5)], np.array([40]), "hardly new")
+    assert len(store) == 2 and store.lookup([c])[0] == "c"
+    empty = PrefixCache(0)
+    empty.insert([a], none, "a")
     assert len(empty) == 0
 
 
 def test_what_prompts_have_in_common():
     a = np.arange(50)
-    assert in_common(a, a) == 49 and in_common(a, a[:30]) == 29 and in_common(a[:30], a) == 29
-    assert in_common(a, np.append(a[:LEAST], [0, 0])) == LEAST
-    assert in_common(a, np.append(a[: LEAST - 1], [0, 0])) == 0
-    fresh, kept = Prefixes(1), Prefixes(1)
-    kept.keep([a], np.zeros(1, np.int32), "a")
-    assert fresh.helps([a, a]) and not fresh.helps([a]) and not fresh.helps([a, a + 1])
-    assert kept.helps([a]) and not Prefixes(0).helps([a, a])
+    assert (
+        common_prefix(a, a) == 49
+        and common_prefix(a, a[:30]) == 29
+        and common_prefix(a[:30], a) == 29
+    )
+    assert common_prefix(a, np.append(a[:MIN_PREFIX], [0, 0])) == MIN_PREFIX
+    assert common_prefix(a, np.append(a[: MIN_PREFIX - 1], [0, 0])) == 0
+    fresh, kept = PrefixCache(1), PrefixCache(1)
+    kept.insert([a], np.zeros(1, np.int32), "a")
+    assert (
+        fresh.saves_a_third([a, a])
+        and not fresh.saves_a_third([a])
+        and not fresh.saves_a_third([a, a + 1])
+    )
+    assert kept.saves_a_third([a]) and not PrefixCache(0).saves_a_third([a, a])
 
 
 def test_requests_may_come_late(target):
@@ -230,7 +240,7 @@ def test_settings_of_a_row_s_own(target, draft):
     made = make_rows(target, prompts, [{}] * 5, None, 5, 1, BUDGETS[:5])
     rows = [dataclasses.replace(r, sampling=s) for r, s in zip(made, samplings, strict=True)]
     bounds = scheduler.Bounds.of(rows)
-    running = scheduler.Scheduler(engine, size, sj.Sampling(0.7), bounds, logprobs=True, kept=2)
+    running = scheduler.Scheduler(engine, size, sj.Sampling(0.7), bounds, logprobs=True, prefixes=2)
     pieces = list(running.run(rows, rounds=1))
     for i, sampling in enumerate(samplings):
         alone = sj.generate(
@@ -253,8 +263,10 @@ def test_settings_of_a_row_s_own(target, draft):
 def test_samples_of_a_prompt_that_are_drawn_otherwise_are_no_repeats():
     row = Request(np.arange(3), 5, jax.random.key(0))
     other = dataclasses.replace(row, sampling=sj.Sampling(0.5))
-    assert row.repeats(dataclasses.replace(row, key=jax.random.key(1)))
-    assert not row.repeats(other) and other.repeats(dataclasses.replace(other, request_id=3))
+    assert row.differs_only_in_key(dataclasses.replace(row, key=jax.random.key(1)))
+    assert not row.differs_only_in_key(other) and other.differs_only_in_key(
+        dataclasses.replace(other, request_id=3)
+    )
 
 
 def test_dropped_requests_free_their_slots(target):
@@ -263,7 +275,7 @@ def test_dropped_requests_free_their_slots(target):
     budgets = [30, 12, 25, 9, 40, 7]
     prompts = [np.array(prompt, np.int32) for prompt in PROMPTS[:6]]
     rows = make_rows(target, prompts, [{}] * 6, None, 0, 1, budgets)
-    running = scheduler.Scheduler(engine, 2, sj.Sampling(), scheduler.Bounds.of(rows), kept=1)
+    running = scheduler.Scheduler(engine, 2, sj.Sampling(), scheduler.Bounds.of(rows), prefixes=1)
     dropped, ended, polls = {0, 2, 4}, {}, []
     for pieces in running.polls(iter(rows), rounds=1):
         polls.append({piece.index for piece in pieces})
