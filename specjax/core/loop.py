@@ -25,10 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Key
 
-from specjax.core.mesh import program
+from specjax.core.mesh import is_cache, program
 from specjax.core.protocols import Method
 from specjax.core.types import RUNNING, STOP_LENGTH, STOP_TEXT, DecodeState, Inputs, Stats
-from specjax.models import KVCache
 from specjax.models.cache import bucket, resize
 
 NO_SLOT = -1  # in place of a batch slot's number: a device has no request to put into one
@@ -115,9 +114,11 @@ def begin_prefill(method: Method, logprobs: bool):
 
         def take_cache(new, old):
             # A copy: prefill_chunks donates the new state, and the prefix cache keeps the old one.
-            return jax.tree.map(jnp.copy, old) if isinstance(old, KVCache) else new
+            if is_cache(old):
+                return jax.tree.map(jnp.copy, old)
+            return new
 
-        return jax.tree.map(take_cache, state, prefix, is_leaf=_is_cache)
+        return jax.tree.map(take_cache, state, prefix, is_leaf=is_cache)
 
     return program(begin)
 
@@ -162,12 +163,14 @@ def fill_slots(method: Method):
         valid_slot = jnp.maximum(slot[0], 0)
 
         def take_slot(old):
+            if not old.ndim:
+                return old  # of the whole batch: the counter of passes
             entries = old.shape[0] // rows  # some arrays have several entries per row
             return jax.lax.dynamic_slice_in_dim(old, valid_slot * entries, entries)
 
         def put_slot(old, new):
             if not old.ndim:
-                return old  # of the whole batch: the counter of passes
+                return old
             # Leaf by leaf, because each has its own shape: positions up to the smaller of two
             # capacities, sliding-window layers with fewer, and several entries per row.
             shape = (old.shape[0] // rows, *old.shape[1:])
@@ -178,7 +181,7 @@ def fill_slots(method: Method):
             start = valid_slot * value.shape[0]
             return jax.lax.dynamic_update_slice_in_dim(old, value, start, axis=0)
 
-        before = jax.tree.map(lambda old: take_slot(old) if old.ndim else old, state)
+        before = jax.tree.map(take_slot, state)
         ready = method.on_slot_reuse(before, method.ready(inputs, prefilled))
         return jax.tree.map(put_slot, state, ready)
 
@@ -250,7 +253,9 @@ def run_rounds(method: Method):
             i, state = carry
             fits = jnp.max(state.length) + method.round_positions <= state.capacity
             going = (i < rounds) & ~jnp.all(state.done) & fits
-            return going if seen is None else going & ~jnp.any(state.done & ~seen)
+            if seen is None:
+                return going
+            return going & ~jnp.any(state.done & ~seen)
 
         def run_round(carry):
             i, state = carry
@@ -305,7 +310,3 @@ def _freed(length, finish, ended, stopped):
     """Lengths and finish reasons after :func:`free_slots`."""
     stopped_by_text = stopped & (finish == RUNNING)
     return jnp.where(ended, 1, length), jnp.where(stopped_by_text, STOP_TEXT, finish)
-
-
-def _is_cache(node: Any) -> bool:
-    return isinstance(node, KVCache)

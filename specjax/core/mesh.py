@@ -63,7 +63,9 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
 
     if len(devices) != wanted:
         counts = " and ".join(str(len(own_devices)) for own_devices in available)
-        equal_numbers = ", as many of each process" if num_processes > 1 else ""
+        equal_numbers = ""
+        if num_processes > 1:
+            equal_numbers = ", as many of each process"
         raise OptionError(
             f"mesh data={data},model={model} needs {wanted} devices{equal_numbers}, and "
             f"there are {counts} ({available[0][0].platform}); ask for fewer"
@@ -107,14 +109,17 @@ def specs_of(tree: Any) -> Any:
     """The partition specs of a state: rows over ``data``, caches over both axes, scalars whole."""
 
     def spec(node):
-        if _is_cache(node):
+        if is_cache(node):
             return jax.tree.map(lambda _: CACHE, node)
-        return ROWS if node.ndim else WHOLE
+        if node.ndim == 0:
+            return WHOLE
+        return ROWS
 
-    return jax.tree.map(spec, tree, is_leaf=_is_cache)
+    return jax.tree.map(spec, tree, is_leaf=is_cache)
 
 
-def _is_cache(node: Any) -> bool:
+def is_cache(node: Any) -> bool:
+    """Whether a node of a state's tree is a KV cache."""
     return isinstance(node, KVCache)
 
 
@@ -164,7 +169,9 @@ def program(function: Callable[..., Any], **jit_options: Any) -> Callable[..., A
     @functools.wraps(standalone)
     def run(*args: Any) -> Any:
         in_trace = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
-        return nested(*args) if in_trace else standalone(*args)
+        if in_trace:
+            return nested(*args)
+        return standalone(*args)
 
     # Tests and tools count the traces of a program and read what it compiles to. The wrapper takes
     # attributes as every function does, though its type does not say so.
@@ -182,7 +189,9 @@ def replicated(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def specs(tree: Any) -> Any:
         def spec(node: Any) -> Any:
-            return net_specs(node) if isinstance(node, Net) else WHOLE
+            if isinstance(node, Net):
+                return net_specs(node)
+            return WHOLE
 
         return jax.tree.map(spec, tree, is_leaf=lambda node: isinstance(node, Net))
 
@@ -200,4 +209,6 @@ def replicated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _max_over_devices(x: jax.Array) -> jax.Array:
     """A scalar's maximum over the rows' devices; other arrays stay each device's own."""
-    return x if x.ndim else jax.lax.pmax(x, DATA)
+    if x.ndim == 0:
+        return jax.lax.pmax(x, DATA)
+    return x

@@ -75,14 +75,18 @@ class Engine:
     @property
     def smallest_ring(self) -> int | None:
         """Cache positions of the shortest sliding-window layer; None without such a layer."""
-        models = (self.target, self.draft) if self.draft else (self.target,)
+        models = [self.target]
+        if self.draft:
+            models.append(self.draft)
         windows = [window for model in models for window in model.config.windows if window]
         return ring_capacity(min(windows, default=None))
 
     @property
     def data_parallel_size(self) -> int:
         """Devices that the rows are split over: the size of the mesh's data axis."""
-        return 1 if self.target.mesh is None else self.target.mesh.shape[DATA]
+        if self.target.mesh is None:
+            return 1
+        return self.target.mesh.shape[DATA]
 
     def chunk_size(self, longest: int, rows: int) -> int:
         """Tokens per prefill pass of ``rows`` prompts, of which the longest has ``longest``.
@@ -90,7 +94,9 @@ class Engine:
         If passes are padded to ``pass_width`` tokens, a prefill chunk is never smaller than that.
         """
         rows //= self.data_parallel_size
-        least = FREE_TOKENS // rows if self.target.pass_width > 1 else 1
+        least = 1
+        if self.target.pass_width > 1:
+            least = FREE_TOKENS // rows
         least_power_of_two = 1 << least.bit_length() >> 1
         return prefill_chunk_size(longest, rows, least_power_of_two)
 

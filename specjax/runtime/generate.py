@@ -46,7 +46,9 @@ OPTIONS = ArgSpec(
 
 def _constraints(value: Any) -> list[dict[str, tuple[str, ...]]]:
     """One dict of reward names and texts per prompt; a dict alone is for one prompt."""
-    rows = [value] if isinstance(value, Mapping) else value
+    rows = value
+    if isinstance(value, Mapping):
+        rows = [value]
     return [{name: texts(words) for name, words in dict(row).items()} for row in rows]
 
 
@@ -273,7 +275,9 @@ def check_draft_context(draft: LM, tokens: int, budget: int) -> None:
     if tokens + budget <= context:
         return
     room = max(context - tokens, 0)
-    advice = f"ask for {room} new ones" if room else "or decode without the draft"
+    advice = "or decode without the draft"
+    if room:
+        advice = f"ask for {room} new ones"
     raise OptionError(
         f"a prompt has {tokens} tokens and {budget} new ones to come, the context of draft "
         f"{draft.source} holds {context}; shorten it, {advice}"
@@ -292,7 +296,9 @@ def in_turn(rows: Sequence[Request]) -> list[Request]:
 def num_slots(target: LM, rows: int, batch_size: int | None) -> int:
     """The number of batch slots: at most one per row, and an equal number on each device."""
     size = min(batch_size or rows, rows)
-    return size if target.mesh is None else round_up(size, target.mesh)
+    if target.mesh is None:
+        return size
+    return round_up(size, target.mesh)
 
 
 @validate_arguments(target=TARGET, draft=dataclasses.replace(MODEL, optional=True), options=OPTIONS)
@@ -335,7 +341,8 @@ def make_rows(
     Budgets are cut to the target's context. A request's key depends on ``seed``, its prompt's
     index and its sample alone, so it draws the same tokens in any batch.
     """
-    indices = range(len(prompts)) if indices is None else indices
+    if indices is None:
+        indices = range(len(prompts))
     root_key = jax.random.key(seed)
     rows: list[Request] = []
     for index, tokens, constraint, budget in zip(

@@ -145,4 +145,4 @@ def _pad(requests: Sequence[Request | None]) -> list[Request]:
     """The requests, with one of a single token and no budget for every None."""
     example = next(request for request in requests if request is not None)
     padding = dataclasses.replace(example, tokens=np.zeros(1, np.int32), budget=0)
-    return [padding if request is None else request for request in requests]
+    return [request or padding for request in requests]

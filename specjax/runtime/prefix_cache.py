@@ -25,8 +25,12 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     """
     size = min(len(a), len(b)) - 1
     different = np.flatnonzero(a[:size] != b[:size])
-    common = int(different[0]) if different.size else max(size, 0)
-    return common if common >= MIN_PREFIX else 0
+    common = max(size, 0)
+    if different.size:
+        common = int(different[0])
+    if common < MIN_PREFIX:
+        return 0
+    return common
 
 
 class PrefixCache:
@@ -86,7 +90,9 @@ class PrefixCache:
     def _usable_prefix(self, cached: np.ndarray, prompt: np.ndarray) -> int:
         """:func:`common_prefix`, or 0 if a sliding window has written over a part of it."""
         common = common_prefix(cached, prompt)
-        return common if still_holds(self._ring, len(cached), common) else 0
+        if not still_holds(self._ring, len(cached), common):
+            return 0
+        return common
 
     def insert(self, prompts: Prompts, num_cached: np.ndarray, state: DecodeState) -> None:
         """Keeps the state after ``prompts``, of which :meth:`lookup` had ``num_cached`` tokens.

@@ -17,9 +17,9 @@ import numpy as np
 
 from specjax._util.processes import of_first
 from specjax.core.loop import run_rounds
+from specjax.core.mesh import is_cache
 from specjax.core.types import RUNNING, DecodeState, Inputs
 from specjax.draft.auto_length import COSTS, AutoLength
-from specjax.models import KVCache
 from specjax.runtime.engine import NO_EOS
 
 ROUNDS = 4  # timed at a time: after a pause the first is slower
@@ -43,9 +43,7 @@ def round_costs(
     sampled = bool((inputs.warp.temperature > 0).any())
     key = (method, jax.tree.structure(inputs), state.length.shape, params.dtype, sampled)
     if key not in _MEASURED:
-        saved = jax.tree.map(
-            lambda x: None if _is_cache(x) else jnp.copy(x), state, is_leaf=_is_cache
-        )
+        saved = _copy_without_caches(state)
         measured, state = _measure(method, inputs, state)
         if inputs.mesh is not None and inputs.mesh.is_multi_process:
             # All processes must take the same lengths, or they would wait for each other forever.
@@ -122,20 +120,26 @@ def _timing_state(state: DecodeState) -> DecodeState:
         finish=0 * state.finish + RUNNING,
         method_state=state.method_state.replace(read=state.length - 2),
     )
-    return jax.tree.map(
-        lambda x: None if _is_cache(x) else jnp.copy(x), periodic, is_leaf=_is_cache
-    )
+    return _copy_without_caches(periodic)
+
+
+def _copy_without_caches(state: DecodeState) -> DecodeState:
+    """A copy of the state, with None instead of each KV cache."""
+
+    def copy(node: Any) -> Any:
+        if is_cache(node):
+            return None
+        return jnp.copy(node)
+
+    return jax.tree.map(copy, state, is_leaf=is_cache)
 
 
 def _with_caches_of(saved: DecodeState, state: DecodeState) -> DecodeState:
     """A copy of ``saved``, which has no caches, with the caches of ``state``."""
-    return jax.tree.map(
-        lambda current, old: current if _is_cache(current) else jnp.copy(old),
-        state,
-        saved,
-        is_leaf=_is_cache,
-    )
 
+    def merge(current: Any, old: Any) -> Any:
+        if is_cache(current):
+            return current
+        return jnp.copy(old)
 
-def _is_cache(node: Any) -> bool:
-    return isinstance(node, KVCache)
+    return jax.tree.map(merge, state, saved, is_leaf=is_cache)

@@ -116,12 +116,16 @@ class BatchRunner:
     def fill_slots(self, prefill: Prefill, slots: Sequence[int]) -> None:
         """Puts prefilled requests into batch slots: one per device, or ``NO_SLOT``."""
         slots_per_device = self._size // self._engine.data_parallel_size
-        local = [slot % slots_per_device if slot != NO_SLOT else NO_SLOT for slot in slots]
+        numbers = np.array(slots, np.int32)
+        local = np.where(numbers == NO_SLOT, numbers, numbers % slots_per_device)
         fill = loop.fill_slots(self._method)
-        self._state = fill(prefill.inputs, self.state, prefill.state, np.array(local, np.int32))
+        self._state = fill(prefill.inputs, self.state, prefill.state, local)
 
-    def set_inputs(self, rows: Sequence[Request]) -> None:
-        """Sets what rounds read for the requests of all batch slots."""
+    def set_inputs(self, requests: Sequence[Request | None]) -> None:
+        """Sets what rounds read for the requests of all batch slots; None: the slot is free."""
+        # A free slot needs some inputs, too; any request's will do.
+        example = next(request for request in requests if request)
+        rows = [request or example for request in requests]
         if self._inputs is not None and not self._engine.inputs_depend_on(rows):
             return
         self._inputs = self._engine.inputs_for(rows, self._sampling)
@@ -159,7 +163,10 @@ class BatchRunner:
     def resize_one_step(self, capacity: int) -> None:
         """Moves the state to the next bucket in the direction of ``capacity``."""
         current = self.state.capacity
-        following = bucket(current + 1) if current < capacity else bucket_below(current)
+        if current < capacity:
+            following = bucket(current + 1)
+        else:
+            following = bucket_below(current)
         self._state = loop.resize_state(self.state, following)
 
     # --- rounds --------------------------------------------------------------------------------

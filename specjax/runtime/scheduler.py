@@ -93,10 +93,11 @@ class Scheduler:
         prefixes: int = 0,
     ):
         largest_chunk = engine.chunk_size(bounds.prompt, engine.data_parallel_size)
-        capacity = max(bounds.prompt, largest_chunk)
+        needed = max(bounds.prompt, largest_chunk)
+        fixed_capacity = None
         if engine.method.needs_full_length:
-            capacity = max(capacity, bounds.total + engine.method.round_positions)
-        capacity = bucket(capacity)
+            needed = max(needed, bounds.total + engine.method.round_positions)
+            fixed_capacity = bucket(needed)
 
         self._engine = engine
         self._size = size
@@ -108,7 +109,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # taken from the source, in its order
 
         # Prefilling.
-        self._prefill = Prefill(engine, sampling, capacity, logprobs, prefixes)
+        self._prefill = Prefill(engine, sampling, bucket(needed), logprobs, prefixes)
         # The batch slot that each request in prefill will take, NO_SLOT if a device has no
         # request; the list is empty while nothing is prefilling.
         self._prefill_slots: list[int] = []
@@ -116,11 +117,7 @@ class Scheduler:
 
         # Running.
         self._runner = BatchRunner(
-            engine,
-            size,
-            sampling,
-            logprobs=logprobs,
-            fixed_capacity=capacity if engine.method.needs_full_length else None,
+            engine, size, sampling, logprobs=logprobs, fixed_capacity=fixed_capacity
         )
         self._slots: list[Slot | None] = [None] * size  # None: the batch slot is free
         # Whether all running requests are before their first round. That round is polled, so
@@ -184,7 +181,9 @@ class Scheduler:
 
     def _pop_waiting(self) -> Request | None:
         """The next request, which waits no longer; None if there is none for now."""
-        return self._waiting.pop(0) if self._has_waiting() else None
+        if not self._has_waiting():
+            return None
+        return self._waiting.pop(0)
 
     def _admit(self) -> bool:
         """Moves waiting requests on; returns whether any request is prefilling or running."""
@@ -237,13 +236,20 @@ class Scheduler:
 
     def _begin_prefill(self) -> bool:
         """waiting → prefilling: one request per device that has a free slot; False if none."""
-        slots = self._first_free_slots()
-        requests = [self._pop_waiting() if slot != NO_SLOT else None for slot in slots]
+        slots: list[int] = []
+        requests: list[Request | None] = []
+        for slot in self._first_free_slots():
+            request = None
+            if slot != NO_SLOT:
+                request = self._pop_waiting()
+            if request is None:
+                slot = NO_SLOT
+            slots.append(slot)
+            requests.append(request)
+
         if not any(requests):
             return False
-        self._prefill_slots = [
-            slot if request else NO_SLOT for slot, request in zip(slots, requests, strict=True)
-        ]
+        self._prefill_slots = slots
         self._prefill.begin(requests)
         return True
 
@@ -253,8 +259,8 @@ class Scheduler:
         first_free = []
         for begin in range(0, self._size, slots_per_device):
             numbers = range(begin, begin + slots_per_device)
-            free = [number for number in numbers if self._slots[number] is None]
-            first_free.append(free[0] if free else NO_SLOT)
+            free = (number for number in numbers if self._slots[number] is None)
+            first_free.append(next(free, NO_SLOT))
         return first_free
 
     def _fill_slots(self, nothing_delayed: bool) -> None:
@@ -281,14 +287,13 @@ class Scheduler:
                 slot.prefill_seconds = time.perf_counter() - prefill.began
                 self._results.expect_new_request(number)
         self._prefill_slots = []
-
-        # Free slots need some inputs, too; whose, does not matter.
-        running = [slot.request for slot in self._slots if slot]
-        self._runner.set_inputs([slot.request if slot else running[0] for slot in self._slots])
+        self._runner.set_inputs(self._requests_in_slots())
 
     def _take_slot(self, number: int, request: Request, began: float) -> Slot:
         """Gives a request batch slot ``number``; its prefill ``began`` at that time."""
-        stop = self._stop if request.stop is None else request.stop
+        stop = self._stop
+        if request.stop is not None:
+            stop = request.stop
         slot = Slot(
             request=request,
             detokenizer=Detokenizer(self._engine.target.tokenizer, stop),
@@ -298,6 +303,14 @@ class Scheduler:
         )
         self._slots[number] = slot
         return slot
+
+    def _requests_in_slots(self) -> list[Request | None]:
+        """The running requests by batch slot; None: the slot is free."""
+        requests: list[Request | None] = [None] * self._size
+        for number, slot in enumerate(self._slots):
+            if slot:
+                requests[number] = slot.request
+        return requests
 
     # --- running -------------------------------------------------------------------------------
 
@@ -316,8 +329,7 @@ class Scheduler:
         if self._engine.data_parallel_size > 1:
             rounds = min(rounds, MAX_ROUNDS_ON_MESH)
             seen = np.ones_like(seen)
-        requests = [slot.request if slot else None for slot in self._slots]
-        self._runner.run_rounds(rounds, seen, requests)
+        self._runner.run_rounds(rounds, seen, self._requests_in_slots())
 
     def _must_poll_next_round(self) -> bool:
         """Whether the next poll comes after one round, however many the caller allows."""
