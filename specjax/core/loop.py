@@ -16,7 +16,6 @@ data axis).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -277,8 +276,7 @@ def resize_state(state: DecodeState, capacity: int) -> DecodeState:
         room = ((0, 0), (0, max(0, capacity - state.capacity)))
         return jnp.pad(x[:, :capacity], room)
 
-    return dataclasses.replace(
-        resize(state, capacity),
+    return resize(state, capacity).replace(
         tokens=fit(state.tokens),
         origin=fit(state.origin),
         logprobs=fit(state.logprobs),
@@ -302,7 +300,7 @@ def free_slots(
     that it does not count for the capacity.
     """
     length, finish = _freed(state.length, state.finish, ended, stopped)
-    return dataclasses.replace(state, length=length, finish=finish)
+    return state.replace(length=length, finish=finish)
 
 
 @jax.jit

@@ -94,8 +94,7 @@ def net_specs(net: Net | None) -> Any:
 def input_specs(inputs: Inputs) -> Inputs:
     """The partition specs of ``inputs``."""
     reward = inputs.reward
-    return dataclasses.replace(
-        inputs,
+    return inputs.replace(
         target=net_specs(inputs.target),
         draft=net_specs(inputs.draft),
         warp=ROWS,

@@ -56,7 +56,7 @@ class Engine:
         if not any(request.sampling for request in requests):
             return inputs
         warp = stacked([request.sampling or sampling for request in requests])
-        return dataclasses.replace(inputs, warp=warp)
+        return inputs.replace(warp=warp)
 
     def inputs_depend_on(self, requests: Sequence[Request]) -> bool:
         """Whether :meth:`inputs_for` differs from request to request.

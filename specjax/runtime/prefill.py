@@ -81,7 +81,7 @@ class Prefill:
 
         if repeated:
             # Samples of one prompt: the last prefill serves again, with other keys.
-            self._state = dataclasses.replace(self.state, keys=stack_keys(self._rows))
+            self._state = self.state.replace(keys=stack_keys(self._rows))
             self.cached = self._last
             return
 

@@ -7,7 +7,6 @@ nothing is compiled for the measurement.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
@@ -18,9 +17,8 @@ import numpy as np
 from specjax._util.processes import of_first
 from specjax.core.loop import run_rounds
 from specjax.core.mesh import is_cache
-from specjax.core.types import RUNNING, DecodeState, Inputs
+from specjax.core.types import NO_EOS, RUNNING, DecodeState, Inputs
 from specjax.draft.auto_length import COSTS, AutoLength
-from specjax.runtime.engine import NO_EOS
 
 ROUNDS = 4  # timed at a time: after a pause the first is slower
 REPEATS = 8  # the fastest one counts: whatever else the machine does only ever adds time
@@ -58,7 +56,7 @@ def _measure(
 ) -> tuple[tuple[float, ...], DecodeState]:
     """Relative times of the forms, and the state after the timed rounds."""
     # No token ends a row: all timed rounds run.
-    inputs = dataclasses.replace(inputs, eos_ids=jnp.full_like(inputs.eos_ids, NO_EOS))
+    inputs = inputs.replace(eos_ids=jnp.full_like(inputs.eos_ids, NO_EOS))
     begin = _timing_state(state)
     idle_seconds = np.inf
     fastest_seconds = [np.inf] * len(method.forms)  # of a run
@@ -69,7 +67,7 @@ def _measure(
         for i in range(len(method.forms)):
             costs = np.where(np.arange(len(method.forms)) == i, 1, np.inf).astype(np.float32)
             settings = inputs.settings | {COSTS: jnp.asarray(costs)}
-            forced = dataclasses.replace(inputs, settings=settings)
+            forced = inputs.replace(settings=settings)
 
             start = _with_caches_of(begin, state)
             seconds, _, state = _timed(method, forced, start, 0)
@@ -113,8 +111,7 @@ def _timing_state(state: DecodeState) -> DecodeState:
     row, but for its last two tokens, which every round passes through the models again.
     """
     # Computed from the state's own arrays, so that the results are on the same devices.
-    periodic = dataclasses.replace(
-        state,
+    periodic = state.replace(
         tokens=0 * state.tokens + jnp.arange(state.capacity, dtype=jnp.int32) % PERIOD,
         max_length=0 * state.length + state.capacity,
         finish=0 * state.finish + RUNNING,

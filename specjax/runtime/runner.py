@@ -134,7 +134,7 @@ class BatchRunner:
 
     def _set_costs(self) -> None:
         settings = self.inputs.settings | {COSTS: jnp.asarray(self._costs, jnp.float32)}
-        self._inputs = dataclasses.replace(self.inputs, settings=settings)
+        self._inputs = self.inputs.replace(settings=settings)
 
     # --- capacity ------------------------------------------------------------------------------
 
