@@ -168,6 +168,7 @@ def generate(
         rounds_per_piece=ALL_ROUNDS,
     )
     *_, last = pieces
+    assert last.generation is not None, "the last piece of a stream has it"
     return last.generation
 
 
@@ -211,34 +212,42 @@ def stream(
     """
     sampling = sampling or Sampling()
     options = options or {}
-    draft = own_draft(target, draft) if isinstance(draft, str) else draft
-    prompts = [encode_prompt(target, prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+    if isinstance(draft, str):
+        draft = own_draft(target, draft)
+
+    prompt_ids = []
+    for i, prompt in enumerate(prompts):
+        prompt_ids.append(encode_prompt(target, prompt, f"prompts[{i}]"))
     budgets = max_new_tokens
     if isinstance(budgets, int):
-        budgets = [budgets] * len(prompts)
-    for name, given in (
-        ("indices", indices),
-        ("constraints", constraints),
-        ("max_new_tokens", budgets),
-    ):
-        if given is not None and len(given) != len(prompts):
-            raise OptionError(f"{len(given)} {name} for {len(prompts)} prompts; each needs its own")
+        budgets = [budgets] * len(prompt_ids)
+    per_prompt = {"indices": indices, "constraints": constraints, "max_new_tokens": budgets}
+    for name, values in per_prompt.items():
+        if values is not None and len(values) != len(prompt_ids):
+            raise OptionError(
+                f"{len(values)} {name} for {len(prompt_ids)} prompts; each needs its own"
+            )
     if stop and target.tokenizer is None:
         raise OptionError("stop strings need a target with a tokenizer")
+
     if method is None:
         method = "autoregressive" if draft is None else "speculative"
     chosen = choose(method, drafter, rule, target_dist, draft is not None)
-    constraints = [{}] * len(prompts) if constraints is None else constraints
-    asked = [row for row in constraints for _ in range(num_samples)]
-    judge = None if reward is None else _judge(target, asked, chosen, reward, options)
+    if constraints is None:
+        constraints = [{}] * len(prompt_ids)
+    judge = None
+    if reward is not None:
+        per_row = [constraint for constraint in constraints for _ in range(num_samples)]
+        judge = _judge(target, per_row, chosen, reward, options)
     engine = make_engine(target, draft, chosen, options, sampling.temperature == 0, judge)
-    rows = make_rows(target, prompts, constraints, indices, seed, num_samples, budgets)
-    for row in rows if engine.draft else ():
-        check_draft_context(engine.draft, len(row.tokens), row.budget)
-    slots = num_slots(target, len(rows), batch_size)
+
+    rows = make_rows(target, prompt_ids, constraints, indices, seed, num_samples, budgets)
+    if engine.draft:
+        for row in rows:
+            check_draft_context(engine.draft, len(row.tokens), row.budget)
     scheduler = Scheduler(
         engine,
-        slots,
+        num_slots(target, len(rows), batch_size),
         sampling,
         Bounds.of(rows),
         stop=stop or (),
