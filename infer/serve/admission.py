@@ -195,6 +195,6 @@ class Admission:
         capacity = bucket(self.bounds.total + engine.method.round_positions)
         tokens = jax.ShapeDtypeStruct((self.size, capacity), jnp.int32)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.size))
-        empty = loop.empty_rows(engine.method, True)
+        empty = loop.empty_state(engine.method, True)
         state = jax.eval_shape(empty, engine.inputs(Sampling(), self.size), tokens, keys)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

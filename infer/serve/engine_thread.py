@@ -125,7 +125,9 @@ class VariantQueue:
     def open(self, size: int, bounds: Bounds, kept: int) -> None:
         """Gives it a scheduler."""
         engine, logprobs = self.variant.engine, self.variant.logprobs
-        self.scheduler = Scheduler(engine, size, Sampling(), bounds, logprobs=logprobs, kept=kept)
+        self.scheduler = Scheduler(
+            engine, size, Sampling(), bounds, logprobs=logprobs, prefixes=kept
+        )
         self.opened = time.perf_counter()
 
     def close(self) -> None:

@@ -1,11 +1,17 @@
-"""The programs of decoding: prompts in, rounds of a method, tokens out.
+"""The jitted programs of decoding: prompts in, rounds of a method, tokens out.
 
-A method's step is pure; :func:`run_rounds` wraps it in one jitted ``while_loop`` per bucket
-of positions. Beginning, feeding, filling a batch slot, resizing and running exist here and nowhere
-else; :mod:`specjax.runtime.scheduler` says when.
+A method's ``step`` is pure; :func:`run_rounds` wraps it in a jitted ``while_loop``. All programs
+that change a state are here. :mod:`specjax.runtime.scheduler` decides when they run.
 
-Axis legend: B rows, S cache positions, G prefilled requests: one per device of the mesh's data
-axis.
+Shapes: S comes from a short list of capacity buckets (:func:`specjax.models.cache.bucket`), and a
+program is traced once per bucket. So requests of any length need few programs, and a round does
+not read many positions that no request uses.
+
+Donation: a program that changes a state donates it, so that XLA updates the KV cache in place.
+The caller must not use the old state again. Inputs are never donated: they hold the models.
+
+Axis legend: B rows, S cache positions, G requests being prefilled (one per device of the mesh's
+data axis).
 """
 
 from __future__ import annotations
@@ -18,11 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Key
 
-from specjax.core.mesh import program
+from specjax.core.mesh import is_cache, program
 from specjax.core.protocols import Method
 from specjax.core.types import RUNNING, STOP_LENGTH, STOP_TEXT, DecodeState, Inputs, Stats
-from specjax.models import KVCache
 from specjax.models.cache import bucket, resize
+
+NO_SLOT = -1  # in place of a batch slot's number: a device has no request to put into one
 
 
 def start(
@@ -36,7 +43,14 @@ def start(
     chunk: int,
     capacity: int | None = None,
 ) -> DecodeState:
-    """The state after the prompts: tokens left-aligned in a bucket, caches filled."""
+    """The state after a prefill of whole prompts, ready for rounds.
+
+    Args:
+      budget: most new tokens per row.
+      logprobs: whether the state keeps log-probabilities.
+      chunk: tokens of each row per prefill pass.
+      capacity: S; by default the smallest bucket that is enough.
+    """
     tokens, lengths = pack(prompts)
     capacity = capacity or first_capacity(method, int(lengths.max()), int(budget.max()), chunk)
     tokens = np.pad(tokens, ((0, 0), (0, capacity - tokens.shape[1])))
@@ -44,7 +58,7 @@ def start(
 
 
 def pack(prompts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """int32 tokens ``[n, longest]``, zeros behind each prompt, and lengths ``[n]``."""
+    """int32 tokens ``[n, longest]``, left-aligned and zero-padded, and their lengths ``[n]``."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     tokens = np.zeros((len(prompts), lengths.max()), np.int32)
     for row, prompt in enumerate(prompts):
@@ -53,73 +67,78 @@ def pack(prompts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def first_capacity(method: Method, longest: int, budget: int, chunk: int) -> int:
-    """The positions of a batch that begins, by its longest prompt and its largest budget."""
-    room = budget if method.needs_full_length else 0
-    return bucket(max(longest + room + method.round_positions, -(-longest // chunk) * chunk))
+    """The capacity of a new batch, from its longest prompt and its largest budget."""
+    for_rounds = longest + method.round_positions
+    if method.needs_full_length:
+        for_rounds += budget
+    num_chunks = -(-longest // chunk)
+    return bucket(max(for_rounds, num_chunks * chunk))
 
 
 @functools.cache
 def prefill_prompts(method: Method, chunk: int, logprobs: bool):
-    """``fill(inputs, tokens[B,S], length[B], max_length[B], keys[B]) -> state``: ready for rounds.
+    """``prefill(inputs, tokens[B,S], length[B], max_length[B], keys[B]) -> state``, all in one.
 
-    ``chunk`` tokens of each row per pass. The number of passes is traced, so prompts of any length
-    share one trace per capacity bucket.
+    ``chunk`` tokens of each row per pass. The number of passes is traced, so prompts of all
+    lengths share one trace per capacity bucket.
     """
 
-    def fill(inputs: Inputs, tokens, length, max_length, keys) -> DecodeState:
-        def pass_(carry):
+    def prefill(inputs: Inputs, tokens, length, max_length, keys) -> DecodeState:
+        def run_pass(carry):
             first, state = carry
             return first + chunk, _prefill_chunk(method, chunk, inputs, state, first)
 
+        # The last token of a prompt is not prefilled: it is the root of the first round.
         end = jnp.max(length) - 1
-        begun = _begin(method, logprobs, inputs, tokens, length, max_length, keys)
-        carry = jnp.int32(0), begun
-        _, state = jax.lax.while_loop(lambda carry: carry[0] < end, pass_, carry)
+        state = _new_state(method, logprobs, inputs, tokens, length, max_length, keys)
+        carry = jnp.int32(0), state
+        _, state = jax.lax.while_loop(lambda carry: carry[0] < end, run_pass, carry)
         return method.ready(inputs, state)
 
-    return program(fill)
+    return program(prefill)
 
 
 @functools.cache
 def begin_prefill(method: Method, logprobs: bool):
-    """``begin(inputs, tokens[B,S], length[B], max_length[B], keys[B], known) -> state``, not
-    prefilled.
+    """``begin(inputs, tokens[G,S], length[G], max_length[G], keys[G], prefix) -> state``.
 
-    ``known`` is None, or a prefilled state of as many rows and positions: its caches are copied,
-    so that what both prompts begin with need not be prefilled again.
+    The state is not prefilled. ``prefix`` is None, or a prefilled state of as many rows and
+    positions, whose caches are copied: a common beginning is then not prefilled again.
     """
 
-    def begin(inputs: Inputs, tokens, length, max_length, keys, known) -> DecodeState:
-        state = _begin(method, logprobs, inputs, tokens, length, max_length, keys)
-        if known is None:
+    def begin(inputs: Inputs, tokens, length, max_length, keys, prefix) -> DecodeState:
+        state = _new_state(method, logprobs, inputs, tokens, length, max_length, keys)
+        if prefix is None:
             return state
-        return jax.tree.map(
-            lambda new, old: jax.tree.map(jnp.copy, old) if isinstance(old, KVCache) else new,
-            state,
-            known,
-            is_leaf=lambda node: isinstance(node, KVCache),
-        )
+
+        def take_cache(new, old):
+            # A copy: prefill_chunks donates the new state, and the prefix cache keeps the old one.
+            if is_cache(old):
+                return jax.tree.map(jnp.copy, old)
+            return new
+
+        return jax.tree.map(take_cache, state, prefix, is_leaf=is_cache)
 
     return program(begin)
 
 
 @functools.cache
 def prefill_chunks(method: Method, chunk: int):
-    """``prefill_chunk(inputs, state, first[B]) -> state``: one pass over the prompts' tokens from
-    ``first``.
+    """``run(inputs, state, first[G]) -> state``: one pass over ``chunk`` tokens from ``first``.
 
-    The state is donated.
+    One trace per chunk size. The state is donated.
     """
     return program(functools.partial(_prefill_chunk, method, chunk), donate_argnums=1)
 
 
 @functools.cache
 def empty_state(method: Method, logprobs: bool):
-    """``empty(inputs, tokens[B,S], keys[B]) -> state`` whose rows have all ended."""
+    """``empty(inputs, tokens[B,S], keys[B]) -> state``, all of whose rows have ended."""
 
     def empty(inputs: Inputs, tokens, keys) -> DecodeState:
         length = jnp.ones((tokens.shape[0],), jnp.int32)
-        state = _begin(method, logprobs, inputs, tokens, length, length + 0, keys)
+        # + 0: the state is donated, and no buffer may be donated twice.
+        state = _new_state(method, logprobs, inputs, tokens, length, length + 0, keys)
         return method.ready(inputs, state)
 
     return program(empty)
@@ -127,50 +146,63 @@ def empty_state(method: Method, logprobs: bool):
 
 @functools.cache
 def fill_slots(method: Method):
-    """``slot(inputs, state, prefilled, row[G]) -> state``: prefilled requests in the place of
-    ended rows.
+    """``fill(inputs, state, prefilled, slot[G]) -> state``: prefilled requests replace ended rows.
 
-    ``prefilled`` are prefilled and not yet ready, ``inputs`` theirs; ``row`` counts within the
-    device's rows, −1 where a device has no prefilled request. What every array holds of a row is
-    replaced, so nothing of the row before can reach the new one: of positions, as many as both
-    states have; the others are scratch. One trace per capacity bucket. The state is donated.
+    ``prefilled`` is not yet ready for rounds, and ``inputs`` are the ones of its prefill. Each
+    device has one prefilled request; ``slot`` is its batch slot among the device's own, NO_SLOT
+    if the device has none. Every array of the row is replaced, so nothing of the ended request
+    can reach the new one. Of cache positions those are written that both states have; any others
+    are scratch. One trace per capacity bucket. The state is donated, ``prefilled`` is not: other
+    samples of its prompt may follow.
     """
 
-    def slot(inputs: Inputs, state: DecodeState, prefilled: DecodeState, row) -> DecodeState:
+    def fill(inputs: Inputs, state: DecodeState, prefilled: DecodeState, slot) -> DecodeState:
         rows = state.length.shape[0]
+        # Without a request the slot is any valid one: it gets back what it has.
+        valid_slot = jnp.maximum(slot[0], 0)
 
-        slot = jnp.maximum(row[0], 0)
+        def take_slot(old):
+            if not old.ndim:
+                return old  # of the whole batch: the counter of passes
+            entries = old.shape[0] // rows  # some arrays have several entries per row
+            return jax.lax.dynamic_slice_in_dim(old, valid_slot * entries, entries)
 
-        def held(old):
-            return jax.lax.dynamic_slice_in_dim(
-                old, slot * (old.shape[0] // rows), old.shape[0] // rows
-            )
-
-        def put(old, new):
+        def put_slot(old, new):
             if not old.ndim:
                 return old
-            own = new[tuple(slice(size) for size in (old.shape[0] // rows, *old.shape[1:]))]
+            # Leaf by leaf, because each has its own shape: positions up to the smaller of two
+            # capacities, sliding-window layers with fewer, and several entries per row.
+            shape = (old.shape[0] // rows, *old.shape[1:])
+            value = new[tuple(slice(size) for size in shape)]
             if inputs.mesh is not None:
-                own = jnp.where(row[0] < 0, held(old), own)
-            return jax.lax.dynamic_update_slice_in_dim(old, own, slot * own.shape[0], axis=0)
+                value = jnp.where(slot[0] < 0, take_slot(old), value)
+            # dynamic_update_slice, not a scatter: it writes in place, and it costs one row.
+            start = valid_slot * value.shape[0]
+            return jax.lax.dynamic_update_slice_in_dim(old, value, start, axis=0)
 
-        before = jax.tree.map(lambda old: held(old) if old.ndim else old, state)
-        return jax.tree.map(
-            put, state, method.on_slot_reuse(before, method.ready(inputs, prefilled))
-        )
+        before = jax.tree.map(take_slot, state)
+        ready = method.on_slot_reuse(before, method.ready(inputs, prefilled))
+        return jax.tree.map(put_slot, state, ready)
 
-    return program(slot, donate_argnums=1)
+    return program(fill, donate_argnums=1)
 
 
-def _begin(method, logprobs, inputs, tokens, length, max_length, keys) -> DecodeState:
-    """The state before the prompts."""
+def _new_state(method, logprobs, inputs, tokens, length, max_length, keys) -> DecodeState:
+    """The state of prompts before their prefill."""
     rows = tokens.shape[0]
     zero = jnp.zeros((rows,), jnp.int32)
-    # Stats are donated with the state: every counter needs a buffer of its own.
+    accepted_hist = jnp.zeros((rows, method.depth + 1), jnp.int32)
+    # + 0: the state is donated, so every counter needs a buffer of its own.
     stats = Stats(
-        *(zero + 0 for _ in range(7)),
+        target_calls=zero + 0,
+        draft_calls=zero + 0,
+        rounds=zero + 0,
+        drafted=zero + 0,
+        tested=zero + 0,
+        accepted=zero + 0,
+        emitted=zero + 0,
         passes=jnp.int32(0),
-        accepted_hist=jnp.zeros((rows, method.depth + 1), jnp.int32),
+        accepted_hist=accepted_hist,
     )
     state = DecodeState(
         tokens=tokens,
@@ -193,58 +225,66 @@ def _begin(method, logprobs, inputs, tokens, length, max_length, keys) -> Decode
 def _prefill_chunk(
     method: Method, chunk: int, inputs: Inputs, state: DecodeState, first
 ) -> DecodeState:
-    """One pass over ``chunk`` tokens of each prompt; near the last cache position some are
-    prefilled again.
+    """One pass over ``chunk`` tokens of each prompt, from ``first`` on (a scalar, or per row).
 
-    Each row's last token is the first round's root. Slots past a row's own length hold scratch
-    that later writes replace, close behind it: further off it would be another token's cache
-    position in a layer whose positions go round.
+    A pass has a fixed size, so near the last cache position it begins earlier and some tokens
+    are prefilled again. For a row that has fewer tokens left, the positions past its length get
+    scratch that later writes replace. It begins at most at the row's length: in a layer of a
+    sliding window, scratch further on would overwrite positions that are still in use.
     """
-    start = jnp.minimum(jnp.minimum(first, state.length), state.capacity - chunk)
-    at = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)
-    return method.prefill_chunk(inputs, state, jnp.take_along_axis(state.tokens, at, axis=1), start)
+    begin = jnp.minimum(jnp.minimum(first, state.length), state.capacity - chunk)
+    positions = begin[:, None] + jnp.arange(chunk, dtype=jnp.int32)
+    tokens = jnp.take_along_axis(state.tokens, positions, axis=1)
+    return method.prefill_chunk(inputs, state, tokens, begin)
 
 
 @functools.cache
 def run_rounds(method: Method):
     """``run(inputs, state, rounds, seen=None) -> state``: up to ``rounds`` rounds on the device.
 
-    One trace per capacity bucket. It returns early when every row is done, when a row is done
-    that is not in ``seen[B]``, or when the longest row could outgrow its positions. The state is
-    donated.
+    It returns early when every row is done, when a row is done that is not in ``seen[B]``, or
+    when the next round might not fit the longest row's positions. One trace per capacity bucket.
+    The state is donated.
     """
 
     def run(inputs: Inputs, state: DecodeState, rounds: Int[Array, ""], seen=None) -> DecodeState:
-        def more(carry):
+        def goes_on(carry):
             i, state = carry
             fits = jnp.max(state.length) + method.round_positions <= state.capacity
             going = (i < rounds) & ~jnp.all(state.done) & fits
-            return going if seen is None else going & ~jnp.any(state.done & ~seen)
+            if seen is None:
+                return going
+            return going & ~jnp.any(state.done & ~seen)
 
-        def advance(carry):
+        def run_round(carry):
             i, state = carry
             return i + 1, method.step(inputs, state)
 
-        return jax.lax.while_loop(more, advance, (jnp.int32(0), state))[1]
+        return jax.lax.while_loop(goes_on, run_round, (jnp.int32(0), state))[1]
 
     return program(run, donate_argnums=1)
 
 
+# Not donated: no buffer of the old capacity can serve the new one.
 @functools.partial(jax.jit, static_argnums=1)
 def resize_state(state: DecodeState, capacity: int) -> DecodeState:
-    """The state in another bucket, which must hold every row that is not done."""
+    """The state with ``capacity`` positions, which must be enough for every row not done."""
 
     def fit(x: Any) -> Any:
+        if x is None:
+            return None
         room = ((0, 0), (0, max(0, capacity - state.capacity)))
-        return x if x is None else jnp.pad(x[:, :capacity], room)
+        return jnp.pad(x[:, :capacity], room)
 
     return resize(state, capacity).replace(
-        tokens=fit(state.tokens), origin=fit(state.origin), logprobs=fit(state.logprobs)
+        tokens=fit(state.tokens),
+        origin=fit(state.origin),
+        logprobs=fit(state.logprobs),
     )
 
 
 def advance(method: Method, inputs: Inputs, state: DecodeState, rounds: int) -> DecodeState:
-    """Runs up to ``rounds`` more rounds, growing the bucket where the next one needs it."""
+    """Runs up to ``rounds`` more rounds, in a larger bucket if the next round needs one."""
     needed = int(state.length.max()) + method.round_positions
     if needed > state.capacity:
         state = resize_state(state, bucket(needed))
@@ -254,9 +294,10 @@ def advance(method: Method, inputs: Inputs, state: DecodeState, rounds: int) -> 
 def free_slots(
     state: DecodeState, ended: Bool[np.ndarray, "B"], stopped: Bool[np.ndarray, "B"]
 ) -> DecodeState:
-    """Empties the batch slots of rows that ended, some of them by a stop string.
+    """Frees the batch slots of ``ended`` rows; those in ``stopped`` ended at a stop string.
 
-    That is only known outside the device. An empty batch slot takes no positions.
+    Only the host sees text, so the device would go on with these. A free slot has length 1, so
+    that it does not count for the capacity.
     """
     length, finish = _freed(state.length, state.finish, ended, stopped)
     return state.replace(length=length, finish=finish)
@@ -264,5 +305,6 @@ def free_slots(
 
 @jax.jit
 def _freed(length, finish, ended, stopped):
-    by_text = stopped & (finish == RUNNING)
-    return jnp.where(ended, 1, length), jnp.where(by_text, STOP_TEXT, finish)
+    """Lengths and finish reasons after :func:`free_slots`."""
+    stopped_by_text = stopped & (finish == RUNNING)
+    return jnp.where(ended, 1, length), jnp.where(stopped_by_text, STOP_TEXT, finish)

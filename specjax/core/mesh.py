@@ -1,8 +1,9 @@
-"""Decoding over several devices: rows over one mesh axis, a model's heads over the other.
+"""Decoding on several devices: rows are split over one mesh axis, a model's heads over the other.
 
-A program of the loop runs on every device on its own part, rows of ``data`` and shares of
-``model``: no array of the state ever moves between devices, and rows of one device never wait
-for those of another. What a rule reads (logits) is the same on all devices of ``model``.
+Each program of the loop runs on every device, on its part of the arrays: its rows along ``data``,
+its share of the heads along ``model``. No array of the state ever moves between devices, and the
+rows of one device never wait for those of another. The logits that a rule reads are the same on
+all devices of ``model``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from specjax._util.arguments import COUNT, validate_arguments
@@ -25,56 +27,72 @@ from specjax.models.sharding import AXIS as MODEL
 
 DATA = "data"
 AXES = (DATA, MODEL)
-ROWS, WHOLE = PartitionSpec(DATA), PartitionSpec()
-# A model that is whole on each device has a cache on each, too: its shares are copies.
+ROWS = PartitionSpec(DATA)
+WHOLE = PartitionSpec()
+# A model that is whole on each device has a cache on each, too: its parts along MODEL are copies.
 CACHE = PartitionSpec(DATA, MODEL)
+
+# Results are rounded to their dtype everywhere. By default XLA skips that inside of what it fuses,
+# and bfloat16 logits would then depend on the program that computes them.
+ROUNDED = {"xla_allow_excess_precision": False}
 
 
 @validate_arguments(data=COUNT, model=COUNT)
 def make_mesh(data: int = 1, model: int = 1) -> Mesh:
-    """The first ``data · model`` devices: rows over ``data``, heads over ``model``.
+    """A mesh of the first ``data · model`` devices: rows over ``data``, heads over ``model``.
 
-    Where processes have joined (:func:`jax.distributed.initialize`) it is the first ones of each:
-    a model may span them, and rows then stay whole.
+    If several processes have joined (:func:`jax.distributed.initialize`), each gives an equal
+    number of its devices. A model may then span the processes, but rows are not split.
 
     Raises:
-      OptionError: there are fewer devices, or no such number.
+      OptionError: there are fewer devices, or rows would be split over processes.
     """
-    count, wanted = jax.process_count(), data * model
-    if count > 1 and data > 1:
+    wanted = data * model
+    num_processes = jax.process_count()
+    if num_processes > 1 and data > 1:
         raise OptionError(
-            f"mesh data={data},model={model} of {count} processes: rows cannot be split over "
-            "processes that have joined; let each decode its own, and ask for data=1"
+            f"mesh data={data},model={model} of {num_processes} processes: rows cannot be split "
+            "over processes that have joined; let each decode its own, and ask for data=1"
         )
-    own = [[d for d in jax.devices() if d.process_index == process] for process in range(count)]
-    devices = [device for each in own for device in each[: -(-wanted // count)]]
-    if wanted != len(devices):
-        has, kind = " and ".join(str(len(each)) for each in own), own[0][0].platform
+
+    per_process = -(-wanted // num_processes)  # rounded up
+    available = [[] for _ in range(num_processes)]
+    for device in jax.devices():
+        available[device.process_index].append(device)
+    devices = [device for own_devices in available for device in own_devices[:per_process]]
+
+    if len(devices) != wanted:
+        counts = " and ".join(str(len(own_devices)) for own_devices in available)
+        equal_numbers = ""
+        if num_processes > 1:
+            equal_numbers = ", as many of each process"
         raise OptionError(
-            f"mesh data={data},model={model} needs {wanted} devices"
-            f"{', as many of each process' * (count > 1)}, and there are {has} ({kind}); ask for "
-            "fewer"
+            f"mesh data={data},model={model} needs {wanted} devices{equal_numbers}, and "
+            f"there are {counts} ({available[0][0].platform}); ask for fewer"
         )
-    auto = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh((data, model), AXES, axis_types=auto, devices=devices)
+    axis_types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh((data, model), AXES, axis_types=axis_types, devices=devices)
 
 
 def round_up(rows: int, mesh: Mesh) -> int:
-    """The least number of rows, no smaller, that every device has the same share of."""
+    """The next number of rows that splits evenly over the ``data`` axis."""
     return -(-rows // mesh.shape[DATA]) * mesh.shape[DATA]
 
 
+# --- partition specs ---------------------------------------------------------------------------
+
+
 def net_specs(net: Net | None) -> Any:
-    """Where the params of a model lie: split over the devices, or copied."""
+    """The partition specs of a model: its params split over the devices, or whole on each."""
     if net is None or net.config.shards == 1:
         return WHOLE
     specs = param_specs(net.config, net.params, net.config.shards)
-    own = adapter_specs(net.config, net.adapters) if net.adapters else {}
-    return dataclasses.replace(net, params=specs, adapters=own)
+    adapters = adapter_specs(net.config, net.adapters) if net.adapters else {}
+    return dataclasses.replace(net, params=specs, adapters=adapters)
 
 
 def input_specs(inputs: Inputs) -> Inputs:
-    """Where every array of ``inputs`` lies."""
+    """The partition specs of ``inputs``."""
     reward = inputs.reward
     return inputs.replace(
         target=net_specs(inputs.target),
@@ -86,63 +104,93 @@ def input_specs(inputs: Inputs) -> Inputs:
     )
 
 
-def spread(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function(inputs, ...)`` on every device of ``inputs.mesh``, each on its part.
+def specs_of(tree: Any) -> Any:
+    """The partition specs of a state: rows over ``data``, caches over both axes, scalars whole."""
 
-    Without a mesh it is ``function`` itself. With one it is traced twice, first for the shape of
-    its result. Every other argument and every result is made of
-    arrays with rows first, caches, and scalars; a scalar result is the largest of all devices.
+    def spec(node):
+        if is_cache(node):
+            return jax.tree.map(lambda _: CACHE, node)
+        if node.ndim == 0:
+            return WHOLE
+        return ROWS
+
+    return jax.tree.map(spec, tree, is_leaf=is_cache)
+
+
+def is_cache(node: Any) -> bool:
+    """Whether a node of a state's tree is a KV cache."""
+    return isinstance(node, KVCache)
+
+
+# --- programs ----------------------------------------------------------------------------------
+
+
+def spread(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function(inputs, ...)``, run on every device of ``inputs.mesh`` on its part of the arrays.
+
+    Without a mesh it is ``function`` itself. With one, the function is traced twice: the first
+    trace only finds the shapes of its result. Apart from ``inputs``, arguments and results consist
+    of arrays with rows first, KV caches, and scalars. A scalar result is the maximum over all
+    devices.
     """
 
     @functools.wraps(function)
     def run(inputs: Inputs, *args: Any) -> Any:
         if inputs.mesh is None:
             return function(inputs, *args)
-        of_all = functools.partial(
+
+        def on_device(*local_args: Any) -> Any:
+            return jax.tree.map(_max_over_devices, function(*local_args))
+
+        mapped = functools.partial(
             jax.shard_map,
-            lambda *own: jax.tree.map(_largest, function(*own)),
+            on_device,
             mesh=inputs.mesh,
             in_specs=(input_specs(inputs), *map(specs_of, args)),
             check_vma=False,
         )
-        result = jax.eval_shape(of_all(out_specs=WHOLE), inputs, *args)
-        return of_all(out_specs=specs_of(result))(inputs, *args)
+        # Output specs follow the result's tree, which only a trace can tell.
+        result = jax.eval_shape(mapped(out_specs=WHOLE), inputs, *args)
+        return mapped(out_specs=specs_of(result))(inputs, *args)
 
     return run
 
 
-# Results are rounded wherever their dtype says so: XLA would skip that inside of what it fuses, and
-# bfloat16 logits depend on the program that computes them.
-ROUNDED = {"xla_allow_excess_precision": False}
+def program(function: Callable[..., Any], **jit_options: Any) -> Callable[..., Any]:
+    """:func:`spread` under ``jax.jit`` with ``jit_options``: how each program of decoding is made.
 
-
-def program(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
-    """:func:`spread`, jitted, ``how`` being ``jax.jit``'s: each program of decoding is one.
-
-    Called while a caller's own program is traced it is a part of that, which rounds as it says.
+    Inside a caller's own jit it becomes a part of that program, whose compiler options hold.
     """
-    alone = jax.jit(spread(function), compiler_options=ROUNDED, **how)
-    part = jax.jit(spread(function), **how)
+    standalone = jax.jit(spread(function), compiler_options=ROUNDED, **jit_options)
+    # JAX refuses compiler options in a nested jit.
+    nested = jax.jit(spread(function), **jit_options)
 
-    @functools.wraps(alone)
+    @functools.wraps(standalone)
     def run(*args: Any) -> Any:
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
-        return (part if traced else alone)(*args)
+        in_trace = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
+        if in_trace:
+            return nested(*args)
+        return standalone(*args)
 
-    run.lower, run._cache_size = alone.lower, alone._cache_size
+    # Tests and tools count the traces of a program and read what it compiles to. The wrapper takes
+    # attributes as every function does, though its type does not say so.
+    run.lower = standalone.lower  # pyright: ignore[reportAttributeAccessIssue]
+    run._cache_size = standalone._cache_size  # pyright: ignore[reportAttributeAccessIssue]
     return run
 
 
 def replicated(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function(mesh, ...)``, jitted: every device of ``mesh`` (or None) does the same work.
 
-    Among the arguments are Nets, of which each device has its share; all other arrays, and the
-    result, are whole on each. It is for what runs a model beside the loop, on few rows.
+    It is for models that run on few rows outside of the loop. A Net among the arguments is split
+    as its params are; all other arrays, and the result, are whole on each device.
     """
 
     def specs(tree: Any) -> Any:
         def spec(node: Any) -> Any:
-            return net_specs(node) if isinstance(node, Net) else WHOLE
+            if isinstance(node, Net):
+                return net_specs(node)
+            return WHOLE
 
         return jax.tree.map(spec, tree, is_leaf=lambda node: isinstance(node, Net))
 
@@ -150,22 +198,16 @@ def replicated(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(mesh: Mesh | None, *args: Any) -> Any:
         if mesh is None:
             return function(*args)
-        where = {"mesh": mesh, "in_specs": specs(args), "out_specs": WHOLE, "check_vma": False}
-        return jax.shard_map(function, **where)(*args)
+        mapped = jax.shard_map(
+            function, mesh=mesh, in_specs=specs(args), out_specs=WHOLE, check_vma=False
+        )
+        return mapped(*args)
 
     return jax.jit(run, static_argnums=0)
 
 
-def specs_of(tree: Any) -> Any:
-    """Where the arrays of a state lie: rows of ``data`` each, caches of both axes."""
-
-    def spec(node):
-        if isinstance(node, KVCache):
-            return jax.tree.map(lambda _: CACHE, node)
-        return ROWS if node.ndim else WHOLE
-
-    return jax.tree.map(spec, tree, is_leaf=lambda node: isinstance(node, KVCache))
-
-
-def _largest(x: jax.Array) -> jax.Array:
-    return x if x.ndim else jax.lax.pmax(x, DATA)
+def _max_over_devices(x: jax.Array) -> jax.Array:
+    """A scalar's maximum over the rows' devices; other arrays stay each device's own."""
+    if x.ndim == 0:
+        return jax.lax.pmax(x, DATA)
+    return x

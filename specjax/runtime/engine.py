@@ -1,4 +1,7 @@
-"""A method bound to its models, and what it is asked for: rows."""
+"""The engine: a method bound to its models; and requests, the work that it is given.
+
+Axis legend: B rows of the batch.
+"""
 
 from __future__ import annotations
 
@@ -24,71 +27,90 @@ from specjax.rewards import Judge
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """A method bound to its models: what every batch of a job shares."""
+    """A method bound to its models: what all requests of a job share."""
 
     target: LM
     draft: LM | None
     method: Method
-    settings: dict[str, float | tuple[float, ...]]
+    settings: Mapping[str, float | tuple[float, ...]]
     judge: Judge | None = None
 
     def inputs(self, sampling: Sampling, batch: int, cases: Sequence[int] = ()) -> Inputs:
-        """Params and settings as the step reads them; ``cases`` are the rows' numbers."""
+        """Models and settings as a round reads them, for ``batch`` rows with one sampling.
+
+        ``cases`` are the rows' ``request_id``, by which a reward knows them.
+        """
         settings = dict(self.settings)
-        if self.auto_length:
+        if isinstance(self.method, AutoLength):
+            # Equal costs, until they are measured.
             settings.setdefault(COSTS, (1.0,) * len(self.method.forms))
         inputs = Inputs.of(self.target, self.draft, sampling, batch, settings)
         if self.judge:
             inputs = inputs.replace(reward=self.judge.rows(cases))
         return inputs
 
-    def inputs_of(self, rows: Sequence[Request], sampling: Sampling) -> Inputs:
-        """What rounds of these rows read; ``sampling`` is of those that have none of their own."""
-        inputs = self.inputs(sampling, len(rows), [row.request_id for row in rows])
-        if not any(row.sampling for row in rows):
+    def inputs_for(self, requests: Sequence[Request], sampling: Sampling) -> Inputs:
+        """What rounds of these requests read; ``sampling`` is for those without their own."""
+        cases = [request.request_id for request in requests]
+        inputs = self.inputs(sampling, len(requests), cases)
+        if not any(request.sampling for request in requests):
             return inputs
-        return inputs.replace(warp=stacked([row.sampling or sampling for row in rows]))
+        warp = stacked([request.sampling or sampling for request in requests])
+        return inputs.replace(warp=warp)
+
+    def inputs_depend_on(self, requests: Sequence[Request]) -> bool:
+        """Whether :meth:`inputs_for` differs from request to request.
+
+        It does if requests have a sampling of their own, or if a reward has data for each.
+        """
+        if self.judge is not None and self.judge.data is not None:
+            return True
+        return any(request.sampling for request in requests)
 
     @property
     def auto_length(self) -> bool:
-        """Whether the method sizes its drafts by costs."""
+        """Whether the method chooses its draft length by costs."""
         return isinstance(self.method, AutoLength)
 
-    def tells_apart(self, rows: Sequence[Request]) -> bool:
-        """Whether what rounds read depends on the rows: their own sampling, or a reward's data."""
-        guided = self.judge is not None and self.judge.data is not None
-        return guided or any(row.sampling for row in rows)
-
     @property
-    def ring(self) -> int | None:
-        """The fewest positions of a layer that sees a window; None where none does."""
-        models = (self.target, self.draft) if self.draft else (self.target,)
+    def smallest_ring(self) -> int | None:
+        """Cache positions of the shortest sliding-window layer; None without such a layer."""
+        models = [self.target]
+        if self.draft:
+            models.append(self.draft)
         windows = [window for model in models for window in model.config.windows if window]
         return ring_capacity(min(windows, default=None))
 
     @property
-    def shares(self) -> int:
-        """Devices that the rows are split over."""
-        return 1 if self.target.mesh is None else self.target.mesh.shape[DATA]
+    def data_parallel_size(self) -> int:
+        """Devices that the rows are split over: the size of the mesh's data axis."""
+        if self.target.mesh is None:
+            return 1
+        return self.target.mesh.shape[DATA]
 
     def chunk_size(self, longest: int, rows: int) -> int:
-        """Tokens per prefill pass of ``rows``, by their longest prompt.
+        """Tokens per prefill pass of ``rows`` prompts, of which the longest has ``longest``.
 
-        Where narrow passes are of one width, a prompt's pieces are none of them.
+        If passes are padded to ``pass_width`` tokens, a prefill chunk is never smaller than that.
         """
-        rows //= self.shares
-        least = FREE_TOKENS // rows if self.target.pass_width > 1 else 1
-        return prefill_chunk_size(longest, rows, 1 << least.bit_length() >> 1)
+        rows //= self.data_parallel_size
+        least = 1
+        if self.target.pass_width > 1:
+            least = FREE_TOKENS // rows
+        least_power_of_two = 1 << least.bit_length() >> 1
+        return prefill_chunk_size(longest, rows, least_power_of_two)
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One sample of one prompt. ``request_id`` is the row's number in the job; ``prompt`` (its
-    text) and ``constraints`` are what rewards read. ``sampling`` and ``stop`` are the row's own
-    where it has some."""
+    """One sample of one prompt.
 
-    tokens: np.ndarray
-    budget: int
+    ``request_id`` is the request's number in the job. Rewards read ``prompt``, its text, and
+    ``constraints``. ``sampling`` and ``stop``, if not None, replace those of the job.
+    """
+
+    tokens: np.ndarray  # int32 ids of the prompt
+    budget: int  # most new tokens
     key: jax.Array
     request_id: int = 0
     prompt: str = ""
@@ -96,13 +118,14 @@ class Request:
     sampling: Sampling | None = None
     stop: Sequence[str] | None = None
 
-    def repeats(self, other: Request) -> bool:
-        """Whether the two are samples of one prompt: nothing but their keys differs."""
-        same = self.tokens is other.tokens and self.constraints is other.constraints
-        return same and (self.budget, self.sampling) == (other.budget, other.sampling)
+    def differs_only_in_key(self, other: Request) -> bool:
+        """Whether both are samples of one prompt, with one budget and sampling."""
+        if self.tokens is not other.tokens or self.constraints is not other.constraints:
+            return False
+        return self.budget == other.budget and self.sampling == other.sampling
 
 
-def keys_of(rows: Sequence[Request]) -> Key[Array, "B"]:
-    """The rows' keys as one array; stacked on the host, for XLA takes minutes over thousands."""
-    data = np.stack([np.asarray(jax.random.key_data(row.key)) for row in rows])
-    return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(rows[0].key))
+def stack_keys(requests: Sequence[Request]) -> Key[Array, "B"]:
+    """The requests' keys as one array, stacked on the host: XLA takes minutes over thousands."""
+    data = np.stack([np.asarray(jax.random.key_data(request.key)) for request in requests])
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(requests[0].key))

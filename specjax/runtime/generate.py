@@ -31,10 +31,10 @@ from specjax.runtime.engine import Engine, Request
 from specjax.runtime.output import Generation, Piece, concatenate
 from specjax.runtime.scheduler import Bounds, Scheduler
 
-SAMPLE_STREAM = 2**31  # apart from prompt indices: sample s > 0 of a prompt has its own key
-ALL_ROUNDS = 2**31 - 1
-PREFIXES = 4  # prompts whose caches are kept, a row of memory each
-MOST_SAMPLES = 2**16  # of a prompt: each is a row of its own
+SAMPLE_STREAM = 2**31  # keys of samples s > 0 are folded with it: no prompt index is as large
+ALL_ROUNDS = 2**31 - 1  # between polls: only ended requests are polled
+PREFIXES = 4  # prefilled states in the prefix cache, each with the memory of a row
+MOST_SAMPLES = 2**16  # of a prompt: each is a row
 
 OPTIONS = ArgSpec(
     dict,
@@ -45,12 +45,17 @@ OPTIONS = ArgSpec(
 
 
 def _constraints(value: Any) -> list[dict[str, tuple[str, ...]]]:
-    rows = [value] if isinstance(value, Mapping) else value
+    """One dict of reward names and texts per prompt; a dict alone is for one prompt."""
+    rows = value
+    if isinstance(value, Mapping):
+        rows = [value]
     return [{name: texts(words) for name, words in dict(row).items()} for row in rows]
 
 
 def _budgets(value: Any) -> int | list[int]:
-    if getattr(value, "ndim", isinstance(value, (list, tuple))):
+    """One number for all prompts, or a list or array of one per prompt."""
+    is_sequence = isinstance(value, (list, tuple))
+    if getattr(value, "ndim", is_sequence):  # an array of no dimensions is one number
         return [COUNT.parse("max_new_tokens", budget) for budget in value]
     return COUNT.parse("max_new_tokens", value)
 
@@ -163,6 +168,7 @@ def generate(
         rounds_per_piece=ALL_ROUNDS,
     )
     *_, last = pieces
+    assert last.generation is not None, "the last piece of a stream has it"
     return last.generation
 
 
@@ -206,88 +212,102 @@ def stream(
     """
     sampling = sampling or Sampling()
     options = options or {}
-    draft = own_draft(target, draft) if isinstance(draft, str) else draft
-    prompts = [encode_prompt(target, prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+    if isinstance(draft, str):
+        draft = own_draft(target, draft)
+
+    prompt_ids = []
+    for i, prompt in enumerate(prompts):
+        prompt_ids.append(encode_prompt(target, prompt, f"prompts[{i}]"))
     budgets = max_new_tokens
     if isinstance(budgets, int):
-        budgets = [budgets] * len(prompts)
-    for name, given in (
-        ("indices", indices),
-        ("constraints", constraints),
-        ("max_new_tokens", budgets),
-    ):
-        if given is not None and len(given) != len(prompts):
-            raise OptionError(f"{len(given)} {name} for {len(prompts)} prompts; each needs its own")
+        budgets = [budgets] * len(prompt_ids)
+    per_prompt = {"indices": indices, "constraints": constraints, "max_new_tokens": budgets}
+    for name, values in per_prompt.items():
+        if values is not None and len(values) != len(prompt_ids):
+            raise OptionError(
+                f"{len(values)} {name} for {len(prompt_ids)} prompts; each needs its own"
+            )
     if stop and target.tokenizer is None:
         raise OptionError("stop strings need a target with a tokenizer")
+
     if method is None:
         method = "autoregressive" if draft is None else "speculative"
     chosen = choose(method, drafter, rule, target_dist, draft is not None)
-    constraints = [{}] * len(prompts) if constraints is None else constraints
-    asked = [row for row in constraints for _ in range(num_samples)]
-    judge = None if reward is None else _judge(target, asked, chosen, reward, options)
+    if constraints is None:
+        constraints = [{}] * len(prompt_ids)
+    judge = None
+    if reward is not None:
+        per_row = [constraint for constraint in constraints for _ in range(num_samples)]
+        judge = _judge(target, per_row, chosen, reward, options)
     engine = make_engine(target, draft, chosen, options, sampling.temperature == 0, judge)
-    rows = make_rows(target, prompts, constraints, indices, seed, num_samples, budgets)
-    for row in rows if engine.draft else ():
-        check_draft_context(engine.draft, len(row.tokens), row.budget)
-    slots = num_slots(target, len(rows), batch_size)
+
+    rows = make_rows(target, prompt_ids, constraints, indices, seed, num_samples, budgets)
+    if engine.draft:
+        for row in rows:
+            check_draft_context(engine.draft, len(row.tokens), row.budget)
     scheduler = Scheduler(
         engine,
-        slots,
+        num_slots(target, len(rows), batch_size),
         sampling,
         Bounds.of(rows),
         stop=stop or (),
         logprobs=logprobs,
-        kept=prefixes,
+        prefixes=prefixes,
     )
     return _pieces(scheduler, rows, rounds_per_piece)
 
 
 def _pieces(scheduler: Scheduler, rows: list[Request], rounds: int) -> Iterator[Piece]:
-    """Decodes the rows, and says at the end what all of them are."""
+    """Decodes the requests; a last piece has the generation of all of them."""
     done: dict[int, Generation] = {}
     for piece in scheduler.run(in_turn(rows), rounds):
         if piece.row:
             done[piece.index] = piece.row
         yield piece
-    nothing = np.zeros(0, np.int32)
+
     ordered = [done[row.request_id] for row in rows]
-    whole = concatenate(ordered, scheduler.passes, scheduler.occupancy)
-    yield Piece(len(rows) - 1, "", nothing, nothing, generation=whole)
+    generation = concatenate(ordered, scheduler.passes, scheduler.occupancy)
+    no_tokens = np.zeros(0, np.int32)
+    yield Piece(len(rows) - 1, "", no_tokens, no_tokens, generation=generation)
 
 
 def check_draft_context(draft: LM, tokens: int, budget: int) -> None:
-    """Refuses a row, prompt and new tokens, that the draft's context does not hold.
+    """Checks that a prompt and its new tokens fit into the draft's context.
 
-    It would be drafted at positions that the draft never saw, in silence: the rule still makes the
-    target's law of it, slowly.
+    Past its context a draft model is wrong without an error. The rule still gives the target's
+    distribution, but hardly any draft is accepted.
 
     Raises:
       OptionError: names the draft and what would fit.
     """
-    holds = draft.config.max_position
-    if tokens + budget > holds:
-        fits = max(holds - tokens, 0)
-        raise OptionError(
-            f"a prompt has {tokens} tokens and {budget} new ones to come, the context of draft "
-            f"{draft.source} holds {holds}; shorten it, "
-            + (f"ask for {fits} new ones" if fits else "or decode without the draft")
-        )
+    context = draft.config.max_position
+    if tokens + budget <= context:
+        return
+    room = max(context - tokens, 0)
+    advice = "or decode without the draft"
+    if room:
+        advice = f"ask for {room} new ones"
+    raise OptionError(
+        f"a prompt has {tokens} tokens and {budget} new ones to come, the context of draft "
+        f"{draft.source} holds {context}; shorten it, {advice}"
+    )
 
 
 def in_turn(rows: Sequence[Request]) -> list[Request]:
-    """Rows in the order in which they are decoded: the largest budgets first, then long prompts.
+    """Requests in the order in which they are decoded: large budgets first, then long prompts.
 
-    So none of them is left over at the end with the others' batch slots empty, and rows of like
-    length share a capacity bucket.
+    So no long request is left at the end while the other batch slots are free. Requests of
+    similar length run at the same time, and share a capacity bucket.
     """
     return sorted(rows, key=lambda row: (-row.budget, -len(row.tokens)))
 
 
 def num_slots(target: LM, rows: int, batch_size: int | None) -> int:
-    """How many rows are decoded together: as many on each device."""
+    """The number of batch slots: at most one per row, and an equal number on each device."""
     size = min(batch_size or rows, rows)
-    return size if target.mesh is None else round_up(size, target.mesh)
+    if target.mesh is None:
+        return size
+    return round_up(size, target.mesh)
 
 
 @validate_arguments(target=TARGET, draft=dataclasses.replace(MODEL, optional=True), options=OPTIONS)
@@ -299,24 +319,24 @@ def make_engine(
     greedy: bool = True,
     judge: Judge | None = None,
 ) -> Engine:
-    """A method bound to its models, what every batch of a job shares; nothing is compiled yet.
+    """Binds a method to its models; nothing is compiled yet.
 
     Raises:
-      OptionError, PairError: what does not fit together.
+      OptionError, PairError: method, models and options do not fit together.
     """
     if draft is not None and draft.is_head:
         draft = attach(draft, target)
     context = Context(target, draft, greedy, judge.fold if judge else None)
     method, settings = bind(chosen, context, options, guided=judge is not None)
     if isinstance(chosen, MethodSpec) and not chosen.needs_draft:
-        draft = None  # e.g. the baseline beside a speculative run
+        draft = None  # e.g. plain decoding, compared with a speculative run
     if judge and "r_t" in settings:
         judge.combined.check_threshold(settings["r_t"])
     return Engine(target, draft, method, settings, judge)
 
 
 def _judge(target: LM, constraints, chosen, reward, options) -> Judge:
-    """The reward, bound to the rows; as a fold where the method is guided by it."""
+    """The reward, bound to the rows; as a fold if it guides the method."""
     guides = isinstance(chosen, MethodSpec) and chosen.needs_reward
     combined = combine(reward, options.get("combine") == PRODUCT)
     return Judge.bind(combined, target, constraints, guides)
@@ -325,29 +345,38 @@ def _judge(target: LM, constraints, chosen, reward, options) -> Judge:
 def make_rows(
     target: LM, prompts, constraints, indices, seed: int, samples: int, budgets
 ) -> list[Request]:
-    """Every sample of every prompt, as :func:`stream` decodes them."""
-    indices = range(len(prompts)) if indices is None else indices
-    root = jax.random.key(seed)
-    rows = []
-    for index, tokens, asked, budget in zip(indices, prompts, constraints, budgets, strict=True):
-        room = min(budget, target.config.max_position - len(tokens))
-        key = jax.random.fold_in(root, index)
-        keys = [key, *(jax.random.fold_in(key, SAMPLE_STREAM + s) for s in range(1, samples))]
+    """One request per sample of each prompt, samples innermost, numbered from 0.
+
+    Budgets are cut to the target's context. A request's key depends on ``seed``, its prompt's
+    index and its sample alone, so it draws the same tokens in any batch.
+    """
+    if indices is None:
+        indices = range(len(prompts))
+    root_key = jax.random.key(seed)
+    rows: list[Request] = []
+    for index, tokens, constraint, budget in zip(
+        indices, prompts, constraints, budgets, strict=True
+    ):
+        budget = min(budget, target.config.max_position - len(tokens))
         text = target.tokenizer.decode(tokens) if target.tokenizer else ""
-        rows += [
-            Request(tokens, room, key, len(rows) + s, text, asked) for s, key in enumerate(keys)
-        ]
+        prompt_key = jax.random.fold_in(root_key, index)
+        for sample in range(samples):
+            key = prompt_key
+            if sample > 0:
+                key = jax.random.fold_in(prompt_key, SAMPLE_STREAM + sample)
+            rows.append(Request(tokens, budget, key, len(rows), text, constraint))
     return rows
 
 
 def encode_prompt(target: LM, prompt: str | Sequence[int], name: str = "the prompt") -> np.ndarray:
-    """A prompt's token ids, checked against the model's vocabulary and context.
+    """A prompt's token ids, int32, checked against the model's vocabulary and context.
 
-    ``name`` is what errors call it.
+    Error messages call the prompt ``name``.
 
     Raises:
-      OptionError: empty, longer than the context, ids out of range, or neither text nor ids.
-      PairError: a text for a model without tokenizer.
+      OptionError: it is empty, longer than the context, neither text nor ids, or an id is out of
+        range.
+      PairError: it is a text, and the model has no tokenizer.
     """
     if isinstance(prompt, str):
         if target.tokenizer is None:
@@ -357,13 +386,14 @@ def encode_prompt(target: LM, prompt: str | Sequence[int], name: str = "the prom
         except OptionError as error:
             raise OptionError(f"{name}: {error}") from None
     tokens = ArgSpec(whole_numbers, wanted="a text, or token ids").parse(name, prompt)
-    most, vocab = target.config.max_position, target.config.vocab_size
+    context = target.config.max_position
+    vocab_size = target.config.vocab_size
     if tokens.size == 0:
         raise OptionError(f"{name} is empty; it needs at least one token")
-    if tokens.size >= most:
+    if tokens.size >= context:
         raise OptionError(
-            f"{name} has {tokens.size} tokens, the model's context holds {most}; shorten it"
+            f"{name} has {tokens.size} tokens, the model's context holds {context}; shorten it"
         )
-    if tokens.min() < 0 or tokens.max() >= vocab:
-        raise OptionError(f"{name}: token ids must be from 0 to {vocab - 1}")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise OptionError(f"{name}: token ids must be from 0 to {vocab_size - 1}")
     return tokens.astype(np.int32)

@@ -1,8 +1,8 @@
 """Fill-in-the-middle prompts with a model's own sentinel tokens (arXiv 2207.14255).
 
-``PRE prefix SUF suffix MID`` or, the other way about, ``PRE SUF suffix MID prefix``: after both the
-model writes the middle and its end token. The table of sentinels serves training as well as
-decoding.
+A prompt is ``PRE prefix SUF suffix MID`` (order ``psm``), or ``PRE SUF suffix MID prefix`` (order
+``spm``). After either, the model writes the middle and its end token. Training uses the same table
+of sentinels.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ STYLES = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|endoftext|>"),  # StarCoder
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|endoftext|>"),  # Qwen-Coder
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_separator|>"),  # CodeGemma
-    # DeepSeek-Coder writes a hole where others open the suffix, and ends before the middle.
+    # DeepSeek-Coder marks the hole before the suffix, and the end before the middle.
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", "<｜end▁of▁sentence｜>"),
 )
 
-
-PSM, SPM = "psm", "spm"  # the orders of a prompt: prefix-suffix-middle, suffix-prefix-middle
+PSM = "psm"  # order of a prompt: prefix, suffix, middle
+SPM = "spm"  # suffix, prefix, middle
 
 
 class Vocabulary(Protocol):
-    """What both our tokenizer and the tokenizers library's know."""
+    """What our tokenizer and that of the tokenizers library have in common."""
 
     def token_to_id(self, token: str) -> int | None: ...
 
@@ -46,23 +46,28 @@ class Sentinels:
 
 
 def find_sentinels(tokenizer: Vocabulary) -> Sentinels | None:
-    """The tokenizer's own sentinel tokens; None where it lacks one."""
+    """The sentinels of the first style that the tokenizer has all of; None without any."""
     for names in STYLES:
         ids = [tokenizer.token_to_id(name) for name in names]
-        if None not in ids:
-            return Sentinels(*ids)
+        known_ids = [token_id for token_id in ids if token_id is not None]
+        if len(known_ids) == len(names):
+            return Sentinels(*known_ids)
     return None
 
 
 def leading_ids(encode: Callable[[str], list[int]]) -> list[int]:
-    """The ids of a line break where ``encode`` puts a space before a text, else none.
+    """The ids of a line break if ``encode`` puts a space before every text; [] otherwise.
 
-    SentencePiece models do; a line break of one token takes that space upon itself, and
-    what follows it is encoded as in the middle of a document (as CodeLlama's own code does).
+    SentencePiece models do. Put a line break before a text and drop these ids: what is left is
+    encoded as in the middle of a document, without that space. CodeLlama's own code does the same.
     ``encode`` adds no special tokens.
     """
-    once, twice = encode("\n"), encode("\n\n")
-    return once if len(once) == 2 and twice == [*once, once[1]] else []
+    one_break = encode("\n")
+    two_breaks = encode("\n\n")
+    # [space, break], and [space, break, break]: a break is one token.
+    if len(one_break) == 2 and two_breaks == [*one_break, one_break[1]]:
+        return one_break
+    return []
 
 
 def sentinels_of(target: LM) -> Sentinels:
@@ -84,27 +89,30 @@ def sentinels_of(target: LM) -> Sentinels:
 def infill_prompt(target: LM, prefix: str, suffix: str, order: str = PSM) -> list[int]:
     """Token ids of the prompt for the text between ``prefix`` and ``suffix``, in ``order``.
 
-    BOS comes first where the tokenizer's template puts it; the suffix has no leading space of
-    the tokenizer's own. Either text may be empty.
+    BOS comes first if the tokenizer's template puts it there. The suffix gets no leading space
+    from the tokenizer. Either text may be empty.
 
     Raises:
       PairError: the model has no sentinels.
     """
-    marks, tokenizer = sentinels_of(target), target.tokenizer
+    sentinels = sentinels_of(target)
+    tokenizer = target.tokenizer
+    assert tokenizer is not None, "sentinels_of raises without a tokenizer"
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
     lead = leading_ids(encode)
-    after = encode("\n" + suffix)[len(lead) :] if lead else encode(suffix)
-    bos = [i for i in tokenizer.encode("")[:1] if i == target.config.bos_id]
+    suffix_ids = encode("\n" + suffix)[len(lead) :] if lead else encode(suffix)
+    begin = [i for i in tokenizer.encode("")[:1] if i == target.config.bos_id]
+    begin.append(sentinels.prefix)
     if order == SPM:
-        return [*bos, marks.prefix, marks.suffix, *after, marks.middle, *encode(prefix)]
-    return [*bos, marks.prefix, *encode(prefix), marks.suffix, *after, marks.middle]
+        return [*begin, sentinels.suffix, *suffix_ids, sentinels.middle, *encode(prefix)]
+    return [*begin, *encode(prefix), sentinels.suffix, *suffix_ids, sentinels.middle]
 
 
 def ending_middles(target: LM) -> LM:
-    """The model, whose completions end at the sentinel that closes a middle, too.
+    """A copy of the model whose completions also end at the sentinel that closes a middle.
 
     Raises:
       PairError: the model has no sentinels.
@@ -114,6 +122,7 @@ def ending_middles(target: LM) -> LM:
 
 
 def exact_matches(texts: Sequence[str], middles: Sequence[str]) -> float:
-    """The share of ``texts`` that equal their middle, surrounding white space aside."""
-    hits = [a.strip() == b.strip() for a, b in zip(texts, middles, strict=True)]
-    return sum(hits) / len(hits)
+    """The share of ``texts`` that equal their middle, apart from white space around them."""
+    pairs = zip(texts, middles, strict=True)
+    matches = [text.strip() == middle.strip() for text, middle in pairs]
+    return sum(matches) / len(matches)

@@ -1,32 +1,33 @@
-"""What comes out of decoding: text as it streams, and whole generations."""
+"""What comes out of decoding: pieces of text as they stream, and whole generations."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from specjax.core.types import FROM_DRAFT
-from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
     """What was generated, one entry per prompt and sample, prompts outermost.
 
-    ``stats`` are counters per row (int), see :class:`specjax.core.types.Stats`; ``origins`` say for
-    each token whether the draft or the target wrote it; ``logprobs`` (where asked) are nats
-    under the unwarped target. ``cached_tokens`` of a prompt were not prefilled, for a row before
-    began with them, too. ``rewards`` (where there is a reward) are the scores of the whole
-    completions, one column per reward.
+    ``stats`` are counters per row (int), see :class:`specjax.core.types.Stats`. ``origins`` say
+    whether the draft or the target wrote a token. ``logprobs``, where asked for, are nats under
+    the unwarped target. ``cached_tokens`` of a prompt came from the prefix cache and were not
+    prefilled. ``rewards``, where there is a reward, score the whole completions. They have one
+    column per reward.
 
-    Times are seconds, compilation included, each row's from when its turn came. ``prefill_seconds``
-    are its prompt's up to its first round; where other rows were decoded meanwhile, a last pass
-    counts as decoding, for nobody waits for it. ``share_seconds`` are the row's share of the whole
-    time, prefill included: running requests share it evenly. ``passes`` are batched forwards of all
-    rows together, and ``occupancy`` is the share of rows that were live, over all rounds.
+    Times are seconds, compilation included. A row's time begins with its prefill.
+    ``prefill_seconds`` last up to its first round. If other rows run meanwhile, the last pass of
+    its prefill counts as decoding, because no one waits for it. ``share_seconds`` are the row's
+    share of the whole time, prefill included: running rows share each poll evenly. ``passes`` are
+    batched forward passes of all rows together. ``occupancy`` is the share of batch slots that
+    were running, over all rounds.
     """
 
     text: list[str]
@@ -53,10 +54,10 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """New tokens of one row, and their log-probabilities where asked.
+    """New tokens of one row, and their log-probabilities where asked for.
 
-    A row's last piece has its ``finish_reason`` and, as ``row``, a generation of it alone; the last
-    piece of a stream carries the whole generation.
+    A row's last piece has its ``finish_reason`` and, as ``row``, a generation of that row alone.
+    The last piece of a stream carries the whole generation.
     """
 
     index: int
@@ -74,62 +75,22 @@ class Piece:
         return self.origins == FROM_DRAFT
 
 
-class Reader:
-    """Turns one row's tokens into text and finds stop strings in it."""
+def concatenate(rows: Sequence[Generation], passes: int, occupancy: float) -> Generation:
+    """Generations of one row each as one generation."""
+    counters = rows[0].stats
+    stats = {name: np.concatenate([row.stats[name] for row in rows]) for name in counters}
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]):
-        self._tokenizer, self._stop = tokenizer, stop
-        self._decoder = IncrementalDecoder(tokenizer) if tokenizer else None
-        self.text, self.count = "", 0
-        self.stopped = self.closed = False
-        self.stops = bool(stop)
-        self._held = max((len(s) - 1 for s in stop), default=0)
-        self._shown = 0
-
-    def read(self, tokens: np.ndarray, ended: bool) -> tuple[str, int]:
-        """New text that can be shown, and how many of ``tokens`` the row keeps."""
-        kept = len(tokens)
-        if self._decoder is None:
-            pass
-        elif not self._stop:
-            self.text += self._decoder.push(tokens)
-        else:
-            kept = self._search(tokens)
-        self.count += kept
-        self.closed = ended or self.stopped
-        if self.closed and self._decoder and not self.stopped:
-            self.text += self._decoder.flush()
-            self._cut_at_stop()
-        # What may be the beginning of a stop string is held back.
-        end = len(self.text) if self.closed else max(self._shown, len(self.text) - self._held)
-        text, self._shown = self.text[self._shown : end], max(end, self._shown)
-        return text, kept
-
-    def _search(self, tokens: np.ndarray) -> int:
-        for n, token in enumerate(tokens, 1):
-            self.text += self._decoder.push([token])
-            if self._cut_at_stop():
-                return n
-        return len(tokens)
-
-    def _cut_at_stop(self) -> bool:
-        places = [at for at in (self.text.find(s) for s in self._stop) if at >= 0]
-        if places:
-            self.text, self.stopped = self.text[: min(places)], True
-        return bool(places)
+    joined = {}
+    for field in dataclasses.fields(Generation):
+        if field.name not in ("stats", "passes", "occupancy"):
+            joined[field.name] = _join([getattr(row, field.name) for row in rows])
+    return Generation(stats=stats, passes=passes, occupancy=occupancy, **joined)
 
 
-def concatenate(rows: list[Generation], passes: int, occupancy: float) -> Generation:
-    """Generations of a row each as one."""
-
-    def join(values):
-        if values[0] is None:
-            return None
-        flat = itertools.chain.from_iterable
-        return list(flat(values)) if isinstance(values[0], list) else np.concatenate(values)
-
-    stats = {name: join([row.stats[name] for row in rows]) for name in rows[0].stats}
-    names = {field.name for field in dataclasses.fields(Generation)}
-    names -= {"stats", "passes", "occupancy"}
-    rest = {name: join([getattr(row, name) for row in rows]) for name in names}
-    return Generation(stats=stats, passes=passes, occupancy=occupancy, **rest)
+def _join(values: list[Any]) -> Any:
+    """One field of all rows: lists or arrays end to end, None if the rows have None."""
+    if values[0] is None:
+        return None
+    if isinstance(values[0], list):
+        return list(itertools.chain.from_iterable(values))
+    return np.concatenate(values)

@@ -1,9 +1,16 @@
-"""Requests being prefilled, before they take a batch slot."""
+"""Requests being prefilled, before they take a batch slot.
+
+Their prompts are prefilled in chunks, so that the running requests get rounds in between. The
+scheduler decides when.
+
+Axis legend: G requests being prefilled (one per device), S cache positions.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,81 +18,131 @@ from specjax.core import loop
 from specjax.core.types import DecodeState, Inputs
 from specjax.core.warp import Sampling
 from specjax.models.cache import chunk_sizes
-from specjax.runtime.engine import Engine, Request, keys_of
-from specjax.runtime.prefix_cache import Prefixes
+from specjax.runtime.engine import Engine, Request, stack_keys
+from specjax.runtime.prefix_cache import PrefixCache
 
 
 class Prefill:
-    """Requests being prefilled, one per device; their prompts are prefilled in pieces."""
+    """Prefills one request per device, in a state of its own.
+
+    Args:
+      sampling: of the requests that have none of their own.
+      capacity: S, enough for every prompt to come.
+      prefixes: prefilled states that the prefix cache keeps at most.
+    """
 
     def __init__(
-        self, engine: Engine, sampling: Sampling, capacity: int, logprobs: bool, kept: int
+        self, engine: Engine, sampling: Sampling, capacity: int, logprobs: bool, prefixes: int
     ):
-        self._engine, self._sampling = engine, sampling
-        self._capacity, self._logprobs = capacity, logprobs
-        self.prefixes = Prefixes(kept, engine.ring)
-        self.rows: list[Request | None] = []
-        self.state: DecodeState | None = None
-        self.inputs: Inputs | None = None
+        self._engine = engine
+        self._sampling = sampling
+        self._capacity = capacity
+        self._logprobs = logprobs
+        self.prefix_cache = PrefixCache(prefixes, engine.smallest_ring)
+        self.requests: list[Request | None] = []  # one per device; None: it has none
+        self._rows: list[Request] = []  # the same, with padding requests instead of None
+        self.began = 0.0  # when the requests' prefill began, by time.perf_counter
+        self.cached = np.zeros(0, np.int32)  # [G] tokens of each prompt from the prefix cache
+        self._state: DecodeState | None = None
+        self._inputs: Inputs | None = None
+        # [G] each: the next token to prefill, and the prompt's last one. That one is not
+        # prefilled: it is the root of the first round.
+        self._first = np.zeros(0, np.int32)
+        self._last = np.zeros(0, np.int32)
 
-    def open(self, rows: list[Request | None]) -> None:
-        """Newcomers, None where a device has none."""
-        again = self.state is not None and all(
-            new is None or (old is not None and new.repeats(old))
-            for new, old in zip(rows, self.rows, strict=True)
-        )
-        self.rows, self.began = rows, time.perf_counter()
-        some = next(row for row in rows if row is not None)
-        nobody = dataclasses.replace(some, tokens=np.zeros(1, np.int32), budget=0)
-        self._all = [row or nobody for row in rows]
-        if again:  # samples of one prompt differ in their keys alone
-            keys = keys_of(self._all)
-            self.state, self.cached = self.state.replace(keys=keys), self._last
-            return
-        if self.inputs is None or self._engine.tells_apart(self._all):
-            self.inputs = self._engine.inputs_of(self._all, self._sampling)
-        known, self.cached = self.prefixes.find([row.tokens for row in self._all])
-        self._begin(known)
-        self._keep_if_fed()
+    @property
+    def state(self) -> DecodeState:
+        """The state of the requests being prefilled."""
+        assert self._state is not None, "nothing has been prefilled"
+        return self._state
 
-    def _begin(self, known: DecodeState | None) -> None:
-        tokens, lengths = loop.pack([row.tokens for row in self._all])
-        tokens = np.pad(tokens, ((0, 0), (0, self._capacity - tokens.shape[1])))
-        # Of what is known the last token is prefilled again where a cache's positions depend on
-        # the next one.
-        self._first = np.maximum(self.cached - self._engine.method.lookback, 0)
-        self._last = lengths - 1
-        ends = lengths + np.array([row.budget for row in self._all], np.int32)
-        keys = keys_of(self._all)
-        begin = loop.begin_prefill(self._engine.method, self._logprobs)
-        self.state = begin(self.inputs, tokens, lengths, ends, keys, known)
+    @property
+    def inputs(self) -> Inputs:
+        """What the passes of their prefill read."""
+        assert self._inputs is not None, "nothing has been prefilled"
+        return self._inputs
+
+    @property
+    def started(self) -> bool:
+        """Whether anything has been prefilled."""
+        return self._state is not None
 
     @property
     def done(self) -> bool:
-        """Whether the prefilled requests can take their batch slots."""
+        """Whether the requests can take their batch slots."""
         return bool((self._first >= self._last).all())
 
+    def begin(self, requests: list[Request | None]) -> None:
+        """Begins with the next requests, one per device; at least one is not None."""
+        repeated = self._state is not None and self._repeats(requests)
+        self.requests = requests
+        self.began = time.perf_counter()
+        self._rows = _pad(requests)
+
+        if repeated:
+            # Samples of one prompt: the last prefill serves again, with other keys.
+            self._state = self.state.replace(keys=stack_keys(self._rows))
+            self.cached = self._last
+            return
+
+        if self._inputs is None or self._engine.inputs_depend_on(self._rows):
+            self._inputs = self._engine.inputs_for(self._rows, self._sampling)
+        prefix_state, self.cached = self.prefix_cache.lookup([row.tokens for row in self._rows])
+        self._begin_from(prefix_state)
+        self._cache_if_done()
+
     def run_chunk(self) -> int:
-        """Feeds the next piece; returns its width."""
+        """Prefills the next chunk; returns its tokens per request."""
         left = int((self._last - self._first).max())
-        chunk = self._engine.chunk_size(left, len(self.rows))
-        run = loop.prefill_chunks(self._engine.method, chunk)
-        self.state = run(self.inputs, self.state, self._first)
+        chunk = self._engine.chunk_size(left, len(self.requests))
+        self._run(chunk, self._first)
+        # Near the end of the positions a pass begins earlier, and prefills some tokens again.
         self._first = np.minimum(self._first, self._capacity - chunk) + chunk
-        self._keep_if_fed()
+        self._cache_if_done()
         return chunk
 
-    def warm_up(self, row: Request, largest_chunk: int) -> None:
-        """Compiles pieces of each width, and the beginning of a prompt that is partly known."""
-        self.open([row] * self._engine.shares)
-        self._begin(self.state)
-        for chunk in {
-            self._engine.chunk_size(left, len(self.rows)) for left in chunk_sizes(largest_chunk)
-        }:
-            run = loop.prefill_chunks(self._engine.method, chunk)
-            self.state = run(self.inputs, self.state, np.zeros_like(self._first))
+    def warm_up(self, request: Request, largest_chunk: int) -> None:
+        """Compiles every chunk size, and the beginning of a prompt with a known prefix."""
+        self.begin([request] * self._engine.data_parallel_size)
+        self._begin_from(self.state)
+        sizes = set()
+        for left in chunk_sizes(largest_chunk):
+            sizes.add(self._engine.chunk_size(left, len(self.requests)))
+        for chunk in sizes:
+            self._run(chunk, np.zeros_like(self._first))
 
-    def _keep_if_fed(self) -> None:
+    def _repeats(self, requests: Sequence[Request | None]) -> bool:
+        """Whether each device has another sample of its last prompt, or no request."""
+        for new, old in zip(requests, self.requests, strict=True):
+            if new is not None and (old is None or not new.differs_only_in_key(old)):
+                return False
+        return True
+
+    def _begin_from(self, prefix_state: DecodeState | None) -> None:
+        """A new state, with a copy of the caches of ``prefix_state``."""
+        tokens, lengths = loop.pack([row.tokens for row in self._rows])
+        tokens = np.pad(tokens, ((0, 0), (0, self._capacity - tokens.shape[1])))
+        # A cache may depend on the token after a position, too. The last tokens of a known
+        # prefix are then prefilled again: another token follows them.
+        self._first = np.maximum(self.cached - self._engine.method.lookback, 0)
+        self._last = lengths - 1
+        ends = lengths + np.array([row.budget for row in self._rows], np.int32)
+        keys = stack_keys(self._rows)
+        begin = loop.begin_prefill(self._engine.method, self._logprobs)
+        self._state = begin(self.inputs, tokens, lengths, ends, keys, prefix_state)
+
+    def _run(self, chunk: int, first: np.ndarray) -> None:
+        run = loop.prefill_chunks(self._engine.method, chunk)
+        self._state = run(self.inputs, self.state, first)
+
+    def _cache_if_done(self) -> None:
         if self.done:
-            prompts = [row.tokens for row in self._all]
-            self.prefixes.keep(prompts, self.cached, self.state)
+            prompts = [row.tokens for row in self._rows]
+            self.prefix_cache.insert(prompts, self.cached, self.state)
+
+
+def _pad(requests: Sequence[Request | None]) -> list[Request]:
+    """The requests, with one of a single token and no budget for every None."""
+    example = next(request for request in requests if request is not None)
+    padding = dataclasses.replace(example, tokens=np.zeros(1, np.int32), budget=0)
+    return [request or padding for request in requests]

@@ -1,7 +1,7 @@
-"""Prompts whose caches are kept, for others that begin with the same tokens.
+"""The prefix cache: prefilled states, kept for prompts that begin with the same tokens.
 
-A cache position of a cache depends on the tokens up to it alone, so what another prompt wrote is
-what this one would write, for as long as their tokens are the same.
+The KV cache at a position depends only on the tokens up to it. So two prompts that begin with the
+same tokens have the same cache for them, and it is computed once.
 """
 
 from __future__ import annotations
@@ -13,63 +13,93 @@ import numpy as np
 from specjax.core.types import DecodeState
 from specjax.models.cache import ring_keeps_prefix
 
-LEAST = 16  # tokens in common that are worth the copy of a cache
-Prompts = Sequence[np.ndarray]  # one per device of the mesh's data axis
+MIN_PREFIX = 16  # common tokens that are worth the copy of a KV cache
+Prompts = Sequence[np.ndarray]  # int32 token ids; one prompt per device of the mesh's data axis
 
 
-def in_common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two prompts begin with alike; 0 where too few are worth a copy.
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens two prompts have in common at their beginning; 0 if fewer than MIN_PREFIX.
 
-    The last token of either does not count: no prompt's is prefilled before its first round.
+    The last token of a prompt does not count: it is the root of the first round, and is not
+    prefilled before.
     """
     size = min(len(a), len(b)) - 1
-    differs = np.flatnonzero(a[:size] != b[:size])
-    same = int(differs[0]) if differs.size else max(size, 0)
-    return same if same >= LEAST else 0
+    different = np.flatnonzero(a[:size] != b[:size])
+    common = max(size, 0)
+    if different.size:
+        common = int(different[0])
+    if common < MIN_PREFIX:
+        return 0
+    return common
 
 
-class Prefixes:
-    """A store of at most ``most`` prefilled states, the least recently used one out first.
+class PrefixCache:
+    """At most ``capacity`` prefilled states; the least recently used one is dropped first.
 
-    ``ring``: the positions in which positions go round soonest, None where they never do.
+    ``ring``: cache positions of the shortest sliding-window layer, after which it writes over
+    its oldest ones; None without such a layer.
     """
 
-    def __init__(self, most: int, ring: int | None = None):
-        self._most, self._ring, self._kept = most, ring, []
+    def __init__(self, capacity: int, ring: int | None = None):
+        self._capacity = capacity
+        self._ring = ring
+        # Prompts and the state after them, the least recently used first.
+        self._entries: list[tuple[Prompts, DecodeState]] = []
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
-    def helps(self, prompts: Prompts) -> bool:
-        """Whether feeding the prompts one after the other saves a third of their tokens."""
-        if not self._most:
+    def saves_a_third(self, prompts: Prompts) -> bool:
+        """Whether prefilling these prompts one by one saves a third of their tokens.
+
+        Prefilled all at once, they cannot share what they have in common.
+        """
+        if self._capacity == 0:
             return False
-        ordered = sorted(prompts, key=lambda prompt: prompt.tolist())
-        kept = [prompt for entry in self._kept for prompt in entry[0]]
-        before = [ordered[:0], *([prompt] for prompt in ordered)]
-        pairs = zip(before, ordered, strict=False)
-        saved = (max((in_common(a, b) for a in [*kept, *one]), default=0) for one, b in pairs)
-        return 3 * sum(saved) >= sum(map(len, prompts)) - len(prompts) > 0
 
-    def find(self, prompts: Prompts) -> tuple[DecodeState | None, np.ndarray]:
-        """The state that holds most of what the prompts begin with, and how much of each."""
-        none = np.zeros(len(prompts), np.int32)
-        best, counts = None, none
-        for entry in self._kept:
-            same = np.array(list(map(self._shared, entry[0], prompts)), np.int32)
-            if same.sum() > counts.sum():
-                best, counts = entry, same
+        cached = [prompt for entry_prompts, _ in self._entries for prompt in entry_prompts]
+        saved = 0
+        previous: list[np.ndarray] = []
+        # Sorted, each prompt follows the one that it has most in common with.
+        for prompt in sorted(prompts, key=lambda prompt: prompt.tolist()):
+            common = [common_prefix(other, prompt) for other in [*cached, *previous]]
+            saved += max(common, default=0)
+            previous = [prompt]
+
+        total = sum(map(len, prompts)) - len(prompts)  # last tokens are not prefilled
+        return 3 * saved >= total > 0
+
+    def lookup(self, prompts: Prompts) -> tuple[DecodeState | None, np.ndarray]:
+        """The state with the most tokens in common, and how many of each prompt (int32)."""
+        best = None
+        best_counts = np.zeros(len(prompts), np.int32)
+        for entry in self._entries:
+            pairs = zip(entry[0], prompts, strict=False)
+            counts = np.array([self._usable_prefix(*pair) for pair in pairs], np.int32)
+            if counts.sum() > best_counts.sum():
+                best = entry
+                best_counts = counts
         if best is None:
-            return None, none
-        self._kept = [entry for entry in self._kept if entry is not best] + [best]
-        return best[1], counts
+            return None, best_counts
 
-    def _shared(self, kept: np.ndarray, prompt: np.ndarray) -> int:
-        """:func:`in_common`, unless what the next token sees of it has lost its positions since."""
-        same = in_common(kept, prompt)
-        return same if ring_keeps_prefix(self._ring, len(kept), same) else 0
+        # It is the most recently used one now.
+        self._entries = [entry for entry in self._entries if entry is not best]
+        self._entries.append(best)
+        return best[1], best_counts
 
-    def keep(self, prompts: Prompts, found: np.ndarray, state: DecodeState) -> None:
-        """Keeps a prefilled state, unless hardly any of it is new beside what was ``found``."""
-        if self._most and sum(map(len, prompts)) - found.sum() > LEAST * len(prompts):
-            self._kept = [*self._kept, (list(prompts), state)][-self._most :]
+    def _usable_prefix(self, cached: np.ndarray, prompt: np.ndarray) -> int:
+        """:func:`common_prefix`, or 0 if a sliding window has written over a part of it."""
+        common = common_prefix(cached, prompt)
+        if not ring_keeps_prefix(self._ring, len(cached), common):
+            return 0
+        return common
+
+    def insert(self, prompts: Prompts, num_cached: np.ndarray, state: DecodeState) -> None:
+        """Keeps the state after ``prompts``, of which :meth:`lookup` had ``num_cached`` tokens.
+
+        Nothing is kept if MIN_PREFIX or fewer tokens per prompt are new.
+        """
+        new_tokens = sum(map(len, prompts)) - num_cached.sum()
+        if self._capacity > 0 and new_tokens > MIN_PREFIX * len(prompts):
+            self._entries.append((list(prompts), state))
+            self._entries = self._entries[-self._capacity :]

@@ -1,7 +1,8 @@
-"""What a round costs at each length of its draft: measured once per shape, on the host.
+"""Measures what a round costs at each draft length: once per shape, on the host.
 
-:mod:`specjax.draft.auto_length` decides by it. The rounds timed are those of the program that
-decodes, told by their costs which length to take, so nothing is compiled for it.
+:mod:`specjax.draft.auto_length` chooses the draft length by these costs. The rounds that are timed
+run in the program that decodes: costs that allow only one draft form make it take that one. So
+nothing is compiled for the measurement.
 """
 
 from __future__ import annotations
@@ -15,103 +16,127 @@ import numpy as np
 
 from specjax._util.processes import of_first
 from specjax.core.loop import run_rounds
-from specjax.core.types import RUNNING, DecodeState, Inputs
+from specjax.core.mesh import is_cache
+from specjax.core.types import NO_EOS, RUNNING, DecodeState, Inputs
 from specjax.draft.auto_length import COSTS, AutoLength
-from specjax.models import KVCache
 
 ROUNDS = 4  # timed at a time: after a pause the first is slower
-REPEATS = 8  # of which the quickest counts: whatever else runs only ever adds time
-PERIOD = 16  # of the text decoded meanwhile: drafts that copy find something to copy
+REPEATS = 8  # the fastest one counts: whatever else the machine does only ever adds time
+PERIOD = 16  # of the repeating text that is decoded, so that drafts by lookup find matches
 
-_MEASURED: dict[Any, tuple[float, ...]] = {}  # by method, models and rows, as programs are kept
+# By method, models and shapes, as compiled programs are kept.
+_MEASURED: dict[Any, tuple[float, ...]] = {}
 
 
 def round_costs(
     method: AutoLength, inputs: Inputs, state: DecodeState
 ) -> tuple[tuple[float, ...], DecodeState]:
-    """Seconds of a round of each of the forms of its draft over those of the first.
+    """The time of a round with each draft form, relative to the first form; and the state.
 
-    And the state, which is donated, as it was: a second cache might not fit in memory. A shorter
-    draft never counts as dearer: what is measured too high stays behind.
+    The state is donated and comes back as it was: a second KV cache might not fit in memory. A
+    form never costs more than a larger one, whatever the clock says: if a cost is measured too
+    high, its form is not used, and nothing corrects the cost.
     """
     params = inputs.target.params["embed"]
     sampled = bool((inputs.warp.temperature > 0).any())
-    key = method, jax.tree.structure(inputs), state.length.shape, params.dtype, sampled
+    key = (method, jax.tree.structure(inputs), state.length.shape, params.dtype, sampled)
     if key not in _MEASURED:
-        kept = jax.tree.map(
-            lambda x: None if _is_cache(x) else jnp.copy(x), state, is_leaf=_is_cache
-        )
+        saved = _copy_without_caches(state)
         measured, state = _measure(method, inputs, state)
         if inputs.mesh is not None and inputs.mesh.is_multi_process:
-            # All processes must take the same lengths.
-            measured = tuple(of_first(np.float32(measured)).tolist())
+            # All processes must take the same lengths, or they would wait for each other forever.
+            measured = tuple(of_first(np.array(measured, np.float32)).tolist())
         _MEASURED[key] = measured
-        state = _with_caches_of(kept, state)
+        state = _with_caches_of(saved, state)
     return _MEASURED[key], state
 
 
 def _measure(
     method: AutoLength, inputs: Inputs, state: DecodeState
 ) -> tuple[tuple[float, ...], DecodeState]:
-    inputs = inputs.replace(eos_ids=jnp.full_like(inputs.eos_ids, -1))
-    idle, quickest = np.inf, [(np.inf, 1)] * len(method.forms)
-    begin = _begin(method, state)
+    """Relative times of the forms, and the state after the timed rounds."""
+    # No token ends a row: all timed rounds run.
+    inputs = inputs.replace(eos_ids=jnp.full_like(inputs.eos_ids, NO_EOS))
+    begin = _timing_state(state)
+    idle_seconds = np.inf
+    fastest_seconds = [np.inf] * len(method.forms)  # of a run
+    fastest_rounds = [1] * len(method.forms)  # of that run
+
+    # The forms take turns, so that a slow second of the machine does not hit one form alone.
     for _ in range(REPEATS):
         for i in range(len(method.forms)):
-            alone = np.where(np.arange(len(method.forms)) == i, 1, np.inf).astype(np.float32)
-            forced = inputs.replace(settings=inputs.settings | {COSTS: jnp.asarray(alone)})
-            spent, _, state = _timed(method, forced, _with_caches_of(begin, state), 0)
-            idle = min(idle, spent)
-            *timed, state = _timed(method, forced, _with_caches_of(begin, state), ROUNDS)
-            quickest[i] = min(quickest[i], tuple(timed), key=lambda pair: pair[0] / pair[1])
-    # What starting a program takes is no part of a round; a clock too coarse to tell them apart
-    # must not make plain rounds free.
-    seconds = [max(spent - idle, spent / 10) / rounds for spent, rounds in quickest]
-    relative = np.minimum.accumulate(seconds[::-1])[::-1]
+            costs = np.where(np.arange(len(method.forms)) == i, 1, np.inf).astype(np.float32)
+            settings = inputs.settings | {COSTS: jnp.asarray(costs)}
+            forced = inputs.replace(settings=settings)
+
+            start = _with_caches_of(begin, state)
+            seconds, _, state = _timed(method, forced, start, 0)
+            idle_seconds = min(idle_seconds, seconds)
+
+            start = _with_caches_of(begin, state)
+            seconds, rounds, state = _timed(method, forced, start, ROUNDS)
+            if seconds / rounds < fastest_seconds[i] / fastest_rounds[i]:
+                fastest_seconds[i] = seconds
+                fastest_rounds[i] = rounds
+
+    per_round = []
+    for seconds, rounds in zip(fastest_seconds, fastest_rounds, strict=True):
+        # Starting a program is no part of a round. At least a tenth is left: a clock too coarse to
+        # tell the two apart must not make plain rounds free.
+        per_round.append(max(seconds - idle_seconds, seconds / 10) / rounds)
+    relative = np.minimum.accumulate(per_round[::-1])[::-1]
     return tuple((relative / relative[0]).tolist()), state
 
 
 def _timed(
     method: AutoLength, inputs: Inputs, state: DecodeState, rounds: int
 ) -> tuple[float, int, DecodeState]:
-    """Seconds of up to so many rounds, as many as the positions have room for; these, and the
-    state."""
-    before = jax.block_until_ready(state).stats.rounds.max()
-    began = time.perf_counter()
-    state = run_rounds(method)(inputs, state, np.int32(rounds), np.zeros(len(state.length), bool))
-    jax.block_until_ready(state)
-    spent = time.perf_counter() - began
-    return spent, max(1, int(state.stats.rounds.max() - before)), state
+    """Runs up to ``rounds`` rounds, as many as the capacity allows.
 
-
-def _begin(method: AutoLength, state: DecodeState) -> DecodeState:
-    """The state without its caches, every row live and its text periodic.
-
-    Lengths are as they are: rounds write above what the caches hold of each row, but for its last
-    two tokens, which every round feeds again.
+    Returns their seconds, how many they were (at least 1), and the state.
     """
-    # Of the state's own arrays, so that they lie on the devices where those lie.
-    return jax.tree.map(
-        lambda x: None if _is_cache(x) else jnp.copy(x),
-        state.replace(
-            tokens=0 * state.tokens + jnp.arange(state.capacity, dtype=jnp.int32) % PERIOD,
-            max_length=0 * state.length + state.capacity,
-            finish=0 * state.finish + RUNNING,
-            method_state=state.method_state.replace(read=state.length - 2),
-        ),
-        is_leaf=_is_cache,
+    before = jax.block_until_ready(state).stats.rounds.max()
+    seen = np.zeros(len(state.length), bool)
+    began = time.perf_counter()
+    state = run_rounds(method)(inputs, state, np.int32(rounds), seen)
+    jax.block_until_ready(state)
+    seconds = time.perf_counter() - began
+    return seconds, max(1, int(state.stats.rounds.max() - before)), state
+
+
+def _timing_state(state: DecodeState) -> DecodeState:
+    """The state without its caches, every row running and its text periodic.
+
+    Lengths stay, so that the caches stay valid. Rounds write above what the caches hold of a
+    row, but for its last two tokens, which every round passes through the models again.
+    """
+    # Computed from the state's own arrays, so that the results are on the same devices.
+    periodic = state.replace(
+        tokens=0 * state.tokens + jnp.arange(state.capacity, dtype=jnp.int32) % PERIOD,
+        max_length=0 * state.length + state.capacity,
+        finish=0 * state.finish + RUNNING,
+        method_state=state.method_state.replace(read=state.length - 2),
     )
+    return _copy_without_caches(periodic)
 
 
-def _with_caches_of(kept: DecodeState, state: DecodeState) -> DecodeState:
-    """``kept``, whose caches are None, with the caches of a state."""
-    return jax.tree.map(
-        lambda now, then: now if _is_cache(now) else jnp.copy(then),
-        state,
-        kept,
-        is_leaf=_is_cache,
-    )
+def _copy_without_caches(state: DecodeState) -> DecodeState:
+    """A copy of the state, with None instead of each KV cache."""
+
+    def copy(node: Any) -> Any:
+        if is_cache(node):
+            return None
+        return jnp.copy(node)
+
+    return jax.tree.map(copy, state, is_leaf=is_cache)
 
 
-def _is_cache(node: Any) -> bool:
-    return isinstance(node, KVCache)
+def _with_caches_of(saved: DecodeState, state: DecodeState) -> DecodeState:
+    """A copy of ``saved``, which has no caches, with the caches of ``state``."""
+
+    def merge(current: Any, old: Any) -> Any:
+        if is_cache(current):
+            return current
+        return jnp.copy(old)
+
+    return jax.tree.map(merge, state, saved, is_leaf=is_cache)

@@ -1,4 +1,4 @@
-"""What a job may run, compiled before it is, for those who time it."""
+"""Warmup: compiles every program that a job may run, so that its times hold no compilation."""
 
 from __future__ import annotations
 
@@ -9,68 +9,80 @@ import numpy as np
 
 from specjax.core import loop
 from specjax.core.warp import Sampling
-from specjax.models.cache import bucket, bucket_below
+from specjax.models.cache import bucket
 from specjax.runtime.engine import Engine, Request
 from specjax.runtime.scheduler import Bounds, Scheduler
 
 
 def warm_up(
-    engine: Engine, size: int, sampling: Sampling, rows: Sequence[Request], kept: int = 0
+    engine: Engine, size: int, sampling: Sampling, requests: Sequence[Request], prefixes: int = 0
 ) -> None:
-    """Compiles what decoding these rows, ``size`` at a time, may run, whenever each ends.
+    """Compiles what decoding these requests, ``size`` at a time, may run.
 
-    Rounds of methods that the host drives compile as they are needed.
+    The order in which requests end does not matter: every capacity bucket is visited. The
+    exception is the rounds of host-driven methods, which compile when they are first needed.
     """
-    scheduler = Warmup(engine, size, sampling, Bounds.of(rows), kept=kept)
-    scheduler.first_rounds(rows)
-    scheduler.beginnings(rows)
-    if len(rows) > size or kept:
-        scheduler.prefill(rows[0])
-    scheduler.buckets(rows)
+    scheduler = Warmup(engine, size, sampling, Bounds.of(requests), prefixes=prefixes)
+    scheduler.run_first_rounds(requests)
+    scheduler.start_batches(requests)
+    if len(requests) > size or prefixes:
+        scheduler.prefill_chunks(requests[0])
+    scheduler.visit_buckets(requests)
 
 
 class Warmup(Scheduler):
-    """A scheduler that runs each of its programs once, for the sake of their compilation."""
+    """A scheduler that runs each of its programs once, to compile it.
 
-    def first_rounds(self, rows: Sequence[Request]) -> None:
-        """All rows, ended after one round or two."""
-        short = (dataclasses.replace(row, budget=1 + i % 2) for i, row in enumerate(rows))
+    It subclasses Scheduler because a program is compiled for exact arguments: static options,
+    shapes and dtypes. What builds them for the job has to build them here as well.
+    """
+
+    def run_first_rounds(self, requests: Sequence[Request]) -> None:
+        """Decodes all requests with budgets of one or two tokens, so that slots are reused."""
+        short = (
+            dataclasses.replace(request, budget=1 + i % 2) for i, request in enumerate(requests)
+        )
         for _ in self.run(short, rounds=1):
             pass
 
-    def beginnings(self, rows: Sequence[Request]) -> None:
-        """A prefill of all batch slots for each width of a pass and each bucket that there may
-        be."""
-        begins = {}
-        for tokens, row in {len(row.tokens): row for row in rows}.items():
+    def start_batches(self, requests: Sequence[Request]) -> None:
+        """Prefills all batch slots at once, for each pair of chunk size and capacity bucket."""
+        one_per_length = {len(request.tokens): request for request in requests}
+        one_per_program = {}
+        for tokens, request in one_per_length.items():
             chunk = self._engine.chunk_size(tokens, self._size)
-            begins[chunk, loop.first_capacity(self._method, tokens, row.budget, chunk)] = row
-        for row in begins.values():
-            self._start([row])
+            method = self._engine.method
+            capacity = loop.first_capacity(method, tokens, request.budget, chunk)
+            one_per_program[chunk, capacity] = request
+        for request in one_per_program.values():
+            self._start_batch([request])
 
-    def prefill(self, row: Request) -> None:
-        """Pieces of every width, of a prefilled request whose prompt is partly known, too."""
-        self._prefill.warm_up(row, self._largest_chunk)
+    def prefill_chunks(self, request: Request) -> None:
+        """Prefills chunks of every size, and a prompt with a known prefix."""
+        self._prefill.warm_up(request, self._largest_chunk)
 
-    def buckets(self, rows: Sequence[Request]) -> None:
-        """A prefilled request and no round in every bucket that rows may need, up and down."""
-        least = bucket(min(len(row.tokens) for row in rows) + self._method.round_positions)
-        most = bucket(Bounds.of(rows).total + self._method.round_positions)
-        for capacity in (self._full_length,) * 2 if self._full_length else (least, most, least):
-            while True:
-                self._bucket()
-                if self._state.capacity == capacity:
-                    break
-                up = capacity > self._state.capacity
-                self._move(
-                    bucket(self._state.capacity + 1) if up else bucket_below(self._state.capacity)
-                )
+    def visit_buckets(self, requests: Sequence[Request]) -> None:
+        """Moves through all capacity buckets that the requests may need, up and down again.
 
-    def _bucket(self) -> None:
-        if self._prefill.state is not None:
-            row = np.zeros(self._engine.shares, np.int32)
-            fill_slots = loop.fill_slots(self._method)
-            self._state = fill_slots(self._prefill.inputs, self._state, self._prefill.state, row)
-        if not self._method.host_driven:
-            run, seen = loop.run_rounds(self._method), np.zeros(self._size, bool)
-            self._state = run(self._inputs, self._state, np.int32(0), seen)
+        Both directions, because growing to a bucket and shrinking to it are two programs.
+        """
+        round_positions = self._engine.method.round_positions
+        shortest = min(len(request.tokens) for request in requests)
+        smallest = bucket(shortest + round_positions)
+        largest = bucket(Bounds.of(requests).total + round_positions)
+        fixed = self._runner.fixed_capacity
+        targets = (smallest, largest, smallest) if fixed is None else (fixed, fixed)
+        for capacity in targets:
+            self._run_programs_of_bucket()
+            while self._runner.state.capacity != capacity:
+                self._runner.resize_one_step(capacity)
+                self._run_programs_of_bucket()
+
+    def _run_programs_of_bucket(self) -> None:
+        """Fills a batch slot on each device, and runs no round."""
+        if self._prefill.started:
+            slots_per_device = self._size // self._engine.data_parallel_size
+            self._runner.fill_slots(self._prefill, range(0, self._size, slots_per_device))
+        if not self._engine.method.host_driven:
+            seen = np.zeros(self._size, bool)
+            self._runner.run_rounds(0, seen, requests=[None] * self._size)

@@ -1,5 +1,7 @@
-"""Decoding on eight simulated devices gives what one gives. Run by test_mesh.py, in a process that
-has them."""
+"""Decoding on eight simulated devices gives what one device gives.
+
+test_mesh.py runs this file in a process that has eight.
+"""
 
 import json
 import re
@@ -49,8 +51,8 @@ def spread(models, **axes):
 
 @pytest.mark.parametrize("name", some(sj.methods(), FEW))
 def test_every_method(name, target, draft):
-    # With four, two devices hold the same key head; tables of 98 rows divide by two, where models
-    # are run in each of the ways there are: a tree, rows of beams, and below a chain.
+    # With four devices, two have the same key head. Tables of 98 rows are split over two, but not
+    # over four: so a tree and beams run over two as well. Chains over two are below.
     shares = (2, 4) if name in ("specinfer", "beam") else (4,)
     many = [spread((target, draft), data=2, model=n) for n in shares]
     spec = sj.method(name)
@@ -67,7 +69,7 @@ def test_every_method(name, target, draft):
             for p, q in ((target, draft), *many)
         )
         for other in others:
-            same(one, other, counters=name != "suffix")  # which drafts from the rows of its device
+            same(one, other, counters=name != "suffix")  # it drafts from the rows of its own device
 
 
 @pytest.mark.slow
@@ -85,7 +87,7 @@ def test_gated_adapters_are_split_as_their_weights(name):
 
 @pytest.mark.slow
 def test_each_device_sizes_its_drafts(target, draft):
-    """By costs as measured there; greedy tokens do not depend on it."""
+    """By the costs that are measured there; greedy tokens do not depend on them."""
     many = spread((target, draft), data=2, model=2)
     options = {"method": "speculative", "max_new_tokens": 20, "batch_size": 4}
     one = sj.generate(target, PROMPTS * 2, draft=draft, **options)
@@ -96,21 +98,21 @@ def test_each_device_sizes_its_drafts(target, draft):
 
 
 def test_slots_are_reused_on_every_device(target, draft):
-    """Refilled, of one prompt, and of prompts that begin alike."""
+    """For different prompts, and for prompts with a common prefix."""
     many = spread((target, draft), data=2, model=2)
     options = {"method": "speculative", "sampling": SAMPLED, "batch_size": 3}
-    beginning = list(range(20, 50))
+    prefix = list(range(20, 50))
     for prompts, budgets in (
         ([[1 + i] * (1 + i % 4) for i in range(9)], [3, 19, 1, 7, 2, 12, 1, 4, 9]),
-        ([beginning, *([*beginning, i, i] for i in range(5))], 6),
+        ([prefix, *([*prefix, i, i] for i in range(5))], 6),
     ):
         one, two = (
             sj.generate(p, prompts, draft=q, max_new_tokens=budgets, **options)
             for p, q in ((target, draft), many)
         )
         same(one, two)
-        assert two.occupancy > 0.5  # of the first job fixed batches would have 0.36
-    # Each device feeds the beginning once.
+        assert two.occupancy > 0.5  # without reuse the first job would have 0.36
+    # Each device prefills the common prefix once.
     assert sorted(two.cached_tokens)[:2] == [0, 0] and sorted(two.cached_tokens)[2] >= 29
 
 
@@ -122,7 +124,7 @@ def test_every_family(name):
 
 
 def test_a_head(target):
-    """Its rows take seats, beside a target that is split as it is."""
+    """In reused batch slots, with head and target split."""
     head = fitted_head(target, np.arange(90), (0, 1))
     prompts = [[1 + i] * (1 + i % 4) for i in range(5)]
     options = {"drafter": "head", "rule": "speculative", "sampling": SAMPLED, "batch_size": 2}
@@ -170,16 +172,18 @@ def test_the_next_bucket_stays_split(target, draft):
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "speculative"])
-def test_devices_meet_twice_per_layer_and_at_the_tables(method, target, draft):
+def test_collectives_are_two_per_layer_and_the_tables(method, target, draft):
     built, inputs, state = start(*spread((target, draft), model=2), method)
     compiled = loop.run_rounds(built).lower(inputs, state, np.int32(5)).compile()
-    found = re.findall(r" (all-[a-z-]+|collective-permute|reduce-scatter)\(", compiled.as_text())
-    # Layers of each pass in the program; a draft's first pass is one of its own.
+    collectives = re.findall(
+        r" (all-[a-z-]+|collective-permute|reduce-scatter)\(", compiled.as_text()
+    )
+    # Layers of each pass in the program; the first draft pass is apart from the others.
     layers = [2] if method == "autoregressive" else [2, 1, 1]
-    # And one behind the loop, for the counter of passes.
-    assert found.count("all-reduce") == sum(2 * count + 1 for count in layers) + 1
-    assert found.count("all-gather") == len(layers)
-    assert len(found) == sum(2 * count + 2 for count in layers) + 1
+    # And one after the loop, for the counter of passes.
+    assert collectives.count("all-reduce") == sum(2 * count + 1 for count in layers) + 1
+    assert collectives.count("all-gather") == len(layers)
+    assert len(collectives) == sum(2 * count + 2 for count in layers) + 1
 
 
 def test_each_device_holds_its_share_of_a_loaded_model(tiny_pair_dirs):
@@ -201,7 +205,7 @@ def test_the_program(tiny_pair_dirs, tmp_path):
     target, draft = tiny_pair_dirs
     lines = [{"prompt": f"def f{i}(" + "x, " * i} for i in range(5)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = []
+    token_ids = []
     for name, mesh in (("one", []), ("many", ["--mesh", "model=4,data=2"])):
         out = tmp_path / f"{name}.jsonl"
         assert (
@@ -226,13 +230,13 @@ def test_the_program(tiny_pair_dirs, tmp_path):
             )
             == 0
         )
-        found.append([json.loads(line)["token_ids"] for line in out.read_text().splitlines()])
-    assert found[0] == found[1] and len(found[0]) == 5
+        token_ids.append([json.loads(line)["token_ids"] for line in out.read_text().splitlines()])
+    assert token_ids[0] == token_ids[1] and len(token_ids[0]) == 5
 
 
 @pytest.mark.parametrize("methods", some(["speculative", "specinfer,mentored"], []))
 def test_the_bench(methods, tiny_pair_dirs, tmp_path, monkeypatch, capsys):
-    """Its tokens and what they are worth; and it times the passes of split models."""
+    """The bench has equal tokens and metrics, and times the passes of split models."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "def one(x):"}\n{"prompt": "def two(y):"}\n')
     monkeypatch.setattr("infer.timing.CURVE", (1,))
     measured, reports, measure = [], [], benchmark.measure
@@ -242,7 +246,9 @@ def test_the_bench(methods, tiny_pair_dirs, tmp_path, monkeypatch, capsys):
         return measured[-1]
 
     monkeypatch.setattr(benchmark, "measure", noted)
-    monkeypatch.setattr("infer.bench.timed_cases.warm_up", lambda *_: None)  # seconds say nothing
+    monkeypatch.setattr(
+        "infer.bench.timed_cases.warm_up", lambda *_: None
+    )  # times are not compared
     for mesh in ([], ["--mesh", "data=2,model=2"]):
         models = ["--target", tiny_pair_dirs[0], "--draft", tiny_pair_dirs[1]]
         asked = ["--prompts", str(tmp_path / "in.jsonl"), "--methods", methods, "--repeats", "1"]
@@ -285,7 +291,7 @@ MUTANTS = {
 
 
 def forget_programs():
-    """What is traced next is traced anew."""
+    """Clears all traces, so that what runs next is traced again."""
     jax.clear_caches()
     loop.prefill_prompts.cache_clear()
     loop.run_rounds.cache_clear()

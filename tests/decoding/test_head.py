@@ -369,9 +369,9 @@ def gap_behind_another(prompt: np.ndarray, parts: int) -> float:
     other = np.append(prompt[:parts], (prompt[parts:] + 1) % VOCAB).astype(np.int32)
     states = []
     for rows in ([other, prompt], [prompt]):
-        prefill = Prefill(engine, sj.Sampling(), 128, False, kept=1)
+        prefill = Prefill(engine, sj.Sampling(), 128, False, prefixes=1)
         for tokens in rows:
-            prefill.open([Request(tokens, 4, jax.random.key(0))])
+            prefill.begin([Request(tokens, 4, jax.random.key(0))])
             while not prefill.done:
                 prefill.run_chunk()
         states.append(prefill.state)

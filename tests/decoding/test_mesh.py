@@ -1,4 +1,4 @@
-"""Decoding over several devices. What needs them runs in a process that has eight, simulated."""
+"""Decoding on several devices; eight_devices.py runs in a process that simulates eight."""
 
 import os
 import subprocess
@@ -23,9 +23,9 @@ CASES = Path(__file__).with_name("eight_devices.py")
 def test_eight_devices_give_what_one_gives(which):
     devices = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     command = [sys.executable, "-m", "pytest", CASES, "-m", which, "-p", "no:xdist", "-rf"]
-    found = subprocess.run(command, env=devices, capture_output=True, text=True, cwd=CASES.parent)
-    assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
-    assert " passed" in found.stdout and "skipped" not in found.stdout
+    result = subprocess.run(command, env=devices, capture_output=True, text=True, cwd=CASES.parent)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout and "skipped" not in result.stdout
 
 
 def test_shares_add_up():
@@ -64,17 +64,19 @@ def test_the_plan_counts_what_each_device_holds(key_heads, tmp_path):
     params = init_params(cfg, jax.random.key(0))
     save_pretrained(tmp_path, cfg, params)
     plan = make_plan({"target": str(tmp_path)}, "float32", 2**20, {"data": 3, "model": 4})
-    held = 0
+    weight_bytes = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(fuse(params)):
         share = 1 if "norm" in str(path) else 4
-        held += leaf.size * 4 // share
-    # Key heads that two devices share are held by both.
+        weight_bytes += leaf.size * 4 // share
+    # If two devices share a key head, both have its weights.
     copies = max(4 // key_heads, 1) - 1
-    held += copies * 2 * 2 * (cfg.head_dim * key_heads * cfg.hidden_size) * 4 // 4
-    assert plan["weight_bytes_per_device"] == held
+    weight_bytes += copies * 2 * 2 * (cfg.head_dim * key_heads * cfg.hidden_size) * 4 // 4
+    assert plan["weight_bytes_per_device"] == weight_bytes
     cache = init_cache(split_config(cfg, 4), 1, 128, "float32")
     row = sum(x.nbytes for x in jax.tree.leaves(cache))
-    assert plan["largest_batch_by_tokens_per_row"][128] == ((int(0.9 * 2**20) - held) // row * 3)
+    assert plan["largest_batch_by_tokens_per_row"][128] == (
+        (int(0.9 * 2**20) - weight_bytes) // row * 3
+    )
 
 
 BAD = {

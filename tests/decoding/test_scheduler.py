@@ -1,5 +1,4 @@
-"""Running requests: a row that takes the batch slot of another is the row alone, and prompts are
-shared."""
+"""The scheduler: a request in a reused batch slot decodes as if alone, and prefixes are shared."""
 
 import dataclasses
 
@@ -14,13 +13,13 @@ from specjax.core import loop
 from specjax.runtime import prefix_cache, scheduler
 from specjax.runtime.engine import Request
 from specjax.runtime.generate import make_engine, make_rows
-from specjax.runtime.prefix_cache import LEAST, Prefixes, in_common
+from specjax.runtime.prefix_cache import MIN_PREFIX, PrefixCache, common_prefix
 
 RNG = np.random.Generator(np.random.Philox(4))
 PROMPTS = [RNG.integers(0, 97, n).tolist() for n in (3, 12, 1, 9, 7, 14, 2, 11, 40)]
 BUDGETS = [5, 21, 1, 30, 2, 9, 14, 3, 17]
 SAMPLING = sj.Sampling(temperature=0.8, top_k=20, top_p=0.9)
-FAST = ("autoregressive",)  # test_golden batch slots rows of every method in scheduler
+FAST = ("autoregressive",)  # test_golden runs every method in reused batch slots
 SLOW = ("speculative", "sdsat", "specinfer")
 
 
@@ -31,8 +30,8 @@ def run(target, draft, name, **kw):
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_a_request_in_a_reused_slot_is_the_request_alone(target, draft, name):
-    """Tokens, log-probabilities and counters; at batch size 1 every row begins by itself."""
-    logprobs = name not in FAST  # a program of its own
+    """Tokens, log-probabilities and counters are those of batch size 1."""
+    logprobs = name not in FAST  # compiles further programs
     for sampling in (sj.Sampling(), SAMPLING):
         batched, alone = (
             run(target, draft, name, sampling=sampling, batch_size=size, logprobs=logprobs)
@@ -52,16 +51,19 @@ def test_a_request_in_a_reused_slot_is_the_request_alone(target, draft, name):
 def test_nothing_is_traced_for_a_new_row(target):
     engine = make_engine(target, None, sj.method("autoregressive"), {})
 
-    def traced():
-        made = loop.run_rounds, loop.fill_slots, loop.begin_prefill
-        programs = [make(engine.method) for make in made[:2]] + [made[2](engine.method, False)]
+    def num_traces():
+        programs = [
+            loop.run_rounds(engine.method),
+            loop.fill_slots(engine.method),
+            loop.begin_prefill(engine.method, False),
+        ]
         return [program._cache_size() for program in programs]
 
     sj.generate(target, PROMPTS, max_new_tokens=BUDGETS, batch_size=3)
-    before = traced()
+    before = num_traces()
     prompts, budgets = [PROMPTS[i % 9] for i in range(24)], [1 + 5 * (i % 7) for i in range(24)]
     sj.generate(target, prompts, max_new_tokens=budgets, batch_size=3, prefixes=0)
-    assert traced() == before and min(before) > 0
+    assert num_traces() == before and min(before) > 0
 
 
 def test_slots_are_filled_in_place(target):
@@ -81,34 +83,42 @@ def test_slots_are_filled_in_place(target):
     assert np.asarray(filled.length).tolist() == [3, 9, 1]
     np.testing.assert_array_equal(filled.cache.k[0][1], prefilled.cache.k[0][0])
     compiled = loop.fill_slots(engine.method).lower(one, filled, prefilled, np.array([1])).compile()
-    moved = compiled.memory_analysis()
-    assert moved.alias_size_in_bytes > 0.99 * sum(
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes > 0.99 * sum(
         x.nbytes for x in jax.tree.leaves(filled.replace(keys=()))
     )
 
 
 def test_occupancy_of_a_job_by_hand(target):
-    """One row of six rounds beside eight of one, two by two: two rounds are left to the one."""
+    """One request takes six rounds, eight take one round each, in the two other batch slots.
+
+    After four rounds the eight are done: the one runs alone for two.
+    """
     budgets = [1, 1, 6, 1, 1, 1, 1, 1, 1]
     out = sj.generate(target, PROMPTS, max_new_tokens=budgets, batch_size=3)
     assert out.occupancy == 14 / 18 and out.passes == 6
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_between_rounds(target, monkeypatch):
-    """No more than one passes between two rounds of live rows that are polled after each.
+    """If every round is polled, at most one chunk runs between two rounds of running requests.
 
-    A job that is polled when a row ends feeds the prompt at once.
+    If polls come only when a request ends, a prompt's chunks follow each other.
     """
     events = []
 
     def spy(name):
         real = getattr(loop, name)
 
-        def made(*arguments):
-            program = real(*arguments)
-            return lambda *given: events.append(name) or program(*given)
+        def make_recorded(*static_arguments):
+            program = real(*static_arguments)
 
-        monkeypatch.setattr(loop, name, made)
+            def run(*arguments):
+                events.append(name)
+                return program(*arguments)
+
+            return run
+
+        monkeypatch.setattr(loop, name, make_recorded)
 
     spy("prefill_chunks")
     spy("run_rounds")
@@ -128,7 +138,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_between_rounds(target, monkeypatch
 
 def test_samples_of_a_prompt_share_its_prefill(target):
     prompt = PROMPTS[-1]
-    shared, own = (
+    shared, separate = (
         sj.generate(
             target,
             [prompt],
@@ -136,69 +146,80 @@ def test_samples_of_a_prompt_share_its_prefill(target):
             batch_size=3,
             max_new_tokens=9,
             sampling=SAMPLING,
-            prefixes=kept,
+            prefixes=prefixes,
         )
-        for kept in (2, 0)
+        for prefixes in (2, 0)
     )
-    assert shared.cached_tokens == [0, 39, 39, 39, 39] and own.cached_tokens[0] == 0
-    for a, b in zip(shared.tokens, own.tokens, strict=True):
+    assert shared.cached_tokens == [0, 39, 39, 39, 39] and separate.cached_tokens[0] == 0
+    for a, b in zip(shared.tokens, separate.tokens, strict=True):
         np.testing.assert_array_equal(a, b)
     assert len({tuple(row) for row in shared.tokens}) > 1
 
 
-def test_rows_that_begin_alike_share_what_they_begin_with(target, draft, monkeypatch):
-    """Same tokens as without, for a model and its draft; one token more would be another's."""
+def test_prompts_with_a_common_prefix_share_its_cache(target, draft, monkeypatch):
+    """Tokens are those without a prefix cache; with one token too many they would not be."""
     prompts = [PROMPTS[-1][:30] + tail for tail in PROMPTS[:8]]
     kw = {"prompts": prompts, "max_new_tokens": 12, "batch_size": 3}
-    shared, own = (run(target, draft, "speculative", prefixes=n, **kw) for n in (1, 0))
-    for a, b in zip(shared.tokens, own.tokens, strict=True):
+    shared, separate = (run(target, draft, "speculative", prefixes=n, **kw) for n in (1, 0))
+    for a, b in zip(shared.tokens, separate.tokens, strict=True):
         np.testing.assert_array_equal(a, b)
     assert sorted(shared.cached_tokens)[:2] == [0, 30] and max(shared.cached_tokens) == 30
-    assert max(own.cached_tokens) == 0
-    monkeypatch.setattr(prefix_cache, "in_common", lambda a, b: 31 if in_common(a, b) else 0)
+    assert max(separate.cached_tokens) == 0
+    monkeypatch.setattr(
+        prefix_cache, "common_prefix", lambda a, b: 31 if common_prefix(a, b) else 0
+    )
     wrong = run(target, draft, "speculative", prefixes=1, **kw)
-    assert any((a != b).any() for a, b in zip(wrong.tokens, own.tokens, strict=True))
+    assert any((a != b).any() for a, b in zip(wrong.tokens, separate.tokens, strict=True))
 
 
-def test_a_prompt_that_goes_on_where_another_ended_feeds_its_last_token(target):
-    """Which is in no cache yet: here the piece before ends just in front of it."""
+def test_a_prompt_that_extends_a_cached_one_prefills_the_last_token_of_that(target):
+    """That token is in no cache yet: here the prefill chunk before ends just in front of it."""
     first = RNG.integers(0, 97, 17).tolist()
     kw = {"max_new_tokens": [20, 6], "batch_size": 2, "logprobs": True}
-    shared, own = (sj.generate(target, [first, [*first, 5]], prefixes=n, **kw) for n in (1, 0))
-    assert shared.cached_tokens == [0, 16] and own.cached_tokens == [0, 0]
-    for a, b in zip(shared.logprobs, own.logprobs, strict=True):
+    prompts = [first, [*first, 5]]
+    shared, separate = (sj.generate(target, prompts, prefixes=n, **kw) for n in (1, 0))
+    assert shared.cached_tokens == [0, 16] and separate.cached_tokens == [0, 0]
+    for a, b in zip(shared.logprobs, separate.logprobs, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-def test_the_store_keeps_so_many_and_drops_the_least_recently_used():
+def test_the_prefix_cache_drops_the_least_recently_used_entry():
     a, b, c = (np.full(40, token) for token in (1, 2, 3))
-    store, none = Prefixes(2), np.zeros(1, np.int32)
+    store, none = PrefixCache(2), np.zeros(1, np.int32)
     for name, prompt in (("a", a), ("b", b)):
-        store.keep([prompt], none, name)
-    assert store.find([a])[0] == "a"  # b is now the one used longest ago
-    store.keep([c], none, "c")
-    assert len(store) == 2 and store.find([b])[0] is None
-    assert store.find([a]) == ("a", [39]) and store.find([np.append(a, 5)]) == ("a", [39])
-    store.keep([np.append(a, 5)], np.array([40]), "hardly new")
-    assert len(store) == 2 and store.find([c])[0] == "c"
-    empty = Prefixes(0)
-    empty.keep([a], none, "a")
+        store.insert([prompt], none, name)
+    assert store.lookup([a])[0] == "a"  # b is now the one used longest ago
+    store.insert([c], none, "c")
+    assert len(store) == 2 and store.lookup([b])[0] is None
+    assert store.lookup([a]) == ("a", [39]) and store.lookup([np.append(a, 5)]) == ("a", [39])
+    store.insert([np.append(a, 5)], np.array([40]), "hardly new")
+    assert len(store) == 2 and store.lookup([c])[0] == "c"
+    empty = PrefixCache(0)
+    empty.insert([a], none, "a")
     assert len(empty) == 0
 
 
-def test_what_prompts_have_in_common():
+def test_the_common_prefix_of_prompts():
     a = np.arange(50)
-    assert in_common(a, a) == 49 and in_common(a, a[:30]) == 29 and in_common(a[:30], a) == 29
-    assert in_common(a, np.append(a[:LEAST], [0, 0])) == LEAST
-    assert in_common(a, np.append(a[: LEAST - 1], [0, 0])) == 0
-    fresh, kept = Prefixes(1), Prefixes(1)
-    kept.keep([a], np.zeros(1, np.int32), "a")
-    assert fresh.helps([a, a]) and not fresh.helps([a]) and not fresh.helps([a, a + 1])
-    assert kept.helps([a]) and not Prefixes(0).helps([a, a])
+    assert (
+        common_prefix(a, a) == 49
+        and common_prefix(a, a[:30]) == 29
+        and common_prefix(a[:30], a) == 29
+    )
+    assert common_prefix(a, np.append(a[:MIN_PREFIX], [0, 0])) == MIN_PREFIX
+    assert common_prefix(a, np.append(a[: MIN_PREFIX - 1], [0, 0])) == 0
+    fresh, kept = PrefixCache(1), PrefixCache(1)
+    kept.insert([a], np.zeros(1, np.int32), "a")
+    assert (
+        fresh.saves_a_third([a, a])
+        and not fresh.saves_a_third([a])
+        and not fresh.saves_a_third([a, a + 1])
+    )
+    assert kept.saves_a_third([a]) and not PrefixCache(0).saves_a_third([a, a])
 
 
 def test_requests_may_come_late(target):
-    """A source that has nothing now lets the running requests go on."""
+    """While the source has no request for now, the running ones go on."""
     engine = make_engine(target, None, sj.method("autoregressive"), {})
     key = jax.random.key(0)
     rows = [Request(np.array(PROMPTS[i], np.int32), 6, key, request_id=i) for i in (0, 1, 3)]
@@ -222,15 +243,15 @@ def test_requests_may_come_late(target):
         np.testing.assert_array_equal(tokens, own)
 
 
-def test_settings_of_a_row_s_own(target, draft):
-    """Greedy and drawn rows, with and without stop strings, in one scheduler; each as if alone."""
+def test_requests_may_have_their_own_sampling(target, draft):
+    """Greedy and sampled requests in one scheduler; each decodes as if alone."""
     engine = make_engine(target, draft, sj.method("speculative"), {})
     samplings = [sj.Sampling(), SAMPLING, sj.Sampling(1.2), sj.Sampling(0.5, top_k=3), None]
     prompts, size = [np.array(p, np.int32) for p in PROMPTS[:5]], 2
     made = make_rows(target, prompts, [{}] * 5, None, 5, 1, BUDGETS[:5])
     rows = [dataclasses.replace(r, sampling=s) for r, s in zip(made, samplings, strict=True)]
     bounds = scheduler.Bounds.of(rows)
-    running = scheduler.Scheduler(engine, size, sj.Sampling(0.7), bounds, logprobs=True, kept=2)
+    running = scheduler.Scheduler(engine, size, sj.Sampling(0.7), bounds, logprobs=True, prefixes=2)
     pieces = list(running.run(rows, rounds=1))
     for i, sampling in enumerate(samplings):
         alone = sj.generate(
@@ -250,20 +271,22 @@ def test_settings_of_a_row_s_own(target, draft):
         np.testing.assert_allclose(logprobs, alone.logprobs[0], atol=1e-4)
 
 
-def test_samples_of_a_prompt_that_are_drawn_otherwise_are_no_repeats():
+def test_samples_of_a_prompt_with_another_sampling_are_no_repeats():
     row = Request(np.arange(3), 5, jax.random.key(0))
     other = dataclasses.replace(row, sampling=sj.Sampling(0.5))
-    assert row.repeats(dataclasses.replace(row, key=jax.random.key(1)))
-    assert not row.repeats(other) and other.repeats(dataclasses.replace(other, request_id=3))
+    assert row.differs_only_in_key(dataclasses.replace(row, key=jax.random.key(1)))
+    assert not row.differs_only_in_key(other) and other.differs_only_in_key(
+        dataclasses.replace(other, request_id=3)
+    )
 
 
 def test_dropped_requests_free_their_slots(target):
-    """The next rows take them; the others' tokens do not change."""
+    """The next requests take the slots; the others' tokens do not change."""
     engine = make_engine(target, None, sj.method("autoregressive"), {})
     budgets = [30, 12, 25, 9, 40, 7]
     prompts = [np.array(prompt, np.int32) for prompt in PROMPTS[:6]]
     rows = make_rows(target, prompts, [{}] * 6, None, 0, 1, budgets)
-    running = scheduler.Scheduler(engine, 2, sj.Sampling(), scheduler.Bounds.of(rows), kept=1)
+    running = scheduler.Scheduler(engine, 2, sj.Sampling(), scheduler.Bounds.of(rows), prefixes=1)
     dropped, ended, polls = {0, 2, 4}, {}, []
     for pieces in running.polls(iter(rows), rounds=1):
         polls.append({piece.index for piece in pieces})
@@ -271,8 +294,9 @@ def test_dropped_requests_free_their_slots(target):
         seen = set().union(*polls) & dropped
         running.drop(seen if len(polls) > 2 else ())
     assert sorted(ended) == [1, 3, 5]
-    assert not any(0 in look for look in polls[3:])
-    assert [sum(i in look for look in polls) for i in (2, 4)] == [1, 1]  # what showed them
+    assert not any(0 in indices for indices in polls[3:])
+    # The others are dropped after their first poll.
+    assert [sum(i in indices for indices in polls) for i in (2, 4)] == [1, 1]
     want = sj.generate(target, PROMPTS[:6], max_new_tokens=budgets)
     for i, row in ended.items():
         np.testing.assert_array_equal(row.tokens[0], want.tokens[i])
@@ -285,9 +309,8 @@ def test_budgets_are_one_per_prompt(target):
         sj.generate(target, PROMPTS[:2], max_new_tokens=[1, 0])
 
 
-def test_a_row_before_leaves_nothing_behind(target):
-    """What a batch slot held is replaced or never read: its stale positions may hold anything
-    finite."""
+def test_a_reused_slot_keeps_nothing_of_its_last_request(target):
+    """Its arrays are replaced or never read: stale cache positions may be anything finite."""
     engine = make_engine(target, None, sj.method("autoregressive"), {})
     inputs, keys = engine.inputs(sj.Sampling(), 1), jax.random.split(jax.random.key(0), 1)
     start = loop.begin_prefill(engine.method, False)

@@ -161,7 +161,7 @@ def test_the_pool_holds_each_row_of_a_job_once(plain):
     scheduler = Scheduler(engine, 2, sj.Sampling(), Bounds.of(rows))
     done = {piece.index: piece.row.tokens[0] for piece in scheduler.run(rows, 99) if piece.row}
     held = []
-    for ring in np.asarray(scheduler._state.drafter_state[0].tokens):
+    for ring in np.asarray(scheduler._runner.state.drafter_state[0].tokens):
         held += [list(part) for end, part in itertools.groupby(ring, lambda x: x == -1) if not end]
     assert len(held) == len(rows)
     for prompt, (_, written) in zip(PROMPTS, sorted(done.items()), strict=True):

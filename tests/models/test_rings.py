@@ -11,7 +11,7 @@ from specjax.core import tree
 from specjax.core.tree import NO_PARENT
 from specjax.models import ModelConfig, cache, forward, init_cache, logits_of
 from specjax.models.cache import commit_path, resize, ring_capacity, row_bytes
-from specjax.runtime.prefix_cache import in_common
+from specjax.runtime.prefix_cache import common_prefix
 from support.variant_models import logits_jit
 
 WINDOW, RING_SPARE, RING = 24, 64, 96
@@ -152,7 +152,8 @@ def test_a_broken_ring_is_noticed(small, monkeypatch, fault):
         monkeypatch.setattr(cache, "write_ring", lambda x, new, at: rows(x, new, at % RING))
     else:
         monkeypatch.setattr(
-            "specjax.runtime.prefix_cache.Prefixes._shared", lambda _, a, b: in_common(a, b)
+            "specjax.runtime.prefix_cache.PrefixCache._usable_prefix",
+            lambda _, cached, prompt: common_prefix(cached, prompt),
         )
     ours = generated(*models, "speculative", sampling=sj.Sampling(1.0))
     assert any(not np.array_equal(a, b) for a, b in zip(ours, whole, strict=True))

@@ -1,0 +1,77 @@
+"""A running request's tokens as text: decoded as they come, and cut at the first stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
+
+
+class Detokenizer:
+    """Turns the tokens of one request into text and finds stop strings in it.
+
+    Attributes:
+      text: all text so far, cut before the stop string that ended it.
+      count: tokens that the request keeps: none after the one that completes a stop string.
+      stopped: whether a stop string ended the request.
+      has_stop_strings: whether there are any to find.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]):
+        # tokenizers.decoders.DecodeStream does not replace it: it has no flush, so the bytes of a
+        # character that is cut off at the end are lost, and it raises on invalid runs of bytes.
+        self._decoder = IncrementalDecoder(tokenizer) if tokenizer else None
+        self._stop = stop
+        self.has_stop_strings = bool(stop)
+        self.text = ""
+        self.count = 0
+        self.stopped = False
+        # Characters at the end that may be the beginning of a stop string.
+        self._withheld = max((len(text) - 1 for text in stop), default=0)
+        self._num_returned = 0  # characters
+
+    def add(self, tokens: np.ndarray, finished: bool) -> tuple[str, int]:
+        """New text that can be shown, and how many of ``tokens`` the request keeps.
+
+        ``finished``: these are the last tokens. Without a tokenizer the text is empty.
+        """
+        kept = self._decode(tokens)
+        self.count += kept
+
+        if finished and self._decoder and not self.stopped:
+            self.text += self._decoder.flush()
+            self._cut_at_stop()
+
+        end = len(self.text)
+        if not finished and not self.stopped:
+            end = max(self._num_returned, end - self._withheld)
+        new_text = self.text[self._num_returned : end]
+        self._num_returned = max(end, self._num_returned)
+        return new_text, kept
+
+    def _decode(self, tokens: np.ndarray) -> int:
+        """Adds the text of the tokens; returns how many come before the end of a stop string."""
+        if self._decoder is None:
+            return len(tokens)
+        if not self._stop:
+            self.text += self._decoder.push(tokens.tolist())
+            return len(tokens)
+
+        # Token by token: the one that completes a stop string is the last one that counts.
+        for count, token in enumerate(tokens.tolist(), 1):
+            self.text += self._decoder.push([token])
+            if self._cut_at_stop():
+                return count
+        return len(tokens)
+
+    def _cut_at_stop(self) -> bool:
+        """Cuts the text before its first stop string; returns whether it has one."""
+        positions = [self.text.find(text) for text in self._stop]
+        positions = [position for position in positions if position >= 0]
+        if not positions:
+            return False
+        self.text = self.text[: min(positions)]
+        self.stopped = True
+        return True

@@ -1,0 +1,212 @@
+"""The batch on the device: its state, what rounds read, and the programs that change both.
+
+:class:`BatchRunner` calls the programs of :mod:`specjax.core.loop`. It does not know which
+requests wait or why a request takes a batch slot: :mod:`specjax.runtime.scheduler` decides that.
+
+Axis legend: B batch slots, S cache positions, G requests being prefilled (one per device).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool
+
+from specjax.core import loop
+from specjax.core.loop import NO_SLOT
+from specjax.core.types import DecodeState, Inputs
+from specjax.core.warp import Sampling
+from specjax.draft.auto_length import COSTS, AutoLength
+from specjax.models.cache import bucket, bucket_below
+from specjax.runtime.engine import Engine, Request, stack_keys
+from specjax.runtime.prefill import Prefill
+from specjax.runtime.round_costs import round_costs
+from specjax.search.drivers import advance_on_host
+
+# Cache positions that a smaller bucket must have to spare before the state shrinks to it: without
+# them, one that grows again soon would be moved back and forth.
+SHRINK_MARGIN = 64
+
+
+class BatchRunner:
+    """Runs rounds of B requests and moves them between capacity buckets.
+
+    Args:
+      size: B.
+      sampling: of the requests that have none of their own.
+      fixed_capacity: S, if the method needs all positions from the start; None otherwise.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        size: int,
+        sampling: Sampling,
+        *,
+        logprobs: bool,
+        fixed_capacity: int | None,
+    ):
+        self._engine = engine
+        self._method = engine.method
+        self._size = size
+        self._sampling = sampling
+        self._logprobs = logprobs
+        self.fixed_capacity = fixed_capacity
+        self._state: DecodeState | None = None  # None until the first request runs
+        self._inputs: Inputs | None = None  # what rounds read; None until the first request runs
+        self._capacities_run: set[int] = set()  # buckets whose rounds have been compiled
+        # Relative seconds of a round per draft form, if the draft length follows costs. None:
+        # not measured yet; empty: the method has fixed lengths.
+        self._costs: float | tuple[float, ...] | None = ()
+        if engine.auto_length:
+            self._costs = engine.settings.get(COSTS)
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a state."""
+        return self._state is not None
+
+    @property
+    def state(self) -> DecodeState:
+        """The state of all batch slots. There is one once a request has been started."""
+        assert self._state is not None, "no request has been started"
+        return self._state
+
+    @property
+    def inputs(self) -> Inputs:
+        """What rounds read. It is there once a request has been started."""
+        assert self._inputs is not None, "no request has been started"
+        return self._inputs
+
+    # --- requests take batch slots -------------------------------------------------------------
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Prefills up to B requests into slots 0, 1, …, and waits until they are ready."""
+        padding = dataclasses.replace(requests[0], tokens=np.zeros(1, np.int32), budget=0)
+        rows = [*requests, *[padding] * (self._size - len(requests))]
+        self.set_inputs(rows)
+        prompts = [row.tokens for row in rows]
+        self._state = loop.start(
+            self._method,
+            self.inputs,
+            prompts,
+            np.array([row.budget for row in rows], np.int32),
+            stack_keys(rows),
+            logprobs=self._logprobs,
+            chunk=self._engine.chunk_size(max(map(len, prompts)), self._size),
+            capacity=self.fixed_capacity,
+        )
+        jax.block_until_ready(self._state)
+
+    def start_empty(self, example: Request) -> None:
+        """A state whose batch slots are all free, with room for the prompt of ``example``."""
+        self.set_inputs([example] * self._size)
+        capacity = self.fixed_capacity
+        if capacity is None:
+            capacity = bucket(len(example.tokens) + self._method.round_positions)
+        tokens = np.zeros((self._size, capacity), np.int32)
+        keys = jnp.stack([example.key] * self._size)
+        empty = loop.empty_state(self._method, self._logprobs)
+        self._state = empty(self.inputs, tokens, keys)
+
+    def fill_slots(self, prefill: Prefill, slots: Sequence[int]) -> None:
+        """Puts prefilled requests into batch slots: one per device, or ``NO_SLOT``."""
+        slots_per_device = self._size // self._engine.data_parallel_size
+        numbers = np.array(slots, np.int32)
+        local = np.where(numbers == NO_SLOT, numbers, numbers % slots_per_device)
+        fill = loop.fill_slots(self._method)
+        self._state = fill(prefill.inputs, self.state, prefill.state, local)
+
+    def set_inputs(self, requests: Sequence[Request | None]) -> None:
+        """Sets what rounds read for the requests of all batch slots; None: the slot is free."""
+        # A free slot needs some inputs, too; any request's will do.
+        example = next(request for request in requests if request)
+        rows = [request or example for request in requests]
+        if self._inputs is not None and not self._engine.inputs_depend_on(rows):
+            return
+        self._inputs = self._engine.inputs_for(rows, self._sampling)
+        if self._costs:
+            self._set_costs()
+
+    def _set_costs(self) -> None:
+        settings = self.inputs.settings | {COSTS: jnp.asarray(self._costs, jnp.float32)}
+        self._inputs = self.inputs.replace(settings=settings)
+
+    # --- capacity ------------------------------------------------------------------------------
+
+    def fit_capacity(self, longest: int, has_waiting: Callable[[], bool]) -> None:
+        """Moves the state to the bucket that a round needs if ``longest`` is the longest request.
+
+        ``has_waiting``: whether more requests wait. It is asked only if the answer matters.
+        """
+        if self.fixed_capacity is not None:
+            return
+        needed = longest + self._method.round_positions
+        smaller = bucket(needed + SHRINK_MARGIN)
+        if needed > self.state.capacity:
+            self.resize(bucket(needed))
+            return
+        # A smaller bucket that is not compiled yet costs more than it saves, unless more requests
+        # follow.
+        if smaller < self.state.capacity and (smaller in self._capacities_run or has_waiting()):
+            self.resize(smaller)
+
+    def resize(self, capacity: int) -> None:
+        """Moves the state to ``capacity``, bucket by bucket, so that few programs are compiled."""
+        while self.state.capacity != capacity:
+            self.resize_one_step(capacity)
+
+    def resize_one_step(self, capacity: int) -> None:
+        """Moves the state to the next bucket in the direction of ``capacity``."""
+        current = self.state.capacity
+        if current < capacity:
+            following = bucket(current + 1)
+        else:
+            following = bucket_below(current)
+        self._state = loop.resize_state(self.state, following)
+
+    # --- rounds --------------------------------------------------------------------------------
+
+    def run_rounds(
+        self, rounds: int, seen: Bool[np.ndarray, "B"], requests: Sequence[Request | None]
+    ) -> None:
+        """Runs up to ``rounds`` rounds; does not wait for the device.
+
+        It ends early if a row ends that is not in ``seen``. ``requests`` are those of the batch
+        slots: rewards of host-driven methods read them.
+        """
+        self._capacities_run.add(self.state.capacity)
+        if self._costs is None:
+            self._measure_costs()
+        if self._method.host_driven:
+            self._run_on_host(rounds, seen, requests)
+        else:
+            run = loop.run_rounds(self._method)
+            self._state = run(self.inputs, self.state, np.int32(rounds), seen)
+
+    def _measure_costs(self) -> None:
+        assert isinstance(self._method, AutoLength), "other methods have no costs"
+        self._costs, self._state = round_costs(self._method, self.inputs, self.state)
+        self._set_costs()
+
+    def _run_on_host(
+        self, rounds: int, seen: Bool[np.ndarray, "B"], requests: Sequence[Request | None]
+    ) -> None:
+        judge = self._engine.judge
+        assert judge is not None, "a host-driven method has a reward"
+        self._state = advance_on_host(
+            self._method,
+            self.inputs,
+            self.state,
+            rounds,
+            seen,
+            lambda state, lanes: judge.lanes(requests, state, lanes),
+        )
+
+    def free_slots(self, ended: Bool[np.ndarray, "B"], stopped: Bool[np.ndarray, "B"]) -> None:
+        """Frees the batch slots of ``ended`` requests; a text stop ended those in ``stopped``."""
+        self._state = loop.free_slots(self.state, ended, stopped)
