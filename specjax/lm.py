@@ -24,9 +24,11 @@ from specjax.models.adapters import KEY, fuse_adapters
 from specjax.models.config import as_ids
 from specjax.models.families.head import HeadConfig, usual_layers
 from specjax.models.head import share_embedding
-from specjax.models.hf.checkpoint import DELTA, DTYPES, load_config, read_json
 from specjax.models.hf.config import token_ids
 from specjax.models.hf.delta import load_delta, read_delta
+from specjax.models.hf.files import read_json
+from specjax.models.hf.layout import DELTA, DTYPES
+from specjax.models.hf.read import load_config
 from specjax.models.placement import param_specs, place, place_adapters
 from specjax.models.quantize import parse_scheme, quantize_params
 from specjax.models.sharding import AXIS, split_config

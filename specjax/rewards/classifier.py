@@ -8,8 +8,8 @@ from pathlib import Path
 
 from specjax._util.errors import OptionError, foreign, silent
 from specjax._util.files import check_entries
-from specjax.models.hf.checkpoint import read_json
 from specjax.models.hf.config import check_values
+from specjax.models.hf.files import read_json
 from specjax.rewards.protocol import Sample
 from specjax.rewards.text import OfText
 

@@ -19,7 +19,7 @@ import tokenizers
 from specjax._util.checks import TEXT, Check, either, list_of, require_all
 from specjax._util.errors import ModelError, OptionError, foreign, silent
 from specjax._util.files import check_entries
-from specjax.models.hf.checkpoint import read_json, read_text_file
+from specjax.models.hf.files import read_json, read_text_file
 from specjax.text import chat
 
 REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to

@@ -22,7 +22,8 @@ from specjax.models import ModelConfig, init_params, load_pretrained, save_pretr
 from specjax.models.families.head import D2T, T2D, HeadConfig, usual_layers
 from specjax.models.forward_pass import hidden_states
 from specjax.models.head import draft_logits, fed_back, fused_states, head_states
-from specjax.models.hf.checkpoint import WEIGHTS, to_tensors
+from specjax.models.hf.layout import WEIGHTS
+from specjax.models.hf.write import to_tensors
 from specjax.registry import Context, compose
 from specjax.runtime.engine import Engine, Request
 from specjax.runtime.prefill import Prefill
