@@ -26,7 +26,7 @@ from infer.prompts import PromptEncoder
 from specjax._util.errors import OptionError
 from specjax.metrics import expected_block_efficiency, expected_speedup, perplexity, rates
 from specjax.models import init_params, save_pretrained
-from specjax.models.families.head import HeadConfig
+from specjax.models.families.head_config import HeadConfig
 from specjax.models.hf.read import load_config
 from specjax.registry import method
 

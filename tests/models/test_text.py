@@ -275,6 +275,17 @@ def test_load_reads_everything(tiny_pair_dirs):
     assert sj.load(tiny_pair_dirs[0], "bfloat16").params["embed"].dtype == "bfloat16"
 
 
+def test_a_model_prints_as_one_line():
+    demo = sj.load("demo")
+    assert repr(demo) == "LM('demo', llama, 8.7M params, float32)"
+    # Codes count as the weights that they stand for; scales are not counted.
+    assert repr(sj.quantize(demo, "int8")) == "LM('demo, int8', llama, 8.7M params, float32)"
+    assert repr(sj.load("demo-head", "bfloat16")) == (
+        "LM('demo-head', eagle3, 1.5M params, bfloat16)"
+    )
+    assert repr(demo.net) == "Net(llama, vocab=4096, pass_width=1)"
+
+
 def test_generation_config_knows_more_eos_ids(tiny_pair_dirs, tmp_path):
     shutil.copytree(tiny_pair_dirs[0], tmp_path / "m")
     (tmp_path / "m" / "generation_config.json").write_text('{"eos_token_id": [0, 4]}')
