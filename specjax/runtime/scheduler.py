@@ -329,7 +329,7 @@ class Scheduler:
                 self._state,
                 rounds,
                 seen,
-                lambda state, lanes: self._engine.judge.lanes(rows, state, lanes),
+                lambda state, lanes: self._engine.judge.score_lanes(rows, state, lanes),
             )
         else:
             run = loop.run_rounds(self._method)
