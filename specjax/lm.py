@@ -159,8 +159,15 @@ def load(
       ModelError: the directory, id or dtype cannot be used; the message says why.
       OptionError: an argument has a wrong type or is out of range.
     """
-    dtype = resolve_dtype(dtype)
-    name = str(path_or_id)
+    model = _load(str(path_or_id), resolve_dtype(dtype), pickles, mesh, split, quantize)
+    pass_width = resolve_pass_width(pass_width)
+    return dataclasses.replace(model, pass_width=pass_width, cache_dtype=cache_dtype)
+
+
+def _load(
+    name: str, dtype: str, pickles: bool, mesh: Mesh | None, split: bool, quantize: str | None
+) -> LM:
+    """:func:`load` without the settings that change no array."""
     model_directory = locate(name, (*HUB_FILES, *PICKLES) if pickles else HUB_FILES)
     delta = read_delta(model_directory)
     directory = model_directory if delta is None else locate(delta.base)
@@ -191,8 +198,6 @@ def load(
         vocab_limit=_vocab_limit(config, tokenizer),
         source=name,
         mesh=mesh,
-        pass_width=resolve_pass_width(pass_width),
-        cache_dtype=cache_dtype,
         adapters=adapters,
     )
 
