@@ -108,12 +108,11 @@ def check(
       OptionError: an argument cannot be used, or ``draw`` gives another shape or other tokens.
     """
     law = joint(next_p, vocab, length)
-    _check_outcomes(law.reshape(-1) * samples)  # before anything is drawn
+    expected = law.reshape(-1) * samples
+    _pool(expected, expected)  # raises, if it must, before anything is drawn
     tokens = np.asarray(draw(samples, seed))
     if tokens.shape != (samples, length):
-        raise OptionError(
-            f"draw gave shape {tokens.shape}; [{samples}, {length}] tokens are wanted"
-        )
+        raise OptionError(f"draw gave shape {tokens.shape}, expected tokens [{samples}, {length}]")
     caught = {}
     if next_q is not None:
         for slip in SLIPS:
@@ -198,23 +197,21 @@ def power(
 
 
 def _pool(all_expected: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The values of the cells, float64, where cells that expect too few counts are one.
+    """The values of the cells, float64; those that expect too few counts are summed into one cell.
 
     A cell that expects nothing is left out.
+
+    Raises:
+      OptionError: a single cell is left.
     """
-    _check_outcomes(all_expected)
-    small = all_expected < MIN_EXPECTED
-    expected = np.append(all_expected[~small], all_expected[small].sum())
-    pooled = np.append(values[~small], values[small].sum())
-    return pooled[expected > 0].astype(np.float64)
-
-
-def _check_outcomes(all_expected: np.ndarray) -> None:
-    """Refuses a distribution that leaves a single cell after pooling."""
     small = all_expected < MIN_EXPECTED
     expected = np.append(all_expected[~small], all_expected[small].sum())
     if np.sum(expected > 0) < 2:
-        raise OptionError("a law with one outcome tests nothing; give longer or likelier sequences")
+        raise OptionError(
+            "a distribution with one outcome tests nothing; give longer or likelier sequences"
+        )
+    pooled = np.append(values[~small], values[small].sum())
+    return pooled[expected > 0].astype(np.float64)
 
 
 # --- the usual mistakes of speculative sampling ----------------------------------------------
@@ -366,8 +363,10 @@ def _probabilities(next_law: NextLaw, prefixes: np.ndarray, vocab: int) -> np.nd
     """
     rows = np.asarray(next_law(prefixes), np.float64)
     if rows.shape != (len(prefixes), vocab):
-        raise OptionError(f"a law gave shape {rows.shape}; [{len(prefixes)}, {vocab}] is wanted")
+        raise OptionError(
+            f"a distribution has shape {rows.shape}, expected [{len(prefixes)}, {vocab}]"
+        )
     total = rows.sum(-1, keepdims=True)
     if not ((rows >= 0).all() and np.allclose(total, 1, atol=1e-4)):
-        raise OptionError("a law gave rows that are no probabilities; normalize them")
+        raise OptionError("a distribution has rows that are no probabilities; normalize them")
     return rows / total

@@ -251,8 +251,8 @@ def own_draft(target: LM, name: str) -> LM:
     """
     if not name.startswith(SELF):
         raise OptionError(
-            f"draft={shown(name)}: expected a model, or {SELF}int4, {SELF}int8, {SELF}fp8: the "
-            "target's own copy"
+            f"draft={shown(name)}: expected a model, or {SELF}int4, {SELF}int8 or {SELF}fp8, a "
+            "quantized copy of the target"
         )
     return dataclasses.replace(quantize(target, name.removeprefix(SELF)), source=name)
 

@@ -144,7 +144,7 @@ class Lexical:
             words = self.words_of(row_constraints)
             if not words:
                 raise OptionError(
-                    f"reward {self.name}: there are no words to look for; give "
+                    f"reward {self.name}: there are no words to find; give "
                     f"--reward {self.name}:WORD,WORD or --task"
                 )
             if len(words) > MAX_WORDS:

@@ -126,8 +126,8 @@ def load_delta(
     """
     if fingerprint(base) != delta.fingerprint:
         raise ModelError(
-            f"{directory}: it was made for {delta.base}, and the weights in {base} are others by "
-            f"now; restore them, or let {NOTE} name where they are"
+            f"{directory}: it was made for {delta.base}, but the weights in {base} have changed; "
+            f"restore them, or correct the base in {NOTE}"
         )
     shapes = _flatten(_adapter_shapes(directory, delta, cfg))
     path = directory / TENSORS
