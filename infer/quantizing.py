@@ -11,7 +11,9 @@ from infer.unpickle import copy_rest
 from specjax._util.errors import InputError, ModelError
 from specjax.lm import locate
 from specjax.models import load_pretrained
-from specjax.models.hf.checkpoint import WEIGHTS, read_json, save_quantized
+from specjax.models.hf.files import read_json
+from specjax.models.hf.layout import WEIGHTS
+from specjax.models.hf.write import save_quantized
 from specjax.models.quantization import parse_scheme
 
 TOKENIZER = "tokenizer.json"

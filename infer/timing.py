@@ -18,7 +18,7 @@ from specjax.core.mesh import replicated
 from specjax.core.net import Net
 from specjax.lm import attach
 from specjax.models.cache import bucket
-from specjax.models.families.head import HeadConfig
+from specjax.models.families.head_config import HeadConfig
 from specjax.models.forward_pass import forward
 from specjax.models.head import draft_logits, fused_states
 

@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 
 from specjax._util.errors import InputError, ModelError, foreign
 from specjax._util.files import aside, write_text
-from specjax.models.hf.checkpoint import INDEX, WEIGHTS, read_weight_map
+from specjax.models.hf.files import read_weight_map
+from specjax.models.hf.layout import INDEX, WEIGHTS
 from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX, read_pickle
 
 KEPT = ("*.json", "*.jinja", "tokenizer.model")

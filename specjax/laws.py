@@ -1,14 +1,17 @@
-"""Does a sampler have the law that it should? An exact test, for our samplers and anybody's.
+"""An exact test of whether a sampler has the right distribution: for our samplers and others.
 
-Over a small vocabulary the law of the first L tokens can be written down: V^L sequences, each with
-the product of its conditionals. :func:`check` draws many sequences, holds their counts against
-that law by Pearson's chi-square, and says what the test is worth: the chance that a right sampler
-fails it (``alpha``), and the chance that each of the usual slips in speculative sampling would be
-found (``caught``), from the slip's own exact law.
+Over a small vocabulary the distribution of the first L tokens can be written down. It has V^L
+sequences, each with the product of its conditional probabilities. :func:`check` draws many
+sequences and compares their counts with it, by Pearson's chi-square. It also says what the test is
+worth:
 
-A conditional law is a function of prefixes: int ``[N, n]`` to probabilities ``[N, V]``, called once
-for each n below L, with all V^n prefixes. A sampler that ends rows gives the end again and again,
-and its law says so. Sums are in float64.
+- ``alpha``: the probability that a right sampler fails.
+- ``caught``: for each usual mistake in speculative sampling, the probability that the test would
+  find it. It is computed from the exact distribution that the mistake leads to.
+
+A sampler's conditional distribution is a function from prefixes, int ``[N, n]``, to probabilities
+``[N, V]``. It is called once for each n below L, with all V^n prefixes. A sampler that ends rows
+repeats the end token, and its distribution must say so. Sums are in float64.
 
 Axis legend: N prefixes or samples, L tokens, V vocabulary, γ draft length.
 """
@@ -28,12 +31,13 @@ from specjax.core.net import Net
 from specjax.core.warp import Sampling, warp
 from specjax.lm import LM
 
-NextLaw = Callable[[np.ndarray], np.ndarray]
-Draw = Callable[[int, int], np.ndarray]
-SAMPLES, ALPHA = 200_000, 1e-6
-FEWEST = (
-    5  # cells that expect fewer are pooled: chi-square's law is the statistic's only in the limit
-)
+NextLaw = Callable[[np.ndarray], np.ndarray]  # prefixes [N, n] → probabilities [N, V]
+Draw = Callable[[int, int], np.ndarray]  # (samples, seed) → tokens [samples, L]
+SAMPLES = 200_000
+ALPHA = 1e-6
+# Cells that expect fewer counts are pooled: the statistic has chi-square's distribution only in the
+# limit of many counts.
+MIN_EXPECTED = 5
 
 
 CHANCE = ArgSpec(float, above=0, below=1)
@@ -41,10 +45,14 @@ CHANCE = ArgSpec(float, above=0, below=1)
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What :func:`check` found.
+    """The result of :func:`check`.
 
-    ``p_value``: of the counts under the exact law. ``caught``: by slip, the chance that this test
-    finds it; empty without a draft's law.
+    Attributes:
+      p_value: of the counts under the exact distribution.
+      alpha: the probability that a right sampler fails.
+      samples: sequences drawn.
+      outcomes: V^L, the possible sequences.
+      caught: for each mistake, the probability that this test finds it; empty without ``next_q``.
     """
 
     p_value: float
@@ -55,11 +63,13 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """A right sampler passes but for a chance of ``alpha``."""
+        """Whether the sampler passed; a right one fails with probability ``alpha``."""
         return self.p_value >= self.alpha
 
     def __str__(self) -> str:
-        verdict = "has the law" if self.passed else "does NOT have the law"
+        verdict = "does NOT have the distribution"
+        if self.passed:
+            verdict = "has the distribution"
         lines = [
             f"{verdict}: p = {self.p_value:.2g} over {self.samples:,} samples of {self.outcomes:,} "
             f"sequences; a right sampler fails with probability {self.alpha:g}"
@@ -84,43 +94,48 @@ def check(
     """Tests whether ``draw`` samples from p.
 
     Args:
-      draw: ``(samples, seed)`` to int ``[samples, length]``, independent rows.
-      next_p: p of the next token, see the module.
-      vocab: V; the test needs few tokens: V^L is at most 10⁶.
-      length: L; longer than γ + 1 it sees more than one round.
-      next_q: q of the next token, for ``caught`` alone.
-      gamma: draft length of the slips in ``caught``.
-      samples: sequences drawn.
-      alpha: the chance that a right sampler fails.
-      seed: handed to ``draw``.
+      draw: a function of ``(samples, seed)`` that gives int ``[samples, length]``, its rows
+        independent.
+      next_p: p of the next token, as the module describes it.
+      vocab: V. The test needs a small one: V^L is at most 10⁶.
+      length: L. If it is more than γ + 1, the test sees more than one round.
+      next_q: q of the next token. Only ``caught`` uses it.
+      gamma: the draft length of the mistakes in ``caught``.
+      samples: sequences to draw.
+      alpha: the probability that a right sampler fails.
+      seed: passed to ``draw``.
     Raises:
-      OptionError: an argument cannot be used, or ``draw`` gives something else.
+      OptionError: an argument cannot be used, or ``draw`` gives another shape or other tokens.
     """
     law = joint(next_p, vocab, length)
-    _pooled(law.reshape(-1) * samples)  # said before anything is drawn
+    expected = law.reshape(-1) * samples
+    _pool(expected, expected)  # raises, if it must, before anything is drawn
     tokens = np.asarray(draw(samples, seed))
     if tokens.shape != (samples, length):
-        raise OptionError(
-            f"draw gave shape {tokens.shape}; [{samples}, {length}] tokens are wanted"
-        )
+        raise OptionError(f"draw gave shape {tokens.shape}, expected tokens [{samples}, {length}]")
     caught = {}
     if next_q is not None:
         for slip in SLIPS:
             other = speculative_joint(next_p, next_q, vocab, length, gamma, slip)
             caught[slip] = power(law, other, samples, alpha)
-    found = p_value(histogram(tokens, vocab), law)
-    return Report(found, alpha, samples, law.size, caught)
+    return Report(
+        p_value=p_value(histogram(tokens, vocab), law),
+        alpha=alpha,
+        samples=samples,
+        outcomes=law.size,
+        caught=caught,
+    )
 
 
 def joint(next_p: NextLaw, vocab: int, length: int) -> np.ndarray:
-    """The law of the first L tokens: float64 ``[V] * L``, its sum 1.
+    """The distribution of the first L tokens: float64 ``[V] * L``, which sums to 1.
 
     Raises:
       OptionError: there are too many sequences, or ``next_p`` gives no probabilities.
     """
     law = np.ones(1)
     for prefixes in _prefixes(vocab, length):
-        law = (law[:, None] * _rows(next_p, prefixes, vocab)).reshape(-1)
+        law = (law[:, None] * _probabilities(next_p, prefixes, vocab)).reshape(-1)
     return law.reshape((vocab,) * length)
 
 
@@ -139,51 +154,77 @@ def histogram(tokens: np.ndarray, vocab: int) -> np.ndarray:
 
 
 def p_value(counts: np.ndarray, law: np.ndarray) -> float:
-    """Pearson's chi-square of counts against an exact law; cells that expect under 5 are pooled.
+    """The p-value of counts under an exact distribution, by Pearson's chi-square test.
 
-    A count where the law is zero gives 0: it cannot happen.
+    Cells that expect fewer than 5 counts are pooled. If an outcome of probability 0 was counted,
+    the p-value is 0.
 
+    Args:
+      counts: of each outcome, any shape.
+      law: the probability of each outcome, of the same shape.
     Raises:
-      OptionError: the law has one outcome, which tests nothing.
+      OptionError: the distribution has one outcome, which tests nothing.
     """
-    counts, law = counts.reshape(-1), law.reshape(-1)
+    counts = counts.reshape(-1)
+    law = law.reshape(-1)
     if counts[law == 0].any():
         return 0.0
-    want, seen = _pooled(law * counts.sum(), law * counts.sum(), counts)
-    return float(chdtrc(len(want) - 1, np.sum((seen - want) ** 2 / want)))
+    all_expected = law * counts.sum()
+    expected = _pool(all_expected, all_expected)
+    observed = _pool(all_expected, counts)
+    statistic = np.sum((observed - expected) ** 2 / expected)
+    return float(chdtrc(len(expected) - 1, statistic))
 
 
 def power(
     law: np.ndarray, other: np.ndarray, samples: int = SAMPLES, alpha: float = ALPHA
 ) -> float:
-    """The chance that the test refuses a sampler whose law is ``other`` (noncentral chi-square)."""
-    law, other = law.reshape(-1), other.reshape(-1)
+    """The probability that the test refuses a sampler with the distribution ``other``.
+
+    It follows from the noncentral chi-square distribution of the statistic.
+    """
+    law = law.reshape(-1)
+    other = other.reshape(-1)
+    all_expected = law * samples
+    expected = _pool(all_expected, all_expected)
+    observed = _pool(all_expected, other * samples)
+    noncentrality = np.sum((observed - expected) ** 2 / expected)
+    threshold = chdtri(len(expected) - 1, alpha)
+    # The sampler passes if the statistic is low and no impossible outcome was drawn.
     impossible = other[law == 0].sum()
-    want, seen = _pooled(law * samples, law * samples, other * samples)
-    bound = chdtri(len(want) - 1, alpha)
-    distance = np.sum((seen - want) ** 2 / want)
-    passes = chndtr(bound, len(want) - 1, distance) * (1 - impossible) ** samples
+    passes = chndtr(threshold, len(expected) - 1, noncentrality) * (1 - impossible) ** samples
     return float(1 - passes)
 
 
-def _pooled(expected: np.ndarray, *what: np.ndarray) -> list[np.ndarray]:
-    """Each of ``what``, its cells that expect too little pooled, but for what expects nothing."""
-    small = expected < FEWEST
-    total = np.append(expected[~small], expected[small].sum())
-    if np.sum(total > 0) < 2:
-        raise OptionError("a law with one outcome tests nothing; give longer or likelier sequences")
-    return [np.append(x[~small], x[small].sum())[total > 0].astype(np.float64) for x in what]
+def _pool(all_expected: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The values of the cells, float64; those that expect too few counts are summed into one cell.
+
+    A cell that expects nothing is left out.
+
+    Raises:
+      OptionError: a single cell is left.
+    """
+    small = all_expected < MIN_EXPECTED
+    expected = np.append(all_expected[~small], all_expected[small].sum())
+    if np.sum(expected > 0) < 2:
+        raise OptionError(
+            "a distribution with one outcome tests nothing; give longer or likelier sequences"
+        )
+    pooled = np.append(values[~small], values[small].sum())
+    return pooled[expected > 0].astype(np.float64)
 
 
-# --- the usual slips -------------------------------------------------------------------------
+# --- the usual mistakes of speculative sampling ----------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """One position of a round, ``[N, V]`` each.
+    """The probabilities at one position of a round, ``[N, V]`` each.
 
-    Probability that each token is drafted and accepted, the law after a refusal, and the law
-    of the bonus token where the draft has ended.
+    Attributes:
+      accepted: that each token is drafted and accepted.
+      refused: of the token drawn after a refusal.
+      bonus: of the bonus token, if the whole draft was accepted.
     """
 
     accepted: np.ndarray
@@ -191,32 +232,36 @@ class _Step:
     bonus: np.ndarray
 
 
-def _right(p: np.ndarray, q: np.ndarray) -> _Step:
+def _correct_step(p: np.ndarray, q: np.ndarray) -> _Step:
     return _Step(np.minimum(p, q), _residual(p, q), p)
 
 
 def _residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """``max(p − q, 0)``, normalized; p where p = q."""
     left = np.maximum(p - q, 0)
     total = left.sum(-1, keepdims=True)
     return np.where(total > 0, left / np.where(total > 0, total, 1), p)
 
 
-def _chance(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+def _accept_probability(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """``min(1, p / q)``; 1 where q = 0."""
     return np.minimum(1, np.divide(p, q, out=np.ones_like(p), where=q > 0))
 
 
-def _flat_claim(p: np.ndarray, q: np.ndarray) -> _Step:
-    flat = np.sqrt(q) / np.sqrt(q).sum(-1, keepdims=True)
-    return _Step(q * _chance(p, flat), _residual(p, flat), p)
+def _wrong_temperature(p: np.ndarray, q: np.ndarray) -> _Step:
+    """Drafts from q, and accepts as if q had been drawn at twice the temperature."""
+    flatter = np.sqrt(q) / np.sqrt(q).sum(-1, keepdims=True)
+    return _Step(q * _accept_probability(p, flatter), _residual(p, flatter), p)
 
 
 def _point_mass(q: np.ndarray) -> np.ndarray:
+    """Probability 1 for the most likely token."""
     return (np.arange(q.shape[-1]) == q.argmax(-1)[:, None]).astype(q.dtype)
 
 
-# Of p and q at a position, and at the one before it.
+# Each is a function of p and q at a position, and of both at the position before it.
 _STEPS: dict[str, Callable[..., _Step]] = {
-    "": lambda p, q, *before: _right(p, q),
+    "": lambda p, q, *before: _correct_step(p, q),
     "after a refusal a draw from p, not from the residual": lambda p, q, *before: _Step(
         np.minimum(p, q), p, p
     ),
@@ -225,14 +270,16 @@ _STEPS: dict[str, Callable[..., _Step]] = {
     ),
     "every drafted token accepted": lambda p, q, *before: _Step(q, p, p),
     "accepted by q/p instead of p/q": lambda p, q, *before: _Step(
-        q * _chance(q, p), _residual(p, q), p
+        q * _accept_probability(q, p), _residual(p, q), p
     ),
     "the bonus token drawn from q": lambda p, q, *before: _Step(
         np.minimum(p, q), _residual(p, q), q
     ),
-    "q handed over at another temperature than drawn at": lambda p, q, *before: _flat_claim(p, q),
+    "q handed over at another temperature than drawn at": lambda p, q, *before: _wrong_temperature(
+        p, q
+    ),
     "the likeliest token drafted, judged as a draw from q": lambda p, q, *before: _Step(
-        _point_mass(q) * _chance(p, q), _residual(p, q), p
+        _point_mass(q) * _accept_probability(p, q), _residual(p, q), p
     ),
 }
 SLIPS = tuple(name for name in _STEPS if name)
@@ -241,38 +288,50 @@ SLIPS = tuple(name for name in _STEPS if name)
 def speculative_joint(
     next_p: NextLaw, next_q: NextLaw, vocab: int, length: int, gamma: int, slip: str = ""
 ) -> np.ndarray:
-    """The exact law of speculative sampling with one slip of :data:`SLIPS`, ``[V] * L``.
+    """The exact distribution of speculative sampling with one mistake, float64 ``[V] * L``.
 
-    Without one it is p's own (Leviathan et al. 2023, Appendix A.1).
+    ``slip`` is one of :data:`SLIPS`. Without one the result is p's own distribution (Leviathan et
+    al. 2023, Appendix A.1).
     """
-    # The law of what was emitted, by how many tokens of the running draft were accepted.
+    # states[n]: the probability of each sequence so far, where n tokens of the current draft have
+    # been accepted.
     states = [np.ones(1)] + [np.zeros(1)] * gamma
     before = None
     for prefixes in _prefixes(vocab, length):
-        here = tuple(_rows(law, prefixes, vocab) for law in (next_p, next_q))
-        after = [np.zeros(here[0].shape) for _ in states]
+        p = _probabilities(next_p, prefixes, vocab)
+        q = _probabilities(next_q, prefixes, vocab)
+        after = [np.zeros(p.shape) for _ in states]
         for drafted, law in enumerate(states):
-            # A round's first position has none before it.
-            step = _STEPS[slip](*here, *(before if drafted and before else here))
+            # The first position of a round has no position before it.
+            previous = before if drafted and before is not None else (p, q)
+            step = _STEPS[slip](p, q, *previous)
             if drafted == gamma:
                 after[0] += law[:, None] * step.bonus
                 continue
             after[drafted + 1] += law[:, None] * step.accepted
             after[0] += (law * (1 - step.accepted.sum(-1)))[:, None] * step.refused
         states = [law.reshape(-1) for law in after]
-        before = tuple(np.repeat(rows, vocab, axis=0) for rows in here)
-    return sum(states).reshape((vocab,) * length)
+        # Each prefix has V continuations, which share its p and q.
+        before = (np.repeat(p, vocab, axis=0), np.repeat(q, vocab, axis=0))
+    total = np.zeros(vocab**length)
+    for law in states:
+        total = total + law
+    return total.reshape((vocab,) * length)
 
 
 _rescore = replicated(Net.rescore)
 
 
 def model_law(model: LM, prompt: Sequence[int], sampling: Sampling) -> NextLaw:
-    """The warped law of a model's next token after ``prompt`` and a prefix."""
-    head = np.asarray(prompt, np.int32)
+    """The distribution of a model's next token after ``prompt`` and a prefix, warp included.
+
+    ``sampling``: temperature, top-k and top-p of the warp.
+    """
+    prompt_ids = np.asarray(prompt, np.int32)
 
     def next_law(prefixes: np.ndarray) -> np.ndarray:
-        tokens = np.concatenate([np.tile(head, (len(prefixes), 1)), prefixes], axis=1)
+        prompts = np.tile(prompt_ids, (len(prefixes), 1))
+        tokens = np.concatenate([prompts, prefixes], axis=1)
         last = np.full((len(tokens), 1), tokens.shape[1] - 1, np.int32)
         logits = _rescore(model.mesh, model.net, tokens.astype(np.int32), last)
         log_p = warp(logits, sampling.arrays(len(tokens)))[:, 0, : model.vocab_limit]
@@ -282,19 +341,32 @@ def model_law(model: LM, prompt: Sequence[int], sampling: Sampling) -> NextLaw:
 
 
 def _prefixes(vocab: int, length: int) -> Iterator[np.ndarray]:
-    """All prefixes of each length below L, int ``[V**n, n]``, first token slowest."""
+    """All prefixes of each length below L, int ``[V**n, n]``, first token slowest.
+
+    Raises:
+      OptionError: there are too many or too few sequences.
+    """
     if vocab < 2 or length < 1 or vocab**length > 10**6:
-        said = f"vocab={vocab}, length={length}: give at least 2 and 1"
-        raise OptionError(f"{said}, and at most 10**6 sequences in all")
+        raise OptionError(
+            f"vocab={vocab}, length={length}: give at least 2 and 1, and at most 10**6 sequences "
+            "in all"
+        )
     for n in range(length):
         yield np.indices((vocab,) * n).reshape(n, vocab**n).T
 
 
-def _rows(next_law: NextLaw, prefixes: np.ndarray, vocab: int) -> np.ndarray:
+def _probabilities(next_law: NextLaw, prefixes: np.ndarray, vocab: int) -> np.ndarray:
+    """``next_law`` of the prefixes, float64 ``[N, V]``, checked.
+
+    Raises:
+      OptionError: it gives another shape, or no probabilities.
+    """
     rows = np.asarray(next_law(prefixes), np.float64)
     if rows.shape != (len(prefixes), vocab):
-        raise OptionError(f"a law gave shape {rows.shape}; [{len(prefixes)}, {vocab}] is wanted")
+        raise OptionError(
+            f"a distribution has shape {rows.shape}, expected [{len(prefixes)}, {vocab}]"
+        )
     total = rows.sum(-1, keepdims=True)
     if not ((rows >= 0).all() and np.allclose(total, 1, atol=1e-4)):
-        raise OptionError("a law gave rows that are no probabilities; normalize them")
+        raise OptionError("a distribution has rows that are no probabilities; normalize them")
     return rows / total

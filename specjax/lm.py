@@ -1,10 +1,11 @@
-"""A language model ready to decode: params in the inference layout, config, tokenizer."""
+"""Loads language models: params in the inference layout, config and tokenizer, as one ``LM``."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,13 +23,16 @@ from specjax.demo import tuned
 from specjax.models import ModelConfig, fuse, load_pretrained
 from specjax.models.adapters import KEY, fuse_adapters
 from specjax.models.config import as_ids
-from specjax.models.families.head import HeadConfig, usual_layers
+from specjax.models.families.head_config import HeadConfig, usual_layers
 from specjax.models.head import share_embedding
-from specjax.models.hf.checkpoint import DELTA, DTYPES, load_config, read_json
 from specjax.models.hf.config import token_ids
 from specjax.models.hf.delta import load_delta, read_delta
+from specjax.models.hf.files import read_json
+from specjax.models.hf.layout import DELTA, DTYPES
+from specjax.models.hf.read import load_config
 from specjax.models.placement import param_specs, place, place_adapters
 from specjax.models.quantization import parse_scheme, quantize_params
+from specjax.models.quantized import is_quantized
 from specjax.models.sharding import AXIS, split_config
 from specjax.text.tokenizer import Tokenizer
 
@@ -37,20 +41,26 @@ EMBEDDED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft", "demo-head": 
 TUNED = "demo-sdsat"
 HUB_FILES = ("*.json", "model*.safetensors", "delta.safetensors", "*.jinja", "tokenizer.model")
 PICKLES = ("pytorch_model*.bin",)
-HUB_SKIPPED = ("*/*",)  # other formats of the same weights
-SELF = "self:"  # begins the name of a draft that is the target's own copy, by its scheme
-ACCELERATOR_WIDTH = 8  # tokens of a narrow pass: the rows of a matrix unit's tile
+HUB_SKIPPED = ("*/*",)  # subfolders hold other formats of the same weights
+SELF = "self:"  # prefix of a draft that is a quantized copy of the target; a scheme follows
+ACCELERATOR_PASS_WIDTH = 8  # tokens: the rows of a matrix unit's tile
 PASS_WIDTH = ArgSpec(int, low=1, high=FREE_TOKENS, optional=True)
 CACHE_DTYPE = ArgSpec(an(str), wanted="int8", choices=("int8",), optional=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LM:
-    """A loaded model. ``tokenizer`` is None for models made from bare params.
+    """A loaded model, ready to decode.
 
-    ``vocab_limit``: ids from here on are padding of the vocabulary and are never drawn. On a
-    ``mesh`` of several devices, ``config`` describes one device's share. ``pass_width``,
-    ``cache_dtype`` and ``adapters``: see :class:`specjax.core.net.Net`.
+    Attributes:
+      config: its architecture. On a mesh of several devices, that of one device's share.
+      params: a nested dict of arrays, in the inference layout.
+      tokenizer: None for models made from bare params.
+      eos_ids: ids that end a sequence.
+      vocab_limit: ids from here on are padding of the vocabulary and are never drawn.
+      source: the name or path it was loaded by; messages show it.
+      mesh: the devices it is on; None: one device.
+      pass_width, cache_dtype, adapters: see :class:`specjax.core.net.Net`.
     """
 
     config: ModelConfig
@@ -64,19 +74,32 @@ class LM:
     cache_dtype: str | None = None
     adapters: dict = dataclasses.field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        """One line, without the params: ``LM('demo', llama, 8.7M params, float32)``."""
+        size = _count_text(_num_params(self.params))
+        return f"LM({self.source!r}, {self.config.family}, {size} params, {self.dtype})"
+
     @property
     def is_head(self) -> bool:
-        """Whether it drafts from a target's hidden states, and is no model by itself."""
+        """Whether it is a head: it can only draft, from a target's hidden states."""
         return isinstance(self.config, HeadConfig)
 
     @property
     def net(self) -> Net:
         """The model as decoding runs it."""
-        static = self.config.vocab_size, self.vocab_limit, self.pass_width, self.cache_dtype
-        return Net(self.params, self.config, *static, self.adapters)
+        return Net(
+            self.params,
+            self.config,
+            vocab=self.config.vocab_size,
+            vocab_limit=self.vocab_limit,
+            pass_width=self.pass_width,
+            cache_dtype=self.cache_dtype,
+            adapters=self.adapters,
+        )
 
     @property
     def dtype(self) -> jnp.dtype:
+        """The dtype of activations; quantized weights count as this one, too."""
         return self.params["head" if self.is_head else "embed"].dtype
 
 
@@ -111,64 +134,84 @@ def load(
     quantize: str | None = None,
     cache_dtype: str | None = None,
 ) -> LM:
-    """Loads a model directory, a hub id, an embedded model, or a delta beside one of these.
+    """Loads a model: a directory, a hub id, an embedded model, or a delta.
 
-    Embedded are ``demo``, its ``demo-draft``, ``demo-head``, which drafts from its hidden states,
-    and ``demo-sdsat``, which drafts for itself.
+    Embedded models are ``demo``, ``demo-draft``, ``demo-head``, which drafts from demo's hidden
+    states, and ``demo-sdsat``, which drafts for itself.
 
     Args:
-      dtype: ``float32``, ``bfloat16`` or ``float16``. None: float32 on CPUs, which compute in
-        it fastest, bfloat16 elsewhere.
-      pickles: read ``pytorch_model*.bin`` where there are no safetensors; needs the torch
-        extra. Only tensors are read: no code in the pickle runs.
-      mesh: several devices (:func:`specjax.make_mesh`); layer by layer, each gets its share.
-      split: False: each device gets a whole copy, which needs no sums between them. Draft and
-        target lie on the same mesh, each split or whole.
-      pass_width: tokens a row of a narrow pass, 1 to 128; None: 8 on accelerators, where they cost
-        nothing, 1 on CPUs. Wider than the drafts, greedy output in bfloat16 is plain decoding's.
-      quantize: ``int8``, ``fp8``, ``int4`` or ``int4:GROUP``: keep the weights so, layer by layer
-        as they are read (:mod:`specjax.models.quantization`). What ``infer.convert --quantize``
-        wrote is quantized without it.
-      cache_dtype: ``int8``: keep keys and values so, with a scale per token and head
-        (:mod:`specjax.models.quantized_cache`); None: in the model's dtype.
+      path_or_id: a directory, an id on the Hugging Face hub, or an embedded model's name.
+      dtype: ``float32``, ``bfloat16`` or ``float16``. None: float32 on CPUs, where it is fastest,
+        and bfloat16 elsewhere.
+      quantize: ``int8``, ``fp8``, ``int4`` or ``int4:GROUP``: quantizes the weights layer by layer
+        (:mod:`specjax.models.quantization`). A checkpoint of ``infer.convert --quantize`` needs none.
+      cache_dtype: ``int8``: the KV cache is int8, with a scale per token and head
+        (:mod:`specjax.models.quantized_cache`). None: it has the model's dtype.
+      pass_width: tokens per row that short passes are padded to, 1 to 128. None: 8 on
+        accelerators, where padding is free, and 1 on CPUs. If no draft is longer, greedy output
+        in bfloat16 equals plain decoding's.
+      mesh: load onto several devices (:func:`specjax.make_mesh`), layer by layer.
+      split: each device of the mesh gets a share of the weights. False: each gets a whole copy.
+        Draft and target must be on the same mesh; each may be split or whole.
+      pickles: read ``pytorch_model*.bin`` where there are no safetensors. No code in the pickle
+        runs. Needs the torch extra.
     Raises:
       ModelError: the directory, id or dtype cannot be used; the message says why.
-      OptionError: an argument is of another type.
+      OptionError: an argument has a wrong type or is out of range.
     """
-    dtype = resolve_dtype(dtype)
+    model = _load(str(path_or_id), resolve_dtype(dtype), pickles, mesh, split, quantize)
     pass_width = resolve_pass_width(pass_width)
-    own = locate(str(path_or_id), HUB_FILES + PICKLES * pickles)
-    delta = read_delta(own)
-    directory = own if delta is None else locate(delta.base)
-    # The small files first: what is wrong with them is said before gigabytes are read.
+    return dataclasses.replace(model, pass_width=pass_width, cache_dtype=cache_dtype)
+
+
+def _load(
+    name: str, dtype: str, pickles: bool, mesh: Mesh | None, split: bool, quantize: str | None
+) -> LM:
+    """:func:`load` without the settings that change no array."""
+    model_directory = locate(name, (*HUB_FILES, *PICKLES) if pickles else HUB_FILES)
+    delta = read_delta(model_directory)
+    directory = model_directory if delta is None else locate(delta.base)
+
+    # The small files first: their errors are raised before gigabytes are read.
     config = load_config(directory)
     eos_ids = _eos_ids(directory, config)
-    head = isinstance(config, HeadConfig)  # its tokenizer is the target's
-    tokenizer = None if head else Tokenizer.from_directory(directory)
+    tokenizer = None
+    if not isinstance(config, HeadConfig):  # a head uses its target's tokenizer
+        tokenizer = Tokenizer.from_directory(directory)
     adapters = {}
     if delta is not None:
-        adapters = fuse_adapters(config, load_delta(own, delta, directory, config, DTYPES[dtype]))
+        plain = load_delta(model_directory, delta, directory, config, DTYPES[dtype])
+        adapters = fuse_adapters(config, plain)
+    place_part = None
     if mesh is not None:
         adapters = place_adapters(config, adapters, mesh, split)
-    placed = None if mesh is None else functools.partial(place, mesh=mesh, split=split)
-    config, params = load_pretrained(directory, DTYPES[dtype], True, pickles, placed, quantize)
+        place_part = functools.partial(place, mesh=mesh, split=split)
+
+    config, params = load_pretrained(directory, DTYPES[dtype], True, pickles, place_part, quantize)
     if delta is not None:
         config = dataclasses.replace(config, adaptive_ids=delta.adaptive_ids)
-    config, source = _share(config, mesh, split), str(path_or_id)
-    how = {"pass_width": pass_width, "cache_dtype": cache_dtype, "adapters": adapters}
-    return _assemble(config, params, tokenizer, eos_ids, source, mesh=mesh, **how)
+    return LM(
+        config=_device_config(config, mesh, split),
+        params=params,
+        tokenizer=tokenizer,
+        eos_ids=eos_ids,
+        vocab_limit=_vocab_limit(config, tokenizer),
+        source=name,
+        mesh=mesh,
+        adapters=adapters,
+    )
 
 
 @validate_arguments(model=MODEL, mesh=MESH, split=FLAG)
 def on_mesh(model: LM, mesh: Mesh, split: bool = True) -> LM:
-    """A model that lies on one device, on several; arguments as in :func:`load`.
+    """Moves a model from one device to several; arguments as in :func:`load`.
 
     Raises:
-      ModelError: it lies on a mesh already, or cannot be split.
+      ModelError: it is on a mesh already, or cannot be split.
     """
     if model.mesh is not None:
-        raise ModelError(f"{model.source} lies on a mesh already; load it anew")
-    config = _share(model.config, mesh, split)
+        raise ModelError(f"{model.source} is on a mesh already; load it again")
+    config = _device_config(model.config, mesh, split)
     params = place(model.config, model.params, mesh, split)
     adapters = place_adapters(model.config, model.adapters, mesh, split)
     return dataclasses.replace(model, config=config, params=params, adapters=adapters, mesh=mesh)
@@ -176,78 +219,85 @@ def on_mesh(model: LM, mesh: Mesh, split: bool = True) -> LM:
 
 @validate_arguments(model=MODEL, scheme=QUANTIZE)
 def quantize(model: LM, scheme: str) -> LM:
-    """A model with its weights quantized, where they lie; what stays as it is, both share.
+    """A copy of a model with quantized weights, on the same devices.
 
-    Such a copy is a draft that follows the model closely, and any lossless rule makes the model's
-    own law of it: what ``draft="self:int4"`` stands for.
+    Arrays that are not quantized are shared with the model. Such a copy drafts closely to the
+    model, and with a lossless rule the output keeps the model's distribution. ``draft="self:int4"``
+    means this.
 
+    Args:
+      scheme: ``int8``, ``fp8``, ``int4`` or ``int4:GROUP``.
     Raises:
       ModelError: there is no such scheme, or it does not fit the model.
     """
     config = model.config
+    mesh = model.mesh
     params = quantize_params(config, model.params, parse_scheme(scheme), model.dtype)
-    if model.mesh is not None:
-        specs = PartitionSpec()
+    if mesh is not None:
+        specs = PartitionSpec()  # a whole copy on each device
         if config.shards > 1:
             specs = param_specs(config, params, config.shards)
-        places = jax.tree.map(lambda spec: NamedSharding(model.mesh, spec), specs)
-        params = jax.device_put(params, places)
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        params = jax.device_put(params, shardings)
     return dataclasses.replace(model, params=params, source=f"{model.source}, {scheme}")
 
 
 def own_draft(target: LM, name: str) -> LM:
-    """The draft that ``self:SCHEME`` names.
+    """The draft that ``self:SCHEME`` names: a quantized copy of the target.
 
     Raises:
-      OptionError: it is another name.
+      OptionError: the name does not begin with ``self:``.
       ModelError: the scheme does not fit the model.
     """
     if not name.startswith(SELF):
         raise OptionError(
-            f"draft={shown(name)}: expected a model, or {SELF}int4, {SELF}int8, {SELF}fp8: the "
-            "target's own copy"
+            f"draft={shown(name)}: expected a model, or {SELF}int4, {SELF}int8 or {SELF}fp8, a "
+            "quantized copy of the target"
         )
     return dataclasses.replace(quantize(target, name.removeprefix(SELF)), source=name)
 
 
 def attach(head: LM, target: LM) -> LM:
-    """A head that knows its target: which layers it reads, and an embedding.
+    """A head with what it takes from its target: the layers to read, and an embedding.
 
     Raises:
       PairError: it is a head for another target.
     """
-    cfg, own = head.config, target.config
-    made = f" (it was made for {cfg.verifier})" if cfg.verifier else ""
-    for what, reads, has in (
-        ("hidden states of size", cfg.target_size, own.hidden_size),
-        ("a vocabulary of", cfg.vocab_size, own.vocab_size),
+    cfg = head.config
+    target_cfg = target.config
+    assert isinstance(cfg, HeadConfig), "only heads are attached"
+    made_for = f" (it was made for {cfg.verifier})" if cfg.verifier else ""
+    for what, expected, actual in (
+        ("hidden states of size", cfg.target_size, target_cfg.hidden_size),
+        ("a vocabulary of", cfg.vocab_size, target_cfg.vocab_size),
     ):
-        if reads != has:
+        if expected != actual:
             raise PairError(
-                f"head {head.source} is for {what} {reads}, target {target.source} has {has}{made}"
+                f"head {head.source} is for {what} {expected}, target {target.source} has "
+                f"{actual}{made_for}"
             )
-    layers = cfg.layer_ids or usual_layers(own)
-    if max(layers) >= own.num_layers:
+    layers = cfg.layer_ids or usual_layers(target_cfg)
+    if max(layers) >= target_cfg.num_layers:
         raise PairError(
             f"head {head.source} reads layer {max(layers)}, target {target.source} has layers 0 to "
-            f"{own.num_layers - 1}{made}"
+            f"{target_cfg.num_layers - 1}{made_for}"
         )
-    width = own.embed_size or own.hidden_size
-    if not cfg.own_embedding and width != cfg.hidden_size:
+    embed_size = target_cfg.embed_size or target_cfg.hidden_size
+    if not cfg.own_embedding and embed_size != cfg.hidden_size:
         raise PairError(
-            f"head {head.source} has no embedding, and the target's is {width} wide, not "
+            f"head {head.source} has no embedding, and the target's is {embed_size} wide, not "
             f"{cfg.hidden_size}"
         )
-    cfg = dataclasses.replace(cfg, layer_ids=layers, adaptive_ids=own.adaptive_ids)
+    cfg = dataclasses.replace(cfg, layer_ids=layers, adaptive_ids=target_cfg.adaptive_ids)
     cfg, params = share_embedding(cfg, head.params, target.params["embed"])
     return dataclasses.replace(head, config=cfg, params=params)
 
 
 def can_split(path_or_id: str | Path, mesh: Mesh) -> bool:
-    """Whether a model's heads and MLP columns divide among the devices of a mesh.
+    """Whether the devices of a mesh can share a model's attention heads and MLP columns evenly.
 
     Raises:
-      ModelError: the model has no config that can be used.
+      ModelError: the model has no usable config.
     """
     config = load_config(base_of(str(path_or_id), ("config.json",)))
     try:
@@ -257,12 +307,22 @@ def can_split(path_or_id: str | Path, mesh: Mesh) -> bool:
     return True
 
 
-def _share(config: ModelConfig, mesh: Mesh | None, split: bool) -> ModelConfig:
-    return split_config(config, mesh.shape[AXIS]) if mesh is not None and split else config
+def _device_config(config: ModelConfig, mesh: Mesh | None, split: bool) -> ModelConfig:
+    """The config of one device's share; the model's own where it is not split."""
+    if mesh is None or not split:
+        return config
+    return split_config(config, mesh.shape[AXIS])
+
+
+def _vocab_limit(config: ModelConfig, tokenizer: Tokenizer | None) -> int:
+    """The number of ids that can be drawn: those that tokenizer and model both have."""
+    if tokenizer is None:
+        return config.vocab_size
+    return min(tokenizer.vocab_size, config.vocab_size)
 
 
 def resolve_dtype(dtype: Any) -> str:
-    """The name of the dtype that :func:`load` keeps weights in.
+    """The ``dtype`` of :func:`load`, as a name: the given one, or the default.
 
     Raises:
       ModelError: there is no such dtype.
@@ -277,10 +337,10 @@ def resolve_dtype(dtype: Any) -> str:
 
 
 def resolve_pass_width(width: int | None) -> int:
-    """The tokens a row that :func:`load` makes narrow passes of."""
-    if width is None:
-        return 1 if jax.default_backend() == "cpu" else ACCELERATOR_WIDTH
-    return width
+    """The ``pass_width`` of :func:`load`, in tokens per row: the given one, or the default."""
+    if width is not None:
+        return width
+    return 1 if jax.default_backend() == "cpu" else ACCELERATOR_PASS_WIDTH
 
 
 @validate_arguments(
@@ -299,25 +359,37 @@ def from_params(
     pass_width: int | None = None,
     cache_dtype: str | None = None,
 ) -> LM:
-    """An :class:`LM` from params in memory; without a tokenizer prompts are token ids.
+    """An :class:`LM` from params in memory.
 
-    Among the params may be adapters (:mod:`specjax.models.adapters`).
+    Args:
+      config: the architecture of the params.
+      params: as :func:`specjax.models.init_params` gives them, perhaps with adapters
+        (:mod:`specjax.models.adapters`).
+      tokenizer: None: prompts are token ids.
+      eos_ids: ids that end a sequence; empty: the config's.
+      pass_width, cache_dtype: as in :func:`load`.
+    Raises:
+      OptionError: an argument has a wrong type or is out of range.
     """
-    eos_ids, pass_width = eos_ids or config.eos_ids, resolve_pass_width(pass_width)
-    adapters = fuse_adapters(config, params[KEY]) if KEY in params else {}
+    adapters = {}
+    if KEY in params:
+        adapters = fuse_adapters(config, params[KEY])
     params = fuse({name: part for name, part in params.items() if name != KEY})
-    how = {"pass_width": pass_width, "cache_dtype": cache_dtype, "adapters": adapters}
-    return _assemble(config, params, tokenizer, eos_ids, "params", **how)
-
-
-def _assemble(config, params, tokenizer, eos_ids, source, **how) -> LM:
-    known = tokenizer.vocab_size if tokenizer else config.vocab_size
-    limit = min(known, config.vocab_size)
-    return LM(config, params, tokenizer, eos_ids, limit, source, **how)
+    return LM(
+        config=config,
+        params=params,
+        tokenizer=tokenizer,
+        eos_ids=eos_ids or config.eos_ids,
+        vocab_limit=_vocab_limit(config, tokenizer),
+        source="params",
+        pass_width=resolve_pass_width(pass_width),
+        cache_dtype=cache_dtype,
+        adapters=adapters,
+    )
 
 
 def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:
-    """The directory of a model, fetched from the hub where it is an id: of it, ``files`` alone.
+    """The directory of a model; a hub id is fetched first, and of it only ``files``.
 
     Raises:
       ModelError: the hub does not give it.
@@ -327,36 +399,54 @@ def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     if name == TUNED:
         return tuned.directory()
     path = Path(name)
+    # A hub id is ORGANIZATION/NAME; what is no id is a path, whether it exists or not.
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         return path.expanduser()
     return _from_hub(name, files)
 
 
 def base_of(name: str, files: Sequence[str] = HUB_FILES) -> Path:
-    """The directory that holds a model's config and weights: of a delta, its base's."""
+    """The directory with a model's config and weights; for a delta, the one of its base."""
     directory = locate(name, (*files, DELTA))
     delta = read_delta(directory)
     return directory if delta is None else locate(delta.base, files)
 
 
-def lasting(name: str) -> str:
-    """The name of a model as another process finds it, wherever that one runs on this machine."""
-    here = name not in (*EMBEDDED, TUNED) and Path(name).exists()
-    return str(Path(name).resolve()) if here else name
+def absolute_name(name: str) -> str:
+    """A model's name that holds in any working directory: a path becomes an absolute one."""
+    if name in EMBEDDED or name == TUNED or not Path(name).exists():
+        return name
+    return str(Path(name).resolve())
 
 
 def _from_hub(name: str, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     with foreign(f"{name}: no such directory here, and the hub did not give it"):
-        skipped = list(HUB_SKIPPED)
-        return Path(snapshot_download(name, allow_patterns=list(files), ignore_patterns=skipped))
+        path = snapshot_download(
+            name, allow_patterns=[*files], ignore_patterns=[str(p) for p in HUB_SKIPPED]
+        )
+        return Path(path)
 
 
 def _eos_ids(directory: Path, config: ModelConfig) -> tuple[int, ...]:
-    """End-of-sequence ids: the generation config knows more of them than the model's."""
+    """End-of-sequence ids of the generation config, which often lists more than config.json."""
     path = directory / "generation_config.json"
     settings = read_json(path)
-    known = {"eos_token_id": token_ids(config.vocab_size)}
-    require_all(f"{path}: ", settings, known, ModelError)
+    checks = {"eos_token_id": token_ids(config.vocab_size)}
+    require_all(f"{path}: ", settings, checks, ModelError)
     return as_ids(settings.get("eos_token_id")) or config.eos_ids
+
+
+def _num_params(params: dict) -> int:
+    """The number of parameters; a quantized weight counts its codes, not its scales."""
+    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+    return sum(math.prod(leaf.shape) for leaf in leaves)
+
+
+def _count_text(count: int) -> str:
+    """A count in three digits or so: ``950``, ``12.3K``, ``8.7M``, ``70.6B``."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= size:
+            return f"{count / size:.1f}{letter}"
+    return str(count)

@@ -1,7 +1,13 @@
-"""Counters to rates, and the cost model of speculative decoding. Plain numpy, host side.
+"""Rates from counters, the cost model of speculative decoding, and measures of texts.
 
-Symbols: λ acceptance rate per tested token, γ draft length, c draft step time over target step
-time, v(T) time of a target pass over T tokens over one of a single token.
+Everything is plain numpy on the host.
+
+Symbols:
+
+- λ: acceptance rate, the probability that a tested token is accepted.
+- γ: draft length.
+- c: time of a draft step, divided by the time of a target step.
+- v(T): time of a target pass over T tokens, divided by the time of one over a single token.
 """
 
 from __future__ import annotations
@@ -12,13 +18,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 
-def ratio(above: float, below: float) -> float | None:
-    """``above / below``, or None where nothing was counted."""
-    return float(above) / float(below) if below else None
+def ratio(numerator: float, denominator: float) -> float | None:
+    """``numerator / denominator``, or None where the denominator is 0: nothing was counted."""
+    return float(numerator) / float(denominator) if denominator else None
 
 
-# Rates by the counters they are ratios of. λ is the acceptance rate; plain decoding's block
-# efficiency is 1, its draft length 0.
+# Each rate is the ratio of two counters. Plain decoding has block efficiency 1 and draft length 0.
 RATES = {
     "acceptance_rate": ("accepted", "tested"),
     "accept_rate_per_draft": ("accepted", "drafted"),
@@ -29,24 +34,32 @@ RATES = {
 
 
 def rates(counters: Mapping[str, float]) -> dict[str, float | None]:
-    """The derived :data:`RATES` of one row's (or one job's summed) counters."""
-    return {name: ratio(counters[a], counters[b]) for name, (a, b) in RATES.items()}
+    """The :data:`RATES`, from the counters of one row or the sums of a job."""
+    values = {}
+    for name, (numerator, denominator) in RATES.items():
+        values[name] = ratio(counters[numerator], counters[denominator])
+    return values
 
 
 def speeds(
     counters: Mapping[str, float], prefill_s: float, first_token_s: float, decode_s: float
 ) -> dict[str, float | None]:
-    """One row's times and speeds, from seconds since its turn came.
+    """The times and speeds of one row.
 
-    tokens_per_second = emitted / decode time, prefill excluded; time_per_output_token_s is the
-    mean gap after the first token, (whole time − time to first token) / (emitted − 1): the
-    TPOT of serving benchmarks, pessimistic by one round, whose tokens arrive together.
+    ``tokens_per_second`` is emitted tokens / decode time, without prefill.
+    ``time_per_output_token_s`` is the TPOT of serving benchmarks, (total time − time to first
+    token) / (emitted − 1). The tokens of a round arrive together, so it is too high by one round.
+
+    Args:
+      counters: with ``emitted``.
+      prefill_s, decode_s: seconds of the two phases.
+      first_token_s: seconds from the row's start to its first token.
     """
-    after = max(prefill_s + decode_s - first_token_s, 0.0)
+    after_first_s = max(prefill_s + decode_s - first_token_s, 0.0)
     return {
         "tokens_per_second": ratio(counters["emitted"], decode_s),
         "time_to_first_token_s": first_token_s,
-        "time_per_output_token_s": ratio(after, counters["emitted"] - 1),
+        "time_per_output_token_s": ratio(after_first_s, counters["emitted"] - 1),
         "prefill_s": prefill_s,
         "decode_s": decode_s,
     }
@@ -69,32 +82,39 @@ def expected_speedup(acceptance: float, gamma: int, c: float, v: float = 1.0) ->
 
 
 def expected_scd_speedup(acceptance: float, gamma: int, c: float, v: float = 1.0) -> float:
-    """Of speculative contrastive decoding as the paper counts it (SCD, Theorem 5.1).
+    """Speedup of speculative contrastive decoding, as the paper counts it (SCD, Theorem 5.1).
 
-    The bonus token's amateur logits are paid for only when the whole draft is accepted.
+    The paper computes the bonus token's amateur logits only if the whole draft is accepted.
     """
     cost = v + c * gamma + c * acceptance**gamma
     return expected_block_efficiency(acceptance, gamma) / cost
 
 
 def expected_scored_speedup(acceptance: float, gamma: int, c: float, v: float = 1.0) -> float:
-    """Of a loop whose amateur scores all γ + 1 positions in every round, as ours does."""
+    """Speedup of contrastive decoding with an amateur that scores all γ + 1 positions per round.
+
+    Our loop works like this.
+    """
     return expected_block_efficiency(acceptance, gamma) / (v + c * (gamma + 1))
 
 
 def expected_self_draft_speedup(tokens: float, passes: Sequence[float]) -> float:
-    """Of a target that drafts for itself: tokens per round over ``Σ v`` of the round's passes.
+    """Speedup of a target that drafts for itself: tokens per round over ``Σ v`` of its passes.
 
-    SDSAT's two steps take 2 + j tokens in two passes of k + 1, its single pass 1 + j in one of
-    (k + 1)², with j drafts accepted per round.
+    With j drafts accepted per round, SDSAT's two-step method emits 2 + j tokens in two passes over
+    k + 1 tokens each. Its single-pass method emits 1 + j tokens in one pass over (k + 1)².
+
+    Args:
+      tokens: per round.
+      passes: v of each pass of a round.
     """
     return tokens / sum(passes)
 
 
 def diversity(outputs: Sequence[Sequence[int]]) -> float | None:
-    """``Π_{n=2..4} unique n-grams / n-grams`` per output of token ids, averaged.
+    """The mean over outputs of ``Π_{n=2..4} unique n-grams / n-grams``, of token ids.
 
-    Outputs of under 4 tokens are skipped; None where all are.
+    Outputs with fewer than 4 tokens are skipped; None if all are.
     """
     values = []
     for output in outputs:
@@ -103,8 +123,8 @@ def diversity(outputs: Sequence[Sequence[int]]) -> float | None:
             continue
         value = 1.0
         for n in (2, 3, 4):
-            grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-            value *= len(set(grams)) / len(grams)
+            ngrams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+            value *= len(set(ngrams)) / len(ngrams)
         values.append(value)
     return float(np.mean(values)) if values else None
 
@@ -117,28 +137,33 @@ def perplexity(log_probs: Sequence[float] | np.ndarray) -> float | None:
 
 
 def rouge_l(text: str, references: Sequence[str]) -> float | None:
-    """ROUGE-L (Lin 2004): the F1 of the longest common subsequence of words; best reference.
+    """ROUGE-L (Lin 2004): F1 of the longest common subsequence of words, for the best reference.
 
-    With LCS words in common, precision is LCS / words of the text, recall LCS / words of the
-    reference, F1 = 2·LCS / (words of both). A word is a run of letters, digits and underscores of
-    any script, upper and lower case alike; nothing is stemmed. None without references.
+    If the subsequence has LCS words, precision is LCS / words of the text and recall is LCS / words
+    of the reference. F1 is 2·LCS / (words of both). A word is a run of letters, digits and
+    underscores of any script. Case is ignored, and nothing is stemmed. None without references.
     """
     if not references:
         return None
     words = _words(text)
-    return max(_f_measure(words, _words(reference)) for reference in references)
+    return max(_f1(words, _words(reference)) for reference in references)
 
 
 def _words(text: str) -> list[str]:
+    """The words of a text, in lower case."""
     return re.findall(r"\w+", text.casefold())
 
 
-def _f_measure(a: Sequence[str], b: Sequence[str]) -> float:
-    return 2 * common_subsequence(a, b) / (len(a) + len(b)) if a and b else 0.0
+def _f1(a: Sequence[str], b: Sequence[str]) -> float:
+    """F1 of the longest common subsequence; 0 where one of the two is empty."""
+    if not a or not b:
+        return 0.0
+    return 2 * common_subsequence(a, b) / (len(a) + len(b))
 
 
 def common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
-    """Length of the longest common subsequence; O(|a|·|b|) time, one row of memory."""
+    """Length of the longest common subsequence; O(|a|·|b|) time, O(|b|) memory."""
+    # row[j]: the length for the part of a so far and the first j entries of b.
     row = [0] * (len(b) + 1)
     for x in a:
         diagonal = 0

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from specjax._util.errors import InputError
 from specjax.lm import locate
-from specjax.models.hf.checkpoint import load_config
+from specjax.models.hf.read import load_config
 from train.config import DataSection, HeadRunConfig, LMConfig, SDSATConfig, from_dict, read_toml
 from train.data.fim import CodeLayout, frame_of
 from train.data.making import make_shards, recipe_of

@@ -13,7 +13,7 @@ import specjax as sj
 from specjax._util.errors import PairError
 from specjax._util.files import markdown_table
 from specjax.models import ModelConfig, init_params
-from specjax.models.families.head import HeadConfig
+from specjax.models.families.head_config import HeadConfig
 from specjax.registry import (
     DRAFTERS,
     METHODS,

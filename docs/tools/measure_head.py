@@ -24,7 +24,7 @@ from infer.cli import whole
 from specjax.core.mesh import AXES
 from specjax.core.warp import COUNTING, SEARCHING
 from specjax.draft.model_drafter import DRAFTING
-from specjax.models.families.head import HeadConfig
+from specjax.models.families.head_config import HeadConfig
 from specjax.models.quantization import parse_scheme
 from specjax.registry import METHODS
 from specjax.runtime.generate import make_engine

@@ -43,7 +43,7 @@ from infer.prompts import PromptEncoder, stops_of
 from specjax._util.program import say
 from specjax.lm import SELF, base_of, quantize
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
-from specjax.models.hf.checkpoint import DTYPES
+from specjax.models.hf.layout import DTYPES
 from specjax.registry import AUTO, METHODS
 from specjax.runtime.infill import ending_middles
 

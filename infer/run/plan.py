@@ -14,7 +14,8 @@ from specjax import lm
 from specjax._util.errors import ModelError
 from specjax.models import ModelConfig, num_params
 from specjax.models.cache import ring_capacity, row_bytes
-from specjax.models.hf.checkpoint import DTYPES, load_config, stored_scheme
+from specjax.models.hf.layout import DTYPES
+from specjax.models.hf.read import load_config, stored_scheme
 from specjax.models.quantization import param_bytes, parse_scheme
 from specjax.models.sharding import split_config
 

@@ -62,6 +62,10 @@ class Net:
     cache_dtype: str | None = None
     adapters: dict = dataclasses.field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        """One line, without the params."""
+        return f"Net({self.config.family}, vocab={self.vocab}, pass_width={self.pass_width})"
+
     def over(self, target: Net) -> Net:
         """The same model, its logits over the target's ids."""
         limit = min(self.vocab_limit, target.vocab_limit)

@@ -1,1 +1,1 @@
-"""The embedded demo models and the functions that show them."""
+"""The embedded demo models, and the functions that they are shown on."""

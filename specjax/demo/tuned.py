@@ -1,8 +1,8 @@
-"""The embedded ``demo-sdsat``: what SDSAT tuning changed in the demo target, in 8 bits.
+"""The embedded model ``demo-sdsat``: what SDSAT tuning changed in the demo target, in 8 bits.
 
-A whole second copy of the weights would double what the package carries. The difference is
-kept instead, as int8 with one scale per row; adding it to the target's weights gives an
-ordinary model directory, written once to the user's cache.
+A second copy of all weights would double the size of the package. So only the difference is kept,
+as int8 with one scale per row. Adding it to the target's weights gives an ordinary model directory,
+which is written once to the user's cache.
 """
 
 from __future__ import annotations
@@ -17,20 +17,27 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 HERE = Path(__file__).parent
-BASE, TUNED = HERE / "target", HERE / "sdsat"
-WEIGHTS, DELTA, SCALE = "model.safetensors", "delta.safetensors", ".scale"
-LEVELS = 127  # int8, symmetric
+BASE = HERE / "target"
+TUNED = HERE / "sdsat"
+WEIGHTS = "model.safetensors"
+DELTA = "delta.safetensors"
+SCALE = ".scale"  # suffix of the tensor with the scales of another one
+MAX_CODE = 127  # int8, symmetric
 
 
 def pack(tuned: Path, directory: Path = TUNED, base: Path = BASE) -> None:
-    """Writes ``tuned``'s config, and the difference of its weights to ``base``'s."""
-    old, delta = load_file(base / WEIGHTS), {}
-    for name, new in load_file(tuned / WEIGHTS).items():
-        change = new.astype(np.float32) - _grown(old[name], new.shape[0])
+    """Writes ``tuned``'s config, and the difference of its weights to ``base``'s.
+
+    Vectors are stored as float16; matrices as int8, with a float32 scale per row.
+    """
+    base_tensors = load_file(base / WEIGHTS)
+    delta = {}
+    for name, tensor in load_file(tuned / WEIGHTS).items():
+        change = tensor.astype(np.float32) - _padded(base_tensors[name], tensor.shape[0])
         if change.ndim == 1:
             delta[name] = change.astype(np.float16)
             continue
-        scale = np.maximum(np.abs(change).max(1), 1e-8) / LEVELS
+        scale = np.maximum(np.abs(change).max(1), 1e-8) / MAX_CODE
         delta[name] = np.round(change / scale[:, None]).astype(np.int8)
         delta[name + SCALE] = scale.astype(np.float32)
     directory.mkdir(exist_ok=True)
@@ -40,42 +47,51 @@ def pack(tuned: Path, directory: Path = TUNED, base: Path = BASE) -> None:
 
 def unpack(directory: Path = TUNED, base: Path = BASE) -> dict[str, np.ndarray]:
     """The tuned model's tensors, float16."""
-    old, delta = load_file(base / WEIGHTS), load_file(directory / DELTA)
+    base_tensors = load_file(base / WEIGHTS)
+    delta = load_file(directory / DELTA)
     tensors = {}
-    for name, change in delta.items():
+    for name, stored in delta.items():
         if name.endswith(SCALE):
             continue
-        change = change.astype(np.float32)
+        change = stored.astype(np.float32)
         if change.ndim > 1:
             change *= delta[name + SCALE][:, None]
-        tensors[name] = (_grown(old[name], change.shape[0]) + change).astype(np.float16)
+        tensor = _padded(base_tensors[name], change.shape[0]) + change
+        tensors[name] = tensor.astype(np.float16)
     return tensors
 
 
 def directory() -> Path:
-    """The model directory of ``demo-sdsat``, made at its first use; it is named by its content."""
+    """The model directory of ``demo-sdsat``, which the first call writes.
+
+    Its name has a hash of the difference, so another version of the package writes another one.
+
+    Raises:
+      OSError: the user's cache cannot be written.
+    """
     key = hashlib.sha256((TUNED / DELTA).read_bytes()).hexdigest()[:16]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specjax"
-    made = home / f"demo-sdsat-{key}"
-    if made.exists():
-        return made
-    home.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=home, prefix=".demo-sdsat-"))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specjax"
+    path = cache / f"demo-sdsat-{key}"
+    if path.exists():
+        return path
+    cache.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=cache, prefix=".demo-sdsat-"))
     try:
         save_file(unpack(), scratch / WEIGHTS, metadata={"format": "pt"})
         for file in (TUNED / "config.json", HERE / "tokenizer.json"):
             shutil.copyfile(file, scratch / file.name)
-        scratch.chmod(0o755)
-        os.rename(scratch, made)
+        scratch.chmod(0o755)  # mkdtemp makes directories that only the owner can read
+        os.rename(scratch, path)
     except OSError:
-        if not made.exists():  # else another process was first
+        if not path.exists():  # if it does, another process was faster
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return made
+    return path
 
 
-def _grown(table: np.ndarray, rows: int) -> np.ndarray:
-    """float32, with rows of zeros for new ids."""
-    table = table.astype(np.float32)
-    return np.pad(table, [(0, rows - len(table)), *[(0, 0)] * (table.ndim - 1)])
+def _padded(tensor: np.ndarray, rows: int) -> np.ndarray:
+    """The tensor as float32, with rows of zeros added at the end for new ids."""
+    tensor = tensor.astype(np.float32)
+    padding = [(0, rows - len(tensor))] + [(0, 0)] * (tensor.ndim - 1)
+    return np.pad(tensor, padding)

@@ -13,7 +13,8 @@ from specjax.models.forward_pass import (
     num_params,
     param_shapes,
 )
-from specjax.models.hf.checkpoint import load_pretrained, save_pretrained
+from specjax.models.hf.read import load_pretrained
+from specjax.models.hf.write import save_pretrained
 
 __all__ = [
     "KVCache",

@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from specjax.models.attention import dense
 from specjax.models.blocks import Remat
-from specjax.models.families.head import EagleHead, HeadConfig
+from specjax.models.families.head import EagleHead
+from specjax.models.families.head_config import HeadConfig
 from specjax.models.forward_pass import hidden_states, module_of
 
 

@@ -1,8 +1,15 @@
-"""Rewards that guide constrained decoding: what a completion is worth, asked while it grows.
+"""Rewards: how good a completion is, as a number. Lookahead searches ask while it is generated.
 
-``lexical``, ``forbidden`` and ``length`` are folds over tokens and run inside the device loop;
-``regex``, ``json``, ``python``, ``classifier`` and Python functions read text and run in a
-host-driven loop over the same stages.
+A reward runs in one of two places:
+
+- On the device, inside the jitted loop: ``lexical``, ``forbidden`` and ``length``. Such a reward is
+  a :class:`Fold`. It is computed token by token, like ``functools.reduce``, from a state of fixed
+  size. :class:`Data` are its arrays, and :class:`Together` is the sum or product of several.
+- On the host, between device passes: ``regex``, ``json``, ``python``, ``classifier``, and Python
+  functions. These read the completion's text, so the search is host-driven.
+
+:class:`Combined` is the sum or product of any rewards. :class:`Judge` is a :class:`Combined` bound
+to the requests of one job; the decoding loop asks it for scores.
 """
 
 from specjax.rewards.combined import COMBINATIONS, PRODUCT, Combined, Judge, RewardWarning

@@ -8,29 +8,28 @@ from pathlib import Path
 
 from specjax._util.errors import OptionError, foreign, silent
 from specjax._util.files import check_entries
-from specjax.models.hf.checkpoint import read_json
 from specjax.models.hf.config import check_values
+from specjax.models.hf.files import read_json
 from specjax.rewards.protocol import Sample
 from specjax.rewards.text import OfText
 
 BATCH = 32  # texts per forward
-UNBOUNDED = 2**31 - 1  # tokens, where neither tokenizer nor model says how many it reads
+UNLIMITED = 2**31 - 1  # tokens, where neither tokenizer nor model has a limit
 
 
 class Classifier(OfText):
-    """The probability of the last class for prompt and completion, by a model directory.
+    """The probability of the last class, by a sequence classifier of transformers.
 
-    One logit passes a sigmoid; of two or more, the last against the rest: the sigmoid of its
-    log-odds.
+    With one logit it is the sigmoid of that. With more it is the softmax's last entry.
 
-    Prompt and completion are the pair of texts that the tokenizer joins, with its own separators
-    and token types. A tokenizer whose pairs have no separator gets both as one text. What is
-    longer than the model reads loses the beginning of the prompt; of a completion that is too
-    long alone the end is kept. Texts are padded into batches where the config names a padding
-    token of the vocabulary, else scored one by one.
+    Prompt and completion go to the tokenizer as a pair of texts, which it joins with its own
+    separators and token types. If its pairs have no separator, it gets both as one text. What is
+    too long for the model loses the beginning of the prompt. If the completion alone is too long,
+    its end is kept. Texts are padded into batches if the config names a padding token of the
+    vocabulary; otherwise they are scored one by one.
 
     Raises:
-      OptionError: no such directory, no sequence classifier in it, or no torch.
+      OptionError: there is no such directory, no classifier in it, or no torch.
     """
 
     name = "classifier"
@@ -53,24 +52,28 @@ class Classifier(OfText):
     def _loaded(self):
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        says = f"reward classifier: {self.directory} cannot be loaded"
-        with foreign(says, OptionError), silent():
+        """Tokenizer, model, and how many texts a batch has."""
+        failed = f"reward classifier: {self.directory} cannot be loaded"
+        with foreign(failed, OptionError), silent():
             check_entries(self.directory)
             check_values(read_json(self.directory / "config.json"))
             tokenizer = AutoTokenizer.from_pretrained(
                 self.directory, truncation_side="left", padding_side="right"
             )
-            model, found = AutoModelForSequenceClassification.from_pretrained(
+            model, report = AutoModelForSequenceClassification.from_pretrained(
                 self.directory, output_loading_info=True
             )
-            wrong = sorted(map(str, (*found["missing_keys"], *found["mismatched_keys"])))
-            if wrong:  # transformers fills in what a checkpoint lacks, at random
+            # transformers only warns, and fills in random weights for these.
+            wrong = sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"])))
+            if wrong:
                 raise ValueError(f"{wrong[0]} is not in its files as its config says")
-        padding = model.config.get_text_config().pad_token_id
-        padded = padding in range(len(tokenizer))
-        if padded:  # decoders look for the last token that is not this one
-            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
-        return tokenizer, model.eval(), BATCH if padded else 1
+        model.eval()
+        pad_id = model.config.get_text_config().pad_token_id
+        if pad_id not in range(len(tokenizer)):
+            return tokenizer, model, 1
+        # Decoder models read the last token that is not this one, so the tokenizer must use it.
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id)
+        return tokenizer, model, BATCH
 
     def check(self, tokenizer, constraints):
         super().check(tokenizer, constraints)
@@ -81,11 +84,14 @@ class Classifier(OfText):
         return self.score_many([sample])[0]
 
     def score_many(self, samples):
-        size = self._loaded[2]
-        batches = [samples[first : first + size] for first in range(0, len(samples), size)]
-        return [score for batch in batches for score in self._scores(batch)]
+        """The scores of several samples, batch by batch."""
+        _, _, batch_size = self._loaded
+        scores = []
+        for first in range(0, len(samples), batch_size):
+            scores += self._scores_of_batch(samples[first : first + batch_size])
+        return scores
 
-    def _scores(self, samples):
+    def _scores_of_batch(self, samples):
         import torch
 
         tokenizer, model, _ = self._loaded
@@ -95,20 +101,23 @@ class Classifier(OfText):
             logits = model(**inputs).logits.double()
         if logits.ndim != 2 or not logits.shape[1]:
             raise ValueError(f"its logits have the shape {list(logits.shape)}")
-        rest = torch.logsumexp(logits[:, :-1], 1) if logits.shape[1] > 1 else 0.0
-        return torch.sigmoid(logits[:, -1] - rest).tolist()
+        # softmax(x)[-1] is the sigmoid of the last logit minus the log-sum-exp of the others.
+        others = 0.0
+        if logits.shape[1] > 1:
+            others = torch.logsumexp(logits[:, :-1], 1)
+        return torch.sigmoid(logits[:, -1] - others).tolist()
 
     def encode(self, sample):
-        """The model's inputs for one sample: ids, mask and what else the tokenizer gives."""
+        """The model's inputs for one sample: ids, mask, and what else the tokenizer gives."""
         tokenizer, model, _ = self._loaded
-        positions = getattr(model.config, "max_position_embeddings", None) or UNBOUNDED
-        limit = min(tokenizer.model_max_length, positions, UNBOUNDED)
-        ends, separated = (tokenizer.num_special_tokens_to_add(pair) for pair in (False, True))
-        if separated == ends:
+        positions = getattr(model.config, "max_position_embeddings", None) or UNLIMITED
+        limit = min(tokenizer.model_max_length, positions, UNLIMITED)
+        special_of_one = tokenizer.num_special_tokens_to_add(False)
+        special_of_pair = tokenizer.num_special_tokens_to_add(True)
+        if special_of_pair == special_of_one:  # no separator between the two
             return tokenizer(sample.prompt + sample.text, truncation=True, max_length=limit)
-        alone = tokenizer(sample.text, add_special_tokens=False)["input_ids"]
-        if len(alone) < limit - separated:
-            pair, cut = (sample.prompt, sample.text), "only_first"
-        else:
-            pair, cut = ("", sample.text), "only_second"
-        return tokenizer(*pair, truncation=cut, max_length=limit)
+
+        completion = tokenizer(sample.text, add_special_tokens=False)["input_ids"]
+        if len(completion) < limit - special_of_pair:
+            return tokenizer(sample.prompt, sample.text, truncation="only_first", max_length=limit)
+        return tokenizer("", sample.text, truncation="only_second", max_length=limit)

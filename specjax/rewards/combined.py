@@ -1,6 +1,10 @@
-"""Several rewards as one: on the device where all can, else scored from the host.
+"""Several rewards as one, and the scoring of completions on the host.
 
-Axis legend: B rows, K lanes, M tokens of a lane.
+:class:`Combined` is the sum or product of rewards. :class:`Judge` binds it to the requests of one
+job. Where every part can run on the device, the judge has a fold for the device loop; otherwise the
+loop is host-driven and asks the judge.
+
+Axis legend: B rows, K lanes (candidate continuations of a row), M tokens of a lane.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,44 +24,52 @@ from specjax.rewards.folding import Data, Together
 from specjax.rewards.protocol import Reward, Sample
 from specjax.text.tokenizer import Tokenizer
 
-SUM, PRODUCT = "sum", "product"
+SUM = "sum"
+PRODUCT = "product"
 COMBINATIONS = (SUM, PRODUCT)
-SHOWN = 200  # characters of the text that a failing reward is reported with
+SHOWN_CHARACTERS = 200  # of the text in the warning about a failing reward
 
 
 class RewardWarning(UserWarning):
-    """A reward raised or returned NaN; said once per reward, with the text it failed on."""
+    """A reward raised or returned NaN. Reported once per reward, with the text it failed on."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Combined:
-    """Rewards added up, or multiplied."""
+    """The sum of rewards, or their product."""
 
     parts: tuple[Reward, ...]
     product: bool = False
-    # Numbers of the parts that failed once: a job is several runs of the same reward.
+    # Numbers of the parts whose failure has been reported. It is kept here and not in the Judge,
+    # because a job may bind the same reward several times.
     reported: set[int] = dataclasses.field(default_factory=set, compare=False)
 
     def satisfied(self, scores: Sequence[float]) -> bool:
         """Whether every part's score is full."""
-        return all(s >= part.full for s, part in zip(scores, self.parts, strict=True))
+        pairs = zip(scores, self.parts, strict=True)
+        return all(score >= part.full for score, part in pairs)
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """The least and largest combined score, where every part knows its own."""
-        each = [part.bounds for part in self.parts]
-        if None in each:
-            return None
+        """The lowest and highest combined score; None where a part does not know its own."""
+        bounds = []
+        for part in self.parts:
+            if part.bounds is None:
+                return None
+            bounds.append(part.bounds)
         if not self.product:
-            return sum(low for low, _ in each), sum(high for _, high in each)
-        corners = (1.0, 1.0)
-        for bound in each:
-            products = [a * b for a in corners for b in bound]
-            corners = min(products), max(products)
-        return corners
+            return sum(low for low, _ in bounds), sum(high for _, high in bounds)
+
+        # Bounds may be negative, so either end of one factor can meet either end of the other.
+        lowest = highest = 1.0
+        for low, high in bounds:
+            corners = [lowest * low, lowest * high, highest * low, highest * high]
+            lowest = min(corners)
+            highest = max(corners)
+        return lowest, highest
 
     def check_threshold(self, r_t: float) -> None:
-        """Refuses an ``r_t`` that no completion, or every one, reaches.
+        """Refuses a threshold ``r_t`` that no completion, or every one, reaches.
 
         Raises:
           OptionError: the threshold lies outside the reward's bounds.
@@ -71,7 +84,7 @@ class Combined:
             )
 
     def value(self, scores: Sequence[float]) -> float:
-        """The combined float32 score; −inf where a part failed."""
+        """The combined score, in float32; −inf where a part failed."""
         if -math.inf in scores:
             return -math.inf
         combine = np.prod if self.product else np.sum
@@ -81,93 +94,130 @@ class Combined:
         self, tokenizer: Tokenizer | None, constraints: Sequence[dict]
     ) -> tuple[Together, Data] | None:
         """The fold and its arrays for the rows of a job; None where a part needs text."""
-        each = [part.on_device(tokenizer, constraints) for part in self.parts]
-        if None in each:
-            return None
-        fold = Together(tuple(one.fold for one in each), self.product)
-        shared = jax.tree.map(jax.numpy.asarray, tuple(one.shared for one in each))
-        return fold, Data(shared, tuple(one.own for one in each))
+        parts = []
+        for part in self.parts:
+            on_device = part.on_device(tokenizer, constraints)
+            if on_device is None:
+                return None
+            parts.append(on_device)
+        fold = Together(tuple(part.fold for part in parts), self.product)
+        shared = jax.tree.map(jax.numpy.asarray, tuple(part.shared for part in parts))
+        return fold, Data(shared, tuple(part.own for part in parts))
 
 
 @dataclasses.dataclass
 class Judge:
-    """A reward bound to the rows of a job.
+    """A reward bound to the requests of one job.
 
-    Scores texts with Python; a failing reward is reported once and scores −inf.
+    Scores completions with Python. A failing reward is reported once and scores −inf.
+
+    Attributes:
+      combined: the reward.
+      tokenizer: the target's; None: rewards see no text.
+      eos_ids: ids that end a sequence.
+      fold, data: the same reward on the device; None where a part needs text.
     """
 
     combined: Combined
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
-    fold: Together | None = None  # the same on the device, where no part needs text
+    fold: Together | None = None
     data: Data | None = None
 
     @classmethod
-    def bind(cls, combined: Combined, target, constraints: Sequence[dict], guides: bool) -> Judge:
-        """For rows with these ``constraints``; ``guides`` asks for the fold.
+    def bind(
+        cls, combined: Combined, target: Any, constraints: Sequence[dict], guides: bool
+    ) -> Judge:
+        """A judge for rows with these constraints.
 
+        Args:
+          target: an :class:`specjax.LM`.
+          constraints: one per row, by reward name.
+          guides: whether a search asks for rewards. If so, they go to the device if they can.
         Raises:
-          OptionError: a part cannot score what it is to score.
+          OptionError: a part cannot score these rows.
         """
         for part in combined.parts:
             part.check(target.tokenizer, constraints)
+        judge = cls(combined, target.tokenizer, frozenset(target.eos_ids))
         on_device = combined.fold(target.tokenizer, constraints) if guides else None
-        eos_ids = frozenset(target.eos_ids)
-        return cls(combined, target.tokenizer, eos_ids, *(on_device or (None, None)))
+        if on_device is not None:
+            judge.fold, judge.data = on_device
+        return judge
 
     def rows(self, cases: Sequence[int]) -> Data | tuple:
-        """The arrays of some of the rows."""
+        """The device arrays of the rows with these numbers; () where there are none."""
         if self.data is None:
             return ()
-        own = jax.tree.map(lambda x: jax.numpy.asarray(x[np.asarray(cases)]), self.data.own)
+        numbers = np.asarray(cases)
+        own = jax.tree.map(lambda x: jax.numpy.asarray(x[numbers]), self.data.own)
         return self.data._replace(own=own)
 
     def scores(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Each part's score of each sample."""
-        parts = enumerate(self.combined.parts)
-        return list(zip(*(self._scores(i, part, samples) for i, part in parts), strict=True))
+        by_part = [
+            self._scores_of_part(number, part, samples)
+            for number, part in enumerate(self.combined.parts)
+        ]
+        return list(zip(*by_part, strict=True))
 
-    def lanes(self, rows: Sequence, state, lanes) -> np.ndarray:
-        """The combined reward of every lane, float32 ``[B, K]``; rows that do not ask get 0."""
+    def score_lanes(self, rows: Sequence, state: Any, lanes: Any) -> np.ndarray:
+        """The combined reward of every lane, float32 ``[B, K]``.
+
+        Args:
+          rows: the request in each batch slot, with its ``prompt`` and ``constraints``.
+          state: the :class:`specjax.core.types.DecodeState`.
+          lanes: ``tokens [B, K, M]``, of which ``count [B, K]`` are meant, and ``asked [B]``: rows
+            that need no rewards get 0.
+        """
         fetched = jax.device_get((state.tokens, state.prompt_length, state.length, lanes))
-        tokens, begin, end, lanes = fetched
+        tokens, prompt_length, length, lanes = fetched
         samples = []
-        for i in np.flatnonzero(lanes.asked):
-            before = tokens[i, begin[i] : end[i]].tolist()
-            for ahead, count in zip(lanes.tokens[i], lanes.count[i], strict=True):
-                samples.append(self.sample(rows[i], before + ahead[:count].tolist()))
+        for i in map(int, np.flatnonzero(lanes.asked)):
+            completion = tokens[i, prompt_length[i] : length[i]].tolist()
+            for continuation, count in zip(lanes.tokens[i], lanes.count[i], strict=True):
+                lane = completion + continuation[:count].tolist()
+                samples.append(self.sample(rows[i], lane))
+
+        rewards = [self.combined.value(scores) for scores in self.scores(samples)]
         values = np.zeros(lanes.count.shape, np.float32)
-        found = [self.combined.value(scores) for scores in self.scores(samples)]
-        values[lanes.asked] = np.reshape(found, (-1, values.shape[1]))
+        values[lanes.asked] = np.reshape(rewards, (-1, lanes.count.shape[1]))
         return values
 
-    def sample(self, row, tokens: Sequence[int]) -> Sample:
-        """What the rewards see of a row with ``prompt`` and ``constraints``."""
+    def sample(self, row: Any, tokens: Sequence[int]) -> Sample:
+        """The completion ``tokens`` of a request, as rewards see it."""
         text = self.tokenizer.decode(tokens) if self.tokenizer else ""
         ended = len(tokens) > 0 and int(tokens[-1]) in self.eos_ids
         return Sample(text, row.prompt, tokens, row.constraints, ended)
 
-    def _scores(self, number: int, part: Reward, samples: Sequence[Sample]) -> list[float]:
-        """One part's scores; where they fail together, each sample is asked alone."""
-        if len(samples) > 1 and hasattr(part, "score_many"):
+    def _scores_of_part(self, number: int, part: Reward, samples: Sequence[Sample]) -> list[float]:
+        """One part's scores, from one call if it can; if that fails, sample by sample."""
+        score_many = getattr(part, "score_many", None)
+        if len(samples) > 1 and score_many is not None:
+            # One bad sample fails the whole call. Scored alone, the others get their score.
             with contextlib.suppress(Exception):
-                values = [float(value) for value in part.score_many(samples)]
+                values = [float(value) for value in score_many(samples)]
                 if len(values) == len(samples) and not any(map(math.isnan, values)):
                     return values
         return [self._score(number, part, sample) for sample in samples]
 
     def _score(self, number: int, part: Reward, sample: Sample) -> float:
+        """One part's score of one sample; −inf where it fails."""
         try:
             value = float(part.score(sample))
             problem = "returned NaN" if math.isnan(value) else ""
-        except Exception as error:  # a reward is anybody's program
-            value, first = math.nan, (str(error) or "no message").splitlines()[0]
-            problem = f"raised {type(error).__name__}: {first}"
+        except Exception as error:  # a reward may be a user's function, and raise anything
+            value = math.nan
+            first_line = (str(error) or "no message").splitlines()[0]
+            problem = f"raised {type(error).__name__}: {first_line}"
         if not problem:
             return value
+
         if number not in self.combined.reported:
             self.combined.reported.add(number)
-            text = sample.text[:SHOWN] + ("…" if len(sample.text) > SHOWN else "")
+            text = sample.text[:SHOWN_CHARACTERS]
+            if len(sample.text) > SHOWN_CHARACTERS:
+                text += "…"
             warnings.warn(
                 f"reward {part.name} {problem}; it counts as −∞ on {text!r}",
                 RewardWarning,

@@ -1,6 +1,9 @@
-"""Rewards inside the device loop: folds over the generated tokens.
+"""Rewards computed token by token on the device, inside the jitted loop.
 
-Axis legend: B rows, K lanes, M tokens of a lane.
+A lookahead search asks for the reward of several candidate continuations of each row. Each of them
+is called a lane.
+
+Axis legend: B rows, K lanes of a row, M tokens of a lane.
 """
 
 from __future__ import annotations
@@ -14,40 +17,45 @@ from jaxtyping import Array, Float, Int
 
 
 class Fold(Protocol):
-    """A reward as a fold over the tokens that one row has generated, in order.
+    """A reward computed token by token on the device, as ``functools.reduce`` would.
 
-    Written for a single row, without batch axes; the loop maps it over rows and lookaheads.
-    Frozen and hashable; arrays come in as ``shared`` (the same for every row, such as a table
-    over the vocabulary) and ``own`` (this row's, such as the words it needs). Whatever it keeps
-    of the tokens has a fixed size, so a lookahead costs its own length and never the row's.
+    It is written for a single row, without batch axes; the loop maps it over rows and lanes. It is
+    frozen and hashable, because it is static in the compiled loop. Its arrays are arguments:
+
+    - ``shared``: the same for every row, such as a table over the vocabulary.
+    - ``own``: of one row, such as the words that it must contain.
+    - ``carry``: what the reward keeps of the tokens so far. Its size is fixed, so a lane costs its
+      own length, and not the length of the completion before it.
     """
 
     def init(self, shared: Any, own: Any) -> Any:
-        """What it knows before the first generated token."""
+        """The carry before the first generated token."""
 
     def advance(self, shared: Any, own: Any, carry: Any, token: Int[Array, ""]) -> Any:
-        """What it knows after one more token."""
+        """The carry after one more token."""
 
     def value(self, shared: Any, own: Any, carry: Any) -> Float[Array, ""]:
-        """float32, higher is better; NaN counts as −inf."""
+        """The reward of the tokens so far, float32; higher is better, NaN counts as −inf."""
+        ...
 
 
 class Data(NamedTuple):
-    """A fold's arrays; those in ``own`` have a leading axis of B rows."""
+    """The arrays of a :class:`Fold` for a batch."""
 
-    shared: Any
-    own: Any
+    shared: Any  # the same for every row
+    own: Any  # with a leading axis of B rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Together:
-    """Several folds as one: their sum, or their product."""
+    """Several folds computed together, as one: their sum, or their product."""
 
     parts: tuple[Fold, ...]
     product: bool = False
 
     def init(self, shared, own):
-        return tuple(p.init(s, o) for p, s, o in zip(self.parts, shared, own, strict=True))
+        each = zip(self.parts, shared, own, strict=True)
+        return tuple(part.init(s, o) for part, s, o in each)
 
     def advance(self, shared, own, carry, token):
         each = zip(self.parts, shared, own, carry, strict=True)
@@ -55,15 +63,17 @@ class Together:
 
     def value(self, shared, own, carry):
         each = zip(self.parts, shared, own, carry, strict=True)
-        values = jnp.stack([jnp.asarray(p.value(s, o, c), jnp.float32) for p, s, o, c in each])
+        values = [jnp.asarray(part.value(s, o, c), jnp.float32) for part, s, o, c in each]
+        values = jnp.stack(values)
         total = jnp.prod(values) if self.product else jnp.sum(values)
-        # −inf · 0 and −inf + inf would be NaN anyway: what one part refuses is refused.
+        # A part of −inf or NaN refuses the tokens, so the total is −inf. The arithmetic would give
+        # NaN for −inf · 0 and −inf + inf.
         refused = jnp.any(jnp.isnan(values) | (values == -jnp.inf))
         return jnp.where(refused, -jnp.inf, total)
 
 
 def start_all(fold: Fold, data: Data, rows: int) -> Any:
-    """The fold of every row before its first token."""
+    """The carry of every row before its first token, ``[B, ...]``."""
     carry = jax.vmap(fold.init, in_axes=(None, 0), axis_size=rows)(data.shared, data.own)
     return jax.tree.map(jnp.asarray, carry)
 
@@ -71,23 +81,27 @@ def start_all(fold: Fold, data: Data, rows: int) -> Any:
 def advance_all(
     fold: Fold, data: Data, carry: Any, tokens: Int[Array, "B K M"], count: Int[Array, "B K"]
 ) -> Any:
-    """The folds ``[B, K, ...]`` of each row's ``carry`` after the first ``count`` tokens."""
+    """The carries ``[B, K, ...]`` after the first ``count`` tokens of each lane.
+
+    All lanes of a row start from its ``carry``, ``[B, ...]``.
+    """
+    # One loop bound for all lanes: under vmap a bound per lane would run to the longest anyway.
     longest = jnp.max(count)
 
-    def lane(own, carry, tokens, count):
+    def advance_lane(own, carry, tokens, count):
         def push(i, carry):
             after = fold.advance(data.shared, own, carry, tokens[i])
             return jax.tree.map(lambda new, old: jnp.where(i < count, new, old), after, carry)
 
         return jax.lax.fori_loop(0, longest, push, carry)
 
-    lanes = jax.vmap(lane, in_axes=(None, None, 0, 0))
-    return jax.vmap(lanes)(data.own, carry, tokens, count)
+    advance_lanes = jax.vmap(advance_lane, in_axes=(None, None, 0, 0))
+    return jax.vmap(advance_lanes)(data.own, carry, tokens, count)
 
 
 def values_of(fold: Fold, data: Data, carry: Any) -> Float[Array, "B K"]:
-    """The rewards of folds ``[B, K, ...]``; NaN becomes −inf."""
-    value = jax.vmap(fold.value, in_axes=(None, None, 0))
-    values = jax.vmap(value, in_axes=(None, 0, 0))(data.shared, data.own, carry)
-    values = values.astype(jnp.float32)
+    """The rewards ``[B, K]`` of the carries ``[B, K, ...]``, float32; NaN becomes −inf."""
+    lane_values = jax.vmap(fold.value, in_axes=(None, None, 0))
+    row_values = jax.vmap(lane_values, in_axes=(None, 0, 0))
+    values = row_values(data.shared, data.own, carry).astype(jnp.float32)
     return jnp.where(jnp.isnan(values), -jnp.inf, values)

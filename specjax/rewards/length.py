@@ -1,4 +1,4 @@
-"""The ``length`` reward: completions of so many tokens."""
+"""The ``length`` reward: completions with a number of tokens in a range."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from specjax.rewards.protocol import DeviceReward
 
 @dataclasses.dataclass(frozen=True)
 class Length:
-    """1 for completions of ``low`` to ``high`` tokens, the end of sequence included; ``n/low``
-    below, ``high/n`` above."""
+    """1 for completions of ``low`` to ``high`` tokens, ``n / low`` below, ``high / n`` above.
+
+    The n tokens include the end of sequence.
+    """
 
     low: int
     high: int
@@ -29,10 +31,11 @@ class Length:
         """Every completion has a length."""
 
     def score(self, sample):
-        n = np.float32(max(len(sample.tokens), 1))
-        if len(sample.tokens) < self.low:
-            return float(np.float32(len(sample.tokens)) / np.float32(self.low))
-        return float(min(np.float32(1), np.float32(self.high) / n))
+        # float32, as on the device: a threshold must give the same answer in both places.
+        count = len(sample.tokens)
+        if count < self.low:
+            return float(np.float32(count) / np.float32(self.low))
+        return float(min(np.float32(1), np.float32(self.high) / np.float32(max(count, 1))))
 
     def on_device(self, tokenizer, constraints):
         shared = {"low": np.int32(self.low), "high": np.int32(self.high)}
@@ -41,7 +44,7 @@ class Length:
 
 @dataclasses.dataclass(frozen=True)
 class Counting:
-    """The fold of :class:`Length`: a count."""
+    """:class:`Length` on the device: it counts tokens."""
 
     def init(self, shared, own):
         return jnp.int32(0)

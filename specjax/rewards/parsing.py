@@ -1,4 +1,4 @@
-"""Whether a text that may go on is well formed so far: JSON and Python."""
+"""Whether an unfinished text is well formed so far: JSON and Python."""
 
 from __future__ import annotations
 
@@ -7,58 +7,70 @@ import json
 import re
 import warnings
 
-VALID, OPEN, INVALID = "valid", "open", "invalid"
-CLOSER = {"[": "]", "{": "}"}
-HEAD = re.compile(r"^([ \t]*)(?:async[ \t]+def|def|class)\b", re.MULTILINE)
+VALID = "valid"
+OPEN = "open"
+INVALID = "invalid"
+JSON_CLOSERS = {"[": "]", "{": "}"}
+PYTHON_CLOSERS = {"(": ")", "[": "]", "{": "}"}
+# The first line of a function or class, with its indentation.
+HEADER = re.compile(r"^([ \t]*)(?:async[ \t]+def|def|class)\b", re.MULTILINE)
 _TOKEN = re.compile(
     r"""(?P<text>(?i:[rbuf]{,2})(?:'''|\"\"\"))|(?P<quote>['"])|(?P<comment>\#[^\n]*)"""
     r"""|(?P<open>[\[({])|(?P<close>[\])}])|(?P<other>\\.|.)""",
     re.VERBOSE | re.DOTALL,
 )
-_PAIRS = {"(": ")", "[": "]", "{": "}"}
+
+
+# --- JSON ------------------------------------------------------------------------------------
 
 
 def json_state(text: str) -> str:
     """``valid``, ``open`` (the beginning of a valid JSON text) or ``invalid``."""
     try:
-        json.loads(text, parse_int=len)  # Python's integers have a longest, JSON's do not
+        # parse_int=len: Python limits the digits of an integer, JSON does not.
+        json.loads(text, parse_int=len)
         return VALID
     except RecursionError:
         return INVALID
     except ValueError:
-        return OPEN if _json_begins(text) else INVALID
+        return OPEN if _can_become_json(text) else INVALID
 
 
-def _json_begins(text: str) -> bool:
-    """Whether some continuation makes the text valid: it is completed and parsed.
+def _can_become_json(text: str) -> bool:
+    """Whether some continuation makes the text valid JSON: a few are appended and parsed.
 
-    What can follow is decided by the last token and the open brackets; one of a few endings
-    fits every beginning.
+    The last token and the open brackets decide what can follow. So for every valid beginning one
+    of a few endings works.
     """
-    brackets, inside, escaped = [], False, False
+    closers = []
+    in_string = False
+    escaped = False
     for char in text:
-        if inside:
-            escaped, inside = (char == "\\" and not escaped), escaped or char != '"'
+        if in_string:
+            if char == '"' and not escaped:
+                in_string = False
+            escaped = char == "\\" and not escaped
         elif char == '"':
-            inside = True
-        elif char in CLOSER:
-            brackets.append(CLOSER[char])
-        elif char in CLOSER.values() and (not brackets or brackets.pop() != char):
+            in_string = True
+        elif char in JSON_CLOSERS:
+            closers.append(JSON_CLOSERS[char])
+        elif char in JSON_CLOSERS.values() and (not closers or closers.pop() != char):
             return False
-    tail = "".join(reversed(brackets))
-    return any(_is_json(text + ending + tail) for ending in _endings(text, inside))
+    tail = "".join(reversed(closers))
+    return any(_is_json(text + ending + tail) for ending in _endings(text, in_string))
 
 
-def _endings(text: str, inside: bool) -> list[str]:
+def _endings(text: str, in_string: bool) -> list[str]:
     """Texts that may complete the last token and the last member."""
-    if inside:
-        # Inside a string: an escape may be unfinished; the string is a value or a key.
+    if in_string:
+        # An escape may be unfinished, and the string may be a value or a key.
         escapes = ["", "n", "0", "00", "000", "0000", "u0000"]
         return [escape + end for escape in escapes for end in ('"', '":0')]
     word = re.search(r"(?<![\w.])[a-z]+$", text)
     if word:
-        return [w[len(word[0]) :] for w in ("true", "false", "null") if w.startswith(word[0])]
-    # Nothing missing; a value; a colon and a value; a whole member; digits of a number.
+        literals = ("true", "false", "null")
+        return [literal[len(word[0]) :] for literal in literals if literal.startswith(word[0])]
+    # Nothing is missing, or: a value or digits of a number; a colon and a value; a whole member.
     return ["", "0", ":0", '"":0']
 
 
@@ -70,49 +82,71 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def parses_as_python(prompt: str, text: str) -> bool:
-    """Whether prompt and completion parse, as they are or once what is open is closed.
+# --- Python ----------------------------------------------------------------------------------
 
-    Parsed is what follows the start of the prompt's last ``def`` or ``class`` (all of it if
-    there is none): a prompt may begin anywhere. Open strings and brackets are closed, an open
-    block gets a ``pass``, and an unfinished last line may be left out.
+
+def parses_as_python(prompt: str, text: str) -> bool:
+    """Whether prompt and completion parse, as they are or after open parts are closed.
+
+    A prompt may begin in the middle of a file. So only its last ``def`` or ``class`` and what
+    follows is parsed, or all of it if there is none. Open strings and brackets are closed, and an
+    open block gets a ``pass``. An unfinished last line may be left out.
     """
-    heads = list(HEAD.finditer(prompt))
-    code = (prompt[heads[-1].start() :] if heads else prompt) + text
-    if heads and heads[-1][1]:
-        code = "if 1:\n" + code  # an indented function may be followed by a line that is not
-    lines = code.rstrip(" \t").rpartition("\n")[0]
-    return any(_parses(c) or _parses(closed(c)) for c in (code, lines))
+    headers = list(HEADER.finditer(prompt))
+    start = headers[-1].start() if headers else 0
+    code = prompt[start:] + text
+    indentation = headers[-1][1] if headers else ""
+    if indentation:
+        # Inside a block, so that a line with less indentation may follow the function.
+        code = "if 1:\n" + code
+    without_last_line = code.rstrip(" \t").rpartition("\n")[0]
+    candidates = (code, without_last_line)
+    return any(_parses(candidate) or _parses(closed(candidate)) for candidate in candidates)
 
 
 def closed(code: str) -> str:
-    """The code with its open strings and brackets closed and a ``pass`` in an open block."""
-    brackets, ending, at = [], "", 0
+    """The code with its open strings and brackets closed, and a ``pass`` in an open block."""
+    closers = []
+    quote = ""
+    at = 0
     while at < len(code):
         token = _TOKEN.match(code, at)
+        assert token is not None, "the pattern matches any character"
         at = token.end()
         if token["text"] or token["quote"]:
+            # A prefix such as rb stands before the quotes, so they are the last three characters.
             mark = token["quote"] or token[0][-3:]
             end = _end_of_string(code, at, mark)
-            ending, at = (mark, len(code)) if end is None else (ending, end)
+            if end is None:
+                quote = mark
+                break
+            at = end
         elif token["open"]:
-            brackets.append(_PAIRS[token[0]])
-        elif token["close"] and brackets and brackets[-1] == token[0]:
-            brackets.pop()
-    code = code + ending + "".join(reversed(brackets))
-    last = next((line for line in reversed(code.split("\n")) if line.split("#")[0].strip()), "")
-    if last.split("#")[0].rstrip().endswith(":"):
-        code += "\n" + last[: len(last) - len(last.lstrip())] + " pass"
+            closers.append(PYTHON_CLOSERS[token[0]])
+        elif token["close"] and closers and closers[-1] == token[0]:
+            closers.pop()
+    return _with_block_body(code + quote + "".join(reversed(closers)))
+
+
+def _with_block_body(code: str) -> str:
+    """The code, with a ``pass`` after a last line that opens a block."""
+    for line in reversed(code.split("\n")):
+        statement = line.split("#")[0]
+        if statement.strip():
+            if statement.rstrip().endswith(":"):
+                indentation = line[: len(line) - len(line.lstrip())]
+                return f"{code}\n{indentation} pass"
+            break
     return code
 
 
 def _end_of_string(code: str, at: int, mark: str) -> int | None:
-    """Where the string that began before ``at`` ends; None where it is open."""
+    """Where the string whose text begins at ``at`` ends; None where it is open."""
     while at < len(code):
         if code.startswith(mark, at):
             return at + len(mark)
         if len(mark) == 1 and code[at] == "\n":
-            return at  # no string any more: the parser will say so
+            return at  # not a valid string; the parser will report it
         at += 2 if code[at] == "\\" else 1
     return None
 

@@ -1,4 +1,4 @@
-"""What a reward must offer, and what it is asked about."""
+"""The protocol of a reward, and the sample that it scores."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from specjax.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What was generated so far, or would be with a lookahead.
+    """A completion so far, or with a candidate continuation appended.
 
-    ``text`` is the completion alone, ``tokens`` its ids, ``constraints`` what the prompt's line
-    of a task asks for, by reward name; ``ended`` says that an end of sequence was reached.
+    Attributes:
+      text: the completion without its prompt.
+      prompt: the text before it.
+      tokens: the ids of the completion.
+      constraints: what the task asks of this completion, by reward name.
+      ended: whether it ends with an end of sequence.
     """
 
     text: str
@@ -26,36 +30,47 @@ class Sample:
 
 
 class DeviceReward(NamedTuple):
-    """A reward as arrays: ``own`` has one leading row per row of the job."""
+    """A reward that runs on the device: the function and its arrays."""
 
     fold: Fold
-    shared: Any
-    own: Any
+    shared: Any  # arrays that all rows share
+    own: Any  # arrays with a leading axis over the rows of the job
 
 
 class Reward(Protocol):
     """Scores a completion; higher is better.
 
-    ``score`` is plain Python on text. A reward that has ``on_device``, too, runs inside the
-    device loop; one without is asked from the host between passes, about all samples at once
-    where it has ``score_many(samples)``. ``bounds`` are the least and largest score where they
-    are known; ``full`` is what counts as satisfied.
+    ``score`` is plain Python. If ``on_device`` gives a :class:`DeviceReward`, the device loop uses
+    that. Otherwise the host calls ``score`` between passes, or ``score_many(samples)``, where there
+    is such a method, for all samples at once.
+
+    Attributes:
+      name: as in ``--reward``; constraints go by it.
+      bounds: the lowest and highest score; None if unknown.
+      full: from this score on a constraint counts as satisfied.
     """
 
-    name: str
-    bounds: tuple[float, float] | None
-    full: float
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def bounds(self) -> tuple[float, float] | None: ...
+
+    @property
+    def full(self) -> float: ...
 
     def check(self, tokenizer: Tokenizer | None, constraints: Sequence[dict]) -> None:
-        """Refuses what it cannot score, before anything compiles.
+        """Checks that it can score rows with these constraints, before anything compiles.
 
         Raises:
           OptionError: says what is missing or wrong.
         """
 
-    def score(self, sample: Sample) -> float: ...
+    def score(self, sample: Sample) -> float:
+        """The score of one completion."""
+        ...
 
     def on_device(
         self, tokenizer: Tokenizer | None, constraints: Sequence[dict]
     ) -> DeviceReward | None:
-        """The reward for the rows of a job, or None where it needs text."""
+        """The same reward for the device, for the rows of a job; None if it needs text."""

@@ -1,4 +1,4 @@
-"""The table of rewards by name, and ``NAME[:ARG]``."""
+"""The table of rewards by name, and the parsing of ``NAME[:ARG]``."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ from specjax.rewards.length import Length
 from specjax.rewards.lexical import Forbidden, Lexical
 from specjax.rewards.text import Json, OfFunction, Python, Regex, from_module
 
-SHOWN = 80  # characters of an argument in a message
+SHOWN_CHARACTERS = 80  # of an argument in an error message
 
 
 def _words(argument: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in argument.split(",")) if argument else ()
+    if not argument:
+        return ()
+    return tuple(word.strip() for word in argument.split(","))
 
 
 def _length(argument: str) -> Length:
-    bounds = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", argument)
-    low, high = (int(bounds[1]), int(bounds[2] or bounds[1])) if bounds else (1, 0)
-    if high < max(low, 1):
-        raise OptionError(
-            f"--reward length:{argument}: expected LOW-HIGH or N, in tokens, such as length:20-40"
-        )
-    return Length(low, high)
+    match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", argument)
+    if match:
+        low = int(match[1])
+        high = int(match[2] or match[1])
+        if high >= max(low, 1):
+            return Length(low, high)
+    raise OptionError(
+        f"--reward length:{argument}: expected LOW-HIGH or N, in tokens, such as length:20-40"
+    )
 
 
 def _regex(argument: str) -> Regex:
     if not argument:
         raise OptionError("--reward regex: expected a pattern, such as regex:return .*")
-    with foreign(f"--reward regex:{argument[:SHOWN]}: not a pattern", OptionError):
+    with foreign(f"--reward regex:{argument[:SHOWN_CHARACTERS]}: not a pattern", OptionError):
         return Regex(re.compile(argument))
 
 
@@ -44,7 +48,7 @@ def _classifier(argument: str) -> Classifier:
     return Classifier(argument)
 
 
-# name → (what it takes, how it is made)
+# name → (its argument and meaning, a function that makes it from the argument)
 REWARDS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "lexical": (
         "[WORD,…] share of the words that occur; =WORD: that spelling alone",
@@ -79,23 +83,24 @@ def make_reward(text: str) -> Any:
 
 
 def combine(rewards: Any, product: bool = False) -> Combined:
-    """One reward of names, :class:`specjax.rewards.Reward` objects and Python callables.
+    """One reward from one or several names, :class:`specjax.rewards.Reward` objects or functions.
 
-    A :class:`Combined` is taken as it is, but for ``product``.
+    A :class:`Combined` stays as it is, except for ``product``.
 
     Raises:
-      OptionError: nothing that can score.
+      OptionError: there is no reward, or a value that cannot score.
     """
     if isinstance(rewards, Combined):
         return dataclasses.replace(rewards, product=product)
-    single = isinstance(rewards, str) or not isinstance(rewards, Sequence)
-    parts = [_one(reward) for reward in ([rewards] if single else rewards)]
+    if isinstance(rewards, str) or not isinstance(rewards, Sequence):
+        rewards = [rewards]
+    parts = [_as_reward(reward) for reward in rewards]
     if not parts:
         raise OptionError("reward=[] holds no reward")
     return Combined(tuple(parts), product)
 
 
-def _one(reward: Any) -> Any:
+def _as_reward(reward: Any) -> Any:
     if isinstance(reward, str):
         return make_reward(reward)
     if hasattr(reward, "score") and hasattr(reward, "on_device"):

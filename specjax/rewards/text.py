@@ -1,4 +1,4 @@
-"""Rewards on text: ``regex``, ``json``, ``python``, any function. Scored from the host."""
+"""Rewards that read text, on the host: ``regex``, ``json``, ``python``, any Python function."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
+from typing import Any
 
 from specjax._util.arguments import ArgSpec, an, validate_fields
 from specjax._util.errors import OptionError, foreign
@@ -14,8 +15,9 @@ from specjax.rewards.parsing import OPEN, VALID, json_state, parses_as_python
 
 
 class OfText:
-    """What text rewards share: they need the host, and a tokenizer."""
+    """What text rewards share: they need a tokenizer, and never run on the device."""
 
+    name: str
     bounds: tuple[float, float] | None = (0.0, 1.0)
     full = 1.0
 
@@ -45,7 +47,7 @@ class Regex(OfText):
 class Json(OfText):
     """1 for a completion that is valid JSON, 0.5 for the beginning of one, else 0.
 
-    An end of sequence turns a mere beginning into 0.
+    A beginning that is followed by an end of sequence scores 0.
     """
 
     name = "json"
@@ -54,14 +56,16 @@ class Json(OfText):
         state = json_state(sample.text)
         if state == VALID:
             return 1.0
-        return 0.5 if state == OPEN and not sample.ended else 0.0
+        if state == OPEN and not sample.ended:
+            return 0.5
+        return 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Python(OfText):
-    """1 where prompt and completion parse as Python, at once or with open blocks closed.
+    """1 where prompt and completion parse as Python, perhaps after open blocks are closed.
 
-    What is parsed begins at the prompt's last ``def`` or ``class``; see
+    Only the prompt's last ``def`` or ``class`` and what follows is parsed; see
     :func:`specjax.rewards.parsing.parses_as_python`.
     """
 
@@ -73,15 +77,15 @@ class Python(OfText):
 
 @dataclasses.dataclass(frozen=True)
 class OfFunction(OfText):
-    """Any Python callable of (completion, prompt), or of the completion alone."""
+    """Any Python function of (completion, prompt), or of the completion alone."""
 
-    function: Callable[..., float]
+    function: Callable[..., Any]
     name: str
     bounds = None
     full = 1.0
 
     def score(self, sample):
-        if _takes_two(self.function):
+        if _accepts_two(self.function):
             return self.function(sample.text, sample.prompt)
         return self.function(sample.text)
 
@@ -100,9 +104,10 @@ def from_module(place: str) -> OfFunction:
     return OfFunction(function, place)
 
 
-def _takes_two(function: Callable) -> bool:
+def _accepts_two(function: Callable) -> bool:
+    """Whether a function can be called with two positional arguments."""
     try:
         inspect.signature(function).bind("", "")
-    except (TypeError, ValueError):  # of another shape, or a builtin that does not say
+    except (TypeError, ValueError):  # another signature, or a builtin without one
         return False
     return True

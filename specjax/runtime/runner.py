@@ -204,7 +204,7 @@ class BatchRunner:
             self.state,
             rounds,
             seen,
-            lambda state, lanes: judge.lanes(requests, state, lanes),
+            lambda state, lanes: judge.score_lanes(requests, state, lanes),
         )
 
     def free_slots(self, ended: Bool[np.ndarray, "B"], stopped: Bool[np.ndarray, "B"]) -> None:

@@ -1,8 +1,15 @@
-"""Chat templates, rendered in a process of their own.
+"""Renders chat templates, in a child process with limits.
 
-A template is a program that comes with a checkpoint. Jinja's sandbox keeps it from files, but not
-from ``2 ** 10 ** 9`` or a text of 10 GB, and no signal interrupts those. So a child renders, under
-limits of time and memory; it takes 0.1 s to start and then serves every conversation.
+A chat template is a Jinja program that comes with a checkpoint, so it is not trusted. The child
+guards against four things:
+
+- Access to Python objects and files. Jinja's sandbox refuses it.
+- Endless or very long computing, such as ``2 ** 10 ** 9``. No signal interrupts that in Python, so
+  the child ends itself after ``MAX_SECONDS``.
+- Memory. The child may take ``MAX_MEMORY`` bytes, and a rendered text ``MAX_TEXT`` characters.
+- Crashes, such as by deep recursion. They end the child, not this process.
+
+A child takes 0.1 s to start and then renders every conversation, until a template kills it.
 """
 
 from __future__ import annotations
@@ -18,32 +25,35 @@ from typing import Any
 
 from specjax._util.errors import ModelError, OptionError
 
-SECONDS = 5.0  # for one conversation
-MEMORY = 2**30  # bytes, the interpreter's own included
-LONGEST = 2**22  # characters of a rendered text: beyond any context
-LONGEST_TEMPLATE = 2**20  # characters: the largest in use have 20,000
+MAX_SECONDS = 5.0  # for one conversation
+MAX_MEMORY = 2**30  # bytes, with the interpreter's own
+MAX_TEXT = 2**22  # characters of a rendered text: more than any context holds
+MAX_TEMPLATE = 2**20  # characters: the longest in use have 20,000
 SCRIPT = Path(__file__).with_name("chat_process.py")
 
 
 class _Child:
-    """The process: started when first asked, and anew after a template has killed it."""
+    """The child process. It starts with the first request, and again after it was killed."""
 
     def __init__(self):
-        self._lock, self._process = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
 
     def ask(self, request: str) -> str:
-        """A line for a line; nothing where the process died over it."""
+        """The answer to a request, one line each; empty where the process died over it."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._process = self._start()
             process = self._process
+            assert process.stdin is not None and process.stdout is not None, "both are pipes"
             try:
                 process.stdin.write(request + "\n")
                 process.stdin.flush()
                 answer = process.stdout.readline()
             except BrokenPipeError:
                 answer = ""
-            except BaseException:  # interrupted: its answer would be the next one's
+            except BaseException:
+                # Interrupted: the answer still to come would be read as the next request's.
                 process.kill()
                 raise
             if not answer:
@@ -51,12 +61,16 @@ class _Child:
                 process.wait()
             return answer
 
-    def _start(self) -> subprocess.Popen:
-        # -P: beside the script lie modules of ours with names of the standard library's.
-        command = [sys.executable, "-P", str(SCRIPT), str(MEMORY)]
-        pipe = subprocess.PIPE
+    def _start(self) -> subprocess.Popen[str]:
+        # -P keeps the script's folder off the import path, where a module of ours could hide one
+        # of the standard library.
+        command = [sys.executable, "-P", str(SCRIPT), str(MAX_MEMORY)]
         return subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, encoding="ascii"
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="ascii",
         )
 
 
@@ -70,33 +84,42 @@ def render(
     source: str,
     options: Mapping[str, Any] | None = None,
 ) -> str:
-    """The prompt of a conversation as ``transformers`` renders it, up to the assistant's turn.
+    """The prompt of a conversation, up to the assistant's turn, as ``transformers`` renders it.
 
-    ``special`` are the special tokens that templates may name, ``source`` whose template it is,
-    ``options`` further variables of the template, as ``enable_thinking`` of Qwen3's.
-
+    Args:
+      template: the chat template, in Jinja.
+      messages: with ``role`` and ``content`` each.
+      special: the special tokens that templates may name, such as ``bos_token``.
+      source: whose template it is; errors name it.
+      options: further variables of the template, such as Qwen3's ``enable_thinking``.
     Raises:
-      ModelError: the template fails, or passes a limit.
-      OptionError: the messages are no JSON.
+      ModelError: the template fails, or exceeds a limit.
+      OptionError: the messages are not JSON.
     """
     failed = f"{source}: its chat template failed"
-    if len(template) > LONGEST_TEMPLATE:
-        raise ModelError(f"{failed}: it is longer than {LONGEST_TEMPLATE} characters")
-    # Those that a caller can leave out are None in transformers, too.
-    variables = {"tools": None, "documents": None, "add_generation_prompt": True} | special
-    variables |= {**(options or {}), "messages": messages}
-    request = {"template": template, "variables": variables, "seconds": SECONDS, "most": LONGEST}
+    if len(template) > MAX_TEMPLATE:
+        raise ModelError(f"{failed}: it is longer than {MAX_TEMPLATE} characters")
+    # In transformers, too, tools and documents are None where the caller gives none.
+    variables: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": True}
+    variables |= {**special, **(options or {}), "messages": messages}
+    request = {
+        "template": template,
+        "variables": variables,
+        "seconds": MAX_SECONDS,
+        "max_text": MAX_TEXT,
+    }
     try:
-        request = json.dumps(request)
+        line = json.dumps(request)
     except (TypeError, ValueError, RecursionError) as error:
         raise OptionError(f"messages: expected what JSON can say ({error})") from None
+
     began = time.monotonic()
-    line = _child.ask(request)
-    if line:
-        answer = json.loads(line)
-        if "text" in answer:
-            return answer["text"]
-        raise ModelError(f"{failed}: {answer['error']}")
-    slow = time.monotonic() - began >= SECONDS
-    why = f"it took longer than {SECONDS:g} s" if slow else "its process crashed"
-    raise ModelError(f"{failed}: {why}")
+    answer = _child.ask(line)
+    if not answer:
+        slow = time.monotonic() - began >= MAX_SECONDS
+        reason = f"it took longer than {MAX_SECONDS:g} s" if slow else "its process crashed"
+        raise ModelError(f"{failed}: {reason}")
+    result = json.loads(answer)
+    if "text" not in result:
+        raise ModelError(f"{failed}: {result['error']}")
+    return result["text"]

@@ -1,6 +1,7 @@
-"""The script that renders chat templates: JSON lines in, JSON lines out, until there are no more.
+"""The child process that renders chat templates: it reads JSON lines and writes JSON lines.
 
-:mod:`specjax.text.chat` runs it. It imports nothing of ours, for it is to start at once.
+:mod:`specjax.text.chat` starts it, and says what it guards against. It imports nothing from
+specjax, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import faulthandler
 import functools
 import json
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 from jinja2 import Template, nodes
 from jinja2.exceptions import TemplateError
@@ -20,9 +21,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class GenerationTag(Extension):
-    """``{% generation %}`` marks what an assistant wrote; here its body is text like any other."""
+    """``{% generation %}`` marks what the assistant wrote; here its body is ordinary text."""
 
-    tags = frozenset({"generation"})
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser):
         line = next(parser.stream).lineno
@@ -33,7 +34,7 @@ class GenerationTag(Extension):
         return caller()
 
 
-def _refuse(text):
+def _raise_exception(text):
     raise TemplateError(text)
 
 
@@ -43,47 +44,49 @@ def _tojson(value, ensure_ascii=False, **options):
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str) -> Template:
-    """In a jinja2 sandbox with what transformers offers to templates."""
+    """The template in a sandbox, with the functions and filters that transformers offers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _tojson  # jinja's own escapes HTML
-    environment.globals["raise_exception"] = _refuse
+    environment.filters["tojson"] = _tojson  # Jinja's own filter escapes HTML
+    environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment.from_string(template)
 
 
-def _render(template: str, variables: dict[str, Any], most: int) -> str:
-    pieces, length = [], 0
-    for piece in _compiled(template).generate(variables):
-        pieces.append(piece)
-        length += len(piece)
-        if length > most:
-            raise TemplateError(f"its text is longer than {most} characters")
-    return "".join(pieces)
+def _render(template: str, variables: dict[str, Any], max_text: int) -> str:
+    parts = []
+    length = 0
+    for part in _compiled(template).generate(variables):
+        parts.append(part)
+        length += len(part)
+        if length > max_text:
+            raise TemplateError(f"its text is longer than {max_text} characters")
+    return "".join(parts)
 
 
 def _answer(request: dict[str, Any]) -> dict[str, str]:
-    # A thread that needs no interpreter lock ends the process: nothing else stops 2 ** 10 ** 9.
+    # This timer is a thread that needs no interpreter lock, and it ends the process. Nothing else
+    # stops 2 ** 10 ** 9, which keeps the lock.
     faulthandler.dump_traceback_later(request.pop("seconds"), exit=True)
     try:
         return {"text": _render(**request)}
     except MemoryError:
         return {"error": "it needs too much memory"}
-    except Exception as error:  # a template is a program: any exception can come out of it
-        said = " ".join(str(error)[:500].split())
-        return {"error": said or type(error).__name__}
+    except Exception as error:  # a template is a program, so it can raise anything
+        message = " ".join(str(error)[:500].split())
+        return {"error": message or type(error).__name__}
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _limit_memory(most: int) -> None:
-    # Windows has no such limit, and macOS does not keep it.
+def _limit_memory(max_bytes: int) -> None:
+    # Windows has no such limit, and macOS does not enforce it.
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, hard))
 
 
 if __name__ == "__main__":

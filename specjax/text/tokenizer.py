@@ -1,7 +1,7 @@
-"""Text in and out: tokenizer, incremental decoding, chat templates.
+"""Tokenizers: text to token ids and back, incremental decoding, prompts of chats.
 
-The tokenizer comes straight from ``tokenizer.json`` (0.05 s); transformers is imported only
-for directories that have none.
+A tokenizer is read from ``tokenizer.json``, which takes 0.05 s. transformers is imported only for
+directories without that file.
 """
 
 from __future__ import annotations
@@ -19,23 +19,34 @@ import tokenizers
 from specjax._util.checks import TEXT, Check, either, list_of, require_all
 from specjax._util.errors import ModelError, OptionError, foreign, silent
 from specjax._util.files import check_entries
-from specjax.models.hf.checkpoint import read_json, read_text_file
+from specjax.models.hf.files import read_json, read_text_file
 from specjax.text import chat
 
 REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what templates may name
-TRIAL = "a bé"
-HIGHEST_ID = 2**24  # tables over the vocabulary have a row for each id
-BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # a byte that no other token covers (SentencePiece)
-# Byte-level vocabularies write printable bytes as themselves and the others from U+0100 on.
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_BYTE_OF = {chr(b): b for b in _PRINTABLE} | {
-    chr(0x100 + i): b for i, b in enumerate(b for b in range(256) if b not in _PRINTABLE)
-}
+TRIAL = "a bé"  # encoded once, to see that a tokenizer works
+MAX_ID = 2**24  # tables over the vocabulary have a row for each id
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's token of a single byte
 
 
-def _texts(*names: str) -> Check:
-    """An object with texts under some names."""
+def _bytes_by_character() -> dict[str, int]:
+    """The byte that each character of a byte-level token stands for (GPT-2).
+
+    Printable bytes stand for themselves; the others are written as characters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    by_character = {chr(byte): byte for byte in printable}
+    for i, byte in enumerate(others):
+        by_character[chr(0x100 + i)] = byte
+    return by_character
+
+
+_BYTE_OF = _bytes_by_character()
+
+
+def _object_of_texts(*names: str) -> Check:
+    """The check for an object with texts under these names."""
 
     def holds(value: Any) -> bool:
         return type(value) is dict and all(type(value.get(name)) is str for name in names)
@@ -43,13 +54,14 @@ def _texts(*names: str) -> Check:
     return Check(f"an object with {' and '.join(names)}", holds)
 
 
-SETTINGS = {name: either(TEXT, _texts("content")) for name in SPECIAL} | {
-    "chat_template": either(TEXT, list_of(_texts("name", "template")))
+# What tokenizer_config.json may hold.
+SETTINGS = dict.fromkeys(SPECIAL, either(TEXT, _object_of_texts("content"))) | {
+    "chat_template": either(TEXT, list_of(_object_of_texts("name", "template")))
 }
 
 
 class Tokenizer:
-    """Encodes and decodes; knows which ids exist and how it differs from another."""
+    """Encodes and decodes texts; knows which ids exist and how it differs from another."""
 
     def __init__(
         self,
@@ -58,42 +70,48 @@ class Tokenizer:
         special: dict[str, str] | None = None,
         source: str = "this model",
     ):
-        self._backend, self._source = backend, source
-        self._chat_template, self._special = chat_template, special or {}
+        self._backend = backend
+        self._source = source
+        self._chat_template = chat_template
+        self._special = special or {}
+
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
         """One more than the highest id: ids from here on have probability 0."""
         added = backend.get_added_tokens_decoder()
         special_ids = {i for i, token in added.items() if token.special}
-        self._spelled = set(vocab.values()) - special_ids  # ids that have text
-        self._bytes = {i for token, i in vocab.items() if BYTE_TOKEN.fullmatch(token)}
+        self._text_ids = set(vocab.values()) - special_ids
+        self._byte_ids = {i for token, i in vocab.items() if BYTE_TOKEN.fullmatch(token)}
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Tokenizer:
-        """The tokenizer of a model directory, or of its parent (models that share one).
+        """The tokenizer of a model directory, or of its parent: several models may share one.
 
         Raises:
-          ModelError: none is there, or it cannot be read.
+          ModelError: there is none, or it cannot be read.
         """
         directory = Path(directory)
-        both = (directory, directory.parent)
-        homes = [home for home in both if os.path.lexists(home / "tokenizer.json")]
-        home = homes[0] if homes else directory
-        settings = read_json(home / "tokenizer_config.json")
-        require_all(f"{home / 'tokenizer_config.json'}: ", settings, SETTINGS, ModelError)
+        home = directory
+        for candidate in (directory, directory.parent):
+            if os.path.lexists(candidate / "tokenizer.json"):
+                home = candidate
+                break
+        settings_path = home / "tokenizer_config.json"
+        settings = read_json(settings_path)
+        require_all(f"{settings_path}: ", settings, SETTINGS, ModelError)
         special = {name: _content(settings.get(name)) for name in SPECIAL}
         template = _template(home, settings)
-        if homes:
+        if os.path.lexists(home / "tokenizer.json"):
             backend = read_backend(home / "tokenizer.json")
         else:
-            backend = _through_transformers(directory)
+            backend = _backend_from_transformers(directory)
         return cls(backend, template, special, str(directory))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; ``add_special_tokens`` adds what the checkpoint puts around a text.
+        """Token ids; with ``add_special_tokens`` also those that the checkpoint puts around a text.
 
         Raises:
-          OptionError: it holds half of a surrogate pair, as JSON escapes can.
+          OptionError: the text holds half of a surrogate pair, as JSON escapes can.
         """
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -103,42 +121,48 @@ class Tokenizer:
             ) from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
         return self._backend.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens)
 
     def ends_in_byte(self, ids: Sequence[int]) -> bool:
         """Whether the last id that has text is a byte token."""
-        return next((i in self._bytes for i in reversed(ids) if i in self._spelled), False)
+        for i in reversed(ids):
+            if i in self._text_ids:
+                return i in self._byte_ids
+        return False
 
     def token_to_id(self, token: str) -> int | None:
+        """The id of a token; None where there is no such token."""
         return self._backend.token_to_id(token)
 
     def token_bytes(self) -> list[bytes]:
-        """What each id adds to a text, in UTF-8; nothing for special tokens.
+        """The bytes of UTF-8 that each id adds to a text; none for special tokens.
 
-        Byte-level vocabularies and SentencePiece's (``▁`` is a space) spell it in the token.
+        They are read from the token itself: byte-level vocabularies have a character per byte, and
+        SentencePiece's write a space as ``▁``.
         """
-        byte_level = "ByteLevel" in json.dumps(json.loads(self._backend.to_str())["decoder"])
-        spelled = _BYTE_OF if byte_level else {}
-        added = [b""] * self.vocab_size
+        decoder = json.loads(self._backend.to_str())["decoder"]
+        byte_level = "ByteLevel" in json.dumps(decoder)
+        token_bytes = [b""] * self.vocab_size
         for token, i in self._backend.get_vocab(with_added_tokens=True).items():
-            if i not in self._spelled:
+            if i not in self._text_ids:
                 continue
             if BYTE_TOKEN.fullmatch(token) and not byte_level:
-                added[i] = bytes([int(token[3:5], 16)])
-            elif byte_level and all(c in spelled for c in token):
-                added[i] = bytes(spelled[c] for c in token)
+                token_bytes[i] = bytes([int(token[3:5], 16)])
+            elif byte_level and all(character in _BYTE_OF for character in token):
+                token_bytes[i] = bytes(_BYTE_OF[character] for character in token)
             else:
-                added[i] = token.replace("▁", " ").encode()
-        return added
+                token_bytes[i] = token.replace("▁", " ").encode()
+        return token_bytes
 
     @property
     def fingerprint(self) -> str:
-        """A hash of every id's token, special and other added ones included."""
+        """SHA-256 of every id's token, special and other added ones included, as hex digits."""
         vocab = sorted(self._backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()
 
     def difference(self, other: Tokenizer) -> str | None:
-        """How the other's vocabulary differs, in one clause; None where they are the same."""
+        """One clause that says how the other vocabulary differs; None if they are the same."""
         if self.fingerprint == other.fingerprint:
             return None
         if self.vocab_size != other.vocab_size:
@@ -146,7 +170,10 @@ class Tokenizer:
         mine = self._backend.get_vocab(with_added_tokens=True)
         theirs = other._backend.get_vocab(with_added_tokens=True)
         moved = sorted((i, token) for token, i in mine.items() if theirs.get(token) != i)
-        return f"id {moved[0][0]} is {moved[0][1]!r} only in the first" if moved else "extra tokens"
+        if not moved:
+            return "extra tokens"
+        first_id, first_token = moved[0]
+        return f"id {first_id} is {first_token!r} only in the first"
 
     @property
     def chats(self) -> bool:
@@ -156,70 +183,82 @@ class Tokenizer:
     def apply_chat(
         self, message: str | list[dict[str, str]], options: Mapping[str, Any] | None = None
     ) -> str:
-        """The prompt of a chat, by the checkpoint's own template and its ``options``, if it has
-        some (:mod:`specjax.text.chat`).
+        """The prompt of a chat, by the checkpoint's own template (:mod:`specjax.text.chat`).
 
+        Args:
+          message: what the user says, or a list of messages with ``role`` and ``content``.
+          options: further variables of the template.
         Raises:
           ModelError: the model has no chat template, or the template fails.
         """
-        if not self.chats:
+        if not self._chat_template:
             raise ModelError(f"--chat: {self._source} has no chat template; leave --chat out")
-        messages = [{"role": "user", "content": message}] if isinstance(message, str) else message
+        if isinstance(message, str):
+            messages = [{"role": "user", "content": message}]
+        else:
+            messages = message
         return chat.render(self._chat_template, messages, self._special, self._source, options)
 
 
 class IncrementalDecoder:
-    """Text piece by piece; the pieces concatenate to ``decode`` of all ids.
+    """Decodes a sequence piece by piece; the pieces joined are ``decode`` of all its ids.
 
-    A piece is what the new tokens add to the decoded text of the last accepted ones: decoded
-    alone they could lose a leading space. An incomplete UTF-8 tail is held back, and so is a
-    run of byte tokens until it ends: decoders judge the validity of the run as a whole.
+    New tokens are decoded together with the ones before: decoded alone they could lose a leading
+    space. An incomplete UTF-8 character is kept back until it is complete. So is a run of byte
+    tokens, because decoders judge the validity of a run as a whole.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._known: list[int] = []  # shown; begins where a piece began
-        self._pending: list[int] = []
+        self._context: list[int] = []  # ids of the last piece; their text has been returned
+        self._pending: list[int] = []  # ids whose text has not been returned yet
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is certain after these tokens."""
+        """Adds tokens; the new text that later tokens cannot change any more."""
         self._pending += map(int, ids)
-        piece = self._window()
+        piece = self._pending_text()
         if piece.endswith(REPLACEMENT) or self._tokenizer.ends_in_byte(self._pending):
             return ""
         return self._accept(piece)
 
     def flush(self) -> str:
-        """What was held back, at the end of a row."""
-        return self._accept(self._window())
+        """The rest of the text, at the end of the sequence."""
+        return self._accept(self._pending_text())
 
-    def _window(self) -> str:
-        before = self._tokenizer.decode(self._known)
-        return self._tokenizer.decode(self._known + self._pending)[len(before) :]
+    def _pending_text(self) -> str:
+        context = self._tokenizer.decode(self._context)
+        text = self._tokenizer.decode(self._context + self._pending)
+        return text[len(context) :]
 
     def _accept(self, piece: str) -> str:
-        # Tokens without text (special ones) are no context: what follows would count as first.
-        self._known = self._pending if piece else self._known + self._pending
+        if piece:
+            self._context = self._pending
+        else:
+            # Tokens without text are no context by themselves: the next token would be decoded as
+            # the first of a text.
+            self._context = self._context + self._pending
         self._pending = []
         return piece
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a ``tokenizer.json``, tried on a text.
+    """The tokenizer of a ``tokenizer.json``, after it has encoded a short text.
 
     Raises:
-      ModelError: there is none, it is damaged, or it cannot encode.
+      ModelError: there is no such file, it is damaged, or the tokenizer cannot encode.
     """
     text = read_text_file(path)
     with foreign(f"{path}: not a readable tokenizer"), silent():
         backend = tokenizers.Tokenizer.from_str(text.decode())
-        # Stored by the training run; transformers ignores both, and prompts must stay whole.
+        # The file may store the training run's truncation and padding. transformers ignores both,
+        # and prompts must stay whole.
         backend.no_truncation()
         backend.no_padding()
-        return _tried(backend)
+        return _validated(backend)
 
 
-def _through_transformers(directory: Path) -> tokenizers.Tokenizer:
+def _backend_from_transformers(directory: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a directory without ``tokenizer.json``."""
     names = ("tokenizer.model", "vocab.json", "vocab.txt")
     if not any(os.path.lexists(directory / name) for name in names):
         raise ModelError(f"{directory}: no tokenizer.json")
@@ -228,36 +267,45 @@ def _through_transformers(directory: Path) -> tokenizers.Tokenizer:
     with foreign(f"{directory}: its tokenizer cannot be loaded"), silent():
         check_entries(directory)
         loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        return _tried(loaded.backend_tokenizer)
+        return _validated(loaded.backend_tokenizer)
 
 
-def _tried(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The tokenizer, if it has ids in reason and puts no others into a text."""
+def _validated(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The tokenizer itself.
+
+    Raises:
+      ValueError: its ids are too high, or it encodes a text to ids outside its vocabulary.
+    """
     highest = max(backend.get_vocab(with_added_tokens=True).values(), default=None)
     if highest is None:
         raise ValueError("its vocabulary is empty")
-    if highest > HIGHEST_ID:
-        raise ValueError(f"it has an id of {highest}, beyond {HIGHEST_ID}")
-    framed = max(backend.encode(TRIAL).ids, default=0)
-    if framed > highest:
-        raise ValueError(f"it puts id {framed} around a text, and its highest is {highest}")
+    if highest > MAX_ID:
+        raise ValueError(f"it has an id of {highest}, beyond {MAX_ID}")
+    # A post-processor may add ids that the vocabulary does not have.
+    highest_used = max(backend.encode(TRIAL).ids, default=0)
+    if highest_used > highest:
+        raise ValueError(f"it puts id {highest_used} around a text, and its highest is {highest}")
     return backend
 
 
 def _template(home: Path, settings: dict) -> str | None:
     """The chat template: a file of its own, a setting, or the default of several named ones."""
-    file = home / "chat_template.jinja"
-    if os.path.lexists(file):
-        with foreign(f"{file}: not a readable text"):
-            template = read_text_file(file).decode()
-        if len(template) > chat.LONGEST_TEMPLATE:
-            raise ModelError(f"{file}: longer than {chat.LONGEST_TEMPLATE} characters")
+    path = home / "chat_template.jinja"
+    if os.path.lexists(path):
+        with foreign(f"{path}: not a readable text"):
+            template = read_text_file(path).decode()
+        if len(template) > chat.MAX_TEMPLATE:
+            raise ModelError(f"{path}: longer than {chat.MAX_TEMPLATE} characters")
         return template
     template = settings.get("chat_template")
     if not isinstance(template, list):
         return template
-    return {named["name"]: named["template"] for named in template}.get("default")
+    by_name = {entry["name"]: entry["template"] for entry in template}
+    return by_name.get("default")
 
 
 def _content(token: str | dict | None) -> str:
-    return token["content"] if isinstance(token, dict) else token or ""
+    """The text of a special token, which may be an object with further settings."""
+    if isinstance(token, dict):
+        return token["content"]
+    return token or ""

@@ -19,10 +19,12 @@ from specjax.core.types import DETERMINISTIC, NO_NODE, NO_PARENT, Draft, TreeSha
 from specjax.draft.head import HeadBest, HeadChain, HeadDrafter, HeadTree, Reading
 from specjax.lm import attach
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
-from specjax.models.families.head import D2T, T2D, HeadConfig, usual_layers
+from specjax.models.families.head_config import HeadConfig, usual_layers
+from specjax.models.families.head_layouts import D2T, T2D
 from specjax.models.forward_pass import hidden_states
 from specjax.models.head import draft_logits, fed_back, fused_states, head_states
-from specjax.models.hf.checkpoint import WEIGHTS, to_tensors
+from specjax.models.hf.layout import WEIGHTS
+from specjax.models.hf.write import to_tensors
 from specjax.registry import Context, compose
 from specjax.runtime.engine import Engine, Request
 from specjax.runtime.prefill import Prefill

@@ -17,7 +17,7 @@ from conftest import tiny_draft, tiny_lm
 from specjax._util.errors import PairError
 from specjax.lm import attach
 from specjax.models import init_params
-from specjax.models.families.head import HeadConfig
+from specjax.models.families.head_config import HeadConfig
 from specjax.registry import DRAFTERS, RULES, TARGET_DISTS, Context, compose
 
 PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]

@@ -26,7 +26,7 @@ def test_differences_come_back(tmp_path):
     tuned.pack(tmp_path / "new", tmp_path / "delta", tmp_path / "old")
     got = tuned.unpack(tmp_path / "delta", tmp_path / "old")
     change = np.pad(old["table"], [(0, 2), (0, 0)]) - new["table"]
-    level = np.abs(change).max(1, keepdims=True) / tuned.LEVELS
+    level = np.abs(change).max(1, keepdims=True) / tuned.MAX_CODE
     assert (np.abs(got["table"] - new["table"]) <= level / 2 + 4e-3).all()
     np.testing.assert_allclose(got["norm"], new["norm"], atol=4e-3)
 

@@ -26,8 +26,8 @@ from infer.prompts import PromptEncoder
 from specjax._util.errors import OptionError
 from specjax.metrics import expected_block_efficiency, expected_speedup, perplexity, rates
 from specjax.models import init_params, save_pretrained
-from specjax.models.families.head import HeadConfig
-from specjax.models.hf.checkpoint import load_config
+from specjax.models.families.head_config import HeadConfig
+from specjax.models.hf.read import load_config
 from specjax.registry import method
 
 GREEDY = sj.Sampling()

@@ -19,8 +19,10 @@ from infer.run.plan import make_plan
 from specjax.lm import DEMO
 from specjax.models import init_cache, load_pretrained, save_pretrained
 from specjax.models.cache import row_bytes
-from specjax.models.hf.checkpoint import INDEX, WEIGHTS, load_config, to_tensors
+from specjax.models.hf.layout import INDEX, WEIGHTS
 from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX
+from specjax.models.hf.read import load_config
+from specjax.models.hf.write import to_tensors
 from support.checkpoints import same
 from support.variant_models import build
 

@@ -10,8 +10,8 @@ import pytest
 
 import specjax as sj
 from specjax.models import from_hf, load_pretrained, save_pretrained, to_hf
-from specjax.models.hf import checkpoint as hf
-from specjax.models.hf.checkpoint import INDEX, WEIGHTS
+from specjax.models.hf import write
+from specjax.models.hf.layout import INDEX, WEIGHTS
 from support import variants
 from support.checkpoints import edit_config, edit_weights, same, shard
 from support.variant_models import build, whole
@@ -73,7 +73,7 @@ def test_a_failed_save_leaves_nothing(saved, tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(hf, "save_file", fail)
+    monkeypatch.setattr(write, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         save_pretrained(tmp_path, *saved[1:])
     assert list(tmp_path.iterdir()) == []

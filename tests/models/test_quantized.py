@@ -15,8 +15,9 @@ from infer.quantizing import write_quantized
 from infer.run import commands as run
 from infer.run.plan import make_plan
 from specjax.models import init_params, load_pretrained, save_pretrained
-from specjax.models.families.head import HeadConfig
-from specjax.models.hf.checkpoint import WEIGHTS, load_config, stored_scheme
+from specjax.models.families.head_config import HeadConfig
+from specjax.models.hf.layout import WEIGHTS
+from specjax.models.hf.read import load_config, stored_scheme
 from specjax.models.layers import linear
 from specjax.models.placement import param_specs
 from specjax.models.quantization import parse_scheme, quantize, quantize_params

@@ -240,7 +240,7 @@ SLOW = {
 
 @pytest.mark.parametrize("how", SLOW)
 def test_chat_template_has_limited_time(backends, monkeypatch, how):
-    monkeypatch.setattr(chat, "SECONDS", 0.5)
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.5)
     with pytest.raises(sj.ModelError, match=r"failed: it took longer than 0\.5 s"):
         Tokenizer(backends[0], SLOW[how]).apply_chat("hi")
     monkeypatch.undo()  # the next one has a process again
@@ -248,12 +248,12 @@ def test_chat_template_has_limited_time(backends, monkeypatch, how):
 
 
 def test_chat_template_has_limited_length(backends, monkeypatch):
-    monkeypatch.setattr(chat, "LONGEST", 100)
+    monkeypatch.setattr(chat, "MAX_TEXT", 100)
     long = "{% for i in range(51) %}ab{% endfor %}"
     with pytest.raises(sj.ModelError, match="its text is longer than 100 characters"):
         Tokenizer(backends[0], long).apply_chat("hi")
     assert Tokenizer(backends[0], long.replace("51", "50")).apply_chat("hi") == 50 * "ab"
-    monkeypatch.setattr(chat, "LONGEST_TEMPLATE", len(long) - 1)
+    monkeypatch.setattr(chat, "MAX_TEMPLATE", len(long) - 1)
     with pytest.raises(sj.ModelError, match="it is longer than 37 characters"):
         Tokenizer(backends[0], long).apply_chat("hi")
 
@@ -273,6 +273,17 @@ def test_load_reads_everything(tiny_pair_dirs):
     assert lm.eos_ids == (0,)
     assert lm.vocab_limit == lm.config.vocab_size == lm.tokenizer.vocab_size
     assert sj.load(tiny_pair_dirs[0], "bfloat16").params["embed"].dtype == "bfloat16"
+
+
+def test_a_model_prints_as_one_line():
+    demo = sj.load("demo")
+    assert repr(demo) == "LM('demo', llama, 8.7M params, float32)"
+    # Codes count as the weights that they stand for; scales are not counted.
+    assert repr(sj.quantize(demo, "int8")) == "LM('demo, int8', llama, 8.7M params, float32)"
+    assert repr(sj.load("demo-head", "bfloat16")) == (
+        "LM('demo-head', eagle3, 1.5M params, bfloat16)"
+    )
+    assert repr(demo.net) == "Net(llama, vocab=4096, pass_width=1)"
 
 
 def test_generation_config_knows_more_eos_ids(tiny_pair_dirs, tmp_path):

@@ -29,7 +29,8 @@ from specjax._util.files import json_line
 from specjax.models import from_hf, load_pretrained, num_params
 from specjax.models.config import ROPE_KINDS
 from specjax.models.hf import config as hf_config
-from specjax.models.hf.checkpoint import INDEX, WEIGHTS, read_weight_map
+from specjax.models.hf.files import read_weight_map
+from specjax.models.hf.layout import INDEX, WEIGHTS
 from specjax.models.layers import rope_frequencies
 from specjax.registry import METHODS, method
 from support import hostile

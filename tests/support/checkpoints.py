@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from specjax.models.hf.checkpoint import INDEX, WEIGHTS
+from specjax.models.hf.layout import INDEX, WEIGHTS
 
 
 def same(a, b):

@@ -9,7 +9,8 @@ import torch
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from specjax.models.families.head import D2T, T2D, HeadConfig
+from specjax.models.families.head_config import HeadConfig
+from specjax.models.families.head_layouts import D2T, T2D
 
 
 class Head(torch.nn.Module):

@@ -7,7 +7,7 @@ import numpy as np
 import specjax as sj
 from specjax.lm import attach
 from specjax.models import init_params, logits_of
-from specjax.models.families.head import HeadConfig
+from specjax.models.families.head_config import HeadConfig
 from specjax.models.forward_pass import hidden_states, module_of
 from specjax.models.head import fused_states, head_states
 

@@ -22,7 +22,8 @@ from infer.run import commands
 from infer.unpickle import write_safetensors
 from specjax._util.errors import OptionError
 from specjax.lm import load
-from specjax.models.hf.checkpoint import INDEX, WEIGHTS, load_config
+from specjax.models.hf.layout import INDEX, WEIGHTS
+from specjax.models.hf.read import load_config
 from specjax.registry import compose, method
 from specjax.rewards import combine
 from specjax.text.tokenizer import Tokenizer

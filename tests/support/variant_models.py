@@ -10,7 +10,7 @@ import numpy as np
 
 import specjax as sj
 from specjax.models import from_hf, fuse, hidden_states, logits_of
-from specjax.models.hf.checkpoint import from_tensors
+from specjax.models.hf.read import from_tensors
 from support import variants
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 import specjax as sj
 from specjax._util.program import INTERRUPTED
 from specjax.models import ModelConfig, init_params, load_pretrained, logits_of
-from specjax.models.families.head import HeadConfig
+from specjax.models.families.head_config import HeadConfig
 from specjax.models.forward_pass import hidden_states
-from specjax.models.hf.checkpoint import load_config
+from specjax.models.hf.read import load_config
 from support import head_steps
 from support.training import (
     ROOT,

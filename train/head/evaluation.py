@@ -7,7 +7,7 @@ from typing import Any
 
 import specjax as sj
 from specjax.models import ModelConfig
-from specjax.models.families.head import HeadConfig
+from specjax.models.families.head_config import HeadConfig
 
 
 def measure_decoding(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models import ModelConfig
 from specjax.models.attention.dense import MASKED_SCORE, PADDING_SEGMENT, causal_mask
-from specjax.models.families.head import HeadConfig
+from specjax.models.families.head_config import HeadConfig
 from specjax.models.forward_pass import hidden_states, module_of
 from specjax.models.head import draft_logits, fed_back, fused_states, share_embedding
 from train.data.packing import IGNORE

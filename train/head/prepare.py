@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from specjax._util.errors import InputError, ModelError
 from specjax.lm import locate
 from specjax.models import ModelConfig
-from specjax.models.families.head import HeadConfig
-from specjax.models.hf.checkpoint import load_config
+from specjax.models.families.head_config import HeadConfig
+from specjax.models.hf.read import load_config
 from train.config import HeadRunConfig
 from train.data.fim import CodeLayout, frame_of
 from train.data.packing import Corpus

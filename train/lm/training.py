@@ -13,7 +13,7 @@ import jax
 
 from specjax._util import processes
 from specjax.models import ModelConfig, num_params
-from specjax.models.hf.checkpoint import load_config
+from specjax.models.hf.read import load_config
 from train.config import LMConfig, fixed_settings, to_dict
 from train.data.corpus import permissive_distributions
 from train.data.packing import Corpus, held_out_tokens, train_tokens

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from specjax._util.errors import InputError
 from specjax.lm import locate
 from specjax.models import ModelConfig, param_shapes
-from specjax.models.hf.checkpoint import load_config
+from specjax.models.hf.read import load_config
 from specjax.runtime.infill import find_sentinels
 from train.config import Adaptive, SDSATConfig, Tuned
 from train.data.fim import CodeLayout, frame_of

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax._util import processes
-from specjax.lm import lasting
+from specjax.lm import absolute_name
 from specjax.models import load_pretrained, num_params, param_shapes
 from specjax.models.adapters import KEY
 from specjax.models.hf.delta import save_delta
@@ -126,7 +126,7 @@ def train(
     params = tuning.merge(placement.host(outcome.params), frozen)
     card = about | {"recipe": to_dict(cfg)}
     if tuning.gated:
-        where, dtype = (lasting(cfg.model.init_from), setup.directory), cfg.run.export_dtype
+        where, dtype = (absolute_name(cfg.model.init_from), setup.directory), cfg.run.export_dtype
         save = functools.partial(save_delta, *where, model, params[KEY], dtype)
         return export_as(cfg.run, save, outcome, card)
     copied = [path for name in COPIED if (path := setup.directory / name).exists()]

@@ -1,10 +1,15 @@
 """The table of model families, by Hugging Face's ``model_type``.
 
-How to add one: a file here with ``NAMES``, where a checkpoint keeps each parameter; ``from_hf``
-and ``to_hf``, its ``config.json`` read into a :class:`ModelConfig` and written again; and a
-subclass of :class:`specjax.models.blocks.Decoder` where switches of the config do not say what it
-does otherwise, each new weight with its axes. Then its entry in ``FAMILIES``, and a tiny variant
-of it in tests/support/variants.py, whose golden file tests/golden/make.py writes.
+To add one, write a file here with three or four things:
+
+- ``NAMES``: where a checkpoint keeps each parameter.
+- ``from_hf``: reads its ``config.json`` into a :class:`ModelConfig`.
+- ``to_hf``: writes the ``config.json`` again.
+- A subclass of :class:`specjax.models.blocks.Decoder`, where switches of the config do not suffice.
+  Each new weight names its axes.
+
+Then add an entry to ``FAMILIES``, and a tiny variant to tests/support/variants.py. The script
+tests/golden/make.py writes its golden file.
 """
 
 from __future__ import annotations
@@ -18,7 +23,9 @@ from specjax._util.checks import quoted
 from specjax._util.errors import ModelError
 from specjax.models.blocks import Decoder
 from specjax.models.config import ModelConfig
-from specjax.models.families import bloom, gemma, gpt2, head, llama, neox, opt, qwen
+from specjax.models.families import bloom, gemma, gpt2, head_layouts, llama, neox, opt, qwen
+from specjax.models.families.head import EagleHead
+from specjax.models.families.head_config import FAMILY as HEAD_FAMILY
 from specjax.models.hf import config as hf_config
 from specjax.models.hf.names import Names
 
@@ -26,16 +33,18 @@ from specjax.models.hf.names import Names
 class Family(NamedTuple):
     """One family: its module, its tensor names, its config translation both ways.
 
-    ``complete``: the config with what only the tensors say, each of them a function of its name;
-    ``buffers``: tensors of a checkpoint that are no parameters.
+    ``complete(cfg, tensors)`` gives the config with what only a checkpoint's tensors say;
+    ``tensors`` has a function that reads each, by name. ``buffers(cfg)`` gives a checkpoint's
+    tensors that are no parameters. Configs are the family's own subclass, so they are not typed
+    more closely here.
     """
 
     module: type[Decoder]
     names: Names
     from_hf: Callable[[dict[str, Any]], ModelConfig]
-    to_hf: Callable[[ModelConfig, str], dict[str, Any]]
+    to_hf: Callable[..., dict[str, Any]]
     complete: Callable[..., ModelConfig] = lambda cfg, tensors: cfg
-    buffers: Callable[[ModelConfig], dict[str, np.ndarray]] = lambda cfg: {}
+    buffers: Callable[..., dict[str, np.ndarray]] = lambda cfg: {}
 
 
 _LLAMA = Family(Decoder, llama.NAMES, llama.from_hf, llama.to_hf)
@@ -53,9 +62,14 @@ FAMILIES = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
 }
-MODELS = tuple(FAMILIES)  # what may be a target
-FAMILIES[head.FAMILY] = Family(
-    head.EagleHead, head.NAMES, head.from_hf, head.to_hf, head.complete, head.buffers
+MODELS = tuple(FAMILIES)  # a head is no model by itself, so it is added after this
+FAMILIES[HEAD_FAMILY] = Family(
+    module=EagleHead,
+    names=head_layouts.NAMES,
+    from_hf=head_layouts.from_hf,
+    to_hf=head_layouts.to_hf,
+    complete=head_layouts.complete,
+    buffers=head_layouts.buffers,
 )
 
 
@@ -66,8 +80,8 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
       ModelError: the model type, activation, rope kind or another switch is not
         supported, or a value is of a wrong type or out of range; the message names it.
     """
-    if head.is_head(config):
-        return head.from_hf(config)
+    if head_layouts.is_head(config):
+        return head_layouts.from_hf(config)
     family = config.get("model_type")
     if not isinstance(family, str) or family not in MODELS:
         raise ModelError(

@@ -1,5 +1,7 @@
-"""BLOOM: ALiBi in place of position embeddings, a norm on the token embedding. Checkpoints
-interleave q, k and v head by head."""
+"""BLOOM: ALiBi in place of position embeddings, and a norm after the token embedding.
+
+Checkpoints interleave q, k and v head by head.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,16 @@ NAMES = Names(
     fused_qkv="self_attention.query_key_value",
     interleaved=True,
 )
-_OURS = {"n_embed": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+# BLOOM's names of common config keys.
+_COMMON_KEYS = {
+    "n_embed": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+}
 
 
 class Bloom(Decoder):
-    """Llama's order of blocks; the embedding is normed."""
+    """A stack of pre-norm blocks; the embedding is normed first."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool = False):
         super().__init__(cfg, rngs, fused)
@@ -46,10 +53,10 @@ class Bloom(Decoder):
 def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a BLOOM ``config.json``.
 
-    ``slow_but_exact`` only orders the sums of a sharded product otherwise. ALiBi knows no
-    longest sequence: ``seq_length`` is the one of training.
+    ``slow_but_exact`` is ignored: it only changes the order of sums in a sharded product. ALiBi
+    has no longest sequence; ``seq_length`` is the length in training.
     """
-    config = {"bos_token_id": 1, "eos_token_id": 2} | hf_config.renamed(config, _OURS)
+    config = {"bos_token_id": 1, "eos_token_id": 2} | hf_config.renamed(config, _COMMON_KEYS)
     hf_config.refuse(config, {"apply_residual_connection_post_layernorm": False})
     fields = hf_config.gpt_like(config, tied=True)
     return ModelConfig(
@@ -68,8 +75,9 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
 def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
     """The ``config.json`` that transformers reads back as the same model."""
     out = hf_config.common_to_hf(cfg, "BloomForCausalLM", dtype)
-    theirs = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
-    return hf_config.renamed(out, theirs) | {
+    # transformers reads the hidden size under its common name, too.
+    own_keys = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+    return hf_config.renamed(out, own_keys) | {
         "layer_norm_epsilon": cfg.norm_eps,
         "seq_length": cfg.max_position,
     }

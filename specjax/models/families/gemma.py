@@ -1,6 +1,7 @@
-"""Gemma 2 and 3, text: norms before and after attention and MLP, scaled embeddings, sliding
-windows on most layers. Gemma 2 caps scores and logits; Gemma 3 norms q and k, and its sliding
-layers have a rope of their own.
+"""Gemma 2 and 3, text models: four norms per block, scaled embeddings, mostly sliding windows.
+
+Attention and MLP have a norm before and one after. Gemma 2 caps attention scores and logits.
+Gemma 3 norms q and k, and its sliding layers have a rope of their own.
 """
 
 from __future__ import annotations
@@ -28,11 +29,31 @@ NAMES = Names(
         "mlp_out_norm": "post_feedforward_layernorm",
     },
 )
-GLOBAL_THETA, LOCAL_THETA = 1e6, 1e4  # Gemma 3's
+# Gemma 3's base frequencies, of layers with full attention and with a sliding window.
+GLOBAL_THETA = 1e6
+LOCAL_THETA = 1e4
+
+# What transformers takes where a config says nothing.
+_DEFAULTS = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+_GEMMA2_DEFAULTS = _DEFAULTS | {
+    "max_position_embeddings": 8192,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA3_DEFAULTS = _DEFAULTS | {"max_position_embeddings": 131072}
 
 
 class GemmaBlock(Block):
-    """Attention and MLP between two norms each."""
+    """Attention and MLP, each between two norms."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
         super().__init__(cfg, rngs, fused)
@@ -46,33 +67,44 @@ class GemmaBlock(Block):
 
 
 class Gemma(Decoder):
-    """Embeddings grow by the root of their size; sliding layers may have another rope."""
+    """Embeddings are multiplied by the root of their size; sliding layers may have another rope."""
 
     block = GemmaBlock
 
     def inputs(self, tokens, positions):
         x = super().inputs(tokens, positions)
+        # Rounded to the dtype of x first, as in transformers.
         return x * jnp.asarray(self.cfg.hidden_size**0.5, x.dtype)
 
     def tables(self, positions) -> list[Table]:
-        cfg, tables = self.cfg, super().tables(positions)
+        cfg = self.cfg
+        tables = super().tables(positions)
         if cfg.local_rope is None:
             return tables
         local = rope_table(cfg.local_rope, cfg.head_dim, positions)
-        return [t if w is None else local for t, w in zip(tables, cfg.windows, strict=True)]
+        for layer, window in enumerate(cfg.windows):
+            if window is not None:
+                tables[layer] = local
+        return tables
 
 
 def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a Gemma 2 or 3 text ``config.json``."""
-    gemma3 = config["model_type"] == "gemma3_text"
-    config = _DEFAULTS[gemma3] | config
-    hf_config.refuse(config, {"use_bidirectional_attention": False})
-    if gemma3:
+    is_gemma3 = config["model_type"] == "gemma3_text"
+    local_rope = None
+    if is_gemma3:
+        config = _GEMMA3_DEFAULTS | config
         hf_config.refuse(config, {"attn_logit_softcapping": None})
+        period = hf_config.size(config, "sliding_window_pattern", 6)
+        rope, local_rope = _gemma3_ropes(config)
+    else:
+        config = _GEMMA2_DEFAULTS | config
+        period = 2
+        rope = hf_config.rope_from_hf(config)
+    hf_config.refuse(config, {"use_bidirectional_attention": False})
     fields = hf_config.common(config, tied=True)
-    layers = fields["num_layers"]
-    period = hf_config.size(config, "sliding_window_pattern", 6) if gemma3 else 2
-    rope, local = _ropes(config) if gemma3 else (hf_config.rope_from_hf(config), None)
+    # The last layer of each period has full attention.
+    sliding = tuple((layer + 1) % period > 0 for layer in range(fields["num_layers"]))
     return ModelConfig(
         **fields,
         num_kv_heads=hf_config.size(config, "num_key_value_heads"),
@@ -80,63 +112,49 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
         intermediate_size=hf_config.size(config, "intermediate_size"),
         max_position=hf_config.size(config, "max_position_embeddings"),
         rope=rope,
-        local_rope=local,
+        local_rope=local_rope,
         norm="rms+1",
         norm_eps=hf_config.positive(config, "rms_norm_eps", 1e-6),
         activation=hf_config.activation(
             config, "hidden_activation", "gelu_pytorch_tanh", ("gelu_tanh", "gelu", "silu")
         ),
         attention_bias=hf_config.flag(config, "attention_bias", False),
-        qk_norm=gemma3,
+        qk_norm=is_gemma3,
         sliding_window=hf_config.size(config, "sliding_window"),
-        sliding_layers=hf_config.sliding_layers(
-            config, tuple((i + 1) % period > 0 for i in range(layers))
-        ),
+        sliding_layers=hf_config.sliding_layers(config, sliding),
         attention_scale=hf_config.size(config, "query_pre_attn_scalar") ** -0.5,
         attention_softcap=hf_config.positive(config, "attn_logit_softcapping"),
         logit_softcap=hf_config.positive(config, "final_logit_softcapping"),
     )
 
 
-_SHARED = {
-    "head_dim": 256,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "sliding_window": 4096,
-    "query_pre_attn_scalar": 256,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-# What transformers takes where a config says nothing; Gemma 3's is the second.
-_DEFAULTS = (
-    _SHARED
-    | {
-        "max_position_embeddings": 8192,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    _SHARED | {"max_position_embeddings": 131072},
-)
+def _gemma3_ropes(config: hf_config.Config) -> tuple[RopeConfig, RopeConfig]:
+    """Gemma 3's ropes, of layers with full attention and with a sliding window.
 
+    Old configs describe the first under ``rope_theta`` and ``rope_scaling``; new ones have
+    ``rope_parameters`` for each type of layer.
 
-def _ropes(config: hf_config.Config) -> tuple[RopeConfig, RopeConfig]:
-    """Gemma 3's ropes of full and of sliding layers, in the old and the new spelling."""
-    both = config.get("rope_parameters")
-    if not both:
+    Raises:
+      ModelError: a setting is wrong, or the rope of the sliding layers is scaled.
+    """
+    by_layer_type = config.get("rope_parameters")
+    if not by_layer_type:
         theta = hf_config.positive(config, "rope_local_base_freq", LOCAL_THETA)
         return hf_config.rope_from_hf(config, GLOBAL_THETA), RopeConfig(theta=theta)
-    known = dict.fromkeys(("full_attention", "sliding_attention"), OBJECT)
-    require_all("config.json: rope_parameters.", both, known, ModelError)
-    if odd := sorted(set(both) - set(known)):
-        raise ModelError(f"config.json: rope_parameters must be per layer type, got {odd[0]!r}")
-    kinds = ("full_attention", GLOBAL_THETA), ("sliding_attention", LOCAL_THETA)
-    full, local = (
-        hf_config.rope_from_hf(
-            config | {"rope_parameters": both.get(kind), "rope_scaling": None}, theta
-        )
-        for kind, theta in kinds
-    )
+
+    known = {"full_attention": OBJECT, "sliding_attention": OBJECT}
+    require_all("config.json: rope_parameters.", by_layer_type, known, ModelError)
+    unknown = sorted(set(by_layer_type) - set(known))
+    if unknown:
+        raise ModelError(f"config.json: rope_parameters must be per layer type, got {unknown[0]!r}")
+
+    def rope_of(layer_type: str, theta: float) -> RopeConfig:
+        parameters = by_layer_type.get(layer_type)
+        own = config | {"rope_parameters": parameters, "rope_scaling": None}
+        return hf_config.rope_from_hf(own, theta)
+
+    full = rope_of("full_attention", GLOBAL_THETA)
+    local = rope_of("sliding_attention", LOCAL_THETA)
     if local.kind != "default":
         raise ModelError(f"rope_type {local.kind!r} is not supported for sliding layers")
     return full, local
@@ -144,8 +162,9 @@ def _ropes(config: hf_config.Config) -> tuple[RopeConfig, RopeConfig]:
 
 def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
     """The ``config.json`` that transformers reads back as the same model."""
-    gemma3 = cfg.family == "gemma3_text"
-    name = "Gemma3ForCausalLM" if gemma3 else "Gemma2ForCausalLM"
+    assert cfg.rope is not None and cfg.attention_scale is not None, "every Gemma has both"
+    is_gemma3 = cfg.family == "gemma3_text"
+    name = "Gemma3ForCausalLM" if is_gemma3 else "Gemma2ForCausalLM"
     out = hf_config.common_to_hf(cfg, name, dtype) | {
         "num_key_value_heads": cfg.num_kv_heads,
         "head_dim": cfg.head_dim,
@@ -162,4 +181,6 @@ def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
         "attn_logit_softcapping": cfg.attention_softcap,
         "final_logit_softcapping": cfg.logit_softcap,
     }
-    return out | ({"rope_local_base_freq": cfg.local_rope.theta} if gemma3 else {})
+    if cfg.local_rope is not None:
+        out["rope_local_base_freq"] = cfg.local_rope.theta
+    return out

@@ -1,5 +1,7 @@
-"""GPT-2: layer norms, learned positions. Checkpoints store weights ``[in, out]``, with q, k
-and v side by side."""
+"""GPT-2: layer norms and learned positions.
+
+Checkpoints store weights ``[in, out]``, and q, k and v stacked in one tensor.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ NAMES = Names(
     ignored=("attn.bias", "attn.masked_bias"),
 )
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
-_OURS = {
+# GPT-2's names of common config keys.
+_COMMON_KEYS = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -41,24 +44,25 @@ _OURS = {
 
 
 class GPT2(Decoder):
-    """Tokens and positions have a table each."""
+    """A stack of pre-norm blocks; tokens and positions have an embedding table each."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool = False):
         super().__init__(cfg, rngs, fused)
-        shape = cfg.max_position, cfg.hidden_size
+        shape = (cfg.max_position, cfg.hidden_size)
         self.positions = make_table(shape, ("positions", "hidden"), rngs)
 
     def inputs(self, tokens, positions):
-        at = look_up(self.positions[...], positions, self.cfg.max_position)
-        return self.embedded(tokens) + at
+        embedded_positions = look_up(self.positions[...], positions, self.cfg.max_position)
+        return self.embedded(tokens) + embedded_positions
 
 
 def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a GPT-2 ``config.json``.
 
-    ``reorder_and_upcast_attn`` asks for float32 scores, which ours are anyway.
+    ``reorder_and_upcast_attn`` is ignored: it asks for float32 scores, and ours always are.
     """
-    config = {"bos_token_id": 50256, "eos_token_id": 50256} | hf_config.renamed(config, _OURS)
+    defaults = {"bos_token_id": 50256, "eos_token_id": 50256}
+    config = defaults | hf_config.renamed(config, _COMMON_KEYS)
     hf_config.refuse(config, {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False})
     fields = hf_config.gpt_like(config, tied=True)
     return ModelConfig(
@@ -81,4 +85,5 @@ def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
         "layer_norm_epsilon": cfg.norm_eps,
         "activation_function": hf_config.activation_to_hf(cfg.activation),
     }
-    return hf_config.renamed(out, {ours: theirs for theirs, ours in _OURS.items()})
+    own_keys = {common: own for own, common in _COMMON_KEYS.items()}
+    return hf_config.renamed(out, own_keys)

@@ -32,22 +32,23 @@ NAMES = Names(
 
 def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a Llama or Mistral ``config.json``."""
-    mistral = config["model_type"] == "mistral"
+    is_mistral = config["model_type"] == "mistral"
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError("partial_rotary_factor is not supported for the Llama family")
-    heads = hf_config.size(config, "num_attention_heads")
+    # What transformers takes where the config does not say.
+    kv_heads = 8 if is_mistral else hf_config.size(config, "num_attention_heads")
     return ModelConfig(
         **swiglu(config),
-        num_kv_heads=hf_config.size(config, "num_key_value_heads", 8 if mistral else heads),
+        num_kv_heads=hf_config.size(config, "num_key_value_heads", kv_heads),
         max_position=hf_config.size(config, "max_position_embeddings", 2048),
         attention_bias=hf_config.flag(config, "attention_bias", False),
         mlp_bias=hf_config.flag(config, "mlp_bias", False),
-        sliding_window=_window(config) if mistral else None,
+        sliding_window=_mistral_window(config) if is_mistral else None,
     )
 
 
 def swiglu(config: hf_config.Config) -> dict[str, Any]:
-    """The fields that Llama, Mistral and Qwen read alike."""
+    """The fields that Llama, Mistral and Qwen read under the same names."""
     return hf_config.common(config) | {
         "head_dim": hf_config.head_dim(config),
         "intermediate_size": hf_config.size(config, "intermediate_size"),
@@ -68,6 +69,7 @@ def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
 
 def swiglu_to_hf(cfg: ModelConfig, architecture: str, dtype: str) -> dict[str, Any]:
     """The inverse of :func:`swiglu`."""
+    assert cfg.rope is not None, "every model of these families has a rope"
     return hf_config.common_to_hf(cfg, architecture, dtype) | {
         "num_key_value_heads": cfg.num_kv_heads,
         "head_dim": cfg.head_dim,
@@ -80,8 +82,8 @@ def swiglu_to_hf(cfg: ModelConfig, architecture: str, dtype: str) -> dict[str, A
     }
 
 
-def _window(config: hf_config.Config) -> int | None:
-    """Mistral's sliding window: absent, it is 4096; null, there is none (as transformers)."""
+def _mistral_window(config: hf_config.Config) -> int | None:
+    """Mistral's sliding window, as in transformers: 4096 if absent, none if null."""
     if "sliding_window" in config and config["sliding_window"] is None:
         return None
     return hf_config.size(config, "sliding_window", 4096)

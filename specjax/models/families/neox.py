@@ -1,5 +1,8 @@
-"""GPT-NeoX (Pythia): layer norms, rotary positions on a part of each head, and attention and
-MLP side by side. Checkpoints interleave q, k and v head by head."""
+"""GPT-NeoX (Pythia): layer norms, rotary positions on a part of each head, parallel blocks.
+
+In a parallel block attention and MLP read the same input. Checkpoints interleave q, k and v head
+by head.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 
 
 class NeoXBlock(Block):
-    """Both read the block's input and add to it; in turn where ``parallel_residual`` is off."""
+    """Attention and MLP both read the block's input; one after the other if the config says so."""
 
     def __call__(self, x, table: Table, attend):
         if not self.cfg.parallel_residual:
@@ -43,7 +46,7 @@ class NeoXBlock(Block):
 
 
 class NeoX(Decoder):
-    """The stack of its blocks."""
+    """A stack of :class:`NeoXBlock`."""
 
     block = NeoXBlock
 
@@ -52,10 +55,12 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a GPT-NeoX ``config.json``."""
     config = {"bos_token_id": 0, "eos_token_id": 2} | config
     fields = hf_config.gpt_like(config)
-    rope, share = _rope(config)
-    rotary_dim = int(fields["head_dim"] * share)
+    rope, fraction = _rope(config)
+    rotary_dim = int(fields["head_dim"] * fraction)
     if not rotary_dim:
-        raise ModelError(f"rotary_pct={share} of head_dim={fields['head_dim']} turns nothing")
+        raise ModelError(
+            f"rotary_pct={fraction} of head_dim={fields['head_dim']} rotates no dimension"
+        )
     return ModelConfig(
         **fields,
         intermediate_size=hf_config.size(config, "intermediate_size"),
@@ -71,18 +76,22 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
 
 
 def _rope(config: hf_config.Config) -> tuple[RopeConfig, float]:
-    """The rope and the share of each head it turns, in both spellings."""
+    """The rope, and the fraction of each head that it rotates.
+
+    Old configs have ``rotary_pct``, new ones ``partial_rotary_factor`` among the rope's settings.
+    """
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    share = scaling.pop("partial_rotary_factor", None) or hf_config.positive(
-        config, "rotary_pct", 0.25
-    )
-    config = {**config, "rope_parameters": scaling, "rope_scaling": None}
+    fraction = scaling.pop("partial_rotary_factor", None)
+    if not fraction:
+        fraction = hf_config.positive(config, "rotary_pct", 0.25)
+    config = config | {"rope_parameters": scaling, "rope_scaling": None}
     theta = hf_config.positive(config, "rotary_emb_base", 10000.0)
-    return hf_config.rope_from_hf(config, theta), share
+    return hf_config.rope_from_hf(config, theta), fraction
 
 
 def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
     """The ``config.json`` that transformers reads back as the same model."""
+    assert cfg.rope is not None and cfg.rotary_dim is not None, "every GPT-NeoX has a rope"
     return hf_config.common_to_hf(cfg, "GPTNeoXForCausalLM", dtype) | {
         "intermediate_size": cfg.intermediate_size,
         "max_position_embeddings": cfg.max_position,

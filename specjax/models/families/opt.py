@@ -1,5 +1,7 @@
-"""OPT: learned positions that start at row 2; the 350M one norms after attention and MLP and
-embeds tokens in a narrower space."""
+"""OPT: layer norms and learned positions, whose table starts at row 2.
+
+OPT-350M has its norms after attention and MLP, and a token embedding smaller than the hidden size.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,11 @@ NAMES = Names(
     },
 )
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
-POSITION_OFFSET = 2  # rows 0 and 1 of the table served padding in training
+POSITION_OFFSET = 2  # rows 0 and 1 of the position table were for padding in training
 
 
 class OPTBlock(Block):
-    """Llama's order, or the norms after the sums where ``norm_before`` is off."""
+    """A pre-norm block, or a post-norm one where ``norm_before`` is off."""
 
     def __call__(self, x, table: Table, attend):
         if self.cfg.norm_before:
@@ -47,13 +49,14 @@ class OPTBlock(Block):
 
 
 class OPT(Decoder):
-    """Tokens and positions have a table each; the tokens' may be narrower than the stack."""
+    """Tokens and positions have an embedding table each; the tokens' one may be projected."""
 
     block = OPTBlock
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool = False):
         super().__init__(cfg, rngs, fused)
-        rows, d = cfg.max_position + POSITION_OFFSET, cfg.hidden_size
+        rows = cfg.max_position + POSITION_OFFSET
+        d = cfg.hidden_size
         self.positions = make_table((rows, d), ("positions", "hidden"), rngs)
         if cfg.embed_size is not None:
             e = cfg.embed_size
@@ -62,13 +65,16 @@ class OPT(Decoder):
 
     def inputs(self, tokens, positions):
         x = self.embedded(tokens)
-        x = x if self.cfg.embed_size is None else self.project_in(x)
+        if self.cfg.embed_size is not None:
+            x = self.project_in(x)
         rows = self.cfg.max_position + POSITION_OFFSET
         return x + look_up(self.positions[...], positions + POSITION_OFFSET, rows)
 
     def outputs(self, x):
         x = super().outputs(x)
-        return x if self.cfg.embed_size is None else self.project_out(x)
+        if self.cfg.embed_size is not None:
+            x = self.project_out(x)
+        return x
 
 
 def from_hf(config: hf_config.Config) -> ModelConfig:
@@ -76,20 +82,21 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
     config = {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1} | config
     hf_config.refuse(config, {"layer_norm_elementwise_affine": True})
     fields = hf_config.gpt_like(config, tied=True)
-    hidden, bias = fields["hidden_size"], hf_config.flag(config, "enable_bias", True)
-    embed = hf_config.size(config, "word_embed_proj_dim", hidden)
-    before = hf_config.flag(config, "do_layer_norm_before", True)
+    bias = hf_config.flag(config, "enable_bias", True)
+    embed_size = hf_config.size(config, "word_embed_proj_dim", fields["hidden_size"])
+    norm_before = hf_config.flag(config, "do_layer_norm_before", True)
+    no_final_norm = hf_config.flag(config, "_remove_final_layer_norm", False)
     return ModelConfig(
         **fields,
         intermediate_size=hf_config.size(config, "ffn_dim"),
         max_position=hf_config.size(config, "max_position_embeddings", 2048),
         rope=None,
-        norm_before=before,
-        final_norm=before and not hf_config.flag(config, "_remove_final_layer_norm", False),
+        norm_before=norm_before,
+        final_norm=norm_before and not no_final_norm,
         activation=hf_config.activation(config, "activation_function", "relu", ACTIVATIONS),
         attention_bias=bias,
         mlp_bias=bias,
-        embed_size=None if embed == hidden else embed,
+        embed_size=None if embed_size == fields["hidden_size"] else embed_size,
     )
 
 

@@ -1,14 +1,14 @@
-"""Quantized params in a checkpoint: the name and the form of every tensor.
+"""How a checkpoint stores quantized params: the name and the form of every tensor.
 
-A tensor is called by its place in the inference layout, ``layers.0.attention.qkv.weight.codes``.
-Codes: int8 as they are; fp8 as its bytes; int4 two to a byte, the code of an even place in the low
-half. The scheme stands in config.json: ``"quantization_config": {"quant_method": "specjax",
-"version": 1, "scheme": "int4:64"}``.
+A tensor is named by its path in the inference layout, ``layers.0.attention.qkv.weight.codes``.
+int8 codes are stored as they are, fp8 codes as their bytes. Two int4 codes share a byte along the
+first axis: the code of an even row is in the low half. config.json names the scheme:
+``"quantization_config": {"quant_method": "specjax", "version": 1, "scheme": "int4:64"}``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,24 @@ from specjax.models.config import ModelConfig
 from specjax.models.forward_pass import param_shapes
 from specjax.models.quantization import Scheme, quantize_params
 
-Form = tuple[str, tuple[int, ...], jnp.dtype]  # a tensor's name, the shape and dtype of its param
+
+class Form(NamedTuple):
+    """The name of a stored tensor, and the shape and dtype of its param."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+
+
+def is_form(node: object) -> bool:
+    """Whether a node of a tree is a leaf: a tuple would otherwise be an inner node."""
+    return isinstance(node, Form)
 
 
 def forms(cfg: ModelConfig, scheme: Scheme) -> dict:
     """Every tensor's form: a tree like the params of the whole model, fused and quantized.
 
-    What is no code is float32, int4's scales bfloat16.
+    Everything except the codes is float32; int4's scales are bfloat16.
 
     Raises:
       ModelError: the scheme's groups do not divide the inputs of a weight.
@@ -34,13 +45,17 @@ def forms(cfg: ModelConfig, scheme: Scheme) -> dict:
     shapes = param_shapes(cfg)
 
     def quantized(tree: dict) -> dict:
-        fused = tree | {"layers": {"0": fuse_layer(tree["layers"]["0"])}}
+        layer = fuse_layer(tree["layers"]["0"])
+        fused = tree | {"layers": {"0": layer}}
         return quantize_params(cfg, fused, scheme, jnp.dtype(jnp.float32))
 
-    # Layers are alike: one is made.
-    tree = jax.eval_shape(quantized, shapes | {"layers": {"0": shapes["layers"]["0"]}})
-    whole = tree | {"layers": dict.fromkeys(shapes["layers"], tree["layers"]["0"])}
-    return tree_map_with_path(lambda path, x: (_name(path), x.shape, x.dtype), whole)
+    def form(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Form:
+        return Form(_name(path), shape.shape, shape.dtype)
+
+    # All layers have the same shapes, so one is evaluated and repeated.
+    single = jax.eval_shape(quantized, shapes | {"layers": {"0": shapes["layers"]["0"]}})
+    layers = dict.fromkeys(shapes["layers"], single["layers"]["0"])
+    return tree_map_with_path(form, single | {"layers": layers})
 
 
 def to_stored(params: dict) -> dict[str, np.ndarray]:
@@ -50,32 +65,38 @@ def to_stored(params: dict) -> dict[str, np.ndarray]:
 
 def stored_shape(form: Form) -> tuple[int, ...]:
     """The shape of a tensor in the file."""
-    _, shape, dtype = form
-    return (shape[0] // 2, *shape[1:]) if dtype == jnp.int4 else shape
+    if form.dtype == jnp.int4:
+        return form.shape[0] // 2, *form.shape[1:]
+    return form.shape
 
 
 def stored_dtype(form: Form) -> str:
     """safetensors' name of a tensor's dtype in the file."""
     names = {"int8": "I8", "float32": "F32", "bfloat16": "BF16"}
-    return names.get(form[2].name, "U8")
+    return names.get(form.dtype.name, "U8")
 
 
 def from_stored(value: np.ndarray, form: Form) -> np.ndarray:
-    """A param, of the tensor in the file."""
-    _, shape, dtype = form
-    if dtype == jnp.int4:
-        signed = value.view(np.int8)
-        pairs = np.stack([signed << 4 >> 4, signed >> 4], axis=1)
-        return pairs.reshape(shape).astype(dtype)
-    return value.view(dtype)
+    """The param, from the tensor in the file."""
+    if form.dtype != jnp.int4:
+        return value.view(form.dtype)
+    signed = value.view(np.int8)
+    # Shifting a signed byte to the right repeats its sign bit, so negative codes stay negative.
+    low = signed << 4 >> 4
+    high = signed >> 4
+    return np.stack([low, high], axis=1).reshape(form.shape).astype(form.dtype)
 
 
 def _stored(value: np.ndarray) -> np.ndarray:
+    """The tensor in the file, from the param."""
     if value.dtype == jnp.int4:
         pairs = value.astype(np.uint8).reshape(-1, 2, *value.shape[1:])
         return (pairs[:, 0] & 15) | (pairs[:, 1] << 4)
-    return value.view(np.uint8) if value.dtype == jnp.float8_e4m3fn else value
+    if value.dtype == jnp.float8_e4m3fn:
+        return value.view(np.uint8)
+    return value
 
 
 def _name(path: tuple[Any, ...]) -> str:
+    """The path of a leaf, its keys and attributes joined by dots."""
     return ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)

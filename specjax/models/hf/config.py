@@ -1,14 +1,14 @@
-"""What the families' ``config.json`` files have in common, read strictly.
+"""Reads what the families' ``config.json`` files have in common, strictly.
 
-A value of the wrong kind or out of range (:data:`KEYS`, :data:`ROPE`, :func:`check`) and a feature
-that the modules cannot express are errors by name.
+A value of a wrong type or out of range is an error that names it (:data:`KEYS`, :data:`ROPE`,
+:func:`check`). So is a feature that our modules cannot express.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 from specjax._util.checks import (
     FLAG,
@@ -29,9 +29,9 @@ from specjax._util.checks import (
 from specjax._util.errors import ModelError
 from specjax.models.config import ROPE_KINDS, ModelConfig, RopeConfig, as_ids
 
-Config = Mapping[str, Any]
+Config = dict[str, Any]
 
-MOST_LAYERS = 4096
+MAX_LAYERS = 4096
 _LAYER_KINDS = one_of("full_attention", "sliding_attention")
 
 
@@ -39,13 +39,13 @@ def _each(check: Check, names: str) -> dict[str, Check]:
     return dict.fromkeys(names.split(), check)
 
 
-# What a value must be that any family reads, under the family's own name of it.
+# The type and range of every value that some family reads, under that family's name for it.
 KEYS = {
     **_each(whole(), "vocab_size hidden_size n_embd n_embed intermediate_size n_inner ffn_dim"),
     **_each(whole(), "num_attention_heads n_head num_key_value_heads head_dim"),
     **_each(whole(), "max_position_embeddings n_positions seq_length word_embed_proj_dim"),
     **_each(whole(), "sliding_window sliding_window_pattern query_pre_attn_scalar"),
-    **_each(whole(1, MOST_LAYERS), "num_hidden_layers n_layer"),
+    **_each(whole(1, MAX_LAYERS), "num_hidden_layers n_layer"),
     **_each(POSITIVE, "rms_norm_eps layer_norm_eps layer_norm_epsilon"),
     **_each(POSITIVE, "rope_theta rotary_emb_base rope_local_base_freq"),
     **_each(POSITIVE, "attn_logit_softcapping final_logit_softcapping"),
@@ -69,7 +69,7 @@ ROPE = {  # of rope_scaling and rope_parameters
 
 
 def check(config: Config) -> None:
-    """Refuses a value of a wrong type, out of its range, or unlike another one's.
+    """Checks types and ranges, and that values agree with each other.
 
     Null counts as absent, as in transformers.
 
@@ -78,30 +78,42 @@ def check(config: Config) -> None:
     """
     check_values(config)
     for name in ("rope_scaling", "rope_parameters"):
-        given = config.get(name) or {}
-        # One rope, or in Gemma 3 one for each kind of layer.
-        for rope in (given, *(part for part in given.values() if type(part) is dict)):
+        settings = config.get(name) or {}
+        # The settings of one rope; in Gemma 3 of one for each type of layer.
+        per_layer_type = [value for value in settings.values() if type(value) is dict]
+        for rope in (settings, *per_layer_type):
             require_all(f"config.json: {name}.", rope, ROPE, ModelError)
-    layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
-    if layers and kinds is not None and len(kinds) != layers:
-        raise ModelError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers")
+
+    layers = config.get("num_hidden_layers")
+    types = config.get("layer_types")
+    if layers and types is not None and len(types) != layers:
+        raise ModelError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
+
     if config.get("vocab_size"):
+        one_id = whole(0, config["vocab_size"] - 1)
         ids = token_ids(config["vocab_size"])
-        known = dict.fromkeys(("eos_token_id", "adaptive_ids"), ids)
-        one = whole(0, config["vocab_size"] - 1)
-        known |= dict.fromkeys(("bos_token_id", "pad_token_id"), one)
-        require_all("config.json: ", config, known, ModelError)
+        id_checks = {
+            "eos_token_id": ids,
+            "adaptive_ids": ids,
+            "bos_token_id": one_id,
+            "pad_token_id": one_id,
+        }
+        require_all("config.json: ", config, id_checks, ModelError)
 
 
 def check_values(config: Config) -> None:
-    """Refuses a value of :data:`KEYS` that is of a wrong type or out of its range."""
+    """Checks each value of :data:`KEYS` for its type and range.
+
+    Raises:
+      ModelError: names the key, the value, and what was expected.
+    """
     require_all("config.json: ", config, KEYS, ModelError)
 
 
 def token_ids(vocab_size: int) -> Check:
-    """An id within the vocabulary, or several."""
-    one = whole(0, vocab_size - 1)
-    return either(one._replace(says=f"an id from 0 to {vocab_size - 1}"), list_of(one))
+    """The check for one id within the vocabulary, or a list of them."""
+    one_id = whole(0, vocab_size - 1)
+    return either(one_id._replace(says=f"an id from 0 to {vocab_size - 1}"), list_of(one_id))
 
 
 _ACTIVATIONS = {
@@ -118,36 +130,38 @@ _REFUSED = {
     "add_cross_attention": "the model is no decoder-only model",
 }
 
-
 QUANT_METHOD = "specjax"
 QUANTIZATION = {"version": Check("1", lambda x: x == 1), "scheme": TEXT}
 
 
 def quantization(config: Config) -> str | None:
-    """The scheme of a checkpoint's quantized weights; None where they are not.
+    """The scheme of a checkpoint's quantized weights; None where they are not quantized.
 
     Raises:
-      ModelError: somebody else's scheme, by name.
+      ModelError: another library quantized them; the message names its method.
     """
-    found = config.get("quantization_config")
-    if found is None:
+    settings = config.get("quantization_config")
+    if settings is None:
         return None
-    method = found.get("quant_method") if type(found) is dict else found
+    method = settings.get("quant_method") if type(settings) is dict else settings
     if method != QUANT_METHOD:
         raise ModelError(
             f"quantization_config: quant_method {quoted(method)} is not supported; load the "
             "checkpoint before it was quantized, --quantize quantizes it"
         )
-    known = {name: found.get(name) for name in QUANTIZATION}
-    for name, value in known.items():
-        require("config.json: quantization_config.", name, value, QUANTIZATION[name], ModelError)
-    return known["scheme"]
+    for name, value_check in QUANTIZATION.items():
+        value = settings.get(name)
+        require("config.json: quantization_config.", name, value, value_check, ModelError)
+    return settings["scheme"]
 
 
 def common(config: Config, tied: bool = False) -> dict[str, Any]:
-    """The fields of :class:`ModelConfig` that every family stores alike.
+    """The fields of :class:`ModelConfig` that every family stores under the same names.
 
-    ``tied``: whether the head is the embedding where the config does not say.
+    ``tied``: the default of ``tie_word_embeddings``.
+
+    Raises:
+      ModelError: a feature that is not supported, such as experts.
     """
     quantization(config)
     for name, why in _REFUSED.items():
@@ -168,15 +182,22 @@ def common(config: Config, tied: bool = False) -> dict[str, Any]:
 
 
 def gpt_like(config: Config, tied: bool = False) -> dict[str, Any]:
-    """:func:`common`, and what the families after GPT-2 share: keys for each head, layer norms."""
+    """:func:`common`, and what GPT-2's descendants share: multi-head attention, layer norms."""
     fields = common(config, tied)
-    fields |= {"num_kv_heads": fields["num_heads"], "head_dim": head_dim(config)}
-    return fields | {"norm": "layer", "gated_mlp": False}
+    return fields | {
+        "num_kv_heads": fields["num_heads"],
+        "head_dim": head_dim(config),
+        "norm": "layer",
+        "gated_mlp": False,
+    }
 
 
 def common_to_hf(cfg: ModelConfig, architecture: str, dtype: str) -> dict[str, Any]:
     """The inverse of :func:`common`."""
-    adaptive = {"adaptive_ids": list(cfg.adaptive_ids)} if cfg.adaptive_ids else {}
+    eos_ids = list(cfg.eos_ids)
+    adaptive = {}
+    if cfg.adaptive_ids:
+        adaptive["adaptive_ids"] = list(cfg.adaptive_ids)
     return adaptive | {
         "architectures": [architecture],
         "model_type": cfg.family,
@@ -186,50 +207,72 @@ def common_to_hf(cfg: ModelConfig, architecture: str, dtype: str) -> dict[str, A
         "num_attention_heads": cfg.num_heads,
         "tie_word_embeddings": cfg.tie_embeddings,
         "bos_token_id": cfg.bos_id,
-        "eos_token_id": list(cfg.eos_ids) if len(cfg.eos_ids) != 1 else cfg.eos_ids[0],
+        "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids,
         "pad_token_id": cfg.pad_id,
         "torch_dtype": dtype,
     }
 
 
 def renamed(config: Config, aliases: Mapping[str, str]) -> dict[str, Any]:
-    """``config`` with a family's own names of common fields replaced by the common ones."""
+    """``config`` with keys renamed by ``aliases``; other keys stay.
+
+    With a family's names as keys of ``aliases``, common fields get the common names.
+    """
     return {aliases.get(name, name): value for name, value in config.items()}
 
 
 def flag(config: Config, name: str, default: bool) -> bool:
-    """A switch; null counts as absent."""
+    """A switch, or the default where it is null or absent."""
     value = config.get(name)
     return default if value is None else value
 
 
-def refuse(config: Config, unsupported: Mapping[str, Any]) -> None:
-    """Refuses each name whose value differs from the only supported one, given here.
+def refuse(config: Config, only: Mapping[str, Any]) -> None:
+    """Refuses features by the only value of each that is supported; null counts as absent.
 
-    Null counts as absent.
+    Raises:
+      ModelError: a value differs from the supported one.
     """
-    for name, only in unsupported.items():
-        if config.get(name) not in (None, only):
+    for name, supported in only.items():
+        if config.get(name) not in (None, supported):
             raise ModelError(f"config.json: {name}={config[name]!r} is not supported")
 
 
 def size(config: Config, name: str, default: int | None = None) -> int:
-    """A positive integer; without a default it must be there."""
+    """A positive integer, or the default where it is null or absent.
+
+    Raises:
+      ModelError: it is absent and has no default.
+    """
     value = config.get(name)
-    value = default if value is None else value
+    if value is None:
+        value = default
     if value is None:
         raise ModelError(f"config.json lacks {name!r}, which every {config['model_type']} has")
     return value
 
 
 def head_dim(config: Config) -> int:
-    """The width of a head: given, or the hidden size's share."""
+    """The size of an attention head: given, or the hidden size divided by the heads.
+
+    Raises:
+      ModelError: it is not given, and the heads do not divide the hidden size.
+    """
     if config.get("head_dim") is not None:
         return size(config, "head_dim")
-    hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+    hidden = size(config, "hidden_size")
+    heads = size(config, "num_attention_heads")
     if hidden % heads:
         raise ModelError(f"num_attention_heads={heads} must divide hidden_size={hidden}")
     return hidden // heads
+
+
+@overload
+def positive(config: Config, name: str, default: float) -> float: ...
+
+
+@overload
+def positive(config: Config, name: str, default: None = None) -> float | None: ...
 
 
 def positive(config: Config, name: str, default: float | None = None) -> float | None:
@@ -239,47 +282,61 @@ def positive(config: Config, name: str, default: float | None = None) -> float |
 
 
 def activation(config: Config, name: str, default: str, supported: tuple[str, ...]) -> str:
-    """The activation's name here; ``supported`` are the ones the family's modules know."""
-    theirs = config.get(name) or default
-    ours = _ACTIVATIONS.get(theirs)
-    if ours not in supported:
-        raise ModelError(f"{name} {theirs!r} is not supported; supported: {', '.join(supported)}")
-    return ours
+    """Our name of the activation; ``default`` is a name of Hugging Face's.
+
+    Raises:
+      ModelError: it is not among ``supported``, which are names of ours.
+    """
+    hf_name = config.get(name) or default
+    our_name = _ACTIVATIONS.get(hf_name)
+    if our_name is None or our_name not in supported:
+        raise ModelError(f"{name} {hf_name!r} is not supported; supported: {', '.join(supported)}")
+    return our_name
 
 
-def activation_to_hf(ours: str) -> str:
+def activation_to_hf(our_name: str) -> str:
     """Hugging Face's name of an activation."""
-    return "gelu_pytorch_tanh" if ours == "gelu_tanh" else ours
+    return "gelu_pytorch_tanh" if our_name == "gelu_tanh" else our_name
 
 
 def sliding_layers(config: Config, default: tuple[bool, ...]) -> tuple[bool, ...] | None:
-    """Which layers slide, by ``layer_types``; None where all do."""
+    """Whether each layer has a sliding window, by ``layer_types``; None where all have one."""
     types = config.get("layer_types")
-    slides = default if types is None else tuple(t == "sliding_attention" for t in types)
+    if types is None:
+        slides = default
+    else:
+        slides = tuple(kind == "sliding_attention" for kind in types)
     return None if all(slides) else slides
 
 
 def layer_types(cfg: ModelConfig) -> list[str]:
-    """``layer_types`` of a model with sliding layers."""
-    return ["full_attention" if w is None else "sliding_attention" for w in cfg.windows]
+    """The inverse of :func:`sliding_layers`: ``layer_types`` of a model with sliding layers."""
+    return ["full_attention" if size is None else "sliding_attention" for size in cfg.windows]
 
 
-_RENAMED = {"original_max_position": "original_max_position_embeddings"}
-_ROPE_FIELDS = {  # Hugging Face's name → RopeConfig's
-    _RENAMED.get(field.name, field.name): field.name
-    for field in dataclasses.fields(RopeConfig)
-    if field.name not in ("theta", "kind")
-}
+def _rope_fields() -> dict[str, str]:
+    """The field of :class:`RopeConfig` for each rope setting of Hugging Face's."""
+    renamed_fields = {"original_max_position": "original_max_position_embeddings"}
+    names = [field.name for field in dataclasses.fields(RopeConfig)]
+    settings = [name for name in names if name not in ("theta", "kind")]
+    return {renamed_fields.get(name, name): name for name in settings}
+
+
+_ROPE_FIELDS = _rope_fields()
 
 
 def rope_from_hf(config: Config, theta: float = 10000.0) -> RopeConfig:
-    """Reads both spellings: ``rope_theta`` + ``rope_scaling``, and ``rope_parameters``.
+    """The rope of a config, in either spelling of Hugging Face's.
 
-    ``theta`` is the base where the config does not give it.
+    The old one is ``rope_theta`` with ``rope_scaling``, the new one ``rope_parameters``. ``theta``
+    is the base frequency where the config gives none.
+
+    Raises:
+      ModelError: the rope type or one of its settings is not supported, or a setting is missing.
     """
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
+    scaling.pop("type", None)  # some configs have both names
     theta = scaling.pop("rope_theta", None) or positive(config, "rope_theta", theta)
     if kind not in ROPE_KINDS:
         raise ModelError(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
@@ -288,16 +345,19 @@ def rope_from_hf(config: Config, theta: float = 10000.0) -> RopeConfig:
     unknown = sorted(set(scaling) - set(_ROPE_FIELDS))
     if unknown:
         raise ModelError(f"rope setting {unknown[0]!r} is not supported for rope_type {kind!r}")
+
     fields = {_ROPE_FIELDS[name]: value for name, value in scaling.items() if value is not None}
     if kind in ("llama3", "yarn"):
         fields.setdefault("original_max_position", config.get("max_position_embeddings") or 2048)
     if kind != "default" and "factor" not in fields:
         raise ModelError(f"rope_type {kind!r} lacks its 'factor'")
-    return _related(RopeConfig(theta=float(theta), kind=kind, **fields))
+    rope = RopeConfig(theta=float(theta), kind=kind, **fields)
+    _check_rope(rope)
+    return rope
 
 
-def _related(rope: RopeConfig) -> RopeConfig:
-    """The rope, where no step from one frequency to another divides by zero."""
+def _check_rope(rope: RopeConfig) -> None:
+    """Refuses settings with which interpolating between frequencies divides by zero."""
     holder = "config.json: rope_scaling."
     if rope.kind == "llama3":
         above = number(rope.low_freq_factor, above=True)
@@ -306,17 +366,23 @@ def _related(rope: RopeConfig) -> RopeConfig:
         require("config.json: ", "rope_theta", rope.theta, number(1, above=True), ModelError)
         expected = number(0, rope.beta_fast, above=True, below=True)
         require(holder, "beta_slow", rope.beta_slow, expected, ModelError)
-    return rope
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
-    """``rope_scaling`` of a config.json; the base stands beside it."""
+    """``rope_scaling`` of a config.json; ``rope_theta`` is written beside it."""
     if rope.kind == "default":
         return None
-    ramp = [name for name in _ROPE_FIELDS if name.endswith("_freq_factor")]
-    names = {
-        "llama3": ["factor", *ramp, "original_max_position_embeddings"],
-        "yarn": [name for name in _ROPE_FIELDS if name not in ramp],
-    }.get(rope.kind, ["factor"])
-    values = {name: getattr(rope, _ROPE_FIELDS[name]) for name in names}
-    return {"rope_type": rope.kind} | {k: v for k, v in values.items() if v is not None}
+    llama3_only = [name for name in _ROPE_FIELDS if name.endswith("_freq_factor")]
+    if rope.kind == "llama3":
+        names = ["factor", *llama3_only, "original_max_position_embeddings"]
+    elif rope.kind == "yarn":
+        names = [name for name in _ROPE_FIELDS if name not in llama3_only]
+    else:
+        names = ["factor"]
+
+    scaling: dict[str, Any] = {"rope_type": rope.kind}
+    for name in names:
+        value = getattr(rope, _ROPE_FIELDS[name])
+        if value is not None:
+            scaling[name] = value
+    return scaling

@@ -1,8 +1,8 @@
-"""A delta: a directory with adapters, and the name of the untouched base that they are for.
+"""A delta: a directory with adapters, and the name of the unchanged base that they are for.
 
-``delta.json`` says what the base is, by a path or an id and by its fingerprint, and which ids are
-adaptive; ``delta.safetensors`` holds the adapters (:mod:`specjax.models.adapters`). The base is
-read where it lies and never copied.
+``delta.json`` names the base, by a path or an id, with a fingerprint of its weights, and it lists
+the adaptive ids. ``delta.safetensors`` holds the adapters (:mod:`specjax.models.adapters`). The
+base is read from its own directory and never copied.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from specjax._util.files import write_text
 from specjax.models.adapters import DOWN, UP, distinct
 from specjax.models.config import ModelConfig
 from specjax.models.forward_pass import param_shapes
-from specjax.models.hf.checkpoint import (
-    DELTA,
-    DTYPES,
+from specjax.models.hf.files import (
+    OpenWeights,
     compare_names,
     open_tensors,
     read_json,
     read_tensor,
-    save_tensors,
     tensor_files,
 )
+from specjax.models.hf.layout import DELTA, DTYPES
+from specjax.models.hf.write import save_tensors
 
-NOTE, TENSORS = DELTA, "delta.safetensors"
-SAMPLED = 16  # rows of each tensor that a fingerprint reads: tuning changes all of them
+NOTE = DELTA
+TENSORS = "delta.safetensors"
+SAMPLED_ROWS = 16  # of each tensor, for a fingerprint: tuning changes all rows
 CHECKS = {
     "base": TEXT,
     "fingerprint": TEXT,
@@ -48,14 +49,14 @@ CHECKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """What ``delta.json`` says.
+    """The content of ``delta.json``.
 
     Attributes:
       base: a directory, a hub id, or an embedded model's name.
       fingerprint: the base's, as :func:`fingerprint` gives it.
-      adaptive_ids: by their place in a window, as :class:`ModelConfig` has them.
+      adaptive_ids: in the order of their places in a window, as in :class:`ModelConfig`.
       rank: of every update.
-      matrices: those that have one in each layer, ``module.name``.
+      matrices: the matrices that have an update in each layer, as ``module.name``.
     """
 
     base: str
@@ -66,10 +67,10 @@ class Delta:
 
 
 def read_delta(directory: Path) -> Delta | None:
-    """What a directory's ``delta.json`` says; None where there is none: it holds a model.
+    """The directory's ``delta.json``; None where there is none: it then holds a model.
 
     Raises:
-      ModelError: it says something else.
+      ModelError: a value is missing or of a wrong type.
     """
     path = directory / NOTE
     if not os.path.lexists(path):
@@ -77,51 +78,68 @@ def read_delta(directory: Path) -> Delta | None:
     note = read_json(path)
     for name, check in CHECKS.items():
         require(f"{path}: ", name, note.get(name), check, ModelError)
-    values = {name: note[name] for name in CHECKS}
-    return Delta(**{k: tuple(x) if isinstance(x, list) else x for k, x in values.items()})
+    return Delta(
+        base=note["base"],
+        fingerprint=note["fingerprint"],
+        adaptive_ids=tuple(note["adaptive_ids"]),
+        rank=note["rank"],
+        matrices=tuple(note["matrices"]),
+    )
 
 
 def save_delta(
     base: str, base_directory: Path, cfg: ModelConfig, adapters: dict, dtype: str, directory: Path
 ) -> None:
-    """Writes plain (not fused) adapters of ``cfg``, whose params lie in ``base_directory``.
+    """Writes a delta. ``delta.json`` is written last, so a directory with one is complete.
 
-    ``base`` is what finds that directory again. ``delta.json`` is written last, so that a
-    directory with one is complete.
+    Args:
+      base: a name by which ``base_directory`` is found again.
+      base_directory: where the base's weights are.
+      cfg: the base's config, with the adaptive ids.
+      adapters: plain ones, not in the inference layout.
+      dtype: of the saved adapters.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = jax.tree.map(lambda x: np.asarray(x.astype(DTYPES[dtype])), adapters)
-    modules = adapters["layers"]["0"]
-    pairs = {f"{part}.{name}": pair for part, own in modules.items() for name, pair in own.items()}
-    rank = next(iter(pairs.values()))[DOWN].shape[0]
-    save_tensors(directory / TENSORS, _flat(tensors))
-    note = Delta(base, fingerprint(base_directory), cfg.adaptive_ids, rank, tuple(pairs))
+    save_tensors(directory / TENSORS, _flatten(tensors))
+
+    # Layers are alike: the first one tells which matrices have an update, and its rank.
+    matrices = {}
+    for module, pairs in adapters["layers"]["0"].items():
+        for name, pair in pairs.items():
+            matrices[f"{module}.{name}"] = pair
+    rank = next(iter(matrices.values()))[DOWN].shape[0]
+    note = Delta(base, fingerprint(base_directory), cfg.adaptive_ids, rank, tuple(matrices))
     write_text(directory / NOTE, json.dumps(dataclasses.asdict(note), indent=1) + "\n")
 
 
 def load_delta(
     directory: Path, delta: Delta, base: Path, cfg: ModelConfig, dtype: jnp.dtype
 ) -> dict:
-    """The adapters of a delta, plain, for the model in ``base``, whose config is ``cfg``.
+    """The adapters of a delta, as plain params of ``dtype``.
+
+    ``base`` is the directory of the model that they are for, ``cfg`` that model's config.
 
     Raises:
-      ModelError: the base is another one; a tensor is missing, unknown, or of another shape.
+      ModelError: the base's weights are not the ones that the delta was made for, or a tensor is
+        missing, unknown, or of another shape.
     """
     if fingerprint(base) != delta.fingerprint:
         raise ModelError(
-            f"{directory}: it was made for {delta.base}, and the weights in {base} are others by "
-            f"now; restore them, or let {NOTE} name where they are"
+            f"{directory}: it was made for {delta.base}, but the weights in {base} have changed; "
+            f"restore them, or correct the base in {NOTE}"
         )
-    path, shapes = directory / TENSORS, _flat(_shapes(directory, delta, cfg))
+    shapes = _flatten(_adapter_shapes(directory, delta, cfg))
+    path = directory / TENSORS
     if not os.path.lexists(path):
         raise ModelError(f"{directory}: no {TENSORS} beside {NOTE}; copy all of the directory")
     handle = open_tensors(path)
     compare_names(directory, set(shapes), set(handle.keys()))
-    read = {
-        name: jnp.asarray(read_tensor(handle, path, name, shape, note=NOTE), dtype)
-        for name, shape in shapes.items()
-    }
-    return _nested(read)
+    adapters = {}
+    for name, shape in shapes.items():
+        tensor = read_tensor(handle, path, name, shape, source=NOTE)
+        adapters[name] = jnp.asarray(tensor, dtype)
+    return _unflatten(adapters)
 
 
 def fingerprint(directory: Path) -> str:
@@ -131,51 +149,56 @@ def fingerprint(directory: Path) -> str:
       ModelError: there are no weights, or they cannot be read.
     """
     digest = hashlib.sha256()
-    files = tensor_files(directory, pickles=False)
-    handles = {file: open_tensors(file) for file in set(files.values())}
-    for name, file in sorted(files.items()):
-        with foreign(f"{file}: tensor {name} cannot be read"):
-            tensor = handles[file].get_slice(name)
+    weights = OpenWeights.open(tensor_files(directory, pickles=False))
+    for name, path in sorted(weights.files.items()):
+        with foreign(f"{path}: tensor {name} cannot be read"):
+            tensor = weights.handles[path].get_slice(name)
             shape = tensor.get_shape()
             digest.update(json.dumps([name, tensor.get_dtype(), shape]).encode())
-            for row in np.unique(np.linspace(0, shape[0] - 1, SAMPLED).astype(int)).tolist():
+            # Some evenly spaced rows: reading all of a large model would take minutes.
+            rows = np.linspace(0, shape[0] - 1, SAMPLED_ROWS).astype(int)
+            for row in np.unique(rows).tolist():
                 digest.update(np.ascontiguousarray(tensor[row : row + 1]).tobytes())
     return digest.hexdigest()
 
 
-def _shapes(directory: Path, delta: Delta, cfg: ModelConfig) -> dict:
-    """The adapters that the note describes, as shapes."""
-    params, rank, layers = param_shapes(cfg), delta.rank, {}
+def _adapter_shapes(directory: Path, delta: Delta, cfg: ModelConfig) -> dict:
+    """The shapes of the adapters that ``delta.json`` describes: a nested dict of tuples."""
+    params = param_shapes(cfg)
+    layers: dict[str, dict] = {}
     for i, block in params["layers"].items():
         layers[i] = {}
         for matrix in delta.matrices:
-            part, _, name = matrix.partition(".")
-            module = block.get(part, {}).get(name)
-            if not isinstance(module, dict) or module["weight"].ndim != 2:
+            module, _, name = matrix.partition(".")
+            param = block.get(module, {}).get(name)
+            if not isinstance(param, dict) or param["weight"].ndim != 2:
                 raise ModelError(f"{directory / NOTE}: the base has no matrix {matrix!r}")
-            outputs, inputs = module["weight"].shape
-            pair = {DOWN: (rank, inputs), UP: (outputs, rank)}
-            layers[i].setdefault(part, {})[name] = pair
-    embed = len(distinct(delta.adaptive_ids)), params["embed"].shape[1]
+            outputs, inputs = param["weight"].shape
+            shapes = {DOWN: (delta.rank, inputs), UP: (outputs, delta.rank)}
+            layers[i].setdefault(module, {})[name] = shapes
+    # One new embedding row for each adaptive id.
+    embed = (len(distinct(delta.adaptive_ids)), params["embed"].shape[1])
     return {"embed": embed, "layers": layers}
 
 
-def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
-    """Leaves by the names on their way, joined by dots."""
+def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
+    """The leaves of a nested dict by their path, its keys joined by dots."""
     flat = {}
     for name, value in tree.items():
-        inner = isinstance(value, dict)
-        flat |= _flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
     return flat
 
 
-def _nested(flat: dict[str, Any]) -> dict:
-    """The inverse of :func:`_flat`."""
+def _unflatten(flat: dict[str, Any]) -> dict:
+    """The inverse of :func:`_flatten`."""
     tree: dict = {}
     for name, value in flat.items():
-        *way, last = name.split(".")
-        at = tree
-        for part in way:
-            at = at.setdefault(part, {})
-        at[last] = value
+        *path, last = name.split(".")
+        parent = tree
+        for key in path:
+            parent = parent.setdefault(key, {})
+        parent[last] = value
     return tree

@@ -1,7 +1,7 @@
 """Where a checkpoint keeps each parameter: tensor names and layouts.
 
-Our params are alike in every family: q, k and v apart, weights ``[out, in]``. Checkpoints may
-hold q, k and v in one tensor, or weights ``[in, out]``.
+In our params every family looks the same: q, k and v are separate, and weights are ``[out, in]``.
+A checkpoint may have q, k and v in one tensor, or weights ``[in, out]``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ QKV = ("q", "k", "v")
 
 
 class Stored(NamedTuple):
-    """One parameter's place: the tensor, and how it lies in there.
+    """The tensor that stores one parameter, and how it does.
 
-    ``part``: it is number ``part`` of q, k and v in a fused tensor, whose rows are
-    ``[groups, 3, rows / groups]``: one group where the three are stacked, one per head where
-    they are interleaved.
+    ``transposed``: the tensor is ``[in, out]``. ``part``: the tensor holds q, k and v, and this is
+    number ``part`` of them. Its rows are then ``[groups, 3, rows / groups]``: one group where q, k
+    and v are stacked, one group per head where they are interleaved.
     """
 
     name: str
@@ -27,28 +27,32 @@ class Stored(NamedTuple):
     part: int | None = None
     groups: int = 1
 
-    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+    def shape(self, param_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The tensor's shape, from the parameter's."""
-        rows = ours[0] * (1 if self.part is None else len(QKV))
-        shape = (rows, *ours[1:])
+        parts = 1 if self.part is None else len(QKV)
+        shape = (param_shape[0] * parts, *param_shape[1:])
         return shape[::-1] if self.transposed else shape
 
     def take(self, tensor: Any) -> Any:
-        """The parameter out of the whole tensor."""
-        tensor = tensor.T if self.transposed else tensor
+        """The parameter, taken out of the whole tensor."""
+        if self.transposed:
+            tensor = tensor.T
         if self.part is None:
             return tensor
-        rows, rest = tensor.shape[0] // len(QKV), tensor.shape[1:]
+        rows = tensor.shape[0] // len(QKV)
+        rest = tensor.shape[1:]
         parts = tensor.reshape(self.groups, len(QKV), rows // self.groups, *rest)
         return parts[:, self.part].reshape(rows, *rest)
 
     def put(self, tensor: Any, value: Any) -> None:
-        """Writes the parameter into the whole numpy tensor."""
-        tensor = tensor.T if self.transposed else tensor
+        """Writes the parameter into the whole numpy tensor, in place."""
+        if self.transposed:
+            tensor = tensor.T
         if self.part is None:
             tensor[...] = value
             return
-        rows, rest = value.shape[0], value.shape[1:]
+        rows = value.shape[0]
+        rest = value.shape[1:]
         parts = tensor.reshape(self.groups, len(QKV), rows // self.groups, *rest)
         parts[:, self.part] = value.reshape(self.groups, rows // self.groups, *rest)
 
@@ -57,37 +61,50 @@ class Stored(NamedTuple):
 class Names:
     """A family's tensor names.
 
-    ``base`` is the prefix that checkpoints of the bare model, without a head, leave out.
-    ``ignored`` are name endings of buffers that old checkpoints carry.
+    Attributes:
+      layer: prefix of the layers; a layer's number follows.
+      modules: the checkpoint's name of each module of ours, inside a layer and outside.
+      base: the prefix that checkpoints of the bare model, without a head, leave out.
+      head: the name of the head's weight.
+      fused_qkv: the module that holds q, k and v in one tensor, if there is one.
+      interleaved: q, k and v alternate head by head in it; else they are stacked.
+      transposed: weights are stored ``[in, out]``.
+      ignored: endings of names of buffers that old checkpoints carry.
+      renamed: present names by the old ones.
     """
 
     layer: str
-    modules: Mapping[str, str]  # ours to theirs: inside a layer, and outside
+    modules: dict[str, str]
     base: str = "model."
     head: str = "lm_head.weight"
-    fused_qkv: str | None = None  # the module that holds q, k and v together
+    fused_qkv: str | None = None
     interleaved: bool = False
     transposed: bool = False
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # old to new name
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def stored(self, path: Path, heads: int) -> Stored:
-        """Where the parameter at ``path`` of our nested dict lies."""
+        """Where the parameter at ``path`` of our nested dict is stored."""
         if path == ("head",):
             return Stored(self.head)
         if path[0] != "layers":
-            bare = len(path) == 1  # a table, and no module of weight and bias
-            return Stored(f"{self.modules[path[0]]}.{'weight' if bare else path[-1]}")
-        module, kind = path[2:-1], path[-1]
-        layer = f"{self.layer}.{path[1]}"
-        turned = self.transposed and kind == "weight" and not module[-1].endswith("norm")
+            # A table is a parameter by itself; a module has a weight and perhaps a bias.
+            kind = "weight" if len(path) == 1 else path[-1]
+            return Stored(f"{self.modules[path[0]]}.{kind}")
+
+        _, number, *module, kind = path
+        layer = f"{self.layer}.{number}"
+        is_norm = module[-1].endswith("norm")
+        transposed = self.transposed and kind == "weight" and not is_norm
         if self.fused_qkv and module[-1] in QKV:
-            groups = heads if self.interleaved else 1
             name = f"{layer}.{self.fused_qkv}.{kind}"
-            return Stored(name, turned, QKV.index(module[-1]), groups)
-        return Stored(f"{layer}.{self.modules['.'.join(module)]}.{kind}", turned)
+            groups = heads if self.interleaved else 1
+            return Stored(name, transposed, QKV.index(module[-1]), groups)
+        return Stored(f"{layer}.{self.modules['.'.join(module)]}.{kind}", transposed)
 
     def full(self, name: str) -> str:
-        """The present name of a tensor as an old or a bare checkpoint calls it."""
+        """The present name of a tensor, from the name in an old or a bare checkpoint."""
         name = self.renamed.get(name, name)
-        return name if name == self.head or name.startswith(self.base) else self.base + name
+        if name == self.head or name.startswith(self.base):
+            return name
+        return self.base + name

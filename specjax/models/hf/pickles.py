@@ -1,6 +1,6 @@
-"""Checkpoints kept as pickles (``pytorch_model*.bin``), read as tensors alone by torch.
+"""Reads checkpoints that are pickles (``pytorch_model*.bin``), with torch.
 
-The unpickler is torch's restricted one (``weights_only``): it builds tensors and runs no code of
+The unpickler is torch's restricted one (``weights_only``). It builds tensors and runs no code of
 the file. Needs the torch extra.
 """
 
@@ -17,24 +17,26 @@ import numpy as np
 from specjax._util.errors import ModelError, foreign
 from specjax._util.files import check_file
 
-PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+PICKLE = "pytorch_model.bin"
+PICKLE_INDEX = "pytorch_model.bin.index.json"
+SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
-    """The torch tensors of one pickle by name, mapped from the file where its format allows.
+    """The torch tensors of one pickle, by name; memory-mapped where the file's format allows.
 
     Raises:
-      ModelError: torch is not there, or the file is no pickle of named tensors alone.
+      ModelError: torch is not installed, or the file holds anything except named tensors.
     """
     try:
         import torch
     except ImportError:
         raise ModelError(f"{path}: pickles need torch: pip install 'specjax[torch]'") from None
-    # Garbage makes the unpickler fail in any way.
+    # A damaged file can make the unpickler raise anything.
     with foreign(f"{path}: not a readable pickle of tensors"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check_file(path)
-        mapped = zipfile.is_zipfile(path)  # what torch writes since 1.6
+        mapped = zipfile.is_zipfile(path)  # the format that torch writes since 1.6
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     if not isinstance(tensors, dict) or not all(map(_is_plain, tensors.items())):
         raise ModelError(f"{path}: holds something else than named, dense tensors")
@@ -42,7 +44,10 @@ def read_pickle(path: Path) -> dict[str, Any]:
 
 
 def _is_plain(entry: tuple[Any, Any]) -> bool:
-    """Whether a name comes with a tensor that keeps a value for each of its elements."""
+    """Whether an entry is a name and a tensor that stores a value for each of its elements.
+
+    An expanded tensor stores fewer: a small file could claim terabytes.
+    """
     import torch
 
     name, value = entry
@@ -51,12 +56,12 @@ def _is_plain(entry: tuple[Any, Any]) -> bool:
         and isinstance(value, torch.Tensor)
         and not (value.is_meta or value.is_quantized or value.is_nested)
         and value.layout is torch.strided
-        and value.nbytes <= value.untyped_storage().nbytes()  # and none of it is repeated
+        and value.nbytes <= value.untyped_storage().nbytes()
     )
 
 
 class Pickle:
-    """One pickle behind the part of ``safetensors.safe_open`` that loading uses."""
+    """A pickle with the part of the interface of ``safetensors.safe_open`` that loading uses."""
 
     def __init__(self, path: Path):
         self._tensors = read_pickle(path)
@@ -65,14 +70,16 @@ class Pickle:
         return list(self._tensors)
 
     def get_slice(self, name: str) -> _Header:
+        """Shape and dtype alone: nothing is copied."""
         return _Header(self._tensors[name])
 
     def get_tensor(self, name: str) -> np.ndarray:
-        """The tensor as numpy sees it; numpy has no bfloat16 of its own."""
+        """The tensor as a numpy array."""
         import torch
 
         tensor = self._tensors[name].contiguous()
         if tensor.dtype == torch.bfloat16:
+            # numpy has no bfloat16 of its own: the bits go through int16.
             return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
         return tensor.numpy()
 
@@ -88,4 +95,4 @@ class _Header:
 
     def get_dtype(self) -> str:
         name = str(self._tensor.dtype).removeprefix("torch.")
-        return {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}.get(name, name)
+        return SAFETENSORS_DTYPES.get(name, name)

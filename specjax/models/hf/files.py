@@ -1,0 +1,233 @@
+"""The files of a checkpoint directory: small text files, and the weight files with their tensors.
+
+Files are opened strictly: a missing, broken or misplaced one is an error that names it. Nothing
+that a file contains is executed. This file does not know which tensors a model needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from safetensors import safe_open
+
+from specjax._util.errors import ModelError, foreign
+from specjax._util.files import check_file, parse_json, read_file
+from specjax.models.hf.layout import INDEX, WEIGHTS
+from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX, Pickle
+
+MAX_TEXT_BYTES = 1 << 28  # of a file that is not weights: tokenizers have about 2^25
+FLOAT_DTYPES = ("F32", "BF16", "F16")  # safetensors' names of the dtypes that weights may have
+
+
+class TensorFile(Protocol):
+    """The part of ``safetensors.safe_open`` that loading uses."""
+
+    def keys(self) -> Iterable[str]: ...
+
+    def get_slice(self, name: str) -> Any: ...
+
+    def get_tensor(self, name: str) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenWeights:
+    """The open weight files of a directory.
+
+    Attributes:
+      files: the file that holds each tensor, by the tensor's name.
+      handles: the open file of each path.
+    """
+
+    files: dict[str, Path]
+    handles: dict[Path, TensorFile]
+
+    @classmethod
+    def open(cls, files: dict[str, Path]) -> OpenWeights:
+        """Opens the files that :func:`tensor_files` gives."""
+        paths = sorted(set(files.values()))
+        return cls(files, {path: open_tensors(path) for path in paths})
+
+    def read(
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = FLOAT_DTYPES
+    ) -> np.ndarray:
+        """One tensor, of this shape and one of these dtypes.
+
+        Raises:
+          ModelError: it has another shape or dtype, or cannot be read.
+        """
+        path = self.files[name]
+        return read_tensor(self.handles[path], path, name, shape, dtypes)
+
+    def read_any(self, name: str) -> np.ndarray:
+        """One tensor, whatever its shape and dtype."""
+        path = self.files[name]
+        with foreign(f"{path}: tensor {name} cannot be read"):
+            return self.handles[path].get_tensor(name)
+
+
+# --- text files ------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file; an empty one where there is no file.
+
+    Raises:
+      ModelError: the file holds something else.
+    """
+    if not os.path.lexists(path):
+        return {}
+    try:
+        value = parse_json(read_text_file(path))
+    except ValueError as error:
+        raise ModelError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_text_file(path: Path) -> bytes:
+    """The bytes of a file that is not weights, such as a config or a tokenizer.
+
+    Raises:
+      ModelError: it cannot be read; the message gives the system's reason.
+    """
+    try:
+        return read_file(path, most=MAX_TEXT_BYTES)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+# --- weight files ----------------------------------------------------------------------------
+
+
+def tensor_files(directory: Path, pickles: bool) -> dict[str, Path]:
+    """The file that holds each tensor. The files are opened, so that a broken one is found.
+
+    A single file is preferred to an index, as in transformers: saving over a sharded directory
+    leaves its old index behind. Pickles come last, and are read only where ``pickles`` is set.
+
+    Raises:
+      ModelError: there are no weights, a shard is missing, or a file cannot be read.
+    """
+    kinds = [(WEIGHTS, INDEX)]
+    if pickles:
+        kinds.append((PICKLE, PICKLE_INDEX))
+    for single, index in kinds:
+        path = directory / single
+        if os.path.lexists(path):
+            return dict.fromkeys(open_tensors(path).keys(), path)
+        if os.path.lexists(directory / index):
+            return _sharded_files(directory, index)
+
+    hint = ""
+    unread = sorted(path.name for path in directory.glob("pytorch_model*.bin"))
+    if unread:
+        hint = (
+            f"; {unread[0]} is a pickle: --pickles (in Python pickles=True) reads its tensors, and "
+            "python -m infer.convert makes safetensors of it"
+        )
+    raise ModelError(f"{directory}: no {WEIGHTS} and no {INDEX}{hint}")
+
+
+def _sharded_files(directory: Path, index: str) -> dict[str, Path]:
+    """The shard that holds each tensor: what the shards contain, checked against the index."""
+    weight_map = read_weight_map(directory / index)
+    shards = {name: directory / name for name in sorted(set(weight_map.values()))}
+    for name, path in shards.items():
+        if not os.path.lexists(path):
+            raise ModelError(f"{directory}: shard {name}, named by {index}, is missing")
+
+    contents = {name: set(open_tensors(path).keys()) for name, path in shards.items()}
+    for tensor, shard in weight_map.items():
+        if tensor not in contents[shard]:
+            raise ModelError(
+                f"{directory / shard}: lacks tensor {tensor}, which {index} puts there"
+            )
+    files = {}
+    for name, path in shards.items():
+        files |= dict.fromkeys(sorted(contents[name]), path)
+    return files
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The name of the file that holds each tensor, from the index of a sharded checkpoint.
+
+    Raises:
+      ModelError: it holds something else, or names a file outside its own directory.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise ModelError(f"{index}: no weight_map from tensors to files")
+    for name in weight_map.values():
+        if name in ("", ".", "..") or set(name) & set("/\\\0"):
+            raise ModelError(f"{index}: {name!r} is no plain name of a file in its directory")
+    return weight_map
+
+
+def open_tensors(path: Path) -> TensorFile:
+    """A weight file, open to be read: safetensors, or a pickle by its ending.
+
+    Raises:
+      ModelError: it cannot be read.
+    """
+    if path.suffix == ".bin":
+        return Pickle(path)
+    with foreign(f"{path}: not a readable safetensors file"):
+        check_file(path)
+        return safe_open(path, framework="np")
+
+
+def read_tensor(
+    handle: TensorFile,
+    path: Path,
+    name: str,
+    shape: tuple[int, ...],
+    dtypes: Sequence[str] = FLOAT_DTYPES,
+    source: str = "config.json",
+) -> np.ndarray:
+    """One tensor of an open file, of this shape and one of these dtypes.
+
+    ``source`` is the file that the shape follows from; the error names it.
+
+    Raises:
+      ModelError: it has another shape or dtype, or cannot be read.
+    """
+    header = handle.get_slice(name)
+    found = tuple(header.get_shape())
+    if found != shape:
+        raise ModelError(
+            f"{path}: tensor {name} has shape {list(found)}, {source} says {list(shape)}"
+        )
+    if header.get_dtype() not in dtypes:
+        raise ModelError(
+            f"{path}: tensor {name} is stored as {header.get_dtype()}; supported: "
+            f"{', '.join(dtypes)}"
+        )
+    with foreign(f"{path}: tensor {name} cannot be read"):
+        return handle.get_tensor(name)
+
+
+def compare_names(directory: Path, wanted: set[str], stored: set[str]) -> None:
+    """Checks that the files hold exactly the wanted tensors.
+
+    Raises:
+      ModelError: a tensor is missing, or one more is there.
+    """
+    missing = sorted(wanted - stored)
+    if missing:
+        raise ModelError(f"{directory}: tensor {missing[0]} is missing{_and_more(missing)}")
+    extra = sorted(stored - wanted)
+    if extra:
+        raise ModelError(
+            f"{directory}: tensor {extra[0]} belongs to no part of the model that "
+            f"config.json describes{_and_more(extra)}"
+        )
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

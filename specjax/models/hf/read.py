@@ -1,0 +1,245 @@
+"""Loads a model from a Hugging Face directory, strictly.
+
+Every tensor of the model must be in the files, with its exact shape, and the files must hold no
+others. What does not match is an error that names it. Nothing that a checkpoint contains is
+executed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax._util.errors import ModelError
+from specjax.models.blocks import fuse_layer
+from specjax.models.config import ModelConfig
+from specjax.models.families import FAMILIES, from_hf
+from specjax.models.hf import codes
+from specjax.models.hf.config import quantization
+from specjax.models.hf.files import OpenWeights, compare_names, read_json, tensor_files
+from specjax.models.hf.layout import DELTA, Place, is_place, leaves_of, parameter_places
+from specjax.models.quantization import Scheme, parse_scheme, quantize_params
+from specjax.models.quantized import cast_params
+
+ReadTensor = Callable[[str, tuple[int, ...]], np.ndarray]  # (tensor name, its shape)
+PlacePart = Callable[[ModelConfig, dict], dict]  # moves a part of the params to its devices
+
+
+def load_pretrained(
+    directory: str | Path,
+    dtype: jnp.dtype = jnp.float32,
+    fused: bool = False,
+    pickles: bool = False,
+    place_part: PlacePart | None = None,
+    quantize: str | None = None,
+) -> tuple[ModelConfig, dict]:
+    """Reads a model directory, tensor by tensor onto the device.
+
+    Args:
+      dtype: of the params.
+      fused: return the inference layout, with q, k, v and gate, up joined.
+      pickles: read ``pytorch_model*.bin`` where there are no safetensors. Only tensors are read:
+        no code in the pickle runs. Needs the torch extra.
+      place_part: is given every part of the params as soon as it is read.
+      quantize: a scheme (:func:`specjax.models.quantization.parse_scheme`). Each layer and each table
+        is quantized before the next is read.
+    Returns:
+      The config, and the params as a nested dict of arrays.
+    Raises:
+      ModelError: a file is missing or unreadable, a tensor is missing, unknown or of another
+        shape, or a config feature is not supported. The message names it.
+    """
+    directory = Path(directory)
+    cfg = load_config(directory)
+    requested = None if quantize is None else parse_scheme(quantize)
+    stored = stored_scheme(directory)
+    if stored is not None:
+        _check_scheme(directory, stored, requested, fused)
+
+    files = tensor_files(directory, pickles)
+    # A config with a wrong number of layers must not make us allocate for each of them.
+    if cfg.num_layers > len(files):
+        raise ModelError(
+            f"{directory}: config.json says {cfg.num_layers} layers, but its files hold "
+            f"{len(files)} tensors"
+        )
+    weights = OpenWeights.open(files)
+    cfg = _complete(directory, cfg, weights)
+    if stored is not None:
+        return cfg, _read_quantized(directory, cfg, stored, weights, dtype, place_part)
+
+    stored_names = _match_names(directory, cfg, sorted(files))
+
+    def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        return weights.read(stored_names[name], shape)
+
+    return cfg, from_tensors(cfg, read, dtype, fused, place_part, requested)
+
+
+def from_tensors(
+    cfg: ModelConfig,
+    read: ReadTensor,
+    dtype: jnp.dtype,
+    fused: bool = False,
+    place_part: PlacePart | None = None,
+    scheme: Scheme | None = None,
+) -> dict:
+    """The params, from a function that reads one tensor.
+
+    Args:
+      read: gives the tensor of a name, which must have the given shape.
+      dtype: of the params.
+      fused: join each layer into the inference layout before the next is read, so that the memory
+        of its parts is used again.
+      place_part: is given one layer or table after the other.
+      scheme: quantize each part as it is read; needs ``fused``.
+    """
+    # Codes are computed from float32 weights, whatever dtype the other params have.
+    read_dtype = dtype if scheme is None else jnp.float32
+
+    def read_param(place: Place) -> jax.Array:
+        tensor = read(place.stored.name, place.stored.shape(place.shape))
+        return jnp.asarray(place.stored.take(tensor), read_dtype)
+
+    def read_params(places: dict) -> dict:
+        return jax.tree.map(read_param, places, is_leaf=is_place)
+
+    def finish(part: dict) -> dict:
+        if scheme is not None:
+            part = quantize_params(cfg, part, scheme, dtype)
+        return _placed(cfg, part, place_part)
+
+    places = parameter_places(cfg)
+    layers = {}
+    for i, layer_places in places.pop("layers").items():
+        layer = read_params(layer_places)
+        if fused:
+            layer = fuse_layer(layer)
+        layers[i] = finish({"layers": {i: layer}})["layers"][i]
+    params = {}
+    for name, table_places in places.items():
+        params[name] = finish({name: read_params(table_places)})[name]
+    return params | {"layers": layers}
+
+
+def _read_quantized(
+    directory: Path,
+    cfg: ModelConfig,
+    scheme: Scheme,
+    weights: OpenWeights,
+    dtype: jnp.dtype,
+    place_part: PlacePart | None,
+) -> dict:
+    """The params of a quantized checkpoint; each part is placed before the next is read."""
+    forms = codes.forms(cfg, scheme)
+    wanted = {form.name for form in jax.tree.leaves(forms, is_leaf=codes.is_form)}
+    buffers = FAMILIES[cfg.family].buffers(cfg)
+    compare_names(directory, wanted, set(weights.files) - set(buffers))
+
+    def read_param(form: codes.Form) -> jax.Array:
+        value = weights.read(form.name, codes.stored_shape(form), (codes.stored_dtype(form),))
+        return jnp.asarray(codes.from_stored(value, form))
+
+    def read_part(part_forms: dict) -> dict:
+        part = jax.tree.map(read_param, part_forms, is_leaf=codes.is_form)
+        return _placed(cfg, cast_params(dtype, part), place_part)
+
+    layers = {}
+    for i, layer_forms in forms.pop("layers").items():
+        layers[i] = read_part({"layers": {i: layer_forms}})["layers"][i]
+    params = {}
+    for name, table_forms in forms.items():
+        params[name] = read_part({name: table_forms})[name]
+    return params | {"layers": layers}
+
+
+def _placed(cfg: ModelConfig, part: dict, place_part: PlacePart | None) -> dict:
+    """A part of the params on its devices, once it is there.
+
+    Waiting keeps only one part in host memory: the next is read after this one has left it.
+    """
+    if place_part is not None:
+        part = place_part(cfg, part)
+    return jax.block_until_ready(part)
+
+
+# --- the config ------------------------------------------------------------------------------
+
+
+def load_config(directory: Path) -> ModelConfig:
+    """The config of a model directory.
+
+    Raises:
+      ModelError: there is no config.json, or :func:`specjax.models.families.from_hf` refuses it.
+    """
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such model directory")
+    path = directory / "config.json"
+    if not os.path.lexists(path):
+        hint = ""
+        if os.path.lexists(directory / DELTA):
+            hint = "; it holds a delta: name its base"
+        raise ModelError(f"{directory}: no config.json, so this is no model directory{hint}")
+    try:
+        return from_hf(read_json(path))
+    except ModelError as error:
+        if str(error).startswith(str(directory)):
+            raise ModelError(error) from None
+        raise ModelError(f"{directory}: {error}") from None
+
+
+def stored_scheme(directory: Path) -> Scheme | None:
+    """The scheme of a quantized checkpoint; None for any other.
+
+    Raises:
+      ModelError: another library quantized it.
+    """
+    scheme = quantization(read_json(directory / "config.json"))
+    return None if scheme is None else parse_scheme(scheme)
+
+
+def _check_scheme(directory: Path, stored: Scheme, requested: Scheme | None, fused: bool) -> None:
+    """Refuses a quantized checkpoint where unquantized weights are needed."""
+    if fused and requested in (None, stored):
+        return
+    purpose = f"for {requested}" if requested else "to train or to convert it"
+    raise ModelError(
+        f"{directory}: its weights are quantized ({stored}); take the unquantized checkpoint "
+        f"{purpose}"
+    )
+
+
+def _complete(directory: Path, cfg: ModelConfig, weights: OpenWeights) -> ModelConfig:
+    """The config, with what only the tensors say."""
+    family = FAMILIES[cfg.family]
+    readers = {
+        family.names.full(name): functools.partial(weights.read_any, name) for name in weights.files
+    }
+    try:
+        return family.complete(cfg, readers)
+    except ModelError as error:
+        raise ModelError(f"{directory}: {error}") from None
+
+
+def _match_names(directory: Path, cfg: ModelConfig, stored: list[str]) -> dict[str, str]:
+    """The name that the files use for each tensor, by its present name.
+
+    Raises:
+      ModelError: a tensor of the model is missing, or the files hold one more.
+    """
+    names = FAMILIES[cfg.family].names
+    wanted = {place.stored.name for place in leaves_of(parameter_places(cfg))}
+    if cfg.tie_embeddings:
+        # Some tied checkpoints repeat the embedding as their head.
+        stored = [name for name in stored if names.full(name) != names.head]
+    stored_names = {names.full(name): name for name in stored}
+    used = {stored_names.get(name, name) for name in wanted}
+    ignored = {name for name in stored if name.endswith(names.ignored)}
+    compare_names(directory, used, set(stored) - (ignored - used))
+    return stored_names
