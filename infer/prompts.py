@@ -96,7 +96,9 @@ class PromptEncoder:
         else:
             tokens = tokenizer.encode(text)
         tokens = tokens[:first]
-        kept = self._end(tokens) if self.truncate else tokens
+        kept = tokens
+        if self.truncate:
+            kept = self._end(tokens)
         return self._checked(kept), len(tokens) - len(kept)
 
     def rest(self, text: str, first: int) -> str:
@@ -116,8 +118,10 @@ class PromptEncoder:
     @property
     def _room(self) -> int:
         """The longest prompt, in tokens."""
-        models = (self.target, self.draft) if self.draft else (self.target,)
-        return min(model.config.max_position for model in models) - self.new_tokens
+        context = self.target.config.max_position
+        if self.draft:
+            context = min(context, self.draft.config.max_position)
+        return context - self.new_tokens
 
     def _end(self, tokens: list[int]) -> list[int]:
         """The last tokens that fit; a BOS at the beginning stays."""
@@ -178,10 +182,12 @@ def read_prompts(
     Raises:
       OptionError: the file cannot be read, is empty, or is not of the dataset ``source``.
     """
-    option = "--prompts" if rewards is None else "--task"
     good: list[Prompt] = []
     bad: list[BadLine] = []
-    lines = enumerate(source.read(path)) if source else _lines(path, option)
+    if source:
+        lines = enumerate(source.read(path))
+    else:
+        lines = _lines(path, "--prompts" if rewards is None else "--task")
     for index, entry in lines:
         if len(good) == most:
             break

@@ -2,10 +2,10 @@
 
 An entry has the fields of its row, which metrics read, and these, which decoding reads:
 
-* ``prompt``, or ``prefix`` and ``suffix`` around a ``middle``; ``messages``, used with ``--chat``;
-* ``references``: texts that a completion is compared with;
-* ``first_tokens``: cut the prompt after so many; without references, the rest is the reference;
-* ``stop``: texts that end a completion; ``concepts``: words that it should contain.
+* ``prompt``, or ``prefix`` and ``suffix`` around a ``middle``. With ``--chat``, ``messages``.
+* ``references``: texts that a completion is compared with.
+* ``first_tokens``: cut the prompt after so many. Without references, the rest is the reference.
+* ``stop``: texts that end a completion. ``concepts``: words that it should contain.
 
 The prompts are those of the papers' experiments, or of the dataset itself. Spider's prompt has two
 examples in the form of the paper's, on a schema made for them.

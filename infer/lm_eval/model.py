@@ -66,8 +66,9 @@ class Specjax(TemplateLM):
         self._method = method
         self._options = options
         make_engine(self._target, self._draft, method_named(method), options)
-        automatic = str(batch_size).startswith("auto")
-        self._batch_size = BATCH_SIZE if automatic else int(batch_size)
+        if str(batch_size).startswith("auto"):
+            batch_size = BATCH_SIZE
+        self._batch_size = int(batch_size)
         self._max_tokens = int(max_gen_toks)
         self._seed = int(seed)
 
@@ -225,7 +226,9 @@ def read_request(
     """
     unread = dict(kwargs)
     stop = unread.pop(UNTIL, None) or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(text for text in stop if text)
+    if isinstance(stop, str):
+        stop = (stop,)
+    stop = tuple(text for text in stop if text)
     budgets = [unread.pop(key) for key in MAX_TOKENS_KEYS if key in unread]
     do_sample = unread.pop("do_sample", None)
     sampling = {name: unread.pop(name, default) for name, default in SAMPLING.items()}
@@ -236,7 +239,9 @@ def read_request(
     if unread:
         key = min(unread)
         raise OptionError(f"generation_kwargs {key}={unread[key]}: not known here")
-    return stop, int(budgets[0] if budgets else max_tokens), Sampling(**sampling)
+    if budgets:
+        max_tokens = int(budgets[0])
+    return stop, max_tokens, Sampling(**sampling)
 
 
 def evaluate(args: None) -> int:

@@ -100,9 +100,11 @@ def _decode_file(job: Job) -> int:
     """Decodes the prompts of a file or task. Bad lines are reported, and the others decoded."""
     args = job.args
     path = args.prompts or args.task
-    rewards = None
+    rewards = None  # a file without constraints
     if args.task:
-        rewards = job.reward.parts if job.reward else ()
+        rewards = ()
+        if job.reward:
+            rewards = job.reward.parts
     source = Source(args.dataset) if args.dataset else None
 
     read = functools.partial(read_prompts, path, job.encoder, rewards, source)
@@ -123,7 +125,9 @@ def only_prompt(args: argparse.Namespace, encoder: PromptEncoder) -> Prompt:
     if args.prefix is not None:
         tokens = encoder.middle(args.prefix, args.suffix)
         return Prompt(0, 0, args.prefix, tokens, {})
-    text = args.prompt if args.prompt is not None else PROMPT
+    text = args.prompt
+    if text is None:
+        text = PROMPT
     tokens, cut = encoder.text(text)
     return Prompt(0, 0, text, tokens, {}, cut=cut)
 
@@ -261,7 +265,9 @@ class Job:
         place = self.args.split
         samples = range(self.args.num_samples)
         output = processes.raise_everywhere(lambda: Output(self.args.out, self.settings, place))
-        own = prompts[place.index :: place.count] if place else prompts
+        own = prompts
+        if place:
+            own = prompts[place.index :: place.count]
         missing = [p for p in own if not output.done.issuperset((p.index, s) for s in samples)]
         self._check_agreement(missing)
         if missing:
@@ -330,7 +336,10 @@ class Job:
                 next_row += 1
 
     def _print(self, entry: dict[str, Any]) -> None:
-        print(json.dumps(entry) if self.args.json else printable(entry["text"]), flush=True)
+        line = printable(entry["text"])
+        if self.args.json:
+            line = json.dumps(entry)
+        print(line, flush=True)
 
 
 def check_method(args: argparse.Namespace) -> bool:
@@ -369,7 +378,9 @@ def _chosen_method(args: argparse.Namespace, has_draft: bool) -> tuple[MethodSpe
 
 def _reward(args: argparse.Namespace, spec: MethodSpec) -> Combined | None:
     """The sum of the rewards of ``--reward``; the default of a task is ``lexical``."""
-    names = args.reward or (["lexical"] if args.task else [])
+    names = args.reward
+    if args.task and not names:
+        names = ["lexical"]
     if names:
         return combine(names)
     if spec.needs_reward:

@@ -41,7 +41,8 @@ def print_plan(args: argparse.Namespace) -> int:
 
     memory = int(args.memory * 2**30) if args.memory else device_memory()
     plan = make_plan(names, args.dtype, memory, args.mesh, schemes, args.cache_dtype)
-    print(json.dumps(plan) if args.json else describe(plan))
+    text = json.dumps(plan) if args.json else describe(plan)
+    print(text)
     return 0
 
 

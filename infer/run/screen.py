@@ -28,7 +28,12 @@ COMPILES = "compiling (first run only; later starts reuse it)"
 
 def printable(text: str) -> str:
     """The text with control characters (other than newline and tab) made visible."""
-    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
+    shown = []
+    for character in text:
+        if character not in "\n\t" and not character.isprintable():
+            character = repr(character)[1:-1]
+        shown.append(character)
+    return "".join(shown)
 
 
 class Terminal(Console):

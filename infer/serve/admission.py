@@ -81,11 +81,7 @@ class Admission:
         """
         if body.model not in (None, self.name):
             raise NoSuchModel(f"model {body.model!r}: this server has {self.name!r}")
-        sampling = Sampling(
-            1.0 if body.temperature is None else body.temperature,
-            body.top_k or 0,
-            1.0 if body.top_p is None else body.top_p,
-        )
+        sampling = _sampling(body)
         self._check_scoring(body)
         variant = self._variant(body, sampling.temperature == 0)
         prompts = self._prompts(body)
@@ -125,10 +121,10 @@ class Admission:
     def _prompts(self, body: Body) -> list[np.ndarray]:
         if isinstance(body, ChatBody):
             return [self._encode(self._chat_ids(body), "messages")]
-        best_of = body.best_of if isinstance(body, CompletionBody) else None
-        if best_of not in (None, body.n or 1):
+        assert isinstance(body, CompletionBody)  # there are two kinds
+        if body.best_of not in (None, body.n or 1):
             raise OptionError(
-                f"best_of={best_of}: expected n, since completions are not ranked; leave it out"
+                f"best_of={body.best_of}: expected n, completions are not ranked; leave it out"
             )
         return [self._encode(prompt, "prompt") for prompt in body.prompts]
 
@@ -172,10 +168,14 @@ class Admission:
     def _variant(self, body: Body, greedy: bool) -> Variant:
         """The method that a request asks for, with its options."""
         name = body.method or self.method
-        options = dict(self.defaults) if name == self.method else {}
+        options: dict[str, Any] = {}
+        if name == self.method:
+            options |= self.defaults
         options |= body.options or {}
-        # Tuples, because the cache of engines needs values that hash.
-        items = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in options.items())
+        for key, value in options.items():
+            if isinstance(value, list):  # the cache of engines needs values that hash
+                options[key] = tuple(value)
+        items = tuple(options.items())
         # Scores bring the log-probabilities of the tokens along.
         logprobs = body.wants_logprobs and body.alternatives is None
         return Variant(name, self._engine(name, items, greedy), logprobs)
@@ -212,6 +212,13 @@ class Admission:
         empty = loop.empty_state(engine.method, True)
         state = jax.eval_shape(empty, engine.inputs(Sampling(), self.size), tokens, keys)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def _sampling(body: Body) -> Sampling:
+    """A request's sampling; OpenAI's default is temperature 1."""
+    temperature = 1.0 if body.temperature is None else body.temperature
+    top_p = 1.0 if body.top_p is None else body.top_p
+    return Sampling(temperature, body.top_k or 0, top_p)
 
 
 def _max_tokens(body: Body) -> int | None:

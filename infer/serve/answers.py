@@ -42,7 +42,8 @@ class Answer:
         self._model = model
 
         self._chat = isinstance(body, ChatBody)
-        self._id = ("chatcmpl-" if self._chat else "cmpl-") + uuid.uuid4().hex
+        prefix = "chatcmpl" if self._chat else "cmpl"
+        self._id = f"{prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._tokenizer: Tokenizer = submission.variant.engine.target.tokenizer
 
@@ -50,7 +51,9 @@ class Answer:
         size = submission.size
         self._rows: list[Generation | None] = [None] * size
         self._scores: list[PromptScores | None] = [None] * size
-        self._authors = [Authors(self._tokenizer) for _ in range(size)] if body.origins else None
+        self._authors: list[Authors] | None = None
+        if body.origins:
+            self._authors = [Authors(self._tokenizer) for _ in range(size)]
         self._origins: list[list] = [[] for _ in range(size)]
         self._offsets = [0] * size  # where the next token's text begins
         self._begun: set[int] = set()  # rows that have sent a chunk
@@ -158,14 +161,18 @@ class Answer:
         logprobs: np.ndarray | None,
         reason: str | None,
     ) -> Object:
-        shown = None if logprobs is None else self._logprobs(number, tokens, logprobs)
+        shown = None
+        if logprobs is not None:
+            shown = self._logprobs(number, tokens, logprobs)
         rest = {"logprobs": shown, "finish_reason": REASONS.get(reason)}
         return {"index": number} | content | rest
 
     def _prompt_text(self, number: int) -> str:
         """A row's prompt as it was sent; token ids are decoded."""
         prompt = self._body.prompts[number // self._submission.samples]
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+        if isinstance(prompt, str):
+            return prompt
+        return self._tokenizer.decode(prompt)
 
     def _token_texts(self, tokens: Sequence[int]) -> list[str]:
         return [self._tokenizer.decode([token], False) for token in tokens]
@@ -206,11 +213,14 @@ class Answer:
             values.append(max(float(scores.log_probs[at]), LOWEST_LOGPROB))
             tops.append(self._alternatives(scores, at))
 
-        shown = slice(0 if self._echo else len(prompt), None)
-        texts = self._token_texts(ids[shown])
+        if not self._echo:
+            ids = ids[len(prompt) :]
+            values = values[len(prompt) :]
+            tops = tops[len(prompt) :]
+        texts = self._token_texts(ids)
         if self._chat:
-            return _chat_logprobs(texts, values[shown], tops[shown])
-        return self._text_logprobs(texts, values[shown], tops[shown])
+            return _chat_logprobs(texts, values, tops)
+        return self._text_logprobs(texts, values, tops)
 
     def _text_logprobs(
         self,
@@ -310,4 +320,8 @@ def _chat_token(text: str, value: float | None) -> Object:
 
 def _origins(runs: Sequence[Run]) -> list[list[str]]:
     """Runs of text as JSON: pairs of a text and its author, ``draft`` or ``target``."""
-    return [[text, "draft" if origin == FROM_DRAFT else "target"] for text, origin in runs]
+    origins = []
+    for text, origin in runs:
+        author = "draft" if origin == FROM_DRAFT else "target"
+        origins.append([text, author])
+    return origins

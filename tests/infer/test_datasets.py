@@ -1,4 +1,4 @@
-"""Readers of datasets, on made-up rows in the form in which each is published."""
+"""Readers of datasets, on small examples in the form in which each is published."""
 
 import gzip
 import json

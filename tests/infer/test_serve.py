@@ -1,4 +1,4 @@
-"""``python -m infer.serve``: OpenAI's protocol, the tokens of generate, and nothing but 4xx."""
+"""``python -m infer.serve``: OpenAI's protocol, generate's tokens, and 4xx for wrong requests."""
 
 import asyncio
 import concurrent.futures
@@ -65,7 +65,7 @@ def client(server):
 
 
 def generated(server, prompt=TEXT, method="speculative", **kw):
-    """What generate makes of it, with the server's models; the first row is the prompt's own.
+    """The output of generate with the server's models; its first row is the server's answer.
 
     Four rows, as many as the server has batch slots: so both run the same compiled programs.
     """
@@ -77,7 +77,7 @@ def generated(server, prompt=TEXT, method="speculative", **kw):
 
 
 def test_an_echo_scores_the_prompt(server):
-    """As local-completions of lm-eval asks; against the prompt's logits without a cache."""
+    """lm-eval's local-completions asks so. Compared with the prompt's logits without a cache."""
     ids = server.target.tokenizer.encode(TEXT)
     assert len(ids) > 3
     asked = {"prompt": [ids, ids[:2]], "max_tokens": 1, "temperature": 0, "logprobs": 1}
@@ -126,7 +126,7 @@ def test_alternatives_are_those_of_the_written_tokens(server, client):
 
 
 def test_a_row_that_is_scored_can_leave(server):
-    """Nothing is told of it, and nothing is kept."""
+    """It gets no more output, and the engine keeps nothing of it."""
     told = []
     body = CompletionBody(prompt=TEXT, max_tokens=1, echo=True, logprobs=1)
     submission = server.admission.make_submission(body, lambda *piece: told.append(piece))
@@ -286,7 +286,7 @@ def test_chats_go_through_the_template(server, client):
 
 
 def test_what_is_left_out(server):
-    """OpenAI's defaults: 16 tokens, temperature 1, a seed that the answer tells."""
+    """OpenAI's defaults: 16 tokens, temperature 1, and a seed that the answer contains."""
     answer = server.complete(prompt=TEXT)
     seed = answer["usage"]["decoding"]["seed"]
     out = generated(server, sampling=sj.Sampling(1.0), max_new_tokens=16, seed=seed)
@@ -449,7 +449,7 @@ def test_without_the_extra(capsys, monkeypatch):
 
 
 def fuzzed(rng):
-    """A body that is wrong somewhere, or by chance right: any JSON may come out."""
+    """A random body, mostly wrong: any JSON, or not even JSON."""
     values = [None, True, -1, 0, 1, 2**31, 2**64, -(10**40), 1e308, float("nan"), float("-inf")]
     values += ["", "a", "\ud800", "\0", "é" * 50, [], [[]], [1, "a"], {}, {"a": []}, [2**40]]
     fields = [
@@ -478,7 +478,7 @@ def fuzzed(rng):
 
 
 def fuzz(server, count, seed):
-    """Sends so many; returns how often each status came."""
+    """Sends ``count`` random bodies; returns how often each status came."""
     rng, statuses = random.Random(seed), {}
     for i in range(count):
         path = rng.choice(("/v1/completions", "/v1/chat/completions"))
@@ -507,7 +507,7 @@ LONG = {"prompt": TEXT, "max_tokens": 100, "temperature": 0.3, "n": 4, "seed": 1
 
 @pytest.fixture
 def slowly(monkeypatch):
-    """Rounds that take as long as those of a larger model."""
+    """Makes rounds as slow as a larger model's."""
     poll = VariantQueue.poll
 
     def slow(self, next_request):
@@ -558,7 +558,7 @@ def test_a_full_queue_says_so(server, slowly):
 
 
 def test_a_failure_ends_its_requests_alone(server, monkeypatch, capfd):
-    """The log gets what the device said; the client gets a line, and the next one an answer."""
+    """The log gets the device's error, the client one line, and the next client an answer."""
 
     def broken(self, next_request):
         if not self.waiting:
@@ -576,7 +576,7 @@ def test_a_failure_ends_its_requests_alone(server, monkeypatch, capfd):
 
 @pytest.mark.slow
 def test_64_clients_some_of_whom_leave(server):
-    """No error, no row left over, and every answer is that of generate."""
+    """There is no error, no row is left over, and every answer is generate's."""
     rng = random.Random(0)
     asked = []
     for _ in range(192):
@@ -642,7 +642,7 @@ def test_sigterm_under_load_loses_no_request(tiny_pair_dirs):
 
 
 def text_of(answer):
-    """Of one choice, whole or as events."""
+    """The text of an answer with one choice, whole or streamed."""
     if isinstance(answer, dict):
         return answer["choices"][0]["text"]
     *events, done, end = answer.decode().split("\n\n")
@@ -666,7 +666,7 @@ def test_the_page_loads_nothing_else(server):
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs node")
 def test_the_page_s_script(server, tmp_path):
-    """The script runs against the server, with as much of a document as it uses."""
+    """Runs the script against the server, with a stub of the browser's document."""
     script = re.search("<script>(.*)</script>", server.ask("GET", "/")[1].decode(), re.S)[1]
     support = Path(__file__).parents[1] / "support" / "page.js"
     file = tmp_path / "page.js"
@@ -692,7 +692,7 @@ def test_the_page_s_script(server, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not make_page.chromium(), reason="needs chromium")
 def test_the_page_in_a_browser(server):
-    """A completion, colors and figures; nothing in the console, and another site gets nothing."""
+    """It shows a completion, colors and figures, and cannot reach another site."""
 
     async def use():
         async with make_page.opened(server.url + "/") as page:
