@@ -13,21 +13,28 @@ Run = tuple[str, int]  # text, and FROM_DRAFT or FROM_TARGET
 
 
 class Authors:
-    """Follows one row. Its text may lag behind its tokens: it can begin a stop string."""
+    """Tracks the authors of one row's text.
+
+    Text can lag behind tokens: what may be the beginning of a stop string is not shown yet.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self._decoder = IncrementalDecoder(tokenizer)
-        self._pending: list[int] = []  # of characters that are decoded but not shown yet
+        self._pending: list[int] = []  # authors of characters that are decoded but not shown yet
 
     def runs(self, piece: Piece) -> list[Run]:
-        """The piece's text in runs of one author each."""
+        """The piece's text, split where the author changes."""
         for token, origin in zip(piece.tokens, piece.origins, strict=True):
-            self._pending += [int(origin)] * len(self._decoder.push([token]))
+            characters = self._decoder.push([token])
+            self._pending += [int(origin)] * len(characters)
         if piece.finish_reason:
+            # What remains are bytes of an incomplete character.
             self._pending += [FROM_TARGET] * len(self._decoder.flush())
+
         authors = self._pending[: len(piece.text)]
         del self._pending[: len(piece.text)]
-        return [
-            ("".join(character for character, _ in run), author)
-            for author, run in groupby(zip(piece.text, authors, strict=True), key=itemgetter(1))
-        ]
+        runs = []
+        for author, pairs in groupby(zip(piece.text, authors, strict=True), key=itemgetter(1)):
+            text = "".join(character for character, _ in pairs)
+            runs.append((text, author))
+        return runs

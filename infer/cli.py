@@ -1,7 +1,7 @@
 """Arguments that the inference programs share.
 
-Values are checked while they are parsed: the library checks them again, but importing it takes
-seconds.
+Values are checked while they are parsed. The library checks them again, but importing it takes
+seconds, and a wrong argument should be reported at once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from specjax._util.checks import INT32_MAX, SEED_MAX
 from specjax._util.errors import OptionError
 from specjax._util.program import Parser, Place
 
-MOST_ROWS = 2**16  # of a prompt or a batch: each has a key of its own before the first is drawn
+MAX_ROWS = 2**16  # samples of a prompt, or rows of a batch: all their random keys are in memory
 MESH_AXES = ("data", "model")
-BAD_LINES = 3  # the exit code where some input lines were bad
-NEW_TOKENS = 128  # of a completion
-REPEATABLE = {"action": "append", "default": []}  # arguments of an option that lists its values
+BAD_LINES = 3  # the exit code if some input lines were bad
+NEW_TOKENS = 128  # the default of --max-new-tokens
+REPEATABLE = {"action": "append", "default": []}  # argparse's way to collect values in a list
 
 Value = TypeVar("Value")
 
@@ -31,94 +31,184 @@ Value = TypeVar("Value")
 def add_models(parser: Parser) -> None:
     """``--target --draft --dtype --quantize --cache-dtype --pass-width --pickles``."""
     group = parser.add_argument_group("models")
-    said = "the model p: a directory, a hub id, or the embedded demo (default)"
-    group.add_argument("--target", default="demo", metavar="PATH|ID|demo", help=said)
-    said = "the draft model q, or a head; self:int4 (int8, fp8): the target's own quantized copy"
-    group.add_argument("--draft", type=draft, metavar="PATH|ID|demo|self:SCHEME", help=said)
-    group.add_argument("--dtype", metavar="D", help="float32, bfloat16 or float16")
-    said = "keep the weights as int8, fp8, int4 or int4:GROUP (inputs that share a scale)"
-    group.add_argument("--quantize", type=scheme, metavar="SCHEME", help=said)
-    said = "keep keys and values so: half the cache of bfloat16 (default: as the weights)"
-    group.add_argument("--cache-dtype", choices=["int8"], help=said)
-    said = "tokens a row of a narrow pass (default: 8 on accelerators, where they are free, else 1)"
-    group.add_argument("--pass-width", type=whole(1, 128), metavar="N", help=said)
-    said = "read pytorch_model*.bin where there are no safetensors: tensors alone, through torch"
-    group.add_argument("--pickles", action="store_true", help=said)
+    group.add_argument(
+        "--target",
+        default="demo",
+        metavar="PATH|ID|demo",
+        help="target model: a directory, a Hugging Face id, or the embedded demo (default)",
+    )
+    group.add_argument(
+        "--draft",
+        type=draft,
+        metavar="PATH|ID|demo|self:SCHEME",
+        help="draft model, or a draft head; self:int8, self:fp8 and self:int4 draft with a "
+        "quantized copy of the target (default: none; the demo target has its own)",
+    )
+    group.add_argument(
+        "--dtype",
+        metavar="D",
+        help="dtype of weights and activations: float32, bfloat16 or float16 (default: float32 "
+        "on CPUs, bfloat16 on accelerators)",
+    )
+    group.add_argument(
+        "--quantize",
+        type=scheme,
+        metavar="SCHEME",
+        help="quantize the weights: int8, fp8, int4 or int4:GROUP (GROUP inputs share a scale)",
+    )
+    group.add_argument(
+        "--cache-dtype",
+        choices=["int8"],
+        help="quantize the KV cache to int8: half the memory of bfloat16 (default: the dtype of "
+        "the weights)",
+    )
+    group.add_argument(
+        "--pass-width",
+        type=whole(1, 128),
+        metavar="N",
+        help="pad short passes to N tokens per row (default: 8 on accelerators, where padding is "
+        "free, else 1). With N above the draft length, greedy bfloat16 text is plain decoding's",
+    )
+    group.add_argument(
+        "--pickles",
+        action="store_true",
+        help="allow pytorch_model*.bin for checkpoints without safetensors; needs torch, and "
+        "loads tensors only",
+    )
 
 
 def add_prompting(group: argparse._ActionsContainer) -> None:
     """``--chat --truncate --mesh``, to a parser or a group of its arguments."""
     add_chat(group)
-    said = "left: of a prompt that is too long keep BOS and the last tokens that leave room for "
-    said += "--max-new-tokens; middles to fill in are never cut (default: refuse it)"
-    group.add_argument("--truncate", choices=["left"], help=said)
+    group.add_argument(
+        "--truncate",
+        choices=["left"],
+        help="left: cut the beginning of prompts that are too long, but keep BOS; room for "
+        "--max-new-tokens remains. Infilling prompts are never cut (default: refuse long prompts)",
+    )
     add_mesh(group)
 
 
 def add_mesh(group: argparse._ActionsContainer) -> None:
     """``--mesh``, to a parser or a group of its arguments."""
-    said = "several devices: data=N splits the rows, model=N the models"
-    group.add_argument("--mesh", type=mesh_axes, metavar="AXIS=N,...", help=said)
+    group.add_argument(
+        "--mesh",
+        type=mesh_axes,
+        metavar="AXIS=N,...",
+        help="use several devices: data=N splits the batch, model=N splits the models",
+    )
+
+
+def add_prefixes(group: argparse._ActionsContainer) -> None:
+    """``--prefixes``, to a parser or a group of its arguments."""
+    group.add_argument(
+        "--prefixes",
+        type=whole(0, MAX_ROWS),
+        default=4,
+        metavar="N",
+        help="size of the prefix cache in prompts; each takes the memory of a row (default: "
+        "%(default)s)",
+    )
 
 
 def add_sampling(group: argparse._ActionsContainer) -> None:
     """``--temperature --top-k --top-p --seed``."""
-    for name, kind, default, metavar, off in (
-        ("--temperature", temperature, 0.0, "T", "0 is greedy"),
-        ("--top-k", whole(0), 0, "K", "0 is off"),
-        ("--top-p", top_p, 1.0, "P", "1 is off"),
-    ):
-        said = f"{off} (default: %(default)g)"
-        group.add_argument(name, type=kind, default=default, metavar=metavar, help=said)
-    group.add_argument("--seed", type=seed, default=0, metavar="S")
+    group.add_argument(
+        "--temperature",
+        type=temperature,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature; 0 is greedy decoding (default: %(default)g)",
+    )
+    group.add_argument(
+        "--top-k",
+        type=whole(0),
+        default=0,
+        metavar="K",
+        help="sample from the K most likely tokens; 0 is off (default: %(default)g)",
+    )
+    group.add_argument(
+        "--top-p",
+        type=top_p,
+        default=1.0,
+        metavar="P",
+        help="sample from the smallest set of tokens with total probability P; 1 is off "
+        "(default: %(default)g)",
+    )
+    group.add_argument(
+        "--seed",
+        type=seed,
+        default=0,
+        metavar="S",
+        help="seed of the random numbers; the same seed gives the same text (default: %(default)s)",
+    )
 
 
 def add_dataset(group: argparse._ActionsContainer) -> None:
     """``--dataset``, to a parser or a group of its arguments."""
-    said = f"what the file of prompts holds, as its authors publish it: {', '.join(DATASETS)}"
-    group.add_argument("--dataset", choices=list(DATASETS), metavar="NAME", help=said)
+    group.add_argument(
+        "--dataset",
+        choices=list(DATASETS),
+        metavar="NAME",
+        help="read the file of prompts as this dataset, in the form that its authors publish: "
+        f"{', '.join(DATASETS)}",
+    )
 
 
 def add_new_tokens(group: argparse._ActionsContainer) -> None:
-    """``--max-new-tokens``, for :func:`settle_new_tokens`."""
-    said = f"default: {NEW_TOKENS}, or --dataset's own"
-    group.add_argument("--max-new-tokens", type=whole(1), metavar="N", help=said)
+    """``--max-new-tokens``, for :func:`set_new_tokens`."""
+    group.add_argument(
+        "--max-new-tokens",
+        type=whole(1),
+        metavar="N",
+        help=f"longest completion in tokens (default: {NEW_TOKENS}, or what --dataset sets)",
+    )
 
 
-def settle_new_tokens(args: argparse.Namespace) -> None:
-    """Gives ``--max-new-tokens`` its default."""
+def set_new_tokens(args: argparse.Namespace) -> None:
+    """Sets ``--max-new-tokens`` to its default, which depends on ``--dataset``."""
     if args.max_new_tokens is None:
         args.max_new_tokens = DATASETS[args.dataset].new_tokens if args.dataset else NEW_TOKENS
 
 
 def add_chat(group: argparse._ActionsContainer) -> None:
     """``--chat``, to a parser or a group of its arguments."""
-    group.add_argument("--chat", action="store_true", help="use the model's chat template")
+    group.add_argument(
+        "--chat", action="store_true", help="format prompts with the model's chat template"
+    )
 
 
 def add_stop(group: argparse._ActionsContainer) -> None:
     """``--stop``, to a parser or a group of its arguments."""
-    said = "ends a completion; repeatable"
-    group.add_argument("--stop", type=some_text, metavar="TEXT", help=said, **REPEATABLE)
+    group.add_argument(
+        "--stop",
+        type=some_text,
+        metavar="TEXT",
+        help="end a completion before this text; repeatable",
+        **REPEATABLE,
+    )
 
 
-def unfit(text: str, expected: str) -> argparse.ArgumentTypeError:
-    """What an argparse type raises."""
+def wrong_value(text: str, expected: str) -> argparse.ArgumentTypeError:
+    """The error that an argparse type raises."""
     return argparse.ArgumentTypeError(f"{text}: expected {expected}")
 
 
 def checked(
     kind: Callable[[str], Value], expected: str, fits: Callable[[Value], bool] = lambda value: True
 ) -> Callable[[str], Value]:
-    """An argparse type: what ``kind`` makes of a text, where that ``fits``."""
+    """An argparse type: ``kind`` parses the text, and ``fits`` says if the value is allowed.
+
+    ``expected`` describes allowed values in the error message.
+    """
 
     def parse(text: str) -> Value:
         try:
             value = kind(text)
         except ValueError:
-            raise unfit(text, expected) from None
+            raise wrong_value(text, expected) from None
         if not fits(value):
-            raise unfit(text, expected)
+            raise wrong_value(text, expected)
         return value
 
     return parse
@@ -134,7 +224,7 @@ temperature = checked(float, "a number ≥ 0 (0 is greedy)", lambda t: 0 <= t < 
 top_p = checked(float, "a number above 0 and up to 1 (1 is off)", lambda p: 0 < p <= 1)
 
 
-SELF = "self:"  # begins the name of a draft that is the target's own copy, by its scheme
+SELF = "self:"  # prefix of a draft that is a quantized copy of the target
 scheme = checked(
     str,
     "int8, fp8, int4 or int4:GROUP",
@@ -150,13 +240,13 @@ def draft(name: str) -> str:
 
 
 def mesh_axes(text: str) -> dict[str, int]:
-    """An argparse type: AXIS=N,… with axes ``data`` and ``model``, as counts of both."""
+    """An argparse type: AXIS=N,…; returns the counts of both axes, ``data`` and ``model``."""
     counts = dict.fromkeys(MESH_AXES, 1)
     for part in text.split(","):
         axis, _, count = part.partition("=")
-        # Nine digits: Python has a longest integer, and machines have fewer devices.
+        # At most nine digits: Python refuses to parse very long integers.
         if axis not in counts or not re.fullmatch("[1-9][0-9]{,8}", count):
-            raise unfit(text, "data=N, model=N or both with a comma between, N at least 1")
+            raise wrong_value(text, "data=N, model=N or both with a comma between, N at least 1")
         counts[axis] = int(count)
     return counts
 
@@ -165,60 +255,71 @@ place = checked(Place.parse, f"{Place.FORM}, INDEX from 0 to COUNT - 1")
 
 
 def mesh_text(mesh: Mapping[str, int]) -> str:
-    """A mesh as ``--mesh`` takes it."""
+    """A mesh in the form of ``--mesh``."""
     return ",".join(f"{axis}={count}" for axis, count in mesh.items())
 
 
 def some_text(text: str) -> str:
-    """An argparse type: text, not empty, and valid Unicode (arguments are bytes at heart)."""
+    """An argparse type: text that is not empty and valid Unicode."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty; give at least one character")
     return any_text(text)
 
 
 def any_text(text: str) -> str:
-    """An argparse type: valid Unicode, maybe empty."""
+    """An argparse type: valid Unicode, maybe empty.
+
+    The system passes arguments as bytes, so one can hold what is not UTF-8.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise unfit(ascii(text), "text in UTF-8") from None
+        raise wrong_value(ascii(text), "text in UTF-8") from None
     return text
 
 
 def setting(pair: str) -> tuple[str, str]:
-    """An argparse type: OPTION=VALUE, as a pair."""
+    """An argparse type: OPTION=VALUE; returns the pair."""
     name, equals, value = pair.partition("=")
     if not equals or not name:
-        raise unfit(repr(pair), "OPTION=VALUE, e.g. --set gamma=3")
+        raise wrong_value(repr(pair), "OPTION=VALUE, e.g. --set gamma=3")
     return name.replace("-", "_"), value
 
 
 def sweep(text: str) -> tuple[str, list[str]]:
-    """An argparse type: ``gamma=1..8``, ``tau=0,0.1,0.3`` or ``branching=4,2,2;2,2``, as option
-    and values."""
+    """An argparse type: an option and its values.
+
+    The forms are ``gamma=1..8``, ``tau=0,0.1,0.3`` and, for values with commas,
+    ``branching=4,2,2;2,2``.
+    """
     name, _, values = text.partition("=")
-    first, dots, last = values.partition("..")
-    try:
-        comma = ";" if ";" in values else ","
-        listed = range(int(first), int(last) + 1) if dots else values.split(comma)
-    except ValueError:
-        listed = []
-    listed = [str(value).strip() for value in listed]
+    first, is_range, last = values.partition("..")
+    if is_range:
+        try:
+            listed = [str(value) for value in range(int(first), int(last) + 1)]
+        except ValueError:
+            listed = []
+    else:
+        separator = ";" if ";" in values else ","
+        listed = [value.strip() for value in values.split(separator)]
+
     if not listed or not all(listed):
-        raise unfit(text, "OPTION=A..B or OPTION=A,B,…, e.g. gamma=1..8")
+        raise wrong_value(text, "OPTION=A..B or OPTION=A,B,…, e.g. gamma=1..8")
     return name.strip().replace("-", "_"), listed
 
 
 def make_directory(out: str) -> Path:
-    """The directory of ``--out``; made first, so that no measurement is lost to a typing error.
+    """Makes the directory of ``--out`` and checks that it can be written.
+
+    Programs call it first, so that a wrong path does not cost a measurement.
 
     Raises:
       OptionError: it cannot be made or written.
     """
-    home = Path(out)
+    directory = Path(out)
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=home):
-            return home
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
     except OSError as error:
         raise OptionError(f"--out {out}: cannot be written ({error.strerror})") from None

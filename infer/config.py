@@ -1,7 +1,7 @@
-"""``--config FILE.toml``: a program's options under their own names; what is given besides wins.
+"""``--config FILE.toml``: a program's options by name. The command line overrides them.
 
-``max-new-tokens = 64``, ``greedy-only = true``, ``methods = "block,mtad"``; of an option that is
-repeatable a list, to which the command line adds.
+Examples: ``max-new-tokens = 64``, ``greedy-only = true``, ``methods = "block,mtad"``. A repeatable
+option takes a list, and the command line adds to it.
 """
 
 from __future__ import annotations
@@ -19,44 +19,55 @@ from specjax._util.program import Parser
 
 def add_config(commands: Parser) -> None:
     """``--config``, for :func:`parse_with_config`."""
-    said = "options by name; those of the command line win"
-    commands.add_argument("--config", metavar="FILE.toml", help=said)
+    commands.add_argument(
+        "--config",
+        metavar="FILE.toml",
+        help="read options by name from this file; options of the command line override them",
+    )
 
 
 def parse_with_config(commands: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments, those of a config before those of the command line.
+    """Parses the options of a config file, and then those of the command line.
 
-    A config that cannot be read or names what is no option ends the program, as wrong arguments do.
+    A config that cannot be read or names an unknown option ends the program with exit code 2.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config")
-    path = first.parse_known_args(given)[0].config
+    config_only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    config_only.add_argument("--config")
+    path = config_only.parse_known_args(given)[0].config
     if path is None:
         return commands.parse_args(given)
+
+    arguments: list[str] = []
     try:
-        settings = tomllib.loads(read_file(path).decode())
-        words = [word for name, value in settings.items() for word in _words(commands, name, value)]
+        for name, value in tomllib.loads(read_file(path).decode()).items():
+            arguments += _arguments(commands, name, value)
     except OSError as error:
         commands.error(f"--config {path}: cannot be read ({error.strerror})")
-    except ValueError as error:  # TOML's and Unicode's, too
+    except ValueError as error:  # also of TOML and of UTF-8
         commands.error(f"--config {path}: {one_line(error)}")
-    return commands.parse_args([*words, *given])
+    return commands.parse_args([*arguments, *given])
 
 
-def _words(commands: Parser, name: str, value: Any) -> list[str]:
-    """One setting as the command line would spell it."""
-    flag = f"--{name.replace('_', '-')}"
-    action = commands._option_string_actions.get(flag)  # argparse has no public name for it
-    if action is None or flag == "--config":
+def _arguments(commands: Parser, name: str, value: Any) -> list[str]:
+    """One setting in the form of the command line.
+
+    Raises:
+      ValueError: there is no such option, or the value has the wrong type.
+    """
+    option = f"--{name.replace('_', '-')}"
+    action = commands._option_string_actions.get(option)  # argparse has no public name for it
+    if action is None or option == "--config":
         raise ValueError(f"there is no option {name}")
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise ValueError(f"{name} = {value!r}: expected true or false")
-        return [flag] if value else []
+        return [option] if value else []
+
     values = value if isinstance(value, list) else [value]
-    if not all(type(one) in (str, int, float) for one in values):
+    # type() and not isinstance(): True is an int, too.
+    if not all(type(item) in (str, int, float) for item in values):
         raise ValueError(f"{name} = {value!r}: expected a text, a number or a list of them")
     if isinstance(action, argparse._AppendAction):
-        return [f"{flag}={one}" for one in values]
-    return [f"{flag}={','.join(map(str, values))}"]
+        return [f"{option}={item}" for item in values]
+    return [f"{option}={','.join(map(str, values))}"]

@@ -6,7 +6,7 @@
   ``a#b#c``, under ``concept_set``. The prompt is :data:`COMMONGEN`, two examples and the words.
 * conversations: ``{"messages": [{"role", "content"}, …]}``, ``{"conversations": [{"from",
   "value"}, …]}``, or ``{"chosen": TEXT}`` with turns that begin ``Human:`` and ``Assistant:``. The
-  prompt is all that precedes the assistant's last turn.
+  prompt is everything before the assistant's last turn.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ Sentence: A man cooks an egg in a pan in his kitchen.
 
 Words: {words}
 Sentence:"""
-TURN, USER, ASSISTANT = "\n\n{}: ", "Human", "Assistant"
+TURN = "\n\n{}: "  # what begins a turn, by its writer
+USER = "Human"
+ASSISTANT = "Assistant"
 WRITERS = {"user": USER, "human": USER, "assistant": ASSISTANT, "gpt": ASSISTANT}
 Message = dict[str, str]
 
 
 def json_objects(data: bytes) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
-    """Each line's index and its object, or what is wrong with it; empty lines are skipped.
+    """The index of each line, and its object or the error in it. Empty lines are skipped.
 
-    Bytes: text would also split at U+2028 and the like, which JSON allows in strings, and one
-    undecodable line would spoil the file.
+    Lines are split as bytes. As text they would also split at U+2028 and the like, which JSON
+    allows in strings, and a line that is not UTF-8 would make the whole file unreadable.
     """
     for index, line in enumerate(data.splitlines()):
         if not line.strip():
@@ -54,19 +56,19 @@ def read_case(
 ) -> tuple[str | list[Message], dict[str, list[str]]]:
     """A line's prompt, as text or as chat messages, and its constraints by reward name.
 
-    With ``chat`` messages come first where a line has both.
+    If a line has a prompt and messages, ``chat`` chooses the messages.
 
     Raises:
-      ValueError: a line of none of the formats; the message says what was expected.
+      ValueError: the line has none of the formats; the message says what was expected.
     """
     constraints = _constraints(entry)
     if isinstance(entry.get("prompt"), str) and not (chat and "messages" in entry):
         return entry["prompt"], constraints
     if isinstance(entry.get("chosen"), str):
         return before_answer(entry["chosen"]), constraints
-    for key, writer, said in (("messages", "role", "content"), ("conversations", "from", "value")):
+    for key, writer, text in (("messages", "role", "content"), ("conversations", "from", "value")):
         if key in entry:
-            return _messages(entry[key], key, writer, said), constraints
+            return _messages(entry[key], key, writer, text), constraints
     words = constraints.get("lexical")
     if words and ("concepts" in entry or "concept_set" in entry):
         return COMMONGEN.format(words=", ".join(words)), constraints
@@ -75,11 +77,15 @@ def read_case(
 
 def plain(messages: list[Message]) -> str:
     """A conversation as text, for models without a chat template."""
-    turns = [TURN.format(WRITERS.get(m["role"], m["role"])) + m["content"] for m in messages]
-    return "".join([*turns, TURN.format(ASSISTANT).rstrip()])
+    text = ""
+    for message in messages:
+        writer = WRITERS.get(message["role"], message["role"])
+        text += TURN.format(writer) + message["content"]
+    return text + TURN.format(ASSISTANT).rstrip()
 
 
 def _constraints(entry: Mapping[str, Any]) -> dict[str, list[str]]:
+    """A line's constraints by reward name; a list of words is for the reward ``lexical``."""
     words = entry.get("constraints", entry.get("concepts", entry.get("concept_set", {})))
     if isinstance(words, str):
         words = [word for word in words.split("#") if word]
@@ -87,7 +93,7 @@ def _constraints(entry: Mapping[str, Any]) -> dict[str, list[str]]:
     if not isinstance(by_reward, dict) or not all(map(_is_words, by_reward.values())):
         raise ValueError('"constraints" must be a list of words, or such lists by reward name')
     if not all(by_reward.values()):
-        raise ValueError("its constraints hold no word")
+        raise ValueError("its constraints have no word")
     return by_reward
 
 
@@ -103,17 +109,24 @@ def before_answer(text: str) -> str:
     return text[: text.rindex(mark)] + mark
 
 
-def _messages(turns: Any, key: str, writer: str, said: str) -> list[Message]:
-    good = isinstance(turns, list) and all(
-        isinstance(turn, dict) and all(isinstance(turn.get(part), str) for part in (writer, said))
-        for turn in turns
-    )
-    if not good:
-        raise ValueError(f'"{key}" must be a list of objects with "{writer}" and "{said}"')
-    names = {"human": "user", "gpt": "assistant"}
-    messages = [{"role": names.get(t[writer], t[writer]), "content": t[said]} for t in turns]
+def _messages(turns: Any, key: str, writer: str, text: str) -> list[Message]:
+    """Turns as chat messages, without a last answer; ``writer`` and ``text`` are their keys."""
+    if not isinstance(turns, list) or not all(_is_turn(turn, writer, text) for turn in turns):
+        raise ValueError(f'"{key}" must be a list of objects with "{writer}" and "{text}"')
+
+    roles = {"human": "user", "gpt": "assistant"}
+    messages = []
+    for turn in turns:
+        role = roles.get(turn[writer], turn[writer])
+        messages.append({"role": role, "content": turn[text]})
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
-        raise ValueError(f'"{key}" holds no turn to answer')
+        raise ValueError(f'"{key}" has no turn to answer')
     return messages
+
+
+def _is_turn(turn: Any, writer: str, text: str) -> bool:
+    if not isinstance(turn, dict):
+        return False
+    return isinstance(turn.get(writer), str) and isinstance(turn.get(text), str)

@@ -1,4 +1,4 @@
-"""The models that the arguments name, and the cache of compiled programs."""
+"""Loads the models that the arguments name, and sets up the cache of compiled programs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from specjax.core.mesh import make_mesh
 from specjax.lm import LM
 
 DEMO_DRAFT = "demo-draft"
+MIN_COMPILE_SECONDS = 0.05  # programs that compile faster are not worth a file
 
 
 def draft_name(args: argparse.Namespace, want_draft: bool) -> str | None:
-    """What ``--draft`` names; where one is wanted the demo target brings its own."""
-    if args.draft == "demo" or (args.draft is None and args.target == "demo" and want_draft):
+    """The model of ``--draft``. The demo target has its own, used if a draft is wanted."""
+    demo_pair = args.draft is None and args.target == "demo" and want_draft
+    if args.draft == "demo" or demo_pair:
         return DEMO_DRAFT
     return args.draft
 
@@ -28,11 +30,11 @@ def load_models(
 ) -> tuple[LM, LM | None]:
     """The target, and the draft or None.
 
-    On a mesh the target is split; a draft that cannot be is whole on each device.
+    On a mesh the target is split. A draft that cannot be split is whole on each device.
 
     Raises:
       ModelError: one of them cannot be loaded.
-      OptionError: there are not as many devices.
+      OptionError: the mesh needs more devices than there are.
     """
     draft = draft_name(args, want_draft)
     devices = make_mesh(**mesh) if mesh else None
@@ -54,21 +56,21 @@ def load_models(
 
 
 def device_memory() -> int:
-    """Bytes of the first device's memory; the machine's where the device does not say."""
+    """Bytes of the first device's memory; the machine's memory if the device does not report it."""
     stats = jax.devices()[0].memory_stats() or {}
     return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def use_compilation_cache() -> bool:
-    """Keeps compiled programs across starts; ``SPECJAX_CACHE_DIR=`` (empty) turns it off.
+    """Keeps compiled programs on disk for later runs; ``SPECJAX_CACHE_DIR=`` turns it off.
 
-    Returns whether there is nothing to reuse yet, so that this start will compile.
+    Returns whether the cache is empty or off, so that this run must compile.
     """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     directory = os.environ.get("SPECJAX_CACHE_DIR", str(Path(base) / "specjax" / "xla"))
     if not directory:
         return True
     jax.config.update("jax_compilation_cache_dir", directory)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_SECONDS)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return not Path(directory).is_dir() or not any(Path(directory).iterdir())

@@ -1,4 +1,4 @@
-"""How many compiled programs a process may hold."""
+"""A limit on the compiled programs that a process keeps in memory."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ from pathlib import Path
 
 import jax
 
-MAPS, MOST = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
-SHARE = 0.3  # whatever is compiled next, a method or a test, takes less than the rest
+MAPS = Path("/proc/self/maps")
+MAP_LIMIT = Path("/proc/sys/vm/max_map_count")
+# Share of the limit at which programs are dropped. What is compiled next, a method or a test,
+# needs less than the rest.
+SHARE = 0.3
 
 
 def make_room() -> bool:
-    """Drops all compiled programs where they crowd the process; returns whether it did.
+    """Drops all compiled programs if they crowd the process; returns whether it did.
 
-    XLA keeps some hundred memory maps for a method's loop on a CPU, Linux allows a process about
-    65,000, and beyond them LLVM dies of "Cannot allocate memory". Programs are loaded from the
-    cache on disk, or compiled, when they are run again. Without Linux there is nothing to count.
+    On a CPU, XLA keeps some hundred memory maps for the loop of a method. Linux allows a process
+    about 65,000. Beyond that, LLVM ends with "Cannot allocate memory". Dropped programs are
+    loaded from the cache on disk, or compiled again. Systems other than Linux have no such limit.
     """
-    if not MAPS.exists() or maps() < SHARE * int(MOST.read_text()):
+    if not MAPS.exists() or maps() < SHARE * int(MAP_LIMIT.read_text()):
         return False
     jax.clear_caches()
     return True
 
 
 def maps() -> int:
-    """Memory maps of this process; reading a long list takes 20 ms."""
+    """The number of memory maps of this process; reading a long list takes 20 ms."""
     return MAPS.read_bytes().count(b"\n")

@@ -1,7 +1,7 @@
-"""Prompts as token ids: a text, a conversation, a text's middle, and JSONL files of them.
+"""Prompts as token ids: texts, conversations, infilling prompts, and JSONL files of them.
 
-A text that is too long can lose its beginning (``--truncate left``). Keys follow the prompt's
-index in its file, so a resumed job equals an uninterrupted one.
+A text that is too long can lose its beginning (``--truncate left``). A prompt's random key depends
+on its index in the file, so a resumed job gives the same text as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,14 @@ ID_KEYS = ("id", "question_id", "task_id")  # ours, Spec-Bench's, HumanEval's
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One prompt of a job. ``index`` counts the file's good and bad lines alike; ``entry`` is the
-    line's whole object; ``cut`` says how many of its tokens were left out."""
+    """One prompt of a job.
+
+    Args:
+      index: of the line in its file; bad lines count, too.
+      text: the prompt as text; of an infilling prompt the prefix.
+      entry: the whole object of the line.
+      cut: how many tokens ``--truncate left`` cut off.
+    """
 
     index: int
     id: str | int
@@ -50,14 +56,15 @@ class BadLine:
 
 @dataclasses.dataclass(frozen=True)
 class PromptEncoder:
-    """How prompts become token ids, and what these must fit into.
+    """Turns prompts into token ids, and checks that they fit into the models' contexts.
 
     Args:
-      draft: one whose context must hold the prompt and ``new_tokens``, too.
-      chat: through the target's template.
-      truncate: texts lose their first tokens where the rest and ``new_tokens`` fill a context.
+      draft: its context must hold the prompt and ``new_tokens``, too.
+      chat: use the target's chat template.
+      truncate: cut the first tokens of texts that leave no room for ``new_tokens``.
+
     Raises:
-      OptionError: with ``truncate``, the new tokens alone fill it.
+      OptionError: with ``truncate``, the new tokens alone fill the context.
     """
 
     target: LM
@@ -74,13 +81,13 @@ class PromptEncoder:
             )
 
     def text(self, text: str | list[Message], first: int | None = None) -> tuple[list[int], int]:
-        """The ids of a text, or of a conversation with ``chat``, and how many were cut.
+        """The ids of a text, or with ``chat`` of a conversation, and how many were cut off.
 
-        ``first``: its first ids alone, which is no cut.
+        ``first``: use only so many ids; the others do not count as cut off.
 
         Raises:
-          OptionError: the text is empty, too long, or holds half of a surrogate pair (JSON
-            escapes can), which no tokenizer takes.
+          OptionError: the text is empty, too long, or has half of a surrogate pair. JSON can
+            escape one, but tokenizers need valid Unicode.
           ModelError: the model has no chat template.
         """
         tokenizer = self.target.tokenizer
@@ -89,34 +96,40 @@ class PromptEncoder:
         else:
             tokens = tokenizer.encode(text)
         tokens = tokens[:first]
-        kept = self._end(tokens) if self.truncate else tokens
+        kept = tokens
+        if self.truncate:
+            kept = self._end(tokens)
         return self._checked(kept), len(tokens) - len(kept)
 
     def rest(self, text: str, first: int) -> str:
-        """What follows a text's ``first`` ids, as much of it as the new tokens may be."""
+        """The text after the ``first`` ids, up to ``new_tokens`` tokens of it."""
         tokenizer = self.target.tokenizer
         return tokenizer.decode(tokenizer.encode(text)[first:][: self.new_tokens])
 
     def middle(self, prefix: str, suffix: str, order: str = PSM) -> list[int]:
-        """The ids that ask for the text between the two, with the model's own sentinels.
+        """The ids of an infilling prompt, which asks for the text between prefix and suffix.
 
         Raises:
           OptionError: as for :meth:`text`.
-          PairError: the model has no sentinels.
+          PairError: the model has no infilling tokens.
         """
         return self._checked(infill_prompt(self.target, prefix, suffix, order))
 
     @property
     def _room(self) -> int:
-        """Tokens that a prompt may have."""
-        models = (self.target, self.draft) if self.draft else (self.target,)
-        return min(model.config.max_position for model in models) - self.new_tokens
+        """The longest prompt, in tokens."""
+        context = self.target.config.max_position
+        if self.draft:
+            context = min(context, self.draft.config.max_position)
+        return context - self.new_tokens
 
     def _end(self, tokens: list[int]) -> list[int]:
-        """The last tokens that there is room for, after BOS where a prompt begins with it."""
-        bos = [token for token in tokens[:1] if token == self.target.config.bos_id]
+        """The last tokens that fit; a BOS at the beginning stays."""
         over = len(tokens) - self._room
-        return [*bos, *tokens[len(bos) + over :]] if over > 0 else tokens
+        if over <= 0:
+            return tokens
+        bos = [token for token in tokens[:1] if token == self.target.config.bos_id]
+        return [*bos, *tokens[len(bos) + over :]]
 
     def _checked(self, tokens: list[int]) -> list[int]:
         ids = list(encode_prompt(self.target, tokens))
@@ -127,27 +140,32 @@ class PromptEncoder:
 
 
 def references_of(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """The texts under ``references`` or ``reference``; of Spec-Bench's list the first turn's."""
-    known = entry.get("references", entry.get("reference"))
-    if isinstance(known, list) and "turns" in entry:
-        known = known[:1]
-    known = known if isinstance(known, list) else [known]
-    return tuple(text for text in known if isinstance(text, str))
+    """The texts under ``references`` or ``reference``.
+
+    Spec-Bench has one reference per turn; only the first turn is decoded.
+    """
+    references = entry.get("references", entry.get("reference"))
+    if not isinstance(references, list):
+        references = [references]
+    elif "turns" in entry:
+        references = references[:1]
+    return tuple(text for text in references if isinstance(text, str))
 
 
 def stops_of(entries: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The texts that end the completions of a dataset, each once."""
-    return tuple(dict.fromkeys(text for entry in entries for text in entry.get("stop") or ()))
+    """All stop strings of a dataset's entries, each once and in order."""
+    stops = [text for entry in entries for text in entry.get("stop") or ()]
+    return tuple(dict.fromkeys(stops))
 
 
 def report(program: str, prompts: Sequence[Prompt], bad: Sequence[BadLine] = (), path="") -> None:
-    """Says which lines are skipped, one line each, and how many prompts were cut."""
+    """Says on stderr which lines are skipped, and how many prompts were cut."""
     for line in bad:
         say(program, f"{path} line {line.number}: {line.reason}")
-    cut = [prompt.cut for prompt in prompts if prompt.cut]
-    if cut:
-        said = f"{len(cut)} of {len(prompts)} prompts lost their first tokens, {max(cut)} at most"
-        say(program, f"--truncate left: {said}")
+    cuts = [prompt.cut for prompt in prompts if prompt.cut]
+    if cuts:
+        counts = f"{len(cuts)} of {len(prompts)} prompts lost their first tokens"
+        say(program, f"--truncate left: {counts}, {max(cuts)} at most")
 
 
 def read_prompts(
@@ -157,17 +175,20 @@ def read_prompts(
     source: Source | None = None,
     most: int | None = None,
 ) -> tuple[list[Prompt], list[BadLine]]:
-    """The first ``most`` prompts of a JSONL file, or of a dataset's, and the lines that hold none.
+    """The first ``most`` prompts of a JSONL file or a dataset, and the lines that are wrong.
 
-    With ``rewards`` the file is a task: its lines have constraints, which these can score.
+    With ``rewards`` the file is a task. Its lines have constraints, which the rewards score.
 
     Raises:
-      OptionError: the file cannot be read or holds no line at all, or is none of the dataset.
+      OptionError: the file cannot be read, is empty, or is not of the dataset ``source``.
     """
-    option = "--prompts" if rewards is None else "--task"
     good: list[Prompt] = []
     bad: list[BadLine] = []
-    for index, entry in enumerate(source.read(path)) if source else _lines(path, option):
+    if source:
+        lines = enumerate(source.read(path))
+    else:
+        lines = _lines(path, "--prompts" if rewards is None else "--task")
+    for index, entry in lines:
         if len(good) == most:
             break
         try:
@@ -192,32 +213,34 @@ def _lines(path: str, option: str) -> Iterator[tuple[int, Entry | ValueError]]:
 def _prompt(
     index: int, entry: Entry, encoder: PromptEncoder, rewards: Sequence[Reward] | None
 ) -> Iterator[Prompt]:
-    """A line's prompt: of a task (see :mod:`infer.formats`), a middle to fill in, or a text.
+    """A line's prompt: of a task (:mod:`infer.formats`), for infilling, or a text.
 
-    None of a text that ends where its continuation should begin.
+    None if a dataset's text ends where its continuation should begin.
+
+    Raises:
+      ValueError: the line is wrong; the message says what was expected.
     """
     name = next((entry[key] for key in ID_KEYS if key in entry), index)
     if type(name) not in (str, int) or SURROGATE.search(str(name)):
         raise ValueError('"id" must be a text of whole characters, or an integer')
-    constraints: dict[str, list[str]] = {}
     if rewards is None and ("prefix" in entry or "suffix" in entry):
-        text, suffix = entry.get("prefix"), entry.get("suffix")
-        if not isinstance(text, str) or not isinstance(suffix, str):
-            raise ValueError('expected texts under "prefix" and "suffix"')
-        tokens = encoder.middle(text, suffix, entry.get("order", PSM))
-        yield Prompt(index, name, text, tokens, entry)
+        yield _infilling_prompt(index, name, entry, encoder)
         return
+
+    constraints: dict[str, list[str]] = {}
     if rewards is not None or "messages" in entry:
         asked, constraints = read_case(entry, encoder.chat)
         for reward in rewards or ():
             reward.check(encoder.target.tokenizer, [constraints])
     else:
-        asked = _turn(entry, encoder)
+        asked = _text_or_turns(entry, encoder)
+
     first = entry.get("first_tokens")
     if first is not None and (type(first) is not int or first < 1):
         raise ValueError('"first_tokens" must be a whole number from 1')
     text = asked if isinstance(asked, str) else plain(asked)
     tokens, cut = encoder.text(asked if encoder.chat else text, first)
+
     if first and "references" not in entry:
         rest = encoder.rest(text, first)
         if not rest:
@@ -228,20 +251,34 @@ def _prompt(
     yield Prompt(index, name, text, tokens, entry, constraints, cut)
 
 
-def _turn(entry: Entry, encoder: PromptEncoder) -> str | list[Message]:
-    """What a line asks for.
+def _infilling_prompt(index: int, name: str | int, entry: Entry, encoder: PromptEncoder) -> Prompt:
+    prefix = entry.get("prefix")
+    suffix = entry.get("suffix")
+    if not isinstance(prefix, str) or not isinstance(suffix, str):
+        raise ValueError('expected texts under "prefix" and "suffix"')
+    tokens = encoder.middle(prefix, suffix, entry.get("order", PSM))
+    return Prompt(index, name, prefix, tokens, entry)
 
-    Of Spec-Bench's questions the first turn is the prompt; of MT-Bench's second turns, which say
-    so, both, the first answered by the target, greedily: every method goes on from there.
+
+def _text_or_turns(entry: Entry, encoder: PromptEncoder) -> str | list[Message]:
+    """The prompt of a line: its text, or the turns of a conversation.
+
+    Of Spec-Bench's questions the prompt is the first turn. An entry of MT-Bench with ``"turn": 2``
+    asks both turns. The target answers the first one, greedily, so that every method continues
+    the same conversation.
     """
-    text, turns = entry.get("prompt"), entry.get("turns")
+    text = entry.get("prompt")
+    turns = entry.get("turns")
     if entry.get("turn") == 2:
         if not isinstance(turns, list) or list(map(type, turns[:2])) != [str, str]:
             raise ValueError('a second turn needs two texts under "turns"')
         tokens, _ = encoder.text(turns[0])
         answer = generate(encoder.target, [tokens], max_new_tokens=encoder.new_tokens).text[0]
-        said = zip(("user", "assistant", "user"), (turns[0], answer, turns[1]), strict=True)
-        return [{"role": role, "content": content} for role, content in said]
+        return [
+            {"role": "user", "content": turns[0]},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": turns[1]},
+        ]
     if text is None and isinstance(turns, list) and turns:
         text = turns[0]
     if not isinstance(text, str):

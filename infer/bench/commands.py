@@ -28,8 +28,8 @@ from infer.cli import (
     add_sampling,
     add_stop,
     checked,
+    set_new_tokens,
     setting,
-    settle_new_tokens,
     sweep,
     whole,
 )
@@ -119,7 +119,7 @@ def parser() -> Parser:
 
 def check(args: argparse.Namespace, commands: Parser) -> None:
     """Refuses arguments that do not go together, and a peer that cannot run here."""
-    settle_new_tokens(args)
+    set_new_tokens(args)
     if args.dataset and not args.prompts:
         commands.error("--dataset says what --prompts holds: give that, too")
     given = args.draft, args.prompts, args.chat, args.mesh, args.target != "demo"

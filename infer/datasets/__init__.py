@@ -1,1 +1,1 @@
-"""Datasets as their authors publish them, read as the prompts of the papers."""
+"""Datasets in the form that their authors publish, read as the prompts of the papers."""

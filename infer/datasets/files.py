@@ -1,4 +1,7 @@
-"""The rows of a file: Parquet, a JSON array or JSON lines, gzipped or not, by its first bytes."""
+"""The rows of a Parquet file, a JSON array or JSON lines, gzipped or not.
+
+The first bytes decide which format a file has, not its name.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,30 @@ from specjax._util.errors import OptionError
 from specjax._util.files import MOST_BYTES, open_file, open_parquet, parse_json, read_file
 
 Row = dict[str, Any]
-PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
+PARQUET = b"PAR1"
+GZIP = b"\x1f\x8b"
 
 
 def read_rows(path: str) -> Iterator[Row]:
     """The rows in order; empty lines are skipped.
 
     Raises:
-      OptionError: the file cannot be read, or holds something else than objects.
+      OptionError: the file cannot be read, or has values that are not objects.
     """
     try:
         with open_file(path) as file:
-            begin = file.read(4)
-        if begin == PARQUET:
+            magic = file.read(4)
+        if magic == PARQUET:
             for batch in open_parquet(path).iter_batches():
                 yield from batch.to_pylist()
             return
         data = read_file(path)
-        if begin.startswith(GZIP):
+        if magic.startswith(GZIP):
             data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(MOST_BYTES)
     except (OSError, EOFError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise OptionError(f"{path}: cannot be read ({why})") from None
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(f"{path}: cannot be read ({reason})") from None
+
     if data.lstrip()[:1] == b"[":
         yield from _array(path, data)
         return

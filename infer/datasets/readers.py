@@ -1,14 +1,14 @@
-"""A reader per dataset: its published rows to entries in the format of ``--prompts``.
+"""One reader per dataset: turns published rows into entries in the format of ``--prompts``.
 
-An entry holds what the row holds, for metrics, and over it what decoding reads:
+An entry has the fields of its row, which metrics read, and these, which decoding reads:
 
-* ``prompt``, or ``prefix`` and ``suffix`` of a ``middle``; ``messages``, which ``--chat`` takes;
-* ``references``: texts that a completion is compared with;
-* ``first_tokens``: the prompt is cut after so many; without references the rest is the reference;
-* ``stop``: texts that end a completion; ``concepts``: what it should hold.
+* ``prompt``, or ``prefix`` and ``suffix`` around a ``middle``. With ``--chat``, ``messages``.
+* ``references``: texts that a completion is compared with.
+* ``first_tokens``: cut the prompt after so many. Without references, the rest is the reference.
+* ``stop``: texts that end a completion. ``concepts``: words that it should contain.
 
-The prompts are those of the papers' experiments, or of the dataset's own; Spider's two examples
-are ours, on a schema of ours, in the form of the paper's.
+The prompts are those of the papers' experiments, or of the dataset itself. Spider's prompt has two
+examples in the form of the paper's, on a schema made for them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 from infer.datasets.files import Row, read_rows
 from infer.formats import COMMONGEN, TURN, before_answer
 
-# Where a completion of a function is over: the next top-level statement (Chen et al. 2021, §2.1).
+# A function ends at the next top-level statement (Chen et al. 2021, §2.1).
 HUMANEVAL_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
-# A whole function was asked for, so a second one may help it.
+# MBPP asks for a whole function; it may be followed by a helper, so "def" does not end it.
 MBPP_STOPS = ("\nclass", "\nassert", '\n"""', "\nprint", "\nif")
 SQL = """[INST] <<SYS>> You are a SQL expert. You need to write the correct SQL based on the user \
 question and database schemas. Below are some examples <</SYS>>
@@ -50,7 +50,7 @@ Entry = dict[str, Any]
 
 
 def wikitext(rows: Iterable[Row], path: Path) -> Iterator[Entry]:
-    """A paragraph per row; headings and empty rows are left out."""
+    """One prompt per paragraph; headings and empty rows are left out."""
     for row in rows:
         text = row["text"].strip()
         if text and not text.startswith("="):
@@ -70,27 +70,34 @@ def humaneval(rows: Iterable[Row], path: Path) -> Iterator[Entry]:
 
 
 def humaneval_x(rows: Iterable[Row], path: Path) -> Iterator[Entry]:
-    """Other languages: a completion ends where the model ends it."""
+    """HumanEval in other languages; without stop strings, the model ends a completion itself."""
     for row in rows:
         yield row | {"references": [row["canonical_solution"]]}
 
 
 def infilling(rows: Iterable[Row], path: Path) -> Iterator[Entry]:
-    """Suffix, prefix, middle: the order that SDSAT is evaluated in."""
+    """Infilling in the order suffix, prefix, middle, in which SDSAT is evaluated."""
     for row in rows:
         middle = row["canonical_solution"]
-        ours = {"prefix": row["prompt"], "middle": middle, "references": [middle], "order": "spm"}
-        yield row | ours
+        yield row | {
+            "prefix": row["prompt"],
+            "middle": middle,
+            "references": [middle],
+            "order": "spm",
+        }
 
 
 def mbpp(rows: Iterable[Row], path: Path) -> Iterator[Entry]:
-    """Zero-shot: the task and its tests as a docstring, judged in HumanEval's form."""
+    """Zero-shot: the task and its tests as a docstring, tested as in HumanEval."""
     for row in rows:
-        task, tests = row.get("text") or row["prompt"], row["test_list"]
+        task = row.get("text") or row["prompt"]
+        tests = row["test_list"]
+        # Of several functions, the entry point is the last one that the first test calls.
         defined = re.findall(r"^def (\w+)", row["code"], flags=re.M)
         name = next(name for name in reversed(defined) if re.search(rf"\b{name}\b", tests[0]))
         setup = [*row.get("test_imports", []), row.get("test_setup_code", "")]
         body = [f"{name} = candidate", *"\n".join(setup).splitlines(), *tests]
+
         yield row | {
             "prompt": f'"""\n{task}\n' + "\n".join(tests) + '\n"""\n',
             "test": "def check(candidate):\n" + "".join(f"    {line}\n" for line in body),
@@ -106,7 +113,7 @@ def multipl_e(rows: Iterable[Row], path: Path) -> Iterator[Entry]:
 
 
 def alpaca_eval(rows: Iterable[Row], path: Path) -> Iterator[Entry]:
-    """The reference is the baseline's answer, which a judge compares with."""
+    """The reference is the baseline's answer, to which a judge compares the completion."""
     for row in rows:
         yield row | {"prompt": row["instruction"], "references": [row["output"]]}
 
@@ -125,71 +132,85 @@ def spider(rows: Iterable[Row], path: Path) -> Iterator[Entry]:
     tables = {row["db_id"]: row for row in read_rows(str(path.parent / "tables.json"))}
     for row in rows:
         name = row["db_id"]
-        asked = f"Schema:\n{schema(tables[name])}\nQuestion: {row['question']}\nSQL:"
+        question = f"Schema:\n{schema(tables[name])}\nQuestion: {row['question']}\nSQL:"
         database = path.parent / "database" / name / f"{name}.sqlite"
-        ours = {"prompt": SQL + asked, "first_tokens": 1024, "references": [row["query"]]}
-        yield row | ours | {"database": str(database)}
+        yield row | {
+            "prompt": SQL + question,
+            "first_tokens": 1024,
+            "references": [row["query"]],
+            "database": str(database),
+        }
 
 
 def schema(tables: Row) -> str:
-    """A database's tables, their columns and foreign keys, a line each."""
-    names, columns = tables["table_names_original"], tables["column_names_original"]
+    """A database's tables and columns, one table per line, and then its foreign keys."""
+    names = tables["table_names_original"]
+    columns = tables["column_names_original"]  # pairs: number of the table, name
     lines = []
-    for i, name in enumerate(names):
-        listed = ",".join(["*", *(column for table, column in columns if table == i)])
-        lines.append(f"Table {name}, columns = [{listed}]")
-    full = [f"{names[table]}.{column}" for table, column in columns]
-    keys = ",".join(f"{full[a]} = {full[b]}" for a, b in tables["foreign_keys"])
+    for number, name in enumerate(names):
+        listed = ["*", *(column for table, column in columns if table == number)]
+        lines.append(f"Table {name}, columns = [{','.join(listed)}]")
+
+    full_names = [f"{names[table]}.{column}" for table, column in columns]
+    keys = ",".join(f"{full_names[a]} = {full_names[b]}" for a, b in tables["foreign_keys"])
     return "\n".join([*lines, f"Foreign_keys = [{keys}]"])
 
 
 def chatgpt_prompts(rows: Iterable[Row], path: Path) -> Iterator[Entry]:
     for row in rows:
-        ours = {"prompt": row["human_prompt"], "references": [row["chatgpt_response"]]}
-        yield row | ours | {"first_tokens": 512}
+        yield row | {
+            "prompt": row["human_prompt"],
+            "references": [row["chatgpt_response"]],
+            "first_tokens": 512,
+        }
 
 
 def chatalpaca(rows: Iterable[Row], path: Path) -> Iterator[Entry]:
-    """Every answer of a conversation, asked for with all that precedes it."""
+    """One prompt per answer in a conversation: everything before the answer."""
     roles = {"human": "user", "gpt": "assistant"}
     for row in rows:
         turns = [
             {"role": roles[turn["from"]], "content": turn["value"]} for turn in row["conversations"]
         ]
-        for at, turn in enumerate(turns):
-            if turn["role"] == "assistant" and at:
-                yield {
-                    "id": f"{row.get('id', '')}#{at}",
-                    "prompt": "".join(f"{turn['content']}\n" for turn in turns[:at]),
-                    "messages": turns[:at],
-                    "references": [turn["content"]],
-                }
+        for number, turn in enumerate(turns):
+            if turn["role"] != "assistant" or number == 0:
+                continue
+            before = turns[:number]
+            yield {
+                "id": f"{row.get('id', '')}#{number}",
+                "prompt": "".join(f"{message['content']}\n" for message in before),
+                "messages": before,
+                "references": [turn["content"]],
+            }
 
 
 def mt_bench(rows: Iterable[Row], path: Path) -> Iterator[Entry]:
-    """A question's first turn, and its second, which follows an answer to the first."""
+    """One prompt per turn of a question; the second turn follows an answer to the first."""
     for row in rows:
-        turns, references = row.get("turns", row.get("prompt")), row.get("reference") or []
+        turns = row.get("turns", row.get("prompt"))
+        references = row.get("reference") or []
         name = row.get("question_id", row.get("prompt_id"))
-        for at, said in enumerate(turns):
+        for number, text in enumerate(turns):
+            # There are no references beyond some turn, or empty ones.
+            reference = references[number : number + 1]
             yield row | {
-                "id": f"{name}#{at + 1}",
-                "prompt": said,
+                "id": f"{name}#{number + 1}",
+                "prompt": text,
                 "turns": turns,
-                "turn": at + 1,
-                "references": [text for text in references[at : at + 1] if text],
+                "turn": number + 1,
+                "references": [text for text in reference if text],
             }
 
 
 def commongen(rows: Iterable[Row], path: Path) -> Iterator[Entry]:
-    """A set of concepts with all its sentences; the file has a row per sentence, or per set."""
-    sets: dict[str, list[str]] = {}
+    """One prompt per set of concepts; a file has one row per sentence, or one per set."""
+    sets: dict[str, list[str]] = {}  # by the concepts as JSON, because lists do not hash
     for row in rows:
         concepts = row.get("concepts") or row["concept_set"].split("#")
         sentences = row["scene"] if "scene" in row else [row["target"]]
-        sets.setdefault(json.dumps(concepts), []).extend(
-            sentence for sentence in sentences if sentence
-        )
+        references = sets.setdefault(json.dumps(concepts), [])
+        references += [sentence for sentence in sentences if sentence]
+
     for words, sentences in sets.items():
         concepts = json.loads(words)
         yield {
@@ -201,15 +222,15 @@ def commongen(rows: Iterable[Row], path: Path) -> Iterator[Entry]:
 
 
 def hh_rlhf(rows: Iterable[Row], path: Path) -> Iterator[Entry]:
-    """A conversation up to the assistant's last turn."""
-    mark = "|".join(re.escape(TURN.format(name)) for name in ("Human", "Assistant"))
+    """A conversation up to the assistant's last turn, which is the reference."""
+    marks = "|".join(re.escape(TURN.format(name)) for name in ("Human", "Assistant"))
     for row in rows:
-        said = [part for part in re.split(f"({mark})", row["chosen"]) if part]
-        roles = ["user" if "Human" in turn else "assistant" for turn in said[::2]]
-        messages = [
-            {"role": role, "content": text.strip()}
-            for role, text in zip(roles, said[1::2], strict=True)
-        ]
+        # The marks alternate with the texts of the turns.
+        parts = [part for part in re.split(f"({marks})", row["chosen"]) if part]
+        messages = []
+        for mark, text in zip(parts[::2], parts[1::2], strict=True):
+            role = "user" if "Human" in mark else "assistant"
+            messages.append({"role": role, "content": text.strip()})
         yield {
             "prompt": before_answer(row["chosen"]),
             "messages": messages[:-1],

@@ -1,4 +1,4 @@
-"""The table of datasets: the columns that are read, the papers' lengths, where they come from."""
+"""The table of datasets: their readers, columns, and the completion lengths of the papers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Dataset:
     """How a dataset is read.
 
     Args:
-      read: makes entries of the rows of the file at a path.
-      columns: that every row must have, spaces between; ``a|b`` stands for either.
-      new_tokens: of a completion, where ``--max-new-tokens`` says nothing.
-      source: its name where it is published.
+      read: turns the rows of a file into entries; it also gets the file's path.
+      columns: names that every row must have, separated by spaces; ``a|b`` stands for either.
+      new_tokens: the default of ``--max-new-tokens``.
+      source: where it is published, a Hugging Face id or a file of a project.
     """
 
     read: Callable[[Iterable[Row], Path], Iterator[Entry]]
@@ -75,33 +75,33 @@ def read_dataset(name: str, path: str) -> list[Entry]:
     """The entries of a file of the dataset ``name``.
 
     Raises:
-      OptionError: the file cannot be read, is empty, or is none of this dataset.
+      OptionError: the file cannot be read, is empty, or is not of this dataset.
     """
     dataset = DATASETS[name]
     try:
-        entries = list(dataset.read(_checked(name, path), Path(path)))
+        entries = list(dataset.read(_checked_rows(name, path), Path(path)))
     except SpecjaxError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError):
         raise OptionError(
-            f"{path}: a row holds other values than {name}'s: give the file as it is published "
+            f"{path}: a row has other values than {name}'s: give the file as it is published "
             f"({dataset.source}), or another --dataset"
         ) from None
     if not entries:
-        raise OptionError(f"{path} holds nothing of --dataset {name} ({dataset.source})")
+        raise OptionError(f"{path} has no rows of --dataset {name} ({dataset.source})")
     return entries
 
 
-def _checked(name: str, path: str) -> Iterator[Row]:
-    """The rows, each of which has the columns."""
+def _checked_rows(name: str, path: str) -> Iterator[Row]:
+    """The rows of a file, after a check that each has the dataset's columns."""
     dataset = DATASETS[name]
     for number, row in enumerate(read_rows(path), 1):
         for column in dataset.columns.split():
             if not any(choice in row for choice in column.split("|")):
-                had = ", ".join(map(str, row)) or "none"
+                columns = ", ".join(map(str, row)) or "none"
                 raise OptionError(
                     f"{path}: row {number} lacks the column {column.replace('|', ' or ')} of "
-                    f"{name}; its columns are {had}: give the file as it is published "
+                    f"{name}; its columns are {columns}: give the file as it is published "
                     f"({dataset.source}), or another --dataset"
                 )
         yield row
@@ -109,8 +109,12 @@ def _checked(name: str, path: str) -> Iterator[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A dataset by name, and which of a file's entries: all, in order, or ``count`` of them in an
-    order that ``seed`` fixes, after ``skip`` others."""
+    """A dataset by name, and which entries of a file to use.
+
+    Args:
+      count: use so many entries, in an order that depends on ``seed``; None: all, in order.
+      skip: leave out so many entries of that order, which another sample uses.
+    """
 
     name: str
     count: int | None = None
@@ -118,14 +122,18 @@ class Source:
     skip: int = 0
 
     def read(self, path: str) -> list[Entry]:
-        """Raises:
-        OptionError: as :func:`read_dataset`, or there are fewer entries.
+        """The entries.
+
+        Raises:
+          OptionError: as :func:`read_dataset`, or there are fewer than ``skip + count`` entries.
         """
         entries = read_dataset(self.name, path)
         if self.count is None:
             return entries
         if self.skip + self.count > len(entries):
-            before = f" after the {self.skip} of the other" if self.skip else ""
-            raise OptionError(f"{path}: {len(entries)} prompts, no sample of {self.count}{before}")
+            other = f" and another of {self.skip}" if self.skip else ""
+            raise OptionError(
+                f"{path}: has {len(entries)} prompts, too few for a sample of {self.count}{other}"
+            )
         random.Random(self.seed).shuffle(entries)
         return entries[self.skip : self.skip + self.count]

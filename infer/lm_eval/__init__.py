@@ -1,1 +1,1 @@
-"""lm-evaluation-harness with specjax's methods."""
+"""lm-evaluation-harness with any method of specjax."""

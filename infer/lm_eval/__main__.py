@@ -3,9 +3,10 @@
   python -m infer.lm_eval run --model specjax --tasks gsm8k \\
     --model_args pretrained=DIR,method=speculative,draft=DIR,gamma=4
 
-The arguments are lm-eval's own (extra ``lm-eval``). It reads no entry points, so this program puts
-``specjax`` into its registry. ``--model_args`` are ``pretrained``, ``draft``, ``method``,
-``batch_size``, ``max_gen_toks``, ``seed``, ``dtype``, ``quantize``, and the method's options.
+The arguments are those of lm-eval, which the extra ``lm-eval`` installs. lm-eval reads no entry
+points, so this program registers the model ``specjax`` and then starts it. ``--model_args`` are
+``pretrained``, ``draft``, ``method``, ``batch_size``, ``max_gen_toks``, ``seed``, ``dtype``,
+``quantize``, and the method's options.
 """
 
 import importlib.util

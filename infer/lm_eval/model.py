@@ -1,4 +1,7 @@
-"""specjax as a model of lm-evaluation-harness: its registry knows it once this is imported."""
+"""specjax as a model of lm-evaluation-harness; importing this file registers it.
+
+Generation uses the method. Scores (``loglikelihood``) are the target's own.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import lm_eval.models  # noqa: F401, the registry does not fill itself once it has an entry
+import lm_eval.models  # noqa: F401, the registry loads its own models only while it is empty
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -17,25 +20,27 @@ from infer.scoring import check_scorable, score
 from specjax import lm
 from specjax._util.errors import OptionError
 from specjax.core.warp import Sampling
-from specjax.registry import method as named
+from specjax.registry import method as method_named
 from specjax.runtime.generate import generate, make_engine
 
-BATCH, NEW_TOKENS = 8, 256
-# What tasks may ask of a generation; what else they name changes the text, and is refused.
-UNTIL, BUDGETS = "until", ("max_gen_toks", "max_new_tokens", "max_tokens")
+BATCH_SIZE = 8
+NEW_TOKENS = 256
+# Known keys of ``generation_kwargs``. Others would change the text, and are refused.
+UNTIL = "until"
+MAX_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens")
 SAMPLING = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
 
 
 @register_model("specjax")
 class Specjax(TemplateLM):
-    """A target and what decodes it: generation is the method's, scores are the target's own."""
+    """A target, and a method that decodes it."""
 
     def __init__(
         self,
         pretrained: str = "demo",
         draft: str | None = None,
         method: str = "autoregressive",
-        batch_size: int | str = BATCH,
+        batch_size: int | str = BATCH_SIZE,
         max_batch_size: int | None = None,
         max_gen_toks: int = NEW_TOKENS,
         seed: int = 0,
@@ -44,10 +49,12 @@ class Specjax(TemplateLM):
         device: str | None = None,
         **options: Any,
     ):
-        """``max_batch_size`` and ``device`` are the harness's own, and have nothing to say here.
+        """Loads the models and checks the method and its ``options``.
+
+        The harness passes ``max_batch_size`` and ``device``, too; they have no effect.
 
         Raises:
-          SpecjaxError: a model, method or option cannot be used; before any task is loaded.
+          SpecjaxError: a model, method or option cannot be used. No task is loaded before.
         """
         super().__init__()
         use_compilation_cache()
@@ -56,10 +63,14 @@ class Specjax(TemplateLM):
         if self._target.tokenizer is None:
             raise OptionError(f"{pretrained} has no tokenizer")
         check_scorable(self._target)
-        self._method, self._options = method, options
-        make_engine(self._target, self._draft, named(method), options)
-        self._batch = BATCH if str(batch_size).startswith("auto") else int(batch_size)
-        self._budget, self._seed = int(max_gen_toks), int(seed)
+        self._method = method
+        self._options = options
+        make_engine(self._target, self._draft, method_named(method), options)
+        if str(batch_size).startswith("auto"):
+            batch_size = BATCH_SIZE
+        self._batch_size = int(batch_size)
+        self._max_tokens = int(max_gen_toks)
+        self._seed = int(seed)
 
     # --- text and tokens -----------------------------------------------------------------------
 
@@ -86,40 +97,51 @@ class Specjax(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         if not add_generation_prompt:
-            raise OptionError("an answer that has begun is no chat of the model's template")
+            raise OptionError("chat templates cannot continue an answer that has begun")
         return self._target.tokenizer.apply_chat(chat_history)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """For the harness's fingerprint alone."""
+        """A name for the harness's record of the run; it does not format anything."""
         return self.tokenizer_name if chat_template else None
 
     # --- generation ----------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the method writes, up to a text of ``until``; requests that ask alike together."""
-        alike: dict[str, list[int]] = {}
-        for i, request in enumerate(requests):
-            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
-        texts: dict[int, str] = {}
-        for asked, members in alike.items():
-            contexts = [requests[i].args[0] for i in members]
-            found = self._generated(contexts, json.loads(asked), members)
-            texts |= dict(zip(members, found, strict=True))
-        for i, request in enumerate(requests):
-            self.cache_hook.add_partial("generate_until", request.args, texts[i])
-        return [texts[i] for i in range(len(requests))]
+        """The completions, up to a text of ``until``.
 
-    def _generated(
-        self, contexts: Sequence[str], asked: dict[str, Any], indices: Sequence[int]
+        Requests with equal ``generation_kwargs`` are decoded as one job.
+        """
+        groups: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            group = json.dumps(request.args[1], sort_keys=True)
+            groups.setdefault(group, []).append(i)
+
+        texts = [""] * len(requests)
+        for group, members in groups.items():
+            contexts = [requests[i].args[0] for i in members]
+            completions = self._complete(contexts, json.loads(group), members)
+            for i, text in zip(members, completions, strict=True):
+                texts[i] = text
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    def _complete(
+        self, contexts: Sequence[str], kwargs: dict[str, Any], indices: Sequence[int]
     ) -> list[str]:
-        stop, budget, sampling = read_request(asked, self._budget)
-        models = [self._target, *([self._draft] if self._draft else [])]
-        room = min(model.config.max_position for model in models) - budget
+        stop, max_tokens, sampling = read_request(kwargs, self._max_tokens)
+        context = self._target.config.max_position
+        if self._draft:
+            context = min(context, self._draft.config.max_position)
+        room = context - max_tokens
         if room < 1:
-            raise OptionError(f"max_gen_toks={budget} leaves no room for a prompt")
-        # As everywhere in the harness a context that is too long keeps its end.
-        prompts = [self.tok_encode(context)[-room:] for context in contexts]
-        prompts = [prompt or [self.prefix_token_id] for prompt in prompts]
+            raise OptionError(f"max_gen_toks={max_tokens} leaves no room for a prompt")
+
+        prompts = []
+        for text in contexts:
+            # A context that is too long keeps its end, as everywhere in the harness.
+            tokens = self.tok_encode(text)[-room:]
+            prompts.append(tokens or [self.prefix_token_id])
         return generate(
             self._target,
             prompts,
@@ -127,10 +149,10 @@ class Specjax(TemplateLM):
             draft=self._draft,
             options=self._options,
             sampling=sampling,
-            max_new_tokens=budget,
+            max_new_tokens=max_tokens,
             stop=stop,
             seed=self._seed,
-            batch_size=self._batch,
+            batch_size=self._batch_size,
             indices=list(indices),
         ).text
 
@@ -139,43 +161,52 @@ class Specjax(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Of each continuation its log-probability in nats, and whether it is the greedy one."""
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        most = self._target.config.max_position + 1  # the last token is not read
-        # Rows of like length share a bucket.
+        """Log-probabilities of continuations, in nats, and whether each is the greedy one.
+
+        A request is (texts, ids of the context, ids of the continuation).
+        """
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        longest = self._target.config.max_position + 1  # the last token is not read
+        tokens = [(context + continuation)[-longest:] for _, context, continuation in requests]
+        # Rows of similar length share a capacity bucket. Of a batch the first row is the longest.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1] + requests[i][2]))
-        for first in range(0, len(order), self._batch):
-            batch = order[first : first + self._batch]
-            rows = [(requests[i][1] + requests[i][2])[-most:] for i in batch]
-            filled = rows + [rows[-1][:1]] * (self._batch - len(rows))  # one trace per bucket
-            for i, scores in zip(batch, score(self._target, filled), strict=False):
-                count = len(requests[i][2])
-                own = slice(max(len(scores.log_probs) - count, 0), None)
-                total = float(scores.log_probs[own].sum(dtype="float64"))
-                found[i] = total, bool(scores.is_best[own].all())
-                if requests[i][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
-        return found
+        for first in range(0, len(order), self._batch_size):
+            batch = order[first : first + self._batch_size]
+            rows = [tokens[i] for i in batch]
+            # Full batches only, so that a bucket is traced once.
+            padding = [rows[-1][:1]] * (self._batch_size - len(rows))
+            for i, scores in zip(batch, score(self._target, rows + padding), strict=False):
+                texts, _, continuation = requests[i]
+                start = max(len(scores.log_probs) - len(continuation), 0)
+                log_prob = float(scores.log_probs[start:].sum(dtype="float64"))
+                results[i] = (log_prob, bool(scores.is_best[start:].all()))
+                if texts is not None:
+                    self.cache_hook.add_partial("loglikelihood", texts, results[i])
+        return results
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Of each whole text, in windows of the context's length where it is longer."""
+        """Log-probabilities of whole texts, in windows of the context's length."""
         totals = []
-        for (text,) in [request.args for request in requests]:
+        for request in requests:
+            (text,) = request.args
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(text, False),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self._target.config.max_position,
                 context_len=1,
             )
-            asked = [(None, *make_disjoint_window(window)) for window in windows]
-            totals.append(sum(value for value, _ in self._loglikelihood_tokens(asked)))
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), totals[-1])
+            rows = [(None, *make_disjoint_window(window)) for window in windows]
+            total = sum(log_prob for log_prob, _ in self._loglikelihood_tokens(rows))
+            totals.append(total)
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
         return totals
 
 
-def _load_draft(target: lm.LM, name: str | None, dtype: str | None, quantize: str | None):
+def _load_draft(
+    target: lm.LM, name: str | None, dtype: str | None, quantize: str | None
+) -> lm.LM | None:
     if name is None:
         return None
     if name.startswith(lm.SELF):
@@ -184,29 +215,36 @@ def _load_draft(target: lm.LM, name: str | None, dtype: str | None, quantize: st
 
 
 def read_request(
-    asked: dict[str, Any], most: int = NEW_TOKENS
+    kwargs: dict[str, Any], max_tokens: int = NEW_TOKENS
 ) -> tuple[tuple[str, ...], int, Sampling]:
     """Stop strings, budget and sampling of a task's ``generation_kwargs``.
 
+    ``max_tokens`` is the budget if the task sets none.
+
     Raises:
-      OptionError: it asks for what changes the text and is not known.
+      OptionError: it has an unknown key, which would change the text.
     """
-    left = dict(asked)
-    stop = left.pop(UNTIL, None) or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(text for text in stop if text)
-    budgets = [left.pop(name) for name in BUDGETS if name in left]
-    sampled = left.pop("do_sample", None)
-    values = {name: left.pop(name, default) for name, default in SAMPLING.items()}
-    if sampled is False:
-        values = SAMPLING
-    elif sampled and "temperature" not in asked:
-        values = values | {"temperature": 1.0}
-    if left:
-        raise OptionError(f"generation_kwargs {min(left)}={left[min(left)]}: not known here")
-    return stop, int(budgets[0] if budgets else most), Sampling(**values)
+    unread = dict(kwargs)
+    stop = unread.pop(UNTIL, None) or ()
+    if isinstance(stop, str):
+        stop = (stop,)
+    stop = tuple(text for text in stop if text)
+    budgets = [unread.pop(key) for key in MAX_TOKENS_KEYS if key in unread]
+    do_sample = unread.pop("do_sample", None)
+    sampling = {name: unread.pop(name, default) for name, default in SAMPLING.items()}
+    if do_sample is False:
+        sampling = SAMPLING
+    elif do_sample and "temperature" not in kwargs:
+        sampling["temperature"] = 1.0
+    if unread:
+        key = min(unread)
+        raise OptionError(f"generation_kwargs {key}={unread[key]}: not known here")
+    if budgets:
+        max_tokens = int(budgets[0])
+    return stop, max_tokens, Sampling(**sampling)
 
 
 def evaluate(args: None) -> int:
-    """lm-eval's own program, which then knows ``specjax``; it reads the arguments itself."""
+    """Runs lm-eval's own program, which reads the command line itself."""
     cli_evaluate()
     return 0

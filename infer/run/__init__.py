@@ -1,1 +1,1 @@
-"""Decode with any method, one prompt or a job."""
+"""Decode with any method: one prompt, a file of prompts, or the demo."""

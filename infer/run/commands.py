@@ -1,6 +1,6 @@
-"""Decode with any method: a prompt, a file of prompts, or the embedded demo.
+"""Decode with any method: one prompt, a file of prompts, or the embedded demo.
 
-  python -m infer.run                                  the demo: colored, beside plain decoding
+  python -m infer.run                                  the demo, and its speed over plain decoding
   python -m infer.run --prompt "def fib(n):" --temperature 0.8 --json
   python -m infer.run --target DIR --draft DIR --prompts in.jsonl --out out.jsonl
   python -m infer.run --target DIR --draft DIR --mesh data=2,model=4 --prompt "def fib(n):"
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from argparse import _ArgumentGroup
 from collections.abc import Sequence
 
 from infer import cli
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Those given, checked; the demo's where there are none."""
+    """Parses and checks the command line; an empty one runs the demo."""
     commands = parser()
     args = commands.parse_args(argv or demo.ARGUMENTS)
     check(args, commands)
@@ -46,58 +47,148 @@ def parser() -> Parser:
     """The command line of ``infer.run``."""
     out = Parser("infer.run", __doc__)
     cli.add_models(out)
-    how = out.add_argument_group("method")
-    how.add_argument("--method", metavar="NAME", help="default: speculative where there is a draft")
-    said = "an option of the method; repeatable"
-    how.add_argument("--set", type=cli.setting, metavar="OPTION=VALUE", help=said, **cli.REPEATABLE)
-    how.add_argument("--drafter", metavar="NAME", help="compose a method of parts")
-    how.add_argument("--rule", metavar="NAME")
-    how.add_argument("--target-dist", metavar="NAME")
-    how.add_argument("--list-methods", action="store_true", help="print the table and stop")
-    how.add_argument(
-        "--reward",
-        type=cli.some_text,
-        metavar="NAME[:ARG]",
-        help="what completions are worth: lexical, forbidden, length, regex, json, python, "
-        "classifier:DIR, module:function; repeatable, summed (--set combine=product)",
-        **cli.REPEATABLE,
-    )
-    what = out.add_argument_group("prompts")
-    what.add_argument("--prompt", type=cli.some_text, metavar="TEXT")
-    said = "fill in what stands between this and --suffix, with the model's own sentinels"
-    what.add_argument("--prefix", type=cli.any_text, metavar="TEXT", help=said)
-    what.add_argument("--suffix", type=cli.any_text, metavar="TEXT")
-    said = 'objects with "prompt", or "prefix" and "suffix", maybe "id"'
-    what.add_argument("--prompts", metavar="FILE.jsonl", help=said)
-    cli.add_dataset(what)
-    said = "prompts with constraints; CommonGen's and conversation formats, too"
-    what.add_argument("--task", metavar="FILE.jsonl", help=said)
-    cli.add_prompting(what)
-    cli.add_stop(what)
-    cli.add_new_tokens(what)
-    what.add_argument("--num-samples", type=cli.whole(1, cli.MOST_ROWS), default=1, metavar="N")
-    what.add_argument("--batch-size", type=cli.whole(1, cli.MOST_ROWS), default=8, metavar="B")
-    said = "prompts whose caches are kept for others that begin alike, a row of memory each"
-    what.add_argument(
-        "--prefixes", type=cli.whole(0, cli.MOST_ROWS), default=4, metavar="N", help=said
-    )
-    sampling = out.add_argument_group("sampling")
-    cli.add_sampling(sampling)
-    plan = out.add_argument_group("plan")
-    plan.add_argument("--plan", action="store_true", help="print what the models need and stop")
-    plan.add_argument("--memory", type=gibibytes, metavar="GIB", help="default: the device's")
-    results = out.add_argument_group("output")
-    results.add_argument("--json", action="store_true", help="one object per row on stdout")
-    results.add_argument("--logprobs", action="store_true")
-    results.add_argument("--out", metavar="FILE.jsonl", help="append rows here; resumable")
-    said = "one of COUNT processes that split the prompts, or a --mesh, and write one --out"
-    results.add_argument("--distributed", type=cli.place, metavar=cli.Place.FORM, help=said)
+    _add_method(out.add_argument_group("method"))
+    _add_prompts(out.add_argument_group("prompts"))
+    _add_decoding(out.add_argument_group("decoding"))
+    cli.add_sampling(out.add_argument_group("sampling"))
+    _add_plan(out.add_argument_group("plan"))
+    _add_output(out.add_argument_group("output"))
     return out
 
 
+def _add_method(group: _ArgumentGroup) -> None:
+    group.add_argument(
+        "--method",
+        metavar="NAME",
+        help="decoding method, see --list-methods (default: speculative with a draft, else "
+        "autoregressive)",
+    )
+    group.add_argument(
+        "--set",
+        type=cli.setting,
+        metavar="OPTION=VALUE",
+        help="set an option of the method, e.g. gamma=4; repeatable",
+        **cli.REPEATABLE,
+    )
+    group.add_argument(
+        "--drafter",
+        metavar="NAME",
+        help="instead of --method: the part that proposes draft tokens",
+    )
+    group.add_argument(
+        "--rule", metavar="NAME", help="instead of --method: the rule that accepts draft tokens"
+    )
+    group.add_argument(
+        "--target-dist",
+        metavar="NAME",
+        help="instead of --method: the distribution that completions follow (default: warped, the "
+        "target's own)",
+    )
+    group.add_argument(
+        "--list-methods",
+        action="store_true",
+        help="print all methods, their parts and options, and exit",
+    )
+    group.add_argument(
+        "--reward",
+        type=cli.some_text,
+        metavar="NAME[:ARG]",
+        help="score completions: lexical, forbidden, length, regex, json, python, classifier:DIR "
+        "or module:function. Guides the methods that need a reward. Repeatable: scores are added "
+        "(multiplied with --set combine=product)",
+        **cli.REPEATABLE,
+    )
+
+
+def _add_prompts(group: _ArgumentGroup) -> None:
+    group.add_argument("--prompt", type=cli.some_text, metavar="TEXT", help="complete this text")
+    group.add_argument(
+        "--prefix",
+        type=cli.any_text,
+        metavar="TEXT",
+        help="infilling: generate the text between this and --suffix; the model must have been "
+        "trained for it",
+    )
+    group.add_argument(
+        "--suffix", type=cli.any_text, metavar="TEXT", help="infilling: the text that follows"
+    )
+    group.add_argument(
+        "--prompts",
+        metavar="FILE.jsonl",
+        help='complete every line of a file: objects with "prompt", or "prefix" and "suffix", and '
+        'optionally "id"',
+    )
+    cli.add_dataset(group)
+    group.add_argument(
+        "--task",
+        metavar="FILE.jsonl",
+        help='like --prompts, with "constraints" for --reward; reads CommonGen\'s format and '
+        "conversations, too",
+    )
+    cli.add_prompting(group)
+
+
+def _add_decoding(group: _ArgumentGroup) -> None:
+    cli.add_stop(group)
+    cli.add_new_tokens(group)
+    group.add_argument(
+        "--num-samples",
+        type=cli.whole(1, cli.MAX_ROWS),
+        default=1,
+        metavar="N",
+        help="completions per prompt (default: %(default)s)",
+    )
+    group.add_argument(
+        "--batch-size",
+        type=cli.whole(1, cli.MAX_ROWS),
+        default=8,
+        metavar="B",
+        help="completions decoded at the same time (default: %(default)s)",
+    )
+    cli.add_prefixes(group)
+
+
+def _add_plan(group: _ArgumentGroup) -> None:
+    group.add_argument(
+        "--plan",
+        action="store_true",
+        help="print the memory that the models need and the largest batch that fits, and exit",
+    )
+    group.add_argument(
+        "--memory",
+        type=gibibytes,
+        metavar="GIB",
+        help="memory of each device for --plan (default: as the first device reports)",
+    )
+
+
+def _add_output(group: _ArgumentGroup) -> None:
+    group.add_argument(
+        "--json", action="store_true", help="print one JSON object per completion to stdout"
+    )
+    group.add_argument(
+        "--logprobs",
+        action="store_true",
+        help="add the log-probability of every token, under the target at temperature 1",
+    )
+    group.add_argument(
+        "--out",
+        metavar="FILE.jsonl",
+        help="append one JSON object per completion to this file; an interrupted job resumes when "
+        "started again",
+    )
+    group.add_argument(
+        "--distributed",
+        type=cli.place,
+        metavar=cli.Place.FORM,
+        help="run as process INDEX of COUNT, with process 0 reachable at HOST:PORT. The processes "
+        "share the prompts, or one model with --mesh model=N, and write one --out",
+    )
+
+
 def check(args: argparse.Namespace, commands: Parser) -> None:
-    """Refuses arguments that do not go together."""
-    cli.settle_new_tokens(args)
+    """Refuses arguments that contradict each other, and sets defaults that depend on others."""
+    cli.set_new_tokens(args)
     if args.dataset and not (args.prompts or args.task):
         commands.error("--dataset says what --prompts or --task holds: give one of them")
     sources = ("prompt", "prefix", "prompts", "task")
@@ -107,28 +198,36 @@ def check(args: argparse.Namespace, commands: Parser) -> None:
     if (args.prefix is None) != (args.suffix is None):
         commands.error("--prefix and --suffix go together; either may be empty")
     if args.prefix is not None and args.chat:
-        commands.error("--chat and --prefix exclude each other: a middle is no message")
+        commands.error("--chat and --prefix exclude each other: infilling has no chat template")
     if args.method and (args.drafter or args.rule or args.target_dist):
         commands.error("--method and --drafter/--rule/--target-dist exclude each other")
-    args.split = args.span = None
+
+    args.split = None
+    args.span = None
     if args.distributed:
-        _settle_processes(args, commands)
+        _divide_work(args, commands)
 
 
-def _settle_processes(args: argparse.Namespace, commands: Parser) -> None:
-    """Says which place among processes it has: of those that ``split`` the prompts, each on its
-    devices of ``--mesh``, or of those whose devices one model is to ``span``."""
-    place, mesh = args.distributed, args.mesh or {"data": args.distributed.count, "model": 1}
+def _divide_work(args: argparse.Namespace, commands: Parser) -> None:
+    """Decides what ``--distributed`` processes share, and stores it in ``split`` or ``span``.
+
+    With ``split`` each process decodes some of the prompts, on its own devices. With ``span`` one
+    model spans the devices of all processes. ``--mesh`` counts the devices of all processes.
+    """
+    place = args.distributed
+    mesh = args.mesh or {"data": place.count, "model": 1}
     if not args.out or not (args.prompts or args.task):
         commands.error("--distributed splits --prompts or --task, and needs --out: one file of all")
+
     if mesh["data"] % place.count == 0:
         args.split = place
-        args.mesh = args.mesh and mesh | {"data": mesh["data"] // place.count}
+        if args.mesh:
+            args.mesh = mesh | {"data": mesh["data"] // place.count}
     elif mesh["data"] == 1 and mesh["model"] % place.count == 0:
         args.span = place
     else:
         commands.error(
             f"--mesh {cli.mesh_text(mesh)} counts the devices of all {place.count} processes: data "
-            f"must be a multiple of {place.count}, for each has rows of its own, or else 1 and "
-            "model a multiple, for one model over all"
+            f"must be a multiple of {place.count}, so that each decodes its own prompts, or 1 with "
+            "model a multiple of it, so that one model spans all"
         )

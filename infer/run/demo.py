@@ -1,7 +1,7 @@
-"""What ``python -m infer.run`` does when nothing is asked for."""
+"""The arguments of ``python -m infer.run`` if none are given."""
 
 PROMPT = '''def join(parts, separator="/"):
     """Join parts to a path."""'''
 
-# So small a model's greedy text soon turns in circles; after this prompt it has not yet.
+# The greedy text of so small a model soon repeats itself; after this prompt it does not yet.
 ARGUMENTS = ("--prompt", PROMPT, "--max-new-tokens", "64")

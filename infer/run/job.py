@@ -1,4 +1,4 @@
-"""A decoding job: settings bound to models, run over one prompt or many."""
+"""A decoding job: settings bound to models, run over one prompt or a file of prompts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import operator
 import statistics
 import warnings
 from collections.abc import Sequence
@@ -24,8 +23,8 @@ from infer.loading import load_models, use_compilation_cache
 from infer.prompts import Prompt, PromptEncoder, read_prompts, report, stops_of
 from infer.run.demo import PROMPT
 from infer.run.output import Output, row_object
-from infer.run.parts import held
-from infer.run.screen import Compiling, Screen, printable
+from infer.run.parts import locked_output
+from infer.run.screen import Screen, WaitMessage, printable
 from infer.timing import row_seconds
 from specjax._util import processes
 from specjax._util.errors import OptionError, SpecjaxError
@@ -35,18 +34,17 @@ from specjax.rewards import Combined, RewardWarning, combine
 from specjax.runtime.generate import ALL_ROUNDS
 from specjax.runtime.infill import ending_middles
 
-DEMO_GAMMA = 3  # what the embedded pair is fastest with: see the README's table
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how JAX's errors begin where an allocation failed
-ROUNDS_PER_PIECE = 2  # of a streamed prompt: often enough to read along
-TURNS = 9  # of the demo's method and plain decoding, after one that compiles
+DEMO_GAMMA = 3  # the draft length at which the embedded pair is fastest: see the README's table
+DEMO_REPEATS = 9  # runs of the demo and of plain decoding, after one that compiles
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # JAX's errors contain it if an allocation failed
+STREAM_ROUNDS = 2  # rounds per piece of a streamed completion: often enough to read along
 
 
 def run_job(args: argparse.Namespace) -> int:
     """Decodes what the arguments ask for; returns the exit code.
 
     Raises:
-      SpecjaxError: they cannot be met, another job writes the same file, or memory does not
-        suffice.
+      SpecjaxError: an argument is wrong, another job writes the same file, or memory is too small.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("always", RewardWarning)
@@ -54,8 +52,9 @@ def run_job(args: argparse.Namespace) -> int:
         try:
             if args.span:
                 processes.join(str(args.span))
-            with contextlib.ExitStack() as files:
-                processes.raise_everywhere(lambda: files.enter_context(_own_files(args)))
+            with contextlib.ExitStack() as stack:
+                # If one process cannot lock its file, all must stop.
+                processes.raise_everywhere(lambda: stack.enter_context(_lock(args)))
                 return _run(args)
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and OUT_OF_MEMORY not in str(error):
@@ -65,10 +64,13 @@ def run_job(args: argparse.Namespace) -> int:
             ) from None
 
 
-def _own_files(args: argparse.Namespace) -> contextlib.AbstractContextManager:
-    """Keeps others from what this process writes: where a model spans several, the first one."""
+def _lock(args: argparse.Namespace) -> contextlib.AbstractContextManager:
+    """Keeps other jobs from the files that this process writes.
+
+    If one model spans several processes, only the first of them writes.
+    """
     if args.out and processes.leads():
-        return held(args.out, args.split)
+        return locked_output(args.out, args.split)
     return contextlib.nullcontext()
 
 
@@ -76,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
     compiles = use_compilation_cache()
     job = processes.raise_everywhere(lambda: make_job(args))
     if args.prompts or args.task:
-        return _batch(job)
+        return _decode_file(job)
     prompt = only_prompt(args, job.encoder)
     report("infer.run", [prompt])
     if args.json or args.out:
@@ -94,18 +96,24 @@ def make_job(args: argparse.Namespace) -> Job:
     return Job.create(args, target, draft)
 
 
-def _batch(job: Job) -> int:
-    """A file of prompts, or a task; bad lines are reported and the rest goes on."""
-    args, path = job.args, job.args.prompts or job.args.task
-    rewards = (job.reward.parts if job.reward else ()) if args.task else None
+def _decode_file(job: Job) -> int:
+    """Decodes the prompts of a file or task. Bad lines are reported, and the others decoded."""
+    args = job.args
+    path = args.prompts or args.task
+    rewards = None  # a file without constraints
+    if args.task:
+        rewards = ()
+        if job.reward:
+            rewards = job.reward.parts
     source = Source(args.dataset) if args.dataset else None
+
     read = functools.partial(read_prompts, path, job.encoder, rewards, source)
     prompts, bad = processes.raise_everywhere(read)
     report("infer.run", prompts, bad, path)
+
     if source and not args.stop:
-        job = dataclasses.replace(
-            job, arguments=job.arguments | {"stop": stops_of(p.entry for p in prompts)}
-        )
+        stop = stops_of(prompt.entry for prompt in prompts)
+        job = dataclasses.replace(job, arguments=job.arguments | {"stop": stop})
     if any("suffix" in prompt.entry for prompt in prompts):
         job = dataclasses.replace(job, target=ending_middles(job.target))
     job.decode(prompts)
@@ -113,35 +121,50 @@ def _batch(job: Job) -> int:
 
 
 def only_prompt(args: argparse.Namespace, encoder: PromptEncoder) -> Prompt:
-    """``--prompt``, or ``--prefix`` with ``--suffix``, or else the demo's."""
+    """The prompt of ``--prompt``, or of ``--prefix`` and ``--suffix``, or the demo's."""
     if args.prefix is not None:
-        return Prompt(0, 0, args.prefix, encoder.middle(args.prefix, args.suffix), {})
-    text = args.prompt if args.prompt is not None else PROMPT
+        tokens = encoder.middle(args.prefix, args.suffix)
+        return Prompt(0, 0, args.prefix, tokens, {})
+    text = args.prompt
+    if text is None:
+        text = PROMPT
     tokens, cut = encoder.text(text)
     return Prompt(0, 0, text, tokens, {}, cut=cut)
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The models and every setting of a run, checked."""
+    """The models and every setting of a run, checked.
+
+    Args:
+      arguments: keyword arguments of ``sj.generate``.
+      settings: written with every row; a file is resumed only with the same ones.
+    """
 
     args: argparse.Namespace
     target: sj.LM
     method: str
-    arguments: dict[str, Any]  # of sj.generate
-    settings: dict[str, Any]  # what a result file must have been written with
+    arguments: dict[str, Any]
+    settings: dict[str, Any]
     reward: Combined | None
     encoder: PromptEncoder
 
     @classmethod
     def create(cls, args: argparse.Namespace, target: sj.LM, draft: sj.LM | None) -> Job:
-        """Raises OptionError or PairError for what does not fit, before anything compiles."""
-        spec, named = _chosen(args, draft is not None)
-        demo = {"gamma": DEMO_GAMMA} if args.target == "demo" and "gamma" in spec.options else {}
-        options = spec.resolve(demo | dict(args.set))
+        """Checks all settings; nothing is compiled yet.
+
+        Raises:
+          OptionError, PairError: an option is wrong, or models and method do not fit.
+        """
+        spec, method_arguments = _chosen_method(args, draft is not None)
+        options = {}
+        if args.target == "demo" and "gamma" in spec.options:
+            options["gamma"] = DEMO_GAMMA
+        options = spec.resolve(options | dict(args.set))
         sampling = sj.Sampling(args.temperature, args.top_k, args.top_p)
         reward = _reward(args, spec)
-        arguments = named | {
+
+        arguments = method_arguments | {
             "draft": draft,
             "options": options,
             "sampling": sampling,
@@ -162,97 +185,121 @@ class Job:
             "stop": args.stop,
             "chat": args.chat,
         }
-        if reward:
-            settings["reward"] = args.reward or [part.name for part in reward.parts]
-        if args.suffix is not None:
-            settings["suffix"] = args.suffix
-        for name in ("truncate", "quantize", "cache_dtype", "dataset"):
-            if vars(args)[name]:
-                settings[name] = vars(args)[name]
+        settings |= _optional_settings(args, reward)
         settings = json.loads(json.dumps(settings))  # as they read back from a result file
-        needed = draft if spec.needs_draft else None
-        encoder = PromptEncoder(target, needed, args.max_new_tokens, args.chat, bool(args.truncate))
+
+        checked_draft = draft if spec.needs_draft else None
+        encoder = PromptEncoder(
+            target, checked_draft, args.max_new_tokens, args.chat, bool(args.truncate)
+        )
         return cls(args, target, spec.name, arguments, settings, reward, encoder)
 
-    def show(self, prompt: Prompt, compiles: bool, console: Console | None = None) -> None:
-        """Streams one prompt's completions, one after the other; the demo's beside plain decoding.
+    # --- one prompt, on the screen -------------------------------------------------------------
 
-        ``console``: where to, if not to standard output.
+    def show(self, prompt: Prompt, compiles: bool, console: Console | None = None) -> None:
+        """Streams one prompt's completions, one after the other.
+
+        The demo is followed by its speed over plain decoding.
+
+        Args:
+          compiles: nothing was compiled before; the user is told to wait.
+          console: where to write, standard output by default.
         """
-        screen, shown = None, None
         pieces = sj.stream(
             self.target,
             [prompt.tokens],
-            rounds_per_piece=ROUNDS_PER_PIECE,
+            rounds_per_piece=STREAM_ROUNDS,
             num_samples=self.args.num_samples,
             batch_size=1,
             **self.arguments,
         )
-        with contextlib.closing(Compiling(compiles)) as waiting:
+        screen: Screen | None = None
+        shown_row: int | None = None
+        with contextlib.closing(WaitMessage(compiles)) as waiting:
             for piece in pieces:
                 waiting.close()
-                if piece.generation is not None:
+                if piece.generation is not None:  # the last piece
                     screen.summary(piece.generation, self.method)
                     break
-                if piece.index != shown:
+                if piece.index != shown_row:  # the next completion begins
                     if screen:
                         screen.end()
-                    screen, shown = Screen(self.target, console), piece.index
+                    screen = Screen(self.target, console)
+                    shown_row = piece.index
                     screen.prompt(prompt.text)
                 screen.piece(piece)
-        if self.args.demo and screen.colored:
-            with contextlib.closing(Compiling(False, "decoding the same plainly")):
-                figures = self._over_plain(prompt)
-            screen.beside_plain(*figures)
 
-    def _over_plain(self, prompt: Prompt) -> tuple[float, bool]:
-        """Speed over plain decoding of the same prompt, prefill left out; whether tokens agree."""
+        if self.args.demo and screen.colored:
+            with contextlib.closing(WaitMessage(False, "decoding the same prompt plainly")):
+                speedup, same = self._compare_with_plain(prompt)
+            screen.beside_plain(speedup, same)
+
+    def _compare_with_plain(self, prompt: Prompt) -> tuple[float, bool]:
+        """The speed over plain decoding, without prefill, and whether the tokens are equal."""
         plain = self.arguments | {"method": "autoregressive", "draft": None, "options": {}}
         ratios = []
-        for _ in range(1 + TURNS):
-            own, other = (
-                sj.generate(self.target, [prompt.tokens], batch_size=1, **arguments)
-                for arguments in (self.arguments, plain)
-            )
-            speeds = (run.lengths[0] / row_seconds(run, 1)[0] for run in (own, other))
-            ratios.append(operator.truediv(*speeds))
-        return statistics.median(ratios[1:]), np.array_equal(own.tokens[0], other.tokens[0])
+        for _ in range(1 + DEMO_REPEATS):
+            run = sj.generate(self.target, [prompt.tokens], batch_size=1, **self.arguments)
+            plain_run = sj.generate(self.target, [prompt.tokens], batch_size=1, **plain)
+            speed = run.lengths[0] / row_seconds(run, 1)[0]
+            plain_speed = plain_run.lengths[0] / row_seconds(plain_run, 1)[0]
+            ratios.append(speed / plain_speed)
+
+        timed = ratios[1:]  # the first one compiles
+        same = np.array_equal(run.tokens[0], plain_run.tokens[0])
+        return statistics.median(timed), same
+
+    # --- many prompts, as objects --------------------------------------------------------------
 
     def decode(self, prompts: Sequence[Prompt]) -> None:
-        """Decodes ``--batch-size`` rows at a time; a row is out before the next look at the device.
+        """Decodes all prompts, ``--batch-size`` rows at a time.
 
-        A file gets rows as they end, standard output in the order of the prompts. Of several
-        processes each takes every COUNT-th prompt, and the last one makes one file of theirs.
+        A row is written as soon as it ends, before the device is polled again. A file has rows in
+        the order in which they end, standard output in the order of the prompts. Of several
+        processes each decodes every COUNT-th prompt; the last one to end joins their files.
         """
-        place, samples = self.args.split, range(self.args.num_samples)
         if not self.args.out:
             self._decode(prompts)
             return
+
+        place = self.args.split
+        samples = range(self.args.num_samples)
         output = processes.raise_everywhere(lambda: Output(self.args.out, self.settings, place))
-        own = prompts[place.index :: place.count] if place else prompts
+        own = prompts
+        if place:
+            own = prompts[place.index :: place.count]
         missing = [p for p in own if not output.done.issuperset((p.index, s) for s in samples)]
-        self._agree(missing)
+        self._check_agreement(missing)
         if missing:
             self._decode(missing, output)
+
         if not processes.leads():
             return
-        if rows := output.join({(p.index, s) for p in prompts for s in samples}):
-            said = f"{rows} rows are still to come from other processes: the last of them writes"
-            say("infer.run", f"this process has done its part; {said} {self.args.out}")
-
-    def _agree(self, prompts: Sequence[Prompt]) -> None:
-        """Where a model spans several processes: that all are about to do the same."""
-        if self.args.span:
-            names = ("batch_size", "num_samples", "prefixes", "mesh", "pass_width", "dtype")
-            processes.agree(
-                settings=self.settings,
-                arguments={name: vars(self.args)[name] for name in names},
-                prompts=[(p.index, [int(token) for token in p.tokens]) for p in prompts],
-                jax=jax.__version__,
+        num_missing = output.join({(p.index, s) for p in prompts for s in samples})
+        if num_missing:
+            say(
+                "infer.run",
+                f"this process has done its part; {num_missing} rows are still to come from other "
+                f"processes: the last of them writes {self.args.out}",
             )
 
+    def _check_agreement(self, prompts: Sequence[Prompt]) -> None:
+        """If one model spans several processes: checks that all will run the same programs.
+
+        Otherwise they would wait for each other forever.
+        """
+        if not self.args.span:
+            return
+        names = ("batch_size", "num_samples", "prefixes", "mesh", "pass_width", "dtype")
+        processes.agree(
+            settings=self.settings,
+            arguments={name: vars(self.args)[name] for name in names},
+            prompts=[(p.index, [int(token) for token in p.tokens]) for p in prompts],
+            jax=jax.__version__,
+        )
+
     def _decode(self, prompts: Sequence[Prompt], output: Output | None = None) -> None:
-        """Decodes prompts to an output, but for the rows that it has, or to standard output."""
+        """Decodes prompts to a file, without the rows that it has, or to standard output."""
         samples = self.args.num_samples
         pieces = sj.stream(
             self.target,
@@ -265,34 +312,47 @@ class Job:
             rounds_per_piece=ALL_ROUNDS,
             **self.arguments,
         )
-        ready, shown = {}, 0
+        ready: dict[int, dict[str, Any]] = {}  # ended rows, not printed yet
+        next_row = 0
         for piece in pieces:
             if piece.row is None:
                 continue
-            prompt, sample = prompts[piece.index // samples], piece.index % samples
-            head = {"id": prompt.id, "index": prompt.index, "sample": sample}
-            head |= {"prompt": prompt.text} | self.settings
-            entry = row_object(piece.row, 0, head, self.reward)
+            prompt = prompts[piece.index // samples]
+            sample = piece.index % samples
+            head = {
+                "id": prompt.id,
+                "index": prompt.index,
+                "sample": sample,
+                "prompt": prompt.text,
+            }
+            entry = row_object(piece.row, 0, head | self.settings, self.reward)
+
             if output is None:
                 ready[piece.index] = entry
             elif (prompt.index, sample) not in output.done and processes.leads():
                 output.append(entry)
-            while shown in ready:
-                self._print(ready.pop(shown))
-                shown += 1
+            while next_row in ready:
+                self._print(ready.pop(next_row))
+                next_row += 1
 
     def _print(self, entry: dict[str, Any]) -> None:
-        print(json.dumps(entry) if self.args.json else printable(entry["text"]), flush=True)
+        line = printable(entry["text"])
+        if self.args.json:
+            line = json.dumps(entry)
+        print(line, flush=True)
 
 
 def check_method(args: argparse.Namespace) -> bool:
-    """Whether the method asked for needs a draft; wrong names and options raise OptionError.
+    """Checks the method and its options; returns whether a draft should be loaded.
 
-    Said before models load, which can take minutes.
+    It runs before models load, which can take minutes.
+
+    Raises:
+      OptionError: a name or an option is wrong.
     """
     if not (args.method or args.drafter or args.rule or args.target_dist):
-        return True  # a draft, where there is one, decides
-    spec, _ = _chosen(args, has_draft=True)
+        return True  # the method depends on whether there is a draft
+    spec, _ = _chosen_method(args, has_draft=True)
     spec.resolve(dict(args.set))
     _reward(args, spec)
     if spec.needs_reward and args.temperature:
@@ -302,8 +362,8 @@ def check_method(args: argparse.Namespace) -> bool:
     return spec.needs_draft
 
 
-def _chosen(args: argparse.Namespace, has_draft: bool) -> tuple[MethodSpec, dict[str, str]]:
-    """The method asked for, and the arguments of ``sj.generate`` that name it or its parts."""
+def _chosen_method(args: argparse.Namespace, has_draft: bool) -> tuple[MethodSpec, dict[str, str]]:
+    """The method, and the arguments of ``sj.generate`` that name it or its parts."""
     if not (args.drafter or args.rule or args.target_dist):
         name = args.method or ("speculative" if has_draft else "autoregressive")
         return method(name), {"method": name}
@@ -317,10 +377,26 @@ def _chosen(args: argparse.Namespace, has_draft: bool) -> tuple[MethodSpec, dict
 
 
 def _reward(args: argparse.Namespace, spec: MethodSpec) -> Combined | None:
-    """The rewards asked for; a task brings ``lexical`` with it."""
-    names = args.reward or (["lexical"] if args.task else [])
+    """The sum of the rewards of ``--reward``; the default of a task is ``lexical``."""
+    names = args.reward
+    if args.task and not names:
+        names = ["lexical"]
     if names:
         return combine(names)
     if spec.needs_reward:
         raise OptionError(f"method {spec.name} needs a reward: give --reward or --task")
     return None
+
+
+def _optional_settings(args: argparse.Namespace, reward: Combined | None) -> dict[str, Any]:
+    """Settings that a row has only if they were given."""
+    settings: dict[str, Any] = {}
+    if reward:
+        settings["reward"] = args.reward or [part.name for part in reward.parts]
+    if args.suffix is not None:
+        settings["suffix"] = args.suffix
+    for name in ("truncate", "quantize", "cache_dtype", "dataset"):
+        value = vars(args)[name]
+        if value:
+            settings[name] = value
+    return settings

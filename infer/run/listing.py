@@ -15,19 +15,22 @@ from specjax.registry import DRAFTERS, METHODS, RULES, TARGET_DISTS, Option, pre
 
 
 def list_methods(_: argparse.Namespace) -> int:
-    """Prints the tables."""
+    """Prints the tables; returns the exit code."""
     console = Terminal()
-    methods = [
-        (s.name, "yes" if s.lossless else "no", s.summary, _defaults(s.options), s.paper)
-        for s in METHODS.values()
-    ]
-    _print(console, ("method", "lossless", "what it does", "options", "from"), methods)
-    tables = ("--drafter", DRAFTERS), ("--rule", RULES), ("--target-dist", TARGET_DISTS)
-    for title, table in tables:
-        rows = [(name, part.summary, _defaults(part.options)) for name, part in table.items()]
-        _print(console, (title, "what it is", "options"), rows)
-    rows = [(setting, part, _values(filled)) for part, setting, filled in presets()]
-    _print(console, ("--set", "of", "fills in"), rows)
+
+    rows = []
+    for spec in METHODS.values():
+        lossless = "yes" if spec.lossless else "no"
+        rows.append((spec.name, lossless, spec.summary, _defaults(spec.options), spec.paper))
+    _print(console, ("method", "lossless", "what it does", "options", "from"), rows)
+
+    parts_by_option = {"--drafter": DRAFTERS, "--rule": RULES, "--target-dist": TARGET_DISTS}
+    for option, parts in parts_by_option.items():
+        rows = [(name, part.summary, _defaults(part.options)) for name, part in parts.items()]
+        _print(console, (option, "what it is", "options"), rows)
+
+    rows = [(setting, part, _values(values)) for part, setting, values in presets()]
+    _print(console, ("--set", "of", "sets"), rows)
     return 0
 
 
@@ -40,13 +43,14 @@ def _values(options: Mapping[str, Any]) -> str:
 
 
 def _print(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on terminals; elsewhere aligned lines, none wrapped, for grep and the like."""
+    """Prints a table on a terminal; elsewhere aligned lines that never wrap, e.g. for grep."""
     if console.is_terminal:
         table = Table(*titles)
         for row in rows:
             table.add_row(*row)
         console.print(table)
         return
+
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     for row in (titles, *rows):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]

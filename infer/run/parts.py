@@ -1,8 +1,8 @@
-"""One output of several processes: a part of each beside ``--out``, joined when all rows are done.
+"""One output file of several processes: each appends to its own part beside ``--out``.
 
-The processes share nothing but these files. Each appends to a part of its own; whoever finds that
-no row is missing puts all of them into ``--out``. So any may die, start late or be started again,
-alone or all, in another number, too: what is in any of the files is done.
+The processes share nothing but these files. Whichever process finds that no row is missing joins
+all parts into ``--out``. A row in any of the files is done. So a process may die, start late, or
+be started again; the number of processes may change, too.
 """
 
 from __future__ import annotations
@@ -17,53 +17,62 @@ from specjax._util.errors import InputError
 from specjax._util.files import locked
 from specjax._util.program import Place
 
-PATIENCE = 10  # seconds to wait for another process that comes or joins; whole jobs take longer
+# Seconds to wait for the lock of --out. Other processes hold it only while they start or join.
+LOCK_SECONDS = 10
 
 
-def own_file(out: str, place: Place | None) -> Path:
-    """Where a process appends its rows: its part, or ``--out`` itself where it is alone."""
+def file_to_append(out: str, place: Place | None) -> Path:
+    """The file that a process appends to: its part, or ``--out`` if it is the only process."""
     whole = Path(os.path.realpath(out))
     if place is None:
         return whole
     return whole.with_name(f"{whole.name}.part-{place.index}-of-{place.count}")
 
 
-def parts_of(out: str) -> dict[Path, int]:
-    """All parts beside ``--out``, in the order of their names, and their COUNTs."""
+def part_files(out: str) -> dict[Path, int]:
+    """All parts beside ``--out``, sorted by name, and the COUNT that each was written with."""
     whole = Path(os.path.realpath(out))
-    form = re.compile(re.escape(whole.name) + r"\.part-[0-9]+-of-([0-9]+)")
-    beside = sorted(whole.parent.iterdir()) if whole.parent.is_dir() else []
-    return {path: int(found[1]) for path in beside if (found := form.fullmatch(path.name))}
+    if not whole.parent.is_dir():
+        return {}
+    pattern = re.compile(re.escape(whole.name) + r"\.part-[0-9]+-of-([0-9]+)")
+    counts = {}
+    for path in sorted(whole.parent.iterdir()):
+        match = pattern.fullmatch(path.name)
+        if match:
+            counts[path] = int(match[1])
+    return counts
 
 
 @contextlib.contextmanager
-def held(out: str, place: Place | None) -> Iterator[None]:
-    """Keeps ``--out``, or this process's part of it, from others while the block runs.
+def locked_output(out: str, place: Place | None) -> Iterator[None]:
+    """Locks ``--out``, or this process's part of it, while the block runs.
 
     Raises:
-      InputError: a job that is alone writes it, processes of another COUNT, or one of this INDEX.
+      InputError: another job writes it, alone, with another COUNT, or as the same INDEX.
     """
-    with contextlib.ExitStack() as ours:
+    with contextlib.ExitStack() as stack:
         if place is None:
-            ours.enter_context(locked(out, "--out"))
-            _refuse_living(parts_of(out))
+            stack.enter_context(locked(out, "--out"))
+            _check_not_written(part_files(out))
         else:
-            with locked(out, "--out", PATIENCE):
-                others = (part for part, count in parts_of(out).items() if count != place.count)
-                _refuse_living(others)
-                ours.enter_context(locked(own_file(out, place), "INDEX"))
+            # Only while this process starts: the others need the lock of --out, too.
+            with locked(out, "--out", LOCK_SECONDS):
+                others = [part for part, count in part_files(out).items() if count != place.count]
+                _check_not_written(others)
+                stack.enter_context(locked(file_to_append(out, place), "INDEX"))
         yield
 
 
-def _refuse_living(parts: Iterable[Path]) -> None:
+def _check_not_written(parts: Iterable[Path]) -> None:
+    """Raises InputError if a running process has one of the parts locked."""
     for part in parts:
         with locked(part, "--out"):
-            pass  # whoever wrote it is gone
+            pass
 
 
 def remove_parts(out: str) -> None:
-    """Removes all parts, and of dead processes' locks what is left."""
-    for part in parts_of(out):
+    """Removes all parts, and the lock files that killed processes left."""
+    for part in part_files(out):
         part.unlink(missing_ok=True)
         with contextlib.suppress(InputError), locked(part, "--out"):
-            pass  # its end takes the lock's file away
+            pass  # releasing the lock removes its file

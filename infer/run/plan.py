@@ -1,4 +1,7 @@
-"""What models will need, read from their configs before any weight is: ``infer.run --plan``."""
+"""``infer.run --plan``: the memory that models need, from their configs alone.
+
+Sizes are in bytes. No weights are read, so a plan takes no time and little memory.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,28 @@ from specjax.models.hf.read import load_config, stored_scheme
 from specjax.models.quantization import param_bytes, parse_scheme
 from specjax.models.sharding import split_config
 
-HEADROOM = 0.1  # of the memory, for activations, logits and the program itself
-CONTEXTS = (1024, 4096, 16384)  # tokens per row to give a batch for, beside the longest
+HEADROOM = 0.1  # share of the memory for activations, logits and the program itself
+# Tokens per row for which the largest batch is listed, besides the longest possible row.
+ROW_LENGTHS = (1024, 4096, 16384)
 
 Plan = dict[str, Any]
 
 
 def print_plan(args: argparse.Namespace) -> int:
-    """Prints the plan of ``--target`` and ``--draft``."""
+    """Prints the plan of ``--target`` and ``--draft``; returns the exit code."""
     names = {"target": args.target}
-    schemes = dict.fromkeys(("target", "draft"), args.quantize)
-    if draft := draft_name(args, want_draft=False):
+    schemes = {"target": args.quantize, "draft": args.quantize}
+    draft = draft_name(args, want_draft=False)
+    if draft and draft.startswith(SELF):
+        names["draft"] = args.target
+        schemes["draft"] = draft.removeprefix(SELF)
+    elif draft:
         names["draft"] = draft
-        if draft.startswith(SELF):
-            names["draft"], schemes["draft"] = args.target, draft.removeprefix(SELF)
+
     memory = int(args.memory * 2**30) if args.memory else device_memory()
     plan = make_plan(names, args.dtype, memory, args.mesh, schemes, args.cache_dtype)
-    print(json.dumps(plan) if args.json else describe(plan))
+    text = json.dumps(plan) if args.json else describe(plan)
+    print(text)
     return 0
 
 
@@ -47,40 +55,50 @@ def make_plan(
     schemes: Mapping[str, str | None] | None = None,
     cache_dtype: str | None = None,
 ) -> Plan:
-    """The models' sizes and the largest batches; ``memory`` in bytes, of each device.
+    """The sizes of models and the largest batches that fit.
 
-    ``schemes``: by role, how the weights are to be quantized. ``cache_dtype``: of keys and values.
+    Args:
+      names: models by role, ``target`` and maybe ``draft``.
+      memory: bytes of each device.
+      schemes: by role, how the weights will be quantized.
+      cache_dtype: of keys and values.
 
     Raises:
-      ModelError: a model directory or its config cannot be used, or the target not be split.
+      ModelError: a model or its config cannot be used, or the target cannot be split.
     """
-    mesh, schemes = mesh or {"data": 1, "model": 1}, schemes or {}
-    models = {
-        role: model_plan(name, dtype, mesh["model"], role, schemes.get(role), cache_dtype)
-        for role, name in names.items()
-    }
+    mesh = mesh or {"data": 1, "model": 1}
+    schemes = schemes or {}
+    models = {}
+    for role, name in names.items():
+        models[role] = model_plan(name, dtype, mesh["model"], role, schemes.get(role), cache_dtype)
+
     weights = sum(model["weight_bytes_per_device"] for model in models.values())
-    longest = min(model["max_position"] for model in models.values())
     free = int(memory * (1 - HEADROOM)) - weights
-    rows = {
-        tokens: max(0, free // sum(_cache(model, tokens) for model in models.values()))
-        * mesh["data"]
-        for tokens in sorted({min(tokens, longest) for tokens in (*CONTEXTS, longest)})
-    }
+    longest = min(model["max_position"] for model in models.values())
+    lengths = sorted({min(tokens, longest) for tokens in (*ROW_LENGTHS, longest)})
+    batches = {}
+    for tokens in lengths:
+        needed = sum(_row_bytes(model, tokens) for model in models.values())
+        # Each group of devices along the data axis has rows of its own.
+        batches[tokens] = max(0, free // needed) * mesh["data"]
     return models | {
         "mesh": mesh,
         "memory_bytes": memory,
         "weight_bytes": sum(model["weight_bytes"] for model in models.values()),
         "weight_bytes_per_device": weights,
-        "largest_batch_by_tokens_per_row": rows,
+        "largest_batch_by_tokens_per_row": batches,
     }
 
 
-def _cache(model: Plan, tokens: int) -> int:
-    """Bytes of a device for a row of so many tokens."""
-    sliding = model["sliding_layers"] or {"tokens": tokens, "share_of_cache": 0}
-    beyond = max(0, tokens - sliding["tokens"]) * sliding["share_of_cache"]
-    return round(model["cache_bytes_per_device_token_and_row"] * (tokens - beyond))
+def _row_bytes(model: Plan, tokens: int) -> int:
+    """Bytes of KV cache on one device for a row of ``tokens``."""
+    cached = tokens
+    sliding = model["sliding_layers"]
+    if sliding:
+        # Beyond the window, sliding layers need no more memory.
+        beyond = max(0, tokens - sliding["tokens"])
+        cached = tokens - beyond * sliding["share_of_cache"]
+    return round(model["cache_bytes_per_device_token_and_row"] * cached)
 
 
 def model_plan(
@@ -91,9 +109,9 @@ def model_plan(
     quantize: str | None = None,
     cache_dtype: str | None = None,
 ) -> Plan:
-    """One model: parameters, bytes of its weights, bytes of cache per token and row.
+    """One model's parameters, bytes of weights, and bytes of KV cache per token and row.
 
-    ``devices`` share it; a draft that cannot be split is whole on each.
+    The model is split over ``devices``. A draft that cannot be split is whole on each of them.
     """
     dtype = lm.resolve_dtype(dtype)
     directory = lm.base_of(name, files=("config.json",))
@@ -123,7 +141,7 @@ def model_plan(
 
 
 def sliding_layers(cfg: ModelConfig) -> Plan | None:
-    """The tokens that layers of a sliding window hold, and their share of the others' cache."""
+    """The tokens that sliding-window layers keep, and these layers' share of the KV cache."""
     layers = sum(map(bool, cfg.windows))
     if not layers:
         return None
@@ -132,27 +150,14 @@ def sliding_layers(cfg: ModelConfig) -> Plan | None:
 
 def describe(plan: Plan) -> str:
     """The plan as lines of text."""
-    lines, several = [], math.prod(plan["mesh"].values()) > 1
-    for role in ("target", "draft") if "draft" in plan else ("target",):
-        model = plan[role]
-        weights = f"{model['parameters']:,} parameters, {_bytes(model['weight_bytes'])}"
-        cache = f"{_bytes(model['cache_bytes_per_token_and_row'])} per token and row"
-        if several:
-            weights += f", {_bytes(model['weight_bytes_per_device'])} on each device"
-            share = _bytes(model["cache_bytes_per_device_token_and_row"])
-            cache = f"{share} per token and row on each device that has the row"
-        if sliding := model["sliding_layers"]:
-            share = f"{sliding['share_of_cache']:.0%} of it"
-            cache += f", {share} for the last {sliding['tokens']:,} tokens alone"
-        kept = ", ".join(filter(None, (model["family"], model["dtype"], model["quantize"])))
-        lines += [
-            f"{role}: {model['model']} ({kept})",
-            f"  {weights}",
-            f"  cache: {cache}",
-            f"  context: {model['max_position']:,} tokens",
-        ]
-    memory = f"{_bytes(plan['memory_bytes'])} of device memory, {HEADROOM:.0%} kept free"
-    if several:
+    several_devices = math.prod(plan["mesh"].values()) > 1
+    lines = []
+    for role in ("target", "draft"):
+        if role in plan:
+            lines += _describe_model(role, plan[role], several_devices)
+
+    memory = f"{_size(plan['memory_bytes'])} of device memory, {HEADROOM:.0%} kept free"
+    if several_devices:
         memory += f", on each of the devices of {mesh_text(plan['mesh'])}"
     batches = plan["largest_batch_by_tokens_per_row"]
     if not any(batches.values()):
@@ -162,7 +167,29 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _bytes(count: int) -> str:
+def _describe_model(role: str, model: Plan, several_devices: bool) -> list[str]:
+    weights = f"{model['parameters']:,} parameters, {_size(model['weight_bytes'])}"
+    cache = f"{_size(model['cache_bytes_per_token_and_row'])} per token and row"
+    if several_devices:
+        weights += f", {_size(model['weight_bytes_per_device'])} on each device"
+        share = _size(model["cache_bytes_per_device_token_and_row"])
+        cache = f"{share} per token and row on each device that has the row"
+    sliding = model["sliding_layers"]
+    if sliding:
+        share = f"{sliding['share_of_cache']:.0%} of it"
+        cache += f", {share} for the last {sliding['tokens']:,} tokens alone"
+
+    kinds = ", ".join(filter(None, (model["family"], model["dtype"], model["quantize"])))
+    return [
+        f"{role}: {model['model']} ({kinds})",
+        f"  {weights}",
+        f"  cache: {cache}",
+        f"  context: {model['max_position']:,} tokens",
+    ]
+
+
+def _size(count: float) -> str:
+    """A number of bytes in the largest unit that leaves it above 1."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

@@ -1,7 +1,7 @@
-"""The terminal: streamed text colored by who wrote each token, and a short summary.
+"""The terminal: streamed text, colored by who wrote each token, and a short summary.
 
-Text of models and prompts never passes rich's markup, and control characters are shown
-escaped: output cannot move the cursor or restyle the terminal.
+Text of models and prompts is never read as rich's markup, and control characters are escaped. So a
+completion cannot move the cursor or change the terminal's style.
 """
 
 from __future__ import annotations
@@ -19,17 +19,25 @@ from specjax.lm import LM
 from specjax.metrics import rates, ratio
 from specjax.runtime.generate import Generation, Piece
 
-DRAFTED, WRITTEN, PROMPT = "bold green", "bold yellow", "dim"
+# Styles of accepted draft tokens, of the target's own tokens, and of prompts.
+DRAFTED = "bold green"
+WRITTEN = "bold yellow"
+PROMPT = "dim"
 COMPILES = "compiling (first run only; later starts reuse it)"
 
 
 def printable(text: str) -> str:
     """The text with control characters (other than newline and tab) made visible."""
-    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
+    shown = []
+    for character in text:
+        if character not in "\n\t" and not character.isprintable():
+            character = repr(character)[1:-1]
+        shown.append(character)
+    return "".join(shown)
 
 
 class Terminal(Console):
-    """Standard output. A reader that has gone, e.g. ``| head``, is the program's to handle."""
+    """Standard output. A closed pipe, e.g. after ``| head``, raises BrokenPipeError."""
 
     def __init__(self):
         super().__init__(highlight=False, soft_wrap=True)
@@ -45,16 +53,16 @@ class Screen:
         self.console = console or Terminal()
         self.colored = self.console.is_terminal
         self._authors = Authors(target.tokenizer)
-        self._first = 0  # tokens that came with the first piece
+        self._first_tokens = 0  # tokens of the first piece, which the speed leaves out
 
     def prompt(self, text: str) -> None:
-        """The prompt, dimmed, only where there is a terminal."""
+        """Prints the prompt, dimmed; only on a terminal."""
         if self.colored:
             self.console.print(Text(printable(text), style=PROMPT), end="")
 
     def piece(self, piece: Piece) -> None:
-        """New tokens."""
-        self._first = self._first or len(piece.tokens)
+        """Prints new text."""
+        self._first_tokens = self._first_tokens or len(piece.tokens)
         if not self.colored:
             self.console.print(Text(printable(piece.text)), end="")
             return
@@ -63,11 +71,11 @@ class Screen:
             self.console.print(Text(printable(part), style=style), end="")
 
     def end(self) -> None:
-        """Ends one completion's text."""
+        """Ends the line of one completion."""
         self.console.print()
 
     def summary(self, generation: Generation, method: str) -> None:
-        """Speed, acceptance and the legend of colors; only where there is a terminal."""
+        """Prints speed, acceptance rate and the legend of colors; only on a terminal."""
         self.end()
         if not self.colored:
             return
@@ -79,12 +87,12 @@ class Screen:
             self.console.print(legend.append(" · ").append("target", WRITTEN))
 
     def beside_plain(self, speed: float, same: bool) -> None:
-        """One line: speed over plain decoding of the same prompt, and whether tokens agree."""
+        """Prints the speed over plain decoding, and whether both gave the same tokens."""
         tokens = "the same tokens" if same else "other tokens"
         self.console.print(f"{speed:.2f} times as fast as plain decoding, {tokens}")
 
     def _facts(self, generation: Generation, counters: dict, method: str) -> Table:
-        """Name and value of what the summary says."""
+        """The summary's lines, each a name and a value."""
         derived = rates(counters)
         ends = ", ".join(dict.fromkeys(generation.finish_reasons))
         facts = Table.grid(padding=(0, 2))
@@ -96,46 +104,51 @@ class Screen:
             facts.add_row("speed", f"{speed:.0f} tokens/s after that")
         rounds = f"{counters['rounds']}, {derived['block_efficiency']:.2f} tokens each"
         if counters["drafted"]:
-            rounds += f" of drafts of {derived['draft_length']:.1f}"
+            rounds += f", draft length {derived['draft_length']:.1f}"
         facts.add_row("rounds", rounds)
         if derived["acceptance_rate"] is not None:
-            share = f"{derived['acceptance_rate']:.0%} of {counters['tested']} tested draft tokens"
-            facts.add_row("accepted", share)
+            accepted = (
+                f"{derived['acceptance_rate']:.0%} of {counters['tested']} tested draft tokens"
+            )
+            facts.add_row("accepted", accepted)
         if generation.rewards is not None:
             facts.add_row("rewards", ", ".join(f"{score:.2f}" for score in generation.rewards[-1]))
         return facts
 
     def _speed(self, generation: Generation) -> float | None:
-        """Tokens per second of this screen's (the last) row after its first piece.
+        """Tokens per second of the shown row (the last one), after its first piece.
 
-        A first run compiles until then, and that is no speed of the method.
+        The first piece is left out, because a first run compiles until then.
         """
         whole = generation.prefill_seconds[-1] + generation.decode_seconds[-1]
-        after = whole - generation.first_token_seconds[-1]
-        return ratio(len(generation.tokens[-1]) - self._first, after)
+        seconds = whole - generation.first_token_seconds[-1]
+        return ratio(len(generation.tokens[-1]) - self._first_tokens, seconds)
 
 
-class Compiling:
-    """Says on stderr, while no text has come yet, what is waited for and for how long.
+class WaitMessage:
+    """Tells the user on stderr why no text has come yet, and for how long.
 
-    ``first``: nothing was compiled before. Others may compile too (a new model, a longer prompt),
-    so terminals always show the stopwatch, and what is ``otherwise`` done; elsewhere only a first
-    run is told.
+    A terminal always shows it, with a stopwatch, because later runs may compile, too (a new model,
+    a longer prompt). Elsewhere only a first run prints a line.
+
+    Args:
+      first: nothing was compiled before, so this run compiles.
+      text: what to show if it is not the first run.
     """
 
-    def __init__(self, first: bool, otherwise: str = "starting"):
-        self._progress = None
+    def __init__(self, first: bool, text: str = "starting"):
+        self._progress: Progress | None = None
         console = Console(stderr=True)
         if console.is_terminal:
-            columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
             self._progress = Progress(*columns, console=console, transient=True)
-            self._progress.add_task(COMPILES if first else otherwise)
+            self._progress.add_task(COMPILES if first else text)
             self._progress.start()
         elif first:
             print(COMPILES, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Takes the message away and gives the cursor back; a second call does nothing."""
+        """Removes the message and shows the cursor again. A second call does nothing."""
         if self._progress:
             self._progress.stop()
             self._progress = None

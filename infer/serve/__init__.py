@@ -1,1 +1,1 @@
-"""The server: OpenAI's protocol over rows in flight, and a page to watch them."""
+"""The server: OpenAI's protocol over HTTP, and a page to try methods on."""

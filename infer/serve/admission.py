@@ -1,4 +1,7 @@
-"""From a request's body to work: checked against the models, the server's defaults and limits."""
+"""From a request's body to a submission: checked against the models and the server's limits.
+
+It knows the models and their options, but neither HTTP nor the device's thread.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +29,30 @@ from specjax.runtime.engine import Engine
 from specjax.runtime.generate import check_draft_context, encode_prompt, make_engine
 from specjax.runtime.scheduler import Bounds
 
-ENGINES = 64  # methods bound to options that are kept
-WIDEST = 128  # tokens of a row in one pass
-TEXT_TOKENS = 16  # new tokens of a completion that does not say: OpenAI's default
+MAX_ENGINES = 64  # methods bound to options that are cached
+MAX_ROUND_TOKENS = 128  # tokens that a method passes through the model in one round
+DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
 
 
 class NoSuchModel(OptionError):
-    """Another model than the one that is served."""
+    """The request names another model than the served one."""
 
 
 class TooLong(OptionError):
-    """A prompt that the server's limits or the model's context do not hold."""
+    """A prompt exceeds the server's limit or the model's context."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Admission:
-    """What the server has loaded, and what it lets a request ask for.
+    """What the server has loaded, and what a request may ask for.
 
-    ``memory``: bytes that the rows in flight of one variant may take. ``defaults`` are options of
-    ``method``, which decodes what names no other.
+    Args:
+      name: what clients call the model.
+      method: decodes requests that name no method, with the options ``defaults``.
+      size: batch slots of each method.
+      max_prompt, max_output: tokens of a prompt and of a completion.
+      memory: bytes that the batch slots of one method may need.
+      max_rows: completions of one request.
     """
 
     target: LM
@@ -56,52 +64,51 @@ class Admission:
     max_prompt: int
     max_output: int
     memory: int
-    most_rows: int
+    max_rows: int
 
     @property
     def bounds(self) -> Bounds:
-        """What every request keeps to."""
+        """The limits that hold for every request."""
         context = self.target.config.max_position
         prompt = min(self.max_prompt, context - 1)
         return Bounds(prompt, min(prompt + self.max_output, context))
 
-    def work(self, body: Body, on_output: Callable) -> Submission:
-        """The work that a request asks for. It may take a while, for texts and templates.
+    def make_submission(self, body: Body, on_output: Callable) -> Submission:
+        """The submission that a request asks for. Long texts and templates take a while.
 
         Raises:
-          SpecjaxError: it cannot be done; one line says why.
+          SpecjaxError: a field is wrong or exceeds a limit; one line names it.
         """
         if body.model not in (None, self.name):
             raise NoSuchModel(f"model {body.model!r}: this server has {self.name!r}")
-        sampling = Sampling(
-            1.0 if body.temperature is None else body.temperature,
-            body.top_k or 0,
-            1.0 if body.top_p is None else body.top_p,
-        )
+        sampling = _sampling(body)
         self._check_scoring(body)
         variant = self._variant(body, sampling.temperature == 0)
         prompts = self._prompts(body)
-        asked = self._tokens_asked(body)
-        work = Submission(
+
+        max_tokens = _max_tokens(body)
+        budgets = [self._budget(variant.engine, len(prompt), max_tokens) for prompt in prompts]
+        seed = secrets.randbelow(SEED_MAX + 1) if body.seed is None else body.seed
+        submission = Submission(
             variant,
             prompts,
-            [self._budget(variant.engine, len(prompt), asked) for prompt in prompts],
+            budgets,
             body.n or 1,
-            secrets.randbelow(SEED_MAX + 1) if body.seed is None else body.seed,
+            seed,
             sampling,
             body.stops,
             on_output,
             scored=body.alternatives is not None,
         )
-        if work.size > self.most_rows:
-            raise OptionError(f"{work.size} completions at once: at most {self.most_rows}")
-        return work
+        if submission.size > self.max_rows:
+            raise OptionError(f"{submission.size} completions at once: at most {self.max_rows}")
+        return submission
 
     def _check_scoring(self, body: Body) -> None:
-        """Refuses what scores do not go with: they come when a row has ended."""
+        """Refuses what does not work with scores, which are computed when a row has ended."""
         echo = isinstance(body, CompletionBody) and body.echo
         if body.max_tokens == 0 and not echo:
-            raise OptionError("max_tokens=0 writes nothing: it needs echo")
+            raise OptionError("max_tokens=0 generates nothing: it needs echo")
         if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
             raise OptionError("top_logprobs needs logprobs")
         if body.stream and (echo or body.alternatives):
@@ -113,13 +120,16 @@ class Admission:
 
     def _prompts(self, body: Body) -> list[np.ndarray]:
         if isinstance(body, ChatBody):
-            return [self._encoded(self._conversation(body), "messages")]
-        best_of = body.best_of if isinstance(body, CompletionBody) else None
-        if best_of not in (None, body.n or 1):
-            raise OptionError(f"best_of={best_of}: expected n, for nothing is ranked; leave it out")
-        return [self._encoded(prompt, "prompt") for prompt in body.prompts]
+            return [self._encode(self._chat_ids(body), "messages")]
+        assert isinstance(body, CompletionBody)  # there are two kinds
+        if body.best_of not in (None, body.n or 1):
+            raise OptionError(
+                f"best_of={body.best_of}: expected n, completions are not ranked; leave it out"
+            )
+        return [self._encode(prompt, "prompt") for prompt in body.prompts]
 
-    def _conversation(self, body: ChatBody) -> list[int]:
+    def _chat_ids(self, body: ChatBody) -> list[int]:
+        """The token ids of a conversation, through the model's chat template."""
         tokenizer = self.target.tokenizer
         if not tokenizer.chats:
             raise OptionError("this model has no chat template: use /v1/completions")
@@ -127,60 +137,64 @@ class Admission:
         text = tokenizer.apply_chat(messages, body.chat_template_kwargs)
         return tokenizer.encode(text, False)
 
-    def _encoded(self, prompt: str | list[int], name: str) -> np.ndarray:
+    def _encode(self, prompt: str | list[int], field: str) -> np.ndarray:
         if isinstance(prompt, str):
             prompt = self.target.tokenizer.encode(prompt)
         if len(prompt) > self.bounds.prompt:
-            raise TooLong(f"{name} has {len(prompt)} tokens: at most {self.bounds.prompt}")
-        return encode_prompt(self.target, prompt, name)
+            raise TooLong(f"{field} has {len(prompt)} tokens: at most {self.bounds.prompt}")
+        return encode_prompt(self.target, prompt, field)
 
-    def _tokens_asked(self, body: Body) -> int | None:
-        if not isinstance(body, ChatBody):
-            return TEXT_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
-        newer, older = body.max_completion_tokens, body.max_tokens
-        return older if newer is None else newer
+    def _budget(self, engine: Engine, length: int, max_tokens: int | None) -> int:
+        """New tokens of a prompt of ``length``; None asks for as many as the limits allow."""
+        context = self.target.config.max_position
+        shortest = context
+        if engine.draft:
+            shortest = min(context, engine.draft.config.max_position)
+        if max_tokens is None:
+            max_tokens = max(1, min(self.max_output, shortest - length))
 
-    def _budget(self, engine: Engine, length: int, asked: int | None) -> int:
-        """New tokens of a prompt; where nothing is said, as many as there may be."""
-        models = [engine.target, *([engine.draft] if engine.draft else [])]
-        context = min(model.config.max_position for model in models)
-        if asked is None:
-            asked = max(1, min(self.max_output, context - length))
-        if asked > self.max_output:
-            raise OptionError(f"max_tokens={asked}: at most {self.max_output}")
-        if length + asked > self.target.config.max_position:
+        if max_tokens > self.max_output:
+            raise OptionError(f"max_tokens={max_tokens}: at most {self.max_output}")
+        if length + max_tokens > context:
             raise TooLong(
-                f"{length} tokens and {asked} to come: "
-                f"the context holds {self.target.config.max_position}"
+                f"{length} prompt tokens and {max_tokens} new ones: the context holds {context}"
             )
         if engine.draft:
-            check_draft_context(engine.draft, length, asked)
-        return asked
+            check_draft_context(engine.draft, length, max_tokens)
+        return max_tokens
 
     # --- methods -------------------------------------------------------------------------------
 
     def _variant(self, body: Body, greedy: bool) -> Variant:
+        """The method that a request asks for, with its options."""
         name = body.method or self.method
-        options = dict(self.defaults) if name == self.method else {}
+        options: dict[str, Any] = {}
+        if name == self.method:
+            options |= self.defaults
         options |= body.options or {}
-        items = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in options.items())
-        own = body.wants_logprobs and body.alternatives is None  # scores hold them, too
-        return Variant(name, self._engine(name, items, greedy), own)
+        for key, value in options.items():
+            if isinstance(value, list):  # the cache of engines needs values that hash
+                options[key] = tuple(value)
+        items = tuple(options.items())
+        # Scores bring the log-probabilities of the tokens along.
+        logprobs = body.wants_logprobs and body.alternatives is None
+        return Variant(name, self._engine(name, items, greedy), logprobs)
 
     @functools.cached_property
     def _engine(self) -> Callable[[str, Hashable, bool], Engine]:
-        """The engine of a method, its options and kind of sampling; the last ones are kept."""
-        return functools.lru_cache(ENGINES, typed=True)(self._make_engine)
+        """:meth:`_make_engine`, with a cache of the last results."""
+        # typed: 1, 1.0 and True are equal, but not the same option value.
+        return functools.lru_cache(MAX_ENGINES, typed=True)(self._make_engine)
 
     def _make_engine(self, name: str, options: tuple, greedy: bool) -> Engine:
         spec: MethodSpec = method(name)
         if spec.needs_reward:
             raise OptionError(f"method {name} needs a reward, and this server has none")
         engine = make_engine(self.target, self.draft, spec, dict(options), greedy)
-        if engine.method.round_positions > WIDEST:
+        if engine.method.round_positions > MAX_ROUND_TOKENS:
             raise OptionError(
-                f"method {name} with these options is {engine.method.round_positions} tokens wide: "
-                f"at most {WIDEST}"
+                f"method {name} with these options needs {engine.method.round_positions} tokens "
+                f"per round: at most {MAX_ROUND_TOKENS}"
             )
         needed = self._bytes(engine)
         if needed > self.memory:
@@ -191,10 +205,29 @@ class Admission:
         return engine
 
     def _bytes(self, engine: Engine) -> int:
-        """What the rows in flight take at the most; nothing is computed."""
+        """Bytes that all batch slots of a method need at most; nothing is computed."""
         capacity = bucket(self.bounds.total + engine.method.round_positions)
         tokens = jax.ShapeDtypeStruct((self.size, capacity), jnp.int32)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.size))
         empty = loop.empty_state(engine.method, True)
         state = jax.eval_shape(empty, engine.inputs(Sampling(), self.size), tokens, keys)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def _sampling(body: Body) -> Sampling:
+    """A request's sampling; OpenAI's default is temperature 1."""
+    temperature = 1.0 if body.temperature is None else body.temperature
+    top_p = 1.0 if body.top_p is None else body.top_p
+    return Sampling(temperature, body.top_k or 0, top_p)
+
+
+def _max_tokens(body: Body) -> int | None:
+    """The number of new tokens that a request asks for; None leaves it to the server's limits."""
+    if isinstance(body, ChatBody):
+        if body.max_completion_tokens is not None:
+            return body.max_completion_tokens
+        return body.max_tokens  # OpenAI's former name for it
+    if body.max_tokens is None:
+        return DEFAULT_MAX_TOKENS
+    # An echo alone asks for 0, but every row decodes at least one token.
+    return max(1, body.max_tokens)

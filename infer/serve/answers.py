@@ -1,15 +1,21 @@
-"""Pieces of rows as OpenAI's objects: completions and chats, whole or in chunks."""
+"""Builds OpenAI's response objects, for completions and chats, whole or as stream chunks.
+
+It turns pieces of rows into dicts. It does not know HTTP, threads or the device.
+
+Axis legend: T tokens of a row, K alternatives to a token.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from infer.authors import Authors
+from infer.authors import Authors, Run
 from infer.scoring import PromptScores
 from infer.serve.engine_thread import Submission
 from infer.serve.schemas import Body, ChatBody
@@ -20,178 +26,266 @@ from specjax.text.tokenizer import Tokenizer
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 COUNTERS = ("drafted", "tested", "accepted", "emitted", "rounds", "target_calls", "draft_calls")
-# Of an id that no tokenizer knows: JSON has no infinity.
-FLOOR = -9999.0
+# Stands for the log-probability -inf, e.g. of an id above the tokenizer's: JSON has no infinity.
+LOWEST_LOGPROB = -9999.0
 
 Object = dict[str, Any]
+Alternative = tuple[str, float]  # a token's text and its log-probability in nats
 
 
 class Answer:
-    """One request's answer, as its pieces come."""
+    """The answer to one request, built from pieces as they come."""
 
-    def __init__(self, work: Submission, body: Body, model: str):
-        self._work, self._model, self._body = work, model, body
+    def __init__(self, submission: Submission, body: Body, model: str):
+        self._submission = submission
+        self._body = body
+        self._model = model
+
         self._chat = isinstance(body, ChatBody)
-        self._id = ("chatcmpl-" if self._chat else "cmpl-") + uuid.uuid4().hex
+        prefix = "chatcmpl" if self._chat else "cmpl"
+        self._id = f"{prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._tokenizer: Tokenizer = work.variant.engine.target.tokenizer
-        self._rows: list[Generation | None] = [None] * work.size
-        self._scores: list[PromptScores | None] = [None] * work.size
+        self._tokenizer: Tokenizer = submission.variant.engine.target.tokenizer
+
+        # By row: its generation and scores once it has ended, and who wrote its text.
+        size = submission.size
+        self._rows: list[Generation | None] = [None] * size
+        self._scores: list[PromptScores | None] = [None] * size
+        self._authors: list[Authors] | None = None
+        if body.origins:
+            self._authors = [Authors(self._tokenizer) for _ in range(size)]
+        self._origins: list[list] = [[] for _ in range(size)]
+        self._offsets = [0] * size  # where the next token's text begins
+        self._begun: set[int] = set()  # rows that have sent a chunk
+
         self._echo = not self._chat and bool(body.echo)
-        self._silent = body.max_tokens == 0  # a token was written for nothing
-        self._authors = [Authors(self._tokenizer) for _ in self._rows] if body.origins else None
-        self._runs: list[list] = [[] for _ in self._rows]
-        self._offsets = [0] * work.size
-        self._begun: set[int] = set()
-        self._first = self._last = 0.0
-        self._early = 0  # tokens that came with the first pieces
+        # With max_tokens=0 one token is decoded all the same, and not shown.
+        self._hide_completion = body.max_tokens == 0
+
+        self._first_time = 0.0
+        self._last_time = 0.0
+        self._first_tokens = 0  # tokens of the first piece, which the speed leaves out
 
     @property
     def complete(self) -> bool:
         """Whether every row has ended."""
         return all(self._rows)
 
-    def take(self, number: int, piece: Piece) -> Object | None:
-        """The chunk that a piece makes; None where it shows nothing new."""
-        self._last = time.perf_counter()
-        if not self._first:
-            self._first, self._early = self._last, len(piece.tokens)
-        runs = self._authors[number].runs(piece) if self._authors else None
-        if runs:
-            self._runs[number] += [[text, _author(origin)] for text, origin in runs]
+    # --- the objects that a client gets --------------------------------------------------------
+
+    def add_piece(self, number: int, piece: Piece) -> Object | None:
+        """Adds a row's next piece; returns its stream chunk, or None if it shows nothing new."""
+        self._last_time = time.perf_counter()
+        if not self._first_time:
+            self._first_time = self._last_time
+            self._first_tokens = len(piece.tokens)
+
+        origins = None
+        if self._authors:
+            origins = _origins(self._authors[number].runs(piece))
+            self._origins[number] += origins
         self._rows[number] = piece.row
         self._scores[number] = getattr(piece, "scores", None)
+
         if not (piece.text or piece.finish_reason or piece.logprobs is not None):
             return None
-        delta = {"content": piece.text}
-        if number not in self._begun:
-            self._begun.add(number)
-            delta = {"role": "assistant"} | delta
-        said = {"delta": delta} if self._chat else {"text": piece.text}
-        choice = self._choice(number, said, piece.tokens, piece.logprobs, piece.finish_reason)
-        if runs is not None:
-            choice["origins"] = [[text, _author(origin)] for text, origin in runs]
-        return self._object([choice], chunk=True)
+        content = self._delta(number, piece.text)
+        choice = self._choice(number, content, piece.tokens, piece.logprobs, piece.finish_reason)
+        if origins is not None:
+            choice["origins"] = origins
+        return self._response([choice], chunk=True)
 
-    def whole(self) -> Object:
+    def full_response(self) -> Object:
         """The answer to a request that does not stream."""
-        choices = []
-        for number, row in enumerate(self._rows):
-            text = "" if self._silent else row.text[0]
-            if self._echo:
-                text = self._prompt(number) + text
-            said = {"message": {"role": "assistant", "content": text}}
-            said = said if self._chat else {"text": text}
-            logprobs = row.logprobs and row.logprobs[0]
-            self._offsets[number] = 0
-            reason = "length" if self._silent else row.finish_reasons[0]
-            choice = self._choice(number, said, row.tokens[0], logprobs, reason)
-            if self._scores[number] is not None:
-                choice["logprobs"] = self._alternatives(number)
-            if self._authors:
-                choice["origins"] = [] if self._silent else self._runs[number]
-            choices.append(choice)
-        return self._object(choices, chunk=False) | {"usage": self._usage()}
+        choices = [self._full_choice(number) for number in range(len(self._rows))]
+        return self._response(choices, chunk=False) | {"usage": self._usage()}
 
-    def last(self) -> Object | None:
-        """The chunk after all others, with the usage, where it was asked for."""
+    def usage_chunk(self) -> Object | None:
+        """The last chunk of a stream, with the usage; None unless the request asked for it."""
         options = self._body.stream_options
         if not (options and options.include_usage):
             return None
-        return self._object([], chunk=True) | {"usage": self._usage()}
+        return self._response([], chunk=True) | {"usage": self._usage()}
 
-    def _object(self, choices: list[Object], chunk: bool) -> Object:
+    # --- parts of those objects ----------------------------------------------------------------
+
+    def _response(self, choices: list[Object], chunk: bool) -> Object:
         kind = "text_completion"
         if self._chat:
             kind = "chat.completion.chunk" if chunk else "chat.completion"
-        head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
-        return head | {"choices": choices}
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
 
-    def _choice(self, number, said: Object, tokens, logprobs, reason: str | None) -> Object:
-        shown = None if logprobs is None else self._logprobs(number, tokens, logprobs)
+    def _delta(self, number: int, text: str) -> Object:
+        """The text of a chunk; a chat's first one names the role."""
+        if not self._chat:
+            return {"text": text}
+        if number in self._begun:
+            return {"delta": {"content": text}}
+        self._begun.add(number)
+        return {"delta": {"role": "assistant", "content": text}}
+
+    def _full_choice(self, number: int) -> Object:
+        row = self._rows[number]
+        text = row.text[0]
+        reason = row.finish_reasons[0]
+        if self._hide_completion:
+            text = ""
+            reason = "length"
+        if self._echo:
+            text = self._prompt_text(number) + text
+
+        content = {"text": text}
+        if self._chat:
+            content = {"message": {"role": "assistant", "content": text}}
+        logprobs = row.logprobs and row.logprobs[0]
+        self._offsets[number] = 0  # pieces have moved it to the end
+        choice = self._choice(number, content, row.tokens[0], logprobs, reason)
+
+        if self._scores[number] is not None:
+            choice["logprobs"] = self._scored_logprobs(number)
+        if self._authors:
+            choice["origins"] = [] if self._hide_completion else self._origins[number]
+        return choice
+
+    def _choice(
+        self,
+        number: int,
+        content: Object,
+        tokens: np.ndarray,
+        logprobs: np.ndarray | None,
+        reason: str | None,
+    ) -> Object:
+        shown = None
+        if logprobs is not None:
+            shown = self._logprobs(number, tokens, logprobs)
         rest = {"logprobs": shown, "finish_reason": REASONS.get(reason)}
-        return {"index": number} | said | rest
+        return {"index": number} | content | rest
+
+    def _prompt_text(self, number: int) -> str:
+        """A row's prompt as it was sent; token ids are decoded."""
+        prompt = self._body.prompts[number // self._submission.samples]
+        if isinstance(prompt, str):
+            return prompt
+        return self._tokenizer.decode(prompt)
+
+    def _token_texts(self, tokens: Sequence[int]) -> list[str]:
+        return [self._tokenizer.decode([token], False) for token in tokens]
+
+    # --- log-probabilities ---------------------------------------------------------------------
 
     def _logprobs(self, number: int, tokens: np.ndarray, logprobs: np.ndarray) -> Object:
-        """Of the written tokens under the unwarped target, in nats."""
-        texts = [self._tokenizer.decode([token], False) for token in tokens]
+        """Log-probabilities of generated tokens under the unwarped target, in nats."""
+        texts = self._token_texts(tokens)
         values = [float(value) for value in logprobs]
         if self._chat:
-            return self._chat_logprobs(texts, values, [[]] * len(texts))
+            return _chat_logprobs(texts, values, [[]] * len(texts))
+
         offsets = []
         for text in texts:
             offsets.append(self._offsets[number])
             self._offsets[number] += len(text)
-        shape = {"tokens": texts, "token_logprobs": values, "top_logprobs": None}
-        return shape | {"text_offset": offsets}
-
-    def _chat_logprobs(self, texts, values, tops) -> Object:
-        def entry(text: str, value: float) -> Object:
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
-
-        content = [
-            entry(text, value) | {"top_logprobs": [entry(*other) for other in top]}
-            for text, value, top in zip(texts, values, tops, strict=True)
-        ]
-        return {"content": content, "refusal": None}
-
-    def _prompt(self, number: int) -> str:
-        """A row's prompt as it was sent; token ids as their text."""
-        prompt = self._body.prompts[number // self._work.samples]
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
-
-    def _alternatives(self, number: int) -> Object:
-        """Log-probabilities with what else might have stood there, of the prompt with ``echo``."""
-        row, scores = self._rows[number], self._scores[number]
-        prompt = self._work.prompts[number // self._work.samples]
-        written = row.tokens[0][:0] if self._silent else row.tokens[0]
-        ids = [*prompt, *written]
-        most = self._body.alternatives
-        # The first token stands after nothing: it has no probability.
-        values = [None, *(max(float(x), FLOOR) for x in scores.log_probs[: len(ids) - 1])]
-        tops = [None, *(self._top(scores, at, most) for at in range(len(ids) - 1))]
-        shown = slice(0 if self._echo else len(prompt), None)
-        texts = [self._tokenizer.decode([token], False) for token in ids[shown]]
-        values, tops = values[shown], tops[shown]
-        if self._chat:
-            return self._chat_logprobs(texts, values, tops)
-        # As OpenAI has it the token itself is among its alternatives.
-        named = [
-            None if top is None else dict([(text, value), *reversed(top)])
-            for text, value, top in zip(texts, values, tops, strict=True)
-        ]
-        shape = {"tokens": texts, "token_logprobs": values}
-        shape["top_logprobs"] = named if most else None
-        starts = itertools.accumulate(map(len, texts), initial=0)
-        return shape | {"text_offset": list(starts)[:-1]}
-
-    def _top(self, scores: PromptScores, at: int, most: int) -> list[tuple[str, float]]:
-        """The most likely tokens at a place, with their log-probabilities, in falling order."""
-        each = zip(scores.top_ids[at, :most], scores.top_log_probs[at, :most], strict=True)
-        finite = [(token, float(value)) for token, value in each if np.isfinite(value)]
-        return [(self._tokenizer.decode([token], False), value) for token, value in finite]
-
-    def _usage(self) -> Object:
-        """Tokens as OpenAI counts them, and what decoding them took."""
-        each = self._work.samples
-        prompts = sum(row.prompt_tokens[0] for row in self._rows[::each])
-        written = 0 if self._silent else sum(len(row.tokens[0]) for row in self._rows)
-        cached = sum(row.cached_tokens[0] for row in self._rows[::each])
         return {
-            "prompt_tokens": prompts,
-            "completion_tokens": written,
-            "total_tokens": prompts + written,
-            "prompt_tokens_details": {"cached_tokens": cached},
-            "decoding": self._decoding(written),
+            "tokens": texts,
+            "token_logprobs": values,
+            "top_logprobs": None,
+            "text_offset": offsets,
         }
 
-    def _decoding(self, written: int) -> Object:
+    def _scored_logprobs(self, number: int) -> Object:
+        """Log-probabilities with alternatives, of the completion and, with ``echo``, the prompt."""
+        scores = self._scores[number]
+        prompt = self._submission.prompt_of(number)
+        completion = self._rows[number].tokens[0]
+        if self._hide_completion:
+            completion = completion[:0]
+        ids = [*prompt, *completion]
+
+        # The first token has nothing before it, so it has no probability.
+        values: list[float | None] = [None]
+        tops: list[list[Alternative] | None] = [None]
+        for at in range(len(ids) - 1):
+            values.append(max(float(scores.log_probs[at]), LOWEST_LOGPROB))
+            tops.append(self._alternatives(scores, at))
+
+        if not self._echo:
+            ids = ids[len(prompt) :]
+            values = values[len(prompt) :]
+            tops = tops[len(prompt) :]
+        texts = self._token_texts(ids)
+        if self._chat:
+            return _chat_logprobs(texts, values, tops)
+        return self._text_logprobs(texts, values, tops)
+
+    def _text_logprobs(
+        self,
+        texts: list[str],
+        values: list[float | None],
+        tops: list[list[Alternative] | None],
+    ) -> Object:
+        """``logprobs`` of a completion, with its alternatives as a dict from text to value."""
+        by_text: list[dict[str, float] | None] = []
+        for text, value, top in zip(texts, values, tops, strict=True):
+            if top is None:
+                by_text.append(None)
+                continue
+            # OpenAI lists the token itself, too. Of ids with the same text the likeliest stays.
+            alternatives = {text: value}
+            alternatives.update(reversed(top))
+            by_text.append(alternatives)
+
+        ends = list(itertools.accumulate(map(len, texts), initial=0))
+        return {
+            "tokens": texts,
+            "token_logprobs": values,
+            "top_logprobs": by_text if self._body.alternatives else None,
+            "text_offset": ends[:-1],
+        }
+
+    def _alternatives(self, scores: PromptScores, at: int) -> list[Alternative]:
+        """The most likely tokens at a position, in falling order."""
+        count = self._body.alternatives
+        ids = scores.top_ids[at, :count]
+        values = scores.top_log_probs[at, :count]
+        alternatives = []
+        for token, value in zip(ids, values, strict=True):
+            if np.isfinite(value):
+                alternatives.append((self._tokenizer.decode([token], False), float(value)))
+        return alternatives
+
+    # --- usage ---------------------------------------------------------------------------------
+
+    def _usage(self) -> Object:
+        """Tokens as OpenAI counts them, and how decoding went."""
+        samples = self._submission.samples
+        first_samples = self._rows[::samples]  # a prompt counts once, not per sample
+        prompt_tokens = sum(row.prompt_tokens[0] for row in first_samples)
+        cached_tokens = sum(row.cached_tokens[0] for row in first_samples)
+        new_tokens = 0
+        if not self._hide_completion:
+            new_tokens = sum(len(row.tokens[0]) for row in self._rows)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": new_tokens,
+            "total_tokens": prompt_tokens + new_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            "decoding": self._decoding(new_tokens),
+        }
+
+    def _decoding(self, new_tokens: int) -> Object:
+        """Counters and rates, over all rows; times in seconds since the request arrived."""
         counters = {name: sum(int(row.stats[name][0]) for row in self._rows) for name in COUNTERS}
         derived = rates(counters)
-        after = self._last - self._first
+        arrived = self._submission.arrived
+        seconds_after_first = self._last_time - self._first_time
         return {
-            "method": self._work.variant.name,
-            "seed": self._work.seed,
+            "method": self._submission.variant.name,
+            "seed": self._submission.seed,
             "acceptance_rate": derived["acceptance_rate"],
             "target_passes": counters["target_calls"],
             "draft_passes": counters["draft_calls"],
@@ -200,11 +294,34 @@ class Answer:
             "tested": counters["tested"],
             "accepted": counters["accepted"],
             "rounds": counters["rounds"],
-            "seconds": self._last - self._work.arrived,
-            "first_token_seconds": self._first - self._work.arrived,
-            "tokens_per_second": ratio(written - self._early, after),
+            "seconds": self._last_time - arrived,
+            "first_token_seconds": self._first_time - arrived,
+            "tokens_per_second": ratio(new_tokens - self._first_tokens, seconds_after_first),
         }
 
 
-def _author(origin: int) -> str:
-    return "draft" if origin == FROM_DRAFT else "target"
+def _chat_logprobs(
+    texts: list[str],
+    values: Sequence[float | None],
+    tops: Sequence[list[Alternative] | None],
+) -> Object:
+    """``logprobs`` of a chat message, with up to K alternatives per token."""
+    content = []
+    for text, value, top in zip(texts, values, tops, strict=True):
+        entry = _chat_token(text, value)
+        entry["top_logprobs"] = [_chat_token(*alternative) for alternative in top]
+        content.append(entry)
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(text: str, value: float | None) -> Object:
+    return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+
+def _origins(runs: Sequence[Run]) -> list[list[str]]:
+    """Runs of text as JSON: pairs of a text and its author, ``draft`` or ``target``."""
+    origins = []
+    for text, origin in runs:
+        author = "draft" if origin == FROM_DRAFT else "target"
+        origins.append([text, author])
+    return origins

@@ -1,4 +1,9 @@
-"""The HTTP side: routes, limits and errors, between the scheduler and its clients."""
+"""The HTTP side: routes, limits and errors.
+
+Handlers run in the event loop. They make a submission of a body (:mod:`infer.serve.admission`),
+hand it to the engine's thread, and send what comes back (:mod:`infer.serve.answers`). If a client
+goes away, its submission is canceled.
+"""
 
 from __future__ import annotations
 
@@ -18,56 +23,68 @@ from starlette.requests import ClientDisconnect
 from infer.serve.admission import Admission, NoSuchModel, TooLong
 from infer.serve.answers import Answer
 from infer.serve.engine_thread import Closed, EngineThread, QueueFull, Submission
-from infer.serve.meter import PrometheusMetrics
+from infer.serve.metrics import PrometheusMetrics
 from infer.serve.schemas import Body, ChatBody, CompletionBody, read
 from specjax._util.errors import SpecjaxError, one_line
 from specjax.runtime.output import Piece
 
-BODY_SECONDS = 30.0  # for a client to send its request in
-THROWN_AWAY = 32  # times the largest body: so much is read so that a client hears why, no more
-GONE = 499  # nobody reads this answer
-# The page is one file: whatever else it would load is refused by the browser.
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-POLICY += "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-PAGE_HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+BODY_SECONDS = 30.0  # a client must send its request within this time
+# Of a body that is too large, up to this many times the limit is read and dropped: a client that
+# is still sending would not see the error.
+MAX_DISCARDED = 32
+CLIENT_LEFT = 499  # nobody reads this status; the metrics count it
+# The browser refuses to load anything else than the page, which is one file.
+CONTENT_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+PAGE_HEADERS = {"Content-Security-Policy": CONTENT_POLICY, "X-Content-Type-Options": "nosniff"}
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class Refusal(Exception):
-    """An answer that is an error, in OpenAI's form."""
+    """An error answer in OpenAI's form; ``headers`` are HTTP headers with _ for -."""
 
     def __init__(self, status: int, message: object, code: str | None = None, **headers: str):
-        self.status, self.message, self.code = status, one_line(message), code
+        self.status = status
+        self.message = one_line(message)
+        self.code = code
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
     @property
     def object(self) -> dict[str, Any]:
-        usual = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = KINDS.get(self.status, usual)
-        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {
+            "message": self.message,
+            "type": ERROR_TYPES.get(self.status, default),
+            "param": None,
+            "code": self.code,
+        }
+        return {"error": error}
 
     def response(self) -> Response:
-        return answer_json(self.object, self.status, self.headers)
+        return json_response(self.object, self.status, self.headers)
 
 
-class Ticket:
-    """What a request waits at: pieces from the scheduler's thread, and that its client has left."""
+class OutputQueue:
+    """Carries one submission's pieces from the device's thread into the event loop."""
 
     def __init__(self):
         self._loop = asyncio.get_running_loop()
+        # None: the client went away.
         self._events: asyncio.Queue[tuple[int, Piece | Exception] | None] = asyncio.Queue()
 
     def on_output(self, number: int, piece: Piece | Exception) -> None:
-        """Called in the scheduler's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and its clients with it
+        """Adds a piece; called in the device's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and so are its connections
             self._loop.call_soon_threadsafe(self._events.put_nowait, (number, piece))
 
-    def leave(self, *_: object) -> None:
-        """Called in the event loop: there is nobody to wait any more."""
+    def client_left(self, *_: object) -> None:
+        """Ends :meth:`pieces`; called in the event loop."""
         self._events.put_nowait(None)
 
     async def pieces(self, answer: Answer) -> AsyncIterator[tuple[int, Piece]]:
-        """The answer's pieces until it is complete, or its client has left.
+        """Row numbers and pieces, until the answer is complete or its client went away.
 
         Raises:
           Refusal: decoding failed.
@@ -83,51 +100,52 @@ class Ticket:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events that end with their client: ``leave`` is called in any case."""
+    """Server-sent events; ``cancel`` is called when they end, or when the client goes away."""
 
-    def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], None]):
+    def __init__(self, events: AsyncIterator[bytes], cancel: Callable[[], None]):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._leave = leave
+        self._cancel = cancel
 
     async def __call__(self, scope, receive, send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._leave()
+            self._cancel()
 
 
 class Server:
-    """The routes' functions, and what they share."""
+    """The handlers of all routes."""
 
     def __init__(
         self,
         admission: Admission,
-        scheduler: EngineThread,
-        meter: PrometheusMetrics,
-        most_bytes: int,
-        key: str | None,
+        engine: EngineThread,
+        metrics: PrometheusMetrics,
+        max_body: int,
+        api_key: str | None,
     ):
-        self.admission, self._scheduler, self._meter = admission, scheduler, meter
-        self._most_bytes, self._key = most_bytes, key
+        self.admission = admission
+        self._engine = engine
+        self._metrics = metrics
+        self._max_body = max_body
+        self._api_key = api_key
 
     def app(self) -> FastAPI:
         """The application."""
-        # Its pages of documentation would load scripts from elsewhere.
+        # FastAPI's pages of documentation would load scripts from other sites.
         app = FastAPI(title="specjax", openapi_url=None, docs_url=None, redoc_url=None)
-        known = [Depends(self._know)]
+        with_key = [Depends(self._check_key)]
         add = app.add_api_route
-        add("/v1/completions", self._completions, methods=["POST"], dependencies=known)
-        add("/v1/chat/completions", self._chats, methods=["POST"], dependencies=known)
-        add("/v1/models", self._models, dependencies=known)
-        add("/v1/models/{name:path}", self._model, dependencies=known)
-        add("/metrics", self._metrics, dependencies=known)
+        add("/v1/completions", self._completions, methods=["POST"], dependencies=with_key)
+        add("/v1/chat/completions", self._chats, methods=["POST"], dependencies=with_key)
+        add("/v1/models", self._list_models, dependencies=with_key)
+        add("/v1/models/{name:path}", self._show_model, dependencies=with_key)
+        add("/metrics", self._show_metrics, dependencies=with_key)
         add("/health", self._health)
         add("/", self._page)
-        app.add_exception_handler(Refusal, self._refuse)
-        app.add_exception_handler(SpecjaxError, self._refuse)
-        app.add_exception_handler(HTTPException, self._refuse)
-        app.add_exception_handler(Exception, self._refuse)
+        for kind in (Refusal, SpecjaxError, HTTPException, Exception):
+            app.add_exception_handler(kind, self._refuse)
         return app
 
     # --- routes --------------------------------------------------------------------------------
@@ -138,114 +156,132 @@ class Server:
     async def _chats(self, request: Request) -> Response:
         return await self._answer(request, ChatBody)
 
-    async def _models(self) -> Response:
-        return answer_json({"object": "list", "data": [self._described()]})
+    async def _list_models(self) -> Response:
+        return json_response({"object": "list", "data": [self._model()]})
 
-    async def _model(self, name: str) -> Response:
+    async def _show_model(self, name: str) -> Response:
         if name != self.admission.name:
             raise NoSuchModel(f"model {name!r}: this server has {self.admission.name!r}")
-        return answer_json(self._described())
+        return json_response(self._model())
 
-    async def _metrics(self) -> Response:
-        return Response(self._meter.page(), media_type="text/plain; version=0.0.4")
+    async def _show_metrics(self) -> Response:
+        return Response(self._metrics.page(), media_type="text/plain; version=0.0.4")
 
     async def _health(self) -> Response:
-        if not self._scheduler.alive:
+        if not self._engine.alive:
             raise Refusal(503, "the device's thread has ended; restart the server")
-        return answer_json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def _page(self) -> Response:
         page = resources.files("infer.serve").joinpath("page.html").read_bytes()
         return Response(page, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
-    def _described(self) -> dict[str, Any]:
-        mine = self.admission
+    def _model(self) -> dict[str, Any]:
+        """The served model, as OpenAI describes one, and the defaults and limits of requests."""
+        admission = self.admission
         return {
-            "id": mine.name,
+            "id": admission.name,
             "object": "model",
             "created": 0,
             "owned_by": "specjax",
-            "method": mine.method,
-            "draft": mine.draft.source if mine.draft else None,
-            "max_prompt_tokens": mine.bounds.prompt,
-            "max_output_tokens": mine.max_output,
+            "method": admission.method,
+            "draft": admission.draft.source if admission.draft else None,
+            "max_prompt_tokens": admission.bounds.prompt,
+            "max_output_tokens": admission.max_output,
         }
 
-    # --- an answer -----------------------------------------------------------------------------
+    # --- completions and chats -----------------------------------------------------------------
 
     async def _answer(self, request: Request, kind: type[Body]) -> Response:
-        body = read(kind, await self._data(request))
-        ticket = Ticket()
-        work = await asyncio.to_thread(self.admission.work, body, ticket.on_output)
-        answer = Answer(work, body, self.admission.name)
-        self._submit(work)
+        body = read(kind, await self._read_body(request))
+        output = OutputQueue()
+        # Long texts and templates take a while, and the event loop must not wait for them.
+        submission = await asyncio.to_thread(self.admission.make_submission, body, output.on_output)
+        answer = Answer(submission, body, self.admission.name)
+        self._submit(submission)
 
-        def leave() -> None:
+        def cancel() -> None:
             if not answer.complete:
-                self._scheduler.leave(work)
+                self._engine.cancel(submission)
 
         if body.stream:
-            self._meter.answered(request.url.path, 200)
-            return EventStream(_events(ticket, answer), leave)
-        watch = asyncio.create_task(_left(request))
-        watch.add_done_callback(ticket.leave)
-        try:
-            async for number, piece in ticket.pieces(answer):
-                answer.take(number, piece)
-        finally:
-            watch.cancel()
-            leave()
-        status = 200 if answer.complete else GONE
-        self._meter.answered(request.url.path, status)
-        if not answer.complete:
-            return Response(status_code=GONE)
-        return answer_json(await asyncio.to_thread(answer.whole))  # long echoes take a while
+            self._metrics.answered(request.url.path, 200)
+            return EventStream(_events(output, answer), cancel)
 
-    def _submit(self, work: Submission) -> None:
+        disconnect = asyncio.create_task(_wait_for_disconnect(request))
+        disconnect.add_done_callback(output.client_left)
         try:
-            self._scheduler.submit(work)
+            async for number, piece in output.pieces(answer):
+                answer.add_piece(number, piece)
+        finally:
+            disconnect.cancel()
+            cancel()
+
+        status = 200 if answer.complete else CLIENT_LEFT
+        self._metrics.answered(request.url.path, status)
+        if not answer.complete:
+            return Response(status_code=CLIENT_LEFT)
+        # Echoes of long prompts take a while to build.
+        return json_response(await asyncio.to_thread(answer.full_response))
+
+    def _submit(self, submission: Submission) -> None:
+        try:
+            self._engine.submit(submission)
         except QueueFull:
-            said = "too many requests wait; try again in a moment"
-            raise Refusal(429, said, "queue_full", retry_after="1") from None
+            message = "too many requests wait; try again in a moment"
+            raise Refusal(429, message, "queue_full", retry_after="1") from None
         except Closed:
             raise Refusal(503, "the server is about to end") from None
 
-    async def _data(self, request: Request) -> bytes:
-        """The body, if it is JSON of a size in reason."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # which no page of another site may send
+    async def _read_body(self, request: Request) -> bytes:
+        """The request's body.
+
+        Raises:
+          Refusal: it is not declared as JSON, is larger than ``max_body``, or comes too slowly.
+        """
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        # Pages of other sites cannot send this type without the server's consent.
+        if content_type != "application/json":
             raise Refusal(415, "expected a body of JSON, and Content-Type: application/json")
-        most, size, data = self._most_bytes, 0, bytearray()
+
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size <= most:
-                        data += chunk
-                    elif size > THROWN_AWAY * most:
-                        break
+                data, size = await self._receive(request)
         except TimeoutError:
-            said = f"the body did not come within {BODY_SECONDS:g} s"
-            raise Refusal(408, said, connection="close") from None
+            message = f"the body did not come within {BODY_SECONDS:g} s"
+            raise Refusal(408, message, connection="close") from None
         except ClientDisconnect:
-            raise Refusal(GONE, "the client has left") from None
-        if size > most:
-            said = f"the body is larger than {most} bytes"
-            raise Refusal(413, said, "body_too_large", connection="close")
-        return bytes(data)
+            raise Refusal(CLIENT_LEFT, "the client has left") from None
 
-    async def _know(self, request: Request) -> None:
-        """Lets in who has the key, where there is one."""
-        if self._key is None:
+        if size > self._max_body:
+            message = f"the body is larger than {self._max_body} bytes"
+            raise Refusal(413, message, "body_too_large", connection="close")
+        return data
+
+    async def _receive(self, request: Request) -> tuple[bytes, int]:
+        """The body up to ``max_body``, and how many bytes came."""
+        size = 0
+        data = bytearray()
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= self._max_body:
+                data += chunk
+            elif size > MAX_DISCARDED * self._max_body:
+                break
+        return bytes(data), size
+
+    async def _check_key(self, request: Request) -> None:
+        """Refuses a request without the API key, if the server has one."""
+        if self._api_key is None:
             return
-        said = request.headers.get("authorization", "").encode("latin-1", "replace")
-        if not hmac.compare_digest(said, f"Bearer {self._key}".encode()):
+        given = request.headers.get("authorization", "").encode("latin-1", "replace")
+        if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
             raise Refusal(401, "wrong or no API key: send it as a bearer token", "invalid_api_key")
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
-        """Any error as an answer; the log alone gets more of it."""
+        """Any error as an answer. The traceback goes to the log alone."""
         refusal = _refusal(error)
-        self._meter.answered(_known_path(request), refusal.status)
+        self._metrics.answered(_route_path(request), refusal.status)
         return refusal.response()
 
 
@@ -263,29 +299,29 @@ def _refusal(error: Exception) -> Refusal:
     return Refusal(500, "something failed; the server's log says what")
 
 
-def _known_path(request: Request) -> str:
-    """The path of a route: what clients make up is no label of a counter."""
+def _route_path(request: Request) -> str:
+    """The route's path, a label of metrics; paths without a route would be endlessly many."""
     route = request.scope.get("route")
     return getattr(route, "path", "other")
 
 
-async def _left(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     """Returns when the client has gone away."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-async def _events(ticket: Ticket, answer: Answer) -> AsyncIterator[bytes]:
+async def _events(output: OutputQueue, answer: Answer) -> AsyncIterator[bytes]:
     """The answer as server-sent events."""
     try:
-        async for number, piece in ticket.pieces(answer):
-            chunk = answer.take(number, piece)
+        async for number, piece in output.pieces(answer):
+            chunk = answer.add_piece(number, piece)
             if chunk is not None:
                 yield _event(chunk)
         if answer.complete:
-            last = answer.last()
-            if last is not None:
-                yield _event(last)
+            usage = answer.usage_chunk()
+            if usage is not None:
+                yield _event(usage)
             yield b"data: [DONE]\n\n"
     except Refusal as refusal:
         yield _event(refusal.object)
@@ -295,7 +331,7 @@ def _event(value: Any) -> bytes:
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
-def answer_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """JSON in ASCII: half of a surrogate pair, which a request may hold, has no UTF-8."""
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """JSON in ASCII: a request may hold half of a surrogate pair, which UTF-8 cannot encode."""
     data = json.dumps(value).encode()
     return Response(data, status, headers, media_type="application/json")

@@ -1,30 +1,31 @@
-"""Serve completions over HTTP, by OpenAI's protocol, with any method; a page at / shows them.
+"""Serve completions over HTTP, by OpenAI's protocol, with any method; / is a page to try it.
 
   python -m infer.serve                                the embedded pair, http://127.0.0.1:8000
   python -m infer.serve --target DIR --draft DIR --batch-size 16
   python -m infer.serve --method specinfer --set branching=4,2,2 --port 9000
 
-SIGTERM takes no more connections, answers every request that came, and ends with 0.
+After SIGTERM the server accepts no more connections, answers all open requests, and exits with 0.
 Exit codes: 0 ended, 2 bad arguments.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from argparse import _ArgumentGroup
 from collections.abc import Sequence
 
 from infer import cli
 from specjax._util.program import Parser, run
 
-KEY = "SPECJAX_API_KEY"
-EXTRA = ("fastapi", "uvicorn", "prometheus_client")
+KEY_VARIABLE = "SPECJAX_API_KEY"
+REQUIRED = ("fastapi", "uvicorn", "prometheus_client")  # packages of the extra ``serve``
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code. Wrong arguments exit at once, with 2."""
     commands = parser()
     args = commands.parse_args(argv)
-    for name in EXTRA:
+    for name in REQUIRED:
         if importlib.util.find_spec(name) is None:
             commands.error(f"{name} is not installed: pip install -c constraints.txt -e '.[serve]'")
     return run("infer.serve", "infer.serve.server:serve", args)
@@ -34,38 +35,78 @@ def parser() -> Parser:
     """The command line of ``infer.serve``."""
     out = Parser("infer.serve", __doc__)
     cli.add_models(out)
-    how = out.add_argument_group("decoding")
-    said = "of requests that name none (default: speculative where there is a draft)"
-    how.add_argument("--method", metavar="NAME", help=said)
-    said = "an option of that method; repeatable"
-    how.add_argument("--set", type=cli.setting, metavar="OPTION=VALUE", help=said, **cli.REPEATABLE)
-    said = "rows in flight of a method (default: %(default)s)"
-    how.add_argument(
-        "--batch-size", type=cli.whole(1, cli.MOST_ROWS), default=8, metavar="B", help=said
-    )
-    said = "prompts whose caches are kept for others that begin alike (default: %(default)s)"
-    how.add_argument(
-        "--prefixes", type=cli.whole(0, cli.MOST_ROWS), default=4, metavar="N", help=said
-    )
-    cli.add_mesh(how)
-    where = out.add_argument_group("address")
-    said = "default: %(default)s, which nobody else reaches"
-    where.add_argument("--host", type=cli.some_text, default="127.0.0.1", help=said)
-    said = "default: %(default)s; 0 takes a free one"
-    where.add_argument("--port", type=cli.whole(0, 65535), default=8000, metavar="N", help=said)
-    said = f"what clients must send as a bearer token; better in the environment, as {KEY}"
-    where.add_argument("--api-key", type=cli.some_text, metavar="KEY", help=said)
-    said = "what clients call the model (default: what --target says)"
-    where.add_argument("--name", type=cli.some_text, help=said)
-    limits = out.add_argument_group("limits")
-    for name, default, said in (
-        ("--max-prompt", 4096, "tokens of a prompt, within the context"),
-        ("--max-output", 1024, "tokens of a completion, within the context"),
-        ("--queue", 512, "rows that may wait for a seat; beyond, requests get 429"),
-        ("--flights", 4, "methods, or options of one, that decode at a time"),
-        ("--max-body", 2**20, "bytes of a request"),
-        ("--drain", 300, "seconds after SIGTERM for the requests that came before"),
-    ):
-        said += " (default: %(default)s)"
-        limits.add_argument(name, type=cli.whole(1), default=default, metavar="N", help=said)
+    _add_decoding(out.add_argument_group("decoding"))
+    _add_address(out.add_argument_group("address"))
+    _add_limits(out.add_argument_group("limits"))
     return out
+
+
+def _add_decoding(group: _ArgumentGroup) -> None:
+    group.add_argument(
+        "--method",
+        metavar="NAME",
+        help="method of requests that name none (default: speculative with a draft, else "
+        "autoregressive)",
+    )
+    group.add_argument(
+        "--set",
+        type=cli.setting,
+        metavar="OPTION=VALUE",
+        help="set an option of that method; repeatable",
+        **cli.REPEATABLE,
+    )
+    group.add_argument(
+        "--batch-size",
+        type=cli.whole(1, cli.MAX_ROWS),
+        default=8,
+        metavar="B",
+        help="batch slots of each method: completions decoded at the same time (default: "
+        "%(default)s)",
+    )
+    cli.add_prefixes(group)
+    cli.add_mesh(group)
+
+
+def _add_address(group: _ArgumentGroup) -> None:
+    group.add_argument(
+        "--host",
+        type=cli.some_text,
+        default="127.0.0.1",
+        help="address to listen on (default: %(default)s, which other machines cannot reach)",
+    )
+    group.add_argument(
+        "--port",
+        type=cli.whole(0, 65535),
+        default=8000,
+        metavar="N",
+        help="port to listen on; 0 picks a free one (default: %(default)s)",
+    )
+    group.add_argument(
+        "--api-key",
+        type=cli.some_text,
+        metavar="KEY",
+        help="bearer token that clients must send; safer in the environment variable "
+        f"{KEY_VARIABLE}, because other users can see arguments",
+    )
+    group.add_argument(
+        "--name",
+        type=cli.some_text,
+        help="the model's name for clients (default: the value of --target)",
+    )
+
+
+def _add_limits(group: _ArgumentGroup) -> None:
+    for names, default, text in (
+        (["--max-prompt"], 4096, "tokens of a prompt, within the model's context"),
+        (["--max-output"], 1024, "new tokens of a completion, within the model's context"),
+        (["--queue"], 512, "completions that may wait for a batch slot; more are answered 429"),
+        (
+            ["--max-methods", "--flights"],
+            4,
+            "methods that decode at the same time; the same method with other options counts again",
+        ),
+        (["--max-body"], 2**20, "bytes of a request's body"),
+        (["--drain"], 300, "seconds after SIGTERM to finish open requests"),
+    ):
+        text += " (default: %(default)s)"
+        group.add_argument(*names, type=cli.whole(1), default=default, metavar="N", help=text)

@@ -1,8 +1,20 @@
-"""The one thread that owns the device: requests wait in queues, and schedulers take turns.
+"""The thread that owns the device, and the queues of requests in front of it.
 
-A queue serves one :class:`Variant`. So many decode at a time, a poll of each in turn; where others
-wait, the one that has decoded longest takes no new rows, and they get its place when it is empty.
-Nothing here knows of HTTP.
+  HTTP handlers (event loop)              the device's thread (EngineThread._run)
+
+  submit(submission) ── inbox ──────────► _receive           → VariantQueue.waiting
+  cancel(submission) ── canceled ───────► _receive           → Scheduler.drop
+                                          _assign_schedulers : which queues may run
+                                          VariantQueue.poll  → Scheduler.polls, one round
+  Submission.on_output ◄───────────────── _deliver           : one call per piece of text
+
+There is one :class:`VariantQueue` for each :class:`Variant`. A limited number of them has a
+scheduler and so batch slots on the device. The thread polls them in turn, one round each. If
+another queue waits for a scheduler, the longest running one drains: it starts no new requests, and
+gives up its scheduler when it is empty.
+
+A *row* is one completion of a submission: a prompt with ``n`` samples has ``n`` rows. This file
+does not know HTTP, JSON or OpenAI's protocol.
 """
 
 from __future__ import annotations
@@ -27,21 +39,26 @@ from specjax.runtime.generate import make_rows
 from specjax.runtime.output import Generation, Piece
 from specjax.runtime.scheduler import Bounds, Scheduler
 
-VARIANTS = 32  # whose compiled programs are kept: processes may map so many
-ROUNDS = 1  # between polls: new text is shown, batch slots are freed and filled at each
+# Variants whose compiled programs stay in memory: Linux limits the memory maps of a process.
+MAX_COMPILED_VARIANTS = 32
+# Rounds between two polls. At each poll new text is sent and batch slots are freed and filled.
+ROUNDS_PER_POLL = 1
 
 
 class QueueFull(Exception):
-    """Too many rows wait already."""
+    """Too many rows are waiting already."""
 
 
 class Closed(Exception):
-    """The scheduler takes nothing more."""
+    """The engine accepts no more requests."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What rows that share a scheduler have in common: a method bound to its options."""
+    """A method bound to its options, with log-probabilities or without.
+
+    Requests of the same variant share a scheduler and its compiled programs.
+    """
 
     name: str
     engine: Engine
@@ -49,25 +66,25 @@ class Variant:
 
     @property
     def key(self) -> Hashable:
-        """Equal where one scheduler serves both."""
+        """Two variants with equal keys can share a scheduler."""
         settings = tuple(sorted(self.engine.settings.items()))
         return self.name, self.engine.method, settings, self.logprobs
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoredPiece(Piece):
-    """A row's last piece, with the scores of its prompt and what it wrote."""
+    """The last piece of a row, with the scores of its prompt and completion."""
 
     scores: PromptScores | None = None
 
 
 @dataclasses.dataclass(eq=False)
 class Submission:
-    """One request: what its rows are made of, and whom their pieces go to.
+    """One HTTP request: the settings of its rows, and the function that gets their text.
 
-    ``on_output`` gets the number of a row and its next piece, or the error that ended it. It is
-    called in the scheduler's thread and must return at once. Of rows that are ``scored`` the last
-    piece is a :class:`ScoredPiece`.
+    ``on_output`` is called with the number of a row and its next piece, or with the error that
+    ended it. The device's thread calls it, so it must return at once. If ``scored`` is set, the
+    last piece of each row is a :class:`ScoredPiece`.
     """
 
     variant: Variant
@@ -83,74 +100,121 @@ class Submission:
 
     @property
     def size(self) -> int:
-        """How many rows it has."""
+        """The number of its rows."""
         return len(self.prompts) * self.samples
 
-    def rows(self, first: int) -> list[Request]:
-        """Its rows, numbered from ``first``: those of ``sj.generate`` with the same arguments."""
-        target, asked = self.variant.engine.target, [{}] * len(self.prompts)
-        made = make_rows(target, self.prompts, asked, None, self.seed, self.samples, self.budgets)
-        own = {"sampling": self.sampling, "stop": self.stop}
-        return [dataclasses.replace(row, request_id=first + i, **own) for i, row in enumerate(made)]
+    def prompt_of(self, number: int) -> np.ndarray:
+        """The token ids of a row's prompt; samples of one prompt are neighbors."""
+        return self.prompts[number // self.samples]
+
+    def requests(self, first_id: int) -> list[Request]:
+        """One request per row, with ids from ``first_id``; as ``sj.generate`` makes them."""
+        target = self.variant.engine.target
+        constraints = [{}] * len(self.prompts)
+        rows = make_rows(
+            target, self.prompts, constraints, None, self.seed, self.samples, self.budgets
+        )
+
+        requests = []
+        for number, row in enumerate(rows):
+            request = dataclasses.replace(
+                row, request_id=first_id + number, sampling=self.sampling, stop=self.stop
+            )
+            requests.append(request)
+        return requests
 
 
 class EngineMetrics(Protocol):
-    """Who counts what the scheduler does."""
+    """Counts what the engine does."""
 
-    def ended(self, work: Submission, row: Generation) -> None: ...
+    def ended(self, submission: Submission, row: Generation) -> None:
+        """A row has ended."""
 
-    def left(self, rows: int) -> None: ...
+    def left(self, rows: int) -> None:
+        """Unfinished rows were dropped, because their client went away."""
 
 
 class VariantQueue:
-    """The rows of one variant: those that wait, and a scheduler while it has one."""
+    """The requests of one variant: those that wait, and a scheduler while it has one."""
 
     def __init__(self, variant: Variant):
         self.variant = variant
         self.waiting: deque[Request] = deque()
-        self.draining = False  # takes no new rows, for another queue waits for its place
+        self.draining = False  # it starts no new requests, because another queue waits to run
         self.scheduler: Scheduler | None = None
         self.opened = 0.0
         self._polls: Iterator[list[Piece]] | None = None
 
     @property
     def running(self) -> bool:
+        """Whether its scheduler has requests."""
         return self._polls is not None
 
     @property
     def busy(self) -> bool:
-        """Whether it has rows of any kind."""
+        """Whether any of its requests waits or runs."""
         return self.running or bool(self.waiting)
 
     def open(self, size: int, bounds: Bounds, kept: int) -> None:
-        """Gives it a scheduler."""
-        engine, logprobs = self.variant.engine, self.variant.logprobs
+        """Makes its scheduler, with ``size`` batch slots and ``kept`` prompts in memory."""
         self.scheduler = Scheduler(
-            engine, size, Sampling(), bounds, logprobs=logprobs, prefixes=kept
+            self.variant.engine,
+            size,
+            Sampling(),  # each request has its own
+            bounds,
+            logprobs=self.variant.logprobs,
+            prefixes=kept,
         )
         self.opened = time.perf_counter()
 
     def close(self) -> None:
-        """Takes its scheduler away, and the memory with it."""
-        self.scheduler, self._polls, self.draining = None, None, False
+        """Removes its scheduler, which frees the memory of its batch slots."""
+        self.scheduler = None
+        self._polls = None
+        self.draining = False
 
-    def poll(self, take: Callable[[VariantQueue], Request | None]) -> list[Piece]:
-        """A round, and what it gave; ``take`` hands over the next row."""
+    def poll(self, next_request: Callable[[VariantQueue], Request | None]) -> list[Piece]:
+        """Runs one round and returns the new pieces.
+
+        ``next_request`` returns the request to start next, or None if there is none now.
+        """
         if self._polls is None:
             if self.draining or not self.waiting:
                 return []
-            self._polls = self.scheduler.polls(iter(lambda: take(self), self), ROUNDS)
+            self._polls = self.scheduler.polls(self._requests(next_request), ROUNDS_PER_POLL)
+
         pieces = next(self._polls, None)
-        if pieces is None:
+        if pieces is None:  # all its requests have ended
             self._polls = None
-        return pieces or []
+            return []
+        return pieces
+
+    def _requests(
+        self, next_request: Callable[[VariantQueue], Request | None]
+    ) -> Iterator[Request | None]:
+        """An endless source: None tells the scheduler that no request is waiting now."""
+        while True:
+            yield next_request(self)
+
+
+@dataclasses.dataclass
+class Scoring:
+    """A row that has ended, and the passes that compute its scores."""
+
+    piece: Piece
+    passes: Iterator[list[PromptScores] | None]
 
 
 class EngineThread:
-    """Decodes what is submitted, ``size`` rows of a variant and ``schedulers`` variants at a time.
+    """Decodes submissions: up to ``max_methods`` variants, each with ``size`` batch slots.
 
-    ``bounds`` hold for every request, ``most_waiting`` rows may wait for their batch slots, and
-    each scheduler keeps ``kept`` prompts.
+    Args:
+      size: batch slots of each scheduler.
+      bounds: the longest prompt, and prompt with completion, of any request.
+      kept: prompts in each scheduler's prefix cache.
+      max_methods: schedulers at the same time.
+      max_waiting: rows that may wait for a batch slot.
+      metrics: counts ended and dropped rows.
     """
 
     def __init__(
@@ -158,51 +222,60 @@ class EngineThread:
         size: int,
         bounds: Bounds,
         kept: int,
-        flights: int,
-        most_waiting: int,
-        meter: EngineMetrics,
+        max_methods: int,
+        max_waiting: int,
+        metrics: EngineMetrics,
     ):
-        self._size, self._bounds, self._kept = size, bounds, kept
-        self._max_schedulers, self._most_waiting, self._meter = flights, most_waiting, meter
-        self._change = threading.Condition()  # guards the next four
+        self._size = size
+        self._bounds = bounds
+        self._kept = kept
+        self._max_methods = max_methods
+        self._max_waiting = max_waiting
+        self._metrics = metrics
+
+        # Shared between threads; ``_change`` guards the next four.
+        self._change = threading.Condition()
         self._inbox: list[Submission] = []
-        self._cancelled: list[Submission] = []
-        self._waiting = 0
+        self._canceled: list[Submission] = []
+        self._num_waiting = 0
         self._closed = False
-        self._queues: dict[Hashable, VariantQueue] = {}  # the queue that has waited longest first
-        self._rows: dict[int, tuple[Submission, int]] = {}
-        self._scorings: deque[tuple[Piece, Iterator[list[PromptScores] | None]]] = deque()
-        self._next_case = 0
+
+        # Only the device's thread changes these.
+        self._queues: dict[Hashable, VariantQueue] = {}  # the one that waited longest comes first
+        self._owners: dict[int, tuple[Submission, int]] = {}  # by request id: row number in it
+        self._scorings: deque[Scoring] = deque()
+        self._next_id = 0
         self._compiled: set[Hashable] = set()
+
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
 
-    # --- from any thread -----------------------------------------------------------------------
+    # --- called from any thread ----------------------------------------------------------------
 
-    def submit(self, work: Submission) -> None:
-        """Takes a request.
+    def submit(self, submission: Submission) -> None:
+        """Queues a request and returns at once.
 
         Raises:
-          Busy: its rows and those that wait are too many.
+          QueueFull: more than ``max_waiting`` rows would wait.
           Closed: after :meth:`close`.
         """
         with self._change:
             if self._closed:
                 raise Closed
-            if self._waiting + work.size > self._most_waiting:
+            if self._num_waiting + submission.size > self._max_waiting:
                 raise QueueFull
-            self._waiting += work.size
-            self._inbox.append(work)
+            self._num_waiting += submission.size
+            self._inbox.append(submission)
             self._change.notify()
 
-    def leave(self, work: Submission) -> None:
-        """Nobody waits for this request any more; nothing happens where all of it has ended."""
+    def cancel(self, submission: Submission) -> None:
+        """Drops the rows of a request that have not ended, e.g. when its client went away."""
         with self._change:
-            self._cancelled.append(work)
+            self._canceled.append(submission)
             self._change.notify()
 
     def close(self) -> None:
-        """Ends the thread after the round it is in; rows that have not ended are dropped."""
+        """Ends the thread after its current round; unfinished rows are dropped."""
         with self._change:
             self._closed = True
             self._change.notify()
@@ -213,79 +286,96 @@ class EngineThread:
         return self._thread.is_alive()
 
     @property
-    def waiting(self) -> int:
-        """Rows that wait for their batch slots."""
-        return self._waiting
+    def num_waiting(self) -> int:
+        """Rows that wait for a batch slot."""
+        return self._num_waiting
 
     @property
-    def in_flight(self) -> int:
-        """Rows that have a batch slot, or are about to take it."""
-        return max(0, len(self._rows) - self._waiting)
+    def num_running(self) -> int:
+        """Rows that have a batch slot, or are about to get one."""
+        # A submission in the inbox counts as waiting, but owns no rows yet.
+        return max(0, len(self._owners) - self._num_waiting)
 
     @property
-    def flights(self) -> int:
-        """Variants that hold memory for their rows."""
-        return sum(queue.scheduler is not None for queue in list(self._queues.values()))
+    def num_schedulers(self) -> int:
+        """Variants that have a scheduler, and so memory on the device."""
+        return len(self._open_queues())
 
     # --- the device's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while self._receive():
-                self._assign()
-                for queue in [queue for queue in self._queues.values() if queue.scheduler]:
+                self._assign_schedulers()
+                for queue in self._open_queues():
                     self._poll(queue)
                 self._score()
         except Exception as error:
-            self._give_up(error)
+            self._fail_all(error)
+
+    def _open_queues(self) -> list[VariantQueue]:
+        """Queues that have a scheduler. A copy of the dict, since other threads ask for it too."""
+        return [queue for queue in list(self._queues.values()) if queue.scheduler]
+
+    def _receive(self) -> bool:
+        """Reads submissions and cancellations; returns False once the engine is closed.
+
+        It waits for them only if there is nothing to decode or score.
+        """
+        with self._change:
+            busy = bool(self._scorings) or any(queue.busy for queue in self._queues.values())
+            while not (busy or self._inbox or self._canceled or self._closed):
+                self._change.wait()
+            inbox = self._inbox
+            canceled = self._canceled
+            self._inbox = []
+            self._canceled = []
+            closed = self._closed
+
+        for submission in inbox:
+            self._enqueue(submission)
+        for submission in canceled:
+            self._remove(submission)
+        return not closed
+
+    def _enqueue(self, submission: Submission) -> None:
+        requests = submission.requests(self._next_id)
+        self._next_id += len(requests)
+        for number, request in enumerate(requests):
+            self._owners[request.request_id] = (submission, number)
+
+        variant = submission.variant
+        queue = self._queues.setdefault(variant.key, VariantQueue(variant))
+        queue.waiting.extend(requests)
+
+    def _remove(self, submission: Submission) -> None:
+        """Drops a canceled request's rows, waiting or running; ended ones are not there."""
+        ids = {i for i, (owner, _) in self._owners.items() if owner is submission}
+        if not ids:
+            return
+
+        queue = self._queues[submission.variant.key]
+        staying = deque(request for request in queue.waiting if request.request_id not in ids)
+        self._count_out(len(queue.waiting) - len(staying))
+        queue.waiting = staying
+
+        if queue.scheduler:
+            queue.scheduler.drop(ids)
+        for request_id in ids:
+            del self._owners[request_id]
+        self._metrics.left(len(ids))
 
     def _poll(self, queue: VariantQueue) -> None:
         try:
-            pieces = queue.poll(self._take)
-        except Exception as error:  # whatever it is, other queues go on
+            pieces = queue.poll(self._next_request)
+        except Exception as error:  # whatever failed, the other queues go on
             self._fail(queue, error)
             return
         for piece in pieces:
             self._deliver(piece)
 
-    def _receive(self) -> bool:
-        """Takes what was submitted, waiting for it where there is nothing else to do."""
-        with self._change:
-            busy = bool(self._scorings) or any(queue.busy for queue in self._queues.values())
-            while not (busy or self._inbox or self._cancelled or self._closed):
-                self._change.wait()
-            inbox, canceled = self._inbox, self._cancelled
-            self._inbox, self._cancelled = [], []
-            going = not self._closed
-        for work in inbox:
-            self._enter(work)
-        for work in canceled:
-            self._remove(work)
-        return going
-
-    def _enter(self, work: Submission) -> None:
-        rows = work.rows(self._next_case)
-        self._next_case += len(rows)
-        self._rows |= {row.request_id: (work, i) for i, row in enumerate(rows)}
-        queue = self._queues.setdefault(work.variant.key, VariantQueue(work.variant))
-        queue.waiting.extend(rows)
-
-    def _remove(self, work: Submission) -> None:
-        request_ids = {request_id for request_id, (owner, _) in self._rows.items() if owner is work}
-        if not request_ids:
-            return
-        queue = self._queues[work.variant.key]
-        staying = deque(row for row in queue.waiting if row.request_id not in request_ids)
-        self._count_out(len(queue.waiting) - len(staying))
-        queue.waiting = staying
-        if queue.scheduler:
-            queue.scheduler.drop(request_ids)
-        for request_id in request_ids:
-            del self._rows[request_id]
-        self._meter.left(len(request_ids))
-
-    def _take(self, queue: VariantQueue) -> Request | None:
-        """The queue's next row, for its scheduler."""
+    def _next_request(self, queue: VariantQueue) -> Request | None:
+        """The next request for the queue's scheduler."""
         if queue.draining or not queue.waiting:
             return None
         self._count_out(1)
@@ -293,92 +383,118 @@ class EngineThread:
 
     def _count_out(self, rows: int) -> None:
         with self._change:
-            self._waiting -= rows
+            self._num_waiting -= rows
 
     def _deliver(self, piece: Piece) -> None:
-        work, number = self._rows.get(piece.index, (None, 0))
-        if work is None:  # who asked for it has left
+        """Passes a piece to its request; the last piece of a scored row waits for its scores."""
+        owner = self._owners.get(piece.index)
+        if owner is None:  # the request was canceled
             return
-        if work.scored and piece.row is not None and not isinstance(piece, ScoredPiece):
-            tokens = [*work.prompts[number // work.samples], *piece.row.tokens[0]]
-            passes = scoring.passes(work.variant.engine.target, [tokens])
-            self._scorings.append((piece, passes))
+        submission, number = owner
+
+        ended = piece.row is not None
+        if ended and submission.scored and not isinstance(piece, ScoredPiece):
+            tokens = [*submission.prompt_of(number), *piece.row.tokens[0]]
+            passes = scoring.passes(submission.variant.engine.target, [tokens])
+            self._scorings.append(Scoring(piece, passes))
             return
-        if piece.row is not None:
-            del self._rows[piece.index]
-            self._meter.ended(work, piece.row)
-        work.on_output(number, piece)
+
+        if ended:
+            del self._owners[piece.index]
+            self._metrics.ended(submission, piece.row)
+        submission.on_output(number, piece)
 
     def _score(self) -> None:
-        """One pass over a row that has ended and is to be scored; others are decoded in between."""
+        """Runs one scoring pass. Rounds of other rows come between two passes."""
         if not self._scorings:
             return
-        piece, passes = self._scorings[0]
-        work, number = self._rows.get(piece.index, (None, 0))
+        current = self._scorings[0]
+        owner = self._owners.get(current.piece.index)
+        if owner is None:  # the request was canceled
+            self._scorings.popleft()
+            return
+
         try:
-            scores = next(passes) if work else []
+            scores = next(current.passes)
         except Exception as error:
             traceback.print_exception(error, file=sys.stderr)
-            del self._rows[piece.index]
-            work.on_output(number, error)
-            scores = []
-        if scores is None:
+            self._scorings.popleft()
+            del self._owners[current.piece.index]
+            submission, number = owner
+            submission.on_output(number, error)
             return
+        if scores is None:  # there are more passes to run
+            return
+
         self._scorings.popleft()
-        for row in scores:
-            self._deliver(ScoredPiece(**vars(piece), scores=row))
+        (row_scores,) = scores
+        self._deliver(ScoredPiece(**vars(current.piece), scores=row_scores))
+
+    # --- failures ------------------------------------------------------------------------------
 
     def _fail(self, queue: VariantQueue, error: Exception) -> None:
-        """Ends all rows of a queue with an error; the log gets the traceback, nobody else."""
+        """Ends all rows of a queue with an error. Only the log gets the traceback."""
         traceback.print_exception(error, file=sys.stderr)
-        mine = {c: w for c, w in self._rows.items() if w[0].variant.key == queue.variant.key}
+        key = queue.variant.key
         self._count_out(len(queue.waiting))
-        for request_id, (work, number) in mine.items():
-            del self._rows[request_id]
-            work.on_output(number, error)
-        del self._queues[queue.variant.key]
+        for request_id, (submission, number) in list(self._owners.items()):
+            if submission.variant.key == key:
+                del self._owners[request_id]
+                submission.on_output(number, error)
+        del self._queues[key]
 
-    def _give_up(self, error: Exception) -> None:
-        """Nobody is to wait for a thread that has ended."""
+    def _fail_all(self, error: Exception) -> None:
+        """Ends every row with an error, so that no client waits for a dead thread."""
         traceback.print_exception(error, file=sys.stderr)
         with self._change:
-            self._closed, inbox = True, self._inbox
-        waiting = [(work, number) for work in inbox for number in range(work.size)]
-        for work, number in [*self._rows.values(), *waiting]:
-            work.on_output(number, error)
+            self._closed = True
+            inbox = self._inbox
 
-    # --- which queues have schedulers
-    # --------------------------------------------------------------
+        for submission, number in self._owners.values():
+            submission.on_output(number, error)
+        for submission in inbox:
+            for number in range(submission.size):
+                submission.on_output(number, error)
 
-    def _assign(self) -> None:
-        """Gives queues whose rows wait a scheduler, as far as there may be more."""
+    # --- which queues have a scheduler ---------------------------------------------------------
+
+    def _assign_schedulers(self) -> None:
+        """Opens schedulers for waiting queues, up to ``max_methods`` at the same time."""
         for key, queue in list(self._queues.items()):
-            if queue.draining and not queue.running:  # it is empty now: its turn comes again
+            if queue.draining and not queue.running:
+                # It is empty now. Its waiting requests go behind the other queues.
                 queue.close()
                 self._queues[key] = self._queues.pop(key)
             elif queue.scheduler is None and not queue.waiting:
                 del self._queues[key]
+
         for queue in [queue for queue in self._queues.values() if queue.scheduler is None]:
-            if self.flights >= self._max_schedulers and not self._make_room():
+            if self.num_schedulers >= self._max_methods and not self._free_scheduler():
                 return
-            self._count_programs(queue.variant.key)
+            self._limit_compiled(queue.variant.key)
             queue.open(self._size, self._bounds, self._kept)
 
-    def _make_room(self) -> bool:
-        """Closes a scheduler that has no rows; where all have some, the oldest gets no new ones."""
-        open_lanes = [queue for queue in self._queues.values() if queue.scheduler]
-        idle = [queue for queue in open_lanes if not queue.busy]
+    def _free_scheduler(self) -> bool:
+        """Closes an idle scheduler; if all are busy, the longest running one begins to drain.
+
+        Returns whether one was closed.
+        """
+        open_queues = self._open_queues()
+        idle = [queue for queue in open_queues if not queue.busy]
         if idle:
             min(idle, key=lambda queue: queue.opened).close()
-        elif not any(queue.draining for queue in open_lanes):
-            running = [queue for queue in open_lanes if queue.running]  # others have yet to begin
-            for queue in sorted(running, key=lambda queue: queue.opened)[:1]:
-                queue.draining = True
-        return bool(idle)
+            return True
 
-    def _count_programs(self, key: Hashable) -> None:
-        """Forgets compiled programs where too many variants were asked for; disks have them."""
+        if not any(queue.draining for queue in open_queues):
+            # A queue that has a scheduler but has not run yet must get its turn first.
+            running = [queue for queue in open_queues if queue.running]
+            if running:
+                min(running, key=lambda queue: queue.opened).draining = True
+        return False
+
+    def _limit_compiled(self, key: Hashable) -> None:
+        """Drops all compiled programs after too many variants; the disk cache still has them."""
         self._compiled.add(key)
-        if len(self._compiled) > VARIANTS:
+        if len(self._compiled) > MAX_COMPILED_VARIANTS:
             jax.clear_caches()
             self._compiled = {key}

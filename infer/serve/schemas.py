@@ -1,4 +1,4 @@
-"""What clients may send: OpenAI's fields, and ours. Anything else is refused by name."""
+"""The fields of a request: OpenAI's, and ours. Unknown fields are refused by name."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from specjax._util.checks import SEED_MAX
 from specjax._util.errors import OptionError
 from specjax._util.files import parse_json
 
-MOST_CHOICES = 128  # of a prompt
-MOST_PROMPTS = 128  # of a request
-MOST_STOPS = 16
-MOST_TEXT_ALTERNATIVES, MOST_CHAT_ALTERNATIVES = 5, 20  # to a token: OpenAI's bounds
-LONGEST_STOP = 256  # characters: so many are held back while they may begin one
+MAX_CHOICES = 128  # completions of a prompt
+MAX_PROMPTS = 128  # of a request
+MAX_STOPS = 16
+# Alternatives to a token, as OpenAI limits them.
+MAX_COMPLETION_ALTERNATIVES = 5
+MAX_CHAT_ALTERNATIVES = 20
+# Characters of a stop string. A stream delays text that may be the beginning of one.
+MAX_STOP_LENGTH = 256
 
-Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Ids = list[Annotated[int, Field(ge=0, lt=2**31)]]
 Setting = bool | int | float | str | list[int]
 
 
 class _Strict(BaseModel):
-    """No field that is not named, no value of another type, no NaN."""
+    """Refuses unknown fields, values of another type, and NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -32,22 +35,25 @@ class StreamOptions(_Strict):
 
 
 class Body(_Strict):
-    """What both kinds of request share. Of what is not supported, the neutral value passes."""
+    """The fields of both kinds of request.
+
+    Unsupported fields, such as penalties, are accepted only with the value that has no effect.
+    """
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=0, le=SEED_MAX)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     frequency_penalty: Literal[0, None] = None
     presence_penalty: Literal[0, None] = None
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    # Ours: any method and options of it, and who wrote what.
+    # Ours. ``origins``: say for each text whether the draft or the target wrote it.
     method: str | None = None
     options: dict[str, Setting] | None = None
     top_k: int | None = Field(None, ge=0, lt=2**31)
@@ -55,15 +61,18 @@ class Body(_Strict):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        """The stop strings."""
+        if isinstance(self.stop, str):
+            return (self.stop,)
+        return tuple(self.stop or ())
 
 
 class CompletionBody(Body):
     """``/v1/completions``."""
 
-    prompt: str | Ids | Annotated[list[str | Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
-    max_tokens: int | None = Field(None, ge=0)  # none: of an echo
-    logprobs: int | None = Field(None, ge=0, le=MOST_TEXT_ALTERNATIVES)
+    prompt: str | Ids | Annotated[list[str | Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    max_tokens: int | None = Field(None, ge=0)  # 0: an echo alone
+    logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_ALTERNATIVES)
     echo: bool | None = None
     best_of: int | None = None
     suffix: Literal[None] = None
@@ -74,12 +83,18 @@ class CompletionBody(Body):
 
     @property
     def alternatives(self) -> int | None:
-        return self.logprobs if self.logprobs or (self.echo and self.wants_logprobs) else None
+        """Alternatives per token; None if scores are not needed. An echo needs them even for 0."""
+        if self.logprobs or (self.echo and self.wants_logprobs):
+            return self.logprobs
+        return None
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else self.prompt
+        """The prompts, where ``prompt`` may be one text, one list of ids, or a list of either."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        is_ids = not self.prompt or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_ids else self.prompt
 
 
 class TextPart(_Strict):
@@ -93,10 +108,14 @@ class Message(_Strict):
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
-        """As templates read it."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+        """The message as chat templates read it, with its content as one text."""
+        text = self.content
+        if not isinstance(text, str):
+            text = "".join(part.text for part in text)
+        message = {"role": self.role, "content": text}
+        if self.name:
+            message["name"] = self.name
+        return message
 
 
 class ChatBody(Body):
@@ -105,7 +124,7 @@ class ChatBody(Body):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_CHAT_ALTERNATIVES)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_CHAT_ALTERNATIVES)
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -114,14 +133,15 @@ class ChatBody(Body):
 
     @property
     def alternatives(self) -> int | None:
+        """Alternatives per token; None if there are none to give."""
         return self.top_logprobs or None
 
 
 def read(kind: type[Body], data: bytes) -> Body:
-    """The body of a request.
+    """Parses and checks the body of a request.
 
     Raises:
-      OptionError: it is no JSON, or not what ``kind`` describes; names the field.
+      OptionError: it is not JSON, or a field is wrong; the message names the field.
     """
     try:
         value = parse_json(data)

@@ -21,7 +21,7 @@ from infer.bench import commands as bench
 from infer.bench.cases import Case
 from infer.bench.report import NEAR_TIE, markdown, show
 from infer.bench.rows import make_rows, pass_widths
-from infer.programs import MOST
+from infer.programs import MAP_LIMIT
 from infer.prompts import PromptEncoder
 from specjax._util.errors import OptionError
 from specjax.metrics import expected_block_efficiency, expected_speedup, perplexity, rates
@@ -237,7 +237,7 @@ def test_cases_make_room_for_each_other(monkeypatch):
     assert made == [*range(1, 9)] and counts[:8] == sorted(counts[:8]), "all are held"
     room = counts[4] - counts[0]
     made.clear(), counts.clear(), jax.clear_caches()
-    monkeypatch.setattr(programs, "SHARE", (programs.maps() + room) / int(MOST.read_text()))
+    monkeypatch.setattr(programs, "SHARE", (programs.maps() + room) / int(MAP_LIMIT.read_text()))
     timed_cases.measure(setting, both, 2)
     assert len(made) == 16, "and what went is compiled once more before it is timed"
     assert max(counts) < min(counts) + 2 * room

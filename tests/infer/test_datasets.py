@@ -1,4 +1,4 @@
-"""Readers of datasets, on made-up rows in the form in which each is published."""
+"""Readers of datasets, on small examples in the form in which each is published."""
 
 import gzip
 import json
@@ -83,7 +83,7 @@ def test_samples_are_disjoint_and_fixed():
     assert first == Source("commongen", 1, 3).read(path)
     words = [tuple(entry["concepts"]) for entry in [*first, *rest]]
     assert len(set(words)) == 4
-    with pytest.raises(OptionError, match="4 prompts, no sample of 4 after the 1 of the other"):
+    with pytest.raises(OptionError, match="4 prompts, too few for a sample of 4 and another of 1"):
         Source("commongen", 4, 3, skip=1).read(path)
 
 
@@ -107,7 +107,7 @@ def test_examples_of_spider_are_sql():
         ("mbpp", b"[1]", "expected a list of objects"),
         ("mbpp", b"[", "not JSON"),
         ("gsm8k", b"x\n", "line 1: not JSON"),
-        ("gsm8k", b"", "holds nothing of --dataset gsm8k"),
+        ("gsm8k", b"", "has no rows of --dataset gsm8k"),
         ("hh-rlhf", b'{"chosen": 3}\n', "other values than hh-rlhf's"),
         ("gsm8k", b"PAR1 and no more", "not a readable parquet file"),
         ("gsm8k", b"\x1f\x8b and no more", "cannot be read"),

@@ -1,4 +1,4 @@
-"""specjax as lm-eval's model: its own tasks, offline, and its numbers against slow ones."""
+"""specjax as lm-eval's model: local tasks, and scores compared with a simple computation."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ PROMPTS = ["def f(x):\n", "import jax\n", "class A", "return ", "    for i in", 
 
 
 def own_logprobs(model, tokens):
-    """Every token but the first, from one pass without a cache."""
+    """Log-probabilities of every token but the first, from one pass without a cache."""
     return output_logprobs(model, tokens[:1], np.array(tokens[1:]))
 
 
@@ -69,7 +69,7 @@ def test_scores_are_the_logits_of_one_pass(target):
 
 @pytest.mark.slow
 def test_a_pass_may_reach_beyond_learned_positions():
-    """The table of positions of this GPT-2 ends within a pass; its whole context is scored."""
+    """This GPT-2 has fewer positions than a pass has tokens; its whole context is scored."""
     config, params, _ = build("gpt2")
     context = 100
     params = params | {"positions": params["positions"][:context]}
@@ -170,7 +170,7 @@ def test_lm_eval_scores_as_the_model_does(harness):
 
 @pytest.mark.slow
 def test_local_completions_of_a_server_gives_the_same(harness, tiny_pair_dirs, tmp_path):
-    """lm-eval's own client against ours, token for token: what it scores and what it generates."""
+    """lm-eval's client of the server equals the model here, in scores and generated tokens."""
     evaluate, _, target = harness
     home = tmp_path / "tokenizer"
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{tiny_pair_dirs[0]}/tokenizer.json")

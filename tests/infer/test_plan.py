@@ -1,4 +1,4 @@
-"""What ``--plan`` says before anything loads, and the converter of pickled checkpoints."""
+"""What ``--plan`` prints before any weights load, and the converter of pickled checkpoints."""
 
 import json
 import shutil
@@ -79,7 +79,7 @@ def test_an_allocation_that_cannot_fit_is_one_line(monkeypatch, capsys):
 
 
 def pickled(directory, files):
-    """Replaces the weights by pickles; ``files`` by the tensors' share that each takes."""
+    """Replaces the weights by pickles; ``files`` maps each to its share of the tensors."""
     torch = pytest.importorskip("torch")
     cfg, params, _ = build("gemma3")
     tensors = {n: torch.from_numpy(np.array(t)) for n, t in to_tensors(cfg, params).items()}

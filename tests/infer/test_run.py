@@ -66,7 +66,7 @@ def lines(path):
 
 
 def answers(path):
-    """What must not depend on batching, kills or resumption."""
+    """The fields of a row that must not depend on the batch, kills or resumption."""
     return {
         (r["id"], r["sample"]): (r["text"], r["token_ids"], r["finish_reason"]) for r in lines(path)
     }
@@ -354,7 +354,7 @@ def begin(job, index, port=1):
 
 
 def ended(started):
-    """(exit code, stderr) of each."""
+    """The exit code and stderr of each process."""
     said = [process.communicate(timeout=300)[1] for process in started]
     return [(process.returncode, err) for process, err in zip(started, said, strict=True)]
 
@@ -368,7 +368,7 @@ def kill_when_written(process, path):
 
 @pytest.mark.slow
 def test_two_processes_of_four_devices_killed_and_started_again(pair, job_file, tmp_path, capsys):
-    """Each is killed once: 1 while it starts, 0 when it has a row on disk."""
+    """Each process is killed once: 1 while it starts, 0 after its first row is on disk."""
     whole, out, part = (tmp_path / name for name in ("whole", "out", "out.part-0-of-2"))
     job = [*pair, "--batch-size", "4", "--prompts", job_file, "--temperature", "0.7"]
     job += ["--num-samples", "3", "--out"]
@@ -387,7 +387,7 @@ def test_two_processes_of_four_devices_killed_and_started_again(pair, job_file, 
 
 @pytest.mark.slow
 def test_a_model_spans_two_processes(pair, job_file, tmp_path, capsys):
-    """The first is killed when it has written a row; JAX ends the other."""
+    """The first process is killed after it has written a row; JAX ends the other."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     job = [*pair, "--prompts", job_file, "--temperature", "0.7", "--out"]
     assert run(capsys, *job, whole)[0] == 0
@@ -433,7 +433,7 @@ def test_a_mesh_counts_the_devices_of_all_processes(mesh, role, own):
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1, 2, 2.5, 3, 3.5, 4, 5, 6])
 def test_an_interrupt_is_130_whenever_it_comes(tmp_path, seconds):
-    """Most of these moments are compilation: of a cold cache, and with all of LLVM's passes."""
+    """Most interrupts fall into compilation: the cache is cold, and all LLVM passes run."""
     env = os.environ | {"SPECJAX_CACHE_DIR": str(tmp_path)}
     del env["JAX_DISABLE_MOST_OPTIMIZATIONS"], env["XLA_FLAGS"]
     out = tmp_path / "out.jsonl"
@@ -499,7 +499,7 @@ def test_an_encoder_keeps_bos_and_cuts_no_middle(loaded):
 
 
 def test_a_prompt_past_the_drafts_context_is_a_bad_line(pair, tmp_path, capsys):
-    """The target holds it: without the draft the same job is done."""
+    """The row fits the target's context, so the job works without the draft."""
     short = tmp_path / "short"
     shutil.copytree(pair[3], short)
     shutil.copy(Path(pair[3]).parent / "tokenizer.json", short)
@@ -516,7 +516,7 @@ def test_a_prompt_past_the_drafts_context_is_a_bad_line(pair, tmp_path, capsys):
 
 
 def test_other_formats_and_a_tree_job_resumes(pair, tmp_path, capsys):
-    """Spec-Bench's and HumanEval's names; a tuple among the settings reads back as it was."""
+    """Ids under Spec-Bench's and HumanEval's names; settings with a tuple resume, too."""
     path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     first = {"question_id": 81, "category": "writing", "turns": ["def a(x):", "and then?"]}
     second = {"task_id": "HumanEval/0", "prompt": "def b(x):", "test": "…"}
@@ -724,7 +724,7 @@ def terminal():
 
 @pytest.mark.parametrize("stop", [(), ("e",)])
 def test_the_screen_loses_no_text(loaded, stop):
-    """Drawn at a high temperature: bytes that are no characters, some that wait for others."""
+    """Sampled at a high temperature: bytes that are no characters, or incomplete ones."""
     target, draft = loaded
     for seed in range(4):
         console = terminal()
@@ -763,14 +763,15 @@ def test_each_token_has_its_writers_colour(loaded):
 
 
 def painted(console):
-    """(character, style) of everything printed."""
+    """The character and style of everything printed."""
     text = Text.from_ansi(console.file.getvalue())
     return [(c, str(text.get_style_at_offset(console, i))) for i, c in enumerate(text.plain)]
 
 
 @pytest.mark.parametrize("method, tokens", [("tree-match", "the same"), ("speculative", "other")])
 def test_the_demo_stands_beside_plain_decoding(pair, monkeypatch, method, tokens):
-    """Drawn alike: match draws what plain decoding draws, speculative only by the same law."""
+    """The rule of tree-match samples the tokens of plain decoding; speculative only follows the
+    same distribution."""
     given = (*pair, "--prompt", "def f(", "--method", method, "--temperature", "3")
     monkeypatch.setattr(demo, "ARGUMENTS", (*given, "--max-new-tokens", "12"))
     made, console = job.make_job(program.arguments([])), terminal()

@@ -1,4 +1,4 @@
-"""``python -m infer.serve``: OpenAI's protocol, the tokens of generate, and nothing but 4xx."""
+"""``python -m infer.serve``: OpenAI's protocol, generate's tokens, and 4xx for wrong requests."""
 
 import asyncio
 import concurrent.futures
@@ -22,7 +22,7 @@ import pytest
 
 import specjax as sj
 from infer.serve import app, commands
-from infer.serve.admission import WIDEST
+from infer.serve.admission import MAX_ROUND_TOKENS
 from infer.serve.engine_thread import VariantQueue
 from infer.serve.schemas import CompletionBody
 from support.serving import TIMEOUT, Running, serving, until
@@ -65,9 +65,9 @@ def client(server):
 
 
 def generated(server, prompt=TEXT, method="speculative", **kw):
-    """What generate makes of it, with the server's models; the first row is the prompt's own.
+    """The output of generate with the server's models; its first row is the server's answer.
 
-    Four rows, as many as the server has in flight: so both run the same compiled programs.
+    Four rows, as many as the server has batch slots: so both run the same compiled programs.
     """
     given = {"method": method, "draft": server.draft, "num_samples": 4}
     return sj.generate(server.target, [prompt], **given | kw)
@@ -77,7 +77,7 @@ def generated(server, prompt=TEXT, method="speculative", **kw):
 
 
 def test_an_echo_scores_the_prompt(server):
-    """As local-completions of lm-eval asks; against the prompt's logits without a cache."""
+    """lm-eval's local-completions asks so. Compared with the prompt's logits without a cache."""
     ids = server.target.tokenizer.encode(TEXT)
     assert len(ids) > 3
     asked = {"prompt": [ids, ids[:2]], "max_tokens": 1, "temperature": 0, "logprobs": 1}
@@ -126,13 +126,13 @@ def test_alternatives_are_those_of_the_written_tokens(server, client):
 
 
 def test_a_row_that_is_scored_can_leave(server):
-    """Nothing is told of it, and nothing is kept."""
+    """It gets no more output, and the engine keeps nothing of it."""
     told = []
     body = CompletionBody(prompt=TEXT, max_tokens=1, echo=True, logprobs=1)
-    work = server.admission.work(body, lambda *piece: told.append(piece))
-    server.scheduler.submit(work)
-    server.scheduler.leave(work)
-    until(lambda: not server.scheduler._rows and not server.scheduler._scorings)
+    submission = server.admission.make_submission(body, lambda *piece: told.append(piece))
+    server.engine.submit(submission)
+    server.engine.cancel(submission)
+    until(lambda: not server.engine._owners and not server.engine._scorings)
     assert server.complete(prompt=TEXT, max_tokens=1)["choices"]
 
 
@@ -182,7 +182,7 @@ def test_openai_client_gets_what_generate_gives(server, client):
 
 
 def test_settings_side_by_side_are_each_their_own(server):
-    """Rows of one flight: other temperatures, cuts, stop strings and seeds, in any company."""
+    """Requests of one batch keep their own temperature, top-k, top-p, stop strings and seed."""
     greedy = generated(server, sampling=sj.Sampling(), max_new_tokens=40).text[0]
     stops = ((), (greedy[9:12], "zz"), (greedy[20:22],))
     asked = [
@@ -204,24 +204,24 @@ def test_settings_side_by_side_are_each_their_own(server):
         out = generated(server, sampling=sampling, max_new_tokens=body["max_tokens"], **settings)
         assert answer["choices"][0]["text"] == out.text[0], body
         assert answer["usage"]["completion_tokens"] == out.lengths[0]
-    assert server.scheduler.in_flight == server.scheduler.waiting == 0
+    assert server.engine.num_running == server.engine.num_waiting == 0
 
 
 def test_methods_take_turns(models):
-    """One flight at a time, and requests of three variants; each ends, with its own tokens."""
+    """One scheduler, and requests of three variants: each ends, with its own tokens."""
     variants = (("autoregressive", None), ("speculative", None), ("speculative", 0))
-    with serving(*models, *LIMITS, "--flights", "1") as server:
+    with serving(*models, *LIMITS, "--max-methods", "1") as server:
 
         def ask(i):
             name, logprobs = variants[i % 3]
             body = {"method": name, "logprobs": logprobs, "temperature": 0, "max_tokens": 6 + i}
-            return server.complete(prompt=CODE, **body), server.scheduler.flights
+            return server.complete(prompt=CODE, **body), server.engine.num_schedulers
 
         with concurrent.futures.ThreadPoolExecutor(18) as pool:
             answers = list(pool.map(ask, range(18)))
-        for i, (answer, flights) in enumerate(answers):
+        for i, (answer, schedulers) in enumerate(answers):
             out = generated(server, CODE, variants[i % 3][0], max_new_tokens=6 + i)
-            assert answer["choices"][0]["text"] == out.text[0] and flights <= 1
+            assert answer["choices"][0]["text"] == out.text[0] and schedulers <= 1
             assert answer["usage"]["decoding"]["method"] == variants[i % 3][0]
 
 
@@ -286,7 +286,7 @@ def test_chats_go_through_the_template(server, client):
 
 
 def test_what_is_left_out(server):
-    """OpenAI's defaults: 16 tokens, temperature 1, a seed that the answer tells."""
+    """OpenAI's defaults: 16 tokens, temperature 1, and a seed that the answer contains."""
     answer = server.complete(prompt=TEXT)
     seed = answer["usage"]["decoding"]["seed"]
     out = generated(server, sampling=sj.Sampling(1.0), max_new_tokens=16, seed=seed)
@@ -364,7 +364,7 @@ REFUSED = [
     (
         {"prompt": TEXT, "method": "specinfer", "options": {"branching": [8, 8, 8]}},
         400,
-        f"at most {WIDEST}",
+        f"at most {MAX_ROUND_TOKENS}",
     ),
     (b"", 400, "not JSON"),
     (b"{", 400, "not JSON"),
@@ -419,6 +419,11 @@ def test_who_has_no_key(models):
         assert server.ask("GET", "/health")[0] == server.ask("GET", "/")[0] == 200
 
 
+def test_max_methods_has_a_former_name():
+    for option in ("--max-methods", "--flights"):
+        assert commands.parser().parse_args([option, "2"]).max_methods == 2
+
+
 @pytest.mark.parametrize(
     "argv, says",
     [
@@ -437,14 +442,14 @@ def test_wrong_arguments_are_one_line(capsys, argv, says):
 
 
 def test_without_the_extra(capsys, monkeypatch):
-    monkeypatch.setattr(commands, "EXTRA", ("json", "no_such_module"))
+    monkeypatch.setattr(commands, "REQUIRED", ("json", "no_such_module"))
     with pytest.raises(SystemExit, match="2"):
         commands.main([])
     assert "no_such_module is not installed: pip install" in capsys.readouterr().err
 
 
 def fuzzed(rng):
-    """A body that is wrong somewhere, or by chance right: any JSON may come out."""
+    """A random body, mostly wrong: any JSON, or not even JSON."""
     values = [None, True, -1, 0, 1, 2**31, 2**64, -(10**40), 1e308, float("nan"), float("-inf")]
     values += ["", "a", "\ud800", "\0", "é" * 50, [], [[]], [1, "a"], {}, {"a": []}, [2**40]]
     fields = [
@@ -473,7 +478,7 @@ def fuzzed(rng):
 
 
 def fuzz(server, count, seed):
-    """Sends so many; returns how often each status came."""
+    """Sends ``count`` random bodies; returns how often each status came."""
     rng, statuses = random.Random(seed), {}
     for i in range(count):
         path = rng.choice(("/v1/completions", "/v1/chat/completions"))
@@ -481,7 +486,7 @@ def fuzz(server, count, seed):
         status, answer, _ = server.ask("POST", path, data)
         statuses[status] = statuses.get(status, 0) + 1
         assert status == 200 or (400 <= status < 500 and answer["error"]["message"]), data
-    until(lambda: server.scheduler.in_flight == server.scheduler.waiting == 0)
+    until(lambda: server.engine.num_running == server.engine.num_waiting == 0)
     return statuses
 
 
@@ -502,12 +507,12 @@ LONG = {"prompt": TEXT, "max_tokens": 100, "temperature": 0.3, "n": 4, "seed": 1
 
 @pytest.fixture
 def slowly(monkeypatch):
-    """Rounds that take as long as those of a larger model."""
+    """Makes rounds as slow as a larger model's."""
     poll = VariantQueue.poll
 
-    def slow(self, take):
+    def slow(self, next_request):
         time.sleep(0.03)
-        return poll(self, take)
+        return poll(self, next_request)
 
     monkeypatch.setattr(VariantQueue, "poll", slow)
 
@@ -522,15 +527,15 @@ def open_request(server, **body):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_rows(server, slowly, stream):
-    scheduler = server.scheduler
+    engine = server.engine
     gone = open_request(server, stream=stream)
-    until(lambda: scheduler.in_flight == 4)
+    until(lambda: engine.num_running == 4)
     waits = open_request(server, stream=stream)
-    until(lambda: scheduler.waiting == 4)
+    until(lambda: engine.num_waiting == 4)
     waits.close()
-    until(lambda: scheduler.waiting == 0)
+    until(lambda: engine.num_waiting == 0)
     gone.close()
-    until(lambda: scheduler.in_flight == 0, seconds=20)
+    until(lambda: engine.num_running == 0, seconds=20)
     page = server.ask("GET", "/metrics")[1].decode()
     assert float(re.search(r"^specjax_rows_left_total (\S+)$", page, re.M)[1]) >= 8
     out = generated(server, sampling=sj.Sampling(), max_new_tokens=12)
@@ -540,22 +545,22 @@ def test_a_client_that_leaves_frees_its_rows(server, slowly, stream):
 
 def test_a_full_queue_says_so(server, slowly):
     first = open_request(server, stream=True)
-    until(lambda: server.scheduler.in_flight == 4)
+    until(lambda: server.engine.num_running == 4)
     second = open_request(server, n=40, stream=True)
-    until(lambda: server.scheduler.waiting == 40)
+    until(lambda: server.engine.num_waiting == 40)
     status, answer, headers = server.ask("POST", "/v1/completions", {"prompt": TEXT})
     assert status == 429 and answer["error"]["code"] == "queue_full"
     assert headers["retry-after"] == "1"
     first.close()
     second.close()
-    until(lambda: server.scheduler.in_flight == server.scheduler.waiting == 0)
+    until(lambda: server.engine.num_running == server.engine.num_waiting == 0)
     assert server.complete(prompt=TEXT, max_tokens=1)["usage"]["completion_tokens"] == 1
 
 
 def test_a_failure_ends_its_requests_alone(server, monkeypatch, capfd):
-    """The log gets what the device said; the client gets a line, and the next one an answer."""
+    """The log gets the device's error, the client one line, and the next client an answer."""
 
-    def broken(self, take):
+    def broken(self, next_request):
         if not self.waiting:
             return []
         monkeypatch.undo()
@@ -566,12 +571,12 @@ def test_a_failure_ends_its_requests_alone(server, monkeypatch, capfd):
     assert status == 500 and answer["error"]["code"] == "decoding_failed"
     assert "secret" not in json.dumps(answer) and "secret" in capfd.readouterr().err
     assert server.complete(prompt=TEXT, max_tokens=2)["choices"]
-    assert server.scheduler.in_flight == server.scheduler.waiting == 0
+    assert server.engine.num_running == server.engine.num_waiting == 0
 
 
 @pytest.mark.slow
 def test_64_clients_some_of_whom_leave(server):
-    """No error, no row left over, and every answer is that of generate."""
+    """There is no error, no row is left over, and every answer is generate's."""
     rng = random.Random(0)
     asked = []
     for _ in range(192):
@@ -593,7 +598,7 @@ def test_64_clients_some_of_whom_leave(server):
 
     with concurrent.futures.ThreadPoolExecutor(64) as pool:
         texts = list(pool.map(lambda given: one(*given), asked))
-    until(lambda: server.scheduler.in_flight == server.scheduler.waiting == 0)
+    until(lambda: server.engine.num_running == server.engine.num_waiting == 0)
     wanted = {}
     for (body, _), text in zip(asked, texts, strict=True):
         kind = tuple(body.values())
@@ -612,7 +617,7 @@ def test_sigterm_under_load_loses_no_request(tiny_pair_dirs):
     command += ["--port", "0", "--batch-size", "4"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     port = int(re.search(r"http://127.0.0.1:(\d+)$", process.stderr.readline())[1])
-    running = Running(*map(sj.load, tiny_pair_dirs), scheduler=None, admission=None, port=port)
+    running = Running(*map(sj.load, tiny_pair_dirs), engine=None, admission=None, port=port)
     bodies = [
         {"prompt": TEXT, "temperature": 0.9, "seed": i, "max_tokens": 150, "stream": i % 2 == 1}
         for i in range(16)
@@ -637,7 +642,7 @@ def test_sigterm_under_load_loses_no_request(tiny_pair_dirs):
 
 
 def text_of(answer):
-    """Of one choice, whole or as events."""
+    """The text of an answer with one choice, whole or streamed."""
     if isinstance(answer, dict):
         return answer["choices"][0]["text"]
     *events, done, end = answer.decode().split("\n\n")
@@ -661,7 +666,7 @@ def test_the_page_loads_nothing_else(server):
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs node")
 def test_the_page_s_script(server, tmp_path):
-    """The script runs against the server, with as much of a document as it uses."""
+    """Runs the script against the server, with a stub of the browser's document."""
     script = re.search("<script>(.*)</script>", server.ask("GET", "/")[1].decode(), re.S)[1]
     support = Path(__file__).parents[1] / "support" / "page.js"
     file = tmp_path / "page.js"
@@ -687,7 +692,7 @@ def test_the_page_s_script(server, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not make_page.chromium(), reason="needs chromium")
 def test_the_page_in_a_browser(server):
-    """A completion, colors and figures; nothing in the console, and another site gets nothing."""
+    """It shows a completion, colors and figures, and cannot reach another site."""
 
     async def use():
         async with make_page.opened(server.url + "/") as page:

@@ -201,7 +201,7 @@ def test_the_best_of_the_ten_fastest_is_chosen():
 
 
 def test_soft_satisfaction_is_counted_over_rows_and_over_constraints():
-    """One word of one, none of three and a regex of each: half the rows' words, 2 of 6 in all."""
+    """The first row satisfies both of its constraints, the second none of its four: 2 of 6."""
     parts = rewards.combine(["lexical", "regex:x"]).parts
     prompts = [Prompt(i, i, "", [1], {}, {"lexical": list("abc")[:n]}) for i, n in ((0, 1), (1, 3))]
     scores = np.array([[1.0, 1.0], [0.0, 0.0]])
@@ -211,7 +211,7 @@ def test_soft_satisfaction_is_counted_over_rows_and_over_constraints():
 
 
 def test_speedups_are_ratios_of_sums_with_their_spread():
-    """A row twice as fast on each prompt has no spread; one that is so on half of them has."""
+    """A method twice as fast on each prompt has no spread; on half of them, it has one."""
     plain = {"each": {"tokens": [4, 4], "seconds": [1.0, 3.0], "cost": [4, 4]}}
     even = {"each": {"tokens": [8, 8], "seconds": [1.0, 3.0], "cost": [4, 4]}}
     uneven = {"each": {"tokens": [4, 4], "seconds": [0.5, 3.0], "cost": [4, 4]}}
@@ -223,7 +223,7 @@ def test_speedups_are_ratios_of_sums_with_their_spread():
 
 
 def test_a_tuned_text_ends_before_a_stop_string_and_is_judged_so(pair):
-    """What stands behind the stop string meets no constraint."""
+    """Text after the stop string satisfies no constraint."""
     target = sj.load(pair[1])
     prompt = Prompt(0, 0, "x", [5, 6, 7], {})
 

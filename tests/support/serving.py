@@ -22,11 +22,11 @@ TIMEOUT = 300  # seconds: compilation is slow on a machine with other work
 
 @dataclass(frozen=True)
 class Running:
-    """A server that answers, and what is inside."""
+    """A server that answers requests, and its parts."""
 
     target: sj.LM
     draft: sj.LM
-    scheduler: EngineThread
+    engine: EngineThread
     admission: Admission
     port: int
 
@@ -55,7 +55,7 @@ class Running:
 
 
 def until(holds, seconds=30.0):
-    """Waits for something to become true."""
+    """Waits until ``holds()`` is true."""
     ends = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < ends, "it did not happen"
@@ -84,7 +84,7 @@ def serving(target: sj.LM, draft: sj.LM, *arguments: str, key=None):
     """A server of these models; ``arguments`` are the command line's."""
     args = parser().parse_args(["--name", "tiny", *arguments])
     with (
-        assembled(args, target, draft, key) as (server, scheduler),
+        assembled(args, target, draft, key) as (server, engine),
         answering(server) as port,
     ):
-        yield Running(target, draft, scheduler, server.admission, port)
+        yield Running(target, draft, engine, server.admission, port)
