@@ -66,17 +66,19 @@ def test_isolated_rows_hold_every_window_with_its_labels():
             assert laid[name].shape == (T + slots,) and laid[name].dtype == np.int32
             np.testing.assert_array_equal(laid[name][:T], row[name])
         windows = slow_windows(insertion, row, number)
-        place = T
+        appended = T
         for window, places in enumerate(windows, start=1):
             for i, place in enumerate(places):
-                assert laid["tokens"][place] == 90 + i
+                assert laid["tokens"][appended] == 90 + i
                 for name in ("labels", "positions", "segments"):
-                    assert laid[name][place] == row[name][place]
-                assert laid["windows"][place] == window and laid["index"][place] == i + 1
-                assert laid["starts"][place] == row["positions"][places[0]]
-                assert laid["sources"][place - T] == place
-                place += 1
-        assert (laid["segments"][place:] == 0).all() and (laid["labels"][place:] == IGNORE).all()
+                    assert laid[name][appended] == row[name][place]
+                assert laid["windows"][appended] == window and laid["index"][appended] == i + 1
+                assert laid["starts"][appended] == row["positions"][places[0]]
+                assert laid["sources"][appended - T] == place
+                appended += 1
+        assert (laid["segments"][appended:] == 0).all() and (
+            laid["labels"][appended:] == IGNORE
+        ).all()
 
 
 def test_windows_beyond_the_slots_are_dropped_whole_and_fairly():

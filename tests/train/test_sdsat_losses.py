@@ -22,7 +22,8 @@ from specjax.models import (
 from support import variants
 from support.insertion_reference import EOS, ID, slow_mixed, slow_windows, some_row
 from train.config import Tuned
-from train.data.packing import IGNORE, Prepared
+from train.data.in_memory import Prepared
+from train.data.packing import IGNORE
 from train.data.prompts import held_out_prompts
 from train.engine.loop import make_step
 from train.engine.losses import OutputHead

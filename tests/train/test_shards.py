@@ -28,11 +28,20 @@ from support.training import (
 from train import tokens
 from train.config import DataSection, HeadRunConfig, LMConfig, SDSATConfig, from_dict
 from train.data.corpus import is_held_out, load_corpus
-from train.data.making import make_shards, own_documents, own_shards, recipe_of, source_names
-from train.data.near import band_keys
-from train.data.packing import Plain, make_loader, prepare, valid_batches
+from train.data.encoding import Plain
+from train.data.in_memory import prepare
+from train.data.loader import make_loader, valid_batches
+from train.data.near_duplicates import band_keys
 from train.data.reading import Document, Intake, TextPiece, cut, read_piece
-from train.data.shards import MANIFEST, open_shards
+from train.data.shards.building import (
+    load_documents,
+    load_shards,
+    make_shards,
+    recipe_of,
+    source_names,
+)
+from train.data.shards.files import MANIFEST
+from train.data.shards.reading import open_shards
 from train.data.tokenizer import train_tokenizer
 from train.head.prepare import prepare_setup as prepare_head
 from train.lm import __main__ as lm
@@ -129,7 +138,7 @@ def test_a_cut_off_source_is_an_error_or_recorded(sources, tmp_path, kind):
 
 def test_shards_hold_what_memory_holds(made, tokenizer):
     data, manifest = made
-    shards = own_shards(data, tokenizer, Plain(), make=False)
+    shards = load_shards(data, tokenizer, Plain(), make=False)
     memory = prepare(load_corpus(data.corpora, data.files), tokenizer)
     assert len(manifest["shards"]) > 12
     assert whole(shards.sources[0]) == whole(memory.sources[0])
@@ -154,7 +163,7 @@ def test_what_is_skipped_is_said(made):
 def test_one_shard_trains_on_the_rows_that_memory_gives(sources, tokenizer, tmp_path):
     """In one order of documents every row is the same, held-out ones too."""
     data = data_of(sources, tmp_path / "shards", "lines.jsonl")
-    shards = own_shards(data, tokenizer, Plain())
+    shards = load_shards(data, tokenizer, Plain())
     documents = {d.name: d for d in load_corpus((), data.files)}
     in_order = [documents[f"lines.jsonl#{n}"] for n in range(1, 82) if n != 61]
     memory = prepare(in_order, tokenizer)
@@ -176,7 +185,7 @@ def test_copies_and_near_copies_of_held_out_text_are_left_out(tokenizer, tmp_pat
     assert near != out
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     data = data_of(tmp_path, tmp_path / "shards", "x.jsonl")
-    shards = own_shards(data, tokenizer, Plain())
+    shards = load_shards(data, tokenizer, Plain())
     counts = shards.manifest["documents"]
     assert counts == {"train": held - 4, "held_out": 1, "duplicates": 2, "near_duplicates": 1}
     assert {
@@ -203,7 +212,7 @@ def test_shared_bands_follow_the_curve():
 
 def test_rows_come_from_each_source_by_its_weight(sources, tokenizer, tmp_path):
     data = data_of(sources, tmp_path / "s", "lines.jsonl", "rows.parquet", weights=(3.0, 1.0))
-    shards = own_shards(data, tokenizer, Plain())
+    shards = load_shards(data, tokenizer, Plain())
     lines = b"".join(sorted(whole(shards.sources[0])))
     seen = [batch["tokens"][0] for batch in itertools.islice(make_loader(shards, 8, 1, 0), 100)]
     from_lines = sum(row.astype(np.uint16).tobytes() in lines for row in seen)
@@ -230,7 +239,7 @@ def test_a_file_cut_off_is_named_and_made_anew(made, tokenizer, tmp_path, name):
     before, path = files_of(data), tmp_path / "shards" / name
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(InputError, match=rf"{name} is damaged .* train\.tokens makes it anew"):
-        own_shards(data, tokenizer, Plain(), make=False)
+        load_shards(data, tokenizer, Plain(), make=False)
     make_shards(data, recipe_of(data, tokenizer, Plain()), 1, shard_bytes=4000)
     assert files_of(data) == before
 
@@ -255,7 +264,7 @@ def test_bad_weights_are_named(tmp_path):
         with pytest.raises(InputError, match=message):
             from_dict(LMConfig, {"data": {"weights": weights}})
     with pytest.raises(InputError, match=r"data\.weights needs data\.shards"):
-        own_documents(DataSection(weights=(1.0,)))
+        load_documents(DataSection(weights=(1.0,)))
     with pytest.raises(InputError, match="2 numbers for 1 sources"):
         source_names(DataSection(weights=(1.0, 2.0), shards="s"))
 
@@ -265,7 +274,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_half(sources, tokenizer, tmp_path
     work = (recipe_of(data, tokenizer, Plain()), 0, [TextPiece(data.files[0], "lines.jsonl")], len)
     script = (
         "import pickle, resource, sys\n"
-        "from train.data.shards import make_shard\n"
+        "from train.data.shards.writing import make_shard\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\n"
         "try: make_shard(*pickle.load(sys.stdin.buffer))\n"
         "except Exception as error: print(type(error).__name__, error)\n"

@@ -30,7 +30,7 @@ from train.config import (
     require_same,
 )
 from train.data.packing import IGNORE
-from train.engine.directory import own_directory
+from train.engine.directory import lock_directory
 from train.engine.loop import make_step
 from train.engine.losses import OutputHead, chunked_distillation
 from train.engine.optim import make_optimizer, muon_axes, schedule
@@ -384,7 +384,7 @@ def test_what_a_checkpoint_and_a_corpus_hold_is_compared_too(uninterrupted, tmp_
 
 
 def test_a_directory_that_another_run_writes_is_left_alone(uninterrupted, tmp_path, capsys):
-    with own_directory(Run(dir=str(uninterrupted)), resume=True):
+    with lock_directory(Run(dir=str(uninterrupted)), resume=True):
         for more in ([], ["--resume"]):
             assert program(*quick(uninterrupted, 25), *more) == 2
             assert f"run.dir {uninterrupted} is being written by process" in one_error_line(capsys)

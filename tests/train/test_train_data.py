@@ -12,15 +12,9 @@ from pyarrow import parquet
 from specjax._util.errors import InputError
 from train.data import corpus
 from train.data.corpus import is_held_out, load_corpus, permissive_distributions
-from train.data.packing import (
-    IGNORE,
-    Prepared,
-    TokenStream,
-    make_loader,
-    pack_row,
-    prepare,
-    valid_batches,
-)
+from train.data.in_memory import Prepared, TokenStream, prepare
+from train.data.loader import make_loader, valid_batches
+from train.data.packing import IGNORE, pack_row
 from train.data.reading import Document
 from train.data.tokenizer import EOS_ID, SPECIAL_TOKENS, load_tokenizer, train_tokenizer
 

@@ -12,8 +12,9 @@ from specjax.runtime.infill import Sentinels, find_sentinels
 from support.training import small_tokenizer
 from train.config import LMConfig, Model
 from train.data.corpus import Document, is_held_out
+from train.data.encoding import Plain
 from train.data.fim import CodeLayout
-from train.data.packing import Plain, prepare
+from train.data.in_memory import prepare
 from train.data.tokenizer import EOS_ID
 from train.lm import prepare as lm
 
@@ -30,7 +31,7 @@ def test_rearranged_documents_put_their_parts_in_codellamas_order(tokenizer):
     kinds = {"plain": 0, "psm": 0, "spm": 0}
     for i in range(400):
         document = Document(f"d/{i}.py", f"def f{i}(x):\n    return {i}\n")
-        pieces = layout.pieces(document)
+        pieces = layout.parts(document)
         if pieces == [document.text, EOS_ID]:
             kinds["plain"] += 1
         elif pieces[1] == marks.suffix:

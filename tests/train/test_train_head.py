@@ -27,10 +27,11 @@ from support.training import (
     small_tokenizer,
 )
 from train.config import HeadRunConfig, from_toml
-from train.data.packing import IGNORE, make_loader
+from train.data.loader import make_loader
+from train.data.packing import IGNORE
 from train.head.__main__ import main as program
 from train.head.losses import HeadObjective, head_loss
-from train.head.prepare import commonest
+from train.head.prepare import most_frequent
 
 DEMO = str(ROOT / "configs" / "head_demo.toml")
 FULL = str(ROOT / "configs" / "head_llama_8b.toml")
@@ -106,8 +107,8 @@ def test_the_loss_is_that_of_a_slow_reference(ids, flag, remat):
 
 
 def test_the_draft_vocabulary_is_the_commonest_ids_in_order():
-    assert commonest(np.array([5, 0, 9, 5, 7]), 3).tolist() == [0, 2, 4]
-    assert commonest(np.array([1, 1, 1]), 2).tolist() == [0, 1]
+    assert most_frequent(np.array([5, 0, 9, 5, 7]), 3).tolist() == [0, 2, 4]
+    assert most_frequent(np.array([1, 1, 1]), 2).tolist() == [0, 1]
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +144,7 @@ def test_a_run_learns_and_measures_by_decoding(whole):
 
 def test_killed_and_resumed_gives_the_same_numbers(start, whole, tmp_path, monkeypatch):
     own = arguments(start, tmp_path / "cut")
-    monkeypatch.setattr("train.engine.feeding.make_loader", cut_after(5))
+    monkeypatch.setattr("train.engine.batches.make_loader", cut_after(5))
     assert program(own) == INTERRUPTED
     monkeypatch.undo()
     assert program([*own, "--resume"]) == 0
@@ -222,7 +223,7 @@ def test_two_devices_give_the_losses_of_one(start, whole, tmp_path, fsdp):
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("head.layers=[1]", "head.layers: 1 is none of the target's layers, 0 to 0"),
+        ("head.layers=[1]", "head.layers: 1 is not a layer of the target, 0 to 0"),
         ("head.layers=[]", "a target of 1 layers has no layers 2, n // 2 and n - 3"),
         ("head.draft_vocab=100000", "head.draft_vocab=100000 is more than the target's"),
         ("head.num_kv_heads=3", "head.num_kv_heads=3 does not divide the target's 2 heads"),

@@ -20,9 +20,9 @@ from specjax._util.errors import InputError
 from support.training import logged
 from train.config import LMConfig, Optim, Run, from_toml
 from train.engine.checkpoints import Checkpoints
-from train.engine.directory import own_directory
+from train.engine.directory import lock_directory
 from train.engine.loop import TrainingError, fit
-from train.engine.metrics import Events, Metrics, speeds
+from train.engine.metrics import Metrics, TensorBoard, speeds
 from train.lm import prepare as lm
 
 
@@ -248,12 +248,12 @@ def test_a_file_in_the_place_of_the_checkpoints_is_named(begun, tmp_path):
 
 
 METRICS_DAMAGED = {
-    "a line cut": (b'{"step": 1, "lo\n', "line 1 is no record"),
-    "no object": (b"[1]\n", "line 1 is no record"),
-    "no step": (b'{"step": 1}\n{"loss": 1}\n', "line 2 is no record"),
-    "NaN for a step": (b'{"step": NaN}\n', "line 1 is no record"),
-    "no text": (b'{"step": 1, "a": "\xff"}\n', "line 1 is no record"),
-    "zeros": (b"\0" * 64 + b"\n", "line 1 is no record"),
+    "a line cut": (b'{"step": 1, "lo\n', "line 1 is not a record"),
+    "no object": (b"[1]\n", "line 1 is not a record"),
+    "no step": (b'{"step": 1}\n{"loss": 1}\n', "line 2 is not a record"),
+    "NaN for a step": (b'{"step": NaN}\n', "line 1 is not a record"),
+    "no text": (b'{"step": 1, "a": "\xff"}\n', "line 1 is not a record"),
+    "zeros": (b"\0" * 64 + b"\n", "line 1 is not a record"),
 }
 
 
@@ -313,7 +313,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(InputError, match=r"run.dir=.*File exists"),
-        own_directory(Run(dir=str(tmp_path / "file")), resume=False),
+        lock_directory(Run(dir=str(tmp_path / "file")), resume=False),
     ):
         raise AssertionError
 
@@ -321,12 +321,12 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
 def test_a_directory_is_one_runs_at_a_time(tmp_path):
     run = Run(dir=str(tmp_path))
     with (
-        own_directory(run, resume=False),
+        lock_directory(run, resume=False),
         pytest.raises(InputError, match=f"run.dir {tmp_path} is being written by process"),
-        own_directory(run, resume=True),
+        lock_directory(run, resume=True),
     ):
         raise AssertionError
-    with own_directory(run, resume=False):
+    with lock_directory(run, resume=False):
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     assert not list(tmp_path.iterdir())
 
@@ -336,7 +336,7 @@ def test_checkpoints_without_metrics_are_a_run_too(tmp_path):
     (tmp_path / "metrics.jsonl").unlink()
     with (
         pytest.raises(InputError, match="holds a run"),
-        own_directory(Run(dir=str(tmp_path)), resume=False),
+        lock_directory(Run(dir=str(tmp_path)), resume=False),
     ):
         raise AssertionError
 
@@ -380,7 +380,7 @@ def test_checkpoints_by_time_come_beside_those_by_steps(tmp_path, minutes, saved
 
 
 def test_event_files_hold_every_place_of_a_list(tmp_path):
-    events = Events(Run(dir=str(tmp_path)), 0)
+    events = TensorBoard(Run(dir=str(tmp_path)), 0)
     metrics = Metrics(tmp_path / "metrics.jsonl", 0, [events])
     metrics.write(step=1, loss=2.5, adaptive_accuracy=[0.5, None, 0.25])
     metrics.close()
