@@ -309,7 +309,9 @@ def test_the_ablation_keeps_what_is_finished_and_reports_it(start, tmp_path, mon
     capsys.readouterr()
     assert run("none", 4) == 2 and "another optim.total_steps" in capsys.readouterr().err
     (tmp_path / "none/export/card.json").write_text('{"recipe": ')
-    assert run("none", 3) == 2 and "none/export/card.json is no card" in capsys.readouterr().err
+    assert (
+        run("none", 3) == 2 and "none/export/card.json is not the card" in capsys.readouterr().err
+    )
     assert run("nothing", 3) == 2 and "--only nothing" in capsys.readouterr().err
 
 

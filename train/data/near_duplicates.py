@@ -8,8 +8,8 @@ keys (LSH), and two documents that share a key are near-duplicates.
 With a Jaccard similarity J of their sets, that happens with probability 1 − (1 − J^8)^16:
 6 % at J = 0.5, 61 % at 0.7, 95 % at 0.8 and 99.99 % at 0.9.
 
-The library `datasketch` offers the same method and was measured at 0.8 M tokens a second, against
-14 M here: as slow as tokenizing itself, because it hashes each shingle in Python.
+The library `datasketch` has the same method, but hashes each shingle in Python. It was measured at
+0.8 M tokens a second and 82 MiB, against 14 M and 52 MiB here, so it would slow tokenizing down.
 """
 
 from __future__ import annotations

@@ -146,6 +146,7 @@ def fit(
     require_trackers(run)
     checkpoints = Checkpoints(Path(run.dir) / CHECKPOINTS, run.keep)
     log = Path(run.dir) / METRICS
+    # A run that was killed before its first checkpoint has a log alone, and starts over.
     resume = resume and not (checkpoints.latest is None and log.exists())
     processes.agree(checkpoint=checkpoints.latest, resume=resume, settings=fixed)
 

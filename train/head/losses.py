@@ -138,8 +138,8 @@ def draft_steps(
     """Yields the head's hidden states of each draft step, as they are when it decodes.
 
     Step k at place i drafts the k-th token after a pass that ended with token i + 1. It reads
-    token i + k. It attends to the entries that the head made of the target's states up to place i,
-    and to the entries of its own earlier steps that began at place i.
+    token i + k. It attends to the entries of the first step up to place i, which the head made of
+    the target's states. It also attends to its own earlier steps at place i.
     """
     meta = {"segment": batch["segments"], "position": batch["positions"]}
     mask = causal_mask(meta, meta)
