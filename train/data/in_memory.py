@@ -109,6 +109,7 @@ def prepare(
 
     path = Path(cache_dir) / f"tokens-{_cache_key(documents, tokenizer, layout)}.npz"
     prepared = _read_cache(path)
+    # A damaged file counts as missing, and is replaced.
     if prepared is None:
         prepared = _tokenize(documents, tokenizer, layout)
         path.parent.mkdir(parents=True, exist_ok=True)

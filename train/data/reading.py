@@ -116,6 +116,7 @@ def kind_of(path: str | Path) -> str:
     if compressed:
         suffixes.pop()
     kind = suffixes[-1] if suffixes else ""
+    # Plain .json is one document; compressed .json is lines in most datasets, such as C4.
     if kind in (".jsonl", ".ndjson") or (compressed and kind == ".json"):
         return LINES
     if kind == ".parquet":
@@ -213,6 +214,7 @@ def _cut_parquet(piece: TextPiece, size: int) -> Iterator[TextPiece]:
 def _read_text(piece: TextPiece, intake: Intake) -> Iterator[Document]:
     with _opened(piece.path) as file:
         content = file.read(_HEAD)
+        # Text has no zero bytes; this tells before a large binary file is read whole.
         if b"\0" in content:
             return intake.skip("binary", piece.name)
         content += file.read(MOST_BYTES)
@@ -224,6 +226,7 @@ def _read_lines(piece: TextPiece, intake: Intake) -> Iterator[Document]:
         if piece.begin:
             file.seek(piece.begin)
         place = piece.begin
+        # readline with a limit: a file without line breaks must not fill the memory.
         lines = iter(lambda: file.readline(LONGEST_LINE), b"")
         for number, line in enumerate(lines, piece.first):
             if len(line) == LONGEST_LINE:
@@ -267,6 +270,7 @@ def _read_parquet(piece: TextPiece, intake: Intake) -> Iterator[Document]:
         if end is None:
             end = file.metadata.num_row_groups
         groups = list(range(piece.begin, end))
+        # One column and few rows at a time: row groups may be large.
         batches = file.iter_batches(_PARQUET_ROWS, row_groups=groups, columns=[column])
         row = piece.first
         while True:

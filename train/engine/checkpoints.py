@@ -36,6 +36,7 @@ class Checkpoints:
 
     def save(self, step: int, arrays: Any, note: dict[str, Any]) -> None:
         """Starts saving; the device arrays are copied before this returns."""
+        # With the step in the digest, a note copied from another checkpoint is refused, too.
         signed = {"note": note, "sha256": _digest(step, note)}
         items = args.Composite(arrays=args.StandardSave(arrays), note=args.JsonSave(signed))
         self._manager.save(step, args=items)

@@ -111,6 +111,7 @@ def row_arguments(batch: dict) -> tuple[Array, Array, Array]:
 def nll(logits: Float[Array, "n V"], labels: Int[Array, "n"]) -> Float[Array, ""]:
     """Summed negative log-likelihood of the labels that are not IGNORE."""
     real = labels != IGNORE
+    # IGNORE is no valid index: masked tokens read id 0, and count zero times.
     at_label = jnp.take_along_axis(logits, jnp.where(real, labels, 0)[:, None], axis=-1)[:, 0]
     return jnp.sum((jax.nn.logsumexp(logits, axis=-1) - at_label) * real)
 
@@ -167,6 +168,7 @@ def on_own_rows(function: Callable, rows: NamedSharding | None, joined: bool = F
     split = PartitionSpec(axes)
     whole = PartitionSpec()
 
+    # shard_map, so that a chunk has rows of one device only and no activation moves.
     def on_device(shared, *arrays):
         out = function(shared, *arrays)
         return out if joined else jax.lax.psum(out, axes)

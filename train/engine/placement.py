@@ -63,6 +63,7 @@ class Placement:
     def place_state(self, tree: Any) -> Any:
         """The tree with :meth:`shardings`; every process passes the same tree."""
         if self._mesh is None:
+            # Explicitly: host_memory() may have made the tree on the CPU.
             return jax.device_put(tree, jax.local_devices()[0])
         return jax.tree.map(put_whole, tree, self.shardings(tree))
 
@@ -123,6 +124,7 @@ def make_placement(fsdp: int, rows: int, devices: Sequence[jax.Device] | None = 
         )
     if count == 1:
         return Placement()
+    # Explicit axes, which jax.make_mesh may default to, would need a sharding in every operation.
     auto = (AxisType.Auto,) * len(AXES)
     return Placement(jax.make_mesh((count // fsdp, fsdp), AXES, axis_types=auto, devices=devices))
 

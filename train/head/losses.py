@@ -137,9 +137,10 @@ def draft_steps(
 ) -> Iterator[Float[Array, "B T D"]]:
     """Yields the head's hidden states of each draft step, as they are when it decodes.
 
-    Step k at place i drafts the k-th token after a pass that ended with token i + 1. It reads
-    token i + k. It attends to the entries of the first step up to place i, which the head made of
-    the target's states. It also attends to its own earlier steps at place i.
+    At place i, tokens up to i + 1 and the target's states up to i are known. Step k drafts token
+    i + k + 1: it reads token i + k, from the data. It attends to the entries of the first step up
+    to place i, which the head made of the target's states. It also attends to its own earlier
+    steps at place i.
     """
     meta = {"segment": batch["segments"], "position": batch["positions"]}
     mask = causal_mask(meta, meta)
@@ -147,6 +148,7 @@ def draft_steps(
     def step(params, features, tokens, positions, past):
         entries: list[KeysValues] = []
 
+        # The head has one layer, so attend is called one time.
         def attend(layer, q, k, v):
             entries.append((k, v))
             return attend_to_steps(q, (*past, (k, v)), mask)
@@ -185,6 +187,7 @@ def attend_to_steps(
 
     scores = jnp.einsum("btkge,bske->btkgs", q, first_k.astype(jnp.float32))
     scores = jnp.where(mask[:, :, None, None], scores, MASKED_SCORE)
+    # A later step's entry at another place belongs to another draft: only one score per place.
     later_scores = [jnp.einsum("btkge,btke->btkg", q, k.astype(jnp.float32)) for k, _ in later]
     scores = jnp.concatenate([scores, *(x[..., None] for x in later_scores)], -1)
     weights = jax.nn.softmax(scores, axis=-1)
@@ -197,6 +200,7 @@ def attend_to_steps(
 
 def labels_of_step(batch: dict, k: int) -> Int[Array, "B T"]:
     """The labels of the tokens that step k predicts; IGNORE if their document has ended."""
+    # Place i trains step k only if all k tokens that it reads are of its document.
     same_document = shifted(batch["segments"], k, PADDING_SEGMENT) == batch["segments"]
     real = same_document & (batch["segments"] != PADDING_SEGMENT)
     return jnp.where(real, shifted(batch["labels"], k, IGNORE), IGNORE)

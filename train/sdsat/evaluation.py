@@ -66,6 +66,7 @@ def measure_decoding(
         # The last windows reach past the text: what they would draft there is not known.
         complete = max(0, len(new) - decoding.length)
         accepted += walk_rounds(matches[:complete])
+    # bool [rounds, k]: whether draft tokens 1..i of a round are all accepted.
     rounds = np.asarray(accepted)[:, None] > np.arange(decoding.length)
     acceptance = rounds.mean(0) if len(rounds) else np.zeros(decoding.length)
     return {

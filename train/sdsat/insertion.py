@@ -72,6 +72,7 @@ def draw_windows(insertion: Insertion, row: Batch, number: int) -> tuple[np.ndar
     A window starts at a token with probability `rate`. Its length is uniform in {1, …, L}, but it
     ends before the next document boundary, special token or padding. Windows may overlap.
     """
+    # Both draws are made for every token, so they do not depend on the documents in the row.
     rng = _generator(insertion.seed, number, _TRAIN_STREAM)
     tokens = len(row["tokens"])
     starting = rng.random(tokens) < insertion.rate

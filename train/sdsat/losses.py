@@ -256,6 +256,7 @@ def adaptive_sums(
             out["agreed"] = (same[:, None] * places).sum(0)
         return out
 
+    # Self-distillation must not pull the clean distribution towards the adaptive one.
     inputs = (hidden, jax.lax.stop_gradient(teacher), index)
     return sum_over_chunks(sums, head, inputs, labels, rows=head.rows)
 

@@ -59,6 +59,7 @@ def prepare_setup(cfg: SDSATConfig) -> SdsatSetup:
     if not cfg.model.init_from:
         raise InputError("model.init_from is empty: name a Hugging Face directory to tune")
     directory = locate(cfg.model.init_from)
+    # The model as it is before tuning.
     start = load_config(directory)
     tokenizer = load_tokenizer(cfg.model.tokenizer or tokenizer_file(directory))
     _check(cfg, start, tokenizer)

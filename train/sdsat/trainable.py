@@ -48,6 +48,7 @@ def make_tuning(section: Tuned, adaptive_ids: tuple[int, ...], seed: int) -> Tun
         return Tuning(lambda params: (params, {}), lambda trainable, frozen: trainable)
     if section.train == "embeddings":
         return embeddings()
+    # Each distinct id has one row, however many places of the window use it.
     make = gated_lora if section.train == GATED else lora
     return make(distinct(adaptive_ids), section, seed)
 
@@ -79,6 +80,7 @@ def lora(ids: tuple[int, ...], section: Tuned, seed: int) -> Tuning:
         layers = adapt(
             frozen["layers"], trainable["layers"], lambda x, down, up: x + scale * up @ down
         )
+        # Only these rows of the table get a gradient.
         embed = frozen["embed"].at[rows].set(trainable["adaptive"])
         return frozen | {"embed": embed, "layers": layers}
 
@@ -93,6 +95,7 @@ def gated_lora(ids: tuple[int, ...], section: Tuned, seed: int) -> Tuning:
     scale = section.lora_alpha / section.lora_rank
 
     def split(params):
+        # The mean of all rows, like the adaptive rows of lora.
         embed = jnp.tile(params["embed"].mean(0), (len(ids), 1))
         factors = _first_factors(params["layers"], section, seed)
         return {"embed": embed, "layers": factors}, params

@@ -109,12 +109,14 @@ def make_shards(
     except OSError as error:
         raise InputError(f"data.shards={data.shards!r}: {error.strerror}") from None
 
+    # The second of two runs that share data.shards is refused: both would write the same files.
     with locked(home, "data.shards"):
         if (home / MANIFEST).exists():
             try:
                 return read_manifest(home, recipe, source_names(data))
             except DamagedError:
                 pass  # what is damaged is made anew
+        # With the lock taken, no other run can still write these.
         for path in (*home.glob(".*.tmp"), *(home / PARTS).glob(".*.tmp")):
             path.unlink(missing_ok=True)  # left by a killed run
         try:
@@ -156,6 +158,7 @@ def _write_plan(
 
     plan = recipe.identity() | {"sources": described, "shard_bytes": shard_bytes}
     path = home / PLAN
+    # Finished shards are kept, so they must be those of this plan.
     if path.exists():
         require_identity(home, read_json(path), plan)
     write_text(path, json.dumps(plan, indent=1) + "\n")

@@ -87,7 +87,8 @@ def _sums(column: np.ndarray, splits: dict[str, np.ndarray]) -> dict[str, int]:
 
 def _first_of_equals(digests: np.ndarray, held_out: np.ndarray) -> np.ndarray:
     """bool `[documents]`: the first of equal texts, where held-out documents come before others."""
-    order = np.lexsort((~held_out, digests))  # stable: equals stay in their order
+    # Sorted by text, then held-out ones first. The sort is stable, so equals stay in their order.
+    order = np.lexsort((~held_out, digests))
     new = np.ones(len(digests), bool)
     new[1:] = digests[order[1:]] != digests[order[:-1]]
     first = np.zeros(len(digests), bool)
@@ -105,6 +106,7 @@ def _near_held_out(
         chosen = part["held_out"] & first[bounds[number] : bounds[number + 1]]
         held_out_keys.append(read_keys(directory, number)[chosen].ravel())
 
+    # A second pass over the keys: those of all shards may not fit in memory.
     known = np.unique(np.concatenate(held_out_keys))
     return np.concatenate([any_known(read_keys(directory, i), known) for i in range(len(parts))])
 

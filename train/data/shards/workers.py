@@ -24,6 +24,7 @@ def run_in_processes(
     Raises:
       InputError: the error of a worker, or that one was killed; all others are ended.
     """
+    # Reversed, because arguments are taken from the end: shards are made in their order.
     waiting = list(reversed(arguments))
     workers: dict[Connection, BaseProcess] = {}
     try:
@@ -47,6 +48,7 @@ def _start_worker(work: Callable[..., None]) -> tuple[Connection, BaseProcess]:
     ours, theirs = context.Pipe()
     process = context.Process(target=_run_worker, args=(work, theirs), daemon=True)
     process.start()
+    # Our copy of the child's end: while it is open, the pipe would not report the child's death.
     theirs.close()
     return ours, process
 
