@@ -144,7 +144,8 @@ def load(
       dtype: ``float32``, ``bfloat16`` or ``float16``. None: float32 on CPUs, where it is fastest,
         and bfloat16 elsewhere.
       quantize: ``int8``, ``fp8``, ``int4`` or ``int4:GROUP``: quantizes the weights layer by layer
-        (:mod:`specjax.models.quantization`). A checkpoint of ``infer.convert --quantize`` needs none.
+        (:mod:`specjax.models.quantization`). A checkpoint of ``infer.convert --quantize`` needs
+        none.
       cache_dtype: ``int8``: the KV cache is int8, with a scale per token and head
         (:mod:`specjax.models.quantized_cache`). None: it has the model's dtype.
       pass_width: tokens per row that short passes are padded to, 1 to 128. None: 8 on

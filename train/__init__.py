@@ -1,1 +1,1 @@
-"""The training programs, a room each."""
+"""The training programs, one folder each, and what they share: config, data, engine."""

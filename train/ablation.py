@@ -1,10 +1,10 @@
-"""SDSAT's ablation: one start, one budget, one change at a time; a table and Figure 5.
+"""SDSAT's ablation: one start, one budget, one change at a time. Makes a table and Figure 5.
 
 python -m train.ablation CONFIG.toml [--set section.key=value ...] [--only NAME,...]
 
-Each variant is a run of train.sdsat in a directory of its own below ``run.dir``. Started again,
-finished variants are kept and a broken one goes on from its last checkpoint; the table and the
-figure are of what is finished.
+Each variant is a run of train.sdsat in its own directory below ``run.dir``. The same command
+resumes: finished variants are kept, and an interrupted one goes on from its last checkpoint. The
+table and the figure show the finished variants.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from train.sdsat.variants import VARIANTS
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = config_parser("train.ablation", __doc__)
-    parser.add_argument("--only", metavar="NAME,…", help=f"some of {', '.join(VARIANTS)}")
+    parser.add_argument("--only", metavar="NAME,…", help=f"run only some of {', '.join(VARIANTS)}")
     return run("train.ablation", "train.sdsat.ablation:run", parser.parse_args(argv))
 
 

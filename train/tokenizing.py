@@ -1,4 +1,4 @@
-"""``train.tokens``: whose config it is, how its documents become tokens, and what was made."""
+"""The work of ``train.tokens``: find the config's program, make its shards, print what was made."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from specjax._util.errors import InputError
 from specjax.lm import locate
 from specjax.models.hf.read import load_config
 from train.config import DataSection, HeadRunConfig, LMConfig, SDSATConfig, from_dict, read_toml
+from train.data.encoding import Layout, Plain
 from train.data.fim import CodeLayout, frame_of
-from train.data.making import make_shards, recipe_of
-from train.data.packing import Layout, Plain
+from train.data.shards.building import make_shards, recipe_of
 from train.head.prepare import read_target
 from train.lm.prepare import get_tokenizer
 from train.sdsat.prepare import prepare_setup
@@ -27,34 +27,47 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--processes {args.processes}: expected 0 or more")
     data, tokenizer, layout = read_config(read_toml(args.config, args.set))
     manifest = make_shards(data, recipe_of(data, tokenizer, layout), args.processes)
-    print(json.dumps(manifest) if args.json else _told(data.shards, manifest))
+    if args.json:
+        print(json.dumps(manifest))
+    else:
+        print(_report(data.shards, manifest))
     return 0
 
 
 def read_config(values: dict[str, Any]) -> tuple[DataSection, Tokenizer, Layout]:
-    """(data, tokenizer, layout) of the program whose sections a config has.
+    """(data, tokenizer, layout) of the program that a config is for, which its sections tell.
 
     Raises:
-      InputError, ModelError: the config asks for no shards, or does not go together.
+      InputError, ModelError: the config asks for no shards, or its values contradict each other.
     """
-    kind = {"sdsat": SDSATConfig, "head": HeadRunConfig}
-    cfg = from_dict(next((kind[name] for name in kind if name in values), LMConfig), values)
+    if "sdsat" in values:
+        kind = SDSATConfig
+    elif "head" in values:
+        kind = HeadRunConfig
+    else:
+        kind = LMConfig
+    cfg = from_dict(kind, values)
     if not cfg.data.shards:
         raise InputError("data.shards is empty: name a directory for the tokens")
     if isinstance(cfg, SDSATConfig):
         setup = prepare_setup(cfg)
         return cfg.data, setup.tokenizer, setup.layout
     if isinstance(cfg, HeadRunConfig):
-        return cfg.data, *read_target(cfg)[2:]
-    tokenizer, start = get_tokenizer(cfg, None, Path()), cfg.model.init_from
+        target = read_target(cfg)
+        return cfg.data, target.tokenizer, target.layout
+
+    tokenizer = get_tokenizer(cfg, None, Path())
+    start = cfg.model.init_from
     if not start:
         return cfg.data, tokenizer, Plain()
-    return cfg.data, tokenizer, CodeLayout(*frame_of(start, load_config(locate(start)), tokenizer))
+    model = load_config(locate(start))
+    return cfg.data, tokenizer, CodeLayout(*frame_of(start, model, tokenizer))
 
 
-def _told(directory: str, manifest: dict[str, Any]) -> str:
-    """What was made and what was left out, a line for each."""
-    documents, tokens = manifest["documents"], manifest["tokens"]
+def _report(directory: str, manifest: dict[str, Any]) -> str:
+    """Lines about what was made and what was left out."""
+    documents = manifest["documents"]
+    tokens = manifest["tokens"]
     lines = [
         f"{directory}: {len(manifest['shards'])} shards",
         f"training: {documents['train']:,} documents, {tokens['train']:,} tokens",

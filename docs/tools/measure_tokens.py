@@ -34,9 +34,10 @@ from tokenizers import Tokenizer
 
 from train.config import DataSection
 from train.data.corpus import load_corpus, source_files
-from train.data.making import own_shards
-from train.data.packing import Plain, make_loader
+from train.data.encoding import Plain
+from train.data.loader import make_loader
 from train.data.reading import Intake, read_piece
+from train.data.shards.building import load_shards
 
 TOKENIZER = "specjax/demo/tokenizer.json"
 CHARS = 4096  # of a document, on average
@@ -122,7 +123,7 @@ def watched(command: list[str]) -> dict[str, float]:
 def read_rows(data: DataSection, rows: int) -> None:
     """In a process of its own: rows per second of the loader, and its memory."""
     before = peak_mib()
-    corpus = own_shards(data, Tokenizer.from_file(TOKENIZER), Plain(), make=False)
+    corpus = load_shards(data, Tokenizer.from_file(TOKENIZER), Plain(), make=False)
     loader = make_loader(corpus, 4096, 8, 0)
     since = time.perf_counter()
     for _ in range(rows // 8):

@@ -50,7 +50,7 @@ from train.sdsat.insertion import Insertion, isolated_row
 from train.sdsat.losses import SdsatObjective
 from train.sdsat.memory import compiled_step, shallow
 from train.sdsat.operations import row_tokens, useful_operations
-from train.sdsat.prepare import SdsatRun
+from train.sdsat.prepare import SdsatSetup
 from train.sdsat.trainable import make_tuning
 
 CONFIG, SHAPE = "configs/sdsat_codellama_7b.toml", "codellama-7b"
@@ -135,13 +135,13 @@ def config(loss: str, tokens: int, remat: str | None) -> SDSATConfig:
     return from_toml(SDSATConfig, CONFIG, own)
 
 
-def step_setup(cfg: SDSATConfig, layers: int | None = None) -> SdsatRun:
+def step_setup(cfg: SDSATConfig, layers: int | None = None) -> SdsatSetup:
     """What the recipe makes of the published shape: one repeated id, which is a new row."""
     model = SHAPES[SHAPE]
     ids = (model.vocab_size,) * cfg.sdsat.window
     model = dataclasses.replace(model, vocab_size=model.vocab_size + 1, adaptive_ids=ids)
     how = cfg.model.compute_dtype, cfg.model.remat, cfg.model.scan
-    return SdsatRun(
+    return SdsatSetup(
         directory=Path(),
         tokenizer=None,
         model=shallow(model, layers) if layers else model,

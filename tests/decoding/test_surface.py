@@ -35,9 +35,14 @@ def test_the_loop_by_hand_writes_what_generate_writes(target, draft, sampling):
         rounds += 1
     at_once = sj.run_rounds(method, inputs, begin)  # begin is still usable
     out = sj.generate(
-        target, PROMPTS, draft=draft, options={"gamma": 3}, sampling=sampling, seed=4,
+        target,
+        PROMPTS,
+        draft=draft,
+        options={"gamma": 3},
+        sampling=sampling,
+        seed=4,
         max_new_tokens=20,
-    )  # fmt: skip
+    )
     for i, prompt in enumerate(PROMPTS):
         for found in (state, at_once):
             new = found.tokens[i, len(prompt) : int(found.length[i])]
@@ -93,7 +98,7 @@ def test_a_rule_runs_under_jit_and_vmap():
     draft, log_p = one_draft(8)
     alone = sj.verify.speculative(keys, draft, log_p)
     jitted = jax.jit(sj.verify.speculative)(keys, draft, log_p)
-    fold = lambda x: jnp.reshape(jnp.asarray(x), (4, 2, *x.shape[1:]))  # noqa: E731
+    fold = lambda x: jnp.reshape(jnp.asarray(x), (4, 2, *x.shape[1:]))
     mapped = jax.vmap(sj.verify.speculative)(fold(keys), jax.tree.map(fold, draft), fold(log_p))
     for a, b, c in zip(*map(jax.tree.leaves, (alone, jitted, mapped)), strict=True):
         np.testing.assert_array_equal(a, b)

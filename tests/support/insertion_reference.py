@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from train.data.packing import TokenStream, pack_row
+from train.data.in_memory import TokenStream
+from train.data.packing import pack_row
 
 EOS, ID = 0, 90
 

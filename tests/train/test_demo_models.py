@@ -1,4 +1,4 @@
-"""train.demo.models: its stages fit together, are not made twice, and go on where one stopped."""
+"""train.demo.models: stages fit together, finished ones are kept, stopped ones resume."""
 
 import json
 import os
@@ -37,34 +37,34 @@ def configs(stages):
 
 @pytest.mark.parametrize("rows", [1, 2, 16])
 def test_every_stage_is_a_valid_run_of_the_same_size(rows, tmp_path):
-    found = configs(plan(tmp_path, rows).stages())
+    by_stage = configs(plan(tmp_path, rows).stages())
 
     def tokens(name):
-        optim = found[name].optim
-        return optim.total_steps * optim.batch_size * optim.accumulate * found[name].data.seq_len
+        optim = by_stage[name].optim
+        return optim.total_steps * optim.batch_size * optim.accumulate * by_stage[name].data.seq_len
 
-    assert list(found) == [name for name in NAMES if "." not in name]
+    assert list(by_stage) == [name for name in NAMES if "." not in name]
     assert tokens("target") >= 25e6 and tokens("sdsat") >= 3e6
     assert tokens("draft_1") + tokens("draft_2") == 24_576_000 and tokens("head") == 1_638_400
 
 
-def test_a_stage_reads_what_one_before_it_has_made(tmp_path):
+def test_a_stage_reads_the_products_of_earlier_ones(tmp_path):
     stages = plan(tmp_path).stages()
-    made = [stage.product.relative_to(tmp_path).parts[0] for stage in stages]
-    assert made == NAMES
+    products = [stage.product.relative_to(tmp_path).parts[0] for stage in stages]
+    assert products == NAMES
     for place, stage in enumerate(stages):
         words = [word.partition("=")[2].strip('"[]') or word for word in stage.command[1:]]
         inside = [Path(word).relative_to(tmp_path) for word in words if str(tmp_path) in word]
         read = {path.parts[0] for path in inside} - {"tokens", f"{stage.product.parts[-3]}_tokens"}
-        assert read <= set(made[: place + 1]), stage
-        assert place == 0 or read & set(made[:place]), stage
+        assert read <= set(products[: place + 1]), stage
+        assert place == 0 or read & set(products[:place]), stage
 
 
 class Programs:
     """In place of the programs: each makes its product, or ends with the next of ``answers``."""
 
     def __init__(self, home):
-        self.made = {tuple(stage.command): stage.product for stage in plan(home).stages()}
+        self.products = {tuple(stage.command): stage.product for stage in plan(home).stages()}
         self.called, self.answers = [], []
 
     def __call__(self, command):
@@ -73,18 +73,18 @@ class Programs:
         self.called.append(words)
         if self.answers:
             return self.answers.pop(0)
-        product = self.made[tuple(word for word in words if word != "--resume")]
+        product = self.products[tuple(word for word in words if word != "--resume")]
         product.parent.mkdir(parents=True, exist_ok=True)
         product.touch()
         return 0
 
 
-def test_what_is_made_is_left_and_what_began_goes_on(tmp_path, monkeypatch, capsys):
+def test_finished_stages_are_kept_and_begun_ones_resume(tmp_path, monkeypatch, capsys):
     programs = Programs(tmp_path)
     monkeypatch.setattr(models, "call", programs)
     monkeypatch.setattr(sys, "argv", ["models", str(tmp_path), "--corpora", "stdlib"])
-    target, draft, *others = map(list, programs.made)
-    programs.answers = [2]  # the program has said what is wrong
+    target, draft, *others = map(list, programs.products)
+    programs.answers = [2]  # the program has printed what is wrong
     assert models.main() == 2 and programs.called == [target]
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "metrics.jsonl").touch()
@@ -108,13 +108,13 @@ def test_what_is_made_is_left_and_what_began_goes_on(tmp_path, monkeypatch, caps
         ({"scale": float("nan")}, "--scale nan: expected more than 0"),
     ],
 )
-def test_sizes_that_make_no_run_are_one_line(tmp_path, settings, says):
+def test_impossible_sizes_are_one_line_errors(tmp_path, settings, says):
     with pytest.raises(InputError, match=says):
         plan(tmp_path, **settings)
 
 
 @pytest.mark.slow
-def test_the_models_are_made_and_decode(tmp_path):
+def test_all_models_are_trained_and_decode(tmp_path):
     """At a two-thousandth of the size, stopped once within the target's training."""
     options = ["--corpora", "stdlib", "--scale", "0.0005", "--rows", "1"]
     command = [sys.executable, "-m", "train.demo.models", str(tmp_path), *options]
@@ -123,8 +123,8 @@ def test_the_models_are_made_and_decode(tmp_path):
     while not (tmp_path / "target" / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=120)[1]
-    assert process.returncode == 0 and "the same command goes on" in said
+    stderr = process.communicate(timeout=120)[1]
+    assert process.returncode == 0 and "the same command goes on" in stderr
     assert not (tmp_path / "target" / "export").exists()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "all models are in" in done.stdout, done.stderr
@@ -134,8 +134,8 @@ def test_the_models_are_made_and_decode(tmp_path):
         sj.load(str(tmp_path / name / "export")) for name in ("target", "draft_2", "sdsat", "head")
     )
 
-    def text(lm, **how):
-        return sj.generate(lm, ["def f(x):"], max_new_tokens=8, **how).text
+    def text(lm, **options):
+        return sj.generate(lm, ["def f(x):"], max_new_tokens=8, **options).text
 
     for one in (draft, head):
         assert text(target, method="speculative", draft=one) == text(target)

@@ -1,4 +1,4 @@
-"""The held-out functions: read from the interpreter, never trained on, changes said."""
+"""The held-out functions: read from the interpreter, never trained on, changes named."""
 
 import ast
 import json
@@ -109,7 +109,7 @@ def test_limit(library):
     assert held_out_functions(0, manifest=manifest, root=root) == ([], [])
 
 
-def test_changed_and_missing_functions_are_said(library):
+def test_changed_and_missing_functions_are_named(library):
     manifest, root = library
     listed = json.loads(manifest.read_text())
     listed["functions"].append({"module": "gone", "name": "f", "sha256": "0"})
@@ -123,7 +123,7 @@ def test_changed_and_missing_functions_are_said(library):
     ]
 
 
-def test_manifest_takes_only_unseen_functions_of_fitting_length():
+def test_the_manifest_lists_only_unseen_functions_of_good_length():
     def held_out_name(folder):
         return next(n for i in range(1000) if is_held_out(n := f"{folder}/m{i}.py"))
 

@@ -1,4 +1,4 @@
-"""Where the arrays of a step lie. What needs several devices runs in a process that has eight."""
+"""The shardings of a step. Tests that need several devices run in a process that has eight."""
 
 import os
 import subprocess
@@ -14,6 +14,6 @@ CASES = Path(__file__).with_name("eight_devices_steps.py")
 def test_rows_stay_split_on_eight_devices():
     devices = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     command = [sys.executable, "-m", "pytest", CASES, "-p", "no:xdist", "-rf"]
-    found = subprocess.run(command, env=devices, capture_output=True, text=True, cwd=CASES.parent)
-    assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
-    assert "6 passed" in found.stdout
+    done = subprocess.run(command, env=devices, capture_output=True, text=True, cwd=CASES.parent)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert "6 passed" in done.stdout

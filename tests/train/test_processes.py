@@ -1,4 +1,4 @@
-"""Runs of several processes on this machine: the losses of one, one set of files, one voice."""
+"""Runs of several processes on one machine: the losses of one process, one set of files."""
 
 import json
 import os
@@ -46,8 +46,8 @@ def command(start, run, *settings, program="train.sdsat", config=TINY_SDSAT):
     return [sys.executable, "-m", program, config, *overrides(*settings)]
 
 
-def launch(start, run, *settings, own=((), ()), **which):
-    """The processes of one run; ``own`` are settings of each alone."""
+def launch(start, run, *settings, separate=((), ()), **which):
+    """The processes of one run; ``separate`` are settings of one process each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -56,7 +56,7 @@ def launch(start, run, *settings, own=((), ()), **which):
     return [
         subprocess.Popen(
             [
-                *command(start, run, *settings, *own[index], **which),
+                *command(start, run, *settings, *separate[index], **which),
                 "--distributed",
                 f"localhost:{port},{COUNT},{index}",
             ],
@@ -72,8 +72,8 @@ def launch(start, run, *settings, own=((), ()), **which):
 
 def results(started):
     """(exit code, stdout, stderr) of each."""
-    said = [process.communicate(timeout=300) for process in started]
-    return [(p.returncode, *streams) for p, streams in zip(started, said, strict=True)]
+    outputs = [process.communicate(timeout=300) for process in started]
+    return [(p.returncode, *streams) for p, streams in zip(started, outputs, strict=True)]
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ OTHERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_other_programs_share_a_run_too(start, tmp_path, name):
+def test_the_other_programs_run_in_two_processes_too(start, tmp_path, name):
     program = name.partition(",")[0]
     config = TINY_LM if program == "train.lm" else HEAD
     runs = {run: tmp_path / run / "run" for run in ("two", "one")}
@@ -123,8 +123,8 @@ def test_the_other_programs_share_a_run_too(start, tmp_path, name):
         return [setting.format(start, runs[run].parent) for setting in (*OTHERS[name], *FAST)]
 
     which = {"program": program, "config": config}
-    found = results(launch(start, runs["two"], *settings("two"), *SETTINGS, **which))
-    assert [code for code, *_ in found] == [0, 0], found
+    ended = results(launch(start, runs["two"], *settings("two"), *SETTINGS, **which))
+    assert [code for code, *_ in ended] == [0, 0], ended
     one = command(start, runs["one"], *settings("one"), *SETTINGS[:2], **which)
     subprocess.run(one, cwd=ROOT, check=True, capture_output=True)
     both = zip(logged(runs["two"]), logged(runs["one"]), strict=True)
@@ -153,22 +153,22 @@ def test_a_signal_to_one_process_stops_both_at_one_checkpoint(start, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("own", "says"),
+    ("separate", "says"),
     [
         (((), ("optim.learning_rate=1e-3",)), ("disagree on config: 1 against process 0",) * 2),
         (((), ("model.init_from=/no/model",)), ("process 1 failed: /no/model", "/no/model")),
     ],
 )
-def test_processes_that_do_not_fit_end_together_in_one_line(start, tmp_path, own, says):
+def test_processes_that_disagree_all_end_with_one_line(start, tmp_path, separate, says):
     for (code, out, err), text in zip(
-        results(launch(start, tmp_path / "run", *SETTINGS, own=own)), says, strict=True
+        results(launch(start, tmp_path / "run", *SETTINGS, separate=separate)), says, strict=True
     ):
         assert code == 2 and "finished" not in out
         assert text in err and "Traceback" not in err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_one_process_leads_and_agrees_with_itself():
+def test_a_single_process_leads_and_agrees():
     cfg = from_toml(SDSATConfig, TINY_SDSAT)
     agree(config=cfg)
     assert leads() and any_of(True) and not any_of(False)
@@ -177,7 +177,7 @@ def test_one_process_leads_and_agrees_with_itself():
 
 
 @pytest.mark.parametrize("where", ["localhost", "localhost:1,two,0", "localhost:1,2,2"])
-def test_a_meeting_point_of_another_form_is_one_line(where):
+def test_a_malformed_address_is_one_line(where):
     with pytest.raises(InputError, match=r"expected HOST:PORT,COUNT,INDEX"):
         join(where)
 

@@ -39,8 +39,8 @@ def quick(start, monkeypatch):
     monkeypatch.chdir(ROOT)
 
     def arguments(directory, *settings):
-        own = (f"run.dir={directory}", f"model.init_from={start}", "model.train=gated-lora")
-        return overrides(*own, "model.lora_rank=4", "sdsat.decode_prompts=0", *settings)
+        fixed = (f"run.dir={directory}", f"model.init_from={start}", "model.train=gated-lora")
+        return overrides(*fixed, "model.lora_rank=4", "sdsat.decode_prompts=0", *settings)
 
     return arguments
 
@@ -49,16 +49,16 @@ def quick(start, monkeypatch):
 def delta(start, tmp_path):
     """(a delta of random adapters beside ``start``, the base's config, the plain adapters)."""
     cfg, params = load_pretrained(start)
-    own = tuned(params, IDS[:1], matrices=("q", "v", "down"))[KEY]
-    save_delta(str(start), start, cfg_with_ids(cfg), own, "float32", tmp_path / "delta")
-    return tmp_path / "delta", cfg, own
+    adapters = tuned(params, IDS[:1], matrices=("q", "v", "down"))[KEY]
+    save_delta(str(start), start, cfg_with_ids(cfg), adapters, "float32", tmp_path / "delta")
+    return tmp_path / "delta", cfg, adapters
 
 
 def cfg_with_ids(cfg):
     return ModelConfig(**{**vars(cfg), "adaptive_ids": IDS})
 
 
-def test_a_run_trains_the_adapters_alone_and_ends_in_a_delta(quick, tmp_path, start):
+def test_a_run_trains_only_the_adapters_and_exports_a_delta(quick, tmp_path, start):
     some = 'model.lora_matrices=["q", "v", "up"]'
     settings = (some, "sdsat.adaptive_targets=data", "run.eval_batches=0")
     assert program(*quick(tmp_path / "run", *settings)) == 0
@@ -69,12 +69,12 @@ def test_a_run_trains_the_adapters_alone_and_ends_in_a_delta(quick, tmp_path, st
     note = read_delta(export)
     assert (note.base, note.rank, note.adaptive_ids) == (str(start), 4, IDS)
     assert set(note.matrices) == {"attention.q", "attention.v", "mlp.up"}
-    base, own = sj.load(start), sj.load(export)
-    assert own.config.adaptive_ids == IDS and own.config.vocab_size == 400
-    for a, b in zip(jax.tree.leaves(base.params), jax.tree.leaves(own.params), strict=True):
+    base, gated = sj.load(start), sj.load(export)
+    assert gated.config.adaptive_ids == IDS and gated.config.vocab_size == 400
+    for a, b in zip(jax.tree.leaves(base.params), jax.tree.leaves(gated.params), strict=True):
         np.testing.assert_array_equal(a, b)
     plain = sj.generate(base, [[7, 8, 9]], max_new_tokens=12)
-    out = sj.generate(own, [[7, 8, 9]], max_new_tokens=12, method="sdsat")
+    out = sj.generate(gated, [[7, 8, 9]], max_new_tokens=12, method="sdsat")
     np.testing.assert_array_equal(out.tokens[0], plain.tokens[0])
 
 
@@ -116,21 +116,21 @@ def test_the_clean_loss_has_no_gradient_and_no_param_has_one():
     assert all(merged[name] is params[name] for name in params)
 
 
-def test_what_is_saved_is_loaded_bit_for_bit(delta, start):
-    directory, cfg, own = delta
+def test_a_saved_delta_loads_bit_for_bit(delta, start):
+    directory, cfg, adapters = delta
     read = load_delta(directory, read_delta(directory), start, cfg, jnp.float32)
-    assert jax.tree.structure(read) == jax.tree.structure(own)
-    jax.tree.map(np.testing.assert_array_equal, read, own)
-    loaded, fused = sj.load(directory), fuse_adapters(cfg, own)
+    assert jax.tree.structure(read) == jax.tree.structure(adapters)
+    jax.tree.map(np.testing.assert_array_equal, read, adapters)
+    loaded, fused = sj.load(directory), fuse_adapters(cfg, adapters)
     jax.tree.map(np.testing.assert_array_equal, loaded.adapters, fused)
 
 
-def test_the_base_may_be_quantised_and_the_adapters_stay(delta, start):
-    base, own = sj.load(start, quantize="int8"), sj.load(delta[0], quantize="int8")
-    jax.tree.map(np.testing.assert_array_equal, own.adapters, sj.load(delta[0]).adapters)
+def test_the_base_may_be_quantized_and_the_adapters_are_not(delta, start):
+    base, gated = sj.load(start, quantize="int8"), sj.load(delta[0], quantize="int8")
+    jax.tree.map(np.testing.assert_array_equal, gated.adapters, sj.load(delta[0]).adapters)
     plain, out = (
         sj.generate(model, [[7, 8, 9]], max_new_tokens=12, method=method)
-        for model, method in ((base, "autoregressive"), (own, "sdsat"))
+        for model, method in ((base, "autoregressive"), (gated, "sdsat"))
     )
     np.testing.assert_array_equal(out.tokens[0], plain.tokens[0])
 

@@ -22,7 +22,8 @@ from specjax.models import (
 from support import variants
 from support.insertion_reference import EOS, ID, slow_mixed, slow_windows, some_row
 from train.config import Tuned
-from train.data.packing import IGNORE, Prepared
+from train.data.in_memory import Prepared
+from train.data.packing import IGNORE
 from train.data.prompts import held_out_prompts
 from train.engine.loop import make_step
 from train.engine.losses import OutputHead
@@ -50,10 +51,10 @@ def rows_for(loss, insertion, numbers, T=48):
     """(the plain rows, their batch as the loss wants it)."""
     rows = [some_row(number, T) for number in numbers]
     if loss == "isolated":
-        laid = [isolated_row(insertion, row, n) for n, row in zip(numbers, rows, strict=True)]
+        out = [isolated_row(insertion, row, n) for n, row in zip(numbers, rows, strict=True)]
     else:
-        laid = [mixed_row(insertion, row, n) for n, row in zip(numbers, rows, strict=True)]
-    return rows, {name: np.stack([row[name] for row in laid]) for name in laid[0]}
+        out = [mixed_row(insertion, row, n) for n, row in zip(numbers, rows, strict=True)]
+    return rows, {name: np.stack([row[name] for row in out]) for name in out[0]}
 
 
 @jax.jit
@@ -103,13 +104,13 @@ def dense_loss(params, objective, insertion, rows, numbers):
     """½ (clean mean + w · adaptive mean) by the definition; `basic`: one mean of all."""
     clean, adaptive = [], []
     for row, number in zip(rows, numbers, strict=True):
-        own = {}
+        clean_log_p = {}
         mixed, index = slow_mixed(insertion, row, slow_windows(insertion, row, number))
         for span in dense_documents(row):
             tokens = mixed[span] if objective.loss == "basic" else row["tokens"][span]
             log_p = alone(params, tokens)
             for place in range(span.start, span.stop):
-                own[place] = jax.lax.stop_gradient(log_p[place - span.start])
+                clean_log_p[place] = jax.lax.stop_gradient(log_p[place - span.start])
                 label = row["labels"][place]
                 replaced = objective.loss == "basic" and index[place]
                 if label != IGNORE and not replaced:
@@ -117,7 +118,7 @@ def dense_loss(params, objective, insertion, rows, numbers):
         for log_p, place in dense_adaptive(params, objective.loss, insertion, row, number):
             if row["labels"][place] != IGNORE:
                 share, nats = objective.self_share, -log_p[row["labels"][place]]
-                kl = jnp.sum(jnp.exp(own[place]) * (own[place] - log_p))
+                kl = jnp.sum(jnp.exp(clean_log_p[place]) * (clean_log_p[place] - log_p))
                 adaptive.append((1 - share) * nats + share * kl)
     if objective.loss == "basic":
         return jnp.mean(jnp.stack(clean + adaptive))
@@ -167,13 +168,13 @@ def test_means_run_over_the_accumulated_batch(params, loss):
     results = []
     for split in (1, 4):
         micro = {name: x.reshape(split, 4 // split, *x.shape[1:]) for name, x in batch.items()}
-        own = jax.tree.map(jnp.copy, params)
-        new, _, value, _, extras = step(own, optax.sgd(0.1).init(own), None, micro)
+        copy = jax.tree.map(jnp.copy, params)
+        new, _, value, _, extras = step(copy, optax.sgd(0.1).init(copy), None, micro)
         results.append((value, extras, new["embed"]))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *results)
 
 
-def test_heads_cap_their_logits_where_the_model_does():
+def test_logits_are_capped_if_the_model_caps_them():
     table, hidden = jax.random.normal(jax.random.key(1), (2, 9, 4))
     hidden, labels = hidden[None], jnp.array([[3, 1, IGNORE, *range(6)]])
     head = OutputHead.of(dataclasses.replace(MODEL, logit_softcap=2.0), {"embed": table})
@@ -183,7 +184,7 @@ def test_heads_cap_their_logits_where_the_model_does():
     np.testing.assert_array_equal(head.argmax(hidden), log_p.argmax(-1))
 
 
-def test_isolated_windows_leave_the_clean_stream_alone(params):
+def test_isolated_windows_do_not_change_the_clean_sequence(params):
     insertion, objective = Insertion((ID,) * LONG, (EOS,)), SdsatObjective("isolated", LONG, 1.0)
     rows, batch = rows_for("isolated", insertion, (0,))
     batch |= {"ratio": np.float32(1)}
@@ -198,11 +199,11 @@ def test_isolated_windows_leave_the_clean_stream_alone(params):
     assert (counts[:-1] >= counts[1:]).all()
 
 
-def test_probes_of_a_model_that_always_agrees_are_all_accepted(params):
+def test_held_out_windows_of_a_model_that_always_agrees_are_all_accepted(params):
     """With constant hidden states every argmax is the same."""
     insertion = Insertion((ID,) * 3, (EOS,))
-    laid = [probe_row(insertion, some_row(n), n, 4) for n in (0, 1)]
-    batch = {name: np.stack([row[name] for row in laid]) for name in laid[0]}
+    out = [probe_row(insertion, some_row(n), n, 4) for n in (0, 1)]
+    batch = {name: np.stack([row[name] for row in out]) for name in out[0]}
     still = params | {"norm": {"weight": jnp.zeros(16)}}
     probe = jax.jit(probe_loss(MODEL, 4))
     _, _, extras = probe(still, None, batch)
@@ -258,7 +259,7 @@ def test_prompts_come_from_the_rows_that_are_evaluated():
     assert held_out_prompts(data, 0, 500) == held_out_prompts(data, 3, 0) == ()
 
 
-def test_rounds_advance_by_two_and_what_was_accepted():
+def test_rounds_advance_by_two_and_the_accepted_tokens():
     assert walk_rounds(np.array([1, 9, 9, 0, 9, 2])) == [1, 0, 2]
 
 

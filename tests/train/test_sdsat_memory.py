@@ -85,13 +85,13 @@ def by_hand(cfg, devices):
     )
 
 
-def test_evaluation_takes_the_state_and_two_whole_models(tmp_path, tokenizer):
+def test_evaluation_needs_the_state_and_two_whole_models(tmp_path, tokenizer):
     """Of a 7B model in bfloat16: a share of 12 bytes a parameter, and twice 2 bytes of each."""
     cfg = big(tmp_path / "7b", shape(*SEVEN_B), tokenizer, 8)
     setup = prepare_setup(cfg)
     parts = dryrun.step_parts(cfg, setup, setup.model)
-    found = memory.evaluation(setup.model, parts, 8, "bfloat16")
-    np.testing.assert_allclose(found, (12 / 8 + 4) * num_params(setup.model), rtol=1e-3)
+    size = memory.evaluation(setup.model, parts, 8, "bfloat16")
+    np.testing.assert_allclose(size, (12 / 8 + 4) * num_params(setup.model), rtol=1e-3)
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_which_of_the_papers_models_fit_which_devices(tmp_path, tokenizer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [(), ("model.remat=true", "sdsat.loss=improved")])
-def test_predictions_are_within_a_fifth_of_what_a_step_takes(tmp_path, tokenizer, settings):
+def test_estimates_are_within_a_fifth_of_the_measured_step(tmp_path, tokenizer, settings):
     where = directory(tmp_path / "medium", shape(*MEDIUM), tokenizer)
     cfg = config(where, "data.seq_len=128", "sdsat.decode_prompts=0", *settings)
     done = subprocess.run(
@@ -165,7 +165,7 @@ def test_layers_whose_windows_alternate_are_extrapolated_as_groups():
     assert memory.compile_deep(model, compile_at, scan=True).layers == (18,)
 
 
-def test_a_dry_run_says_what_the_step_needs_and_whether_it_fits(tmp_path, tokenizer):
+def test_a_dry_run_tells_the_memory_and_whether_it_fits(tmp_path, tokenizer):
     model = shape(400, 16, 1, 2, 2, 24)
     cfg = config(directory(tmp_path / "tiny", model, tokenizer), "mesh.memory_gib=0.0001")
     needs = dryrun.needed_memory(cfg, prepare_setup(cfg))
@@ -179,7 +179,7 @@ def test_a_dry_run_says_what_the_step_needs_and_whether_it_fits(tmp_path, tokeni
 
 
 @pytest.mark.slow
-def test_what_takes_less_does_take_less(tmp_path, tokenizer):
+def test_settings_that_should_take_less_memory_do(tmp_path, tokenizer):
     """Each by itself, as the compiler counts it, or the table where that counts too little."""
     where = directory(tmp_path / "model", model := shape(2048, 256, 4, 4, 4, 512), tokenizer)
     settings = ["data.seq_len=128", "sdsat.loss=improved", "sdsat.adaptive_targets=data"]
@@ -200,7 +200,7 @@ def test_what_takes_less_does_take_less(tmp_path, tokenizer):
         assert less[0] < whole[0] or less[1] < whole[1], (way, less, whole)
 
 
-def test_what_is_set_is_not_said_again(tmp_path, tokenizer):
+def test_settings_in_use_are_not_suggested(tmp_path, tokenizer):
     model = shape(400, 16, 6, 2, 2, 24)
     where = directory(tmp_path / "tiny", model, tokenizer)
     settings = ["model.compute_dtype=bfloat16", "model.remat=true", "optim.optimizer=adafactor"]
@@ -212,15 +212,15 @@ def test_what_is_set_is_not_said_again(tmp_path, tokenizer):
     ]
 
 
-def test_a_run_takes_its_operations_at_half_of_the_peak(tmp_path, tokenizer):
+def test_hours_are_the_operations_at_half_of_the_peak(tmp_path, tokenizer):
     where = directory(tmp_path / "tiny", shape(400, 16, 1, 2, 2, 24), tokenizer)
     settings = ["optim.total_steps=1_000_000_000", "optim.batch_size=2", "optim.accumulate=3"]
     cfg = config(where, *settings)
     model = prepare_setup(cfg).model
     tokens = 6e9 * operations.row_tokens(cfg.sdsat, cfg.data.seq_len)
     wanted = tokens * operations.useful_operations(cfg, model) / (8 * 459e12 / 2) / 3600
-    found = operations.run_hours(cfg, model, "TPU v5", 8)
-    np.testing.assert_allclose(found["hours_at_half_the_peak"], wanted, atol=0.01)
+    hours = operations.run_hours(cfg, model, "TPU v5", 8)
+    np.testing.assert_allclose(hours["hours_at_half_the_peak"], wanted, atol=0.01)
     assert not operations.run_hours(cfg, model, "cpu", 8)
 
 
@@ -231,11 +231,11 @@ def test_other_devices_are_simulated_and_share_the_state(tmp_path, tokenizer):
     cfg = config(where, "mesh.devices=8", "mesh.fsdp=8", "optim.batch_size=8")
     needs = dryrun.needed_memory(cfg, prepare_setup(cfg))
     assert needs["compiled_for"] == dryrun.SIMULATED and needs["devices"] == 8
-    held = needs["gib_compiled_parts"]["arguments"]
-    np.testing.assert_allclose(held, 12 * num_params(model) / 8 / GIB, rtol=0.1)
+    arguments = needs["gib_compiled_parts"]["arguments"]
+    np.testing.assert_allclose(arguments, 12 * num_params(model) / 8 / GIB, rtol=0.1)
 
 
-def test_devices_that_are_not_there_are_one_line(tmp_path, tokenizer):
+def test_missing_devices_are_one_line(tmp_path, tokenizer):
     model = shape(400, 16, 1, 2, 2, 24)
     where = directory(tmp_path / "tiny", model, tokenizer)
     cfg = config(where, "mesh.devices=3", f"run.dir={tmp_path / 'run'}")

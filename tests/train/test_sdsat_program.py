@@ -70,7 +70,7 @@ def quick(start, monkeypatch):
     return arguments
 
 
-def test_runs_log_their_parts_and_end_in_a_directory_that_knows_its_ids(quick, tmp_path, start):
+def test_runs_log_every_loss_and_export_the_adaptive_ids(quick, tmp_path, start):
     assert program(*quick(tmp_path / "run", "sdsat.decode_prompts=0")) == 0
     trained = [row for row in repeatable(tmp_path / "run") if "loss" in row]
     assert len(trained) == 20 and len(trained[0]["adaptive_accuracy"]) == 3
@@ -95,8 +95,8 @@ def test_runs_log_their_parts_and_end_in_a_directory_that_knows_its_ids(quick, t
 )
 def test_killed_and_resumed_gives_the_same_numbers(quick, tmp_path, loss, part):
     targets = "self" if loss == "isolated" else "data"
-    how = (f"sdsat.loss={loss}", f"sdsat.adaptive_targets={targets}", f"model.train={part}")
-    settings = (*how, "run.log_every=3")
+    objective = (f"sdsat.loss={loss}", f"sdsat.adaptive_targets={targets}", f"model.train={part}")
+    settings = (*objective, "run.log_every=3")
     whole, broken = quick(tmp_path / "whole", *settings), quick(tmp_path / "broken", *settings)
     assert program(*whole) == 0
     command = [sys.executable, "-m", "train.sdsat", TINY_SDSAT, *broken]
@@ -134,7 +134,7 @@ def test_eight_devices_give_the_losses_of_one(quick, tmp_path, fsdp):
         for name in ("loss", "clean_loss", "adaptive_loss", "grad_norm", "valid_loss"):
             if name in one:
                 np.testing.assert_allclose(many[name], one[name], rtol=2e-4, err_msg=name)
-    # A checkpoint of eight devices is gone on with on one, and the other way round.
+    # A checkpoint of eight devices is resumed on one, and the other way round.
     longer = (*settings[:1], "optim.total_steps=8")
     assert program(*quick(tmp_path / "many", *longer), "--resume") == 0
 
@@ -186,7 +186,7 @@ def test_ids_come_from_the_config_the_checkpoint_unused_vocabulary_or_new_rows(t
     assert choose(400, ids=(399,)) == ((399,), 0)  # whether text holds it, the corpus says
 
 
-def test_reserved_tokens_of_the_tokenizer_serve_where_the_corpus_lacks_them(
+def test_reserved_tokens_may_be_adaptive_if_the_corpus_lacks_them(
     tokenizer, quick, start, tmp_path, capsys
 ):
     where = tmp_path / "reserved"
@@ -206,15 +206,15 @@ def test_reserved_tokens_of_the_tokenizer_serve_where_the_corpus_lacks_them(
     capsys.readouterr()
     text = next(tmp_path / f"{i}.txt" for i in range(99) if not is_held_out(f"{i}.txt"))
     text.write_text("a <reserved> word\n" * 50)
-    held = [f"model.init_from={where}", "sdsat.ids=[400]", f'data.files=["{text}"]']
-    assert program(*quick(tmp_path / "other", *held)) == 2
+    present = [f"model.init_from={where}", "sdsat.ids=[400]", f'data.files=["{text}"]']
+    assert program(*quick(tmp_path / "other", *present)) == 2
     assert "400 is '<reserved>', which the corpus holds" in capsys.readouterr().err
 
 
 def test_bad_input_exits_2_with_one_line(quick, tmp_path, start, capsys):
-    held = next(f"{i}.txt" for i in range(1000) if is_held_out(f"{i}.txt"))
+    held_out_file = next(f"{i}.txt" for i in range(1000) if is_held_out(f"{i}.txt"))
     (tmp_path / "empty").mkdir()
-    (tmp_path / held).write_text("y = 3\n" * 90)
+    (tmp_path / held_out_file).write_text("y = 3\n" * 90)
     plain = tmp_path / "plain"
     plain.mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
@@ -231,12 +231,12 @@ def test_bad_input_exits_2_with_one_line(quick, tmp_path, start, capsys):
         (("data.seq_len=256",), "longer than the model's context (128)"),
         ((f"model.init_from={plain}", "sdsat.fim_rate=0.5"), "no fill-in-the-middle sentinels"),
         ((f'data.files=["{tmp_path}/empty"]',), "the corpus is empty"),
-        ((f'data.files=["{tmp_path}/{held}"]',), "is left for training"),
+        ((f'data.files=["{tmp_path}/{held_out_file}"]',), "is left for training"),
         (("sdsat.windw=3",), "did you mean sdsat.window"),
         (("sdsat.ids=[1.5]",), "sdsat.ids=1.5: expected int"),
         (("model.init_from=/no/model",), "/no/model"),
         (("model.init_from=",), "name a Hugging Face directory"),
-        (("sdsat.loss=basic",), "needs a clean stream"),
+        (("sdsat.loss=basic",), "needs a clean sequence"),
         (("sdsat.start_rate=0",), "only loss basic"),
         (("model.train=lora", "optim.optimizer=muon"), "only adamw"),
         (("mesh.fsdp=3",), "does not divide the 1 devices"),
@@ -309,12 +309,14 @@ def test_the_ablation_keeps_what_is_finished_and_reports_it(start, tmp_path, mon
     capsys.readouterr()
     assert run("none", 4) == 2 and "another optim.total_steps" in capsys.readouterr().err
     (tmp_path / "none/export/card.json").write_text('{"recipe": ')
-    assert run("none", 3) == 2 and "none/export/card.json is no card" in capsys.readouterr().err
+    assert (
+        run("none", 3) == 2 and "none/export/card.json is not the card" in capsys.readouterr().err
+    )
     assert run("nothing", 3) == 2 and "--only nothing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("loss", ["basic", "isolated"])
-def test_counted_operations_are_the_compilers(loss):
+def test_counted_operations_equal_those_of_the_compiler(loss):
     """Of the blocks, dense attention included; the head runs in chunks, which it counts once."""
     cfg = ModelConfig.llama(
         vocab_size=64, hidden_size=128, num_layers=2, num_heads=4, intermediate_size=256
@@ -331,7 +333,7 @@ def test_counted_operations_are_the_compilers(loss):
 
 
 @pytest.mark.parametrize("loss", ["basic", "improved", "isolated"])
-def test_useful_operations_are_of_each_token_and_each_pair_seen(loss):
+def test_useful_operations_count_each_token_and_each_visible_pair(loss):
     model = ModelConfig.llama(
         vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, intermediate_size=128
     )

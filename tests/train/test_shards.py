@@ -1,4 +1,4 @@
-"""Tokens on the disk: the same text as in memory, whatever is cut off, left out or damaged."""
+"""Shards: the same tokens as in memory, after kills, damage and removed duplicates."""
 
 import gzip
 import itertools
@@ -28,11 +28,20 @@ from support.training import (
 from train import tokens
 from train.config import DataSection, HeadRunConfig, LMConfig, SDSATConfig, from_dict
 from train.data.corpus import is_held_out, load_corpus
-from train.data.making import make_shards, own_documents, own_shards, recipe_of, source_names
-from train.data.near import band_keys
-from train.data.packing import Plain, make_loader, prepare, valid_batches
+from train.data.encoding import Plain
+from train.data.in_memory import prepare
+from train.data.loader import make_loader, valid_batches
+from train.data.near_duplicates import band_keys
 from train.data.reading import Document, Intake, TextPiece, cut, read_piece
-from train.data.shards import MANIFEST, open_shards
+from train.data.shards.building import (
+    load_documents,
+    load_shards,
+    make_shards,
+    recipe_of,
+    source_names,
+)
+from train.data.shards.files import MANIFEST
+from train.data.shards.reading import open_shards
 from train.data.tokenizer import train_tokenizer
 from train.head.prepare import prepare_setup as prepare_head
 from train.lm import __main__ as lm
@@ -82,14 +91,14 @@ def data_of(sources, shards, *names, **other):
 
 
 @pytest.fixture(scope="module")
-def made(sources, tokenizer, tmp_path_factory):
+def finished_shards(sources, tokenizer, tmp_path_factory):
     """(its config, the manifest of shards of every kind of file), several of each."""
     data = data_of(sources, tmp_path_factory.mktemp("made") / "shards")
     return data, make_shards(data, recipe_of(data, tokenizer, Plain()), 1, shard_bytes=4000)
 
 
 def whole(documents):
-    """Every document's tokens, as a set: the order is no promise."""
+    """Every document's tokens, as a set: the order may differ."""
     return {bytes(documents.read(i, 0, int(n))) for i, n in enumerate(documents.lengths)}
 
 
@@ -104,7 +113,7 @@ def files_of(data):
 
 
 @pytest.mark.parametrize("name", ["lines.jsonl", "rows.parquet", "packed.jsonl.gz"])
-def test_pieces_hold_every_document_once_under_its_name(sources, name):
+def test_pieces_hold_each_document_one_time_under_its_name(sources, name):
     piece = TextPiece(str(sources / name), name)
     pieces = list(cut(piece, 1500))
     assert len(pieces) > 4 or name.endswith("gz")
@@ -113,7 +122,7 @@ def test_pieces_hold_every_document_once_under_its_name(sources, name):
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst", "parquet"])
-def test_a_cut_off_source_is_an_error_or_recorded(sources, tmp_path, kind):
+def test_a_truncated_source_is_an_error_or_counted(sources, tmp_path, kind):
     (path,) = sources.glob(f"*.{kind}")
     (tmp_path / path.name).write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     piece = TextPiece(str(tmp_path / path.name), path.name)
@@ -127,9 +136,9 @@ def test_a_cut_off_source_is_an_error_or_recorded(sources, tmp_path, kind):
 # --- what is in the shards ---------------------------------------------------------------------
 
 
-def test_shards_hold_what_memory_holds(made, tokenizer):
-    data, manifest = made
-    shards = own_shards(data, tokenizer, Plain(), make=False)
+def test_shards_hold_the_same_as_memory(finished_shards, tokenizer):
+    data, manifest = finished_shards
+    shards = load_shards(data, tokenizer, Plain(), make=False)
     memory = prepare(load_corpus(data.corpora, data.files), tokenizer)
     assert len(manifest["shards"]) > 12
     assert whole(shards.sources[0]) == whole(memory.sources[0])
@@ -138,8 +147,8 @@ def test_shards_hold_what_memory_holds(made, tokenizer):
     np.testing.assert_array_equal(shards.counts(400), memory.counts(400))
 
 
-def test_what_is_skipped_is_said(made):
-    _, manifest = made
+def test_skipped_files_are_in_the_manifest(finished_shards):
+    _, manifest = finished_shards
     names = {reason: entry["examples"] for reason, entry in manifest["skipped"].items()}
     assert names == {
         "hidden": ["code/.git/config"],
@@ -151,10 +160,10 @@ def test_what_is_skipped_is_said(made):
     assert manifest["sources"][0] | {"sha256": 0} == {"name": "code", "files": 8, "sha256": 0}
 
 
-def test_one_shard_trains_on_the_rows_that_memory_gives(sources, tokenizer, tmp_path):
+def test_one_shard_gives_the_rows_of_memory(sources, tokenizer, tmp_path):
     """In one order of documents every row is the same, held-out ones too."""
     data = data_of(sources, tmp_path / "shards", "lines.jsonl")
-    shards = own_shards(data, tokenizer, Plain())
+    shards = load_shards(data, tokenizer, Plain())
     documents = {d.name: d for d in load_corpus((), data.files)}
     in_order = [documents[f"lines.jsonl#{n}"] for n in range(1, 82) if n != 61]
     memory = prepare(in_order, tokenizer)
@@ -170,15 +179,15 @@ def test_one_shard_trains_on_the_rows_that_memory_gives(sources, tokenizer, tmp_
 
 def test_copies_and_near_copies_of_held_out_text_are_left_out(tokenizer, tmp_path):
     out, near, other = text(1, 100), text(1, 100).replace("= 1", "= 9", 2), text(2, 100)
-    held = next(i for i in range(5, 200) if is_held_out(f"x.jsonl#{i}"))
-    rows = [text(1000 + i) for i in range(held)]
-    rows[0], rows[1], rows[2], rows[3], rows[held - 1] = out, near, other, other, out
+    held_out = next(i for i in range(5, 200) if is_held_out(f"x.jsonl#{i}"))
+    rows = [text(1000 + i) for i in range(held_out)]
+    rows[0], rows[1], rows[2], rows[3], rows[held_out - 1] = out, near, other, other, out
     assert near != out
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     data = data_of(tmp_path, tmp_path / "shards", "x.jsonl")
-    shards = own_shards(data, tokenizer, Plain())
+    shards = load_shards(data, tokenizer, Plain())
     counts = shards.manifest["documents"]
-    assert counts == {"train": held - 4, "held_out": 1, "duplicates": 2, "near_duplicates": 1}
+    assert counts == {"train": held_out - 4, "held_out": 1, "duplicates": 2, "near_duplicates": 1}
     assert {
         tokenizer.decode(np.frombuffer(ids, np.uint16)[:-1]) for ids in whole(shards.held_out)
     } == {out}
@@ -187,9 +196,9 @@ def test_copies_and_near_copies_of_held_out_text_are_left_out(tokenizer, tmp_pat
 def test_shared_bands_follow_the_curve():
     """1 − (1 − J^8)^16 at a similarity of 0.8, of 200 pairs; and no pair of unlike documents."""
     rng = np.random.default_rng(0)
-    shared, own = 1600, 200  # J = shared / (shared + 2 · own), less the borders' shingles
+    shared, separate = 1600, 200  # J = shared / (shared + 2 · separate), less the borders' shingles
     pairs = [
-        [np.concatenate([common, rng.integers(0, 60000, own)]) for _ in range(2)]
+        [np.concatenate([common, rng.integers(0, 60000, separate)]) for _ in range(2)]
         for common in rng.integers(0, 60000, (200, shared))
     ]
     left, right = (band_keys([pair[i].astype(np.uint16) for pair in pairs]) for i in range(2))
@@ -203,7 +212,7 @@ def test_shared_bands_follow_the_curve():
 
 def test_rows_come_from_each_source_by_its_weight(sources, tokenizer, tmp_path):
     data = data_of(sources, tmp_path / "s", "lines.jsonl", "rows.parquet", weights=(3.0, 1.0))
-    shards = own_shards(data, tokenizer, Plain())
+    shards = load_shards(data, tokenizer, Plain())
     lines = b"".join(sorted(whole(shards.sources[0])))
     seen = [batch["tokens"][0] for batch in itertools.islice(make_loader(shards, 8, 1, 0), 100)]
     from_lines = sum(row.astype(np.uint16).tobytes() in lines for row in seen)
@@ -218,25 +227,27 @@ def test_rows_come_from_each_source_by_its_weight(sources, tokenizer, tmp_path):
 # --- what goes wrong ---------------------------------------------------------------------------
 
 
-def copied(made, home):
-    data, _ = made
+def copied(finished_shards, home):
+    data, _ = finished_shards
     shutil.copytree(data.shards, home)
     return DataSection(corpora=(), files=data.files, shards=str(home))
 
 
 @pytest.mark.parametrize("name", ["00003.array_record", "index.npz", "manifest.json"])
-def test_a_file_cut_off_is_named_and_made_anew(made, tokenizer, tmp_path, name):
-    data = copied(made, tmp_path / "shards")
+def test_a_truncated_file_is_named_and_made_again(finished_shards, tokenizer, tmp_path, name):
+    data = copied(finished_shards, tmp_path / "shards")
     before, path = files_of(data), tmp_path / "shards" / name
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(InputError, match=rf"{name} is damaged .* train\.tokens makes it anew"):
-        own_shards(data, tokenizer, Plain(), make=False)
+        load_shards(data, tokenizer, Plain(), make=False)
     make_shards(data, recipe_of(data, tokenizer, Plain()), 1, shard_bytes=4000)
     assert files_of(data) == before
 
 
-def test_other_tokenizers_files_and_writers_are_refused(made, tokenizer, sources, tmp_path):
-    data = copied(made, tmp_path / "shards")
+def test_other_tokenizers_files_and_writers_are_refused(
+    finished_shards, tokenizer, sources, tmp_path
+):
+    data = copied(finished_shards, tmp_path / "shards")
     other = train_tokenizer([Document("b", text(5, 200))], 280, tmp_path / "t.json")
     with pytest.raises(InputError, match="was made with another tokenizer than now"):
         make_shards(data, recipe_of(data, other, Plain()))
@@ -255,17 +266,17 @@ def test_bad_weights_are_named(tmp_path):
         with pytest.raises(InputError, match=message):
             from_dict(LMConfig, {"data": {"weights": weights}})
     with pytest.raises(InputError, match=r"data\.weights needs data\.shards"):
-        own_documents(DataSection(weights=(1.0,)))
+        load_documents(DataSection(weights=(1.0,)))
     with pytest.raises(InputError, match="2 numbers for 1 sources"):
         source_names(DataSection(weights=(1.0, 2.0), shards="s"))
 
 
-def test_a_full_disk_is_one_line_and_leaves_no_half(sources, tokenizer, tmp_path):
+def test_a_full_disk_is_one_line_and_leaves_no_partial_file(sources, tokenizer, tmp_path):
     data = data_of(sources, tmp_path / "shards", "lines.jsonl")
     work = (recipe_of(data, tokenizer, Plain()), 0, [TextPiece(data.files[0], "lines.jsonl")], len)
     script = (
         "import pickle, resource, sys\n"
-        "from train.data.shards import make_shard\n"
+        "from train.data.shards.writing import make_shard\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\n"
         "try: make_shard(*pickle.load(sys.stdin.buffer))\n"
         "except Exception as error: print(type(error).__name__, error)\n"
@@ -288,8 +299,8 @@ def killed(command, when):
     while process.poll() is None and not when():
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
-    _, said = process.communicate()
-    assert process.returncode in (0, -signal.SIGKILL), said.decode()
+    _, stderr = process.communicate()
+    assert process.returncode in (0, -signal.SIGKILL), stderr.decode()
     return process.returncode != 0
 
 
@@ -341,7 +352,7 @@ def test_killed_anywhere_shards_and_losses_are_the_same(tokenizer, tmp_path):
 # --- the programs ------------------------------------------------------------------------------
 
 
-def test_the_program_says_what_it_made_and_what_it_misses(sources, tokenizer, tmp_path, capsys):
+def test_the_program_reports_what_it_made_and_what_is_missing(sources, tokenizer, tmp_path, capsys):
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
     files = json.dumps([str(sources / "code"), str(sources / "lines.jsonl")])
     sets = ["data.corpora=[]", f"data.files={files}"]
@@ -352,8 +363,8 @@ def test_the_program_says_what_it_made_and_what_it_misses(sources, tokenizer, tm
     assert "data.shards needs tokenizer.path" in capsys.readouterr().err
     sets.append(f"tokenizer.path={tmp_path / 'tokenizer.json'}")
     assert tokens.main([TINY_LM, *overrides(*sets), "--processes", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "2 shards" in said and "skipped, data: 1 (such as code/data.csv)" in said
+    stdout = capsys.readouterr().out
+    assert "2 shards" in stdout and "skipped, data: 1 (such as code/data.csv)" in stdout
     assert lm.main([TINY_LM, *overrides(*sets), "--dry-run", "--json"]) == 0
     plan, manifest = json.loads(capsys.readouterr().out), tmp_path / "shards" / MANIFEST
     assert plan["train_tokens"] == json.loads(manifest.read_text())["tokens"]["train"]
@@ -366,7 +377,7 @@ def test_the_program_says_what_it_made_and_what_it_misses(sources, tokenizer, tm
         ("head", HeadRunConfig, lambda cfg: prepare_head(cfg, None).data),
     ],
 )
-def test_programs_that_tune_read_their_shards(sources, tmp_path, program, cls, read):
+def test_fine_tuning_programs_read_their_shards(sources, tmp_path, program, cls, read):
     """Their layout, between the checkpoint's own ids, is that of the tokens in memory."""
     home = tmp_path / "start"
     home.mkdir()

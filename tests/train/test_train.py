@@ -30,7 +30,7 @@ from train.config import (
     require_same,
 )
 from train.data.packing import IGNORE
-from train.engine.directory import own_directory
+from train.engine.directory import lock_directory
 from train.engine.loop import make_step
 from train.engine.losses import OutputHead, chunked_distillation
 from train.engine.optim import make_optimizer, muon_axes, schedule
@@ -163,7 +163,7 @@ def state_bytes(weights, **optim):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-def test_moments_take_what_they_are_kept_in():
+def test_moments_take_the_memory_of_their_dtype():
     weights = {"layers": {"0": {"q": {"weight": jax.ShapeDtypeStruct((256, 512), jnp.float32)}}}}
     entries = 256 * 512
     for optim, wanted in (
@@ -176,8 +176,8 @@ def test_moments_take_what_they_are_kept_in():
         assert wanted <= state_bytes(weights, **optim) < wanted + 64, optim
 
 
-@pytest.mark.parametrize("how", [{"moments": "bfloat16"}, {"optimizer": "adafactor"}])
-def test_smaller_states_descend_as_far_as_adamw(how):
+@pytest.mark.parametrize("options", [{"moments": "bfloat16"}, {"optimizer": "adafactor"}])
+def test_optimizers_with_smaller_states_descend_as_far_as_adamw(options):
     """A quadratic of factored dimensions, in as many steps."""
     goal = jax.random.normal(jax.random.key(0), (128, 256))
 
@@ -193,18 +193,18 @@ def test_smaller_states_descend_as_far_as_adamw(how):
 
         return jax.lax.scan(step, (weights, optimizer.init(weights)), length=60)[1]
 
-    own, adamw = end(**how), end()
-    assert own[0] == adamw[0] and adamw[-1] < 0.5 * adamw[0]
-    assert own[-1] < 1.25 * adamw[-1]
+    losses, adamw = end(**options), end()
+    assert losses[0] == adamw[0] and adamw[-1] < 0.5 * adamw[0]
+    assert losses[-1] < 1.25 * adamw[-1]
 
 
-def test_muon_takes_the_block_matrices_only():
+def test_muon_trains_only_the_matrices_of_the_blocks():
     axes = muon_axes(params())
     assert axes["layers"]["0"]["q"]["weight"] is not None
     assert axes["embed"] is None and axes["layers"]["0"]["norm"]["weight"] is None
 
 
-def test_schedules_at_their_joints():
+def test_schedules_where_their_phases_meet():
     cfg = Optim(warmup_steps=10, total_steps=100, decay_fraction=0.2, final_fraction=0.1)
     rate = schedule(cfg, 2.0)
     for step, want in ((0, 0), (5, 1), (10, 2), (79, 2), (80, 2), (90, 1.1), (100, 0.2)):
@@ -313,7 +313,7 @@ def test_bad_input_exits_2_with_one_line(uninterrupted, tmp_path, capsys):
         assert says in one_error_line(capsys)
 
 
-def test_a_run_goes_on_with_the_settings_it_began_with(uninterrupted, capsys):
+def test_a_resumed_run_refuses_other_settings(uninterrupted, capsys):
     before = (uninterrupted / "metrics.jsonl").read_text()
     for setting, says in (
         ("model.num_heads=4", "model.num_heads is 4, the run began with 2"),
@@ -343,7 +343,7 @@ def test_every_setting_is_compared_but_those_that_may_change():
                         require_same(fixed, now)
 
 
-def test_what_may_change_is_of_a_config():
+def test_settings_that_may_change_are_keys_of_a_config():
     for section, keys in MAY_CHANGE.items():
         parts = [
             getattr(cfg, section, None) for cfg in (LMConfig(), SDSATConfig(), HeadRunConfig())
@@ -359,7 +359,7 @@ def another(value):
 
 
 @pytest.mark.slow
-def test_what_a_checkpoint_and_a_corpus_hold_is_compared_too(uninterrupted, tmp_path, capsys):
+def test_architecture_and_corpus_are_compared_too(uninterrupted, tmp_path, capsys):
     start, run, text = tmp_path / "start", tmp_path / "run", tmp_path / "a.txt"
     shutil.copytree(uninterrupted / "export", start)
     text.write_text("x = 1\n" * 200)
@@ -383,8 +383,8 @@ def test_what_a_checkpoint_and_a_corpus_hold_is_compared_too(uninterrupted, tmp_
     assert "architecture.norm_eps is 0.001, the run began with 1e-05" in one_error_line(capsys)
 
 
-def test_a_directory_that_another_run_writes_is_left_alone(uninterrupted, tmp_path, capsys):
-    with own_directory(Run(dir=str(uninterrupted)), resume=True):
+def test_the_directory_of_another_running_run_is_refused(uninterrupted, tmp_path, capsys):
+    with lock_directory(Run(dir=str(uninterrupted)), resume=True):
         for more in ([], ["--resume"]):
             assert program(*quick(uninterrupted, 25), *more) == 2
             assert f"run.dir {uninterrupted} is being written by process" in one_error_line(capsys)
@@ -410,15 +410,17 @@ def test_distillation_runs_from_a_teacher(uninterrupted, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["finished"] is True
 
 
-@pytest.mark.parametrize(("how", "near"), [("remat=true", 1e-6), ("compute_dtype=bfloat16", 1e-2)])
-def test_other_passes_lower_the_loss_alike(uninterrupted, tmp_path, how, near):
-    assert program(*quick(tmp_path / "run", 4), *overrides(f"model.{how}")) == 0
-    found, plain = losses(tmp_path / "run"), losses(uninterrupted)[:4]
-    np.testing.assert_allclose(found, plain, rtol=near)
-    assert "remat" in how or found != plain
+@pytest.mark.parametrize(
+    ("setting", "near"), [("remat=true", 1e-6), ("compute_dtype=bfloat16", 1e-2)]
+)
+def test_remat_and_bfloat16_give_nearly_the_same_losses(uninterrupted, tmp_path, setting, near):
+    assert program(*quick(tmp_path / "run", 4), *overrides(f"model.{setting}")) == 0
+    changed, plain = losses(tmp_path / "run"), losses(uninterrupted)[:4]
+    np.testing.assert_allclose(changed, plain, rtol=near)
+    assert "remat" in setting or changed != plain
 
 
-def test_a_steps_operations_are_the_models_and_its_teachers(uninterrupted):
+def test_operations_of_a_step_are_those_of_model_and_teacher(uninterrupted):
     teacher = uninterrupted / "export"
     model, _ = load_pretrained(teacher)
     plain = from_toml(LMConfig, TINY_LM, ["data.seq_len=32"])

@@ -1,4 +1,4 @@
-"""The corpus, its tokenizer and the loader: exact, deterministic, restartable."""
+"""The corpus, its tokenizer and the data loader: exact, deterministic, resumable."""
 
 import itertools
 import json
@@ -12,15 +12,9 @@ from pyarrow import parquet
 from specjax._util.errors import InputError
 from train.data import corpus
 from train.data.corpus import is_held_out, load_corpus, permissive_distributions
-from train.data.packing import (
-    IGNORE,
-    Prepared,
-    TokenStream,
-    make_loader,
-    pack_row,
-    prepare,
-    valid_batches,
-)
+from train.data.in_memory import Prepared, TokenStream, prepare
+from train.data.loader import make_loader, valid_batches
+from train.data.packing import IGNORE, pack_row
 from train.data.reading import Document
 from train.data.tokenizer import EOS_ID, SPECIAL_TOKENS, load_tokenizer, train_tokenizer
 
@@ -65,7 +59,7 @@ def test_stdlib_is_sorted_and_leaves_out_tests_and_tables():
     assert not [n for n in names if n.startswith(("stdlib/encodings/", "stdlib/lib2to3/"))]
 
 
-def test_licences():
+def test_licenses():
     assert "numpy" in permissive_distributions() and "specjax" not in permissive_distributions()
     accepted = ("MIT", "BSD-3-Clause AND Zlib", "MIT OR GPL-3.0", "PSF-2.0", "ISC License (ISCL)")
     refused = ("", "UNKNOWN", "MPL-2.0", "MPL-2.0 AND MIT", "GPL-3.0-only", "Proprietary", "LGPL")
@@ -73,7 +67,7 @@ def test_licences():
     assert [l for l in refused if corpus._is_permissive(l)] == []
 
 
-def test_files_folders_and_normalisation(tmp_path):
+def test_files_folders_and_normalization(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.py").write_bytes(b"x\t= 1\r\n" * 60)
     (tmp_path / "sub" / "short.txt").write_text("too short")
@@ -85,12 +79,12 @@ def test_files_folders_and_normalisation(tmp_path):
 
 
 def test_of_two_equal_texts_the_held_out_one_stays(tmp_path):
-    held = next(f"{i}.py" for i in range(1000) if is_held_out(f"{i}.py"))
-    for name in ("!first.py", held):
+    held_out = next(f"{i}.py" for i in range(1000) if is_held_out(f"{i}.py"))
+    for name in ("!first.py", held_out):
         (tmp_path / name).write_text("z = 3\n" * 60)
     assert not is_held_out("!first.py")
-    read = load_corpus([], [str(tmp_path / "!first.py"), str(tmp_path / held)])
-    assert [d.name for d in read] == [held]
+    read = load_corpus([], [str(tmp_path / "!first.py"), str(tmp_path / held_out)])
+    assert [d.name for d in read] == [held_out]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +154,7 @@ def test_round_trip_is_exact(tokenizer, text):
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_pieces_suit_code(documents, tmp_path):
+def test_tokens_suit_code(documents, tmp_path):
     text = "class A:\n\n    def g(self):\n        return self.x_y + 12345\n" * 50
     tokens = train_tokenizer([Document("t.py", text)], 400, tmp_path / "t.json")
     pieces = [tokens.decode([i]) for i in tokens.encode(text[:64]).ids]
@@ -192,17 +186,17 @@ def test_tokenizer_errors(documents, tmp_path):
 
 
 def test_held_out_documents_are_not_trained_on(documents, tokenizer, prepared):
-    held = [d.text for d in documents if is_held_out(d.name)]
+    held_out = [d.text for d in documents if is_held_out(d.name)]
     trained = [d.text for d in documents if not is_held_out(d.name)]
-    assert held and trained
+    assert held_out and trained
     for stream, offsets, texts in (
         (prepared.train, prepared.train_offsets, trained),
-        (prepared.valid, prepared.valid_offsets, held),
+        (prepared.valid, prepared.valid_offsets, held_out),
     ):
         parts = [stream[a:b] for a, b in itertools.pairwise(offsets)]
         assert [tokenizer.decode(part[:-1]) for part in parts] == texts
         assert all(part[-1] == EOS_ID and EOS_ID not in part[:-1] for part in parts)
-    assert prepared.valid_bytes == sum(len(text.encode()) for text in held)
+    assert prepared.valid_bytes == sum(len(text.encode()) for text in held_out)
     assert prepared.train.dtype == np.uint16
 
 
@@ -212,12 +206,12 @@ def test_special_tokens_in_a_source_are_text(tokenizer):
 
 
 def test_nothing_left_to_train_on(tokenizer):
-    held = next(f"{i}" for i in range(1000) if is_held_out(f"{i}"))
+    held_out = next(f"{i}" for i in range(1000) if is_held_out(f"{i}"))
     with pytest.raises(InputError, match="none of the corpus's 1 documents is left"):
-        prepare([Document(held, "x")], tokenizer)
+        prepare([Document(held_out, "x")], tokenizer)
 
 
-def test_cache_is_used_checked_and_replaced(documents, tokenizer, prepared, tmp_path):
+def test_the_cache_is_used_and_replaced_if_damaged(documents, tokenizer, prepared, tmp_path):
     def load():
         return prepare(documents, tokenizer, tmp_path)
 
@@ -248,7 +242,7 @@ def test_a_row_by_hand():
     assert all(row[key].dtype == np.int32 for row in rows for key in row)
 
 
-def test_an_epoch_holds_every_token_once_and_epochs_differ(prepared):
+def test_an_epoch_holds_each_token_one_time_and_epochs_differ(prepared):
     rows_per_epoch = -(-len(prepared.train) // SEQ_LEN)
     loader = make_loader(prepared, SEQ_LEN, 1, seed=3)
     epochs = [take(loader, rows_per_epoch) for _ in range(2)]
@@ -271,7 +265,7 @@ def test_an_epoch_holds_every_token_once_and_epochs_differ(prepared):
 # --- loader ------------------------------------------------------------------------------------
 
 
-def test_a_restored_loader_goes_on_where_it_was(prepared):
+def test_a_restored_loader_resumes_where_it_was(prepared):
     def new():
         return make_loader(prepared, SEQ_LEN, BATCH, seed=1)
 

@@ -12,8 +12,9 @@ from specjax.runtime.infill import Sentinels, find_sentinels
 from support.training import small_tokenizer
 from train.config import LMConfig, Model
 from train.data.corpus import Document, is_held_out
+from train.data.encoding import Plain
 from train.data.fim import CodeLayout
-from train.data.packing import Plain, prepare
+from train.data.in_memory import prepare
 from train.data.tokenizer import EOS_ID
 from train.lm import prepare as lm
 
@@ -30,7 +31,7 @@ def test_rearranged_documents_put_their_parts_in_codellamas_order(tokenizer):
     kinds = {"plain": 0, "psm": 0, "spm": 0}
     for i in range(400):
         document = Document(f"d/{i}.py", f"def f{i}(x):\n    return {i}\n")
-        pieces = layout.pieces(document)
+        pieces = layout.parts(document)
         if pieces == [document.text, EOS_ID]:
             kinds["plain"] += 1
         elif pieces[1] == marks.suffix:
@@ -47,7 +48,7 @@ def test_rearranged_documents_put_their_parts_in_codellamas_order(tokenizer):
     assert 180 < kinds["plain"] < 250 and kinds["psm"] > 70 and kinds["spm"] > 70
 
 
-def test_rearranged_documents_are_tokenised_once_and_cached_apart(tokenizer, tmp_path):
+def test_rearranged_documents_are_tokenized_and_cached_separately(tokenizer, tmp_path):
     documents = [Document(f"d/{i}.py", f"x{i} = {i}\n" * 9) for i in range(40)]
     plain = prepare(documents, tokenizer, tmp_path)
     assert (prepare(documents, tokenizer, tmp_path, Plain()).train == plain.train).all()
@@ -89,7 +90,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_documents_of_a_checkpoint_stand_between_its_own_ids(tokenizer, tmp_path, family):
+def test_documents_are_between_the_bos_and_eos_of_the_checkpoint(tokenizer, tmp_path, family):
     (bos, eos), first, (begin, end) = FAMILIES[family]
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
     if first is not None:
@@ -110,7 +111,7 @@ def test_documents_of_a_checkpoint_stand_between_its_own_ids(tokenizer, tmp_path
     assert data.train.tolist() == whole * count and count
 
 
-def test_a_checkpoint_without_an_end_is_refused(tokenizer):
+def test_a_checkpoint_without_eos_is_refused(tokenizer):
     model = ModelConfig.llama(
         vocab_size=400, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24
     )

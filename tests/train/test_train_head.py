@@ -27,10 +27,11 @@ from support.training import (
     small_tokenizer,
 )
 from train.config import HeadRunConfig, from_toml
-from train.data.packing import IGNORE, make_loader
+from train.data.loader import make_loader
+from train.data.packing import IGNORE
 from train.head.__main__ import main as program
 from train.head.losses import HeadObjective, head_loss
-from train.head.prepare import commonest
+from train.head.prepare import most_frequent
 
 DEMO = str(ROOT / "configs" / "head_demo.toml")
 FULL = str(ROOT / "configs" / "head_llama_8b.toml")
@@ -69,7 +70,7 @@ def toy():
 @pytest.mark.parametrize(
     ("ids", "flag", "remat"), [(None, False, False), (np.arange(1, 23, 2), True, True)]
 )
-def test_the_loss_is_that_of_a_slow_reference(ids, flag, remat):
+def test_the_loss_equals_a_slow_reference(ids, flag, remat):
     target, frozen, batch = toy()
     cfg = HeadConfig.of(
         target,
@@ -82,32 +83,32 @@ def test_the_loss_is_that_of_a_slow_reference(ids, flag, remat):
     params = init_params(cfg, jax.random.key(1))
     params["fc"] = jax.tree.map(lambda x: x * 10, params["fc"])
     objective = HeadObjective(steps=3, decay=0.7, remat=remat)
-    found = jax.jit(head_loss(target, cfg, objective))(params, frozen, batch)
+    result = jax.jit(head_loss(target, cfg, objective))(params, frozen, batch)
     rows = (batch[name] for name in ("tokens", "positions", "segments"))
     hidden, states = hidden_states(target, frozen, *rows, aux_layers=(0, 1))
     logits = logits_of(target, frozen, hidden)
     head = head_steps.Head(cfg, params, frozen["embed"])
 
-    def by_hand(**how):
+    def by_hand(**options):
         given = (batch["tokens"], batch["positions"], batch["segments"], states, logits)
         rows = [
-            head_steps.loss(head, *map(np.asarray, row), 3, 0.7, **how)
+            head_steps.loss(head, *map(np.asarray, row), 3, 0.7, **options)
             for row in zip(*given, strict=True)
         ]
         return [np.sum(part, axis=0) for part in zip(*rows, strict=True)]
 
     total, count, kl, agreed, places = by_hand()
-    np.testing.assert_allclose(found[0], total, rtol=1e-4)
-    assert found[1] == count == 3 + 5 + 7
-    np.testing.assert_allclose(found[2]["kl"][0], kl, rtol=1e-4)
-    np.testing.assert_array_equal(found[2]["agreement"][0], agreed)
-    np.testing.assert_array_equal(found[2]["kl"][1], places)
+    np.testing.assert_allclose(result[0], total, rtol=1e-4)
+    assert result[1] == count == 3 + 5 + 7
+    np.testing.assert_allclose(result[2]["kl"][0], kl, rtol=1e-4)
+    np.testing.assert_array_equal(result[2]["agreement"][0], agreed)
+    np.testing.assert_array_equal(result[2]["kl"][1], places)
     assert abs(by_hand(fed_back=False)[0] / total - 1) > 1e-3, "the second step must matter"
 
 
-def test_the_draft_vocabulary_is_the_commonest_ids_in_order():
-    assert commonest(np.array([5, 0, 9, 5, 7]), 3).tolist() == [0, 2, 4]
-    assert commonest(np.array([1, 1, 1]), 2).tolist() == [0, 1]
+def test_the_draft_vocabulary_is_the_most_frequent_ids_in_order():
+    assert most_frequent(np.array([5, 0, 9, 5, 7]), 3).tolist() == [0, 2, 4]
+    assert most_frequent(np.array([1, 1, 1]), 2).tolist() == [0, 1]
 
 
 @pytest.fixture(scope="module")
@@ -142,11 +143,11 @@ def test_a_run_learns_and_measures_by_decoding(whole):
 
 
 def test_killed_and_resumed_gives_the_same_numbers(start, whole, tmp_path, monkeypatch):
-    own = arguments(start, tmp_path / "cut")
-    monkeypatch.setattr("train.engine.feeding.make_loader", cut_after(5))
-    assert program(own) == INTERRUPTED
+    argv = arguments(start, tmp_path / "cut")
+    monkeypatch.setattr("train.engine.batches.make_loader", cut_after(5))
+    assert program(argv) == INTERRUPTED
     monkeypatch.undo()
-    assert program([*own, "--resume"]) == 0
+    assert program([*argv, "--resume"]) == 0
     assert repeatable(whole) == repeatable(tmp_path / "cut")
     stored = [load_file(run / "export/model.safetensors") for run in (whole, tmp_path / "cut")]
     jax.tree.map(np.testing.assert_array_equal, *stored)
@@ -222,7 +223,7 @@ def test_two_devices_give_the_losses_of_one(start, whole, tmp_path, fsdp):
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("head.layers=[1]", "head.layers: 1 is none of the target's layers, 0 to 0"),
+        ("head.layers=[1]", "head.layers: 1 is not a layer of the target, 0 to 0"),
         ("head.layers=[]", "a target of 1 layers has no layers 2, n // 2 and n - 3"),
         ("head.draft_vocab=100000", "head.draft_vocab=100000 is more than the target's"),
         ("head.num_kv_heads=3", "head.num_kv_heads=3 does not divide the target's 2 heads"),
@@ -234,20 +235,20 @@ def test_two_devices_give_the_losses_of_one(start, whole, tmp_path, fsdp):
 def test_bad_input_exits_2_with_one_line(start, tmp_path, capsys, setting, says):
     with pytest.raises(SystemExit) as ended:
         sys.exit(program([*arguments(start, tmp_path / "bad", setting), "--dry-run"]))
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and len(said.splitlines()) == 1 and says in said
+    output = capsys.readouterr().err
+    assert ended.value.code == 2 and len(output.splitlines()) == 1 and says in output
 
 
-def test_a_head_is_no_target(start, whole, tmp_path, capsys):
-    own = arguments(start, tmp_path / "bad", f"model.init_from={whole / 'export'}")
-    assert program([*own, "--dry-run"]) == 2
+def test_a_head_cannot_be_a_target(start, whole, tmp_path, capsys):
+    argv = arguments(start, tmp_path / "bad", f"model.init_from={whole / 'export'}")
+    assert program([*argv, "--dry-run"]) == 2
     assert "is a head: name its target" in capsys.readouterr().err
 
 
-def test_the_dry_run_says_what_a_run_takes(start, tmp_path, capsys):
+def test_the_dry_run_prints_the_plan(start, tmp_path, capsys):
     assert program([*arguments(start, tmp_path / "dry"), "--dry-run", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["draft_vocabulary"] == 128 and said["tokens_per_step"] == 4 * 48
+    output = json.loads(capsys.readouterr().out)
+    assert output["draft_vocabulary"] == 128 and output["tokens_per_step"] == 4 * 48
     assert not (tmp_path / "dry").exists()
 
 

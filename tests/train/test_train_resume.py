@@ -1,4 +1,4 @@
-"""train.engine.loop: what a run keeps when it is killed, ruined or damaged at an awkward moment.
+"""train.engine.loop: what a run keeps when it is killed, or when its params or files are damaged.
 
 A loss of one parameter, so that every case takes a second; its checkpoints do not fall on
 logging steps, which is where interrupted averages and late NaNs show.
@@ -20,9 +20,9 @@ from specjax._util.errors import InputError
 from support.training import logged
 from train.config import LMConfig, Optim, Run, from_toml
 from train.engine.checkpoints import Checkpoints
-from train.engine.directory import own_directory
+from train.engine.directory import lock_directory
 from train.engine.loop import TrainingError, fit
-from train.engine.metrics import Events, Metrics, speeds
+from train.engine.metrics import Metrics, TensorBoard, speeds
 from train.lm import prepare as lm
 
 
@@ -55,8 +55,8 @@ def train(
     directory, steps=40, end=None, resume=False, rate=0.05, save_every=25, valid=(), **section
 ):
     directory.mkdir(exist_ok=True)
-    how = {"log_every": 10, "checkpoint_every": save_every, "eval_every": 1000} | section
-    run = Run(dir=str(directory), **how)
+    settings = {"log_every": 10, "checkpoint_every": save_every, "eval_every": 1000} | section
+    run = Run(dir=str(directory), **settings)
     return fit(
         squares,
         {"w": jnp.float32(3)},
@@ -138,7 +138,7 @@ def files(home):
 
 
 def changed(**changes):
-    """A note's text, its own digest kept."""
+    """A note's text; its digest stays."""
 
     def change(text):
         sealed = json.loads(text)
@@ -219,7 +219,7 @@ CHECKPOINTS_DAMAGED = {
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS_DAMAGED)
-def test_a_damaged_checkpoint_is_one_line_and_the_one_before_serves(begun, tmp_path, name):
+def test_a_damaged_checkpoint_is_one_line_and_the_one_before_can_be_used(begun, tmp_path, name):
     home = tmp_path / "run"
     line = resumed_in_one_line(begun, home, CHECKPOINTS_DAMAGED[name])
     assert "checkpoints/20 is damaged" in line and "--resume goes on from step 10" in line
@@ -228,7 +228,7 @@ def test_a_damaged_checkpoint_is_one_line_and_the_one_before_serves(begun, tmp_p
     assert losses(home) == losses(begun)
 
 
-def test_where_the_only_checkpoint_is_damaged_the_run_starts_over(begun, tmp_path):
+def test_a_run_whose_only_checkpoint_is_damaged_starts_over(begun, tmp_path):
     home = tmp_path / "run"
 
     def damage(home):
@@ -248,12 +248,12 @@ def test_a_file_in_the_place_of_the_checkpoints_is_named(begun, tmp_path):
 
 
 METRICS_DAMAGED = {
-    "a line cut": (b'{"step": 1, "lo\n', "line 1 is no record"),
-    "no object": (b"[1]\n", "line 1 is no record"),
-    "no step": (b'{"step": 1}\n{"loss": 1}\n', "line 2 is no record"),
-    "NaN for a step": (b'{"step": NaN}\n', "line 1 is no record"),
-    "no text": (b'{"step": 1, "a": "\xff"}\n', "line 1 is no record"),
-    "zeros": (b"\0" * 64 + b"\n", "line 1 is no record"),
+    "a line cut": (b'{"step": 1, "lo\n', "line 1 is not a record"),
+    "no object": (b"[1]\n", "line 1 is not a record"),
+    "no step": (b'{"step": 1}\n{"loss": 1}\n', "line 2 is not a record"),
+    "NaN for a step": (b'{"step": NaN}\n', "line 1 is not a record"),
+    "no text": (b'{"step": 1, "a": "\xff"}\n', "line 1 is not a record"),
+    "zeros": (b"\0" * 64 + b"\n", "line 1 is not a record"),
 }
 
 
@@ -271,7 +271,7 @@ def test_a_directory_in_the_place_of_the_metrics_is_one_line(begun, tmp_path):
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 21, "lo', b'{"step": 20}', b"\xff", b""])
-def test_a_last_line_that_a_kill_has_torn_is_cut(begun, tmp_path, torn):
+def test_an_incomplete_last_line_is_dropped(begun, tmp_path, torn):
     home = tmp_path / "run"
     shutil.copytree(begun, home)
     with (home / "metrics.jsonl").open("ab") as file:
@@ -280,7 +280,7 @@ def test_a_last_line_that_a_kill_has_torn_is_cut(begun, tmp_path, torn):
     assert losses(home) == losses(begun)
 
 
-def test_a_checkpoint_of_other_shapes_is_no_damage(begun, tmp_path):
+def test_a_checkpoint_of_other_shapes_is_not_called_damaged(begun, tmp_path):
     home = tmp_path / "run"
     shutil.copytree(begun, home)
     with pytest.raises(InputError, match="checkpoint 20 does not fit this config"):
@@ -313,41 +313,41 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(InputError, match=r"run.dir=.*File exists"),
-        own_directory(Run(dir=str(tmp_path / "file")), resume=False),
+        lock_directory(Run(dir=str(tmp_path / "file")), resume=False),
     ):
         raise AssertionError
 
 
-def test_a_directory_is_one_runs_at_a_time(tmp_path):
+def test_a_directory_is_locked_by_one_run(tmp_path):
     run = Run(dir=str(tmp_path))
     with (
-        own_directory(run, resume=False),
+        lock_directory(run, resume=False),
         pytest.raises(InputError, match=f"run.dir {tmp_path} is being written by process"),
-        own_directory(run, resume=True),
+        lock_directory(run, resume=True),
     ):
         raise AssertionError
-    with own_directory(run, resume=False):
+    with lock_directory(run, resume=False):
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     assert not list(tmp_path.iterdir())
 
 
-def test_checkpoints_without_metrics_are_a_run_too(tmp_path):
+def test_checkpoints_without_metrics_count_as_a_run(tmp_path):
     train(tmp_path, steps=10)
     (tmp_path / "metrics.jsonl").unlink()
     with (
         pytest.raises(InputError, match="holds a run"),
-        own_directory(Run(dir=str(tmp_path)), resume=False),
+        lock_directory(Run(dir=str(tmp_path)), resume=False),
     ):
         raise AssertionError
 
 
-def test_a_run_reports_to_weights_and_biases_and_goes_on_there(tmp_path, monkeypatch):
-    """Through its client alone, here one that notes what it is told."""
+def test_a_run_reports_to_weights_and_biases_and_resumes_there(tmp_path, monkeypatch):
+    """Through its client only; here one that records its arguments."""
     told = []
     client = SimpleNamespace(
         log=lambda scalars, step: told.append((step, scalars)), finish=lambda: told.append("end")
     )
-    module = SimpleNamespace(init=lambda **how: told.append(how) or client, __spec__=True)
+    module = SimpleNamespace(init=lambda **options: told.append(options) or client, __spec__=True)
     monkeypatch.setitem(sys.modules, "wandb", module)
     for steps in (10, 20):
         train(tmp_path, steps=steps, resume=steps > 10, wandb="own")
@@ -363,7 +363,7 @@ def test_a_missing_client_is_one_line(tmp_path, monkeypatch):
         train(tmp_path, wandb="own")
 
 
-def test_the_share_of_the_chip_is_of_all_devices(monkeypatch):
+def test_mfu_is_the_mean_over_all_devices(monkeypatch):
     kind = SimpleNamespace(device_kind="TPU v5 lite")
     monkeypatch.setattr("jax.devices", lambda: [kind] * 4)
     monkeypatch.setattr("jax.device_count", lambda: 4)
@@ -373,14 +373,14 @@ def test_the_share_of_the_chip_is_of_all_devices(monkeypatch):
 
 
 @pytest.mark.parametrize(("minutes", "saved"), [(0.0, [8]), (1e-9, [1, 2, 3, 4, 5, 6, 7, 8])])
-def test_checkpoints_by_time_come_beside_those_by_steps(tmp_path, minutes, saved):
+def test_checkpoints_by_time_are_added_to_those_by_steps(tmp_path, minutes, saved):
     train(tmp_path, steps=8, save_every=1000, checkpoint_minutes=minutes, keep=9)
     there = (tmp_path / "checkpoints").glob("[0-9]*")
     assert sorted(int(path.name) for path in there) == saved
 
 
-def test_event_files_hold_every_place_of_a_list(tmp_path):
-    events = Events(Run(dir=str(tmp_path)), 0)
+def test_event_files_hold_each_item_of_a_list(tmp_path):
+    events = TensorBoard(Run(dir=str(tmp_path)), 0)
     metrics = Metrics(tmp_path / "metrics.jsonl", 0, [events])
     metrics.write(step=1, loss=2.5, adaptive_accuracy=[0.5, None, 0.25])
     metrics.close()

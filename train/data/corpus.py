@@ -1,7 +1,7 @@
-"""Training text: the running interpreter's library, installed packages, or the user's files.
+"""Training text: the interpreter's standard library, installed packages, or the user's files.
 
-Every source yields `Document`s with a stable name; the name alone decides whether a document
-is held out, so the split survives re-ordering, growth of the corpus and a change of its text.
+Every source yields `Document`s with a stable name. The name alone decides whether a document is
+held out. So the split stays the same when the corpus is reordered, grows, or changes its text.
 """
 
 import hashlib
@@ -14,13 +14,13 @@ from pathlib import Path, PurePosixPath
 from specjax._util.errors import InputError
 from train.data.reading import MIN_CHARS, Document, Intake, TextPiece, read_piece, unreadable
 
-HELD_OUT_ONE_IN = 20  # leaves a few hundred functions of the standard library to measure on
-MAX_INSTALLED_BYTES = 200_000  # above this an installed source is nearly always generated
+HELD_OUT_ONE_IN = 20  # gives a few hundred held-out functions of the standard library
+MAX_INSTALLED_BYTES = 200_000  # larger sources of packages are nearly always generated
 MOST_IN_MEMORY = 1 << 31  # characters of text
-# Below a folder they are what a program reads, and not what people wrote.
+# Data that programs read, not text that people wrote; skipped below a folder.
 DATA_SUFFIXES = frozenset({".json", ".csv", ".tsv", ".lock", ".log", ".map", ".svg", ".ipynb"})
 
-# Test suites repeat themselves, and tables teach nothing about code.
+# Test suites are repetitive, and tables teach nothing about code.
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "testing", "__pycache__"}
 )
@@ -36,7 +36,7 @@ _RESTRICTED = re.compile(r"GPL|MPL|EPL|CDDL|Mozilla|Proprietary|Commercial|EULA"
 
 
 def is_held_out(name: str) -> bool:
-    """True for the documents that no model trains on: one name in `HELD_OUT_ONE_IN`."""
+    """Whether a document is never trained on: true for one name in `HELD_OUT_ONE_IN`."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
 
 
@@ -46,10 +46,10 @@ def load_corpus(names: Sequence[str], files: Sequence[str] = ()) -> list[Documen
     Args:
       names: any of `"stdlib"` and `"installed"`.
       files: text files, folders of text, JSON lines and Parquet files with a column `text`
-        or `content`; text and lines may be packed (.gz, .zst).
+        or `content`; text and lines may be compressed (.gz, .zst).
 
     Raises:
-      InputError: an unknown corpus, an unreadable file, a bad line, or nothing at all to read.
+      InputError: an unknown corpus, an unreadable file, a bad line, or no document at all.
     """
     intake = Intake()
     pieces = [piece for source in source_files(names, files, intake) for piece in source]
@@ -62,14 +62,14 @@ def load_corpus(names: Sequence[str], files: Sequence[str] = ()) -> list[Documen
 
 
 def _within_memory(documents: Iterable[Document]) -> Iterator[Document]:
-    """The documents; raises InputError where they become more than memory should hold."""
+    """The documents; raises InputError once they have more than `MOST_IN_MEMORY` characters."""
     chars = 0
     for document in documents:
         chars += len(document.text)
         if chars > MOST_IN_MEMORY:
             raise InputError(
-                f"the corpus has more than {MOST_IN_MEMORY >> 20} MiB of text, which memory is not "
-                "to hold: set data.shards to a directory for its tokens"
+                f"the corpus has more than {MOST_IN_MEMORY >> 20} MiB of text, too much for "
+                "memory: set data.shards to a directory for its tokens"
             )
         yield document
 
@@ -108,7 +108,7 @@ def _permissive() -> list[tuple[str, str, importlib.metadata.Distribution]]:
 
 
 def _stated_licence(metadata) -> str:
-    """License as the distribution states it: SPDX expression, else classifiers, else free text."""
+    """The license as the distribution states it: SPDX expression, classifiers, or free text."""
     classifiers = [
         line.rsplit("::", 1)[-1].strip()
         for line in metadata.get_all("Classifier") or []
@@ -119,7 +119,7 @@ def _stated_licence(metadata) -> str:
 
 
 def _is_permissive(license: str) -> bool:
-    """Every alternative that applies together must be permissive; one of an OR is enough."""
+    """Whether any choice of an OR is permissive and names no restrictive license."""
     return any(
         _PERMISSIVE.search(choice) and not _RESTRICTED.search(choice)
         for choice in re.split(r"\bOR\b", license)
@@ -137,7 +137,7 @@ def _installed_files() -> Iterator[tuple[str, Path]]:
 
 
 def _is_installed_source(path: PurePosixPath) -> bool:
-    """Whether a package's file is source that people wrote to be run."""
+    """Whether a package's file is hand-written source code, not a test or generated."""
     skipped = _SKIPPED_FOLDERS | _VENDORED | {".."}
     tests_or_generated = ("test_*", "conftest*", "*_test.py", "*_pb2.py")
     return (
@@ -153,10 +153,10 @@ _CORPORA = {"stdlib": stdlib_files, "installed": _installed_files}
 def source_files(
     names: Sequence[str], files: Sequence[str], intake: Intake
 ) -> list[list[TextPiece]]:
-    """The files of each corpus, folder and file, source by source in the order given.
+    """The files of each source: corpora first, then files and folders, in the order given.
 
-    Below a folder all files count but hidden ones and data (`DATA_SUFFIXES`), which are recorded:
-    what of them is text shows when they are read.
+    Below a folder, hidden files and data (`DATA_SUFFIXES`) are skipped and counted. Files that are
+    not text are skipped later, when they are read.
 
     Raises:
       InputError: an unknown corpus, or a folder that cannot be listed.
@@ -165,12 +165,16 @@ def source_files(
         if name not in _CORPORA:
             known = ", ".join(sorted(_CORPORA))
             raise InputError(f"unknown corpus {name!r}: expected one of {known}, or a file")
-    corpora = [[TextPiece(str(path), found) for found, path in _CORPORA[name]()] for name in names]
-    return corpora + [list(_below(Path(file), intake)) for file in files]
+    sources = []
+    for corpus in names:
+        sources.append([TextPiece(str(path), name) for name, path in _CORPORA[corpus]()])
+    for file in files:
+        sources.append(list(_files_below(Path(file), intake)))
+    return sources
 
 
-def _below(root: Path, intake: Intake) -> Iterator[TextPiece]:
-    """A file itself, or the files below a folder, by name."""
+def _files_below(root: Path, intake: Intake) -> Iterator[TextPiece]:
+    """A file itself, or the files below a folder, sorted by name."""
     try:
         if not root.is_dir():
             yield TextPiece(str(root), root.name)
@@ -190,7 +194,7 @@ def _below(root: Path, intake: Intake) -> Iterator[TextPiece]:
 
 
 def nothing_to_read(sources: Sequence[str]) -> InputError:
-    """The error of sources without a document."""
+    """The error of a corpus without any document."""
     return InputError(
         f"the corpus is empty: expected UTF-8 text of at least {MIN_CHARS} characters in "
         f"{', '.join(sources) or 'some source, but none is given'}"
@@ -198,7 +202,7 @@ def nothing_to_read(sources: Sequence[str]) -> InputError:
 
 
 def _without_duplicates(documents: Iterable[Document]) -> list[Document]:
-    """One document per text, sorted by name; a held-out copy wins over one that would be trained.
+    """One document per text, sorted by name; of equal texts a held-out one stays.
 
     Otherwise a package that vendors a held-out file would put it into the training set.
     """

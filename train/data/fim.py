@@ -1,8 +1,8 @@
 """Fill-in-the-middle at character level, in CodeLlama's order (arXiv 2308.12950, §2.3).
 
-Documents are rearranged before they are tokenized, so a split may fall inside what would
-have been one token. Half of the rearranged ones are prefix-suffix-middle, half
-suffix-prefix-middle, whose prefix and middle are encoded as one text.
+Documents are rearranged before they are tokenized, so a split may fall inside a token. Half of the
+rearranged documents are prefix-suffix-middle (PSM). The other half are suffix-prefix-middle (SPM),
+whose prefix and middle are encoded as one text.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from specjax._util.errors import InputError
 from specjax.models import ModelConfig
 from specjax.runtime.infill import Sentinels
 from train.data.corpus import is_held_out
-from train.data.packing import Inside
+from train.data.encoding import MidText
 from train.data.reading import Document
 
 
 @dataclasses.dataclass(frozen=True)
 class CodeLayout:
-    """A document as code models train on it: BOS where there is one, FIM on some, EOS.
+    """The layout of code models: BOS if the model has one, the text or its FIM order, then EOS.
 
-    Rearranged documents end in the sentinel instead of EOS. Held-out documents are never
-    rearranged, so that their loss compares with any other run's.
+    Rearranged documents end in a sentinel instead of EOS. Held-out documents are never
+    rearranged, so that held-out losses of all runs are comparable.
 
     Attributes:
       fim_rate: the share of documents that is rearranged.
-      seed: fixes, with the document's name, whether and where it is split.
+      seed: decides, with the document's name, whether and where a document is split.
     """
 
     eos_id: int
@@ -51,28 +51,31 @@ class CodeLayout:
     def fingerprint(self) -> str:
         return repr(dataclasses.astuple(self))
 
-    def pieces(self, document: Document) -> Sequence[str | int]:
+    def parts(self, document: Document) -> Sequence[str | int]:
         """The texts and ids of a document, in order."""
         text = document.text
         start = [] if self.bos_id is None else [self.bos_id]
+        # The order and the number of draws decide what each document becomes: keep both.
         name = hashlib.sha256(f"{self.seed}\0{document.name}".encode()).digest()
         rng = np.random.Generator(np.random.Philox(int.from_bytes(name[:16], "little")))
         if is_held_out(document.name) or rng.random() >= self.fim_rate:
             return [*start, text, self.eos_id]
         spm = rng.random() < 0.5
         first, second = sorted(rng.integers(0, len(text) + 1, 2).tolist())
-        prefix, middle, suffix = text[:first], text[first:second], text[second:]
+        prefix = text[:first]
+        middle = text[first:second]
+        suffix = text[second:]
         s = self.sentinels
         if spm:
-            return [*start, s.prefix, s.suffix, Inside(suffix), s.middle, prefix + middle, s.end]
-        parts = (prefix, s.suffix, Inside(suffix), s.middle, Inside(middle))
+            return [*start, s.prefix, s.suffix, MidText(suffix), s.middle, prefix + middle, s.end]
+        parts = (prefix, s.suffix, MidText(suffix), s.middle, MidText(middle))
         return [*start, s.prefix, *parts, s.end]
 
 
 def frame_of(checkpoint: str, model: ModelConfig, tokenizer: Tokenizer) -> tuple[int, int | None]:
-    """The ids that end and begin a document of a checkpoint: its own EOS, and BOS or None.
+    """(EOS, BOS or None): the ids that end and begin a document for a checkpoint.
 
-    The tokenizer's template says whether a text begins with BOS; the config only names it.
+    The config names BOS, but only the tokenizer's template says whether a text begins with it.
 
     Raises:
       InputError: the checkpoint names no EOS.

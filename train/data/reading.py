@@ -1,7 +1,8 @@
 """Files as streams of documents: text, JSON lines and Parquet, compressed or not.
 
-No file is held in memory whole but one that is one document. A large file is read in pieces, each
-of them alone; a document's name says where it stands, whatever the pieces.
+Only a file that is a single document is read into memory whole. A large file is split into pieces
+that can be read independently. A document's name is its line or row in the file, so it does not
+depend on the pieces.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from specjax._util.errors import InputError, SpecjaxError, foreign
 from specjax._util.files import MOST_BYTES, open_file, open_parquet, parse_json, require_arrow
 
 MIN_CHARS = 200  # shorter documents are package stubs and license headers
-LONGEST_LINE = 1 << 28  # bytes of a document
+LONGEST_LINE = 1 << 28  # bytes
 TEXT_FIELDS = ("text", "content")
 _HEAD = 1 << 10  # bytes of a file that show whether it is text
-_PARQUET_ROWS = 256  # at once
-_SHRINKS = 4  # a compressed file's text is about so much larger
-_EXAMPLES = 3  # names that a reason is shown with
+_PARQUET_ROWS = 256  # read at a time
+_COMPRESSION = 4  # guess: a compressed file's text is about this many times larger
+_EXAMPLES = 3  # names that are kept for each reason to skip a document
+_READ_BLOCK = 1 << 20  # bytes
 
-TEXT, LINES, PARQUET = "text", "lines", "parquet"
+TEXT = "text"
+LINES = "lines"
+PARQUET = "parquet"
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,14 @@ class Document:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """A part of a file that is read alone, from `begin` to before `end`; the whole by default.
+    """A part of a file, from `begin` to before `end`; by default the whole file.
 
     Attributes:
       path: where the file lies.
-      name: of the file, on every machine the same.
-      begin, end: bytes where JSON lines begin, or row groups of Parquet; None is the file's end.
+      name: the file's name, the same on every machine.
+      begin, end: byte offsets of JSON lines, or Parquet row groups; None: the file's end.
       first: the number of its first line or row, from 1.
-      size: bytes of text, about.
+      size: bytes of text, estimated.
     """
 
     path: str
@@ -59,12 +63,12 @@ class TextPiece:
 
 @dataclass
 class Intake:
-    """What becomes a document, and a record of what does not.
+    """Decides which texts become documents, and counts those that are skipped.
 
     Attributes:
-      strict: a bad record, or a damaged file, is an error, and not only recorded.
-      longest: characters of a document; None takes any.
-      skipped: reason → how many, and the names of a few.
+      strict: a bad record or a damaged file is an error; otherwise it is skipped and counted.
+      longest: the most characters of a document; None: no limit.
+      skipped: reason → the count, and a few names as examples.
     """
 
     strict: bool = True
@@ -78,23 +82,23 @@ class Intake:
             entry["examples"].append(name)
 
     def bad(self, message: str) -> None:
-        """Raises InputError where this is strict."""
+        """Counts a bad record; raises InputError if `strict`."""
         if self.strict:
             raise InputError(message)
         self.skip("damaged", message)
 
     def merge(self, skipped: dict[str, dict[str, Any]]) -> None:
-        """Adds what another one has recorded."""
+        """Adds the counts of another `Intake`."""
         for reason, other in skipped.items():
             entry = self.skipped.setdefault(reason, {"count": 0, "examples": []})
             entry["count"] += other["count"]
             entry["examples"] = [*entry["examples"], *other["examples"]][:_EXAMPLES]
 
     def document(self, name: str, content: bytes | str) -> Iterator[Document]:
-        """The document with LF line ends, or nothing where it is too short, or no text."""
+        """Yields the document with LF line ends; nothing if it is too short, or not text."""
         try:
             text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
-            text.encode()  # JSON can smuggle in lone surrogates, which no tokenizer takes
+            text.encode()  # JSON can hold lone surrogates, which tokenizers refuse
         except UnicodeError:
             return self.skip("not UTF-8", name)
         text = text.replace("\r\n", "\n")
@@ -106,24 +110,29 @@ class Intake:
 
 
 def kind_of(path: str | Path) -> str:
-    """How a file holds documents: as one `TEXT`, as `LINES` of JSON, or as rows of `PARQUET`."""
+    """The file's format: one `TEXT`, `LINES` of JSON, or rows of `PARQUET`."""
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
-    packed = suffixes[-1:] in ([".gz"], [".zst"])
-    kind = "".join(suffixes[-2:-1] if packed else suffixes[-1:])
-    if kind in (".jsonl", ".ndjson") or (packed and kind == ".json"):
+    compressed = suffixes[-1:] in ([".gz"], [".zst"])
+    if compressed:
+        suffixes.pop()
+    kind = suffixes[-1] if suffixes else ""
+    # Plain .json is one document; compressed .json is lines in most datasets, such as C4.
+    if kind in (".jsonl", ".ndjson") or (compressed and kind == ".json"):
         return LINES
-    return PARQUET if kind == ".parquet" else TEXT
+    if kind == ".parquet":
+        return PARQUET
+    return TEXT
 
 
 def read_piece(piece: TextPiece, intake: Intake) -> Iterator[Document]:
     """The documents of a piece, one at a time.
 
     Raises:
-      InputError: the file cannot be opened or read; or, of a strict intake, is damaged.
+      InputError: the file cannot be opened or read; or it is damaged and the intake is strict.
     """
     try:
         yield from _READERS[kind_of(piece.path)](piece, intake)
-    except SpecjaxError as error:  # of what the file holds
+    except SpecjaxError as error:  # the content is damaged
         intake.bad(str(error))
     except OSError as error:
         raise unreadable(piece.path, error) from None
@@ -135,42 +144,52 @@ def unreadable(path: str | Path, error: OSError) -> InputError:
 
 
 def cut(piece: TextPiece, size: int) -> Iterator[TextPiece]:
-    """A whole file as pieces of about `size` bytes, as far as its format allows.
+    """Splits a whole file into pieces of about `size` bytes, as far as its format allows.
 
     Raises:
-      InputError: it cannot be opened, or a Parquet file's footer is damaged.
+      InputError: the file cannot be opened, or a Parquet file's footer is damaged.
     """
+    path = Path(piece.path)
     try:
-        there = Path(piece.path).stat().st_size
-        kind, packed = kind_of(piece.path), Path(piece.path).suffix in (".gz", ".zst")
-        if packed:
-            require_arrow(piece.path, Path(piece.path).suffix == ".zst")
+        file_size = path.stat().st_size
+        kind = kind_of(path)
+        compressed = path.suffix in (".gz", ".zst")
+        if compressed:
+            require_arrow(piece.path, path.suffix == ".zst")
         if kind == PARQUET:
             yield from _cut_parquet(piece, size)
-        elif kind == LINES and not packed and there > size:
+        elif compressed:
+            yield replace(piece, size=file_size * _COMPRESSION)
+        elif kind == LINES and file_size > size:
             yield from _cut_lines(piece, size)
         else:
-            yield replace(piece, size=there * (_SHRINKS if packed else 1))
+            yield replace(piece, size=file_size)
     except OSError as error:
         raise unreadable(piece.path, error) from None
 
 
 def _cut_lines(piece: TextPiece, size: int) -> Iterator[TextPiece]:
-    """Each piece owns the lines that begin in it; lines are counted, which reads the file once."""
+    """Pieces that end at the first line break after `size` bytes.
+
+    The file is read once, to count the lines: their numbers are the documents' names.
+    """
+    begin = 0  # of the piece, in bytes
+    first = 1  # the number of its first line
+    line = 1  # the number of the line in which the block begins
     with open_file(piece.path) as file:
-        begin, first, number, border = 0, 1, 1, size
-        while chunk := file.read(1 << 20):
-            at, end = file.tell() - len(chunk), file.tell()
-            while border < end:
-                line_end = chunk.find(b"\n", max(0, border - at))
+        while block := file.read(_READ_BLOCK):
+            block_end = file.tell()
+            block_begin = block_end - len(block)
+            while begin + size < block_end:
+                line_end = block.find(b"\n", max(0, begin + size - block_begin))
                 if line_end < 0:
-                    break
-                here = number + chunk.count(b"\n", 0, line_end + 1)
-                after = at + line_end + 1
-                yield replace(piece, begin=begin, end=after, first=first, size=after - begin)
-                begin, first = after, here
-                border = begin + size
-            number += chunk.count(b"\n")
+                    break  # the line goes on in the next block
+                end = block_begin + line_end + 1
+                yield replace(piece, begin=begin, end=end, first=first, size=end - begin)
+                begin = end
+                first = line + block.count(b"\n", 0, line_end + 1)
+            line += block.count(b"\n")
+
         if file.tell() > begin:
             yield replace(piece, begin=begin, first=first, size=file.tell() - begin)
 
@@ -178,17 +197,24 @@ def _cut_lines(piece: TextPiece, size: int) -> Iterator[TextPiece]:
 def _cut_parquet(piece: TextPiece, size: int) -> Iterator[TextPiece]:
     with _parquet(piece.path) as (file, _):
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-    begin, first, rows, held = 0, 1, 0, 0
-    for i, group in enumerate(groups, start=1):
-        rows, held = rows + group.num_rows, held + group.total_byte_size
-        if held >= size or i == len(groups):
-            yield replace(piece, begin=begin, end=i, first=first, size=held)
-            begin, first, held = i, 1 + rows, 0
+    begin = 0
+    first = 1
+    rows = 0
+    piece_size = 0
+    for end, group in enumerate(groups, start=1):
+        rows += group.num_rows
+        piece_size += group.total_byte_size
+        if piece_size >= size or end == len(groups):
+            yield replace(piece, begin=begin, end=end, first=first, size=piece_size)
+            begin = end
+            first = 1 + rows
+            piece_size = 0
 
 
 def _read_text(piece: TextPiece, intake: Intake) -> Iterator[Document]:
     with _opened(piece.path) as file:
         content = file.read(_HEAD)
+        # Text has no zero bytes; this tells before a large binary file is read whole.
         if b"\0" in content:
             return intake.skip("binary", piece.name)
         content += file.read(MOST_BYTES)
@@ -199,16 +225,18 @@ def _read_lines(piece: TextPiece, intake: Intake) -> Iterator[Document]:
     with _opened(piece.path) as file:
         if piece.begin:
             file.seek(piece.begin)
-        at = piece.begin
-        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), piece.first):
+        place = piece.begin
+        # readline with a limit: a file without line breaks must not fill the memory.
+        lines = iter(lambda: file.readline(LONGEST_LINE), b"")
+        for number, line in enumerate(lines, piece.first):
             if len(line) == LONGEST_LINE:
                 raise InputError(
                     f"{piece.path} line {number} has {LONGEST_LINE >> 20} MiB, or more"
                 )
             if line.strip():
                 yield from _read_record(piece, number, line, intake)
-            at += len(line)
-            if at == piece.end:
+            place += len(line)
+            if place == piece.end:
                 return
 
 
@@ -217,8 +245,7 @@ def _read_record(piece: TextPiece, number: int, line: bytes, intake: Intake) -> 
         record = parse_json(line)
     except ValueError as error:
         return intake.bad(f"{piece.path} line {number} is {error}")
-    values = map(record.get, TEXT_FIELDS) if isinstance(record, dict) else ()
-    text = next((value for value in values if isinstance(value, str)), None)
+    text = _text_of(record)
     if text is None:
         return intake.bad(
             f"{piece.path} line {number}: expected an object with a string field "
@@ -227,10 +254,23 @@ def _read_record(piece: TextPiece, number: int, line: bytes, intake: Intake) -> 
     yield from intake.document(f"{piece.name}#{number}", text)
 
 
+def _text_of(record: Any) -> str | None:
+    """The first field of `TEXT_FIELDS` that holds a text."""
+    if not isinstance(record, dict):
+        return None
+    for name in TEXT_FIELDS:
+        if isinstance(record.get(name), str):
+            return record[name]
+    return None
+
+
 def _read_parquet(piece: TextPiece, intake: Intake) -> Iterator[Document]:
     with _parquet(piece.path) as (file, column):
-        end = file.metadata.num_row_groups if piece.end is None else piece.end
+        end = piece.end
+        if end is None:
+            end = file.metadata.num_row_groups
         groups = list(range(piece.begin, end))
+        # One column and few rows at a time: row groups may be large.
         batches = file.iter_batches(_PARQUET_ROWS, row_groups=groups, columns=[column])
         row = piece.first
         while True:
@@ -242,8 +282,9 @@ def _read_parquet(piece: TextPiece, intake: Intake) -> Iterator[Document]:
                 if isinstance(text, str):
                     yield from intake.document(f"{piece.name}#{number}", text)
                 else:
-                    said = f"column {column} holds {text!r}, no text"
-                    intake.bad(f"{piece.path} row {number}: {said}")
+                    intake.bad(
+                        f"{piece.path} row {number}: column {column} holds {text!r}, not a text"
+                    )
             row += batch.num_rows
 
 
@@ -252,7 +293,7 @@ _READERS = {TEXT: _read_text, LINES: _read_lines, PARQUET: _read_parquet}
 
 @contextlib.contextmanager
 def _parquet(path: str) -> Iterator[tuple[Any, str]]:
-    """The open file, and the column that holds its text; closed at the end."""
+    """The open file, and the name of the column that holds the texts."""
     with open_parquet(path) as file:
         columns = [name for name in TEXT_FIELDS if name in file.schema_arrow.names]
         if not columns:
@@ -265,29 +306,29 @@ def _parquet(path: str) -> Iterator[tuple[Any, str]]:
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[BinaryIO]:
-    """The file's bytes, unpacked where its suffix says that it is packed.
+    """The file's bytes, decompressed if its suffix is .gz or .zst.
 
     Raises:
-      InputError: it is packed, and damaged. Other errors of reading are OSError, as ever.
+      InputError: it is compressed and damaged. Other errors of reading stay OSError.
     """
     with open_file(path, pipes=True) as file:
-        packing = Path(path).suffix.lower()
-        if packing not in (".gz", ".zst"):
+        suffix = Path(path).suffix.lower()
+        if suffix not in (".gz", ".zst"):
             yield file
             return
         try:
-            with _unpacked(file, path, packing) as unpacked:
-                yield unpacked
+            with _decompressed(file, path, suffix) as decompressed:
+                yield decompressed
         except SpecjaxError:
             raise
         except (EOFError, zlib.error, OSError, ValueError) as error:
-            if getattr(error, "errno", None):  # the system's, and not of what the file holds
+            if getattr(error, "errno", None):  # the system's error, not one of the content
                 raise
-            raise InputError(f"{path} is not a readable {packing} file ({error})") from None
+            raise InputError(f"{path} is not a readable {suffix} file ({error})") from None
 
 
-def _unpacked(file: BinaryIO, path: str, packing: str) -> BinaryIO:
-    if packing == ".gz":
+def _decompressed(file: BinaryIO, path: str, suffix: str) -> BinaryIO:
+    if suffix == ".gz":
         return gzip.GzipFile(fileobj=file)
     require_arrow(path)
     import pyarrow

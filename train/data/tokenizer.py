@@ -1,7 +1,7 @@
 """A byte-level BPE tokenizer for Python code, trained on the corpus.
 
-Nothing is normalized and every byte is in the alphabet, so decoding what was encoded gives
-back the text exactly.
+Nothing is normalized and every byte is in the alphabet, so encoding and decoding gives back the
+exact text.
 """
 
 import os
@@ -26,9 +26,9 @@ SPECIAL_TOKENS = (
 EOS_ID = 0
 BYTES = 256
 
-# A token never crosses these pieces. A line break carries the next line's indentation, so one
-# token says "new line, this deep"; a word carries the one space or punctuation mark before it;
-# numbers come in groups of at most three digits.
+# No token crosses the border of these pieces. A line break includes the next line's indentation,
+# so one token can be "new line, indented by 8". A word includes one space or punctuation mark
+# before it. Numbers are split into groups of at most three digits.
 _PIECES = "|".join(
     (
         r"(?:\r?\n)+[ \t]*",
@@ -44,17 +44,17 @@ _PIECES = "|".join(
 def train_tokenizer(
     documents: Sequence[Document], vocab_size: int, out_path: str | os.PathLike
 ) -> Tokenizer:
-    """Trains on the documents that are not held out and writes `tokenizer.json`, never half of it.
+    """Trains on the documents that are not held out, and writes `tokenizer.json` atomically.
 
-    The result depends on the documents and `vocab_size` only.
+    The result depends only on the documents and `vocab_size`.
 
     Args:
       documents: the corpus.
-      vocab_size: tokens including the special ones and the 256 bytes.
-      out_path: file to write.
+      vocab_size: number of tokens, including the special ones and the 256 bytes.
+      out_path: the file to write.
 
     Raises:
-      InputError: `vocab_size` has no room for the bytes and the special tokens.
+      InputError: `vocab_size` is too small for the bytes and the special tokens.
     """
     smallest = BYTES + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
@@ -70,7 +70,7 @@ def train_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
-        # Sorted, because the library hands the alphabet out as an unordered set.
+        # Sorted, because the library returns the alphabet in no fixed order.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -82,7 +82,7 @@ def train_tokenizer(
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-    """Reads a `tokenizer.json`; raises InputError where there is none or it is damaged."""
+    """Reads a `tokenizer.json`; raises InputError if it is missing or damaged."""
     try:
         return read_backend(Path(path))
     except ModelError as error:
@@ -91,5 +91,8 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
 
 def tokenizer_file(directory: Path) -> Path:
     """A checkpoint's tokenizer.json, or its parent's: the embedded models share one."""
-    homes = [home for home in (directory, directory.parent) if (home / "tokenizer.json").exists()]
-    return (homes or [directory])[0] / "tokenizer.json"
+    own = directory / "tokenizer.json"
+    shared = directory.parent / "tokenizer.json"
+    if not own.exists() and shared.exists():
+        return shared
+    return own

@@ -1,1 +1,1 @@
-"""Tools that made the embedded models."""
+"""The tools that made the embedded models."""

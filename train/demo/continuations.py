@@ -1,10 +1,10 @@
-"""What a model writes itself: text on which its draft is distilled once more.
+"""Lets a model continue functions; its draft model is then distilled on the result.
 
 python -m train.demo.continuations OUT.jsonl --target DIR [--num N] [--max-new-tokens N]
 
-A draft is asked about the target's own text, which differs from what people wrote: it repeats
-itself more. Distilling on it raises acceptance (DistillSpec, Zhou et al. 2024, §4.2). Prompts
-are the heads of functions that the models train on, cut as the held-out ones are.
+A draft model drafts along the target's own text, which differs from people's text: it is more
+repetitive. Distilling on it raises the acceptance rate (DistillSpec, Zhou et al. 2024, §4.2). The
+prompts are heads of functions in the training text, cut in the same way as the held-out ones.
 """
 
 import argparse
@@ -36,31 +36,33 @@ def training_heads(documents: Iterable[Document], seed: int) -> list[str]:
         try:
             functions = list(parse_functions(document.text, document.name))
         except (SyntaxError, ValueError):
-            continue  # a template, or a source for another version of Python
-        heads += [f.prompt for f in functions if f.reference.count("\n") >= _MIN_BODY_LINES]
+            continue  # a template, or code for another version of Python
+        for function in functions:
+            if function.reference.count("\n") >= _MIN_BODY_LINES:
+                heads.append(function.prompt)
     random.Random(seed).shuffle(heads)
     return heads
 
 
 def continued(target: LM, heads: list[str], max_new_tokens: int, seed: int) -> Iterator[str]:
-    """Each head with its continuation: three of four greedy, the fourth sampled at T = 1."""
-    # Rows of one batch share a bucket: prompts of like length waste little padding.
+    """Each head with its continuation: three of four batches greedy, the fourth at T = 1."""
+    # The rows of a batch are padded to the longest: similar lengths waste little.
     heads = sorted(heads, key=len)
     for number, first in enumerate(range(0, len(heads), _BATCH)):
-        part = heads[first : first + _BATCH]
+        batch = heads[first : first + _BATCH]
         out = sj.generate(
             target,
-            part,
+            batch,
             max_new_tokens=max_new_tokens,
             sampling=sj.Sampling(temperature=float(number % 4 == 3)),
             seed=seed,
-            indices=range(first, first + len(part)),
+            indices=range(first, first + len(batch)),
         )
-        yield from (head + text for head, text in zip(part, out.text, strict=True))
+        yield from (head + text for head, text in zip(batch, out.text, strict=True))
 
 
 def write(path: Path, texts: Iterable[str]) -> int:
-    """Writes JSONL that is whole or not there; returns the number of lines."""
+    """Writes a JSONL file atomically; returns the number of lines."""
     count = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

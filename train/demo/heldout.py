@@ -1,7 +1,7 @@
 """Writes the manifest of held-out functions: `python -m train.demo.heldout OUT`.
 
-It lists functions of the standard-library files that `is_held_out` keeps from training, less
-those whose code other files of the corpus repeat.
+It lists functions of the standard-library files that `is_held_out` keeps out of training, except
+those whose code is repeated in other files of the corpus.
 """
 
 import argparse
@@ -21,37 +21,41 @@ from train.data.corpus import Document, is_held_out, load_corpus
 
 NAME = "train.demo.heldout"
 BODY_LINES = range(6, 61)
-_REPEATED_LINES = 6  # so many equal lines in a row are a copy, not a common idiom
+_REPEATED_LINES = 6  # this many equal lines in a row are a copy, not a common idiom
 
 
 def build_manifest(documents: Iterable[Document]) -> dict:
     """The manifest as `specjax.demo.heldout` reads it, from the corpora that models train on."""
-    held_out, trained = [], set()
+    held_out = []
+    trained = set()
     for document in documents:
         if not is_held_out(document.name):
             trained |= _line_runs(document.text)
         elif document.name.startswith("stdlib/"):
             held_out.append(document)
+    # Modules take turns, so that the first functions come from many of them.
     by_module = [_select(document, trained) for document in held_out]
-    functions = [f for turn in zip_longest(*by_module) for f in turn if f is not None]
+    functions = []
+    for turn in zip_longest(*by_module):
+        functions += [function for function in turn if function is not None]
     entries = [{"module": f.module, "name": f.name, "sha256": f.sha256} for f in functions]
     return {"python": platform.python_version(), "functions": entries}
 
 
 def _select(document: Document, trained: set[int]) -> list[HeldOut]:
-    """The functions of one file worth completing, in the file's order."""
+    """The functions of one file that are worth completing, in the file's order."""
     functions = list(parse_functions(document.text, _module(document.name)))
     count = Counter(function.name for function in functions)
-    return [
-        function
-        for function in functions
-        # A name that stands twice, such as a property and its setter, names neither.
-        if count[function.name] == 1
-        and function.reference.count("\n") in BODY_LINES
-        # The signature must have survived the cut of the prompt.
-        and len(function.source) - len(function.reference) < PROMPT_CHARS
-        and _line_runs(function.source).isdisjoint(trained)
-    ]
+    selected = []
+    for function in functions:
+        # A name that occurs twice, such as a property and its setter, is ambiguous.
+        unique = count[function.name] == 1
+        good_length = function.reference.count("\n") in BODY_LINES
+        # The prompt is cut to PROMPT_CHARS, and must still hold the signature.
+        fits = len(function.source) - len(function.reference) < PROMPT_CHARS
+        if unique and good_length and fits and _line_runs(function.source).isdisjoint(trained):
+            selected.append(function)
+    return selected
 
 
 def _module(name: str) -> str:
@@ -61,7 +65,7 @@ def _module(name: str) -> str:
 
 
 def _line_runs(text: str) -> set[int]:
-    """Hashes of all runs of `_REPEATED_LINES` lines, blank lines and comments left out."""
+    """Hashes of all runs of `_REPEATED_LINES` lines, without blank lines and comments."""
     lines = [line.strip() for line in text.split("\n")]
     lines = [line for line in lines if line and not line.startswith("#")]
     starts = range(len(lines) - _REPEATED_LINES + 1)

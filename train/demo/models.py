@@ -1,10 +1,10 @@
-"""Trains the embedded models, one after the other, by the configs of their programs.
+"""Trains the embedded models one after the other, with the configs of their programs.
 
 python -m train.demo.models DIR [--rows N] [--corpora NAME ...] [--scale F]
 
-The target, its draft in two stages, demo-sdsat and demo-head, the last three on what the target
-writes itself, too. DIR keeps everything. What is finished is not made again and what was stopped
-goes on, so the same command runs until all of them are there; a signal saves and stops.
+These are the target, its draft model in two stages, demo-sdsat and demo-head. The last three also
+train on text that the target writes. DIR keeps everything. Finished stages are kept and stopped
+ones are resumed, so repeat the same command until all models are there. A signal saves and stops.
 """
 
 import argparse
@@ -21,21 +21,27 @@ from specjax._util.program import Parser, run, say, start
 
 NAME = "train.demo.models"
 ROOT = Path(__file__).parents[2]
-STEP_ROWS = 16  # of 512 tokens, in a step of every stage but the head's
+STEP_ROWS = 16  # rows of 512 tokens in a step; the head has its own number
 FUNCTIONS = 5000  # that the target continues
 
 
 class Stage(NamedTuple):
-    """A run of a program; ``product`` is there once it has finished."""
+    """A run of a program.
 
-    command: list[str]  # what follows ``python -m``
+    Attributes:
+      command: what follows ``python -m``.
+      product: a file that exists once the run has finished.
+      begun: a file that exists once the run has begun, and then needs ``--resume``.
+    """
+
+    command: list[str]
     product: Path
-    begun: Path | None = None  # where it is there, the run can only be gone on with
+    begun: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Where the models are made, of what, and in how many steps against the full ones."""
+    """Where the models are made, from which corpora, and the share of the full steps."""
 
     home: Path
     rows: int
@@ -50,35 +56,38 @@ class Plan:
 
     @property
     def written(self) -> Path:
-        """What the target writes itself."""
+        """The text that the target writes."""
         return self.home / "continuations.jsonl"
 
     def export(self, name: str) -> str:
-        """The directory of a model that a stage has made."""
+        """The directory of the model that a stage exports."""
         return str(self.home / name / "export")
 
     def stages(self) -> list[Stage]:
-        """What makes the models, in order."""
+        """The stages that make the models, in order."""
         step = {"optim.batch_size": self.rows, "optim.accumulate": STEP_ROWS // self.rows}
-        own = step | {"tokenizer.path": str(ROOT / "specjax" / "demo" / "tokenizer.json")}
-        people = {"data.corpora": self.corpora, "data.shards": str(self.home / "tokens")}
-        # Shards of each, for the programs lay documents out differently.
-        mixed = [self._mixed(f"{name}_tokens") for name in ("draft_2", "sdsat")]
-        alone = {"data.files": [str(self.written)]}
-        taught = own | {"distill.teacher": self.export("target")}
-        tuned = {"model.init_from": self.export("target")}
-        onward = {"model.init_from": self.export("draft_1")}
+        lm = step | {"tokenizer.path": str(ROOT / "specjax" / "demo" / "tokenizer.json")}
+        distilled = lm | {"distill.teacher": self.export("target")}
+        corpora = {"data.corpora": self.corpora, "data.shards": str(self.home / "tokens")}
+        # Separate shards, because the two programs have different document layouts.
+        draft_2_mix = self._mixed_corpus("draft_2_tokens")
+        sdsat_mix = self._mixed_corpus("sdsat_tokens")
+        written = {"data.files": [str(self.written)]}
+        from_target = {"model.init_from": self.export("target")}
+        from_draft_1 = {"model.init_from": self.export("draft_1")}
+        draft_2 = distilled | draft_2_mix | from_draft_1
+        sdsat = step | sdsat_mix | from_target
         return [
-            self._trained("target", "train.lm", "demo_target", 3200, own | people),
-            self._trained("draft_1", "train.lm", "demo_draft_1", 1000, taught | people),
+            self._training("target", "train.lm", "demo_target", 3200, lm | corpora),
+            self._training("draft_1", "train.lm", "demo_draft_1", 1000, distilled | corpora),
             self._continuations(),
-            self._trained("draft_2", "train.lm", "demo_draft_2", 2000, taught | mixed[0] | onward),
-            self._trained("sdsat", "train.sdsat", "sdsat_demo", 370, step | mixed[1] | tuned),
-            self._trained("head", "train.head", "head_demo", 1600, alone | tuned),
+            self._training("draft_2", "train.lm", "demo_draft_2", 2000, draft_2),
+            self._training("sdsat", "train.sdsat", "sdsat_demo", 370, sdsat),
+            self._training("head", "train.head", "head_demo", 1600, written | from_target),
         ]
 
-    def _mixed(self, shards: str) -> dict[str, Any]:
-        """A corpus half of whose rows are the target's own text."""
+    def _mixed_corpus(self, shards: str) -> dict[str, Any]:
+        """A corpus of which half of the rows are the target's own text."""
         return {
             "data.corpora": self.corpora,
             "data.files": [str(self.written)],
@@ -86,16 +95,17 @@ class Plan:
             "data.shards": str(self.home / shards),
         }
 
-    def _trained(
+    def _training(
         self, name: str, program: str, config: str, steps: int, settings: dict[str, Any]
     ) -> Stage:
-        made = self.home / name
+        """A stage that trains a model, with its config's settings replaced."""
+        run_dir = self.home / name
         steps = max(2, round(steps * self.scale))
-        settings = settings | {"optim.total_steps": steps, "run.dir": str(made)}
-        sets = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-        words = [word for one in sets for word in ("--set", one)]
-        command = [program, str(ROOT / "configs" / f"{config}.toml"), *words]
-        return Stage(command, made / "export" / "card.json", made / "metrics.jsonl")
+        settings = settings | {"optim.total_steps": steps, "run.dir": str(run_dir)}
+        command = [program, str(ROOT / "configs" / f"{config}.toml")]
+        for key, value in settings.items():
+            command += ["--set", f"{key}={json.dumps(value)}"]
+        return Stage(command, run_dir / "export" / "card.json", run_dir / "metrics.jsonl")
 
     def _continuations(self) -> Stage:
         count = max(32, round(FUNCTIONS * self.scale))
@@ -108,20 +118,23 @@ def work(args: argparse.Namespace) -> int:
     for stage in plan.stages():
         if stage.product.exists():
             continue
-        again = ["--resume"] * bool(stage.begun and stage.begun.exists())
-        say(NAME, " ".join(["python -m", *stage.command[:2], *again]))
-        code = call([sys.executable, "-m", *stage.command, *again])
-        if code > 0:  # it has said why
+        resume = ["--resume"] if stage.begun and stage.begun.exists() else []
+        say(NAME, " ".join(["python -m", *stage.command[:2], *resume]))
+        code = call([sys.executable, "-m", *stage.command, *resume])
+        if code > 0:  # the program has printed the reason
             return code
-        if code or not stage.product.exists():
+        if code < 0:  # ended by a signal: 128 + its number, as a shell reports it
             say(NAME, "stopped; the same command goes on")
-            return 128 - code if code else 0  # as a shell says that a signal ended it
+            return 128 - code
+        if not stage.product.exists():  # saved and stopped
+            say(NAME, "stopped; the same command goes on")
+            return 0
     print(f"all models are in {plan.home}")
     return 0
 
 
 def call(command: list[str]) -> int:
-    """Runs it and returns its exit code; signals are its own to answer."""
+    """Runs a command and returns its exit code; the command handles signals."""
     with subprocess.Popen(command) as process:
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         signal.signal(signal.SIGINT, lambda *_: None)  # a terminal sends it to both
@@ -131,13 +144,27 @@ def call(command: list[str]) -> int:
 def main() -> int:
     parser = Parser(NAME, __doc__)
     parser.add_argument("dir", type=Path, metavar="DIR")
-    said = "of 512 tokens at once: 2 for a processor, 16 for a GPU (default 2)"
-    parser.add_argument("--rows", type=int, default=2, metavar="N", help=said)
-    said = "to learn from, as data.corpora (default: stdlib installed)"
-    names = ["stdlib", "installed"]
-    parser.add_argument("--corpora", nargs="+", default=names, metavar="NAME", help=said)
-    said = "share of every stage's steps (default 1), to try the way"
-    parser.add_argument("--scale", type=float, default=1.0, metavar="F", help=said)
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=2,
+        metavar="N",
+        help="rows of 512 tokens in a micro-batch: 2 for a CPU, 16 for a GPU (default 2)",
+    )
+    parser.add_argument(
+        "--corpora",
+        nargs="+",
+        default=["stdlib", "installed"],
+        metavar="NAME",
+        help="corpora to train on, as data.corpora (default: stdlib installed)",
+    )
+    parser.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="share of every stage's steps (default 1); a small one for a trial",
+    )
     return run(NAME, f"{__name__}:work", parser.parse_args())
 
 

@@ -1,1 +1,1 @@
-"""What every training run shares: the loop, losses, optimisers, devices, checkpoints."""
+"""What every training run shares: the loop, losses, optimizers, devices, checkpoints."""

@@ -1,4 +1,4 @@
-"""A run's directory: whose it is, and the model that a finished run leaves in it."""
+"""A run's directory: its lock, its disk space, and the model that a finished run exports to it."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ from train.engine.loop import CHECKPOINTS, METRICS, RunResult
 
 
 @contextlib.contextmanager
-def own_directory(run: Run, resume: bool) -> Iterator[Path]:
-    """The run's directory, made where it is missing; no other run's while the block lasts.
+def lock_directory(run: Run, resume: bool) -> Iterator[Path]:
+    """The run's directory, made if it is missing, and locked against other runs.
 
-    The processes of one run share it: the first one speaks for all.
+    All processes of a run share the directory. The first one takes the lock for all.
 
     Raises:
-      InputError: it cannot be made, another process trains in it, or it holds a run: that is only
-        gone on with, never overwritten.
+      InputError: it cannot be made, or another process trains in it; or it holds a run and
+        ``resume`` is false: a run is never overwritten.
     """
-    with contextlib.ExitStack() as held:
-        yield processes.raise_everywhere(lambda: held.enter_context(_owned(run, resume)))
+    with contextlib.ExitStack() as stack:
+        yield processes.raise_everywhere(lambda: stack.enter_context(_locked(run, resume)))
 
 
 @contextlib.contextmanager
-def _owned(run: Run, resume: bool) -> Iterator[Path]:
+def _locked(run: Run, resume: bool) -> Iterator[Path]:
     directory = Path(run.dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"run.dir={run.dir!r}: {error.strerror}") from None
-    with locked(directory, "run.dir") if processes.leads() else contextlib.nullcontext():
+    lock = locked(directory, "run.dir") if processes.leads() else contextlib.nullcontext()
+    with lock:
         saved = any(path.name.isdecimal() for path in directory.glob(f"{CHECKPOINTS}/*"))
         if (saved or (directory / METRICS).exists()) and not resume:
             raise InputError(
@@ -52,17 +53,20 @@ def _owned(run: Run, resume: bool) -> Iterator[Path]:
         yield directory
 
 
-def require_room(run: Run, state: Any) -> None:
-    """Raises InputError where the disk does not hold the checkpoints that a run keeps.
+def require_disk_space(run: Run, state: Any) -> None:
+    """Raises InputError if the disk is too small for the checkpoints that a run keeps.
 
-    ``state``: the shapes of what each holds. The newest is written before the oldest goes.
+    Args:
+      state: a tree of the shapes that each checkpoint holds.
     """
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
-    wanted, free = (run.keep + 1) * size, shutil.disk_usage(run.dir).free
+    # One more than run.keep: the newest is written before the oldest is deleted.
+    wanted = (run.keep + 1) * size
+    free = shutil.disk_usage(run.dir).free
     if wanted > free:
         raise InputError(
             f"run.dir={run.dir!r} has {free / 1e9:,.1f} GB free, but run.keep={run.keep} "
-            f"checkpoints and one more, of {size / 1e9:,.1f} GB each, take {wanted / 1e9:,.1f}: "
+            f"checkpoints and one more, of {size / 1e9:,.1f} GB each, need {wanted / 1e9:,.1f}: "
             "lower run.keep, or choose another disk"
         )
 
@@ -76,9 +80,13 @@ def export(
     card: dict[str, Any],
     copied: Iterable[Path] = (),
 ) -> dict[str, Any]:
-    """Writes ``run.dir/export``, a Hugging Face directory with a card, once a run is done.
+    """Writes ``run.dir/export``, a Hugging Face directory with a card, if the run is finished.
 
-    ``copied`` are small files that belong to it as they are. Returns as :func:`export_as`.
+    Args:
+      copied: small files of the checkpoint that are copied as they are.
+
+    Returns:
+      As :func:`export_with`.
     """
 
     def save(home: Path) -> None:
@@ -86,29 +94,33 @@ def export(
         for path in copied:
             shutil.copyfile(path, home / path.name)
 
-    return export_as(run, save, outcome, card)
+    return export_with(save, run, outcome, card)
 
 
-def export_as(
-    run: Run, save: Callable[[Path], None], outcome: RunResult, card: dict[str, Any]
+def export_with(
+    save: Callable[[Path], None], run: Run, outcome: RunResult, card: dict[str, Any]
 ) -> dict[str, Any]:
-    """Writes what ``save`` makes of ``run.dir/export``, and a card, once a run is done.
+    """Calls ``save(run.dir/export)`` and writes a card there, if the run is finished.
 
-    Of several processes the first one writes; the others wait for it. Returns how the run ended,
-    which stands in the card too, before what is given for it.
+    Of several processes, the first one writes and the others wait for it.
+
+    Returns:
+      How the run ended. The card holds the same entries, before those of ``card``.
     """
-    ended = {"step": outcome.step, "finished": outcome.finished, "run_dir": run.dir}
+    summary = {"step": outcome.step, "finished": outcome.finished, "run_dir": run.dir}
     if not outcome.finished:
-        return ended
-    home = Path(run.dir) / "export"
+        return summary
     if outcome.valid_loss is not None:
-        ended["held_out_loss"] = outcome.valid_loss
-        ended |= {f"held_out_{name}": value for name, value in outcome.valid_extras.items()}
+        summary["held_out_loss"] = outcome.valid_loss
+        summary |= {f"held_out_{name}": value for name, value in outcome.valid_extras.items()}
+    home = Path(run.dir) / "export"
 
     def write() -> None:
+        if not processes.leads():
+            return
         save(home)
-        # Last: what has a card is whole.
-        write_text(home / "card.json", json.dumps(ended | card, indent=1) + "\n")
+        # The card comes last: an export with a card is complete.
+        write_text(home / "card.json", json.dumps(summary | card, indent=1) + "\n")
 
-    processes.raise_everywhere(write if processes.leads() else lambda: None)
-    return ended | {"export": str(home)}
+    processes.raise_everywhere(write)
+    return summary | {"export": str(home)}

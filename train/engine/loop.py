@@ -1,6 +1,6 @@
 """The training loop: one jitted, donated step; logging, evaluation, checkpoints, signals.
 
-It knows nothing of language models: a loss function, batches and params come in.
+It knows nothing of language models: the caller passes a loss function, batches and params.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import optax
 
 from specjax._util import processes
 from train.config import Optim, Run, require_same
-from train.data.packing import Batch, Loader, stack
+from train.data.loader import Loader
+from train.data.packing import Batch, stack
 from train.engine.checkpoints import Checkpoints
-from train.engine.metrics import Metrics, open_sinks, require_sinks, speeds
+from train.engine.metrics import Metrics, open_trackers, require_trackers, speeds
 from train.engine.placement import Placement
 from train.engine.progress import Progress
 
@@ -31,7 +32,9 @@ from train.engine.progress import Progress
 # A third value, a dict of (sum, count) pairs of equal shapes, is logged as means by its names.
 LossFn = Callable[[dict, Any, dict], tuple]
 Extras = dict[str, tuple[jax.Array, jax.Array]]
-METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"  # in the run's directory
+# In the run's directory:
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
 
 
 class TrainingError(RuntimeError):
@@ -40,13 +43,19 @@ class TrainingError(RuntimeError):
 
 @dataclasses.dataclass
 class RunResult:
-    """How a run ended: its params, the steps done, and the last held-out loss in nats."""
+    """How a run ended: its params, its last step, and the last held-out loss in nats per token."""
 
     params: dict
     step: int
     finished: bool
     valid_loss: float | None
     valid_extras: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class _State(NamedTuple):
+    params: dict
+    opt_state: Any
+    step: int
 
 
 def make_step(
@@ -57,28 +66,38 @@ def make_step(
 ) -> Callable:
     """``step(params, opt_state, frozen, batches) -> (params, opt_state, loss, norm, extras)``.
 
-    ``batches`` are ``[accumulate, B, T]``; gradients add up over the micro-batches and are
-    divided by the token count of all of them, so accumulation does not change the result.
-    ``weigh`` sees the whole step's batches first and may add entries ``[accumulate, ...]``:
-    that is how a loss of several means learns their counts. ``norm`` is of the gradients.
-    ``placed`` are shardings of what comes out, as :meth:`Placement.of_step` gives them.
+    Gradients of the micro-batches are summed and divided by the token count of all of them. So
+    gradient accumulation does not change the result.
+
+    Args:
+      weigh: called first, with all micro-batches of the step; may add entries
+        ``[accumulate, ...]``. A loss that is a sum of several means gets their counts from it.
+      placed: shardings of the step's results, as :meth:`Placement.step_shardings` gives them.
+
+    The step's arguments and results:
+      batches: ``[accumulate, B, T]`` arrays by name.
+      loss: the mean per token, in nats.
+      norm: the global norm of the gradients, before clipping.
     """
 
     def step(params, opt_state, frozen, batches):
-        batches = weigh(batches) if weigh else batches
+        if weigh:
+            batches = weigh(batches)
 
         def total(params, batch):
             loss, count, *extras = loss_fn(params, frozen, batch)
             return loss, (count, extras[0] if extras else {})
 
-        def add(carry, batch):
+        def add(sums, batch):
             (loss, aux), grads = jax.value_and_grad(total, has_aux=True)(params, batch)
-            return jax.tree.map(jnp.add, carry, (loss, aux, grads)), None
+            return jax.tree.map(jnp.add, sums, (loss, aux, grads)), None
 
+        # Zeros of the shapes that one micro-batch gives: loss, (count, extras), gradients.
         first = jax.tree.map(lambda x: x[0], batches)
         shapes = (*jax.eval_shape(total, params, first), params)
-        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        (loss, (count, extras), grads), _ = jax.lax.scan(add, zero, batches)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        (loss, (count, extras), grads), _ = jax.lax.scan(add, zeros, batches)
+
         grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1.0), grads)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
@@ -111,113 +130,220 @@ def fit(
       loss_fn, eval_loss: summed loss and token count of one batch (training, held-out).
       loader: batches of ``optim.batch_size`` rows; its position is part of a checkpoint.
       frozen: arrays that the loss reads and nothing updates, e.g. a teacher's params.
-      resume: go on from the newest checkpoint of ``run.dir``; a run that was killed before
-        its first one starts over.
+      resume: go on from the newest checkpoint of ``run.dir``. A run that was killed before its
+        first checkpoint starts over.
       fixed: settings that a resumed run must not change, by name.
       weigh: see :func:`make_step`.
       measure: figures by name from (params, frozen), taken with every evaluation.
-      placement: over which devices the arrays are split; one device when None. With several
-        processes every one calls this; ``loader`` and ``valid`` hold its own rows.
-      operations: that the model needs per token, forward and backward; for the MFU in the log.
+      placement: over which devices the arrays are split; one device if None. With several
+        processes each one calls this, with its own rows in ``loader`` and ``valid``.
+      operations: FLOPs that the model needs per token, forward and backward, for the logged MFU.
+
     Raises:
       TrainingError: the loss is no longer finite.
-      InputError: resuming without a checkpoint, or with another ``fixed`` setting.
+      InputError: there is no checkpoint to resume from, or a ``fixed`` setting differs.
     """
-    require_sinks(run)
+    require_trackers(run)
     checkpoints = Checkpoints(Path(run.dir) / CHECKPOINTS, run.keep)
     log = Path(run.dir) / METRICS
+    # A run that was killed before its first checkpoint has a log alone, and starts over.
     resume = resume and not (checkpoints.latest is None and log.exists())
     processes.agree(checkpoint=checkpoints.latest, resume=resume, settings=fixed)
+
     placement = placement or Placement()
     state, unlogged = _begin(checkpoints, params, optimizer, loader, resume, fixed, placement)
-    frozen = placement.state(frozen)
-    writes = processes.leads()
-    sinks = open_sinks(run, state.step) if writes else []
-    own = log if writes else None
-    metrics = processes.raise_everywhere(lambda: Metrics(own, keep_through=state.step, sinks=sinks))
-    placed = placement.of_step(state.params, state.opt_state)
-    train_step = make_step(loss_fn, optimizer, weigh, placed)
-    evaluate = jax.jit(eval_loss, out_shardings=placement.replicated)
-    valid = [placement.rows(batch, 0) for batch in valid]
-    valid_loss, valid_extras = None, {}
-
-    def save():
-        _save(checkpoints, state, unlogged, {"loader": loader.get_state(), "fixed": fixed})
-
-    def hold_out(params):
-        loss, extras = mean_loss(evaluate, params, frozen, valid)
-        return loss, extras | (measure(params, frozen) if measure else {})
-
-    with (
-        closing(checkpoints),
-        closing(metrics),
-        noted_signals() as signals,
-        Progress(optim.total_steps, state.step, shown=writes) as progress,
-    ):
-        since, saved = time.perf_counter(), time.monotonic()
-        while state.step < optim.total_steps and not processes.any_of(bool(signals)):
-            batches = stack([next(loader) for _ in range(optim.accumulate)])
-            params, opt_state, loss, norm, extras = train_step(
-                state.params, state.opt_state, frozen, placement.rows(batches, 1)
-            )
-            state = _State(params, opt_state, state.step + 1)
-            unlogged.append((loss, extras))
-            last = state.step == optim.total_steps
-            if state.step % run.log_every == 0 or last:
-                mean, means = _means(unlogged)  # the loop's host sync
-                _require_finite("the loss", mean, state.step, checkpoints)
-                seconds, since = time.perf_counter() - since, time.perf_counter()
-                tokens = batches["tokens"].size * jax.process_count()
-                rate = tokens * len(unlogged) / seconds
-                figures = {"loss": mean, "grad_norm": float(norm)} | speeds(rate, operations)
-                metrics.write(step=state.step, **figures, **means)
-                progress.log(state.step, mean, rate, figures.get("mfu"))
-                unlogged = []
-            if valid and (state.step % run.eval_every == 0 or last):
-                valid_loss, valid_extras = hold_out(params)
-                named = {f"valid_{name}": value for name, value in valid_extras.items()}
-                metrics.write(step=state.step, valid_loss=valid_loss, **named)
-                progress.note(f"step {state.step}: held-out loss {valid_loss:.4f} nats per token")
-                since = time.perf_counter()
-            due = run.checkpoint_minutes > 0 and processes.any_of(
-                time.monotonic() - saved > 60 * run.checkpoint_minutes
-            )
-            if state.step % run.checkpoint_every == 0 or due or last:
-                save()
-                saved = time.monotonic()
-        save()
-    finished = state.step >= optim.total_steps
-    if valid and finished and valid_loss is None:  # resumed after its last step
-        valid_loss, valid_extras = hold_out(state.params)
-    return RunResult(state.params, state.step, finished, valid_loss, valid_extras)
+    frozen = placement.place_state(frozen)
+    metrics = _open_metrics(run, log, state.step)
+    placed = placement.step_shardings(state.params, state.opt_state)
+    training = _Training(
+        run=run,
+        optim=optim,
+        step_fn=make_step(loss_fn, optimizer, weigh, placed),
+        loader=loader,
+        frozen=frozen,
+        fixed=fixed,
+        evaluation=_Evaluation(
+            jax.jit(eval_loss, out_shardings=placement.replicated),
+            [placement.place_rows(batch, 0) for batch in valid],
+            frozen,
+            measure,
+        ),
+        placement=placement,
+        operations=operations,
+        checkpoints=checkpoints,
+        metrics=metrics,
+        state=state,
+        unlogged=unlogged,
+    )
+    with closing(checkpoints), closing(metrics):
+        training.train()
+    return training.result()
 
 
-class _State(NamedTuple):
-    params: dict
-    opt_state: Any
-    step: int
+class _Evaluation(NamedTuple):
+    """The held-out batches, and what is measured on them."""
+
+    loss_fn: Callable
+    batches: list[dict]
+    frozen: Any
+    measure: Callable[[dict, Any], dict[str, Any]] | None
+
+    def run(self, params: dict) -> tuple[float, dict[str, Any]]:
+        """(held-out loss in nats per token, further figures by name)."""
+        loss, extras = mean_loss(self.loss_fn, params, self.frozen, self.batches)
+        if self.measure:
+            extras = extras | self.measure(params, self.frozen)
+        return loss, extras
 
 
-def _begin(checkpoints, params, optimizer, loader, resume, fixed, placement) -> tuple[_State, list]:
-    """The first state, or the newest checkpoint's, and its (loss, extras) not logged yet.
+@dataclasses.dataclass
+class _Training:
+    """The state of :func:`fit` and the parts of its loop."""
+
+    run: Run
+    optim: Optim
+    step_fn: Callable
+    loader: Loader
+    frozen: Any
+    fixed: dict[str, Any] | None
+    evaluation: _Evaluation
+    placement: Placement
+    operations: float | None
+    checkpoints: Checkpoints
+    metrics: Metrics
+    state: _State
+    unlogged: list  # (loss, extras) of the steps since the last log line, on the device
+    valid_loss: float | None = None
+    valid_extras: dict[str, Any] = dataclasses.field(default_factory=dict)
+    log_time: float = 0.0  # when the current logging interval began
+    save_time: float = 0.0
+
+    def train(self) -> None:
+        """Runs the steps that are left, and saves at the end."""
+        total = self.optim.total_steps
+        with (
+            noted_signals() as signals,
+            Progress(total, self.state.step, shown=processes.leads()) as progress,
+        ):
+            self.log_time = time.perf_counter()
+            self.save_time = time.monotonic()
+            while self.state.step < total and not processes.any_of(bool(signals)):
+                norm, tokens = self._train_step()
+                step = self.state.step
+                last = step == total
+                if step % self.run.log_every == 0 or last:
+                    self._log(progress, norm, tokens)
+                if self.evaluation.batches and (step % self.run.eval_every == 0 or last):
+                    self._evaluate(progress)
+                # All processes must ask in every step: any_of is a collective.
+                due = self._save_is_due()
+                if step % self.run.checkpoint_every == 0 or due or last:
+                    self._save()
+                    self.save_time = time.monotonic()
+            self._save()
+
+    def result(self) -> RunResult:
+        """How the run ended; evaluates if it was resumed after its last step."""
+        finished = self.state.step >= self.optim.total_steps
+        if self.evaluation.batches and finished and self.valid_loss is None:
+            self.valid_loss, self.valid_extras = self.evaluation.run(self.state.params)
+        return RunResult(
+            self.state.params, self.state.step, finished, self.valid_loss, self.valid_extras
+        )
+
+    def _train_step(self) -> tuple[jax.Array, int]:
+        """One optimizer step; returns (gradient norm, tokens of all processes)."""
+        batches = stack([next(self.loader) for _ in range(self.optim.accumulate)])
+        params, opt_state, loss, norm, extras = self.step_fn(
+            self.state.params,
+            self.state.opt_state,
+            self.frozen,
+            self.placement.place_rows(batches, 1),
+        )
+        self.state = _State(params, opt_state, self.state.step + 1)
+        self.unlogged.append((loss, extras))
+        return norm, batches["tokens"].size * jax.process_count()
+
+    def _log(self, progress: Progress, norm: jax.Array, tokens: int) -> None:
+        """One log line: means over the steps since the last one."""
+        loss, means = _means(self.unlogged)  # the loop's only wait for the device
+        _require_finite("the loss", loss, self.state.step, self.checkpoints)
+        now = time.perf_counter()
+        rate = tokens * len(self.unlogged) / (now - self.log_time)
+        self.log_time = now
+
+        figures = {"loss": loss, "grad_norm": float(norm)} | speeds(rate, self.operations)
+        self.metrics.write(step=self.state.step, **figures, **means)
+        progress.log(self.state.step, loss, rate, figures.get("mfu"))
+        self.unlogged = []
+
+    def _evaluate(self, progress: Progress) -> None:
+        step = self.state.step
+        self.valid_loss, self.valid_extras = self.evaluation.run(self.state.params)
+        named = {f"valid_{name}": value for name, value in self.valid_extras.items()}
+        self.metrics.write(step=step, valid_loss=self.valid_loss, **named)
+        progress.note(f"step {step}: held-out loss {self.valid_loss:.4f} nats per token")
+        # The next speed is of training steps alone.
+        self.log_time = time.perf_counter()
+
+    def _save_is_due(self) -> bool:
+        """Whether ``run.checkpoint_minutes`` have passed, on any of the processes."""
+        minutes = self.run.checkpoint_minutes
+        if minutes <= 0:
+            return False
+        return processes.any_of(time.monotonic() - self.save_time > 60 * minutes)
+
+    def _save(self) -> None:
+        note = {"loader": self.loader.get_state(), "fixed": self.fixed}
+        _save_state(self.checkpoints, self.state, self.unlogged, note)
+
+
+def _open_metrics(run: Run, log: Path, step: int) -> Metrics:
+    """The run's log. Of several processes, only the first writes one."""
+    leads = processes.leads()
+    trackers = open_trackers(run, step) if leads else []
+    path = log if leads else None
+    return processes.raise_everywhere(lambda: Metrics(path, keep_through=step, trackers=trackers))
+
+
+def _begin(
+    checkpoints: Checkpoints,
+    params: dict,
+    optimizer: optax.GradientTransformation,
+    loader: Loader,
+    resume: bool,
+    fixed: dict[str, Any] | None,
+    placement: Placement,
+) -> tuple[_State, list]:
+    """(the first state, []), or the newest checkpoint's state and its unlogged (loss, extras).
 
     The loader is set to match.
     """
-    params = placement.state(params)
-    state, unlogged = _State(params, placement.made(optimizer.init, params), 0), []
+    params = placement.place_state(params)
+    opt_state = placement.initialize(optimizer.init, params)
+    step = 0
+    unlogged = []
     if resume:
         note = checkpoints.note()
         require_same(note["fixed"] or {}, fixed or {})
-        arrays = checkpoints.arrays({"params": params, "opt_state": state.opt_state})
-        state = _State(arrays["params"], arrays["opt_state"], note["step"])
+        arrays = checkpoints.arrays({"params": params, "opt_state": opt_state})
+        params = arrays["params"]
+        opt_state = arrays["opt_state"]
+        step = note["step"]
         unlogged = list(zip(map(np.float32, note["pending"]), note["extras"], strict=True))
         loader.set_state(note["loader"])
-    # Restored arrays may alias orbax's buffers: donation needs our own.
-    return _State(*jax.tree.map(jnp.copy, state[:2]), state.step), unlogged
+
+    # Copies, because the step donates them, and restored arrays may alias orbax's buffers.
+    params, opt_state = jax.tree.map(jnp.copy, (params, opt_state))
+    return _State(params, opt_state, step), unlogged
 
 
-def _save(checkpoints: Checkpoints, state: _State, unlogged: list, note: dict[str, Any]) -> None:
-    """Saves a new state, and the losses not logged yet: a resumed run averages the same steps.
+def _save_state(
+    checkpoints: Checkpoints, state: _State, unlogged: list, note: dict[str, Any]
+) -> None:
+    """Saves a state unless its step is saved already.
+
+    The losses that are not logged yet are saved, too: a resumed run averages the same steps.
 
     Raises:
       TrainingError: a loss or a parameter is not finite; nothing is saved.
@@ -227,43 +353,46 @@ def _save(checkpoints: Checkpoints, state: _State, unlogged: list, note: dict[st
     unlogged = jax.device_get(unlogged)
     pending = [float(loss) for loss, _ in unlogged]
     extras = [jax.tree.map(lambda x: np.asarray(x).tolist(), extras) for _, extras in unlogged]
-    # A loss is of the params before their update: only the params show that it ruined them.
+
+    # A step's loss belongs to the params before its update. Only the params themselves show that
+    # the update ruined them.
     size = float(optax.tree.norm(state.params))
     _require_finite("the loss", sum(pending), state.step, checkpoints)
     _require_finite("the norm of the params", size, state.step, checkpoints)
+
     arrays = {"params": state.params, "opt_state": state.opt_state}
     note |= {"step": state.step, "pending": pending, "extras": extras}
     checkpoints.save(state.step, arrays, note)
 
 
 def _means(unlogged: Sequence[tuple[Any, Extras]]) -> tuple[float, dict[str, Any]]:
-    """The mean of the losses, and of the extras; the latter weigh every token alike."""
+    """The mean of the losses, and of the extras; in the latter every token has equal weight."""
     unlogged = jax.device_get(list(unlogged))
     mean = float(np.mean([loss for loss, _ in unlogged]))
     return mean, _ratios([extras for _, extras in unlogged])
 
 
 def _ratios(extras: Sequence[Extras]) -> dict[str, Any]:
-    """Sums over counts, by name; null in the place of 0 / 0."""
-    out = {}
+    """Sums over counts, by name, as JSON takes them; 0 / 0 is null."""
+    ratios = {}
     for name in extras[0] if extras else ():
-        sums, counts = (sum(np.asarray(e[name][i], np.float64) for e in extras) for i in (0, 1))
+        sums = sum(np.asarray(pairs[name][0], np.float64) for pairs in extras)
+        counts = sum(np.asarray(pairs[name][1], np.float64) for pairs in extras)
         ratio = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-        out[name] = np.where(np.isnan(ratio), None, ratio).tolist()
-    return out
+        ratios[name] = np.where(np.isnan(ratio), None, ratio).tolist()
+    return ratios
 
 
-def _require_finite(what: str, value: float, step: int, checkpoints: Checkpoints) -> None:
+def _require_finite(name: str, value: float, step: int, checkpoints: Checkpoints) -> None:
     if math.isfinite(value):
         return
-    checkpoints.close()  # the newest may still be on its way to the disk
+    checkpoints.close()  # waits for a checkpoint that is still being written
     good = checkpoints.latest
-    way_out = (
-        "no checkpoint was saved yet: lower the learning rate and start again"
-        if good is None
-        else f"the checkpoint of step {good} is intact: lower the learning rate and --resume"
-    )
-    raise TrainingError(f"{what} is {value} near step {step}; {way_out}")
+    if good is None:
+        way_out = "no checkpoint was saved yet: lower the learning rate and start again"
+    else:
+        way_out = f"the checkpoint of step {good} is intact: lower the learning rate and --resume"
+    raise TrainingError(f"{name} is {value} near step {step}; {way_out}")
 
 
 def mean_loss(
@@ -271,13 +400,15 @@ def mean_loss(
 ) -> tuple[float, dict[str, Any]]:
     """Loss per token over ``batches``, in nats, and the means of the extras."""
     sums = jax.device_get([evaluate(params, frozen, batch) for batch in batches])
-    loss = float(sum(nats for nats, *_ in sums) / max(1.0, sum(count for _, count, *_ in sums)))
-    return loss, _ratios([extras for _, _, *rest in sums for extras in rest])
+    nats = sum(loss for loss, *_ in sums)
+    tokens = sum(count for _, count, *_ in sums)
+    extras = [extras for _, _, *rest in sums for extras in rest]
+    return float(nats / max(1.0, tokens)), _ratios(extras)
 
 
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """A list that gets every SIGTERM and SIGINT, so that the loop can save before it ends."""
+    """A list that collects SIGTERM and SIGINT, so that the loop can save before it ends."""
     received: list[int] = []
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(number, lambda got, _: received.append(got)) for number in numbers]

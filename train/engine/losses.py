@@ -1,7 +1,9 @@
 """Losses over the vocabulary that never hold the logits of a whole batch.
 
-Logits exist for ``chunk`` tokens at a time and are recomputed in the backward pass.
-Axis legend: B rows, T tokens, D hidden size, V vocabulary.
+Logits exist for ``chunk`` tokens at a time and are recomputed in the backward pass. The loss mask
+is in the labels: a token whose label is IGNORE does not count.
+
+Axes: B rows, T tokens, D hidden size, E a teacher's hidden size, V vocabulary, n tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from specjax.models import ModelConfig, head_matrix, hidden_states
+from specjax.models import ModelConfig, head_matrix
 from train.data.packing import IGNORE
 
-CHUNK = 2048
-HEAD = "head"  # the name of what a chunk runs in a compiled program
+CHUNK = 2048  # tokens of a device whose logits exist at a time
+HEAD = "head"  # the name scope of a chunk's operations in a compiled program
 
 
 @functools.partial(
@@ -28,7 +30,13 @@ HEAD = "head"  # the name of what a chunk runs in a compiled program
 )
 @dataclasses.dataclass(frozen=True)
 class OutputHead:
-    """The output table ``[V, D]``, what the model does to its logits, and where rows lie."""
+    """The output layer of a model: hidden states to logits.
+
+    Attributes:
+      table: the output embedding.
+      softcap: logits are capped at ± this value; None: not capped.
+      rows: the sharding of a batch's rows; None: on one device.
+    """
 
     table: Float[Array, "V D"]
     softcap: float | None = None
@@ -36,12 +44,15 @@ class OutputHead:
 
     @classmethod
     def of(cls, cfg: ModelConfig, params: dict, rows: NamedSharding | None = None) -> OutputHead:
+        """The output layer of a model with these params."""
         return cls(head_matrix(cfg, params), cfg.logit_softcap, rows)
 
     def logits(self, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
-        """float32, whatever dtype the hidden states have; capped where the model does."""
+        """float32 logits, whatever dtype the hidden states have."""
         out = jnp.einsum("nd,vd->nv", hidden, self.table, preferred_element_type=jnp.float32)
-        return out if self.softcap is None else self.softcap * jnp.tanh(out / self.softcap)
+        if self.softcap is None:
+            return out
+        return self.softcap * jnp.tanh(out / self.softcap)
 
     def cross_entropy(
         self, hidden: Float[Array, "B T D"], labels: Int[Array, "B T"], chunk: int = CHUNK
@@ -55,12 +66,12 @@ class OutputHead:
         return total, label_count(labels)
 
     def argmax(self, hidden: Float[Array, "B T D"]) -> Int[Array, "B T"]:
-        """The most probable token after each; a device's logits are of one row at a time."""
+        """The most probable next token at each place; a device holds the logits of one row."""
 
-        def own(head, hidden):
+        def argmax_of_rows(head, hidden):
             return jax.lax.map(lambda row: jnp.argmax(head.logits(row), axis=-1), hidden)
 
-        return on_own_rows(own, self.rows, joined=True)(self, hidden)
+        return on_own_rows(argmax_of_rows, self.rows, joined=True)(self, hidden)
 
 
 def chunked_distillation(
@@ -73,33 +84,36 @@ def chunked_distillation(
     temperature: float = 1.0,
     chunk: int = CHUNK,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Summed ``alpha · KL(teacher ‖ student) + (1 − alpha) · NLL``, and the token count.
+    """Summed ``alpha · KL(teacher ‖ student) + (1 − alpha) · NLL`` in nats, and the token count.
 
-    The KL is taken at ``temperature`` and scaled by its square (Hinton et al. 2015, §2), so
-    that its gradient keeps its size. The teacher gets no gradient.
+    The KL is taken at ``temperature`` τ and multiplied by τ² (Hinton et al. 2015, §2), so that
+    the size of its gradient does not depend on τ. The teacher gets no gradient.
     """
 
     def loss(heads, hidden, teacher_hidden, labels):
-        own, other = heads[0].logits(hidden), heads[1].logits(teacher_hidden)
-        kl = summed_kl(jax.lax.stop_gradient(other), own, labels, temperature)
-        return alpha * kl + (1 - alpha) * nll(own, labels)
+        student, teacher = heads
+        student_logits = student.logits(hidden)
+        teacher_logits = jax.lax.stop_gradient(teacher.logits(teacher_hidden))
+        kl = summed_kl(teacher_logits, student_logits, labels, temperature)
+        return alpha * kl + (1 - alpha) * nll(student_logits, labels)
 
-    heads, inputs = (student, teacher), (hidden, teacher_hidden)
-    total = sum_over_chunks(loss, heads, inputs, labels, chunk, student.rows)
+    total = sum_over_chunks(
+        loss, (student, teacher), (hidden, teacher_hidden), labels, chunk, student.rows
+    )
     return total, label_count(labels)
 
 
-def hidden_of(cfg: ModelConfig, params: dict, batch: dict, **how: Any) -> Float[Array, "B T D"]:
-    """Hidden states of a batch's rows; ``how`` as :func:`specjax.models.hidden_states` takes it."""
-    rows = (batch[name] for name in ("tokens", "positions", "segments"))
-    return hidden_states(cfg, params, *rows, **how).hidden
+def row_arguments(batch: dict) -> tuple[Array, Array, Array]:
+    """(tokens, positions, segments) of a batch, the arguments of ``hidden_states``."""
+    return batch["tokens"], batch["positions"], batch["segments"]
 
 
 def nll(logits: Float[Array, "n V"], labels: Int[Array, "n"]) -> Float[Array, ""]:
     """Summed negative log-likelihood of the labels that are not IGNORE."""
     real = labels != IGNORE
-    at = jnp.take_along_axis(logits, jnp.where(real, labels, 0)[:, None], axis=-1)[:, 0]
-    return jnp.sum((jax.nn.logsumexp(logits, axis=-1) - at) * real)
+    # IGNORE is no valid index: masked tokens read id 0, and count zero times.
+    at_label = jnp.take_along_axis(logits, jnp.where(real, labels, 0)[:, None], axis=-1)[:, 0]
+    return jnp.sum((jax.nn.logsumexp(logits, axis=-1) - at_label) * real)
 
 
 def summed_kl(
@@ -108,7 +122,7 @@ def summed_kl(
     labels: Int[Array, "n"],
     temperature: float = 1.0,
 ) -> Float[Array, ""]:
-    """Summed KL(teacher ‖ student) of logits, where the label is not IGNORE."""
+    """Summed τ² · KL(teacher ‖ student) of logits over τ, where the label is not IGNORE."""
     log_p = jax.nn.log_softmax(teacher / temperature)
     log_q = jax.nn.log_softmax(student / temperature)
     kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1) * temperature**2
@@ -128,42 +142,47 @@ def sum_over_chunks(
     chunk: int = CHUNK,
     rows: NamedSharding | None = None,
 ) -> Any:
-    """``sums(shared, *inputs, labels)`` for ``chunk`` tokens of a device at a time, added up.
+    """``sums(shared, *inputs, labels)`` over chunks of tokens, added up.
 
     Args:
       sums: takes ``[n, ...]`` of each input and ``[n]`` labels; returns any tree of float32
         sums. It is recomputed in the backward pass. Padding has label IGNORE and zeros.
-      shared: any tree that every chunk reads. A device takes it whole, and sums its gradient,
-        once, however many chunks there are.
+      shared: any tree that every chunk reads. Each device holds it whole. Its gradient is summed
+        over devices a single time, however many chunks there are.
       inputs: ``[B, T, ...]`` each.
-      rows: where these B rows lie; None: on one device.
+      chunk: tokens of a device in each call of ``sums``.
+      rows: the sharding of the B rows; None: on one device.
     """
-    own = functools.partial(_sum_over_chunks, sums, chunk)
-    return on_own_rows(own, rows)(shared, inputs, labels)
+    of_device = functools.partial(_sum_over_chunks_of_device, sums, chunk)
+    return on_own_rows(of_device, rows)(shared, inputs, labels)
 
 
 def on_own_rows(function: Callable, rows: NamedSharding | None, joined: bool = False) -> Callable:
-    """``function`` run by every device on its rows, with its first argument whole.
+    """``function`` as run by every device on its own rows, with the first argument whole.
 
-    The results are summed, or ``joined`` again as rows.
+    The results are summed over devices, or with ``joined`` concatenated as rows.
     """
     if rows is None:
         return function
-    axes, split, whole = rows.spec[0], PartitionSpec(rows.spec[0]), PartitionSpec()
+    axes = rows.spec[0]
+    split = PartitionSpec(axes)
+    whole = PartitionSpec()
 
-    def spread(shared, *own):
-        out = function(shared, *own)
+    # shard_map, so that a chunk has rows of one device only and no activation moves.
+    def on_device(shared, *arrays):
+        out = function(shared, *arrays)
         return out if joined else jax.lax.psum(out, axes)
 
-    def called(shared, *own):
-        specs = (whole, *[split] * len(own))
-        out = split if joined else whole
-        return jax.shard_map(spread, mesh=rows.mesh, in_specs=specs, out_specs=out)(shared, *own)
+    def on_all_devices(shared, *arrays):
+        in_specs = (whole, *[split] * len(arrays))
+        out_specs = split if joined else whole
+        mapped = jax.shard_map(on_device, mesh=rows.mesh, in_specs=in_specs, out_specs=out_specs)
+        return mapped(shared, *arrays)
 
-    return called
+    return on_all_devices
 
 
-def _sum_over_chunks(
+def _sum_over_chunks_of_device(
     sums: Callable, chunk: int, shared: Any, inputs: tuple[Array, ...], labels: Array
 ) -> Any:
     count = labels.size
@@ -171,16 +190,18 @@ def _sum_over_chunks(
     pad = -count % chunk
 
     def split(x, fill):
+        """``[chunks, chunk, ...]`` of ``[B, T, ...]``."""
         x = x.reshape(count, *x.shape[2:])
         x = jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
         return x.reshape(-1, chunk, *x.shape[1:])
 
-    parts = (*(split(x, 0) for x in inputs), split(labels, IGNORE))
+    chunks = (*(split(x, 0) for x in inputs), split(labels, IGNORE))
+    # Without checkpoint the backward pass would keep the logits of every chunk.
     sums = jax.checkpoint(jax.named_scope(HEAD)(sums))
-    each = jax.lax.map(lambda part: sums(shared, *part), parts)
+    each = jax.lax.map(lambda arrays: sums(shared, *arrays), chunks)
     return jax.tree.map(lambda x: x.sum(axis=0), each)
 
 
 def cast(params: dict, dtype: str) -> dict:
-    """The params as the forward pass has them."""
+    """The params in the dtype of the forward pass."""
     return jax.tree.map(lambda x: x.astype(dtype), params)

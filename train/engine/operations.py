@@ -1,4 +1,4 @@
-"""What a model computes over a row, in floating-point operations; a log's MFU is made of them."""
+"""Floating-point operations (FLOPs) of a model; the logged MFU is computed from them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from specjax.models import ModelConfig, num_params
 
 
 def forward_operations(model: ModelConfig, tokens: int, pairs: float) -> float:
-    """Of a forward pass over so many tokens, whose attention runs over so many pairs of them.
+    """FLOPs of a forward pass. The backward pass takes twice as many.
 
-    Two per parameter and token, and scores and values of each pair. Backward takes twice as many.
+    Args:
+      tokens: tokens of the pass; each parameter takes a multiplication and an addition per token.
+      pairs: (query, key) pairs of the attention; each takes four FLOPs per dimension of a head,
+        for its score and for its value.
     """
+    # An embedding lookup multiplies nothing. A tied table is also the output layer, and counts.
     lookups = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
     products = 2 * (num_params(model) - lookups) * tokens
     return float(products + 4 * pairs * model.num_heads * model.head_dim * model.num_layers)
 
 
 def causal_operations(model: ModelConfig, length: int) -> float:
-    """Per token of a forward pass over a document of ``length`` tokens, of the pairs seen."""
+    """FLOPs per token of a causal forward pass over a document of ``length`` tokens."""
     return forward_operations(model, length, length**2 / 2) / length

@@ -1,4 +1,4 @@
-"""Optimisers and learning-rate schedules, all from optax."""
+"""Optimizers and learning rate schedules, all from optax."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from train.config import Optim
 def schedule(cfg: Optim, peak: float) -> optax.Schedule:
     """The learning rate as a function of the step alone.
 
-    ``wsd``: linear warm-up, constant, then linear to ``final_fraction`` of the peak over the
-    last ``decay_fraction`` of the steps (arXiv 2404.06395). ``cosine``: warm-up, then cosine.
+    Args:
+      peak: the learning rate after warmup.
+
+    Schedules:
+      wsd: warmup-stable-decay (arXiv 2404.06395). Linear warmup, then constant, then linear to
+        ``final_fraction`` of the peak over the last ``decay_fraction`` of the steps.
+      cosine: linear warmup, then a cosine to ``final_fraction`` of the peak.
     """
     final = peak * cfg.final_fraction
     if cfg.schedule == "cosine":
@@ -23,12 +28,12 @@ def schedule(cfg: Optim, peak: float) -> optax.Schedule:
         )
     decay = max(1, round(cfg.total_steps * cfg.decay_fraction))
     start = max(cfg.warmup_steps, cfg.total_steps - decay)
-    pieces = [
+    phases = [
         optax.linear_schedule(0.0, peak, max(1, cfg.warmup_steps)),
         optax.constant_schedule(peak),
         optax.linear_schedule(peak, final, decay),
     ]
-    return optax.join_schedules(pieces, [cfg.warmup_steps, start])
+    return optax.join_schedules(phases, [cfg.warmup_steps, start])
 
 
 def is_matrix(params: dict) -> dict:
@@ -37,22 +42,27 @@ def is_matrix(params: dict) -> dict:
 
 
 def muon_axes(params: dict) -> dict:
-    """Muon takes the matrices inside the blocks; AdamW the tables, norms and biases.
+    """Axes of the matrices inside the blocks, which Muon trains; None for all others (AdamW).
 
-    Our weights are ``[out, in]``, so the reduction axis is 1.
+    Weights are ``[out, in]``, so the reduction axis is 1.
     """
 
     def axes(path, x):
-        inside = path[0].key == "layers" and x.ndim == 2
-        return MuonDimensionNumbers(reduction_axis=1, output_axis=0) if inside else None
+        if path[0].key == "layers" and x.ndim == 2:
+            return MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+        return None
 
     return tree_map_with_path(axes, params)
 
 
 def make_optimizer(cfg: Optim) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW, Muon (Jordan et al. 2024) with AdamW beside it, or
-    Adafactor (arXiv 1804.04235), which keeps a row and a column of each matrix's second moments
-    and no first ones; its rates and its weight decay are AdamW's."""
+    """Clipping by global norm, then the optimizer that the config names.
+
+    adamw: for all parameters (arXiv 1711.05101).
+    muon: Muon (Jordan et al. 2024) for the matrices inside the blocks, AdamW for the others.
+    adafactor: second moments as one row and one column per matrix, no first moments
+      (arXiv 1804.04235); learning rate and weight decay as for adamw.
+    """
     rate = schedule(cfg, cfg.learning_rate)
     if cfg.optimizer == "adamw":
         inner = optax.adamw(

@@ -1,4 +1,4 @@
-"""How a training program begins and ends: its config; its summary, or one line of what failed."""
+"""How a training program starts and ends: config, summary, one-line errors and exit codes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,28 @@ from train.config import from_toml
 from train.engine.loop import TrainingError
 
 
-def carry_out(
+def run_training(
     name: str, config: type, main: Callable[..., dict[str, Any]], args: argparse.Namespace
 ) -> int:
-    """Joins the run's processes and calls ``main(cfg, resume, dry_run)``; returns the exit code."""
+    """Joins the run's processes and calls ``main(cfg, resume, dry_run)``; returns the exit code.
+
+    Args:
+      name: the program's name, for messages.
+      config: the config's dataclass.
+    """
     if args.distributed:
         processes.join(args.distributed)
     cfg = from_toml(config, args.config, args.set)
-    return finish(name, lambda: main(cfg, args.resume, args.dry_run), args.json)
+    return run_and_print(name, lambda: main(cfg, args.resume, args.dry_run), args.json)
 
 
-def finish(name: str, work: Callable[[], dict[str, Any] | None], as_json: bool = False) -> int:
+def run_and_print(
+    name: str, work: Callable[[], dict[str, Any] | None], as_json: bool = False
+) -> int:
     """Prints the summary that ``work`` returns, if any; returns the exit code.
 
-    0: finished, or stopped by a signal after saving; 1: failed, with the last good checkpoint
-    intact. Bad input is left to :func:`specjax._util.program.run`.
+    0: finished, or stopped by a signal after saving. 1: failed; the last good checkpoint is
+    intact. Errors of bad input are left to :func:`specjax._util.program.run`.
     """
     try:
         summary = work()
@@ -46,7 +53,7 @@ def finish(name: str, work: Callable[[], dict[str, Any] | None], as_json: bool =
             "make room and --resume"
         )
     else:
-        # Of several processes the first one speaks.
+        # Of several processes, only the first one prints.
         if summary and processes.leads():
             if as_json:
                 print(json.dumps(summary))
@@ -63,11 +70,13 @@ def _print_table(summary: dict[str, Any]) -> None:
         parts = value if isinstance(value, dict) else {"": value}
         for part, number in parts.items():
             name = f"{key} {part}".strip().replace("_", " ")
-            table.add_row(name, _said(number))
+            table.add_row(name, _cell(number))
     Console().print(table)
 
 
-def _said(value: Any) -> str:
+def _cell(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
-    return f"{value:,}" if type(value) is int else str(value)
+    if type(value) is int:
+        return f"{value:,}"
+    return str(value)

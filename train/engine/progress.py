@@ -13,11 +13,16 @@ class Progress:
     """Shows loss, tokens per second and the time left; nothing unless ``shown``."""
 
     def __init__(self, total: int, done: int, shown: bool = True):
-        self._console = console = Console(stderr=True, quiet=not shown)
-        self._total, self._began_at, self._start = total, done, time.perf_counter()
+        self._console = Console(stderr=True, quiet=not shown)
+        self._total = total
+        self._first_step = done
+        self._start = time.perf_counter()
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
         self._bar = RichProgress(
-            *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+            *columns,
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task("", total=total, completed=done)
 
@@ -29,14 +34,17 @@ class Progress:
         self._bar.stop()
 
     def log(self, step: int, loss: float, rate: float, mfu: float | None = None) -> None:
-        """One logging interval: mean loss in nats, tokens per second, the share of the chip."""
-        text = f"loss {loss:.4f} · {rate:,.0f} tokens/s" + (f" · MFU {mfu:.2f}" if mfu else "")
+        """One logging interval: mean loss in nats, tokens per second, MFU."""
+        text = f"loss {loss:.4f} · {rate:,.0f} tokens/s"
+        if mfu:
+            text += f" · MFU {mfu:.2f}"
         self._bar.update(self._task, completed=step, description=text)
         if not self._console.is_terminal:
-            seconds = (time.perf_counter() - self._start) / max(1, step - self._began_at)
+            steps = max(1, step - self._first_step)
+            seconds = (time.perf_counter() - self._start) / steps
             left = seconds * (self._total - step) / 60
             self.note(f"step {step}/{self._total} · {text} · {left:.1f} min left")
 
     def note(self, text: str) -> None:
-        """A line of its own."""
+        """Prints a line."""
         self._console.print(text, highlight=False, soft_wrap=True)

@@ -1,1 +1,1 @@
-"""Train a head on a target's hidden states (EAGLE-3)."""
+"""Train an EAGLE-3 head on a target's hidden states."""

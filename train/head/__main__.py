@@ -1,4 +1,4 @@
-"""A head on a target's hidden states (EAGLE-3), trained beside the target, which stays as it is.
+"""Trains an EAGLE-3 head on a target's hidden states. The target does not change.
 
 python -m train.head CONFIG.toml [--set section.key=value ...] [--resume] [--dry-run] [--json]
     [--distributed HOST:PORT,COUNT,INDEX]

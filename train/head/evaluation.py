@@ -19,15 +19,16 @@ def measure_decoding(
     steps: int,
     new_tokens: int,
 ) -> dict[str, Any]:
-    """Figures of greedy speculative decoding with chains of ``steps`` tokens, by name.
+    """Figures of greedy speculative decoding with chain drafts of ``steps`` tokens, by name.
 
-    ``decode_acceptance`` ``[steps]``: the share of rounds whose drafts 1..i are all accepted;
-    ``decode_tokens_per_round``: 1 + the mean number of accepted drafts. Empty without prompts.
+    ``decode_acceptance`` ``[steps]``: the share of rounds whose draft tokens 1..i are all accepted;
+    ``decode_tokens_per_round``: 1 + the mean number of accepted draft tokens. Without prompts the
+    result is empty.
     """
     if not prompts:
         return {}
-    models = (sj.from_params(cfg, tree) for cfg, tree in ((target, frozen), (head, params)))
-    verifier, draft = models
+    verifier = sj.from_params(target, frozen)
+    draft = sj.from_params(head, params)
     out = sj.generate(
         verifier,
         prompts,
@@ -36,9 +37,10 @@ def measure_decoding(
         options={"gamma": steps},
         max_new_tokens=new_tokens,
     )
+    # Rounds by their number of accepted tokens; then rounds with at least so many.
     rounds = out.stats["accepted_hist"].sum(0)
-    reached = rounds[::-1].cumsum()[::-1] / max(1, rounds.sum())
+    at_least = rounds[::-1].cumsum()[::-1] / max(1, rounds.sum())
     return {
-        "decode_acceptance": reached[1:].tolist(),
-        "decode_tokens_per_round": 1 + float(reached[1:].sum()),
+        "decode_acceptance": at_least[1:].tolist(),
+        "decode_tokens_per_round": 1 + float(at_least[1:].sum()),
     }

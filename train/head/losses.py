@@ -1,13 +1,17 @@
-"""The head's loss: several drafted steps from every place of a row, against the target's own law.
+"""The EAGLE-3 head's loss: several draft steps from every token, against the target's distribution.
 
-Axis legend: B rows, T tokens, P layers of the target, D hidden size, H query heads, K key heads,
-G = H/K, E head size, v draft vocabulary, S steps.
+Training-time test (Li et al. 2025, "EAGLE-3", arXiv 2503.01840, §3.2). The first step of the head
+reads the target's auxiliary hidden states. Each later step reads the head's own output in their
+place, as it does when it drafts.
+
+Axes: B rows, T tokens, P auxiliary layers of the target, D hidden size, H query heads, K key heads,
+G = H/K, E head size, v draft vocabulary, S draft steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +25,26 @@ from specjax.models.forward_pass import hidden_states, module_of
 from specjax.models.head import draft_logits, fed_back, fused_states, share_embedding
 from train.data.packing import IGNORE
 from train.engine.loop import LossFn
-from train.engine.losses import OutputHead, cast, label_count, sum_over_chunks, summed_kl
+from train.engine.losses import (
+    OutputHead,
+    cast,
+    label_count,
+    row_arguments,
+    sum_over_chunks,
+    summed_kl,
+)
 
-Entry = tuple[Float[Array, "B T K E"], Float[Array, "B T K E"]]  # keys and values of one step
+KeysValues = tuple[Float[Array, "B T K E"], Float[Array, "B T K E"]]  # of one draft step
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadObjective:
-    """What is minimised.
+    """What is minimized.
 
     Attributes:
-      steps: S, drafted steps from every place: the first reads the target's states, each further
-        one the head's own output (EAGLE-3's training-time test).
-      decay: β; step k weighs β^(k − 1).
-      dtype: the forward pass's; params and their gradients stay as they are.
+      steps: S, the draft steps from every token.
+      decay: β; step k has the weight β^(k − 1).
+      dtype: of the forward pass; params and their gradients keep theirs.
       remat: recompute each step in the backward pass.
     """
 
@@ -50,112 +60,153 @@ def head_loss(
     objective: HeadObjective,
     rows: NamedSharding | None = None,
 ) -> LossFn:
-    """Σ_k β^(k−1) · KL(p ‖ q_k) per token, p of the target over the draft vocabulary.
+    """The sum over tokens of Σ_k β^(k−1) · KL(p ‖ q_k) in nats, and the token count.
 
-    p is the target's distribution restricted to the ids that the head drafts and renormalized; KL
-    less the entropy of p is the cross-entropy, with the same gradient. ``frozen`` are the target's
-    params. Logged beside it, per step: ``kl`` in nats and ``agreement``, the share of places where
-    both have the same likeliest id. ``rows``: where those of a batch lie, on several devices.
+    p is the target's distribution, restricted to the ids that the head drafts and renormalized;
+    q_k is the head's distribution at step k. EAGLE-3 trains with the cross-entropy of p and q_k,
+    which is the KL plus the entropy of p and has the same gradient (arXiv 2503.01840, §3.2).
+
+    Args:
+      target: the target's config; the loss's ``frozen`` argument holds its params.
+      head: the head's config.
+      objective: steps, decay and precision.
+      rows: the sharding of a batch's rows; None: on one device.
+
+    Logged with it, per step: ``kl`` in nats per token, and ``agreement``, the share of tokens for
+    which p and q_k have the same most probable id.
     """
 
     def loss(params, frozen, batch):
         params = cast(params, objective.dtype)
-        tokens = (batch[name] for name in ("tokens", "positions", "segments"))
-        seen = hidden_states(target, frozen, *tokens, aux_layers=head.layer_ids, rows=rows)
-        hidden, states = jax.lax.stop_gradient(seen)
-        teacher = OutputHead.of(target, frozen)
-        if head.ids is not None:
-            teacher = dataclasses.replace(teacher, table=teacher.table[head.ids])
+        # The head reads the auxiliary hidden states; the final ones give p.
+        hidden, aux_states = jax.lax.stop_gradient(
+            hidden_states(
+                target, frozen, *row_arguments(batch), aux_layers=head.layer_ids, rows=rows
+            )
+        )
+        teacher = _teacher_layer(target, head, frozen)
         cfg, params = share_embedding(head, params, frozen["embed"])
+        sums = _step_sums(cfg)
 
-        def sums(shared, own, taught, labels):
-            params, teacher = shared
-            student = draft_logits(cfg, params, own).astype(jnp.float32)
-            other = jax.lax.stop_gradient(teacher.logits(taught))
-            same = jnp.argmax(student, axis=-1) == jnp.argmax(other, axis=-1)
-            return summed_kl(other, student, labels), jnp.sum(same & (labels != IGNORE)) * 1.0
-
-        found = []
-        for k, own in enumerate(
-            drafted_steps(cfg, params, batch, states, objective, rows), start=1
-        ):
+        per_step = []
+        steps = draft_steps(cfg, params, batch, aux_states, objective, rows)
+        for k, head_hidden in enumerate(steps, start=1):
             labels = labels_of_step(batch, k)
-            inputs = (own, shifted(hidden, k, 0))
-            sums_of_step = sum_over_chunks(sums, (params, teacher), inputs, labels, rows=rows)
-            found.append((*sums_of_step, label_count(labels)))
-        kl, same, counts = (jnp.stack(column) for column in zip(*found, strict=True))
+            # Step k at place i predicts what the target predicts at place i + k.
+            inputs = (head_hidden, shifted(hidden, k, 0))
+            kl, agreed = sum_over_chunks(sums, (params, teacher), inputs, labels, rows=rows)
+            per_step.append((kl, agreed, label_count(labels)))
+
+        kl, agreed, counts = (jnp.stack(column) for column in zip(*per_step, strict=True))
         weights = objective.decay ** jnp.arange(objective.steps)
-        extras = {"kl": (kl, counts), "agreement": (same, counts)}
+        extras = {"kl": (kl, counts), "agreement": (agreed, counts)}
         return jnp.sum(weights * kl), counts[0], jax.lax.stop_gradient(extras)
 
     return loss
 
 
-def drafted_steps(
+def _teacher_layer(target: ModelConfig, head: HeadConfig, frozen: dict) -> OutputHead:
+    """The target's output layer, restricted to the ids that the head drafts."""
+    layer = OutputHead.of(target, frozen)
+    if head.ids is None:
+        return layer
+    return dataclasses.replace(layer, table=layer.table[head.ids])
+
+
+def _step_sums(cfg: HeadConfig) -> Callable:
+    """Sums over a chunk of tokens of one step: (KL in nats, tokens of equal argmax)."""
+
+    def sums(shared, head_hidden, target_hidden, labels):
+        params, teacher = shared
+        student = draft_logits(cfg, params, head_hidden).astype(jnp.float32)
+        target_logits = jax.lax.stop_gradient(teacher.logits(target_hidden))
+        same = jnp.argmax(student, axis=-1) == jnp.argmax(target_logits, axis=-1)
+        kl = summed_kl(target_logits, student, labels)
+        return kl, jnp.sum(same & (labels != IGNORE)) * 1.0
+
+    return sums
+
+
+def draft_steps(
     cfg: HeadConfig,
     params: dict,
     batch: dict,
-    states: Float[Array, "B T P target"],
+    aux_states: Float[Array, "B T P target"],
     objective: HeadObjective,
     rows: NamedSharding | None = None,
 ) -> Iterator[Float[Array, "B T D"]]:
-    """The head's hidden states of each step, as decoding makes them.
+    """Yields the head's hidden states of each draft step, as they are when it decodes.
 
-    Step k at place i stands for the k-th token drafted after the pair (features of token i, token
-    i + 1): it reads token i + k, sees what the head made of true features up to i, and of its own
-    steps those that began at i.
+    At place i, tokens up to i + 1 and the target's states up to i are known. Step k drafts token
+    i + k + 1: it reads token i + k, from the data. It attends to the entries of the first step up
+    to place i, which the head made of the target's states. It also attends to its own earlier
+    steps at place i.
     """
-    own = {"segment": batch["segments"], "position": batch["positions"]}
-    mask = causal_mask(own, own)
+    meta = {"segment": batch["segments"], "position": batch["positions"]}
+    mask = causal_mask(meta, meta)
 
     def step(params, features, tokens, positions, past):
-        made: list[Entry] = []
+        entries: list[KeysValues] = []
 
+        # The head has one layer, so attend is called one time.
         def attend(layer, q, k, v):
-            made.append((k, v))
-            return attend_steps(q, (*past, (k, v)), mask)
+            entries.append((k, v))
+            return attend_to_steps(q, (*past, (k, v)), mask)
 
         module = module_of(cfg, params)
         hidden, _ = module(tokens, positions, attend, features=features, rows=rows)
-        return hidden, made[0]
+        return hidden, entries[0]
 
     run = jax.checkpoint(step) if objective.remat else step
-    features, past = fused_states(cfg, params, states), ()
+    features = fused_states(cfg, params, aux_states)
+    past = ()
     for k in range(1, objective.steps + 1):
-        tokens, positions = shifted(batch["tokens"], k, 0), batch["positions"] + k - 1
+        tokens = shifted(batch["tokens"], k, 0)
+        positions = batch["positions"] + k - 1
         hidden, entry = run(params, features, tokens, positions, past)
         past = (*past, entry)
         features = fed_back(cfg, params, hidden)
         yield hidden
 
 
-def attend_steps(
-    q: Float[Array, "B T H E"], entries: tuple[Entry, ...], mask: Bool[Array, "B T T"]
+def attend_to_steps(
+    q: Float[Array, "B T H E"], entries: tuple[KeysValues, ...], mask: Bool[Array, "B T T"]
 ) -> Float[Array, "B T H E"]:
-    """Attention over the first entry where ``mask`` allows, and over each further one at the same
-    place; scores and softmax in float32."""
-    (first_k, first_v), *sides = entries
-    b, t, h, e = q.shape
-    heads = first_k.shape[2]
-    q = q.reshape(b, t, heads, h // heads, e).astype(jnp.float32) * e**-0.5
+    """Attention of one draft step, with scores and softmax in float32.
+
+    Args:
+      q: the step's queries.
+      entries: keys and values of each step so far. The first step's are attended to wherever
+        ``mask`` allows; a later step's only at the query's own place.
+      mask: which places of the row each place may see.
+    """
+    (first_k, first_v), *later = entries
+    B, T, H, E = q.shape
+    K = first_k.shape[2]
+    q = q.reshape(B, T, K, H // K, E).astype(jnp.float32) * E**-0.5
+
     scores = jnp.einsum("btkge,bske->btkgs", q, first_k.astype(jnp.float32))
     scores = jnp.where(mask[:, :, None, None], scores, MASKED_SCORE)
-    own = [jnp.einsum("btkge,btke->btkg", q, k.astype(jnp.float32)) for k, _ in sides]
-    weights = jax.nn.softmax(jnp.concatenate([scores, *(x[..., None] for x in own)], -1), axis=-1)
-    out = jnp.einsum("btkgs,bske->btkge", weights[..., :t], first_v.astype(jnp.float32))
-    for i, (_, v) in enumerate(sides):
-        out += weights[..., t + i, None] * v[:, :, :, None].astype(jnp.float32)
-    return out.reshape(b, t, h, e).astype(first_v.dtype)
+    # A later step's entry at another place belongs to another draft: only one score per place.
+    later_scores = [jnp.einsum("btkge,btke->btkg", q, k.astype(jnp.float32)) for k, _ in later]
+    scores = jnp.concatenate([scores, *(x[..., None] for x in later_scores)], -1)
+    weights = jax.nn.softmax(scores, axis=-1)
+
+    out = jnp.einsum("btkgs,bske->btkge", weights[..., :T], first_v.astype(jnp.float32))
+    for i, (_, v) in enumerate(later):
+        out += weights[..., T + i, None] * v[:, :, :, None].astype(jnp.float32)
+    return out.reshape(B, T, H, E).astype(first_v.dtype)
 
 
 def labels_of_step(batch: dict, k: int) -> Int[Array, "B T"]:
-    """The labels of the tokens that step k predicts; IGNORE where its document has ended."""
-    same = shifted(batch["segments"], k, PADDING_SEGMENT) == batch["segments"]
-    real = same & (batch["segments"] != PADDING_SEGMENT)
+    """The labels of the tokens that step k predicts; IGNORE if their document has ended."""
+    # Place i trains step k only if all k tokens that it reads are of its document.
+    same_document = shifted(batch["segments"], k, PADDING_SEGMENT) == batch["segments"]
+    real = same_document & (batch["segments"] != PADDING_SEGMENT)
     return jnp.where(real, shifted(batch["labels"], k, IGNORE), IGNORE)
 
 
 def shifted(x: Array, k: int, fill: int) -> Array:
-    """``[B, T, ...]``: at place i what stood at i + k; ``fill`` past the end."""
+    """``[B, T, ...]`` shifted left: place i holds what was at i + k, or ``fill`` past the end."""
     pad = [(0, k if axis == 1 else 0) for axis in range(x.ndim)]
     return jnp.pad(x, pad, constant_values=fill)[:, k:]

@@ -1,9 +1,9 @@
-"""What a config, a target's small files and the corpus decide before any weight is read."""
+"""Prepare a run of ``train.head`` before any weight is read: target, corpus, head architecture."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -13,16 +13,25 @@ from specjax.lm import locate
 from specjax.models import ModelConfig
 from specjax.models.families.head_config import HeadConfig
 from specjax.models.hf.read import load_config
-from train.config import HeadRunConfig
+from train.config import HeadRunConfig, HeadSection
 from train.data.fim import CodeLayout, frame_of
-from train.data.packing import Corpus
 from train.data.prompts import PROMPT_TOKENS
+from train.data.tokenized import Corpus
 from train.data.tokenizer import load_tokenizer, tokenizer_file
-from train.engine.feeding import own_corpus
+from train.engine.batches import open_corpus
 
 
-class HeadRun(NamedTuple):
-    """All that a run is made of but its weights."""
+class TargetFiles(NamedTuple):
+    """What the small files of the target's checkpoint say."""
+
+    directory: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+    layout: CodeLayout  # how a document becomes tokens
+
+
+class HeadSetup(NamedTuple):
+    """What a run needs: everything but its weights."""
 
     directory: Path  # of the target
     tokenizer: Tokenizer
@@ -32,28 +41,33 @@ class HeadRun(NamedTuple):
     coverage: float  # the share of the corpus's tokens that the head can draft
 
 
-def prepare_setup(cfg: HeadRunConfig, cache: Path | None) -> HeadRun:
-    """Reads the target's config and tokenizer and the corpus, whose tokens ``cache`` keeps.
+def prepare_setup(cfg: HeadRunConfig, cache: Path | None) -> HeadSetup:
+    """Reads the target's config and tokenizer, and the corpus.
 
-    Without a ``cache`` nothing is written: shards must be there.
+    Args:
+      cache: as for :func:`open_corpus`.
 
     Raises:
-      InputError, ModelError: the config and the target do not go together.
+      InputError, ModelError: the config does not fit the target.
     """
-    directory, target, tokenizer, layout = read_target(cfg)
-    data = own_corpus(cfg.data, tokenizer, layout, cache)
-    counts = data.counts(target.vocab_size)[0]
-    ids = commonest(counts, cfg.head.draft_vocab) if cfg.head.draft_vocab else None
-    coverage = 1.0 if ids is None else float(counts[ids].sum() / max(1, counts.sum()))
-    head = make_head(cfg, target, ids)
-    return HeadRun(directory, tokenizer, target, head, data, coverage)
+    files = read_target(cfg)
+    data = open_corpus(cfg.data, files.tokenizer, files.layout, cache)
+    counts = data.counts(files.config.vocab_size)[0]
+    if cfg.head.draft_vocab:
+        ids = most_frequent(counts, cfg.head.draft_vocab)
+        coverage = float(counts[ids].sum() / max(1, counts.sum()))
+    else:
+        ids = None
+        coverage = 1.0
+    head = make_head(cfg, files.config, ids)
+    return HeadSetup(files.directory, files.tokenizer, files.config, head, data, coverage)
 
 
-def read_target(cfg: HeadRunConfig) -> tuple[Path, ModelConfig, Tokenizer, CodeLayout]:
-    """The target's directory, config and tokenizer, and how a document becomes tokens.
+def read_target(cfg: HeadRunConfig) -> TargetFiles:
+    """Reads the target's config and tokenizer.
 
     Raises:
-      InputError, ModelError: the config and the target do not go together.
+      InputError, ModelError: they are missing, or the config does not fit the target.
     """
     if not cfg.model.init_from:
         raise InputError("model.init_from is empty: name the target's Hugging Face directory")
@@ -64,21 +78,29 @@ def read_target(cfg: HeadRunConfig) -> tuple[Path, ModelConfig, Tokenizer, CodeL
     tokenizer = load_tokenizer(cfg.model.tokenizer or tokenizer_file(directory))
     _check(cfg, target, tokenizer)
     layout = CodeLayout(*frame_of(cfg.model.init_from, target, tokenizer))
-    return directory, target, tokenizer, layout
+    return TargetFiles(directory, target, tokenizer, layout)
 
 
-def commonest(counts: np.ndarray, size: int) -> np.ndarray:
+def most_frequent(counts: np.ndarray, size: int) -> np.ndarray:
     """The ``size`` ids of largest count, ascending; of equal counts the lower ids."""
     return np.sort(np.argsort(-counts, kind="stable")[:size])
 
 
 def make_head(cfg: HeadRunConfig, target: ModelConfig, ids: np.ndarray | None) -> HeadConfig:
-    """The head's architecture: as wide as its target, whose embedding it shares."""
+    """The head's architecture; it has the target's hidden size and shares its embedding.
+
+    Args:
+      ids: the ids that the head drafts; None: all.
+    """
     section = cfg.head
-    sizes = ("num_kv_heads", "intermediate_size")
-    other = {name: size for name in sizes if (size := getattr(section, name))}
+    # A size of 0 is left out: the target's is the default.
+    options: dict[str, Any] = {}
+    if section.num_kv_heads:
+        options["num_kv_heads"] = section.num_kv_heads
+    if section.intermediate_size:
+        options["intermediate_size"] = section.intermediate_size
     if section.layers:
-        other["layer_ids"] = section.layers
+        options["layer_ids"] = section.layers
     try:
         return HeadConfig.of(
             target,
@@ -86,14 +108,16 @@ def make_head(cfg: HeadRunConfig, target: ModelConfig, ids: np.ndarray | None) -
             norm_before_residual=section.norm_before_residual,
             own_embedding=False,
             verifier=cfg.model.init_from,
-            **other,
+            **options,
         )
     except ModelError as error:
         raise InputError(f"head: {error}") from None
 
 
 def _check(cfg: HeadRunConfig, target: ModelConfig, tokenizer: Tokenizer) -> None:
-    name, section = cfg.model.init_from, cfg.head
+    """Raises InputError if the config does not fit the target."""
+    name = cfg.model.init_from
+    section = cfg.head
     if target.vocab_size < tokenizer.get_vocab_size():
         raise InputError(
             f"model.init_from={name!r} has {target.vocab_size} ids, the tokenizer "
@@ -105,6 +129,15 @@ def _check(cfg: HeadRunConfig, target: ModelConfig, tokenizer: Tokenizer) -> Non
             f"data.seq_len={cfg.data.seq_len} or head.decode_tokens={section.decode_tokens} is "
             f"longer than the target's context ({target.max_position}) holds: lower it"
         )
+    _check_sizes(section, target)
+    if target.embed_size not in (None, target.hidden_size):
+        raise InputError(
+            f"model.init_from={name!r} has an embedding of width {target.embed_size} and hidden "
+            f"states of {target.hidden_size}: a head cannot share it"
+        )
+
+
+def _check_sizes(section: HeadSection, target: ModelConfig) -> None:
     if section.draft_vocab > target.vocab_size:
         raise InputError(
             f"head.draft_vocab={section.draft_vocab} is more than the target's "
@@ -113,15 +146,10 @@ def _check(cfg: HeadRunConfig, target: ModelConfig, tokenizer: Tokenizer) -> Non
     wrong = [layer for layer in section.layers if layer >= target.num_layers]
     if wrong:
         raise InputError(
-            f"head.layers: {wrong[0]} is none of the target's layers, 0 to {target.num_layers - 1}"
+            f"head.layers: {wrong[0]} is not a layer of the target, 0 to {target.num_layers - 1}"
         )
     heads = section.num_kv_heads or target.num_kv_heads
     if target.num_heads % heads:
         raise InputError(
             f"head.num_kv_heads={heads} does not divide the target's {target.num_heads} heads"
-        )
-    if target.embed_size not in (None, target.hidden_size):
-        raise InputError(
-            f"model.init_from={name!r} has an embedding of width {target.embed_size} and hidden "
-            f"states of {target.hidden_size}: a head cannot share it"
         )

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: a config's whole run."""
+"""A whole run of ``train.head``: trains an EAGLE-3 head and exports it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ import jax.numpy as jnp
 from specjax._util import processes
 from specjax.models import head_matrix, init_params, load_pretrained, num_params
 from train.config import HeadRunConfig, fixed_settings, to_dict
-from train.data.packing import held_out_tokens, train_tokens
 from train.data.prompts import held_out_prompts
-from train.engine.directory import export, own_directory
-from train.engine.feeding import own_batches
+from train.data.tokenized import held_out_tokens, train_tokens
+from train.engine.batches import process_batches
+from train.engine.directory import export, lock_directory
 from train.engine.loop import fit
 from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
-from train.engine.program import carry_out
+from train.engine.program import run_training
 from train.head.evaluation import measure_decoding
 from train.head.losses import HeadObjective, head_loss
-from train.head.prepare import HeadRun, prepare_setup
+from train.head.prepare import HeadSetup, prepare_setup
 
 
 def run(args: argparse.Namespace) -> int:
-    """The program; returns the exit code."""
-    return carry_out("train.head", HeadRunConfig, main, args)
+    """Runs the program; returns the exit code."""
+    return run_training("train.head", HeadRunConfig, main, args)
 
 
 def main(cfg: HeadRunConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     """Trains as the config says; returns the summary that ``--json`` prints."""
     if dry_run:
         return plan(cfg, prepare_setup(cfg, None))
-    with own_directory(cfg.run, resume) as directory:
+    with lock_directory(cfg.run, resume) as directory:
         placement = processes.raise_everywhere(
             lambda: run_placement(cfg.mesh, cfg.optim.batch_size)
         )
@@ -45,14 +45,19 @@ def main(cfg: HeadRunConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
         return plan(cfg, setup) | train(cfg, setup, placement, resume)
 
 
-def train(cfg: HeadRunConfig, setup: HeadRun, placement: Placement, resume: bool) -> dict[str, Any]:
-    """Fits and exports. Every process of a run does; the first writes."""
-    section, data, head = cfg.head, setup.data, setup.head
+def train(
+    cfg: HeadRunConfig, setup: HeadSetup, placement: Placement, resume: bool
+) -> dict[str, Any]:
+    """Trains and exports; returns the summary. Every process calls this, the first one writes."""
+    section = cfg.head
+    data = setup.data
+    head = setup.head
     dtype = jnp.dtype(cfg.model.compute_dtype)
-    with host_memory():  # one device may be too small for what all of them share
+    # In the host's memory: one device may be too small for the params that all of them share.
+    with host_memory():
         _, target = processes.raise_everywhere(lambda: load_pretrained(setup.directory, dtype))
         params = first_params(setup, target, cfg.run.seed)
-    loader, valid = own_batches(cfg, data)
+    loader, valid = process_batches(cfg, data)
     objective = HeadObjective(
         section.steps, section.decay, cfg.model.compute_dtype, cfg.model.remat
     )
@@ -68,7 +73,7 @@ def train(cfg: HeadRunConfig, setup: HeadRun, placement: Placement, resume: bool
         valid=valid,
         frozen=target,
         resume=resume,
-        # Which ids are drafted follows from the corpus and their number.
+        # The draft ids follow from the corpus and head.draft_vocab, which are compared anyway.
         fixed=fixed_settings(
             "train.head", cfg, dataclasses.replace(head, draft_ids=None), data.fingerprint
         ),
@@ -76,43 +81,56 @@ def train(cfg: HeadRunConfig, setup: HeadRun, placement: Placement, resume: bool
         placement=placement,
     )
     card = plan(cfg, setup) | {"recipe": to_dict(cfg)}
-    return export(cfg.run, head, placement.host(outcome.params), setup.tokenizer, outcome, card)
+    params = placement.to_host(outcome.params)
+    return export(cfg.run, head, params, setup.tokenizer, outcome, card)
 
 
-def first_params(setup: HeadRun, target: dict, seed: int) -> dict:
-    """Random weights in float32, but the output table and, of one kind, its norm: the target's."""
+def first_params(setup: HeadSetup, target: dict, seed: int) -> dict:
+    """The head's first float32 params: random, but with the target's output layer.
+
+    The final norm is the target's, too, if both have the same kind of norm.
+    """
     head = setup.head
     params = init_params(head, jax.random.key(seed))
     table = head_matrix(setup.target, target)
-    params["head"] = (table if head.ids is None else table[head.ids]).astype(jnp.float32)
+    if head.ids is not None:
+        table = table[head.ids]
+    params["head"] = table.astype(jnp.float32)
     if setup.target.norm == head.norm:
         params["norm"] = jax.tree.map(lambda x: x.astype(jnp.float32), target["norm"])
     return params
 
 
 def _measure(
-    cfg: HeadRunConfig, setup: HeadRun, placement: Placement
+    cfg: HeadRunConfig, setup: HeadSetup, placement: Placement
 ) -> Callable[[dict, dict], dict[str, Any]]:
-    """Decoding figures as a function of the head's params and the target's."""
+    """A function of the head's and the target's params that measures decoding."""
     section = cfg.head
     evaluated = cfg.run.eval_batches * cfg.optim.batch_size * cfg.data.seq_len
     prompts = held_out_prompts(setup.data, section.decode_prompts, evaluated)
 
     def measure(params: dict, target: dict) -> dict[str, Any]:
-        own, other = placement.local(params), placement.local(target)
-        sizes = (section.steps, section.decode_tokens)
-        return measure_decoding(setup.target, other, setup.head, own, prompts, *sizes)
+        return measure_decoding(
+            setup.target,
+            placement.local_copy(target),
+            setup.head,
+            placement.local_copy(params),
+            prompts,
+            section.steps,
+            section.decode_tokens,
+        )
 
     return measure
 
 
-def plan(cfg: HeadRunConfig, setup: HeadRun) -> dict[str, Any]:
+def plan(cfg: HeadRunConfig, setup: HeadSetup) -> dict[str, Any]:
     """What the run will do, in numbers."""
     tokens = cfg.optim.batch_size * cfg.optim.accumulate * cfg.data.seq_len
-    count, width = num_params(setup.head), jnp.dtype(cfg.model.compute_dtype).itemsize
-    stored = jnp.dtype(cfg.run.export_dtype).itemsize
-    # Master weights, gradient and two moments of the head; the target's weights alone.
-    state = 16 * count + width * num_params(setup.target)
+    count = num_params(setup.head)
+    target_bytes = jnp.dtype(cfg.model.compute_dtype).itemsize * num_params(setup.target)
+    # Of the head four float32 arrays: master weights, gradient and two moments.
+    state = 16 * count + target_bytes
+    export_bytes = jnp.dtype(cfg.run.export_dtype).itemsize * count
     return {
         "parameters": count,
         "target_parameters": num_params(setup.target),
@@ -125,5 +143,5 @@ def plan(cfg: HeadRunConfig, setup: HeadRun) -> dict[str, Any]:
         "held_out_tokens": held_out_tokens(setup.data),
         "epochs": round(tokens * cfg.optim.total_steps / max(1, train_tokens(setup.data)), 2),
         "state_megabytes_per_copy": round(state / 1e6, 1),
-        "export_megabytes": round(stored * count / 1e6, 2),
+        "export_megabytes": round(export_bytes / 1e6, 2),
     }

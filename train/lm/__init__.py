@@ -1,1 +1,1 @@
-"""Pre-train a model, or distill a draft."""
+"""Pre-train a model, or distill a draft model."""

@@ -1,4 +1,4 @@
-"""Pre-training, from scratch or onward, and distillation of drafts.
+"""Pre-training, from scratch or from a checkpoint, and distillation of draft models.
 
 python -m train.lm CONFIG.toml [--set section.key=value ...] [--resume] [--dry-run] [--json]
     [--distributed HOST:PORT,COUNT,INDEX]

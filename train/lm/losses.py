@@ -1,8 +1,9 @@
-"""What ``train.lm`` minimises: cross-entropy on text, or a draft's distance to its teacher."""
+"""The losses of ``train.lm``: cross-entropy on text, and a draft's distance to its teacher.
+
+Axes: B rows, T tokens, D hidden size.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,31 +11,39 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from specjax._util.errors import InputError
-from specjax.models import ModelConfig, load_pretrained
+from specjax.models import ModelConfig, hidden_states, load_pretrained
 from specjax.models.blocks import Remat
 from train.config import LMConfig
 from train.engine.loop import LossFn
-from train.engine.losses import OutputHead, cast, chunked_distillation, hidden_of
+from train.engine.losses import OutputHead, cast, chunked_distillation, row_arguments
 
 
 def training_loss(
     cfg: LMConfig, model: ModelConfig, rows: NamedSharding | None = None
 ) -> tuple[LossFn, dict | None]:
-    """(the loss that the config asks for, the params of its teacher).
+    """(the loss that the config asks for, the teacher's params or None).
 
-    ``rows``: where those of a batch lie, on several devices.
+    Args:
+      rows: the sharding of a batch's rows; None: on one device.
+
+    Raises:
+      InputError, ModelError: the teacher cannot be read, or has another vocabulary.
     """
-    how = {"dtype": cfg.model.compute_dtype, "remat": cfg.model.remat, "rows": rows}
+    dtype = cfg.model.compute_dtype
+    remat = cfg.model.remat
     if not cfg.distill.teacher:
-        return data_loss(model, **how), None
-    teacher, params = load_pretrained(cfg.distill.teacher, jnp.dtype(cfg.model.compute_dtype))
+        return data_loss(model, dtype, remat, rows), None
+
+    teacher, teacher_params = load_pretrained(cfg.distill.teacher, jnp.dtype(dtype))
     if teacher.vocab_size != model.vocab_size:
         raise InputError(
-            f"distill.teacher={cfg.distill.teacher!r} has {teacher.vocab_size} "
-            f"ids, the draft {model.vocab_size}: share the tokenizer"
+            f"distill.teacher={cfg.distill.teacher!r} has {teacher.vocab_size} ids, the draft "
+            f"{model.vocab_size}: use the teacher's tokenizer for both"
         )
-    alpha, temperature = cfg.distill.alpha, cfg.distill.temperature
-    return distillation_loss(model, teacher, alpha, temperature, **how), params
+    loss = distillation_loss(
+        model, teacher, cfg.distill.alpha, cfg.distill.temperature, dtype, remat, rows
+    )
+    return loss, teacher_params
 
 
 def data_loss(
@@ -43,13 +52,16 @@ def data_loss(
     remat: Remat = False,
     rows: NamedSharding | None = None,
 ) -> LossFn:
-    """Cross-entropy of the next token, summed, and the number of tokens.
+    """Cross-entropy of the next token in nats, summed, and the number of tokens.
 
-    ``dtype``: the forward pass's; ``rows``: where those of a batch lie, on several devices.
+    Args:
+      dtype: of the forward pass.
+      remat: recompute each block in the backward pass.
+      rows: the sharding of a batch's rows; None: on one device.
     """
 
     def loss(params, frozen, batch):
-        head, hidden = outputs(cfg, cast(params, dtype), batch, remat=remat, rows=rows)
+        head, hidden = outputs(cfg, cast(params, dtype), batch, remat, rows)
         return head.cross_entropy(hidden, batch["labels"])
 
     return loss
@@ -64,18 +76,32 @@ def distillation_loss(
     remat: Remat = False,
     rows: NamedSharding | None = None,
 ) -> LossFn:
-    """The draft's loss; ``frozen`` are the teacher's params. The rest as :func:`data_loss`."""
+    """``alpha · KL(teacher ‖ draft) + (1 − alpha) · cross-entropy``, summed, and the token count.
+
+    ``frozen`` are the teacher's params. See :func:`train.engine.losses.chunked_distillation`; the
+    other arguments are those of :func:`data_loss`.
+    """
 
     def loss(params, frozen, batch):
-        own = outputs(cfg, cast(params, dtype), batch, remat=remat, rows=rows)
-        others = jax.lax.stop_gradient(outputs(teacher, frozen, batch, rows=rows))
-        return chunked_distillation(*own, *others, batch["labels"], alpha, temperature)
+        head, hidden = outputs(cfg, cast(params, dtype), batch, remat, rows)
+        teacher_head, teacher_hidden = jax.lax.stop_gradient(
+            outputs(teacher, frozen, batch, rows=rows)
+        )
+        return chunked_distillation(
+            head, hidden, teacher_head, teacher_hidden, batch["labels"], alpha, temperature
+        )
 
     return loss
 
 
 def outputs(
-    cfg: ModelConfig, params: dict, batch: dict, rows: NamedSharding | None = None, **how: Any
+    cfg: ModelConfig,
+    params: dict,
+    batch: dict,
+    remat: Remat = False,
+    rows: NamedSharding | None = None,
 ) -> tuple[OutputHead, Float[Array, "B T D"]]:
-    """(the model's head, the hidden states of a batch's rows); ``how`` as :func:`hidden_of`."""
-    return OutputHead.of(cfg, params, rows), hidden_of(cfg, params, batch, rows=rows, **how)
+    """(the model's output layer, the hidden states of a batch)."""
+    head = OutputHead.of(cfg, params, rows)
+    states = hidden_states(cfg, params, *row_arguments(batch), remat=remat, rows=rows)
+    return head, states.hidden

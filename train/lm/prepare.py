@@ -1,4 +1,4 @@
-"""What a config of ``train.lm`` and its corpus decide: tokenizer, architecture, tokens."""
+"""Prepare a run of ``train.lm`` before any weight is read: tokenizer, architecture, corpus."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from tokenizers import Tokenizer
 
 from specjax._util.errors import InputError
 from specjax.models import ModelConfig, init_params, load_pretrained
-from train.config import LMConfig
+from train.config import LMConfig, Model
+from train.data.encoding import Layout, Plain
 from train.data.fim import CodeLayout, frame_of
-from train.data.making import own_documents
-from train.data.packing import Corpus, Layout, Plain
 from train.data.reading import Document
+from train.data.shards.building import load_documents
+from train.data.tokenized import Corpus
 from train.data.tokenizer import EOS_ID, load_tokenizer, train_tokenizer
-from train.engine.feeding import own_corpus
+from train.engine.batches import open_corpus
 
 
-class LmRun(NamedTuple):
-    """All that a run is made of but its weights, and a function that makes the first of these."""
+class LmSetup(NamedTuple):
+    """What a run needs: everything but its weights, and a function that makes the first weights."""
 
     tokenizer: Tokenizer
     model: ModelConfig
@@ -29,43 +30,45 @@ class LmRun(NamedTuple):
     data: Corpus
 
 
-def prepare_setup(cfg: LMConfig, directory: Path, cache: Path | None) -> LmRun:
-    """Reads or trains the tokenizer, in the run's ``directory``, and reads the corpus.
+def prepare_setup(cfg: LMConfig, directory: Path, cache: Path | None) -> LmSetup:
+    """Reads the tokenizer or trains it in the run's ``directory``, and reads the corpus.
 
-    ``cache`` as for :func:`own_corpus`.
+    Args:
+      cache: as for :func:`open_corpus`.
     """
     documents = read_documents(cfg)
     tokenizer = get_tokenizer(cfg, documents, directory)
     model, first_params = build_model(cfg, tokenizer.get_vocab_size())
-    laid = layout(cfg, model, tokenizer)
-    data = own_corpus(cfg.data, tokenizer, laid, cache, documents)
-    return LmRun(tokenizer, model, first_params, data)
+    data = open_corpus(cfg.data, tokenizer, layout(cfg, model, tokenizer), cache, documents)
+    return LmSetup(tokenizer, model, first_params, data)
 
 
 def read_documents(cfg: LMConfig) -> list[Document] | None:
-    """The corpus; None where its tokens are in shards, so that it is read as a stream."""
-    return None if cfg.data.shards else own_documents(cfg.data)
+    """The corpus as text; None if its tokens are in shards, whose text is never in memory."""
+    if cfg.data.shards:
+        return None
+    return load_documents(cfg.data)
 
 
 def layout(cfg: LMConfig, model: ModelConfig, tokenizer: Tokenizer) -> Layout:
-    """How a document becomes tokens: of a checkpoint, between its own ids."""
+    """How a document becomes tokens; for a checkpoint, between its own BOS and EOS."""
     start = cfg.model.init_from
-    return CodeLayout(*frame_of(start, model, tokenizer)) if start else Plain()
+    if not start:
+        return Plain()
+    return CodeLayout(*frame_of(start, model, tokenizer))
 
 
 def build_model(cfg: LMConfig, vocab_size: int) -> tuple[ModelConfig, Callable[[], dict]]:
     """The architecture, and a function that makes its first params.
 
     Raises:
-      InputError: the tokenizer has more ids, or the rows more tokens, than it takes.
+      InputError: the tokenizer has more ids than the model, or rows are longer than its context.
     """
     if cfg.model.init_from:
         model, params = load_pretrained(cfg.model.init_from)
     else:
-        others = ("init_from", "compute_dtype", "remat")
-        sizes = {name: value for name, value in vars(cfg.model).items() if name not in others}
-        sizes |= {"vocab_size": vocab_size, "num_kv_heads": cfg.model.num_kv_heads or None}
-        model, params = ModelConfig.llama(**sizes, eos_ids=(EOS_ID,), bos_id=EOS_ID), None
+        model = _new_model(cfg.model, vocab_size)
+        params = None
     if model.vocab_size < vocab_size:
         raise InputError(
             f"model.init_from={cfg.model.init_from!r} has {model.vocab_size} ids, the "
@@ -79,16 +82,25 @@ def build_model(cfg: LMConfig, vocab_size: int) -> tuple[ModelConfig, Callable[[
     return model, lambda: params or init_params(model, jax.random.key(cfg.run.seed))
 
 
+def _new_model(section: Model, vocab_size: int) -> ModelConfig:
+    """A Llama architecture of the config's sizes."""
+    not_sizes = ("init_from", "compute_dtype", "remat")
+    sizes = {name: value for name, value in vars(section).items() if name not in not_sizes}
+    sizes["vocab_size"] = vocab_size
+    sizes["num_kv_heads"] = section.num_kv_heads or None
+    return ModelConfig.llama(**sizes, eos_ids=(EOS_ID,), bos_id=EOS_ID)
+
+
 def get_tokenizer(cfg: LMConfig, documents: list[Document] | None, directory: Path) -> Tokenizer:
-    """The configured tokenizer, or one trained on the corpus and kept in the run.
+    """The configured tokenizer, or one that is trained on the corpus and kept in ``directory``.
 
     Raises:
-      InputError: none is configured, and the corpus is not in memory; or it cannot be read.
+      InputError: it cannot be read; or none is configured, and the corpus is not in memory.
     """
     if documents is None and not cfg.tokenizer.path:
         raise InputError(
-            "data.shards needs tokenizer.path: a run on a part of the corpus, without data.shards, "
-            "trains one"
+            "data.shards needs tokenizer.path: to train a tokenizer, run on a part of the corpus "
+            "without data.shards"
         )
     if cfg.tokenizer.path:
         return load_tokenizer(cfg.tokenizer.path)

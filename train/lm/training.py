@@ -1,4 +1,4 @@
-"""Pre-training, from scratch or onward, and distillation of drafts: a config's whole run."""
+"""A whole run of ``train.lm``: pre-training, from scratch or a checkpoint, or distillation."""
 
 from __future__ import annotations
 
@@ -16,53 +16,56 @@ from specjax.models import ModelConfig, num_params
 from specjax.models.hf.read import load_config
 from train.config import LMConfig, fixed_settings, to_dict
 from train.data.corpus import permissive_distributions
-from train.data.packing import Corpus, held_out_tokens, train_tokens
-from train.engine.directory import export, own_directory
-from train.engine.feeding import own_batches
-from train.engine.loop import fit
+from train.data.tokenized import Corpus, held_out_tokens, train_tokens
+from train.engine.batches import process_batches
+from train.engine.directory import export, lock_directory
+from train.engine.loop import RunResult, fit
 from train.engine.operations import causal_operations
 from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
-from train.engine.program import carry_out
+from train.engine.program import run_training
 from train.lm.losses import data_loss, training_loss
-from train.lm.prepare import LmRun, prepare_setup
+from train.lm.prepare import LmSetup, prepare_setup
 
 
 def run(args: argparse.Namespace) -> int:
-    """The program; returns the exit code."""
-    return carry_out("train.lm", LMConfig, main, args)
+    """Runs the program; returns the exit code."""
+    return run_training("train.lm", LMConfig, main, args)
 
 
 def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     """Trains as the config says; returns the summary that ``--json`` prints."""
     if dry_run:
         return _dry_run(cfg)
-    with own_directory(cfg.run, resume) as directory:
+    with lock_directory(cfg.run, resume) as directory:
         placement = processes.raise_everywhere(
             lambda: run_placement(cfg.mesh, cfg.optim.batch_size)
         )
         cache = directory.parent / "cache"
         setup = processes.first_then_all(lambda: prepare_setup(cfg, directory, cache))
-        facts = {"model": setup.model, "corpus": setup.data.fingerprint}
-        processes.agree(config=cfg, **facts, jax=jax.__version__)
+        processes.agree(
+            config=cfg, model=setup.model, corpus=setup.data.fingerprint, jax=jax.__version__
+        )
         return train(cfg, setup, placement, resume)
 
 
 def _dry_run(cfg: LMConfig) -> dict[str, Any]:
-    """The plan; nothing is left on the disk, and shards must be there."""
+    """The plan. Nothing stays on the disk, and shards must be there."""
     with tempfile.TemporaryDirectory() as scratch:
         setup = prepare_setup(cfg, Path(scratch), None)
     return plan(cfg, setup.model, setup.data)
 
 
-def train(cfg: LMConfig, setup: LmRun, placement: Placement, resume: bool) -> dict[str, Any]:
-    """Fits and exports. Every process of a run does; the first writes."""
-    tokenizer, model, first_params, data = setup
-    lie = placement.row_sharding(0)
-    with host_memory():  # one device may be too small for what all of them share
-        loss, frozen = processes.raise_everywhere(lambda: training_loss(cfg, model, lie))
-        params = first_params()
-    loader, valid = own_batches(cfg, data)
+def train(cfg: LMConfig, setup: LmSetup, placement: Placement, resume: bool) -> dict[str, Any]:
+    """Trains and exports; returns the summary. Every process calls this, the first one writes."""
+    model = setup.model
+    data = setup.data
+    rows = placement.row_sharding(0)
+    # In the host's memory: one device may be too small for the params that all of them share.
+    with host_memory():
+        loss, frozen = processes.raise_everywhere(lambda: training_loss(cfg, model, rows))
+        params = setup.first_params()
+    loader, valid = process_batches(cfg, data)
     outcome = fit(
         loss,
         params,
@@ -70,7 +73,7 @@ def train(cfg: LMConfig, setup: LmRun, placement: Placement, resume: bool) -> di
         loader,
         run=cfg.run,
         optim=cfg.optim,
-        eval_loss=data_loss(model, cfg.model.compute_dtype, rows=lie),
+        eval_loss=data_loss(model, cfg.model.compute_dtype, rows=rows),
         valid=valid,
         frozen=frozen,
         resume=resume,
@@ -78,37 +81,46 @@ def train(cfg: LMConfig, setup: LmRun, placement: Placement, resume: bool) -> di
         placement=placement,
         operations=useful_operations(cfg, model),
     )
-    if outcome.valid_loss is not None:
-        # Nats per token, over bytes per token, in bits.
-        bits = outcome.valid_loss * held_out_tokens(data) / data.valid_bytes / math.log(2)
-        outcome = dataclasses.replace(outcome, valid_extras={"bits_per_byte": bits})
+    outcome = _with_bits_per_byte(outcome, data)
     summary = plan(cfg, model, data)
     card = summary | {"recipe": to_dict(cfg)}
     if "installed" in cfg.data.corpora:
         card["installed_packages"] = permissive_distributions()
-    params = placement.host(outcome.params)
-    return summary | export(cfg.run, model, params, tokenizer, outcome, card)
+    params = placement.to_host(outcome.params)
+    return summary | export(cfg.run, model, params, setup.tokenizer, outcome, card)
+
+
+def _with_bits_per_byte(outcome: RunResult, data: Corpus) -> RunResult:
+    """The outcome with the held-out loss in bits per byte, which compares across tokenizers."""
+    if outcome.valid_loss is None:
+        return outcome
+    # The loss is in nats per token.
+    bits = outcome.valid_loss * held_out_tokens(data) / data.valid_bytes / math.log(2)
+    return dataclasses.replace(outcome, valid_extras={"bits_per_byte": bits})
 
 
 def useful_operations(cfg: LMConfig, model: ModelConfig) -> float:
-    """Of a step, per token: forward and backward, and a teacher's forward pass."""
+    """FLOPs per token of a step: forward and backward, and a teacher's forward pass."""
     length = cfg.data.seq_len
-    taught = load_config(Path(cfg.distill.teacher)) if cfg.distill.teacher else None
-    teacher = causal_operations(taught, length) if taught else 0.0
-    return 3 * causal_operations(model, length) + teacher
+    # The backward pass takes twice the FLOPs of the forward pass.
+    operations = 3 * causal_operations(model, length)
+    if cfg.distill.teacher:
+        operations += causal_operations(load_config(Path(cfg.distill.teacher)), length)
+    return operations
 
 
 def plan(cfg: LMConfig, model: ModelConfig, data: Corpus) -> dict[str, Any]:
-    """What the run will do, in numbers; memory counts params, gradients and two moments."""
+    """What the run will do, in numbers."""
     tokens = cfg.optim.batch_size * cfg.optim.accumulate * cfg.data.seq_len
-    there = train_tokens(data)
+    epoch = train_tokens(data)
     return {
         "parameters": num_params(model),
         "vocab_size": model.vocab_size,
-        "train_tokens": there,
+        "train_tokens": epoch,
         "held_out_tokens": held_out_tokens(data),
         "tokens_per_step": tokens,
         "steps": cfg.optim.total_steps,
-        "epochs": round(tokens * cfg.optim.total_steps / max(1, there), 2),
+        "epochs": round(tokens * cfg.optim.total_steps / max(1, epoch), 2),
+        # Params, gradients and two moments, each of four bytes.
         "state_megabytes": round(16 * num_params(model) / 1e6, 1),
     }

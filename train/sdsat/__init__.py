@@ -1,1 +1,1 @@
-"""Tune a model to draft for itself."""
+"""SDSAT: fine-tune a model to draft for itself."""

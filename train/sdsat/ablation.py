@@ -1,4 +1,4 @@
-"""The ablation's work: the variants' runs, then a table and a figure of what is finished."""
+"""The work of ``train.ablation``: run the variants, then make a table and a figure of them."""
 
 from __future__ import annotations
 
@@ -14,37 +14,47 @@ from specjax._util.files import aside, markdown_table, write_text
 from train.config import SDSATConfig, from_toml, to_dict
 from train.engine.loop import METRICS
 from train.engine.metrics import read_metrics
-from train.engine.program import finish
+from train.engine.program import run_and_print
 from train.sdsat import training as sdsat
 from train.sdsat.variants import CONTINUED, VARIANTS
 
-CARD = Path("export", "card.json")  # written last: what has one is finished
-FIGURES = {"clean_tokens_per_step", "steps", "compute_against_improved"} | {
-    f"held_out_{name}" for name in ("clean_loss", "acceptance", "accepted")
-}  # of a card, that the report shows
+CARD = Path("export", "card.json")  # written last: a run that has one is finished
+# The entries of a card that the report shows.
+FIGURES = {
+    "clean_tokens_per_step",
+    "steps",
+    "compute_against_improved",
+    "held_out_clean_loss",
+    "held_out_acceptance",
+    "held_out_accepted",
+}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs what is missing, then writes ablation.json, .md and .png; returns the exit code."""
-    return finish("train.ablation", lambda: compare(args.config, args.set, args.only))
+    """Runs missing variants, then writes ablation.json, .md and .png; returns the exit code."""
+    return run_and_print("train.ablation", lambda: compare(args.config, args.set, args.only))
 
 
 def compare(config: str, overrides: Sequence[str], only: str | None) -> None:
-    """Runs the variants ``only`` names (all when None) and reports all that are finished.
+    """Runs the variants that ``only`` names (all if None), and reports all that are finished.
 
-    Nothing is reported where a signal stops one of them, after saving.
+    If a signal stops a variant (after saving), the others do not run and nothing is reported.
     """
     names = only.split(",") if only else list(VARIANTS)
-    if unknown := [name for name in names if name not in VARIANTS]:
-        raise InputError(f"--only {unknown[0]}: expected some of {', '.join(VARIANTS)}")
+    for name in names:
+        if name not in VARIANTS:
+            raise InputError(f"--only {name}: expected some of {', '.join(VARIANTS)}")
+
     home = Path(from_toml(SDSATConfig, config, overrides).run.dir)
-    if all(run_variant(config, overrides, home, name) for name in names):
-        done = [home / name for name in VARIANTS if (home / name / CARD).exists()]
-        write(home, [read_variant(directory) for directory in done])
+    for name in names:
+        if not run_variant(config, overrides, home, name):
+            return
+    finished = [home / name for name in VARIANTS if (home / name / CARD).exists()]
+    write_report(home, [read_variant(directory) for directory in finished])
 
 
 def run_variant(config: str, overrides: Sequence[str], home: Path, name: str) -> bool:
-    """Starts the variant, or goes on with it; returns whether it is finished.
+    """Starts or resumes the variant; returns whether it is finished.
 
     Raises:
       InputError: it was started with other settings.
@@ -55,14 +65,15 @@ def run_variant(config: str, overrides: Sequence[str], home: Path, name: str) ->
         _check_recipe(directory, to_dict(cfg))
         return True
     print(f"train.ablation: {name}", file=sys.stderr)
-    resume = (directory / "metrics.jsonl").exists()
+    resume = (directory / METRICS).exists()
     return sdsat.main(cfg, resume=resume, dry_run=False)["finished"]
 
 
 def _check_recipe(directory: Path, now: dict[str, Any]) -> None:
+    """Raises InputError if a finished run was made with other settings than ``now``."""
     for section, values in _read_card(directory)["recipe"].items():
         for key, value in values.items():
-            # A key that is newer than the run had no say in it.
+            # Keys that are newer than the run are not in its recipe, and not compared.
             if now[section].get(key) != value:
                 raise InputError(
                     f"{directory} was made with another {section}.{key}: choose another "
@@ -77,14 +88,17 @@ def _read_card(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         card = None
     if not isinstance(card, dict) or not FIGURES | {"recipe"} <= card.keys():
-        raise InputError(f"{path} is no card of a finished run: remove it, and the run goes on")
+        raise InputError(
+            f"{path} is not the card of a finished run: remove it, and the run goes on"
+        )
     return card
 
 
 def read_variant(directory: Path) -> dict[str, Any]:
-    """A finished variant's figures: those of its card, and the held-out curve."""
-    card, lines = _read_card(directory), read_metrics(directory / METRICS)
-    curve = [(line["step"], line["valid_clean_loss"]) for line in lines if "valid_loss" in line]
+    """A finished variant's figures from its card, and its held-out curve."""
+    card = _read_card(directory)
+    records = read_metrics(directory / METRICS)
+    curve = [(r["step"], r["valid_clean_loss"]) for r in records if "valid_loss" in r]
     return {
         "variant": directory.name,
         "clean_tokens": card["clean_tokens_per_step"] * card["steps"],
@@ -97,8 +111,8 @@ def read_variant(directory: Path) -> dict[str, Any]:
     }
 
 
-def write(home: Path, rows: list[dict[str, Any]]) -> None:
-    """The report's files; the figure where matplotlib is there."""
+def write_report(home: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes the report's files; without matplotlib, all but the figure."""
     write_text(home / "ablation.json", json.dumps(rows, indent=1) + "\n")
     text = markdown(rows)
     write_text(home / "ablation.md", text)
@@ -113,7 +127,7 @@ def write(home: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """One line per variant; losses beside that of continued training without adaptive tokens."""
+    """One line per variant; losses also relative to training without adaptive tokens."""
     base = next((row["clean_loss"] for row in rows if row["variant"] == CONTINUED), None)
     head = (
         "variant",
@@ -148,11 +162,16 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
 
     figure, (losses, places) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for number, row in enumerate(rows):
-        look = {"color": plt.colormaps["tab20"](number), "label": row["variant"]}
-        drafts, shares = row["variant"] != CONTINUED, row["acceptance"]
-        losses.plot(*zip(*row["curve"], strict=True), "-" if drafts else "--", **look)
-        if drafts:
-            places.plot(range(1, len(shares) + 1), shares, "o-", **look)
+        name = row["variant"]
+        shares = row["acceptance"]
+        color = plt.colormaps["tab20"](number)
+        steps = [step for step, _ in row["curve"]]
+        curve = [loss for _, loss in row["curve"]]
+        if name == CONTINUED:  # it has no adaptive tokens that could draft
+            losses.plot(steps, curve, "--", color=color, label=name)
+        else:
+            losses.plot(steps, curve, "-", color=color, label=name)
+            places.plot(range(1, len(shares) + 1), shares, "o-", color=color, label=name)
     losses.set(xlabel="step", ylabel="held-out clean loss, nats per token")
     places.set(xlabel="adaptive place", ylabel="windows that agree up to here")
     places.xaxis.get_major_locator().set_params(integer=True)

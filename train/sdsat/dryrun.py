@@ -1,10 +1,10 @@
 """``train.sdsat --dry-run``: whether a recipe fits its devices, without weights or devices.
 
-The step is compiled for the devices that are here, or where the recipe names others, in a
-process of its own: for a TPU topology where libtpu is installed (it compiles without any TPU),
-else for as many simulated CPU devices, whose memory is an upper estimate.
+The step is compiled for the devices that are here. If the recipe names other devices, it is
+compiled in another process. That process compiles for a TPU topology if libtpu is installed (which
+needs no TPU), otherwise for simulated CPU devices, whose memory is an upper estimate.
 
-python -m train.sdsat.dryrun < CONFIG.json    is that process; it prints one object.
+python -m train.sdsat.dryrun < CONFIG.json    is that process; it prints one JSON object.
 """
 
 from __future__ import annotations
@@ -34,30 +34,35 @@ from train.engine.placement import make_placement
 from train.sdsat import memory
 from train.sdsat.losses import sdsat_loss, weigh
 from train.sdsat.memory import GIB, Compiled, Parts
-from train.sdsat.prepare import SdsatRun, prepare_setup, transforms
+from train.sdsat.prepare import SdsatSetup, prepare_setup, transforms
 
 SIMULATED = "simulated CPU devices: an upper estimate"
-_TOO_LARGE = "RESOURCE_EXHAUSTED"  # how the TPU compiler says that a step does not fit
+_TOO_LARGE = "RESOURCE_EXHAUSTED"  # the TPU compiler's word for a step that does not fit
 
 
-def needed_memory(cfg: SDSATConfig, setup: SdsatRun) -> dict[str, Any]:
-    """Bytes per device, by hand and by the compiler, and whether they fit.
+def needed_memory(cfg: SDSATConfig, setup: SdsatSetup) -> dict[str, Any]:
+    """GiB per device, as estimated and as the compiler says, and whether the step fits.
 
     Raises:
-      InputError: the rows or the copies do not divide among the devices.
+      InputError: the rows, or the copies of the params, do not divide among the devices.
     """
     devices = device_count(cfg)
-    elsewhere = cfg.mesh.topology or devices != jax.device_count()
-    compiled = _in_a_process(cfg, devices) if elsewhere else compile_here(cfg, setup)
+    if cfg.mesh.topology or devices != jax.device_count():
+        compiled = _compile_in_a_process(cfg, devices)
+    else:
+        compiled = compile_here(cfg, setup)
+
     parts = step_parts(cfg, setup, setup.model)
-    how = (cfg.model.compute_dtype, cfg.model.remat)
-    by_hand = memory.estimate(setup.model, parts, cfg.mesh.fsdp, devices, *how)
-    by_hand["total"] = sum(by_hand.values())
-    table = {name: round(size / GIB, 3) for name, size in by_hand.items()}
+    dtype = cfg.model.compute_dtype
+    estimate = memory.estimate(setup.model, parts, cfg.mesh.fsdp, devices, dtype, cfg.model.remat)
+    estimate["total"] = sum(estimate.values())
+    table = {name: round(size / GIB, 3) for name, size in estimate.items()}
+
     needed = compiled.get("gib_compiled") or table["total"]
     if cfg.sdsat.decode_prompts:
-        evaluated = memory.evaluation(setup.model, parts, cfg.mesh.fsdp, how[0]) / GIB
-        needed, compiled["gib_evaluation"] = max(needed, evaluated), round(evaluated, 3)
+        evaluation = memory.evaluation(setup.model, parts, cfg.mesh.fsdp, dtype) / GIB
+        needed = max(needed, evaluation)
+        compiled["gib_evaluation"] = round(evaluation, 3)
     capacity = cfg.mesh.memory_gib or compiled.pop("gib_of_device", None)
     needs = {"devices": devices, "gib_by_hand": table, **compiled}
     if capacity:
@@ -69,11 +74,13 @@ def needed_memory(cfg: SDSATConfig, setup: SdsatRun) -> dict[str, Any]:
 
 
 def lighter(cfg: SDSATConfig, model: ModelConfig, devices: int) -> list[str]:
-    """Settings of which each takes less memory, first those that cost a step least."""
-    optim, full = cfg.optim, cfg.model.train == "full"
+    """Settings that take less memory, each by itself; those that slow a step least come first."""
+    optim = cfg.optim
+    full = cfg.model.train == "full"
     factored = optim.optimizer == "adafactor"
     smaller = f"optim.batch_size={devices} with a larger optim.accumulate"
-    ways = {
+    # Setting: whether the config could still change to it.
+    possible = {
         "model.scan=true": not cfg.model.scan and model.num_layers > memory.DEEPEST,
         'model.compute_dtype="bfloat16"': cfg.model.compute_dtype != "bfloat16",
         f"mesh.fsdp={devices}": cfg.mesh.fsdp < devices,
@@ -85,14 +92,14 @@ def lighter(cfg: SDSATConfig, model: ModelConfig, devices: int) -> list[str]:
         'optim.optimizer="adafactor"': full and not factored,
         'model.train="gated-lora"': full,
     }
-    return [*(way for way, unused in ways.items() if unused), "more devices"]
+    return [*(setting for setting, unused in possible.items() if unused), "more devices"]
 
 
 def device_count(cfg: SDSATConfig) -> int:
-    """Of the topology, or as the config says, or those that are here.
+    """The number of devices: of the topology, or as the config says, or those that are here.
 
     Raises:
-      InputError: the topology is of another form.
+      InputError: the topology has another form.
     """
     if not cfg.mesh.topology:
         return cfg.mesh.devices or jax.device_count()
@@ -106,16 +113,18 @@ def device_count(cfg: SDSATConfig) -> int:
 
 
 def step_parts(
-    cfg: SDSATConfig, setup: SdsatRun, model: ModelConfig, rows: NamedSharding | None = None
+    cfg: SDSATConfig, setup: SdsatSetup, model: ModelConfig, rows: NamedSharding | None = None
 ) -> Parts:
     """The config's step as shapes, for ``model``: the setup's, or a shallow copy of it.
 
-    ``rows``: where those of a batch lie, on several devices.
+    Args:
+      rows: the sharding of a batch's rows; None: on one device.
     """
     trainable, frozen = jax.eval_shape(setup.tuning.split, param_shapes(model))
+    # A row of zeros, laid out as the loss needs it: only its shapes count.
     blank = np.zeros(cfg.data.seq_len, np.int32)
     row = dict.fromkeys(("tokens", "labels", "segments", "positions"), blank)
-    row = transforms(cfg, setup.insertion)[0](row, 0)
+    row = transforms(cfg, setup.insertion).training(row, 0)
     lead = (cfg.optim.accumulate, cfg.optim.batch_size)
     return Parts(
         loss=setup.tuning.over_trained(sdsat_loss(model, setup.objective, rows)),
@@ -128,13 +137,12 @@ def step_parts(
     )
 
 
-def compile_here(cfg: SDSATConfig, setup: SdsatRun, devices: list | None = None) -> dict[str, Any]:
-    """The compiler's account for ``devices``, by default those of this process."""
+def compile_here(
+    cfg: SDSATConfig, setup: SdsatSetup, devices: list | None = None
+) -> dict[str, Any]:
+    """What the compiler says for ``devices``, by default those of this process."""
     placement = make_placement(cfg.mesh.fsdp, cfg.optim.batch_size, devices)
-    first = (devices or jax.devices())[0]
-    limit = (first.memory_stats() or {}).get("bytes_limit") if devices is None else None
-    capacity = limit / GIB if limit else memory.DEVICE_GIB.get(first.device_kind)
-    about = {"compiled_for": first.device_kind} | ({"gib_of_device": capacity} if capacity else {})
+    about = _describe_device(devices)
 
     def compile_at(model: ModelConfig) -> Compiled:
         parts = step_parts(cfg, setup, model, placement.row_sharding(0))
@@ -155,12 +163,26 @@ def compile_here(cfg: SDSATConfig, setup: SdsatRun, devices: list | None = None)
     }
 
 
-def _in_a_process(cfg: SDSATConfig, devices: int) -> dict[str, Any]:
+def _describe_device(devices: list | None) -> dict[str, Any]:
+    """The kind of the devices, and the memory of one of them if it is known."""
+    first = (devices or jax.devices())[0]
+    limit = None
+    if devices is None:  # devices of a topology have no memory to ask
+        limit = (first.memory_stats() or {}).get("bytes_limit")
+    capacity = limit / GIB if limit else memory.DEVICE_GIB.get(first.device_kind)
+
+    about = {"compiled_for": first.device_kind}
+    if capacity:
+        about["gib_of_device"] = capacity
+    return about
+
+
+def _compile_in_a_process(cfg: SDSATConfig, devices: int) -> dict[str, Any]:
     """:func:`compile_here` for devices that this process does not have."""
     settings = {"JAX_PLATFORMS": "cpu"}
     for_tpus = bool(cfg.mesh.topology) and importlib.util.find_spec("libtpu") is not None
     if for_tpus:
-        # No TPU is asked for: without these libtpu looks for one on the network.
+        # Without these, libtpu looks for a TPU on the network.
         settings |= {
             "TPU_SKIP_MDS_QUERY": "1",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -186,30 +208,33 @@ def _in_a_process(cfg: SDSATConfig, devices: int) -> dict[str, Any]:
             f"--dry-run: the step could not be compiled for {devices} devices ({last})"
         )
     compiled = json.loads(done.stdout.splitlines()[-1])
-    return compiled if for_tpus else compiled | {"compiled_for": SIMULATED}
+    if not for_tpus:
+        compiled["compiled_for"] = SIMULATED
+    return compiled
 
 
 def main() -> int:
-    """Reads a config from standard input and prints :func:`compile_here`'s answer."""
+    """Reads a config from standard input and prints the result of :func:`compile_here`."""
     Parser("train.sdsat.dryrun", __doc__).parse_args()
     try:
         cfg = from_dict(SDSATConfig, json.load(sys.stdin))
-        if cfg.mesh.topology:  # models choose by the backend: the one compiled for
+        if cfg.mesh.topology:
+            # Models choose kernels by the default backend: here the one that is compiled for.
             jax.default_backend = lambda: "tpu"
         print(json.dumps(compile_here(cfg, prepare_setup(cfg), _topology(cfg))))
     except SpecjaxError as error:
-        print(error, file=sys.stderr)  # for the process that asked, which says who speaks
+        print(error, file=sys.stderr)  # the parent process adds the program's name
         return BAD_INPUT
     return 0
 
 
 def _topology(cfg: SDSATConfig) -> list | None:
-    """The devices of the config's topology; None where it names none."""
+    """The devices of the config's topology; None if it names none."""
     if not cfg.mesh.topology:
         return None
     try:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=cfg.mesh.topology)
-    except Exception as error:  # whatever libtpu raises
+    except Exception as error:  # libtpu raises errors of several types
         first = str(error).strip().splitlines()[0]
         raise InputError(
             f"mesh.topology={cfg.mesh.topology!r}: libtpu does not know it ({first}); "

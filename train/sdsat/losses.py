@@ -1,25 +1,30 @@
-"""SDSAT's losses (ALGORITHMS.md §12; paper §2.2, Appendix A), as functions of a batch.
+"""SDSAT's losses (ALGORITHMS.md §12; arXiv 2403.18647, §2.2 and Appendix A), for a batch.
 
-``basic`` trains on the mixed sequence alone; ``improved`` (the paper's) on the clean and the
-mixed one; ``isolated`` (ours) on the clean one and windows behind it that nothing else sees.
-The last two are ½ (mean over clean tokens + w · mean over adaptive tokens); equation (9)
-multiplies a scalar by a mask and does not say over what its second mean runs.
+The clean sequence is the text. In the mixed sequence, adaptive tokens replace windows of it.
 
-Axes: B rows, T tokens, A appended slots, W windows, k tokens of one, D hidden size, V vocabulary.
+``basic``: cross-entropy on the mixed sequence alone, all tokens with equal weight.
+``improved``: the paper's, on the clean and on the mixed sequence.
+``isolated``: ours, on the clean sequence and on windows appended to it that only they can see.
+
+The last two are ½ · (mean over clean tokens + w · mean over adaptive tokens). Equation (9)
+multiplies a scalar by a mask and does not say which tokens its second mean counts. Here it counts
+the adaptive ones.
+
+Axes: B rows, T tokens, N adaptive tokens of a row, W windows, k tokens of a window, D hidden size,
+V vocabulary, n tokens of a chunk.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
-from specjax.models import ModelConfig
+from specjax.models import ModelConfig, hidden_states
 from specjax.models.attention.dense import Isolated
 from specjax.models.blocks import Remat
 from train.data.packing import IGNORE
@@ -27,31 +32,42 @@ from train.engine.loop import Extras, LossFn
 from train.engine.losses import (
     OutputHead,
     cast,
-    hidden_of,
     label_count,
     nll,
+    row_arguments,
     sum_over_chunks,
     summed_kl,
 )
 
-# Hidden states of (the clean stream [B, T, D], the adaptive tokens [B, N, D], and the clean
-# stream where it predicts the same label as each of those [B, N, D]).
-Streams = tuple[Array, Array, Array]
+
+class Streams(NamedTuple):
+    """Hidden states of a batch, after the forward pass of one of the losses.
+
+    Attributes:
+      clean: at the tokens of the clean sequence.
+      adaptive: at the adaptive tokens (N), or at all tokens of the mixed sequence (N = T).
+      teacher: at the clean tokens that predict the same labels as ``adaptive``.
+    """
+
+    clean: Float[Array, "B T D"]
+    adaptive: Float[Array, "B N D"]
+    teacher: Float[Array, "B N D"]
 
 
 @dataclasses.dataclass(frozen=True)
 class SdsatObjective:
-    """What is minimised.
+    """What is minimized.
 
     Attributes:
       loss: ``basic``, ``improved`` or ``isolated``.
-      window: L, the adaptive places that are logged apart.
-      self_share: weight of KL(own clean distribution ‖ adaptive one); the rest of the adaptive
-        loss is cross-entropy on the data. 0: ``data``; 1: ``self``; between: ``mix``.
+      window: L, the number of places in a window that are logged separately.
+      self_share: weight of KL(clean distribution ‖ adaptive distribution), both of the model
+        itself; the rest of the adaptive loss is cross-entropy on the data. 0 is the config's
+        ``data``, 1 is ``self``, between them is ``mix``.
       weight: w, of the adaptive mean.
-      dtype: the forward pass's; params and their gradients stay as they are.
+      dtype: of the forward pass; params and their gradients keep theirs.
       remat: recompute each block in the backward pass: False, True, or ``attention``.
-      scan: compile one block and scan the layers.
+      scan: compile one block and scan over the layers.
     """
 
     loss: str
@@ -62,34 +78,32 @@ class SdsatObjective:
     remat: Remat = False
     scan: bool = False
 
-    @property
-    def passes(self) -> dict[str, Remat]:
-        """How :func:`specjax.models.hidden_states` runs its blocks."""
-        return {"remat": self.remat, "scan": self.scan}
-
 
 def sdsat_loss(
     cfg: ModelConfig, objective: SdsatObjective, rows: NamedSharding | None = None
 ) -> LossFn:
-    """The training loss; its batches are :func:`weigh`-ed and laid out for ``objective.loss``.
+    """The training loss: a function (params, frozen, batch) -> (sum, token count, extras).
 
-    ``rows``: where those of a batch lie, on several devices.
+    Its batches are laid out for ``objective.loss`` (:mod:`train.sdsat.insertion`), and have the
+    ``ratio`` of :func:`weigh`.
 
-    Logged beside it: ``clean_loss`` and ``adaptive_loss`` in nats per token, and per place in
-    the window ``adaptive_accuracy`` against the data and, with self targets,
-    ``adaptive_agreement`` with the clean argmax.
+    Args:
+      rows: the sharding of a batch's rows; None: on one device.
+
+    Logged with it: ``clean_loss`` and ``adaptive_loss`` in nats per token. For each place in the
+    window: ``adaptive_accuracy`` against the data and, with self targets, ``adaptive_agreement``
+    with the argmax of the clean sequence.
     """
-    isolated = functools.partial(isolated_streams, longest=objective.window)
-    streams = {"basic": _mixed, "improved": _clean_and_mixed, "isolated": isolated}
 
     def loss(params, frozen, batch):
         params = cast(params, objective.dtype)
-        hidden = streams[objective.loss](cfg, params, batch, **objective.passes, rows=rows)
+        streams = _forward(cfg, objective, params, batch, rows)
         head = OutputHead.of(cfg, params, rows)
-        nats, count, adaptive, extras = _sums(objective, head, hidden, batch)
-        if objective.loss == "basic":  # every token of the mixed sequence alike
+        nats, count, adaptive, extras = _sums(objective, head, streams, batch)
+        if objective.loss == "basic":
             return nats + adaptive["loss"], count + adaptive["count"], extras
-        # The two means, times the clean count that the step divides by.
+        # The step divides by the clean count. ``ratio`` is clean over adaptive tokens of the whole
+        # step, so it turns the adaptive sum into a mean of its own.
         total = 0.5 * (nats + objective.weight * batch["ratio"] * adaptive["loss"])
         return total, count, extras
 
@@ -104,7 +118,7 @@ def weigh(objective: SdsatObjective, batches: dict) -> dict:
 
 
 def split_labels(loss: str, batch: dict) -> tuple[Int[Array, "*a T"], Int[Array, "*a N"]]:
-    """(labels of the clean mean, labels of the adaptive mean): the rest of either is IGNORE."""
+    """(labels of the clean mean, labels of the adaptive mean); all other labels are IGNORE."""
     labels = batch["labels"]
     if loss == "isolated":
         tokens = labels.shape[-1] - batch["sources"].shape[-1]
@@ -115,47 +129,81 @@ def split_labels(loss: str, batch: dict) -> tuple[Int[Array, "*a T"], Int[Array,
     return jnp.where(batch["index"] > 0, IGNORE, labels), adaptive
 
 
-def _mixed(cfg: ModelConfig, params: dict, batch: dict, **how: Any) -> Streams:
-    """The mixed sequence alone, which is clean and adaptive by turns."""
-    hidden = hidden_of(cfg, params, batch | {"tokens": batch["mixed"]}, **how)
-    return hidden, hidden, hidden
+def _forward(
+    cfg: ModelConfig,
+    objective: SdsatObjective,
+    params: dict,
+    batch: dict,
+    rows: NamedSharding | None,
+) -> Streams:
+    """The forward pass of ``objective.loss``."""
+    remat = objective.remat
+    scan = objective.scan
+    if objective.loss == "isolated":
+        return isolated_streams(cfg, params, batch, objective.window, remat, scan, rows)
 
+    if objective.loss == "basic":
+        mixed = batch | {"tokens": batch["mixed"]}
+        arguments = row_arguments(mixed)
+        hidden = hidden_states(cfg, params, *arguments, remat=remat, scan=scan, rows=rows).hidden
+        return Streams(hidden, hidden, hidden)
 
-def _clean_and_mixed(cfg: ModelConfig, params: dict, batch: dict, **how: Any) -> Streams:
-    """The clean and the mixed sequence, as rows of one batch, side by side on one device."""
-    twice = {"tokens": "mixed", "positions": "positions", "segments": "segments"}
-    pairs = {name: jnp.stack([batch[name], batch[other]], 1) for name, other in twice.items()}
+    # improved: each row's clean and mixed sequence are neighbors in one batch of 2 B rows, so
+    # that they are on the same device.
+    pairs = {
+        "tokens": jnp.stack([batch["tokens"], batch["mixed"]], 1),
+        "positions": jnp.stack([batch["positions"], batch["positions"]], 1),
+        "segments": jnp.stack([batch["segments"], batch["segments"]], 1),
+    }
     both = {name: x.reshape(-1, x.shape[-1]) for name, x in pairs.items()}
-    hidden = hidden_of(cfg, params, both, **how).reshape(*pairs["tokens"].shape, -1)
-    clean, mixed = hidden[:, 0], hidden[:, 1]
-    return clean, mixed, clean
+    arguments = row_arguments(both)
+    hidden = hidden_states(cfg, params, *arguments, remat=remat, scan=scan, rows=rows).hidden
+    hidden = hidden.reshape(*pairs["tokens"].shape, -1)
+    clean = hidden[:, 0]
+    mixed = hidden[:, 1]
+    return Streams(clean, mixed, clean)
 
 
 def isolated_streams(
-    cfg: ModelConfig, params: dict, batch: dict, longest: int = 0, **how: Any
+    cfg: ModelConfig,
+    params: dict,
+    batch: dict,
+    longest: int = 0,
+    remat: Remat = False,
+    scan: bool = False,
+    rows: NamedSharding | None = None,
 ) -> Streams:
-    """The clean sequence once, and the windows that only they themselves see.
+    """The forward pass of the isolated layout: one pass over the clean row and its windows.
 
-    The rows are laid out by ``append_windows``, whose windows have ``longest`` tokens at most, if
-    that is known; ``how`` as :meth:`SdsatObjective.passes`.
+    Args:
+      batch: rows as :func:`train.sdsat.insertion.append_windows` lays them out.
+      longest: the most tokens of a window; 0: not known.
+      remat, scan, rows: as :func:`specjax.models.hidden_states` takes them.
     """
-    meta = {name: batch[name] for name in ("windows", "starts")}
-    count = batch["tokens"].shape[1] - batch["sources"].shape[1]
-    mask = Isolated(clean=count, longest=longest)
-    hidden = hidden_of(cfg, params, batch, mask_fn=mask, meta=meta, **how)
-    clean, windows = jnp.split(hidden, [count], axis=1)
-    return clean, windows, jnp.take_along_axis(clean, batch["sources"][..., None], axis=1)
+    clean_tokens = batch["tokens"].shape[1] - batch["sources"].shape[1]
+    hidden = hidden_states(
+        cfg,
+        params,
+        *row_arguments(batch),
+        mask_fn=Isolated(clean=clean_tokens, longest=longest),
+        meta={"windows": batch["windows"], "starts": batch["starts"]},
+        remat=remat,
+        scan=scan,
+        rows=rows,
+    ).hidden
+    clean, windows = jnp.split(hidden, [clean_tokens], axis=1)
+    teacher = jnp.take_along_axis(clean, batch["sources"][..., None], axis=1)
+    return Streams(clean, windows, teacher)
 
 
 def _sums(
     objective: SdsatObjective, head: OutputHead, streams: Streams, batch: dict
 ) -> tuple[Array, Array, dict[str, Array], Extras]:
     """(clean nats, clean count, :func:`adaptive_sums`, what is logged)."""
-    clean, adaptive, own = streams
     clean_labels, labels = split_labels(objective.loss, batch)
     index = batch["index"][:, -labels.shape[1] :]
-    nats, count = head.cross_entropy(clean, clean_labels)
-    sums = adaptive_sums(objective, head, adaptive, own, labels, index)
+    nats, count = head.cross_entropy(streams.clean, clean_labels)
+    sums = adaptive_sums(objective, head, streams.adaptive, streams.teacher, labels, index)
     extras = {
         "clean_loss": (nats, count),
         "adaptive_loss": (sums["loss"], sums["count"]),
@@ -174,29 +222,41 @@ def adaptive_sums(
     labels: Int[Array, "B N"],
     index: Int[Array, "B N"],
 ) -> dict[str, Array]:
-    """Sums over adaptive tokens: the loss, the count, and per place the hits.
+    """Sums over the adaptive tokens.
 
-    ``teacher`` are hidden states of the same model that get no gradient; they are unread, and
-    dropped by the compiler, where the objective has no self targets.
+    Args:
+      hidden: of the adaptive tokens.
+      teacher: of the clean tokens that predict the same labels, in the same model; no gradient.
+        Without self targets nothing reads it, and the compiler drops it.
+      labels: the next tokens of the data; IGNORE: not adaptive, or nothing to predict.
+      index: the place in the window, from 1.
+
+    Returns:
+      ``loss`` in nats and ``count``, scalars. Per place in the window ``[L]``: ``places``, the
+      number of tokens; ``hits``, how often the argmax is the label; ``agreed`` (with self
+      targets), how often it is the argmax of the teacher.
     """
     share = objective.self_share
 
     def sums(head, hidden, teacher, index, labels):
-        student, real = head.logits(hidden), labels != IGNORE
+        logits = head.logits(hidden)
+        real = labels != IGNORE
         places = jax.nn.one_hot(index - 1, objective.window) * real[:, None]
-        guess = jnp.argmax(student, axis=-1)
+        guess = jnp.argmax(logits, axis=-1)
         out = {
-            "loss": (1 - share) * nll(student, labels),
+            "loss": (1 - share) * nll(logits, labels),
             "count": jnp.sum(real).astype(jnp.float32),
             "places": places.sum(0),
             "hits": ((guess == labels)[:, None] * places).sum(0),
         }
         if share:
-            own = jax.lax.stop_gradient(head.logits(teacher))
-            out["loss"] += share * summed_kl(own, student, labels)
-            out["agreed"] = ((guess == jnp.argmax(own, axis=-1))[:, None] * places).sum(0)
+            teacher_logits = jax.lax.stop_gradient(head.logits(teacher))
+            same = guess == jnp.argmax(teacher_logits, axis=-1)
+            out["loss"] += share * summed_kl(teacher_logits, logits, labels)
+            out["agreed"] = (same[:, None] * places).sum(0)
         return out
 
+    # Self-distillation must not pull the clean distribution towards the adaptive one.
     inputs = (hidden, jax.lax.stop_gradient(teacher), index)
     return sum_over_chunks(sums, head, inputs, labels, rows=head.rows)
 
@@ -204,12 +264,18 @@ def adaptive_sums(
 def probe_loss(
     cfg: ModelConfig, length: int, dtype: str = "float32", rows: NamedSharding | None = None
 ) -> LossFn:
-    """The clean loss, and how well windows of ``length`` draft, on ``probe_row`` batches.
+    """The held-out loss: the clean loss, and how well windows of ``length`` tokens draft.
 
-    Extras beside the training loss's: ``acceptance`` ``[length]``, the share of windows whose
-    places 1..i all agree with the clean argmax; ``accepted``, the mean number of those places;
-    ``adaptive_loss`` is against the data. The clean argmax is taken along the data, not along
-    the model's own continuation: the figures stand in for greedy decoding's.
+    Its batches are laid out by :func:`train.sdsat.insertion.probe_row`.
+
+    Extras, besides those of the training loss:
+      ``acceptance`` ``[length]``: the share of windows whose places 1..i all agree with the argmax
+        of the clean sequence.
+      ``accepted``: the mean number of such places.
+      ``adaptive_loss``: here against the data.
+
+    The clean argmax is taken along the data, not along the model's own continuation. So these
+    figures only approximate the acceptance rate of greedy decoding.
     """
 
     def loss(params, frozen, batch):
@@ -218,17 +284,18 @@ def probe_loss(
         head = OutputHead.of(cfg, params, rows)
         objective = SdsatObjective("isolated", length, self_share=1.0)
         total, count, _, extras = _sums(objective, head, streams, batch)
-        _, windows, own = streams
-        agree = head.argmax(windows) == head.argmax(own)
+
+        agree = head.argmax(streams.adaptive) == head.argmax(streams.teacher)
         labels = split_labels("isolated", batch)[1]
-        # Of each window, 0 or 1: whether all of it is there, and whether places 1..i all agree.
-        windowed = (len(labels), -1, length)
-        whole = (labels != IGNORE).reshape(windowed).all(-1).astype(jnp.float32)
-        run = jnp.cumprod(agree.reshape(windowed), axis=-1) * whole[..., None]
+        by_window = (len(labels), -1, length)  # [B, W, length]
+        # Windows that are cut off do not count.
+        complete = (labels != IGNORE).reshape(by_window).all(-1).astype(jnp.float32)
+        accepted = jnp.cumprod(agree.reshape(by_window), axis=-1) * complete[..., None]
+        windows = complete.sum()
         extras |= {
-            "adaptive_loss": head.cross_entropy(windows, labels),
-            "acceptance": (run.sum((0, 1)), jnp.broadcast_to(whole.sum(), (length,))),
-            "accepted": (run.sum(), whole.sum()),
+            "adaptive_loss": head.cross_entropy(streams.adaptive, labels),
+            "acceptance": (accepted.sum((0, 1)), jnp.broadcast_to(windows, (length,))),
+            "accepted": (accepted.sum(), windows),
         }
         return total, count, extras
 

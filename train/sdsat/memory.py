@@ -1,8 +1,8 @@
-"""What a training step needs, known before any weight is read: bytes per device.
+"""The memory of a training step in bytes per device, before any weight is read.
 
-Two answers stand side by side: a table worked out by hand, and the compiler's own account of
-the step at its real shapes, compiled ahead of time. Deep models are compiled at two small
-depths and extrapolated: every block takes the same.
+There are two answers: an estimate by formulas, and the compiler's account of the step at its real
+shapes, compiled ahead of time. Deep models are compiled at two small depths and extrapolated,
+because every block takes the same memory.
 
 Axes: B rows of a micro-batch, T tokens of a row.
 """
@@ -27,13 +27,13 @@ from train.engine.losses import CHUNK
 from train.engine.placement import Placement, shared_axis
 
 GIB = 2**30
-DEEPEST = 4  # blocks that are compiled as they are; deeper models are extrapolated
+DEEPEST = 4  # blocks; deeper models are extrapolated
 # HBM of one device in GiB, by JAX's name of its kind (vendors' data sheets).
 DEVICE_GIB = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32}
 
 
 class Parts(NamedTuple):
-    """A step, as shapes: everything that :func:`train.engine.loop.make_step` takes."""
+    """A step as shapes: everything that :func:`train.engine.loop.make_step` takes."""
 
     loss: LossFn
     optimizer: optax.GradientTransformation
@@ -41,13 +41,13 @@ class Parts(NamedTuple):
     trainable: Any  # trees of ShapeDtypeStruct
     frozen: Any
     batches: dict  # [accumulate, B, ...] each
-    sequences: int  # forward passes over a row: 2 where a clean and a mixed one run
+    sequences: int  # sequences per row in the forward pass: 2 for a clean and a mixed one
 
 
 class Compiled(NamedTuple):
     """The compiler's account of one step on one device, in bytes.
 
-    ``layers`` are the depths that were compiled; more than one where the result is extrapolated.
+    ``layers`` are the depths that were compiled; two if the result is extrapolated.
     """
 
     arguments: int  # params, optimizer state, batch
@@ -57,7 +57,7 @@ class Compiled(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Of the three parts."""
+        """(arguments, temporaries, fresh)."""
         return self[:3]
 
     @property
@@ -66,48 +66,52 @@ class Compiled(NamedTuple):
 
 
 def compile_step(parts: Parts, placement: Placement, layers: int) -> Compiled:
-    """What the step of a model with so many ``layers`` takes on the placement's devices."""
+    """The memory of a step on the placement's devices, for a model with this many ``layers``."""
     sizes = compiled_step(parts, placement).memory_analysis()
     fresh = max(0, sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
     return Compiled(sizes.argument_size_in_bytes, sizes.temp_size_in_bytes, fresh, (layers,))
 
 
 def compiled_step(parts: Parts, placement: Placement) -> jax.stages.Compiled:
-    """The step for the placement's devices; nothing is allocated on them."""
+    """The compiled step for the placement's devices; nothing is allocated on them."""
     state = jax.eval_shape(parts.optimizer.init, parts.trainable)
-    placed = placement.of_step(parts.trainable, state)
+    placed = placement.step_shardings(parts.trainable, state)
     step = make_step(parts.loss, parts.optimizer, parts.weigh, placed)
-    rows = jax.tree.map(lambda x: _at(x, placement.row_sharding(1)), parts.batches)
+    rows = jax.tree.map(lambda x: _with_sharding(x, placement.row_sharding(1)), parts.batches)
     trees = (parts.trainable, state, parts.frozen)
     if placed:
-        trees = jax.tree.map(_at, trees, placement.shardings(trees))
+        trees = jax.tree.map(_with_sharding, trees, placement.shardings(trees))
     return step.lower(*trees, rows).compile()
 
 
-def _at(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+def _with_sharding(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 def compile_deep(
     model: ModelConfig, compile_at: Callable[[ModelConfig], Compiled], scan: bool = False
 ) -> Compiled:
-    """``compile_at(model)``, or what two shallow copies of the model say about it.
+    """``compile_at(model)``, for deep models extrapolated from two shallow copies.
 
-    Layers that alternate (a pattern of sliding windows) count as one group. With ``scan`` one of
-    them is compiled for all, so the whole model takes no longer than a shallow one.
+    With ``scan`` one block is compiled for all, so the whole model compiles as fast as a shallow
+    one, and nothing is extrapolated.
     """
+    # Layers that alternate (a pattern of sliding windows) are one group.
     group = period(model.windows)
-    few, more = 2 * group, 3 * group
+    few = 2 * group
+    more = 3 * group
     if scan or model.num_layers <= max(DEEPEST, more) or model.num_layers % group:
         return compile_at(model)
-    low, high = (compile_at(shallow(model, count)) for count in (few, more))
+
+    low = compile_at(shallow(model, few))
+    high = compile_at(shallow(model, more))
     steps = (model.num_layers - few) / group
-    sizes = (round(a + steps * (b - a)) for a, b in zip(low.sizes, high.sizes, strict=True))
+    sizes = [round(a + steps * (b - a)) for a, b in zip(low.sizes, high.sizes, strict=True)]
     return Compiled(*sizes, (few, more))
 
 
 def shallow(model: ModelConfig, layers: int) -> ModelConfig:
-    """The model with its first ``layers`` blocks alone."""
+    """The model with its first ``layers`` blocks only."""
     slides = model.sliding_layers and model.sliding_layers[:layers]
     return dataclasses.replace(model, num_layers=layers, sliding_layers=slides)
 
@@ -115,42 +119,51 @@ def shallow(model: ModelConfig, layers: int) -> ModelConfig:
 def estimate(
     model: ModelConfig, parts: Parts, fsdp: int, devices: int, dtype: str, remat: Remat
 ) -> dict[str, int]:
-    """Bytes per device by what they are for; the sum is what the step needs, roughly.
+    """Bytes per device by purpose; their sum is roughly what the step needs.
 
     Args:
-      fsdp: devices that share one copy of the params; the rows are split over ``devices``.
-      dtype: the forward pass's.
+      fsdp: devices that share one copy of the params.
+      devices: devices that share the rows.
+      dtype: of the forward pass.
       remat: blocks are recomputed in the backward pass, so only their inputs are kept; with
-        ``attention`` what comes of a long sequence's attention, too.
+        ``attention`` also the attention outputs of long sequences.
     """
     item = jnp.dtype(dtype).itemsize
     trained = _shared(parts.trainable, fsdp)
     state = _shared(jax.eval_shape(parts.optimizer.init, parts.trainable), fsdp)
-    copied = 0 if dtype == "float32" else (trained + _shared(parts.frozen, fsdp)) * item // 4
+    frozen = _shared(parts.frozen, fsdp)
+    # The params in the dtype of the forward pass, beside the float32 ones.
+    copied = 0 if dtype == "float32" else (trained + frozen) * item // 4
     _, rows, length = parts.batches["tokens"].shape
     tokens = parts.sequences * rows * length // devices
     block = tokens * _block_values(model, length) * item
     inputs = tokens * model.hidden_size * item
     if remat == "attention" and length >= BLOCKWISE_FROM:
         inputs += tokens * model.num_heads * (model.head_dim * item + 4)
-    kept = model.num_layers * inputs + block if remat else model.num_layers * block
+    if remat:
+        activations = model.num_layers * inputs + block
+    else:
+        activations = model.num_layers * block
     return {
-        "params": trained + _shared(parts.frozen, fsdp),
+        "params": trained + frozen,
         "optimizer": state,
-        "gradients": 2 * trained,  # the step's sum, and the micro-batch's
+        "gradients": 2 * trained,  # the sum of the step, and those of a micro-batch
         "compute_copy": copied,
         "gathered": _gathered(model) * item if fsdp > 1 else 0,
-        "activations": kept,
+        "activations": activations,
         "logits": 3 * min(CHUNK, tokens) * model.vocab_size * 4,
     }
 
 
 def evaluation(model: ModelConfig, parts: Parts, fsdp: int, dtype: str) -> int:
-    """Bytes of the device that decodes held-out prompts, beside its share of the training state:
-    the model as the forward pass has it, whole, and again in the layout of decoding."""
-    kept = _shared(parts.trainable, fsdp) + _shared(parts.frozen, fsdp)
-    kept += _shared(jax.eval_shape(parts.optimizer.init, parts.trainable), fsdp)
-    return kept + 2 * num_params(model) * jnp.dtype(dtype).itemsize
+    """Bytes of the device that decodes held-out prompts during training.
+
+    Besides its share of the training state, it holds the whole model in the dtype of the forward
+    pass, and a second time in the layout of decoding.
+    """
+    state = _shared(parts.trainable, fsdp) + _shared(parts.frozen, fsdp)
+    state += _shared(jax.eval_shape(parts.optimizer.init, parts.trainable), fsdp)
+    return state + 2 * num_params(model) * jnp.dtype(dtype).itemsize
 
 
 def _shared(tree: Any, fsdp: int) -> int:
@@ -164,17 +177,17 @@ def _shared(tree: Any, fsdp: int) -> int:
 
 
 def _gathered(model: ModelConfig) -> int:
-    """Parameters that a device holds whole for a moment: a block's, and a table's."""
+    """Parameters that a device gathers at a time: those of one block, and of one table."""
     table = model.vocab_size * model.hidden_size
-    tables = table * (1 if model.tie_embeddings else 2)
+    tables = table if model.tie_embeddings else 2 * table
     return (num_params(model) - tables) // model.num_layers + table
 
 
 def _block_values(model: ModelConfig, keys: int) -> int:
-    """Values per token that one block's backward pass reads.
+    """Values per token that the backward pass of one block reads.
 
-    The inputs of its norms and products; and every key's weight where attention is dense, whose
-    softmax is kept in float32 beside its input.
+    These are the inputs of norms and matrix products. Dense attention adds two values per key:
+    the input of its softmax, and its output.
     """
     attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     inner = model.intermediate_size * (3 if model.gated_mlp else 2)

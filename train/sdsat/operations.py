@@ -1,4 +1,4 @@
-"""What a step of SDSAT computes: floating-point operations, and a run's hours by them."""
+"""Floating-point operations (FLOPs) of an SDSAT step, and the hours of a run."""
 
 from __future__ import annotations
 
@@ -10,35 +10,39 @@ from train.sdsat.insertion import appended_slots
 
 
 def forward_flops(model: ModelConfig, section: Adaptive, seq_len: int) -> float:
-    """Floating-point operations of one row's forward pass, ``seq_len`` clean tokens long.
+    """FLOPs of the forward pass of one row of ``seq_len`` clean tokens.
 
-    Attention as it runs: over every key of the sequence, those that the mask hides included.
+    Attention counts every key of the sequence, as it runs: also those that the mask hides.
     """
-    sequences, tokens = sequences_of(section), row_tokens(section, seq_len)
+    sequences = sequences_of(section)
+    tokens = row_tokens(section, seq_len)
     return forward_operations(model, sequences * tokens, sequences * tokens**2)
 
 
 def useful_operations(cfg: SDSATConfig, model: ModelConfig) -> float:
-    """Of a step, per token of a batch: without the pairs that masks hide."""
-    sequences, length = sequences_of(cfg.sdsat), cfg.data.seq_len
+    """FLOPs per token of a step, forward and backward, without attention that the mask hides."""
+    sequences = sequences_of(cfg.sdsat)
+    length = cfg.data.seq_len
     tokens = row_tokens(cfg.sdsat, length)
-    seen = (sequences * length + tokens - length) * length / 2
-    return 3 * forward_operations(model, sequences * tokens, seen) / tokens
+    # Every query, of the sequences and of appended windows, sees half of a row on average.
+    pairs = (sequences * length + tokens - length) * length / 2
+    return 3 * forward_operations(model, sequences * tokens, pairs) / tokens
 
 
 def sequences_of(section: Adaptive) -> int:
-    """Passed for each row of a batch: with loss ``improved`` the clean one and the mixed one."""
+    """Sequences per row in the forward pass: for loss ``improved`` a clean and a mixed one."""
     return 2 if section.loss == "improved" else 1
 
 
 def row_tokens(section: Adaptive, seq_len: int) -> int:
-    """Of a row of a batch: clean ones, and with loss ``isolated`` its windows'."""
-    isolated = section.loss == "isolated"
-    return seq_len + isolated * appended_slots(section.window, section.start_rate, seq_len)
+    """Tokens of a row: the clean ones, and for loss ``isolated`` the appended ones."""
+    if section.loss != "isolated":
+        return seq_len
+    return seq_len + appended_slots(section.window, section.start_rate, seq_len)
 
 
 def run_hours(cfg: SDSATConfig, model: ModelConfig, kind: str, devices: int) -> dict[str, float]:
-    """All steps' at half of what so many devices can do, where their ``kind`` is known."""
+    """Hours of all steps at half of the devices' peak; empty for an unknown ``kind``."""
     if kind not in TERAFLOPS:
         return {}
     rows = cfg.optim.batch_size * cfg.optim.accumulate * cfg.optim.total_steps

@@ -1,7 +1,7 @@
-"""What a config and a checkpoint's small files decide, before any weight is read.
+"""Prepare a run of ``train.sdsat`` from its config and the checkpoint's small files.
 
-Which ids are adaptive, how documents and rows are laid out, what is minimised and what of the
-model is trained; and whether all of that goes together.
+Decides which ids are adaptive, how documents and rows are laid out, what is minimized and which
+parameters are trained. Checks that all of it fits together, before any weight is read.
 """
 
 from __future__ import annotations
@@ -21,62 +21,102 @@ from specjax.models.hf.read import load_config
 from specjax.runtime.infill import find_sentinels
 from train.config import Adaptive, SDSATConfig, Tuned
 from train.data.fim import CodeLayout, frame_of
-from train.data.packing import Corpus, Transform
+from train.data.packing import Transform
 from train.data.prompts import PROMPT_TOKENS
+from train.data.tokenized import Corpus
 from train.data.tokenizer import load_tokenizer, tokenizer_file
 from train.sdsat.insertion import Insertion, isolated_row, mixed_row, probe_row
 from train.sdsat.losses import SdsatObjective
 from train.sdsat.trainable import GATED, LOW_RANK, Tuning, adapted, make_tuning
 
 
-class SdsatRun(NamedTuple):
-    """All that a run is made of but its weights and its corpus."""
+class SdsatSetup(NamedTuple):
+    """What a run needs: everything but its weights and its corpus."""
 
     directory: Path  # of the checkpoint
     tokenizer: Tokenizer
-    model: ModelConfig  # of the result: with adaptive ids, and grown for them
-    new_rows: int
+    model: ModelConfig  # of the result: with adaptive ids, and a vocabulary that holds them
+    new_rows: int  # rows that embedding and head grow by
     insertion: Insertion
     layout: CodeLayout
     objective: SdsatObjective
     tuning: Tuning
 
 
-def prepare_setup(cfg: SDSATConfig) -> SdsatRun:
-    """Reads the checkpoint's config and tokenizer and settles the adaptive ids.
+class RowTransforms(NamedTuple):
+    """How packed rows are laid out, for training and for the held-out loss."""
+
+    training: Transform
+    held_out: Transform
+
+
+def prepare_setup(cfg: SDSATConfig) -> SdsatSetup:
+    """Reads the checkpoint's config and tokenizer, and chooses the adaptive ids.
 
     Raises:
-      InputError, ModelError: the config and the checkpoint do not go together.
+      InputError, ModelError: the config does not fit the checkpoint.
     """
     if not cfg.model.init_from:
         raise InputError("model.init_from is empty: name a Hugging Face directory to tune")
     directory = locate(cfg.model.init_from)
+    # The model as it is before tuning.
     start = load_config(directory)
     tokenizer = load_tokenizer(cfg.model.tokenizer or tokenizer_file(directory))
     _check(cfg, start, tokenizer)
+
     section = cfg.sdsat
     ids, new_rows = choose_ids(section, start, tokenizer)
     if cfg.model.train == GATED:
-        new_rows = 0  # the tables stay as they are: the adapters hold the ids' rows
-    ids = ids if section.distinct else ids * section.window
-    framing = (*frame_of(cfg.model.init_from, start, tokenizer), find_sentinels(tokenizer))
-    special = _special_ids(start, tokenizer)
-    share = {"data": 0.0, "self": 1.0, "mix": section.mix}[section.adaptive_targets]
-    forward = (cfg.model.compute_dtype, cfg.model.remat, cfg.model.scan)
-    return SdsatRun(
+        new_rows = 0  # the tables stay as they are: the adapters hold the rows of the ids
+    if not section.distinct:
+        ids = ids * section.window
+
+    eos_id, bos_id = frame_of(cfg.model.init_from, start, tokenizer)
+    return SdsatSetup(
         directory=directory,
         tokenizer=tokenizer,
         model=dataclasses.replace(start, vocab_size=start.vocab_size + new_rows, adaptive_ids=ids),
         new_rows=new_rows,
-        insertion=Insertion(ids, special, section.start_rate, cfg.run.seed),
-        layout=CodeLayout(*framing, section.fim_rate, cfg.run.seed),
-        objective=SdsatObjective(section.loss, section.window, share, section.weight, *forward),
+        insertion=Insertion(ids, _special_ids(start, tokenizer), section.start_rate, cfg.run.seed),
+        layout=CodeLayout(
+            eos_id, bos_id, find_sentinels(tokenizer), section.fim_rate, cfg.run.seed
+        ),
+        objective=_objective(cfg),
         tuning=make_tuning(cfg.model, ids, cfg.run.seed),
     )
 
 
+def _objective(cfg: SDSATConfig) -> SdsatObjective:
+    section = cfg.sdsat
+    self_share = {"data": 0.0, "self": 1.0, "mix": section.mix}[section.adaptive_targets]
+    return SdsatObjective(
+        loss=section.loss,
+        window=section.window,
+        self_share=self_share,
+        weight=section.weight,
+        dtype=cfg.model.compute_dtype,
+        remat=cfg.model.remat,
+        scan=cfg.model.scan,
+    )
+
+
 def _check(cfg: SDSATConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    name, section = cfg.model.init_from, cfg.sdsat
+    """Raises InputError if the config does not fit the checkpoint."""
+    _check_model(cfg, model, tokenizer)
+    _check_objective(cfg.sdsat)
+    if cfg.model.train != "full" and cfg.optim.optimizer != "adamw":
+        raise InputError(
+            f"optim.optimizer={cfg.optim.optimizer!r} with model.train="
+            f"{cfg.model.train!r}: only adamw trains parts of a model"
+        )
+    if cfg.model.train in LOW_RANK:
+        _check_low_rank(cfg.model, model)
+
+
+def _check_model(cfg: SDSATConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raises InputError if the vocabulary or the context is too small."""
+    name = cfg.model.init_from
+    section = cfg.sdsat
     if model.vocab_size < tokenizer.get_vocab_size():
         raise InputError(
             f"model.init_from={name!r} has {model.vocab_size} ids, the tokenizer "
@@ -93,10 +133,14 @@ def _check(cfg: SDSATConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
             f"data.seq_len={cfg.data.seq_len} is longer than the model's context "
             f"({model.max_position}): lower it"
         )
+
+
+def _check_objective(section: Adaptive) -> None:
+    """Raises InputError if the section's values contradict each other."""
     if section.loss == "basic" and section.adaptive_targets != "data":
         raise InputError(
-            f"sdsat.adaptive_targets={section.adaptive_targets!r} needs a clean stream, which "
-            "loss basic lacks: use improved, isolated, or data"
+            f"sdsat.adaptive_targets={section.adaptive_targets!r} needs a clean sequence, "
+            "which loss basic lacks: use improved, isolated, or data"
         )
     if section.start_rate == 0 and section.loss != "basic":
         raise InputError("sdsat.start_rate=0 leaves no adaptive tokens: only loss basic takes it")
@@ -105,57 +149,53 @@ def _check(cfg: SDSATConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
             f"sdsat.probe_length={section.probe_length}, but {section.window} "
             "distinct ids serve windows of that length at most: lower it"
         )
-    if cfg.model.train != "full" and cfg.optim.optimizer != "adamw":
-        raise InputError(
-            f"optim.optimizer={cfg.optim.optimizer!r} with model.train="
-            f"{cfg.model.train!r}: only adamw trains parts of a model"
-        )
-    if cfg.model.train in LOW_RANK:
-        _check_low_rank(cfg.model, model)
 
 
 def _check_low_rank(section: Tuned, model: ModelConfig) -> None:
+    """Raises InputError if a matrix is unknown, or the rank is larger than one has."""
     matrices = adapted({"0": param_shapes(model)["layers"]["0"]}, section)
     names = {name for *_, name in matrices}
-    if unknown := sorted(set(section.lora_matrices) - names):
+    unknown = sorted(set(section.lora_matrices) - names)
+    if unknown:
         raise InputError(
             f"model.lora_matrices: {section.init_from!r} has no matrix {unknown[0]!r} in its blocks"
         )
-    most = min(min(x.shape) for x in matrices.values())
-    if section.lora_rank > most:
+    highest = min(min(x.shape) for x in matrices.values())
+    if section.lora_rank > highest:
         raise InputError(
-            f"model.lora_rank={section.lora_rank}: the smallest matrix has rank {most} at most"
+            f"model.lora_rank={section.lora_rank}: the smallest matrix has rank {highest} at most"
         )
 
 
 def choose_ids(
     section: Adaptive, model: ModelConfig, tokenizer: Tokenizer
 ) -> tuple[tuple[int, ...], int]:
-    """The adaptive ids and how many rows the tables grow by.
+    """(the adaptive ids, the number of rows that the tables grow by).
 
-    In order: the configured ids; those of a checkpoint that has them; vocabulary that the
-    tokenizer does not use; new rows.
+    The first that applies: the configured ids; the adaptive ids of the checkpoint, if it has as
+    many; ids that the tokenizer does not use; new rows.
     """
     count = section.window if section.distinct else 1
     if section.ids:
         _check_ids(section.ids, count, model, tokenizer)
         return section.ids, 0
-    had = tuple(dict.fromkeys(model.adaptive_ids))
-    if len(had) == count:
-        return had, 0
-    used = _used_ids(tokenizer)
-    if model.vocab_size - used >= count:
-        return tuple(range(used, used + count)), 0
+    earlier = tuple(dict.fromkeys(model.adaptive_ids))
+    if len(earlier) == count:
+        return earlier, 0
+    unused = _first_unused_id(tokenizer)
+    if model.vocab_size - unused >= count:
+        return tuple(range(unused, unused + count)), 0
     return tuple(range(model.vocab_size, model.vocab_size + count)), count
 
 
 def _check_ids(ids: tuple[int, ...], count: int, model: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raises InputError if the configured ids are of another number, or cannot be adaptive."""
     if len(set(ids)) != len(ids) or len(ids) != count:
         kind = "distinct ids, one per place" if count > 1 else "id, repeated"
         raise InputError(
             f"sdsat.ids={list(ids)}: sdsat.window and sdsat.distinct ask for {count} {kind}"
         )
-    # Whether text holds any other token, the corpus says: check_absent.
+    # Whether text uses the ids of ordinary tokens is checked later, on the corpus: check_absent.
     used = _control_ids(model, tokenizer)
     for i in ids:
         if not 0 <= i < model.vocab_size:
@@ -170,38 +210,40 @@ def _check_ids(ids: tuple[int, ...], count: int, model: ModelConfig, tokenizer: 
             )
 
 
-def check_absent(setup: SdsatRun, data: Corpus) -> None:
-    """Raises InputError where the corpus holds an adaptive id."""
-    held = np.flatnonzero(data.counts(setup.model.vocab_size).sum(axis=0))
-    for i in sorted(set(setup.model.adaptive_ids) & set(held.tolist())):
+def check_absent(setup: SdsatSetup, data: Corpus) -> None:
+    """Raises InputError if the corpus holds an adaptive id."""
+    present = np.flatnonzero(data.counts(setup.model.vocab_size).sum(axis=0))
+    for i in sorted(set(setup.model.adaptive_ids) & set(present.tolist())):
         raise InputError(
             f"sdsat.ids: {i} is {setup.tokenizer.id_to_token(i)!r}, which the corpus holds: "
             "name unused ids, or leave sdsat.ids empty"
         )
 
 
-def _used_ids(tokenizer: Tokenizer) -> int:
-    """Ids from here on stand for no token: text never has them and decoding never emits them."""
+def _first_unused_id(tokenizer: Tokenizer) -> int:
+    """From this id on, no id stands for a token of the tokenizer."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def _special_ids(model: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that no window crosses: those that end or begin a text, and the sentinels."""
+    """Ids that no window crosses: special tokens of the tokenizer, and control ids."""
     ids = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     return tuple(sorted(ids | _control_ids(model, tokenizer)))
 
 
 def _control_ids(model: ModelConfig, tokenizer: Tokenizer) -> set[int]:
-    """Ids that frame a text: its ends, padding, and the sentinels."""
+    """EOS, BOS, padding and the infilling sentinels."""
     ids = {i for i in (*model.eos_ids, model.bos_id, model.pad_id) if i is not None}
     sentinels = find_sentinels(tokenizer)
-    return ids | set(dataclasses.astuple(sentinels) if sentinels else ())
+    if sentinels:
+        ids |= set(dataclasses.astuple(sentinels))
+    return ids
 
 
-def transforms(cfg: SDSATConfig, insertion: Insertion) -> tuple[Transform, Transform]:
-    """(how a training row is laid out, how a held-out one is)."""
+def transforms(cfg: SDSATConfig, insertion: Insertion) -> RowTransforms:
+    """The row layouts of the config's loss and of the held-out loss."""
     lay_out = isolated_row if cfg.sdsat.loss == "isolated" else mixed_row
-    return (
-        functools.partial(lay_out, insertion),
-        functools.partial(probe_row, insertion, length=cfg.sdsat.held_out_window),
+    return RowTransforms(
+        training=functools.partial(lay_out, insertion),
+        held_out=functools.partial(probe_row, insertion, length=cfg.sdsat.held_out_window),
     )

@@ -1,8 +1,8 @@
-"""What of a checkpoint is trained: everything, the tables, or low-rank updates.
+"""Which parameters of a checkpoint are trained: all, the embeddings, or low-rank updates (LoRA).
 
-A tuning splits params into a trainable and a frozen tree and puts them together again, inside
-the loss as well as at export. The exported model is an ordinary one, but for gated updates: those
-stay apart from the params, which nothing changes.
+A tuning splits params into a trainable and a frozen tree, and merges them again, both inside the
+loss and at export. The exported model is an ordinary one, except for gated updates: those are
+exported as adapters beside the params, which do not change.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from train.engine.loop import LossFn
 
 TABLES = ("embed", "head")
 GATED = "gated-lora"
-LOW_RANK = ("lora", GATED)
+LOW_RANK = ("lora", GATED)  # the values of model.train that use LoRA
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """``merge(*split(params))`` are the params; ``split`` is called once, at the start.
+    """A split of params into (trainable, frozen): ``merge(*split(params))`` are the params.
 
-    ``gated``: no param changes, and adapters stand beside them.
+    Attributes:
+      split: called once, at the start.
+      merge: called in every forward pass, and at export.
+      gated: no param changes; the trainable tree holds adapters beside them.
     """
 
     split: Callable[[dict], tuple[dict, dict]]
@@ -35,22 +38,23 @@ class Tuning:
     gated: bool = False
 
     def over_trained(self, loss: LossFn) -> LossFn:
-        """A loss of the params as a function of what is trained, for the loop."""
+        """A loss of the params, as the training loop takes it: of the two trees."""
         return lambda trainable, frozen, batch: loss(self.merge(trainable, frozen), None, batch)
 
 
 def make_tuning(section: Tuned, adaptive_ids: tuple[int, ...], seed: int) -> Tuning:
-    """What the config trains of a model with these ids."""
+    """The tuning that the config asks for, of a model with these adaptive ids."""
     if section.train == "full":
         return Tuning(lambda params: (params, {}), lambda trainable, frozen: trainable)
     if section.train == "embeddings":
         return embeddings()
+    # Each distinct id has one row, however many places of the window use it.
     make = gated_lora if section.train == GATED else lora
     return make(distinct(adaptive_ids), section, seed)
 
 
 def embeddings() -> Tuning:
-    """The embedding, and the head where it is not tied."""
+    """Trains the embedding, and the output layer if it is not tied."""
 
     def split(params):
         tables = {name: params[name] for name in TABLES if name in params}
@@ -60,21 +64,23 @@ def embeddings() -> Tuning:
 
 
 def lora(ids: tuple[int, ...], section: Tuned, seed: int) -> Tuning:
-    """Low-rank updates of the blocks' matrices (arXiv 2106.09685), and the adaptive rows.
+    """Trains low-rank updates of the blocks' matrices (arXiv 2106.09685), and the adaptive rows.
 
     ``W + alpha/rank · up @ down`` with ``down`` random and ``up`` zero at first. The rows
-    ``ids`` of the embedding are trained in full: they start at the mean and say nothing yet.
+    ``ids`` of the embedding are trained in full: they start at the mean of all rows.
     """
-    rows, scale = np.asarray(ids), section.lora_alpha / section.lora_rank
+    rows = np.asarray(ids)
+    scale = section.lora_alpha / section.lora_rank
 
     def split(params):
-        pairs = _pairs(params["layers"], section, seed)
-        return {"adaptive": params["embed"][rows], "layers": pairs}, params
+        factors = _first_factors(params["layers"], section, seed)
+        return {"adaptive": params["embed"][rows], "layers": factors}, params
 
     def merge(trainable, frozen):
         layers = adapt(
             frozen["layers"], trainable["layers"], lambda x, down, up: x + scale * up @ down
         )
+        # Only these rows of the table get a gradient.
         embed = frozen["embed"].at[rows].set(trainable["adaptive"])
         return frozen | {"embed": embed, "layers": layers}
 
@@ -82,15 +88,17 @@ def lora(ids: tuple[int, ...], section: Tuned, seed: int) -> Tuning:
 
 
 def gated_lora(ids: tuple[int, ...], section: Tuned, seed: int) -> Tuning:
-    """The same updates at adaptive tokens alone (:mod:`specjax.models.adapters`).
+    """Trains the same updates, applied at adaptive tokens only (:mod:`specjax.models.adapters`).
 
-    No param changes, and so nothing that the model says without adaptive tokens.
+    No param changes, so the model's output without adaptive tokens stays the same.
     """
     scale = section.lora_alpha / section.lora_rank
 
     def split(params):
+        # The mean of all rows, like the adaptive rows of lora.
         embed = jnp.tile(params["embed"].mean(0), (len(ids), 1))
-        return {"embed": embed, "layers": _pairs(params["layers"], section, seed)}, params
+        factors = _first_factors(params["layers"], section, seed)
+        return {"embed": embed, "layers": factors}, params
 
     def merge(trainable, frozen):
         def scaled(path, x):
@@ -103,24 +111,27 @@ def gated_lora(ids: tuple[int, ...], section: Tuned, seed: int) -> Tuning:
 
 
 def adapted(layers: dict, section: Tuned) -> dict[tuple[str, str, str], jax.Array]:
-    """The matrices that the config updates, by layer, module and name."""
-    return {
-        (i, part, name): module["weight"]
-        for i, block in layers.items()
-        for part, modules in block.items()
-        for name, module in modules.items()
-        if isinstance(module, dict) and module["weight"].ndim == 2
-        if not section.lora_matrices or name in section.lora_matrices
-    }
+    """The matrices that the config updates, by (layer, module, name)."""
+    chosen = {}
+    for layer, block in layers.items():
+        for part, modules in block.items():
+            for name, module in modules.items():
+                if not isinstance(module, dict) or module["weight"].ndim != 2:
+                    continue  # a norm or a bias
+                if not section.lora_matrices or name in section.lora_matrices:
+                    chosen[layer, part, name] = module["weight"]
+    return chosen
 
 
-def _pairs(layers: dict, section: Tuned, seed: int) -> dict:
-    """The factors of each update, in the tree that :func:`specjax.models.adapters.adapt` takes."""
-    chosen, rank, pairs = adapted(layers, section), section.lora_rank, {i: {} for i in layers}
-    keys = jax.random.split(jax.random.key(seed), len(chosen))
-    for key, ((i, part, name), x) in zip(keys, chosen.items(), strict=True):
+def _first_factors(layers: dict, section: Tuned, seed: int) -> dict:
+    """The first factors of each update, as :func:`specjax.models.adapters.adapt` takes them."""
+    rank = section.lora_rank
+    matrices = adapted(layers, section)
+    keys = jax.random.split(jax.random.key(seed), len(matrices))
+    factors = {layer: {} for layer in layers}
+    for key, ((layer, part, name), x) in zip(keys, matrices.items(), strict=True):
         outputs, inputs = x.shape
         down = jax.random.normal(key, (rank, inputs), x.dtype) * inputs**-0.5
-        pair = {DOWN: down, UP: jnp.zeros((outputs, rank), x.dtype)}
-        pairs[i].setdefault(part, {})[name] = pair
-    return pairs
+        up = jnp.zeros((outputs, rank), x.dtype)
+        factors[layer].setdefault(part, {})[name] = {DOWN: down, UP: up}
+    return factors

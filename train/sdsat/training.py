@@ -1,4 +1,4 @@
-"""SDSAT: fine-tunes a checkpoint to draft for itself: a config's whole run."""
+"""A whole run of ``train.sdsat``: fine-tunes a checkpoint to draft for itself, and exports it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from specjax.models import load_pretrained, num_params, param_shapes
 from specjax.models.adapters import KEY
 from specjax.models.hf.delta import save_delta
 from train.config import SDSATConfig, fixed_settings, to_dict
-from train.data.packing import Corpus, held_out_tokens, train_tokens
 from train.data.prompts import held_out_prompts
-from train.engine.directory import export, export_as, own_directory, require_room
-from train.engine.feeding import own_batches, own_corpus
-from train.engine.loop import fit
+from train.data.tokenized import Corpus, held_out_tokens, train_tokens
+from train.engine.batches import open_corpus, process_batches
+from train.engine.directory import export, export_with, lock_directory, require_disk_space
+from train.engine.loop import RunResult, fit
 from train.engine.losses import cast
-from train.engine.metrics import require_sinks
+from train.engine.metrics import require_trackers
 from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
-from train.engine.program import carry_out
+from train.engine.program import run_training
 from train.sdsat.dryrun import needed_memory
 from train.sdsat.evaluation import Decoding, measure_decoding
 from train.sdsat.losses import probe_loss, sdsat_loss, weigh
@@ -39,10 +39,10 @@ from train.sdsat.operations import (
     sequences_of,
     useful_operations,
 )
-from train.sdsat.prepare import SdsatRun, check_absent, prepare_setup, transforms
+from train.sdsat.prepare import SdsatSetup, check_absent, prepare_setup, transforms
 from train.sdsat.trainable import TABLES
 
-# Small files of the checkpoint that the exported one needs as they are.
+# Small files of the checkpoint that are copied to the export as they are.
 COPIED = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -53,61 +53,71 @@ COPIED = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """The program; returns the exit code."""
-    return carry_out("train.sdsat", SDSATConfig, main, args)
+    """Runs the program; returns the exit code."""
+    return run_training("train.sdsat", SDSATConfig, main, args)
 
 
 def main(cfg: SDSATConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     """Tunes as the config says; returns the summary that ``--json`` prints."""
     if dry_run:
         setup = processes.raise_everywhere(lambda: prepare_setup(cfg))
-        needs = needed_memory(cfg, setup)
-        where = needs["compiled_for"], needs["devices"]
-        return plan(cfg, setup) | needs | run_hours(cfg, setup.model, *where)
-    with own_directory(cfg.run, resume) as directory:
-        placement = processes.raise_everywhere(lambda: _make_ready(cfg, resume))
+        memory = needed_memory(cfg, setup)
+        hours = run_hours(cfg, setup.model, memory["compiled_for"], memory["devices"])
+        return plan(cfg, setup) | memory | hours
+
+    with lock_directory(cfg.run, resume) as directory:
+        placement = processes.raise_everywhere(lambda: _check_early(cfg, resume))
         setup, data = processes.first_then_all(lambda: read(cfg, directory.parent / "cache"))
         processes.agree(config=cfg, model=setup.model, corpus=data.fingerprint, jax=jax.__version__)
         about = plan(cfg, setup) | _epochs(cfg, data)
         return about | train(cfg, setup, data, placement, about, resume)
 
 
-def _make_ready(cfg: SDSATConfig, resume: bool) -> Placement:
-    """Where the run's arrays will lie; what would fail late fails here, before any text is read."""
-    require_sinks(cfg.run)
-    placement, setup = run_placement(cfg.mesh, cfg.optim.batch_size), prepare_setup(cfg)
+def _check_early(cfg: SDSATConfig, resume: bool) -> Placement:
+    """The run's placement. What would fail late is checked here, before any text is read."""
+    require_trackers(cfg.run)
+    placement = run_placement(cfg.mesh, cfg.optim.batch_size)
+    setup = prepare_setup(cfg)
     if processes.leads() and not resume:
         trainable = jax.eval_shape(setup.tuning.split, param_shapes(setup.model))[0]
         state = jax.eval_shape(make_optimizer(cfg.optim).init, trainable)
-        require_room(cfg.run, (trainable, state))
+        require_disk_space(cfg.run, (trainable, state))
     return placement
 
 
-def read(cfg: SDSATConfig, cache: Path | None) -> tuple[SdsatRun, Corpus]:
-    """Everything but the weights; ``cache`` as for :func:`own_corpus`."""
+def read(cfg: SDSATConfig, cache: Path | None) -> tuple[SdsatSetup, Corpus]:
+    """Everything that a run needs but its weights; ``cache`` is as for :func:`open_corpus`."""
     setup = prepare_setup(cfg)
-    data = own_corpus(cfg.data, setup.tokenizer, setup.layout, cache)
+    data = open_corpus(cfg.data, setup.tokenizer, setup.layout, cache)
     check_absent(setup, data)
     return setup, data
 
 
 def train(
     cfg: SDSATConfig,
-    setup: SdsatRun,
+    setup: SdsatSetup,
     data: Corpus,
     placement: Placement,
     about: dict[str, Any],
     resume: bool,
 ) -> dict[str, Any]:
-    """Fits and exports, ``about`` in the card. Every process of a run does; the first writes."""
-    model, tuning = setup.model, setup.tuning
-    with host_memory():  # one device may be too small for what all of them share
+    """Trains and exports; returns the summary. Every process calls this, the first one writes.
+
+    Args:
+      about: entries for the export's card.
+    """
+    model = setup.model
+    tuning = setup.tuning
+    # In the host's memory: one device may be too small for the params that all of them share.
+    with host_memory():
         trainable, frozen = processes.raise_everywhere(lambda: tuning.split(first_params(setup)))
-    loader, valid = own_batches(cfg, data, *transforms(cfg, setup.insertion))
-    lie = placement.row_sharding(0)
-    held_out = probe_loss(model, cfg.sdsat.held_out_window, cfg.model.compute_dtype, lie)
+
+    layouts = transforms(cfg, setup.insertion)
+    loader, valid = process_batches(cfg, data, layouts.training, layouts.held_out)
+    rows = placement.row_sharding(0)
+    held_out = probe_loss(model, cfg.sdsat.held_out_window, cfg.model.compute_dtype, rows)
     outcome = fit(
-        tuning.over_trained(sdsat_loss(model, setup.objective, lie)),
+        tuning.over_trained(sdsat_loss(model, setup.objective, rows)),
         trainable,
         make_optimizer(cfg.optim),
         loader,
@@ -123,25 +133,43 @@ def train(
         placement=placement,
         operations=useful_operations(cfg, setup.model),
     )
-    params = tuning.merge(placement.host(outcome.params), frozen)
-    card = about | {"recipe": to_dict(cfg)}
-    if tuning.gated:
-        where, dtype = (absolute_name(cfg.model.init_from), setup.directory), cfg.run.export_dtype
-        save = functools.partial(save_delta, *where, model, params[KEY], dtype)
-        return export_as(cfg.run, save, outcome, card)
-    copied = [path for name in COPIED if (path := setup.directory / name).exists()]
-    return export(cfg.run, model, params, setup.tokenizer, outcome, card, copied)
+    params = tuning.merge(placement.to_host(outcome.params), frozen)
+    return _export(cfg, setup, params, outcome, about | {"recipe": to_dict(cfg)})
+
+
+def _export(
+    cfg: SDSATConfig,
+    setup: SdsatSetup,
+    params: dict,
+    outcome: RunResult,
+    card: dict[str, Any],
+) -> dict[str, Any]:
+    """Exports the model, or for gated updates a delta to the checkpoint."""
+    if setup.tuning.gated:
+        save = functools.partial(
+            save_delta,
+            absolute_name(cfg.model.init_from),
+            setup.directory,
+            setup.model,
+            params[KEY],
+            cfg.run.export_dtype,
+        )
+        return export_with(save, cfg.run, outcome, card)
+    files = [setup.directory / name for name in COPIED]
+    copied = [path for path in files if path.exists()]
+    return export(cfg.run, setup.model, params, setup.tokenizer, outcome, card, copied)
 
 
 def _measure(
-    cfg: SDSATConfig, setup: SdsatRun, data: Corpus, placement: Placement
+    cfg: SDSATConfig, setup: SdsatSetup, data: Corpus, placement: Placement
 ) -> Callable[[dict, dict], dict[str, Any]]:
-    """Decoding figures as a function of what is trained and what is not.
+    """A function of the trainable and the frozen params that measures decoding.
 
-    Every process decodes all prompts on one of its devices, which takes a copy of the params
-    (:func:`train.sdsat.memory.evaluation` counts it).
+    Every process decodes all prompts on one of its devices, which needs a whole copy of the
+    params (:func:`train.sdsat.memory.evaluation` counts it).
     """
     section = cfg.sdsat
+    # Prompts come from the held-out rows that the held-out loss covers, too.
     evaluated = cfg.run.eval_batches * cfg.optim.batch_size * cfg.data.seq_len
     prompts = held_out_prompts(data, section.decode_prompts, evaluated)
     decoding = Decoding(prompts, section.decode_tokens, section.held_out_window)
@@ -149,26 +177,31 @@ def _measure(
 
     def measure(trainable: dict, frozen: dict) -> dict[str, Any]:
         merged = setup.tuning.merge(trainable, frozen)
-        # As the forward pass has them, before a device takes all of them.
-        params = placement.local(placement.made(lambda tree: cast(tree, dtype), merged))
+        # Cast while they are split over devices: one device may not hold them in float32.
+        small = placement.initialize(lambda tree: cast(tree, dtype), merged)
+        params = placement.local_copy(small)
         return measure_decoding(setup.model, setup.insertion, decoding, params)
 
     return measure
 
 
-def first_params(setup: SdsatRun) -> dict:
-    """The checkpoint's weights, its tables ready for the adaptive ids where they hold them."""
+def first_params(setup: SdsatSetup) -> dict:
+    """The checkpoint's weights, with table rows for new adaptive ids.
+
+    Gated adapters hold these rows themselves: then the tables stay as they are.
+    """
     start, params = load_pretrained(setup.directory)
-    if setup.tuning.gated:
+    new_ids = tuple(sorted(set(setup.model.adaptive_ids) - set(start.adaptive_ids)))
+    if setup.tuning.gated or not new_ids:
         return params
-    fresh = tuple(sorted(set(setup.model.adaptive_ids) - set(start.adaptive_ids)))
-    return grow(params, fresh, setup.new_rows) if fresh else params
+    return grow(params, new_ids, setup.new_rows)
 
 
 def grow(params: dict, ids: tuple[int, ...], new_rows: int) -> dict:
-    """Embedding and head with ``new_rows`` more rows, and every row ``ids`` at the mean.
+    """Embedding and head with ``new_rows`` more rows; the rows ``ids`` are set to the mean.
 
-    The mean is over the other rows; unused vocabulary may hold anything, even zeros.
+    The mean is over the other rows. Rows of unused vocabulary may hold anything, even zeros, and
+    would be a bad start.
     """
     rows = np.asarray(ids)
 
@@ -181,17 +214,18 @@ def grow(params: dict, ids: tuple[int, ...], new_rows: int) -> dict:
     return params | {name: extend(params[name]) for name in TABLES if name in params}
 
 
-def plan(cfg: SDSATConfig, setup: SdsatRun) -> dict[str, Any]:
-    """What the run will do, in numbers; clean tokens are the corpus's, which is not read."""
+def plan(cfg: SDSATConfig, setup: SdsatSetup) -> dict[str, Any]:
+    """What the run will do, in numbers. The corpus is not read for it."""
     rows = cfg.optim.batch_size * cfg.optim.accumulate
-    section, length = cfg.sdsat, cfg.data.seq_len
-    own, improved = (
-        forward_flops(setup.model, dataclasses.replace(section, loss=loss), length)
-        for loss in (section.loss, "improved")
-    )
+    section = cfg.sdsat
+    length = cfg.data.seq_len
+    flops = forward_flops(setup.model, section, length)
+    improved = dataclasses.replace(section, loss="improved")
+    improved_flops = forward_flops(setup.model, improved, length)
+
     trainable = jax.eval_shape(setup.tuning.split, param_shapes(setup.model))[0]
     moments = jax.eval_shape(make_optimizer(cfg.optim).init, trainable)
-    # Master weights, and of what is trained: gradients and moments.
+    # Master weights of all params; gradients and moments of the trainable ones.
     state = 4 * num_params(setup.model) + sum(
         leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((trainable, moments))
     )
@@ -203,16 +237,17 @@ def plan(cfg: SDSATConfig, setup: SdsatRun) -> dict[str, Any]:
         "new_rows": setup.new_rows,
         "clean_tokens_per_step": rows * length,
         "forward_tokens_per_step": rows * row_tokens(section, length) * sequences_of(section),
-        "teraflops_per_step": round(3 * rows * own / 1e12, 3),
-        "compute_against_improved": round(own / improved, 3),
+        "teraflops_per_step": round(3 * rows * flops / 1e12, 3),
+        "compute_against_improved": round(flops / improved_flops, 3),
         "steps": cfg.optim.total_steps,
         "state_megabytes": round(state / 1e6, 1),
     }
 
 
 def _epochs(cfg: SDSATConfig, data: Corpus) -> dict[str, Any]:
-    """How often the run sees its corpus."""
-    tokens = cfg.optim.batch_size * cfg.optim.accumulate * cfg.data.seq_len * cfg.optim.total_steps
+    """The size of the corpus, and the epochs that the run trains on it."""
+    step_tokens = cfg.optim.batch_size * cfg.optim.accumulate * cfg.data.seq_len
+    tokens = step_tokens * cfg.optim.total_steps
     return {
         "train_tokens": train_tokens(data),
         "held_out_tokens": held_out_tokens(data),

@@ -47,8 +47,8 @@ def load_pretrained(
       pickles: read ``pytorch_model*.bin`` where there are no safetensors. Only tensors are read:
         no code in the pickle runs. Needs the torch extra.
       place_part: is given every part of the params as soon as it is read.
-      quantize: a scheme (:func:`specjax.models.quantization.parse_scheme`). Each layer and each table
-        is quantized before the next is read.
+      quantize: a scheme (:func:`specjax.models.quantization.parse_scheme`). Each layer and each
+        table is quantized before the next is read.
     Returns:
       The config, and the params as a nested dict of arrays.
     Raises:

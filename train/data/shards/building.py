@@ -1,0 +1,206 @@
+"""Build the shards of a config's corpus in several processes; finished shards survive a kill."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from specjax._util.errors import InputError
+from specjax._util.files import locked, write_text
+from train.config import DataSection
+from train.data.corpus import load_corpus, nothing_to_read, source_files
+from train.data.encoding import Layout
+from train.data.progress import ByteProgress
+from train.data.reading import Document, Intake, TextPiece, cut
+from train.data.shards.files import (
+    MANIFEST,
+    PARTS,
+    PLAN,
+    DamagedError,
+    cannot_write,
+    read_json,
+    read_part,
+    require_identity,
+)
+from train.data.shards.index import write_index
+from train.data.shards.reading import Shards, open_shards, read_manifest
+from train.data.shards.workers import run_in_processes
+from train.data.shards.writing import Recipe, make_shard
+
+SHARD_BYTES = 1 << 27  # of text in a shard, about
+
+
+class _Task(NamedTuple):
+    """A shard to make: the number of its source, and the pieces of files that it holds."""
+
+    source: int
+    pieces: list[TextPiece]
+
+
+def recipe_of(data: DataSection, tokenizer: Tokenizer, layout: Layout) -> Recipe:
+    """The recipe of a config's shards."""
+    return Recipe(data.shards, tokenizer.to_str(), layout)
+
+
+def source_names(data: DataSection) -> list[str]:
+    """Names of the sources, in order; a file's name stands without its folder.
+
+    Raises:
+      InputError: there are weights, but not one for each source.
+    """
+    names = [*data.corpora, *[Path(file).resolve().name for file in data.files]]
+    if data.weights and len(data.weights) != len(names):
+        raise InputError(
+            f"data.weights has {len(data.weights)} numbers for {len(names)} sources: expected one "
+            "for each of data.corpora, then of data.files"
+        )
+    return names
+
+
+def load_documents(data: DataSection) -> list[Document]:
+    """The corpus of a config without shards, as text in memory.
+
+    Raises:
+      InputError: as `load_corpus`; or there are weights.
+    """
+    if data.weights:
+        raise InputError("data.weights needs data.shards: a directory for the corpus's tokens")
+    return load_corpus(data.corpora, data.files)
+
+
+def load_shards(
+    data: DataSection, tokenizer: Tokenizer, layout: Layout, make: bool = True
+) -> Shards:
+    """The shards of a config as a corpus; with `make`, missing shards are made first.
+
+    Raises:
+      InputError: as `make_shards` and `open_shards`.
+    """
+    recipe = recipe_of(data, tokenizer, layout)
+    if make:
+        make_shards(data, recipe)
+    return open_shards(data.shards, recipe, source_names(data), data.weights)
+
+
+def make_shards(
+    data: DataSection, recipe: Recipe, processes: int = 0, shard_bytes: int = SHARD_BYTES
+) -> dict[str, Any]:
+    """Makes the shards that are missing in `data.shards`; returns the manifest.
+
+    If the manifest and all shards are there, no source is read.
+
+    Args:
+      processes: how many tokenize; 0: one for each core.
+
+    Raises:
+      InputError: a source cannot be read, or there is none; or the directory holds another corpus
+        or cannot be written.
+    """
+    home = Path(data.shards)
+    try:
+        (home / PARTS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"data.shards={data.shards!r}: {error.strerror}") from None
+
+    # The second of two runs that share data.shards is refused: both would write the same files.
+    with locked(home, "data.shards"):
+        if (home / MANIFEST).exists():
+            try:
+                return read_manifest(home, recipe, source_names(data))
+            except DamagedError:
+                pass  # what is damaged is made anew
+        # With the lock taken, no other run can still write these.
+        for path in (*home.glob(".*.tmp"), *(home / PARTS).glob(".*.tmp")):
+            path.unlink(missing_ok=True)  # left by a killed run
+        try:
+            return _make_missing(home, data, recipe, processes, shard_bytes)
+        except OSError as error:
+            raise cannot_write(home, error) from None
+
+
+def _make_missing(
+    home: Path, data: DataSection, recipe: Recipe, processes: int, shard_bytes: int
+) -> dict[str, Any]:
+    """The work of `make_shards`; the caller has locked the directory."""
+    intake = Intake(strict=False)
+    sources = source_files(data.corpora, data.files, intake)
+    tasks = []
+    for number, files in enumerate(sources):
+        tasks += [_Task(number, pieces) for pieces in _groups(files, shard_bytes)]
+    if not tasks:
+        raise nothing_to_read([*data.corpora, *data.files])
+
+    plan = _write_plan(home, data, recipe, sources, shard_bytes)
+    _run_tasks(home, recipe, tasks, processes)
+    owners = [task.source for task in tasks]
+    write_index(home, plan | {"skipped": intake.skipped}, owners)
+    return read_manifest(home, recipe, source_names(data))
+
+
+def _write_plan(
+    home: Path,
+    data: DataSection,
+    recipe: Recipe,
+    sources: Sequence[Sequence[TextPiece]],
+    shard_bytes: int,
+) -> dict[str, Any]:
+    """Writes plan.json and returns it; raises InputError if another plan was begun here."""
+    described = []
+    for name, files in zip(source_names(data), sources, strict=True):
+        described.append({"name": name, "files": len(files), "sha256": _files_digest(files)})
+
+    plan = recipe.identity() | {"sources": described, "shard_bytes": shard_bytes}
+    path = home / PLAN
+    # Finished shards are kept, so they must be those of this plan.
+    if path.exists():
+        require_identity(home, read_json(path), plan)
+    write_text(path, json.dumps(plan, indent=1) + "\n")
+    return plan
+
+
+def _run_tasks(home: Path, recipe: Recipe, tasks: Sequence[_Task], processes: int) -> None:
+    """Makes the shards that are not finished yet, with a progress bar."""
+    sizes = [sum(piece.size for piece in task.pieces) for task in tasks]
+    missing = [number for number in range(len(tasks)) if read_part(home, number) is None]
+    done = sum(sizes) - sum(sizes[number] for number in missing)
+
+    with ByteProgress("tokenizing", sum(sizes), done) as progress:
+        arguments = [(number, tasks[number].pieces) for number in missing]
+        make = functools.partial(make_shard, recipe)
+        processes = min(processes or os.cpu_count() or 1, len(arguments))
+        if processes > 1:
+            run_in_processes(make, arguments, processes, progress.add)
+        else:
+            for number, pieces in arguments:
+                make(number, pieces, progress.add)
+
+
+def _groups(files: Sequence[TextPiece], size: int) -> Iterator[list[TextPiece]]:
+    """The pieces of each shard: about `size` bytes together."""
+    group: list[TextPiece] = []
+    group_size = 0
+    for file in files:
+        for piece in cut(file, size):
+            group.append(piece)
+            group_size += piece.size
+            if group_size >= size:
+                yield group
+                group = []
+                group_size = 0
+    if group:
+        yield group
+
+
+def _files_digest(files: Sequence[TextPiece]) -> str:
+    """A digest of the files' names and sizes."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"\0{file.name}\0{os.path.getsize(file.path)}".encode())
+    return digest.hexdigest()
