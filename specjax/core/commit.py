@@ -61,7 +61,7 @@ def finish_round(
     place = jnp.arange(verdict.tokens.shape[1])
     from_draft = place < verdict.num_accepted[:, None]
     origin = jnp.where(from_draft, FROM_DRAFT, FROM_TARGET).astype(jnp.int8)
-    if logprobs is not None:
+    if logprobs is not None and state.logprobs is not None:
         logprobs = write_tokens(state.logprobs, logprobs, state.length)
     return state.replace(
         tokens=write_tokens(state.tokens, verdict.tokens, state.length),

@@ -19,8 +19,8 @@ from specjax.models import KVCache, ModelConfig, forward, hidden_states, init_ca
 from specjax.models.adapters import KEY
 from specjax.models.cache import chunk_size
 
-# Tokens of a pass that stream through an accelerator with the weights, for nothing: a TPU v5p
-# computes with 166 bfloat16 rows in the time in which it reads their weights, others with more.
+# Tokens that a pass on an accelerator may have at no extra cost. A TPU v5p computes 166 bfloat16
+# rows in the time in which it reads the weights, other accelerators more.
 FREE_TOKENS = 128
 
 
@@ -41,26 +41,22 @@ class NetOutput(NamedTuple):
 class Net:
     """Params and what is static about them: a pytree whose leaves are the params.
 
-    One jitted loop serves every model of an architecture, and handing a Net to it costs what
-    a plain dict costs. ``vocab`` is the width of its logits: a draft's are over the target's ids.
-    Ids from ``vocab_limit`` on, which no tokenizer knows, have logit −inf.
+    One jitted loop serves every model of an architecture. Handing a Net to it costs no more than a
+    plain dict.
 
-    A pass with a cache runs over ``pass_width`` tokens a row where there are fewer, for as many
-    rows as it costs an accelerator nothing: its matrix unit then has enough rows to stream the
-    weights at full speed, and a token's logits do not depend on how many were with it, in
-    bfloat16 either. ``cache_dtype``: int8 keeps keys and values coded; None: as the params are.
-
-    ``adapters`` (:mod:`specjax.models.adapters`) are for passes with adaptive tokens; every other
-    pass is that of a model without any.
+    A pass with a cache is padded to ``pass_width`` tokens per row, for as many rows as that costs
+    an accelerator nothing. Its matrix unit then has enough rows to stream the weights at full
+    speed. And a token's logits do not depend on how many tokens are in the pass, not even in
+    bfloat16: greedy speculative decoding then equals plain decoding.
     """
 
     params: dict
     config: ModelConfig
-    vocab: int
-    vocab_limit: int
+    vocab: int  # V, ids that the logits are over: for a draft, the target's
+    vocab_limit: int  # ids from here on, which no tokenizer knows, have logit −inf
     pass_width: int = 1
-    cache_dtype: str | None = None
-    adapters: dict = dataclasses.field(default_factory=dict)
+    cache_dtype: str | None = None  # int8: keys and values are quantized; None: as the params
+    adapters: dict = dataclasses.field(default_factory=dict)  # for passes with adaptive tokens
 
     def __repr__(self) -> str:
         """One line, without the params."""

@@ -27,12 +27,15 @@ class Purpose(enum.IntEnum):
 
 
 def round_keys(keys: Key[Array, "B"], rounds: Int[Array, "B"]) -> Key[Array, "B"]:
-    """The row's keys of one round: ``fold_in(row key, round)``, whatever its batch mates."""
+    """The row's keys of one round: ``fold_in(row key, round)``. Other rows do not matter."""
     return jax.vmap(jax.random.fold_in)(keys, rounds)
 
 
 def place_uniforms(keys: Key[Array, "B"], place: Int[Array, "B"]) -> Float[Array, "B"]:
-    """One uniform in (0, 1] for each row's token number ``place``, whatever round it falls in."""
+    """One uniform in (0, 1] for each row's token number ``place``.
+
+    It depends on the place alone, not on the round that writes the token.
+    """
     nothing = jnp.zeros((*keys.shape, 1), jnp.int32)
     return uniforms(round_keys(keys, place), Purpose.PLACE, nothing)[:, 0]
 
@@ -60,9 +63,9 @@ def uniforms(
 def gumbel(
     keys: Key[Array, "B *n"], size: int, drawn: Bool[Array, "B"]
 ) -> Float[Array, "B *n size"]:
-    """Gumbel noise, one draw per key; 0 in rows that are not ``drawn``, free where none is.
+    """Gumbel noise, one draw per key; 0 in rows that are not ``drawn``. Free if no row is.
 
-    The largest of log-weights plus noise are a draw without replacement (Gumbel-top-k).
+    The n largest of log-weights plus noise are n draws without replacement (Gumbel-top-k).
     """
 
     def noise():
@@ -89,21 +92,21 @@ def at_token(rows: Float[Array, "... V"], token: Int[Array, "..."]) -> Float[Arr
 
 
 def at_node(rows: Float[Array, "B N V"], node: Int[Array, "B"]) -> Float[Array, "B V"]:
-    """Each row's distribution at one node; only these V entries are touched."""
+    """Each row's distribution at one node; only these V entries are read."""
     if rows.shape[1] == 1:
         return rows[:, 0]
     return jnp.take_along_axis(rows, node[:, None, None], axis=1)[:, 0]
 
 
 def limit_vocabulary(logits: Float[Array, "... V"], vocab_limit: int) -> Float[Array, "... V"]:
-    """Logits with −inf at the ids from ``vocab_limit`` on, which no tokenizer knows."""
+    """Logits with −inf at ids from ``vocab_limit`` on: padding that no tokenizer knows."""
     if vocab_limit >= logits.shape[-1]:
         return logits
     return jnp.where(jnp.arange(logits.shape[-1]) < vocab_limit, logits, NEVER)
 
 
 def fit_vocabulary(logits: Float[Array, "... v"], vocab: int) -> Float[Array, "... V"]:
-    """Draft logits over the target's ids: padded with −inf, or cut where they are wider."""
+    """Draft logits over the target's ids: padded with −inf, or cut if there are more."""
     width = logits.shape[-1]
     if width >= vocab:
         return logits[..., :vocab]
@@ -121,21 +124,21 @@ def residual(p: Float[Array, "... V"], q: Float[Array, "... V"]) -> Float[Array,
 def sample(weights: Float[Array, "... V"], u: Float[Array, "..."]) -> Int[Array, "..."]:
     """The token at quantile ``u`` of unnormalized ``weights``: inverse CDF, in id order.
 
-    Never a token of weight 0, for any ``u`` in (0, 1]. Two levels (blocks, then within the
-    block) because a cumulative sum over the vocabulary costs ten times a plain sum.
+    Never a token of weight 0, for any ``u`` in (0, 1]. It first finds a block of about √V tokens,
+    then the token in it: a cumulative sum over the vocabulary costs ten times a plain sum.
     """
     vocab = weights.shape[-1]
-    width = 1 << max(1, math.ceil(math.log2(vocab) / 2))
-    pad = [(0, 0)] * (weights.ndim - 1) + [(0, -vocab % width)]
-    blocks = jnp.pad(weights, pad).reshape(*weights.shape[:-1], -1, width)
+    block_size = 1 << max(1, math.ceil(math.log2(vocab) / 2))
+    pad = [(0, 0)] * (weights.ndim - 1) + [(0, -vocab % block_size)]
+    blocks = jnp.pad(weights, pad).reshape(*weights.shape[:-1], -1, block_size)
     ends = jnp.cumsum(blocks.sum(-1), axis=-1)
     goal = (u * ends[..., -1])[..., None]
     block = jnp.argmax(ends >= goal, axis=-1)[..., None]
     before = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0), -1), 0.0)
     inside = jnp.cumsum(jnp.take_along_axis(blocks, block[..., None], -2)[..., 0, :], axis=-1)
-    # Rounding may leave the goal past the block's own sum: its last positive token then.
+    # Rounding may leave the goal past the block's own sum. Then it is the last positive token.
     goal = jnp.minimum(goal - before, inside[..., -1:])
-    return (block[..., 0] * width + jnp.argmax(inside >= goal, axis=-1)).astype(jnp.int32)
+    return (block[..., 0] * block_size + jnp.argmax(inside >= goal, axis=-1)).astype(jnp.int32)
 
 
 def kl_divergence(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax._util.arguments import FLAG, TEXTS, validate_fields
@@ -226,7 +227,7 @@ class Rule:
 
 
 def _is_traced(tree: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
 @functools.cache

@@ -30,11 +30,13 @@ def cut_chain(draft: Draft, nodes: int) -> Draft:
     )
 
 
-def ancestors(parents: Int[Array, "B N"], depth: int) -> Bool[Array, "B N N"]:
+def ancestors(
+    parents: Int[Array | np.ndarray, "B N"], depth: int
+) -> Bool[Array | np.ndarray, "B N N"]:
     """``bits[b, i, j]``: node j is node i or an ancestor of it.
 
-    Each round of squaring doubles the reach, so ``log2(depth)`` products suffice. Parents
-    known before tracing (a numpy array) give a numpy constant.
+    Squaring the matrix doubles how far it reaches, so ``log2(depth)`` products suffice. Parents in
+    numpy are known before tracing and give a numpy constant.
     """
     nodes = parents.shape[1]
     if isinstance(parents, np.ndarray):
@@ -43,14 +45,14 @@ def ancestors(parents: Int[Array, "B N"], depth: int) -> Bool[Array, "B N N"]:
             if parent != NO_PARENT:
                 bits[node] |= bits[parent]
         return np.broadcast_to(bits, (parents.shape[0], nodes, nodes))
-    one = jnp.eye(nodes, dtype=bool) | (parents[:, :, None] == jnp.arange(nodes))
+    bits = jnp.eye(nodes, dtype=bool) | (parents[:, :, None] == jnp.arange(nodes))
     reach = 1
     while reach < depth:
-        one = jnp.einsum("bij,bjk->bik", one, one, preferred_element_type=jnp.int32) > 0
+        bits = jnp.einsum("bij,bjk->bik", bits, bits, preferred_element_type=jnp.int32) > 0
         reach *= 2
-    return one
+    return bits
 
 
-def depths(bits: Bool[Array, "B N N"]) -> Int[Array, "B N"]:
+def depths(bits: Bool[Array | np.ndarray, "B N N"]) -> Int[Array | np.ndarray, "B N"]:
     """Edges between each node and the root: its ancestors, itself not counted."""
     return bits.sum(-1, dtype=np.int32) - 1

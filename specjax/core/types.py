@@ -67,7 +67,7 @@ class Probes(struct.PyTreeNode):
     """
 
     tokens: Int[Array, "B P"]
-    parents: Int[Array, "B P"]
+    parents: Int[Array | np.ndarray, "B P"]
 
 
 class Draft(struct.PyTreeNode):
@@ -80,7 +80,7 @@ class Draft(struct.PyTreeNode):
     """
 
     tokens: Int[Array, "B N"]
-    parents: Int[Array, "B N"]
+    parents: Int[Array | np.ndarray, "B N"]  # numpy: static, so masks of it are constants
     valid: Bool[Array, "B N"]
     # Warped draft log-probabilities. Node i was drawn from exactly row q_row[i].
     log_q: Float[Array, "B M V"] | None = None

@@ -1,8 +1,8 @@
-"""Warping: temperature, then top-k, then top-p, then renormalize; target and draft alike.
+"""Sampling settings made into a distribution: temperature, top-k, top-p, then renormalized.
 
-Settings are arrays, so no value recompiles, and the vocabulary is never sorted: where it is cut is
-searched for, a few values at a time. Off the TPU, whose top-k is dear, the 64 largest logits decide
-almost every row first.
+Target and draft are warped the same way. Settings are arrays, so no value recompiles. The
+vocabulary is never sorted: a search finds the logit where it is cut. On CPUs and GPUs the 64
+largest logits decide almost every row before that; on a TPU top-k costs more than the search.
 
 Axis legend: B rows, N nodes, R = B·N, V vocabulary.
 """
@@ -20,14 +20,18 @@ from specjax._util.arguments import ArgSpec, validate_fields
 from specjax.core import probs
 from specjax.core.types import Warp
 
-TOP = 64  # the fast path looks at this many of the largest logits
-LEAST = 1e-30  # a top_p: in float32 what is far below would be 0, and keep nothing
-# What the search for a cut does before it looks whether one logit is left: a pass over the
-# vocabulary splits what is left into so many parts, or on a CPU, where sums are what costs, halves.
-PARTS, HALVES = 8, 12
-PASSES = 64  # more than any finite logits need; logits of +inf must not hang the device
-SEARCHING, COUNTING = "top-p search", "top-k search"  # its loops' names in a compiled program
-COLDEST = 1e-20  # below, quotients may overflow; at it, all but ties is a point mass already
+TOP = 64  # the fast path reads this many of the largest logits
+LEAST = 1e-30  # smallest top_p: far below, float32 makes it 0, which would keep no token
+# The search narrows two bounds around the cut until one logit is left between them. A turn splits
+# the range into PARTS in one pass over the vocabulary, or on a CPU, where each sum costs a pass,
+# halves it HALVES times.
+PARTS = 8
+HALVES = 12
+PASSES = 64  # more turns than any finite logits need; logits of +inf must not hang the device
+# Names of the search's loops in a compiled program.
+SEARCHING = "top-p search"
+COUNTING = "top-k search"
+COLDEST = 1e-20  # a lower temperature may overflow; here all but ties are point masses already
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +44,11 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        hottest, most = 1e38, 2**31 - 1  # what float32 and int32 hold
-        validate_fields(self, temperature=ArgSpec(float, low=0, high=hottest))
         validate_fields(
-            self, top_k=ArgSpec(int, low=0, high=most), top_p=ArgSpec(float, above=0, high=1)
+            self,
+            temperature=ArgSpec(float, low=0, high=1e38),  # what float32 holds
+            top_k=ArgSpec(int, low=0, high=2**31 - 1),  # what int32 holds
+            top_p=ArgSpec(float, above=0, high=1),
         )
 
     def arrays(self, batch: int) -> Warp:
@@ -52,7 +57,7 @@ class Sampling:
 
 
 def stacked(rows: Sequence[Sampling]) -> Warp:
-    """Settings of each row's own as arrays."""
+    """The settings of each row as arrays."""
     return Warp(
         jnp.array([row.temperature for row in rows], jnp.float32),
         jnp.array([row.top_k for row in rows], jnp.int32),
@@ -62,10 +67,10 @@ def stacked(rows: Sequence[Sampling]) -> Warp:
 
 @jax.named_scope("draw")
 def warp(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]:
-    """Warped float32 log-probabilities; −inf where a token cannot be drawn.
+    """Warped float32 log-probabilities; −inf for a token that cannot be drawn.
 
     Temperature 0 gives a point mass on the argmax, the lowest id on a tie. A logit of −inf is a
-    probability of 0.
+    probability of 0. Differentiable in ``logits``; the cut itself is a constant.
     """
     flat, settings = _rows(logits, settings)
     greedy = settings.greedy[:, None]
@@ -78,7 +83,7 @@ def warp(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]
         x = (x - top) / _divisor(settings)[:, None]
         kept = _truncate(x, settings)
         drawn = kept - jnp.log(jnp.sum(jnp.exp(kept), axis=-1, keepdims=True))
-        # In a mixed batch both kinds of row are computed and each keeps its own.
+        # In a batch of both kinds, both are computed and each row keeps its own.
         return jax.lax.cond(
             jnp.any(greedy), lambda: jnp.where(greedy, argmax(x), drawn), lambda: drawn
         )
@@ -89,10 +94,10 @@ def warp(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]
 def draw_joint(
     keys: Key[Array, "B"], log_joint: Float[Array, "B n"], settings: Warp, whole: bool
 ) -> Float[Array, "B n"]:
-    """What hypotheses are ranked by: the first n of a sampled row are n draws of their joint.
+    """Scores to rank hypotheses by: the n best of a sampled row are n draws from their joint.
 
-    ``log_joint`` with Gumbel noise, so draws without replacement; itself in greedy rows.
-    ``whole`` warps it first, as :func:`warp_joint`.
+    They are ``log_joint`` plus Gumbel noise, so the draws are without replacement. In greedy rows
+    they are ``log_joint`` itself. ``whole`` warps the joint first, as :func:`warp_joint`.
     """
     if whole:
         log_joint = warp_joint(log_joint, settings)
@@ -118,7 +123,7 @@ def _divisor(settings: Warp) -> Float[Array, "R"]:
 
 
 def _rows(logits: Float[Array, "B N V"], settings: Warp) -> tuple[Float[Array, "R V"], Warp]:
-    """A row of one matrix per node: beside a short axis of nodes a TPU leaves its lanes empty."""
+    """All nodes as rows of one matrix: a short axis of nodes would leave a TPU's lanes empty."""
     nodes, vocab = logits.shape[1:]
     flat = logits.astype(jnp.float32).reshape(-1, vocab)
     return flat, jax.tree.map(lambda x: jnp.repeat(x, nodes), settings)
@@ -127,8 +132,8 @@ def _rows(logits: Float[Array, "B N V"], settings: Warp) -> tuple[Float[Array, "
 def truncate(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]:
     """Top-k, then top-p on the renormalized rest; what is cut becomes −inf.
 
-    Top-k keeps every token ≥ the k-th logit. Top-p keeps a token while the mass strictly
-    above it is below p: the one that crosses p included, at least one.
+    Top-k keeps every token with at least the k-th largest logit. Top-p keeps a token while the
+    mass strictly above it is below p. So it keeps the token that crosses p, and at least one.
     """
     x, settings = _rows(logits, settings)
     kept = _truncate(x - jnp.max(x, axis=-1, keepdims=True), settings) > probs.NEVER
@@ -146,14 +151,16 @@ def _truncate(logits: Float[Array, "R V"], settings: Warp) -> Float[Array, "R V"
 
         return jax.lax.cond(jnp.any(on), keep, lambda: x)
 
-    k, p = settings.top_k, settings.top_p
+    k = settings.top_k
+    p = settings.top_p
     limited = cut(logits, k > 0, lambda x: _kth_largest(x, k))
     return cut(limited, p < 1, lambda x: _nucleus_floor(x, p))
 
 
 def _kth_largest(x: Float[Array, "R V"], k: Int[Array, "R"]) -> Float[Array, "R"]:
-    """The k-th largest logit: read off where k is small; −inf where top-k is off."""
-    on, lowest = k > 0, jnp.min(jnp.where(x > probs.NEVER, x, jnp.inf), axis=-1)
+    """The k-th largest logit; −inf if top-k is off. A small k reads it from the largest logits."""
+    on = k > 0
+    lowest = jnp.min(jnp.where(x > probs.NEVER, x, jnp.inf), axis=-1)
 
     @jax.named_scope(COUNTING)
     def search(rows, highest):
@@ -166,12 +173,13 @@ def _kth_largest(x: Float[Array, "R V"], k: Int[Array, "R"]) -> Float[Array, "R"
 
 
 def _nucleus_floor(x: Float[Array, "R V"], p: Float[Array, "R"]) -> Float[Array, "R"]:
-    """The smallest logit kept by top-p, −inf where it is off."""
-    on, goal = p < 1, p * jnp.exp(x).sum(-1)
+    """The smallest logit that top-p keeps; −inf if it is off."""
+    on = p < 1
+    goal = p * jnp.exp(x).sum(-1)
 
     @jax.named_scope(SEARCHING)
     def search(rows, highest):
-        # What lies below this is a share of less than 1 − p, so the floor is above it.
+        # All tokens below this together have less than 1 − p of the mass: the floor is above it.
         lowest = jnp.log((1 - p) / x.shape[-1]) - 1
         return _floor(x, jnp.exp, goal, (lowest, highest), rows)
 
@@ -185,9 +193,10 @@ def _nucleus_floor(x: Float[Array, "R V"], p: Float[Array, "R"]) -> Float[Array,
 
 
 def _near_or_far(x, near, search, on: Bool[Array, "R"]) -> Float[Array, "R"]:
-    """``near(largest)`` and where it is known, else ``search(rows, highest)``: its upper bounds.
+    """``near(largest)`` gives the floor and the rows where that is it; ``search`` the others.
 
-    Each row decides by its own path alone.
+    ``search(rows, highest)`` gets an upper bound per row. Which way a row goes depends on that row
+    alone.
     """
     if jax.default_backend() == "tpu":
         return search(on, jnp.zeros_like(x[:, 0]))
@@ -210,9 +219,9 @@ def _floor(
 ) -> Float[Array, "R"]:
     """The least logit in ``bounds`` with less than ``goal`` of ``weight(x)`` strictly above it.
 
-    In ``rows``; elsewhere anything. The search ends when one logit is left between the bounds:
-    after three or four turns of :data:`PARTS` for logits that came of bfloat16. A row that is done
-    does not move.
+    Only for ``rows``; other rows get any number. The search ends when one logit is left between
+    the bounds. For logits that were bfloat16 that takes three or four turns of :data:`PARTS`. A
+    row that is done does not change any more.
     """
     split = _halve if jax.default_backend() == "cpu" else _part
 
@@ -230,12 +239,13 @@ def _floor(
         return turn + 1, low, high, open_ & ~found
 
     lowest, highest = bounds
-    start = jnp.int32(0), jnp.nextafter(lowest, -jnp.inf), highest, rows
+    # The floor may be the lowest logit itself, and it must lie strictly above ``low``.
+    start = (jnp.int32(0), jnp.nextafter(lowest, -jnp.inf), highest, rows)
     return jax.lax.while_loop(more, narrow, start)[2]
 
 
 def _part(x, mass, goal, low, high):
-    """The bounds after a pass that weighs what lies above each of ``PARTS − 1`` values."""
+    """The bounds after one pass that sums the weight above each of ``PARTS − 1`` values."""
     at = low[:, None] + (high - low)[:, None] * jnp.arange(1, PARTS) / PARTS
     above = [jnp.sum(jnp.where(x > v[:, None], mass, 0.0), -1) for v in at.T]
     higher = jnp.stack(above, -1) >= goal[:, None]
@@ -244,7 +254,7 @@ def _part(x, mass, goal, low, high):
 
 
 def _halve(x, mass, goal, low, high):
-    """The bounds after ``HALVES`` passes that weigh what lies above their middle."""
+    """The bounds after ``HALVES`` passes that each sum the weight above the middle."""
 
     def halve(_, bounds):
         low, high = bounds

@@ -98,7 +98,10 @@ def test_a_rule_runs_under_jit_and_vmap():
     draft, log_p = one_draft(8)
     alone = sj.verify.speculative(keys, draft, log_p)
     jitted = jax.jit(sj.verify.speculative)(keys, draft, log_p)
-    fold = lambda x: jnp.reshape(jnp.asarray(x), (4, 2, *x.shape[1:]))
+
+    def fold(x):
+        return jnp.reshape(jnp.asarray(x), (4, 2, *x.shape[1:]))
+
     mapped = jax.vmap(sj.verify.speculative)(fold(keys), jax.tree.map(fold, draft), fold(log_p))
     for a, b, c in zip(*map(jax.tree.leaves, (alone, jitted, mapped)), strict=True):
         np.testing.assert_array_equal(a, b)
