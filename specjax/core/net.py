@@ -110,7 +110,7 @@ class Net:
         tokens: Int[Array, "B N"],
         start: Int[Array, "B"],
         positions: Int[Array, "B N"] | None = None,
-        visible: Bool[Array, "B N T"] | None = None,
+        visible: Bool[Array | np.ndarray, "B N T"] | None = None,
         *,
         base: Int[Array, "B"] | None = None,
         tree_positions: Int[Array, "B T"] | None = None,

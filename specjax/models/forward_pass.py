@@ -255,7 +255,7 @@ def forward(
     tokens: Int[Array, "B N"],
     positions: Int[Array, "B N"],
     start: Int[Array, "B"],
-    visible: Bool[Array, "B N T"] | None = None,
+    visible: Bool[Array | np.ndarray, "B N T"] | None = None,
     *,
     base: Int[Array, "B"] | None = None,
     tree_positions: Int[Array, "B T"] | None = None,
@@ -305,7 +305,7 @@ class _Queries(NamedTuple):
 
     positions: Int[Array, "B N"]
     base: Int[Array, "B"]
-    visible: Bool[Array, "B N T"] | None
+    visible: Bool[Array | np.ndarray, "B N T"] | None
     count: int
     tree_positions: Int[Array, "B T"] | None
 

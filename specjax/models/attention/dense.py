@@ -158,7 +158,7 @@ def in_window(distance: Int[Array, "..."], window: int | None) -> Bool[Array, ".
 def cache_mask(
     positions: Int[Array, "B N"],
     base: Int[Array, "B"],
-    visible: Bool[Array, "B N T"] | None,
+    visible: Bool[Array | np.ndarray, "B N T"] | None,
     count: int,
     capacity: int,
     window: int | None = None,
