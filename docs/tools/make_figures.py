@@ -1,7 +1,7 @@
 """Measures and draws the pages' figures and the overview: python docs/tools/make_figures.py
 
-With names (`gamma tau overview`) only those runs; `--draw` draws from the numbers that
-docs/figures already holds. Every run is one of infer.bench on the embedded pair.
+Names (`gamma tau overview`) select some of the runs. `--draw` measures nothing and draws the
+numbers in docs/figures. Every run is one of infer.bench on the embedded pair.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ POSITIONS = "sdsat_positions.svg"  # a second figure of k's numbers
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures what is named, or everything, and draws it."""
+    """Measures and draws the named runs, or all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", choices=[[], *SWEEPS, "overview"], metavar="NAME")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
@@ -202,7 +202,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def _comparable() -> list[str]:
-    """Methods that run on the embedded pair without a reward and without tuning."""
+    """Methods that run on the embedded pair without a reward or a tuned target."""
     return [
         name
         for name, spec in METHODS.items()
@@ -221,7 +221,7 @@ COLUMNS = (
     ("tokens per round", "block_efficiency", "{:.2f}"),
     ("acceptance λ", "acceptance_rate", "{:.2f}"),
     ("speed", "speedup", "{:.2f}"),
-    ("foretold", "predicted_speedup", "{:.2f}"),
+    ("predicted", "predicted_speedup", "{:.2f}"),
     ("7B on v5e, modeled", V5E, "{:.2f}"),
     ("KL(p‖π)", "kl", "{:.3f}"),
     ("perplexity", "perplexity", "{:.2f}"),
@@ -238,11 +238,11 @@ def write_table(name: str, report: dict[str, Any]) -> None:
     page = PAGES / f"{sweep.page}.md"
     mode = report["rows"][0]["mode"]
     drawn = "greedy" if mode == "greedy" else "temperature 0.8, top-p 0.9"
-    said = about.format(**report) + f"new tokens each, {drawn}, batch 1, {{cores}} core(s); "
+    said = about.format(**report) + f"new tokens each, {drawn}, batch 1, {{cores}} core(s). "
     said = said.format(**report["machine"]) + "± as in the [overview](overview.md)"
     said += f" ([numbers](../figures/{name}.json))."
     if name == "k":
-        foretell_v5e(report["rows"])
+        predict_v5e(report["rows"])
     keys = [key for _, key, _ in COLUMNS if key not in ("kl", "perplexity") or key == sweep.quality]
     columns = [column for column in COLUMNS if column[1] in keys]
     heads, cells = fill(columns, report["rows"])
@@ -258,7 +258,7 @@ def write_table(name: str, report: dict[str, Any]) -> None:
     write_text(page, f"{before}{begin}{textwrap.fill(said, 100)}\n\n{table}{end}{after}")
 
 
-def foretell_v5e(rows: list[dict[str, Any]]) -> None:
+def predict_v5e(rows: list[dict[str, Any]]) -> None:
     """Adds what the rows' tokens a round are worth where passes cost :data:`V5E_PASSES`: two
     passes over the text's last token and k more, or one over k after each of k + 1."""
     for row in rows:
@@ -375,7 +375,7 @@ def _predicted(axis: Any, x: list, rows: list[dict], color: str) -> None:
         if row["predicted_speedup"]
     ]
     if known:
-        axis.plot(*zip(*known, strict=True), ":", color=color, label="foretold")
+        axis.plot(*zip(*known, strict=True), ":", color=color, label="predicted")
 
 
 def _against_quality(axis: Any, sweep: Sweep, rows: list[dict], color: str) -> None:
@@ -429,18 +429,23 @@ HEAD = """# All methods side by side
 
 <!-- Written by docs/tools/make_figures.py from docs/figures/overview.json. -->
 
-The embedded pair on {prompts} held-out functions × {repeats} seeds, {max_new_tokens} new tokens
-each, batch 1, float32, default options, on {cores} core(s) of {cpu}. Speed is the ratio to plain
-decoding of the same mode; perplexity is that of the output under the unwarped target; sampled is
-temperature 0.8, top-p 0.9. {pm}
+The embedded pair decodes {prompts} held-out functions × {repeats} seeds, with {max_new_tokens}
+new tokens each. All runs have batch 1, float32 and default options, on {cores} core(s) of {cpu}.
 
-One command measures and writes this page: `python docs/tools/make_figures.py overview`, which runs,
-for four methods at a time,
+Speed is the ratio to plain decoding of the same mode. Perplexity is that of the output under the
+unwarped target. Sampled is temperature 0.8, top-p 0.9.
 
-    {command}
+{pm}
 
-`cdlh`, `cdlh-appx` and `cdsl` need a reward, `sdsat` and `sdsat-single` a tuned target: they are
-not in this table.
+`python docs/tools/make_figures.py overview` measures and writes this page. For four methods at a
+time it runs
+
+```bash
+{command}
+```
+
+Not in this table: `cdlh`, `cdlh-appx` and `cdsl` need a reward, `sdsat` and `sdsat-single` a tuned
+target.
 """
 
 
