@@ -50,10 +50,10 @@ BLUE, RED, GREY = "#4c78a8", "#e45756", "#888888"
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """A run of infer.bench over the values of ``option``, and how the figure is titled.
+    """A run of infer.bench over the values of ``option``, and the figure's title.
 
-    ``page``: whose table shows the numbers. ``quality``: what lossy rules pay with, a key of the
-    report's rows; speed is drawn against it.
+    ``page`` has the table of the numbers. ``quality`` is what lossy rules pay with: a key of the
+    report's rows. Speed is drawn against it.
     """
 
     page: str
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(name: str) -> None:
-    """Runs infer.bench and keeps the numbers that are drawn, with the command."""
+    """Runs infer.bench and stores the numbers that are drawn, with the command."""
     if name == "overview":
         command, reports = _overview()
     else:
@@ -183,9 +183,9 @@ def _bench(*argv: str) -> dict[str, Any]:
 
 
 def _overview() -> tuple[str, list[dict[str, Any]]]:
-    """All methods, a few at a time, each time beside plain decoding.
+    """All methods, a few at a time, each time with plain decoding.
 
-    The programs of all of them at once are more than a process can map.
+    A process cannot map the programs of all methods.
     """
     names, reports = [name for name in _comparable() if name != PLAIN], []
     for first in range(0, len(names), AT_ONCE):
@@ -229,7 +229,7 @@ COLUMNS = (
 
 
 def write_table(name: str, report: dict[str, Any]) -> None:
-    """Puts a sweep's numbers between the marks of its name on its page.
+    """Writes a sweep's numbers between its marks on its page.
 
     Raises:
       SystemExit: the page has no marks.
@@ -259,8 +259,10 @@ def write_table(name: str, report: dict[str, Any]) -> None:
 
 
 def predict_v5e(rows: list[dict[str, Any]]) -> None:
-    """Adds what the rows' tokens a round are worth where passes cost :data:`V5E_PASSES`: two
-    passes over the text's last token and k more, or one over k after each of k + 1."""
+    """Adds the rows' speed if passes cost :data:`V5E_PASSES`.
+
+    A round has two passes over k + 1 tokens, or a single one over (k + 1)².
+    """
     for row in rows:
         if "k" not in row["options"]:
             continue
@@ -283,7 +285,7 @@ def _named(sweep: Sweep, row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _pyplot() -> Any:
-    """matplotlib.pyplot, for SVGs that are the same whenever they are drawn."""
+    """matplotlib.pyplot, set up to draw the same SVG every time."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -324,7 +326,7 @@ def draw_positions(report: dict[str, Any], path: Path) -> None:
 
 
 def draw(sweep: Sweep, report: dict[str, Any], path: Path) -> None:
-    """Tokens per round and speed over the option; lossy rules: tokens per round over quality.
+    """Draws tokens per round and speed over the option; for lossy rules, over quality.
 
     Bars show the ± of the report.
     """
@@ -379,7 +381,7 @@ def _predicted(axis: Any, x: list, rows: list[dict], color: str) -> None:
 
 
 def _against_quality(axis: Any, sweep: Sweep, rows: list[dict], color: str) -> None:
-    """Tokens per round over what they cost, every point with the option's value."""
+    """Tokens per round over the quality, each point with the option's value."""
     _points(axis, rows, sweep.quality, "o", color)
     for row in rows:
         point = row[sweep.quality], row["block_efficiency"]
