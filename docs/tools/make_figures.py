@@ -1,7 +1,7 @@
 """Measures and draws the pages' figures and the overview: python docs/tools/make_figures.py
 
-With names (`gamma tau overview`) only those runs; `--draw` draws from the numbers that
-docs/figures already holds. Every run is one of infer.bench on the embedded pair.
+Names (`gamma tau overview`) select some of the runs. `--draw` measures nothing and draws the
+numbers in docs/figures. Every run is one of infer.bench on the embedded pair.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ BLUE, RED, GREY = "#4c78a8", "#e45756", "#888888"
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """A run of infer.bench over the values of ``option``, and how the figure is titled.
+    """A run of infer.bench over the values of ``option``, and the figure's title.
 
-    ``page``: whose table shows the numbers. ``quality``: what lossy rules pay with, a key of the
-    report's rows; speed is drawn against it.
+    ``page`` has the table of the numbers. ``quality`` is what lossy rules pay with: a key of the
+    report's rows. Speed is drawn against it.
     """
 
     page: str
@@ -139,7 +139,7 @@ POSITIONS = "sdsat_positions.svg"  # a second figure of k's numbers
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures what is named, or everything, and draws it."""
+    """Measures and draws the named runs, or all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", choices=[[], *SWEEPS, "overview"], metavar="NAME")
     parser.add_argument("--draw", action="store_true", help="measure nothing")
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(name: str) -> None:
-    """Runs infer.bench and keeps the numbers that are drawn, with the command."""
+    """Runs infer.bench and stores the numbers that are drawn, with the command."""
     if name == "overview":
         command, reports = _overview()
     else:
@@ -183,9 +183,9 @@ def _bench(*argv: str) -> dict[str, Any]:
 
 
 def _overview() -> tuple[str, list[dict[str, Any]]]:
-    """All methods, a few at a time, each time beside plain decoding.
+    """All methods, a few at a time, each time with plain decoding.
 
-    The programs of all of them at once are more than a process can map.
+    A process cannot map the programs of all methods.
     """
     names, reports = [name for name in _comparable() if name != PLAIN], []
     for first in range(0, len(names), AT_ONCE):
@@ -202,7 +202,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def _comparable() -> list[str]:
-    """Methods that run on the embedded pair without a reward and without tuning."""
+    """Methods that run on the embedded pair without a reward or a tuned target."""
     return [
         name
         for name, spec in METHODS.items()
@@ -221,7 +221,7 @@ COLUMNS = (
     ("tokens per round", "block_efficiency", "{:.2f}"),
     ("acceptance λ", "acceptance_rate", "{:.2f}"),
     ("speed", "speedup", "{:.2f}"),
-    ("foretold", "predicted_speedup", "{:.2f}"),
+    ("predicted", "predicted_speedup", "{:.2f}"),
     ("7B on v5e, modeled", V5E, "{:.2f}"),
     ("KL(p‖π)", "kl", "{:.3f}"),
     ("perplexity", "perplexity", "{:.2f}"),
@@ -229,7 +229,7 @@ COLUMNS = (
 
 
 def write_table(name: str, report: dict[str, Any]) -> None:
-    """Puts a sweep's numbers between the marks of its name on its page.
+    """Writes a sweep's numbers between its marks on its page.
 
     Raises:
       SystemExit: the page has no marks.
@@ -238,11 +238,11 @@ def write_table(name: str, report: dict[str, Any]) -> None:
     page = PAGES / f"{sweep.page}.md"
     mode = report["rows"][0]["mode"]
     drawn = "greedy" if mode == "greedy" else "temperature 0.8, top-p 0.9"
-    said = about.format(**report) + f"new tokens each, {drawn}, batch 1, {{cores}} core(s); "
+    said = about.format(**report) + f"new tokens each, {drawn}, batch 1, {{cores}} core(s). "
     said = said.format(**report["machine"]) + "± as in the [overview](overview.md)"
     said += f" ([numbers](../figures/{name}.json))."
     if name == "k":
-        foretell_v5e(report["rows"])
+        predict_v5e(report["rows"])
     keys = [key for _, key, _ in COLUMNS if key not in ("kl", "perplexity") or key == sweep.quality]
     columns = [column for column in COLUMNS if column[1] in keys]
     heads, cells = fill(columns, report["rows"])
@@ -258,9 +258,11 @@ def write_table(name: str, report: dict[str, Any]) -> None:
     write_text(page, f"{before}{begin}{textwrap.fill(said, 100)}\n\n{table}{end}{after}")
 
 
-def foretell_v5e(rows: list[dict[str, Any]]) -> None:
-    """Adds what the rows' tokens a round are worth where passes cost :data:`V5E_PASSES`: two
-    passes over the text's last token and k more, or one over k after each of k + 1."""
+def predict_v5e(rows: list[dict[str, Any]]) -> None:
+    """Adds the rows' speed if passes cost :data:`V5E_PASSES`.
+
+    A round has two passes over k + 1 tokens, or a single one over (k + 1)².
+    """
     for row in rows:
         if "k" not in row["options"]:
             continue
@@ -283,7 +285,7 @@ def _named(sweep: Sweep, row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _pyplot() -> Any:
-    """matplotlib.pyplot, for SVGs that are the same whenever they are drawn."""
+    """matplotlib.pyplot, set up to draw the same SVG every time."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -324,7 +326,7 @@ def draw_positions(report: dict[str, Any], path: Path) -> None:
 
 
 def draw(sweep: Sweep, report: dict[str, Any], path: Path) -> None:
-    """Tokens per round and speed over the option; lossy rules: tokens per round over quality.
+    """Draws tokens per round and speed over the option; for lossy rules, over quality.
 
     Bars show the ± of the report.
     """
@@ -375,11 +377,11 @@ def _predicted(axis: Any, x: list, rows: list[dict], color: str) -> None:
         if row["predicted_speedup"]
     ]
     if known:
-        axis.plot(*zip(*known, strict=True), ":", color=color, label="foretold")
+        axis.plot(*zip(*known, strict=True), ":", color=color, label="predicted")
 
 
 def _against_quality(axis: Any, sweep: Sweep, rows: list[dict], color: str) -> None:
-    """Tokens per round over what they cost, every point with the option's value."""
+    """Tokens per round over the quality, each point with the option's value."""
     _points(axis, rows, sweep.quality, "o", color)
     for row in rows:
         point = row[sweep.quality], row["block_efficiency"]
@@ -429,18 +431,23 @@ HEAD = """# All methods side by side
 
 <!-- Written by docs/tools/make_figures.py from docs/figures/overview.json. -->
 
-The embedded pair on {prompts} held-out functions × {repeats} seeds, {max_new_tokens} new tokens
-each, batch 1, float32, default options, on {cores} core(s) of {cpu}. Speed is the ratio to plain
-decoding of the same mode; perplexity is that of the output under the unwarped target; sampled is
-temperature 0.8, top-p 0.9. {pm}
+The embedded pair decodes {prompts} held-out functions × {repeats} seeds, with {max_new_tokens}
+new tokens each. All runs have batch 1, float32 and default options, on {cores} core(s) of {cpu}.
 
-One command measures and writes this page: `python docs/tools/make_figures.py overview`, which runs,
-for four methods at a time,
+Speed is the ratio to plain decoding of the same mode. Perplexity is that of the output under the
+unwarped target. Sampled is temperature 0.8, top-p 0.9.
 
-    {command}
+{pm}
 
-`cdlh`, `cdlh-appx` and `cdsl` need a reward, `sdsat` and `sdsat-single` a tuned target: they are
-not in this table.
+`python docs/tools/make_figures.py overview` measures and writes this page. For four methods at a
+time it runs
+
+```bash
+{command}
+```
+
+Not in this table: `cdlh`, `cdlh-appx` and `cdsl` need a reward, `sdsat` and `sdsat-single` a tuned
+target.
 """
 
 

@@ -30,30 +30,30 @@ DISTS = tuple(TARGET_DISTS)  # the warped target is the first
 PAGE = Path(__file__).parents[1] / "methods.md"
 HEAD = """# Methods
 
-<!-- Written by docs/tools/make_methods.py from specjax/methods/; a test keeps it current. -->
+<!-- Written by docs/tools/make_methods.py from specjax/registry/; a test keeps it current. -->
 
-A method is a drafter, a target distribution and an acceptance rule. **Lossless** means: the
-emitted sequence has exactly the law of sampling token by token from the target distribution,
+A method is a drafter, a target distribution and an acceptance rule. **Lossless** means that the
+emitted sequence is distributed exactly as sampling token by token from the target distribution,
 warped by the run's temperature, top-k and top-p.
 """
 
 PRESETS = """## Presets
 
-`--set preset=NAME`, or `options={"preset": NAME}`. A preset fills in the options that are not given
-themselves, of those that the method has.
+Set `--set preset=NAME`, or `options={"preset": NAME}`. A preset fills in options of the method that
+you do not give yourself.
 
 """
 
 MATRIX = """## Every drafter with every rule
 
-`--drafter NAME --rule NAME --target-dist NAME`. ✓ lossless, ~ lossy, – refused before compiling.
-The table is the same for both target distributions, but that `contrastive` takes a `head`'s chains
-alone (`tree=none`).
+Set `--drafter NAME --rule NAME --target-dist NAME`. ✓ is lossless, ~ lossy, – refused before
+compiling. The table is the same for both target distributions, with one exception: of a `head`,
+`contrastive` accepts only chains (`tree=none`).
 """
 
 
 def make_page() -> str:
-    """The page: named methods, parts with their options, and every pair."""
+    """The page: named methods, parts with their options, and all pairs."""
     named = [
         [f"`{s.name}`", _composition(s), "yes" if s.lossless else "no", s.summary, s.paper]
         for s in METHODS.values()
@@ -74,7 +74,7 @@ def make_page() -> str:
 
 
 def _matrix() -> str:
-    """Drafter × rule for every target distribution, and the reason of every refusal."""
+    """The table of drafters and rules, and the reason of each refusal."""
     model, reasons = _tiny(), []
     lines = [MATRIX]
     rows = []

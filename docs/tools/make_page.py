@@ -2,8 +2,8 @@
 
   python docs/tools/make_page.py
 
-Starts ``python -m infer.serve`` on the embedded pair, and a ``chromium`` that must be installed; it
-is driven over its debugging protocol.
+It starts ``python -m infer.serve`` on the embedded pair and ``chromium``, which must be installed.
+It drives the browser over its debugging protocol.
 """
 
 from __future__ import annotations

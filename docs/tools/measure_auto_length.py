@@ -1,9 +1,10 @@
-"""Drafts sized by their cost against fixed lengths: python docs/tools/measure_auto_length.py
+"""Draft lengths chosen by cost against fixed lengths: python docs/tools/measure_auto_length.py
 
-The embedded pair on held-out functions and on random ids, and on random ids with a draft model of
-random weights, greedy and sampled. Speeds are new tokens by the processor seconds of the whole call
-(--wall: by the clock), prefill included, no end of sequence; everything is compiled and the costs
-are measured before; sides take turns. Ratios are medians of those within each repeat.
+The embedded pair decodes held-out functions and random ids. A draft model of random weights
+decodes random ids, too. All run greedy and sampled. Speed is new tokens by the processor seconds
+of the whole call, with prefill and without an end of sequence (--wall: by the clock). Everything
+is compiled and the costs are measured before. The methods take turns, and a ratio is the median
+of the ratios within each repeat.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def texts(target: sj.LM, count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """As many prompts of either kind, of like length."""
+    """Prompts of both kinds: as many of each, of similar length."""
     generator = np.random.default_rng(0)
     functions = [target.tokenizer.encode(f.prompt) for f in held_out_functions()[0]]
     good = [np.asarray(ids[:PROMPT]) for ids in functions[:count]]

@@ -1,9 +1,9 @@
 """Times compiling each family, unrolled against scanned: python docs/tools/measure_compile.py
 
-Tracing, lowering and compiling, without weights: the gradient of a training loss both ways, and
-the pass over 5 tokens per row that verifies a draft, which is always unrolled. Narrow models: what
-is compiled grows with the number of operations, hardly with their sizes. Prints the table of
-families.md; each cell is the time relative to the same family's gradient, 12 layers, unrolled.
+It traces, lowers and compiles without weights: the gradient of a training loss, both ways, and the
+pass over 5 tokens per row that verifies a draft, which is always unrolled. The models are narrow,
+because compile time grows with the number of operations and hardly with their sizes. It prints the
+table of families.md. A cell is relative to the same family's gradient at 12 layers, unrolled.
 """
 
 import time

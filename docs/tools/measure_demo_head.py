@@ -1,8 +1,8 @@
 """The embedded head beside the embedded draft: python docs/tools/measure_demo_head.py
 
-Held-out functions, greedy and at temperature 0.8 with top-p 0.9, batch 1. All is compiled before it
-is timed; the cases take turns within each repeat, and speeds are ratios within one repeat, prefill
-left out. ± as infer.bench's. Prints a table, and c of both drafts.
+It decodes held-out functions greedily and at temperature 0.8 with top-p 0.9, batch 1. Everything
+is compiled before it is timed. The cases take turns within each repeat. Speeds are ratios within
+one repeat, without prefill, and ± is that of infer.bench. It prints a table, and c of both drafts.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def measured(models, prompts, sampling, args, found: list[Case]) -> list[list[sj
 
 
 def row(request_id: Case, runs: list[sj.Generation], plain, base) -> list[str]:
-    """A line of the table; ``plain`` and ``base`` are the generations that it is held against."""
+    """A line of the table, compared with the generations ``plain`` and ``base``."""
     counts = {name: sum(run.stats[name] for run in runs) for name in runs[0].stats}
     figures = [ratio(*(counts[name] for name in RATES[rate])) for rate in (TOKENS, RATE)]
     hist = counts["accepted_hist"]

@@ -1,13 +1,13 @@
-"""What one accelerator makes of decoding: python docs/tools/measure_gpu.py --out FILE.json
+"""Measures decoding on one accelerator: python docs/tools/measure_gpu.py --out FILE.json
 
-Needs nothing but the repository: models of published shapes with random weights, bfloat16, and the
-embedded pair. Prints a table per part and keeps the numbers after each. Parts:
+It needs only the repository: models of published shapes with random weights, bfloat16, and the
+embedded pair. It prints a table per part and writes the numbers after each. The parts:
 
-- speed: plain decoding, tokens and GB a second, over what one product streams from memory;
+- speed: plain decoding, tokens and GB a second, relative to what one product streams from memory;
 - curve: v(T), the cost of a target pass over T tokens, and c, that of a draft pass;
-- acceptance: speculative decoding where every drafted token is accepted with a given chance;
-- equality: rows of the embedded pair, greedy, whose tokens are not plain decoding's;
-- suite: the tests, the laws in bfloat16 among them.
+- acceptance: speculative decoding if every drafted token is accepted with a given chance;
+- equality: greedy rows of the embedded pair whose tokens differ from plain decoding's;
+- suite: the tests, those of distributions in bfloat16 among them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TINY = {  # what tests run on a CPU
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the parts that are asked for."""
+    """Runs the chosen parts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -96,7 +96,7 @@ def pair(name: str) -> tuple[sj.LM, sj.LM]:
 
 
 def random_model(cfg: ModelConfig, seed: int) -> sj.LM:
-    """Made on the device in one program, so that no float32 copy of the whole ever lies there."""
+    """Made on the device in one program, so that it never stores a float32 copy of the whole."""
     cfg = dataclasses.replace(cfg, eos_ids=())
     make = jax.jit(lambda key: init_params(cfg, key, jnp.bfloat16))
     return sj.from_params(cfg, make(jax.random.key(seed)))
@@ -119,7 +119,7 @@ def decode(args: argparse.Namespace, target: sj.LM, rows: int, **more: Any) -> s
 
 
 def seconds(out: sj.Generation) -> float:
-    """Of decoding: all rows began together, so their prefill is one."""
+    """Seconds of decoding. All rows begin at the same time, so their prefill is one."""
     return float(out.share_seconds.sum() - out.prefill_seconds.max())
 
 
@@ -167,7 +167,7 @@ def curve(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def coin(chance: float) -> Rule:
-    """Accepts each drafted token with a given chance: the cost of a law, without the law."""
+    """Accepts each drafted token with a given chance: a rule's cost without its distribution."""
 
     @rule(accepts=(IID,), lossless=False)
     def accept(keys, draft, log_p):
@@ -200,7 +200,7 @@ def acceptance(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def equality(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Greedy tokens of lossless methods against plain decoding's, passes of one width and not."""
+    """Greedy tokens of lossless methods against plain decoding's, with padding and without."""
     texts = [function.prompt for function in held_out_functions()[0]]
     texts = (texts * -(-args.rows // len(texts)))[: args.rows]
     # A prompt that comes again is cut elsewhere.

@@ -1,8 +1,9 @@
 """What a head's draft costs a TPU: python docs/tools/measure_head.py [--batch N ...]
 
-Compiles, as measure_tpu.py does, rounds of an EAGLE-3 head for Llama-3-8B (draft vocabulary 32,000,
-γ = 4) and plain decoding, from shapes alone. The target is compiled with few layers and scaled to
-all of them: layers are alike. c is a further draft step over a plain one. Modeled cycles.
+It compiles rounds from shapes alone, as measure_tpu.py does: of an EAGLE-3 head for Llama-3-8B
+(draft vocabulary 32,000, γ = 4) and of plain decoding. All layers of the target are equal, so it
+compiles a few and scales the cycles to all of them. c is a further draft step relative to a plain
+one. The cycles are modeled.
 """
 
 from __future__ import annotations

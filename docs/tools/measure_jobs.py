@@ -1,12 +1,16 @@
-"""Rows refilled and prompts shared against batches of their own: python docs/tools/measure_jobs.py
+"""Refilled slots and shared prompts against separate batches: python docs/tools/measure_jobs.py
 
-The embedded pair, on prompts of the held-out functions. ``refill``: prompts with budgets drawn
-lognormal (mean 64, σ 1; no end of sequence, so that lengths are the budgets), 8 rows in flight,
-against batches of 8 by prompt length, each run to its end before the next one begins. ``samples``:
-time to the first tokens of 8 samples of one prompt of 1,000 tokens against that of one. ``prefix``:
-seconds of prefill of 64 prompts, or of ``--prompts`` where these are fewer, whose first 1,000
-tokens are the same, with kept prefixes and without. Everything is compiled before it is timed;
-sides take turns.
+It runs the embedded pair on prompts of the held-out functions, in three parts:
+
+- ``refill``: prompts with lognormal budgets (mean 64, σ 1), 8 batch slots, against batches of 8 by
+  prompt length that each run to their end. There is no end of sequence, so that lengths are the
+  budgets.
+- ``samples``: the time to the first tokens of 8 samples of one prompt of 1,000 tokens, against
+  that of one sample.
+- ``prefix``: seconds of prefill of 64 prompts with the same first 1,000 tokens, with the prefix
+  cache and without. ``--prompts`` may ask for fewer.
+
+Everything is compiled before it is timed, and the two sides take turns.
 """
 
 import argparse
@@ -47,7 +51,7 @@ def endless(name: str) -> sj.LM:
 
 
 def prompts_of(model: sj.LM, count: int) -> list[np.ndarray]:
-    """Held-out functions up to their bodies, again from the first where there are too few."""
+    """Held-out functions up to their bodies; they repeat if there are too few."""
     texts = [function.prompt for function in held_out_functions()[0]]
     ids = [np.asarray(model.tokenizer.encode(text)) for text in texts]
     return [ids[i % len(ids)] for i in range(count)]

@@ -1,9 +1,10 @@
 """Loads a sharded 1 B checkpoint here and in transformers: python docs/tools/measure_loading.py
 
-Random weights of TinyLlama's shape, bfloat16 on disk, in files of at most 1 GB; every load is a
-process of its own that starts with its imports done and the files in the page cache, and ends with
-8 greedy tokens. Prints the seconds, and the peak of the process's anonymous memory (RssAnon) over
-the weights' size, while loading and until the tokens came. Needs torch, and 12 GB of memory.
+The weights are random and of TinyLlama's shape, in bfloat16, in files of at most 1 GB. Every load
+is a process of its own. It starts with its imports done and the files in the page cache, and ends
+with 8 greedy tokens. It prints seconds, and the peak of the process's anonymous memory (RssAnon)
+relative to the weights' size: while loading, and until the tokens came. It needs torch and 12 GB
+of memory.
 """
 
 import argparse

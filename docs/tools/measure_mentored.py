@@ -1,7 +1,8 @@
 """Times mentored decoding's solve beside a target pass: python docs/tools/measure_mentored.py
 
-8 rows of γ + 1 = 5 positions at V = 152,064, the target of Qwen2.5-0.5B's shape with random
-weights: the smallest of its family, so the solve weighs most. Prints ratios of interleaved timings.
+It has 8 rows of γ + 1 = 5 positions at V = 152,064. The target has random weights of
+Qwen2.5-0.5B's shape. That is the smallest of its family, so the solve weighs most. It prints ratios
+of interleaved timings.
 """
 
 import statistics

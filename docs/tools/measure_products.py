@@ -1,8 +1,8 @@
-"""What the TPU compiler expects a product with quantized weights to cost, beside bfloat16's.
+"""What the TPU compiler expects of products with quantized weights, relative to bfloat16's.
 
-python docs/tools/measure_products.py [SCHEME ...], with libtpu (the `tpu` extra): thousands of
-modeled cycles of one MLP product of Llama-3-8B's shape, by the rows of the pass. A cost model, and
-no measurement.
+python docs/tools/measure_products.py [SCHEME ...] needs libtpu (the `tpu` extra). It prints
+thousands of modeled cycles of one MLP product of Llama-3-8B's shape, by the rows of the pass. This
+is a cost model and no measurement.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What quantized weights do to a model: python docs/tools/measure_quantized.py [SCHEME ...]
+"""What quantization changes in a model: python docs/tools/measure_quantized.py [SCHEME ...]
 
-On the demo target in float32: held-out bits per byte, over those of the weights as they are, and
-of keys and values in 8 bits, all read through a cache as decoding reads them; and how many of the
-drafted tokens that the rule tests pass where the draft is the target's own copy,
-greedy and at temperature 0.8, top-p 0.9. The copies run with their weights dequantised, which is
-the same model (tests) and on CPUs the faster one.
+It runs the demo target in float32. It prints held-out bits per byte for each scheme, and for keys
+and values in 8 bits, relative to those of the plain weights; all are read through a cache, as in
+decoding. It also prints how many of the tested draft tokens pass if the draft is the target's own
+copy, greedy and at temperature 0.8, top-p 0.9. The copies run with their weights dequantized. Tests
+check that this is the same model, and on CPUs it is faster.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def dequantised(model: sj.LM) -> sj.LM:
 
 
 def bits_per_byte(model: sj.LM, texts: list[str]) -> float:
-    """Of the texts' first tokens, each text alone."""
+    """Bits per byte of the texts' first tokens, each text alone."""
     nats = size = 0.0
     for text in texts:
         ids = np.asarray(model.tokenizer.encode(text))[:LENGTH]
@@ -81,7 +81,7 @@ def bits_per_byte(model: sj.LM, texts: list[str]) -> float:
 
 @jax.jit
 def log_probs(net: sj.Net, row: jax.Array) -> jax.Array:
-    """After each token of one row, which goes through a cache piece by piece."""
+    """Log-probabilities after each token of one row, which a cache reads chunk by chunk."""
 
     def piece(cache, at):
         tokens = jax.lax.dynamic_slice_in_dim(row, at, PIECE, axis=1)
@@ -93,7 +93,7 @@ def log_probs(net: sj.Net, row: jax.Array) -> jax.Array:
 
 
 def acceptance(target, draft, prompts, sampling: sj.Sampling, tokens: int) -> float:
-    """Accepted of the tested draft tokens; greedy output is checked to be plain decoding's."""
+    """Accepted and tested draft tokens; checks that greedy output is plain decoding's."""
     settings = {"max_new_tokens": tokens, "sampling": sampling, "options": {"gamma": 4}}
     out = sj.generate(target, prompts, method="speculative", draft=draft, **settings)
     if sampling.temperature == 0:

@@ -1,11 +1,11 @@
-"""The server under load: many clients, some of which go away; the figures of docs/server.md.
+"""The server under load, for the figures of docs/server.md; some clients disconnect.
 
   python docs/tools/measure_server.py --minutes 5 --clients 64
 
-Starts ``python -m infer.serve`` on the embedded pair, sends requests with a few seeds and settings
-at random, streamed or not, and leaves a third of them at a random moment. At the end it says how
-many were answered, whether the same request always had the same text, and what the server's memory
-was over time.
+It starts ``python -m infer.serve`` on the embedded pair. It sends random requests with a few seeds
+and settings, streamed or not, and leaves a third of them at a random moment. At the end it prints
+how many were answered, whether equal requests always had the same text, and the server's memory
+over time.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How code and documentation read, in numbers: python docs/tools/measure_style.py [PATH ...]
+"""How code and pages read, in numbers: python docs/tools/measure_style.py [PATH ...]
 
-For code: syntax nodes a line, full-line comments, parallel assignments (``a, b = x, y``),
-conditional expressions, nested ones, and functions over 50 lines. For prose: words and commas a
-sentence, and the share of sentences over 40 words. Prose is the Markdown files and, apart from
-them, the docstrings; code blocks, tables, headings and lists of arguments are left out.
-``--list`` names every place that counts against a limit.
+For code it counts syntax nodes a line, full-line comments, parallel assignments (``a, b = x, y``),
+conditional expressions, nested ones, and functions over 50 lines. For prose it counts words and
+commas a sentence, and the share of sentences over 40 words. Markdown files and docstrings are
+counted separately, without code blocks, tables, headings and lists of arguments. ``--list`` names
+every place that counts against a limit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Suffix drafts beside lookup drafts on forty edits: python docs/tools/measure_suffix.py
 
 A prompt is a function of the standard library, a comment that asks for other variable names, and
-the new function's first line. ``written``: a target that writes exactly the function with its
-variables renamed; ``demo``: the embedded target, greedy, which writes what it likes. Prints tokens
-per pass, one pass per round, and writes them to docs/figures/suffix.json.
+the new function's first line. ``written`` is a target that writes exactly the function with its
+variables renamed. ``demo`` is the embedded target, greedy, which writes what it likes. It prints
+tokens per pass, with one pass per round, and writes them to docs/figures/suffix.json.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COUNT, BATCH, NEW_TOKENS = 40, 8, 160
 
 
 class Edit(NamedTuple):
-    """What is given, and what a target that does as it is told writes after it."""
+    """A prompt, and what a target that obeys it writes."""
 
     prompt: str
     text: str
@@ -48,7 +48,7 @@ def edits(count: int) -> list[Edit]:
 
 
 def edit(source: str) -> Edit | None:
-    """The function's two commonest variables renamed; None where it has fewer."""
+    """The function with its two commonest variables renamed; None if it has fewer."""
     nodes = list(ast.walk(ast.parse(source)))
     own = {node.arg for node in nodes if isinstance(node, ast.arg)}
     own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
@@ -66,7 +66,7 @@ def edit(source: str) -> Edit | None:
 def replay(drafter: Drafter, rows: list[tuple[list[int], list[int]]], batch: int) -> float:
     """Tokens per pass of a drafter for a target that writes each row's second part.
 
-    The rows come in batches, one after the other, as the prompts of a job do.
+    The rows come in batches, as the prompts of a job do.
     """
     capacity = max(len(a) + len(b) for a, b in rows)
     inputs = SimpleNamespace(is_eos=lambda tokens: tokens < 0)

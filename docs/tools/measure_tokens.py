@@ -1,15 +1,16 @@
-"""Measures the way from files to training rows: speed against the tokenizer's own, and memory.
+"""Measures the path from files to training rows: speed relative to the tokenizer's, and memory.
 
 python docs/tools/measure_tokens.py [--gb 0.5] [--kills 10] [--out DIR]
 
-Synthetic JSONL and Parquet (functions of the standard library in a random order, so that no two
-documents are alike) are tokenized by ``train.tokens`` in two processes; before and after, a part of
-the same texts goes through the tokenizer alone, in calls of the same size, in two processes at
-once, too: two that share a core's units are slower than one, and a machine that others share is not
-the same for long. Processor time is compared. Then a loader reads rows, in a process of its own.
+``train.tokens`` tokenizes synthetic JSONL and Parquet in two processes. The texts are functions of
+the standard library in a random order, so that no two documents are near-duplicates. Before and
+after, the tokenizer alone encodes a part of the same texts, in calls of the same size and in two
+processes, too. Two processes that share a core's units are slower than one, and a shared machine
+changes its speed. Processor time is compared. Then a loader reads rows in a process of its own.
 
-``--kills N`` instead kills ``train.tokens`` N times at random moments, and then ``train.lm``, which
-reads the shards, N times; shards and losses are compared with those of runs that nobody stopped.
+With ``--kills N`` it instead kills ``train.tokens`` N times at random moments, and then
+``train.lm``, which reads the shards, N times. It compares shards and losses with those of
+undisturbed runs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ PROCESSES = 2
 
 
 def write_corpus(home: Path, size: int) -> list[str]:
-    """Two thirds of JSON lines, one of Parquet; some `size` bytes of text."""
+    """Writes about `size` bytes of text, two thirds as JSON lines and one as Parquet."""
     rng = np.random.default_rng(0)
     blocks = [b for d in load_corpus(["stdlib"]) for b in d.text.split("\n\n") if len(b) > 40]
     schema = pyarrow.schema([("content", pyarrow.string())])

@@ -1,14 +1,19 @@
 """What the TPU compiler makes of decoding: python docs/tools/measure_tpu.py [METHOD ...]
 
-Compiles the round of each method for a topology, from shapes alone (bfloat16, no weights), with
-libtpu (the `tpu` extra). Per round: modeled cycles by part, over what it costs to stream the
-weights and the positions of the cache once through the matrix unit; the memory of one chip
-(weights, caches and all other state; what the loop takes beside them) and the exchanges between
-chips. The cycles are the compiler's cost model and no measurement. A loop over blocks of a cache
-counts as many turns as the rows' lengths take (``--held``, by the target's heads).
+It compiles the round of each method for a topology with libtpu (the `tpu` extra), from shapes alone
+(bfloat16, no weights). It prints, per round:
 
-With ``--prefill``, the average pass over prompts of ``--capacity`` tokens instead, over what its
-operations take in plain products; the attention's kernel as :mod:`tpu_kernels` counts it.
+- modeled cycles by part, relative to streaming the weights and the cache's positions once through
+  the matrix unit;
+- the memory of one chip: weights, caches and all other state, and what the loop takes besides;
+- the exchanges between chips.
+
+The cycles are the compiler's cost model and no measurement. A loop over blocks of a cache counts as
+many turns as the rows' lengths take (``--held``, by the target's heads).
+
+With ``--prefill`` it instead compiles the average pass over prompts of ``--capacity`` tokens,
+relative to what its operations take in plain products. :mod:`tpu_kernels` counts the attention's
+kernel.
 """
 
 from __future__ import annotations
@@ -208,7 +213,7 @@ def compile_kernel(topology: str, size: int, capacity: int, tokens: int) -> None
 
 
 def compile_pass(engine, rows: int, capacity: int, chunk: int) -> jax.stages.Compiled:
-    """A compiled pass over a piece of each row's prompt."""
+    """A compiled pass over a chunk of each row's prompt."""
     shaped = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     net = engine.inputs(sj.Sampling(), rows).target
     cache = jax.eval_shape(lambda net: net.cache(rows, capacity), net)

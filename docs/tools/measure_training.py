@@ -1,19 +1,19 @@
 """The modeled MFU of an SDSAT training step: python docs/tools/measure_training.py
 
-Compiles the step of `configs/sdsat_codellama_7b.toml` from shapes alone with libtpu (the `tpu`
-extra): for one chip, whose exchanges with others are not in it, and micro-batches of 16,384 clean
-tokens, in rows of one document each. A cost model and no measurement. The counting rule:
+It compiles the step of `configs/sdsat_codellama_7b.toml` with libtpu (the `tpu` extra), from shapes
+alone. The step is that of one chip, without its exchanges with others. Micro-batches have 16,384
+clean tokens, in rows of one document each. It is a cost model and no measurement. It counts so:
 
 - XLA's instructions carry the compiler's own cycles, and loops count by their turns.
-- Splash attention's kernels carry none. They count as :mod:`tpu_kernels` says, by the compiler's
-  schedule of them and the blocks that they meet (of `isolated`'s windows: in a drawn row). A
+- Splash attention's kernels carry none. They count as :mod:`tpu_kernels` says: by the compiler's
+  schedule of them and the blocks that they visit (of `isolated`'s windows: in a drawn row). A
   chip's cores share the heads.
-- Whole depth is extrapolated from two shallow copies, part by part.
-- MFU is what the model needs (`train.sdsat.operations.useful_operations`, as a run's log has it:
-  causal attention, backward twice forward, nothing for recomputation) over the cycles and the rate
-  of a plain bfloat16 product of 8,192³ of the same compiler and chip.
+- Full depth is extrapolated from two shallow copies, part by part.
+- MFU is what the model needs (`train.sdsat.operations.useful_operations`) over the cycles, at the
+  rate of a plain bfloat16 product of 8,192³ of the same compiler and chip. A run's log counts the
+  same: causal attention, backward twice forward, nothing for recomputation.
 
-With ``--attention``, the kernels alone.
+With ``--attention`` it prints the kernels alone.
 """
 
 from __future__ import annotations

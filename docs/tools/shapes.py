@@ -1,6 +1,6 @@
-"""Published shapes, as their checkpoints' config.json gives them, and the drafts that go with them.
+"""Published shapes, as the checkpoints' config.json files give them, and the drafts for them.
 
-For what is compiled, or run on random weights: no weights are needed.
+They are for programs that compile, or run on random weights: no weights are needed.
 """
 
 from __future__ import annotations

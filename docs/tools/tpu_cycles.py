@@ -1,7 +1,7 @@
 """What the TPU compiler expects a compiled program to cost, read from its text: no TPU needed.
 
 Every instruction of a program that libtpu compiled carries ``estimated_cycles``. They are its cost
-model, not a measurement, and good for ratios within one chip: calls into its library (such as
+model and no measurement. Use them for ratios within one chip. Calls into its library (such as
 top-k) carry none, and launches cost nothing.
 """
 

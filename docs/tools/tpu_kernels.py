@@ -1,10 +1,9 @@
-"""What splash attention's kernels cost on a TPU, of which a compiled program's text says nothing.
+"""What splash attention's kernels cost on a TPU; a compiled program's text does not say it.
 
-The compiler schedules a kernel into bundles of instructions, one a cycle; libtpu writes them down
-where it is told to at its start. A call costs its turns of the grid, the blocks that are met and
-the ends of its rows of blocks, as often as the table says that the kernel is given. A block that is
-met takes no less than its products do at their best: bundles wait neither for the matrix unit nor
-for memory.
+The compiler schedules a kernel into bundles of instructions, one a cycle. libtpu writes them down
+if it is told to at its start. A call costs its turns of the grid, the blocks that it visits, and
+the ends of its rows of blocks, as often as the kernel's table says. A visited block takes at least
+the time of its products at their best. Bundles wait neither for the matrix unit nor for memory.
 """
 
 from __future__ import annotations
