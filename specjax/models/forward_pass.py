@@ -405,12 +405,12 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
     return attend
 
 
-def pad_pass(x: Array, pass_width: int) -> Array:
+def pad_pass(x: Array | np.ndarray, pass_width: int) -> Array:
     """``x`` with its last entry along axis 1 repeated until there are ``pass_width``."""
     padding = [(0, 0)] * x.ndim
     padding[1] = (0, pass_width - x.shape[1])
     return jnp.pad(x, padding, mode="edge")
 
 
-def _pad_optional(x: Array | None, pass_width: int) -> Array | None:
+def _pad_optional(x: Array | np.ndarray | None, pass_width: int) -> Array | None:
     return None if x is None else pad_pass(x, pass_width)
