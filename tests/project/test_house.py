@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from support import tools
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("specjax", "infer", "train")
-ROOMS = {"infer": ("run", "bench", "tune", "serve", "lm_eval"), "train": ("lm", "sdsat", "demo")}
+# Rooms of the programs that every other room may import; all other folders are a program each.
+SHARED = {"infer.datasets", "train.config", "train.data", "train.engine"}
+MAX_LONG_FUNCTIONS = 12  # over 50 lines: most are a public signature and its docstring
 HELP_SECONDS = 0.3
+measure_style = tools.load("measure_style")
 
 
 def name_of(path: Path) -> str:
@@ -65,20 +70,102 @@ def test_no_circle_of_imports():
         raise AssertionError(" → ".join(error.args[1])) from None
 
 
-def room_of(module: str) -> str | None:
-    """``infer.run`` of ``infer.run.job``; None outside the rooms."""
-    package, room, *_ = (*module.split("."), "", "")
-    return f"{package}.{room}" if room in ROOMS.get(package, ()) else None
+def rooms(package: str) -> set[str]:
+    """The folders directly below a package: ``infer.run``, ``train.lm``, ``specjax.core``."""
+    folders = (path.parent for path in (ROOT / package).glob("*/__init__.py"))
+    return {f"{package}.{folder.name}" for folder in folders}
+
+
+def room_of(module: str) -> str:
+    """``infer.run`` of ``infer.run.job``; a loose file is a room of its own."""
+    room = ".".join(module.split(".")[:2])
+    return room if room in rooms(module.split(".")[0]) else module
+
+
+def is_program(room: str) -> bool:
+    """A room of ``infer`` or ``train`` that is not shared: each runs as a program."""
+    return room in rooms("infer") | rooms("train") and room not in SHARED
+
+
+def forbidden(graph: dict[str, set[str]]) -> list[str]:
+    """The imports that no module may have."""
+    found = []
+    for module, others in graph.items():
+        mine = room_of(module)
+        for other in others:
+            theirs = room_of(other)
+            packages = {module.split(".")[0], other.split(".")[0]}
+            leaves_library = module.startswith("specjax") and not other.startswith("specjax")
+            enters_program = is_program(theirs) and theirs != mine
+            from_room = is_program(mine) or mine in SHARED
+            if leaves_library or packages >= {"infer", "train"} or (enters_program and from_room):
+                found.append(f"{module} imports {other}")
+    return found
 
 
 def test_no_arrow_leaves_the_library_or_enters_another_room():
+    assert not forbidden(graph())
+
+
+@pytest.mark.parametrize(
+    ("module", "other"),
+    [
+        ("specjax.lm", "infer.cli"),
+        ("infer.cli", "train.config"),
+        ("infer.run.job", "infer.bench.cases"),
+        ("train.head.training", "train.lm.losses"),
+        ("train.data.packing", "train.sdsat.losses"),
+    ],
+)
+def test_a_planted_arrow_is_found(module, other):
+    assert forbidden({module: {other}}) == [f"{module} imports {other}"]
+
+
+def test_every_shared_room_exists():
+    assert rooms("infer") | rooms("train") >= SHARED
+
+
+def test_no_circle_of_rooms_in_the_library():
+    arrows: dict[str, set[str]] = {}
     for module, others in graph().items():
-        for other in others:
-            if module.startswith("specjax"):
-                assert other.startswith("specjax"), f"{module} imports {other}"
-            mine, theirs = room_of(module), room_of(other)
-            assert mine is None or theirs in (None, mine), f"{module} imports {other}"
-            assert not {module[:5], other[:5]} >= {"infer", "train"}, f"{module} imports {other}"
+        if module.startswith("specjax."):
+            below = arrows.setdefault(room_of(module), set())
+            below |= {room_of(other) for other in others if other != "specjax"} - {room_of(module)}
+    try:
+        tuple(graphlib.TopologicalSorter(arrows).static_order())
+    except graphlib.CycleError as error:
+        raise AssertionError(" → ".join(error.args[1])) from None
+
+
+def test_the_architecture_page_names_every_room():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for package in PACKAGES:
+        for room in rooms(package):
+            assert f"{room.split('.')[1]}/" in page, room
+
+
+def test_code_and_pages_read_as_they_should():
+    """The limits of docs/tools/measure_style.py, which says what each number counts."""
+    counts = measure_style.CodeCounts()
+    for path in measure_style.tracked(measure_style.CODE, ".py"):
+        counts.add(measure_style.count_code(path))
+    numbers = measure_style.code_numbers(counts)
+    assert numbers["parallel assignments"] <= 0.01, counts.parallel
+    assert not counts.nested
+    assert len(counts.long) <= MAX_LONG_FUNCTIONS, counts.long
+    pages = measure_style.tracked(measure_style.PROSE, ".md")
+    prose = measure_style.prose_numbers(path.read_text(encoding="utf-8") for path in pages)
+    assert prose["words a sentence"] <= 17
+    assert prose["over 40 words"] <= 0.04
+
+
+def test_each_class_has_a_name_of_its_own():
+    homes: dict[str, set[str]] = {}
+    for module, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, set()).add(module)
+    assert not {name: found for name, found in homes.items() if len(found) > 1}
 
 
 def test_imports_of_our_own_stand_at_the_top():

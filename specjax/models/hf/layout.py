@@ -19,7 +19,7 @@ DELTA = "delta.json"  # of a directory that holds adapters only
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Where a checkpoint keeps one parameter, and the parameter's own shape."""
 
     stored: Stored
@@ -27,21 +27,21 @@ class Place(NamedTuple):
 
 
 def parameter_places(cfg: ModelConfig) -> dict:
-    """The place of each parameter: a nested dict like the params, its leaves :class:`Place`."""
+    """The place of each parameter: a nested dict like the params, its leaves :class:`ParameterPlace`."""
     names = FAMILIES[cfg.family].names
 
-    def place(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Place:
+    def place(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> ParameterPlace:
         keys = tuple(entry.key for entry in path)
-        return Place(names.stored(keys, cfg.num_heads), shape.shape)
+        return ParameterPlace(names.stored(keys, cfg.num_heads), shape.shape)
 
     return tree_map_with_path(place, param_shapes(cfg))
 
 
-def leaves_of(places: dict) -> list[Place]:
+def leaves_of(places: dict) -> list[ParameterPlace]:
     """The leaves of :func:`parameter_places`, in the order of the params' leaves."""
     return jax.tree.leaves(places, is_leaf=is_place)
 
 
 def is_place(node: object) -> bool:
     """Whether a node of the tree is a leaf: a tuple would otherwise be an inner node."""
-    return isinstance(node, Place)
+    return isinstance(node, ParameterPlace)

@@ -23,7 +23,7 @@ from specjax.models.families import FAMILIES, from_hf
 from specjax.models.hf import codes
 from specjax.models.hf.config import quantization
 from specjax.models.hf.files import OpenWeights, compare_names, read_json, tensor_files
-from specjax.models.hf.layout import DELTA, Place, is_place, leaves_of, parameter_places
+from specjax.models.hf.layout import DELTA, ParameterPlace, is_place, leaves_of, parameter_places
 from specjax.models.quantization import Scheme, parse_scheme, quantize_params
 from specjax.models.quantized import cast_params
 
@@ -103,7 +103,7 @@ def from_tensors(
     # Codes are computed from float32 weights, whatever dtype the other params have.
     read_dtype = dtype if scheme is None else jnp.float32
 
-    def read_param(place: Place) -> jax.Array:
+    def read_param(place: ParameterPlace) -> jax.Array:
         tensor = read(place.stored.name, place.stored.shape(place.shape))
         return jnp.asarray(place.stored.take(tensor), read_dtype)
 
