@@ -3,7 +3,7 @@
   python -m infer.convert DIR              writes the safetensors beside the pickles
   python -m infer.convert DIR --out OTHER  a new directory, with config and tokenizer
   python -m infer.convert DIR --quantize int8 --out OTHER
-                                           one with quantized weights, which only specjax reads
+                                           quantized weights, which only specjax reads
 
 Pickles need the torch extra. Only tensors are read from them: no code in them runs.
 
@@ -23,13 +23,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code."""
     parser = Parser("infer.convert", __doc__)
     parser.add_argument("directory", metavar="DIR", type=Path)
-    parser.add_argument("--out", metavar="DIR", type=Path, help="where to; default: DIR itself")
-    said = "replace safetensors files that are there already"
-    parser.add_argument("--overwrite", action="store_true", help=said)
-    said = "int8, fp8, int4 or int4:GROUP (inputs that share a scale)"
-    parser.add_argument("--quantize", type=scheme, metavar="SCHEME", help=said)
-    said = "with --quantize: read pickles where there are no safetensors"
-    parser.add_argument("--pickles", action="store_true", help=said)
+    text = "the directory to write to (default: DIR itself)"
+    parser.add_argument("--out", metavar="DIR", type=Path, help=text)
+    text = "replace safetensors files that exist already"
+    parser.add_argument("--overwrite", action="store_true", help=text)
+    text = "int8, fp8, int4 or int4:GROUP (inputs that share a scale)"
+    parser.add_argument("--quantize", type=scheme, metavar="SCHEME", help=text)
+    text = "with --quantize: read pickles if there are no safetensors"
+    parser.add_argument("--pickles", action="store_true", help=text)
     args = parser.parse_args(argv)
     if args.quantize and args.out is None:
         parser.error("--quantize writes a new directory; give --out DIR")

@@ -20,17 +20,18 @@ TOKENIZER = "tokenizer.json"
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Writes the directory and prints its file of weights.
+    """Writes the directory and prints its file of weights; returns the exit code.
 
     Raises:
       SpecjaxError: as :func:`write_quantized`, or a file cannot be read or written.
     """
     try:
-        print(
-            write_quantized(args.directory, args.out, args.quantize, args.overwrite, args.pickles)
+        weights = write_quantized(
+            args.directory, args.out, args.quantize, args.overwrite, args.pickles
         )
-    except OSError as error:  # a full disk, say
+    except OSError as error:  # a full disk, for example
         raise InputError(str(error)) from None
+    print(weights)
     return 0
 
 
@@ -43,21 +44,24 @@ def write_quantized(
       The file of weights.
     Raises:
       ModelError: the checkpoint cannot be read, or the scheme does not fit it.
-      InputError: the file would be replaced, and not to ``overwrite``, or is the source's own.
+      InputError: the file exists and ``overwrite`` is not set, or it is the source's own.
     """
-    source, weights = locate(os.fspath(source)), out / WEIGHTS
+    source = locate(os.fspath(source))
+    weights = out / WEIGHTS
     if out.resolve() == source.resolve():
         raise InputError(f"--out {out}: would replace the checkpoint itself; choose another")
     if weights.exists() and not overwrite:
-        raise InputError(f"{weights} is there already: give --overwrite, or another --out")
-    wanted = parse_scheme(scheme)
+        raise InputError(f"{weights} exists already: give --overwrite, or another --out")
+
+    parsed = parse_scheme(scheme)  # checked before the weights are read
     cfg, params = load_pretrained(source, fused=True, pickles=pickles, quantize=scheme)
     config = read_json(source / "config.json")
     if config.get("quantization_config") is not None:
         raise ModelError(f"{source}: its weights are quantized already")
+
     out.mkdir(parents=True, exist_ok=True)
     copy_rest(source, out, leave=("config.json",))
     if not (source / TOKENIZER).exists() and (source.parent / TOKENIZER).exists():
-        shutil.copy(source.parent / TOKENIZER, out)  # models that share one
-    save_quantized(out, cfg, config, params, wanted)
+        shutil.copy(source.parent / TOKENIZER, out)  # target and draft may share the one above
+    save_quantized(out, cfg, config, params, parsed)
     return weights

@@ -1,4 +1,4 @@
-"""Outputs scored once more by a model, whole rows at a time; one trace per bucket of lengths.
+"""Score finished outputs with a model, a whole row per pass; one trace per bucket of lengths.
 
 Axis legend: S cache positions of a row, V vocabulary.
 """
@@ -23,29 +23,38 @@ Prompts = Sequence[Sequence[int]]  # token ids
 def output_logprobs(target: sj.LM, prompt: Sequence[int], output: np.ndarray) -> np.ndarray:
     """Log-probabilities (nats) of every output token under the unwarped target."""
     scores = np.asarray(_token_logprobs(target.mesh, target.net, padded_row(prompt, output)))
+    # The token at position i is scored by the pass's position i - 1.
     return scores[len(prompt) - 1 :][: len(output)]
 
 
 def mismatches(
-    target: sj.LM, prompts: Prompts, want: Sequence[np.ndarray], got: Sequence[np.ndarray]
+    target: sj.LM, prompts: Prompts, expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]
 ) -> list[dict[str, Any]]:
-    """Rows whose greedy tokens differ, with the target's top-2 gap where they part."""
-    parted = []
-    for row, (prompt, a, b) in enumerate(zip(prompts, want, got, strict=True)):
-        length = min(len(a), len(b))
-        differ = np.flatnonzero(np.asarray(a[:length]) != np.asarray(b[:length]))
-        if differ.size or len(a) != len(b):
-            at = int(differ[0]) if differ.size else length
-            gap = _top_gap(target, [*prompt, *a[:at]])
-            parted.append({"row": row, "position": at, "gap": gap})
-    return parted
+    """Rows whose greedy tokens differ.
+
+    Each has the ``position`` of the first difference, and the ``gap`` between the target's two
+    best logits there. A tiny gap is a tie that rounding decided.
+    """
+    found = []
+    for row, (prompt, want, got) in enumerate(zip(prompts, expected, actual, strict=True)):
+        length = min(len(want), len(got))
+        differ = np.flatnonzero(np.asarray(want[:length]) != np.asarray(got[:length]))
+        if differ.size:
+            position = int(differ[0])
+        elif len(want) != len(got):
+            position = length  # one is the beginning of the other
+        else:
+            continue
+        gap = _top_gap(target, [*prompt, *want[:position]])
+        found.append({"row": row, "position": position, "gap": gap})
+    return found
 
 
 def padded_row(*parts: Sequence[int]) -> np.ndarray:
-    """The token ids of all parts as one row, ``[1, S]`` int32, in its bucket."""
-    text = np.concatenate([np.asarray(part, np.int32) for part in parts])
-    row = np.zeros((1, bucket(len(text))), np.int32)
-    row[0, : len(text)] = text
+    """The token ids of all parts in one row, padded to its bucket: ``[1, S]`` int32."""
+    tokens = np.concatenate([np.asarray(part, np.int32) for part in parts])
+    row = np.zeros((1, bucket(len(tokens))), np.int32)
+    row[0, : len(tokens)] = tokens
     return row
 
 
@@ -57,11 +66,12 @@ def _token_logprobs(net: Net, row: jax.Array) -> jax.Array:
 
 def _top_gap(target: sj.LM, tokens: Sequence[int]) -> float:
     """Difference of the two best logits after ``tokens``."""
-    at = np.array([[len(tokens) - 1]])
-    top = _best_two(target.mesh, target.net, padded_row(tokens), at)
+    last = np.array([[len(tokens) - 1]])
+    top = _best_two(target.mesh, target.net, padded_row(tokens), last)
     return float(top[0] - top[1])
 
 
 @replicated
-def _best_two(net: Net, row: jax.Array, at: jax.Array) -> jax.Array:
-    return jax.lax.top_k(net.rescore(row, at)[0, 0], 2)[0]
+def _best_two(net: Net, row: jax.Array, position: jax.Array) -> jax.Array:
+    """The two highest logits after ``position`` ``[1, 1]``, in falling order: ``[2]``."""
+    return jax.lax.top_k(net.rescore(row, position)[0, 0], 2)[0]

@@ -1,4 +1,6 @@
-"""How likely a model finds texts that it did not write, in passes of bounded memory.
+"""Score given texts with a model: log-probabilities and top alternatives, pass by pass.
+
+A pass covers ``PASS_TOKENS`` tokens per row, so memory is bounded for texts of any length.
 
 Axis legend: B rows, W tokens of a pass, T tokens of a row, K alternatives, V vocabulary.
 """
@@ -20,14 +22,15 @@ from specjax.lm import LM
 from specjax.models import KVCache
 from specjax.models.cache import bucket
 
-WIDTH = 128  # tokens a row of a pass, whose logits are held
-TOP = 20  # alternatives that are kept
+PASS_TOKENS = 128  # W; the logits of so many tokens per row are in memory at a time
+TOP = 20  # K
 
 
 class PromptScores(NamedTuple):
-    """Of a row's tokens but its first, each after all before it, by the unwarped model, in nats.
+    """Scores of a row's tokens but its first, each given all before it; unwarped, in nats.
 
-    The K most likely ids stand in falling order; ``log_probs`` of one of them is its very number.
+    The K most likely ids are in falling order. If a token is among them, its entry in
+    ``log_probs`` is the same number, bit for bit.
     """
 
     log_probs: np.ndarray  # [T - 1] float32
@@ -44,14 +47,14 @@ def check_scorable(model: LM) -> None:
     """Refuses a model whose weights are split over devices.
 
     Raises:
-      OptionError: it is.
+      OptionError: the model is split.
     """
     if model.mesh is not None and model.mesh.shape["model"] > 1:
         raise OptionError("texts are scored with the whole model on one device, and it is split")
 
 
 def score(model: LM, rows: Sequence[Sequence[int]]) -> list[PromptScores]:
-    """The scores of rows of token ids, at least one each; rows of a call share a bucket.
+    """The scores of rows of token ids, at least one each. All rows are padded to one bucket.
 
     Raises:
       OptionError: the model is split over devices.
@@ -62,26 +65,40 @@ def score(model: LM, rows: Sequence[Sequence[int]]) -> list[PromptScores]:
 
 
 def passes(model: LM, rows: Sequence[Sequence[int]]) -> Iterator[list[PromptScores] | None]:
-    """:func:`score` pass by pass: None after each, the scores at the end."""
-    longest = max(map(len, rows)) - 1
-    capacity = bucket(max(-(-longest // WIDTH), 1) * WIDTH)
+    """:func:`score`, pass by pass: yields None after each pass, and the scores at the end.
+
+    A server can do other work between two passes.
+    """
+    longest = max(map(len, rows)) - 1  # a row's last token is scored but never read
+    num_passes = max(-(-longest // PASS_TOKENS), 1)
+    capacity = bucket(num_passes * PASS_TOKENS)
     tokens = np.zeros((len(rows), capacity + 1), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
-    cache, found = model.net.cache(len(rows), capacity), []
-    for first in range(0, max(longest, 1), WIDTH):
-        read, following = (tokens[:, at : at + WIDTH] for at in (first, first + 1))
+
+    cache = model.net.cache(len(rows), capacity)
+    chunks = []
+    for first in range(0, max(longest, 1), PASS_TOKENS):
+        read = tokens[:, first : first + PASS_TOKENS]
+        following = tokens[:, first + 1 : first + 1 + PASS_TOKENS]
         start = np.full(len(rows), first, np.int32)
-        *parts, cache = _pass(model.net, cache, read, following, start)
-        found.append(jax.device_get(parts))
+        *chunk, cache = _pass(model.net, cache, read, following, start)
+        chunks.append(jax.device_get(chunk))
         yield None
-    whole = [np.concatenate(parts, axis=1) for parts in zip(*found, strict=True)]
-    yield [PromptScores(*(part[i, : len(ids) - 1] for part in whole)) for i, ids in enumerate(rows)]
+
+    fields = [np.concatenate(parts, axis=1) for parts in zip(*chunks, strict=True)]
+    scores = []
+    for i, ids in enumerate(rows):
+        scores.append(PromptScores(*(field[i, : len(ids) - 1] for field in fields)))
+    yield scores
 
 
 @functools.partial(jax.jit, donate_argnums=1)
 def _pass(net: Net, cache: KVCache, read: jax.Array, following: jax.Array, start: jax.Array):
-    """Scores of ``following`` ``[B, W]``, each after the token beside it; one trace per bucket."""
+    """Scores ``following`` ``[B, W]``, each token after that of ``read``; one trace per bucket.
+
+    Returns log-probabilities ``[B, W]``, the top ids and theirs ``[B, W, K]``, and the cache.
+    """
     logits, cache, _ = net.logits(cache, read, start)
     log_p = probs.log_softmax(logits)
     top, ids = jax.lax.top_k(log_p, min(TOP, log_p.shape[-1]))

@@ -1,6 +1,9 @@
-"""The cost of passes: the verify curve v(T), and the draft's relative cost c.
+"""What passes cost: the verify curve v(T), and the draft's relative cost c.
 
-Everything is warmed up first, so no time holds a compilation.
+v(T) is the time of a target pass over T tokens, in passes over one token. c is the time of one
+draft pass, in the same unit. Everything is warmed up first, so no time includes a compilation.
+
+Axis legend: N tokens of a pass.
 """
 
 from __future__ import annotations
@@ -22,112 +25,144 @@ from specjax.models.families.head_config import HeadConfig
 from specjax.models.forward_pass import forward
 from specjax.models.head import draft_logits, fused_states
 
-CURVE = (1, 2, 4, 8, 16, 32, 64)
-STEPS = 24  # passes per timing of the curve
-CONTEXT = 192  # committed tokens the passes of the curve see
+CURVE = (1, 2, 4, 8, 16, 32, 64)  # the T of v(T)
+STEPS = 24  # rounds per timing
+CONTEXT = 192  # committed tokens that the timed passes see
 TIMINGS = 16
-DRAFT_PASSES = 3  # draft passes between two target passes where c is measured
+DRAFT_PASSES = 3  # draft passes between two target passes when c is measured
 
-# One round of a timing: models, each with its tokens per pass and its passes.
+# One round of a timing: models, each with its tokens per pass and its number of passes.
 Round = Sequence[tuple[sj.LM, int, int]]
 
 
 def row_seconds(generation: sj.Generation, batch_size: int, whole: bool = False) -> np.ndarray:
-    """Seconds of each row: its share of the time of all rows in flight.
+    """Seconds of each row: its share of the time of all active rows.
 
-    At batch size 1 without its prefill, unless ``whole``. With more rows in flight prompts are
-    fed between the rounds of others, and their time is part of it.
+    At batch size 1 the row's prefill is left out, unless ``whole``. At larger sizes prompts are
+    prefilled between the rounds of other rows. That time cannot be told apart and is included.
     """
-    apart = generation.prefill_seconds if batch_size == 1 and not whole else 0.0
-    return generation.share_seconds - apart
+    if batch_size == 1 and not whole:
+        return generation.share_seconds - generation.prefill_seconds
+    return generation.share_seconds
 
 
 def costs(
     target: sj.LM, draft: sj.LM | None, widths: Sequence[int] = CURVE
 ) -> tuple[dict[int, float], float | None]:
-    """The verify curve v(T) by width, and c, or None without a draft. ``widths`` hold 1.
+    """Measures the verify curve v(T) and the draft's cost c.
 
-    v(T) = time of a target pass over T tokens / over one. c = what one draft pass adds to a
-    round / the time of a target step. It is measured between target passes: a small draft
-    timed alone would keep its weights in the processor's cache, which the target's empty in
-    every round of decoding.
+    v(T) is the time of a target pass over T tokens, divided by that over one token. c is what one
+    draft pass adds to a round, divided by the time of a target pass. c is measured between target
+    passes: a small draft timed alone would keep its weights in the processor's cache. In decoding
+    the target's weights evict them every round.
+
+    Args:
+      target: the target.
+      draft: the draft model or head, or None.
+      widths: the values of T; one of them is 1.
+
+    Returns:
+      v by T, and c, or None without a draft.
     """
     rounds: list[Round] = [[(target, width, 1)] for width in widths]
     if draft:
-        # The others read one token. The first one: two, see specjax.draft.chain; of a head all
-        # that a round may emit, see specjax.draft.head.
-        first = DRAFT_PASSES + 1 if draft.is_head else 2
-        draft = attach(draft, target) if draft.is_head else draft
+        # The first draft pass of a round reads more than one token: a draft model two (see
+        # specjax.draft.chain), a head all that a round may emit (see specjax.draft.head).
+        first = 2
+        if draft.is_head:
+            first = DRAFT_PASSES + 1
+            draft = attach(draft, target)
         rounds.append([(target, 1, 1), (draft, first, 1), (draft, 1, DRAFT_PASSES - 1)])
-    turns = np.array(round_seconds(rounds))
-    relative = np.median(turns / turns[:, [widths.index(1)]], axis=0).tolist()
-    v = dict(zip(widths, relative, strict=False))
-    return v, (relative[-1] - 1) / DRAFT_PASSES if draft else None
+
+    timings = np.array(round_seconds(rounds))  # [timing, round]
+    one_token = timings[:, [widths.index(1)]]
+    relative = np.median(timings / one_token, axis=0).tolist()
+
+    v = dict(zip(widths, relative, strict=False))  # the round with drafts comes last
+    c = (relative[-1] - 1) / DRAFT_PASSES if draft else None
+    return v, c
 
 
 def round_seconds(rounds: Sequence[Round]) -> list[list[float]]:
-    """Seconds of each round, once per turn: ratios within one stand though the machine drifts."""
+    """Seconds of each round, in each of ``TIMINGS`` timings.
+
+    The rounds are timed in turn. Ratios within one timing hold even if the machine slows down.
+    """
     loops = [_round_loop(models) for models in rounds]
     for loop in loops:
         loop()  # compiles
-    turns: list[list[float]] = []
+    timings: list[list[float]] = []
     for _ in range(TIMINGS):
-        turns.append([])
+        seconds = []
         for loop in loops:
             began = time.perf_counter()
             loop()
-            turns[-1].append((time.perf_counter() - began) / STEPS)
-    return turns
+            seconds.append((time.perf_counter() - began) / STEPS)
+        timings.append(seconds)
+    return timings
 
 
 def _round_loop(models: Round) -> Callable[[], None]:
-    """Runs STEPS rounds on the device, logits and argmax included, and waits for them."""
-    # The cost of a pass follows the cache's length: one length for every width.
+    """A function that runs STEPS rounds on the device, with logits and argmax, and waits."""
+    # The cost of a pass depends on the cache's length, so every width gets the same length.
     widest = max(*CURVE, *(width for _, width, _ in models))
     capacity = bucket(CONTEXT + STEPS + widest + DRAFT_PASSES)
 
-    def run_model(net, width, passes, cache, token, at):
+    def run_model(net, width, passes, cache, token, position):
         def one_pass(i, carry):
             cache, token = carry
-            start, tokens = jnp.full((1,), at + i, jnp.int32), jnp.full((1, width), token)
+            start = jnp.full((1,), position + i, jnp.int32)
+            tokens = jnp.full((1, width), token)
             score = score_pairs if isinstance(net.config, HeadConfig) else Net.logits
             logits, cache, _ = score(net, cache, tokens, start)
-            # Every row's argmax counts: a compiler may not skip what a verification needs.
+            # Every position's argmax counts, so that the compiler cannot skip one.
             return cache, jnp.max(jnp.argmax(logits[0], axis=-1)).astype(jnp.int32)
 
         return jax.lax.fori_loop(0, passes, one_pass, (cache, token % net.vocab))
 
     @replicated
-    def many(nets):
+    def run_rounds(nets):
         def one_round(i, carry):
             caches, token = carry
-            out = []
-            for (_, *shape), net, cache in zip(models, nets, caches, strict=True):
-                cache, token = run_model(net, *shape, cache, token, CONTEXT + i)
-                out.append(cache)
-            return out, token
+            new_caches = []
+            for (_, width, passes), net, cache in zip(models, nets, caches, strict=True):
+                cache, token = run_model(net, width, passes, cache, token, CONTEXT + i)
+                new_caches.append(cache)
+            return new_caches, token
 
         caches = [net.cache(1, capacity) for net in nets]
         return jax.lax.fori_loop(0, STEPS, one_round, (caches, jnp.int32(1)))[1]
 
-    nets, mesh = [model.net for model, *_ in models], models[0][0].mesh
-    return lambda: jax.block_until_ready(many(mesh, nets))
+    nets = [model.net for model, _, _ in models]
+    mesh = models[0][0].mesh
+    return lambda: jax.block_until_ready(run_rounds(mesh, nets))
 
 
 def score_pairs(net: Net, cache, tokens: Int[Array, "1 N"], start: Int[Array, "1"]):
-    """A head's logits after its last token, and its cache.
+    """A head's logits after its last token, its cache and its auxiliary states, as ``Net.logits``.
 
-    It reads states of its target where there are several tokens, else its own output: of either
-    any numbers that no compiler knows before.
+    With several tokens it reads states of its target, with one token its own output. Here they
+    are random numbers plus the token, so that the compiler cannot compute them beforehand.
     """
-    cfg, (rows, count) = net.config, tokens.shape
+    cfg = net.config
+    rows, count = tokens.shape
     shape = (cfg.parts, cfg.target_size) if count > 1 else (cfg.hidden_size,)
-    some = np.random.default_rng(0).normal(size=(rows, count, *shape))
-    features = jnp.asarray(some, net.params["embed"].dtype)
+
+    noise = np.random.default_rng(0).normal(size=(rows, count, *shape))
+    features = jnp.asarray(noise, net.params["embed"].dtype)
     features += tokens.reshape(rows, count, *(1 for _ in shape)).astype(features.dtype)
     if count > 1:
         features = fused_states(cfg, net.params, features)
+
     positions = start[:, None] + jnp.arange(count, dtype=jnp.int32)
-    arguments = cfg, net.params, cache, tokens, positions, start
-    hidden, cache, _ = forward(*arguments, features=features, pass_width=net.narrow(rows))
-    return draft_logits(cfg, net.params, hidden[:, count - 1 : count]), cache
+    hidden, cache, aux_states = forward(
+        cfg,
+        net.params,
+        cache,
+        tokens,
+        positions,
+        start,
+        features=features,
+        pass_width=net.narrow(rows),
+    )
+    return draft_logits(cfg, net.params, hidden[:, count - 1 : count]), cache, aux_states

@@ -16,49 +16,52 @@ from specjax.models.hf.files import read_weight_map
 from specjax.models.hf.layout import INDEX, WEIGHTS
 from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX, read_pickle
 
-KEPT = ("*.json", "*.jinja", "tokenizer.model")
+# What a converted checkpoint keeps besides its weights: configs and tokenizers.
+COPIED = ("*.json", "*.jinja", "tokenizer.model")
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Converts the checkpoint and prints which files were written.
+    """Converts the checkpoint and prints which files were written; returns the exit code.
 
     Raises:
       SpecjaxError: as :func:`write_safetensors`, or a file cannot be read or written.
     """
     try:
         written = write_safetensors(args.directory, args.out or args.directory, args.overwrite)
-    except (OSError, SafetensorError) as error:  # a full disk, say
+    except (OSError, SafetensorError) as error:  # a full disk, for example
         raise InputError(str(error)) from None
     print(*written, sep="\n")
     return 0
 
 
 def write_safetensors(directory: Path, out: Path, overwrite: bool = False) -> list[Path]:
-    """Writes each pickle as a safetensors file, and the index of several.
+    """Writes each pickle as a safetensors file, and an index if there are several.
 
     Returns:
       The files written.
     Raises:
-      ModelError: torch is not there, or a pickle is missing or holds more than tensors.
-      InputError: a file would be replaced, and not to ``overwrite``.
+      ModelError: torch is not installed, or a pickle is missing or has more than tensors.
+      InputError: a file exists, and ``overwrite`` is not set.
     """
-    written, weight_map, size = [], {}, 0
-    names = {
-        p: p.replace("pytorch_model", "model").removesuffix(".bin") + ".safetensors"
-        for p in _pickles(directory)
-    }
-    known = [out / name for name in (*names.values(), INDEX) if (out / name).exists()]
-    if known and not overwrite:
-        raise InputError(f"{known[0]} is there already: give --overwrite, or another --out")
+    names = {pickle: _safetensors_name(pickle) for pickle in _pickles(directory)}
+    for name in (*names.values(), INDEX):
+        if (out / name).exists() and not overwrite:
+            raise InputError(f"{out / name} exists already: give --overwrite, or another --out")
     out.mkdir(parents=True, exist_ok=True)
-    for source, name in names.items():
-        # Tied tensors share memory, which safetensors does not store.
-        tensors = {n: t.clone().contiguous() for n, t in read_pickle(directory / source).items()}
-        with foreign(f"{directory / source}: cannot be written as safetensors"):
+
+    written = []
+    weight_map: dict[str, str] = {}
+    size = 0
+    for pickle, name in names.items():
+        tensors = {}
+        for key, tensor in read_pickle(directory / pickle).items():
+            tensors[key] = tensor.clone().contiguous()  # safetensors does not store shared memory
+        with foreign(f"{directory / pickle}: cannot be written as safetensors"):
             _write(tensors, out / name)
         weight_map |= dict.fromkeys(tensors, name)
         size += sum(tensor.nbytes for tensor in tensors.values())
         written.append(out / name)
+
     if written != [out / WEIGHTS]:
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         write_text(out / INDEX, json.dumps(index, indent=1) + "\n")
@@ -69,8 +72,9 @@ def write_safetensors(directory: Path, out: Path, overwrite: bool = False) -> li
 
 
 def copy_rest(directory: Path, out: Path, leave: tuple[str, ...] = ()) -> None:
-    """Copies what a checkpoint has beside its weights, but for ``leave``."""
-    for path in sorted({p for kept in KEPT for p in directory.glob(kept)}):
+    """Copies a checkpoint's files other than its weights, except for those of ``leave``."""
+    paths = {path for pattern in COPIED for path in directory.glob(pattern)}
+    for path in sorted(paths):
         if path.name not in (PICKLE_INDEX, INDEX, *leave):
             shutil.copy(path, out)
 
@@ -82,6 +86,11 @@ def _pickles(directory: Path) -> list[str]:
     if not os.path.lexists(directory / PICKLE_INDEX):
         raise ModelError(f"{directory}: no {PICKLE} and no {PICKLE_INDEX}")
     return sorted(set(read_weight_map(directory / PICKLE_INDEX).values()))
+
+
+def _safetensors_name(pickle: str) -> str:
+    """``model-00001.safetensors`` for ``pytorch_model-00001.bin``, as transformers names it."""
+    return pickle.replace("pytorch_model", "model").removesuffix(".bin") + ".safetensors"
 
 
 def _write(tensors: dict, path: Path) -> None:
