@@ -15,20 +15,26 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def fill(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> Table:
-    """The columns of which any row has a value; words such as "n/a" stand as they are.
+    """The rows as a table of text; columns without any value are left out.
 
-    A row's ``pm`` holds the ± of its values.
+    A row's ``pm`` has the ± of its values. Text such as "n/a" is kept as it is.
     """
+    used = [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
+    heads = [head for head, _, _ in used]
+    cells = [[_cell(row, key, form) for _, key, form in used] for row in rows]
+    return heads, cells
 
-    def cell(row: dict[str, Any], key: str, form: str) -> str:
-        value, half_width = row.get(key), row.get("pm", {}).get(key)
-        if value is None or isinstance(value, str):
-            return value or ""
-        return form.format(value) + (f" ± {form.format(half_width)}" if half_width else "")
 
-    columns = [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
-    cells = [[cell(row, key, form) for _, key, form in columns] for row in rows]
-    return [head for head, *_ in columns], cells
+def _cell(row: dict[str, Any], key: str, form: str) -> str:
+    """A value with its ±, formatted; empty if the row has none."""
+    value = row.get(key)
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    half_width = row.get("pm", {}).get(key)
+    text = form.format(value)
+    return f"{text} ± {form.format(half_width)}" if half_width else text
 
 
 def pyplot() -> Any:

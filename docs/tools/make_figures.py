@@ -21,7 +21,7 @@ import jax
 
 from infer.bench import commands as bench
 from infer.reporting import fill
-from infer.uncertainty import SAID
+from infer.uncertainty import SPREAD_NOTE
 from specjax._util.files import markdown_table, write_text
 from specjax.registry import METHODS
 
@@ -456,7 +456,7 @@ SHOWN = tuple((key, key, "{:.2f}") for key in ("speedup", "block_efficiency", "p
 
 def overview_page(report: dict[str, Any]) -> str:
     """The table of methods: speed, tokens per round and perplexity, greedy and sampled."""
-    head = HEAD.format(**report["machine"], **report, pm=SAID)
+    head = HEAD.format(**report["machine"], **report, pm=SPREAD_NOTE)
     names = dict.fromkeys(row["method"] for row in report["rows"])
     measured = {(row["method"], row["mode"]): row for row in report["rows"]}
     figures = "tokens/round", "perplexity"

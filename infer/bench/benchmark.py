@@ -1,4 +1,7 @@
-"""A benchmark from its arguments to its report: methods first, then the cost curve."""
+"""A benchmark from its arguments to its report: methods first, then the cost curve.
+
+The package's docstring (:mod:`infer.bench`) explains case, question, result and row.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +12,29 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
 
 import specjax as sj
 from infer import timing
-from infer.bench.cases import make_cases
+from infer.bench.cases import Case, make_cases
 from infer.bench.commands import SHAPE, SIZES
-from infer.bench.energy import find_meter
+from infer.bench.energy import EnergyMeter, find_meter
 from infer.bench.entropies import add_entropies
+from infer.bench.estimates import Row
 from infer.bench.metrics.protocol import Metric
 from infer.bench.metrics.settings import JUDGE_KEY, Settings
 from infer.bench.metrics.table import make_metric
 from infer.bench.peers import TransformersPeer, peer_rows
-from infer.bench.questions import read_questions
+from infer.bench.predictions import Curve, add_expected, pass_widths
+from infer.bench.questions import Question, read_questions
 from infer.bench.report import markdown, show, write
-from infer.bench.rows import (
-    add_expected,
-    add_metrics,
-    add_quality,
-    as_prompt,
-    make_rows,
-    pass_widths,
-)
-from infer.bench.timed_cases import BenchSetting, measure
+from infer.bench.rows import add_metrics, add_quality, as_prompt, make_rows
+from infer.bench.timed_cases import BenchSetting, Result, measure
 from infer.cli import BAD_LINES, make_directory
 from infer.loading import load_models, use_compilation_cache
 from infer.prompts import PromptEncoder, stops_of
@@ -47,11 +45,22 @@ from specjax.models.hf.layout import DTYPES
 from specjax.registry import AUTO, METHODS
 from specjax.runtime.infill import ending_middles
 
+PEER_GAMMA = 4  # the peer's draft length if no case has a fixed one
+
+
+class Models(NamedTuple):
+    """Target and draft, and the directories that a peer loads the same weights from."""
+
+    target: sj.LM
+    draft: sj.LM | None
+    directories: list[str | None]
+
 
 def run_benchmark(args: argparse.Namespace) -> int:
-    """Measures, shows and writes the report."""
-    home = make_directory(args.out) if args.out else None
+    """Measures, shows and writes the report; returns the exit code."""
+    directory = make_directory(args.out) if args.out else None
     report = make_report(args)
+
     # Shown before it is written: a full disk costs the files, not the measurement.
     if args.json:
         print(json.dumps(report), flush=True)
@@ -59,8 +68,9 @@ def run_benchmark(args: argparse.Namespace) -> int:
         show(report, Console(highlight=False))
     else:
         print(markdown(report), end="", flush=True)
-    if home:
-        files = write(home, report)
+
+    if directory:
+        files = write(directory, report)
         say("infer.bench", "wrote " + ", ".join(map(str, files)))
         if len(files) < 3:
             say("infer.bench", 'no bench.png: it needs matplotlib, pip install "specjax[plots]"')
@@ -76,52 +86,37 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
     use_compilation_cache()
     metrics = make_metrics(args)
     meter = find_meter(jax.default_backend())
-    with models(args) as (target, draft, directories):
-        cases = make_cases(args, draft is not None)
-        budget = args.max_new_tokens
-        drafted = draft if any(METHODS[case.method].needs_draft for case in cases) else None
-        encoder = PromptEncoder(target, drafted, budget, args.chat, bool(args.truncate))
-        questions, skipped = read_questions(args, encoder)
-        prompts = [question.tokens for question in questions]
+    with open_models(args) as models:
+        cases = make_cases(args, models.draft is not None)
+        questions, skipped = _read_questions(args, models, cases)
         for metric in metrics:
             metric.check([as_prompt(question) for question in questions])
-        own = stops_of(question.task for question in questions) if args.dataset else ()
-        stop = tuple(args.stop) or own
         if any("suffix" in question.task for question in questions):
-            target = ending_middles(target)
-        say("infer.bench", f"{len(cases)} cases × {len(prompts)} prompts; warming up")
-        # The peer drafts as long as ours does; its process is started and warm within.
-        lengths = (case.options["gamma"] for case in cases if case.method == "speculative")
-        gamma = next((length for length in lengths if length != AUTO), 4)
-        peer = TransformersPeer(*directories, prompts, budget, gamma) if args.peer else None
-        with peer or contextlib.nullcontext():
-            between = peer.repeat if peer else lambda repeat: None
-            setting = BenchSetting(target, draft, prompts, budget, args.seed, stop)
-            results = measure(setting, cases, args.repeats, between, meter)
+            models = models._replace(target=ending_middles(models.target))
+
+        say("infer.bench", f"{len(cases)} cases × {len(questions)} prompts; warming up")
+        results, peer = _decode(args, models, cases, questions, meter)
         say("infer.bench", "cost curve")
-        passes = {width for case in cases for width in pass_widths(case, target)}
-        v, c = timing.costs(target, draft, sorted(passes.union(timing.CURVE)))
-        rows = make_rows(target, prompts, results, v, c)
-        add_expected(rows, args.cost)
-        if args.entropy:
-            add_entropies(rows, target, draft, prompts, results)
-        add_quality(rows, target, draft, questions, results)
+        v, c = _measure_costs(models, cases)
+
+        rows = _make_rows(args, models, questions, results, v, c)
         add_metrics(rows, questions, results, metrics)
+        prompts = [question.tokens for question in questions]
         return {
             "machine": machine(),
             "target": args.random_target or args.target,
             "quantize": args.quantize,
-            "draft": draft.source if draft else None,
-            "prompts": len(prompts),
+            "draft": models.draft.source if models.draft else None,
+            "prompts": len(questions),
             "skipped": skipped,
-            "max_new_tokens": budget,
+            "max_new_tokens": args.max_new_tokens,
             "repeats": args.repeats,
             "seed": args.seed,
             "mesh": args.mesh,
             "rows": rows,
-            "metrics": dict(item for metric in metrics for item in metric.columns.items()),
+            "metrics": {key: head for m in metrics for key, head in m.columns.items()},
             "energy": meter.source if meter else None,
-            "peers": peer_rows(target, prompts, peer.answers, results) if peer else [],
+            "peers": peer_rows(models.target, prompts, peer.answers, results) if peer else [],
             "v": {str(width): value for width, value in v.items()},
             "c": c,
             "cost": args.cost,
@@ -129,13 +124,83 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
         }
 
 
+def _read_questions(
+    args: argparse.Namespace, models: Models, cases: Sequence[Case]
+) -> tuple[list[Question], int]:
+    """The questions that fit the models in use, and how many were left out."""
+    needs_draft = any(METHODS[case.method].needs_draft for case in cases)
+    draft = models.draft if needs_draft else None
+    encoder = PromptEncoder(
+        models.target, draft, args.max_new_tokens, args.chat, bool(args.truncate)
+    )
+    return read_questions(args, encoder)
+
+
+def _decode(
+    args: argparse.Namespace,
+    models: Models,
+    cases: Sequence[Case],
+    questions: Sequence[Question],
+    meter: EnergyMeter | None,
+) -> tuple[list[Result], TransformersPeer | None]:
+    """The results of all cases, and the peer with its answers if there is one."""
+    prompts = [question.tokens for question in questions]
+    dataset_stops = stops_of(question.task for question in questions) if args.dataset else ()
+    stop = tuple(args.stop) or dataset_stops
+    budget = args.max_new_tokens
+    setting = BenchSetting(models.target, models.draft, prompts, budget, args.seed, stop)
+    if not args.peer:
+        return measure(setting, cases, args.repeats, lambda repeat: None, meter), None
+
+    peer = TransformersPeer(*models.directories, prompts, budget, _peer_gamma(cases))
+    with peer:  # starts its process and warms it up
+        return measure(setting, cases, args.repeats, peer.repeat, meter), peer
+
+
+def _peer_gamma(cases: Sequence[Case]) -> int:
+    """The first fixed draft length of speculative decoding, which the peer uses too."""
+    for case in cases:
+        if case.method == "speculative" and case.options["gamma"] != AUTO:
+            return case.options["gamma"]
+    return PEER_GAMMA
+
+
+def _measure_costs(models: Models, cases: Sequence[Case]) -> tuple[dict[int, float], float | None]:
+    """v(T) on the curve and at each width that a prediction needs, and c."""
+    widths = set(timing.CURVE)
+    for case in cases:
+        widths.update(pass_widths(case, models.target))
+    return timing.costs(models.target, models.draft, sorted(widths))
+
+
+def _make_rows(
+    args: argparse.Namespace,
+    models: Models,
+    questions: Sequence[Question],
+    results: Sequence[Result],
+    v: Curve,
+    c: float | None,
+) -> list[Row]:
+    """The rows of the report, except for the figures of ``--metric``."""
+    target, draft, _ = models
+    prompts = [question.tokens for question in questions]
+    rows = make_rows(target, prompts, results, v, c)
+    add_expected(rows, args.cost)
+    if args.entropy:
+        add_entropies(rows, target, draft, prompts, results)
+    add_quality(rows, target, draft, questions, results)
+    return rows
+
+
 def make_metrics(args: argparse.Namespace) -> list[Metric]:
-    """What ``--metric`` and ``--run-tests`` ask for, each once.
+    """The metrics of ``--metric`` and ``--run-tests``, without duplicates.
 
     Raises:
       OptionError: as :func:`infer.bench.metrics.make_metric`.
     """
-    names = [*args.metric, *(["pass@1"] if args.run_tests else [])]
+    names = list(args.metric)
+    if args.run_tests:
+        names.append("pass@1")
     settings = Settings(
         args.repeats, args.unsafe, args.judge_url, args.judge_model, os.environ.get(JUDGE_KEY)
     )
@@ -143,35 +208,55 @@ def make_metrics(args: argparse.Namespace) -> list[Metric]:
 
 
 @contextlib.contextmanager
-def models(args: argparse.Namespace) -> Iterator[tuple[sj.LM, sj.LM | None, list[str | None]]]:
-    """Target, draft or None, and the directories a peer loads the same weights from."""
+def open_models(args: argparse.Namespace) -> Iterator[Models]:
+    """The models of the arguments; random weights stay on disk until the block ends."""
     if not args.random_target:
         target, draft = load_models(args, True, args.mesh)
-        names = args.target, draft.source if draft else None
-        # A copy that we quantized is no model of a peer's.
-        theirs = [None if name is None or name.startswith(SELF) else name for name in names]
-        yield target, draft, [str(base_of(name)) if name else None for name in theirs]
+        draft_source = draft.source if draft else None
+        yield Models(target, draft, [_directory_of(name) for name in (args.target, draft_source)])
         return
+
     with tempfile.TemporaryDirectory() as scratch:
         cfg = ModelConfig.llama(**dict(zip(SHAPE, SIZES[args.random_target], strict=True)))
         save_pretrained(scratch, cfg, init_params(cfg, jax.random.key(0)))  # for the peer, too
         loaded = load_pretrained(scratch, DTYPES[args.dtype or "float32"])
         target = sj.from_params(*loaded)
-        yield quantize(target, args.quantize) if args.quantize else target, None, [scratch, None]
+        if args.quantize:
+            target = quantize(target, args.quantize)
+        yield Models(target, None, [scratch, None])
+
+
+def _directory_of(name: str | None) -> str | None:
+    """The directory of a model; None if a peer cannot read it.
+
+    A peer cannot read a copy that we quantized.
+    """
+    if not name or name.startswith(SELF):
+        return None
+    return str(base_of(name))
 
 
 def machine() -> dict[str, Any]:
     """What the numbers are measured on."""
-    model, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
-    if info.exists():
-        names = [x for x in info.read_text().splitlines() if x.startswith("model name")]
-        model = names[0].partition(":")[2].strip() if names else model
     device = jax.devices()[0]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count()
     return {
         "device": f"{device.platform}: {device.device_kind}",
-        "cpu": model,
+        "cpu": _processor(),
         "cores": cores,
         "jax": jax.__version__,
         "python": platform.python_version(),
     }
+
+
+def _processor() -> str:
+    """The processor's name; Linux tells it in more detail than ``platform``."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,17 +1,22 @@
-"""What is measured: every chosen method with its options, under each sampling, in each size."""
+"""What is measured: every chosen method with its options, under each sampling, at each batch size.
+
+A ``Case`` is one line of the report's table.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import specjax as sj
 from infer.bench.commands import DEFAULT
 from specjax._util.errors import OptionError
 from specjax.registry import METHODS, MethodSpec, method
+
+PLAIN = "autoregressive"  # plain decoding, which speedups are relative to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +27,16 @@ class Case:
     options: Mapping[str, Any]
     sampling: sj.Sampling
     batch_size: int
-    swept: tuple[str, ...] = ()  # the options whose values tell this case from its neighbors
+    swept: tuple[str, ...] = ()  # names of options that ``--sweep`` varies
 
     @property
     def label(self) -> str:
+        """The method, with the values of swept options: ``speculative gamma=2``."""
         return " ".join([self.method, *(f"{name}={self.options[name]}" for name in self.swept)])
 
     @property
     def mode(self) -> str:
+        """``greedy`` or ``sampled``."""
         return "greedy" if self.sampling.temperature == 0 else "sampled"
 
 
@@ -39,21 +46,23 @@ def make_cases(args: argparse.Namespace, has_draft: bool) -> list[Case]:
     Raises:
       OptionError: no such method or option.
     """
-    specs = [method(name) for name in _names(args.methods, has_draft)]
-    settings, sweeps = dict(args.set), dict(args.sweep)
-    unused = {name for name in settings if not any(options_of(s, {name: ""}) for s in specs)}
-    if unused:
-        raise OptionError(f"--set {min(unused)}: no chosen method has that option")
-    for option in sweeps:
-        if not any(option in spec.options for spec in specs):
-            raise OptionError(f"--sweep {option}: no chosen method has that option")
-    sampled = sj.Sampling(args.temperature, args.top_k, args.top_p)
-    samplings = [sj.Sampling()] * (not args.sampled_only) + [sampled] * (not args.greedy_only)
+    specs = [method(name) for name in _method_names(args.methods, has_draft)]
+    settings = dict(args.set)
+    sweeps = dict(args.sweep)
+    _check_options(specs, settings, sweeps)
+
+    samplings = []
+    if not args.sampled_only:
+        samplings.append(sj.Sampling())
+    if not args.greedy_only:
+        samplings.append(sj.Sampling(args.temperature, args.top_k, args.top_p))
+
     runs = []
     for spec in specs:
-        own, swept = options_of(spec, settings), tuple(o for o in sweeps if o in spec.options)
+        given = options_of(spec, settings)
+        swept = tuple(option for option in sweeps if option in spec.options)
         for values in itertools.product(*(sweeps[option] for option in swept)):
-            options = spec.resolve(own | dict(zip(swept, values, strict=True)))
+            options = spec.resolve(given | dict(zip(swept, values, strict=True)))
             runs.append((spec.name, options, swept))
     return [
         Case(name, options, sampling, size, swept)
@@ -63,19 +72,48 @@ def make_cases(args: argparse.Namespace, has_draft: bool) -> list[Case]:
     ]
 
 
-def _names(methods: str | None, has_draft: bool) -> list[str]:
-    """The methods of ``--methods``; of ``all`` and of the default those that fit the models."""
+def _check_options(
+    specs: Sequence[MethodSpec], settings: Mapping[str, str], sweeps: Mapping[str, list[str]]
+) -> None:
+    """Refuses options of ``--set`` and ``--sweep`` that no chosen method has.
+
+    Raises:
+      OptionError: names the option.
+    """
+    unused = {name for name in settings if not any(options_of(s, {name: ""}) for s in specs)}
+    if unused:
+        raise OptionError(f"--set {min(unused)}: no chosen method has that option")
+    for option in sweeps:
+        if not any(option in spec.options for spec in specs):
+            raise OptionError(f"--sweep {option}: no chosen method has that option")
+
+
+def _method_names(methods: str | None, has_draft: bool) -> list[str]:
+    """The methods of ``--methods``; from ``all`` and the default only those that fit the models."""
     if methods in (None, "all"):
-        specs = [METHODS[name] for name in (METHODS if methods else DEFAULT)]
-        names = [s.name for s in specs if not s.needs_reward and (has_draft or not s.needs_draft)]
+        candidates = METHODS if methods else DEFAULT
+        names = []
+        for name in candidates:
+            spec = METHODS[name]
+            if not spec.needs_reward and (has_draft or not spec.needs_draft):
+                names.append(spec.name)
     else:
         names = methods.split(",")
-    return ["autoregressive", *(name for name in names if name != "autoregressive")]
+    return [PLAIN, *(name for name in names if name != PLAIN)]
 
 
 def options_of(spec: MethodSpec, settings: Mapping[str, str]) -> dict[str, str]:
-    """A method's part of ``--set``: OPTION=VALUE, and METHOD.OPTION=VALUE, which wins."""
-    shared = {name: value for name, value in settings.items() if name in spec.options}
-    prefix = spec.name.replace("-", "_") + "."  # as the type of --set spells it
-    own = {n.removeprefix(prefix): value for n, value in settings.items() if n.startswith(prefix)}
-    return shared | own
+    """A method's options from ``--set``.
+
+    ``OPTION=VALUE`` is for every method that has the option. ``METHOD.OPTION=VALUE`` is for one
+    method, and overrides the former.
+    """
+    prefix = spec.name.replace("-", "_") + "."  # --set also replaces the hyphens
+    shared = {}
+    specific = {}
+    for name, value in settings.items():
+        if name in spec.options:
+            shared[name] = value
+        if name.startswith(prefix):
+            specific[name.removeprefix(prefix)] = value
+    return shared | specific

@@ -1,6 +1,6 @@
-"""Energy counters: the GPU's (NVML), or the processors' own (RAPL). Never an estimate.
+"""Energy counters: the GPUs' (NVML), or the processors' own (RAPL). Never an estimate.
 
-What they count is all that the device does, whoever asked for it, idling included.
+They count all that the device does, for any process, including idling.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ class EnergyMeter(Protocol):
 
     source: str
 
-    def joules(self) -> float: ...
+    def joules(self) -> float:
+        """The counter's value."""
 
 
 class Rapl:
-    """The processor packages' counters under Linux (microjoules, readable by root alone).
+    """The processor packages' counters under Linux, in microjoules; only root can read them.
 
-    A counter starts again at its range, a quarter of an hour's work or so: two readings must
-    lie less than that apart.
+    A counter wraps around at its range, after a quarter of an hour of work or so. Two readings must
+    be less than one range apart.
     """
 
     source = "RAPL, processor packages"
@@ -38,13 +39,12 @@ class Rapl:
 
     @classmethod
     def find(cls, root: Path = POWERCAP) -> Rapl | None:
-        """The machine's packages; None where there are none or they cannot be read."""
-        # "intel-rapl:0" is a package (AMD's too); "intel-rapl:0:1" a part of one.
-        packages = sorted(
-            p
-            for p in root.glob("intel-rapl:*")
-            if p.name.count(":") == 1 and (p / "name").read_text().startswith("package")
-        )
+        """The machine's packages; None if there are none or they cannot be read."""
+        packages = []
+        for path in sorted(root.glob("intel-rapl:*")):
+            # "intel-rapl:0" is a package (AMD's too); "intel-rapl:0:1" is a part of one.
+            if path.name.count(":") == 1 and (path / "name").read_text().startswith("package"):
+                packages.append(path)
         try:
             return cls(packages) if packages else None
         except (OSError, ValueError):
@@ -55,22 +55,24 @@ class Rapl:
 
     def joules(self) -> float:
         now = self._read()
-        for new, old, span in zip(now, self._last, self._ranges, strict=True):
-            self._total += new - old if new >= old else new - old + span
+        for new, old, counter_range in zip(now, self._last, self._ranges, strict=True):
+            self._total += new - old
+            if new < old:  # the counter wrapped around
+                self._total += counter_range
         self._last = now
         return self._total / 1e6
 
 
 class Nvml:
-    """The energy counters of the NVIDIA GPUs in sight (millijoules), from the driver."""
+    """The energy counters of the visible NVIDIA GPUs, in millijoules, from the driver."""
 
     source = "NVML, GPUs"
 
     def __init__(self, nvml):
         nvml.nvmlInit()
         self._nvml = nvml
-        self._gpus = _visible(nvml)
-        self.joules()
+        self._gpus = _visible_gpus(nvml)
+        self.joules()  # raises here if a GPU has no counter
 
     @classmethod
     def find(cls) -> Nvml | None:
@@ -87,17 +89,24 @@ class Nvml:
         return sum(map(self._nvml.nvmlDeviceGetTotalEnergyConsumption, self._gpus)) / 1e3
 
 
-def _visible(nvml) -> list:
-    """Handles of the GPUs that this process may use."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
-    if not named:
+def _visible_gpus(nvml) -> list:
+    """Handles of the GPUs that this process may use, by index or UUID."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
+    if not visible:
         return [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
-    return [by_index(int(n)) if n.isdigit() else by_uuid(n) for n in named.split(",")]
+    handles = []
+    for name in visible.split(","):
+        if name.isdigit():
+            handles.append(nvml.nvmlDeviceGetHandleByIndex(int(name)))
+        else:
+            handles.append(nvml.nvmlDeviceGetHandleByUUID(name))
+    return handles
 
 
 def find_meter(platform: str) -> EnergyMeter | None:
-    """The counter of what JAX computes on (``cpu``, ``gpu``, …), or None: then it is "n/a"."""
+    """The counter of JAX's platform (``cpu``, ``gpu``, …); None if it has none."""
     if platform == "gpu":
         return Nvml.find()
-    return Rapl.find() if platform == "cpu" else None
+    if platform == "cpu":
+        return Rapl.find()
+    return None

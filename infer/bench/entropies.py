@@ -1,6 +1,6 @@
-"""How sure the models were where a drafted token was accepted or refused (SCD, Figure 2).
+"""Entropy of target and draft where a draft token was accepted or rejected (SCD, Figure 2).
 
-Axis legend: R runs, P prompts, S cache positions of a row.
+Axis legend: R runs, P prompts, S cache positions of a row, T tokens of a completion.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax as sj
-from infer.bench.rows import Row, put_ratio
+from infer.bench.estimates import Row, add_ratio
 from infer.bench.text_quality import was_tested
 from infer.bench.timed_cases import Result
 from infer.rescoring import Prompts, padded_row
@@ -22,6 +22,9 @@ from specjax.core.types import FROM_DRAFT
 from specjax.draft.chain import NEVER_STOPS
 from specjax.registry import METHODS
 
+ACCEPTED = "accepted"
+REFUSED = "refused"  # as in the keys of the report
+
 
 def add_entropies(
     rows: Sequence[Row],
@@ -30,45 +33,60 @@ def add_entropies(
     prompts: Prompts,
     results: Sequence[Result],
 ) -> None:
-    """Adds to rows of chains of a draft model the mean entropy, in nats, of target and draft at
-    temperature 1 before accepted tokens and before refused ones; a head's laws no text tells.
+    """Adds the mean entropy of target and draft before accepted and before rejected tokens.
 
-    Where a token was refused stands what was emitted in its place; a bonus was never drafted and
-    does not count. A draft that stops early leaves no trace of which it was, so none is counted.
+    In nats, at temperature 1. At a rejected token's position stands the token that replaced it. A
+    bonus token was never drafted and does not count. Only rows whose drafts are chains of a draft
+    model have the figures: a head's distributions cannot be computed from the text. Chains that
+    stop early have none either, because their text does not show which token was a bonus.
     """
     for row, result in zip(rows, results, strict=True):
-        spec, options = METHODS[result.case.method], result.case.options
-        if spec.drafter != "chain" or options["stop"] != NEVER_STOPS or draft.is_head:
-            continue
-        nets = {"target": target.net, "draft": draft.net.over(target.net)}
-        sums = {(name, kept): [] for name in nets for kept in (True, False)}
-        counts = {kept: [] for kept in (True, False)}
-        for run in result.drawn:
-            places = [
-                {True: origin == FROM_DRAFT, False: was_tested(origin, options["gamma"])}
-                for origin in map(np.asarray, run.origins)
-            ]
-            for place in places:
-                place[False] &= ~place[True]
-            for kept in counts:
-                counts[kept].append([place[kept].sum() for place in places])
-            for name, net in nets.items():
-                values = [
-                    np.asarray(_entropies(net, padded_row(prompt, tokens)), np.float64)
-                    for prompt, tokens in zip(prompts, run.tokens, strict=True)
-                ]
-                values = [v[len(p) - 1 :] for v, p in zip(values, prompts, strict=True)]
-                for kept in counts:
-                    each = zip(values, places, strict=True)
-                    total = [v[: len(at[kept])][at[kept]].sum() for v, at in each]
-                    sums[name, kept].append(total)
-        for (name, kept), values in sums.items():
-            key = f"{name}_{'accepted' if kept else 'refused'}"
-            put_ratio(row, key, np.array(values), np.array(counts[kept]))
+        options = result.case.options
+        is_chain = METHODS[result.case.method].drafter == "chain"
+        if is_chain and options["stop"] == NEVER_STOPS and not draft.is_head:
+            nets = {"target": target.net, "draft": draft.net.over(target.net)}
+            _add_to_row(row, nets, prompts, result)
+
+
+def _add_to_row(row: Row, nets: dict[str, Net], prompts: Prompts, result: Result) -> None:
+    runs = result.distinct_runs
+    masks = [
+        [_outcomes(np.asarray(origin), result.case.options["gamma"]) for origin in run.origins]
+        for run in runs
+    ]
+    for name, net in nets.items():
+        entropies = []  # by run and prompt, [T] each
+        for run in runs:
+            pairs = zip(prompts, run.tokens, strict=True)
+            entropies.append([_entropies_of_tokens(net, *pair) for pair in pairs])
+
+        for outcome in (ACCEPTED, REFUSED):
+            sums = np.zeros((len(runs), len(prompts)))
+            counts = np.zeros((len(runs), len(prompts)), int)
+            for run in range(len(runs)):
+                for prompt in range(len(prompts)):
+                    mask = masks[run][prompt][outcome]
+                    sums[run, prompt] = entropies[run][prompt][: len(mask)][mask].sum()
+                    counts[run, prompt] = mask.sum()
+            add_ratio(row, f"{name}_{outcome}", sums, counts)
+
+
+def _outcomes(origin: np.ndarray, gamma: int) -> dict[str, np.ndarray]:
+    """At which tokens a draft token was accepted, and at which one was rejected: ``[T]`` bool."""
+    accepted = origin == FROM_DRAFT
+    return {ACCEPTED: accepted, REFUSED: was_tested(origin, gamma) & ~accepted}
+
+
+def _entropies_of_tokens(net: Net, prompt: Sequence[int], tokens: np.ndarray) -> np.ndarray:
+    """The entropy of the distribution that each token of a completion was drawn from."""
+    values = np.asarray(_entropies(net, padded_row(prompt, tokens)), np.float64)
+    # The token at position i is drawn from the distribution at position i - 1.
+    return values[len(prompt) - 1 :]
 
 
 @jax.jit
 def _entropies(net: Net, row: jax.Array) -> jax.Array:
-    """Of the law of what follows each cache position, ``[S]``."""
+    """Entropy of the next token after each cache position, ``[S]``."""
     log_p = probs.log_softmax(net.rescore(row)[0])
+    # 0 · log 0 is 0, not NaN.
     return -jnp.sum(jnp.where(log_p > -jnp.inf, jnp.exp(log_p) * log_p, 0.0), axis=-1)

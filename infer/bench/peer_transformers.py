@@ -1,9 +1,9 @@
 """Hugging Face transformers as a peer, in a process of its own.
 
-Reads one JSON object (models, prompts, budget) from stdin, warms up, then answers each further
-line with one timed repeat, one JSON line: plain greedy ``generate``, assisted generation with our
-draft length every round (``assisted``) and with its own settings (``assisted-default``).
-What cannot be run is answered with ``{"error": why}``.
+Reads one JSON object (models, prompts, budget) from stdin and warms up. Then it answers each
+further line with one timed repeat, as one JSON line. The modes are plain greedy ``generate``,
+assisted generation with our draft length in every round (``assisted``), and with its own settings
+(``assisted-default``). If it fails, it answers ``{"error": why}``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
+
+WARMUP_TOKENS = 8
 
 
 def load(directory: str) -> Any:
@@ -23,23 +26,28 @@ def load(directory: str) -> Any:
 
 
 class Clock:
-    """Dates the first token: ``generate`` asks its stopping criteria after every round."""
+    """Times the first token: ``generate`` calls its stopping criteria after every round."""
 
     def __init__(self):
-        self.began, self.first = time.perf_counter(), None
+        self.began = time.perf_counter()
+        self.first: float | None = None  # seconds to the first token
 
     def __call__(self, ids: Any, scores: Any, **_: Any) -> Any:
-        self.first = self.first or time.perf_counter() - self.began
-        return ids[:, 0] < 0  # no row ends here
+        if self.first is None:
+            self.first = time.perf_counter() - self.began
+        return ids[:, 0] < 0  # no row stops here
 
 
-def decode(model: Any, prompts: list[list[int]], budget: int, **more: Any) -> dict[str, Any]:
+def decode(model: Any, prompts: list[list[int]], budget: int, **options: Any) -> dict[str, Any]:
     """Greedy tokens, seconds, speed and seconds to the first token, one entry per prompt."""
     import torch
 
-    out: dict[str, Any] = {"tokens": [], "seconds": [], "first_token_s": []}
+    tokens = []
+    seconds = []
+    first_token_s = []
     for prompt in prompts:
-        ids, clock = torch.tensor([prompt]), Clock()
+        ids = torch.tensor([prompt])
+        clock = Clock()
         generated = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -48,13 +56,18 @@ def decode(model: Any, prompts: list[list[int]], budget: int, **more: Any) -> di
             max_new_tokens=budget,
             pad_token_id=0,
             stopping_criteria=[clock],
-            **more,
+            **options,
         )
-        out["seconds"].append(time.perf_counter() - clock.began)
-        out["first_token_s"].append(clock.first)
-        out["tokens"].append(generated[0, len(prompt) :].tolist())
-    pairs = zip(out["tokens"], out["seconds"], strict=True)
-    return out | {"tokens_per_second": [len(tokens) / seconds for tokens, seconds in pairs]}
+        seconds.append(time.perf_counter() - clock.began)
+        first_token_s.append(clock.first)
+        tokens.append(generated[0, len(prompt) :].tolist())
+    speeds = [len(ids) / taken for ids, taken in zip(tokens, seconds, strict=True)]
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "first_token_s": first_token_s,
+        "tokens_per_second": speeds,
+    }
 
 
 def make_modes(job: dict[str, Any]) -> tuple[Any, dict[str, dict[str, Any]]]:
@@ -74,32 +87,32 @@ def make_modes(job: dict[str, Any]) -> tuple[Any, dict[str, dict[str, Any]]]:
     return load(job["target"]), modes
 
 
-def serve(lines: Any) -> Any:
-    """Answers to the lines: ``ready`` to the first, a repeat to every other one."""
+def serve(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """The answer to each line: ``ready`` to the first, a repeat to every other one."""
     import torch
 
     job = json.loads(next(lines))
     torch.set_num_threads(job["threads"])
     target, modes = make_modes(job)
     with torch.inference_mode():
-        for more in modes.values():
-            decode(target, job["prompts"][:1], min(8, job["budget"]), **more)
+        for options in modes.values():
+            decode(target, job["prompts"][:1], min(WARMUP_TOKENS, job["budget"]), **options)
         yield {"ready": True}
         for _ in lines:
             yield {
-                name: decode(target, job["prompts"], job["budget"], **more)
-                for name, more in modes.items()
+                mode: decode(target, job["prompts"], job["budget"], **options)
+                for mode, options in modes.items()
             }
 
 
 def main() -> int:
-    """Serves until stdin closes; stdout carries the answers and nothing else."""
+    """Serves until stdin closes. Only answers go to stdout; all else goes to stderr."""
     answers = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         try:
             for answer in serve(iter(sys.stdin)):
                 print(json.dumps(answer), file=answers, flush=True)
-        except Exception as error:  # whatever a foreign program raises, told in one line
+        except Exception as error:  # transformers may raise anything: report it in one line
             why = " ".join(f"{type(error).__name__}: {error}".split())
             print(json.dumps({"error": why}), file=answers, flush=True)
             return 1

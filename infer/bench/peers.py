@@ -1,4 +1,9 @@
-"""Peers run in processes of their own and in turn with us, never beside us."""
+"""Other libraries as peers: each runs in its own process, and takes turns with us.
+
+It never runs beside us, so that neither side slows down the other.
+
+Axis legend: R repeats, P prompts.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +23,7 @@ from infer.uncertainty import speed_ratio
 from specjax._util.errors import OptionError
 from specjax.lm import LM
 
+# Modes of the peer, and our method that each is compared with.
 MODES = (
     ("generate", "autoregressive"),
     ("assisted", "speculative"),
@@ -26,9 +32,9 @@ MODES = (
 
 
 class TransformersPeer:
-    """The process of :mod:`infer.bench.peer_transformers`; :meth:`repeat` is its turn.
+    """The process of :mod:`infer.bench.peer_transformers`, warm on entry and gone on exit.
 
-    A context manager: the process is warm on entry and gone on exit.
+    :meth:`repeat` times it once, and ``answers`` has what it said.
     """
 
     def __init__(self, target: str, draft: str | None, prompts: Prompts, budget: int, gamma: int):
@@ -49,7 +55,7 @@ class TransformersPeer:
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"HF_HUB_OFFLINE": "1"},
-            process_group=0,  # the terminal's interrupts are ours: we end it
+            process_group=0,  # Ctrl-C reaches only us, and we end the process
         )
         try:
             self._ask(self._job)
@@ -59,7 +65,7 @@ class TransformersPeer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # It keeps nothing that would be lost, and may be in the middle of a repeat.
+        # Killed at once: it has nothing to save, and may be in the middle of a repeat.
         self._process.kill()
         self._process.communicate()
 
@@ -67,9 +73,15 @@ class TransformersPeer:
         """One timed repeat of every mode."""
         self.answers.append(self._ask({"repeat": number}))
 
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        with contextlib.suppress(BrokenPipeError):  # the answer, or its absence, says why
-            self._process.stdin.write(json.dumps(question) + "\n")
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one message.
+
+        Raises:
+          OptionError: the peer failed, or its process ended.
+        """
+        # If the process is gone, reading its answer below tells why.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
@@ -83,35 +95,48 @@ class TransformersPeer:
 def peer_rows(
     target: LM, prompts: Prompts, answers: Sequence[dict], results: Sequence[Result]
 ) -> list[dict[str, Any]]:
-    """The peer's modes against ours, greedy, batch 1: plain with plain, assisted with speculative.
+    """One row per mode of the peer, compared with our method, greedy at batch 1.
 
-    Both sides count prefill: ``generate`` does not tell it apart.
+    Plain decoding is compared with plain, assisted with speculative. Both sides include prefill:
+    ``generate`` does not tell it apart.
     """
     rows = []
-    for name, ours in MODES:
-        alike = [r for r in results if (r.case.mode, r.case.batch_size) == ("greedy", 1)]
-        mine = next((r for r in alike if r.case.method == ours), None)
-        theirs = [answer[name] for answer in answers if name in answer]
-        if mine is None or not theirs:
-            continue
-        counts = np.array([[len(tokens) for tokens in t["tokens"]] for t in theirs])
-        seconds = np.array([t["seconds"] for t in theirs])
-        ratio, half_width = speed_ratio(mine.speed(whole=True), (counts, seconds))
-        speeds = counts.sum(axis=1) / seconds.sum(axis=1)
-        first = [t["first_token_s"] for t in theirs]
-        tokens = [np.array(t) for t in theirs[0]["tokens"]]
-        rows.append(
-            {
-                "name": f"transformers {name}",
-                "ours": ours,
-                "tokens_per_second": float(np.median(speeds)),
-                "our_tokens_per_second": float(np.median(mine.tokens_per_second(whole=True))),
-                "ratio": ratio,
-                "pm": {"ratio": half_width},
-                "first_token_ms": 1e3 * float(np.median(first)),
-                "per_prompt": np.median([t["tokens_per_second"] for t in theirs], axis=0).tolist(),
-                "repeats": speeds.tolist(),
-                "mismatches": mismatches(target, prompts, mine.tokens, tokens),
-            }
-        )
+    for mode, method in MODES:
+        ours = _greedy_result(method, results)
+        theirs = [answer[mode] for answer in answers if mode in answer]
+        if ours is not None and theirs:
+            rows.append(_peer_row(target, prompts, mode, theirs, ours))
     return rows
+
+
+def _greedy_result(method: str, results: Sequence[Result]) -> Result | None:
+    """Our first greedy result of a method at batch 1."""
+    for result in results:
+        case = result.case
+        if case.method == method and case.mode == "greedy" and case.batch_size == 1:
+            return result
+    return None
+
+
+def _peer_row(
+    target: LM, prompts: Prompts, mode: str, theirs: Sequence[dict], ours: Result
+) -> dict[str, Any]:
+    """A row of the peer's table, from its answers of all repeats in one mode."""
+    tokens = np.array([[len(ids) for ids in answer["tokens"]] for answer in theirs])  # [R, P]
+    seconds = np.array([answer["seconds"] for answer in theirs])  # [R, P]
+    speeds = tokens.sum(axis=1) / seconds.sum(axis=1)
+    per_prompt = [answer["tokens_per_second"] for answer in theirs]
+    ratio, half_width = speed_ratio(ours.speed(whole=True), (tokens, seconds))
+    outputs = [np.array(ids) for ids in theirs[0]["tokens"]]
+    return {
+        "name": f"transformers {mode}",
+        "ours": ours.case.method,
+        "tokens_per_second": float(np.median(speeds)),
+        "our_tokens_per_second": float(np.median(ours.tokens_per_second(whole=True))),
+        "ratio": ratio,
+        "pm": {"ratio": half_width},
+        "first_token_ms": 1e3 * float(np.median([answer["first_token_s"] for answer in theirs])),
+        "per_prompt": np.median(per_prompt, axis=0).tolist(),
+        "repeats": speeds.tolist(),
+        "mismatches": mismatches(target, prompts, ours.tokens, outputs),
+    }

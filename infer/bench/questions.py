@@ -1,4 +1,4 @@
-"""What the methods decode: prompts, and what their completions are judged by."""
+"""What the methods decode: a ``Question`` is a prompt with what its completion is scored by."""
 
 from __future__ import annotations
 
@@ -15,49 +15,58 @@ from specjax._util.errors import OptionError
 from specjax._util.program import say
 from specjax.demo.heldout import held_out_functions
 
+RANDOM_TOKENS = 96  # of a prompt of random tokens
+FIRST_RANDOM_ID = 5  # special tokens usually have the ids below
+
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A prompt, and what its completion is judged by."""
+    """A prompt, and what its completion is scored against."""
 
     tokens: list[int]
     references: tuple[str, ...] = ()
-    task: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the file's object
+    task: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # its object in the file
     text: str = ""  # the prompt as metrics read it
 
 
 def read_questions(args: argparse.Namespace, encoder: PromptEncoder) -> tuple[list[Question], int]:
-    """From the file, the held-out functions, or random tokens for random weights.
+    """Reads the prompts: from the file, the held-out functions, or random tokens.
 
-    Also how many prompts were left out, each of which is reported.
+    Random weights have no tokenizer, so their prompts are random tokens.
 
+    Returns:
+      The questions, and how many prompts were left out. Each of those is reported on stderr.
     Raises:
       OptionError: no prompt is left.
     """
     target = encoder.target
     if target.tokenizer is None:
         generator = np.random.Generator(np.random.Philox(0))
-        tokens = generator.integers(5, target.config.vocab_size, (args.num_prompts, 96))
+        shape = (args.num_prompts, RANDOM_TOKENS)
+        tokens = generator.integers(FIRST_RANDOM_ID, target.config.vocab_size, shape)
         return [Question(row) for row in tokens.tolist()], 0
-    path = args.prompts or "held-out functions"
+
     if args.prompts:
+        path = args.prompts
         source = Source(args.dataset) if args.dataset else None
-        wanted, bad = read_prompts(path, encoder, source=source, most=args.num_prompts)
+        prompts, bad = read_prompts(path, encoder, source=source, most=args.num_prompts)
     else:
-        wanted, bad = _held_out(args.num_prompts, encoder)
-    report("infer.bench", wanted, bad, path)
-    if not wanted:
+        path = "held-out functions"
+        prompts, bad = _held_out(args.num_prompts, encoder)
+    report("infer.bench", prompts, bad, path)
+    if not prompts:
         raise OptionError(f"{path}: no prompt is left to measure")
-    questions = [Question(p.tokens, references_of(p.entry), p.entry, p.text) for p in wanted]
+    questions = [Question(p.tokens, references_of(p.entry), p.entry, p.text) for p in prompts]
     return questions, len(bad)
 
 
 def _held_out(count: int, encoder: PromptEncoder) -> tuple[list[Prompt], list[BadLine]]:
-    """Functions of the standard library up to their bodies, which are the references."""
+    """Functions of the standard library, cut before their bodies; the body is the reference."""
     functions, warnings = held_out_functions(count)
     for warning in warnings:
         say("infer.bench", warning)
-    good, bad = [], []
+    prompts = []
+    bad = []
     for i, function in enumerate(functions):
         try:
             tokens, cut = encoder.text(function.prompt)
@@ -65,5 +74,5 @@ def _held_out(count: int, encoder: PromptEncoder) -> tuple[list[Prompt], list[Ba
             bad.append(BadLine(i + 1, str(error)))
             continue
         entry = {"reference": function.reference}
-        good.append(Prompt(i, i, function.prompt, tokens, entry, cut=cut))
-    return good, bad
+        prompts.append(Prompt(i, i, function.prompt, tokens, entry, cut=cut))
+    return prompts, bad

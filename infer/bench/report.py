@@ -14,11 +14,13 @@ from rich.table import Table as Grid
 from infer.bench.pictures import draw_costs, draw_methods, draw_sweep
 from infer.cli import mesh_text
 from infer.reporting import Column, Table, fill, pyplot
-from infer.uncertainty import SAID
+from infer.uncertainty import SPREAD_NOTE
 from specjax._util.errors import OptionError
 from specjax._util.files import markdown_table, write_text
 
-NEAR_TIE = 1e-4  # greedy rows may part where the target's two best logits are closer
+# Rounding may decide a greedy token if the target's two best logits are closer than this.
+NEAR_TIE = 1e-4
+# Columns of the tables: head, key in a row, format.
 COLUMNS = (
     ("method", "label", "{}"),
     ("mode", "mode", "{}"),
@@ -59,8 +61,6 @@ EXPECTED_COLUMNS = (
     ("SCD, scored every round", "expected_scd", "{:.2f}"),
     ("measured", "speedup", "{:.2f}"),
 )
-
-
 ENTROPY_COLUMNS = (
     ("entropy, nats", "label", "{}"),
     ("mode", "mode", "{}"),
@@ -81,83 +81,108 @@ BATCH_COLUMNS = (
 
 
 def headline(report: dict[str, Any]) -> str:
-    """What was measured, and where."""
+    """What was measured, and on what."""
     where = report["machine"]
     mesh = f" on a mesh of {mesh_text(report['mesh'])}" if report["mesh"] else ""
     return (
         f"{where['device']} ({where['cpu']}, {where['cores']} cores), jax {where['jax']}; target "
         f"{report['target']}, draft {report['draft']}{mesh}; {report['prompts']} prompts × "
         f"{report['repeats']} seeds from {report['seed']}, up to {report['max_new_tokens']} new "
-        f"tokens each. {SAID}"
+        f"tokens each. {SPREAD_NOTE}"
     )
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
-    """The methods, what the cost model expects of them, the peers, the cost curve."""
-    filled = [fill(_method_columns(report), report["rows"])]
-    if expected := [row for row in report["rows"] if row.get("gamma")]:
-        filled.append(fill(EXPECTED_COLUMNS, expected))
-    if at := [row for row in report["rows"] if any(k.startswith("expected_at_") for k in row)]:
-        filled.append(fill((COLUMNS[0], *EXPECTED_COLUMNS[1:4], *_cost_columns(report)), at))
-    if parted := [row for row in report["rows"] if "target_accepted" in row]:
-        filled.append(fill(ENTROPY_COLUMNS, parted))
-    if len({row["batch_size"] for row in report["rows"]}) > 1:
-        filled.append(fill(BATCH_COLUMNS, report["rows"]))
-    if spread := _over_runs(report):
-        filled.append(spread)
+    """The tables: methods, predictions, entropies, batches, runs, peers and the cost curve.
+
+    A table without rows is left out.
+    """
+    rows = report["rows"]
+    filled = [fill(_method_columns(report), rows)]
+
+    predicted = [row for row in rows if row.get("gamma")]
+    if predicted:
+        filled.append(fill(EXPECTED_COLUMNS, predicted))
+    at_costs = [row for row in rows if any(key.startswith("expected_at_") for key in row)]
+    if at_costs:
+        columns = (COLUMNS[0], *EXPECTED_COLUMNS[1:4], *_cost_columns(report))
+        filled.append(fill(columns, at_costs))
+    with_entropy = [row for row in rows if "target_accepted" in row]
+    if with_entropy:
+        filled.append(fill(ENTROPY_COLUMNS, with_entropy))
+    if len({row["batch_size"] for row in rows}) > 1:
+        filled.append(fill(BATCH_COLUMNS, rows))
+    over_runs = _over_runs(report)
+    if over_runs:
+        filled.append(over_runs)
     if report["peers"]:
         filled.append(fill(PEER_COLUMNS, report["peers"]))
+
     curve = report["v"]
-    filled.append((["T", *curve], [["v(T)", *(f"{x:.2f}" for x in curve.values())]]))
+    filled.append((["T", *curve], [["v(T)", *(f"{value:.2f}" for value in curve.values())]]))
     return filled
 
 
 def _method_columns(report: dict[str, Any]) -> tuple[Column, ...]:
-    """Those of every report, and of the metrics asked for."""
+    """The columns of every report, and those of ``--metric``."""
     known = {key for _, key, _ in COLUMNS}
-    asked = [(head, key, "{:.3f}") for key, head in report["metrics"].items() if key not in known]
-    return (*COLUMNS, *asked)
+    of_metrics = [
+        (head, key, "{:.3f}") for key, head in report["metrics"].items() if key not in known
+    ]
+    return (*COLUMNS, *of_metrics)
 
 
 def _cost_columns(report: dict[str, Any]) -> list[Column]:
+    """The columns of ``--cost``."""
     return [(f"expected, c = {c:g}", f"expected_at_{c:g}", "{:.2f}") for c in report["cost"]]
 
 
 def _over_runs(report: dict[str, Any]) -> Table | None:
-    """Mean and standard error of what differs from run to run; None of a single run."""
+    """Mean and standard error of the figures that differ between runs; None for a single run."""
     rows = []
     for row in report["rows"]:
-        runs = {key: np.array(v) for key, v in row.get("runs", {}).items() if len(v) > 1}
-        if runs:
-            spread = {key: v.std(ddof=1) / len(v) ** 0.5 for key, v in runs.items()}
-            means = {key: v.mean() for key, v in runs.items()}
-            rows.append({name: row[name] for name in ("label", "mode", "batch_size")} | means)
-            rows[-1]["pm"] = spread
-    head = ("mean ± standard error of the runs", "label", "{}")
-    columns = (head, *_method_columns(report)[1:], *_cost_columns(report), *ENTROPY_COLUMNS[2:])
-    return fill(columns, rows) if rows else None
+        means = {}
+        errors = {}
+        for key, values in row.get("runs", {}).items():
+            if len(values) > 1:
+                means[key] = np.mean(values)
+                errors[key] = np.std(values, ddof=1) / len(values) ** 0.5
+        if means:
+            case = {name: row[name] for name in ("label", "mode", "batch_size")}
+            rows.append(case | means | {"pm": errors})
+    if not rows:
+        return None
+    label = ("mean ± standard error of the runs", "label", "{}")
+    columns = (label, *_method_columns(report)[1:], *_cost_columns(report), *ENTROPY_COLUMNS[2:])
+    return fill(columns, rows)
 
 
 def notes(report: dict[str, Any]) -> list[str]:
-    """The draft's cost, and whether greedy outputs are those of plain decoding."""
+    """The draft's cost, the source of energy figures, and how greedy outputs differ."""
     lines = []
     if report["c"] is not None:
         lines.append(f"c = {report['c']:.3f} (draft step time / target step time).")
     if report["energy"]:
         lines.append(f"Energy: {report['energy']}, prefill and idling included.")
     for row in [*report["rows"], *report["peers"]]:
-        if "mismatches" not in row:
-            continue
-        name = row.get("name") or f"{row['method']} at batch {row['batch_size']}"
-        parted = row["mismatches"]
-        if parted or "name" in row or row["method"] != "autoregressive":
-            far = sum(where["gap"] >= NEAR_TIE for where in parted)
-            lines.append(
-                f"{name}: {len(parted)} of {report['prompts']} greedy outputs differ "
-                f"from {row.get('ours', 'plain decoding')}, {far} of them not at a "
-                f"near-tie (gap < {NEAR_TIE:g})."
-            )
+        is_peer = "name" in row
+        is_plain = not is_peer and row["method"] == "autoregressive"
+        # Plain decoding at batch 1 is what the others are compared with, and differs from none.
+        if row.get("mismatches") or ("mismatches" in row and not is_plain):
+            lines.append(_mismatch_note(row, report["prompts"]))
     return lines
+
+
+def _mismatch_note(row: dict[str, Any], prompts: int) -> str:
+    """How many greedy outputs differ, and how many of them for a reason other than rounding."""
+    name = row.get("name") or f"{row['method']} at batch {row['batch_size']}"
+    differing = row["mismatches"]
+    not_ties = sum(where["gap"] >= NEAR_TIE for where in differing)
+    return (
+        f"{name}: {len(differing)} of {prompts} greedy outputs differ "
+        f"from {row.get('ours', 'plain decoding')}, {not_ties} of them not at a "
+        f"near-tie (gap < {NEAR_TIE:g})."
+    )
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -168,13 +193,14 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """The report on a terminal."""
+    """Prints the report on a terminal."""
     console.print(headline(report), markup=False)
     for head, rows in tables(report):
         grid = Grid(box=box.SIMPLE_HEAD)
         for i, name in enumerate(head):
             # A narrow terminal folds headings; names and numbers are never cut short.
-            grid.add_column(name, justify="right" if i else "left", no_wrap=not i, overflow="fold")
+            justify = "right" if i else "left"
+            grid.add_column(name, justify=justify, no_wrap=i == 0, overflow="fold")
         for row in rows:
             grid.add_row(*row)
         console.print(grid)
@@ -182,26 +208,28 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(note, markup=False)
 
 
-def write(home: Path, report: dict[str, Any]) -> list[Path]:
-    """Writes bench.json and bench.md, and bench.png where matplotlib is there.
+def write(directory: Path, report: dict[str, Any]) -> list[Path]:
+    """Writes bench.json and bench.md, and the pictures if matplotlib is there.
 
     Raises:
       OptionError: the directory cannot be written.
     """
     try:
-        write_text(home / "bench.json", json.dumps(report, indent=1) + "\n")
-        write_text(home / "bench.md", markdown(report))
-        files = [home / "bench.json", home / "bench.md"]
-        if pyplot():
-            files.append(draw_methods(home / "bench.png", report))
-            if report["sweep"]:
-                files.append(draw_sweep(home / "sweep.png", report))
-            if any(
-                f"expected_at_{cost:g}" in row
-                for row in report["rows"]
-                for cost in report["cost"][1:]
-            ):
-                files.append(draw_costs(home / "costs.png", report))
+        write_text(directory / "bench.json", json.dumps(report, indent=1) + "\n")
+        write_text(directory / "bench.md", markdown(report))
+        pictures = _draw(directory, report) if pyplot() else []
     except OSError as error:
-        raise OptionError(f"--out {home}: cannot be written ({error.strerror})") from None
+        raise OptionError(f"--out {directory}: cannot be written ({error.strerror})") from None
+    return [directory / "bench.json", directory / "bench.md", *pictures]
+
+
+def _draw(directory: Path, report: dict[str, Any]) -> list[Path]:
+    """Draws the pictures that the report has data for."""
+    files = [draw_methods(directory / "bench.png", report)]
+    if report["sweep"]:
+        files.append(draw_sweep(directory / "sweep.png", report))
+    # A line against c needs a second point.
+    costs = [f"expected_at_{cost:g}" for cost in report["cost"][1:]]
+    if any(key in row for row in report["rows"] for key in costs):
+        files.append(draw_costs(directory / "costs.png", report))
     return files

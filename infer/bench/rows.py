@@ -1,15 +1,29 @@
-"""Results as the rows of the report: speed, prediction, and what the output is worth."""
+"""Results as the rows of the report: speed, prediction, and the quality of the output.
+
+A row is a dict of figures, one per case (:mod:`infer.bench.estimates` says how ± are kept).
+``make_rows`` makes the rows; ``add_quality`` and ``add_metrics`` add to them.
+
+Axis legend: R runs, P prompts.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from infer.bench.cases import Case
-from infer.bench.metrics.protocol import Completion, Drawn, Metric, PerCompletion
+from infer.bench.cases import PLAIN
+from infer.bench.estimates import (
+    Row,
+    add_estimate,
+    add_median,
+    add_ratio,
+    add_scores_mean,
+    scores_of,
+)
+from infer.bench.metrics.protocol import Completion, Completions, Metric, PerCompletion
+from infer.bench.predictions import Curve, pass_widths, predicted_speedup
 from infer.bench.questions import Question
 from infer.bench.text_quality import UNKNOWN, exact_match, kl_to_target
 from infer.bench.timed_cases import Result
@@ -17,54 +31,38 @@ from infer.rescoring import Prompts, mismatches, output_logprobs
 from infer.uncertainty import ratio, speed_ratio
 from specjax import metrics
 from specjax.lm import LM
-from specjax.registry import AUTO, METHODS, Context
+from specjax.registry import METHODS
 from specjax.runtime.output import Generation
-
-Row = dict[str, Any]
-Curve = Mapping[int, float]  # v(T) by T
-Score = Callable[[int, Generation], float | None]  # of a prompt's completion in one repeat
-# What the cost model foretells, from the measured acceptance, c and v: by the method, and as the
-# paper of SCD counts it. They differ in the amateur's pass over the bonus position: none, always,
-# or where it is needed.
-FORMULAS = {
-    "speculative": metrics.expected_speedup,
-    "scd": metrics.expected_scored_speedup,
-    "scd_paper": metrics.expected_scd_speedup,
-}
-SELF_DRAFTING = "adaptive"  # this drafter's methods: foretold from tokens per round and v alone
-
-
-def pass_widths(case: Case, target: LM) -> tuple[int, ...]:
-    """Tokens per row of each target pass of a round, where the cost model foretells the speed."""
-    if case.method in FORMULAS:
-        return () if case.options["gamma"] == AUTO else (case.options["gamma"] + 1,)
-    spec = METHODS[case.method]
-    if spec.drafter != SELF_DRAFTING:
-        return ()
-    context = Context(target, None, greedy=case.mode == "greedy")
-    return spec.build(context, case.options)[0].passes
 
 
 def make_rows(
     target: LM, prompts: Prompts, results: Sequence[Result], v: Curve, c: float | None
 ) -> list[Row]:
-    """The cases as rows of the report; under ``pm`` the ± of its figures.
+    """The results as rows, with speed, acceptance, prediction, perplexity and diversity.
 
-    ``mismatches`` (greedy rows of methods that are lossless for the warped target) lists the
-    outputs that differ from plain decoding's at batch 1, or at the first size measured.
+    Greedy rows of methods that are lossless for the warped target have ``mismatches``: the outputs
+    that differ from plain decoding's at batch 1, or at the first size measured.
     """
+
+    def surprise(prompt: int, run: Generation) -> float:
+        return -output_logprobs(target, prompts[prompt], run.tokens[prompt]).sum()
+
+    def diversity(prompt: int, run: Generation) -> float | None:
+        return metrics.diversity([run.tokens[prompt]])
+
     plain = next((r for r in results if r.case.mode == "greedy"), None)
     rows = []
     for result in results:
-        row, spec = _row(result, results), METHODS[result.case.method]
-        row |= _prediction(result, row, pass_widths(result.case, target), v, c)
-        surprise = _scores(
-            result, lambda i, run: -output_logprobs(target, prompts[i], run.tokens[i]).sum()
-        )
-        lengths = np.array([run.lengths for run in result.drawn])
-        put_ratio(row, "perplexity", surprise, lengths, np.exp)
-        _put_mean(row, "diversity", result, lambda i, run: metrics.diversity([run.tokens[i]]))
-        if result.case.mode == "greedy" and spec.lossless and spec.target_dist == "warped":
+        case = result.case
+        row = _speed_row(result, _plain_result(result, results))
+        row |= predicted_speedup(case, row, pass_widths(case, target), v, c)
+
+        lengths = np.array([run.lengths for run in result.distinct_runs])
+        add_ratio(row, "perplexity", scores_of(result, surprise), lengths, np.exp)
+        add_scores_mean(row, "diversity", scores_of(result, diversity))
+
+        spec = METHODS[case.method]
+        if case.mode == "greedy" and spec.lossless and spec.target_dist == "warped":
             row["mismatches"] = mismatches(target, prompts, plain.tokens, result.tokens)
         rows.append(row)
     return rows
@@ -79,24 +77,32 @@ def add_quality(
 ) -> None:
     """Adds to each row KL to the target, energy and ROUGE-L.
 
-    Infilling tasks with a ``middle`` add the share of completions that equal it.
+    For infilling tasks with a ``middle`` it adds the share of completions that equal it.
     """
+
+    def rouge_l(prompt: int, run: Generation) -> float | None:
+        return metrics.rouge_l(run.text[prompt], questions[prompt].references)
+
+    def equals_middle(prompt: int, run: Generation) -> float | None:
+        return exact_match(questions[prompt].task, run.text[prompt])
+
     prompts = [question.tokens for question in questions]
-    scores = {
-        "rouge_l": lambda i, run: metrics.rouge_l(run.text[i], questions[i].references),
-        "exact_match": lambda i, run: exact_match(questions[i].task, run.text[i]),
-    }
     for row, result in zip(rows, results, strict=True):
         kl = kl_to_target(target, draft, prompts, result)
-        _put(row, "kl", (kl, None) if isinstance(kl, str) else ratio(*kl))
+        if isinstance(kl, str):
+            row["kl"] = kl
+        else:
+            add_estimate(row, "kl", *ratio(*kl))
+
         row["joules_per_token"] = UNKNOWN
         if result.joules:
             tokens = [run.lengths.sum() for run in result.runs]
-            _put_median(row, "joules_per_token", np.divide(result.joules, tokens))
-            _put_median(row, "joules_per_pass", np.divide(result.joules, row["passes"]))
-            _put_median(row, "joules_per_prompt", np.divide(result.joules, len(prompts)))
-        for key, score in scores.items():
-            _put_mean(row, key, result, score)
+            add_median(row, "joules_per_token", np.divide(result.joules, tokens))
+            add_median(row, "joules_per_pass", np.divide(result.joules, row["passes"]))
+            add_median(row, "joules_per_prompt", np.divide(result.joules, len(prompts)))
+
+        add_scores_mean(row, "rouge_l", scores_of(result, rouge_l))
+        add_scores_mean(row, "exact_match", scores_of(result, equals_middle))
 
 
 def add_metrics(
@@ -107,89 +113,61 @@ def add_metrics(
 ) -> None:
     """Adds to each row the figures of ``--metric``."""
     for row, result in zip(rows, results, strict=True):
-        drawn = [
-            [
-                dataclasses.replace(as_prompt(question), text=run.text[i], tokens=run.tokens[i])
-                for run in result.drawn
-            ]
-            for i, question in enumerate(questions)
-        ]
+        by_prompt = []
+        for i, question in enumerate(questions):
+            prompt = as_prompt(question)
+            by_prompt.append(
+                [
+                    dataclasses.replace(prompt, text=run.text[i], tokens=run.tokens[i])
+                    for run in result.distinct_runs
+                ]
+            )
         for metric in metrics:
-            _add_metric(row, metric, drawn)
+            _add_metric(row, metric, by_prompt)
 
 
-def _add_metric(row: Row, metric: Metric, drawn: Sequence[Drawn]) -> None:
-    """Its figures over all completions, and of each run: from the same scores where it is their
-    mean, else measured once more."""
+def _add_metric(row: Row, metric: Metric, by_prompt: Sequence[Completions]) -> None:
+    """Adds a metric's figures over all completions, and those of each run.
+
+    A metric that is a mean scores each completion only once. Others are measured again per run.
+    """
     if isinstance(metric, PerCompletion):
-        scores = metric.scores([one for prompt in drawn for one in prompt])
-        values = np.array(scores, np.float64).reshape(len(drawn), -1, len(metric.columns)).T
-        for key, each in zip(metric.columns, values, strict=True):  # [R, P]
-            put_ratio(row, key, np.nan_to_num(each), np.isfinite(each).astype(float))
+        scores = metric.scores([one for prompt in by_prompt for one in prompt])
+        shape = (len(by_prompt), -1, len(metric.columns))  # [P, R, columns]
+        columns = np.array(scores, np.float64).reshape(shape).T  # [columns, R, P]
+        for key, column in zip(metric.columns, columns, strict=True):
+            add_scores_mean(row, key, column)
         return
-    for key, estimate in metric.measure(drawn).items():
-        _put(row, key, estimate)
-    count = len(drawn[0])
+
+    for key, (value, half_width) in metric.measure(by_prompt).items():
+        add_estimate(row, key, value, half_width)
+    count = len(by_prompt[0])
     if count > 1:
-        runs = [metric.measure([[prompt[run]] for prompt in drawn]) for run in range(count)]
+        runs = [metric.measure([[prompt[run]] for prompt in by_prompt]) for run in range(count)]
         for key in metric.columns:
-            row["runs"][key] = [run[key][0] for run in runs if run[key][0] is not None]
+            values = [figures[key][0] for figures in runs]
+            row["runs"][key] = [value for value in values if value is not None]
 
 
 def as_prompt(question: Question) -> Completion:
-    """A prompt as metrics see it, before anything is written."""
+    """A prompt as metrics see it, with no completion yet."""
     return Completion(question.text, "", (), question.references, question.task)
 
 
-def _put(row: Row, key: str, estimate: tuple[Any, float | None]) -> None:
-    """A figure, and its ± where it has one."""
-    row[key], half_width = estimate
-    if half_width is not None:
-        row["pm"][key] = half_width
+def _plain_result(result: Result, results: Sequence[Result]) -> Result:
+    """Plain decoding's result of the same mode and batch size."""
+    for other in results:
+        same_size = other.case.batch_size == result.case.batch_size
+        if other.case.method == PLAIN and other.case.mode == result.case.mode and same_size:
+            return other
+    raise LookupError("plain decoding is a case under every sampling and batch size")
 
 
-def put_ratio(
-    row: Row,
-    key: str,
-    above: np.ndarray,
-    below: np.ndarray,
-    of: Callable[[np.ndarray], np.ndarray] = np.asarray,
-) -> None:
-    """``of(Σ above / Σ below)``, both ``[R, P]``: over all, with its ±, and of each run."""
-    _put(row, key, ratio(above.sum(axis=0), below.sum(axis=0), of))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        runs = of(above.sum(axis=1) / below.sum(axis=1))
-    row["runs"][key] = runs[np.isfinite(runs)].tolist()
-
-
-def _put_median(row: Row, key: str, runs: np.ndarray) -> None:
-    """What is measured once a run: the runs' median."""
-    row[key], row["runs"][key] = float(np.median(runs)), runs.tolist()
-
-
-def _put_mean(row: Row, key: str, result: Result, score: Score) -> None:
-    """The mean over all completions that have a score."""
-    values = _scores(result, score)
-    put_ratio(row, key, np.nan_to_num(values), np.isfinite(values).astype(float))
-
-
-def _scores(result: Result, score: Score) -> np.ndarray:
-    """Each completion's, ``[R, P]``; NaN where it has none."""
-    count = len(result.tokens)
-    scores = [[score(i, run) for i in range(count)] for run in result.drawn]
-    return np.array(scores, np.float64)
-
-
-def _row(result: Result, results: Sequence[Result]) -> Row:
-    """One case, with its speedup over plain decoding of the same mode and batch size."""
+def _speed_row(result: Result, plain: Result) -> Row:
+    """A row with the case's speed, its speedup over ``plain``, its counters and its rates."""
     case = result.case
-    stats = {name: sum(run.stats[name] for run in result.drawn) for name in result.runs[0].stats}
-    hist = stats.pop("accepted_hist").sum(axis=0)
-    counters = {name: int(values.sum()) for name, values in stats.items()}
+    counters, hist = _counters(result)
     speeds = result.tokens_per_second()
-    plain = [r for r in results if r.case.method == "autoregressive"]
-    alike = (case.mode, case.batch_size)
-    base = next(r for r in plain if (r.case.mode, r.case.batch_size) == alike)
     row: Row = {
         "method": case.method,
         "label": case.label,
@@ -202,53 +180,33 @@ def _row(result: Result, results: Sequence[Result]) -> Row:
         "target_calls_per_token": metrics.ratio(counters["target_calls"], counters["emitted"]),
         "draft_calls_per_token": metrics.ratio(counters["draft_calls"], counters["emitted"]),
         "counters": counters,
-        "accepted_hist": hist.tolist(),
+        "accepted_hist": hist,
         "repeats": speeds.tolist(),
         "passes": float(np.median([run.passes for run in result.runs])),
         "pm": {},
         "runs": {"tokens_per_second": speeds.tolist()},
     }
     seconds = np.array([run.share_seconds.sum() for run in result.runs])
-    _put_median(row, "seconds_per_pass", seconds / row["passes"])
-    _put_median(row, "seconds_per_prompt", seconds / len(result.tokens))
-    alone = result is base
-    _put(row, "speedup", (None, None) if alone else speed_ratio(result.speed(), base.speed()))
-    if not alone:
-        row["runs"]["speedup"] = (speeds / base.tokens_per_second()).tolist()
-    for key, names in metrics.RATES.items():
-        above, below = (np.array([run.stats[name] for run in result.drawn]) for name in names)
-        put_ratio(row, key, above, below)
+    add_median(row, "seconds_per_pass", seconds / row["passes"])
+    add_median(row, "seconds_per_prompt", seconds / len(result.tokens))
+
+    if result is plain:
+        row["speedup"] = None
+    else:
+        add_estimate(row, "speedup", *speed_ratio(result.speed(), plain.speed()))
+        row["runs"]["speedup"] = (speeds / plain.tokens_per_second()).tolist()
+
+    for key, (numerator, denominator) in metrics.RATES.items():
+        numerators = np.array([run.stats[numerator] for run in result.distinct_runs])
+        denominators = np.array([run.stats[denominator] for run in result.distinct_runs])
+        add_ratio(row, key, numerators, denominators)
     return row
 
 
-def add_expected(rows: Sequence[Row], costs: Sequence[float]) -> None:
-    """Adds to rows of speculative decoding and SCD the speedup that theory foretells at each c of
-    ``costs`` from the measured acceptance, a pass over γ + 1 tokens costing one (Leviathan et al.
-    2023, Theorem 3.8; Yuan et al. 2023, Theorem 5.1)."""
-    formulas = {"speculative": FORMULAS["speculative"], "scd": FORMULAS["scd_paper"]}
-    for row in rows:
-        if row["method"] not in formulas or row["acceptance_rate"] is None:
-            continue
-        of, gamma = formulas[row["method"]], row["options"]["gamma"]
-        for cost in costs:
-            row[f"expected_at_{cost:g}"] = of(row["acceptance_rate"], gamma, cost)
-            runs = [of(rate, gamma, cost) for rate in row["runs"]["acceptance_rate"]]
-            row["runs"][f"expected_at_{cost:g}"] = runs
-
-
-def _prediction(
-    result: Result, row: Mapping[str, Any], widths: Sequence[int], v: Curve, c: float | None
-) -> dict[str, Any]:
-    """What the cost model foretells, at batch 1 and where c and v are known."""
-    case, rate = result.case, row["acceptance_rate"]
-    predicted, inputs, alone = None, {}, case.batch_size == 1
-    if alone and case.method in FORMULAS and widths and c is not None and rate is not None:
-        gamma = case.options["gamma"]
-        expected = {name: of(rate, gamma, c, v[gamma + 1]) for name, of in FORMULAS.items()}
-        predicted = expected[case.method]
-        inputs = {"gamma": gamma} | {f"expected_{name}": x for name, x in expected.items()}
-    elif alone and METHODS[case.method].drafter == SELF_DRAFTING:
-        passes = [v[width] for width in widths]
-        predicted = metrics.expected_self_draft_speedup(row["block_efficiency"], passes)
-    over = row["speedup"] / predicted if predicted and row["speedup"] else None
-    return {"predicted_speedup": predicted, "measured_over_predicted": over} | inputs
+def _counters(result: Result) -> tuple[dict[str, int], list[int]]:
+    """Sums of the counters over runs and prompts, and the histogram of accepted tokens."""
+    runs = result.distinct_runs
+    stats = {name: sum(run.stats[name] for run in runs) for name in result.runs[0].stats}
+    hist = stats.pop("accepted_hist").sum(axis=0)
+    counters = {name: int(values.sum()) for name, values in stats.items()}
+    return counters, hist.tolist()

@@ -1,11 +1,11 @@
-"""One of the two processes that judge a program nobody has read; infer.bench.sandbox starts both.
+"""Worker or checker: the two processes that judge an untrusted program.
 
-    python -I sandboxed.py TOLD        TOLD: a JSON object, see infer.bench.sandbox
+    python -I sandboxed.py CONFIG      CONFIG: a JSON object, see infer.bench.sandbox
 
-The worker runs the program and answers calls of its entry point, one JSON text a line. The
-checker runs the task's own test, in which the entry point is such a call, and alone can write the
-verdict: whoever wants to pass must answer what the test expects. Calls and answers are plain data.
-Imports the standard library alone.
+The worker runs the program and answers calls of its entry point, one JSON text per line. The
+checker runs the task's own test, in which the entry point is such a call. Only the checker can
+write the verdict: to pass, a program must answer what the test expects. Calls and answers are
+plain data. This file imports only the standard library.
 """
 
 import builtins
@@ -16,9 +16,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
-LONGEST = 4 << 20  # bytes of an answer
-KINDS: dict[str, Callable[[list], Any]] = {
-    **{kind.__name__: kind for kind in (dict, tuple, set, frozenset, bytes, bytearray)},
+MAX_ANSWER = 4 << 20  # bytes
+MAX_REASON = 200  # characters of a verdict's reason
+# How a value is made again, by the name of its type. JSON itself has the other types.
+DECODERS: dict[str, Callable[[list], Any]] = {
+    "dict": dict,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "bytes": bytes,
+    "bytearray": bytearray,
     "complex": lambda parts: complex(*parts),
     "range": lambda bounds: range(*bounds),
     "iterator": iter,
@@ -26,9 +33,9 @@ KINDS: dict[str, Callable[[list], Any]] = {
 
 
 def encode(value: Any) -> Any:
-    """Plain data as what JSON can hold. Raises TypeError for anything else."""
+    """Plain data in a form that JSON has. Raises TypeError for anything else."""
     if type(value).__module__ == "numpy" and not getattr(value, "shape", True):
-        value = value.item()  # a scalar
+        value = value.item()  # a scalar of NumPy
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
@@ -39,39 +46,47 @@ def encode(value: Any) -> Any:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
-    kinds = (tuple, set, frozenset, bytes, bytearray)
-    name = next((kind.__name__ for kind in kinds if isinstance(value, kind)), None)
-    if name or isinstance(value, Iterator):
-        return {name or "iterator": [encode(item) for item in value]}
-    raise TypeError(f"{type(value).__name__} is no plain data")
+    for kind in (tuple, set, frozenset, bytes, bytearray):
+        if isinstance(value, kind):
+            return {kind.__name__: [encode(item) for item in value]}
+    if isinstance(value, Iterator):
+        return {"iterator": [encode(item) for item in value]}
+    raise TypeError(f"{type(value).__name__} is not plain data")
 
 
 def decode(value: Any) -> Any:
-    """What :func:`encode` was given; subclasses come back as the plain type."""
+    """The value that :func:`encode` was given; of a subclass, as the plain type."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if isinstance(value, dict):
         ((name, items),) = value.items()
-        return KINDS[name]([decode(item) for item in items])
+        return DECODERS[name]([decode(item) for item in items])
     return value
 
 
 def main() -> None:
-    told = json.loads(sys.argv.pop())
+    """Runs as the checker if the configuration has pipes to a worker, else as the worker."""
+    config = json.loads(sys.argv.pop())
     confine = runpy.run_path(os.path.join(os.path.dirname(__file__), "confinement.py"))["confine"]
     sys.set_int_max_str_digits(0)
-    task = json.load(sys.stdin) if "calls" in told else None
-    streams = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", 0)
+    is_checker = "calls" in config
+    task = json.load(sys.stdin) if is_checker else None
+
+    # Move the pipes away from stdin and stdout, which the program could read and write.
+    received = os.fdopen(os.dup(0), "rb")
+    sent = os.fdopen(os.dup(1), "wb", 0)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
-    confine(told["limits"], told["landlock"])
-    if task is None:
-        work(*streams)
-    else:
-        calls, answers = os.fdopen(told["calls"], "wb", 0), os.fdopen(told["answers"], "rb")
-        verdict = check(task, EntryPoint(task["entry_point"], calls, answers))
-        streams[1].write(json.dumps(verdict).encode())
+
+    confine(config["limits"], config["landlock"])
+    if not is_checker:
+        work(received, sent)
+        return
+    calls = os.fdopen(config["calls"], "wb", 0)
+    answers = os.fdopen(config["answers"], "rb")
+    verdict = check(task, EntryPoint(task["entry_point"], calls, answers))
+    sent.write(json.dumps(verdict).encode())
 
 
 # --- the worker ------------------------------------------------------------------------------
@@ -80,49 +95,59 @@ def main() -> None:
 def work(calls: IO[bytes], answers: IO[bytes]) -> None:
     """Runs the program of the first line, then answers calls until there are no more."""
     program, name = json.loads(calls.readline())
-    # Installed packages are in reach even of isolated Python; ours are none of its business.
+    # Even isolated Python finds installed packages. Block ours: they could read the test.
     sys.modules.update(dict.fromkeys(("infer", "specjax", "train")))
-    space = {"__name__": "__main__"}
-    exec(compile(program, "program", "exec"), space)
+    namespace = {"__name__": "__main__"}
+    exec(compile(program, "program", "exec"), namespace)
     answer: list = ["ready"]
     while True:
         answers.write(json.dumps(answer).encode() + b"\n")
-        if not (line := calls.readline()):
+        line = calls.readline()
+        if not line:
             return
-        answer = attempt(space[name], *decode(json.loads(line)))
+        args, named = decode(json.loads(line))
+        answer = attempt(namespace[name], args, named)
 
 
 def attempt(function: Callable, args: list, named: dict) -> list:
-    """What a call gives: a value with the arguments as it leaves them, or an exception."""
+    """The answer to a call: its value and the arguments as it left them, or its exception."""
     try:
         value = function(*args, **named)
     except Exception as error:
+        # The checker does not have the program's own classes: name the nearest built-in one.
         kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
         return ["raised", kind.__name__, str(error)]
     try:
         return ["returned", encode(value), encode(args)]
     except TypeError:
-        return ["returned what is no plain data"]
+        return ["returned no plain data"]
 
 
 # --- the checker -----------------------------------------------------------------------------
 
 
 class EntryPoint:
-    """The function under test, in the worker."""
+    """The function under test, in the checker: calling it asks the worker.
+
+    ``fault`` and ``unjudged`` stay set even if a test swallows the exception that came with them.
+    """
 
     def __init__(self, name: str, calls: IO[bytes], answers: IO[bytes]):
-        self.__name__, self._calls, self._answers = name, calls, answers
-        self.fault, self.unjudged = False, ""  # a test that swallows exceptions cannot undo them
+        self.__name__ = name
+        self._calls = calls
+        self._answers = answers
+        self.fault = False  # the worker did not answer
+        self.unjudged = ""  # why no verdict is possible
 
     def ask(self, message: list) -> list:
-        """Raises ConnectionError where no answer comes, or none that can be read."""
-        self.fault, known = True, self.fault
-        if known:
+        """The worker's answer. Raises ConnectionError if there is none that can be read."""
+        if self.fault:
             raise ConnectionError("the worker is lost")
+        # Set before it is known: no exception, not even KeyboardInterrupt, may leave it unset.
+        self.fault = True
         try:
             self._calls.write(json.dumps(message).encode() + b"\n")
-            kind, *values = json.loads(self._answers.readline(LONGEST))
+            kind, *values = json.loads(self._answers.readline(MAX_ANSWER))
             answer = [kind, *map(decode, values)]
         except Exception as error:
             raise ConnectionError("no answer") from error
@@ -133,21 +158,21 @@ class EntryPoint:
         try:
             message = [encode(list(args)), encode(named)]
         except TypeError as error:
-            self.unjudged = "the test passes what is no plain data"
+            self.unjudged = "the test passes a value that is not plain data"
             raise ConnectionError(self.unjudged) from error
         match self.ask(message):
-            case ["returned", value, list(left)]:
-                for arg, after in zip(args, left, strict=False):
-                    _leave(arg, after)
+            case ["returned", value, list(args_after)]:
+                for arg, after in zip(args, args_after, strict=False):
+                    _update(arg, after)
                 return value
             case ["raised", str(name), str(text)]:
                 raise _exception(name, text)
-        self.unjudged = "the function returned what is no plain data"
+        self.unjudged = "the function returned a value that is not plain data"
         raise ConnectionError(self.unjudged)
 
 
-def _leave(arg: Any, after: Any) -> None:
-    """Makes an argument what the function made of its copy."""
+def _update(arg: Any, after: Any) -> None:
+    """Changes an argument in place, as the function changed its copy."""
     if type(arg) is type(after):
         if isinstance(arg, list | bytearray):
             arg[:] = after
@@ -157,31 +182,35 @@ def _leave(arg: Any, after: Any) -> None:
 
 
 def _exception(name: str, text: str) -> Exception:
+    """The built-in exception of that name, or a plain one if it cannot be made from a text."""
     kind = getattr(builtins, name, None)
     try:
-        return kind(text) if issubclass(kind, Exception) else Exception(text)
-    except TypeError:  # more arguments than a text
-        return Exception(text)
+        if issubclass(kind, Exception):
+            return kind(text)
+    except TypeError:  # it is no class, or takes other arguments than a text
+        pass
+    return Exception(text)
 
 
 def check(task: Mapping[str, str], entry_point: EntryPoint) -> dict:
-    """Runs ``task``'s ``test``, after its ``helpers``, on the function of its ``program``."""
-    space: dict = {"__name__": "__main__"}
+    """Runs the task's ``helpers`` and ``test`` here, with its ``program`` in the worker."""
+    namespace: dict = {"__name__": "__main__"}
     try:
-        exec(compile(task["helpers"], "prompt", "exec"), space)
+        exec(compile(task["helpers"], "prompt", "exec"), namespace)
     except Exception as error:
         entry_point.unjudged = f"the prompt's own text: {error!r}"
+
     ended = False
     try:
         if entry_point.ask([task["program"], task["entry_point"]]) == ["ready"]:
-            space[task["entry_point"]] = entry_point
-            exec(compile(task["test"], "test", "exec"), space)
-            space["check"](entry_point)
-            ended = True  # an exit, even with code 0, never comes here
+            namespace[task["entry_point"]] = entry_point
+            exec(compile(task["test"], "test", "exec"), namespace)
+            namespace["check"](entry_point)
+            ended = True  # not reached by a test that exits, even with code 0
     except BaseException:
         pass
     passed = ended and not entry_point.fault and not entry_point.unjudged
-    return {"passed": passed, "unjudged": entry_point.unjudged[:200]}
+    return {"passed": passed, "unjudged": entry_point.unjudged[:MAX_REASON]}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""Cases timed over prompts.
+"""Time cases over prompts.
 
-A case is warmed up before it is timed, so no time holds a compilation; again where its programs had
-to make room for those of others. Repeats of the cases are interleaved: a machine that slows down
-slows all of them, and ratios of one repeat stay fair.
+``BenchSetting`` is what all cases share. ``Result`` is what one case generated, once per repeat.
+
+A case is warmed up before it is timed, so no time includes a compilation. It is warmed up again
+after its programs were dropped to make room for those of other cases. Repeats of the cases are
+interleaved: if the machine slows down, it slows all of them, and ratios within a repeat stay fair.
+
+Axis legend: R repeats, P prompts.
 """
 
 from __future__ import annotations
@@ -28,15 +32,15 @@ from specjax.runtime.generate import PREFIXES, in_turn, make_engine, num_slots
 
 @dataclasses.dataclass
 class Result:
-    """What a case gave: one generation per repeat, each of another seed."""
+    """What a case generated: one generation per repeat, each with its own seed."""
 
     case: Case
     runs: list[sj.Generation] = dataclasses.field(default_factory=list)
-    joules: list[float] = dataclasses.field(default_factory=list)  # prefill included
+    joules: list[float] = dataclasses.field(default_factory=list)  # per repeat, prefill included
 
     @property
-    def drawn(self) -> list[sj.Generation]:
-        """The repeats that say something of the tokens: the seed changes no greedy one."""
+    def distinct_runs(self) -> list[sj.Generation]:
+        """The repeats whose tokens may differ: of greedy decoding only the first."""
         return self.runs[:1] if self.case.mode == "greedy" else self.runs
 
     @property
@@ -45,16 +49,17 @@ class Result:
         return self.runs[0].tokens
 
     def speed(self, whole: bool = False) -> Speed:
-        """Tokens and seconds of each repeat's rows (:func:`infer.timing.row_seconds`); ``whole``:
-        prefill included, what a peer is held against."""
+        """Tokens and seconds of each repeat's rows, ``[R, P]`` both.
+
+        ``whole`` includes the prefill (:func:`infer.timing.row_seconds`), as a peer's times do.
+        """
         size = self.case.batch_size
-        return (
-            np.array([run.lengths for run in self.runs]),
-            np.array([row_seconds(run, size, whole) for run in self.runs]),
-        )
+        tokens = np.array([run.lengths for run in self.runs])
+        seconds = np.array([row_seconds(run, size, whole) for run in self.runs])
+        return tokens, seconds
 
     def tokens_per_second(self, whole: bool = False) -> np.ndarray:
-        """Of each repeat."""
+        """The speed of each repeat, ``[R]``."""
         tokens, seconds = self.speed(whole)
         return tokens.sum(axis=1) / seconds.sum(axis=1)
 
@@ -66,8 +71,8 @@ class BenchSetting:
     target: sj.LM
     draft: sj.LM | None
     prompts: Prompts
-    budget: int
-    seed: int = 0  # of the first repeat; every one has the next
+    budget: int  # new tokens of a completion, at most
+    seed: int = 0  # of the first repeat; each further repeat adds one
     stop: Sequence[str] = ()
 
 
@@ -75,49 +80,71 @@ def measure(
     setting: BenchSetting,
     cases: Sequence[Case],
     repeats: int,
-    between: Callable[[int], None] = lambda repeat: None,
+    after_repeat: Callable[[int], None] = lambda repeat: None,
     meter: EnergyMeter | None = None,
 ) -> list[Result]:
-    """All cases over all prompts, ``repeats`` times in turn.
+    """Runs all cases over all prompts, ``repeats`` times, interleaved.
 
-    ``between(repeat)`` runs once per repeat: a peer's turn. ``meter`` reads the energy.
+    Args:
+      setting: what all cases share.
+      cases: what to measure.
+      repeats: how often; each repeat has the next seed.
+      after_repeat: called with the repeat's number; a peer is timed there.
+      meter: reads the energy, if there is one.
+
+    Returns:
+      One result per case, in the order of ``cases``.
     """
-    results, warm = [Result(case) for case in cases], set()
-    # Greedy and sampled cases share most programs, and follow each other while these are there.
-    kin = [(case.batch_size, case.label) for case in cases]
-    order = sorted(range(len(cases)), key=lambda number: kin.index(kin[number]))
+    results = [Result(case) for case in cases]
+    order = _running_order(cases)
+    warm: set[int] = set()
     for repeat in range(repeats):
-        now = dataclasses.replace(setting, seed=setting.seed + repeat)
+        seeded = dataclasses.replace(setting, seed=setting.seed + repeat)
         for number in order:
             result = results[number]
             if make_room():
-                warm.clear()
+                warm.clear()  # compiled programs were dropped
             if number not in warm:
                 warm_up(setting, result.case)
                 warm.add(number)
+
             before = meter.joules() if meter else 0.0
-            result.runs.append(run_case(now, result.case))
+            result.runs.append(run_case(seeded, result.case))
             if meter:
                 result.joules.append(meter.joules() - before)
-        between(repeat)
+        after_repeat(repeat)
     return results
 
 
+def _running_order(cases: Sequence[Case]) -> list[int]:
+    """Numbers of the cases, greedy and sampled ones of a method next to each other.
+
+    They share most compiled programs, which may have to make room for other cases'.
+    """
+    groups: dict[tuple[int, str], list[int]] = {}
+    for number, case in enumerate(cases):
+        groups.setdefault((case.batch_size, case.label), []).append(number)
+    return [number for group in groups.values() for number in group]
+
+
 def warm_up(setting: BenchSetting, case: Case) -> None:
-    """Compiles all that the case may run, whenever its rows end."""
-    target, draft, most = setting.target, setting.draft, setting.target.config.max_position
-    spec, greedy = METHODS[case.method], case.mode == "greedy"
-    engine = make_engine(target, draft, spec, case.options, greedy)
+    """Compiles every program that the case may run, whenever its rows end."""
+    target = setting.target
+    greedy = case.mode == "greedy"
+    engine = make_engine(target, setting.draft, METHODS[case.method], case.options, greedy)
+
     key = jax.random.key(setting.seed)
-    rows = [
-        Request(p, min(setting.budget, most - len(p)), key) for p in map(np.array, setting.prompts)
-    ]
-    size = num_slots(target, len(rows), case.batch_size)
-    warmup.warm_up(engine, size, case.sampling, in_turn(rows), PREFIXES)
+    requests = []
+    for prompt in map(np.array, setting.prompts):
+        most = target.config.max_position - len(prompt)
+        requests.append(Request(prompt, min(setting.budget, most), key))
+
+    size = num_slots(target, len(requests), case.batch_size)
+    warmup.warm_up(engine, size, case.sampling, in_turn(requests), PREFIXES)
 
 
 def run_case(setting: BenchSetting, case: Case) -> sj.Generation:
-    """Every prompt once, the case's number of rows in flight."""
+    """Generates every prompt's completion once, with the case's batch size."""
     return sj.generate(
         setting.target,
         setting.prompts,

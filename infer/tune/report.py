@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.reporting import fill, pyplot, save_figure
+from infer.reporting import Column, fill, pyplot, save_figure
 from infer.tune.commands import GRID
-from infer.uncertainty import SAID
+from infer.uncertainty import SPREAD_NOTE
 from specjax._util.files import markdown_table
 
+# Columns of the tables: head, key in a row, format.
 COLUMNS = (
     ("method", "name", "{}"),
     ("soft, mean of rows", "soft_of_rows", "{:.3f}"),
@@ -23,7 +25,6 @@ COLUMNS = (
     ("tokens/s", "tokens_per_second", "{:.0f}"),
     ("wall-clock speedup", "speedup", "{:.2f}"),
 )
-
 LOSSY_COLUMNS = (
     COLUMNS[0],
     ("perplexity", "perplexity", "{:.3f}"),
@@ -34,41 +35,60 @@ LOSSY_COLUMNS = (
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as Markdown: the chosen point, the test table, the grid."""
-    best = report["best"]
-    chosen = ", ".join(f"{name} = {best['options'][name]:g}" for name in GRID)
-    lines = [f"c = {report['c']:.3f}. Chosen on the validation task: {chosen}. {SAID}", ""]
+    """The report of cdsl as Markdown: the chosen point, the test table, the grid."""
+    options = report["best"]["options"]
+    chosen = ", ".join(f"{name} = {options[name]:g}" for name in GRID)
+    first = f"c = {report['c']:.3f}. Chosen on the validation task: {chosen}. {SPREAD_NOTE}"
+
+    parts = [first, ""]
     if "test" in report:
-        names = [*report["job"]["measure"], "all"] if report["job"]["measure"] else []
-        extra = [(name.partition(":")[0], name.partition(":")[0], "{:.3f}") for name in names]
-        columns = [*COLUMNS[:4], *extra, *COLUMNS[4:]]
-        lines += ["## Test", "", markdown_table(*fill(columns, report["test"]))]
+        columns = [*COLUMNS[:4], *_measure_columns(report["job"]["measure"]), *COLUMNS[4:]]
+        parts += ["## Test", "", markdown_table(*fill(columns, report["test"]))]
     columns = [*((name, name, "{:g}") for name in GRID), *COLUMNS[1:]]
     points = [row | row["options"] for row in report["grid"]]
-    return "\n".join([*lines, "## Grid", "", markdown_table(*fill(columns, points))])
+    parts += ["## Grid", "", markdown_table(*fill(columns, points))]
+    return "\n".join(parts)
+
+
+def _measure_columns(measures: list[str]) -> list[Column]:
+    """The columns of ``--measure``, each under its reward's name."""
+    if not measures:
+        return []
+    names = [measure.partition(":")[0] for measure in measures]
+    return [(name, name, "{:.3f}") for name in [*names, "all"]]
 
 
 def markdown_lossy(report: dict[str, Any]) -> str:
-    """The report of a method but cdsl: the chosen point and why, the test table, the grid."""
-    best, job, plain = report["best"], report["job"], report["plain"]
-    quality, (base, share) = job["quality"], job["bound"]
-    chosen = ", ".join(f"{name} = {best['options'][name]}" for name in report["options"])
-    against = "plain decoding" if base == "plain" else "the best point"
-    why = f"the fastest (least P) whose {quality} is at most {share:.1%} worse than {against}'s"
-    if not report["within_bound"]:
-        why = f"the best {quality}, for no point is within {share:.1%} of {against}'s"
-    first = f"c = {report['c']:.3f}. " if report["c"] is not None else ""
-    lines = [f"{first}Chosen on the validation file: {chosen}: {why}. {SAID}", ""]
+    """The report of the other methods: the chosen point and why, the test table, the grid."""
+    options = report["best"]["options"]
+    chosen = ", ".join(f"{name} = {options[name]}" for name in report["options"])
+    cost = f"c = {report['c']:.3f}. " if report["c"] is not None else ""
+    why = _why_chosen(report)
+    first = f"{cost}Chosen on the validation file: {chosen}: {why}. {SPREAD_NOTE}"
+
+    parts = [first, ""]
     if "test" in report:
-        lines += ["## Test", "", markdown_table(*fill(LOSSY_COLUMNS, report["test"]))]
-    columns = [LOSSY_COLUMNS[0], *((name, name, "{}") for name in report["options"])]
-    points = [plain, *(row | row["options"] for row in report["grid"])]
-    table = markdown_table(*fill([*columns, *LOSSY_COLUMNS[1:]], points))
-    return "\n".join([*lines, "## Grid", "", table])
+        parts += ["## Test", "", markdown_table(*fill(LOSSY_COLUMNS, report["test"]))]
+    option_columns = [(name, name, "{}") for name in report["options"]]
+    columns = [LOSSY_COLUMNS[0], *option_columns, *LOSSY_COLUMNS[1:]]
+    points = [report["plain"], *(row | row["options"] for row in report["grid"])]
+    parts += ["## Grid", "", markdown_table(*fill(columns, points))]
+    return "\n".join(parts)
+
+
+def _why_chosen(report: dict[str, Any]) -> str:
+    quality = report["job"]["quality"]
+    base, share = report["job"]["bound"]
+    against = "plain decoding" if base == "plain" else "the best point"
+    if report["within_bound"]:
+        return (
+            f"the fastest (least P) whose {quality} is at most {share:.1%} worse than {against}'s"
+        )
+    return f"the best {quality}, because no point is within {share:.1%} of {against}'s"
 
 
 def draw_thresholds(report: dict[str, Any], path: Path) -> None:
-    """Modeled speedup over CDLH and soft satisfaction against a_t and r_t, means over the grid.
+    """Draws modeled speedup over CDLH and satisfaction against a_t and r_t, means over the grid.
 
     Nothing is drawn without the plots extra.
     """
@@ -77,15 +97,21 @@ def draw_thresholds(report: dict[str, Any], path: Path) -> None:
         return
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
     for left, name in zip(axes, ("a_t", "r_t"), strict=True):
-        right = left.twinx()
-        values = sorted({row["options"][name] for row in report["grid"]})
-        rows = {v: [r for r in report["grid"] if r["options"][name] == v] for v in values}
-        for axis, key, label, style in (
-            (left, "modelled_speedup", "speedup over CDLH", "C0o-"),
-            (right, "soft_of_constraints", "constraints satisfied", "C1s--"),
-        ):
-            means = [statistics.mean(row[key] for row in rows[value]) for value in values]
-            axis.plot(values, means, style)
-            axis.set_ylabel(label, color=style[:2])
         left.set_xlabel(name)
+        _draw_means(left, report["grid"], name, "modelled_speedup", "C0o-")
+        left.set_ylabel("speedup over CDLH", color="C0")
+        right = left.twinx()
+        _draw_means(right, report["grid"], name, "soft_of_constraints", "C1s--")
+        right.set_ylabel("constraints satisfied", color="C1")
     save_figure(figure, path)
+
+
+def _draw_means(
+    axis: Any, rows: Sequence[dict[str, Any]], option: str, key: str, style: str
+) -> None:
+    """Draws the mean of a figure over all rows with the same value of an option."""
+    values = sorted({row["options"][option] for row in rows})
+    means = []
+    for value in values:
+        means.append(statistics.mean(r[key] for r in rows if r["options"][option] == value))
+    axis.plot(values, means, style)

@@ -19,8 +19,9 @@ from infer import programs, rescoring, timing, uncertainty
 from infer.bench import benchmark, cases, peers, questions, timed_cases
 from infer.bench import commands as bench
 from infer.bench.cases import Case
+from infer.bench.predictions import pass_widths
 from infer.bench.report import NEAR_TIE, markdown, show
-from infer.bench.rows import make_rows, pass_widths
+from infer.bench.rows import make_rows
 from infer.programs import MAP_LIMIT
 from infer.prompts import PromptEncoder
 from specjax._util.errors import OptionError
@@ -286,7 +287,7 @@ def test_each_repeat_draws_with_the_next_seed(target, draft):
         ]
         for seed in (0, 1)
     ]
-    said = [[run.tokens[0].tolist() for run in result.drawn] for result in results]
+    said = [[run.tokens[0].tolist() for run in result.distinct_runs] for result in results]
     assert said[0][0] != said[0][1] == said[1][0]
 
 
@@ -495,7 +496,7 @@ def test_default_prompts_are_held_out_functions(tiny_pair_dirs):
 def test_random_target_is_what_a_peer_loads(monkeypatch):
     monkeypatch.setitem(bench.SIZES, "tiny", (32, 2, 4, 48, 97))
     args = argparse.Namespace(random_target="tiny", dtype=None, quantize=None, num_prompts=3)
-    with benchmark.models(args) as (target, draft, directories):
+    with benchmark.open_models(args) as (target, draft, directories):
         asked, _ = questions.read_questions(args, PromptEncoder(target))
     assert draft is None and directories[1] is None
     assert target.config.vocab_size == 97 and len(asked) == 3

@@ -508,7 +508,7 @@ def test_a_judge_that_does_not_answer_is_one_line(monkeypatch, capsys):
             assert "secret" not in str(refused.value) + repr(Settings(judge_key="secret"))
             assert len(asked) == times
             asked.clear()
-        monkeypatch.setattr(judging, "AT_ONCE", 1)
+        monkeypatch.setattr(judging, "CONCURRENCY", 1)
         assert each(metric, Completion("a", "b"), Completion("c", "d")) == [5, None]
         assert "1 of 2 are not judged: --judge-url" in capsys.readouterr().err
     with pytest.raises(OptionError, match="does not answer"):

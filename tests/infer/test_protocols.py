@@ -10,8 +10,9 @@ from infer import config
 from infer.bench import commands as bench
 from infer.bench import entropies
 from infer.bench.cases import Case, make_cases
+from infer.bench.estimates import add_ratio
+from infer.bench.predictions import add_expected
 from infer.bench.report import tables
-from infer.bench.rows import add_expected, put_ratio
 from infer.bench.timed_cases import Result
 from infer.tune import commands as tune
 from infer.tune.lossy import choose
@@ -22,7 +23,7 @@ from specjax.core.types import FROM_DRAFT, FROM_TARGET
 def test_each_run_has_its_own_figure_and_all_have_one():
     row = {"label": "x", "mode": "sampled", "batch_size": 1, "pm": {}, "runs": {}}
     above, below = np.array([[1.0, 2.0], [3.0, 0.0]]), np.array([[2.0, 2.0], [2.0, 4.0]])
-    put_ratio(row, "acceptance_rate", above, below)
+    add_ratio(row, "acceptance_rate", above, below)
     assert row["acceptance_rate"] == 0.6 and row["runs"]["acceptance_rate"] == [0.75, 0.5]
     # Mean 0.625; the deviation of two runs 0.25 / √2 apart, over √2.
     shown = {"rows": [row], "cost": [], "metrics": {}, "peers": [], "v": {}}

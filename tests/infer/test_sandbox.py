@@ -160,7 +160,7 @@ def test_helpers_of_the_prompt_are_the_tests_too():
 
 @pytest.mark.parametrize("value", [object(), print, [1, {2: object()}]])
 def test_what_is_no_plain_data_is_not_judged(value):
-    with pytest.raises(TypeError, match="no plain data"):
+    with pytest.raises(TypeError, match="not plain data"):
         encode(value)
 
 

@@ -1,1 +1,1 @@
-"""What completions are worth: ``infer.bench --metric NAME[:ARG]``, a file for each."""
+"""Scores of completions: ``infer.bench --metric NAME[:ARG]``, one file per metric."""

@@ -1,9 +1,11 @@
 """``coherence:DIR``: how close a completion stays to its prompt, by sentence embeddings.
 
-DIR is a directory on this machine: of sentence-transformers, which then embeds as it says, or of a
-transformers encoder, whose last hidden states are pooled: the mean by default, ``cls:DIR`` (the
-first token's) or ``pooler:DIR`` (its pooler's output, SimCSE's supervised models). Nothing is
-downloaded.
+DIR is a local directory; nothing is downloaded. It is either a model of sentence-transformers,
+which embeds as it says itself, or an encoder of transformers. An encoder's last hidden states are
+pooled: by default their mean, with ``cls:DIR`` the first token's, and with ``pooler:DIR`` its
+pooler's output (for SimCSE's supervised models).
+
+Axis legend: D embedding.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from infer.bench.metrics.settings import Settings
 from specjax._util.errors import OptionError, foreign, silent
 from specjax._util.files import check_entries
 
-MEAN, CLS, POOLER = "mean", "cls", "pooler"
+MEAN = "mean"
+CLS = "cls"
+POOLER = "pooler"
 BATCH = 32  # texts of a pass
-Embed = Callable[[Sequence[str]], np.ndarray]
+DEFAULT_POSITIONS = 512  # of an encoder whose config has no number
+Embed = Callable[[Sequence[str]], np.ndarray]  # from texts to ``[texts, D]``
 
 
 class Coherence(PerCompletion):
-    """``cos(e(prompt), e(completion))`` (SCD, appendix A.1). An empty completion has none."""
+    """``cos(e(prompt), e(completion))`` (SCD, appendix A.1); None for an empty completion."""
 
     columns = {"coherence": "coherence"}  # noqa: RUF012
 
@@ -35,41 +40,44 @@ class Coherence(PerCompletion):
         with foreign("--metric coherence: the model cannot embed a text", OptionError):
             self._embed(["a"])
 
-    def scores(self, done: Sequence[Completion]) -> list[list[float | None]]:
-        texts = list(dict.fromkeys(text for one in done for text in (one.prompt, one.text)))
-        known = dict(zip(texts, self._embed(texts), strict=True))
-        return [
-            [cosine(known[one.prompt], known[one.text]) if one.text.strip() else None]
-            for one in done
-        ]
+    def scores(self, completions: Sequence[Completion]) -> list[list[float | None]]:
+        # Each text is embedded once: a prompt has several completions.
+        texts = list(dict.fromkeys(t for one in completions for t in (one.prompt, one.text)))
+        embeddings = dict(zip(texts, self._embed(texts), strict=True))
+        scores: list[list[float | None]] = []
+        for one in completions:
+            if one.text.strip():
+                scores.append([cosine(embeddings[one.prompt], embeddings[one.text])])
+            else:
+                scores.append([None])
+        return scores
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """Of two vectors, ``[D]`` both."""
+    """The cosine of two vectors, ``[D]`` both."""
     return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
 
 
 def of_sentence_transformers(directory: Path) -> Embed:
-    """Embeds as the directory says."""
+    """Embeds with a model of sentence-transformers."""
     models = library("sentence_transformers", "coherence")
     model = models.SentenceTransformer(str(directory), local_files_only=True, device="cpu")
     return lambda texts: model.encode(list(texts), batch_size=BATCH, show_progress_bar=False)
 
 
 def of_transformers(directory: Path, pooling: str) -> Embed:
-    """Pools an encoder's last hidden states."""
+    """Embeds with an encoder of transformers, whose last hidden states are pooled."""
     torch = library("torch", "coherence", "torch")
     transformers = library("transformers", "coherence")
-    there = {"local_files_only": True}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **there)
-    model = transformers.AutoModel.from_pretrained(directory, **there).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    positions = getattr(model.config, "max_position_embeddings", None) or 512
-    most = min(tokenizer.model_max_length, positions)
+    model = transformers.AutoModel.from_pretrained(directory, local_files_only=True).eval()
+    positions = getattr(model.config, "max_position_embeddings", None) or DEFAULT_POSITIONS
+    max_length = min(tokenizer.model_max_length, positions)
 
     def pooled(texts: Sequence[str]) -> np.ndarray:
         rows = tokenizer(
-            list(texts), padding=True, truncation=True, max_length=most, return_tensors="pt"
+            list(texts), padding=True, truncation=True, max_length=max_length, return_tensors="pt"
         )
         with torch.inference_mode():
             out = model(**rows)
@@ -88,19 +96,23 @@ def of_transformers(directory: Path, pooling: str) -> Embed:
 
 
 def make(argument: str, settings: Settings) -> Coherence:
-    """The metric; ``argument`` is the directory, maybe after its pooling and a colon.
+    """The metric; ``argument`` is the directory, optionally after a pooling and a colon.
 
     Raises:
-      OptionError: no such directory, nothing in it that embeds, or a library is missing.
+      OptionError: there is no such directory, it cannot embed, or a library is missing.
     """
     pooling, colon, name = argument.partition(":")
     if not colon or pooling not in (MEAN, CLS, POOLER):
-        pooling, name = "", argument
+        pooling = ""
+        name = argument
     home = Path(name).expanduser()
     if not home.is_dir():
         raise OptionError(f"--metric coherence: {name} is no directory")
     with foreign(f"--metric coherence: {name} cannot be loaded", OptionError), silent():
         check_entries(home)
-        own = (home / "modules.json").is_file() and not pooling
-        embed = of_sentence_transformers(home) if own else of_transformers(home, pooling or MEAN)
+        # A given pooling overrides what a directory of sentence-transformers says.
+        if (home / "modules.json").is_file() and not pooling:
+            embed = of_sentence_transformers(home)
+        else:
+            embed = of_transformers(home, pooling or MEAN)
     return Coherence(embed)

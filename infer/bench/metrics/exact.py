@@ -11,24 +11,31 @@ from specjax.runtime.infill import exact_matches
 
 
 class Exact(PerCompletion):
-    """1 where a completion is one of its references, or the ``middle`` of its task."""
+    """1 if a completion equals one of its references or its task's ``middle``, else 0."""
 
     columns = {"exact_match": "exact match"}  # noqa: RUF012
 
     def check(self, prompts: Sequence[Completion]) -> None:
         for number, prompt in enumerate(prompts, 1):
-            if not _known(prompt):
+            if not _expected(prompt):
                 raise OptionError(
                     f'--metric exact: prompt {number} has neither "references" nor a "middle"'
                 )
 
-    def scores(self, done: Sequence[Completion]) -> list[list[float]]:
-        return [[max(exact_matches([one.text], [text]) for text in _known(one))] for one in done]
+    def scores(self, completions: Sequence[Completion]) -> list[list[float]]:
+        scores = []
+        for one in completions:
+            matches = [exact_matches([one.text], [text]) for text in _expected(one)]
+            scores.append([max(matches)])
+        return scores
 
 
-def _known(one: Completion) -> Sequence[str]:
+def _expected(one: Completion) -> Sequence[str]:
+    """The texts that count as exact."""
     middle = one.task.get("middle")
-    return [*one.references, *([middle] if isinstance(middle, str) else [])]
+    if isinstance(middle, str):
+        return [*one.references, middle]
+    return one.references
 
 
 def make(argument: str, settings: Settings) -> Exact:

@@ -10,17 +10,17 @@ from infer.bench.metrics.protocol import Completion, PerCompletion
 from infer.bench.metrics.settings import Settings
 from specjax._util.errors import OptionError
 
-# The dataset's own mark, and what its authors' code reads behind it.
+# The dataset's mark of an answer, and what its authors' code reads after it.
 MARKED = re.compile(r"#### (-?[0-9.,]+)")
 NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+")
-# A model without instructions goes on with questions of its own.
+# A model that is not tuned for instructions continues with more questions of its own.
 NEXT = re.compile(r"\n\s*(?:Question|Q|Problem)\s*:", re.IGNORECASE)
 
 
 class Gsm8k(PerCompletion):
-    """1 where the number behind ``####`` is the answer's; where there is no mark, the last one.
+    """1 if the number after ``####`` is the answer's; without a mark, the last number counts.
 
-    Numbers are compared by value: 1,000 is 1000.00.
+    Numbers are compared by value: 1,000 equals 1000.00.
     """
 
     columns = {"gsm8k": "GSM8K"}  # noqa: RUF012
@@ -33,24 +33,31 @@ class Gsm8k(PerCompletion):
                     "reference"
                 )
 
-    def scores(self, done: Sequence[Completion]) -> list[list[float]]:
-        return [[float(_gold(one) is not None and answer(one.text) == _gold(one))] for one in done]
+    def scores(self, completions: Sequence[Completion]) -> list[list[float]]:
+        scores = []
+        for one in completions:
+            gold = _gold(one)
+            scores.append([float(gold is not None and answer(one.text) == gold)])
+        return scores
 
 
 def answer(text: str) -> Decimal | None:
-    """The number that a solution gives; None where it gives none."""
+    """The number that a solution gives; None if it gives none."""
     text = NEXT.split(text, maxsplit=1)[0]
     marked = MARKED.search(text)
-    numbers = [marked[1]] if marked else NUMBER.findall(text)[-1:]
+    numbers = [marked[1]] if marked else NUMBER.findall(text)
+    if not numbers:
+        return None
     try:
-        return Decimal(numbers[0].rstrip(".").replace(",", "")) if numbers else None
+        return Decimal(numbers[-1].rstrip(".").replace(",", ""))
     except InvalidOperation:
         return None
 
 
 def _gold(one: Completion) -> Decimal | None:
-    known = one.task.get("answer", one.references[0] if one.references else "")
-    return answer(str(known))
+    """The right number: of the task's answer, else of the first reference."""
+    default = one.references[0] if one.references else ""
+    return answer(str(one.task.get("answer", default)))
 
 
 def make(argument: str, settings: Settings) -> Gsm8k:

@@ -1,4 +1,4 @@
-"""``harmless:DIR``: what a sequence classifier thinks of the completions."""
+"""``harmless:DIR``: a sequence classifier's score of the completions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from specjax.rewards.protocol import Sample
 
 
 class Harmless(PerCompletion):
-    """The probability of the last class for prompt and completion, as the reward
-    ``classifier:DIR`` has it: of a classifier whose last class is what is wanted."""
+    """The probability of the classifier's last class, for prompt and completion.
+
+    It is the same number as that of the reward ``classifier:DIR``. The last class must be the
+    wanted one.
+    """
 
     columns = {"harmless": "harmless"}  # noqa: RUF012
 
@@ -24,8 +27,8 @@ class Harmless(PerCompletion):
         with foreign("--metric harmless: the classifier cannot score a text", OptionError):
             self._classifier.score(Sample("b", "a ", (), {}))
 
-    def scores(self, done: Sequence[Completion]) -> list[list[float]]:
-        samples = [Sample(one.text, one.prompt, one.tokens, {}) for one in done]
+    def scores(self, completions: Sequence[Completion]) -> list[list[float]]:
+        samples = [Sample(one.text, one.prompt, one.tokens, {}) for one in completions]
         return [[score] for score in self._classifier.score_many(samples)]
 
 

@@ -1,8 +1,8 @@
-"""``judge``: another model's opinion, through any endpoint that speaks OpenAI's protocol.
+"""``judge``: another model's rating, through any endpoint with OpenAI's protocol.
 
-Off unless ``--judge-url`` names the endpoint's base, such as ``http://127.0.0.1:8000/v1``: prompts
-and completions are sent to it. The key in ``SPECJAX_JUDGE_KEY`` is sent to that host alone, as no
-redirect is followed, and never shown.
+``--judge-url`` is the endpoint's base, such as ``http://127.0.0.1:8000/v1``. Prompts and
+completions are sent to it. The key in ``SPECJAX_JUDGE_KEY`` is sent only to that host, because no
+redirect is followed, and it is never printed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from infer.bench.metrics.settings import Settings
 from specjax._util.errors import OptionError
 from specjax._util.program import say
 
-SECONDS, MOST_BYTES, AT_ONCE = 120.0, 1 << 22, 4
-PAUSES = (1.0, 5.0)  # seconds before an endpoint that is busy is asked again
+SECONDS = 120.0  # for one answer
+MAX_BYTES = 1 << 22  # of an answer
+MAX_TOKENS = 1024  # of an answer
+CONCURRENCY = 4  # questions that are asked at a time
+PAUSES = (1.0, 5.0)  # seconds before a busy endpoint is asked again
+BUSY = (429, 500, 502, 503)  # HTTP statuses after which it is asked again
 RATE = """Rate the answer to the question below for helpfulness, relevance, correctness and depth.
 Explain briefly, then end with the rating, a number from 1 to 10, in double brackets: [[5]].
 
@@ -43,34 +47,40 @@ correctness and depth, neither length nor order. Explain briefly, then end with 
 
 [Answer B]
 {b}"""
-WORTH = {"A": 1.0, "B": 0.0, "C": 0.5}
+SCORE_OF_A = {"A": 1.0, "B": 0.0, "C": 0.5}
 
 
 class ChatJudge(PerCompletion):
-    """The mean rating, 1 to 10; of ``pair`` how often ours is preferred to the first reference.
+    """The mean rating, 1 to 10; for ``pair`` how often ours is preferred to the first reference.
 
-    A pair is asked about twice, in both orders, and a tie counts half. An answer without a verdict
-    is no score.
+    A pair is judged twice, in both orders, and a tie counts half. An answer without a verdict is no
+    score.
     """
 
     def __init__(self, pair: bool, endpoint: Endpoint):
-        self._pair, self._endpoint = pair, endpoint
+        self._pair = pair
+        self._endpoint = endpoint
         self.columns = {"win_rate": "wins"} if pair else {"rating": "rating, 1–10"}
 
     def check(self, prompts: Sequence[Completion]) -> None:
         if self._pair:
             need_references("judge:pair", prompts)
-        self._endpoint.ask("Say [[5]].")  # no judge is found before the work, not after it
+        self._endpoint.ask("Say [[5]].")  # a judge that does not work is noticed before decoding
 
-    def scores(self, done: Sequence[Completion]) -> list[list[float | None]]:
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            values = list(pool.map(self._score, done))
-        if silent := [str(value) for value in values if isinstance(value, OptionError)]:
-            say("infer.bench", f"{len(silent)} of {len(done)} are not judged: {silent[0]}")
+    def scores(self, completions: Sequence[Completion]) -> list[list[float | None]]:
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
+            values = list(pool.map(self._score_or_error, completions))
+        errors = [value for value in values if isinstance(value, OptionError)]
+        if errors:
+            counted = f"{len(errors)} of {len(completions)} are not judged"
+            say("infer.bench", f"{counted}: {errors[0]}")
         return [[None if isinstance(value, OptionError) else value] for value in values]
 
-    def _score(self, one: Completion) -> float | OptionError | None:
-        """A judge that falls silent in the middle costs these scores, not all that was decoded."""
+    def _score_or_error(self, one: Completion) -> float | OptionError | None:
+        """The score, or why the judge did not answer.
+
+        A judge that stops answering costs these scores, not all that was decoded.
+        """
         try:
             return self._win(one) if self._pair else self._rating(one)
         except OptionError as error:
@@ -80,33 +90,38 @@ class ChatJudge(PerCompletion):
         return rating(self._endpoint.ask(RATE.format(prompt=one.prompt, text=one.text)))
 
     def _win(self, one: Completion) -> float | None:
-        ours, theirs = one.text, one.reference
-        first, second = (
-            winner(self._endpoint.ask(COMPARE.format(prompt=one.prompt, a=a, b=b)))
-            for a, b in ((ours, theirs), (theirs, ours))
-        )
-        return None if first is None or second is None else (first + 1 - second) / 2
+        """How often ours is preferred: 0, ½ or 1 in each order, the mean of both."""
+        ours_first = self._compare(one.prompt, one.text, one.reference)
+        ours_second = self._compare(one.prompt, one.reference, one.text)
+        if ours_first is None or ours_second is None:
+            return None
+        return (ours_first + 1 - ours_second) / 2
+
+    def _compare(self, prompt: str, a: str, b: str) -> float | None:
+        """1 if the judge prefers A, 0 if B, ½ for a tie."""
+        return winner(self._endpoint.ask(COMPARE.format(prompt=prompt, a=a, b=b)))
 
 
 def rating(answer: str) -> float | None:
     """The last number in double brackets, if it is from 1 to 10."""
-    found = re.findall(r"\[\[\s*([0-9]{1,2}(?:\.[0-9]+)?)\s*\]\]", answer)
-    value = float(found[-1]) if found else 0.0
-    return value if 1 <= value <= 10 else None
+    verdicts = re.findall(r"\[\[\s*([0-9]{1,2}(?:\.[0-9]+)?)\s*\]\]", answer)
+    if verdicts and 1 <= float(verdicts[-1]) <= 10:
+        return float(verdicts[-1])
+    return None
 
 
 def winner(answer: str) -> float | None:
-    """What A is worth by the last verdict in double brackets."""
-    found = re.findall(r"\[\[([ABC])\]\]", answer)
-    return WORTH[found[-1]] if found else None
+    """A's score by the last verdict in double brackets: 1, 0, or ½ for a tie."""
+    verdicts = re.findall(r"\[\[([ABC])\]\]", answer)
+    return SCORE_OF_A[verdicts[-1]] if verdicts else None
 
 
 class JudgeBusy(OptionError):
-    """An endpoint that may answer later."""
+    """The endpoint did not answer, but may answer later."""
 
 
-class _Stay(urllib.request.HTTPRedirectHandler):
-    """Follows nothing: the key is for one host."""
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: the key is for one host."""
 
     def redirect_request(self, *args):
         return None
@@ -116,45 +131,51 @@ class Endpoint:
     """``/chat/completions`` below a base URL, asked greedily."""
 
     def __init__(self, url: str, model: str, key: str | None):
-        self._url, self._model, self._key = url.rstrip("/"), model, key
-        self._opener = urllib.request.build_opener(_Stay)
+        self._url = url.rstrip("/")
+        self._model = model
+        self._key = key
+        self._opener = urllib.request.build_opener(_NoRedirect)
 
     def ask(self, prompt: str) -> str:
         """The answer's text; a busy endpoint is asked again.
 
         Raises:
-          OptionError: no answer in time, or none of the protocol.
+          OptionError: there is no answer in time, or it does not follow the protocol.
         """
         for pause in PAUSES:
             try:
-                return self._ask(prompt)
+                return self._ask_once(prompt)
             except JudgeBusy:
                 time.sleep(pause)
-        return self._ask(prompt)
+        return self._ask_once(prompt)
 
-    def _ask(self, prompt: str) -> str:
-        said = {"model": self._model, "messages": [{"role": "user", "content": prompt}]}
+    def _ask_once(self, prompt: str) -> str:
+        try:
+            with self._opener.open(self._request(prompt), timeout=SECONDS) as answer:
+                content = json.loads(answer.read(MAX_BYTES))["choices"][0]["message"]["content"]
+        except urllib.error.HTTPError as error:
+            kind = JudgeBusy if error.code in BUSY else OptionError
+            raise self._no_answer(f"HTTP {error.code}", kind) from None
+        except (OSError, ValueError, urllib.error.URLError) as error:
+            raise self._no_answer(str(getattr(error, "reason", error))) from None
+        except (LookupError, TypeError):
+            raise self._no_answer("no chat completion") from None
+        return content or ""
+
+    def _request(self, prompt: str) -> urllib.request.Request:
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0,
+            "max_tokens": MAX_TOKENS,
+        }
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        request = urllib.request.Request(
-            f"{self._url}/chat/completions",
-            json.dumps(said | {"temperature": 0, "max_tokens": 1024}).encode(),
-            headers,
-        )
-        try:
-            with self._opener.open(request, timeout=SECONDS) as answer:
-                content = json.loads(answer.read(MOST_BYTES))["choices"][0]["message"]["content"]
-        except urllib.error.HTTPError as error:
-            kind = JudgeBusy if error.code in (429, 500, 502, 503) else OptionError
-            raise self._silent(f"HTTP {error.code}", kind) from None
-        except (OSError, ValueError, urllib.error.URLError) as error:
-            raise self._silent(str(getattr(error, "reason", error))) from None
-        except (LookupError, TypeError):
-            raise self._silent("no chat completion") from None
-        return content or ""
+        url = f"{self._url}/chat/completions"
+        return urllib.request.Request(url, json.dumps(body).encode(), headers)
 
-    def _silent(self, why: str, kind: type[OptionError] = OptionError) -> OptionError:
+    def _no_answer(self, why: str, kind: type[OptionError] = OptionError) -> OptionError:
         return kind(f"--judge-url {self._url}: the judge does not answer ({why})")
 
 

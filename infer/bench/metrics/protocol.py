@@ -1,4 +1,7 @@
-"""What a metric gets and gives."""
+"""What a metric is given and returns.
+
+Axis legend: P prompts, R runs (completions of a prompt, one per seed).
+"""
 
 from __future__ import annotations
 
@@ -28,16 +31,16 @@ class Completion:
 
     @property
     def reference(self) -> str:
-        """The first one."""
+        """The first reference."""
         return self.references[0]
 
 
-# A prompt's completions, one per seed: greedy decoding has one.
-Drawn = Sequence[Completion]
+# A prompt's completions, one per seed; greedy decoding has one.
+Completions = Sequence[Completion]
 
 
 class Metric(Protocol):
-    """``columns`` are what it adds to the report: heads by the keys of a row."""
+    """A metric; ``columns`` maps the keys that it adds to a row to the heads in the report."""
 
     columns: Mapping[str, str]
 
@@ -48,34 +51,38 @@ class Metric(Protocol):
           OptionError: names the metric, what is missing and the way out.
         """
 
-    def measure(self, drawn: Sequence[Drawn]) -> Mapping[str, Estimate]:
-        """The figure of each column, with its ±, of every prompt's completions."""
+    def measure(self, by_prompt: Sequence[Completions]) -> Mapping[str, Estimate]:
+        """The figure of each column with its ±, from the completions of every prompt."""
 
 
 class PerCompletion:
-    """A metric that is the mean of the completions' scores; ± as everywhere, over the prompts."""
+    """A metric that is the mean of the completions' scores; its ± is over the prompts."""
 
     columns: Mapping[str, str]
 
     def check(self, prompts: Sequence[Completion]) -> None:
-        """Takes any prompt."""
+        """Accepts any prompt."""
 
-    def scores(self, done: Sequence[Completion]) -> Sequence[Sequence[float | None]]:
-        """Each completion's score in each column; None where it has none."""
+    def scores(self, completions: Sequence[Completion]) -> Sequence[Sequence[float | None]]:
+        """Each completion's score in each column; None if it has none."""
         raise NotImplementedError
 
-    def measure(self, drawn: Sequence[Drawn]) -> dict[str, Estimate]:
-        scores = iter(self.scores([one for prompt in drawn for one in prompt]))
-        # A row per completion, NaN where it has no score: P arrays ``[seeds, columns]``.
-        rows = [np.array([next(scores) for _ in prompt], np.float64) for prompt in drawn]
-        sums = np.array([np.nansum(row, axis=0) for row in rows])
-        counts = np.array([np.isfinite(row).sum(axis=0) for row in rows])
-        keys = enumerate(self.columns)
-        return {key: ratio(sums[:, i], counts[:, i]) for i, key in keys}
+    def measure(self, by_prompt: Sequence[Completions]) -> dict[str, Estimate]:
+        flat = [completion for prompt in by_prompt for completion in prompt]
+        scores = iter(self.scores(flat))
+        sums = []
+        counts = []
+        for prompt in by_prompt:
+            # [R, columns], NaN for a completion without a score.
+            values = np.array([next(scores) for _ in prompt], np.float64)
+            sums.append(np.nansum(values, axis=0))
+            counts.append(np.isfinite(values).sum(axis=0))
+        figures = zip(self.columns, np.array(sums).T, np.array(counts).T, strict=True)
+        return {key: ratio(total, count) for key, total, count in figures}
 
 
 def library(module: str, metric: str, extra: str = "eval") -> ModuleType:
-    """A module that a metric needs.
+    """Imports a module that a metric needs.
 
     Raises:
       OptionError: it is not installed; names the extra.
@@ -90,10 +97,10 @@ def library(module: str, metric: str, extra: str = "eval") -> ModuleType:
 
 
 def need_references(metric: str, prompts: Sequence[Completion], what: str = "references") -> None:
-    """Refuses prompts that have none.
+    """Refuses prompts without references.
 
     Raises:
-      OptionError: names the first one.
+      OptionError: names the first such prompt.
     """
     for number, prompt in enumerate(prompts, 1):
         if not prompt.references:

@@ -12,9 +12,9 @@ STEM = "stem"
 
 
 class Rouge(PerCompletion):
-    """F1 of words, pairs of words and longest common subsequences (Lin 2004); best reference.
+    """F1 of words, word pairs and longest common subsequences (Lin 2004), of the best reference.
 
-    ``stem``: of words their Porter stems, as summaries are usually scored.
+    ``stem`` compares Porter stems instead of words, as is usual for summaries.
     """
 
     columns = {  # noqa: RUF012
@@ -31,9 +31,12 @@ class Rouge(PerCompletion):
     def check(self, prompts: Sequence[Completion]) -> None:
         need_references("rouge", prompts)
 
-    def scores(self, done: Sequence[Completion]) -> list[list[float]]:
-        each = [self._scorer.score_multi(one.references, one.text) for one in done]
-        return [[score[key].fmeasure for key in self.columns] for score in each]
+    def scores(self, completions: Sequence[Completion]) -> list[list[float]]:
+        scores = []
+        for one in completions:
+            by_key = self._scorer.score_multi(one.references, one.text)
+            scores.append([by_key[key].fmeasure for key in self.columns])
+        return scores
 
 
 def make(argument: str, settings: Settings) -> Rouge:

@@ -1,18 +1,18 @@
-"""What metrics are told beside their argument."""
+"""Settings that metrics need besides their argument."""
 
 from __future__ import annotations
 
 import dataclasses
 
-JUDGE_KEY = "SPECJAX_JUDGE_KEY"  # of the environment
+JUDGE_KEY = "SPECJAX_JUDGE_KEY"  # the environment variable with the judge's key
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What metrics need beside their argument.
+    """What metrics need besides their argument.
 
-    ``unsafe``: without a sandbox code runs all the same. ``judge_key`` is a bearer token, told to
-    nobody but the judge.
+    ``unsafe`` allows code to run without a sandbox. ``judge_key`` is a bearer token; it is sent
+    only to the judge, and never printed.
     """
 
     repeats: int = 1

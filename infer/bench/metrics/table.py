@@ -9,13 +9,19 @@ from typing import TYPE_CHECKING, NamedTuple
 from infer.bench.metrics.settings import Settings
 from specjax._util.errors import OptionError
 
-if TYPE_CHECKING:  # it needs numpy, and --help lists the table
+if TYPE_CHECKING:  # it imports NumPy, and --help only needs the table
     from infer.bench.metrics.protocol import Metric
 
 
 class MetricSpec(NamedTuple):
-    """``argument`` as users write it, in brackets where it may be left out; ``needs`` what must be
-    installed or said; ``module`` has ``make``, of an argument and settings."""
+    """An entry of the table.
+
+    Attributes:
+      argument: the argument as users write it, in brackets if it is optional.
+      says: one line for the help.
+      needs: what must be installed or given.
+      module: the module whose ``make`` takes an argument and settings.
+    """
 
     argument: str
     says: str
@@ -27,7 +33,7 @@ METRICS = {
     "rouge": MetricSpec(
         "[stem]", "ROUGE-1, 2, L and Lsum to the best reference", "rouge-score", "rouge"
     ),
-    "exact": MetricSpec("", "equals a reference, white space around it aside", "", "exact"),
+    "exact": MetricSpec("", "equals a reference, except for white space around it", "", "exact"),
     "gsm8k": MetricSpec("", "ends in the same number as GSM8K's answer", "", "gsm8k"),
     "execution": MetricSpec(
         "DIR", "Spider's queries: the gold query's rows, in DIR/ID/ID.sqlite", "", "execution"
@@ -56,10 +62,10 @@ METRICS = {
 
 
 def make_metric(text: str, settings: Settings | None = None) -> Metric:
-    """The metric of ``NAME``, ``NAME:ARG`` or ``pass@K``.
+    """The metric that ``NAME``, ``NAME:ARG`` or ``pass@K`` names.
 
     Raises:
-      OptionError: an unknown name, an argument that it cannot use, or what it needs is not there.
+      OptionError: the name is unknown, the argument does not fit, or something it needs is missing.
     """
     name, argument = re.fullmatch(r"([^:@]*)[:@]?(.*)", text, re.DOTALL).groups()
     if name not in METRICS:
