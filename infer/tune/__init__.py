@@ -1,1 +1,1 @@
-"""Choose CDSL's thresholds on a validation task."""
+"""Tune a lossy method on a validation file: CDSL (``cdsl``) or another one (``lossy``)."""

@@ -4,17 +4,19 @@
   python -m infer.tune code/validation.jsonl --test code/test.jsonl --out runs/cdsl
   python -m infer.tune prompts.jsonl --method mtad --out runs/mtad
 
-mtad, mtjd, bild and mentored: of the grid, the fastest point whose quality, perplexity under the
-target or ROUGE-L, is within --bound of plain decoding's, or of the best point's. Speed is the
-modeled one, P.
+mtad, mtjd, bild and mentored: of the grid, the fastest point whose quality is within --bound of
+plain decoding's or of the best point's. Quality is perplexity under the target, or ROUGE-L. Speed
+is the modeled one, P.
 
-cdsl (default): the protocol of Nakshatri et al. 2025, appendix C: a grid over a_t, r_t and b; of
-the ten fastest points the one that satisfies best. Speed is the modeled one, which no noise of the
-machine moves; wall clock stands beside it. Soft satisfaction is said twice: the mean over rows, and
-the share of all constraints, which the paper counts and the choice follows. Started again with the
-same arguments it goes on where it was. The output directory gets grid.jsonl, report.json, report.md
-and, with the plots extra, thresholds.png: speedup and satisfaction against each threshold, as the
-paper's Figure 2.
+cdsl (default): the protocol of Nakshatri et al. 2025, appendix C. Of a grid over a_t, r_t and b, it
+takes the ten fastest points, and chooses the one that satisfies the constraints best. Speed is the
+modeled one, which does not depend on the machine's noise; wall-clock speed is shown beside it. Soft
+satisfaction has two figures: the mean over rows, and the share of all constraints. The paper counts
+the latter, and the choice follows it.
+
+Started again with the same arguments, it continues where it stopped. --out gets grid.jsonl,
+report.json and report.md. For cdsl and with the plots extra it also gets thresholds.png: speedup
+and satisfaction against each threshold, as in the paper's Figure 2.
 
 Exit codes: 0 done, 2 bad arguments or input.
 """
@@ -42,9 +44,11 @@ from infer.cli import (
 from infer.config import add_config, parse_with_config
 from specjax._util.program import Parser, run
 
-NUCLEI = (0.9, 0.5)  # top-p of the paper's Table 1
-GRID = {"a_t": (0.3, 0.6, 0.9), "r_t": (0.3, 0.5, 0.6, 0.9), "b": (0, 1, 2)}  # the paper's Table 2
-# Of the other lossy methods: the paper's choices (MTAD, Table 13) and their neighbors.
+NUCLEI = (0.9, 0.5)  # the top-p of the paper's Table 1
+# CDSL's grid, from the paper's Table 2. A draft is kept if at least the share a_t of it is accepted
+# and its reward is at least r_t. Below a_t, up to b tokens of the target are appended to it.
+GRID = {"a_t": (0.3, 0.6, 0.9), "r_t": (0.3, 0.5, 0.6, 0.9), "b": (0, 1, 2)}
+# Grids of the other methods: the paper's choices (MTAD, Table 13) and values near them.
 GRIDS = {
     "mtad": {"tau": ("0", "0.1", "0.3", "0.5", "0.7", "0.9")},
     "mtjd": {"block": ("2", "3", "4", "5")},
@@ -63,23 +67,23 @@ bound = checked(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code. Wrong arguments exit at once, with 2."""
     args = parse(argv)
-    work = "tuning:tune" if args.method == "cdsl" else "lossy:tune"
+    work = "cdsl:tune" if args.method == "cdsl" else "lossy:tune"
     return run("infer.tune", f"infer.tune.{work}", args)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; such as do not go together end the program."""
+    """The arguments; ends the program if they contradict each other."""
     commands = parser()
     args = parse_with_config(commands, argv)
     args.grid = dict(args.grid)
     if args.method == "cdsl" and args.grid:
-        commands.error("--grid is of the other methods: cdsl has --a-t, --r-t and --b")
+        commands.error("--grid is for the other methods: cdsl has --a-t, --r-t and --b")
     if args.test_sample and not args.test:
-        commands.error("--test-sample is of --test, which is not given")
+        commands.error("--test-sample needs --test FILE")
     if (args.sample or args.test_sample) and not args.dataset:
-        commands.error("--sample and --test-sample are of a --dataset")
+        commands.error("--sample and --test-sample need --dataset NAME")
     if args.method != "cdsl" and len(args.top_p) > 1 and args.top_p != NUCLEI:
-        commands.error(f"--top-p: one number for --method {args.method}")
+        commands.error(f"--top-p: expected one number for --method {args.method}")
     return args
 
 
@@ -88,52 +92,92 @@ def parser() -> Parser:
     out = Parser("infer.tune", __doc__)
     add_config(out)
     add_models(out)
-    said = "prompts; of cdsl a task, see infer.run --task"
-    out.add_argument("validation", metavar="FILE", help=said)
+    _add_files(out)
+    _add_method(out)
+    _add_cdsl(out)
+    _add_decoding(out)
+    return out
+
+
+def _add_files(out: Parser) -> None:
+    """What is read and written."""
+    text = "prompts to tune on; for cdsl a task with constraints, see infer.run --task"
+    out.add_argument("validation", metavar="FILE", help=text)
     out.add_argument("--test", metavar="FILE", help="compare the methods on this file")
     add_dataset(out)
-    said = "of the dataset's prompts that many, drawn by --seed"
-    out.add_argument("--sample", type=whole(1), metavar="N", help=said)
-    said = "of --test; from the same file others than those of --sample"
-    out.add_argument("--test-sample", type=whole(1), metavar="N", help=said)
-    out.add_argument("--out", required=True, metavar="DIR")
+    text = "use only N prompts of the dataset, drawn by --seed"
+    out.add_argument("--sample", type=whole(1), metavar="N", help=text)
+    text = "use only N prompts of --test; from the same file, none of those of --sample"
+    out.add_argument("--test-sample", type=whole(1), metavar="N", help=text)
+    out.add_argument("--out", required=True, metavar="DIR", help="write the grid and the report")
+
+
+def _add_method(out: Parser) -> None:
+    """What is tuned, and the bound on the quality of methods other than cdsl."""
     names = ["cdsl", *GRIDS]
     out.add_argument(
         "--method", choices=names, default="cdsl", metavar="NAME", help=", ".join(names)
     )
-    said = "of a method but cdsl; repeatable (default: the options that its paper tunes)"
-    shape = {"metavar": "OPTION=A,B,…"} | REPEATABLE
-    out.add_argument("--grid", type=sweep, help=said, **shape)
-    said = f"what the bound is on: {' or '.join(QUALITIES)}"
     out.add_argument(
-        "--quality", choices=QUALITIES, default="perplexity", metavar="NAME", help=said
+        "--grid",
+        type=sweep,
+        metavar="OPTION=A,B,…",
+        help="values of an option to try, for methods other than cdsl; repeatable (default: the "
+        "options that the method's paper tunes)",
+        **REPEATABLE,
     )
-    said = "how much worse than plain decoding, or the best point, a point may be (default: 5 %% "
-    said += "of plain decoding)"
-    out.add_argument("--bound", type=bound, default="plain:0.05", metavar="WHAT:SHARE", help=said)
-    said = "of the methods but cdsl, whose --top-p is one number (default: %(default)g)"
-    out.add_argument("--temperature", type=temperature, default=1.0, metavar="T", help=said)
-    out.add_argument("--top-k", type=whole(0), default=20, metavar="K", help=said)
+    out.add_argument(
+        "--quality",
+        choices=QUALITIES,
+        default="perplexity",
+        metavar="NAME",
+        help=f"the quality that --bound is about: {' or '.join(QUALITIES)}",
+    )
+    out.add_argument(
+        "--bound",
+        type=bound,
+        default="plain:0.05",
+        metavar="WHAT:SHARE",
+        help="how much worse a point's quality may be than that of plain decoding, or of the best "
+        "point (default: 5 %% worse than plain decoding)",
+    )
+    text = "of methods other than cdsl, whose --top-p is one number (default: %(default)g)"
+    out.add_argument("--temperature", type=temperature, default=1.0, metavar="T", help=text)
+    out.add_argument("--top-k", type=whole(0), default=20, metavar="K", help=text)
+
+
+def _add_cdsl(out: Parser) -> None:
+    """Rewards and grid of cdsl."""
     rewards = {"type": some_text, "metavar": "NAME[:ARG]"} | REPEATABLE
     out.add_argument("--reward", help="default: lexical; repeatable", **rewards)
-    said = "a reward on text that guides nothing and is measured on the test task, such as python; "
-    out.add_argument("--measure", help=said + "repeatable", **rewards)
+    text = "a further reward on text, such as python: it does not guide decoding, and is only "
+    text += "measured on the test task; repeatable"
+    out.add_argument("--measure", help=text, **rewards)
     for name, values in GRID.items():
-        kind, said = numbers(type(values[0])), f"default: {','.join(map(str, values))}"
-        flag = "--" + name.replace("_", "-")
-        out.add_argument(flag, type=kind, default=values, metavar="A,B,…", help=said)
-    said = "k, d, accept, keep_verified or combine; repeatable"
-    out.add_argument("--set", type=setting, metavar="OPTION=VALUE", help=said, **REPEATABLE)
-    said = "of nucleus sampling on the test task, default: 0.9,0.5"
-    out.add_argument("--top-p", type=numbers(top_p), default=NUCLEI, metavar="P,P,…", help=said)
-    out.add_argument("--beams", type=whole(1, 64), default=4, metavar="W")
+        out.add_argument(
+            "--" + name.replace("_", "-"),
+            type=numbers(type(values[0])),
+            default=values,
+            metavar="A,B,…",
+            help=f"default: {','.join(map(str, values))}",
+        )
+    text = "beams of beam search on the test task (default: %(default)s)"
+    out.add_argument("--beams", type=whole(1, 64), default=4, metavar="W", help=text)
+
+
+def _add_decoding(out: Parser) -> None:
+    """How texts are decoded."""
+    text = "an option of the method (cdsl: k, d, accept, keep_verified or combine); repeatable"
+    out.add_argument("--set", type=setting, metavar="OPTION=VALUE", help=text, **REPEATABLE)
+    text = "of nucleus sampling on the test task (default: 0.9,0.5)"
+    out.add_argument("--top-p", type=numbers(top_p), default=NUCLEI, metavar="P,P,…", help=text)
     add_chat(out)
     add_stop(out)
     out.add_argument("--max-new-tokens", type=whole(1), default=64, metavar="N")
     out.add_argument("--batch-size", type=whole(1), default=8, metavar="B", help="of the grid")
-    out.add_argument("--test-batch-size", type=whole(1), default=1, metavar="B")
+    text = "of the test file (default: %(default)s)"
+    out.add_argument("--test-batch-size", type=whole(1), default=1, metavar="B", help=text)
     out.add_argument("--seed", type=seed, default=0, metavar="S")
-    return out
 
 
 def numbers(kind: type) -> Callable[[str], tuple]:

@@ -1,21 +1,27 @@
-"""mtad, mtjd, bild, mentored: the fastest point of a grid whose quality is within a bound."""
+"""Tune mtad, mtjd, bild or mentored: the fastest point of a grid whose quality is within a bound.
+
+Quality is perplexity under the target or ROUGE-L, on the validation file. The chosen point is
+compared with plain decoding and with the method's defaults on the test file.
+"""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from infer.cli import make_directory
+from infer.datasets.table import Source
 from infer.loading import load_models, use_compilation_cache
 from infer.timing import costs
+from infer.tune.candidates import Candidate, TuneSetting, measure_candidate, with_speedups
 from infer.tune.commands import GRIDS
-from infer.tune.contenders import Contender, TuneSetting, run_contender, with_speedups
+from infer.tune.measured_rows import MeasuredRows
 from infer.tune.report import markdown_lossy
-from infer.tune.tuning import MeasuredRows, read_task, sources, stops
+from infer.tune.tasks import read_task, sources, stops
 from specjax._util.errors import OptionError
 from specjax._util.files import locked, write_text
 from specjax.core.warp import Sampling
@@ -25,44 +31,37 @@ LOWER_IS_BETTER = ("perplexity",)
 
 
 def tune(args: argparse.Namespace) -> int:
-    """Tunes, compares where there is a test file, and writes the report.
+    """Tunes, compares if there is a test file, and writes the report; returns the exit code.
 
     Raises:
       SpecjaxError: an option, a model, a file or ``--out`` cannot be used.
     """
-    home = make_directory(args.out)
-    with locked(home, "--out"):
-        return _tune(args, home)
+    directory = make_directory(args.out)
+    with locked(directory, "--out"):
+        return _tune(args, directory)
 
 
-def _tune(args: argparse.Namespace, home: Path) -> int:
+def _tune(args: argparse.Namespace, directory: Path) -> int:
     use_compilation_cache()
-    spec, own = method(args.method), dict(args.set)
+    options = dict(args.set)
     points = grid_points(args)
     for point in points:
-        spec.resolve(own | point)  # what cannot run is said before models load
-    sampling = Sampling(args.temperature, args.top_k, args.top_p[0])
+        # Wrong options are reported before models load.
+        method(args.method).resolve(options | point)
     target, draft = load_models(args, want_draft=True)
-    c = costs(target, draft, (1,))[1]
+    _, c = costs(target, draft, (1,))
 
-    def setting(path: str, source: Any, batch_size: int) -> TuneSetting:
+    def setting(path: str, source: Source | None, batch_size: int) -> TuneSetting:
         prompts = read_task(path, target, args.chat, None, source)
-        ends, budget = stops(args, prompts), args.max_new_tokens
-        return TuneSetting(target, draft, None, prompts, budget, batch_size, args.seed, ends, c)
+        stop = stops(args, prompts)
+        budget = args.max_new_tokens
+        return TuneSetting(target, draft, None, prompts, budget, batch_size, args.seed, stop, c)
 
-    first, second = sources(args)
-    validation = setting(args.validation, first, args.batch_size)
-    rows = MeasuredRows(home / "grid.jsonl", args)
-
-    def row(where: TuneSetting, kind: str, name: str, method: str, options: dict) -> dict[str, Any]:
-        one = Contender(name, method, METHODS[method].resolve(options), sampling)
-        point = {"name": name, "options": options}
-        return rows.get(kind, point, lambda: run_contender(where, one))
-
-    plain = row(validation, "plain", "plain", "autoregressive", {})
-    grid = [row(validation, "grid", args.method, args.method, own | point) for point in points]
-    plain, *grid = with_speedups([plain, *grid], plain)
-    best, met = choose(grid, plain, args.quality, *args.bound)
+    validation_source, test_source = sources(args)
+    validation = setting(args.validation, validation_source, args.batch_size)
+    rows = MeasuredRows(directory / "grid.jsonl", args)
+    plain, grid = _measure_grid(args, rows, validation, points)
+    best, is_within_bound = choose(grid, plain, args.quality, *args.bound)
     report = {
         "job": vars(args),
         "c": c,
@@ -70,44 +69,94 @@ def _tune(args: argparse.Namespace, home: Path) -> int:
         "plain": plain,
         "grid": grid,
         "best": best,
-        "within_bound": met,
+        "within_bound": is_within_bound,
     }
     if args.test:
-        test, tuned = setting(args.test, second, args.test_batch_size), best["options"]
-        table = [
-            row(test, "test", "plain", "autoregressive", {}),
-            row(test, "test", f"{args.method}, defaults", args.method, own),
-            row(test, "test", f"{args.method}, tuned", args.method, tuned),
-        ]
-        report["test"] = with_speedups(table, table[0])
-    write_text(home / "report.json", json.dumps(report, indent=1))
-    write_text(home / "report.md", markdown_lossy(report))
+        test = setting(args.test, test_source, args.test_batch_size)
+        report["test"] = compare(args, rows, test, best["options"])
+
+    write_text(directory / "report.json", json.dumps(report, indent=1))
+    write_text(directory / "report.md", markdown_lossy(report))
     print(markdown_lossy(report))
     return 0
+
+
+def _row(
+    args: argparse.Namespace,
+    rows: MeasuredRows,
+    setting: TuneSetting,
+    kind: str,
+    name: str,
+    options: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """A row of the tuned method with ``options``, or of plain decoding if they are None."""
+    sampling = Sampling(args.temperature, args.top_k, args.top_p[0])
+    method_name = "autoregressive" if options is None else args.method
+    options = dict(options or {})
+    resolved = METHODS[method_name].resolve(options)
+    candidate = Candidate(name, method_name, resolved, sampling)
+    point = {"name": name, "options": options}
+    return rows.get(kind, point, lambda: measure_candidate(setting, candidate))
+
+
+def _measure_grid(
+    args: argparse.Namespace,
+    rows: MeasuredRows,
+    validation: TuneSetting,
+    points: Sequence[dict[str, str]],
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Plain decoding's row and those of the grid, with their speedups over it."""
+    options = dict(args.set)
+    plain = _row(args, rows, validation, "plain", "plain", None)
+    grid = [_row(args, rows, validation, "grid", args.method, options | point) for point in points]
+    plain, *grid = with_speedups([plain, *grid], plain)
+    return plain, grid
+
+
+def compare(
+    args: argparse.Namespace, rows: MeasuredRows, test: TuneSetting, tuned: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The test table: plain decoding, the method with its defaults, and the chosen point."""
+    table = [
+        _row(args, rows, test, "test", "plain", None),
+        _row(args, rows, test, "test", f"{args.method}, defaults", dict(args.set)),
+        _row(args, rows, test, "test", f"{args.method}, tuned", tuned),
+    ]
+    return with_speedups(table, table[0])
 
 
 def choose(
     rows: Sequence[dict[str, Any]], plain: dict[str, Any], quality: str, base: str, share: float
 ) -> tuple[dict[str, Any], bool]:
-    """The fastest row whose ``quality`` is at most ``share`` worse than plain decoding's, or than
-    the best row's; and whether there is one: where none is, the row of the best quality.
+    """The fastest row whose quality is within the bound, and whether there is one.
+
+    If there is none, the row with the best quality is returned.
+
+    Args:
+      rows: the grid.
+      plain: plain decoding's row.
+      quality: the key of the quality, ``perplexity`` or ``rouge_l``.
+      base: what the bound is relative to: ``plain`` decoding or the ``best`` row.
+      share: how much worse than that the quality may be, e.g. 0.05 for 5 %.
 
     Raises:
-      OptionError: the prompts have no references that the quality needs.
+      OptionError: the quality needs references that the prompts do not have.
     """
     if plain[quality] is None:
         raise OptionError(f"--quality {quality} needs prompts with references")
-    sign = -1 if quality in LOWER_IS_BETTER else 1
+    sign = -1 if quality in LOWER_IS_BETTER else 1  # sign · quality: higher is better
+
     best = max(rows, key=lambda row: (sign * row[quality], -row["cost"]))
     against = plain if base == "plain" else best
-    least = sign * against[quality] * (1 - sign * share)
-    fitting = [row for row in rows if sign * row[quality] >= least]
-    if not fitting:
+    threshold = sign * against[quality] * (1 - sign * share)
+    within = [row for row in rows if sign * row[quality] >= threshold]
+    if not within:
         return best, False
-    return min(fitting, key=lambda row: (row["cost"], -sign * row[quality])), True
+    return min(within, key=lambda row: (row["cost"], -sign * row[quality])), True
 
 
 def grid_points(args: argparse.Namespace) -> list[dict[str, str]]:
-    """The grid, of ``--grid`` or the method's own."""
+    """The points of ``--grid``, or of the method's default grid."""
     grid = args.grid or GRIDS[args.method]
-    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    points = itertools.product(*grid.values())
+    return [dict(zip(grid, values, strict=True)) for values in points]

@@ -144,10 +144,13 @@ def test_a_wrong_config_is_one_line(tmp_path, capsys, text, says):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--grid", "tau=0,1"], "--grid is of the other methods"),
-        (["--test-sample", "3"], "--test-sample is of --test"),
-        (["--sample", "3"], "are of a --dataset"),
-        (["--method", "mtad", "--top-p", "0.5,0.6"], "--top-p: one number for --method mtad"),
+        (["--grid", "tau=0,1"], "--grid is for the other methods"),
+        (["--test-sample", "3"], "--test-sample needs --test"),
+        (["--sample", "3"], "need --dataset"),
+        (
+            ["--method", "mtad", "--top-p", "0.5,0.6"],
+            "--top-p: expected one number for --method mtad",
+        ),
         (["--bound", "plain:2"], "expected plain:SHARE or best:SHARE"),
     ],
 )

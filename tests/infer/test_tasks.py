@@ -13,14 +13,15 @@ from infer import formats as tasks
 from infer.prompts import Prompt
 from infer.run import commands as run
 from infer.tune import commands as tune
-from infer.tune.contenders import (
-    Contender,
+from infer.tune.candidates import (
+    Candidate,
     TuneSetting,
     count_constraints,
-    run_contender,
+    measure_candidate,
     with_speedups,
 )
-from infer.tune.tuning import choose, read_task
+from infer.tune.cdsl import choose
+from infer.tune.tasks import read_task
 from specjax import rewards
 from specjax._util.files import locked
 from specjax.text.tokenizer import Tokenizer
@@ -230,7 +231,7 @@ def test_a_tuned_text_ends_before_a_stop_string_and_is_judged_so(pair):
     def row(stop, pattern):
         reward = rewards.combine([f"regex:{re.escape(pattern)}"])
         setting = TuneSetting(target, None, reward, [prompt], 16, 1, 0, stop, None)
-        return run_contender(setting, Contender("greedy", "autoregressive"), warm=False)
+        return measure_candidate(setting, Candidate("greedy", "autoregressive"), warm=False)
 
     (text,) = row((), "x")["texts"]
     stop = text[4:6]

@@ -24,8 +24,8 @@ from infer.datasets.files import read_rows
 from infer.prompts import PromptEncoder
 from infer.run import commands as run
 from infer.run.job import run_job
+from infer.tune import cdsl, lossy
 from infer.tune import commands as tune
-from infer.tune import lossy, tuning
 from specjax.lm import DEMO
 from specjax.models import load_pretrained, save_pretrained
 from support.judging import judging_with
@@ -150,7 +150,7 @@ def small(home, monkeypatch):
 
     monkeypatch.chdir(home)
     monkeypatch.setattr(PromptEncoder, "text", text)
-    for module in (timing, tuning, lossy):
+    for module in (timing, cdsl, lossy):
         monkeypatch.setattr(module, "costs", costs)
 
 
@@ -224,7 +224,7 @@ def test_a_command_of_the_page_makes_its_table(command, small, judge, request, c
     else:
         args = tune.parse(argv)
         args.grid = {option: values[:2] for option, values in (args.grid or {}).items()}
-        work = tuning.tune if args.method == "cdsl" else lossy.tune
+        work = cdsl.tune if args.method == "cdsl" else lossy.tune
         code = work(shrunk(args))
     out = capsys.readouterr().out
     assert code == 0
