@@ -72,10 +72,12 @@ def passes(model: LM, rows: Sequence[Sequence[int]]) -> Iterator[list[PromptScor
     longest = max(map(len, rows)) - 1  # a row's last token is scored but never read
     num_passes = max(-(-longest // PASS_TOKENS), 1)
     capacity = bucket(num_passes * PASS_TOKENS)
+    # One more than the passes read: the last pass scores the token after its last one.
     tokens = np.zeros((len(rows), capacity + 1), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
 
+    # Every pass has the same shapes, so a bucket is compiled once. Padding is scored, too, and cut.
     cache = model.net.cache(len(rows), capacity)
     chunks = []
     for first in range(0, max(longest, 1), PASS_TOKENS):
@@ -83,6 +85,7 @@ def passes(model: LM, rows: Sequence[Sequence[int]]) -> Iterator[list[PromptScor
         following = tokens[:, first + 1 : first + 1 + PASS_TOKENS]
         start = np.full(len(rows), first, np.int32)
         *chunk, cache = _pass(model.net, cache, read, following, start)
+        # Fetched immediately, so that the device holds the scores of one pass only.
         chunks.append(jax.device_get(chunk))
         yield None
 

@@ -89,6 +89,7 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
     with open_models(args) as models:
         cases = make_cases(args, models.draft is not None)
         questions, skipped = _read_questions(args, models, cases)
+        # What a metric cannot measure is refused before the long part begins.
         for metric in metrics:
             metric.check([as_prompt(question) for question in questions])
         if any("suffix" in question.task for question in questions):
@@ -128,6 +129,7 @@ def _read_questions(
     args: argparse.Namespace, models: Models, cases: Sequence[Case]
 ) -> tuple[list[Question], int]:
     """The questions that fit the models in use, and how many were left out."""
+    # A prompt must fit the draft's context only if a method uses the draft.
     needs_draft = any(METHODS[case.method].needs_draft for case in cases)
     draft = models.draft if needs_draft else None
     encoder = PromptEncoder(
@@ -170,6 +172,7 @@ def _measure_costs(models: Models, cases: Sequence[Case]) -> tuple[dict[int, flo
     widths = set(timing.CURVE)
     for case in cases:
         widths.update(pass_widths(case, models.target))
+    # v is measured at each width that is needed, never interpolated.
     return timing.costs(models.target, models.draft, sorted(widths))
 
 

@@ -82,10 +82,11 @@ def parser() -> Parser:
 
 def _add_prompts(out: Parser) -> None:
     """What is decoded: the prompts and how they are read."""
-    out.add_argument("--prompts", metavar="FILE", help="default: held-out functions")
+    text = "decode the prompts of this file (default: held-out functions of the standard library)"
+    out.add_argument("--prompts", metavar="FILE", help=text)
     add_dataset(out)
     add_stop(out)
-    text = "decode at most N of them (default: %(default)s)"
+    text = "decode at most N prompts (default: %(default)s)"
     out.add_argument("--num-prompts", type=whole(1), default=40, metavar="N", help=text)
     add_prompting(out)
 
@@ -124,7 +125,8 @@ def _add_methods(out: Parser) -> None:
     out.add_argument(
         "--methods",
         metavar="A,B,…",
-        help=f"default: {','.join(DEFAULT)}; all: every method that fits the models",
+        help="the methods to compare with plain decoding; all: every method that fits the models "
+        f"(default: {','.join(DEFAULT)})",
     )
     out.add_argument(
         "--sweep",
@@ -142,7 +144,8 @@ def _add_methods(out: Parser) -> None:
         **REPEATABLE,
     )
     add_new_tokens(out)
-    out.add_argument("--batch-size", type=batch_sizes, default="1", metavar="B[,B…]")
+    text = "decode B prompts at a time; several sizes are compared (default: %(default)s)"
+    out.add_argument("--batch-size", type=batch_sizes, default="1", metavar="B[,B…]", help=text)
     add_sampling(out)
     out.set_defaults(temperature=0.8, top_p=0.9)
     modes = out.add_mutually_exclusive_group()
@@ -163,7 +166,7 @@ def _add_repeats(out: Parser) -> None:
     out.add_argument(
         "--peer",
         metavar="NAME",
-        help=f"also time this library, in its own process: {', '.join(PEERS)}",
+        help=f"also time another library, in its own process: {', '.join(PEERS)}",
     )
 
 
@@ -180,8 +183,8 @@ def _add_report(out: Parser) -> None:
     out.add_argument(
         "--entropy",
         action="store_true",
-        help="of methods that draft chains: report the entropy of both models where a token was "
-        "accepted or rejected",
+        help="report the entropy of target and draft where a token was accepted or rejected, for "
+        "methods that draft chains",
     )
     out.add_argument("--json", action="store_true", help="print the report as one JSON object")
     out.add_argument("--out", metavar="DIR", help="write bench.json, bench.md and bench.png to DIR")

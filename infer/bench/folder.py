@@ -48,6 +48,7 @@ class Folder:
 
         The program may be running, so nothing is changed. Counting stops once a bound is passed.
         """
+        # Folders stay open while they are counted: by path, the program could swap one for a link.
         with contextlib.ExitStack() as opened:
             folders: list[int] = []  # descriptors of folders to count; grows while it is read
 

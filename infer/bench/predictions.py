@@ -31,6 +31,7 @@ def pass_widths(case: Case, target: LM) -> tuple[int, ...]:
     """Tokens per row of each target pass of a round; empty if no speedup is predicted."""
     if case.method in FORMULAS:
         gamma = case.options["gamma"]
+        # The target scores γ draft tokens and the token before them.
         return () if gamma == AUTO else (gamma + 1,)
     spec = METHODS[case.method]
     if spec.drafter != SELF_DRAFTING:

@@ -50,6 +50,7 @@ def make_rows(
     def diversity(prompt: int, run: Generation) -> float | None:
         return metrics.diversity([run.tokens[prompt]])
 
+    # Plain decoding is the first case of each mode, so this is its greedy result.
     plain = next((r for r in results if r.case.mode == "greedy"), None)
     rows = []
     for result in results:
@@ -57,10 +58,12 @@ def make_rows(
         row = _speed_row(result, _plain_result(result, results))
         row |= predicted_speedup(case, row, pass_widths(case, target), v, c)
 
+        # exp of the mean surprise per token: sums over all tokens, not a mean of prompts' figures.
         lengths = np.array([run.lengths for run in result.distinct_runs])
         add_ratio(row, "perplexity", scores_of(result, surprise), lengths, np.exp)
         add_scores_mean(row, "diversity", scores_of(result, diversity))
 
+        # Other methods may differ from plain decoding by design.
         spec = METHODS[case.method]
         if case.mode == "greedy" and spec.lossless and spec.target_dist == "warped":
             row["mismatches"] = mismatches(target, prompts, plain.tokens, result.tokens)
@@ -94,6 +97,7 @@ def add_quality(
         else:
             add_estimate(row, "kl", *ratio(*kl))
 
+        # The column says "n/a" without a counter; the other figures are then left out.
         row["joules_per_token"] = UNKNOWN
         if result.joules:
             tokens = [run.lengths.sum() for run in result.runs]
@@ -133,6 +137,7 @@ def _add_metric(row: Row, metric: Metric, by_prompt: Sequence[Completions]) -> N
     """
     if isinstance(metric, PerCompletion):
         scores = metric.scores([one for prompt in by_prompt for one in prompt])
+        # The scores are flat, prompts outermost.
         shape = (len(by_prompt), -1, len(metric.columns))  # [P, R, columns]
         columns = np.array(scores, np.float64).reshape(shape).T  # [columns, R, P]
         for key, column in zip(metric.columns, columns, strict=True):
@@ -167,6 +172,7 @@ def _speed_row(result: Result, plain: Result) -> Row:
     """A row with the case's speed, its speedup over ``plain``, its counters and its rates."""
     case = result.case
     counters, hist = _counters(result)
+    # All runs are timed, but only distinct ones count for what the tokens tell.
     speeds = result.tokens_per_second()
     row: Row = {
         "method": case.method,

@@ -108,6 +108,7 @@ def measure(
                 warm_up(setting, result.case)
                 warm.add(number)
 
+            # The warmup's energy is not part of the figure.
             before = meter.joules() if meter else 0.0
             result.runs.append(run_case(seeded, result.case))
             if meter:
@@ -133,6 +134,7 @@ def warm_up(setting: BenchSetting, case: Case) -> None:
     greedy = case.mode == "greedy"
     engine = make_engine(target, setting.draft, METHODS[case.method], case.options, greedy)
 
+    # A warmup draws no tokens that anybody sees, so all requests may share a key.
     key = jax.random.key(setting.seed)
     requests = []
     for prompt in map(np.array, setting.prompts):

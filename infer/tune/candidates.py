@@ -77,6 +77,7 @@ def measure_candidate(setting: TuneSetting, candidate: Candidate, warm: bool = T
         "seconds": float(seconds.sum()),
         "tokens_per_second": metrics.ratio(tokens, seconds.sum()),
         "texts": out.text,
+        # Per prompt: what with_speedups resamples.
         "each": {
             "tokens": out.lengths.tolist(),
             "seconds": seconds.tolist(),
@@ -88,7 +89,8 @@ def measure_candidate(setting: TuneSetting, candidate: Candidate, warm: bool = T
 
 def _satisfaction(setting: TuneSetting, out: sj.Generation) -> Row:
     """How far the constraints are met: soft (the share that is met) and hard (all of them)."""
-    failed = ~np.isfinite(out.rewards)  # a reward that raised an error
+    # A reward that raised an error scores NaN, and counts as not met.
+    failed = ~np.isfinite(out.rewards)
     scores = np.where(failed, 0.0, out.rewards)
     met, asked = count_constraints(setting.reward.parts, scores, setting.prompts)
     satisfied = np.array([setting.reward.satisfied(row) for row in out.rewards])
@@ -186,6 +188,7 @@ def with_speedups(rows: Sequence[Row], base: Row) -> list[Row]:
     def speed(row: Row, time: str) -> tuple[np.ndarray, np.ndarray]:
         return np.array([row["each"]["tokens"]]), np.array([row["each"][time]])
 
+    # The base's speedup over itself is 1 in every resample: it has no ±.
     def over_base(row: Row, time: str) -> Estimate:
         value, half_width = speed_ratio(speed(row, time), speed(base, time))
         return value, None if row is base else half_width

@@ -141,15 +141,19 @@ def _add_method(out: Parser) -> None:
         help="how much worse a point's quality may be than that of plain decoding, or of the best "
         "point (default: 5 %% worse than plain decoding)",
     )
-    text = "of methods other than cdsl, whose --top-p is one number (default: %(default)g)"
+    text = "sampling temperature of methods other than cdsl (default: %(default)g)"
     out.add_argument("--temperature", type=temperature, default=1.0, metavar="T", help=text)
+    text = (
+        "for methods other than cdsl: sample from the K most likely tokens (default: %(default)s)"
+    )
     out.add_argument("--top-k", type=whole(0), default=20, metavar="K", help=text)
 
 
 def _add_cdsl(out: Parser) -> None:
     """Rewards and grid of cdsl."""
     rewards = {"type": some_text, "metavar": "NAME[:ARG]"} | REPEATABLE
-    out.add_argument("--reward", help="default: lexical; repeatable", **rewards)
+    text = "a reward that guides decoding; repeatable (default: lexical)"
+    out.add_argument("--reward", help=text, **rewards)
     text = "a further reward on text, such as python: it does not guide decoding, and is only "
     text += "measured on the test task; repeatable"
     out.add_argument("--measure", help=text, **rewards)
@@ -159,25 +163,31 @@ def _add_cdsl(out: Parser) -> None:
             type=numbers(type(values[0])),
             default=values,
             metavar="A,B,…",
-            help=f"default: {','.join(map(str, values))}",
+            help=f"values of {name} in cdsl's grid (default: {','.join(map(str, values))})",
         )
-    text = "beams of beam search on the test task (default: %(default)s)"
-    out.add_argument("--beams", type=whole(1, 64), default=4, metavar="W", help=text)
 
 
 def _add_decoding(out: Parser) -> None:
     """How texts are decoded."""
     text = "an option of the method (cdsl: k, d, accept, keep_verified or combine); repeatable"
     out.add_argument("--set", type=setting, metavar="OPTION=VALUE", help=text, **REPEATABLE)
-    text = "of nucleus sampling on the test task (default: 0.9,0.5)"
+    text = (
+        "cdsl: the top-p of nucleus sampling on the test task (default: 0.9,0.5); other methods: "
+    )
+    text += "one number, for all their sampling (default: 0.9)"
     out.add_argument("--top-p", type=numbers(top_p), default=NUCLEI, metavar="P,P,…", help=text)
+    text = "beams of beam search on the test task (default: %(default)s)"
+    out.add_argument("--beams", type=whole(1, 64), default=4, metavar="W", help=text)
     add_chat(out)
     add_stop(out)
-    out.add_argument("--max-new-tokens", type=whole(1), default=64, metavar="N")
-    out.add_argument("--batch-size", type=whole(1), default=8, metavar="B", help="of the grid")
-    text = "of the test file (default: %(default)s)"
+    text = "longest completion in tokens (default: %(default)s)"
+    out.add_argument("--max-new-tokens", type=whole(1), default=64, metavar="N", help=text)
+    text = "batch size on the validation file (default: %(default)s)"
+    out.add_argument("--batch-size", type=whole(1), default=8, metavar="B", help=text)
+    text = "batch size on the test file (default: %(default)s)"
     out.add_argument("--test-batch-size", type=whole(1), default=1, metavar="B", help=text)
-    out.add_argument("--seed", type=seed, default=0, metavar="S")
+    text = "seed of sampling and of --sample (default: %(default)s)"
+    out.add_argument("--seed", type=seed, default=0, metavar="S", help=text)
 
 
 def numbers(kind: type) -> Callable[[str], tuple]:

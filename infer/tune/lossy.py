@@ -146,6 +146,7 @@ def choose(
         raise OptionError(f"--quality {quality} needs prompts with references")
     sign = -1 if quality in LOWER_IS_BETTER else 1  # sign · quality: higher is better
 
+    # Ties go to the cheaper row.
     best = max(rows, key=lambda row: (sign * row[quality], -row["cost"]))
     against = plain if base == "plain" else best
     threshold = sign * against[quality] * (1 - sign * share)

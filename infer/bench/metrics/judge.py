@@ -153,6 +153,7 @@ class Endpoint:
         try:
             with self._opener.open(self._request(prompt), timeout=SECONDS) as answer:
                 content = json.loads(answer.read(MAX_BYTES))["choices"][0]["message"]["content"]
+        # HTTPError is an OSError, so it comes first.
         except urllib.error.HTTPError as error:
             kind = JudgeBusy if error.code in BUSY else OptionError
             raise self._no_answer(f"HTTP {error.code}", kind) from None
