@@ -1,4 +1,4 @@
-"""infer.bench end to end on a tiny pair, its figures' arithmetic, and its peer."""
+"""infer.bench end to end on a tiny pair, the arithmetic of its figures, and its peer."""
 
 import argparse
 import dataclasses
@@ -67,12 +67,12 @@ def small(tiny_pair_dirs, tmp_path):
 
 @pytest.fixture
 def short_curve(monkeypatch):
-    """Every width of the curve is a compilation."""
+    """A short cost curve: every width of it is a compilation."""
     monkeypatch.setattr(timing, "CURVE", (1, 4))
 
 
-def test_a_head_drafts_in_a_run(small, short_curve, tmp_path, capsys):
-    """Its cost is measured, too; entropies and KL need a model that scores text."""
+def test_a_head_drafts_in_a_benchmark(small, short_curve, tmp_path, capsys):
+    """Its cost is measured, too. Entropies and KL need a draft that can score text."""
     target = load_config(Path(small[1]))
     cfg = HeadConfig.of(target, np.arange(0, target.vocab_size, 2), layer_ids=(0, 1))
     save_pretrained(tmp_path / "head", cfg, init_params(cfg, jax.random.key(2)))
@@ -120,10 +120,10 @@ def test_bad_lines_are_skipped_and_the_rest_is_measured(small, short_curve, caps
     argv += ["--mesh", "data=1"]
     code, out, err = run(capsys, *argv)
     assert code == 3 and json.loads(out)["prompts"] == 2 and json.loads(out)["skipped"] == 3
-    said = [line for line in err.splitlines() if f"{file} line" in line]
-    assert [f"line {number}: " in line for number, line in zip((1, 2, 5), said, strict=True)]
-    assert "context holds" in said[0] and "not JSON" in said[1]
-    # What is not asked for is not read; what is left must be something.
+    reported = [line for line in err.splitlines() if f"{file} line" in line]
+    assert [f"line {number}: " in line for number, line in zip((1, 2, 5), reported, strict=True)]
+    assert "context holds" in reported[0] and "not JSON" in reported[1]
+    # With one prompt asked for, later lines are not read. Without any prompt left, it is an error.
     asked = argparse.Namespace(prompts=str(file), num_prompts=1, dataset=None, run_tests=False)
     encoder = PromptEncoder(sj.load(small[1]))
     assert questions.read_questions(asked, encoder)[1] == 2
@@ -134,7 +134,7 @@ def test_bad_lines_are_skipped_and_the_rest_is_measured(small, short_curve, caps
 
 
 @pytest.mark.torch
-def test_transformers_takes_its_turns_and_agrees(small, short_curve, capsys):
+def test_transformers_is_timed_every_repeat_and_agrees(small, short_curve, capsys):
     pytest.importorskip("torch")
     code, out, _ = run(
         capsys, *small, "--greedy-only", "--repeats", 2, "--json", "--peer", "transformers"
@@ -191,8 +191,8 @@ def scripted(tokens, decode, prefill):
     )
 
 
-def test_rows_share_their_seconds_and_cases_take_turns(monkeypatch):
-    """Three rows, two in flight: prefill between the rounds of others is part of the time."""
+def test_rows_share_their_seconds_and_cases_are_interleaved(monkeypatch):
+    """Three rows at batch size 2: prefill between the rounds of other rows is part of the time."""
     order = []
 
     def run_case(setting, case):
@@ -208,21 +208,24 @@ def test_rows_share_their_seconds_and_cases_take_turns(monkeypatch):
     assert first.tokens_per_second().tolist() == [12 / 9, 12 / 9]
     tokens, seconds = first.speed()
     assert tokens.tolist() == [[4, 4, 4]] * 2 and seconds.tolist() == [[3, 3, 3]] * 2
-    alone = dataclasses.replace(first, case=dataclasses.replace(first.case, batch_size=1))
-    assert alone.speed()[1].tolist() == [[2, 2, 1]] * 2
-    np.testing.assert_array_equal(alone.speed(whole=True)[1], seconds)
-    turns = [[("autoregressive", seed), ("speculative", seed)] for seed in (5, 6)]
-    (plain, other), again = turns
-    assert order == ["autoregressive", plain, "speculative", other, 0, *again, 1]
+    single = dataclasses.replace(first, case=dataclasses.replace(first.case, batch_size=1))
+    assert single.speed()[1].tolist() == [[2, 2, 1]] * 2
+    np.testing.assert_array_equal(single.speed(whole=True)[1], seconds)
+    first_repeat, second_repeat = (
+        [("autoregressive", seed), ("speculative", seed)] for seed in (5, 6)
+    )
+    plain, other = first_repeat
+    assert order == ["autoregressive", plain, "speculative", other, 0, *second_repeat, 1]
 
 
 @pytest.mark.slow
 def test_cases_make_room_for_each_other(monkeypatch):
-    """A process that may have few memory maps holds the programs of a few cases at a time."""
-    made, counts = [], []
+    """A process that may have few memory maps keeps the programs of a few cases at a time."""
+    compiled = []
+    counts = []
 
     def warm_up(setting, case):
-        made.append(case.batch_size)
+        compiled.append(case.batch_size)
         grown = [jnp.sort(jnp.ones((2, 3 + case.batch_size)) * n, axis=n) for n in range(2)]
         jax.block_until_ready(grown)
 
@@ -235,12 +238,14 @@ def test_cases_make_room_for_each_other(monkeypatch):
     both = [Case("autoregressive", {}, GREEDY, size) for size in range(1, 9)]
     setting = timed_cases.BenchSetting(None, None, [[1]], 4)
     timed_cases.measure(setting, both, 2)
-    assert made == [*range(1, 9)] and counts[:8] == sorted(counts[:8]), "all are held"
+    assert compiled == [*range(1, 9)] and counts[:8] == sorted(counts[:8]), "all are kept"
     room = counts[4] - counts[0]
-    made.clear(), counts.clear(), jax.clear_caches()
+    compiled.clear()
+    counts.clear()
+    jax.clear_caches()
     monkeypatch.setattr(programs, "SHARE", (programs.maps() + room) / int(MAP_LIMIT.read_text()))
     timed_cases.measure(setting, both, 2)
-    assert len(made) == 16, "and what went is compiled once more before it is timed"
+    assert len(compiled) == 16, "dropped programs are compiled again before they are timed"
     assert max(counts) < min(counts) + 2 * room
 
 
@@ -259,12 +264,12 @@ def compilations(work):
     return sum(event.endswith("backend_compile_duration") for event in seen)
 
 
-def test_no_time_holds_a_compilation(target):
+def test_no_time_includes_a_compilation(target):
     """Prompts of three widths of prefill, whose rows end early or outgrow their first positions."""
     prompts = [list(range(1, n + 1)) for n in (3, 60, 9, 62, 61)]
-    # A token that decoding soon says ends some rows, and none of the warm-up's.
-    said = sj.generate(target, prompts[1:2], max_new_tokens=8).tokens[0][4]
-    ending = dataclasses.replace(target, eos_ids=(int(said),))
+    # A token that decoding soon emits ends some rows, but no row of the warmup.
+    emitted = sj.generate(target, prompts[1:2], max_new_tokens=8).tokens[0][4]
+    ending = dataclasses.replace(target, eos_ids=(int(emitted),))
     setting = timed_cases.BenchSetting(ending, None, prompts, 80)
     case = Case("autoregressive", {}, sj.Sampling(0.9), 2)
     assert compilations(lambda: timed_cases.warm_up(setting, case)) > 0
@@ -287,8 +292,8 @@ def test_each_repeat_draws_with_the_next_seed(target, draft):
         ]
         for seed in (0, 1)
     ]
-    said = [[run.tokens[0].tolist() for run in result.distinct_runs] for result in results]
-    assert said[0][0] != said[0][1] == said[1][0]
+    tokens = [[run.tokens[0].tolist() for run in result.distinct_runs] for result in results]
+    assert tokens[0][0] != tokens[0][1] == tokens[1][0]
 
 
 def result(name, speeds, tokens, sampling=GREEDY, **options):
@@ -304,7 +309,8 @@ def result(name, speeds, tokens, sampling=GREEDY, **options):
 
 def test_rows_compare_within_a_repeat_and_predict(target):
     """A machine that halves its speed between repeats does not change the speedup."""
-    plain, other = np.array([5, 6]), np.array([5, 7])
+    plain = np.array([5, 6])
+    other = np.array([5, 7])
     results = [
         result("autoregressive", [100.0, 50.0, 10.0], [plain]),
         result("speculative", [200.0, 100.0, 20.0], [other], gamma=3),
@@ -319,22 +325,22 @@ def test_rows_compare_within_a_repeat_and_predict(target):
     assert row["expected_scd"] == pytest.approx(expected * 1.5 / 1.6)
     assert row["draft_calls_per_token"] == 1 and row["target_calls_per_token"] == 0.5
     assert row["measured_over_predicted"] == pytest.approx(2 / expected)
-    (parted,) = row["mismatches"]
-    assert (parted["row"], parted["position"]) == (0, 1) and parted["gap"] > NEAR_TIE
+    (mismatch,) = row["mismatches"]
+    assert (mismatch["row"], mismatch["position"]) == (0, 1) and mismatch["gap"] > NEAR_TIE
 
 
 @pytest.mark.parametrize(
     ("method", "options", "passes"),
     [
         ("sdsat", {"k": 3, "form": "auto"}, (4, 4)),
-        # k = 0: the 4 that the model was tuned with.
+        # k = 0 stands for the 4 that the model was tuned with.
         ("sdsat", {"k": 0, "form": "tree"}, (5, 1 + 4 + 8 + 8 + 5)),
         ("sdsat-single", {"k": 3, "groups": 0}, (16,)),
         ("sdsat-single", {"k": 3, "groups": 2}, (4 + 6,)),
     ],
 )
-def test_self_drafting_is_foretold_from_its_passes(target, method, options, passes):
-    """Two tokens per round, each pass at the measured cost of its width."""
+def test_speedup_of_self_drafting_is_predicted_from_its_passes(target, method, options, passes):
+    """Two tokens per round; each pass has the measured cost of its width."""
     tokens = np.array([5, 6])
     results = [
         result("autoregressive", [100.0], [tokens]),
@@ -361,12 +367,12 @@ def test_quality_counts_every_seed_of_a_sampled_row_and_one_of_a_greedy(target):
     assert rows["sampled"]["acceptance_rate"] == 16 / 48
     assert rows["sampled"]["counters"]["accepted"] == 16
     assert rows["greedy"]["pm"]["acceptance_rate"] > rows["sampled"]["pm"]["acceptance_rate"]
-    # Too short an output has no diversity and does not count.
+    # An output that is too short has no diversity and does not count.
     assert rows["greedy"]["diversity"] == rows["sampled"]["diversity"]
     assert rows["greedy"]["diversity"] == pytest.approx((1 / 2 * 2 / 3 * 1 + 1) / 2)
 
 
-def test_a_ratio_is_pooled_and_its_interval_is_the_normal_one():
+def test_a_ratio_is_of_sums_and_its_interval_is_the_normal_one():
     """Against the delta method: 200 prompts of two seeds each, sums of unequal size."""
     drawing = np.random.default_rng(0)
     below = drawing.integers(20, 60, 200)
@@ -385,13 +391,14 @@ def test_a_ratio_is_pooled_and_its_interval_is_the_normal_one():
 
 def test_a_speed_ratio_pairs_prompts_and_repeats():
     """A slow prompt, or a slow repeat, slows both sides and widens nothing."""
-    drawing = np.random.default_rng(0)
-    tokens = drawing.integers(10, 40, (3, 40)).astype(float)
-    slow = drawing.lognormal(0, 1, 40) * np.array([[1.0], [5.0], [2.0]])
-    ours, theirs = (tokens, tokens * slow / 2), (tokens, tokens * slow)
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(10, 40, (3, 40)).astype(float)
+    slow = generator.lognormal(0, 1, 40) * np.array([[1.0], [5.0], [2.0]])
+    ours = (tokens, tokens * slow / 2)
+    theirs = (tokens, tokens * slow)
     value, half_width = uncertainty.speed_ratio(ours, theirs)
     assert value == pytest.approx(2) and half_width < 1e-9
-    noisy = tokens, tokens * slow * drawing.lognormal(0, 0.2, (3, 40))
+    noisy = tokens, tokens * slow * generator.lognormal(0, 0.2, (3, 40))
     assert 0.02 < uncertainty.speed_ratio(ours, noisy)[1] < 0.5
 
 
@@ -435,7 +442,7 @@ def test_output_logprobs_are_the_unwarped_targets(target):
         np.testing.assert_allclose(got, want, atol=1e-4)
 
 
-def test_greedy_differences_are_told_from_near_ties():
+def test_greedy_differences_are_distinguished_from_near_ties():
     row = {
         "method": "speculative",
         "label": "speculative",

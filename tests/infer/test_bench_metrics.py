@@ -1,4 +1,4 @@
-"""Metrics against their libraries, slow references and values worked out by hand."""
+"""Metrics against their libraries, slow references and values computed by hand."""
 
 import contextlib
 import itertools
@@ -32,12 +32,12 @@ from specjax._util.errors import OptionError
 from support.judging import judging_with
 
 
-def figure(metric, *drawn):
+def figure(metric, *by_prompt):
     """The one figure of a metric of prompts' completions."""
     (value,) = metric.measure(
-        [prompt if isinstance(prompt, list) else [prompt] for prompt in drawn]
+        [prompt if isinstance(prompt, list) else [prompt] for prompt in by_prompt]
     )
-    return metric.measure([p if isinstance(p, list) else [p] for p in drawn])[value][0]
+    return metric.measure([p if isinstance(p, list) else [p] for p in by_prompt])[value][0]
 
 
 def each(metric, *done):
@@ -73,12 +73,12 @@ PAIRS = [  # completion, references
 
 @pytest.mark.parametrize("stem", [False, True], ids=["words", "stems"])
 def test_rouge_is_the_librarys(stem):
-    """The library's own best score of the references; of ASCII words L is ours, too."""
+    """The library's best score of the references. For ASCII words, its L equals ours."""
     theirs = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL", "rougeLsum"], use_stemmer=stem)
     metric = make_metric("rouge:stem" if stem else "rouge")
-    found = metric.scores([Completion("p", text, (), known) for text, known in PAIRS])
+    measured = metric.scores([Completion("p", text, (), known) for text, known in PAIRS])
     assert len(PAIRS) == 20
-    for (text, known), scores in zip(PAIRS, found, strict=True):
+    for (text, known), scores in zip(PAIRS, measured, strict=True):
         all_of_them = [theirs.score(reference, text) for reference in known]
         want = [max(s[key].fmeasure for s in all_of_them) for key in metric.columns]
         assert scores == want
@@ -88,8 +88,8 @@ def test_rouge_is_the_librarys(stem):
 
 def test_a_metric_is_the_mean_of_its_scores_with_the_interval_of_its_prompts():
     done = [[Completion("p", text, (), ["a"]) for text in texts] for texts in ("ab", "aa", "bb")]
-    (found,) = make_metric("exact").measure(done).values()
-    assert found[0] == 0.5 and 0 < found[1] < 1
+    ((value, half_width),) = make_metric("exact").measure(done).values()
+    assert value == 0.5 and 0 < half_width < 1
 
 
 def test_exact_takes_any_reference_and_the_middle():
@@ -131,8 +131,8 @@ ANSWERS = {  # as the dataset's own code reads them, and the last number where i
 def test_gsm8k_reads_what_the_datasets_code_reads():
     assert len(ANSWERS) == 20
     for text, want in ANSWERS.items():
-        found = answer(text)
-        assert (found is None) == (want is None) and (want is None or float(found) == want), text
+        number = answer(text)
+        assert (number is None) == (want is None) and (want is None or float(number) == want), text
     task = {"answer": "2 + 2 = <<2+2=4>>4\n#### 4"}
     texts = ("so 4.0", "#### 5 or 4", "none", "")
     scores = each(make_metric("gsm8k"), *(Completion("q", t, (), (), task) for t in texts))
@@ -145,8 +145,10 @@ def test_diversity_is_simctgs():
     # Pairs of the first five starts: ab ba ab ba ab; of the second text: de.
     assert counts_of(repeated).tolist() == [[2, 5], [2, 4], [2, 3]]
     assert counts_of(short).tolist() == [[1, 1], [0, 0], [0, 0]]
-    found = make_metric("diversity").measure([[Completion("", repeated)], [Completion("", short)]])
-    value, half_width = found["diversity_words"]
+    figures = make_metric("diversity").measure(
+        [[Completion("", repeated)], [Completion("", short)]]
+    )
+    value, half_width = figures["diversity_words"]
     assert value == pytest.approx(3 / 6 * 2 / 4 * 2 / 3)
     assert half_width is not None
     assert make_metric("diversity").measure([[Completion("", "a")]])["diversity_words"][0] is None
@@ -172,14 +174,14 @@ def test_pass_at_k_counts_the_seeds_of_a_prompt(monkeypatch):
         lambda tasks, programs, guard: ran.extend(programs) or ["good" in p for p in programs],
     )
     task = {"prompt": "def f():\n", "test": "", "entry_point": "f"}
-    drawn = [
+    by_prompt = [
         [Completion("", f"    {text}\n\nprint(1)", (), (), task) for text in texts]
         for texts in (("good", "bad", "bad"), ("bad", "bad", "bad"))
     ]
-    found = make_metric("pass@2", Settings(repeats=3)).measure(drawn)
-    assert found["pass_at_2"][0] == pytest.approx((2 / 3 + 0) / 2)
+    figures = make_metric("pass@2", Settings(repeats=3)).measure(by_prompt)
+    assert figures["pass_at_2"][0] == pytest.approx((2 / 3 + 0) / 2)
     assert ran[0] == "def f():\n    good\n\n" and len(ran) == 6
-    greedy = [prompt[:1] for prompt in drawn]
+    greedy = [prompt[:1] for prompt in by_prompt]
     assert make_metric("pass@2", Settings(repeats=2)).measure(greedy)["pass_at_2"] == (None, None)
     with pytest.raises(OptionError, match="--repeats 3 or more"):
         make_metric("pass@3", Settings(repeats=2))
@@ -192,12 +194,14 @@ def test_mbpp_becomes_a_check():
         "test_list": ["assert set([add(1, 2)]) == {3}", "assert add(0, 0) == 0"],
         "test_setup_code": "import math",
     }
-    made = as_task(task)
-    own = {"prompt": "Write!", "test": "def check(f): ...", "entry_point": "f"}
-    assert as_task(task | own) == own | {"prompt": ""}
-    assert made["entry_point"] == "add" and as_task({**task, "code": ""})["entry_point"] == "add"
+    converted = as_task(task)
+    given = {"prompt": "Write!", "test": "def check(f): ...", "entry_point": "f"}
+    assert as_task(task | given) == given | {"prompt": ""}
+    assert (
+        converted["entry_point"] == "add" and as_task({**task, "code": ""})["entry_point"] == "add"
+    )
     space = {}
-    exec(made["test"], space)
+    exec(converted["test"], space)
     space["check"](lambda a, b: a + b)
     with pytest.raises(AssertionError):
         space["check"](lambda a, b: a - b)
@@ -250,8 +254,8 @@ def test_execution_compares_rows(databases):
         assert each(metric, Completion("list: SELECT", text, (), (), task)) == [right], text
 
 
-def test_rows_match_where_columns_hold_the_same_values():
-    """Both columns hold 1 and 2, so only the rows tell which is which."""
+def test_rows_match_if_columns_have_the_same_values():
+    """Both columns have 1 and 2, so only whole rows tell which is which."""
     assert same_rows([(1, 2), (2, 1)], [(2, 1), (1, 2)], ordered=False)
     assert same_rows([(1, 2, 3), (2, 1, 3)], [(3, 2, 1), (3, 1, 2)], ordered=True)
     assert not same_rows([(1, 1), (2, 2)], [(1, 2), (2, 1)], ordered=False)
@@ -275,7 +279,7 @@ HARM = [
 
 
 @pytest.mark.parametrize("query", HARM, ids=range(len(HARM)))
-def test_queries_that_may_not_run_are_errors(databases, query, monkeypatch, tmp_path):
+def test_queries_that_are_not_allowed_are_errors(databases, query, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     file = databases / "pets" / "pets.sqlite"
     before = file.read_bytes()
@@ -291,11 +295,11 @@ def test_a_query_has_limited_time(databases, monkeypatch):
         run_query(databases / "pets" / "pets.sqlite", endless)
 
 
-# --- by models -------------------------------------------------------------------------------
+# --- with models -----------------------------------------------------------------------------
 
 
 def test_mauve_gets_final_states_of_last_tokens(tiny_pair_dirs, monkeypatch):
-    """The library is handed features of prompt and text; the figure is its seeds' mean."""
+    """The library gets features of prompt and text; the figure is the mean over seeds."""
     given = []
 
     def compute_mauve(p_features, q_features):
@@ -304,11 +308,11 @@ def test_mauve_gets_final_states_of_last_tokens(tiny_pair_dirs, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "mauve", types.SimpleNamespace(compute_mauve=compute_mauve))
     metric = make_metric(f"mauve:{tiny_pair_dirs[0]}")
-    drawn = [
+    by_prompt = [
         [Completion(prompt, text, (), [known]) for text in ("return x", "import os")]
         for prompt, known in (("def f(x):\n    ", "pass"), ("x = ", "None"))
     ]
-    found = metric.measure(drawn)["mauve"]
+    value, half_width = metric.measure(by_prompt)["mauve"]
     assert len(given) == 2 + comparing.RESAMPLES
     model = sj.load(tiny_pair_dirs[0])
 
@@ -324,8 +328,10 @@ def test_mauve_gets_final_states_of_last_tokens(tiny_pair_dirs, monkeypatch):
     np.testing.assert_array_equal(given[0][0], [want(text), want("x = None")])
     np.testing.assert_array_equal(given[0][1][1], want("x = return x"))
     np.testing.assert_array_equal(given[1][1][0], want("def f(x):\n    import os"))
-    assert found[0] == np.mean([float(q[0, 0]) for _, q in given[:2]])
-    assert found[1] == pytest.approx(1.96 * np.std([float(q[0, 0]) for _, q in given[2:]], ddof=1))
+    assert value == np.mean([float(q[0, 0]) for _, q in given[:2]])
+    assert half_width == pytest.approx(
+        1.96 * np.std([float(q[0, 0]) for _, q in given[2:]], ddof=1)
+    )
 
 
 @pytest.mark.slow
@@ -360,9 +366,9 @@ def test_mauve_is_the_librarys(tmp_path, tiny_pair_dirs):
         ["x = " + "".join(drawing.choice(words[a:b], 12)) for _ in range(40)]
         for a, b in ((0, 6), (2, 8))
     )
-    drawn = [[Completion("x = ", o[4:], (), [h[4:]])] for h, o in zip(human, ours, strict=True)]
+    by_prompt = [[Completion("x = ", o[4:], (), [h[4:]])] for h, o in zip(human, ours, strict=True)]
     metric = make_metric(f"mauve:{home}")
-    value, half_width = metric.measure(drawn)["mauve"]
+    value, half_width = metric.measure(by_prompt)["mauve"]
     theirs = library.compute_mauve(p_text=human, q_text=ours, featurize_model_name=str(home))
     assert value == pytest.approx(theirs.mauve, abs=1e-6) and 0 < value < 1 and half_width > 0
 
@@ -387,7 +393,7 @@ def test_coherence_pools_and_compares(tmp_path, pooling):
     model = transformers.BertModel(config).eval()
     model.save_pretrained(tmp_path)
 
-    def alone(text):
+    def embed_one(text):
         ids = torch.tensor([[vocab[letter] for letter in text]])
         with torch.inference_mode():
             out = model(input_ids=ids)
@@ -396,13 +402,13 @@ def test_coherence_pools_and_compares(tmp_path, pooling):
         return pooled[pooling].numpy()
 
     texts = ["abc", "hgfedcba", "ab"]
-    found = of_transformers(tmp_path, pooling)(texts)
-    np.testing.assert_allclose(found, [alone(text) for text in texts], atol=1e-5)
+    embedded = of_transformers(tmp_path, pooling)(texts)
+    np.testing.assert_allclose(embedded, [embed_one(text) for text in texts], atol=1e-5)
     metric = make_metric(f"coherence:{pooling}:{tmp_path}")
     metric.check([])
     done = [Completion("abc", "hgfedcba"), Completion("ab", "ab"), Completion("ab", " ")]
     scores = each(metric, *done)
-    assert scores[0] == pytest.approx(cosine(alone("abc"), alone("hgfedcba")), abs=1e-5)
+    assert scores[0] == pytest.approx(cosine(embed_one("abc"), embed_one("hgfedcba")), abs=1e-5)
     assert scores[1] == pytest.approx(1) and scores[2] is None
     if pooling == MEAN:
         assert each(make_metric(f"coherence:{tmp_path}"), *done)[0] == pytest.approx(scores[0])
@@ -415,7 +421,7 @@ def test_cosine_by_hand():
 
 @pytest.mark.torch
 def test_harmless_is_the_classifier_reward(tmp_path, monkeypatch):
-    """The same score as the reward of the same directory, of which there are tests of their own."""
+    """The same score as the reward of the same directory, which has its own tests."""
     asked = []
 
     class Fake:
@@ -443,7 +449,7 @@ def test_llama_guard_is_asked_by_its_template(tiny_pair_dirs, tmp_path, monkeypa
     (home / "chat_template.jinja").write_text(template)
     asked = []
 
-    def generate(model, prompts, **how):
+    def generate(model, prompts, **options):
         asked.extend(model.tokenizer.decode(prompt) for prompt in prompts)
         texts = ["\n\nsafe", "unsafe\nS1", "I think"][: len(prompts)]
         return types.SimpleNamespace(text=texts)
@@ -464,15 +470,15 @@ def judge_at(url, name="judge", key="secret"):
 
 
 def test_a_judge_rates():
-    said = {"good": "Fine. [[9]]", "poor": "[[7]] no, [[2.5]]", "odd": "[[11]]", "mute": None}
+    answers = {"good": "Fine. [[9]]", "poor": "[[7]] no, [[2.5]]", "odd": "[[11]]", "mute": None}
 
     def answer_to(prompt):
-        return 200, next((text for word, text in said.items() if word in prompt), ""), {}
+        return 200, next((text for word, text in answers.items() if word in prompt), ""), {}
 
     with judging_with(answer_to) as (url, asked):
         metric = judge_at(url)
         metric.check([])
-        done = [Completion("{why}?", text) for text in said]
+        done = [Completion("{why}?", text) for text in answers]
         assert each(metric, *done) == [9, 2.5, None, None]
         path, prompt, key = asked[1]
         assert (path, key) == ("/v1/chat/completions", "Bearer secret") and "{why}?" in prompt
@@ -515,7 +521,7 @@ def test_a_judge_that_does_not_answer_is_one_line(monkeypatch, capsys):
         metric.check([])  # nobody listens there any more
 
 
-def test_a_judges_key_goes_nowhere_else():
+def test_a_judges_key_is_sent_nowhere_else():
     with (
         judging_with(lambda prompt: (200, "[[5]]", {})) as (other, theirs),
         judging_with(lambda prompt: (302, "", {"Location": f"{other}/chat/completions"})) as (
@@ -528,7 +534,7 @@ def test_a_judges_key_goes_nowhere_else():
         assert not theirs
 
 
-def test_a_judge_that_says_no_json_or_takes_too_long_is_one_line(monkeypatch):
+def test_a_judge_that_takes_too_long_is_one_line(monkeypatch):
     class Odd:
         def open(self, request, timeout):
             raise TimeoutError("timed out")
@@ -597,7 +603,7 @@ def test_a_metrics_columns_are_in_the_report_once():
     }
 
 
-def test_the_page_of_metrics_has_them_all():
+def test_the_page_of_metrics_lists_all_of_them():
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     for name in METRICS:
         assert f"| `{name}" in page, name

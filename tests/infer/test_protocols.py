@@ -1,4 +1,4 @@
-"""The protocols of the papers' experiments: runs, grids, bounds, entropies, configs."""
+"""What the papers' experiments need: figures per run, grids, bounds, entropies and configs."""
 
 import types
 
@@ -20,12 +20,12 @@ from specjax._util.errors import OptionError
 from specjax.core.types import FROM_DRAFT, FROM_TARGET
 
 
-def test_each_run_has_its_own_figure_and_all_have_one():
+def test_each_run_has_a_figure_and_all_runs_have_one():
     row = {"label": "x", "mode": "sampled", "batch_size": 1, "pm": {}, "runs": {}}
     above, below = np.array([[1.0, 2.0], [3.0, 0.0]]), np.array([[2.0, 2.0], [2.0, 4.0]])
     add_ratio(row, "acceptance_rate", above, below)
     assert row["acceptance_rate"] == 0.6 and row["runs"]["acceptance_rate"] == [0.75, 0.5]
-    # Mean 0.625; the deviation of two runs 0.25 / √2 apart, over √2.
+    # The mean is 0.625. Two runs 0.25 apart deviate by 0.25 / √2; over √2 it is 0.125.
     shown = {"rows": [row], "cost": [], "metrics": {}, "peers": [], "v": {}}
     head, cells = next(t for t in tables(shown) if t[0][0].startswith("mean ± standard error"))
     assert cells[0][head.index("acceptance")] == "0.62 ± 0.12"
@@ -44,27 +44,27 @@ def test_the_speedup_at_a_given_cost_is_the_papers():
     assert "expected_at_0.05" not in rows[2]
 
 
-def test_entropies_are_split_by_what_became_of_the_draft(target, draft, monkeypatch):
-    """Rounds of γ = 2: two accepted and a bonus; one accepted, one refused; one refused."""
+def test_entropies_are_split_by_accepted_and_rejected(target, draft, monkeypatch):
+    """Rounds of γ = 2: two accepted and a bonus; one accepted, one rejected; one rejected."""
     wrote = np.array([FROM_DRAFT, FROM_DRAFT, FROM_TARGET, FROM_DRAFT, FROM_TARGET, FROM_TARGET])
     tokens = np.arange(6)
     run = types.SimpleNamespace(tokens=[tokens], origins=[wrote])
 
     def powers(net, row):
-        """2ⁿ at cache position n, twice that of the draft: sums say which positions they are of."""
+        """2ⁿ at cache position n, and twice that for the draft: a sum shows its positions."""
         return 2.0 ** np.arange(row.shape[1]) * (1.0 if net.config == target.config else 2.0)
 
     monkeypatch.setattr(entropies, "_entropies", powers)
     case = Case("scd", {"gamma": 2, "stop": "never"}, sj.Sampling(1.0), 1)
     row = {"pm": {}, "runs": {}}
-    # The prompt has 3 tokens: the law of token i stands at cache position 2 + i.
+    # The prompt has 3 tokens: token i is drawn from the distribution at cache position 2 + i.
     entropies.add_entropies([row], target, draft, [[7, 8, 9]], [Result(case, [run])])
     assert row["target_accepted"] == pytest.approx((4 + 8 + 32) / 3)
     assert row["target_refused"] == pytest.approx((64 + 128) / 2)
     assert row["draft_accepted"] == pytest.approx(2 * (4 + 8 + 32) / 3)
 
 
-def test_an_entropy_is_the_laws(target):
+def test_an_entropy_is_the_distributions(target):
     row = np.array([[1, 2, 3, 4]], np.int32)
     p = np.exp(np.asarray(entropies.probs.log_softmax(target.net.rescore(row)[0]), np.float64))
     p = p[:, p.sum(0) > 0]
@@ -154,7 +154,7 @@ def test_a_wrong_config_is_one_line(tmp_path, capsys, text, says):
         (["--bound", "plain:2"], "expected plain:SHARE or best:SHARE"),
     ],
 )
-def test_what_a_tuning_does_not_take_is_one_line(argv, says, capsys):
+def test_wrong_arguments_of_tuning_are_one_line(argv, says, capsys):
     with pytest.raises(SystemExit, match="2"):
         tune.parse(["prompts.jsonl", "--out", "x", *argv])
     (line,) = capsys.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""What infer.bench says of a method's output: KL to the target, energy, pass@1 where asked for."""
+"""What infer.bench reports of a method's output: KL to the target, energy, and pass@1."""
 
 import json
 import types
@@ -23,7 +23,7 @@ SAMPLED = sj.Sampling(0.8, 0, 0.9)
 
 
 def decoded(target, draft, method, options=None):
-    """A method's run as the benchmark keeps it."""
+    """A method's generation as the benchmark keeps it."""
     spec = sj.method(method)
     values = spec.resolve(options or {})
     out = sj.generate(
@@ -49,7 +49,7 @@ def test_kl_of_mentored_decoding_is_what_its_bound_allows(target, draft):
         origins = result.runs[0].origins
         tested = np.concatenate([was_tested(origin, 2) for origin in origins]).mean()
         assert 0.3 < tested < 1
-        # Bonus tokens have none; every tested one at most D.
+        # A bonus token has no divergence; every tested token has at most D.
         assert divergence[bound] <= bound * tested + 1e-6
     assert divergence[0.0] == 0 < divergence[0.02] < divergence[0.2]
     assert divergence[0.02] > 0.005, "most positions use the bound up"
@@ -59,7 +59,7 @@ def test_kl_is_exact_or_unknown_elsewhere(target, draft):
     for method, options, want in (
         ("speculative", {}, LOSSLESS),
         ("lookup", {}, LOSSLESS),
-        ("scd", {}, UNKNOWN),  # lossless for the contrastive law, which is not the target's
+        ("scd", {}, UNKNOWN),  # lossless for the contrastive distribution, not for the target's
         ("bild", {}, UNKNOWN),
         ("mentored", {"stop": "before"}, UNKNOWN),
     ):
@@ -67,7 +67,7 @@ def test_kl_is_exact_or_unknown_elsewhere(target, draft):
         assert kl_to_target(target, draft, PROMPTS, Result(case)) == want
 
 
-def test_bonus_tokens_are_told_from_corrections():
+def test_bonus_tokens_are_distinguished_from_corrections():
     d, t = FROM_DRAFT, FROM_TARGET
     # γ = 2: two accepted and a bonus; one accepted and a correction; a correction; cut short.
     origin = np.array([d, d, t, d, t, t, d])
@@ -78,7 +78,7 @@ def test_bonus_tokens_are_told_from_corrections():
 
 
 def powercap(root, **counters):
-    """A tree as Linux lays it out; ``counters`` in microjoules, package by package."""
+    """A tree of files as Linux has it; ``counters`` in microjoules, one per package."""
     for name, value in counters.items():
         home = root / name.replace("_", ":").replace("rapl", "intel-rapl")
         home.mkdir(exist_ok=True)
@@ -97,7 +97,7 @@ def test_rapl_sums_packages_and_survives_a_wrap(tmp_path):
     assert meter.joules() == 1.75
 
 
-def test_no_counter_is_no_number(tmp_path):
+def test_without_a_counter_there_is_no_number(tmp_path):
     assert energy.Rapl.find(tmp_path) is None
     powercap(tmp_path, rapl_0=1)
     (tmp_path / "intel-rapl:0" / "energy_uj").unlink()  # as for users who may not read it
@@ -107,7 +107,7 @@ def test_no_counter_is_no_number(tmp_path):
     assert (heads, cells) == (["method", "J/token"], [["x", "n/a"]])
 
 
-def test_nvml_reads_the_gpus_in_sight(monkeypatch):
+def test_nvml_reads_the_visible_gpus(monkeypatch):
     nvml = types.SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlDeviceGetCount=lambda: 3,
@@ -164,6 +164,6 @@ def test_bench_runs_tests_only_when_asked(tiny_pair_dirs, tmp_path, monkeypatch,
 def test_references_of_every_format():
     assert questions.references_of({"prompt": "p", "reference": "a"}) == ("a",)
     assert questions.references_of({"prompt": "p", "references": ["a", "b"]}) == ("a", "b")
-    # Spec-Bench: one reference per turn, and the first turn is what is asked.
+    # Spec-Bench: one reference per turn; the first turn is the prompt.
     assert questions.references_of({"turns": ["p", "r"], "reference": ["a", "b"]}) == ("a",)
     assert questions.references_of({"prompt": "p"}) == ()

@@ -1,4 +1,4 @@
-"""pass@1: what a test can say of a function in another process, and what that process cannot do."""
+"""pass@1: what a test can check in another process, and what that process cannot do."""
 
 import ctypes
 import json
@@ -31,7 +31,7 @@ from specjax._util.errors import OptionError
 
 
 def kernel_has_landlock():
-    """Asked of the kernel itself: what we make of the answer is what is tested."""
+    """Asks the kernel itself, because our own answer is under test."""
     version = (444, None, ctypes.c_size_t(0), 1)  # landlock_create_ruleset(NULL, 0, VERSION)
     return sys.platform == "linux" and ctypes.CDLL(None).syscall(*version) > 0
 
@@ -39,7 +39,8 @@ def kernel_has_landlock():
 needs_landlock = pytest.mark.skipif(not kernel_has_landlock(), reason="a kernel without Landlock")
 # Verdicts need no guard, so these tests run wherever Python does.
 HERE = LANDLOCK if kernel_has_landlock() else None
-# Where anyone may enter: pytest's own folder is root's alone. In memory, for the deep ones' sake.
+# A place that anyone may enter: only root may enter pytest's folder. In memory, as deep folders are
+# slow on a disk.
 SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else "/tmp"
 SHORT = Limits(wall_s=8, cpu_s=1)
 TASK = {
@@ -53,7 +54,7 @@ RIGHT, WRONG = "\ndef double(x):\n    return x + x\n", "\ndef double(x):\n    re
 @pytest.fixture(autouse=True)
 def traces(monkeypatch, tmp_path_factory):
     """An empty temporary folder that anyone may enter; a test may leave nothing in it."""
-    tmp_path_factory.getbasetemp()  # pytest's own, made where it belongs
+    tmp_path_factory.getbasetemp()  # so that pytest makes its own folder in its usual place
     with tempfile.TemporaryDirectory(dir=SCRATCH) as place:
         os.chmod(place, 0o755)
         monkeypatch.setattr(tempfile, "tempdir", place)
@@ -72,7 +73,7 @@ needs_bubblewrap = pytest.mark.skipif(not has_bubblewrap, reason="bubblewrap is 
     ]
 )
 def guard(request):
-    """Each guard that can be had here."""
+    """Each guard that works here."""
     return request.param
 
 
@@ -84,12 +85,12 @@ def outside(traces):
         os.chmod(f"{place}/mine", 0o666)
         os.chmod(place, 0o777)
         yield place
-        assert os.listdir(place) == ["mine"], "made or deleted something"
+        assert os.listdir(place) == ["mine"], "created or deleted something"
         assert Path(place, "mine").read_text() == "mine"
         assert Path(place, "mine").stat().st_mode & 0o777 == 0o666
 
 
-# --- what a test can say ---------------------------------------------------------------------
+# --- what a test can check -------------------------------------------------------------------
 
 JUDGED = {
     "values of every plain kind": (
@@ -146,25 +147,25 @@ def test_right_functions_pass(name):
     assert run_task(task, program, HERE) == SandboxResult(passed=True)
 
 
-def test_helpers_of_the_prompt_are_the_tests_too():
+def test_a_test_may_call_helpers_of_the_prompt():
     prompt = "import math\n\ndef double(x):\n    return 2 * x\n\n\ndef halve(x):\n    'Halves'\n"
     test = "def check(f):\n    assert f(double(math.pi)) == math.pi == halve(double(math.pi))\n"
     task = {"prompt": prompt, "entry_point": "halve", "test": test}
     right = humaneval_program(task, "    return x / 2")
     assert run_task(task, right, HERE).passed
-    # What the model makes of a helper is not the test's.
+    # If the model redefines a helper, the test still has the prompt's.
     assert run_task(task, f"{right}\ndouble = print", HERE).passed
     broken = task | {"prompt": "no python\ndef halve(x):\n"}
     assert "prompt's own text" in run_task(broken, right, HERE).unjudged
 
 
 @pytest.mark.parametrize("value", [object(), print, [1, {2: object()}]])
-def test_what_is_no_plain_data_is_not_judged(value):
+def test_values_that_are_not_plain_data_are_not_judged(value):
     with pytest.raises(TypeError, match="not plain data"):
         encode(value)
 
 
-def test_plain_data_survives_the_way():
+def test_plain_data_is_the_same_after_encoding_and_decoding():
     class Sub(dict): ...
 
     values = [np.float64(0.1), np.int64(3), np.bool_(True), Sub(a=1)]
@@ -193,7 +194,7 @@ def test_prompts_that_are_no_tasks_are_refused(task, says):
 
 # --- what the function's process cannot do ---------------------------------------------------
 
-# Each must fail with OSError; {out} is a folder of ours, {us} our process.
+# Each must fail with OSError; {out} is one of our folders, {us} is our process.
 REFUSED = {
     "overwrite": "open('{out}/mine', 'w')",
     "append": "open('{out}/mine', 'a')",
@@ -275,7 +276,7 @@ def attempt(code):
 
 
 def allowed(guard: str | None, attacks: dict[str, str]) -> bool:
-    """Whether any of the attacks ends otherwise than with OSError."""
+    """Whether any of the attacks ends in anything but an OSError."""
     test = (
         f"def check(f):\n    for code in {list(attacks.values())!r}:\n        assert f(code) == ''"
     )
@@ -290,12 +291,12 @@ def test_attacks_are_refused(guard, outside):
     if allowed(guard, attacks):  # one run for all; by name where that fails
         assert [name for name, code in attacks.items() if allowed(guard, {name: code})] == []
     assert sandbox.CHILD.read_bytes() == source
-    # The attacks are real: without a guard this one is done.
+    # The attacks are real: without a guard, this one succeeds.
     assert allowed(None, {"read": attacks["read"]})
 
 
-def test_no_capability_is_effective_but_reading_where_root_alone_may_read_python():
-    # Of the thread's own status, asked of the kernel by capget: nothing to write files with.
+def test_no_capability_is_effective_except_for_reading_a_python_of_roots():
+    # capget tells the thread's own capabilities: none of them allows to write files.
     program = """
 import ctypes
 def held():
@@ -308,7 +309,7 @@ def held():
     assert run_task(task, program, HERE).passed
 
 
-# None of these returns what the test expects, or comes to an end.
+# None of these returns what the test expects; some never end.
 FORGERIES = {
     "wrong": WRONG,
     "does not parse": "def double(:",
@@ -350,7 +351,7 @@ def test_forged_verdicts_fail(name):
     assert not run_task(TASK, FORGERIES[name], HERE, SHORT).passed
 
 
-def test_a_test_that_swallows_exceptions_swallows_no_lost_process():
+def test_a_test_that_swallows_exceptions_still_fails_if_the_worker_is_lost():
     test = "def check(f):\n    try:\n        f(1)\n    except BaseException:\n        pass\n"
     task = TASK | {"test": test}
     assert not run_task(task, FORGERIES["ends in the call"], HERE).passed
@@ -384,15 +385,16 @@ FILLING = {
 
 
 @pytest.mark.parametrize("name", FILLING)
-def test_folder_that_grows_ends_its_program(name, guard):
+def test_a_program_ends_if_its_folder_grows(name, guard):
     program = f"import os\n{FILLING[name]}\n{RIGHT}"
     assert not run_task(TASK, program, guard).passed
     little = program.replace("20", "9")
     assert run_task(TASK, little, guard).passed
 
 
-def test_sleeping_processes_are_ended(monkeypatch):
-    started, start = [], sandbox._start
+def test_sleeping_processes_are_killed(monkeypatch):
+    started = []
+    start = sandbox._start
     monkeypatch.setattr(sandbox, "_start", lambda *a: started.append(start(*a)) or started[-1])
     program = "import signal, time\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\n"
     for sleep in ("time.sleep(60)", "def double(x): time.sleep(60)"):
@@ -404,7 +406,7 @@ def test_sleeping_processes_are_ended(monkeypatch):
 
 
 def deep(depth: int) -> None:
-    """A chain of folders, the last of which nobody may read, longer than any path."""
+    """A chain of folders, longer than any path may be; nobody may read the last one."""
     place = os.open(".", os.O_RDONLY)
     for level in range(depth):
         os.mkdir("d" * 100, 0o000 if level == depth - 1 else 0o700, dir_fd=place)
@@ -432,7 +434,8 @@ def test_folder_is_removed_however_deep_or_locked(monkeypatch, outside):
 
 
 def test_folder_is_removed_though_files_appear_late(monkeypatch):
-    rmdir, late = os.rmdir, []
+    rmdir = os.rmdir
+    late = []
 
     def write_first(path, **kwargs):
         if path == home.path and not late:
@@ -480,10 +483,10 @@ def test_without_a_guard_nothing_runs_unless_asked(monkeypatch, capsys):
 
 @pytest.mark.parametrize("confines", [False, True])
 def test_bubblewrap_is_the_second_choice_if_it_confines(confines, tmp_path, monkeypatch):
-    told = tmp_path / "told"
+    arguments = tmp_path / "arguments"
     fake = tmp_path / "bwrap"
     script = 'while [ "$1" != --chdir ]; do shift; done\nshift 2\nexec "$@"'
-    fake.write_text(f'#!/bin/sh\necho "$@" > {told}\n{script}')
+    fake.write_text(f'#!/bin/sh\necho "$@" > {arguments}\n{script}')
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     run = run_task
@@ -495,7 +498,7 @@ def test_bubblewrap_is_the_second_choice_if_it_confines(confines, tmp_path, monk
     monkeypatch.setattr(sandbox, "run_task", without_landlock)
     sandbox.find_guard.cache_clear()
     assert sandbox.find_guard() == (BUBBLEWRAP if confines else None)
-    assert "--unshare-all" in told.read_text()
+    assert "--unshare-all" in arguments.read_text()
     sandbox.find_guard.cache_clear()
 
 
@@ -513,7 +516,7 @@ def test_bubblewrap_binds_one_folder_to_write_in(monkeypatch):
 
 @needs_landlock
 def test_landlock_of_every_version(outside):
-    """Older kernels know fewer rights; seccomp covers what those leave open."""
+    """Older kernels know fewer rights; seccomp denies what they leave open."""
     code = f"""
 import ctypes, os, platform, runpy, sys
 c = runpy.run_path({confinement.__file__!r})
@@ -551,20 +554,22 @@ ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x50026
 
 
 def filtered(program: bytes, machine: int, call: int, *args: int) -> int:
-    """What the kernel would answer: BPF's few instructions, interpreted."""
+    """What the kernel would answer, by an interpreter of the few instructions of BPF in use."""
     data = struct.pack("<iIQ6Q", call, machine, 0, *args, *[0] * (6 - len(args)))
-    at, held = 0, 0
+    at = 0
+    accumulator = 0
     while True:
         code, yes, no, k = struct.unpack_from("HBBI", program, 8 * at)
         at += 1
         if code == 0x20:
-            (held,) = struct.unpack_from("<I", data, k)
+            (accumulator,) = struct.unpack_from("<I", data, k)
         elif code == 0x54:
-            held &= k
+            accumulator &= k
         elif code == 0x06:
             return k
         else:
-            at += yes if (held == k if code == 0x15 else held >= k) else no
+            jumps = accumulator == k if code == 0x15 else accumulator >= k
+            at += yes if jumps else no
 
 
 @pytest.mark.parametrize(
