@@ -61,7 +61,7 @@ WRONG = [
     *several("indices", 3, [1], [1, 2, 3], [-1, 0], [0, 2**31], [0.5, 1.5], "01"),
     *several("rounds_per_piece", 0, -1, 1.5, None),
     *several("sampling", 0.8, {"temperature": 1}, sj.Sampling, "greedy"),
-    *several("method", 7, None, "specluative", ["beam"], sj.draft.Chain(), search.BeamSearch),
+    *several("method", 7, 0.5, "specluative", ["beam"], sj.draft.Chain(), search.BeamSearch),
     *several("drafter", 7, "", "chian", sj.draft.Chain, "speculative", len),
     *several("rule", 7, "", "blok", len, sj.draft.Chain()),
     *several("target_dist", 7, "", "warpd", len),

@@ -117,7 +117,8 @@ def test_a_row_that_the_drafts_context_does_not_hold_is_refused(target, draft):
     assert out.lengths == 6
     with pytest.raises(OptionError, match="decode without the draft"):
         next(sj.stream(target, [[1] * 16], method="speculative", draft=short))
-    out = sj.generate(target, prompt, draft=short, max_new_tokens=7)  # the method takes none
+    plain = {"method": "autoregressive", "max_new_tokens": 7}
+    out = sj.generate(target, prompt, draft=short, **plain)  # which runs no draft
     assert out.lengths == 7
 
 
@@ -332,7 +333,7 @@ def test_a_pass_is_as_wide_as_the_longest_live_draft(lengths, live, wide):
     begin = loop.begin_prefill(method, False)
     row = jnp.ones((rows, 128), jnp.int32)
     state = begin(inputs, row, length, length + jnp.where(jnp.array(live), 9, 0), keys, None)
-    also = jax.jit(method._found)(inputs, state, keys, draft).cache
+    also = jax.jit(method._verify)(inputs, state, keys, draft).cache
     width = nodes if wide else NARROW
     for row, at in enumerate(start):
         for a, b in zip(also.k, want.k, strict=True):

@@ -57,7 +57,8 @@ def argmaxes(lm, tokens):
 
 
 def _logits(lm, row, at, segments):
-    hidden = jax.jit(hidden_states, static_argnums=0)(lm.config, lm.params, row, at, segments)
+    run = jax.jit(hidden_states, static_argnums=0)
+    hidden = run(lm.config, lm.params, row, at, segments).hidden
     return np.asarray(logits_of(lm.config, lm.params, hidden))
 
 

@@ -27,7 +27,8 @@ class ParameterPlace(NamedTuple):
 
 
 def parameter_places(cfg: ModelConfig) -> dict:
-    """The place of each parameter: a nested dict like the params, its leaves :class:`ParameterPlace`."""
+    """The place of each parameter: a nested dict like the params, its leaves
+    :class:`ParameterPlace`."""
     names = FAMILIES[cfg.family].names
 
     def place(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> ParameterPlace:
