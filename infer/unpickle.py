@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from specjax._util.errors import InputError, ModelError, foreign
+from specjax._util.errors import InputError, ModelError, errors_as
 from specjax._util.files import aside, write_text
 from specjax.models.hf.files import read_weight_map
 from specjax.models.hf.layout import INDEX, WEIGHTS
@@ -56,7 +56,7 @@ def write_safetensors(directory: Path, out: Path, overwrite: bool = False) -> li
         tensors = {}
         for key, tensor in read_pickle(directory / pickle).items():
             tensors[key] = tensor.clone().contiguous()  # safetensors does not store shared memory
-        with foreign(f"{directory / pickle}: cannot be written as safetensors"):
+        with errors_as(f"{directory / pickle}: cannot be written as safetensors"):
             _write(tensors, out / name)
         weight_map |= dict.fromkeys(tensors, name)
         size += sum(tensor.nbytes for tensor in tensors.values())

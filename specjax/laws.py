@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from scipy.special import chdtrc, chdtri, chndtr
 
-from specjax._util.arguments import COUNT, ArgSpec, validate_arguments
+from specjax._util.arguments import COUNT, validate_arguments
+from specjax._util.checks import Check
 from specjax._util.errors import OptionError
 from specjax.core.mesh import replicated
 from specjax.core.net import Net
@@ -40,7 +41,7 @@ ALPHA = 1e-6
 MIN_EXPECTED = 5
 
 
-CHANCE = ArgSpec(float, above=0, below=1)
+CHANCE = Check(float, above=0, below=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specjax._util.arguments import FLAG, ArgSpec, an, shown, validate_arguments, whole_numbers
-from specjax._util.checks import require_all
-from specjax._util.errors import ModelError, OptionError, PairError, foreign
+from specjax._util.arguments import FLAG, as_integer_array, instance_of, validate_arguments
+from specjax._util.checks import Check, format_value, require_all
+from specjax._util.errors import ModelError, OptionError, PairError, errors_as
 from specjax.core.net import FREE_TOKENS, Net
 from specjax.demo import tuned
 from specjax.models import ModelConfig, fuse, load_pretrained
@@ -44,8 +44,8 @@ PICKLES = ("pytorch_model*.bin",)
 HUB_SKIPPED = ("*/*",)  # subfolders hold other formats of the same weights
 SELF = "self:"  # prefix of a draft that is a quantized copy of the target; a scheme follows
 ACCELERATOR_PASS_WIDTH = 8  # tokens: the rows of a matrix unit's tile
-PASS_WIDTH = ArgSpec(int, low=1, high=FREE_TOKENS, optional=True)
-CACHE_DTYPE = ArgSpec(an(str), wanted="int8", choices=("int8",), optional=True)
+PASS_WIDTH = Check(int, low=1, high=FREE_TOKENS, optional=True)
+CACHE_DTYPE = Check(instance_of(str), choices=("int8",), optional=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,19 +103,19 @@ class LM:
         return self.params["head" if self.is_head else "embed"].dtype
 
 
-QUANTIZE = ArgSpec(an(str), wanted="a scheme, such as int8", optional=True)
-MODEL = ArgSpec(an(LM), wanted="a model, as specjax.load and specjax.from_params give")
+QUANTIZE = Check(instance_of(str), expected="a scheme, such as int8", optional=True)
+MODEL = Check(instance_of(LM), expected="a model, as specjax.load and specjax.from_params give")
 TARGET = dataclasses.replace(
     MODEL,
     fits=lambda model: not model.is_head,
-    wanted=f"{MODEL.wanted}; a head on hidden states can only draft: give it as the draft",
+    expected=f"{MODEL.expected}; a head on hidden states can only draft: give it as the draft",
 )
-MESH = ArgSpec(an(Mesh), wanted="a mesh, as specjax.make_mesh gives")
+MESH = Check(instance_of(Mesh), expected="a mesh, as specjax.make_mesh gives")
 
 
 @validate_arguments(
-    path_or_id=ArgSpec(
-        lambda path: an(str)(os.fspath(path)), wanted="a directory, or a model's name"
+    path_or_id=Check(
+        lambda path: instance_of(str)(os.fspath(path)), expected="a directory, or a model's name"
     ),
     pickles=FLAG,
     mesh=dataclasses.replace(MESH, optional=True),
@@ -252,8 +252,8 @@ def own_draft(target: LM, name: str) -> LM:
     """
     if not name.startswith(SELF):
         raise OptionError(
-            f"draft={shown(name)}: expected a model, or {SELF}int4, {SELF}int8 or {SELF}fp8, a "
-            "quantized copy of the target"
+            f"draft={format_value(name)}: expected a model, or {SELF}int4, {SELF}int8 or "
+            f"{SELF}fp8, a quantized copy of the target"
         )
     return dataclasses.replace(quantize(target, name.removeprefix(SELF)), source=name)
 
@@ -333,7 +333,9 @@ def resolve_dtype(dtype: Any) -> str:
     with contextlib.suppress(TypeError):
         dtype = jnp.dtype(dtype).name
     if dtype not in tuple(DTYPES):
-        raise ModelError(f"dtype {shown(dtype)!r} is not supported; choose {', '.join(DTYPES)}")
+        raise ModelError(
+            f"dtype {format_value(dtype)!r} is not supported; choose {', '.join(DTYPES)}"
+        )
     return dtype
 
 
@@ -345,10 +347,12 @@ def resolve_pass_width(width: int | None) -> int:
 
 
 @validate_arguments(
-    config=ArgSpec(an(ModelConfig), wanted="a specjax.models.ModelConfig"),
-    params=ArgSpec(an(Mapping), wanted="a dict of arrays, as specjax.models.init_params gives"),
-    tokenizer=ArgSpec(an(Tokenizer), wanted="a specjax.text.Tokenizer", optional=True),
-    eos_ids=ArgSpec(lambda ids: tuple(whole_numbers(ids).tolist()), wanted="token ids"),
+    config=Check(instance_of(ModelConfig), expected="a specjax.models.ModelConfig"),
+    params=Check(
+        instance_of(Mapping), expected="a dict of arrays, as specjax.models.init_params gives"
+    ),
+    tokenizer=Check(instance_of(Tokenizer), expected="a specjax.text.Tokenizer", optional=True),
+    eos_ids=Check(lambda ids: tuple(as_integer_array(ids).tolist()), expected="token ids"),
     pass_width=PASS_WIDTH,
     cache_dtype=CACHE_DTYPE,
 )
@@ -423,7 +427,7 @@ def absolute_name(name: str) -> str:
 def _from_hub(name: str, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    with foreign(f"{name}: no such directory here, and the hub did not give it"):
+    with errors_as(f"{name}: no such directory here, and the hub did not give it"):
         path = snapshot_download(
             name, allow_patterns=[*files], ignore_patterns=[str(p) for p in HUB_SKIPPED]
         )

@@ -69,7 +69,7 @@ def _lock(args: argparse.Namespace) -> contextlib.AbstractContextManager:
 
     If one model spans several processes, only the first of them writes.
     """
-    if args.out and processes.leads():
+    if args.out and processes.is_main_process():
         return locked_output(args.out, args.split)
     return contextlib.nullcontext()
 
@@ -273,7 +273,7 @@ class Job:
         if missing:
             self._decode(missing, output)
 
-        if not processes.leads():
+        if not processes.is_main_process():
             return
         num_missing = output.join({(p.index, s) for p in prompts for s in samples})
         if num_missing:
@@ -291,7 +291,7 @@ class Job:
         if not self.args.span:
             return
         names = ("batch_size", "num_samples", "prefixes", "mesh", "pass_width", "dtype")
-        processes.agree(
+        processes.check_agreement(
             settings=self.settings,
             arguments={name: vars(self.args)[name] for name in names},
             prompts=[(p.index, [int(token) for token in p.tokens]) for p in prompts],
@@ -329,7 +329,7 @@ class Job:
 
             if output is None:
                 ready[piece.index] = entry
-            elif (prompt.index, sample) not in output.done and processes.leads():
+            elif (prompt.index, sample) not in output.done and processes.is_main_process():
                 output.append(entry)
             while next_row in ready:
                 self._print(ready.pop(next_row))

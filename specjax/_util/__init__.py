@@ -1,1 +1,1 @@
-"""What every package here uses: checked arguments, errors, files, programs, processes."""
+"""Helpers of every package here: checks of values, errors, files, programs, processes."""

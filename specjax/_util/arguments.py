@@ -1,7 +1,7 @@
-"""What arguments must be: a description per argument, in place of checks per function.
+"""Checks of arguments: decorators that apply them, and what several functions accept.
 
-What can be meant works (``"4"``, ``4.0`` and ``np.int64(4)`` are 4); anything else is refused in
-one line that names the argument, before anything compiles.
+A wrong argument is refused in one line that names it, before anything compiles. See
+:class:`specjax._util.checks.Check`.
 """
 
 from __future__ import annotations
@@ -12,162 +12,84 @@ import inspect
 import itertools
 import numbers
 import operator
-import reprlib
 from collections.abc import Callable, Mapping, Set
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from specjax._util.errors import OptionError
+from specjax._util.checks import Check
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_WANTED = {int: "a whole number", float: "a number", bool: "true or false"}
-_TRUTH = {"true": True, "false": False, True: True, False: False}
-MOST_NODES = 4096  # of a tree: masks are its square, and memory must hold them
-SHOWN = 60  # characters of a value that a message shows
+MAX_NODES = 4096  # of a tree: its mask has the square of them, which memory must hold
 
 
-@dataclasses.dataclass(frozen=True)
-class ArgSpec:
-    """What one argument must be: ``kind`` makes the value of it, or raises.
+def validate_arguments(**checks: Check) -> Callable[[Function], Function]:
+    """Decorator: checks and converts these arguments of a function where they are given."""
 
-    Then bounds, ``choices`` and ``fits`` must hold. ``wanted`` says it in words where ``kind`` is
-    none of Python's types.
-    """
-
-    kind: Callable[[Any], Any]
-    _: dataclasses.KW_ONLY
-    wanted: str = ""
-    low: float | None = None
-    high: float | None = None
-    above: float | None = None  # as low, itself excluded
-    below: float | None = None
-    choices: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()  # that stand for themselves, whatever else it must be
-    fits: Callable[[Any], Any] = lambda value: True
-    optional: bool = False  # None stays None
-
-    def parse(self, name: str, value: Any) -> Any:
-        """The value, from a string or from Python, checked.
-
-        Raises:
-          OptionError: a wrong type, or a value out of range.
-        """
-        if value is None and self.optional:
-            return None
-        if isinstance(value, str) and value in self.words:
-            return value
-        try:
-            parsed = self._converted(value)
-            if not self.fits(parsed):
-                raise ValueError
-        except (ValueError, TypeError, KeyError, OverflowError):
-            wanted = self.wanted or _WANTED.get(self.kind, "another value")
-            wanted = " or ".join((wanted, *self.words))
-            raise OptionError(f"{name}={shown(value)}: expected {wanted}") from None
-        for bound, sign, holds in (
-            (self.low, "≥", lambda x, y: x >= y),
-            (self.above, ">", lambda x, y: x > y),
-            (self.high, "≤", lambda x, y: x <= y),
-            (self.below, "<", lambda x, y: x < y),
-        ):
-            if bound is not None and not holds(parsed, bound):
-                raise OptionError(f"{name}={shown(value)}: expected a number {sign} {bound}")
-        if self.choices and parsed not in self.choices:
-            choices = ", ".join(self.choices)
-            raise OptionError(f"{name}={shown(value)}: expected one of {choices}")
-        return parsed
-
-    def _converted(self, value: Any) -> Any:
-        if self.kind is bool:
-            return _TRUTH[value.lower() if isinstance(value, str) else value]
-        if self.kind in (int, float):
-            no_number = isinstance(value, (bool, np.bool_, bytes))
-            if no_number or getattr(value, "ndim", 0):
-                raise TypeError
-        if self.kind is int and not isinstance(value, str) and value != int(value):
-            raise ValueError
-        return self.kind(value)
-
-
-def shown(value: Any) -> str:
-    """A value in a message: one line, arrays and models by their types."""
-    plain = (str, numbers.Number, type(None))
-    if isinstance(value, int) and value.bit_length() > 200:
-        return f"a number of {value.bit_length()} bits"
-    if not isinstance(value, plain):
-        flat = isinstance(value, (list, tuple)) and all(isinstance(x, plain) for x in value)
-        return reprlib.repr(value) if flat else type(value).__name__
-    line = " ".join(str(value).split())
-    return line if len(line) <= SHOWN else line[:SHOWN] + "…"
-
-
-def validate_arguments(**arguments: ArgSpec) -> Callable[[Function], Function]:
-    """Decorator: checks these arguments of a function whenever they are given."""
-
-    def decorate(function):
+    def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
 
         @functools.wraps(function)
-        def call(*args, **named):
+        def call(*args: Any, **named: Any) -> Any:
             bound = signature.bind(*args, **named)
-            for name, spec in arguments.items():
+            for name, check in checks.items():
                 if name in bound.arguments:
-                    bound.arguments[name] = spec.parse(name, bound.arguments[name])
+                    bound.arguments[name] = check.parse(name, bound.arguments[name])
             return function(*bound.args, **bound.kwargs)
 
-        return call
+        return cast(Function, call)
 
     return decorate
 
 
-def validate_fields(part: Any, **fields: ArgSpec) -> None:
-    """Checks fields of a frozen dataclass in its ``__post_init__``."""
-    for name, spec in fields.items():
-        object.__setattr__(part, name, spec.parse(name, getattr(part, name)))
+def validate_fields(instance: Any, **checks: Check) -> None:
+    """Checks and converts fields of a frozen dataclass, in its ``__post_init__``."""
+    for name, check in checks.items():
+        value = check.parse(name, getattr(instance, name))
+        object.__setattr__(instance, name, value)
 
 
-def an(*kinds: type) -> Callable[[Any], Any]:
-    """The kind of objects of these types."""
+def instance_of(*types: type) -> Callable[[Any], Any]:
+    """The kind of instances of these types."""
 
-    def take(value: Any) -> Any:
-        if not isinstance(value, kinds):
+    def kind(value: Any) -> Any:
+        if not isinstance(value, types):
             raise TypeError
         return value
 
-    return take
+    return kind
 
 
-def or_name(spec: ArgSpec) -> ArgSpec:
-    """The same, or a name that stands for it."""
+def has_attributes(*names: str) -> Callable[[Any], Any]:
+    """The kind of objects that have these attributes; a class that has them is refused."""
 
-    def take(value: Any) -> Any:
-        return value if isinstance(value, str) else spec.kind(value)
-
-    return dataclasses.replace(spec, kind=take, wanted=f"a name, or {spec.wanted}")
-
-
-def offering(*names: str) -> Callable[[Any], Any]:
-    """The kind of objects, not classes, that have these attributes."""
-
-    def take(value: Any) -> Any:
+    def kind(value: Any) -> Any:
         if isinstance(value, type) or not all(hasattr(value, name) for name in names):
             raise TypeError
         return value
 
-    return take
+    return kind
 
 
-def texts(value: Any) -> tuple[str, ...]:
-    """One text, or several."""
+def allow_name(check: Check) -> Check:
+    """The same check, which accepts a text as well: the name of such a value."""
+
+    def kind(value: Any) -> Any:
+        return value if isinstance(value, str) else check.kind(value)
+
+    return dataclasses.replace(check, kind=kind, expected=f"a name, or {check.expected}")
+
+
+def as_texts(value: Any) -> tuple[str, ...]:
+    """One text, or several, as a tuple."""
     several = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(text, str) for text in several):
         raise TypeError
     return several
 
 
-def whole_numbers(value: Any) -> np.ndarray:
+def as_integer_array(value: Any) -> np.ndarray:
     """A sequence of whole numbers as an array ``[n]``, of any integer dtype."""
     if isinstance(value, (str, bytes, Mapping, Set)):
         raise TypeError
@@ -177,46 +99,60 @@ def whole_numbers(value: Any) -> np.ndarray:
     return array
 
 
-def listed(value: Any) -> list[Any]:
-    """Prompts in a list: a text is one, and so are numbers; an array ``[n, m]`` is n of them."""
+def as_prompt_list(value: Any) -> list[Any]:
+    """Prompts as a list.
+
+    A text is one prompt, and so is a sequence of token ids. An array ``[n, m]`` is n of them.
+    """
     if isinstance(value, str):
         return [value]
     if isinstance(value, (bytes, Mapping, Set)):
         raise TypeError
-    several = list(value)
-    numbers_alone = all(
-        isinstance(x, numbers.Number) or (getattr(x, "ndim", 1) == 0 and not isinstance(x, str))
-        for x in several
-    )
-    return [several] if several and numbers_alone else several
+    items = list(value)
+    if items and all(map(_is_number, items)):
+        return [items]
+    return items
 
 
-def branching(value: Any) -> tuple[int, ...]:
-    """Children per level, from ``"4,2,2"`` or a sequence of numbers."""
+def _is_number(value: Any) -> bool:
+    """Whether it is a number of Python, or an array of no axis."""
+    is_scalar_array = getattr(value, "ndim", 1) == 0 and not isinstance(value, str)
+    return isinstance(value, numbers.Number) or is_scalar_array
+
+
+def as_branching(value: Any) -> tuple[int, ...]:
+    """Children of a node, level by level, from ``"4,2,2"`` or a sequence of numbers."""
     counts = value.split(",") if isinstance(value, str) else value
     return tuple(COUNT.parse("branching", count) for count in counts)
 
 
-def costs(value: Any) -> tuple[float, ...]:
+def as_costs(value: Any) -> tuple[float, ...]:
     """Numbers, from ``"1,1.6,2"`` or a sequence of them."""
-    return tuple(map(float, value.split(",") if isinstance(value, str) else value))
+    items = value.split(",") if isinstance(value, str) else value
+    return tuple(map(float, items))
 
 
-COUNT = ArgSpec(int, low=1)
-FLAG = ArgSpec(bool)
-BRANCHING = ArgSpec(
-    branching,
-    fits=lambda counts: 0 < sum(itertools.accumulate(counts, operator.mul)) <= MOST_NODES,
-    wanted=f"children per level, each at least 1, {MOST_NODES} nodes in all, such as 4,2,2",
+def _count_nodes(branching: tuple[int, ...]) -> int:
+    """Nodes of the tree below its root."""
+    nodes_per_level = itertools.accumulate(branching, operator.mul)
+    return sum(nodes_per_level)
+
+
+COUNT = Check(int, low=1)
+FLAG = Check(bool)
+BRANCHING = Check(
+    as_branching,
+    fits=lambda branching: 0 < _count_nodes(branching) <= MAX_NODES,
+    expected=f"children per level, each at least 1, {MAX_NODES} nodes in all, such as 4,2,2",
 )
-TEXTS = ArgSpec(texts, wanted="a text, or several")
-DRAFTER = ArgSpec(
-    offering("propose", "sampling"), wanted="a specjax.Drafter, as specjax.draft.Chain()"
+TEXTS = Check(as_texts, expected="a text, or several")
+DRAFTER = Check(
+    has_attributes("propose", "sampling"), expected="a specjax.Drafter, as specjax.draft.Chain()"
 )
-TARGET_DIST = ArgSpec(offering("log_p", "settings"), wanted="a specjax.TargetDist")
-RULE = ArgSpec(
-    offering("verify", "accepts"), wanted="a rule, which specjax.rule makes of a function"
+TARGET_DIST = Check(has_attributes("log_p", "settings"), expected="a specjax.TargetDist")
+RULE = Check(
+    has_attributes("verify", "accepts"), expected="a rule, which specjax.rule makes of a function"
 )
-METHOD = ArgSpec(
-    offering("init", "step"), wanted="a name of specjax.methods(), or a specjax.Method"
+METHOD = Check(
+    has_attributes("init", "step"), expected="a name of specjax.methods(), or a specjax.Method"
 )

@@ -8,13 +8,17 @@ LONGEST = 600  # characters of a message
 
 
 def one_line(message: object) -> str:
-    """A text in one line that any stream takes: spaces for line breaks, half pairs spelled out.
+    """A text as one line of valid Unicode, with spaces for line breaks.
 
-    Of a very long one the middle is left out: a message begins with what and ends with the way out.
+    Half surrogate pairs are written as escapes. A text of more than ``LONGEST`` characters loses
+    its middle: a message begins with what is wrong and ends with the way out.
     """
-    text = " ".join(str(message).encode(errors="backslashreplace").decode().split())
+    valid = str(message).encode(errors="backslashreplace").decode()
+    text = " ".join(valid.split())
+    if len(text) <= LONGEST:
+        return text
     half = LONGEST // 2 - 2
-    return text if len(text) <= LONGEST else f"{text[:half]} … {text[-half:]}"
+    return f"{text[:half]} … {text[-half:]}"
 
 
 class SpecjaxError(ValueError):
@@ -41,25 +45,33 @@ class InputError(SpecjaxError):
 
 
 @contextlib.contextmanager
-def foreign(what: str, kind: type[SpecjaxError] = ModelError) -> Iterator[None]:
-    """Whatever another library raises inside, as one line: ``what``, and its text folded."""
+def errors_as(message: str, error_type: type[SpecjaxError] = ModelError) -> Iterator[None]:
+    """Turns what another library raises inside into one line: the message, then the error's text.
+
+    Our own errors and interrupts pass unchanged.
+    """
     try:
         yield
     except (SpecjaxError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic in Rust is no Exception
-        raise kind(f"{what} ({str(error).strip() or type(error).__name__})") from None
+        text = str(error).strip() or type(error).__name__
+        raise error_type(f"{message} ({text})") from None
 
 
 @contextlib.contextmanager
-def silent() -> Iterator[None]:
-    """Drops what goes to the descriptor of stderr: reports, and the story that Rust tells of a
-    panic. What matters of it, :func:`foreign` says."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+def silence_stderr() -> Iterator[None]:
+    """Drops what is written to the process's stderr.
+
+    Libraries in Rust print a report of a panic there. :func:`errors_as` says what matters of it.
+    Replacing ``sys.stderr`` would not be enough: they write to the descriptor.
+    """
+    stderr = os.dup(2)
+    devnull = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, 2)
+        os.dup2(devnull, 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(devnull)

@@ -1,4 +1,4 @@
-"""Files: plain ones are read; written ones are whole or not there, one process at a time."""
+"""Files: only plain ones are read, writes are atomic, and one process writes at a time."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from specjax._util.errors import InputError, foreign
+from specjax._util.errors import InputError, errors_as
 
 try:
     import fcntl
-except ImportError:  # Windows: there it is the user's to keep two writers apart
+except ImportError:  # Windows: there the user must keep two writers apart
     fcntl = None
 
 MOST_BYTES = 1 << 32  # of a file that is read at once
-BREAKS = re.compile("[\x85\u2028\u2029\ud800-\udfff]")  # JSON allows them; lines and UTF-8 do not
+# JSON allows these characters. They would break a line, or are not valid UTF-8.
+_UNSAFE_CHARACTERS = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
+_LOCK_POLL_SECONDS = 0.02
 
 
 def open_file(path: str | os.PathLike, pipes: bool = False) -> BinaryIO:
-    """A plain file, open to be read. Nothing is waited for, as a FIFO or a device could ask.
+    """Opens a plain file for reading.
 
-    ``pipes``: a pipe is taken, too, for as long as someone writes to it.
+    It never waits, as a FIFO or a device could make it. With ``pipes``, a pipe is accepted, too,
+    and reading it waits for its writer.
 
     Raises:
-      OSError: it cannot be opened, or is something else.
+      OSError: it cannot be opened, or it is not a plain file.
     """
     try:
-        file = open(path, "rb", opener=_open)  # noqa: SIM115
+        file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115
     except ValueError:  # such as NUL in a name
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path)) from None
     mode = os.fstat(file.fileno()).st_mode
@@ -46,19 +49,26 @@ def open_file(path: str | os.PathLike, pipes: bool = False) -> BinaryIO:
     return file
 
 
-def _open(path: str, flags: int) -> int:
+def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def check_file(path: str | os.PathLike) -> None:
-    """Raises OSError where :func:`open_file` does."""
+    """Checks that :func:`open_file` can open it.
+
+    Raises:
+      OSError: it cannot.
+    """
     open_file(path).close()
 
 
 def check_entries(directory: str | os.PathLike) -> None:
-    """Raises OSError where a directory holds what is neither plain file nor directory.
+    """Checks that a directory holds only plain files and directories.
 
-    For libraries that open what they find: a FIFO would hang them.
+    For libraries that open whatever is there: a FIFO would hang them.
+
+    Raises:
+      OSError: something else is there, or a file cannot be opened.
     """
     for entry in os.scandir(directory):
         if not entry.is_dir():
@@ -66,7 +76,11 @@ def check_entries(directory: str | os.PathLike) -> None:
 
 
 def read_file(path: str | os.PathLike, pipes: bool = False, most: int = MOST_BYTES) -> bytes:
-    """All of a plain file, of ``most`` bytes; as :func:`open_file`."""
+    """The bytes of a plain file.
+
+    Raises:
+      OSError: as :func:`open_file`, or it has more than ``most`` bytes.
+    """
     with open_file(path, pipes) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB", str(path))
@@ -77,7 +91,7 @@ def parse_json(text: bytes) -> Any:
     """The value of a JSON text in UTF-8.
 
     Raises:
-      ValueError: it is none; the message says why, in a few words.
+      ValueError: it is not valid; the message says why in a few words.
     """
     try:
         return json.loads(text.decode())
@@ -87,15 +101,20 @@ def parse_json(text: bytes) -> Any:
         raise ValueError("not JSON of a reasonable depth") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from None
-    except ValueError:  # Python's bound
+    except ValueError:  # Python refuses integers of thousands of digits
         raise ValueError("not JSON of reasonable integers") from None
 
 
 def require_arrow(path: str | os.PathLike, needed: bool = True) -> None:
-    """Raises InputError where a file needs pyarrow, which is an extra, and it is missing."""
+    """Checks that pyarrow, which is an extra, is installed if a file needs it.
+
+    Raises:
+      InputError: it is missing; the message says how to install it.
+    """
+    if not needed:
+        return
     try:
-        if needed:
-            import pyarrow.parquet  # noqa: F401
+        import pyarrow.parquet  # noqa: F401
     except ImportError:
         raise InputError(f'reading {path} needs pyarrow: pip install "specjax[parquet]"') from None
 
@@ -104,83 +123,87 @@ def open_parquet(path: str | os.PathLike) -> Any:
     """A ``pyarrow.parquet.ParquetFile`` that reads as a stream: a row group may have gigabytes.
 
     Raises:
-      InputError: pyarrow is not there, or the file is none of its format.
-      OSError: it cannot be opened.
+      InputError: pyarrow is missing, or the file cannot be read as parquet.
     """
     require_arrow(path)
     import pyarrow.parquet
 
-    with foreign(f"{path} is not a readable parquet file", InputError):
+    with errors_as(f"{path} is not a readable parquet file", InputError):
         check_file(path)
         return pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
 
 
 def json_line(value: Any) -> str:
-    """JSON that is one line, of valid Unicode, to whoever reads it."""
+    """A value as JSON on one line, whatever a reader counts as a line break; valid Unicode."""
     text = json.dumps(value, ensure_ascii=False)
-    return BREAKS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _UNSAFE_CHARACTERS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 @contextlib.contextmanager
 def aside(path: str | os.PathLike) -> Iterator[Path]:
-    """A scratch path beside ``path``; what is written there takes its place when the block ends.
+    """An atomic write: a scratch path in the same directory, which replaces ``path`` at the end.
 
-    Where the block raises, ``path`` stays as it was and the scratch file goes.
+    If the block raises, ``path`` stays as it was and the scratch file is removed.
     """
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield scratch
-        scratch.chmod(0o644)  # some writers make files that their owner alone can read
+        scratch.chmod(0o644)  # some writers make files that only their owner can read
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Writes a text file in UTF-8, never half of it."""
+    """Writes a text file in UTF-8, atomically."""
     with aside(path) as scratch:
         scratch.write_text(text, encoding="utf-8")
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, a line for the head, a rule and one line per row."""
+    """A table in Markdown, one line per row below its head."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def append_line(path: str | os.PathLike, line: str) -> None:
-    """Appends a line of UTF-8 in one piece, and returns once it is on disk."""
+    """Appends a line of UTF-8 in one write, and returns once it is on disk."""
     with open(path, "ab") as file:
         file.write(f"{line}\n".encode())
         file.flush()
         os.fsync(file.fileno())
 
 
+# Not the filelock package: it leaves its lock files behind, and where a file system has no flock it
+# falls back to a file that a killed process leaves locked. Who holds the lock would be ours anyway.
 @contextlib.contextmanager
-def locked(path: str | os.PathLike, option: str, patience: float = 0) -> Iterator[None]:
-    """Keeps a file or a directory from others that ask the same, while the block runs.
+def locked(path: str | os.PathLike, option: str, wait_seconds: float = 0) -> Iterator[None]:
+    """Keeps other processes from writing a file or a directory while the block runs.
 
-    The lock is the kernel's, on a hidden file beside the file or inside the directory that says
-    who has it. It ends with the process, however that ends: what a killed one leaves of it hinders
-    nobody. It holds between hosts on NFS too, unless that is mounted with ``nolock``; where a file
-    system has no locks nothing is kept. ``option`` is what the user gave the path by, ``patience``
-    how many seconds another one is waited for.
+    The lock is the kernel's. It is on a hidden file beside the file, or inside the directory, which
+    says who holds it. A killed process frees the lock, and what it leaves of the file does no harm.
+    The lock holds between hosts on NFS, too, unless that is mounted with ``nolock``. On a file
+    system without locks nothing is locked.
+
+    ``option`` is the option by which the user gave the path. Another holder is waited for
+    ``wait_seconds``.
 
     Raises:
-      InputError: another one has it: who, and since when; or the hidden file cannot be made.
+      InputError: another process holds it (the message says which, and since when), or the hidden
+        file cannot be made.
     """
     if fcntl is None:
         yield
         return
-    home = Path(os.path.realpath(path))
-    lock = home / ".lock" if home.is_dir() else home.with_name(f".{home.name}.lock")
+    target = Path(os.path.realpath(path))
+    hidden = target / ".lock" if target.is_dir() else target.with_name(f".{target.name}.lock")
     try:
-        file, ours = _open_locked(lock, time.monotonic() + patience)
+        file, is_ours = _open_locked(hidden, time.monotonic() + wait_seconds)
     except OSError as error:
         raise InputError(f"{option} {path}: cannot be written ({error.strerror})") from None
     with file:
-        if not ours:
+        if not is_ours:
             file.seek(0)
             holder = file.read().strip() or "another process"
             raise InputError(
@@ -193,23 +216,27 @@ def locked(path: str | os.PathLike, option: str, patience: float = 0) -> Iterato
         try:
             yield
         finally:
-            lock.unlink(missing_ok=True)  # before it is let go: then it may be another's
+            # Removed while it is still locked: after that it may be another process's.
+            hidden.unlink(missing_ok=True)
 
 
-def _open_locked(lock: Path, deadline: float) -> tuple[IO[str], bool]:
-    """The lock's file, and whether this process has the lock now; ``deadline`` is monotonic."""
+def _open_locked(path: Path, deadline: float) -> tuple[IO[str], bool]:
+    """The lock's file, and whether this process holds the lock; ``deadline`` is monotonic time."""
+    assert fcntl is not None, "locked returns before on a system without it"
     while True:
-        file = lock.open("a+", encoding="utf-8", errors="replace")
+        file = path.open("a+", encoding="utf-8", errors="replace")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 return file, False
             file.close()
-            time.sleep(0.02)
+            time.sleep(_LOCK_POLL_SECONDS)
             continue
         except OSError:
-            return file, True  # there are no locks here
-        if lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+            return file, True  # the file system has no locks
+        # Its holder may have removed the file between our open and our lock. Then this lock is on
+        # a file without a name, which nobody else can find.
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file, True
-        file.close()  # whoever had it has just removed it
+        file.close()

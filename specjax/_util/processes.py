@@ -1,7 +1,7 @@
-"""Runs of several processes: joining them, what they must agree on, and who writes.
+"""Runs of several processes: joining them, checking that they agree, and who writes.
 
 Every process runs the same program; arrays span the devices of all of them. In a run of one process
-everything here returns at once.
+every function here returns at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -24,9 +24,9 @@ _MESSAGE_BYTES = 512  # of an error that is sent to the other processes
 
 
 def join(where: str) -> None:
-    """Joins the run: ``HOST:PORT,COUNT,INDEX``, the first process's address, or ``cluster``.
+    """Joins the run: ``HOST:PORT,COUNT,INDEX`` with the first process's address, or ``cluster``.
 
-    Must come before anything uses a device.
+    Call it before anything uses a device.
 
     Raises:
       InputError: another form, or the processes do not find each other.
@@ -38,80 +38,90 @@ def join(where: str) -> None:
         place = Place.parse(where)
         jax.distributed.initialize(place.address, place.count, place.index)
     except (ValueError, RuntimeError) as error:
-        first = (str(error) or type(error).__name__).splitlines()[0]
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(
             f"--distributed {where}: expected {Place.FORM}, or "
-            f"{BY_CLUSTER} under a cluster manager ({first})"
+            f"{BY_CLUSTER} under a cluster manager ({first_line})"
         ) from None
 
 
-def leads() -> bool:
-    """Whether this process writes metrics, exports and summaries; checkpoints are by all."""
+def is_main_process() -> bool:
+    """Whether this is process 0, which writes metrics, exports and summaries.
+
+    Checkpoints are written by all processes.
+    """
     return jax.process_index() == 0
 
 
-def any_of(flag: bool) -> bool:
+def any_process(flag: bool) -> bool:
     """Whether ``flag`` is true in any process; every process gets the same answer."""
     if jax.process_count() == 1:
         return flag
     return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
 
 
-def of_first(value: np.ndarray) -> np.ndarray:
-    """What process 0 has, in every process."""
-    return value if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(value)
+def broadcast_from_main(value: np.ndarray) -> np.ndarray:
+    """The value that process 0 has, in every process."""
+    if jax.process_count() == 1:
+        return value
+    return multihost_utils.broadcast_one_to_all(value)
 
 
 def raise_everywhere(work: Callable[[], T]) -> T:
-    """``work()``; where it fails in one process, every process raises.
+    """``work()``; if it fails in one process, every process raises.
 
     Without this the others would wait for the failed one until their connection times out.
 
     Raises:
-      InputError: the process's own, or which other process failed and why.
+      InputError: which other process failed, and why. A process that failed itself raises its own
+        error.
     """
     if jax.process_count() == 1:
         return work()
     error = None
+    result = None
     try:
         result = work()
     except Exception as caught:
         error = caught
-    said = str(error or "").encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+    # Every process takes part in both gathers, also one that failed: else the others would hang.
+    message = str(error or "").encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
     failed = multihost_utils.process_allgather(np.asarray(error is not None))
-    texts = multihost_utils.process_allgather(np.frombuffer(said, np.uint8))
+    messages = multihost_utils.process_allgather(np.frombuffer(message, np.uint8))
     if error is not None:
         raise error
     for index in np.flatnonzero(failed):
-        text = bytes(texts[index]).rstrip(b"\0").decode(errors="replace")
+        text = bytes(messages[index]).rstrip(b"\0").decode(errors="replace")
         raise InputError(f"process {index} failed: {text}")
-    return result
+    return cast(T, result)
 
 
-def first_then_all(work: Callable[[], T]) -> T:
-    """``work()`` in process 0, then in the others, which find what it has written.
+def main_process_first(work: Callable[[], T]) -> T:
+    """``work()`` in process 0 and then in the others, which find what it has written.
 
     Raises:
       InputError: as :func:`raise_everywhere`.
     """
-    result = raise_everywhere(lambda: work() if leads() else None)
-    others = raise_everywhere(lambda: None if leads() else work())
-    return result if leads() else others
+    is_main = is_main_process()
+    main_result = raise_everywhere(lambda: work() if is_main else None)
+    other_result = raise_everywhere(lambda: None if is_main else work())
+    return cast(T, main_result if is_main else other_result)
 
 
-def agree(**facts: Any) -> None:
+def check_agreement(**facts: Any) -> None:
     """Checks that every process has the same value under each name.
 
     Raises:
-      InputError: names the first fact that differs and the processes that differ from the first.
+      InputError: names the first fact that differs, and the processes that differ from process 0.
     """
     if jax.process_count() == 1:
         return
     digests = [hashlib.sha256(json.dumps(fact, default=vars).encode()) for fact in facts.values()]
-    mine = np.stack([np.frombuffer(digest.digest(), np.uint8) for digest in digests])
-    of_all = multihost_utils.process_allgather(mine)
-    for place, name in enumerate(facts):
-        others = np.flatnonzero((of_all[:, place] != of_all[0, place]).any(axis=1))
+    ours = np.stack([np.frombuffer(digest.digest(), np.uint8) for digest in digests])
+    everyones = multihost_utils.process_allgather(ours)  # [processes, facts, bytes]
+    for number, name in enumerate(facts):
+        differs = (everyones[:, number] != everyones[0, number]).any(axis=1)
+        others = np.flatnonzero(differs)
         if len(others):
             raise InputError(
                 f"processes disagree on {name}: {', '.join(map(str, others))} against process 0; "

@@ -1,7 +1,7 @@
 """What the ``main`` of every program shares: arguments, one-line errors, exit codes.
 
-It imports no JAX, so ``--help`` and wrong arguments are answered at once; what a program does
-lies in a module that :func:`run` imports when the arguments are good.
+It imports no JAX, so that ``--help`` and wrong arguments are answered at once. What a program does
+is in a module that :func:`run` imports once the arguments are good.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from typing import NoReturn
 
 from specjax._util.errors import SpecjaxError, one_line
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+# Exit codes.
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One of ``count`` processes of a program; ``address`` is where they meet, the first one's."""
+    """One of ``count`` processes of a program; ``address`` is the first one's."""
 
     FORM = "HOST:PORT,COUNT,INDEX"
 
@@ -41,19 +44,22 @@ class Place:
         Raises:
           ValueError: another form, or an INDEX that is not below COUNT.
         """
-        found = re.fullmatch(r"([^\s,]+:[0-9]{1,5}),([0-9]{1,6}),([0-9]{1,6})", text)
-        if not found or int(found[3]) >= int(found[2]):
-            raise ValueError("no such form, or INDEX is not below COUNT")
-        return cls(found[1], int(found[2]), int(found[3]))
+        match = re.fullmatch(r"([^\s,]+:[0-9]{1,5}),([0-9]{1,6}),([0-9]{1,6})", text)
+        if not match:
+            raise ValueError(f"not of the form {cls.FORM}")
+        place = cls(match[1], int(match[2]), int(match[3]))
+        if place.index >= place.count:
+            raise ValueError(f"INDEX {place.index} is not below COUNT {place.count}")
+        return place
 
     def __str__(self) -> str:
         return f"{self.address},{self.count},{self.index}"
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with ``--version``, whose errors are one line that names the way out.
+    """An argument parser with ``--version``, whose errors are one line that names the way out.
 
-    ``name`` is what follows ``python -m``, ``doc`` the program's docstring.
+    ``name`` is what follows ``python -m``, and ``doc`` is the program's docstring.
     """
 
     def __init__(self, name: str, doc: str):
@@ -73,14 +79,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def say(name: str, message: object) -> None:
-    """Tells a user something on stderr, in one line; ``name`` is the program's."""
+    """Prints one line on stderr; ``name`` is the program's."""
     print(f"{name}: {one_line(message)}", file=sys.stderr, flush=True)
 
 
 def run(name: str, work: str, args: argparse.Namespace) -> int:
-    """Calls ``work``, a ``module:function`` of the arguments; returns the exit code.
+    """Calls ``work``, a ``module:function`` that gets the arguments; returns its exit code.
 
-    What the user asked wrongly is one line and 2, an interrupt 130.
+    A mistake of the user is one line and exit code 2. An interrupt is exit code 130.
     """
     try:
         function = pkgutil.resolve_name(work)
@@ -98,9 +104,10 @@ def run(name: str, work: str, args: argparse.Namespace) -> int:
 
 
 def start(main: Callable[[], int]) -> NoReturn:
-    """Runs a program's ``main`` as this process: for ``__main__`` modules alone."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
-        # Until :func:`run` has imported the work: extensions crash where their import raises.
+    """Runs a program's ``main`` and ends the process; for ``__main__`` modules."""
+    # Until `run` has imported the work, an interrupt ends the process at once: extensions crash if
+    # their import raises. A shell's background job ignores interrupts and goes on doing so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
     sys.unraisablehook = _interrupt_again
     try:
@@ -120,28 +127,30 @@ def start(main: Callable[[], int]) -> NoReturn:
 
 
 def _leave(*_: object) -> NoReturn:
-    """Ends an interrupted process at once, all of whose blocks are left.
+    """Ends an interrupted process at once, without the interpreter's own end.
 
-    XLA may still compile or compute in threads of its own, and crashes where an interpreter ends
-    beneath them.
+    Threads of XLA may still compile or compute. They crash if the interpreter ends first.
     """
     os._exit(INTERRUPTED)
 
 
 def _drop_output() -> None:
-    """The reader is gone, e.g. ``| head``: nothing is left to say, not even at exit."""
+    """Drops all further output: its reader, such as ``| head``, has gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interrupt_again(lost: sys.UnraisableHookArgs) -> None:
-    """Repeats an interrupt that fell into a callback which cannot raise, as XLA's of the garbage
-    collector; it would be lost, and the program go on."""
+    """Repeats an interrupt that came in a callback which cannot raise.
+
+    XLA's callback of the garbage collector is one. The interrupt would be lost, and the program
+    would go on.
+    """
     if lost.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(lost)
         return
 
-    def soon() -> None:
+    def interrupt_soon() -> None:
         time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
-    _thread.start_new_thread(soon, ())
+    _thread.start_new_thread(interrupt_soon, ())

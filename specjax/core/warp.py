@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax._util.arguments import ArgSpec, validate_fields
+from specjax._util.arguments import validate_fields
+from specjax._util.checks import Check
 from specjax.core import probs
 from specjax.core.types import Warp
 
@@ -46,9 +47,9 @@ class Sampling:
     def __post_init__(self):
         validate_fields(
             self,
-            temperature=ArgSpec(float, low=0, high=1e38),  # what float32 holds
-            top_k=ArgSpec(int, low=0, high=2**31 - 1),  # what int32 holds
-            top_p=ArgSpec(float, above=0, high=1),
+            temperature=Check(float, low=0, high=1e38),  # what float32 holds
+            top_k=Check(int, low=0, high=2**31 - 1),  # what int32 holds
+            top_p=Check(float, above=0, high=1),
         )
 
     def arrays(self, batch: int) -> Warp:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax._util.arguments import ArgSpec, validate_fields
+from specjax._util.arguments import validate_fields
+from specjax._util.checks import Check
 from specjax.core import probs
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Drafter, Proposal
@@ -61,7 +62,7 @@ class Candidates:
     form: str = CHAIN
 
     def __post_init__(self):
-        validate_fields(self, k=ArgSpec(int, low=1), form=ArgSpec(str, choices=FORMS))
+        validate_fields(self, k=Check(int, low=1), form=Check(str, choices=FORMS))
 
     @property
     def sampling(self) -> str:

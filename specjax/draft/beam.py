@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax._util.arguments import COUNT, FLAG, ArgSpec, validate_fields
+from specjax._util.arguments import COUNT, FLAG, validate_fields
+from specjax._util.checks import Check
 from specjax.core import probs, tree
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Proposal
@@ -64,7 +65,7 @@ class Beam(ModelDrafter):
     sampling = DETERMINISTIC
 
     def __post_init__(self):
-        verified, joint = ArgSpec(str, choices=VERIFIED), ArgSpec(str, choices=JOINTS)
+        verified, joint = Check(str, choices=VERIFIED), Check(str, choices=JOINTS)
         validate_fields(self, gamma=COUNT, width=COUNT, verify_beams=verified, joint=joint)
         validate_fields(self, drawn=FLAG, of_target=FLAG)
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float
 
-from specjax._util.arguments import COUNT, FLAG, ArgSpec, validate_fields
+from specjax._util.arguments import COUNT, FLAG, validate_fields
+from specjax._util.checks import Check
 from specjax._util.errors import PairError
 from specjax.core import probs
 from specjax.core.probs import Purpose
@@ -46,7 +47,7 @@ class Chain(ModelDrafter):
 
     def __post_init__(self):
         validate_fields(
-            self, gamma=COUNT, stop=ArgSpec(str, choices=STOPS), draft_warp=FLAG, keep_logits=FLAG
+            self, gamma=COUNT, stop=Check(str, choices=STOPS), draft_warp=FLAG, keep_logits=FLAG
         )
         if self.keep_logits and self.stop == STOPS_AFTER:
             raise PairError(

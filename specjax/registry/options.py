@@ -7,54 +7,63 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from specjax._util.arguments import ArgSpec
+from specjax._util.checks import Check
 from specjax._util.errors import OptionError
 
-REQUIRED = object()  # in place of a default
-AUTO, MEASURED = "auto", "measured"  # a draft length by costs, and where these come from
+REQUIRED = object()  # the default of an option that has none
+AUTO = "auto"  # a value of gamma or branching: the length is chosen by measured costs
+MEASURED = "measured"  # the value of costs that are measured before the run
 
 
 @dataclasses.dataclass(frozen=True)
-class Option(ArgSpec):
-    """One setting of a part. Floats are arrays in the loop (changing one never recompiles);
-    everything else is static."""
+class Option(Check):
+    """One setting of a part.
+
+    Floats are arrays in the decode loop, so that another value does not recompile it. Everything
+    else is static.
+    """
 
     default: Any
     help: str
     _: dataclasses.KW_ONLY
-    within_vocabulary: bool = False  # so many different tokens: no more than there are
-    # A choice may stand for values of other options of the method: those that are not given.
+    # The option counts different tokens: it cannot be larger than the vocabulary.
+    within_vocabulary: bool = False
+    # Each choice fills in values of other options of the method, where those are not given.
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def preset(cls, help: str, presets: Mapping[str, Mapping[str, Any]]) -> Option:
-        """An option whose choices are presets, by name; by default none of them."""
+        """An option whose choices are presets, by name. The default is ``none`` of them."""
         return cls(str, "none", help, choices=("none", *presets), presets=presets)
 
     def parse(self, name: str, value: Any) -> Any:
-        """The value, checked as by :class:`specjax._util.arguments.ArgSpec`.
+        """The checked value, as :meth:`Check.parse` gives it.
 
         Raises:
-          OptionError: a wrong type, a value out of range, or none.
+          OptionError: a wrong type, a value out of range, or no value.
         """
         if value is REQUIRED:
             raise OptionError(f"option {name} has no default: give options={{{name!r}: …}}")
         return super().parse(name, value)
 
-    def check_vocabulary(self, name: str, value: Any, vocab: int) -> None:
-        """Refuses more different tokens than the vocabulary has.
+    def check_vocabulary(self, name: str, value: Any, vocab_size: int) -> None:
+        """Checks that the option asks for no more different tokens than there are.
 
         Raises:
-          OptionError: so.
+          OptionError: it asks for more.
         """
-        widest = max(value) if isinstance(value, tuple) else value
-        if self.within_vocabulary and widest > vocab:
-            raise OptionError(f"{name}={widest} is more than the vocabulary's {vocab} tokens")
+        if not self.within_vocabulary:
+            return
+        count = max(value) if isinstance(value, tuple) else value
+        if count > vocab_size:
+            raise OptionError(f"{name}={count} is more than the vocabulary's {vocab_size} tokens")
 
 
-def hint(name: str, known: Iterable[str]) -> str:
-    """What to write instead of an unknown name."""
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: what could have been meant."""
     near = difflib.get_close_matches(name, known, 1)
     if near:
         return f"; did you mean {near[0]!r}?"
-    return f"; known: {', '.join(known)}" if known else "; it has none"
+    if known:
+        return f"; known: {', '.join(known)}"
+    return "; it has none"

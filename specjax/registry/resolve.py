@@ -1,56 +1,67 @@
-"""From what a user names, or hands over as objects, to one method bound to its settings."""
+"""From what a user names, or gives as objects, to one method for the loaded models."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from specjax._util.arguments import METHOD, ArgSpec
+from specjax._util.arguments import METHOD
+from specjax._util.checks import Check
 from specjax._util.errors import OptionError, PairError
 from specjax.core.protocols import Drafter, Method, Rule, TargetDist
 from specjax.core.round import DraftVerify
 from specjax.lm import LM
+from specjax.registry.method_spec import MethodSpec, Settings
 from specjax.registry.parts import Context
-from specjax.registry.table import MethodSpec, compose, method, usual_rule
+from specjax.registry.table import compose, method, usual_rule
 
 
 def choose(
-    name: str | Method,
+    name: str | MethodSpec | Method,
     drafter: str | Drafter | None,
     rule: str | Rule | None,
     target_dist: str | TargetDist | None,
     has_draft: bool,
 ) -> MethodSpec | Method:
-    """The method of that name, the one composed of the parts given, or the object itself.
+    """The method with that name, the one composed of the given parts, or the object itself.
 
-    Left out, a drafter is ``chain`` where there is a draft model and else ``none``, a rule
-    that of :func:`usual_rule`, a target distribution ``warped``.
+    If one part is given, the others have defaults. The drafter is ``chain`` with a draft model and
+    ``none`` without one. The rule is the drafter's :func:`usual_rule`. The target distribution is
+    ``warped``.
 
     Raises:
-      OptionError: an unknown name, no such object, or parts beside a method object.
+      OptionError: an unknown name, no such object, or parts besides a method object.
     """
-    named = isinstance(name, str)
-    if drafter is not None or rule is not None or target_dist not in (None, "warped"):
-        if not named:
+    target_dist = "warped" if target_dist is None else target_dist
+    parts_given = drafter is not None or rule is not None or target_dist != "warped"
+    if parts_given:
+        if not isinstance(name, str):
             raise OptionError(
                 "a method object has its parts: leave drafter=, rule=, target_dist= out"
             )
-        drafter = drafter if drafter is not None else "chain" if has_draft else "none"
-        rule = rule if rule is not None else usual_rule(drafter)
-        return compose(drafter, rule, "warped" if target_dist is None else target_dist)
-    if type(name) is DraftVerify:  # as its parts: their options are checked, and have defaults
+        if drafter is None:
+            drafter = "chain" if has_draft else "none"
+        if rule is None:
+            rule = usual_rule(drafter)
+        return compose(drafter, rule, target_dist)
+
+    # A plain DraftVerify is taken apart, so that its options are checked and have defaults.
+    # A subclass may step in another way: it stays as it is.
+    if type(name) is DraftVerify:
         return compose(name.drafter, name.rule, name.target)
-    if named or isinstance(name, MethodSpec):
-        return method(name) if named else name
+    if isinstance(name, str):
+        return method(name)
+    if isinstance(name, MethodSpec):
+        return name
     return METHOD.parse("method", name)
 
 
 def bind(
     chosen: MethodSpec | Method, context: Context, options: Mapping[str, Any], guided: bool
-) -> tuple[Method, dict[str, float]]:
-    """The method for these models, and its float settings; nothing is compiled yet.
+) -> tuple[Method, Settings]:
+    """The method for these models, and the settings of its loop. Nothing is compiled yet.
 
-    ``guided``: there is a reward.
+    ``guided`` says whether there is a reward.
 
     Raises:
       OptionError, PairError: a value, a model or a reward that does not fit.
@@ -58,32 +69,35 @@ def bind(
     if context.draft is not None:
         check_models(context.target, context.draft)
     if not isinstance(chosen, MethodSpec):
-        return chosen, {name: ArgSpec(float).parse(name, value) for name, value in options.items()}
+        number = Check(float)
+        return chosen, {name: number.parse(name, value) for name, value in options.items()}
     if chosen.needs_reward and not guided:
         raise OptionError(f"method {chosen.name} needs a reward: give --reward (or reward=)")
     return chosen.build(context, options)
 
 
 def check_models(target: LM, draft: LM) -> None:
-    """Refuses a draft model on other devices, or whose tokenizer is not the target's.
+    """Checks that the draft model is on the target's devices and has its tokenizer.
 
-    Vocabularies padded to different sizes are fine: ids beyond the tokenizer have mass 0.
+    Vocabularies may be padded to different sizes: ids beyond the tokenizer have probability 0.
 
     Raises:
       PairError: says how they differ.
     """
     if target.mesh != draft.mesh:
         raise PairError(
-            f"target {target.source} and draft {draft.source} lie on different "
+            f"target {target.source} and draft {draft.source} are on different "
             "devices; load both with the same mesh"
         )
     if draft.is_head:
-        return  # specjax.lm.attach has looked at it
+        return  # specjax.lm.attach has compared its vocabulary
     if target.tokenizer is None or draft.tokenizer is None:
-        if target.config.vocab_size != draft.config.vocab_size:
+        target_size = target.config.vocab_size
+        draft_size = draft.config.vocab_size
+        if target_size != draft_size:
             raise PairError(
-                f"target has {target.config.vocab_size} ids and draft {draft.config.vocab_size}, "
-                "and without tokenizers there is no telling whether they mean the same"
+                f"target has {target_size} ids and draft {draft_size}, and without tokenizers "
+                "there is no telling whether they mean the same: give both a tokenizer"
             )
         return
     difference = target.tokenizer.difference(draft.tokenizer)

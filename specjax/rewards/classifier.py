@@ -6,7 +6,7 @@ import functools
 import os
 from pathlib import Path
 
-from specjax._util.errors import OptionError, foreign, silent
+from specjax._util.errors import OptionError, errors_as, silence_stderr
 from specjax._util.files import check_entries
 from specjax.models.hf.config import check_values
 from specjax.models.hf.files import read_json
@@ -54,7 +54,7 @@ class Classifier(OfText):
 
         """Tokenizer, model, and how many texts a batch has."""
         failed = f"reward classifier: {self.directory} cannot be loaded"
-        with foreign(failed, OptionError), silent():
+        with errors_as(failed, OptionError), silence_stderr():
             check_entries(self.directory)
             check_values(read_json(self.directory / "config.json"))
             tokenizer = AutoTokenizer.from_pretrained(
@@ -77,7 +77,7 @@ class Classifier(OfText):
 
     def check(self, tokenizer, constraints):
         super().check(tokenizer, constraints)
-        with foreign(f"reward classifier: {self.directory} cannot score a text", OptionError):
+        with errors_as(f"reward classifier: {self.directory} cannot score a text", OptionError):
             self.score(Sample("b", "a ", (), {}))
 
     def score(self, sample):

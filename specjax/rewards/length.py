@@ -7,7 +7,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from specjax._util.arguments import COUNT, ArgSpec, validate_fields
+from specjax._util.arguments import COUNT, validate_fields
+from specjax._util.checks import Check
 from specjax.rewards.protocol import DeviceReward
 
 
@@ -25,7 +26,7 @@ class Length:
     full = 1.0
 
     def __post_init__(self):
-        validate_fields(self, low=ArgSpec(int, low=0), high=COUNT)
+        validate_fields(self, low=Check(int, low=0), high=COUNT)
 
     def check(self, tokenizer, constraints):
         """Every completion has a length."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from specjax._util.errors import OptionError, foreign
+from specjax._util.errors import OptionError, errors_as
 from specjax.rewards.classifier import Classifier
 from specjax.rewards.combined import Combined
 from specjax.rewards.length import Length
@@ -38,7 +38,7 @@ def _length(argument: str) -> Length:
 def _regex(argument: str) -> Regex:
     if not argument:
         raise OptionError("--reward regex: expected a pattern, such as regex:return .*")
-    with foreign(f"--reward regex:{argument[:SHOWN_CHARACTERS]}: not a pattern", OptionError):
+    with errors_as(f"--reward regex:{argument[:SHOWN_CHARACTERS]}: not a pattern", OptionError):
         return Regex(re.compile(argument))
 
 

@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from specjax._util.arguments import ArgSpec, an, validate_fields
-from specjax._util.errors import OptionError, foreign
+from specjax._util.arguments import instance_of, validate_fields
+from specjax._util.checks import Check
+from specjax._util.errors import OptionError, errors_as
 from specjax.rewards.parsing import OPEN, VALID, json_state, parses_as_python
 
 
@@ -37,7 +38,9 @@ class Regex(OfText):
     name = "regex"
 
     def __post_init__(self):
-        validate_fields(self, pattern=ArgSpec(an(re.Pattern), wanted="a pattern of re.compile"))
+        validate_fields(
+            self, pattern=Check(instance_of(re.Pattern), expected="a pattern of re.compile")
+        )
 
     def score(self, sample):
         return float(self.pattern.search(sample.text) is not None)
@@ -97,7 +100,7 @@ def from_module(place: str) -> OfFunction:
       OptionError: no such module or function, or it cannot be called.
     """
     module, _, name = place.partition(":")
-    with foreign(f"--reward {place}: module {module} cannot be imported", OptionError):
+    with errors_as(f"--reward {place}: module {module} cannot be imported", OptionError):
         function = getattr(importlib.import_module(module), name, None)
     if not callable(function):
         raise OptionError(f"--reward {place}: module {module} has no function {name!r}")

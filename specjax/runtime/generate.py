@@ -12,14 +12,14 @@ import numpy as np
 from specjax._util.arguments import (
     COUNT,
     FLAG,
-    ArgSpec,
-    an,
-    listed,
-    or_name,
-    texts,
+    allow_name,
+    as_integer_array,
+    as_prompt_list,
+    as_texts,
+    instance_of,
     validate_arguments,
-    whole_numbers,
 )
+from specjax._util.checks import Check
 from specjax._util.errors import OptionError, PairError
 from specjax.core.mesh import round_up
 from specjax.core.protocols import Drafter, Method, Rule, TargetDist
@@ -36,10 +36,10 @@ ALL_ROUNDS = 2**31 - 1  # between polls: only ended requests are polled
 PREFIXES = 4  # prefilled states in the prefix cache, each with the memory of a row
 MOST_SAMPLES = 2**16  # of a prompt: each is a row
 
-OPTIONS = ArgSpec(
+OPTIONS = Check(
     dict,
     fits=lambda options: all(isinstance(name, str) for name in options),
-    wanted="a dict of option names and values",
+    expected="a dict of option names and values",
     optional=True,
 )
 
@@ -49,7 +49,7 @@ def _constraints(value: Any) -> list[dict[str, tuple[str, ...]]]:
     rows = value
     if isinstance(value, Mapping):
         rows = [value]
-    return [{name: texts(words) for name, words in dict(row).items()} for row in rows]
+    return [{name: as_texts(words) for name, words in dict(row).items()} for row in rows]
 
 
 def _budgets(value: Any) -> int | list[int]:
@@ -62,26 +62,28 @@ def _budgets(value: Any) -> int | list[int]:
 
 CHECKED = validate_arguments(
     target=TARGET,
-    prompts=ArgSpec(listed, fits=len, wanted="at least one text or sequence of token ids"),
-    draft=or_name(dataclasses.replace(MODEL, optional=True)),
+    prompts=Check(as_prompt_list, fits=len, expected="at least one text or sequence of token ids"),
+    draft=allow_name(dataclasses.replace(MODEL, optional=True)),
     options=OPTIONS,
-    max_new_tokens=ArgSpec(_budgets, wanted="a whole number ≥ 1, or one per prompt"),
-    sampling=ArgSpec(an(Sampling), wanted="a specjax.Sampling, as Sampling(0.8)", optional=True),
-    seed=ArgSpec(int, low=0, high=2**32 - 1),  # jax.random.key drops or refuses what is above
-    num_samples=ArgSpec(int, low=1, high=MOST_SAMPLES),
-    stop=ArgSpec(texts, fits=all, wanted="texts, none of them empty", optional=True),
+    max_new_tokens=Check(_budgets, expected="a whole number ≥ 1, or one per prompt"),
+    sampling=Check(
+        instance_of(Sampling), expected="a specjax.Sampling, as Sampling(0.8)", optional=True
+    ),
+    seed=Check(int, low=0, high=2**32 - 1),  # jax.random.key drops or refuses what is above
+    num_samples=Check(int, low=1, high=MOST_SAMPLES),
+    stop=Check(as_texts, fits=all, expected="texts, none of them empty", optional=True),
     logprobs=FLAG,
-    batch_size=ArgSpec(int, low=1, optional=True),
-    prefixes=ArgSpec(int, low=0),
-    indices=ArgSpec(
-        lambda value: whole_numbers(value).tolist(),
+    batch_size=Check(int, low=1, optional=True),
+    prefixes=Check(int, low=0),
+    indices=Check(
+        lambda value: as_integer_array(value).tolist(),
         fits=lambda indices: all(0 <= i < SAMPLE_STREAM for i in indices),
-        wanted="whole numbers from 0 to 2**31 - 1",
+        expected="whole numbers from 0 to 2**31 - 1",
         optional=True,
     ),
-    rounds_per_piece=ArgSpec(int, low=1, high=ALL_ROUNDS),
-    constraints=ArgSpec(
-        _constraints, wanted="per prompt, a dict of reward names and their texts", optional=True
+    rounds_per_piece=Check(int, low=1, high=ALL_ROUNDS),
+    constraints=Check(
+        _constraints, expected="per prompt, a dict of reward names and their texts", optional=True
     ),
 )
 
@@ -330,8 +332,9 @@ def make_engine(
     method, settings = bind(chosen, context, options, guided=judge is not None)
     if isinstance(chosen, MethodSpec) and not chosen.needs_draft:
         draft = None  # e.g. plain decoding, compared with a speculative run
-    if judge and "r_t" in settings:
-        judge.combined.check_threshold(settings["r_t"])
+    threshold = settings.get("r_t")
+    if judge and isinstance(threshold, float):
+        judge.combined.check_threshold(threshold)
     return Engine(target, draft, method, settings, judge)
 
 
@@ -385,7 +388,7 @@ def encode_prompt(target: LM, prompt: str | Sequence[int], name: str = "the prom
             prompt = target.tokenizer.encode(prompt)
         except OptionError as error:
             raise OptionError(f"{name}: {error}") from None
-    tokens = ArgSpec(whole_numbers, wanted="a text, or token ids").parse(name, prompt)
+    tokens = Check(as_integer_array, expected="a text, or token ids").parse(name, prompt)
     context = target.config.max_position
     vocab_size = target.config.vocab_size
     if tokens.size == 0:

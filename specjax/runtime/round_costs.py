@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax._util.processes import of_first
+from specjax._util.processes import broadcast_from_main
 from specjax.core.loop import run_rounds
 from specjax.core.mesh import is_cache
 from specjax.core.types import NO_EOS, RUNNING, DecodeState, Inputs
@@ -45,7 +45,7 @@ def round_costs(
         measured, state = _measure(method, inputs, state)
         if inputs.mesh is not None and inputs.mesh.is_multi_process:
             # All processes must take the same lengths, or they would wait for each other forever.
-            measured = tuple(of_first(np.array(measured, np.float32)).tolist())
+            measured = tuple(broadcast_from_main(np.array(measured, np.float32)).tolist())
         _MEASURED[key] = measured
         state = _with_caches_of(saved, state)
     return _MEASURED[key], state

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax._util.arguments import COUNT, ArgSpec, validate_fields
+from specjax._util.arguments import COUNT, validate_fields
+from specjax._util.checks import Check
 from specjax.core import probs
 from specjax.core.commit import Cost, count_round
 from specjax.core.probs import Purpose
@@ -69,7 +70,7 @@ class BeamSearch(Method):
     needs_full_length = True
 
     def __post_init__(self):
-        validate_fields(self, beams=COUNT, joint=ArgSpec(str, choices=SAMPLED))
+        validate_fields(self, beams=COUNT, joint=Check(str, choices=SAMPLED))
 
     def ready(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         tokens = jnp.repeat(state.tokens[:, None], self.beams, axis=1)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specjax._util.arguments import COUNT, FLAG, ArgSpec, validate_fields
+from specjax._util.arguments import COUNT, FLAG, validate_fields
+from specjax._util.checks import Check
 from specjax.core import probs
 from specjax.core.commit import Cost, DraftOutcome, finish_round
 from specjax.core.probs import Purpose
@@ -123,9 +124,9 @@ class CDSL(Method):
     keep_verified: bool = True
 
     def __post_init__(self):
-        accept = ArgSpec(str, choices=ACCEPTS)
+        accept = Check(str, choices=ACCEPTS)
         validate_fields(
-            self, k=COUNT, d=COUNT, b=ArgSpec(int, low=0), accept=accept, keep_verified=FLAG
+            self, k=COUNT, d=COUNT, b=Check(int, low=0), accept=accept, keep_verified=FLAG
         )
 
     @property

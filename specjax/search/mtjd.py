@@ -9,7 +9,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from specjax._util.arguments import COUNT, ArgSpec, validate_fields
+from specjax._util.arguments import COUNT, validate_fields
+from specjax._util.checks import Check
 from specjax.core import probs
 from specjax.core.commit import Cost, finish_round, path_logprobs
 from specjax.core.probs import Purpose
@@ -37,7 +38,7 @@ class MTJD(Method):
     joint: str = "raw"
 
     def __post_init__(self):
-        validate_fields(self, block=COUNT, beam_width=COUNT, joint=ArgSpec(str, choices=JOINTS))
+        validate_fields(self, block=COUNT, beam_width=COUNT, joint=Check(str, choices=JOINTS))
 
     @classmethod
     def over(cls, vocab: int, block: int, beam_width: int, joint: str) -> MTJD:

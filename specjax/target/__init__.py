@@ -1,4 +1,4 @@
-"""Target distributions, one file each: what a draft is verified against."""
+"""Target distributions, one file each: the p that a draft is verified against."""
 
 from specjax.target.contrastive import IMPROVED, ORIGINAL, VARIANTS, Contrastive
 from specjax.target.warped import Warped

@@ -1,6 +1,6 @@
-"""The contrastive target: what the target model says more than the draft model does.
+"""The contrastive target: the target model's logits against those of the draft model.
 
-Axis legend: B rows, N draft nodes, V vocabulary.
+Axis legend: B rows, N draft nodes, V vocabulary; ``...`` are leading axes.
 """
 
 from __future__ import annotations
@@ -10,23 +10,27 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specjax._util.arguments import FLAG, ArgSpec, validate_fields
+from specjax._util.arguments import FLAG, validate_fields
+from specjax._util.checks import Check
 from specjax.core import probs
 from specjax.core.protocols import TargetDist
 from specjax.core.scoring import score
 from specjax.core.warp import warp
 from specjax.models.cache import commit_path
 
-VARIANTS = ORIGINAL, IMPROVED = "original", "improved"
+ORIGINAL = "original"
+IMPROVED = "improved"
+VARIANTS = (ORIGINAL, IMPROVED)
 
 
 @dataclasses.dataclass(frozen=True)
 class Contrastive(TargetDist):
-    """The expert's distribution against an amateur's (Li et al. 2023; Yuan et al. 2024, SCD).
+    """The target model (expert) against the draft model (amateur).
 
-    The amateur is the draft model: its raw logits ride along with the draft, or it scores every
-    node with a cache of its own (``own_passes``). Settings ``alpha`` and ``beta``; the run's
-    temperature, top-k and top-p act on the result.
+    Li et al. 2023; with speculative drafts, Yuan et al. 2024 (SCD). The amateur's raw logits come
+    with the draft. With ``own_passes`` the amateur scores every node itself, with a cache of its
+    own. Settings are ``alpha`` and ``beta``, see :func:`contrast`. The run's temperature, top-k and
+    top-p act on the result.
     """
 
     variant: str = IMPROVED
@@ -35,7 +39,7 @@ class Contrastive(TargetDist):
     settings = ("alpha", "beta")
 
     def __post_init__(self):
-        validate_fields(self, variant=ArgSpec(str, choices=VARIANTS), own_passes=FLAG)
+        validate_fields(self, variant=Check(str, choices=VARIANTS), own_passes=FLAG)
 
     @property
     def needs_draft_logits(self) -> bool:
@@ -49,25 +53,40 @@ class Contrastive(TargetDist):
         return dataclasses.replace(self, own_passes=True)
 
     def init(self, inputs, state):
-        return inputs.draft.cache(*state.tokens.shape) if self.own_passes else ()
+        if not self.own_passes:
+            return ()
+        return _amateur_of(inputs).cache(*state.tokens.shape)
 
     def prefill_chunk(self, inputs, carried, tokens, start):
         if not self.own_passes:
             return ()
-        return inputs.draft.prefill_chunk(carried, tokens, start)[0]
+        cache, _ = _amateur_of(inputs).prefill_chunk(carried, tokens, start)
+        return cache
 
     def log_p(self, inputs, state, draft, logits):
-        amateur, cache = draft.logits, state.target_state
+        amateur_logits = draft.logits
+        cache = state.target_state
         if self.own_passes:
-            nodes = draft.replace(probes=None)  # the amateur knows no adaptive tokens
-            amateur, cache, _ = score(inputs.draft, cache, state.length - 1, nodes)
-        alpha, beta = inputs.settings["alpha"], inputs.settings["beta"]
-        return warp(contrast(logits, amateur, alpha, beta, self.variant), inputs.warp), cache
+            nodes = draft.replace(probes=None)  # the amateur has no adaptive tokens
+            root = state.length - 1
+            amateur_logits, cache, _ = score(_amateur_of(inputs), cache, root, nodes)
+        assert amateur_logits is not None, "MethodSpec.build pairs it with a drafter of logits"
+        alpha = inputs.settings["alpha"]
+        beta = inputs.settings["beta"]
+        scores = contrast(logits, amateur_logits, alpha, beta, self.variant)
+        return warp(scores, inputs.warp), cache
 
     def commit(self, inputs, state, carried, draft, verdict):
+        # The nodes of a chain are written where they belong; those of a tree are moved there.
         if not self.own_passes or draft.shape.is_chain:
             return carried
         return commit_path(carried, state.length - 1, verdict.path)
+
+
+def _amateur_of(inputs):
+    """The draft model."""
+    assert inputs.draft is not None, "needs_draft: a run without a draft model is refused"
+    return inputs.draft
 
 
 def contrast(
@@ -77,16 +96,19 @@ def contrast(
     beta: Float[Array, ""],
     variant: str,
 ) -> Float[Array, "... V"]:
-    """Contrastive scores from raw logits; −inf off the plausible set (SCD §3, Li et al. §3.3).
+    """Contrastive scores of raw logits (SCD §3; Li et al. 2023, §3.3).
 
-    Plausible are tokens of ``Y_e ≥ log α + max Y_e``. ``original``: log p_e − log p_a;
-    ``improved`` (O'Brien and Lewis 2023): ``(1 + β) Y_e − β Y_a``.
+    Only tokens with at least ``α`` times the expert's top probability have one:
+    ``Y_e ≥ log α + max Y_e``; the others are −inf. The score is ``log p_e − log p_a`` with the
+    variant ``original``, and ``(1 + β) Y_e − β Y_a`` with ``improved`` (O'Brien and Lewis 2023).
     """
-    expert, amateur = expert.astype(jnp.float32), amateur.astype(jnp.float32)
-    finite = amateur > probs.NEVER
-    # An amateur that excludes a token would make its score +inf.
-    least = jnp.min(jnp.where(finite, amateur, jnp.inf), axis=-1, keepdims=True)
-    amateur = jnp.where(finite, amateur, least)
+    expert = expert.astype(jnp.float32)
+    amateur = amateur.astype(jnp.float32)
+    # Where the amateur excludes a token, its score would be +inf: the smallest logit stands in.
+    is_finite = amateur > probs.NEVER
+    smallest = jnp.min(jnp.where(is_finite, amateur, jnp.inf), axis=-1, keepdims=True)
+    amateur = jnp.where(is_finite, amateur, smallest)
+
     plausible = expert >= jnp.log(alpha) + expert.max(-1, keepdims=True)
     if variant == ORIGINAL:
         scores = probs.log_softmax(expert) - probs.log_softmax(amateur)

@@ -10,7 +10,7 @@ from specjax.core.warp import warp
 
 @dataclasses.dataclass(frozen=True)
 class Warped(TargetDist):
-    """The target model's own distribution, warped by the run's sampling settings."""
+    """The target model's distribution under the run's temperature, top-k and top-p."""
 
     def log_p(self, inputs, state, draft, logits):
         return warp(logits, inputs.warp), state.target_state

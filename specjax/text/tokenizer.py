@@ -16,8 +16,8 @@ from typing import Any
 
 import tokenizers
 
-from specjax._util.checks import TEXT, Check, either, list_of, require_all
-from specjax._util.errors import ModelError, OptionError, foreign, silent
+from specjax._util.checks import TEXT, Check, either, list_of, require_all, satisfying
+from specjax._util.errors import ModelError, OptionError, errors_as, silence_stderr
 from specjax._util.files import check_entries
 from specjax.models.hf.files import read_json, read_text_file
 from specjax.text import chat
@@ -51,7 +51,7 @@ def _object_of_texts(*names: str) -> Check:
     def holds(value: Any) -> bool:
         return type(value) is dict and all(type(value.get(name)) is str for name in names)
 
-    return Check(f"an object with {' and '.join(names)}", holds)
+    return satisfying(f"an object with {' and '.join(names)}", holds)
 
 
 # What tokenizer_config.json may hold.
@@ -248,7 +248,7 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
       ModelError: there is no such file, it is damaged, or the tokenizer cannot encode.
     """
     text = read_text_file(path)
-    with foreign(f"{path}: not a readable tokenizer"), silent():
+    with errors_as(f"{path}: not a readable tokenizer"), silence_stderr():
         backend = tokenizers.Tokenizer.from_str(text.decode())
         # The file may store the training run's truncation and padding. transformers ignores both,
         # and prompts must stay whole.
@@ -264,7 +264,7 @@ def _backend_from_transformers(directory: Path) -> tokenizers.Tokenizer:
         raise ModelError(f"{directory}: no tokenizer.json")
     from transformers import AutoTokenizer
 
-    with foreign(f"{directory}: its tokenizer cannot be loaded"), silent():
+    with errors_as(f"{directory}: its tokenizer cannot be loaded"), silence_stderr():
         check_entries(directory)
         loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         return _validated(loaded.backend_tokenizer)
@@ -292,7 +292,7 @@ def _template(home: Path, settings: dict) -> str | None:
     """The chat template: a file of its own, a setting, or the default of several named ones."""
     path = home / "chat_template.jinja"
     if os.path.lexists(path):
-        with foreign(f"{path}: not a readable text"):
+        with errors_as(f"{path}: not a readable text"):
             template = read_text_file(path).decode()
         if len(template) > chat.MAX_TEMPLATE:
             raise ModelError(f"{path}: longer than {chat.MAX_TEMPLATE} characters")

@@ -251,7 +251,9 @@ def test_what_cannot_be_sized_is_refused():
         sj.compose("head", "match").resolve({"branching": "auto"})
     with pytest.raises(PairError, match="branching=auto sizes trees of a draft model that may"):
         AutoLengthTree(sj.draft.Tree((2, 1)), sj.Warped(), sj.verify.specinfer)
-    with pytest.raises(OptionError, match="gamma=many: expected a whole number or auto"):
+    with pytest.raises(
+        OptionError, match="gamma=many: expected a whole number from 1 to 64 or auto"
+    ):
         sj.method("speculative").resolve({"gamma": "many"})
     for bad in ("1,2", "0,1,1,1,1,1", "nan,1,1,1,1,1", "fast"):
         with pytest.raises(OptionError, match=r"costs=.*: expected times above 0 at lengths 0, 1"):

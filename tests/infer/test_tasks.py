@@ -155,8 +155,14 @@ def test_rewards_score_every_method_and_a_failing_one_is_said_once(
 BAD = {
     "no-reward": (["--method", "cdsl"], "needs a reward"),
     "unknown": (["--method", "cdlh", "--reward", "nope"], "unknown reward"),
-    "d": (["--method", "cdlh", "--reward", "json", "--set", "d=0"], "d=0: expected a number ≥ 1"),
-    "k": (["--method", "cdsl", "--reward", "json", "--set", "k=0"], "k=0: expected a number ≥ 1"),
+    "d": (
+        ["--method", "cdlh", "--reward", "json", "--set", "d=0"],
+        "d=0: expected a whole number from 1",
+    ),
+    "k": (
+        ["--method", "cdsl", "--reward", "json", "--set", "k=0"],
+        "k=0: expected a whole number from 1",
+    ),
     "a_t": (["--method", "cdsl", "--reward", "json", "--set", "a_t=1.2"], "a_t=1.2"),
     "r_t": (["--method", "cdsl", "--reward", "json", "--set", "r_t=1.2"], "between 0 and 1"),
     "accept": (["--method", "cdsl", "--reward", "json", "--set", "accept=soft"], "accept=soft"),

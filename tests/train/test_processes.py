@@ -14,7 +14,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from specjax._util.errors import InputError
-from specjax._util.processes import agree, any_of, join, leads, raise_everywhere
+from specjax._util.processes import (
+    any_process,
+    check_agreement,
+    is_main_process,
+    join,
+    raise_everywhere,
+)
 from support.training import (
     ROOT,
     TINY_LM,
@@ -170,8 +176,8 @@ def test_processes_that_disagree_all_end_with_one_line(start, tmp_path, separate
 
 def test_a_single_process_leads_and_agrees():
     cfg = from_toml(SDSATConfig, TINY_SDSAT)
-    agree(config=cfg)
-    assert leads() and any_of(True) and not any_of(False)
+    check_agreement(config=cfg)
+    assert is_main_process() and any_process(True) and not any_process(False)
     with pytest.raises(InputError, match="no such thing"):
         raise_everywhere(lambda: (_ for _ in ()).throw(InputError("no such thing")))
 

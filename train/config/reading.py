@@ -18,7 +18,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from specjax._util.checks import Check, quoted
-from specjax._util.errors import InputError, foreign
+from specjax._util.errors import InputError, errors_as
 from specjax._util.files import read_file
 from train.config.sections import PositiveFloat
 
@@ -52,7 +52,7 @@ def read_toml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]
 
     if LONG_KEY.search(text):
         raise InputError(f"{path}: has a key of more than 16 parts; section.key has two")
-    with foreign(f"{path}: not valid TOML", InputError):  # ValueError, RecursionError
+    with errors_as(f"{path}: not valid TOML", InputError):  # ValueError, RecursionError
         values = tomllib.loads(text.decode())
 
     for override in overrides:
@@ -176,5 +176,5 @@ def _read_scalar(plain_type: type, value: Any, name: str, checks: Sequence[Check
         _require("\0" not in value, name, value, "a text without NUL")
 
     for check in checks:
-        _require(check.holds(value), name, value, check.says)
+        _require(check.holds(value), name, value, check.description)
     return plain_type(value)

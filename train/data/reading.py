@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from specjax._util.errors import InputError, SpecjaxError, foreign
+from specjax._util.errors import InputError, SpecjaxError, errors_as
 from specjax._util.files import MOST_BYTES, open_file, open_parquet, parse_json, require_arrow
 
 MIN_CHARS = 200  # shorter documents are package stubs and license headers
@@ -274,7 +274,7 @@ def _read_parquet(piece: TextPiece, intake: Intake) -> Iterator[Document]:
         batches = file.iter_batches(_PARQUET_ROWS, row_groups=groups, columns=[column])
         row = piece.first
         while True:
-            with foreign(f"{piece.path} is not a readable parquet file", InputError):
+            with errors_as(f"{piece.path} is not a readable parquet file", InputError):
                 batch = next(batches, None)
             if batch is None:
                 return

@@ -37,7 +37,7 @@ def open_corpus(
       InputError: as :func:`load_shards` and :func:`load_documents`.
     """
     if data.shards:
-        make = cache is not None and processes.leads()
+        make = cache is not None and processes.is_main_process()
         return load_shards(data, tokenizer, layout, make=make)
     return prepare(documents or load_documents(data), tokenizer, cache, layout)
 

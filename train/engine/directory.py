@@ -42,7 +42,7 @@ def _locked(run: Run, resume: bool) -> Iterator[Path]:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"run.dir={run.dir!r}: {error.strerror}") from None
-    lock = locked(directory, "run.dir") if processes.leads() else contextlib.nullcontext()
+    lock = locked(directory, "run.dir") if processes.is_main_process() else contextlib.nullcontext()
     with lock:
         saved = any(path.name.isdecimal() for path in directory.glob(f"{CHECKPOINTS}/*"))
         if (saved or (directory / METRICS).exists()) and not resume:
@@ -116,7 +116,7 @@ def export_with(
     home = Path(run.dir) / "export"
 
     def write() -> None:
-        if not processes.leads():
+        if not processes.is_main_process():
             return
         save(home)
         # The card comes last: an export with a card is complete.

@@ -148,7 +148,7 @@ def fit(
     log = Path(run.dir) / METRICS
     # A run that was killed before its first checkpoint has a log alone, and starts over.
     resume = resume and not (checkpoints.latest is None and log.exists())
-    processes.agree(checkpoint=checkpoints.latest, resume=resume, settings=fixed)
+    processes.check_agreement(checkpoint=checkpoints.latest, resume=resume, settings=fixed)
 
     placement = placement or Placement()
     state, unlogged = _begin(checkpoints, params, optimizer, loader, resume, fixed, placement)
@@ -223,11 +223,11 @@ class _Training:
         total = self.optim.total_steps
         with (
             noted_signals() as signals,
-            Progress(total, self.state.step, shown=processes.leads()) as progress,
+            Progress(total, self.state.step, shown=processes.is_main_process()) as progress,
         ):
             self.log_time = time.perf_counter()
             self.save_time = time.monotonic()
-            while self.state.step < total and not processes.any_of(bool(signals)):
+            while self.state.step < total and not processes.any_process(bool(signals)):
                 norm, tokens = self._train_step()
                 step = self.state.step
                 last = step == total
@@ -291,7 +291,7 @@ class _Training:
         minutes = self.run.checkpoint_minutes
         if minutes <= 0:
             return False
-        return processes.any_of(time.monotonic() - self.save_time > 60 * minutes)
+        return processes.any_process(time.monotonic() - self.save_time > 60 * minutes)
 
     def _save(self) -> None:
         note = {"loader": self.loader.get_state(), "fixed": self.fixed}
@@ -300,7 +300,7 @@ class _Training:
 
 def _open_metrics(run: Run, log: Path, step: int) -> Metrics:
     """The run's log. Of several processes, only the first writes one."""
-    leads = processes.leads()
+    leads = processes.is_main_process()
     trackers = open_trackers(run, step) if leads else []
     path = log if leads else None
     return processes.raise_everywhere(lambda: Metrics(path, keep_through=step, trackers=trackers))

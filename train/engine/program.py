@@ -54,7 +54,7 @@ def run_and_print(
         )
     else:
         # Of several processes, only the first one prints.
-        if summary and processes.leads():
+        if summary and processes.is_main_process():
             if as_json:
                 print(json.dumps(summary))
             else:

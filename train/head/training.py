@@ -40,8 +40,8 @@ def main(cfg: HeadRunConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
         placement = processes.raise_everywhere(
             lambda: run_placement(cfg.mesh, cfg.optim.batch_size)
         )
-        setup = processes.first_then_all(lambda: prepare_setup(cfg, directory.parent / "cache"))
-        processes.agree(config=cfg, corpus=setup.data.fingerprint, jax=jax.__version__)
+        setup = processes.main_process_first(lambda: prepare_setup(cfg, directory.parent / "cache"))
+        processes.check_agreement(config=cfg, corpus=setup.data.fingerprint, jax=jax.__version__)
         return plan(cfg, setup) | train(cfg, setup, placement, resume)
 
 

@@ -42,8 +42,8 @@ def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
             lambda: run_placement(cfg.mesh, cfg.optim.batch_size)
         )
         cache = directory.parent / "cache"
-        setup = processes.first_then_all(lambda: prepare_setup(cfg, directory, cache))
-        processes.agree(
+        setup = processes.main_process_first(lambda: prepare_setup(cfg, directory, cache))
+        processes.check_agreement(
             config=cfg, model=setup.model, corpus=setup.data.fingerprint, jax=jax.__version__
         )
         return train(cfg, setup, placement, resume)

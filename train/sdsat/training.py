@@ -67,8 +67,10 @@ def main(cfg: SDSATConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
 
     with lock_directory(cfg.run, resume) as directory:
         placement = processes.raise_everywhere(lambda: _check_early(cfg, resume))
-        setup, data = processes.first_then_all(lambda: read(cfg, directory.parent / "cache"))
-        processes.agree(config=cfg, model=setup.model, corpus=data.fingerprint, jax=jax.__version__)
+        setup, data = processes.main_process_first(lambda: read(cfg, directory.parent / "cache"))
+        processes.check_agreement(
+            config=cfg, model=setup.model, corpus=data.fingerprint, jax=jax.__version__
+        )
         about = plan(cfg, setup) | _epochs(cfg, data)
         return about | train(cfg, setup, data, placement, about, resume)
 
@@ -78,7 +80,7 @@ def _check_early(cfg: SDSATConfig, resume: bool) -> Placement:
     require_trackers(cfg.run)
     placement = run_placement(cfg.mesh, cfg.optim.batch_size)
     setup = prepare_setup(cfg)
-    if processes.leads() and not resume:
+    if processes.is_main_process() and not resume:
         trainable = jax.eval_shape(setup.tuning.split, param_shapes(setup.model))[0]
         state = jax.eval_shape(make_optimizer(cfg.optim).init, trainable)
         require_disk_space(cfg.run, (trainable, state))

@@ -17,7 +17,7 @@ import numpy as np
 
 from infer.bench.metrics.protocol import Completion, PerCompletion, library
 from infer.bench.metrics.settings import Settings
-from specjax._util.errors import OptionError, foreign, silent
+from specjax._util.errors import OptionError, errors_as, silence_stderr
 from specjax._util.files import check_entries
 
 MEAN = "mean"
@@ -37,7 +37,7 @@ class Coherence(PerCompletion):
         self._embed = embed
 
     def check(self, prompts: Sequence[Completion]) -> None:
-        with foreign("--metric coherence: the model cannot embed a text", OptionError):
+        with errors_as("--metric coherence: the model cannot embed a text", OptionError):
             self._embed(["a"])
 
     def scores(self, completions: Sequence[Completion]) -> list[list[float | None]]:
@@ -108,7 +108,7 @@ def make(argument: str, settings: Settings) -> Coherence:
     home = Path(name).expanduser()
     if not home.is_dir():
         raise OptionError(f"--metric coherence: {name} is no directory")
-    with foreign(f"--metric coherence: {name} cannot be loaded", OptionError), silent():
+    with errors_as(f"--metric coherence: {name} cannot be loaded", OptionError), silence_stderr():
         check_entries(home)
         # A given pooling overrides what a directory of sentence-transformers says.
         if (home / "modules.json").is_file() and not pooling:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from infer.bench.metrics.protocol import Completion, PerCompletion
 from infer.bench.metrics.settings import Settings
-from specjax._util.errors import OptionError, foreign
+from specjax._util.errors import OptionError, errors_as
 from specjax.rewards.classifier import Classifier
 from specjax.rewards.protocol import Sample
 
@@ -24,7 +24,7 @@ class Harmless(PerCompletion):
         self._classifier = Classifier(directory)
 
     def check(self, prompts: Sequence[Completion]) -> None:
-        with foreign("--metric harmless: the classifier cannot score a text", OptionError):
+        with errors_as("--metric harmless: the classifier cannot score a text", OptionError):
             self._classifier.score(Sample("b", "a ", (), {}))
 
     def scores(self, completions: Sequence[Completion]) -> list[list[float]]:

@@ -24,6 +24,7 @@ from specjax._util.checks import (
     quoted,
     require,
     require_all,
+    satisfying,
     whole,
 )
 from specjax._util.errors import ModelError
@@ -113,7 +114,8 @@ def check_values(config: Config) -> None:
 def token_ids(vocab_size: int) -> Check:
     """The check for one id within the vocabulary, or a list of them."""
     one_id = whole(0, vocab_size - 1)
-    return either(one_id._replace(says=f"an id from 0 to {vocab_size - 1}"), list_of(one_id))
+    alone = dataclasses.replace(one_id, expected=f"an id from 0 to {vocab_size - 1}")
+    return either(alone, list_of(one_id))
 
 
 _ACTIVATIONS = {
@@ -131,7 +133,7 @@ _REFUSED = {
 }
 
 QUANT_METHOD = "specjax"
-QUANTIZATION = {"version": Check("1", lambda x: x == 1), "scheme": TEXT}
+QUANTIZATION = {"version": satisfying("1", lambda x: x == 1), "scheme": TEXT}
 
 
 def quantization(config: Config) -> str | None:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax._util.checks import TEXT, list_of, require, whole
-from specjax._util.errors import ModelError, foreign
+from specjax._util.errors import ModelError, errors_as
 from specjax._util.files import write_text
 from specjax.models.adapters import DOWN, UP, distinct
 from specjax.models.config import ModelConfig
@@ -151,7 +151,7 @@ def fingerprint(directory: Path) -> str:
     digest = hashlib.sha256()
     weights = OpenWeights.open(tensor_files(directory, pickles=False))
     for name, path in sorted(weights.files.items()):
-        with foreign(f"{path}: tensor {name} cannot be read"):
+        with errors_as(f"{path}: tensor {name} cannot be read"):
             tensor = weights.handles[path].get_slice(name)
             shape = tensor.get_shape()
             digest.update(json.dumps([name, tensor.get_dtype(), shape]).encode())

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from safetensors import safe_open
 
-from specjax._util.errors import ModelError, foreign
+from specjax._util.errors import ModelError, errors_as
 from specjax._util.files import check_file, parse_json, read_file
 from specjax.models.hf.layout import INDEX, WEIGHTS
 from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX, Pickle
@@ -66,7 +66,7 @@ class OpenWeights:
     def read_any(self, name: str) -> np.ndarray:
         """One tensor, whatever its shape and dtype."""
         path = self.files[name]
-        with foreign(f"{path}: tensor {name} cannot be read"):
+        with errors_as(f"{path}: tensor {name} cannot be read"):
             return self.handles[path].get_tensor(name)
 
 
@@ -177,7 +177,7 @@ def open_tensors(path: Path) -> TensorFile:
     """
     if path.suffix == ".bin":
         return Pickle(path)
-    with foreign(f"{path}: not a readable safetensors file"):
+    with errors_as(f"{path}: not a readable safetensors file"):
         check_file(path)
         return safe_open(path, framework="np")
 
@@ -208,7 +208,7 @@ def read_tensor(
             f"{path}: tensor {name} is stored as {header.get_dtype()}; supported: "
             f"{', '.join(dtypes)}"
         )
-    with foreign(f"{path}: tensor {name} cannot be read"):
+    with errors_as(f"{path}: tensor {name} cannot be read"):
         return handle.get_tensor(name)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from specjax._util.errors import ModelError, foreign
+from specjax._util.errors import ModelError, errors_as
 from specjax._util.files import check_file
 
 PICKLE = "pytorch_model.bin"
@@ -33,7 +33,7 @@ def read_pickle(path: Path) -> dict[str, Any]:
     except ImportError:
         raise ModelError(f"{path}: pickles need torch: pip install 'specjax[torch]'") from None
     # A damaged file can make the unpickler raise anything.
-    with foreign(f"{path}: not a readable pickle of tensors"), warnings.catch_warnings():
+    with errors_as(f"{path}: not a readable pickle of tensors"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check_file(path)
         mapped = zipfile.is_zipfile(path)  # the format that torch writes since 1.6
