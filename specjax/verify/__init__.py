@@ -1,4 +1,8 @@
-"""Acceptance rules, one file each; every rule is a pure function usable alone."""
+"""Acceptance rules, one file each. Every rule is a pure function and usable alone.
+
+A rule compares p, the target distribution, with q, the distribution that the draft was drawn from.
+It accepts a part of the draft and draws one more token after it.
+"""
 
 from specjax.verify.bild_rollback import bild
 from specjax.verify.block_verification import block

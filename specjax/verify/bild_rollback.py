@@ -1,4 +1,4 @@
-"""BiLD's rollback (Kim et al. 2023, §3.3). Lossy: a refused token costs a plain target token."""
+"""BiLD's rollback (Kim et al. 2023, §3.3). Lossy: it accepts tokens by a fixed threshold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from specjax.core import probs
 from specjax.core.protocols import rule
 from specjax.core.types import DETERMINISTIC, IID, POINT_MASS
-from specjax.verify.verdicts import chain_verdict, draft_length
+from specjax.verify.verdicts import chain_verdict, count_leading, draft_length
 
 
 @rule(
@@ -17,19 +17,20 @@ from specjax.verify.verdicts import chain_verdict, draft_length
     extras=("raw_log_p",),
 )
 def bild(keys, draft, log_p, *, tau2, raw_log_p):
-    """Keep draft tokens up to the first with ``−log p(x) > τ₂`` under the unwarped target.
+    """Accept draft tokens up to the first with ``−log p(x) > τ₂``; here p is unwarped.
 
-    There, or after the whole draft, one token is drawn from warped p. The fallback (ending a
-    draft where the draft model is unsure) is the chain drafter's ``stop`` and ``tau1``.
+    After them one token is drawn from the warped p. The other half of BiLD ends a draft where the
+    draft model is unsure. It is in the chain drafter: options ``stop`` and ``tau1``.
 
     Args:
       keys, draft, log_p: as :func:`specjax.verify.speculative`.
       tau2: nats, at least 0.
       raw_log_p: float32 ``[B, N, V]``, the target's own log-probabilities at temperature 1.
     """
-    nll = -probs.at_token(raw_log_p[:, :-1], draft.tokens[:, 1:])
-    kept = (nll <= tau2) & draft.valid[:, 1:]
-    accepted = jnp.cumprod(kept, axis=1, dtype=jnp.int32).sum(-1, dtype=jnp.int32)
+    surprise = -probs.at_token(raw_log_p[:, :-1], draft.tokens[:, 1:])
+    passed = (surprise <= tau2) & draft.valid[:, 1:]
+    accepted = count_leading(passed)
     refused = accepted < draft_length(draft)
-    weights = jnp.exp(probs.at_node(log_p, accepted))
-    return chain_verdict(keys, draft, accepted, refused, weights)
+
+    p = jnp.exp(probs.at_node(log_p, accepted))
+    return chain_verdict(keys, draft, accepted, refused, p)

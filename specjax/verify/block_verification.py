@@ -1,7 +1,7 @@
 """Block verification (Sun et al. 2024, Algorithm 2). Lossless.
 
-Accepts a whole block at a time: a token that speculative sampling would refuse may still stand
-when what follows it makes the block likely enough. In expectation it accepts no fewer.
+It judges a draft as a block. A token that speculative sampling would refuse may be accepted, if
+what follows makes the block likely enough. The expected number of accepted tokens is never lower.
 """
 
 from __future__ import annotations
@@ -10,52 +10,54 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core import probs
-from specjax.core.probs import Purpose
 from specjax.core.protocols import rule
 from specjax.core.types import IID, POINT_MASS
 from specjax.verify.speculative_sampling import speculative
 from specjax.verify.verdicts import (
+    acceptance_uniforms,
+    all_log_q,
     chain_verdict,
     draft_length,
-    draft_row,
-    draft_rows,
     drafted_log_probs,
+    log_q_after,
 )
 
 
 @rule(accepts=(IID, POINT_MASS), lossless=True)
 def block(keys, draft, log_p):
-    """Accept the longest prefix that passes, with the chain's running weight.
+    """Accept the **longest** prefix that passes, also if shorter ones fail.
 
-    ``w_0 = 1``, ``w_i = min(1, w_{i−1} p(x_i)/q(x_i))``. For i < γ the prefix of i tokens passes
-    with ``h_i = Z_i / (Z_i + 1 − w_i)``, ``Z_i = Σ_x max(0, w_i p(x|x_≤i) − q(x|x_≤i))``; the
-    whole draft with ``h_γ = w_γ``. The **largest** i that passes is accepted: a later one rescues
-    earlier failures. Then a bonus from p, or a draw from ``norm(max(0, w_n p − q))``.
+    Running weights: ``w_0 = 1``, ``w_i = min(1, w_{i−1} p(x_i)/q(x_i))``. A prefix of i < γ tokens
+    passes with probability ``h_i = Z_i / (Z_i + 1 − w_i)``, where
+    ``Z_i = Σ_x max(0, w_i p(x|x_≤i) − q(x|x_≤i))``. The whole draft passes with ``h_γ = w_γ``.
 
-    Arguments as :func:`specjax.verify.speculative`.
+    After n accepted tokens, one is drawn from ``norm(max(0, w_n p − q))``, or a bonus token from p
+    if n = γ. Arguments as :func:`specjax.verify.speculative`.
     """
     if draft.shape.depth == 0:
-        return speculative.verify(keys, draft, log_p)  # nothing to accept: a draw from p
-    lp, lq = drafted_log_probs(draft, log_p)
+        return speculative.verify(keys, draft, log_p)  # no draft: one token from p
+    log_p_x, log_q_x = drafted_log_probs(draft, log_p)
     gamma = draft_length(draft)
-    weight = _running_weights(jnp.where(lp > probs.NEVER, jnp.exp(lp - lq), 0.0))
-    index = jnp.arange(1, lp.shape[1] + 1)
-    chance = jnp.where(index == gamma[:, None], weight, _interior(draft, log_p, weight))
-    u = probs.uniforms(keys, Purpose.ACCEPT, jnp.broadcast_to(index, lp.shape))
-    passed = (u <= chance) & draft.valid[:, 1:]
-    accepted = jnp.max(jnp.where(passed, index, 0), axis=1, initial=0).astype(jnp.int32)
+
+    weight = _running_weights(jnp.where(log_p_x > probs.NEVER, jnp.exp(log_p_x - log_q_x), 0.0))
+    length = jnp.arange(1, log_p_x.shape[1] + 1)
+    h = jnp.where(length == gamma[:, None], weight, _prefix_chances(draft, log_p, weight))
+    u = acceptance_uniforms(keys, draft, first=1)
+    passed = (u <= h) & draft.valid[:, 1:]
+    accepted = jnp.max(jnp.where(passed, length, 0), axis=1, initial=0).astype(jnp.int32)
     refused = accepted < gamma
 
-    before = jnp.pad(weight, ((0, 0), (1, 0)), constant_values=1.0)  # w_0 … w_γ
     p = jnp.exp(probs.at_node(log_p, accepted))
-    q = jnp.exp(draft_row(draft, accepted, log_p.shape[-1]))
-    left = probs.residual(probs.at_token(before, accepted)[:, None] * p, q)
-    weights = jnp.where(refused[:, None], left, p)
+    q = jnp.exp(log_q_after(draft, accepted, log_p.shape[-1]))
+    weight_from_0 = jnp.pad(weight, ((0, 0), (1, 0)), constant_values=1.0)  # w_0 … w_γ
+    w = probs.at_token(weight_from_0, accepted)
+    weights = jnp.where(refused[:, None], probs.residual(w[:, None] * p, q), p)
+    # Every draft token was tested, also those after the accepted ones.
     return chain_verdict(keys, draft, accepted, refused, weights, tested=gamma)
 
 
 def _running_weights(ratio):
-    """``w_1 … w_γ`` of the ratios ``p(x_i)/q(x_i)``, float32 ``[B, γ]``."""
+    """``w_1 … w_γ`` from the ratios ``p(x_i)/q(x_i)``, float32 ``[B, γ]``."""
 
     def step(weight, ratio):
         weight = jnp.minimum(1.0, weight * ratio)
@@ -64,10 +66,12 @@ def _running_weights(ratio):
     return jax.lax.scan(step, jnp.ones_like(ratio[:, 0]), ratio.T)[1].T
 
 
-def _interior(draft, log_p, weight):
-    """``h_i`` for prefixes that the draft goes on from; the last column is never used."""
-    p, q = jnp.exp(log_p[:, 1:-1]), jnp.exp(draft_rows(draft, log_p.shape[-1])[:, 1:])
-    mass = jnp.maximum(weight[:, :-1, None] * p - q, 0.0).sum(-1)
-    below = mass + 1.0 - weight[:, :-1]
-    chance = jnp.where(below > 0, mass / jnp.where(below > 0, below, 1.0), 1.0)
+def _prefix_chances(draft, log_p, weight):
+    """``h_1 … h_{γ−1}``, float32 ``[B, γ]``; the last column only fills the shape."""
+    # Of the token after each prefix.
+    p = jnp.exp(log_p[:, 1:-1])
+    q = jnp.exp(all_log_q(draft, log_p.shape[-1])[:, 1:])
+    z = jnp.maximum(weight[:, :-1, None] * p - q, 0.0).sum(-1)
+    denominator = z + 1.0 - weight[:, :-1]
+    chance = jnp.where(denominator > 0, z / jnp.where(denominator > 0, denominator, 1.0), 1.0)
     return jnp.concatenate([chance, weight[:, -1:]], axis=1)

@@ -1,11 +1,14 @@
 """MTAD's acceptance by joint probability (Qin et al. 2024, Algorithm 1). Lossy.
 
 With several beams the emitted text is likelier under the target than a plain sample.
+Axis legend: B rows, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
 
 from specjax.core import probs, tree
 from specjax.core.protocols import rule
@@ -21,46 +24,49 @@ from specjax.verify.verdicts import tree_verdict
     extras=("raw_log_p", "joint_raw"),
 )
 def joint(keys, draft, log_p, *, tau, raw_log_p=None, joint_raw=False):
-    """Accept the longest path with ``min(1, P/Q) > τ``; then y ~ p.
+    """Accept the longest path with ``min(1, P/Q) > τ``; then draw y ~ p.
 
-    P and Q are the joint probabilities of the path under target and draft: products of
-    conditionals. A failure on the way does not matter (no stop at the first). Among paths of
-    one length the one with the larger P is taken, then the earlier beam.
+    P and Q are the path's joint probabilities under target and draft: the products of the tokens'
+    conditional probabilities. A shorter path on the way may fail. Of paths of equal length, the one
+    with the larger P is accepted, then the earlier beam.
 
     Args:
-      keys, draft, log_p: as :func:`specjax.verify.match`.
-      tau: from 0 to below 1; 0 accepts whatever the target can say at all.
-      raw_log_p: float32 ``[B, N, V]``, the target at temperature 1, unwarped.
-      joint_raw: bool or ``[B]``: P from ``raw_log_p`` (the draft's Q must match).
+      keys, draft, log_p: as :func:`specjax.verify.specinfer`.
+      tau: from 0 to below 1; 0 accepts all that has a probability under the target.
+      raw_log_p: float32 ``[B, N, V]``, the target's unwarped log-probabilities.
+      joint_raw: bool or ``[B]``, rows whose P is from ``raw_log_p``. The draft's Q must match.
     """
+    log_p_x = _log_p_of_nodes(draft, log_p)
     if raw_log_p is not None:
-        raw = jnp.broadcast_to(jnp.asarray(joint_raw, bool), draft.tokens.shape[:1])
-        conditional = jnp.where(raw[:, None], _of_nodes(draft, raw_log_p), _of_nodes(draft, log_p))
-    else:
-        conditional = _of_nodes(draft, log_p)
-    bits = tree.ancestors(draft.parents, draft.shape.depth)
-    log_joint_p = _over_path(bits, conditional)
-    gap = log_joint_p - _over_path(bits, _draft_conditionals(draft))
-    depth = tree.depths(bits)
-    passed = draft.valid & (jnp.exp(jnp.minimum(gap, 0.0)) > tau) & (log_joint_p > probs.NEVER)
-    passed = passed | (depth == 0)
+        is_raw = jnp.broadcast_to(jnp.asarray(joint_raw, bool), draft.tokens.shape[:1])
+        log_p_x = jnp.where(is_raw[:, None], _log_p_of_nodes(draft, raw_log_p), log_p_x)
+    ancestors = tree.ancestors(draft.parents, draft.shape.depth)
+    log_joint_p = _sum_over_path(ancestors, log_p_x)
+    log_joint_q = _sum_over_path(ancestors, _log_q_of_nodes(draft))
+    log_ratio = log_joint_p - log_joint_q
+
+    depth = tree.depths(ancestors)
+    ratio = jnp.exp(jnp.minimum(log_ratio, 0.0))
+    passed = draft.valid & (ratio > tau) & (log_joint_p > probs.NEVER)
+    passed = passed | (depth == 0)  # the root always passes
     accepted = jnp.where(passed, depth, 0).max(-1)
-    deepest = passed & (depth == accepted[:, None])
-    node = jnp.argmax(jnp.where(deepest, log_joint_p, probs.NEVER), axis=1).astype(jnp.int32)
+    is_deepest = passed & (depth == accepted[:, None])
+    node = jnp.argmax(jnp.where(is_deepest, log_joint_p, probs.NEVER), axis=1).astype(jnp.int32)
+
     tested = jnp.where(draft.valid, depth, 0).max(-1)
-    weights = jnp.exp(probs.at_node(log_p, node))
-    return tree_verdict(keys, draft, node, accepted, weights, tested)
+    p = jnp.exp(probs.at_node(log_p, node))
+    return tree_verdict(keys, draft, node, accepted, p, tested)
 
 
-def _of_nodes(draft: Draft, log_p):
-    """log p of each node's token given its path, ``[B, N]``; 0 at the root."""
+def _log_p_of_nodes(draft: Draft, log_p: Float[Array, "B N V"]) -> Float[Array, "B N"]:
+    """log p of each node's token given its path; 0 at the root."""
     parent = jnp.clip(draft.parents, 0, draft.tokens.shape[1] - 1)
     rows = jnp.arange(draft.tokens.shape[0])[:, None]
     return log_p[rows, parent, draft.tokens].at[:, 0].set(0.0)
 
 
-def _draft_conditionals(draft: Draft):
-    """log q of each node's token given its path, ``[B, N]``; 0 at the root."""
+def _log_q_of_nodes(draft: Draft) -> Float[Array, "B N"]:
+    """log q of each node's token given its path; 0 at the root."""
     if draft.token_log_q is not None:
         return draft.token_log_q
     if draft.log_q is None:
@@ -69,6 +75,8 @@ def _draft_conditionals(draft: Draft):
     return draft.log_q[rows, jnp.asarray(draft.q_row), draft.tokens].at[:, 0].set(0.0)
 
 
-def _over_path(bits, conditional):
-    """Sums over each node's path; a product would turn −inf · 0 into NaN."""
-    return jnp.where(bits, conditional[:, None, :], 0.0).sum(-1)
+def _sum_over_path(
+    ancestors: Bool[Array | np.ndarray, "B N N"], values: Float[Array, "B N"]
+) -> Float[Array, "B N"]:
+    """The sum of the values on each node's path; as a product, −inf · 0 would be NaN."""
+    return jnp.where(ancestors, values[:, None, :], 0.0).sum(-1)

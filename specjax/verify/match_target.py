@@ -11,15 +11,17 @@ from jaxtyping import Array, Bool, Int
 from specjax.core import probs
 from specjax.core.protocols import rule
 from specjax.core.types import DETERMINISTIC, IID, POINT_MASS, ROOT, WITHOUT_REPLACEMENT
-from specjax.verify.verdicts import drawn_verdict
+from specjax.verify.verdicts import path_verdict
 
 
 class _MatchWalk(NamedTuple):
+    """Where each row is on its way down the tree."""
+
     node: Int[Array, "B"]
     depth: Int[Array, "B"]
-    y: Int[Array, "B"]
+    y: Int[Array, "B"]  # the last token, which no child carries
     done: Bool[Array, "B"]
-    refused: Bool[Array, "B"]
+    refused: Bool[Array, "B"]  # there were children, and none carried y
 
 
 @rule(
@@ -29,12 +31,13 @@ class _MatchWalk(NamedTuple):
     extras=("written",),
 )
 def match(keys, draft, log_p, *, written=0):
-    """Draw one y ~ p at the node; descend into the child that carries it, else emit it.
+    """Draw y ~ p at the node; go on to the child that carries y, else stop and emit y.
 
-    Every emitted token is a draw from p, so the draft's law does not matter. One draw per
-    node, whatever the number of its children: a draw per path would be biased. The draw is of the
-    token's place in the row, not of the round: what was drafted never changes what is written,
-    and ``none`` × ``match`` writes the same tokens.
+    Every emitted token is a draw from p, so it does not matter how the draft was made. There is
+    one draw per node, whatever the number of its children: a draw per child would be biased.
+
+    The draw depends on the token's position in the output and not on the round. So the output does
+    not depend on what is drafted: it is that of ``none`` × ``match``, token for token.
 
     Args:
       keys: the rows' keys ``[B]``, the same in every round.
@@ -43,24 +46,26 @@ def match(keys, draft, log_p, *, written=0):
       written: int32 ``[B]``, how many tokens each row has written before this round.
     """
 
-    def step(w: _MatchWalk, _):
-        u = probs.place_uniforms(keys, written + w.depth)
-        y = probs.sample(jnp.exp(probs.at_node(log_p, w.node)), u)
-        child = (draft.parents == w.node[:, None]) & draft.valid
-        hit = child & (draft.tokens == y[:, None])
-        matched = hit.any(1) & ~w.done
-        next_node = jnp.argmax(hit, axis=1).astype(jnp.int32)
-        ended = ~matched & ~w.done
+    def step(walk: _MatchWalk, _):
+        u = probs.place_uniforms(keys, written + walk.depth)
+        y = probs.sample(jnp.exp(probs.at_node(log_p, walk.node)), u)
+        is_child = (draft.parents == walk.node[:, None]) & draft.valid
+        carries_y = is_child & (draft.tokens == y[:, None])
+        matched = carries_y.any(1) & ~walk.done
+        next_node = jnp.argmax(carries_y, axis=1).astype(jnp.int32)
+        stopped = ~matched & ~walk.done
         return _MatchWalk(
-            node=jnp.where(matched, next_node, w.node),
-            depth=w.depth + matched,
-            y=jnp.where(ended, y, w.y),
-            done=w.done | ended,
-            refused=w.refused | (ended & child.any(1)),
+            node=jnp.where(matched, next_node, walk.node),
+            depth=walk.depth + matched,
+            y=jnp.where(stopped, y, walk.y),
+            done=walk.done | stopped,
+            refused=walk.refused | (stopped & is_child.any(1)),
         ), None
 
     rows = draft.tokens.shape[0]
-    zero, no = jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,), bool)
-    start = _MatchWalk(zero + ROOT, zero, zero, no, no)
-    w, _ = jax.lax.scan(step, start, length=draft.shape.depth + 1)
-    return drawn_verdict(draft, w.node, w.depth, w.y, w.depth + w.refused)
+    zero = jnp.zeros((rows,), jnp.int32)
+    no = jnp.zeros((rows,), bool)
+    start = _MatchWalk(node=zero + ROOT, depth=zero, y=zero, done=no, refused=no)
+    # One step more than the tree is deep: the token after the last node.
+    end, _ = jax.lax.scan(step, start, length=draft.shape.depth + 1)
+    return path_verdict(draft, end.node, end.depth, end.y, end.depth + end.refused)

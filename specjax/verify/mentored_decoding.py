@@ -1,9 +1,10 @@
-"""Mentored decoding (Tran-Thien 2023): as many acceptances as KL(p‖π) ≤ D allows. Lossy.
+"""Mentored decoding (Tran-Thien 2023): accept as often as KL(p‖π) ≤ D allows. Lossy.
 
-Among laws π within p's support, that is: a token that p excludes is never accepted.
+π is the distribution of each emitted token: ``π = clip(q, b p, p/α)`` with ``b ≤ 1 ≤ 1/α``. Draft
+tokens are accepted with probability ``min(1, p/(α q))``. After a refusal, one token is drawn from
+``norm(max(0, b p − q))``. π stays within p's support: a token that p excludes is never accepted.
 
-The emitted law of each token is ``π = clip(q, b p, p/α)`` with ``b ≤ 1 ≤ 1/α``: draft tokens are
-accepted with ``min(1, p/(α q))``, a refusal draws from ``norm(max(0, b p − q))``.
+Axis legend: B rows, V vocabulary; ``...`` are leading axes.
 """
 
 from __future__ import annotations
@@ -15,59 +16,53 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from specjax.core import probs
-from specjax.core.probs import Purpose
 from specjax.core.protocols import rule
 from specjax.core.types import IID, POINT_MASS
 from specjax.verify.verdicts import (
+    acceptance_uniforms,
+    all_log_q,
     chain_verdict,
+    count_leading,
     draft_length,
-    draft_row,
-    draft_rows,
     drafted_log_probs,
+    log_q_after,
 )
 
-_OUTER, _INNER = 40, 64  # most steps of the two searches; a handful are taken
+# Bounds on the steps of the two searches; a handful are needed.
+_MAX_ALPHA_STEPS = 40
+_MAX_B_STEPS = 64
 
 
 @rule(accepts=(IID, POINT_MASS), lossless=False, settings=("max_kl",))
 def mentored(keys, draft, log_p, *, max_kl):
     """Accept x while ``u ≤ p(x)/(α q(x))``; else draw from ``norm(max(0, b p − q))``.
 
-    ``max_kl = 0`` is :func:`specjax.verify.speculative` exactly. A token that p excludes is
-    never accepted.
+    α and b are the levels of each token that accept most. With ``max_kl = 0`` they are 1, and the
+    rule is exactly :func:`specjax.verify.speculative`.
 
     Args:
       keys, draft, log_p: as :func:`specjax.verify.speculative`.
       max_kl: the bound D on KL(p‖π) of every token, nats, at least 0.
     """
-    lp, lq = drafted_log_probs(draft, log_p)
-    log_q = draft_rows(draft, log_p.shape[-1])
-    bound = jnp.broadcast_to(jnp.asarray(max_kl, jnp.float32), lp.shape)
+    log_p_x, log_q_x = drafted_log_probs(draft, log_p)
+    log_q = all_log_q(draft, log_p.shape[-1])
+    bound = jnp.broadcast_to(jnp.asarray(max_kl, jnp.float32), log_p_x.shape)
     log_alpha, b = mentor_levels(log_p[:, :-1], log_q, bound)
-    nodes = jnp.broadcast_to(jnp.arange(1, lp.shape[1] + 1), lp.shape)
-    u = probs.uniforms(keys, Purpose.ACCEPT, nodes)
+
+    u = acceptance_uniforms(keys, draft, first=1)
     # −inf − −inf is NaN and compares false: a token without mass under p is refused.
-    passed = (jnp.log(u) <= lp - lq - log_alpha) & draft.valid[:, 1:]
-    accepted = jnp.cumprod(passed, axis=1, dtype=jnp.int32).sum(-1, dtype=jnp.int32)
+    passed = (jnp.log(u) <= log_p_x - log_q_x - log_alpha) & draft.valid[:, 1:]
+    accepted = count_leading(passed)
     refused = accepted < draft_length(draft)
+
+    # p, q and b of the token after the accepted ones.
     p = jnp.exp(probs.at_node(log_p, accepted))
-    q = jnp.exp(draft_row(draft, accepted, log_p.shape[-1]))
-    share = probs.at_token(b, jnp.minimum(accepted, b.shape[1] - 1))[:, None]
-    left = jnp.maximum(share * p - q, 0.0)
-    left = jnp.where(left.sum(-1, keepdims=True) > 0, left, p)
-    return chain_verdict(keys, draft, accepted, refused, jnp.where(refused[:, None], left, p))
-
-
-class _Search(NamedTuple):
-    """``low`` is the largest log(1/α) known to keep the bound, with its b and KL."""
-
-    low: Float[Array, "..."]
-    high: Float[Array, "..."]
-    b: Float[Array, "..."]
-    kl: Float[Array, "..."]
-    guess: Float[Array, "..."]  # Newton's next point
-    done: Bool[Array, "..."]
-    step: Array
+    q = jnp.exp(log_q_after(draft, accepted, log_p.shape[-1]))
+    b = probs.at_token(b, jnp.minimum(accepted, b.shape[1] - 1))[:, None]
+    residual = jnp.maximum(b * p - q, 0.0)
+    residual = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, p)
+    weights = jnp.where(refused[:, None], residual, p)
+    return chain_verdict(keys, draft, accepted, refused, weights)
 
 
 def mentor_levels(
@@ -75,51 +70,22 @@ def mentor_levels(
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """``(log α, b)`` with the largest acceptance whose KL(p‖π) stays within ``bound``.
 
-    ``0 ≤ bound − KL ≤ max(1e-3·bound, 1e-6)`` unless all is accepted that p allows. KL grows
-    with ``A = 1/α``, and ``dKL/d log A = (A/b − 1)·p(q > A p)``, so a Newton step is tried and
-    kept inside a shrinking bracket; no sort of the vocabulary.
+    ``0 ≤ bound − KL ≤ max(1e-3·bound, 1e-6)``, unless all is accepted that p allows. KL grows
+    with ``A = 1/α``, and ``dKL/d log A = (A/b − 1)·p(q > A p)``. So a Newton step is tried and
+    kept inside a shrinking interval, without a sort of the vocabulary.
     """
-    pair = _Pair.of(log_p, log_q)
+    pair = _DraftAndTarget.of(log_p, log_q)
     slack = jnp.maximum(1e-3 * bound, 1e-6)
-    aim = bound - 0.25 * slack
-    zero = jnp.zeros_like(bound)
-    # Accepts all of p's support, tokens whose probability is 0 in float32 included.
-    top = jnp.max(jnp.where(log_p > probs.NEVER, pair.ratio, 0.0), axis=-1)
-    top_b, top_kl, _ = pair.solve(top, jnp.ones_like(bound))
-    whole = top_kl <= bound
+    aim = bound - 0.25 * slack  # a little below the bound: rounding must not exceed it
 
-    def more(s: _Search):
-        return (s.step < _OUTER) & ~jnp.all(s.done)
+    def is_open(search: _AlphaSearch):
+        return (search.step < _MAX_ALPHA_STEPS) & ~jnp.all(search.done)
 
-    def improve(s: _Search) -> _Search:
-        middle = 0.5 * (s.low + s.high)
-        # Newton can stall against one end: every third step halves the bracket.
-        inside = (s.guess > s.low) & (s.guess < s.high) & (s.step % 3 < 2)
-        x = jnp.where(inside, s.guess, middle)
-        b, kl, slope = pair.solve(x, s.b)
-        good = (kl <= bound) & ~s.done
-        bad = (kl > bound) & ~s.done
-        low, kl_low = jnp.where(good, x, s.low), jnp.where(good, kl, s.kl)
-        return _Search(
-            low=low,
-            high=jnp.where(bad, x, s.high),
-            b=jnp.where(good, b, s.b),
-            kl=kl_low,
-            guess=x + (aim - kl) / jnp.where(slope > 0, slope, 1.0),
-            done=s.done | (bound - kl_low <= 0.5 * slack),
-            step=s.step + 1,
-        )
+    def improve(search: _AlphaSearch) -> _AlphaSearch:
+        return search.improve(pair, bound, aim, slack)
 
-    start = _Search(
-        low=jnp.where(whole, top, zero),
-        high=top,
-        b=jnp.where(whole, top_b, 1.0),
-        kl=jnp.where(whole, top_kl, zero),
-        guess=zero,
-        done=whole | (bound <= 0.5 * slack),
-        step=jnp.int32(0),
-    )
-    end = jax.lax.while_loop(more, improve, start)
+    start = _AlphaSearch.start(pair, log_p, bound, slack)
+    end = jax.lax.while_loop(is_open, improve, start)
     # D = 0 asks for speculative sampling itself.
     exact = bound <= 0
     return jnp.where(exact, 0.0, -end.low), jnp.where(exact, 1.0, end.b)
@@ -131,51 +97,101 @@ def mentored_kl(
     log_alpha: Float[Array, "..."],
     b: Float[Array, "..."],
 ) -> Float[Array, "..."]:
-    """KL(p‖π), nats, of the law π that the levels ``(log α, b)`` give; float32."""
-    return _Pair.of(log_p, log_q).divergence(-log_alpha, b)
+    """KL(p‖π), nats, of the distribution π with the levels ``(log α, b)``; float32."""
+    return _DraftAndTarget.of(log_p, log_q).kl(-log_alpha, b)
 
 
-class _Pair(NamedTuple):
+class _DraftAndTarget(NamedTuple):
     """p, q and the log ratio log q − log p: +inf where p = 0, −inf where only p > 0."""
 
     p: Float[Array, "... V"]
     q: Float[Array, "... V"]
-    ratio: Float[Array, "... V"]
+    log_ratio: Float[Array, "... V"]
 
     @classmethod
     def of(cls, log_p, log_q):
-        ratio = jnp.where(log_p > probs.NEVER, log_q - log_p, jnp.inf)
-        return cls(jnp.exp(log_p), jnp.exp(log_q), ratio)
+        log_ratio = jnp.where(log_p > probs.NEVER, log_q - log_p, jnp.inf)
+        return cls(jnp.exp(log_p), jnp.exp(log_q), log_ratio)
 
-    def solve(self, log_a, b):
+    def solve_b(self, log_a, b):
         """``(b, KL, dKL/d log A)`` at A = exp(log_a); the ``b`` given is not below the answer.
 
-        b solves ``Σ max(0, b p − q) = Σ max(0, q − A p)``: the left side is convex and piecewise
-        linear in b, so Newton from above falls monotonically onto the root.
+        b solves ``Σ max(0, b p − q) = Σ max(0, q − A p)``. The left side is convex and piecewise
+        linear in b, so Newton steps from above fall monotonically to the root.
         """
-        over = self.ratio > log_a[..., None]
-        short = jnp.minimum(log_a[..., None] - self.ratio, 0.0)
-        refused = -jnp.sum(jnp.where(over, self.q * jnp.expm1(short), 0.0), axis=-1)
+        is_cut = self.log_ratio > log_a[..., None]  # q > A p
+        log_share = jnp.minimum(log_a[..., None] - self.log_ratio, 0.0)
+        refused = -jnp.sum(jnp.where(is_cut, self.q * jnp.expm1(log_share), 0.0), axis=-1)
 
-        def more(carry):
-            b, before, step = carry
-            return (step < _INNER) & jnp.any(before - b > 1e-7 * before)
+        def is_falling(carry):
+            b, previous, step = carry
+            return (step < _MAX_B_STEPS) & jnp.any(previous - b > 1e-7 * previous)
 
-        def fall(carry):
+        def newton_step(carry):
             b, _, step = carry
-            under = self.ratio < jnp.log(b)[..., None]
-            mass_p = jnp.sum(jnp.where(under, self.p, 0.0), axis=-1)
-            mass_q = jnp.sum(jnp.where(under, self.q, 0.0), axis=-1)
+            is_raised = self.log_ratio < jnp.log(b)[..., None]  # q < b p
+            mass_p = jnp.sum(jnp.where(is_raised, self.p, 0.0), axis=-1)
+            mass_q = jnp.sum(jnp.where(is_raised, self.q, 0.0), axis=-1)
             lower = (refused + mass_q) / jnp.where(mass_p > 0, mass_p, 1.0)
             return jnp.where(mass_p > 0, jnp.minimum(lower, b), b), b, step + 1
 
-        b = jax.lax.while_loop(more, fall, (b, jnp.full_like(b, 2.0), jnp.int32(0)))[0]
-        kl = self.divergence(log_a, b)
-        mass = jnp.sum(jnp.where(over, self.p, 0.0), axis=-1)
+        b = jax.lax.while_loop(is_falling, newton_step, (b, jnp.full_like(b, 2.0), jnp.int32(0)))[0]
+        kl = self.kl(log_a, b)
+        mass = jnp.sum(jnp.where(is_cut, self.p, 0.0), axis=-1)
         slope = mass * (jnp.exp(log_a) / b - 1.0)
         return b, kl, jnp.where(jnp.isfinite(slope), slope, 0.0)
 
-    def divergence(self, log_a, b):
+    def kl(self, log_a, b):
         """KL(p‖π) of ``π = clip(q, b p, A p)``."""
-        level = jnp.clip(self.ratio, jnp.log(b)[..., None], log_a[..., None])
+        level = jnp.clip(self.log_ratio, jnp.log(b)[..., None], log_a[..., None])
         return -jnp.sum(jnp.where(self.p > 0, self.p * level, 0.0), axis=-1)
+
+
+class _AlphaSearch(NamedTuple):
+    """The interval that holds log A = log(1/α)."""
+
+    low: Float[Array, "..."]  # the largest value known to keep the bound
+    high: Float[Array, "..."]
+    b: Float[Array, "..."]  # at low
+    kl: Float[Array, "..."]  # at low
+    guess: Float[Array, "..."]  # Newton's next point
+    done: Bool[Array, "..."]
+    step: Array
+
+    @classmethod
+    def start(cls, pair: _DraftAndTarget, log_p, bound, slack) -> _AlphaSearch:
+        """From 0 to the value that accepts all of p's support."""
+        zero = jnp.zeros_like(bound)
+        # By log p, so that tokens count whose probability is 0 in float32.
+        top = jnp.max(jnp.where(log_p > probs.NEVER, pair.log_ratio, 0.0), axis=-1)
+        top_b, top_kl, _ = pair.solve_b(top, jnp.ones_like(bound))
+        top_fits = top_kl <= bound
+        return cls(
+            low=jnp.where(top_fits, top, zero),
+            high=top,
+            b=jnp.where(top_fits, top_b, 1.0),
+            kl=jnp.where(top_fits, top_kl, zero),
+            guess=zero,
+            done=top_fits | (bound <= 0.5 * slack),
+            step=jnp.int32(0),
+        )
+
+    def improve(self, pair: _DraftAndTarget, bound, aim, slack) -> _AlphaSearch:
+        """The smaller interval after one more evaluation of the KL."""
+        middle = 0.5 * (self.low + self.high)
+        # Newton can stall against one end: every third step halves the interval.
+        use_guess = (self.guess > self.low) & (self.guess < self.high) & (self.step % 3 < 2)
+        x = jnp.where(use_guess, self.guess, middle)
+        b, kl, slope = pair.solve_b(x, self.b)
+        raises_low = (kl <= bound) & ~self.done
+        lowers_high = (kl > bound) & ~self.done
+        low_kl = jnp.where(raises_low, kl, self.kl)
+        return _AlphaSearch(
+            low=jnp.where(raises_low, x, self.low),
+            high=jnp.where(lowers_high, x, self.high),
+            b=jnp.where(raises_low, b, self.b),
+            kl=low_kl,
+            guess=x + (aim - kl) / jnp.where(slope > 0, slope, 1.0),
+            done=self.done | (bound - low_kl <= 0.5 * slack),
+            step=self.step + 1,
+        )

@@ -1,4 +1,4 @@
-"""What rules share: p and q of drafted tokens, and the form of a verdict, over chains and trees.
+"""What rules share: p and q of the draft tokens, acceptance draws, and making a verdict.
 
 Axis legend: B rows, N nodes (γ + 1 of a chain), D depth, V vocabulary.
 """
@@ -15,34 +15,52 @@ from specjax.core.types import NO_NODE, ROOT, Draft, Verdict
 
 
 def draft_length(draft: Draft) -> Int[Array, "B"]:
-    """γ of each row: its number of valid draft tokens, the root not counted."""
+    """γ of each row: the number of its valid draft tokens, without the root."""
     return draft.valid[:, 1:].sum(-1, dtype=jnp.int32)
 
 
 def drafted_log_probs(
     draft: Draft, log_p: Float[Array, "B N V"]
 ) -> tuple[Float[Array, "B γ"], Float[Array, "B γ"]]:
-    """log p(x_i) and log q(x_i) of the drafted tokens; q of a point mass is 1."""
+    """log p(x_i) and log q(x_i) of a chain's draft tokens; a point mass has q = 1."""
     x = draft.tokens[:, 1:]
-    # Of all nodes: a slice of p would be a copy of it.
-    lp = probs.at_token(log_p, jnp.roll(draft.tokens, -1, axis=1))[:, :-1]
-    lq = jnp.zeros_like(lp) if draft.log_q is None else probs.at_token(draft.log_q, x)
-    return lp, lq
+    # Gathered at all nodes, the last of which is cut: log_p[:, :-1] would be a copy.
+    log_p_x = probs.at_token(log_p, jnp.roll(draft.tokens, -1, axis=1))[:, :-1]
+    if draft.log_q is None:
+        return log_p_x, jnp.zeros_like(log_p_x)
+    return log_p_x, probs.at_token(draft.log_q, x)
 
 
-def draft_rows(draft: Draft, vocab: int) -> Float[Array, "B γ V"]:
-    """log q of every draw; point masses are written out."""
+def all_log_q(draft: Draft, vocab: int) -> Float[Array, "B γ V"]:
+    """log q of every draft token of a chain; point masses are written out."""
     if draft.log_q is None:
         return probs.one_hot_log(draft.tokens[:, 1:], vocab)
     return draft.log_q
 
 
-def draft_row(draft: Draft, index: Int[Array, "B"], vocab: int) -> Float[Array, "B V"]:
-    """log q of the draw after node ``index``; only those V entries are touched."""
+def log_q_after(draft: Draft, node: Int[Array, "B"], vocab: int) -> Float[Array, "B V"]:
+    """log q of the draft token after ``node`` of a chain; only those V entries are read.
+
+    After the last node there is no draft token: the result is finite and of no meaning.
+    """
     if draft.log_q is None:
-        refused = jnp.minimum(index + 1, draft.tokens.shape[1] - 1)
-        return probs.one_hot_log(probs.at_token(draft.tokens, refused), vocab)
-    return probs.at_node(draft.log_q, jnp.minimum(index, draft.log_q.shape[1] - 1))
+        next_node = jnp.minimum(node + 1, draft.tokens.shape[1] - 1)
+        return probs.one_hot_log(probs.at_token(draft.tokens, next_node), vocab)
+    return probs.at_node(draft.log_q, jnp.minimum(node, draft.log_q.shape[1] - 1))
+
+
+def acceptance_uniforms(
+    keys: Key[Array, "B"], draft: Draft, first: int = ROOT
+) -> Float[Array, "B n"]:
+    """The uniform u in (0, 1] that decides about each node, from node ``first`` on."""
+    rows, nodes = draft.tokens.shape
+    index = jnp.broadcast_to(jnp.arange(first, nodes), (rows, nodes - first))
+    return probs.uniforms(keys, Purpose.ACCEPT, index)
+
+
+def count_leading(passed: Bool[Array, "B γ"]) -> Int[Array, "B"]:
+    """How many tokens of a chain passed before the first that did not."""
+    return jnp.cumprod(passed, axis=1, dtype=jnp.int32).sum(-1, dtype=jnp.int32)
 
 
 def chain_verdict(
@@ -55,47 +73,13 @@ def chain_verdict(
 ) -> Verdict:
     """The verdict that accepts the first ``accepted`` tokens and draws one from ``weights``.
 
-    ``tested`` defaults to the accepted depth plus one where a token was refused.
+    ``tested`` is the number of draft tokens that were judged. By default these are the accepted
+    ones, and one more if it was ``refused``.
     """
-    tested = accepted + refused if tested is None else tested
+    if tested is None:
+        tested = accepted + refused
+    # In a chain the number of a node is its depth.
     return tree_verdict(keys, draft, accepted, accepted, weights, tested)
-
-
-def root_path(draft: Draft, node: Int[Array, "B"], depth: Int[Array, "B"]) -> Int[Array, "B D+1"]:
-    """The nodes from the root down to ``node``, which lies at ``depth``, then NO_NODE."""
-    at = jnp.arange(draft.shape.depth + 1, dtype=jnp.int32)
-    if draft.shape.is_chain:
-        return jnp.where(at <= depth[:, None], at, NO_NODE)
-
-    def climb(node, _):
-        parent = probs.at_token(draft.parents, node)
-        return jnp.where(node == ROOT, ROOT, parent), node
-
-    _, upward = jax.lax.scan(climb, node, length=draft.shape.depth + 1)
-    steps = depth[:, None] - at
-    downward = jnp.take_along_axis(upward.T, jnp.maximum(steps, 0), axis=1)
-    return jnp.where(steps >= 0, downward, NO_NODE).astype(jnp.int32)
-
-
-def drawn_verdict(
-    draft: Draft,
-    node: Int[Array, "B"],
-    depth: Int[Array, "B"],
-    y: Int[Array, "B"],
-    tested: Int[Array, "B"] | int,
-) -> Verdict:
-    """The verdict that accepts the path to ``node`` and emits ``y`` after it."""
-    path = root_path(draft, node, depth)
-    at, here = jnp.arange(path.shape[1], dtype=jnp.int32), depth[:, None]
-    below = jnp.where(at < here, jnp.roll(path, -1, axis=1), ROOT)
-    accepted = jnp.take_along_axis(draft.tokens, below, axis=1)
-    return Verdict(
-        path=path,
-        num_accepted=depth,
-        num_tested=jnp.broadcast_to(jnp.asarray(tested, jnp.int32), depth.shape),
-        tokens=jnp.where(at < here, accepted, jnp.where(at == here, y[:, None], 0)),
-        num_tokens=depth + 1,
-    )
 
 
 def tree_verdict(
@@ -106,6 +90,47 @@ def tree_verdict(
     weights: Float[Array, "B V"],
     tested: Int[Array, "B"] | int,
 ) -> Verdict:
-    """As :func:`drawn_verdict`, with the last token drawn from unnormalized ``weights``."""
+    """As :func:`path_verdict`, with the last token drawn from unnormalized ``weights``."""
     u = probs.uniforms(keys, Purpose.EMIT, node[:, None])[:, 0]
-    return drawn_verdict(draft, node, depth, probs.sample(weights, u), tested)
+    return path_verdict(draft, node, depth, probs.sample(weights, u), tested)
+
+
+def path_verdict(
+    draft: Draft,
+    node: Int[Array, "B"],
+    depth: Int[Array, "B"],
+    y: Int[Array, "B"],
+    tested: Int[Array, "B"] | int,
+) -> Verdict:
+    """The verdict that accepts the path to ``node``, which is at ``depth``, and emits ``y``."""
+    path = root_path(draft, node, depth)
+    position = jnp.arange(path.shape[1], dtype=jnp.int32)
+    num_accepted = depth[:, None]
+    # The root was emitted before, so the tokens are those of the path shifted by one.
+    shifted = jnp.where(position < num_accepted, jnp.roll(path, -1, axis=1), ROOT)
+    accepted = jnp.take_along_axis(draft.tokens, shifted, axis=1)
+    last = jnp.where(position == num_accepted, y[:, None], 0)
+    return Verdict(
+        path=path,
+        num_accepted=depth,
+        num_tested=jnp.broadcast_to(jnp.asarray(tested, jnp.int32), depth.shape),
+        tokens=jnp.where(position < num_accepted, accepted, last),
+        num_tokens=depth + 1,
+    )
+
+
+def root_path(draft: Draft, node: Int[Array, "B"], depth: Int[Array, "B"]) -> Int[Array, "B D+1"]:
+    """The nodes from the root to ``node``, which is at ``depth``; NO_NODE after them."""
+    position = jnp.arange(draft.shape.depth + 1, dtype=jnp.int32)
+    if draft.shape.is_chain:
+        return jnp.where(position <= depth[:, None], position, NO_NODE)
+
+    def climb(node, _):
+        parent = probs.at_token(jnp.asarray(draft.parents), node)
+        return jnp.where(node == ROOT, ROOT, parent), node
+
+    # [D+1, B] from the node up; at the root the climb stays there.
+    _, upward = jax.lax.scan(climb, node, length=draft.shape.depth + 1)
+    steps = depth[:, None] - position
+    downward = jnp.take_along_axis(upward.T, jnp.maximum(steps, 0), axis=1)
+    return jnp.where(steps >= 0, downward, NO_NODE).astype(jnp.int32)

@@ -17,7 +17,7 @@ from specjax.models import ModelConfig, init_params
 from specjax.registry import Context
 from specjax.runtime.engine import Engine
 from specjax.target.contrastive import contrast
-from specjax.verify.verdicts import chain_verdict, draft_length, draft_row, drafted_log_probs
+from specjax.verify.verdicts import chain_verdict, draft_length, drafted_log_probs, log_q_after
 from support import laws
 
 LOSSLESS_CHAIN_RULES = {"speculative": verify.speculative, "block": verify.block}
@@ -71,7 +71,7 @@ def speculative_variant(keys, draft, log_p, *, residual=True, u_purpose=Purpose.
     accepted = jnp.cumprod(passed, axis=1, dtype=jnp.int32).sum(-1, dtype=jnp.int32)
     refused = accepted < draft_length(draft)
     p = jnp.exp(probs.at_node(log_p, jnp.maximum(accepted - shift, 0)))
-    q = jnp.exp(draft_row(draft, accepted, log_p.shape[-1]))
+    q = jnp.exp(log_q_after(draft, accepted, log_p.shape[-1]))
     left = probs.residual(p, q) if residual else p
     return chain_verdict(keys, draft, accepted, refused, jnp.where(refused[:, None], left, p))
 
@@ -103,7 +103,7 @@ def block_without_the_cap(keys, draft, log_p):
     accepted = jnp.max(jnp.where(u <= chance, index, 0), axis=1).astype(jnp.int32)
     before = jnp.pad(weight, ((0, 0), (1, 0)), constant_values=1.0)
     p = jnp.exp(probs.at_node(log_p, accepted))
-    q = jnp.exp(draft_row(draft, accepted, log_p.shape[-1]))
+    q = jnp.exp(log_q_after(draft, accepted, log_p.shape[-1]))
     left = probs.residual(probs.at_token(before, accepted)[:, None] * p, q)
     refused = accepted < gamma
     return chain_verdict(keys, draft, accepted, refused, jnp.where(refused[:, None], left, p))

@@ -23,7 +23,7 @@ from specjax.core.types import (
 )
 from specjax.verify.mentored_decoding import mentor_levels, mentored_kl
 from specjax.verify.spectr_kseq import solve_rho
-from specjax.verify.verdicts import drawn_verdict, tree_verdict
+from specjax.verify.verdicts import path_verdict, tree_verdict
 from support import laws, tree_laws
 
 KEYS = jax.random.split(jax.random.key(0), 64)  # hand-computed verdicts hold for every key
@@ -253,7 +253,7 @@ def redraw_per_child(keys, draft, log_p):
     found = hit.any(1)
     node = jnp.where(found, 1 + jnp.argmax(hit, 1), 0).astype(jnp.int32)
     fresh = tree_verdict(keys, draft, node, 1 * found, jnp.exp(probs.at_node(log_p, node)), 1)
-    none = drawn_verdict(draft, 0 * node, 0 * node, y[:, -1], 1 + 0 * node)
+    none = path_verdict(draft, 0 * node, 0 * node, y[:, -1], 1 + 0 * node)
 
     def pick(a, b):
         return jnp.where(found.reshape(-1, *[1] * (a.ndim - 1)), a, b)
