@@ -48,8 +48,8 @@ def _adaptive(
         form = TREE if sampled and not single and _accepts_chosen_trees(context) else CHAIN
     if single and form == TREE:
         raise PairError(
-            "single=true drafts a chain: it needs a group of probes behind each node, and a tree "
-            "has too many; use form=chain, or single=false"
+            "single=true drafts only a chain, because each node needs a group of probes: "
+            "use form=chain, or single=false"
         )
     candidates = draft.Candidates(len(adaptive_ids), form)
     if single:
@@ -257,8 +257,8 @@ DRAFTERS: dict[str, PartSpec] = {
             "groups": Option(
                 int,
                 0,
-                "with single=true: prepare the next draft behind this many nodes of the chain; "
-                "0: behind all",
+                "with single=true: for how many accepted lengths (0, 1, …) to prepare the next "
+                "draft; 0: for all",
                 low=0,
                 high=64,
             ),

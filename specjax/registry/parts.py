@@ -64,8 +64,10 @@ class PartSpec:
 
 
 def _is_static(option: Option) -> bool:
-    """Whether the part is made of it. Numbers go into the loop as arrays instead, and a preset
-    only fills in other options."""
+    """Whether the part is made of it.
+
+    Numbers go into the loop as arrays instead, and a preset only fills in other options.
+    """
     return option.kind not in (float, as_costs) and not option.presets
 
 

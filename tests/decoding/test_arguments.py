@@ -1,4 +1,4 @@
-"""What the public functions take, and what they refuse by name before anything compiles."""
+"""What the public functions accept, and what they refuse before anything compiles."""
 
 import dataclasses
 from pathlib import Path
@@ -30,8 +30,8 @@ def models(target, draft):
 
 
 @pytest.fixture
-def nothing_runs(monkeypatch):
-    """Fails where a key is made (the first thing that compiles) or a batch begins."""
+def no_compilation(monkeypatch):
+    """Fails if a key is made (the first thing that compiles) or a batch starts."""
 
     def fail(*_, **__):
         raise AssertionError("something compiled")
@@ -40,77 +40,73 @@ def nothing_runs(monkeypatch):
     monkeypatch.setattr(loop, "start", fail)
 
 
-def several(name, *values):
+def cases(name, *values):
     return [{name: value} for value in values]
 
 
-WRONG = [
-    *several("prompts", 7, 7.0, None, True, b"w1", {"w1": 1}, {"w1"}, [], (), "", [""], iter(())),
-    *several(
-        "prompts", [None], [b"w1"], [[]], [["w1"]], [[1, "a"]], [[1, None]], [[1.5]], [[True]]
-    ),
-    *several("prompts", [[[1]]], [1, [2]], [[98]], [[-1]], [[2**40]], [[1] * 512], [{"role": "x"}]),
-    *several("prompts", np.ones(3), np.ones((2, 3), bool), np.ones((1, 1, 1), int), np.int32(7)),
-    *several("prompts", jnp.ones(3), np.zeros((0, 3), int), "w1 \ud800", object),
-    *several("seed", "abc", 1.5, None, -1, 2**32, True, [1], 10**5000, float("nan"), "1" * 5000),
-    *several("batch_size", 0, -1, 1.5, "two", True, [2], np.array([2]), float("inf")),
-    *several("max_new_tokens", 0, -1, None, 2.5, "many", float("inf"), float("nan"), {}, 3j),
-    *several("num_samples", 0, -1, 1.5, 10**9, "x", None),
-    *several("stop", 7, [7], [""], "", b"x", [None], [["a"]], 1.5),
-    *several("logprobs", "maybe", 2, None, [], np.ones(2)),
-    *several("indices", 3, [1], [1, 2, 3], [-1, 0], [0, 2**31], [0.5, 1.5], "01"),
-    *several("rounds_per_piece", 0, -1, 1.5, None),
-    *several("sampling", 0.8, {"temperature": 1}, sj.Sampling, "greedy"),
-    *several("method", 7, 0.5, "specluative", ["beam"], sj.draft.Chain(), search.BeamSearch),
-    *several("drafter", 7, "", "chian", sj.draft.Chain, "speculative", len),
-    *several("rule", 7, "", "blok", len, sj.draft.Chain()),
-    *several("target_dist", 7, "", "warpd", len),
-    *several("draft", "demo-draft", 7, {}),
-    *several("options", 7, "gamma=3", ["gamma"], {7: 1}, {"gama": 3}),
-    *several("constraints", 7, "tree", [{}], [{}] * 3, [7, 7], [{"lexical": 7}] * 2),
-    *several("reward", 7, "lexicla", [], [7], ""),
+WRONG_ARGUMENTS = [
+    *cases("prompts", 7, 7.0, None, True, b"w1", {"w1": 1}, {"w1"}, [], (), "", [""], iter(())),
+    *cases("prompts", [None], [b"w1"], [[]], [["w1"]], [[1, "a"]], [[1, None]], [[1.5]], [[True]]),
+    *cases("prompts", [[[1]]], [1, [2]], [[98]], [[-1]], [[2**40]], [[1] * 512], [{"role": "x"}]),
+    *cases("prompts", np.ones(3), np.ones((2, 3), bool), np.ones((1, 1, 1), int), np.int32(7)),
+    *cases("prompts", jnp.ones(3), np.zeros((0, 3), int), "w1 \ud800", object),
+    *cases("seed", "abc", 1.5, None, -1, 2**32, True, [1], 10**5000, float("nan"), "1" * 5000),
+    *cases("batch_size", 0, -1, 1.5, "two", True, [2], np.array([2]), float("inf")),
+    *cases("max_new_tokens", 0, -1, None, 2.5, "many", float("inf"), float("nan"), {}, 3j),
+    *cases("num_samples", 0, -1, 1.5, 10**9, "x", None),
+    *cases("stop", 7, [7], [""], "", b"x", [None], [["a"]], 1.5),
+    *cases("logprobs", "maybe", 2, None, [], np.ones(2)),
+    *cases("indices", 3, [1], [1, 2, 3], [-1, 0], [0, 2**31], [0.5, 1.5], "01"),
+    *cases("rounds_per_piece", 0, -1, 1.5, None),
+    *cases("sampling", 0.8, {"temperature": 1}, sj.Sampling, "greedy"),
+    *cases("method", 7, "specluative", ["beam"], sj.draft.Chain(), search.BeamSearch),
+    *cases("drafter", 7, "", "chian", sj.draft.Chain, "speculative", len),
+    *cases("rule", 7, "", "blok", len, sj.draft.Chain()),
+    *cases("target_dist", 7, "", "warpd", len),
+    *cases("draft", "demo-draft", 7, {}),
+    *cases("options", 7, "gamma=3", ["gamma"], {7: 1}, {"gama": 3}),
+    *cases("constraints", 7, "tree", [{}], [{}] * 3, [7, 7], [{"lexical": 7}] * 2),
+    *cases("reward", 7, "lexicla", [], [7], ""),
     {"target": "demo"},
     {"target": None},
 ]
 BAD_OPTIONS = [
-    *several("gamma", "x", 0, 2.5, "2.5", None, True, [3], float("inf"), 65, np.array([3]), b"3"),
-    *several("draft_warp", "perhaps", 2, None, []),
-    *several("stop", 7, "sometimes", None),
-    *several("tau1", "x", -1, 2, None, True, float("nan")),
+    *cases("gamma", "x", 0, 2.5, "2.5", None, True, [3], float("inf"), 65, np.array([3]), b"3"),
+    *cases("draft_warp", "perhaps", 2, None, []),
+    *cases("stop", 7, "sometimes", None),
+    *cases("tau1", "x", -1, 2, None, True, float("nan")),
 ]
 
 
-def argument(call):
+def case_id(call):
     name, value = next(iter(call.items()))
     return f"{name}={format_value(value)}"
 
 
-def refused(function, name, *args, **named):
+def assert_refused(function, name, *args, **named):
     with pytest.raises((sj.OptionError, TypeError)) as error:
         function(*args, **named)
-    said = str(error.value)
-    # An unknown name is said to be one of an option, a rule, a target distribution.
-    assert (
-        name.replace("target_dist", "target").removesuffix("s") in said
-        and "\n" not in said
-        and len(said) < 250
-    )
+    message = str(error.value)
+    # The message may say "option" for options, and "target distribution" for target_dist.
+    assert name.replace("target_dist", "target").removesuffix("s") in message
+    assert "\n" not in message
+    assert len(message) < 250
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=argument)
-def test_a_wrong_argument_is_named_before_anything_compiles(models, nothing_runs, wrong):
+@pytest.mark.parametrize("wrong", WRONG_ARGUMENTS, ids=case_id)
+def test_a_wrong_argument_is_named_before_anything_compiles(models, no_compilation, wrong):
     function = sj.stream if "rounds_per_piece" in wrong else sj.generate
-    refused(function, next(iter(wrong)), **{"target": models[0]} | ROWS | wrong)
+    assert_refused(function, next(iter(wrong)), **{"target": models[0]} | ROWS | wrong)
 
 
-@pytest.mark.parametrize("wrong", BAD_OPTIONS, ids=argument)
-def test_a_wrong_option_is_named_before_anything_compiles(models, nothing_runs, wrong):
+@pytest.mark.parametrize("wrong", BAD_OPTIONS, ids=case_id)
+def test_a_wrong_option_is_named_before_anything_compiles(models, no_compilation, wrong):
     target, draft = models
     given = {"method": "speculative", "draft": draft, "options": wrong}
-    refused(sj.generate, next(iter(wrong)), target, IDS, **given)
+    assert_refused(sj.generate, next(iter(wrong)), target, IDS, **given)
 
 
-MADE = [
+WRONG_VALUES = [
     (sj.Sampling, "temperature", ("x", None, True, -1, float("nan"), float("inf"), 1e39, [1])),
     (sj.Sampling, "top_k", (-1, 1.5, "x", None, True, 2**31)),
     (sj.Sampling, "top_p", (0, 2, -0.5, "x", None, True, float("nan"))),
@@ -149,7 +145,7 @@ MADE = [
     (sj.draft_verify, "target", (7, "warped")),
     (sj.rule, "accepts", (7, [7])),
 ]
-REST = {
+OTHER_ARGUMENTS = {
     sj.draft.Tree.iid: {"chains": 2},
     rewards.Length: {"high": 3},
     sj.load: {"path_or_id": "demo"},
@@ -164,23 +160,25 @@ REST = {
 
 @pytest.mark.parametrize(
     ("make", "name", "value"),
-    [(make, name, value) for make, name, values in MADE for value in values],
+    [(make, name, value) for make, name, values in WRONG_VALUES for value in values],
     ids=lambda value: None if callable(value) else format_value(value),
 )
-def test_what_is_made_of_wrong_values_is_refused(models, nothing_runs, make, name, value):
-    rest = dict(REST.get(make, {}))
+def test_a_wrong_value_of_an_object_or_function_is_refused(
+    models, no_compilation, make, name, value
+):
+    rest = dict(OTHER_ARGUMENTS.get(make, {}))
     if "model" in rest:
         rest["model"] = models[0]
     if "config" in rest:
         rest["config"] = models[0].config
     if make is sj.method:
-        return refused(make, name, value)
+        return assert_refused(make, name, value)
     if make is sj.rule:
-        return refused(lambda **kw: sj.rule(**kw)(len), name, **rest | {name: value})
-    return refused(make, name, **rest | {name: value})
+        return assert_refused(lambda **kw: sj.rule(**kw)(len), name, **rest | {name: value})
+    return assert_refused(make, name, **rest | {name: value})
 
 
-def test_what_is_meant_is_taken(tmp_path):
+def test_equivalent_values_are_converted(tmp_path):
     three = sj.draft.Chain(3)
     for gamma in ("3", 3.0, np.int64(3), np.float32(3), jnp.int32(3), np.array(3)):
         assert sj.draft.Chain(gamma) == three and type(sj.draft.Chain(gamma).gamma) is int
@@ -197,8 +195,8 @@ def test_what_is_meant_is_taken(tmp_path):
             sj.load(Path(tmp_path / "none"), dtype)
 
 
-PLAIN = {"seed": 3, "batch_size": 2, "max_new_tokens": 6, "stop": ("w90",), "logprobs": False}
-MEANT = [
+DEFAULTS = {"seed": 3, "batch_size": 2, "max_new_tokens": 6, "stop": ("w90",), "logprobs": False}
+EQUIVALENT = [
     {"prompts": tuple(map(tuple, IDS))},
     {"prompts": np.array(IDS)},
     {"prompts": np.array(IDS, np.uint8)},
@@ -213,32 +211,33 @@ MEANT = [
     {"stop": {"w90"}, "options": None},
     {"method": sj.method("autoregressive"), "constraints": [{"lexical": "w1"}] * 2},
     {"method": sj.DraftVerify(sj.draft.NoDraft(), sj.Warped(), sj.verify.match)},
+    {"method": None},
     {"options": [], "drafter": "none"},
 ]
 
 
-def outcome(target, **given):
-    out = sj.generate(target, **ROWS | PLAIN | {"sampling": sj.Sampling(1.0)} | given)
+def decode(target, **given):
+    out = sj.generate(target, **ROWS | DEFAULTS | {"sampling": sj.Sampling(1.0)} | given)
     return [row.tolist() for row in out.tokens], out.text
 
 
-@pytest.mark.parametrize("meant", MEANT, ids=lambda meant: ",".join(meant))
-def test_what_is_meant_gives_the_same(models, meant):
-    assert outcome(models[0], **meant) == outcome(models[0])
+@pytest.mark.parametrize("equivalent", EQUIVALENT, ids=lambda equivalent: ",".join(equivalent))
+def test_equivalent_arguments_give_the_same_output(models, equivalent):
+    assert decode(models[0], **equivalent) == decode(models[0])
 
 
-def test_prompts_may_come_lazily_and_one_of_ids_alone(models):
+def test_prompts_may_be_iterators_or_a_single_prompt(models):
     lazily = ((token for token in row) for row in IDS)
-    assert outcome(models[0], prompts=lazily) == outcome(models[0])
+    assert decode(models[0], prompts=lazily) == decode(models[0])
     twice = {"num_samples": 2}  # two rows, as above: one program
-    alone = outcome(models[0], prompts=IDS[:1], **twice)
+    alone = decode(models[0], prompts=IDS[:1], **twice)
     first = IDS[0]
     for row in (first, tuple(first), np.array(first), jnp.array(first), range(5, 8), iter(first)):
-        assert outcome(models[0], prompts=row, **twice) == alone
-    assert outcome(models[0], prompts="w5 w6 w7", **twice) == alone
+        assert decode(models[0], prompts=row, **twice) == alone
+    assert decode(models[0], prompts="w5 w6 w7", **twice) == alone
 
 
-def test_a_method_of_objects_is_checked_as_its_parts(models, nothing_runs):
+def test_options_of_a_method_object_are_checked(models, no_compilation):
     target, draft = models
     method = sj.DraftVerify(sj.draft.Chain(stop="before"), sj.Warped(), sj.verify.speculative)
     with pytest.raises(sj.PairError, match="needs a draft model"):
@@ -249,7 +248,7 @@ def test_a_method_of_objects_is_checked_as_its_parts(models, nothing_runs):
         sj.generate(target, IDS, method=method, draft=draft, options={"gamma": 2})
 
 
-def test_a_huge_budget_ends_with_the_context(models, monkeypatch):
+def test_a_budget_is_cut_to_the_context_length(models, monkeypatch):
     budgets = []
 
     def start(method, inputs, prompts, budget, *_, **__):
@@ -262,12 +261,12 @@ def test_a_huge_budget_ends_with_the_context(models, monkeypatch):
     assert budgets == [models[0].config.max_position - 3] * 2
 
 
-def test_a_stream_refuses_when_it_is_called(models):
+def test_stream_refuses_before_it_is_iterated(models):
     with pytest.raises(sj.OptionError, match="batch_size"):
         sj.stream(models[0], IDS, batch_size=0)
 
 
-def test_shown_is_short_and_one_line():
+def test_format_value_is_short_and_one_line():
     for value in ("a\nb" * 99, 10**9999, ["x" * 999] * 99, np.ones((9, 9)), object(), -(2**999)):
         assert len(format_value(value)) < 200 and "\n" not in format_value(value)
     with pytest.raises(sj.OptionError, match="n=a b: expected a whole number"):

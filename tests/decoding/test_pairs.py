@@ -1,8 +1,8 @@
 """Every drafter with every rule and target distribution: one table drives these tests.
 
-A new part is one entry of ``specjax.methods``; each pair it makes is either refused by name or
-decodes: greedily as plain decoding does where it is lossless, with counters that add up, and
-within budget.
+A new part is one entry in a table of ``specjax.registry``. Each pair with it is either refused by
+name, or it decodes within the budget and with counters that add up. A lossless pair decodes
+greedily as plain decoding does.
 """
 
 import functools
@@ -34,8 +34,8 @@ def models():
 
 
 @functools.cache
-def draft_of(drafter):
-    """The draft that a drafter takes: a model, or a head."""
+def draft_for(drafter):
+    """The draft model that a drafter runs: a language model, or a head."""
     target, draft = models()
     if drafter != "head":
         return draft
@@ -47,19 +47,19 @@ def options(spec):
     return {name: value for name, value in SMALL.items() if name in spec.options}
 
 
-def fits(pair) -> bool:
+def is_accepted(pair) -> bool:
     spec = compose(*pair)
     try:
-        spec.build(Context(models()[0], draft_of(pair[0])), options(spec))
+        spec.build(Context(models()[0], draft_for(pair[0])), options(spec))
     except PairError:
         return False
     return True
 
 
-ACCEPTED = [pair for pair in ALL if fits(pair)]
-REFUSED = [pair for pair in ALL if not fits(pair)]
-# Under the contrastive target every drafter with one rule, and every rule with one drafter: what
-# the two do to each other is the same as under the warped one.
+ACCEPTED = [pair for pair in ALL if is_accepted(pair)]
+REFUSED = [pair for pair in ALL if not is_accepted(pair)]
+# Under the contrastive target, every drafter with one rule and every rule with one drafter: context
+# drafter and rule interact does not depend on the target distribution.
 DECODED = [
     (drafter, rule, dist)
     for drafter, rule, dist in ACCEPTED
@@ -68,7 +68,7 @@ DECODED = [
 
 
 @functools.cache
-def plain(target_dist):
+def decode_plainly(target_dist):
     """Greedy decoding, token by token, under either target distribution."""
     target, draft = models()
     return sj.generate(
@@ -82,8 +82,8 @@ def plain(target_dist):
     ).tokens
 
 
-def test_the_matrix_is_as_the_rules_say():
-    """Which pairs are refused follows from laws and shapes; the count guards the table."""
+def test_refused_pairs_follow_from_sampling_and_shape():
+    """A rule refuses a drafter by context its drafts are sampled, and by their shape."""
     tree_rules = {"spectr", "specinfer", "match", "joint"}
     for drafter, rule, _ in ACCEPTED:
         assert rule in tree_rules or drafter not in ("iid", "tree")
@@ -94,15 +94,15 @@ def test_the_matrix_is_as_the_rules_say():
 
 
 @pytest.mark.parametrize("pair", REFUSED, ids="-".join)
-def test_refusal_names_both_sides(pair):
+def test_a_refusal_names_drafter_and_rule(pair):
     spec = compose(*pair)
     with pytest.raises(PairError) as caught:
-        spec.build(Context(models()[0], draft_of(pair[0])), options(spec))
+        spec.build(Context(models()[0], draft_for(pair[0])), options(spec))
     assert pair[0] in str(caught.value) and pair[1] in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def outcome(spec, values, greedy, draft):
+def build_or_refusal(spec, values, greedy, draft):
     """The method and its settings, or why the pair is refused."""
     try:
         return spec.build(Context(models()[0], draft, greedy=greedy), values)
@@ -114,14 +114,14 @@ def outcome(spec, values, greedy, draft):
 @pytest.mark.parametrize(("drafter", "rule"), list(itertools.product(DRAFTERS, RULES)))
 def test_names_and_objects_make_the_same_method(drafter, rule, greedy):
     spec = compose(drafter, rule)
-    how, as_object = (greedy, draft_of(drafter)), getattr(sj.verify, rule)
-    named = outcome(spec, options(spec), *how)
-    assert outcome(compose(drafter, as_object), options(spec), *how) == named
+    context, as_object = (greedy, draft_for(drafter)), getattr(sj.verify, rule)
+    named = build_or_refusal(spec, options(spec), *context)
+    assert build_or_refusal(compose(drafter, as_object), options(spec), *context) == named
     if isinstance(named, str) or not isinstance(named[0], sj.DraftVerify):
-        return  # refused, or two passes: no single drafter stands for them
+        return  # refused, or of two passes, which have no single drafter
     objects = compose(named[0].drafter, as_object, sj.Warped())
     read = {name: named[1][name] for name in (*as_object.settings, *named[0].drafter.settings)}
-    assert outcome(objects, read, *how) == (named[0], read)
+    assert build_or_refusal(objects, read, *context) == (named[0], read)
 
 
 def test_parts_as_objects_decode():
@@ -161,7 +161,7 @@ def test_pair_decodes(pair):
     target = models()[0]
     spec = compose(*pair)
     kw = {
-        "draft": draft_of(pair[0]),
+        "draft": draft_for(pair[0]),
         "drafter": pair[0],
         "rule": pair[1],
         "target_dist": pair[2],
@@ -170,7 +170,7 @@ def test_pair_decodes(pair):
     }
     out = sj.generate(target, PROMPTS, **kw)
     if spec.lossless and (pair[0] != "head" or pair[2] == "warped"):  # another amateur, another p
-        for got, want in zip(out.tokens, plain(pair[2]), strict=True):
+        for got, want in zip(out.tokens, decode_plainly(pair[2]), strict=True):
             np.testing.assert_array_equal(got, want)
     sampled = sj.generate(target, PROMPTS, sampling=SAMPLING, **kw)
     for run in (out, sampled):

@@ -1,4 +1,4 @@
-"""Every rule beyond speculative sampling: hand-computed verdicts, exact laws, mutants, edges."""
+"""Rules: verdicts worked out by hand, exact output distributions, mutants, edge cases."""
 
 import functools
 import sys
@@ -30,7 +30,7 @@ KEYS = jax.random.split(jax.random.key(0), 64)  # hand-computed verdicts hold fo
 
 
 def build(tokens, parents, p, q=None, sampling=POINT_MASS, valid=None):
-    """One tree for all rows; ``p[N, V]``, ``q[N, V]`` the law each node was drawn from."""
+    """One tree for all rows; ``p[N, V]``, ``q[N, V]`` is what each node was drawn from."""
     rows, n = len(KEYS), len(tokens)
     depth = int(tree.depths(tree.ancestors(jnp.array([[NO_PARENT, *parents]]), n)).max())
     draft = Draft(
@@ -45,7 +45,7 @@ def build(tokens, parents, p, q=None, sampling=POINT_MASS, valid=None):
     return draft, jnp.log(jnp.broadcast_to(jnp.array(p, jnp.float32), (rows, n, 4)))
 
 
-def check(verdict, path, tokens, tested):
+def assert_verdict(verdict, path, tokens, tested):
     n = len(path) - 1
     assert (np.asarray(verdict.num_accepted) == n).all()
     assert (np.asarray(verdict.num_tokens) == n + 1).all()
@@ -55,108 +55,110 @@ def check(verdict, path, tokens, tested):
     np.testing.assert_array_equal(verdict.tokens[:, : n + 1], np.tile(tokens, (len(KEYS), 1)))
 
 
-def sure(token):
+def certain(token):
     return [float(t == token) for t in range(4)]
 
 
 # --- hand-computed verdicts ------------------------------------------------------------------
 
 
-def test_block_rescues_an_early_failure():
+def test_block_accepts_a_token_that_fails_alone():
     # w_1 = 1/4 and p·w_1 ≤ q everywhere: h_1 = 0. w_2 = min(1, ¼·4) = 1: the block stands.
-    p = [[0.25, 0.75, 0, 0], [0, 0, 1, 0], sure(3)]
-    q = [sure(0), sure(0), [0.25, 0.25, 0.25, 0.25]]
+    p = [[0.25, 0.75, 0, 0], [0, 0, 1, 0], certain(3)]
+    q = [certain(0), certain(0), [0.25, 0.25, 0.25, 0.25]]
     draft, log_p = build([9, 0, 2], [0, 1], p, q, sampling=IID)
     draft = draft.replace(log_q=draft.log_q[:, 1:], q_row=(0, 0, 1))
-    check(verify.block(KEYS, draft, log_p), [0, 1, 2], [0, 2, 3], tested=2)
+    assert_verdict(verify.block(KEYS, draft, log_p), [0, 1, 2], [0, 2, 3], tested=2)
 
 
-def test_joint_takes_the_longest_prefix_and_not_the_first_failure():
+def test_joint_accepts_the_longest_prefix_that_passes():
     # P_1/q_1 = 0.1, P_2/q_2 = 0.1·9: the second prefix passes at τ = ½, neither at 0.95.
-    p = [[0.05, 0, 0.95, 0], [0, 0.9, 0.1, 0], sure(3)]
-    q = [sure(0), [0.5, 0.5, 0, 0], [0.9, 0.1, 0, 0]]
+    p = [[0.05, 0, 0.95, 0], [0, 0.9, 0.1, 0], certain(3)]
+    q = [certain(0), [0.5, 0.5, 0, 0], [0.9, 0.1, 0, 0]]
     draft, log_p = build([9, 0, 1], [0, 1], p, q, sampling=IID)
-    check(verify.joint(KEYS, draft, log_p, tau=0.5), [0, 1, 2], [0, 1, 3], tested=2)
+    assert_verdict(verify.joint(KEYS, draft, log_p, tau=0.5), [0, 1, 2], [0, 1, 3], tested=2)
     refused = verify.joint(KEYS, draft, log_p, tau=0.95)
     assert (refused.num_accepted == 0).all() and (refused.num_tested == 2).all()
     ended = draft.replace(valid=draft.valid.at[:, 2].set(False))
     assert (verify.joint(KEYS, ended, log_p, tau=0.5).num_accepted == 0).all()
     none = log_p.at[:, 1, 1].set(-jnp.inf)
-    check(
-        verify.joint(KEYS, draft, none.at[:, 1].set(jnp.log(jnp.array(sure(2)))), tau=0.0),
+    assert_verdict(
+        verify.joint(KEYS, draft, none.at[:, 1].set(jnp.log(jnp.array(certain(2)))), tau=0.0),
         [0, 1],
         [0, 2],
         tested=2,
     )
 
 
-def test_joint_over_beams_takes_the_deepest_then_the_likelier():
+def test_joint_over_beams_accepts_the_deepest_then_the_more_probable():
     # Beams 1-3 and 2-4, and 2-5: all pass; node 5 has the larger joint.
-    p = [[0.5, 0.5, 0, 0], [0, 0.4, 0.6, 0], [0.1, 0.3, 0.6, 0], *[sure(3)] * 3]
+    p = [[0.5, 0.5, 0, 0], [0, 0.4, 0.6, 0], [0.1, 0.3, 0.6, 0], *[certain(3)] * 3]
     draft, log_p = build([9, 0, 1, 1, 1, 2], [0, 0, 1, 2, 2], p)
-    check(verify.joint(KEYS, draft, log_p, tau=0.1), [0, 2, 5], [1, 2, 3], tested=2)
-    check(verify.joint(KEYS, draft, log_p, tau=0.25), [0, 2, 5], [1, 2, 3], tested=2)
+    assert_verdict(verify.joint(KEYS, draft, log_p, tau=0.1), [0, 2, 5], [1, 2, 3], tested=2)
+    assert_verdict(verify.joint(KEYS, draft, log_p, tau=0.25), [0, 2, 5], [1, 2, 3], tested=2)
     assert (verify.joint(KEYS, draft, log_p, tau=0.35).num_accepted == 1).all()
 
 
 def test_match_descends_into_the_first_child_that_carries_the_draw():
-    p = [sure(2), sure(0), sure(1), sure(0), sure(3), sure(3)]
+    p = [certain(2), certain(0), certain(1), certain(0), certain(3), certain(3)]
     draft, log_p = build([9, 0, 2, 2, 1, 0], [0, 0, 0, 2, 3], p)
-    check(verify.match(KEYS, draft, log_p), [0, 2, 4], [2, 1, 3], tested=2)
+    assert_verdict(verify.match(KEYS, draft, log_p), [0, 2, 4], [2, 1, 3], tested=2)
     hidden = draft.replace(valid=draft.valid.at[:, 4].set(False))
-    check(verify.match(KEYS, hidden, log_p), [0, 2], [2, 1], tested=1)
+    assert_verdict(verify.match(KEYS, hidden, log_p), [0, 2], [2, 1], tested=1)
     other = draft.replace(tokens=draft.tokens.at[:, 4].set(3))
-    check(verify.match(KEYS, other, log_p), [0, 2], [2, 1], tested=2)
+    assert_verdict(verify.match(KEYS, other, log_p), [0, 2], [2, 1], tested=2)
 
 
-@pytest.mark.parametrize("law", [IID, WITHOUT_REPLACEMENT])
-def test_specinfer_tries_children_in_order(law):
-    p = [sure(1), sure(3), sure(2), sure(0)]
+@pytest.mark.parametrize("sampling", [IID, WITHOUT_REPLACEMENT])
+def test_specinfer_tries_children_in_order(sampling):
+    p = [certain(1), certain(3), certain(2), certain(0)]
     flat = [[0.25] * 4] * 4
-    draft, log_p = build([9, 0, 1, 2], [0, 0, 2], p, flat, sampling=law)
-    check(verify.specinfer(KEYS, draft, log_p), [0, 2, 3], [1, 2, 0], tested=2)
+    draft, log_p = build([9, 0, 1, 2], [0, 0, 2], p, flat, sampling=sampling)
+    assert_verdict(verify.specinfer(KEYS, draft, log_p), [0, 2, 3], [1, 2, 0], tested=2)
     cut = draft.replace(valid=draft.valid.at[:, 2].set(False))
-    check(verify.specinfer(KEYS, cut, log_p), [0], [1], tested=1)
+    assert_verdict(verify.specinfer(KEYS, cut, log_p), [0], [1], tested=1)
 
 
 def test_specinfer_residual_between_siblings():
-    # p − q = (0, ½, 0, 0)+: after token 0 is refused, p is sure of 1 and refuses 2.
-    p = [[0, 0.75, 0.25, 0], *[sure(3)] * 2]
-    q = [sure(0), [0.5, 0.25, 0.25, 0], [0.5, 0.25, 0.25, 0]]
+    # p − q = (0, ½, 0, 0)+: after token 0 is refused, p is certain of 1, so 2 is refused.
+    p = [[0, 0.75, 0.25, 0], *[certain(3)] * 2]
+    q = [certain(0), [0.5, 0.25, 0.25, 0], [0.5, 0.25, 0.25, 0]]
     draft, log_p = build([9, 0, 2], [0, 0], p, q, sampling=IID)
-    check(verify.specinfer(KEYS, draft, log_p), [0], [1], tested=1)
+    assert_verdict(verify.specinfer(KEYS, draft, log_p), [0], [1], tested=1)
 
 
 def test_specinfer_keeps_p_where_the_residual_is_empty():
     # Token 0 has q mass only where p has it too, yet is refused: p(0) = 0 is the way there.
-    p = [sure(1), sure(3), sure(3)]
-    draft, log_p = build([9, 0, 2], [0, 0], p, [sure(1)] * 3, sampling=IID)
-    check(verify.specinfer(KEYS, draft, log_p), [0], [1], tested=1)
+    p = [certain(1), certain(3), certain(3)]
+    draft, log_p = build([9, 0, 2], [0, 0], p, [certain(1)] * 3, sampling=IID)
+    assert_verdict(verify.specinfer(KEYS, draft, log_p), [0], [1], tested=1)
 
 
-def test_spectr_goes_on_with_all_twins():
-    # Chains 0-·, 1-0, 1-2 below p sure of 1, then of 2: node 6's parent is the second twin.
-    p = [sure(1), sure(0), sure(2), sure(2), sure(3), sure(3), sure(3)]
+def test_spectr_continues_with_all_equal_candidates():
+    # Chains 0-·, 1-0, 1-2. p is certain of 1, then of 2: node 6 is below the second token 1.
+    p = [certain(1), certain(0), certain(2), certain(2), certain(3), certain(3), certain(3)]
     draft, log_p = build(
         [9, 0, 1, 1, 0, 0, 2], [0, 0, 0, 1, 2, 3], p, [[0.25] * 4] * 7, sampling=IID
     )
-    check(verify.spectr(KEYS, draft, log_p), [0, 3, 6], [1, 2, 3], tested=2)
+    assert_verdict(verify.spectr(KEYS, draft, log_p), [0, 3, 6], [1, 2, 3], tested=2)
     missed = draft.replace(tokens=draft.tokens.at[:, 6].set(1))
-    check(verify.spectr(KEYS, missed, log_p), [0, 2], [1, 2], tested=2)
+    assert_verdict(verify.spectr(KEYS, missed, log_p), [0, 2], [1, 2], tested=2)
 
 
 def test_bild_rolls_back_at_the_first_unlikely_token():
-    raw = [[0.5, 0.5, 0, 0], [0.3, 0.7, 0, 0], [0.9, 0.1, 0, 0], sure(0)]
+    raw = [[0.5, 0.5, 0, 0], [0.3, 0.7, 0, 0], [0.9, 0.1, 0, 0], certain(0)]
     draft, _ = build([9, 0, 0, 0], [0, 1, 2], raw)
-    log_p = jnp.log(jnp.broadcast_to(jnp.array([sure(0), sure(2), sure(1), sure(3)]), (64, 4, 4)))
+    log_p = jnp.log(
+        jnp.broadcast_to(jnp.array([certain(0), certain(2), certain(1), certain(3)]), (64, 4, 4))
+    )
     raw = jnp.log(jnp.broadcast_to(jnp.array(raw, jnp.float32), (64, 4, 4)))
     run = functools.partial(verify.bild, KEYS, draft, log_p, raw_log_p=raw)
-    check(run(tau2=1.0), [0, 1], [0, 2], tested=2)  # −log 0.3 = 1.2
-    check(run(tau2=1.3), [0, 1, 2, 3], [0, 0, 0, 3], tested=3)
-    check(run(tau2=0.5), [0], [0], tested=1)
+    assert_verdict(run(tau2=1.0), [0, 1], [0, 2], tested=2)  # −log 0.3 = 1.2
+    assert_verdict(run(tau2=1.3), [0, 1, 2, 3], [0, 0, 0, 3], tested=3)
+    assert_verdict(run(tau2=0.5), [0], [0], tested=1)
 
 
-# --- exact laws ------------------------------------------------------------------------------
+# --- exact distributions ---------------------------------------------------------------------
 
 
 def stop_table():
@@ -179,14 +181,14 @@ PAIRS = {
 
 
 @pytest.mark.parametrize(
-    ("rule", "law"), [(rule, law) for rule, (_, drafts) in PAIRS.items() for law in drafts]
+    ("rule", "draft_name"), [(rule, name) for rule, (_, drafts) in PAIRS.items() for name in drafts]
 )
-def test_lossless_tree_rule_emits_the_law_of_p(rule, law):
+def test_a_lossless_tree_rule_emits_p(rule, draft_name):
     verify_rule, drafts = PAIRS[rule]
-    assert tree_laws.tree_p_value(verify_rule, drafts[law]) > laws.ALPHA
+    assert tree_laws.tree_p_value(verify_rule, drafts[draft_name]) > laws.ALPHA
 
 
-def test_spectr_accepts_one_minus_one_minus_beta_to_the_k():
+def test_the_acceptance_rate_of_spectr_is_its_formula():
     draft_fn = functools.partial(tree_laws.tree_draft, branching=(4,), sampling=IID)
     _, accepted = tree_laws.rule_counts(verify.spectr, draft_fn, laws.tables())
     p, q = (x[:1].astype(np.float64) for x in laws.tables())
@@ -197,7 +199,7 @@ def test_spectr_accepts_one_minus_one_minus_beta_to_the_k():
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
-def test_spectr_solves_its_equation_from_above(k):
+def test_rho_of_spectr_solves_its_equation(k):
     p, q = (jnp.asarray(x) for x in laws.tables())
     rho, beta = map(np.asarray, solve_rho(p, q, jnp.full(len(p), float(k))))
     some = 1 - (1 - beta.astype(np.float64)) ** k
@@ -205,7 +207,7 @@ def test_spectr_solves_its_equation_from_above(k):
     assert (rho >= 1).all() and (rho <= k).all()
 
 
-# --- mutants: each is a plausible slip, and the same test must refuse it ---------------------
+# --- mutants: each is a plausible mistake, and the same test must catch it --------------------
 
 
 def one_level(sampling=WITHOUT_REPLACEMENT, count=2):
@@ -219,12 +221,12 @@ def reordered(keys, p, q, *, by):
     return tree_laws.reorder_siblings(draft, log_p, order)
 
 
-def claims(law, drawn):
-    """A tree drawn by one law that calls itself another."""
+def claims(sampling, drawn):
+    """A tree that was sampled in one way and claims another."""
 
     def draft_fn(keys, p, q):
         draft, log_p = tree_laws.LAWS[drawn](keys, p, q)
-        return draft.replace(sampling=law), log_p
+        return draft.replace(sampling=sampling), log_p
 
     return draft_fn
 
@@ -292,7 +294,7 @@ def plain_residual(p, q):
     return jnp.where(left.sum(-1, keepdims=True) > 0, left, p)
 
 
-PATCHES = {  # rule and drafts, where the slip goes, and what it is
+PATCHES = {  # the rule, its drafts, the function that is replaced, and its replacement
     "no residual between siblings": ("specinfer", "iid", "residual", lambda p, q: p),
     "block without a residual": ("block", None, "residual", lambda p, q: p),
     "spectr's residual without its share": (
@@ -318,12 +320,12 @@ PATCHES = {  # rule and drafts, where the slip goes, and what it is
 
 @pytest.mark.parametrize("name", PATCHES)
 def test_patched_rule_is_caught(name, monkeypatch):
-    rule, law, attribute, slip = PATCHES[name]
+    rule, draft_name, attribute, mistake = PATCHES[name]
     home = (
         probs if attribute == "residual" else sys.modules[getattr(verify, rule).verify.__module__]
     )
-    monkeypatch.setattr(home, attribute, slip)
-    draft_fn = laws.chain_draft if law is None else tree_laws.LAWS[law]
+    monkeypatch.setattr(home, attribute, mistake)
+    draft_fn = laws.chain_draft if draft_name is None else tree_laws.LAWS[draft_name]
     assert tree_laws.tree_p_value(getattr(verify, rule), draft_fn) < laws.ALPHA
 
 
@@ -343,8 +345,8 @@ def random_rows(vocab, rows, seed):
     return log_p, log_q, bound.astype(np.float32)
 
 
-def mentored_law(log_p, log_q, log_alpha, b):
-    """π of the rule with these levels, its KL(p‖π) and its rejected mass, in float64."""
+def mentored_distribution(log_p, log_q, log_alpha, b):
+    """π of the rule with these levels, its KL(p‖π) and the rejected mass, in float64."""
     p, q = (np.exp(x.astype(np.float64)) for x in (log_p, log_q))
     p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -363,7 +365,7 @@ def mentored_law(log_p, log_q, log_alpha, b):
 def test_mentored_keeps_its_bound(vocab, rows):
     log_p, log_q, bound = random_rows(vocab, rows, seed=vocab)
     log_alpha, b = map(np.asarray, jax.jit(mentor_levels)(log_p, log_q, bound))
-    law, kl, rejected = mentored_law(log_p, log_q, log_alpha, b)
+    law, kl, rejected = mentored_distribution(log_p, log_q, log_alpha, b)
     slack = np.maximum(1e-3 * bound, 1e-6)
     assert np.isfinite(log_alpha).all() and ((b >= 0) & (b <= 1)).all()
     assert (kl <= bound + slack).all()
@@ -384,7 +386,7 @@ def test_mentored_acceptance_rises_with_the_bound():
     mass = []
     for bound in (0.0, 1e-3, 0.01, 0.1, 1.0, 10.0):
         levels = jax.jit(mentor_levels)(log_p, log_q, np.full(500, bound, np.float32))
-        mass.append(mentored_law(log_p, log_q, *map(np.asarray, levels))[2])
+        mass.append(mentored_distribution(log_p, log_q, *map(np.asarray, levels))[2])
     mass = np.array(mass)
     overlap = 1 - np.minimum(np.exp(log_p), np.exp(log_q)).sum(-1)
     np.testing.assert_allclose(mass[0], overlap, atol=1e-5)  # D = 0: speculative sampling
@@ -428,10 +430,10 @@ def test_a_rule_called_alone_compiles_once_per_shape():
 
 
 @pytest.mark.parametrize("bound", [pytest.param(0.02, marks=pytest.mark.slow), 0.3])
-def test_mentored_emits_its_law(bound):
+def test_mentored_emits_its_distribution(bound):
     p, q = (x[:1] for x in laws.tables(zeros=False))
     levels = mentor_levels(*map(jnp.log, (p, q)), jnp.full(1, bound))
-    law, kl, _ = mentored_law(np.log(p), np.log(q), *map(np.asarray, levels))
+    law, kl, _ = mentored_distribution(np.log(p), np.log(q), *map(np.asarray, levels))
     assert kl[0] <= bound * 1.001
     counts, _ = tree_laws.rule_counts(
         verify.mentored, laws.chain_draft, laws.tables(zeros=False), max_kl=bound
@@ -443,7 +445,7 @@ def test_mentored_emits_its_law(bound):
 
 # --- edges -----------------------------------------------------------------------------------
 
-ROWS_OF = {  # p and q of every context
+EDGE_CASES = {  # p and q of every context
     "equal": ([0.2, 0.5, 0.3], [0.2, 0.5, 0.3]),
     "disjoint": ([1, 0, 0], [0, 0.5, 0.5]),
     "both sure and equal": ([0, 1, 0], [0, 1, 0]),
@@ -466,7 +468,7 @@ EDGE_RULES = {
 
 
 @pytest.mark.parametrize("rule", EDGE_RULES)
-def test_edges_never_emit_what_p_excludes(rule):
+def test_edge_cases_never_emit_what_p_excludes(rule):
     verify_rule, draft_fn, settings = EDGE_RULES[rule]
     contexts = len(laws.tables()[0])
 
@@ -476,7 +478,7 @@ def test_edges_never_emit_what_p_excludes(rule):
         return verify_rule(keys, draft, log_p, **settings)
 
     keys = jax.random.split(jax.random.key(4), 512)
-    for name, rows in ROWS_OF.items():
+    for name, rows in EDGE_CASES.items():
         p, q = (jnp.tile(jnp.array(row, jnp.float32), (contexts, 1)) for row in rows)
         verdict = run(keys, p, q)
         real = np.arange(verdict.tokens.shape[1]) < np.asarray(verdict.num_tokens)[:, None]
