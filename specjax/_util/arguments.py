@@ -83,10 +83,12 @@ def allow_name(check: Check) -> Check:
 
 def as_texts(value: Any) -> tuple[str, ...]:
     """One text, or several, as a tuple."""
-    several = (value,) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(text, str) for text in several):
+    if isinstance(value, str):
+        return (value,)
+    texts = tuple(value)
+    if not all(isinstance(text, str) for text in texts):
         raise TypeError
-    return several
+    return texts
 
 
 def as_integer_array(value: Any) -> np.ndarray:

@@ -109,7 +109,8 @@ class Check:
 
     def _convert_kind(self, value: Any) -> Any:
         if self.kind is bool:
-            return _BOOLEANS[value.lower() if isinstance(value, str) else value]
+            key = value.lower() if isinstance(value, str) else value
+            return _BOOLEANS[key]
         if self.kind in (int, float) and _is_no_number(value):
             raise TypeError
         if self.kind is int and not isinstance(value, str) and value != int(value):
@@ -133,7 +134,9 @@ class Check:
         texts = [
             f"{sign} {_format_bound(bound)}" for sign, bound in bounds.items() if bound is not None
         ]
-        return " " + " and ".join(texts) if texts else ""
+        if not texts:
+            return ""
+        return " " + " and ".join(texts)
 
 
 def _is_no_number(value: Any) -> bool:
@@ -142,7 +145,9 @@ def _is_no_number(value: Any) -> bool:
 
 
 def _format_bound(bound: float) -> str:
-    return str(bound) if isinstance(bound, int) else f"{bound:g}"
+    if isinstance(bound, int):
+        return str(bound)
+    return f"{bound:g}"
 
 
 def exactly(*types: type) -> Callable[[Any], Any]:
@@ -170,14 +175,14 @@ def number(low: float, high: float = LARGEST, above: bool = False, below: bool =
     """A finite number in a range; ``above`` and ``below`` exclude its ends."""
     first = "above" if above else "from"
     last = "and below" if below else "to"
-    return Check(
-        exactly(int, float),
-        expected=f"a number {first} {low:g} {last} {high:g}",
-        low=None if above else low,
-        above=low if above else None,
-        high=None if below else high,
-        below=high if below else None,
-    )
+    check = Check(exactly(int, float), expected=f"a number {first} {low:g} {last} {high:g}")
+    if above:
+        check = dataclasses.replace(check, above=low)
+    else:
+        check = dataclasses.replace(check, low=low)
+    if below:
+        return dataclasses.replace(check, below=high)
+    return dataclasses.replace(check, high=high)
 
 
 POSITIVE = dataclasses.replace(
@@ -251,7 +256,9 @@ def format_value(value: Any) -> str:
         return f"a number of {value.bit_length()} bits"
     if _is_plain(value):
         line = " ".join(str(value).split())
-        return line if len(line) <= SHOWN_CHARACTERS else line[:SHOWN_CHARACTERS] + "…"
+        if len(line) > SHOWN_CHARACTERS:
+            line = line[:SHOWN_CHARACTERS] + "…"
+        return line
     if isinstance(value, (list, tuple)) and all(map(_is_plain, value)):
         return reprlib.repr(value)
     return type(value).__name__

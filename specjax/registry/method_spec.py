@@ -136,6 +136,7 @@ class MethodSpec:
         auto_length = _find_auto_length(values)
         settings = _array_settings(values, auto_length)
         if auto_length:
+            # The drafter is made for the largest draft; the method shortens it round by round.
             values[auto_length.option] = auto_length.largest
         self._check_vocabulary(context, values)
 
@@ -156,9 +157,12 @@ class MethodSpec:
         drafter = drafter_part.build(context, values)
         target = target_part.build(context, values)
 
+        # In two passes there is no draft of a model that could carry the amateur's logits.
         if isinstance(drafter, TwoPasses):
             return TwoStep(drafter.probe, drafter.verify, target.standalone(), rule)
 
+        # The amateur's logits come with the draft if the drafter has them at every node. Otherwise
+        # the amateur runs by itself over the draft.
         if target.needs_draft_logits:
             drafter_with_logits = drafter.with_logits()
             if drafter_with_logits:
@@ -204,7 +208,7 @@ class MethodSpec:
           OptionError: one is larger than the vocabulary.
         """
         vocab_size = context.target.config.vocab_size
-        # A head may draft from a part of the vocabulary alone.
+        # A head may draft from only a part of the vocabulary.
         if self.needs_draft and context.draft is not None:
             draft_config = context.draft.config
             if isinstance(draft_config, HeadConfig):
