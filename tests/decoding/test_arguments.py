@@ -59,7 +59,7 @@ WRONG_ARGUMENTS = [
     *cases("indices", 3, [1], [1, 2, 3], [-1, 0], [0, 2**31], [0.5, 1.5], "01"),
     *cases("rounds_per_piece", 0, -1, 1.5, None),
     *cases("sampling", 0.8, {"temperature": 1}, sj.Sampling, "greedy"),
-    *cases("method", 7, "specluative", ["beam"], sj.draft.Chain(), search.BeamSearch),
+    *cases("method", 7, 0.5, "specluative", ["beam"], sj.draft.Chain(), search.BeamSearch),
     *cases("drafter", 7, "", "chian", sj.draft.Chain, "speculative", len),
     *cases("rule", 7, "", "blok", len, sj.draft.Chain()),
     *cases("target_dist", 7, "", "warpd", len),
