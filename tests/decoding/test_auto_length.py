@@ -42,7 +42,9 @@ PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
 def test_the_length_with_the_most_tokens_per_cost_is_taken():
     """Against the formula of the cost model, on random costs."""
     generator = np.random.Generator(np.random.Philox(1))
-    best = jax.jit(lambda rate, cost: auto_length.best_shape(rate[None], auto_length.CHAINS, cost))
+    best = jax.jit(
+        lambda rate, cost: auto_length.best_form_index(rate[None], auto_length.CHAINS, cost)
+    )
     for rate in (0.0, 0.3, 0.6, 0.85, 0.99):
         for _ in range(20):
             cost = np.cumsum(generator.uniform(0.05, 1.0, N))
@@ -57,7 +59,7 @@ def test_trees_are_weighed_by_what_siblings_are_worth():
     for wanted in range(len(TREES)):
         level = cost.copy()
         level[wanted] = 0.99 * min(np.array(tokens[wanted]) * cost / tokens)
-        assert auto_length.best_shape(rates, TREES, level) == wanted
+        assert auto_length.best_form_index(rates, TREES, level) == wanted
 
 
 def test_a_record_of_trees_tells_how_many_siblings_there_were():
@@ -66,7 +68,9 @@ def test_a_record_of_trees_tells_how_many_siblings_there_were():
         SimpleNamespace(stats=SimpleNamespace(accepted=a, drafted=d), length=jnp.full(2, 9))
         for a, d in ((0, 0), (jnp.array([2, 0]), jnp.array([3, 3])))
     )
-    record = AcceptanceHistory.begin(2, 4).after(before, now, jnp.bool_(True), jnp.array([2, 1, 1]))
+    record = AcceptanceHistory.begin(2, 4).record_round(
+        before, now, jnp.bool_(True), jnp.array([2, 1, 1])
+    )
     np.testing.assert_array_equal(record.tested, [[2, 1, 0, 0], [0, 1, 0, 0]])
     np.testing.assert_array_equal(record.accepted, [[1, 1, 0, 0], [0, 0, 0, 0]])
     one = (1 + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / (2 + PRIOR_WEIGHT)
@@ -89,7 +93,9 @@ def test_the_record_counts_rests_forgets_and_tries_again():
             SimpleNamespace(stats=SimpleNamespace(accepted=a, drafted=d), length=jnp.full(3, 9))
             for a, d in ((0, 0), (accepted, drafted))
         )
-        return record.after(before, now, jnp.any(drafted > 0), jnp.ones(max(LENGTHS), jnp.int32))
+        return record.record_round(
+            before, now, jnp.any(drafted > 0), jnp.ones(max(LENGTHS), jnp.int32)
+        )
 
     def round_(record, accepted, drafted):
         return counted(record, np.array(accepted), np.array(drafted))
@@ -100,7 +106,7 @@ def test_the_record_counts_rests_forgets_and_tries_again():
     np.testing.assert_allclose(
         record.rates(), (8 + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / (9 + PRIOR_WEIGHT), rtol=1e-6
     )
-    np.testing.assert_array_equal(record.read, 7)
+    np.testing.assert_array_equal(record.draft_cached, 7)
     rest = functools.partial(round_, accepted=[0] * 3, drafted=[0] * 3)
     for retry_after in (8, 32, 128, 512, 512):
         np.testing.assert_array_equal(record.retry_after, retry_after)
@@ -160,7 +166,7 @@ def test_a_draft_model_that_rested_catches_up():
 class Forgetful(AutoLengthChain):
     """Drafts without what it has missed."""
 
-    def _caught_up(self, inputs, state):
+    def _catch_up(self, inputs, state):
         return state
 
 

@@ -16,7 +16,7 @@ import pytest
 import specjax as sj
 from specjax.core import loop
 from specjax.core.types import DETERMINISTIC, NO_NODE, NO_PARENT, Draft, TreeShape, Verdict
-from specjax.draft.head import HeadBest, HeadChain, HeadDrafter, HeadTree, Reading
+from specjax.draft.head import HeadBest, HeadChain, HeadDrafter, HeadTree, HeadState
 from specjax.lm import attach
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
 from specjax.models.families.head_config import HeadConfig, usual_layers
@@ -267,7 +267,7 @@ class Settled:
         State.done = jnp.zeros((1,), bool)
         return State
 
-    def fresh(self, drafter, tokens) -> Reading:
+    def fresh(self, drafter, tokens) -> HeadState:
         """What a prefill of the tokens gives."""
         inputs, state = self.engine.inputs(sj.Sampling(), 1), self.state(tokens)
         state.drafter_state = drafter.init(inputs, state)
@@ -438,7 +438,7 @@ def test_law(drafter, rule):
 class OverTheWrongVocabulary(HeadChain):
     """q as if the head drafted the target's first ids."""
 
-    def over_target(self, inputs, rows):
+    def to_target_vocab(self, inputs, rows):
         missing = inputs.draft.config.vocab_size - rows.shape[-1]
         pad = [(0, 0)] * (rows.ndim - 1) + [(0, missing)]
         return jnp.pad(rows, pad, constant_values=-jnp.inf)
