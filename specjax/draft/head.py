@@ -348,7 +348,7 @@ def _run_head(
     features: Float[Array, "B n D"],
     start: Int[Array, "B"],
     positions: Int[Array, "B n"] | None = None,
-    visible: Bool[Array, "B n F"] | None = None,
+    visible: Bool[Array | np.ndarray, "B n F"] | None = None,
     base: Int[Array, "B"] | None = None,
 ) -> HeadState:
     """The head's hidden states of new pairs, and its cache, which holds them from ``start`` on.
@@ -385,7 +385,7 @@ def _logits(net: Net, hidden: Float[Array, "B n D"]) -> Float[Array, "B n v"]:
     return jnp.where(forbidden, probs.NEVER, logits) if forbidden.any() else logits
 
 
-def _gather_nodes(x: Array, index: Int[Array, "B n"]) -> Array:
+def _gather_nodes(x: Array, index: Int[Array | np.ndarray, "B n"]) -> Array:
     """``x[b, index[b, i]]``."""
     return jnp.take_along_axis(x, index[:, :, None], axis=1)
 

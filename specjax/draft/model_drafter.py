@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.core import probs
@@ -62,8 +63,8 @@ class ModelDrafter(Drafter):
         state: DecodeState,
         carry: Any,
         tokens: Int[Array, "B n"],
-        ancestors: Bool[Array, "B T T"],
-        parent_index: Int[Array, "B n"],
+        ancestors: Bool[Array | np.ndarray, "B T T"],
+        parent_index: Int[Array | np.ndarray, "B n"],
     ) -> tuple[Float[Array, "B n v"], Any]:
         """Logits after one level of a tree: the last n of the T nodes so far.
 
@@ -113,7 +114,7 @@ def run_last_two(
 
 
 class ChainLoop(NamedTuple):
-    """The carry of the loop that draws a chain. ``window`` holds two known tokens, then the draft."""
+    """The state of the loop that draws a chain. ``window``: two known tokens, then the draft."""
 
     step: Int[Array, ""]  # tokens drawn so far
     carry: Any  # the draft model's cache, and what else its next pass needs
@@ -181,7 +182,7 @@ def run_level(
     tokens: Int[Array, "B n"],
     base: Int[Array, "B"],
     first: int,
-    ancestors: Bool[Array, "B T T"],
+    ancestors: Bool[Array | np.ndarray, "B T T"],
 ) -> tuple[Float[Array, "B n V"], KVCache]:
     """Logits after the tree's nodes ``first … first + n − 1``; the cache holds the levels above.
 

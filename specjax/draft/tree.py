@@ -107,7 +107,7 @@ class Tree(ModelDrafter):
                 calls = calls + active.sum(-1, dtype=jnp.int32)
                 so_far = ancestors[:, : tokens.shape[1], : tokens.shape[1]]
                 logits, carry = self.level_logits(
-                    inputs, state, carry, children, so_far, jnp.asarray(parent_index)
+                    inputs, state, carry, children, so_far, parent_index
                 )
 
         draft = Draft(

@@ -16,7 +16,7 @@ import pytest
 import specjax as sj
 from specjax.core import loop
 from specjax.core.types import DETERMINISTIC, NO_NODE, NO_PARENT, Draft, TreeShape, Verdict
-from specjax.draft.head import HeadBest, HeadChain, HeadDrafter, HeadTree, HeadState
+from specjax.draft.head import HeadBest, HeadChain, HeadDrafter, HeadState, HeadTree
 from specjax.lm import attach
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
 from specjax.models.families.head_config import HeadConfig, usual_layers

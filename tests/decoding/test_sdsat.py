@@ -13,7 +13,7 @@ import pytest
 
 import specjax as sj
 from specjax._util.errors import OptionError, PairError
-from specjax.draft.adaptive import Candidates, _probes
+from specjax.draft.adaptive import Candidates, probe_groups
 from specjax.models import ModelConfig, hidden_states, init_params, logits_of
 from specjax.registry import Context
 from specjax.runtime.engine import Engine
@@ -137,7 +137,7 @@ def test_fewer_groups_change_no_token(lm, groups):
 def test_every_probe_follows_the_one_before(groups):
     """Group j hangs from node j; within it each probe from the last: counted after the nodes."""
     k = 3
-    parents = _probes((7,) * k, groups, rows=2, nodes=k + 1).parents
+    parents = probe_groups((7,) * k, groups, rows=2, nodes=k + 1).parents
     want = [p for j in range(groups) for p in (j, k + 1 + k * j, k + 2 + k * j)]
     np.testing.assert_array_equal(parents, [want, want])
 
