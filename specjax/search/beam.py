@@ -158,7 +158,8 @@ class BeamSearch(Method):
         # Each beam has at most as many ending continuations as there are end-of-sequence ids.
         count = min((1 + inputs.eos_ids.shape[0]) * self.beams, total.shape[1])
         rank, flat = jax.lax.top_k(drawn, count)
-        source, token = flat // vocab, (flat % vocab).astype(jnp.int32)
+        source = flat // vocab
+        token = (flat % vocab).astype(jnp.int32)
         score = jnp.take_along_axis(total, flat, axis=1)
         if self.joint == "transformers":
             # Of those drawn, the likeliest go on: the noise of the draw is dropped.

@@ -102,7 +102,7 @@ def lawful(law: dict, of) -> dict:
 
 
 def emitted(state):
-    """The tokens of each row, −1 behind its end."""
+    """The tokens of each row, −1 past its end."""
     at = len(PROMPT) + np.arange(LENGTH)
     return np.where(at < np.asarray(state.length)[:, None], np.asarray(state.tokens)[:, at], -1)
 

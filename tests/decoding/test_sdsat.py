@@ -82,17 +82,17 @@ def two_step(lm, prompt, k, budget):
 
 
 def single_pass(lm, prompt, k, budget):
-    """The single-pass method likewise: group j's answers stand behind the accepted draft."""
+    """The single-pass method likewise: group j predicts what follows j accepted tokens."""
     text, draft, accepted = list(prompt), [], []
     while len(text) < len(prompt) + budget:
         checked = argmaxes(lm, text + draft)[len(text) - 1 :]
         n = 0
         while n < len(draft) and draft[n] == checked[n]:
             n += 1
-        held = text + draft[:n]
-        answers = argmaxes(lm, held + [ADAPTIVE] * k)[len(held) :]
+        accepted_text = text + draft[:n]
+        answers = argmaxes(lm, accepted_text + [ADAPTIVE] * k)[len(accepted_text) :]
         accepted.append(n)
-        text = [*held, int(checked[n])]
+        text = [*accepted_text, int(checked[n])]
         draft = [int(token) for token in answers]
     return text[len(prompt) :][:budget], accepted
 
