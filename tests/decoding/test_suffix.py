@@ -114,7 +114,7 @@ def reference(texts, row, slot, gamma, ngram):
 
 
 def test_drafts_equal_those_of_a_slow_reference_over_the_rows_of_a_job():
-    """Rows grow by up to γ + 1 tokens a round. Three per batch slot share a pool; it never wraps."""
+    """Rows grow by up to γ + 1 tokens. Three per batch slot share a pool that never wraps."""
     rng = np.random.default_rng(3)
     drafter = Suffix(gamma=3, ngram=4, pool=3 * 200)
     texts, carried, drafted = [[], [], []], (), 0
