@@ -1,19 +1,26 @@
-"""SDSAT drafts (Liu et al. 2024): the target drafts for itself from adaptive tokens.
+"""SDSAT drafts (Liu et al. 2024): the target drafts for itself with adaptive tokens.
 
-Adaptive tokens a₁ … a_k stand behind the text as probes: the model was tuned to answer at aᵢ
-with the token after next, and so on. Axis legend: B rows, k adaptive tokens, N nodes, P
-probes, V vocabulary.
+The adaptive tokens a₁ … a_k follow the text as probes: nodes of the target's pass that are no
+candidates. The model was tuned so that it predicts the token after next at a₁, the one after that
+at a₂, and so on. Three drafters use their logits, in two ways:
+
+* :class:`ProbePass` and :class:`VerifyPass` are the two passes of the paper's rounds
+  (:mod:`specjax.search.sdsat`).
+* :class:`SinglePass` verifies one draft and probes for the next in the same pass.
+
+Axis legend: B rows, k adaptive tokens, N nodes, P probes, V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax._util.arguments import validate_fields
 from specjax._util.checks import Check
@@ -26,7 +33,9 @@ from specjax.core.types import (
     NO_PARENT,
     POINT_MASS,
     ROOT,
+    DecodeState,
     Draft,
+    Inputs,
     Probes,
     TreeShape,
 )
@@ -34,7 +43,9 @@ from specjax.core.warp import warp
 from specjax.draft.model_drafter import unwarped_in
 from specjax.draft.none import NoDraft
 
-FORMS = CHAIN, TREE = "chain", "tree"
+CHAIN = "chain"
+TREE = "tree"
+FORMS = (CHAIN, TREE)
 # Nodes per level of the published trees (github.com/ainergy-ml/SDSAT, decoders/model/utils.py).
 LEVELS = (
     (4, 8, 8, 5, 3),
@@ -44,18 +55,18 @@ LEVELS = (
     (4, 8, 8, 8, 8, 8, 6, 6, 6, 5, 4, 3, 2),
 )
 MOST = len(LEVELS[-1])
-# Below the first level every one holds the first of these places: (the parent's number in the
-# level above, the candidate's rank).
+# Which nodes they are, as (index of the parent in the level above, rank of the candidate). The
+# first level holds the best candidates in order; every other level the first of these places.
 PLACES = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """Turns the k adaptive distributions into a draft below the root.
+    """Makes a draft of the distributions at the k adaptive tokens.
 
-    A chain draws each token from its own distribution, warped as the target. A tree offers
-    the most probable tokens of each level at the places of SDSAT's published trees
-    (``LEVELS``, ``PLACES``); a k between theirs takes the first k levels of the next larger.
+    A chain draws each token from its own distribution, warped as the target. A tree has the most
+    probable tokens of each level, at the places of SDSAT's published trees (``LEVELS``,
+    ``PLACES``). If no published tree has k levels, it has the first k of the next deeper one.
     """
 
     k: int
@@ -76,43 +87,51 @@ class Candidates:
 
     @functools.cached_property
     def _places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """(parent's number in the level above, candidate's rank) of the nodes of each level."""
+        """(index of the parent in the level above, rank of the candidate), level by level."""
         if self.form == CHAIN:
             return (((0, 0),),) * self.k
-        first, *below = next(row for row in LEVELS if len(row) >= self.k)[: self.k]
-        return (tuple((0, rank) for rank in range(first)), *(PLACES[:size] for size in below))
+        deep_enough = next(sizes for sizes in LEVELS if len(sizes) >= self.k)
+        first_size, *sizes = deep_enough[: self.k]
+        first_level = tuple((0, rank) for rank in range(first_size))
+        return (first_level, *(PLACES[:size] for size in sizes))
 
     @functools.cached_property
     def parents(self) -> tuple[int, ...]:
-        parents, above = [NO_PARENT], 0
+        """The parent of each node, the root's being NO_PARENT."""
+        parents = [NO_PARENT]
+        level_above = 0  # the first node of the level above
         for level in self._places:
-            here = len(parents)
-            parents += [above + parent for parent, _ in level]
-            above = here
+            first = len(parents)
+            parents += [level_above + index for index, _ in level]
+            level_above = first
         return tuple(parents)
 
     def draft(
         self,
-        inputs,
-        keys,
+        inputs: Inputs,
+        keys: Key[Array, "B"],
         root: Int[Array, "B"],
         logits: Float[Array, "B k V"],
         live: Bool[Array, "B"],
     ) -> Draft:
-        """The draft below ``root``; rows that are not ``live`` offer nothing."""
+        """The draft below ``root``; rows that are not ``live`` have no draft."""
         log_q = warp(logits, inputs.warp)
         if self.form == CHAIN:
             nodes = jnp.broadcast_to(jnp.arange(1, self.k + 1), logits.shape[:2])
             u = probs.uniforms(keys, Purpose.DRAFT, nodes)
-            below, possible = probs.sample(jnp.exp(log_q), u), jnp.ones(nodes.shape, bool)
+            drafted = probs.sample(jnp.exp(log_q), u)
+            possible = jnp.ones(nodes.shape, bool)
         else:
-            below, possible = self._candidates(inputs, logits, log_q)
-        tokens = jnp.concatenate([root[:, None], below], axis=1)
+            drafted, possible = self._candidates(inputs, logits, log_q)
+
+        tokens = jnp.concatenate([root[:, None], drafted], axis=1)
+        # Node by node, parents first: a node is valid if its parent is, and has not ended the text.
+        # The root may be an end of sequence of the prompt, so only `live` decides for it.
         valid = [jnp.ones_like(live)]
         ended = inputs.is_eos(tokens)
         for node, parent in enumerate(self.parents[1:], 1):
-            open_ = live if parent == ROOT else valid[parent] & ~ended[:, parent]
-            valid.append(open_ & possible[:, node - 1])
+            allowed = live if parent == ROOT else valid[parent] & ~ended[:, parent]
+            valid.append(allowed & possible[:, node - 1])
         return Draft(
             tokens=tokens,
             parents=np.broadcast_to(np.array(self.parents, np.int32), tokens.shape),
@@ -123,10 +142,12 @@ class Candidates:
             sampling=self.sampling,
         )
 
-    def _candidates(self, inputs, logits, log_q):
+    def _candidates(
+        self, inputs: Inputs, logits: Float[Array, "B k V"], log_q: Float[Array, "B k V"]
+    ) -> tuple[Int[Array, "B N-1"], Bool[Array, "B N-1"]]:
         """Tokens of the nodes below the root, and which of them have any probability.
 
-        A greedy row's warped distribution has one token: its siblings are ranked by the
+        The warped distribution of a greedy row has only one token. Its siblings are ranked by the
         unwarped one.
         """
         ranked = unwarped_in(inputs.warp.greedy, logits, log_q)
@@ -138,7 +159,10 @@ class Candidates:
 
 @dataclasses.dataclass(frozen=True)
 class ProbePass(Drafter):
-    """No draft, but the k adaptive tokens behind the root: first pass of the two-step method."""
+    """No draft, but k adaptive tokens after the root: the first pass of the two-step method.
+
+    Its state is the logits at these tokens.
+    """
 
     adaptive: tuple[int, ...]  # the ids of a₁ … a_k
     name = "adaptive"
@@ -149,12 +173,12 @@ class ProbePass(Drafter):
     def num_probes(self) -> int:
         return len(self.adaptive)
 
-    def init(self, inputs, state):
-        return _no_answers(inputs, state, len(self.adaptive))
+    def init(self, inputs: Inputs, state: DecodeState) -> Any:
+        return _empty_logits(inputs, state, len(self.adaptive))
 
-    def propose(self, inputs, state, keys):
+    def propose(self, inputs, state, keys) -> Proposal:
         draft = NoDraft().propose(inputs, state, keys).draft
-        probes = _probes(self.adaptive, groups=1, rows=state.length.shape[0], nodes=1)
+        probes = probe_groups(self.adaptive, groups=1, rows=state.length.shape[0], nodes=1)
         return Proposal(draft.replace(probes=probes), state.drafter_state)
 
     def update(self, inputs, state, carried, draft, verdict, probe_logits):
@@ -163,7 +187,7 @@ class ProbePass(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class VerifyPass(Drafter):
-    """Drafts what the adaptive tokens answered: second pass of the two-step method."""
+    """Drafts from the logits at the adaptive tokens: the second pass of the two-step method."""
 
     candidates: Candidates
     name = "adaptive"
@@ -176,7 +200,7 @@ class VerifyPass(Drafter):
     def shape(self) -> TreeShape:
         return self.candidates.shape
 
-    def propose(self, inputs, state, keys):
+    def propose(self, inputs, state, keys) -> Proposal:
         root = probs.at_token(state.tokens, state.length - 1)
         draft = self.candidates.draft(inputs, keys, root, state.drafter_state, ~state.done)
         return Proposal(draft, state.drafter_state)
@@ -184,12 +208,13 @@ class VerifyPass(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class SinglePass(Drafter):
-    """Draft and next drafts in one pass (ours): a group of k probes behind every node.
+    """Verifies one draft and probes for the next in one pass (ours).
 
-    Group j stands behind node j and answers as if it and what precedes it were accepted;
-    with j accepted, its answers are the next draft, which begins after the round's last
-    token. The first round has no draft. ``groups`` of them are carried, ``(k + 1)`` for all;
-    where the one needed is missing, the next round drafts nothing.
+    A group of k adaptive tokens follows every node. Group j predicts as if node j and all before it
+    were accepted. After a verdict with j accepted tokens, its logits give the next draft, which
+    begins after the round's last token. So the first round has no draft. ``groups`` of them are in
+    the pass; ``k + 1`` cover every case. If the one needed is not there, the next round has no
+    draft.
     """
 
     candidates: Candidates
@@ -206,38 +231,42 @@ class SinglePass(Drafter):
     def num_probes(self) -> int:
         return self.groups * len(self.adaptive)
 
-    def init(self, inputs, state):
-        return _no_answers(inputs, state, len(self.adaptive)), jnp.zeros(state.length.shape, bool)
+    def init(self, inputs: Inputs, state: DecodeState) -> Any:
+        """The logits for the next draft, and the rows that have any."""
+        known = jnp.zeros(state.length.shape, bool)
+        return _empty_logits(inputs, state, len(self.adaptive)), known
 
-    def propose(self, inputs, state, keys):
+    def propose(self, inputs, state, keys) -> Proposal:
         logits, known = state.drafter_state
         root = probs.at_token(state.tokens, state.length - 1)
         draft = self.candidates.draft(inputs, keys, root, logits, known & ~state.done)
-        probes = _probes(self.adaptive, self.groups, root.shape[0], self.shape.nodes)
-        draft = draft.replace(probes=probes)
-        return Proposal(draft, state.drafter_state)
+        probes = probe_groups(self.adaptive, self.groups, root.shape[0], self.shape.nodes)
+        return Proposal(draft.replace(probes=probes), state.drafter_state)
 
     def update(self, inputs, state, carried, draft, verdict, probe_logits):
+        assert probe_logits is not None, "every draft of this drafter has probes"
         rows, _, vocab = probe_logits.shape
         groups = probe_logits.reshape(rows, self.groups, -1, vocab)
         accepted = verdict.num_accepted
-        mine = jnp.minimum(accepted, self.groups - 1)[:, None, None, None]
-        return jnp.take_along_axis(groups, mine, axis=1)[:, 0], accepted < self.groups
+        group = jnp.minimum(accepted, self.groups - 1)[:, None, None, None]
+        return jnp.take_along_axis(groups, group, axis=1)[:, 0], accepted < self.groups
 
 
-def _no_answers(inputs, state, k: int) -> Float[Array, "B k V"]:
+def _empty_logits(inputs: Inputs, state: DecodeState, k: int) -> Float[Array, "B k V"]:
     return jnp.zeros((state.length.shape[0], k, inputs.target.vocab), jnp.float32)
 
 
-def _probes(adaptive: tuple[int, ...], groups: int, rows: int, nodes: int) -> Probes:
-    """``groups`` windows of adaptive tokens, window j behind node j of a chain of ``nodes``."""
+def probe_groups(adaptive: tuple[int, ...], groups: int, rows: int, nodes: int) -> Probes:
+    """``groups`` groups of the adaptive tokens: group j follows node j of a chain of ``nodes``."""
     k = len(adaptive)
-    # A probe's parent is the probe before it, counted after the nodes; the first one's, node j.
-    parents = [
-        nodes + group * k + i - 1 if i else group for group in range(groups) for i in range(k)
-    ]
+    parents = []
+    for group in range(groups):
+        # The first probe's parent is its node. Every other's is the probe before it, and probes are
+        # numbered after the nodes.
+        first = nodes + group * k
+        parents += [group, *range(first, first + k - 1)]
     tokens = np.tile(np.array(adaptive, np.int32), groups)
     return Probes(
-        tokens=np.broadcast_to(tokens, (rows, len(tokens))),
+        tokens=jnp.asarray(np.broadcast_to(tokens, (rows, len(tokens)))),
         parents=np.broadcast_to(np.array(parents, np.int32), (rows, len(parents))),
     )

@@ -1,13 +1,18 @@
-"""Drafts sized by their cost: how large the next draft is, from the rounds before it.
+"""Draft sizes chosen by cost: how large the next draft is, from the rounds before it.
 
-A draft of a form, ``b₁, b₂, …`` children a level, writes ``1 + A(b₁) + A(b₁)·A(b₂) + …`` tokens
-where one of b siblings is accepted with probability A(b); of a chain that is
-``(1 − λ^{γ+1}) / (1 − λ)`` (Leviathan et al. 2023, equation (1)). It costs a draft pass a level and
-a target pass over its nodes. The form with the most tokens per cost is taken, for the whole batch,
-from a few static ones; A is that of past rounds, the costs are an argument. Nothing of the present
-round is read, so a rule that is lossless stays so.
+A *form* is the number of children per node, level by level: ``b₁, b₂, …``. One of b siblings is
+accepted with probability A(b). So a draft of this form yields
+``1 + A(b₁) + A(b₁)·A(b₂) + …`` tokens on average. For a chain with acceptance rate λ that is
+``(1 − λ^{γ+1}) / (1 − λ)`` (Leviathan et al. 2023, equation (1)). It costs one draft pass per level
+and one target pass over its nodes.
 
-Axis legend: B rows, n forms, D levels, w numbers of siblings.
+The form with the most tokens per cost is taken, for the whole batch, from a few static ones. A is
+estimated from past rounds; the costs are an argument. Nothing of the present round is read, so a
+lossless rule stays lossless.
+
+How costs are measured is not known here: see :mod:`specjax.runtime.round_costs`.
+
+Axis legend: B rows, n forms, D levels, w numbers of siblings (1, 2, … w).
 """
 
 from __future__ import annotations
@@ -32,187 +37,255 @@ from specjax.draft.tree import Tree
 
 Form = tuple[int, ...]  # children of a node, level by level
 
-LENGTHS = 0, 1, 2, 3, 5, 7  # that a draft may have
+LENGTHS = (0, 1, 2, 3, 5, 7)  # draft lengths of chains
 CHAINS: tuple[Form, ...] = tuple((1,) * length for length in LENGTHS)
-TREES: tuple[Form, ...] = (), (1, 1, 1), (2, 1, 1), (3, 2, 1), (4, 2, 2)  # of 1, 4, 7, 16, 29 nodes
-# Nodes of the target passes that verify chains, each of them a program to compile. Accelerators
-# run no fewer than 8 anyway.
-WIDTHS = 4, 8
+# Trees of 1, 4, 7, 16 and 29 nodes.
+TREES: tuple[Form, ...] = ((), (1, 1, 1), (2, 1, 1), (3, 2, 1), (4, 2, 2))
+# Nodes of the target passes that verify chains. Each size is a program to compile, and accelerators
+# run no fewer than 8 tokens anyway.
+PASS_SIZES = (4, 8)
 COSTS = "costs"  # the setting: relative time of a round of each form, float32 [n]
 
-# λ before anything is known, and how many tested tokens that belief weighs. Too much hope costs a
-# draft or two; too little, and what is good would never be tried. Of drafts that were given up a
-# part of a refused token stays: the next ones are shorter.
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT, RETRY_PENALTY = 0.85, 1.5, 0.2
-DECAY = 0.98  # of the counts, from one round with a draft to the next
-# Rounds without a draft after which the past is forgotten and drafts are tried again: few, for bad
-# luck looks like bad drafts, but more where many rows had it, and four times as many after each
-# trial that fails.
-RETRY_AFTER, MAX_RETRY_AFTER, ROWS_PER_RETRY = 8, 512, 4
-RELIABLE_AFTER = 16  # rounds with drafts in a row after which patience is that of the beginning
-CATCH_UP = 16  # tokens a row of a pass of the draft model over what it has missed
+# The prior: the acceptance rate before anything is known, and how many tested tokens it counts for.
+# A prior that is too high costs one or two failed drafts. With one that is too low, a good draft
+# model would never be tried.
+PRIOR_ACCEPTANCE = 0.85
+PRIOR_WEIGHT = 1.5
+
+# The counts are weighed by DECAY from one round with a draft to the next. So about the last 50
+# rounds count, and the estimate follows a text that becomes easier or harder.
+DECAY = 0.98
+
+# Once plain rounds look cheaper, nothing is learned about drafts any more. After RETRY_AFTER plain
+# rounds the counts are therefore forgotten and drafts are tried again. The wait is short, because
+# a few refused tokens may be bad luck. It is longer in a large batch (RETRY_AFTER for every
+# ROWS_PER_RETRY rows), where bad luck is unlikely. It is four times as long after each retry, up to
+# MAX_RETRY_AFTER, for a retry that fails costs time.
+RETRY_AFTER = 8
+MAX_RETRY_AFTER = 512
+ROWS_PER_RETRY = 4
+# A retry starts with this part of a refused token in its counts. So its first drafts are shorter
+# than those of a new job.
+RETRY_PENALTY = 0.2
+# After this many rounds in a row with a draft, the retry has succeeded: the wait is short again.
+RELIABLE_AFTER = 16
+
+CATCH_UP = 16  # tokens of each row in one pass of the draft model over what it has not read
 
 
-@struct.dataclass
-class AcceptanceHistory:
-    """What the past says; the rows of a batch share what they know.
+class AcceptanceHistory(struct.PyTreeNode):
+    """What past rounds say about drafts. All rows of a batch share it.
 
-    ``tested`` and ``accepted`` count levels of so many siblings, the older ones worth less.
-    ``streak`` are rounds without a draft, or, negative, rounds with one. The draft model has read
-    ``read`` tokens of each row.
+    ``tested`` and ``accepted`` count tree levels, by their number of siblings. Older ones count
+    less. ``streak`` is the number of rounds in a row without a draft, or minus the number of rounds
+    in a row with one.
     """
 
     tested: Float[Array, "B w"]
     accepted: Float[Array, "B w"]
     streak: Int[Array, "B"]
-    retry_after: Int[Array, "B"]
-    read: Int[Array, "B"]
+    retry_after: Int[Array, "B"]  # rounds without a draft until drafts are tried again
+    draft_cached: Int[Array, "B"]  # tokens of each row that the draft model's cache holds
 
     @classmethod
     def begin(cls, rows: int, siblings: int = 1) -> AcceptanceHistory:
-        tested, accepted = jnp.zeros((2, rows, siblings), jnp.float32)
-        streak, read = jnp.zeros((2, rows), jnp.int32)
-        retry_after = jnp.full((rows,), first_retry_after(rows), jnp.int32)
-        return cls(tested, accepted, streak, retry_after, read)
+        """The history before the first round; ``siblings`` is the largest number w."""
+        return cls(
+            tested=jnp.zeros((rows, siblings), jnp.float32),
+            accepted=jnp.zeros((rows, siblings), jnp.float32),
+            streak=jnp.zeros((rows,), jnp.int32),
+            retry_after=jnp.full((rows,), initial_retry_after(rows), jnp.int32),
+            draft_cached=jnp.zeros((rows,), jnp.int32),
+        )
 
     def rates(self) -> Float[Array, "w"]:
-        """A of 1, 2, … siblings, in the batch.
-
-        One more sibling is accepted no more often than the first, and never makes it worse: what
-        was seen of one number bounds the others.
-        """
+        """A(1), A(2), …: how often one of so many siblings is accepted, in the batch."""
         siblings = jnp.arange(1.0, self.tested.shape[1] + 1)
+        # Siblings resemble each other: the prior counts b of them as √b independent ones.
         prior = 1 - (1 - PRIOR_ACCEPTANCE) ** jnp.sqrt(siblings)
-        tested, accepted = self.tested.sum(0), self.accepted.sum(0)
+        tested = self.tested.sum(0)
+        accepted = self.accepted.sum(0)
         rates = (accepted + prior * PRIOR_WEIGHT) / (tested + PRIOR_WEIGHT)
-        one = rates.min()
-        return jnp.minimum(rates, 1 - (1 - one) ** siblings)
 
-    def after(
+        # A single child is accepted at most as often as one of several: A(1) ≤ A(b). And each
+        # further sibling helps at most as much as the first: A(b) ≤ 1 − (1 − A(1))^b. So the counts
+        # of one number of siblings bound the rates of the others, also of those never tried.
+        single = rates.min()
+        return jnp.minimum(rates, 1 - (1 - single) ** siblings)
+
+    def record_round(
         self, before: DecodeState, state: DecodeState, drafted: Bool[Array, ""], form: Array
     ) -> AcceptanceHistory:
-        """With the round that led from one state to the other; it ``drafted``, or did not.
+        """The history with the round that led from ``before`` to ``state``.
 
-        ``form``: int32 ``[D]``, siblings a level, 0 beyond the draft's depth.
+        Args:
+          drafted: whether the round had a draft.
+          form: int32 ``[D]``, the siblings of each level; 0 past the draft's depth.
         """
         accepted = state.stats.accepted - before.stats.accepted
+        # A draft that is not accepted whole has one more level tested: the one that was refused.
         tested = accepted + (accepted < state.stats.drafted - before.stats.drafted)
-        kind = (form[:, None] == 1 + jnp.arange(self.tested.shape[1])).astype(jnp.float32)
-        counted = [
-            (jnp.arange(len(form)) < count[:, None]).astype(jnp.float32) @ kind
-            for count in (tested, accepted)
-        ]
+        siblings = 1 + jnp.arange(self.tested.shape[1])
+        siblings_of_level = (form[:, None] == siblings).astype(jnp.float32)  # [D, w], one-hot
+
+        def by_siblings(levels: Int[Array, "B"]) -> Float[Array, "B w"]:
+            """The first ``levels`` levels of each row, counted by their number of siblings."""
+            counted = (jnp.arange(len(form)) < levels[:, None]).astype(jnp.float32)
+            return counted @ siblings_of_level
+
+        new_tested = by_siblings(tested)
+        new_accepted = by_siblings(accepted)
+
+        # The sign changes when the batch goes from drafts to plain rounds or back.
         streak = jnp.where(
             drafted, jnp.minimum(self.streak, 0) - 1, jnp.maximum(self.streak, 0) + 1
         )
-        again = streak >= self.retry_after
-        kept = jnp.where(again, 0.0, jnp.where(drafted, DECAY, 1.0))[:, None]
-        penalty = jnp.where(again, RETRY_PENALTY / len(again), 0.0)[:, None]
+        retry = streak >= self.retry_after
+        # A retry forgets all counts. A plain round has none to add, and lets none decay.
+        kept = jnp.where(retry, 0.0, jnp.where(drafted, DECAY, 1.0))[:, None]
+        # The rows' counts are summed, so each row gets its share of the penalty.
+        penalty = jnp.where(retry, RETRY_PENALTY / len(retry), 0.0)[:, None]
+
+        # The next wait is longer from the beginning of a retry on: only RELIABLE_AFTER rounds with
+        # drafts undo that.
         longer = jnp.minimum(4 * self.retry_after, MAX_RETRY_AFTER)
-        first = first_retry_after(len(streak))
-        retry_after = jnp.where(streak <= -RELIABLE_AFTER, first, self.retry_after)
+        initial = initial_retry_after(len(streak))
+        retry_after = jnp.where(streak <= -RELIABLE_AFTER, initial, self.retry_after)
         return AcceptanceHistory(
-            tested=kept * self.tested + penalty + counted[0],
-            accepted=kept * self.accepted + counted[1],
-            streak=jnp.where(again, 0, streak),
-            retry_after=jnp.where(again, longer, retry_after),
-            read=jnp.where(drafted, state.length - 2, self.read),
+            tested=kept * self.tested + penalty + new_tested,
+            accepted=kept * self.accepted + new_accepted,
+            streak=jnp.where(retry, 0, streak),
+            retry_after=jnp.where(retry, longer, retry_after),
+            # A round with a draft begins with each row's last two tokens: the cache may lack both.
+            draft_cached=jnp.where(drafted, state.length - 2, self.draft_cached),
         )
 
 
-def first_retry_after(rows: int) -> int:
-    """Of so many rows, which try drafts together."""
+def initial_retry_after(rows: int) -> int:
+    """Rounds without a draft until a batch of ``rows`` tries drafts again for the first time."""
     return RETRY_AFTER * max(1, rows // ROWS_PER_RETRY)
 
 
-def padded(forms: Sequence[Form]) -> np.ndarray:
-    """int32 ``[n, D]``: the forms, 0 beyond their depth."""
+def level_table(forms: Sequence[Form]) -> np.ndarray:
+    """int32 ``[n, D]``: the forms, padded with 0 past their depth."""
     depth = max(map(len, forms))
-    return np.array([(*form, *(0,) * (depth - len(form))) for form in forms], np.int32)
+    table = np.zeros((len(forms), depth), np.int32)
+    for index, form in enumerate(forms):
+        table[index, : len(form)] = form
+    return table
 
 
-def best_shape(
+def best_form_index(
     rates: Float[Array, "w"], forms: Sequence[Form], costs: Float[Array, "n"]
 ) -> Int[Array, ""]:
-    """The number of the form that writes the most tokens per cost."""
-    levels = padded(forms)
-    accepted = jnp.where(levels > 0, rates[np.maximum(levels, 1) - 1], 0.0)
-    return jnp.argmax((1 + jnp.cumprod(accepted, axis=1).sum(1)) / costs)
+    """The index of the form with the most expected tokens per cost."""
+    siblings = level_table(forms)
+    level_rates = jnp.where(siblings > 0, rates[np.maximum(siblings, 1) - 1], 0.0)
+    # A level is reached if all levels above it were accepted: hence the cumulative product. The 1
+    # is the token that every round emits, the correction or the bonus token.
+    expected_tokens = 1 + jnp.cumprod(level_rates, axis=1).sum(1)
+    return jnp.argmax(expected_tokens / costs)
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoLength(DraftVerify):
-    """A drafter, a target distribution and a rule, each draft of the form that pays the most.
+    """A drafter, a target distribution and a rule; each draft has the form that pays the most.
 
-    The setting ``costs`` holds the relative time of a round of each of ``forms``, of which the
-    first is no draft: a round of plain decoding, in which the draft model does not run; it reads
-    what it has missed before it drafts again. Now and then the past is forgotten, so that drafts
-    that have become good are found out. Each device of a mesh decides for its own rows.
+    The setting ``costs`` holds the relative time of a round of each of ``forms``. The first form is
+    no draft: a round of plain decoding. The draft model does not run in it, if the method allows
+    that, and reads what it has missed before it drafts again. Now and then the counts are
+    forgotten, so that drafts that have become good are noticed. Each device of a mesh decides for
+    its own rows.
     """
 
     forms: ClassVar[tuple[Form, ...]]
 
     @property
     def draft_can_rest(self) -> bool:
-        """Whether there is a draft model that need not run in every round."""
+        """Whether there is a draft model that need not run in every round.
+
+        A head cannot rest, because it reads the target's hidden states of every round. Nor can a
+        draft model that the target distribution itself runs. And the rule must take the draft of a
+        plain round, which is a point mass without tokens.
+        """
         drafter = self.drafter
-        model = drafter.needs_draft and not (drafter.needs_head or self.target.needs_draft)
-        return model and POINT_MASS in self.rule.accepts
+        runs_model = drafter.needs_draft
+        runs_every_round = drafter.needs_head or self.target.needs_draft
+        return runs_model and not runs_every_round and POINT_MASS in self.rule.accepts
 
-    def init(self, inputs, state):
-        record = AcceptanceHistory.begin(state.length.shape[0], padded(self.forms).max())
-        return super().init(inputs, state).replace(method_state=record)
+    def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        rows = state.length.shape[0]
+        history = AcceptanceHistory.begin(rows, int(level_table(self.forms).max()))
+        return super().init(inputs, state).replace(method_state=history)
 
-    def ready(self, inputs, state):
-        return state.replace(method_state=state.method_state.replace(read=state.length - 1))
+    def ready(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        """The prompt is prefilled: both caches hold all of it but the last token."""
+        history = state.method_state.replace(draft_cached=state.length - 1)
+        return state.replace(method_state=history)
 
-    def on_slot_reuse(self, before, state):
-        """What was learned in a seat stays."""
-        known = before.method_state.replace(read=state.method_state.read)
-        return super().on_slot_reuse(before, state).replace(method_state=known)
+    def on_slot_reuse(self, before: DecodeState, state: DecodeState) -> DecodeState:
+        """What was learned from a batch slot's earlier requests stays."""
+        history = before.method_state.replace(draft_cached=state.method_state.draft_cached)
+        return super().on_slot_reuse(before, state).replace(method_state=history)
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        form = best_shape(state.method_state.rates(), self.forms, inputs.settings[COSTS])
-        drafts = form > 0 if self.draft_can_rest else jnp.bool_(True)
-        after = cond_in_place(drafts, functools.partial(self._drafting, inputs, form), state)
+        form_index = best_form_index(state.method_state.rates(), self.forms, inputs.settings[COSTS])
+        # Without a draft model that can rest, form 0 is a draft of length 0: no separate branch.
+        drafted = form_index > 0 if self.draft_can_rest else jnp.bool_(True)
+        with_draft = functools.partial(self._round_with_draft, inputs, form_index)
+        after = cond_in_place(drafted, with_draft, state)
         if self.draft_can_rest:
-            after = cond_in_place(~drafts, functools.partial(self._plain, inputs), after)
-        levels = jnp.asarray(padded(self.forms))[form]
-        return after.replace(method_state=state.method_state.after(state, after, drafts, levels))
+            without_draft = functools.partial(self._round_without_draft, inputs)
+            after = cond_in_place(~drafted, without_draft, after)
 
-    def _drafting(self, inputs: Inputs, form: Int[Array, ""], state: DecodeState) -> DecodeState:
-        """A round whose draft is of that form."""
+        form = jnp.asarray(level_table(self.forms))[form_index]
+        history = state.method_state.record_round(state, after, drafted, form)
+        return after.replace(method_state=history)
+
+    def _round_with_draft(
+        self, inputs: Inputs, form_index: Int[Array, ""], state: DecodeState
+    ) -> DecodeState:
+        """A round whose draft has the form of this index."""
         raise NotImplementedError
 
-    def _plain(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        """A round without a draft; the drafter does not know of it."""
+    def _round_without_draft(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        """A round of plain decoding; the drafter's state stays as it is."""
         plain = DraftVerify(NoDraft(), self.target, self.rule)
         after = plain.step(inputs, state.replace(drafter_state=()))
         return after.replace(drafter_state=state.drafter_state)
 
-    def _caught_up(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        """With a draft model that has read all but a row's last two tokens, a draft's beginning."""
+    def _catch_up(self, inputs: Inputs, state: DecodeState) -> DecodeState:
+        """The state once the draft model has read what it missed in plain rounds.
+
+        That is all of each row but its last two tokens, with which a draft begins.
+        """
         end = jnp.where(state.done, 0, state.length - 2)
 
-        def turn(carry):
-            read, drafter_state = carry
-            start = jnp.minimum(jnp.minimum(read, state.length), state.capacity - CATCH_UP)
+        def read_more(carry):
+            cached, drafter_state = carry
+            # A chunk near the cache's end starts earlier, for a write past the end would be shifted
+            # in silence. Tokens that are read again give the same cache. What a chunk reads past a
+            # row's length is scratch that later tokens overwrite.
+            start = jnp.minimum(jnp.minimum(cached, state.length), state.capacity - CATCH_UP)
             at = start[:, None] + jnp.arange(CATCH_UP, dtype=jnp.int32)
             tokens = jnp.take_along_axis(state.tokens, at, axis=1)
             now = state.replace(drafter_state=drafter_state)
             return start + CATCH_UP, self.drafter.prefill_chunk(inputs, now, tokens, start, None)
 
-        begin = jnp.maximum(state.method_state.read, 0), state.drafter_state
-        read = jax.lax.while_loop(lambda carry: jnp.any(carry[0] < end), turn, begin)[1]
-        return state.replace(drafter_state=read)
+        # A row of one token has length − 2 = −1.
+        carry = jnp.maximum(state.method_state.draft_cached, 0), state.drafter_state
+        _, drafter_state = jax.lax.while_loop(
+            lambda carry: jnp.any(carry[0] < end), read_more, carry
+        )
+        return state.replace(drafter_state=drafter_state)
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoLengthChain(AutoLength):
-    """:class:`AutoLength` chains of :data:`LENGTHS`; the drafter's own γ is the longest.
+    """:class:`AutoLength` with chains of :data:`LENGTHS`; the drafter's own γ is the longest.
 
     Raises:
-      PairError: drafts are no chains of at least the longest length.
+      PairError: the drafts are no chains, or too short for the longest of them.
     """
 
     forms = CHAINS
@@ -227,45 +300,58 @@ class AutoLengthChain(AutoLength):
             )
 
     @property
-    def pass_sizes(self):
-        return WIDTHS if self.draft_can_rest else (1, *WIDTHS)
+    def pass_sizes(self) -> tuple[int, ...]:
+        if self.draft_can_rest:
+            return PASS_SIZES
+        # Here a round without a draft goes the same way, and needs the root alone.
+        return (1, *PASS_SIZES)
 
-    def _drafting(self, inputs, form, state):
-        gamma = jnp.asarray(LENGTHS, jnp.int32)[form]
+    def _round_with_draft(self, inputs, form_index, state):
+        # One program serves all lengths: the drafter reads γ as a setting and stops there.
+        gamma = jnp.asarray(LENGTHS, jnp.int32)[form_index]
         inputs = inputs.replace(settings=inputs.settings | {"gamma": gamma})
-        state = self._caught_up(inputs, state) if self.draft_can_rest else state
+        if self.draft_can_rest:
+            state = self._catch_up(inputs, state)
+        # AutoLength.step is the one that called this: the round itself is the parent's.
         return DraftVerify.step(self, inputs, state)
 
     def propose(self, inputs, state, keys) -> Proposal:
-        made = self.drafter.propose(inputs, state, keys)
-        short = jnp.arange(made.draft.shape.nodes) <= inputs.settings["gamma"]
-        return made._replace(draft=made.draft.replace(valid=made.draft.valid & short))
+        """The drafter's chain, cut to the round's γ."""
+        proposal = self.drafter.propose(inputs, state, keys)
+        draft = proposal.draft
+        within_gamma = jnp.arange(draft.shape.nodes) <= inputs.settings["gamma"]
+        return proposal._replace(draft=draft.replace(valid=draft.valid & within_gamma))
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoLengthTree(AutoLength):
-    """:class:`AutoLength` trees: :data:`TREES`; the drafter's own branching is the largest.
+    """:class:`AutoLength` with :data:`TREES`; the drafter's own branching is the largest.
 
     Raises:
-      PairError: drafts are no trees of a draft model that can rest.
+      PairError: the drafts are no trees of a draft model that can rest.
     """
 
     forms = TREES
 
     def __post_init__(self):
         super().__post_init__()
-        tree = isinstance(self.drafter, Tree) and self.drafter.branching == self.forms[-1]
-        if not (tree and self.draft_can_rest):
+        drafter = self.drafter
+        is_largest_tree = isinstance(drafter, Tree) and drafter.branching == self.forms[-1]
+        if not (is_largest_tree and self.draft_can_rest):
             raise PairError(
                 "branching=auto sizes trees of a draft model that may rest, and here are drafter "
                 f"{self.drafter.name}, rule {self.rule.name} and target distribution "
                 f"{type(self.target).__name__.lower()}; give numbers, as --set branching=4,2,2"
             )
 
-    def _drafting(self, inputs, form, state):
-        state = self._caught_up(inputs, state)
-        for number, branching in enumerate(self.forms[1:], 1):
+    def _round_with_draft(self, inputs, form_index, state):
+        state = self._catch_up(inputs, state)
+        assert isinstance(self.drafter, Tree), "__post_init__ refuses other drafters"
+        # Trees differ in the shapes of their passes: each form is a branch of the program, of which
+        # one runs.
+        for index, branching in enumerate(self.forms[1:], 1):
             drafter = dataclasses.replace(self.drafter, branching=branching)
             method = DraftVerify(drafter, self.target, self.rule)
-            state = cond_in_place(form == number, functools.partial(method.step, inputs), state)
+            step = functools.partial(method.step, inputs)
+            state = cond_in_place(form_index == index, step, state)
         return state

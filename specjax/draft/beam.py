@@ -1,7 +1,9 @@
-"""Beam drafts (MTAD, Qin et al. 2024 §4.2): beam search or beam sampling in the draft model.
+"""Beam drafts (MTAD, Qin et al. 2024, §4.2): beam search or beam sampling in the draft model.
 
-Beams are a growing tree in one draft cache; no cache is ever copied per beam.
-Axis legend: B rows, N nodes, W beams, S beams of a step (1, then W), V vocabulary.
+Beams are a growing tree in one draft cache. So no cache is copied when a beam is dropped and
+another is continued twice, as :mod:`specjax.search.beam` must do.
+
+Axis legend: B rows, N nodes, n nodes so far, W beams, S beams of a step (1, then W), V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,16 +13,23 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax._util.arguments import COUNT, FLAG, validate_fields
 from specjax._util.checks import Check
 from specjax.core import probs, tree
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Proposal
-from specjax.core.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
+from specjax.core.types import DETERMINISTIC, NO_PARENT, ROOT, DecodeState, Draft, Inputs, TreeShape
 from specjax.core.warp import draw_joint, warp
-from specjax.draft.model_drafter import ModelDrafter, last_two, run_level, run_pair, unwarped_in
+from specjax.draft.model_drafter import (
+    ModelDrafter,
+    draft_net,
+    last_two,
+    run_last_two,
+    run_level,
+    unwarped_in,
+)
 from specjax.models import KVCache
 from specjax.models.cache import commit_path
 from specjax.verify.verdicts import root_path
@@ -37,22 +46,34 @@ class Beams(NamedTuple):
     parents: Int[Array, "B n"]
     valid: Bool[Array, "B n"]
     token_log_q: Float[Array, "B n"]
-    bits: Bool[Array, "B n n"]
-    node: Int[Array, "B S"]
-    score: Float[Array, "B S"]
+    ancestors: Bool[Array, "B n n"]
+    node: Int[Array, "B S"]  # each beam's last node
+    score: Float[Array, "B S"]  # log of its joint draft probability; −inf: no beam
     ended: Bool[Array, "B S"]
     calls: Int[Array, "B"]
+
+
+class Continuations(NamedTuple):
+    """The W continuations that go on; each is a beam of the step before and one more token."""
+
+    source: Int[Array, "B W"]  # the beam that is continued
+    token: Int[Array, "B W"]
+    score: Float[Array, "B W"]
+    log_q: Float[Array, "B W"]  # of the token, given its path
+    possible: Bool[Array, "B W"]  # the others only fill the array
 
 
 @dataclasses.dataclass(frozen=True)
 class Beam(ModelDrafter):
     """``width`` beams of ``gamma`` steps, ranked by the joint draft probability.
 
-    A greedy row searches (the best W of all continuations, scored without warping); a sampled
-    row draws W continuations without replacement from their joint: of ``warped`` conditionals,
-    or the ``raw`` one, warped as a whole (eq. 2) where it is drawn and unwarped as a score. A
-    beam that ended keeps its score. ``verify_beams``: the best beam as a chain (``top1``), or
-    the tree of ``all``. Where W reaches V^(γ − 1), the search is exact.
+    A greedy row searches: it keeps the best W of all continuations, scored without warping. A
+    sampled row draws W continuations without replacement from their joint. With ``warped`` that is
+    the product of warped conditionals. With ``raw`` it is the joint of unwarped ones, warped as a
+    whole for the draw (eq. 2) and unwarped as a score. A beam that ended keeps its score.
+
+    ``verify_beams``: the best beam as a chain (``top1``), or the tree of ``all``. If W reaches
+    V^(γ − 1), the search is exact.
     """
 
     gamma: int = 4
@@ -65,69 +86,65 @@ class Beam(ModelDrafter):
     sampling = DETERMINISTIC
 
     def __post_init__(self):
-        verified, joint = Check(str, choices=VERIFIED), Check(str, choices=JOINTS)
+        verified = Check(str, choices=VERIFIED)
+        joint = Check(str, choices=JOINTS)
         validate_fields(self, gamma=COUNT, width=COUNT, verify_beams=verified, joint=joint)
         validate_fields(self, drawn=FLAG, of_target=FLAG)
 
-    def _level(self, step: int) -> range:
-        """Node numbers of a step: W each; where the vocabulary has not that many, some are
-        never valid."""
+    def _level_nodes(self, step: int) -> range:
+        """Node numbers of a step: always W. With a smaller vocabulary some are never valid."""
         return range(1 + step * self.width, 1 + (step + 1) * self.width)
 
     @property
     def round_positions(self) -> int:
-        return 1 + self.gamma * self.width  # the whole tree, whatever of it is verified
+        return 1 + self.gamma * self.width  # the whole tree, even if only one beam is verified
 
     @property
     def shape(self) -> TreeShape:
         if self.verify_beams == "top1":
             return TreeShape.chain(self.gamma)
-        return self._whole
+        return self._tree_shape
 
     @property
-    def _whole(self) -> TreeShape:
+    def _tree_shape(self) -> TreeShape:
         return TreeShape(self.round_positions, self.gamma, self.width)
 
-    def raw_rows(self, inputs) -> Bool[Array, "B"]:
-        """Rows whose draft probabilities are unwarped."""
+    def raw_rows(self, inputs: Inputs) -> Bool[Array, "B"]:
         return inputs.warp.greedy | (self.joint == "raw")
 
-    def propose(self, inputs, state, keys):
+    def propose(self, inputs, state, keys) -> Proposal:
         draft, beams = self.search(inputs, state, keys, state.drafter_state)
         passes = jnp.int32(self.gamma)
         if self.verify_beams == "all":
             return Proposal(draft, beams.cache, beams.calls, passes)
-        chain, path = self.follow(draft, beams, jnp.argmax(beams.score, axis=1))
+
+        # The best beam is moved into place before it is verified: its chain then reads like any.
+        chain, path = self.beam_as_chain(draft, beams, jnp.argmax(beams.score, axis=1))
         cache = commit_path(beams.cache, state.length - 1, path)
         return Proposal(chain, cache, beams.calls, passes)
 
-    def search(self, inputs, state, keys, cache, limit=None) -> tuple[Draft, Beams]:
+    def search(
+        self,
+        inputs: Inputs,
+        state: DecodeState,
+        keys: Key[Array, "B"],
+        cache: KVCache,
+        limit: Int[Array, "B"] | None = None,
+    ) -> tuple[Draft, Beams]:
         """The tree of all beams, and where each ends; none is longer than ``limit[B]``."""
-        base, rows = state.length - 1, state.length.shape[0]
-        net = inputs.target if self.of_target else inputs.draft
-        logits, cache = run_pair(net, cache, last_two(state), base - 1)
+        base = state.length - 1
+        net = inputs.target if self.of_target else draft_net(inputs)
+        logits, cache = run_last_two(net, cache, last_two(state), base - 1)
         logits = logits[:, None]
-        one = jnp.ones((rows, 1), jnp.int32)
-        beams = Beams(
-            cache=cache,
-            tokens=probs.at_token(state.tokens, base)[:, None],
-            parents=one * NO_PARENT,
-            valid=one > 0,
-            token_log_q=jnp.zeros((rows, 1), jnp.float32),
-            bits=jnp.ones((rows, 1, 1), bool),
-            node=one * ROOT,
-            score=jnp.zeros((rows, 1), jnp.float32),
-            ended=state.done[:, None],
-            calls=jnp.ones((rows,), jnp.int32),
-        )
+        beams = self._start(state, cache)
         for step in range(self.gamma):
             if limit is not None:
                 beams = beams._replace(ended=beams.ended | (limit <= step)[:, None])
             beams = self._extend(inputs, keys, beams, logits, step)
             if step + 1 < self.gamma:
-                first = self._level(step).start
+                first = self._level_nodes(step).start
                 level = beams.tokens[:, first:]
-                logits, cache = run_level(net, beams.cache, level, base, first, beams.bits)
+                logits, cache = run_level(net, beams.cache, level, base, first, beams.ancestors)
                 calls = beams.calls + (~beams.ended).sum(-1, dtype=jnp.int32)
                 beams = beams._replace(cache=cache, calls=calls)
         draft = Draft(
@@ -135,75 +152,125 @@ class Beam(ModelDrafter):
             parents=beams.parents,
             valid=beams.valid,
             token_log_q=beams.token_log_q,
-            shape=self._whole,
+            shape=self._tree_shape,
             sampling=self.sampling,
         )
         return draft, beams
 
-    def update(self, inputs, state, cache, draft, verdict, probe_logits):
-        if self.verify_beams == "top1":
-            return cache  # the best beam stands in place since it was proposed
-        return commit_path(cache, state.length - 1, verdict.path)
+    def _start(self, state: DecodeState, cache: KVCache) -> Beams:
+        """One beam: the root."""
+        rows = state.length.shape[0]
+        one = jnp.ones((rows, 1), jnp.int32)
+        return Beams(
+            cache=cache,
+            tokens=probs.at_token(state.tokens, state.length - 1)[:, None],
+            parents=one * NO_PARENT,
+            valid=one > 0,
+            token_log_q=jnp.zeros((rows, 1), jnp.float32),
+            ancestors=jnp.ones((rows, 1, 1), bool),
+            node=one * ROOT,
+            score=jnp.zeros((rows, 1), jnp.float32),
+            ended=state.done[:, None],
+            calls=jnp.ones((rows,), jnp.int32),
+        )
 
-    def _extend(self, inputs, keys, b: Beams, logits, step) -> Beams:
-        """One more token on every beam: the W best of all S·V continuations."""
+    def update(self, inputs, state, carried, draft, verdict, probe_logits):
+        if self.verify_beams == "top1":
+            return carried  # the best beam is in place since it was proposed
+        return commit_path(carried, state.length - 1, verdict.path)
+
+    def _extend(
+        self,
+        inputs: Inputs,
+        keys: Key[Array, "B"],
+        beams: Beams,
+        logits: Float[Array, "B S V"],
+        step: int,
+    ) -> Beams:
+        """The beams with one more token each."""
+        level = self._level_nodes(step)
+        best = self._best_continuations(inputs, keys, beams, logits, step)
+
+        def of_source(x):
+            return jnp.take_along_axis(x, best.source, axis=1)
+
+        # A beam that ended is carried on without a new node: its node of this level is invalid.
+        stays = of_source(beams.ended)
+        parent = of_source(beams.node)
+        grown = best.possible & ~stays
+        index = jnp.asarray(level, jnp.int32)
+        token_log_q = jnp.where(grown, best.log_q, 0.0)
+
+        # A node's ancestors are its parent's and itself.
+        is_self = jnp.arange(level.stop) == index[:, None]
+        widened = jnp.pad(beams.ancestors, ((0, 0), (0, 0), (0, len(level))))
+        of_parent = jnp.take_along_axis(widened, parent[:, :, None], axis=1)
+        return beams._replace(
+            tokens=jnp.append(beams.tokens, best.token, axis=1),
+            parents=jnp.append(beams.parents, parent, axis=1),
+            valid=jnp.append(beams.valid, grown, axis=1),
+            token_log_q=jnp.append(beams.token_log_q, token_log_q, axis=1),
+            ancestors=jnp.append(widened, of_parent | is_self, axis=1),
+            node=jnp.where(stays, parent, index),
+            score=jnp.where(best.possible, best.score, probs.NEVER),
+            ended=stays | ~best.possible | inputs.is_eos(best.token),
+        )
+
+    def _best_continuations(
+        self,
+        inputs: Inputs,
+        keys: Key[Array, "B"],
+        beams: Beams,
+        logits: Float[Array, "B S V"],
+        step: int,
+    ) -> Continuations:
+        """The W best, or first drawn, of the S·V continuations."""
         log_q = unwarped_in(self.raw_rows(inputs), logits, warp(logits, inputs.warp))
         rows, _, vocab = log_q.shape
         # A beam that ended is its own only continuation, in the column of token 0.
-        frozen = jnp.where(jnp.arange(vocab) == 0, 0.0, probs.NEVER)
-        total = b.score[..., None] + jnp.where(b.ended[..., None], frozen, log_q)
+        only_itself = jnp.where(jnp.arange(vocab) == 0, 0.0, probs.NEVER)
+        total = beams.score[..., None] + jnp.where(beams.ended[..., None], only_itself, log_q)
         ranked = total.reshape(rows, -1)
         if self.drawn:
             step_keys = probs.draw_keys(keys, Purpose.DRAFT, step)
             ranked = draw_joint(step_keys, ranked, inputs.warp, whole=self.joint == "raw")
-        level = self._level(step)
-        missing = max(0, len(level) - ranked.shape[1])
+
+        # The first step may have fewer continuations than W: the rest is padding with −inf.
+        missing = max(0, self.width - ranked.shape[1])
         ranked = jnp.pad(ranked, ((0, 0), (0, missing)), constant_values=probs.NEVER)
-        best, flat = jax.lax.top_k(ranked, len(level))
+        rank, flat = jax.lax.top_k(ranked, self.width)
         flat = jnp.minimum(flat, total[0].size - 1)
-        source, token = flat // vocab, (flat % vocab).astype(jnp.int32)
-
-        def of_source(x):
-            return jnp.take_along_axis(x, source, axis=1)
-
-        possible, stays, parent = best > probs.NEVER, of_source(b.ended), of_source(b.node)
-        grown = possible & ~stays
-        index = jnp.asarray(level, jnp.int32)
-        conditional = jnp.take_along_axis(log_q.reshape(rows, -1), flat, axis=1)
-        score = jnp.take_along_axis(total.reshape(rows, -1), flat, axis=1)
-        own = jnp.arange(level.stop) == index[:, None]
-        above = jnp.pad(b.bits, ((0, 0), (0, 0), (0, len(level))))
-        inherited = jnp.take_along_axis(above, parent[:, :, None], axis=1)
-        return b._replace(
-            tokens=jnp.append(b.tokens, token, axis=1),
-            parents=jnp.append(b.parents, parent, axis=1),
-            valid=jnp.append(b.valid, grown, axis=1),
-            token_log_q=jnp.append(b.token_log_q, jnp.where(grown, conditional, 0.0), axis=1),
-            bits=jnp.append(above, inherited | own, axis=1),
-            node=jnp.where(stays, parent, index),
-            score=jnp.where(possible, score, probs.NEVER),
-            ended=stays | ~possible | inputs.is_eos(token),
+        return Continuations(
+            source=flat // vocab,
+            token=(flat % vocab).astype(jnp.int32),
+            # Drawn beams are ranked with noise, but scored without.
+            score=jnp.take_along_axis(total.reshape(rows, -1), flat, axis=1),
+            log_q=jnp.take_along_axis(log_q.reshape(rows, -1), flat, axis=1),
+            possible=rank > probs.NEVER,
         )
 
-    def follow(
-        self, draft: Draft, b: Beams, beam: Int[Array, "B"]
+    def beam_as_chain(
+        self, draft: Draft, beams: Beams, beam: Int[Array, "B"]
     ) -> tuple[Draft, Int[Array, "B γ+1"]]:
         """One beam of each row as a chain, and its nodes in the tree."""
-        node = probs.at_token(b.node, beam)
-        depth = probs.at_token(tree.depths(b.bits), node)
+        node = probs.at_token(beams.node, beam)
+        depth = probs.at_token(jnp.asarray(tree.depths(beams.ancestors)), node)
         path = root_path(draft, node, depth)
-        real = jnp.arange(self.gamma + 1) <= depth[:, None]
-        path = jnp.where(real, path, ROOT)
+        # A beam that ended early has a shorter path.
+        on_path = jnp.arange(self.gamma + 1) <= depth[:, None]
+        path = jnp.where(on_path, path, ROOT)
 
-        def along(x, fill):
-            return jnp.where(real, jnp.take_along_axis(x, path, axis=1), fill)
+        def along_path(x, fill):
+            return jnp.where(on_path, jnp.take_along_axis(x, path, axis=1), fill)
 
-        tokens, valid, log_q = along(b.tokens, 0), along(b.valid, False), along(b.token_log_q, 0.0)
+        tokens = along_path(beams.tokens, 0)
+        valid = along_path(beams.valid, False)
+        token_log_q = along_path(beams.token_log_q, 0.0)
         chain = Draft.chain(
             tokens[:, 1:],
             root=tokens[:, 0],
             valid=valid[:, 1:],
             sampling=self.sampling,
-            token_log_q=log_q,
+            token_log_q=token_log_q,
         )
         return chain, path

@@ -1,17 +1,19 @@
 """Chain drafting: a draft model draws γ tokens one after another (Leviathan et al. 2023 §2).
 
-Axis legend: B rows, N = γ + 1 nodes, V vocabulary.
+Axis legend: B rows, N = γ + 1 nodes, P draft passes (γ, or γ + 1 with the bonus token's logits),
+V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax._util.arguments import COUNT, FLAG, validate_fields
 from specjax._util.checks import Check
@@ -19,23 +21,36 @@ from specjax._util.errors import PairError
 from specjax.core import probs
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Proposal
-from specjax.core.types import IID, Draft, TreeShape
+from specjax.core.types import IID, Draft, Inputs, TreeShape
 from specjax.core.warp import warp
 from specjax.draft.model_drafter import ModelDrafter, draw_chain, last_two
 
-# When a row's draft ends early: never, before or after a token that the draft is unsure of.
+# Axes in their order, the steps outermost: how the draft's probabilities are laid out in memory.
 STEP_BY_STEP = Layout((0, 1, 2))
-STOPS = NEVER_STOPS, STOPS_BEFORE, STOPS_AFTER = "never", "before", "after"
+# When a row's draft ends early: never, before a token that the draft is unsure of, or after it.
+NEVER_STOPS = "never"
+STOPS_BEFORE = "before"
+STOPS_AFTER = "after"
+STOPS = (NEVER_STOPS, STOPS_BEFORE, STOPS_AFTER)
+
+
+class ChainRecord(NamedTuple):
+    """What is kept of each draft pass besides its token."""
+
+    valid: Bool[Array, "B γ"]
+    log_q: Float[Array, "P B V"]
+    logits: Float[Array, "P B V"] | None  # raw, where a target distribution asks for them
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain(ModelDrafter):
-    """γ tokens drawn from a draft model with the target's warp, or none (``draft_warp=False``).
+    """γ tokens drawn from a draft model with the target's warp, or unwarped (``draft_warp=False``).
 
-    A row's chain ends at its first end-of-sequence token; with ``stop``, also where the draft's
-    largest probability, unwarped, is below the setting ``tau1`` (BiLD's fallback, Kim et al. 2023
-    §3.2; lossless under a lossless rule, for it reads the prefix alone). The loop ends when every
-    row's chain has. A setting ``gamma``, where there is one, is a smaller γ of this round.
+    A row's chain ends at its first end-of-sequence token. With ``stop`` it also ends where the
+    draft's largest probability, unwarped, is below the setting ``tau1`` (BiLD's fallback, Kim et
+    al. 2023, §3.2). That reads only the prefix, so it is lossless under a lossless rule. The loop
+    of draft passes ends when every row's chain has ended. A setting ``gamma``, if there is one, is
+    a smaller γ for this round.
     """
 
     gamma: int = 4
@@ -51,7 +66,7 @@ class Chain(ModelDrafter):
         )
         if self.keep_logits and self.stop == STOPS_AFTER:
             raise PairError(
-                "a chain that stops after an unsure token has no logits behind it, "
+                "a chain that stops after an unsure token has no logits after that token, "
                 "which this target distribution needs: use stop=before"
             )
 
@@ -70,59 +85,82 @@ class Chain(ModelDrafter):
     def with_logits(self) -> Chain:
         return dataclasses.replace(self, keep_logits=True)
 
-    def propose(self, inputs, state, keys):
-        begun = self.begin(inputs, state)
-        rows, vocab = begun[0].shape
-        passes = self.gamma + self.keep_logits  # the bonus leaf's logits cost one pass more
-        valid = jnp.zeros((rows, self.gamma), bool)
-        # Step by step: beside a short axis of steps a TPU would turn every one around.
-        log_q = jnp.full((passes, rows, vocab), probs.NEVER, jnp.float32)
-        raw = jnp.zeros((passes, rows, vocab)) if self.keep_logits else None
+    def propose(self, inputs, state, keys) -> Proposal:
+        first = self.first_logits(inputs, state)
+        rows, vocab = first[0].shape
+        passes = self.gamma + self.keep_logits  # the logits after the last token cost one pass more
+        # One row of the record per step, the steps outermost. If they were a short axis next to the
+        # vocabulary, a TPU would transpose every row that is written.
+        record = ChainRecord(
+            valid=jnp.zeros((rows, self.gamma), bool),
+            log_q=jnp.full((passes, rows, vocab), probs.NEVER, jnp.float32),
+            logits=jnp.zeros((passes, rows, vocab)) if self.keep_logits else None,
+        )
         chain = draw_chain(
-            begun,
-            functools.partial(self.follow, inputs, state),
+            first,
+            functools.partial(self.next_logits, inputs, state),
             last_two(state),
-            self.ready(state),
+            self.can_draft(state),
             self.gamma,
-            lambda *drawn: self._draw(inputs, keys, *drawn),
-            (valid, log_q, raw),
+            functools.partial(self._draw, inputs, keys),
+            record,
             passes,
         )
-        root, below, (valid, log_q, raw) = chain.window[:, 1], chain.window[:, 2:], chain.more
-        log_q = self.over_target(inputs, log_q[: self.gamma].swapaxes(0, 1))
-        raw = None if raw is None else self.over_target(inputs, raw.swapaxes(0, 1))
+
+        record = chain.extra
+        log_q = self.to_target_vocab(inputs, record.log_q[: self.gamma].swapaxes(0, 1))
+        logits = record.logits
+        if logits is not None:
+            logits = self.to_target_vocab(inputs, logits.swapaxes(0, 1))
         draft = Draft.chain(
-            below, log_q, root=root, valid=valid, sampling=self.sampling, logits=raw
+            chain.window[:, 2:],
+            log_q,
+            root=chain.window[:, 1],
+            valid=record.valid,
+            sampling=self.sampling,
+            logits=logits,
         )
-        return Proposal(draft, chain.cache, chain.calls, chain.step)
+        return Proposal(draft, chain.carry, chain.calls, chain.step)
 
-    def _draw(self, inputs, keys, step, logits: Float[Array, "B V"], alive, laws):
-        """The token drawn after one draft pass: node ``step + 1``.
+    def _draw(
+        self,
+        inputs: Inputs,
+        keys: Key[Array, "B"],
+        step: Int[Array, ""],
+        logits: Float[Array, "B V"],
+        active: Bool[Array, "B"],
+        record: ChainRecord,
+    ) -> tuple[Int[Array, "B"], Bool[Array, "B"], ChainRecord]:
+        """Node ``step + 1``, drawn from the logits of one draft pass; see :func:`draw_chain`.
 
-        Of the pass that only scores the bonus leaf what is not ``raw`` is dropped.
+        The pass that only gives the logits after the last token is one of them: what it writes to
+        ``valid`` is dropped, and its ``log_q`` is not used.
         """
-        valid, log_q, raw = laws
-        q = probs.log_softmax(logits)
+        log_q = probs.log_softmax(logits)
         if self.draft_warp:
-            q = warp(logits[:, None], inputs.warp)[:, 0]
-        most = inputs.settings.get("gamma", self.gamma)
-        drawn = alive & (step < most)
+            log_q = warp(logits[:, None], inputs.warp)[:, 0]
+        gamma = inputs.settings.get("gamma", self.gamma)
+        drawn = active & (step < gamma)
         if self.stop == STOPS_BEFORE:
-            drawn = drawn & self._sure(inputs, logits)
-        node = jnp.broadcast_to(step + 1, (q.shape[0], 1))
-        x = probs.sample(jnp.exp(q), probs.uniforms(keys, Purpose.DRAFT, node)[:, 0])
-        x = jnp.where(drawn, self.named(inputs, x), 0)
-        going = drawn & ~inputs.is_eos(x) & (step + 1 < most + self.keep_logits)
-        if self.stop == STOPS_AFTER:
-            going = going & self._sure(inputs, logits)
-        valid = valid.at[:, step].set(drawn, mode="drop")
-        log_q = with_layout_constraint(
-            jax.lax.dynamic_update_index_in_dim(log_q, q, step, 0), STEP_BY_STEP
-        )
-        if raw is not None:
-            raw = jax.lax.dynamic_update_index_in_dim(raw, logits, step, 0)
-        return x, going, (valid, log_q, raw)
+            drawn = drawn & self._is_sure(inputs, logits)
 
-    def _sure(self, inputs, logits: Float[Array, "B V"]) -> Bool[Array, "B"]:
+        node = jnp.broadcast_to(step + 1, (log_q.shape[0], 1))
+        token = probs.sample(jnp.exp(log_q), probs.uniforms(keys, Purpose.DRAFT, node)[:, 0])
+        token = jnp.where(drawn, self.to_target_ids(inputs, token), 0)
+        # A row also takes part in the extra pass, where its raw logits are kept.
+        active = drawn & ~inputs.is_eos(token) & (step + 1 < gamma + self.keep_logits)
+        if self.stop == STOPS_AFTER:
+            active = active & self._is_sure(inputs, logits)
+
+        valid = record.valid.at[:, step].set(drawn, mode="drop")
+        # The constraint keeps the steps outermost in the loop's carry, too: see `propose`.
+        written = jax.lax.dynamic_update_index_in_dim(record.log_q, log_q, step, 0)
+        all_log_q = with_layout_constraint(written, STEP_BY_STEP)
+        all_logits = record.logits
+        if all_logits is not None:
+            all_logits = jax.lax.dynamic_update_index_in_dim(all_logits, logits, step, 0)
+        return token, active, ChainRecord(valid, all_log_q, all_logits)
+
+    def _is_sure(self, inputs: Inputs, logits: Float[Array, "B V"]) -> Bool[Array, "B"]:
         """Whether the draft's largest probability, at temperature 1, reaches ``tau1``."""
         return jnp.exp(probs.log_softmax(logits).max(-1)) >= inputs.settings["tau1"]

@@ -1,15 +1,23 @@
 """Drafts of a head on the target's hidden states (EAGLE-3, Li et al. 2025, arXiv 2503.01840).
 
-The head has read the pair (features of token i, token i + 1) of every i whose token after next is
-known; what it made of the last one is the law of the first drafted token. A drafted token comes
-with what the head made of the one before in place of features. After the verdict the accepted
-tokens are read once more, now with features of the target's own states, which the verifying pass
-handed on: what the cache holds of drafts is replaced, and no further target pass is needed.
+The draft head reads pairs: the features of token i with token i + 1. From such a pair it predicts
+token i + 2. So between rounds it has read every pair of known tokens, and the hidden state of the
+last pair gives the distribution of the first drafted token.
 
-The pair of token i + 1 stands in cache position i: the root's in cache position ``length - 2``.
+Where features come from differs. Those of a committed token come from auxiliary hidden states of
+the target. A drafted token has none yet: its features are the head's own hidden state of the step
+before. After the verdict the accepted tokens are read again, now with features from the target,
+which the verifying pass has returned. This replaces what the cache holds of drafts and costs no
+target pass.
 
-Axis legend: B rows, N nodes, n nodes of a level, C candidates, T tokens, L auxiliary layers, D
-hidden size, v draft vocabulary, V vocabulary.
+The pair with token i + 1 is at cache position i. So the root's pair is at ``length - 2``, and the
+pair of a node is one below the position that the node has in the target's cache.
+
+Three shapes are drafted: a chain, a drawn tree, and EAGLE-2's best-first tree. The head's layer and
+its projections are in :mod:`specjax.models.head`.
+
+Axis legend: B rows, N nodes, n nodes of a level, C candidates, F nodes that the head has read,
+T tokens, L auxiliary layers, D hidden size, v draft vocabulary, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,105 +28,132 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax._util.arguments import COUNT, validate_fields
 from specjax.core import probs
 from specjax.core.net import Net
 from specjax.core.protocols import Proposal
-from specjax.core.types import DETERMINISTIC, NO_PARENT, ROOT, Draft, TreeShape
+from specjax.core.types import DETERMINISTIC, NO_PARENT, ROOT, DecodeState, Draft, Inputs, TreeShape
 from specjax.core.warp import warp
 from specjax.draft.chain import Chain
-from specjax.draft.model_drafter import ModelDrafter, unwarped_in
+from specjax.draft.model_drafter import ModelDrafter, draft_net, unwarped_in
 from specjax.draft.tree import Tree
 from specjax.models import KVCache
+from specjax.models.families.head_config import HeadConfig
 from specjax.models.forward_pass import forward, pad_pass
 from specjax.models.head import draft_logits, fed_back, fused_states
 
 HEAD = "head"
 
 
-class Reading(NamedTuple):
-    """What the head has read: its cache, and what it made of the tokens that it read last."""
+class HeadState(NamedTuple):
+    """The head's KV cache, and its hidden states of the pairs that it read last."""
 
     cache: KVCache
     hidden: Float[Array, "B n D"]
 
 
 class HeadDrafter(ModelDrafter):
-    """What chains and trees of a head share: how it reads, and its vocabulary.
+    """What all drafters with a head share: how it is run, and its vocabulary.
 
-    Between rounds ``hidden`` is of the row's last token, ``[B, 1, D]``.
+    Between rounds ``hidden`` is that of each row's last pair, ``[B, 1, D]``.
     """
 
     needs_head = True
 
-    def aux_layers(self, inputs):
-        return inputs.draft.config.layer_ids
+    def aux_layers(self, inputs: Inputs) -> tuple[int, ...]:
+        return head_config(draft_net(inputs)).layer_ids
 
     @property
     def round_positions(self) -> int:
+        # After the verdict up to depth + 1 emitted tokens are read from the root's position on.
         return max(self.shape.nodes, self.shape.depth + 1)
 
-    def ready(self, state):
-        return ~state.done & (state.length > 1)  # before the first pair there is no law
+    def can_draft(self, state: DecodeState) -> Bool[Array, "B"]:
+        # A row of one token has no pair yet, so there is nothing to draw from.
+        return ~state.done & (state.length > 1)
 
-    def init(self, inputs, state):
-        net, rows = inputs.draft, state.length.shape[0]
+    def init(self, inputs, state) -> HeadState:
+        net = draft_net(inputs)
+        rows = state.length.shape[0]
         cache = net.cache(rows, state.capacity)
-        return Reading(
-            cache, jnp.zeros((rows, 1, net.config.hidden_size), net.params["embed"].dtype)
-        )
+        hidden = jnp.zeros((rows, 1, net.config.hidden_size), net.params["embed"].dtype)
+        return HeadState(cache, hidden)
 
-    def prefill_chunk(self, inputs, state, tokens, start, aux_states):
-        carried, count = state.drafter_state, tokens.shape[1]
-        behind = start[:, None] + 1 + jnp.arange(count, dtype=jnp.int32)
-        behind = jnp.take_along_axis(state.tokens, behind, axis=1, mode="clip")
-        read = _read_true(inputs.draft, carried.cache, behind, aux_states, start)
+    def prefill_chunk(self, inputs, state, tokens, start, aux_states) -> HeadState:
+        carried = state.drafter_state
+        count = tokens.shape[1]
+        # Each token's features are paired with the token after it.
+        following = start[:, None] + 1 + jnp.arange(count, dtype=jnp.int32)
+        following = jnp.take_along_axis(state.tokens, following, axis=1, mode="clip")
+        read = _run_on_target_states(draft_net(inputs), carried.cache, following, aux_states, start)
+        # Rows end in different chunks: the hidden state is that of the chunk with the row's last
+        # pair. Pairs past it are scratch.
         last = state.length - 2 - start
-        here = (last >= 0) & (last < count)
-        hidden = _at(read.hidden, jnp.clip(last, 0, count - 1))
-        return Reading(read.cache, jnp.where(here[:, None, None], hidden, carried.hidden))
+        in_chunk = (last >= 0) & (last < count)
+        hidden = _gather_one(read.hidden, jnp.clip(last, 0, count - 1))
+        return HeadState(read.cache, jnp.where(in_chunk[:, None, None], hidden, carried.hidden))
 
-    def begin(self, inputs, state):
-        return _logits(inputs.draft, state.drafter_state.hidden)[:, 0], state.drafter_state
+    def first_logits(self, inputs, state):
+        # The root's pair was read when the last round ended: no pass is needed here.
+        return _logits(draft_net(inputs), state.drafter_state.hidden)[:, 0], state.drafter_state
 
-    def follow(self, inputs, state, carry, token, depth):
-        net, start = inputs.draft, state.length - 2 + depth
-        features = fed_back(net.config, net.params, carry.hidden)
-        read = _read(net, carry.cache, token, features, start)
+    def next_logits(self, inputs, state, carry, token, depth):
+        net = draft_net(inputs)
+        start = state.length - 2 + depth
+        features = fed_back(head_config(net), net.params, carry.hidden)
+        read = _run_head(net, carry.cache, token, features, start)
         return _logits(net, read.hidden)[:, 0], read
 
-    def level(self, inputs, state, carry, tokens, bits, above):
-        net, base = inputs.draft, state.length - 1
-        bits = bits[:, 1:, 1:]  # the root's pair is committed
-        features = fed_back(net.config, net.params, _rows(carry.hidden, above))
-        positions = base[:, None] + bits.sum(-1, dtype=jnp.int32) - 1
-        new = slice(bits.shape[-1] - tokens.shape[1], None)
-        tree = {"base": base, "positions": positions[:, new], "visible": bits[:, new]}
-        read = _read(net, carry.cache, tokens, features, base + new.start, **tree)
+    def level_logits(self, inputs, state, carry, tokens, ancestors, parent_index):
+        net = draft_net(inputs)
+        # The tree's first cache position. The root's pair is below it, for it is committed; hence
+        # the root is no node of the head's tree.
+        base = state.length - 1
+        ancestors = ancestors[:, 1:, 1:]
+        parent_hidden = _gather_nodes(carry.hidden, parent_index)
+        features = fed_back(head_config(net), net.params, parent_hidden)
+        positions = base[:, None] + ancestors.sum(-1, dtype=jnp.int32) - 1
+        level = slice(ancestors.shape[-1] - tokens.shape[1], None)
+        read = _run_head(
+            net,
+            carry.cache,
+            tokens,
+            features,
+            base + level.start,
+            base=base,
+            positions=positions[:, level],
+            visible=ancestors[:, level],
+        )
         return _logits(net, read.hidden), read
 
-    def named(self, inputs, drafted):
-        ids = inputs.draft.config.ids
+    def to_target_ids(self, inputs: Inputs, drafted: Int[Array, "..."]) -> Int[Array, "..."]:
+        ids = head_config(draft_net(inputs)).ids
         return drafted if ids is None else jnp.asarray(ids)[drafted]
 
-    def over_target(self, inputs, rows):
-        cfg = inputs.draft.config
+    def to_target_vocab(self, inputs: Inputs, rows: Float[Array, "... v"]) -> Float[Array, "... V"]:
+        cfg = head_config(draft_net(inputs))
         if cfg.ids is None:
             return rows
-        place = np.full(cfg.vocab_size, cfg.draft_size)
-        place[cfg.ids] = np.arange(cfg.draft_size)
+        # A gather instead of a scatter: ids that the head does not know read an added last column.
+        column = np.full(cfg.vocab_size, cfg.draft_size)
+        column[cfg.ids] = np.arange(cfg.draft_size)
         pad = [(0, 0)] * (rows.ndim - 1) + [(0, 1)]
-        return jnp.pad(rows, pad, constant_values=probs.NEVER)[..., place]
+        return jnp.pad(rows, pad, constant_values=probs.NEVER)[..., column]
 
-    def update(self, inputs, state, carried, draft, verdict, probe_logits):
-        """Reads the emitted tokens with features of the nodes that they follow."""
+    def update(self, inputs, state, carried, draft, verdict, probe_logits) -> HeadState:
+        """Reads the emitted tokens with features of the nodes before them."""
+        # Emitted token i follows path node i. Path entries past the accepted depth are clipped:
+        # what is read there is scratch above the new length.
+        assert draft.aux_states is not None, "the verifying pass adds the drafter's aux_layers"
         path = jnp.minimum(verdict.path, draft.shape.nodes - 1)
         aux_states = jnp.take_along_axis(draft.aux_states, path[:, :, None, None], axis=1)
-        net, start = inputs.draft, state.length - 1
-        read = _read_true(net, carried.cache, verdict.tokens, aux_states, start)
-        return Reading(read.cache, _at(read.hidden, verdict.num_tokens - 1))
+        start = state.length - 1
+        read = _run_on_target_states(
+            draft_net(inputs), carried.cache, verdict.tokens, aux_states, start
+        )
+        return HeadState(read.cache, _gather_one(read.hidden, verdict.num_tokens - 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +167,13 @@ class HeadChain(HeadDrafter, Chain):
 class HeadTree(HeadDrafter, Tree):
     """:class:`specjax.draft.Tree`, drawn from a head."""
 
-    name = HEAD
+    @property
+    def name(self) -> str:
+        return HEAD
 
 
 class TreeCandidates(NamedTuple):
-    """Nodes of a tree that grows; node 0 is the root."""
+    """All nodes that were ever expanded into the tree, before reranking; node 0 is the root."""
 
     tokens: Int[Array, "B C"]
     parents: Int[Array, "B C"]
@@ -144,22 +181,22 @@ class TreeCandidates(NamedTuple):
     score: Float[Array, "B C"]  # log of the joint draft probability; −inf: no candidate
 
 
-class Fed(NamedTuple):
-    """The candidates that the head reads next, the frontier, and what it has read."""
+class Frontier(NamedTuple):
+    """The candidates of one level that the head reads, to be expanded next."""
 
-    node: Int[Array, "B n"]  # among the candidates
+    node: Int[Array, "B n"]  # their numbers among the candidates
     score: Float[Array, "B n"]
-    bits: Bool[Array, "B F F"]  # ancestors among the nodes read, the root being the first
+    ancestors: Bool[Array, "B F F"]  # of all nodes that the head has read; the root is the first
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadBest(HeadDrafter):
-    """A best-first tree (EAGLE-2, Li et al. 2024, arXiv 2406.16858, §4): the ``budget`` likeliest.
+    """A best-first tree (EAGLE-2, Li et al. 2024, arXiv 2406.16858, §4).
 
-    Level by level the ``width`` nodes of largest joint draft probability are expanded, each by its
-    ``width`` likeliest tokens, down to ``depth``; of all of them the best ``budget`` are verified.
-    Candidates are chosen, not drawn: they have no law q, and every rule that takes them is
-    lossless. Probabilities are warped, in greedy rows unwarped.
+    Expand: level by level, the ``width`` nodes of largest joint draft probability get their
+    ``width`` likeliest tokens as children, down to ``depth``. Rerank: the best ``budget`` of all
+    candidates are verified. Candidates are chosen, not drawn: they have no distribution q, and
+    every rule that accepts them is lossless. Probabilities are warped, in greedy rows unwarped.
     """
 
     budget: int = 31
@@ -173,76 +210,112 @@ class HeadBest(HeadDrafter):
 
     @property
     def shape(self) -> TreeShape:
-        most = self.width + (self.depth - 1) * self.width**2
-        return TreeShape(1 + min(self.budget, most), self.depth, self.width)
+        candidates = self.width + (self.depth - 1) * self.width**2
+        return TreeShape(1 + min(self.budget, candidates), self.depth, self.width)
 
     @property
     def round_positions(self) -> int:
+        # The head reads `width` nodes of each level but the last.
         return max(super().round_positions, 1 + (self.depth - 1) * self.width)
 
-    def raw_rows(self, inputs):
+    def raw_rows(self, inputs: Inputs) -> Bool[Array, "B"]:
         return inputs.warp.greedy
 
-    def propose(self, inputs, state, keys):
-        rows, live = state.length.shape[0], self.ready(state)
-        logits, carry = self.begin(inputs, state)
-        logits, calls = logits[:, None], jnp.ones((rows,), jnp.int32)
-        root, zero = probs.at_token(state.tokens, state.length - 1), jnp.zeros((rows, 1), jnp.int32)
-        start = jnp.where(live, 0.0, probs.NEVER)[:, None]
-        found = TreeCandidates(root[:, None], zero + NO_PARENT, start, start)
-        prefilled = Fed(zero + ROOT, start, jnp.ones((rows, 1, 1), bool))
+    def propose(self, inputs, state, keys: Key[Array, "B"]) -> Proposal:
+        rows = state.length.shape[0]
+        drafts = self.can_draft(state)
+        logits, carry = self.first_logits(inputs, state)
+        logits = logits[:, None]
+        calls = jnp.ones((rows,), jnp.int32)
+        root = probs.at_token(state.tokens, state.length - 1)
+        zero = jnp.zeros((rows, 1), jnp.int32)
+        # In a row that does not draft, −inf at the root makes every candidate impossible.
+        score = jnp.where(drafts, 0.0, probs.NEVER)[:, None]
+        candidates = TreeCandidates(root[:, None], zero + NO_PARENT, score, score)
+        frontier = Frontier(zero + ROOT, score, jnp.ones((rows, 1, 1), bool))
         for level in range(self.depth):
-            first = found.tokens.shape[1]
-            found = self._expanded(inputs, found, prefilled, logits)
+            first = candidates.tokens.shape[1]
+            candidates = self._expand(inputs, candidates, frontier, logits)
+            # The last level's nodes are candidates only: nothing is drafted after them.
             if level + 1 < self.depth:
-                tokens, above, prefilled = self._frontier(inputs, found, prefilled, first)
-                logits, carry = self.level(inputs, state, carry, tokens, prefilled.bits, above)
-                calls = calls + (prefilled.score > probs.NEVER).sum(-1, dtype=jnp.int32)
-        return Proposal(self._best(found), carry, calls, jnp.int32(self.depth))
+                tokens, parent_index, frontier = self._next_frontier(
+                    inputs, candidates, frontier, first
+                )
+                logits, carry = self.level_logits(
+                    inputs, state, carry, tokens, frontier.ancestors, parent_index
+                )
+                calls = calls + (frontier.score > probs.NEVER).sum(-1, dtype=jnp.int32)
+        return Proposal(self._rerank(candidates), carry, calls, jnp.int32(self.depth))
 
-    def _expanded(self, inputs, found: TreeCandidates, prefilled: Fed, logits) -> TreeCandidates:
-        """The candidates with ``width`` children of each node of the frontier."""
+    def _expand(
+        self,
+        inputs: Inputs,
+        candidates: TreeCandidates,
+        frontier: Frontier,
+        logits: Float[Array, "B n v"],
+    ) -> TreeCandidates:
+        """The candidates, and ``width`` children of each node of the frontier."""
         log_q = unwarped_in(inputs.warp.greedy, logits, warp(logits, inputs.warp))
         best, drafted = jax.lax.top_k(log_q, self.width)
         rows = drafted.shape[0]
-        tokens = self.named(inputs, drafted.reshape(rows, -1).astype(jnp.int32))
-        score = (prefilled.score[..., None] + best).reshape(rows, -1)
-        parents = jnp.repeat(prefilled.node, self.width, axis=1)
-        level = TreeCandidates(tokens, parents, best.reshape(rows, -1), score)
-        return TreeCandidates(
-            *(jnp.append(x, y, axis=1) for x, y in zip(found, level, strict=True))
-        )
+        tokens = self.to_target_ids(inputs, drafted.reshape(rows, -1).astype(jnp.int32))
+        score = (frontier.score[..., None] + best).reshape(rows, -1)
+        parents = jnp.repeat(frontier.node, self.width, axis=1)
+        children = TreeCandidates(tokens, parents, best.reshape(rows, -1), score)
+        joined = (jnp.append(x, y, axis=1) for x, y in zip(candidates, children, strict=True))
+        return TreeCandidates(*joined)
 
-    def _frontier(self, inputs, found: TreeCandidates, prefilled: Fed, first: int):
-        """Tokens of the ``width`` likeliest candidates from ``first`` on that go on, which node of
-        the frontier each hangs below, and the new frontier."""
-        level = found.tokens[:, first:]
-        going = jnp.where(inputs.is_eos(level), probs.NEVER, found.score[:, first:])
-        score, which = jax.lax.top_k(going, self.width)
-        above, read, count = which // self.width, prefilled.bits.shape[-1], prefilled.node.shape[1]
-        index = read + jnp.arange(self.width)
-        own = jnp.arange(read + self.width) == index[:, None]
-        wide = jnp.pad(prefilled.bits, ((0, 0), (0, 0), (0, self.width)))
-        bits = jnp.append(wide, _rows(wide, read - count + above) | own, axis=1)
-        tokens = jnp.take_along_axis(level, which, axis=1)
-        return tokens, above, Fed(first + which, score, bits)
+    def _next_frontier(
+        self, inputs: Inputs, candidates: TreeCandidates, frontier: Frontier, first: int
+    ) -> tuple[Int[Array, "B n"], Int[Array, "B n"], Frontier]:
+        """The ``width`` best candidates of the newest level, which begins at ``first``.
 
-    def _best(self, found: TreeCandidates) -> Draft:
-        """The ``budget`` best candidates: a parent is never worse than its children, and precedes
-        them where they are equal, so what is left is a tree."""
-        rows, count = found.tokens.shape[0], self.shape.nodes - 1
-        chosen = jax.lax.top_k(found.score[:, 1:], count)[1]
-        chosen = 1 + jnp.sort(chosen, axis=1)
-        kept = jnp.zeros(found.tokens.shape, bool).at[jnp.arange(rows)[:, None], chosen].set(True)
-        number = jnp.cumsum(kept, axis=1)  # of each candidate that is kept
-        tokens, parents, log_q, score = (jnp.take_along_axis(x, chosen, axis=1) for x in found)
+        Returns their tokens, the index of each one's parent in the old frontier, and the new
+        frontier.
+        """
+        # Nothing follows an end of sequence: such a candidate is not expanded.
+        level = candidates.tokens[:, first:]
+        score = jnp.where(inputs.is_eos(level), probs.NEVER, candidates.score[:, first:])
+        score, chosen = jax.lax.top_k(score, self.width)
+
+        # Children are in the order of their parents, `width` of each.
+        parent_index = chosen // self.width
+        num_read = frontier.ancestors.shape[-1]
+        num_parents = frontier.node.shape[1]
+        number = num_read + jnp.arange(self.width)
+        is_self = jnp.arange(num_read + self.width) == number[:, None]
+
+        # A node's ancestors are its parent's and itself. The old frontier are the last nodes read.
+        widened = jnp.pad(frontier.ancestors, ((0, 0), (0, 0), (0, self.width)))
+        of_parent = _gather_nodes(widened, num_read - num_parents + parent_index)
+        ancestors = jnp.append(widened, of_parent | is_self, axis=1)
+        tokens = jnp.take_along_axis(level, chosen, axis=1)
+        return tokens, parent_index, Frontier(first + chosen, score, ancestors)
+
+    def _rerank(self, candidates: TreeCandidates) -> Draft:
+        """The ``budget`` best candidates as a draft.
+
+        They form a tree. A joint probability never grows along a path, so a parent is never worse
+        than its children. On ties ``top_k`` takes the lower number, which is the parent.
+        """
+        rows = candidates.tokens.shape[0]
+        count = self.shape.nodes - 1
+        chosen = jax.lax.top_k(candidates.score[:, 1:], count)[1]
+        chosen = 1 + jnp.sort(chosen, axis=1)  # in their old order: parents before children
+
+        # The new number of a kept candidate: how many are kept up to it. The root has 0.
+        kept = jnp.zeros(candidates.tokens.shape, bool)
+        kept = kept.at[jnp.arange(rows)[:, None], chosen].set(True)
+        number = jnp.cumsum(kept, axis=1)
+
+        tokens, parents, log_q, score = (jnp.take_along_axis(x, chosen, axis=1) for x in candidates)
         valid = score > probs.NEVER
         log_q = jnp.where(valid, log_q, 0.0)
-        below = jnp.take_along_axis(number, parents, axis=1)
+        new_parents = jnp.take_along_axis(number, parents, axis=1)
         one = jnp.ones((rows, 1), jnp.int32)
         return Draft(
-            tokens=jnp.append(found.tokens[:, :1], tokens, axis=1),
-            parents=jnp.append(one * NO_PARENT, jnp.where(valid, below, ROOT), axis=1),
+            tokens=jnp.append(candidates.tokens[:, :1], tokens, axis=1),
+            parents=jnp.append(one * NO_PARENT, jnp.where(valid, new_parents, ROOT), axis=1),
             valid=jnp.append(one > 0, valid, axis=1),
             token_log_q=jnp.pad(log_q, ((0, 0), (1, 0))),
             shape=self.shape,
@@ -250,50 +323,73 @@ class HeadBest(HeadDrafter):
         )
 
 
-def _read_true(net: Net, cache, tokens, aux_states: Float[Array, "B T L D"], start) -> Reading:
-    """:func:`_read` with features of the target's own states."""
-    return _read(net, cache, tokens, fused_states(net.config, net.params, aux_states), start)
+def head_config(net: Net) -> HeadConfig:
+    """The config of a draft model that is a head."""
+    assert isinstance(net.config, HeadConfig), "a drafter with a head is refused for whole models"
+    return net.config
 
 
-def _read(
+def _run_on_target_states(
+    net: Net,
+    cache: KVCache,
+    tokens: Int[Array, "B T"],
+    aux_states: Float[Array, "B T L D"],
+    start: Int[Array, "B"],
+) -> HeadState:
+    """:func:`_run_head` with features from the target's auxiliary hidden states."""
+    features = fused_states(head_config(net), net.params, aux_states)
+    return _run_head(net, cache, tokens, features, start)
+
+
+def _run_head(
     net: Net,
     cache: KVCache,
     tokens: Int[Array, "B n"],
     features: Float[Array, "B n D"],
     start: Int[Array, "B"],
     positions: Int[Array, "B n"] | None = None,
-    visible: Bool[Array, "B n F"] | None = None,
+    visible: Bool[Array | np.ndarray, "B n F"] | None = None,
     base: Int[Array, "B"] | None = None,
-) -> Reading:
-    """What the head makes of new pairs, and its cache that holds them from ``start`` on.
+) -> HeadState:
+    """The head's hidden states of new pairs, and its cache, which holds them from ``start`` on.
 
-    A chain by default; a level of a tree as
-    :func:`specjax.models.forward_pass.forward` has it.
+    A chain by default. ``positions``, ``visible`` and ``base`` are those of a level of a tree, as
+    :func:`specjax.models.forward_pass.forward` takes them.
     """
     rows, count = tokens.shape
     if positions is None:
         positions = start[:, None] + jnp.arange(count, dtype=jnp.int32)
-    arguments = (net.config, net.params, cache, tokens, positions, start, visible)
     hidden, cache, _ = forward(
-        *arguments, base=base, pass_width=net.narrow(rows), features=features
+        net.config,
+        net.params,
+        cache,
+        tokens,
+        positions,
+        start,
+        visible,
+        base=base,
+        pass_width=net.narrow(rows),
+        features=features,
     )
-    return Reading(cache, hidden[:, :count])
+    return HeadState(cache, hidden[:, :count])
 
 
 def _logits(net: Net, hidden: Float[Array, "B n D"]) -> Float[Array, "B n v"]:
     """float32 logits over the draft vocabulary; −inf where the target never emits the id."""
-    cfg, (rows, count) = net.config, hidden.shape[:2]
-    wide = pad_pass(hidden, max(count, net.narrow(rows)))
-    logits = draft_logits(cfg, net.params, wide)[:, :count].astype(jnp.float32)
+    cfg = head_config(net)
+    rows, count = hidden.shape[:2]
+    padded = pad_pass(hidden, max(count, net.narrow(rows)))
+    logits = draft_logits(cfg, net.params, padded)[:, :count].astype(jnp.float32)
     ids = np.arange(cfg.vocab_size) if cfg.ids is None else cfg.ids
-    barred = (ids >= net.vocab_limit) | np.isin(ids, cfg.adaptive_ids)
-    return jnp.where(barred, probs.NEVER, logits) if barred.any() else logits
+    forbidden = (ids >= net.vocab_limit) | np.isin(ids, cfg.adaptive_ids)
+    return jnp.where(forbidden, probs.NEVER, logits) if forbidden.any() else logits
 
 
-def _rows(x: Array, at: Int[Array, "B n"]) -> Array:
-    """``x[b, at[b, i]]``."""
-    return jnp.take_along_axis(x, at[:, :, None], axis=1)
+def _gather_nodes(x: Array, index: Int[Array | np.ndarray, "B n"]) -> Array:
+    """``x[b, index[b, i]]``."""
+    return jnp.take_along_axis(x, index[:, :, None], axis=1)
 
 
-def _at(x: Float[Array, "B n D"], at: Int[Array, "B"]) -> Float[Array, "B 1 D"]:
-    return _rows(x, at[:, None])
+def _gather_one(x: Float[Array, "B n D"], index: Int[Array, "B"]) -> Float[Array, "B 1 D"]:
+    """``x[b, index[b]]``, with an axis of length 1."""
+    return _gather_nodes(x, index[:, None])

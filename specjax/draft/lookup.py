@@ -8,19 +8,20 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
 
 from specjax._util.arguments import COUNT, validate_fields
 from specjax.core import probs
 from specjax.core.protocols import Drafter, Proposal
-from specjax.core.types import POINT_MASS, Draft, TreeShape
+from specjax.core.types import POINT_MASS, DecodeState, Draft, TreeShape
 
 
 @dataclasses.dataclass(frozen=True)
 class Lookup(Drafter):
     """The γ tokens after the most recent earlier occurrence of the row's last n tokens.
 
-    The longest n from ``ngram`` down to 1 that occurs decides; without a match there is no
-    draft. The tokens are certain, so q is a point mass and no model is run.
+    n is the largest number up to ``ngram`` for which there is such an occurrence. Without any match
+    there is no draft. The tokens are certain, so q is a point mass and no model is run.
     """
 
     gamma: int = 10
@@ -36,30 +37,34 @@ class Lookup(Drafter):
     def shape(self) -> TreeShape:
         return TreeShape.chain(self.gamma)
 
-    def propose(self, inputs, state, keys):
+    def propose(self, inputs, state, keys) -> Proposal:
         end, matched = self._match(state)
         at = end[:, None] + 1 + jnp.arange(self.gamma, dtype=jnp.int32)
         drafted = jnp.take_along_axis(state.tokens, at, axis=1, mode="clip")
+        # The first end of sequence is drafted, nothing after it. What is past the row's length is
+        # scratch.
         ended = inputs.is_eos(drafted)
         after_eos = jnp.cumsum(ended, axis=1) - ended > 0
         valid = matched[:, None] & (at < state.length[:, None]) & ~after_eos
         root = probs.at_token(state.tokens, state.length - 1)
         return Proposal(Draft.chain(jnp.where(valid, drafted, 0), root=root, valid=valid))
 
-    def _match(self, state):
-        """The cache position where the chosen earlier n-gram ends, and whether there is one."""
+    def _match(self, state: DecodeState) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
+        """The position where the chosen earlier n-gram ends, and whether there is one."""
         position = jnp.arange(state.capacity, dtype=jnp.int32)
         earlier = position < (state.length - 1)[:, None]
         same = jnp.ones_like(earlier)
         end = jnp.zeros_like(state.length)
         matched = jnp.zeros_like(state.done)
         for n in range(1, self.ngram + 1):
-            # The n-th last token against the token n - 1 positions before each cache position.
+            # `same`: the last n tokens equal those that end at each position. From n − 1 to n only
+            # one more token is compared. A longer match replaces a shorter one.
             last = probs.at_token(state.tokens, jnp.maximum(state.length - n, 0))[:, None]
-            back = jnp.roll(state.tokens, n - 1, axis=1)
-            same &= (back == last) & (position >= n - 1)
+            earlier_token = jnp.roll(state.tokens, n - 1, axis=1)
+            same &= (earlier_token == last) & (position >= n - 1)
             hit = same & earlier & (state.length >= n)[:, None]
             any_hit = jnp.any(hit, axis=1)
             newest = jnp.max(jnp.where(hit, position, 0), axis=1)
-            end, matched = jnp.where(any_hit, newest, end), matched | any_hit
+            end = jnp.where(any_hit, newest, end)
+            matched = matched | any_hit
         return end, matched

@@ -1,6 +1,9 @@
-"""What drafters with a model of their own share: feeding the row's end, and levels of a tree.
+"""What drafters with a draft model share: the first pass of a round, chains, levels of a tree.
 
-Axis legend: B rows, n new tokens, T tokens of the tree so far, V vocabulary.
+Which tokens are drawn is not known here: the drafters decide that.
+
+Axis legend: B rows, n new tokens, T nodes of the tree so far, V vocabulary, v the ids that the
+draft model has logits for (the target's, unless it is a head with a vocabulary of its own).
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.core import probs
@@ -22,28 +26,26 @@ DRAFTING = "drafting"  # the name of the loop of draft passes in a compiled prog
 
 
 class ModelDrafter(Drafter):
-    """A drafter that runs the draft model; its state is that model's cache."""
+    """A drafter that runs the draft model; its state is that model's KV cache."""
 
     needs_draft = True
 
-    def init(self, inputs, state):
-        return inputs.draft.cache(*state.tokens.shape)
+    def init(self, inputs: Inputs, state: DecodeState) -> Any:
+        return draft_net(inputs).cache(*state.tokens.shape)
 
-    def prefill_chunk(self, inputs, state, tokens, start, aux_states):
-        return inputs.draft.prefill_chunk(state.drafter_state, tokens, start)[0]
+    def prefill_chunk(self, inputs, state, tokens, start, aux_states) -> Any:
+        return draft_net(inputs).prefill_chunk(state.drafter_state, tokens, start)[0]
 
-    def ready(self, state: DecodeState) -> Bool[Array, "B"]:
-        """Rows that draft."""
+    def can_draft(self, state: DecodeState) -> Bool[Array, "B"]:
+        """Rows that draft in this round."""
         return ~state.done
 
-    def begin(self, inputs: Inputs, state: DecodeState) -> tuple[Float[Array, "B v"], Any]:
-        """Logits after each row's last token, and what the next step goes on from.
+    def first_logits(self, inputs: Inputs, state: DecodeState) -> tuple[Float[Array, "B v"], Any]:
+        """Logits after each row's last token, and the carry for the next pass."""
+        last = last_two(state)
+        return run_last_two(draft_net(inputs), state.drafter_state, last, state.length - 2)
 
-        v are the ids that it drafts (:meth:`named`): the target's.
-        """
-        return run_pair(inputs.draft, state.drafter_state, last_two(state), state.length - 2)
-
-    def follow(
+    def next_logits(
         self,
         inputs: Inputs,
         state: DecodeState,
@@ -51,34 +53,42 @@ class ModelDrafter(Drafter):
         token: Int[Array, "B 1"],
         depth: Int[Array, ""],
     ) -> tuple[Float[Array, "B v"], Any]:
-        """Logits after one token more of a chain, which lies at ``depth`` below the root."""
-        logits, cache, _ = inputs.draft.logits(carry, token, state.length - 1 + depth)
+        """Logits after one more token of a chain, which is ``depth`` below the root."""
+        logits, cache, _ = draft_net(inputs).logits(carry, token, state.length - 1 + depth)
         return logits[:, 0], cache
 
-    def level(
+    def level_logits(
         self,
         inputs: Inputs,
         state: DecodeState,
         carry: Any,
         tokens: Int[Array, "B n"],
-        bits: Bool[Array, "B T T"],
-        above: Int[Array, "B n"],
+        ancestors: Bool[Array | np.ndarray, "B T T"],
+        parent_index: Int[Array | np.ndarray, "B n"],
     ) -> tuple[Float[Array, "B n v"], Any]:
-        """Logits after a level of a tree, its last n nodes so far.
+        """Logits after one level of a tree: the last n of the T nodes so far.
 
-        ``bits`` are the ancestors of all T nodes, the root being the first; ``above`` says which
-        one of the level before each hangs below.
+        Args:
+          tokens: of the level's nodes.
+          ancestors: of all T nodes, as :func:`specjax.core.tree.ancestors`; the root is the first.
+          parent_index: each node's parent, as its place in the level above.
         """
-        first = bits.shape[-1] - tokens.shape[1]
-        return run_level(inputs.draft, carry, tokens, state.length - 1, first, bits)
+        first = ancestors.shape[-1] - tokens.shape[1]
+        return run_level(draft_net(inputs), carry, tokens, state.length - 1, first, ancestors)
 
-    def named(self, inputs: Inputs, drafted: Int[Array, "..."]) -> Int[Array, "..."]:
-        """The target's ids of ids that it drafts."""
+    def to_target_ids(self, inputs: Inputs, drafted: Int[Array, "..."]) -> Int[Array, "..."]:
+        """The target's ids of drafted ids."""
         return drafted
 
-    def over_target(self, inputs: Inputs, rows: Float[Array, "... v"]) -> Float[Array, "... V"]:
-        """Logits or log-probabilities over the target's ids: −inf where it drafts none."""
+    def to_target_vocab(self, inputs: Inputs, rows: Float[Array, "... v"]) -> Float[Array, "... V"]:
+        """Logits or log-probabilities over the target's ids; −inf at those it cannot draft."""
         return rows
+
+
+def draft_net(inputs: Inputs) -> Net:
+    """The draft model of a method that needs one."""
+    assert inputs.draft is not None, "a method that needs a draft model is refused without one"
+    return inputs.draft
 
 
 def last_two(state: DecodeState) -> Int[Array, "B 2"]:
@@ -87,13 +97,14 @@ def last_two(state: DecodeState) -> Int[Array, "B 2"]:
     return jnp.take_along_axis(state.tokens, at, axis=1)
 
 
-def run_pair(
+def run_last_two(
     net: Net, cache: KVCache, last: Int[Array, "B 2"], first: Int[Array, "B"]
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """Logits after two tokens at positions ``first`` and ``first + 1``.
 
-    What begins a round: the cache may then be one token short, so a fully accepted draft
-    leaves no hole in it. A row of one token (``first = −1``) feeds that one first.
+    A round begins with this pass. After a draft that was accepted whole, the cache lacks the last
+    draft token: it was drawn but never passed through the model. The pass over two tokens fills
+    that gap. A row of one token has ``first = −1``: it begins with that token instead.
     """
     start = jnp.maximum(first, 0)
     inside = (start - first)[:, None] + jnp.arange(2, dtype=jnp.int32)
@@ -102,52 +113,67 @@ def run_pair(
     return logits[:, 0], cache
 
 
-class Drawn(NamedTuple):
-    """A chain as it is drawn. ``window`` holds two known tokens, then the draft."""
+class ChainLoop(NamedTuple):
+    """The state of the loop that draws a chain. ``window``: two known tokens, then the draft."""
 
-    step: Int[Array, ""]
-    cache: Any  # what the drafter goes on from
+    step: Int[Array, ""]  # tokens drawn so far
+    carry: Any  # the draft model's cache, and what else its next pass needs
     window: Int[Array, "B 2+γ"]
-    alive: Bool[Array, "B"]  # rows that go on
+    active: Bool[Array, "B"]  # rows whose chain goes on
     calls: Int[Array, "B"]
-    more: Any  # what else :func:`draw_chain`'s ``draw`` keeps
+    extra: Any  # what else ``draw`` of :func:`draw_chain` keeps
 
 
 def draw_chain(
-    begun: tuple[Float[Array, "B v"], Any],
-    follow: Callable[..., tuple],
+    first: tuple[Float[Array, "B v"], Any],
+    next_logits: Callable[..., tuple],
     last: Int[Array, "B 2"],
-    alive: Bool[Array, "B"],
+    active: Bool[Array, "B"],
     gamma: int,
     draw: Callable[..., tuple],
-    more: Any,
+    extra: Any,
     passes: int | None = None,
-) -> Drawn:
-    """γ tokens one after another behind each row's ``last`` two.
+) -> ChainLoop:
+    """γ tokens, drawn one after another after each row's ``last`` two.
 
-    ``begun`` are the logits after those and what goes on from them; ``follow(carry, token[B, 1],
-    depth)`` feeds the token just drawn. ``draw(step, logits[B, v], alive, more)`` returns the next
-    token, who goes on, and the next ``more``. The loop ends when no row does, or after ``passes``:
-    γ by default; what a further pass draws is dropped.
+    The loop ends when no row is active, or after ``passes`` draft passes.
+
+    Args:
+      first: the logits after ``last``, and the carry for the next pass.
+      next_logits: ``(carry, token[B, 1], depth) -> (logits[B, v], carry)`` runs the draft model on
+        the token just drawn.
+      last: int32, each row's last two tokens.
+      active: rows that draft at all.
+      draw: ``(step, logits[B, v], active, extra) -> (token, active, extra)`` returns the next
+        token, the rows that go on, and the next ``extra``.
+      extra: what ``draw`` keeps from step to step.
+      passes: γ by default. One more gives the logits after the last token; its token is dropped.
     """
     rows = last.shape[0]
 
-    def push(d: Drawn, logits, cache) -> Drawn:
-        token, going, more = draw(d.step, logits, d.alive, d.more)
-        window = d.window.at[:, d.step + 2].set(token, mode="drop")
-        return Drawn(d.step + 1, cache, window, going, d.calls + d.alive, more)
+    def append_token(loop: ChainLoop, logits, carry) -> ChainLoop:
+        token, active, extra = draw(loop.step, logits, loop.active, loop.extra)
+        # A pass past γ only gives logits: its token falls out of the window and is dropped.
+        window = loop.window.at[:, loop.step + 2].set(token, mode="drop")
+        return ChainLoop(loop.step + 1, carry, window, active, loop.calls + loop.active, extra)
 
-    def turn(d: Drawn) -> Drawn:
-        token = jax.lax.dynamic_index_in_dim(d.window, d.step + 1, axis=1)
-        return push(d, *follow(d.cache, token, d.step))
+    def run_step(loop: ChainLoop) -> ChainLoop:
+        # After ``step`` draws the newest token is at step + 1, for the window begins with two.
+        token = jax.lax.dynamic_index_in_dim(loop.window, loop.step + 1, axis=1)
+        logits, carry = next_logits(loop.carry, token, loop.step)
+        return append_token(loop, logits, carry)
 
     window = jnp.pad(last, ((0, 0), (0, gamma)))
-    logits, carry = begun
-    start = Drawn(jnp.int32(0), carry, window, alive, jnp.zeros((rows,), jnp.int32), more)
-    first = push(start, logits, carry)
+    logits, carry = first
+    start = ChainLoop(jnp.int32(0), carry, window, active, jnp.zeros((rows,), jnp.int32), extra)
+    loop = append_token(start, logits, carry)
     steps = gamma if passes is None else passes
+
+    def goes_on(loop: ChainLoop) -> Bool[Array, ""]:
+        return (loop.step < steps) & jnp.any(loop.active)
+
     with jax.named_scope(DRAFTING):
-        return jax.lax.while_loop(lambda d: (d.step < steps) & jnp.any(d.alive), turn, first)
+        return jax.lax.while_loop(goes_on, run_step, loop)
 
 
 def run_level(
@@ -156,18 +182,24 @@ def run_level(
     tokens: Int[Array, "B n"],
     base: Int[Array, "B"],
     first: int,
-    bits: Bool[Array, "B T T"],
+    ancestors: Bool[Array | np.ndarray, "B T T"],
 ) -> tuple[Float[Array, "B n V"], KVCache]:
-    """Logits after the tree's nodes ``first … first + n − 1``, the levels above being prefilled.
+    """Logits after the tree's nodes ``first … first + n − 1``; the cache holds the levels above.
 
-    ``base`` is the root's cache position and token position, ``bits`` the ancestors of all nodes
-    so far.
+    ``base`` is the root's cache position, and its token position. ``ancestors`` are those of all
+    nodes so far.
     """
-    positions = base[:, None] + bits.sum(-1, dtype=jnp.int32) - 1
-    new = slice(first, first + tokens.shape[1])
-    start, own, visible = base + first, positions[:, new], bits[:, new]
+    # A node's position is its depth, its cache position is its number: siblings share the former.
+    positions = base[:, None] + ancestors.sum(-1, dtype=jnp.int32) - 1
+    level = slice(first, first + tokens.shape[1])
     logits, cache, _ = net.logits(
-        cache, tokens, start, own, visible, base=base, tree_positions=positions
+        cache,
+        tokens,
+        base + first,
+        positions[:, level],
+        ancestors[:, level],
+        base=base,
+        tree_positions=positions,
     )
     return logits, cache
 

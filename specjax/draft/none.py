@@ -20,8 +20,7 @@ class NoDraft(Drafter):
     usual_rule = "match"
     shape = TreeShape.chain(0)
 
-    def propose(self, inputs, state, keys):
+    def propose(self, inputs, state, keys) -> Proposal:
         root = probs.at_token(state.tokens, state.length - 1)
         nothing = jnp.zeros((root.shape[0], 0), jnp.int32)
-        draft = Draft.chain(nothing, root=root, valid=nothing > 0)
-        return Proposal(draft)
+        return Proposal(Draft.chain(nothing, root=root, valid=nothing > 0))

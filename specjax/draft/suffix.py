@@ -1,10 +1,10 @@
-"""Suffix drafts: what most often followed the same words in any row or earlier request of the job.
+"""Suffix drafts: what most often followed the same words, in any row or earlier request of the job.
 
-After SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975), whose suffix trees become one flat pool
-of text: comparing all of it with a row's last words is what an accelerator does well.
+After SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). Its suffix trees become one flat pool
+of text here: to compare all of it with a row's last words is what an accelerator does well.
 
-Axis legend: B rows, C tokens of a row's ring, P = B·C tokens of the pool, K occurrences that vote,
-S token positions, γ draft length.
+Axis legend: B rows, C tokens of a row's ring buffer, P = B·C tokens of the pool, K occurrences that
+vote, S token positions, γ draft length.
 """
 
 from __future__ import annotations
@@ -14,43 +14,49 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Key
 
 from specjax._util.arguments import COUNT, validate_fields
 from specjax.core import probs
 from specjax.core.protocols import Drafter, Proposal
-from specjax.core.types import POINT_MASS, Draft, TreeShape
+from specjax.core.types import POINT_MASS, DecodeState, Draft, Inputs, TreeShape
 
-END = -1  # in the pool: here a text ends; equal to no token
+END = -1  # in the pool: a text ends here; no token has this id
 NOTHING = -2  # before a row's first token; equal to nothing in the pool
-VOTERS = 32  # K
+MAX_VOTERS = 32  # K
 
 
-@struct.dataclass
-class Pool:
-    """The text of the job, the oldest forgotten: each slot of the batch writes a ring of its own.
+class Pool(struct.PyTreeNode):
+    """The job's latest text. Each batch slot has a ring buffer of its own.
 
-    A request's tokens stand one behind the other, with END after them.
+    A slot's requests follow each other in it, with END after each. The oldest tokens are
+    overwritten.
     """
 
     tokens: Int[Array, "B C"]
-    head: Int[Array, "B"]  # where the next token goes; END stands there until then
+    head: Int[Array, "B"]  # where the next token goes; until then END is there
 
     @classmethod
     def empty(cls, rows: int, size: int) -> Pool:
+        """A pool without text."""
         return cls(jnp.full((rows, size), END, jnp.int32), jnp.zeros((rows,), jnp.int32))
 
     def append(self, new: Int[Array, "B n"], count: Int[Array, "B"]) -> Pool:
-        """With the first ``count`` of each row's ``new`` tokens, or the last of them that fit."""
+        """The pool with the first ``count`` of each row's ``new`` tokens, and END after them.
+
+        Of more tokens than a ring holds, only the last are written.
+        """
         size = self.tokens.shape[1]
         at = jnp.arange(new.shape[1] + 1)
         kept = (at <= count[:, None]) & (at > count[:, None] - size)
-        ended = jnp.pad(new, ((0, 0), (0, 1)))
-        ended = jnp.where(at < count[:, None], ended, END)
-        slot = jnp.where(kept, (self.head[:, None] + at) % size, size)
+        with_end = jnp.pad(new, ((0, 0), (0, 1)))
+        with_end = jnp.where(at < count[:, None], with_end, END)
+        # `size` is out of range: a token that is not kept is dropped by the scatter.
+        place = jnp.where(kept, (self.head[:, None] + at) % size, size)
         rows = jnp.arange(new.shape[0])[:, None]
         return Pool(
-            tokens=self.tokens.at[rows, slot].set(ended.astype(jnp.int32), mode="drop"),
+            tokens=self.tokens.at[rows, place].set(with_end.astype(jnp.int32), mode="drop"),
+            # The head moves to the END, so the next token of this text replaces it.
             head=(self.head + count) % size,
         )
 
@@ -59,14 +65,14 @@ class Pool:
 class Suffix(Drafter):
     """What most often followed the longest known ending of the row, token by token.
 
-    The longest n-gram at the row's end, up to ``ngram`` tokens, that occurs anywhere in the pool
-    is chosen. Where it stands in the row itself the newest such place is followed, for a text that
-    is being edited keeps to its latest words; else its occurrences vote for the next token, those
-    that agree with the outcome for the one after it, and so on. The tokens are certain, so q is a
-    point mass and no model is run.
+    The longest n-gram at the row's end, up to ``ngram`` tokens, that occurs anywhere in the pool is
+    chosen. If the row itself has it, the newest such place is followed: an edited text keeps to its
+    latest words. Otherwise its occurrences vote for the next token. Those that agree with the
+    outcome vote for the one after it, and so on. The tokens are certain, so q is a point mass and
+    no model is run.
 
-    ``pool`` tokens are remembered, shared evenly by the rows of a batch (on a mesh: of a device).
-    What a row writes in its last round is not.
+    The pool holds ``pool`` tokens, shared evenly by the rows of a batch (on a mesh: of a device).
+    What a row writes in its last round is not remembered.
     """
 
     gamma: int = 10
@@ -75,7 +81,7 @@ class Suffix(Drafter):
     name = "suffix"
     sampling = POINT_MASS
     ends_early = True
-    # Drafts come of other rows, too: this rule's tokens do not depend on what was drafted.
+    # A draft may depend on other rows. With this rule, a row's tokens do not depend on its draft.
     usual_rule = "match"
 
     def __post_init__(self):
@@ -85,25 +91,32 @@ class Suffix(Drafter):
     def shape(self) -> TreeShape:
         return TreeShape.chain(self.gamma)
 
-    def init(self, inputs, state):
+    def init(self, inputs: Inputs, state: DecodeState) -> tuple[Pool, Int[Array, "B"]]:
+        """The pool, and how many tokens of each row are in it."""
         rows = state.length.shape[0]
-        return self._begin(Pool.empty(rows, max(self.pool // rows, 2)), state)
+        return self._add_prompts(Pool.empty(rows, max(self.pool // rows, 2)), state)
 
     def on_slot_reuse(self, before, state):
-        return self._begin(before.drafter_state[0], state)
+        return self._add_prompts(before.drafter_state[0], state)
 
-    def _begin(self, pool: Pool, state) -> tuple[Pool, Int[Array, "B"]]:
-        """The END of the text before stays; a row that only fills the batch has nothing to say."""
+    def _add_prompts(self, pool: Pool, state: DecodeState) -> tuple[Pool, Int[Array, "B"]]:
+        """The pool with the prompts of the rows that are not done."""
+        # One past the END of the text before, so that it stays. A row that is done from the
+        # beginning only fills the batch: nothing of it is remembered.
         pool = pool.replace(head=(pool.head + 1) % pool.tokens.shape[1])
         return pool.append(state.tokens, jnp.where(state.done, 0, state.length)), state.length
 
-    def propose(self, inputs, state, keys):
-        pool, read = state.drafter_state
-        # What the rows have written since: end of sequence and budget have cut it by now.
-        new = read[:, None] + jnp.arange(self.gamma + 1)
+    def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
+        pool, num_added = state.drafter_state
+        # What the last round wrote, read only now: end of sequence and budget have cut it.
+        new = num_added[:, None] + jnp.arange(self.gamma + 1)
         new = jnp.take_along_axis(state.tokens, new, axis=1, mode="clip")
-        pool = pool.append(new, jnp.maximum(state.length - read, 0))  # less in an empty seat
-        drafted, voted = _elect(*self._occurrences(pool, state))
+        # In an empty batch slot the length may be smaller than before.
+        pool = pool.append(new, jnp.maximum(state.length - num_added, 0))
+
+        continuations, exists, is_own = self._occurrences(pool, state)
+        drafted, voted = _vote(continuations, exists, is_own)
+        # The first end of sequence is drafted, nothing after it.
         ended = inputs.is_eos(drafted)
         valid = voted & (jnp.cumsum(ended, axis=1) - ended == 0)
         root = probs.at_token(state.tokens, state.length - 1)
@@ -111,15 +124,18 @@ class Suffix(Drafter):
         return Proposal(draft, (pool, state.length))
 
     def _occurrences(
-        self, pool: Pool, state
+        self, pool: Pool, state: DecodeState
     ) -> tuple[Int[Array, "B K γ"], Bool[Array, "B K"], Bool[Array, "B K"]]:
-        """What follows the K newest occurrences of the longest ending, a row's own first.
+        """What follows the K newest occurrences of the longest ending; a row's own come first.
 
-        With it: which of them exist, and which are the row's own.
+        Returns their continuations, which of the K exist, and which are the row's own.
         """
         rows, size = pool.tokens.shape
-        followed = jnp.roll(pool.tokens, -1, axis=1).reshape(-1) != END
-        same = jnp.broadcast_to(followed, (rows, rows * size))
+
+        # How many tokens before and at each place of the pool equal the row's last ones. A place
+        # counts only if a token follows it.
+        has_next = jnp.roll(pool.tokens, -1, axis=1).reshape(-1) != END
+        same = jnp.broadcast_to(has_next, (rows, rows * size))
         length = jnp.zeros(same.shape, jnp.int32)
         for n in range(self.ngram):
             last = probs.at_token(state.tokens, jnp.maximum(state.length - 1 - n, 0))
@@ -127,23 +143,27 @@ class Suffix(Drafter):
             same &= jnp.roll(pool.tokens, n, axis=1).reshape(-1) == last
             length += same
         longest = jnp.max(length, axis=1, keepdims=True)
+
+        # Newness: 1 … size, `size` more for a row's own places, 0 for no occurrence. So one top-k
+        # sorts by both, and its score tells the three kinds apart.
         age = (pool.head[:, None] - jnp.arange(size)) % size
-        own = jnp.arange(rows * size) // size == jnp.arange(rows)[:, None]
+        is_own = jnp.arange(rows * size) // size == jnp.arange(rows)[:, None]
         newness = jnp.where((length == longest) & (longest > 0), size - age.reshape(-1), 0)
-        newness = (newness + own * size * (newness > 0)).astype(jnp.float32)  # exact below 2²⁴
-        score, at = jax.lax.top_k(newness, min(VOTERS, rows * size))
-        behind = (at[..., None] % size + 1 + jnp.arange(self.gamma)) % size
-        follow = pool.tokens[(at // size)[..., None], behind]
-        return follow, score > 0, score > size
+        newness = (newness + is_own * size * (newness > 0)).astype(jnp.float32)  # exact below 2²⁴
+        score, at = jax.lax.top_k(newness, min(MAX_VOTERS, rows * size))
+        following = (at[..., None] % size + 1 + jnp.arange(self.gamma)) % size
+        continuations = pool.tokens[(at // size)[..., None], following]
+        return continuations, score > 0, score > size
 
 
-def _elect(
-    follow: Int[Array, "B K γ"], votes: Bool[Array, "B K"], own: Bool[Array, "B K"]
+def _vote(
+    continuations: Int[Array, "B K γ"], exists: Bool[Array, "B K"], is_own: Bool[Array, "B K"]
 ) -> tuple[Int[Array, "B γ"], Bool[Array, "B γ"]]:
-    """Place by place a token, and whether there is one: the first voter's if that is the row's own,
-    else the one with most votes, a tie going to the first.
+    """Place by place the elected token, and whether there is one.
 
-    Who has voted for another token, or has come to an END, votes no more.
+    The first voter alone decides if it is the row's own. Otherwise the token with most votes wins,
+    on a tie that of the first voter. Who voted for another token, or has come to an END, votes no
+    more.
     """
 
     def step(votes, token):
@@ -151,8 +171,9 @@ def _elect(
         agree = (token[:, :, None] == token[:, None, :]) & votes[:, None, :]
         first = jnp.argmax(votes, axis=1)
         most = jnp.argmax(jnp.where(votes, agree.sum(-1), 0), axis=1)
-        chosen = probs.at_token(token, jnp.where(probs.at_token(own, first), first, most))
+        elected = jnp.where(probs.at_token(is_own, first), first, most)
+        chosen = probs.at_token(token, elected)
         return votes & (token == chosen[:, None]), (chosen, votes.any(1))
 
-    _, (chosen, voted) = jax.lax.scan(step, votes, jnp.moveaxis(follow, 2, 0))
+    _, (chosen, voted) = jax.lax.scan(step, exists, jnp.moveaxis(continuations, 2, 0))
     return chosen.T, voted.T

@@ -27,12 +27,12 @@ from specjax.models.cache import commit_path
 class Tree(ModelDrafter):
     """A tree whose nodes at depth i have ``branching[i]`` children each.
 
-    Children are drawn from the draft's warped distribution: independently (``replacement``)
-    or as Gumbel-top-c, in the order drawn. Branching ``(k, 1, …, 1)`` with replacement is k
-    i.i.d. chains. Nothing hangs below an end-of-sequence token.
+    Children are drawn from the draft's warped distribution: independently (``replacement``), or
+    without replacement by Gumbel-top-c, in the order drawn. Branching ``(k, 1, …, 1)`` with
+    replacement is k i.i.d. chains. An end-of-sequence token has no children.
 
-    One draft pass per level, over the whole level: the tree grows in one cache, and the
-    accepted path is moved into place afterwards.
+    One draft pass runs over a whole level. The tree grows in one cache, and the accepted path is
+    moved into place afterwards.
     """
 
     branching: tuple[int, ...] = (4, 2, 2)
@@ -49,7 +49,8 @@ class Tree(ModelDrafter):
 
     @property
     def name(self) -> str:
-        return "iid" if self.replacement and max(self.branching[1:], default=1) == 1 else "tree"
+        only_chains = max(self.branching[1:], default=1) == 1
+        return "iid" if self.replacement and only_chains else "tree"
 
     @property
     def sampling(self) -> str:
@@ -75,64 +76,84 @@ class Tree(ModelDrafter):
             parents += [node for node in level for _ in range(count)]
         return tuple(parents)
 
-    def propose(self, inputs, state, keys):
-        base, rows = state.length - 1, state.length.shape[0]
+    def propose(self, inputs, state, keys) -> Proposal:
+        base = state.length - 1
+        rows = state.length.shape[0]
+        # Parents in numpy are static: the ancestors, and the masks made of them, are constants of
+        # the program.
         parents = np.broadcast_to(np.array(self._parents, np.int32), (rows, self.shape.nodes))
-        bits = tree.ancestors(parents, self.shape.depth)
-        logits, cache = self.begin(inputs, state)
+        ancestors = tree.ancestors(parents, self.shape.depth)
+
+        logits, carry = self.first_logits(inputs, state)
         logits = logits[:, None]
         tokens = probs.at_token(state.tokens, base)[:, None]
-        valid, alive = jnp.ones((rows, 1), bool), self.ready(state)[:, None]
-        laws, calls = [], jnp.ones((rows,), jnp.int32)
+        valid = jnp.ones((rows, 1), bool)
+        active = self.can_draft(state)[:, None]
+        log_qs = []
+        calls = jnp.ones((rows,), jnp.int32)
         for level, count in enumerate(self.branching):
-            log_q = self._law(inputs, logits)
-            x, possible = self._children(inputs, keys, log_q, level, count)
-            x, above = self.named(inputs, x), np.arange(x.shape[1])[None] // count
-            alive = jnp.repeat(alive, count, axis=1) & possible
-            tokens, valid = jnp.append(tokens, x, axis=1), jnp.append(valid, alive, axis=1)
-            laws.append(log_q)
-            alive = alive & ~inputs.is_eos(x)
+            log_q = self._child_log_q(inputs, logits)
+            drawn, possible = self._children(inputs, keys, log_q, level, count)
+            children = self.to_target_ids(inputs, drawn)
+            parent_index = np.arange(children.shape[1])[None] // count
+            active = jnp.repeat(active, count, axis=1) & possible
+            tokens = jnp.append(tokens, children, axis=1)
+            valid = jnp.append(valid, active, axis=1)
+            log_qs.append(log_q)
+
+            # A valid end of sequence is a candidate, but nothing is drafted after it.
+            active = active & ~inputs.is_eos(children)
             if level + 1 < len(self.branching):
-                calls = calls + alive.sum(-1, dtype=jnp.int32)
-                so_far = bits[:, : tokens.shape[1], : tokens.shape[1]]
-                logits, cache = self.level(inputs, state, cache, x, so_far, above)
+                calls = calls + active.sum(-1, dtype=jnp.int32)
+                so_far = ancestors[:, : tokens.shape[1], : tokens.shape[1]]
+                logits, carry = self.level_logits(
+                    inputs, state, carry, children, so_far, parent_index
+                )
+
         draft = Draft(
             tokens=tokens,
             parents=parents,
             valid=valid,
-            log_q=self.over_target(inputs, jnp.concatenate(laws, axis=1)),
+            log_q=self.to_target_vocab(inputs, jnp.concatenate(log_qs, axis=1)),
             shape=self.shape,
             q_row=(0, *self._parents[1:]),  # inner nodes come first: a row's number is its node
             sampling=self.sampling,
         )
-        return Proposal(draft, cache, calls, jnp.int32(len(self.branching)))
+        return Proposal(draft, carry, calls, jnp.int32(len(self.branching)))
 
-    def update(self, inputs, state, cache, draft, verdict, probe_logits):
-        return commit_path(cache, state.length - 1, verdict.path)
+    def update(self, inputs, state, carried, draft, verdict, probe_logits):
+        return commit_path(carried, state.length - 1, verdict.path)
 
-    def _law(self, inputs, logits: Float[Array, "B n V"]) -> Float[Array, "B n V"]:
-        """log q of the level's draws.
+    def _child_log_q(self, inputs, logits: Float[Array, "B n V"]) -> Float[Array, "B n V"]:
+        """log q that the level's children are drawn from.
 
-        A greedy row would have one child: its siblings are ranked by the unwarped draft
-        instead. That stays exact, for a one-hot p accepts a child of q > 0 or not at all.
+        Warped, a greedy row has only one possible child. Its siblings are ranked by the unwarped
+        draft instead. That stays exact: p has one token, so a child with q > 0 is accepted surely
+        or never.
         """
         log_q = warp(logits, inputs.warp)
-        return log_q if self.replacement else unwarped_in(inputs.warp.greedy, logits, log_q)
+        if self.replacement:
+            return log_q
+        return unwarped_in(inputs.warp.greedy, logits, log_q)
 
     def _children(
         self, inputs, keys: Key[Array, "B"], log_q: Float[Array, "B n V"], level: int, count: int
     ) -> tuple[Int[Array, "B n*c"], Bool[Array, "B n*c"]]:
-        """The level's children, and which of them could be drawn at all."""
+        """The children of a level's nodes, and which of them have any probability."""
         rows, n, vocab = log_q.shape
         if self.replacement:
-            nodes = jnp.asarray(self._levels[level + 1], jnp.int32)
-            u = probs.uniforms(keys, Purpose.DRAFT, jnp.broadcast_to(nodes, (rows, n * count)))
-            parents = jnp.repeat(jnp.exp(log_q), count, axis=1)
-            x = probs.sample(parents, u)
-            return x, jnp.ones(x.shape, bool)
+            children = jnp.asarray(self._levels[level + 1], jnp.int32)
+            index = jnp.broadcast_to(children, (rows, n * count))
+            u = probs.uniforms(keys, Purpose.DRAFT, index)
+            q = jnp.repeat(jnp.exp(log_q), count, axis=1)
+            drawn = probs.sample(q, u)
+            return drawn, jnp.ones(drawn.shape, bool)
 
+        # One Gumbel noise per parent: the largest c of log q plus noise are c draws without
+        # replacement, in their order. Greedy rows get none, and take the c likeliest.
         nodes = jnp.asarray(self._levels[level], jnp.int32)
         node_keys = jax.vmap(lambda node: probs.draw_keys(keys, Purpose.DRAFT, node), out_axes=1)
         noise = probs.gumbel(node_keys(nodes), vocab, ~inputs.warp.greedy)
-        score, x = jax.lax.top_k(log_q + noise, count)
-        return x.reshape(rows, -1).astype(jnp.int32), score.reshape(rows, -1) > probs.NEVER
+        score, drawn = jax.lax.top_k(log_q + noise, count)
+        possible = score.reshape(rows, -1) > probs.NEVER
+        return drawn.reshape(rows, -1).astype(jnp.int32), possible

@@ -115,7 +115,7 @@ def _timing_state(state: DecodeState) -> DecodeState:
         tokens=0 * state.tokens + jnp.arange(state.capacity, dtype=jnp.int32) % PERIOD,
         max_length=0 * state.length + state.capacity,
         finish=0 * state.finish + RUNNING,
-        method_state=state.method_state.replace(read=state.length - 2),
+        method_state=state.method_state.replace(draft_cached=state.length - 2),
     )
     return _copy_without_caches(periodic)
 

@@ -1,18 +1,24 @@
-"""Two ways to run a search that asks for rewards in the middle of a round.
+"""Two ways to run the same round of a search that asks for rewards in the middle of it.
 
-A search's ``round`` is written once over a driver. :class:`DeviceDriver` makes one traced step of
-it, rewards included; :class:`HostDriver` calls its stages one by one, each jitted, and scores in
-between with Python rewards: a callback under jit would break the compilation cache and lose
-exceptions.
+A reward is either a fold of arrays, which can be a part of the compiled program, or Python code
+that needs text. For the second kind the round must leave the device between its stages. A callback
+under jit would not do: it would break the compilation cache and lose exceptions.
 
-Axis legend: B rows, K lanes, M tokens of a lane.
+So a search writes its ``round`` once, over a driver. :class:`DeviceDriver` makes one traced step of
+it, rewards included. :class:`HostDriver` runs the same stages one by one, each jitted, and calls
+the Python reward between them. Both give the same tokens.
+
+What the stages do is not known here, nor how a reward is computed.
+
+Axis legend: B rows, K lanes (continuations of a row), M tokens of a lane.
 """
 
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,25 +28,26 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.core.mesh import program
 from specjax.core.types import DecodeState, Inputs
+from specjax.draft.model_drafter import draft_net
 from specjax.models import KVCache
 from specjax.rewards.folding import Fold, advance_all, start_all, values_of
 
+T = TypeVar("T")
 
-@struct.dataclass
-class Lanes:
-    """Continuations of each row that a reward is asked about; those past ``count`` are scratch."""
+
+class Lanes(struct.PyTreeNode):
+    """Continuations of each row that a reward is asked about; tokens past ``count`` are scratch."""
 
     tokens: Int[Array, "B K M"]
     count: Int[Array, "B K"]
-    asked: Bool[Array, "B"]  # rows whose answer will be read
+    asked: Bool[Array, "B"]  # rows whose rewards will be read
 
 
-@struct.dataclass
-class LookaheadState:
+class LookaheadState(struct.PyTreeNode):
     """What a lookahead search keeps between rounds, in ``state.method_state``.
 
-    ``draft`` is the draft model's cache, ``carry`` the reward's fold over the tokens generated
-    so far; either is () where there is none.
+    ``draft`` is the draft model's cache. ``carry`` is the reward's fold over the tokens generated
+    so far. Either is () if there is none.
     """
 
     draft: KVCache | tuple
@@ -48,44 +55,63 @@ class LookaheadState:
 
 
 class Driver(Protocol):
-    """Runs the stages of a round. ``wanted`` gives a ``[B]`` bool array of the carried values."""
+    """Runs the stages of a round.
 
+    ``wanted`` maps the carried values to a ``[B]`` bool array: the rows that need the next stages.
+    """
+
+    @abstractmethod
     def stage(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(inputs, *args)``; a state that comes first is used up."""
+        """``function(inputs, *args)``; if the first of ``args`` is a state, it is donated."""
+        raise NotImplementedError
 
-    def judge(self, state: DecodeState, lanes: Lanes) -> Float[Array, "B K"]:
-        """The reward of each lane; −inf for NaN."""
+    @abstractmethod
+    def judge(self, state: DecodeState, lanes: Lanes) -> Float[Array | np.ndarray, "B K"]:
+        """The reward of each row's text with each lane after it; −inf for NaN."""
+        raise NotImplementedError
 
+    @abstractmethod
     def commit(
         self, state: DecodeState, tokens: Int[Array, "B M"], count: Int[Array, "B"]
     ) -> DecodeState:
-        """Moves the reward's fold over the tokens that the round decided on."""
+        """The state with the reward's fold advanced over the tokens that the round emits."""
+        raise NotImplementedError
 
+    @abstractmethod
     def run_once(
-        self, wanted: Callable[..., Bool[Array, "B"]], body: Callable, carried: Any
-    ) -> Any:
-        """``body(carried)`` if any row wants it."""
+        self, wanted: Callable[[T], Bool[Array, "B"]], body: Callable[[T], T], carried: T
+    ) -> T:
+        """``body(carried)`` if any row wants it, else ``carried``."""
+        raise NotImplementedError
 
-    def repeat(self, wanted: Callable[..., Bool[Array, "B"]], body: Callable, carried: Any) -> Any:
-        """``body`` for as long as any row wants it."""
+    @abstractmethod
+    def repeat(
+        self, wanted: Callable[[T], Bool[Array, "B"]], body: Callable[[T], T], carried: T
+    ) -> T:
+        """Applies ``body`` again and again while any row wants it."""
+        raise NotImplementedError
 
 
-class DeviceDriver:
+class DeviceDriver(Driver):
     """The driver of one traced step; the reward is a :class:`specjax.rewards.Fold`."""
 
-    def __init__(self, reward, inputs: Inputs):
-        self._reward, self._inputs = reward, inputs
+    def __init__(self, reward: Fold | None, inputs: Inputs):
+        assert reward is not None, "without a fold the method is host-driven"
+        self._reward = reward
+        self._inputs = inputs
 
     def stage(self, function, *args):
         return function(self._inputs, *args)
 
     def judge(self, state, lanes):
-        carry, data = state.method_state.carry, self._inputs.reward
+        carry = state.method_state.carry
+        data = self._inputs.reward
         ends = advance_all(self._reward, data, carry, lanes.tokens, lanes.count)
         return values_of(self._reward, data, ends)
 
     def commit(self, state, tokens, count):
-        carry, data = state.method_state.carry, self._inputs.reward
+        carry = state.method_state.carry
+        data = self._inputs.reward
         ends = advance_all(self._reward, data, carry, tokens[:, None], count[:, None])
         carry = jax.tree.map(lambda x: x[:, 0], ends)
         return state.replace(method_state=state.method_state.replace(carry=carry))
@@ -97,13 +123,20 @@ class DeviceDriver:
         return jax.lax.while_loop(lambda c: jnp.any(wanted(c)), body, carried)
 
 
-class HostDriver:
-    """The driver of a host-driven round; ``score(state, lanes) -> float32 [B, K]`` is Python."""
+class HostDriver(Driver):
+    """The driver of a host-driven round.
+
+    ``score(state, lanes) -> float32 [B, K]`` is Python and sees the whole text of a row. So there
+    is no fold to advance.
+    """
 
     def __init__(self, score: Callable[[DecodeState, Lanes], np.ndarray], inputs: Inputs):
-        self._score, self._inputs = score, inputs
+        self._score = score
+        self._inputs = inputs
 
     def stage(self, function, *args):
+        # A bound method is a new object at each access. Its class's function and its instance are
+        # what a program can be remembered by.
         donated = isinstance(args[0], DecodeState)
         return _jitted(function.__self__, function.__func__, donated)(self._inputs, *args)
 
@@ -123,8 +156,8 @@ class HostDriver:
 
 
 @functools.cache
-def _jitted(method, function, donated: bool):
-    """One program per method and stage; a state, argument 1, is donated."""
+def _jitted(method: object, function: Callable[..., Any], donated: bool) -> Callable[..., Any]:
+    """One program per method and stage; ``donated``: a state, argument 1, is donated."""
     donate = (1,) if donated else ()
     return program(functools.partial(function, method), donate_argnums=donate)
 
@@ -132,13 +165,13 @@ def _jitted(method, function, donated: bool):
 def start_lookahead(
     inputs: Inputs, state: DecodeState, reward: Fold | None, drafts: bool
 ) -> DecodeState:
-    """The state before the prompt: caches empty, the draft model's where it ``drafts``.
+    """The state before the prompt. Caches are empty, the draft model's only if it ``drafts``.
 
-    No token is generated yet, so nothing is folded.
+    The reward's fold is at its start, for it sees generated tokens alone.
     """
     shape = state.tokens.shape
     carry = () if reward is None else start_all(reward, inputs.reward, shape[0])
-    draft = inputs.draft.cache(*shape) if drafts else ()
+    draft = draft_net(inputs).cache(*shape) if drafts else ()
     cache = inputs.target.cache(*shape)
     return state.replace(cache=cache, method_state=LookaheadState(draft, carry))
 
@@ -147,28 +180,44 @@ def prefill_lookahead(
     inputs: Inputs, state: DecodeState, tokens: Int[Array, "B N"], start: Int[Array, "B"]
 ) -> DecodeState:
     """The state after N more tokens of each row's prompt."""
-    kept = state.method_state
-    if isinstance(kept.draft, KVCache):
-        kept = kept.replace(draft=inputs.draft.prefill_chunk(kept.draft, tokens, start)[0])
-    return state.replace(
-        cache=inputs.target.prefill_chunk(state.cache, tokens, start)[0], method_state=kept
-    )
+    method_state = state.method_state
+    if isinstance(method_state.draft, KVCache):
+        draft, _ = draft_net(inputs).prefill_chunk(method_state.draft, tokens, start)
+        method_state = method_state.replace(draft=draft)
+    cache, _ = inputs.target.prefill_chunk(state.cache, tokens, start)
+    return state.replace(cache=cache, method_state=method_state)
+
+
+class HostDriven(Protocol):
+    """A method whose rounds the host can drive."""
+
+    round_positions: int
+
+    @abstractmethod
+    def round(self, driver: Driver, state: DecodeState) -> DecodeState:
+        """One round; rows of the batch may be in different stages of it."""
+        raise NotImplementedError
 
 
 def advance_on_host(
-    method,
+    method: HostDriven,
     inputs: Inputs,
     state: DecodeState,
     rounds: int,
     seen: np.ndarray,
     score: Callable[[DecodeState, Lanes], np.ndarray],
 ) -> DecodeState:
-    """Up to ``rounds`` host-driven rounds, as :func:`specjax.core.loop.run_rounds`."""
+    """Up to ``rounds`` host-driven rounds, as :func:`specjax.core.loop.run_rounds`.
+
+    It stops earlier if the caches are full, if all rows are done, or if a row is done that was not
+    ``seen`` to be.
+    """
     driver = HostDriver(score, inputs)
     for _ in range(rounds):
         full = int(state.length.max()) + method.round_positions > state.capacity
         done = np.asarray(state.done)
-        if full or done.all() or (done & ~seen).any():
+        newly_done = done & ~seen
+        if full or done.all() or newly_done.any():
             break
         state = method.round(driver, state)
     return state

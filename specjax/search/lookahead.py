@@ -1,18 +1,21 @@
-"""Constrained decoding with lookaheads (CDLH) and its approximation by the draft model.
+"""Constrained decoding with lookaheads (CDLH), and its approximation by the draft model.
 
-Nakshatri et al. 2025, §2.1, §3.1 and Algorithm 2. Greedy and guided by a reward: not the law
-of sampling.
+Nakshatri et al. 2025, §2.1, §3.1 and Algorithm 2. Both are greedy and guided by a reward: their
+output is not distributed as sampled text.
 
-Axis legend: B rows, K candidates, d lookahead tokens, T tokens of the tree, V vocabulary.
+Axis legend: B rows, K candidates, d lookahead tokens, n nodes of a pass, T nodes of the tree
+(root, candidates, lookaheads), V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
@@ -22,27 +25,28 @@ from specjax.core.commit import Cost, finish_round
 from specjax.core.net import Net
 from specjax.core.protocols import Method
 from specjax.core.types import DecodeState, Inputs, Verdict
+from specjax.draft.model_drafter import draft_net
 from specjax.models import KVCache
 from specjax.rewards.folding import Fold
 from specjax.search.drivers import DeviceDriver, Driver, Lanes, prefill_lookahead, start_lookahead
 
 
 class NextTokens(NamedTuple):
-    """The likeliest next tokens, best first, lower ids first on ties."""
+    """The likeliest next tokens, best first; of equally likely ones the lower id is first."""
 
     tokens: Int[Array, "B K"]
-    possible: Bool[Array, "B K"]  # not beyond the vocabulary
+    possible: Bool[Array, "B K"]  # False past the end of a small vocabulary
     logprobs: Float[Array, "B K"]  # unwarped
 
 
 def best_candidates(logits: Float[Array, "B V"], count: int) -> NextTokens:
-    """The ``count`` largest of float32 logits, −inf where a token cannot occur."""
+    """The ``count`` largest of float32 logits; they are −inf where a token cannot occur."""
     log_p, tokens = jax.lax.top_k(probs.log_softmax(logits), count)
     return NextTokens(tokens.astype(jnp.int32), log_p > probs.NEVER, log_p)
 
 
 class RollOut(NamedTuple):
-    """Greedy continuations of candidates, and what they cost."""
+    """Candidates with their greedy continuations, and what these cost."""
 
     lanes: Lanes  # each candidate, then its lookahead, up to an end of sequence
     cache: KVCache
@@ -57,89 +61,94 @@ def roll_out(
     base: Int[Array, "B"],
     root: Int[Array, "B"] | None,
     candidates: Int[Array, "B K"],
-    alive: Bool[Array, "B K"],
+    active: Bool[Array, "B K"],
     depth: int,
 ) -> RollOut:
-    """``depth`` greedy tokens behind every candidate that is alive and no end of sequence.
+    """``depth`` greedy tokens after every active candidate that is no end of sequence.
 
-    The lookaheads of all rows are one forward per depth: branches of a tree in one cache, whose
-    root stands in cache position and token position ``base``. Where the cache lacks the root, it
-    is given and rides along with the candidates. Finished branches only cost while others go on.
+    The lookaheads of all rows are one forward pass per depth. They are branches of a tree in one
+    cache. A branch that has ended stays in the passes while others go on.
+
+    Args:
+      net: the model whose greedy tokens they are.
+      cache: its KV cache, up to the root.
+      base: the root's cache position, and its token position.
+      root: the root's token if the cache lacks it. It is then read with the candidates.
+      candidates: int32, the first token of each branch.
+      active: which of them are continued.
+      depth: d, the most tokens after a candidate.
     """
     rows, branches = candidates.shape
-    shape = _Branches(branches, depth)
-    room = ((0, 0), (0, 0), (0, depth))
-    start = _Rolling(
+    start = _RollOutLoop(
         level=jnp.int32(1),
         cache=cache,
-        tokens=jnp.pad(candidates[:, :, None], room),
+        tokens=jnp.pad(candidates[:, :, None], ((0, 0), (0, 0), (0, depth))),
         count=jnp.ones((rows, branches), jnp.int32),
-        alive=alive & ~inputs.is_eos(candidates),
+        active=active & ~inputs.is_eos(candidates),
         calls=jnp.zeros((rows,), jnp.int32),
     )
+    read_level = functools.partial(_read_level, inputs, net, base, _BranchTree(branches, depth))
+    if root is not None:
+        start = read_level(start, root)
 
-    def grow(r: _Rolling, root: Int[Array, "B"] | None) -> _Rolling:
-        new, first = jnp.take(r.tokens, r.level - 1, axis=2), root is not None
-        tokens = jnp.append(root[:, None], new, axis=1) if first else new
-        positions, visible = shape.place(base, r.level, first)
-        logits, cache, _ = net.logits(
-            r.cache,
-            tokens,
-            shape.cache_position(base, r.level, first),
-            positions,
-            visible,
-            base=base,
-            tree_positions=shape.positions(base),
-            at=jnp.broadcast_to(jnp.arange(branches) + first, (rows, branches)),
-        )
-        following = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return _Rolling(
-            level=r.level + 1,
-            cache=cache,
-            tokens=r.tokens.at[:, :, r.level].set(following),
-            count=r.count + r.alive,
-            alive=r.alive & ~inputs.is_eos(following),
-            calls=r.calls + r.alive.sum(-1, dtype=jnp.int32),
-        )
+    def goes_on(loop: _RollOutLoop) -> Bool[Array, ""]:
+        return (loop.level <= depth) & jnp.any(loop.active)
 
-    rolling = start if root is None else grow(start, root)
-    end = jax.lax.while_loop(
-        lambda r: (r.level <= depth) & jnp.any(r.alive), lambda r: grow(r, None), rolling
-    )
-    lanes = Lanes(end.tokens, end.count, alive.any(axis=1))
+    end = jax.lax.while_loop(goes_on, lambda loop: read_level(loop, None), start)
+    lanes = Lanes(end.tokens, end.count, active.any(axis=1))
     return RollOut(lanes, end.cache, end.calls, end.level - 1)
 
 
-class _Rolling(NamedTuple):
-    level: Int[Array, ""]  # of the tokens fed next; candidates are level 1
+class _RollOutLoop(NamedTuple):
+    """The carry of the loop over depths."""
+
+    level: Int[Array, ""]  # of the tokens that are read next; candidates are level 1
     cache: KVCache
     tokens: Int[Array, "B K 1+d"]
     count: Int[Array, "B K"]
-    alive: Bool[Array, "B K"]
+    active: Bool[Array, "B K"]
     calls: Int[Array, "B"]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Branches:
-    """The tree of a roll-out: the root is node 0, level j are nodes 1 + (j−1)K … jK."""
+class _BranchTree:
+    """The tree of a roll-out. The root is node 0; level j are nodes 1 + (j−1)K … jK.
+
+    A node is written at cache position ``base`` plus its number. Its token position is ``base``
+    plus its level.
+    """
 
     branches: int
     depth: int
 
+    @property
+    def nodes(self) -> int:
+        return 1 + self.branches * self.depth
+
     def positions(self, base: Int[Array, "B"]) -> Int[Array, "B T"]:
-        level = (jnp.arange(1 + self.branches * self.depth) + self.branches - 1) // self.branches
+        """Token positions of all nodes."""
+        # Rounded up: node 0 has level 0, nodes 1 … K level 1, and so on.
+        level = (jnp.arange(self.nodes) + self.branches - 1) // self.branches
         return base[:, None] + level
 
-    def cache_position(self, base, level, with_root: bool):
-        """Where the nodes fed at a level begin in the cache."""
+    def cache_position(
+        self, base: Int[Array, "B"], level: Int[Array, ""], with_root: bool
+    ) -> Int[Array, "B"]:
+        """Where the nodes that are read at a level begin in the cache."""
         return base if with_root else base + 1 + (level - 1) * self.branches
 
-    def place(self, base, level, with_root: bool):
-        """Positions and visible tree nodes of what is prefilled at a level."""
-        rows, lane = base.shape[0], jnp.arange(self.branches)
-        node = jnp.arange(1 + self.branches * self.depth)
-        own = (node - 1) % self.branches == lane[:, None]
-        visible = (node == 0) | (own & ((node - 1) // self.branches < level))
+    def level_mask(
+        self, base: Int[Array, "B"], level: Int[Array, ""], with_root: bool
+    ) -> tuple[Int[Array, "B n"], Bool[Array, "B n T"]]:
+        """Token positions of the nodes that are read at a level, and the nodes each of them sees.
+
+        A node sees the root, and its own branch down to its level.
+        """
+        rows = base.shape[0]
+        branch = jnp.arange(self.branches)
+        node = jnp.arange(self.nodes)
+        same_branch = (node - 1) % self.branches == branch[:, None]
+        visible = (node == 0) | (same_branch & ((node - 1) // self.branches < level))
         depth = jnp.full((self.branches,), level, jnp.int32)
         if with_root:
             visible = jnp.concatenate([(node == 0)[None], visible])
@@ -147,13 +156,54 @@ class _Branches:
         return base[:, None] + depth, jnp.broadcast_to(visible, (rows, *visible.shape))
 
 
-def choose(values: Float[Array, "B K"], possible: Bool[Array, "B K"]) -> Int[Array, "B"]:
-    """The candidate of the highest reward; the likelier one on ties, the likeliest if all fail."""
+def _read_level(
+    inputs: Inputs,
+    net: Net,
+    base: Int[Array, "B"],
+    tree: _BranchTree,
+    loop: _RollOutLoop,
+    root: Int[Array, "B"] | None,
+) -> _RollOutLoop:
+    """One pass over the newest tokens of all branches, and the greedy token after each."""
+    rows = base.shape[0]
+    with_root = root is not None
+    tokens = jnp.take(loop.tokens, loop.level - 1, axis=2)
+    if root is not None:
+        tokens = jnp.append(root[:, None], tokens, axis=1)
+    positions, visible = tree.level_mask(base, loop.level, with_root)
+    logits, cache, _ = net.logits(
+        loop.cache,
+        tokens,
+        tree.cache_position(base, loop.level, with_root),
+        positions,
+        visible,
+        base=base,
+        tree_positions=tree.positions(base),
+        # The root, if it is there, comes first: its logits are not wanted.
+        at=jnp.broadcast_to(jnp.arange(tree.branches) + with_root, (rows, tree.branches)),
+    )
+    following = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return _RollOutLoop(
+        level=loop.level + 1,
+        cache=cache,
+        tokens=loop.tokens.at[:, :, loop.level].set(following),
+        count=loop.count + loop.active,
+        active=loop.active & ~inputs.is_eos(following),
+        calls=loop.calls + loop.active.sum(-1, dtype=jnp.int32),
+    )
+
+
+def choose(
+    values: Float[Array | np.ndarray, "B K"], possible: Bool[Array, "B K"]
+) -> Int[Array, "B"]:
+    """The index of the candidate with the highest reward.
+
+    On a tie it is the likelier one, and so the likeliest of all if every reward is −inf.
+    """
     return jnp.argmax(jnp.where(possible, values, -jnp.inf), axis=1)
 
 
-@struct.dataclass
-class LookaheadRound:
+class LookaheadRound(struct.PyTreeNode):
     """One round between its lookaheads and its choice."""
 
     candidates: NextTokens
@@ -165,10 +215,10 @@ class LookaheadRound:
 class Lookahead(Method):
     """One token per round: the candidate whose greedy lookahead has the highest reward.
 
-    The target's ``k`` likeliest next tokens (unwarped) are each followed by ``d`` greedy tokens
-    of the target (CDLH) or, with ``drafts``, of the draft model (CDLH-appx). R is asked about the
-    tokens so far, the candidate and its lookahead: the paper's pseudocode leaves the candidate
-    out.
+    The candidates are the target's ``k`` likeliest next tokens (unwarped). Each is followed by
+    ``d`` greedy tokens of the target (CDLH) or, with ``drafts``, of the draft model (CDLH-appx).
+    The reward is asked about the tokens so far, the candidate and its lookahead. The paper's
+    pseudocode leaves the candidate out.
     """
 
     reward: Fold | None  # None: rewards come from outside, through HostDriver
@@ -185,6 +235,7 @@ class Lookahead(Method):
 
     @property
     def round_positions(self) -> int:
+        # The root, K·d nodes (the last token of a lookahead is not read), and the emitted token.
         return self.k * self.d + 2
 
     def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
@@ -196,39 +247,55 @@ class Lookahead(Method):
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         return self.round(DeviceDriver(self.reward, inputs), state)
 
-    def round(self, drive: Driver, state: DecodeState) -> DecodeState:
+    def round(self, driver: Driver, state: DecodeState) -> DecodeState:
         """One round under either driver."""
-        state, work, lanes = drive.stage(self.look, state)
-        values = drive.judge(state, lanes)
-        state, token = drive.stage(self.take, state, work, values)
-        return drive.commit(state, token, jnp.ones_like(state.length))
+        state, work, lanes = driver.stage(self.look_ahead, state)
+        values = driver.judge(state, lanes)
+        state, token = driver.stage(self.append_best, state, work, values)
+        return driver.commit(state, token, jnp.ones_like(state.length))
 
-    def look(self, inputs: Inputs, state: DecodeState):
+    def look_ahead(
+        self, inputs: Inputs, state: DecodeState
+    ) -> tuple[DecodeState, LookaheadRound, Lanes]:
         """The target's candidates and their lookaheads."""
-        base, net = state.length - 1, inputs.target
+        base = state.length - 1
         root = probs.at_token(state.tokens, base)
-        logits, cache, _ = net.logits(state.cache, root[:, None], base)
+        logits, cache, _ = inputs.target.logits(state.cache, root[:, None], base)
         candidates = best_candidates(logits[:, 0], self.k)
-        alive = candidates.possible & ~state.done[:, None]
-        tokens, kept = candidates.tokens, state.method_state
+        active = candidates.possible & ~state.done[:, None]
+        tokens = candidates.tokens
         if self.drafts:
-            net, draft = inputs.draft, kept.draft
-            out = roll_out(inputs, net, draft, base, root, tokens, alive, self.d)
-            state = state.replace(cache=cache, method_state=kept.replace(draft=out.cache))
+            # The draft model's cache lacks the root; the target has just read it.
+            method_state = state.method_state
+            net = draft_net(inputs)
+            out = roll_out(inputs, net, method_state.draft, base, root, tokens, active, self.d)
+            method_state = method_state.replace(draft=out.cache)
+            state = state.replace(cache=cache, method_state=method_state)
         else:
-            out = roll_out(inputs, net, cache, base, None, tokens, alive, self.d)
+            out = roll_out(inputs, inputs.target, cache, base, None, tokens, active, self.d)
             state = state.replace(cache=out.cache)
         return state, LookaheadRound(candidates, out.calls, out.passes), out.lanes
 
-    def take(self, inputs: Inputs, state: DecodeState, work: LookaheadRound, values):
-        """Appends the best candidate; returns it, too."""
+    def append_best(
+        self,
+        inputs: Inputs,
+        state: DecodeState,
+        work: LookaheadRound,
+        values: Float[Array, "B K"],
+    ) -> tuple[DecodeState, Int[Array, "B 1"]]:
+        """The state with the best candidate at each row's end, and that token."""
         best = choose(values, work.candidates.possible)
         token = probs.at_token(work.candidates.tokens, best)[:, None]
         zero = jnp.zeros_like(best, jnp.int32)
         verdict = Verdict(zero[:, None], zero, zero, token, zero + 1)
-        of_target, of_draft = (0, work.calls) if self.drafts else (work.calls, 0)
+        target_calls = 1
+        draft_calls = 0
+        if self.drafts:
+            draft_calls = work.calls
+        else:
+            target_calls = 1 + work.calls
         logprobs = None
         if state.logprobs is not None:
             logprobs = probs.at_token(work.candidates.logprobs, best)[:, None]
-        cost = Cost(1 + of_target, 1 + work.passes, of_draft)
+        cost = Cost(target_calls, 1 + work.passes, draft_calls)
         return finish_round(inputs, state, verdict, logprobs, cost), token

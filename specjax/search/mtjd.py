@@ -1,4 +1,6 @@
-"""Multi-token joint decoding (MTJD; Qin et al. 2024, §3). Not the law of single-token sampling.
+"""Multi-token joint decoding (MTJD; Qin et al. 2024, §3).
+
+Lossy: its output is not distributed as that of token-by-token sampling.
 
 Axis legend: B rows, K tokens of a block, W beams.
 """
@@ -21,16 +23,16 @@ from specjax.core.warp import warp_joint
 from specjax.draft.beam import JOINTS, Beam
 from specjax.models.cache import commit_path
 
-ENUMERATED = 4096  # up to so many continuations V^K the joint is enumerated
+ENUMERATED = 4096  # if there are at most this many continuations V^K, all of them are beams
 
 
 @dataclasses.dataclass(frozen=True)
 class MTJD(Method):
     """K tokens at a time from the target's joint ``p(x_{t+1:t+K})``.
 
-    Greedy rows take the likeliest block of ``beam_width`` beams, sampled rows draw one of the
-    beams by its joint probability: the ``raw`` joint, warped as a whole, T ∘ p(x_{t+1:t+K}), or
-    the product of ``warped`` conditionals. A block ends with the sequence or the budget.
+    A beam search finds ``beam_width`` blocks. A greedy row takes the likeliest. A sampled row draws
+    one by its joint probability: the ``raw`` joint, warped as a whole, T ∘ p(x_{t+1:t+K}), or the
+    product of ``warped`` conditionals. A block ends with the sequence or the budget.
     """
 
     block: int = 4
@@ -42,9 +44,13 @@ class MTJD(Method):
 
     @classmethod
     def over(cls, vocab: int, block: int, beam_width: int, joint: str) -> MTJD:
-        """With every continuation as a beam where these are few: the search is exact then."""
+        """The method for a vocabulary; if it is small, all continuations are beams.
+
+        The search is exact then.
+        """
         every = vocab**block
-        return cls(block, every if every <= ENUMERATED else beam_width, joint)
+        width = every if every <= ENUMERATED else beam_width
+        return cls(block, width, joint)
 
     @property
     def beams(self) -> Beam:
@@ -62,14 +68,19 @@ class MTJD(Method):
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         keys = probs.round_keys(state.keys, state.stats.rounds)
-        start, left = state.length - 1, state.max_length - state.length
+        start = state.length - 1
+        left = state.max_length - state.length
         draft, beams = self.beams.search(inputs, state, keys, state.cache, limit=left)
+
+        # Sampling needs no normalized weights. The best beam has weight 1, so they cannot all be 0.
         u = probs.uniforms(keys, Purpose.SEARCH, jnp.zeros_like(left)[:, None])[:, 0]
         best = jnp.argmax(beams.score, axis=1)
         joint = warp_joint(beams.score, inputs.warp) if self.joint == "raw" else beams.score
-        share = jnp.exp(joint - joint.max(-1, keepdims=True))
-        chosen = jnp.where(inputs.warp.greedy, best, probs.sample(share, u))
-        chain, path = self.beams.follow(draft, beams, chosen)
+        weights = jnp.exp(joint - joint.max(-1, keepdims=True))
+        chosen = jnp.where(inputs.warp.greedy, best, probs.sample(weights, u))
+        chain, path = self.beams.beam_as_chain(draft, beams, chosen)
+
+        # The block counts as written by the target: no draft token was tested.
         verdict = Verdict(
             path=jnp.broadcast_to(jnp.arange(self.block + 1), chain.tokens.shape),
             num_accepted=jnp.zeros_like(left),
@@ -77,7 +88,8 @@ class MTJD(Method):
             tokens=jnp.roll(chain.tokens, -1, axis=1),
             num_tokens=chain.valid[:, 1:].sum(-1, dtype=jnp.int32),
         )
-        cache, logprobs = commit_path(beams.cache, start, path), None
+        cache = commit_path(beams.cache, start, path)
+        logprobs = None
         if state.logprobs is not None:
             logits, cache, _ = score(inputs.target, cache, start, chain)
             logprobs = path_logprobs(logits, verdict)

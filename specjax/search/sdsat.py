@@ -1,4 +1,7 @@
-"""SDSAT's two-step decoding (Liu et al. 2024, §3.3). Lossless where its rule is."""
+"""SDSAT's two-step decoding (Liu et al. 2024, §3.3). Lossless if its rule is lossless.
+
+Axis legend: k adaptive tokens, n accepted draft tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from specjax.verify.match_target import match
 class TwoStep(Method):
     """One round is two passes of the target.
 
-    The first carries the pending token and k adaptive tokens: it emits m₀, a plain draw from
-    p, and their answers are the draft. The second verifies that draft behind m₀. With n
-    accepted a round emits 2 + n tokens. The adaptive tokens never enter the cache: what they
-    wrote stands above the committed length.
+    The first pass has the root and k adaptive tokens. It emits m₀, a plain draw from p, and the
+    logits at the adaptive tokens give the draft. The second pass verifies that draft after m₀. With
+    n accepted tokens a round emits 2 + n. The adaptive tokens are never committed: their cache
+    entries are above the committed length, and later tokens overwrite them.
     """
 
     probe: ProbePass
@@ -50,6 +53,7 @@ class TwoStep(Method):
 
     @property
     def round_positions(self) -> int:
+        # The second pass begins one position later, after m₀.
         return 1 + max(self._first.round_positions, self._second.round_positions)
 
     def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
@@ -59,11 +63,15 @@ class TwoStep(Method):
         return self._first.prefill_chunk(inputs, state, tokens, start)
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
-        """Both passes, each with keys and so a round of its own, counted as one."""
+        """Both passes, counted as one round."""
         live = (~state.done).astype(jnp.int32)
         rounds = state.stats.rounds
+        # A pass draws its keys by the number of rounds. With twice that number, and one more in the
+        # second pass, no key serves two passes.
         state = state.replace(stats=state.stats.replace(rounds=2 * rounds))
         state = self._second.step(inputs, self._first.step(inputs, state))
-        # The first pass has accepted nothing, and a row may have ended with m₀.
+
+        # The first pass accepts no draft token, so it has counted a round with 0 accepted, for
+        # every row that was live. The second pass counts none for a row that ended with m₀.
         hist = state.stats.accepted_hist.at[:, 0].add(-live)
         return state.replace(stats=state.stats.replace(rounds=rounds + live, accepted_hist=hist))

@@ -1,4 +1,4 @@
-"""Drafts sized by their cost: the choice, what the past says, rest and catching up, and the law."""
+"""Draft sizes chosen by cost: the choice, the history, catching up, and the distribution."""
 
 import dataclasses
 import functools
@@ -34,15 +34,17 @@ from specjax.runtime.generate import make_engine
 from support import laws
 
 N = len(LENGTHS)
-REST = (1.0, *(9.0,) * (N - 1))  # nothing but plain rounds pays
-DRAFT = (9.0, *(1.0,) * (N - 1))  # the longest drafts do
+REST = (1.0, *(9.0,) * (N - 1))  # only plain rounds pay
+DRAFT = (9.0, *(1.0,) * (N - 1))  # only the longest drafts pay
 PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
 
 
 def test_the_length_with_the_most_tokens_per_cost_is_taken():
     """Against the formula of the cost model, on random costs."""
     generator = np.random.Generator(np.random.Philox(1))
-    best = jax.jit(lambda rate, cost: auto_length.best_shape(rate[None], auto_length.CHAINS, cost))
+    best = jax.jit(
+        lambda rate, cost: auto_length.best_form_index(rate[None], auto_length.CHAINS, cost)
+    )
     for rate in (0.0, 0.3, 0.6, 0.85, 0.99):
         for _ in range(20):
             cost = np.cumsum(generator.uniform(0.05, 1.0, N))
@@ -50,23 +52,25 @@ def test_the_length_with_the_most_tokens_per_cost_is_taken():
             assert best(np.float32(rate), cost.astype(np.float32)) == np.argmax(gains)
 
 
-def test_trees_are_weighed_by_what_siblings_are_worth():
+def test_the_tree_with_the_most_tokens_per_cost_is_taken():
     """By hand: a level of two is accepted in 0.7, of three in 0.8, of four in 0.85."""
     rates, cost = jnp.array([0.5, 0.7, 0.8, 0.85]), np.array([1.0, 1.8, 2.2, 2.4, 3.0], np.float32)
     tokens = [1, 1.875, 1 + 0.7 + 0.35 + 0.175, 1 + 0.8 + 0.56 + 0.28, 1 + 0.85 + 0.595 + 0.4165]
     for wanted in range(len(TREES)):
         level = cost.copy()
         level[wanted] = 0.99 * min(np.array(tokens[wanted]) * cost / tokens)
-        assert auto_length.best_shape(rates, TREES, level) == wanted
+        assert auto_length.best_form_index(rates, TREES, level) == wanted
 
 
-def test_a_record_of_trees_tells_how_many_siblings_there_were():
+def test_a_history_of_trees_counts_by_the_number_of_siblings():
     """Two levels of a (2, 1, 1) accepted, the third refused; another row's first refused."""
     before, now = (
         SimpleNamespace(stats=SimpleNamespace(accepted=a, drafted=d), length=jnp.full(2, 9))
         for a, d in ((0, 0), (jnp.array([2, 0]), jnp.array([3, 3])))
     )
-    record = AcceptanceHistory.begin(2, 4).after(before, now, jnp.bool_(True), jnp.array([2, 1, 1]))
+    record = AcceptanceHistory.begin(2, 4).record_round(
+        before, now, jnp.bool_(True), jnp.array([2, 1, 1])
+    )
     np.testing.assert_array_equal(record.tested, [[2, 1, 0, 0], [0, 1, 0, 0]])
     np.testing.assert_array_equal(record.accepted, [[1, 1, 0, 0], [0, 0, 0, 0]])
     one = (1 + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / (2 + PRIOR_WEIGHT)
@@ -80,7 +84,7 @@ def test_a_record_of_trees_tells_how_many_siblings_there_were():
     assert refused.rates().max() < 0.2, "what four siblings cannot do one does not, either"
 
 
-def test_the_record_counts_rests_forgets_and_tries_again():
+def test_the_history_counts_forgets_and_tries_again():
     """By hand: 3 of 5 accepted is 3 of 4 tested; all of 5 is 5 of 5; a row that ended adds none."""
 
     @jax.jit
@@ -89,7 +93,9 @@ def test_the_record_counts_rests_forgets_and_tries_again():
             SimpleNamespace(stats=SimpleNamespace(accepted=a, drafted=d), length=jnp.full(3, 9))
             for a, d in ((0, 0), (accepted, drafted))
         )
-        return record.after(before, now, jnp.any(drafted > 0), jnp.ones(max(LENGTHS), jnp.int32))
+        return record.record_round(
+            before, now, jnp.any(drafted > 0), jnp.ones(max(LENGTHS), jnp.int32)
+        )
 
     def round_(record, accepted, drafted):
         return counted(record, np.array(accepted), np.array(drafted))
@@ -100,18 +106,18 @@ def test_the_record_counts_rests_forgets_and_tries_again():
     np.testing.assert_allclose(
         record.rates(), (8 + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / (9 + PRIOR_WEIGHT), rtol=1e-6
     )
-    np.testing.assert_array_equal(record.read, 7)
-    rest = functools.partial(round_, accepted=[0] * 3, drafted=[0] * 3)
+    np.testing.assert_array_equal(record.draft_cached, 7)
+    plain_round = functools.partial(round_, accepted=[0] * 3, drafted=[0] * 3)
     for retry_after in (8, 32, 128, 512, 512):
         np.testing.assert_array_equal(record.retry_after, retry_after)
         for _ in range(retry_after - 1):
-            record = rest(record)
+            record = plain_round(record)
         np.testing.assert_array_equal(record.streak, retry_after - 1)
-        record = rest(record)
-        told = "what was known is forgotten, but that drafts were given up"
+        record = plain_round(record)
+        reason = "all counts are forgotten, but that drafts were given up"
         assert record.rates() == pytest.approx(
             PRIOR_ACCEPTANCE * PRIOR_WEIGHT / (PRIOR_WEIGHT + RETRY_PENALTY)
-        ), told
+        ), reason
         record = round_(record, [0] * 3, [1] * 3)
         assert record.rates() == pytest.approx(
             PRIOR_ACCEPTANCE * PRIOR_WEIGHT / (PRIOR_WEIGHT + 0.98 * RETRY_PENALTY + 3)
@@ -121,37 +127,37 @@ def test_the_record_counts_rests_forgets_and_tries_again():
     np.testing.assert_array_equal(record.retry_after, 8)
     for rows, first in ((1, 8), (7, 8), (8, 16), (32, 64)):
         assert set(AcceptanceHistory.begin(rows).retry_after.tolist()) == {first}, (
-            "what many rows saw is no luck"
+            "in a large batch bad luck is unlikely"
         )
 
 
 @functools.cache
 def own_draft():
-    """A method whose draft model is the target: what it drafts is accepted, always."""
+    """A method whose draft model is the target: all that it drafts is accepted."""
     target = tiny_lm(0)
     engine = make_engine(target, target, sj.method("speculative"), {"gamma": "auto"})
     inputs = engine.inputs(sj.Sampling(), len(PROMPTS))
     return engine.method, inputs, jax.random.split(jax.random.key(0), len(PROMPTS))
 
 
-def rested(method, rounds):
-    """Rounds without a draft, then 3 with: what was drafted in these, and accepted."""
+def after_plain_rounds(method, rounds):
+    """Drafted and accepted tokens of 3 rounds with a draft, after ``rounds`` without one."""
     _, inputs, keys = own_draft()
     prompts, budget = [np.array(p) for p in PROMPTS], np.full(len(PROMPTS), 60, np.int32)
     state = loop.start(method, inputs, prompts, budget, keys, chunk=16, capacity=128)
     run = loop.run_rounds(method)
     for cost, count in ((REST, rounds), (DRAFT, 3)):
-        told = inputs.replace(settings={COSTS: jnp.asarray(cost, jnp.float32)})
-        state = run(told, state, np.int32(count))
+        with_costs = inputs.replace(settings={COSTS: jnp.asarray(cost, jnp.float32)})
+        state = run(with_costs, state, np.int32(count))
     assert (np.asarray(state.stats.rounds) == rounds + 3).all()
     return np.asarray(state.stats.drafted), np.asarray(state.stats.accepted)
 
 
 @pytest.mark.slow
-def test_a_draft_model_that_rested_catches_up():
-    """Were one token missing, it would draft others than the target writes."""
+def test_a_draft_model_catches_up_after_plain_rounds():
+    """If its cache lacked one token, it would draft others than the target writes."""
     for rounds in (1, 20):  # a part of a pass over what is missing, and more than one
-        drafted, accepted = rested(own_draft()[0], rounds)
+        drafted, accepted = after_plain_rounds(own_draft()[0], rounds)
         np.testing.assert_array_equal(drafted, 3 * LENGTHS[-1])
         np.testing.assert_array_equal(accepted, drafted)
 
@@ -160,7 +166,7 @@ def test_a_draft_model_that_rested_catches_up():
 class Forgetful(AutoLengthChain):
     """Drafts without what it has missed."""
 
-    def _caught_up(self, inputs, state):
+    def _catch_up(self, inputs, state):
         return state
 
 
@@ -168,7 +174,7 @@ class Forgetful(AutoLengthChain):
 def test_a_draft_model_that_does_not_catch_up_is_caught():
     method = own_draft()[0]
     forgetful = Forgetful(method.drafter, method.target, method.rule)
-    drafted, accepted = rested(forgetful, 20)
+    drafted, accepted = after_plain_rounds(forgetful, 20)
     assert (accepted < drafted).any()
 
 
@@ -262,7 +268,7 @@ def test_what_cannot_be_sized_is_refused():
         AutoLengthChain(sj.draft.Chain(gamma=3), sj.Warped(), sj.verify.speculative)
 
 
-# --- the law: each row decides alone, by its own past --------------------------------------------
+# --- the distribution: each row decides alone, by its own past -----------------------------------
 
 ROWS = 8192
 # 3 tokens at first, 2 after one refusal, none after two; no longer ones.
@@ -287,7 +293,7 @@ def own_pasts(
 ) -> tuple[np.ndarray, set[int]]:
     """Counts over all continuations of batches of one row each, and the lengths drafted.
 
-    Of a batch of many rows the common past would say the same every time.
+    The common past of a batch of many rows would give the same lengths every time.
     """
     engine = Engine(*tiny_pair(), method, {COSTS: costs})
     inputs, budget = engine.inputs(SAMPLING, 1), np.full(1, L, np.int32)
@@ -296,8 +302,10 @@ def own_pasts(
     @jax.jit
     def run(keys):
         def one(key):
-            how = {"chunk": len(PROMPT), "capacity": 16}
-            state = loop.start(method, inputs, [np.array(PROMPT)], budget, key[None], **how)
+            prompt = [np.array(PROMPT)]
+            state = loop.start(
+                method, inputs, prompt, budget, key[None], chunk=len(PROMPT), capacity=16
+            )
             state = loop.run_rounds(method)(inputs, state, np.int32(L))
             return state.tokens[0, len(PROMPT) :][:L], getattr(state.stats, count)[0]
 

@@ -102,7 +102,7 @@ def lawful(law: dict, of) -> dict:
 
 
 def emitted(state):
-    """The tokens of each row, −1 behind its end."""
+    """The tokens of each row, −1 past its end."""
     at = len(PROMPT) + np.arange(LENGTH)
     return np.where(at < np.asarray(state.length)[:, None], np.asarray(state.tokens)[:, at], -1)
 
@@ -245,7 +245,7 @@ def drafted_counts(joint, sampling) -> dict:
     def beams(inputs, state):
         keys = probs.round_keys(state.keys, state.stats.rounds)
         draft, found = method.drafter.search(inputs, state, keys, state.drafter_state)
-        each = [method.drafter.follow(draft, found, jnp.full(ROWS, i))[0] for i in range(W)]
+        each = [method.drafter.beam_as_chain(draft, found, jnp.full(ROWS, i))[0] for i in range(W)]
         return jnp.stack([jnp.where(c.valid, c.tokens, -1)[:, 1:] for c in each], axis=1)
 
     return counted([beams(*start) for start in starts(method, SAMPLINGS[sampling], (END,))])

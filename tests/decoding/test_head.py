@@ -1,7 +1,7 @@
-"""A head on hidden states: its numbers, what it keeps between rounds, its law, every refusal.
+"""A draft head: its numbers, its state between rounds, its distribution, every refusal.
 
-The target has three layers and twelve ids, of which the head drafts seven: it is right often enough
-that rounds accept, and often wrong.
+The target has three layers and twelve ids, of which the head drafts seven. It is right often enough
+that rounds accept some tokens, and it is often wrong.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import pytest
 import specjax as sj
 from specjax.core import loop
 from specjax.core.types import DETERMINISTIC, NO_NODE, NO_PARENT, Draft, TreeShape, Verdict
-from specjax.draft.head import HeadBest, HeadChain, HeadDrafter, HeadTree, Reading
+from specjax.draft.head import HeadBest, HeadChain, HeadDrafter, HeadState, HeadTree
 from specjax.lm import attach
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
 from specjax.models.families.head_config import HeadConfig, usual_layers
@@ -95,7 +95,7 @@ def states_of(tokens: np.ndarray) -> jax.Array:
 # --- numbers -----------------------------------------------------------------------------------
 
 
-def test_tapped_are_the_inputs_of_layers():
+def test_auxiliary_states_are_the_inputs_of_layers():
     """A model of the first layers alone, without its last norm, ends where the next one begins."""
     lm, tokens = target(), sequence(9)[None]
     at, ones = np.arange(9)[None], np.ones((1, 9), np.int32)
@@ -147,7 +147,7 @@ def test_logits_equal_a_layer_of_transformers(variant):
 
 @pytest.fixture(scope="module")
 def proposed():
-    """A draft of each form behind prompts of different lengths, and the head that made it."""
+    """A draft of each form after prompts of different lengths, and the head that drafted it."""
     lm, draft = target(), head("each")
     prompts = [sequence(21), sequence(2, 4), sequence(1, 5)]
     found = {}
@@ -229,8 +229,8 @@ def test_best_first_candidates_are_the_likeliest(proposed):
 # --- between rounds -----------------------------------------------------------------------------
 
 
-class Settled:
-    """A verdict over a small tree, and what the head must know after it."""
+class AfterVerdict:
+    """A verdict over a small tree, and the head's state after it."""
 
     def __init__(self):
         lm, draft = target(), head("each")
@@ -267,7 +267,7 @@ class Settled:
         State.done = jnp.zeros((1,), bool)
         return State
 
-    def fresh(self, drafter, tokens) -> Reading:
+    def fresh(self, drafter, tokens) -> HeadState:
         """What a prefill of the tokens gives."""
         inputs, state = self.engine.inputs(sj.Sampling(), 1), self.state(tokens)
         state.drafter_state = drafter.init(inputs, state)
@@ -283,10 +283,11 @@ class Settled:
         dirty = jax.tree.map(lambda x: x.at[:, :, len(self.prompt) - 1 :].set(9), carried.cache)
         carried = carried._replace(cache=dirty)
         got = drafter.update(inputs, state, carried, self.draft, self.verdict, None)
-        want, held = self.fresh(tree, self.after), len(self.after) - 1
+        want = self.fresh(tree, self.after)
+        committed = len(self.after) - 1
         pairs = [(got.hidden, want.hidden)]
         pairs += [
-            (x[:, :, :held], y[:, :, :held])
+            (x[:, :, :committed], y[:, :, :committed])
             for x, y in zip(jax.tree.leaves(got.cache), jax.tree.leaves(want.cache), strict=True)
         ]
         return max(float(jnp.abs(x - y).max()) for x, y in pairs)
@@ -311,7 +312,7 @@ class Mutant(HeadBest):
 
 
 def test_after_a_verdict_the_head_has_read_what_stands():
-    assert Settled().gap(HeadBest(budget=3, depth=2, width=2)) < 1e-4
+    assert AfterVerdict().gap(HeadBest(budget=3, depth=2, width=2)) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -324,11 +325,10 @@ def test_after_a_verdict_the_head_has_read_what_stands():
     ],
 )
 def test_a_slip_between_rounds_is_caught(fault):
-    assert Settled().gap(Mutant(3, 2, 2, fault)) > 1e-2
+    assert AfterVerdict().gap(Mutant(3, 2, 2, fault)) > 1e-2
 
 
-# --- rows in scheduler
-# -----------------------------------------------------------------------------
+# --- rows in the scheduler ----------------------------------------------------------------------
 
 FORMS = {
     "chain": {"rule": "speculative", "options": {"width": 3}},
@@ -340,32 +340,33 @@ FORMS = {
 }
 
 
-def run(prompts, form: str, **how) -> sj.Generation:
-    return sj.generate(target(), prompts, draft=agreeing(), drafter="head", **FORMS[form], **how)
+def run(prompts, form: str, **arguments) -> sj.Generation:
+    arguments |= FORMS[form]
+    return sj.generate(target(), prompts, draft=agreeing(), drafter="head", **arguments)
 
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("form", ["chain", slow("drawn"), slow("dynamic")])
-def test_a_row_that_takes_a_seat_is_the_row_alone(form):
-    """Tokens and counters, among samples and prompts that go on where others part or end."""
+def test_a_row_that_takes_a_batch_slot_is_the_row_alone(form):
+    """Tokens and counters, with several samples and prompts that share a prefix."""
     a = sequence(17)
     job = [a, [4], np.append(a[:16], [9, 9]), np.append(a, 2), [1, 2]]
-    how = {"max_new_tokens": [14, 21, 9, 17, 1], "num_samples": 2}
+    arguments = {"max_new_tokens": [14, 21, 9, 17, 1], "num_samples": 2}
     for sampling in (sj.Sampling(), sj.Sampling(0.9)):
-        flowing = run(job, form, sampling=sampling, batch_size=3, prefixes=2, **how)
-        alone = run(job, form, sampling=sampling, batch_size=1, prefixes=0, **how)
-        for one, other in zip(flowing.tokens, alone.tokens, strict=True):
+        together = run(job, form, sampling=sampling, batch_size=3, prefixes=2, **arguments)
+        alone = run(job, form, sampling=sampling, batch_size=1, prefixes=0, **arguments)
+        for one, other in zip(together.tokens, alone.tokens, strict=True):
             np.testing.assert_array_equal(one, other)
-        for name, counts in flowing.stats.items():
+        for name, counts in together.stats.items():
             np.testing.assert_array_equal(counts, alone.stats[name], err_msg=name)
-        assert flowing.passes < alone.passes and sum(map(bool, flowing.cached_tokens)) >= 4
-        assert 0.2 < flowing.stats["accepted"].sum() / flowing.stats["tested"].sum() < 0.8
+        assert together.passes < alone.passes and sum(map(bool, together.cached_tokens)) >= 4
+        assert 0.2 < together.stats["accepted"].sum() / together.stats["tested"].sum() < 0.8
 
 
-def gap_behind_another(prompt: np.ndarray, parts: int) -> float:
-    """How far what is kept of a prompt is from a fresh one's, fed where it parts from another."""
+def gap_after_another(prompt: np.ndarray, parts: int) -> float:
+    """How far a prompt's state is from a fresh one if its first ``parts`` tokens are cached."""
     drafter = HeadChain(gamma=2)
     engine = Engine(target(), head(), sj.draft_verify(drafter, sj.Warped(), sj.verify.match), {})
     other = np.append(prompt[:parts], (prompt[parts:] + 1) % VOCAB).astype(np.int32)
@@ -379,21 +380,21 @@ def gap_behind_another(prompt: np.ndarray, parts: int) -> float:
         states.append(prefill.state)
         assert prefill.cached == (parts if len(rows) > 1 else 0)
     (got, want), prefilled = states, len(prompt) - 1
-    held = [jax.tree.leaves((x.cache, x.drafter_state.cache)) for x in states]
-    pairs = [(x[:, :, :prefilled], y[:, :, :prefilled]) for x, y in zip(*held, strict=True)]
+    leaves = [jax.tree.leaves((x.cache, x.drafter_state.cache)) for x in states]
+    pairs = [(x[:, :, :prefilled], y[:, :, :prefilled]) for x, y in zip(*leaves, strict=True)]
     pairs += [(got.drafter_state.hidden, want.drafter_state.hidden)]
     return max(float(jnp.abs(x - y).max()) for x, y in pairs)
 
 
 @pytest.mark.parametrize("parts", [16, 17, 33, 38])
 def test_a_prompt_that_parts_from_another_is_read_as_alone(parts, monkeypatch):
-    """The last token in common is read again, with the one behind it; at 38 only that one."""
-    assert gap_behind_another(sequence(39), parts) < 1e-4
+    """The last token in common is read again, with the one after it; at 38 only that one."""
+    assert gap_after_another(sequence(39), parts) < 1e-4
     monkeypatch.setattr(sj.DraftVerify, "lookback", 0)
-    assert gap_behind_another(sequence(39), parts) > 1e-2
+    assert gap_after_another(sequence(39), parts) > 1e-2
 
 
-# --- law ----------------------------------------------------------------------------------------
+# --- distribution --------------------------------------------------------------------------------
 
 PROMPT, LENGTH, SAMPLING = (1, 3, 0), 3, sj.Sampling(temperature=0.9, top_k=3)
 
@@ -438,7 +439,7 @@ def test_law(drafter, rule):
 class OverTheWrongVocabulary(HeadChain):
     """q as if the head drafted the target's first ids."""
 
-    def over_target(self, inputs, rows):
+    def to_target_vocab(self, inputs, rows):
         missing = inputs.draft.config.vocab_size - rows.shape[-1]
         pad = [(0, 0)] * (rows.ndim - 1) + [(0, missing)]
         return jnp.pad(rows, pad, constant_values=-jnp.inf)
@@ -469,8 +470,8 @@ def test_every_family_is_a_target(name):
     """Greedy tokens are the likeliest by passes over whole sequences."""
     lm, prompts = pair(name)[0], np.array([[5, 6, 7, 8], [9, 3, 9, 4]], np.int32)
     draft = fitted_head(lm, np.arange(lm.vocab_limit - 3), (0, 1))
-    how = {"drafter": "head", "rule": "match", "options": {"width": 3, "budget": 6}}
-    out = sj.generate(lm, list(prompts), draft=draft, max_new_tokens=10, **how)
+    arguments = {"drafter": "head", "rule": "match", "options": {"width": 3, "budget": 6}}
+    out = sj.generate(lm, list(prompts), draft=draft, max_new_tokens=10, **arguments)
     assert out.stats["accepted"].sum() > 0
     texts = np.append(prompts, np.stack(out.tokens), axis=1)
     at, ones = np.broadcast_to(np.arange(14), texts.shape), np.ones_like(texts)

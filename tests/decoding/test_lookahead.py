@@ -225,7 +225,7 @@ def test_cdsl_is_the_reference(ending, draft, models, options):
 
 
 def test_the_cases_reach_everything(models):
-    """What the comparison above rests on: all four states, ends in drafts and lookaheads."""
+    """The comparison above covers all four states, and ends in drafts and lookaheads."""
     runs = [run for options in CASES for run in reference(models, "cdsl", options, EOS)]
     assert {state for run in runs for state in run.states} == {"S1", "S2", "S3", "S4"}
     assert {end for run in runs for end in run.ends} >= {"draft", "lookahead", "attempt"}
@@ -303,8 +303,10 @@ def test_cache_equals_fresh_prefill_after_every_round(target, draft, method, opt
 @pytest.mark.parametrize("number", [0.0, 1.0, math.nan, -math.inf])
 def test_every_reward_makes_progress(target, draft, number, host_driven):
     reward = Constant(number, host_driven)
-    said = pytest.warns(sj.rewards.RewardWarning) if number != number else contextlib.nullcontext()
-    with said:
+    expected_warning = (
+        pytest.warns(sj.rewards.RewardWarning) if number != number else contextlib.nullcontext()
+    )
+    with expected_warning:
         out = generate(
             target,
             draft,

@@ -13,7 +13,7 @@ import pytest
 
 import specjax as sj
 from specjax._util.errors import OptionError, PairError
-from specjax.draft.adaptive import Candidates, _probes
+from specjax.draft.adaptive import Candidates, probe_groups
 from specjax.models import ModelConfig, hidden_states, init_params, logits_of
 from specjax.registry import Context
 from specjax.runtime.engine import Engine
@@ -82,17 +82,17 @@ def two_step(lm, prompt, k, budget):
 
 
 def single_pass(lm, prompt, k, budget):
-    """The single-pass method likewise: group j's answers stand behind the accepted draft."""
+    """The single-pass method likewise: group j predicts what follows j accepted tokens."""
     text, draft, accepted = list(prompt), [], []
     while len(text) < len(prompt) + budget:
         checked = argmaxes(lm, text + draft)[len(text) - 1 :]
         n = 0
         while n < len(draft) and draft[n] == checked[n]:
             n += 1
-        held = text + draft[:n]
-        answers = argmaxes(lm, held + [ADAPTIVE] * k)[len(held) :]
+        accepted_text = text + draft[:n]
+        answers = argmaxes(lm, accepted_text + [ADAPTIVE] * k)[len(accepted_text) :]
         accepted.append(n)
-        text = [*held, int(checked[n])]
+        text = [*accepted_text, int(checked[n])]
         draft = [int(token) for token in answers]
     return text[len(prompt) :][:budget], accepted
 
@@ -137,7 +137,7 @@ def test_fewer_groups_change_no_token(lm, groups):
 def test_every_probe_follows_the_one_before(groups):
     """Group j hangs from node j; within it each probe from the last: counted after the nodes."""
     k = 3
-    parents = _probes((7,) * k, groups, rows=2, nodes=k + 1).parents
+    parents = probe_groups((7,) * k, groups, rows=2, nodes=k + 1).parents
     want = [p for j in range(groups) for p in (j, k + 1 + k * j, k + 2 + k * j)]
     np.testing.assert_array_equal(parents, [want, want])
 

@@ -47,7 +47,7 @@ def drafts(tokens, valid):
 
 @functools.partial(jax.jit, static_argnums=0)
 def begin(drafter, tokens, length, before):
-    """The state after prompts, in the seats of rows ``before`` if there were any."""
+    """The state after prompts, in the batch slots of rows ``before`` if there were any."""
     state = state_of(tokens, length, ())
     if before:
         return drafter.on_slot_reuse(state_of(tokens, length, before), state)
@@ -89,15 +89,15 @@ def reference(texts, row, slot, gamma, ngram):
     """The draft from lists: ``texts[slot]`` are a slot's texts, the last one the row's own."""
     found = []  # (length, whether own, how new, what follows)
     for other, past in enumerate(texts):
-        behind = 0
+        offset = 0
         for text in reversed(past):
             for end in range(len(text) - 1, 0, -1):
                 most = min(ngram, end, len(row))
                 same = itertools.takewhile(lambda n: text[end - n] == row[-n], range(1, most + 1))
                 if length := len(list(same)):
-                    newness = -(behind + len(text) - end)
+                    newness = -(offset + len(text) - end)
                     found.append((length, other == slot, newness, -other, text[end : end + gamma]))
-            behind += len(text) + 1
+            offset += len(text) + 1
     longest = max((f[0] for f in found), default=0)
     voters = sorted((f[1:] for f in found if f[0] == longest), key=lambda f: f[:3], reverse=True)
     draft = []
@@ -105,8 +105,8 @@ def reference(texts, row, slot, gamma, ngram):
         voters = [v for v in voters if len(v[3]) > at]
         if not voters:
             break
-        said = [v[3][at] for v in voters]
-        draft.append(said[0] if voters[0][0] else max(said, key=said.count))
+        votes = [v[3][at] for v in voters]
+        draft.append(votes[0] if voters[0][0] else max(votes, key=votes.count))
         voters = [v for v in voters if v[3][at] == draft[-1]]
         if draft[-1] == EOS:
             break
@@ -114,7 +114,7 @@ def reference(texts, row, slot, gamma, ngram):
 
 
 def test_drafts_equal_those_of_a_slow_reference_over_the_rows_of_a_job():
-    """Rows grow by up to γ + 1 tokens a round; three of each seat share a pool that never wraps."""
+    """Rows grow by up to γ + 1 tokens. Three per batch slot share a pool that never wraps."""
     rng = np.random.default_rng(3)
     drafter = Suffix(gamma=3, ngram=4, pool=3 * 200)
     texts, carried, drafted = [[], [], []], (), 0
@@ -143,14 +143,14 @@ def test_memory_is_bounded_and_the_oldest_is_forgotten():
         rows = [list(range(first, first + 5)), [first]]
         carried = begin(drafter, *padded(rows), carried)
         assert carried[0].tokens.shape == (2, 12) and carried[0].head.shape == (2,)
-    held = set(np.asarray(carried[0].tokens[0]).tolist())
-    assert set(range(45, 50)) | set(range(40, 45)) <= held and not held & set(range(10, 35))
+    kept = set(np.asarray(carried[0].tokens[0]).tolist())
+    assert set(range(45, 50)) | set(range(40, 45)) <= kept and not kept & set(range(10, 35))
     long = begin(drafter, *padded([list(range(60)), [1]]), ())
     assert set(np.asarray(long[0].tokens[0]).tolist()) == {-1, *range(49, 60)}
 
 
 def test_the_pool_holds_each_row_of_a_job_once(plain):
-    """Rows take seats while others go on: the texts before stay, and empty seats write nothing."""
+    """Rows take batch slots while others go on. Earlier texts stay, empty slots write nothing."""
     target, drafter = plain[0], Suffix(gamma=3, pool=2**10)
     engine = make_engine(target, None, sj.draft_verify(drafter, sj.Warped(), sj.verify.match), {})
     budgets, key = [3, 30, 1, 14, 9, 22], jax.random.key(0)
@@ -160,13 +160,13 @@ def test_the_pool_holds_each_row_of_a_job_once(plain):
     ]
     scheduler = Scheduler(engine, 2, sj.Sampling(), Bounds.of(rows))
     done = {piece.index: piece.row.tokens[0] for piece in scheduler.run(rows, 99) if piece.row}
-    held = []
+    kept = []
     for ring in np.asarray(scheduler._runner.state.drafter_state[0].tokens):
-        held += [list(part) for end, part in itertools.groupby(ring, lambda x: x == -1) if not end]
-    assert len(held) == len(rows)
+        kept += [list(part) for end, part in itertools.groupby(ring, lambda x: x == -1) if not end]
+    assert len(kept) == len(rows)
     for prompt, (_, written) in zip(PROMPTS, sorted(done.items()), strict=True):
         text = [*prompt, *written]
-        texts = [x for x in held if text[: len(x)] == x and len(x) >= len(prompt)]
+        texts = [x for x in kept if text[: len(x)] == x and len(x) >= len(prompt)]
         # Two of the prompts are the same; what the last round wrote is in no pool.
         assert any(len(text) - len(x) <= drafter.gamma + 1 for x in texts)
 
@@ -185,8 +185,8 @@ def plain():
 def test_tokens_are_those_of_plain_decoding_whatever_the_batch(plain, sampling, batch_size):
     """Draws are of the token's place: neither drafts nor batch mates change what is written."""
     target, expected = plain
-    how = {"max_new_tokens": 40, "sampling": sampling, "seed": 5, "batch_size": batch_size}
-    out = sj.generate(target, PROMPTS, drafter="suffix", **how)
+    arguments = {"max_new_tokens": 40, "sampling": sampling, "seed": 5, "batch_size": batch_size}
+    out = sj.generate(target, PROMPTS, drafter="suffix", **arguments)
     for a, b in zip(out.tokens, expected[sampling].tokens, strict=True):
         np.testing.assert_array_equal(a, b)
     assert 0 < out.stats["accepted"].sum() < out.stats["tested"].sum()
@@ -198,9 +198,9 @@ def test_another_rule_draws_by_rounds_which_other_rows_change(plain):
     target = plain[0]
     assert choose("", "suffix", None, None, False).rule == "match"
     assert choose("", Suffix(), None, None, False).rule == "match"
-    how = {"max_new_tokens": 40, "sampling": SAMPLED, "seed": 5, "drafter": "suffix"}
+    arguments = {"max_new_tokens": 40, "sampling": SAMPLED, "seed": 5, "drafter": "suffix"}
     one, many = (
-        sj.generate(target, PROMPTS, rule="speculative", batch_size=n, **how) for n in (1, 6)
+        sj.generate(target, PROMPTS, rule="speculative", batch_size=n, **arguments) for n in (1, 6)
     )
     assert any((a != b).any() for a, b in zip(one.tokens, many.tokens, strict=True))
 
