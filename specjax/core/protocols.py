@@ -247,7 +247,9 @@ def rule(
     """Decorator that makes an acceptance rule of a verify function; see :class:`Rule`."""
 
     def decorate(verify: Callable[..., Verdict]) -> Rule:
-        return Rule(verify, accepts, lossless, chain_only, settings, extras)  # pyright: ignore[reportArgumentType]  # __post_init__ makes a frozenset and tuples of them
+        # Rule's own checks make a frozenset and tuples of what is given.
+        given: Any = {"accepts": accepts, "settings": settings, "extras": extras}
+        return Rule(verify, lossless=lossless, chain_only=chain_only, **given)
 
     return decorate
 

@@ -25,7 +25,7 @@ from specjax.models.cache import bucket, bucket_below
 from specjax.runtime.engine import Engine, Request, stack_keys
 from specjax.runtime.prefill import Prefill
 from specjax.runtime.round_costs import round_costs
-from specjax.search.drivers import advance_on_host
+from specjax.search.drivers import HostDriven, advance_on_host
 
 # Cache positions that a smaller bucket must have to spare before the state shrinks to it: without
 # them, one that grows again soon would be moved back and forth.
@@ -197,9 +197,11 @@ class BatchRunner:
         self, rounds: int, seen: Bool[np.ndarray, "B"], requests: Sequence[Request | None]
     ) -> None:
         judge = self._engine.judge
+        method = self._method
         assert judge is not None, "a host-driven method has a reward"
+        assert isinstance(method, HostDriven), "a host-driven method has rounds of its own"
         self._state = advance_on_host(
-            self._method,
+            method,
             self.inputs,
             self.state,
             rounds,

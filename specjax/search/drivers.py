@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -188,6 +188,7 @@ def prefill_lookahead(
     return state.replace(cache=cache, method_state=method_state)
 
 
+@runtime_checkable
 class HostDriven(Protocol):
     """A method whose rounds the host can drive."""
 
