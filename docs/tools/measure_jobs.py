@@ -129,7 +129,7 @@ def prefix(args) -> None:
     target, shared = long_prompt()
     own = prompts_of(target, min(args.prompts, 64))
     prompts = [np.concatenate([shared, tokens[:24]]) for tokens in own]
-    print("| rows in flight | with kept prefixes over without | cached tokens |")
+    print("| batch slots | with kept prefixes over without | cached tokens |")
     print("| ---: | ---: | ---: |")
 
     def run(kept):

@@ -113,8 +113,8 @@ def main() -> None:
     while time.monotonic() < ends:
         time.sleep(min(20, 20 * args.minutes))
         samples.append(round(memory(server.pid)))
-        waiting, flying = metric(port, "rows_waiting"), metric(port, "rows_in_flight")
-        print(f"{samples[-1]} MiB, {waiting:g} waiting, {flying:g} in flight, {dict(load.counts)}")
+        waiting, running = metric(port, "rows_waiting"), metric(port, "rows_in_flight")
+        print(f"{samples[-1]} MiB, {waiting:g} waiting, {running:g} running, {dict(load.counts)}")
     load.stop.set()
     for thread in threads:
         thread.join()
