@@ -17,7 +17,7 @@ from train.data.tokenizer import train_tokenizer
 
 # The tests compile hundreds of programs that run for milliseconds: LLVM's passes are most of that,
 # and then MLIR's, which XLA sets up anew for every kernel unless the older emitters write them.
-# Programs that tests start do the same, so that both sides of a comparison round alike.
+# Programs that tests start do the same, so that both sides of a comparison round the same way.
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 if jax.__version_info__[:2] == (0, 10):  # XLA ends the process at a flag that it does not know
@@ -117,7 +117,7 @@ def own_compilation_cache(request, tmp_path_factory):
 def bounded_compiled_programs():
     """A worker runs hundreds of methods on hundreds of models: more than it can map.
 
-    A test that took no time to compile in is spared the look.
+    A test that compiled nothing is not checked.
     """
     before = time.process_time()
     yield

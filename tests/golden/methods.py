@@ -48,7 +48,7 @@ def run(name: str, mode: str, batch_size: int, pair: tuple[sj.LM, sj.LM]) -> dic
         batch_size=batch_size,
         reward="length:5-9" if spec.needs_reward else None,
     )
-    # Suffix drafts come of whoever is in flight, too: its counters are a matter of the batch.
+    # Suffix drafts come of all running requests, too: its counters depend on the batch.
     counters = {} if name == "suffix" else out.stats
     stats = {counter: values.tolist() for counter, values in counters.items()}
     return {"tokens": [row.tolist() for row in out.tokens], "stats": stats}
