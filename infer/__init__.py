@@ -1,1 +1,1 @@
-"""The inference programs, a room each."""
+"""The inference programs, one folder each, and what they share: arguments, prompts, reports."""

@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 
 
 def add_models(parser: Parser) -> None:
-    """``--target --draft --dtype --quantize --cache-dtype --pass-width --pickles``."""
+    """Adds ``--target --draft --dtype --quantize --cache-dtype --pass-width --pickles``."""
     group = parser.add_argument_group("models")
     group.add_argument(
         "--target",
@@ -78,7 +78,7 @@ def add_models(parser: Parser) -> None:
 
 
 def add_prompting(group: argparse._ActionsContainer) -> None:
-    """``--chat --truncate --mesh``, to a parser or a group of its arguments."""
+    """Adds ``--chat --truncate --mesh`` to a parser or an argument group."""
     add_chat(group)
     group.add_argument(
         "--truncate",
@@ -90,7 +90,7 @@ def add_prompting(group: argparse._ActionsContainer) -> None:
 
 
 def add_mesh(group: argparse._ActionsContainer) -> None:
-    """``--mesh``, to a parser or a group of its arguments."""
+    """Adds ``--mesh`` to a parser or an argument group."""
     group.add_argument(
         "--mesh",
         type=mesh_axes,
@@ -100,7 +100,7 @@ def add_mesh(group: argparse._ActionsContainer) -> None:
 
 
 def add_prefixes(group: argparse._ActionsContainer) -> None:
-    """``--prefixes``, to a parser or a group of its arguments."""
+    """Adds ``--prefixes`` to a parser or an argument group."""
     group.add_argument(
         "--prefixes",
         type=whole(0, MAX_ROWS),
@@ -112,7 +112,7 @@ def add_prefixes(group: argparse._ActionsContainer) -> None:
 
 
 def add_sampling(group: argparse._ActionsContainer) -> None:
-    """``--temperature --top-k --top-p --seed``."""
+    """Adds ``--temperature --top-k --top-p --seed`` to a parser or an argument group."""
     group.add_argument(
         "--temperature",
         type=temperature,
@@ -145,7 +145,7 @@ def add_sampling(group: argparse._ActionsContainer) -> None:
 
 
 def add_dataset(group: argparse._ActionsContainer) -> None:
-    """``--dataset``, to a parser or a group of its arguments."""
+    """Adds ``--dataset`` to a parser or an argument group."""
     group.add_argument(
         "--dataset",
         choices=list(DATASETS),
@@ -156,7 +156,7 @@ def add_dataset(group: argparse._ActionsContainer) -> None:
 
 
 def add_new_tokens(group: argparse._ActionsContainer) -> None:
-    """``--max-new-tokens``, for :func:`set_new_tokens`."""
+    """Adds ``--max-new-tokens``; :func:`set_new_tokens` sets its default after parsing."""
     group.add_argument(
         "--max-new-tokens",
         type=whole(1),
@@ -172,14 +172,14 @@ def set_new_tokens(args: argparse.Namespace) -> None:
 
 
 def add_chat(group: argparse._ActionsContainer) -> None:
-    """``--chat``, to a parser or a group of its arguments."""
+    """Adds ``--chat`` to a parser or an argument group."""
     group.add_argument(
         "--chat", action="store_true", help="format prompts with the model's chat template"
     )
 
 
 def add_stop(group: argparse._ActionsContainer) -> None:
-    """``--stop``, to a parser or a group of its arguments."""
+    """Adds ``--stop`` to a parser or an argument group."""
     group.add_argument(
         "--stop",
         type=some_text,

@@ -18,7 +18,7 @@ from specjax._util.program import Parser
 
 
 def add_config(commands: Parser) -> None:
-    """``--config``, for :func:`parse_with_config`."""
+    """Adds ``--config``, which :func:`parse_with_config` reads."""
     commands.add_argument(
         "--config",
         metavar="FILE.toml",

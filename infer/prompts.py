@@ -215,7 +215,7 @@ def _prompt(
 ) -> Iterator[Prompt]:
     """A line's prompt: of a task (:mod:`infer.formats`), for infilling, or a text.
 
-    None if a dataset's text ends where its continuation should begin.
+    Yields nothing if a dataset's text ends where its continuation should begin.
 
     Raises:
       ValueError: the line is wrong; the message says what was expected.

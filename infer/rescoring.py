@@ -1,6 +1,6 @@
 """Score finished outputs with a model, a whole row per pass; one trace per bucket of lengths.
 
-Axis legend: S cache positions of a row, V vocabulary.
+Axis legend: S cache positions of a row, T tokens of an output.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Prompts = Sequence[Sequence[int]]  # token ids
 
 
 def output_logprobs(target: sj.LM, prompt: Sequence[int], output: np.ndarray) -> np.ndarray:
-    """Log-probabilities (nats) of every output token under the unwarped target."""
+    """The log-probability in nats of each output token under the unwarped target, ``[T]``."""
     scores = np.asarray(_token_logprobs(target.mesh, target.net, padded_row(prompt, output)))
     # The token at position i is scored by the pass's position i - 1.
     return scores[len(prompt) - 1 :][: len(output)]

@@ -27,7 +27,7 @@ TOP = 20  # K
 
 
 class PromptScores(NamedTuple):
-    """Scores of a row's tokens but its first, each given all before it; unwarped, in nats.
+    """Scores of each token but the first, given all tokens before it; unwarped, in nats.
 
     The K most likely ids are in falling order. If a token is among them, its entry in
     ``log_probs`` is the same number, bit for bit.
@@ -98,7 +98,7 @@ def passes(model: LM, rows: Sequence[Sequence[int]]) -> Iterator[list[PromptScor
 
 @functools.partial(jax.jit, donate_argnums=1)
 def _pass(net: Net, cache: KVCache, read: jax.Array, following: jax.Array, start: jax.Array):
-    """Scores ``following`` ``[B, W]``, each token after that of ``read``; one trace per bucket.
+    """Scores ``following``, the tokens after those of ``read``, ``[B, W]``; one trace per bucket.
 
     Returns log-probabilities ``[B, W]``, the top ids and theirs ``[B, W, K]``, and the cache.
     """

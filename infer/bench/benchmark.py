@@ -168,11 +168,11 @@ def _peer_gamma(cases: Sequence[Case]) -> int:
 
 
 def _measure_costs(models: Models, cases: Sequence[Case]) -> tuple[dict[int, float], float | None]:
-    """v(T) on the curve and at each width that a prediction needs, and c."""
+    """(v(T) by T, for the T of the curve and those that predictions need; c)."""
     widths = set(timing.CURVE)
     for case in cases:
         widths.update(pass_widths(case, models.target))
-    # v is measured at each width that is needed, never interpolated.
+    # v(T) is measured for each T that is needed, never interpolated.
     return timing.costs(models.target, models.draft, sorted(widths))
 
 

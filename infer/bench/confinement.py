@@ -98,10 +98,16 @@ ARGUMENTS_OFFSET = 16
 
 
 def confine(limits: dict, landlock: bool) -> None:
-    """Gives up all these rights for good.
+    """Gives up, for good, the rights that this module's docstring lists.
+
+    Args:
+      limits: ``cpu_s`` in seconds, ``memory`` and ``file_size`` in bytes, and ``files``, the number
+        of open files.
+      landlock: restrict files with Landlock, too.
 
     Raises:
       OSError: ``landlock`` is asked for and not available, or the kernel refuses a step.
+      KeyError: ``landlock`` is asked for on a machine whose system calls cannot be restricted.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     is_linux = sys.platform == "linux"

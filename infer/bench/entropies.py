@@ -35,10 +35,11 @@ def add_entropies(
 ) -> None:
     """Adds the mean entropy of target and draft before accepted and before rejected tokens.
 
-    In nats, at temperature 1. At a rejected token's position stands the token that replaced it. A
-    bonus token was never drafted and does not count. Only rows whose drafts are chains of a draft
-    model have the figures: a head's distributions cannot be computed from the text. Chains that
-    stop early have none either, because their text does not show which token was a bonus.
+    The unit is nats, at temperature 1. The token that replaced a rejected one stands at its
+    position. A bonus token was never drafted and does not count. Only rows whose drafts are chains
+    of a draft model have the figures: a head's distributions cannot be computed from the text.
+    Chains that stop early have none either, because their text does not show which token was a
+    bonus.
     """
     for row, result in zip(rows, results, strict=True):
         options = result.case.options

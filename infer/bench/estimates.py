@@ -18,7 +18,7 @@ from infer.uncertainty import ratio
 from specjax.runtime.output import Generation
 
 Row = dict[str, Any]
-# The score of a prompt's completion in one run, from the prompt's number and the run.
+# (number of a prompt, run) -> the score of its completion; None if it has no score.
 Score = Callable[[int, Generation], float | None]
 
 

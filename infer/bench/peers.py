@@ -1,6 +1,6 @@
 """Other libraries as peers: each runs in its own process, and takes turns with us.
 
-It never runs beside us, so that neither side slows down the other.
+A peer never runs at the same time as we do, so neither side slows down the other.
 
 Axis legend: R repeats, P prompts.
 """
@@ -34,7 +34,7 @@ MODES = (
 class TransformersPeer:
     """The process of :mod:`infer.bench.peer_transformers`, warm on entry and gone on exit.
 
-    :meth:`repeat` times it once, and ``answers`` has what it said.
+    :meth:`repeat` times it once, and adds its answer to ``answers``.
     """
 
     def __init__(self, target: str, draft: str | None, prompts: Prompts, budget: int, gamma: int):

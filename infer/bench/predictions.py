@@ -1,7 +1,7 @@
 """The speedup that the cost model predicts for a case, from acceptance, c and v.
 
-c is a draft pass's time in target passes, v(T) that of a target pass over T tokens
-(:mod:`infer.timing`).
+c is the time of a draft pass, and v(T) that of a target pass over T tokens. The unit of both is a
+target pass over one token (:mod:`infer.timing`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from specjax.lm import LM
 from specjax.registry import AUTO, METHODS, Context
 
 Curve = Mapping[int, float]  # v(T) by T
-# Predicted speedups, by method. SCD's has two: of our loop, and as its paper counts. They differ
-# in the amateur's pass over the bonus position: never, every round, or only if it is needed.
+# Predicted speedups, by method. They differ in when the draft (SCD's amateur) passes over the bonus
+# position: never in speculative decoding, every round in our loop of SCD, and only if it is needed
+# as SCD's paper counts.
 FORMULAS = {
     "speculative": metrics.expected_speedup,
     "scd": metrics.expected_scored_speedup,

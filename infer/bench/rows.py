@@ -58,7 +58,7 @@ def make_rows(
         row = _speed_row(result, _plain_result(result, results))
         row |= predicted_speedup(case, row, pass_widths(case, target), v, c)
 
-        # exp of the mean surprise per token: sums over all tokens, not a mean of prompts' figures.
+        # Perplexity is exp of the mean over all tokens, not a mean of the prompts' perplexities.
         lengths = np.array([run.lengths for run in result.distinct_runs])
         add_ratio(row, "perplexity", scores_of(result, surprise), lengths, np.exp)
         add_scores_mean(row, "diversity", scores_of(result, diversity))
@@ -172,7 +172,7 @@ def _speed_row(result: Result, plain: Result) -> Row:
     """A row with the case's speed, its speedup over ``plain``, its counters and its rates."""
     case = result.case
     counters, hist = _counters(result)
-    # All runs are timed, but only distinct ones count for what the tokens tell.
+    # Times are over all runs. What depends on the tokens alone is over distinct runs.
     speeds = result.tokens_per_second()
     row: Row = {
         "method": case.method,

@@ -91,6 +91,7 @@ def _judge(job: bytes, folder: Folder, guard: str | None, limits: Limits) -> San
     try:
         worker = _start(folder.path, guard, limits, subprocess.PIPE)
         started.append(worker)
+        # The end of the block closes our ends of the worker's pipes: only the checker keeps them.
         with worker.stdin, worker.stdout, tempfile.TemporaryFile() as checker_input:
             checker_input.write(job)
             checker_input.seek(0)

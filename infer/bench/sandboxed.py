@@ -143,7 +143,7 @@ class EntryPoint:
         """The worker's answer. Raises ConnectionError if there is none that can be read."""
         if self.fault:
             raise ConnectionError("the worker is lost")
-        # Set before it is known: no exception, not even KeyboardInterrupt, may leave it unset.
+        # Set before the answer is known: no exception, even KeyboardInterrupt, may leave it unset.
         self.fault = True
         try:
             self._calls.write(json.dumps(message).encode() + b"\n")

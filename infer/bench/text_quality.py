@@ -1,6 +1,6 @@
 """How a lossy method's output differs from the target's: KL to the target, exact matches.
 
-Axis legend: P prompts, S cache positions of a row, V vocabulary.
+Axis legend: P prompts, S cache positions of a row, T tokens of a completion.
 """
 
 from __future__ import annotations

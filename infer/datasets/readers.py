@@ -191,7 +191,7 @@ def mt_bench(rows: Iterable[Row], path: Path) -> Iterator[Entry]:
         references = row.get("reference") or []
         name = row.get("question_id", row.get("prompt_id"))
         for number, text in enumerate(turns):
-            # There are no references beyond some turn, or empty ones.
+            # Later turns may have no reference, or an empty one.
             reference = references[number : number + 1]
             yield row | {
                 "id": f"{name}#{number + 1}",

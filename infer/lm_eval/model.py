@@ -54,7 +54,7 @@ class Specjax(TemplateLM):
         The harness passes ``max_batch_size`` and ``device``, too; they have no effect.
 
         Raises:
-          SpecjaxError: a model, method or option cannot be used. No task is loaded before.
+          SpecjaxError: a model, method or option cannot be used. Tasks load after this check.
         """
         super().__init__()
         use_compilation_cache()
@@ -168,7 +168,7 @@ class Specjax(TemplateLM):
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         longest = self._target.config.max_position + 1  # the last token is not read
         tokens = [(context + continuation)[-longest:] for _, context, continuation in requests]
-        # Rows of similar length share a capacity bucket. Of a batch the first row is the longest.
+        # Rows of similar length share a capacity bucket. The first row of a batch is its longest.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1] + requests[i][2]))
         for first in range(0, len(order), self._batch_size):
             batch = order[first : first + self._batch_size]
@@ -177,6 +177,7 @@ class Specjax(TemplateLM):
             padding = [rows[-1][:1]] * (self._batch_size - len(rows))
             for i, scores in zip(batch, score(self._target, rows + padding), strict=False):
                 texts, _, continuation = requests[i]
+                # A continuation that is longer than the window keeps only its end.
                 start = max(len(scores.log_probs) - len(continuation), 0)
                 log_prob = float(scores.log_probs[start:].sum(dtype="float64"))
                 results[i] = (log_prob, bool(scores.is_best[start:].all()))

@@ -3,5 +3,5 @@
 PROMPT = '''def join(parts, separator="/"):
     """Join parts to a path."""'''
 
-# The greedy text of so small a model soon repeats itself; after this prompt it does not yet.
+# Greedy text of a small model soon repeats itself. This prompt and length end before it does.
 ARGUMENTS = ("--prompt", PROMPT, "--max-new-tokens", "64")

@@ -100,7 +100,7 @@ def _decode_file(job: Job) -> int:
     """Decodes the prompts of a file or task. Bad lines are reported, and the others decoded."""
     args = job.args
     path = args.prompts or args.task
-    rewards = None  # a file without constraints
+    rewards = None  # lines of --prompts have no constraints
     if args.task:
         rewards = ()
         if job.reward:
@@ -137,8 +137,11 @@ class Job:
     """The models and every setting of a run, checked.
 
     Args:
+      args: the parsed command line.
+      method: the method's name, for the summary on the screen.
       arguments: keyword arguments of ``sj.generate``.
       settings: written with every row; a file is resumed only with the same ones.
+      reward: scores the completions; None: they are not scored.
     """
 
     args: argparse.Namespace
@@ -202,7 +205,7 @@ class Job:
         The demo is followed by its speed over plain decoding.
 
         Args:
-          compiles: nothing was compiled before; the user is told to wait.
+          compiles: the cache of compiled programs is empty, so the user is told to wait.
           console: where to write, standard output by default.
         """
         pieces = sj.stream(
@@ -235,7 +238,7 @@ class Job:
             screen.beside_plain(speedup, same)
 
     def _compare_with_plain(self, prompt: Prompt) -> tuple[float, bool]:
-        """The speed over plain decoding, without prefill, and whether the tokens are equal."""
+        """(median speedup over plain decoding, without prefill; whether the tokens are equal)."""
         plain = self.arguments | {"method": "autoregressive", "draft": None, "options": {}}
         ratios = []
         for _ in range(1 + DEMO_REPEATS):
@@ -255,8 +258,8 @@ class Job:
         """Decodes all prompts, ``--batch-size`` rows at a time.
 
         A row is written as soon as it ends, before the device is polled again. A file has rows in
-        the order in which they end, standard output in the order of the prompts. Of several
-        processes each decodes every COUNT-th prompt; the last one to end joins their files.
+        the order in which they end, standard output in the order of the prompts. If processes
+        split the prompts, each decodes every COUNT-th one. The last to end joins their files.
         """
         if not self.args.out:
             self._decode(prompts)
@@ -299,7 +302,10 @@ class Job:
         )
 
     def _decode(self, prompts: Sequence[Prompt], output: Output | None = None) -> None:
-        """Decodes prompts to a file, without the rows that it has, or to standard output."""
+        """Decodes prompts, and writes their rows to ``output``, or to standard output without one.
+
+        All samples of a prompt are decoded. Those that ``output`` has already are not written.
+        """
         samples = self.args.num_samples
         pieces = sj.stream(
             self.target,
@@ -317,6 +323,7 @@ class Job:
         for piece in pieces:
             if piece.row is None:
                 continue
+            # Rows are numbered by prompt, and then by sample.
             prompt = prompts[piece.index // samples]
             sample = piece.index % samples
             head = {
@@ -377,7 +384,7 @@ def _chosen_method(args: argparse.Namespace, has_draft: bool) -> tuple[MethodSpe
 
 
 def _reward(args: argparse.Namespace, spec: MethodSpec) -> Combined | None:
-    """The sum of the rewards of ``--reward``; the default of a task is ``lexical``."""
+    """The rewards of ``--reward`` combined, or None; the default of a task is ``lexical``."""
     names = args.reward
     if args.task and not names:
         names = ["lexical"]

@@ -30,10 +30,12 @@ def row_object(
 ) -> dict[str, Any]:
     """The JSON object of one row.
 
-    Args:
-      head: its first fields, such as id, index, sample and method.
-
     Its ``stats`` are counters, rates, and seconds since the row's decoding began.
+
+    Args:
+      row: the row's number in ``generation``.
+      head: the first fields of the object, such as id, index, sample and method.
+      reward: the reward that scored the row; None: the object has no rewards.
     """
     tokens = generation.tokens[row]
     counters = {name: values[row].tolist() for name, values in generation.stats.items()}
@@ -96,7 +98,7 @@ class Output:
         """The key and line of every row, in the parts and then in ``--out``.
 
         The order matters: a process that joins the parts removes them when all rows are in
-        ``--out``. Read the other way round, such rows could be missed in both.
+        ``--out``. In the other order, such rows could be missed in both.
         """
         for file in (*part_files(self._path), Path(self._path)):
             with contextlib.suppress(FileNotFoundError):
@@ -136,9 +138,10 @@ class Output:
         append_line(self._file, json_line(entry))
 
     def join(self, wanted: Set[RowKey]) -> int:
-        """Joins all parts into ``--out``, sorted by index and sample, and returns 0.
+        """Joins all parts into ``--out``, sorted by index and sample.
 
-        If ``wanted`` rows are missing, it returns how many. Then the process that ends last joins.
+        Returns how many of the ``wanted`` rows are missing. Nothing is joined while any is: another
+        process still decodes it, and joins the parts when it ends.
         """
         lock: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self._place is not None:  # a job without a place has locked --out for its whole run

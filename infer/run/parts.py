@@ -48,14 +48,15 @@ def locked_output(out: str, place: Place | None) -> Iterator[None]:
     """Locks ``--out``, or this process's part of it, while the block runs.
 
     Raises:
-      InputError: another job writes it, alone, with another COUNT, or as the same INDEX.
+      InputError: another job writes the file: a job without ``--distributed``, one with another
+        COUNT, or a process with the same INDEX.
     """
     with contextlib.ExitStack() as stack:
         if place is None:
             stack.enter_context(locked(out, "--out"))
             _check_not_written(part_files(out))
         else:
-            # Only while this process starts: the others need the lock of --out, too.
+            # Locked only while this process starts, because the others lock --out, too.
             with locked(out, "--out", LOCK_SECONDS):
                 others = [part for part, count in part_files(out).items() if count != place.count]
                 _check_not_written(others)

@@ -55,13 +55,15 @@ def make_plan(
     schemes: Mapping[str, str | None] | None = None,
     cache_dtype: str | None = None,
 ) -> Plan:
-    """The sizes of models and the largest batches that fit.
+    """The sizes of models in bytes, and the largest batches that fit, in rows.
 
     Args:
       names: models by role, ``target`` and maybe ``draft``.
+      dtype: of weights and activations; None: the default of the device.
       memory: bytes of each device.
+      mesh: devices along the axes ``data`` and ``model``; None: one device.
       schemes: by role, how the weights will be quantized.
-      cache_dtype: of keys and values.
+      cache_dtype: of keys and values; None: as ``dtype``.
 
     Raises:
       ModelError: a model or its config cannot be used, or the target cannot be split.

@@ -1,4 +1,4 @@
-"""From a request's body to a submission: checked against the models and the server's limits.
+"""Turns a request's body into a submission, checked against the models and the server's limits.
 
 It knows the models and their options, but neither HTTP nor the device's thread.
 """
@@ -29,9 +29,9 @@ from specjax.runtime.engine import Engine
 from specjax.runtime.generate import check_draft_context, encode_prompt, make_engine
 from specjax.runtime.scheduler import Bounds
 
-MAX_ENGINES = 64  # methods bound to options that are cached
+MAX_ENGINES = 64  # in the cache; an engine is a method with its options
 MAX_ROUND_TOKENS = 128  # tokens that a method passes through the model in one round
-DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
 class NoSuchModel(OptionError):
@@ -75,6 +75,10 @@ class Admission:
 
     def make_submission(self, body: Body, on_output: Callable) -> Submission:
         """The submission that a request asks for. Long texts and templates take a while.
+
+        Args:
+          body: the parsed request.
+          on_output: gets the pieces of the answer, as :class:`Submission` says.
 
         Raises:
           SpecjaxError: a field is wrong or exceeds a limit; one line names it.
@@ -121,7 +125,7 @@ class Admission:
     def _prompts(self, body: Body) -> list[np.ndarray]:
         if isinstance(body, ChatBody):
             return [self._encode(self._chat_ids(body), "messages")]
-        assert isinstance(body, CompletionBody)  # there are two kinds
+        assert isinstance(body, CompletionBody)  # the only other kind
         if body.best_of not in (None, body.n or 1):
             raise OptionError(
                 f"best_of={body.best_of}: expected n, completions are not ranked; leave it out"
@@ -145,7 +149,7 @@ class Admission:
         return encode_prompt(self.target, prompt, field)
 
     def _budget(self, engine: Engine, length: int, max_tokens: int | None) -> int:
-        """New tokens of a prompt of ``length``; None asks for as many as the limits allow."""
+        """How many new tokens a prompt of ``length`` tokens gets; None: as many as limits allow."""
         context = self.target.config.max_position
         shortest = context
         if engine.draft:
@@ -176,7 +180,7 @@ class Admission:
             if isinstance(value, list):  # the cache of engines needs values that hash
                 options[key] = tuple(value)
         items = tuple(options.items())
-        # Scores bring the log-probabilities of the tokens along.
+        # Scores include the tokens' log-probabilities, so decoding need not compute them.
         logprobs = body.wants_logprobs and body.alternatives is None
         return Variant(name, self._engine(name, items, greedy), logprobs)
 
@@ -205,7 +209,7 @@ class Admission:
         return engine
 
     def _bytes(self, engine: Engine) -> int:
-        """Bytes that all batch slots of a method need at most; nothing is computed."""
+        """The most bytes that all batch slots of a method can need, from shapes alone."""
         capacity = bucket(self.bounds.total + engine.method.round_positions)
         tokens = jax.ShapeDtypeStruct((self.size, capacity), jnp.int32)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.size))

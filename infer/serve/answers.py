@@ -84,7 +84,8 @@ class Answer:
         if self._authors:
             origins = _origins(self._authors[number].runs(piece))
             self._origins[number] += origins
-        self._rows[number] = piece.row
+        self._rows[number] = piece.row  # None before the row's last piece
+        # Only a ScoredPiece has scores.
         self._scores[number] = getattr(piece, "scores", None)
 
         if not (piece.text or piece.finish_reason or piece.logprobs is not None):
@@ -206,7 +207,8 @@ class Answer:
             completion = completion[:0]
         ids = [*prompt, *completion]
 
-        # The first token has nothing before it, so it has no probability.
+        # The first token has nothing before it, so it has no probability. From there on, entry i of
+        # the scores belongs to token i + 1.
         values: list[float | None] = [None]
         tops: list[list[Alternative] | None] = [None]
         for at in range(len(ids) - 1):
@@ -234,7 +236,8 @@ class Answer:
             if top is None:
                 by_text.append(None)
                 continue
-            # OpenAI lists the token itself, too. Of ids with the same text the likeliest stays.
+            # OpenAI lists the token itself, too. The most likely of several ids with the same text
+            # comes last, and stays.
             alternatives = {text: value}
             alternatives.update(reversed(top))
             by_text.append(alternatives)

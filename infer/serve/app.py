@@ -1,8 +1,8 @@
 """The HTTP side: routes, limits and errors.
 
-Handlers run in the event loop. They make a submission of a body (:mod:`infer.serve.admission`),
-hand it to the engine's thread, and send what comes back (:mod:`infer.serve.answers`). If a client
-goes away, its submission is canceled.
+Handlers run in the event loop. A handler turns the body into a submission
+(:mod:`infer.serve.admission`), hands it to the engine's thread, and sends what comes back
+(:mod:`infer.serve.answers`). If a client goes away, its submission is canceled.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from specjax._util.errors import SpecjaxError, one_line
 from specjax.runtime.output import Piece
 
 BODY_SECONDS = 30.0  # a client must send its request within this time
-# Of a body that is too large, up to this many times the limit is read and dropped: a client that
-# is still sending would not see the error.
+# A body above the limit is still read, up to this many times the limit, and dropped. Otherwise a
+# client that is still sending would not see the error.
 MAX_DISCARDED = 32
 CLIENT_LEFT = 499  # nobody reads this status; the metrics count it
-# The browser refuses to load anything else than the page, which is one file.
+# The page is one file, so the browser may load nothing else.
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -132,7 +132,7 @@ class Server:
         self._api_key = api_key
 
     def app(self) -> FastAPI:
-        """The application."""
+        """The FastAPI application, with all routes and error handlers."""
         # FastAPI's pages of documentation would load scripts from other sites.
         app = FastAPI(title="specjax", openapi_url=None, docs_url=None, redoc_url=None)
         with_key = [Depends(self._check_key)]
@@ -193,6 +193,7 @@ class Server:
     # --- completions and chats -----------------------------------------------------------------
 
     async def _answer(self, request: Request, kind: type[Body]) -> Response:
+        """Answers a completion or a chat: as a stream, or whole once all of its rows have ended."""
         body = read(kind, await self._read_body(request))
         output = OutputQueue()
         # Long texts and templates take a while, and the event loop must not wait for them.
@@ -300,7 +301,10 @@ def _refusal(error: Exception) -> Refusal:
 
 
 def _route_path(request: Request) -> str:
-    """The route's path, a label of metrics; paths without a route would be endlessly many."""
+    """The route's path, as a label of metrics.
+
+    All paths without a route share one label: clients could invent any number of them.
+    """
     route = request.scope.get("route")
     return getattr(route, "path", "other")
 

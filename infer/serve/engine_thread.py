@@ -8,8 +8,8 @@
                                           VariantQueue.poll  → Scheduler.polls, one round
   Submission.on_output ◄───────────────── _deliver           : one call per piece of text
 
-There is one :class:`VariantQueue` for each :class:`Variant`. A limited number of them has a
-scheduler and so batch slots on the device. The thread polls them in turn, one round each. If
+There is one :class:`VariantQueue` for each :class:`Variant`. At most ``max_methods`` of them have a
+scheduler, and so batch slots on the device. The thread polls these in turn, one round each. If
 another queue waits for a scheduler, the longest running one drains: it starts no new requests, and
 gives up its scheduler when it is empty.
 
@@ -156,7 +156,7 @@ class VariantQueue:
         return self.running or bool(self.waiting)
 
     def open(self, size: int, bounds: Bounds, kept: int) -> None:
-        """Makes its scheduler, with ``size`` batch slots and ``kept`` prompts in memory."""
+        """Makes its scheduler, with ``size`` batch slots and a prefix cache of ``kept`` prompts."""
         self.scheduler = Scheduler(
             self.variant.engine,
             size,
@@ -210,7 +210,7 @@ class EngineThread:
 
     Args:
       size: batch slots of each scheduler.
-      bounds: the longest prompt, and prompt with completion, of any request.
+      bounds: the most tokens of a prompt, and of a prompt with its completion.
       kept: prompts in each scheduler's prefix cache.
       max_methods: schedulers at the same time.
       max_waiting: rows that may wait for a batch slot.
@@ -242,7 +242,7 @@ class EngineThread:
 
         # Only the device's thread changes these.
         self._queues: dict[Hashable, VariantQueue] = {}  # the one that waited longest comes first
-        self._owners: dict[int, tuple[Submission, int]] = {}  # by request id: row number in it
+        self._owners: dict[int, tuple[Submission, int]] = {}  # by request id: its request, row
         self._scorings: deque[Scoring] = deque()
         self._next_id = 0
         self._compiled: set[Hashable] = set()
@@ -283,6 +283,7 @@ class EngineThread:
 
     @property
     def alive(self) -> bool:
+        """Whether the device's thread still runs."""
         return self._thread.is_alive()
 
     @property
@@ -293,7 +294,7 @@ class EngineThread:
     @property
     def num_running(self) -> int:
         """Rows that have a batch slot, or are about to get one."""
-        # A submission in the inbox counts as waiting, but owns no rows yet.
+        # A submission in the inbox counts as waiting, but owns no rows yet: this could be below 0.
         return max(0, len(self._owners) - self._num_waiting)
 
     @property
@@ -382,6 +383,7 @@ class EngineThread:
         return queue.waiting.popleft()
 
     def _count_out(self, rows: int) -> None:
+        """Subtracts rows that wait no longer."""
         with self._change:
             self._num_waiting -= rows
 

@@ -13,7 +13,7 @@ SECONDS_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 
 
 class PrometheusMetrics:
-    """Counters and gauges of one server."""
+    """Counters and gauges of one server; an :class:`~infer.serve.engine_thread.EngineMetrics`."""
 
     def __init__(self):
         self.registry = CollectorRegistry()

@@ -93,6 +93,7 @@ class CompletionBody(Body):
         """The prompts, where ``prompt`` may be one text, one list of ids, or a list of either."""
         if isinstance(self.prompt, str):
             return [self.prompt]
+        # An empty list counts as one prompt without tokens.
         is_ids = not self.prompt or isinstance(self.prompt[0], int)
         return [self.prompt] if is_ids else self.prompt
 

@@ -4,7 +4,7 @@
 calls per token, modeled and wall-clock cost, and the quality of the texts. With a reward the
 quality is how far constraints are satisfied; without one it is perplexity and ROUGE-L.
 
-Axis legend: P prompts, C constraints' rewards.
+Axis legend: P prompts, C rewards.
 """
 
 from __future__ import annotations

@@ -30,7 +30,9 @@ class Layout(Protocol):
         """Changes whenever the parts of any document do. Cached tokens depend on it."""
         ...
 
-    def parts(self, document: Document) -> Sequence[str | int]: ...
+    def parts(self, document: Document) -> Sequence[str | int]:
+        """The texts and ids of a document, in order."""
+        ...
 
 
 class Plain:

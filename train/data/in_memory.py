@@ -21,7 +21,12 @@ _COUNT_CHUNK = 1 << 20  # tokens that np.bincount converts to int64 at a time
 
 
 class TokenStream(NamedTuple):
-    """Documents one after the other: document i is `tokens[offsets[i]:offsets[i + 1]]`."""
+    """Documents one after the other: document i is `tokens[offsets[i]:offsets[i + 1]]`.
+
+    Attributes:
+      tokens: the ids of all documents, uint16 or uint32.
+      offsets: `[documents + 1]` int64.
+    """
 
     tokens: np.ndarray
     offsets: np.ndarray

@@ -43,6 +43,7 @@ class _EndlessRows:
     epoch: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def __post_init__(self):
+        # Rounded up: the last row of an epoch may be shorter.
         self.per_epoch = -(-int(self.documents.lengths.sum()) // self.seq_len)
 
     def __len__(self) -> int:

@@ -76,6 +76,7 @@ class Intake:
     skipped: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def skip(self, reason: str, name: str) -> None:
+        """Counts a skipped document; the first few names of each reason are kept."""
         entry = self.skipped.setdefault(reason, {"count": 0, "examples": []})
         entry["count"] += 1
         if len(entry["examples"]) < _EXAMPLES:

@@ -41,7 +41,15 @@ class Stage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Where the models are made, from which corpora, and the share of the full steps."""
+    """Where the models are made, from which corpora, and the share of the full steps.
+
+    Attributes:
+      rows: of a micro-batch; they divide STEP_ROWS, the rows of a step.
+      scale: the share of every stage's steps, above 0 and up to 1.
+
+    Raises:
+      InputError: ``rows`` or ``scale`` is out of range.
+    """
 
     home: Path
     rows: int

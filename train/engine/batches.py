@@ -48,7 +48,7 @@ def process_batches(
     transform: Transform | None = None,
     held_out: Transform | None = None,
 ) -> tuple[Loader, list[Batch]]:
-    """(training batches without end, held-out batches) of this process.
+    """(endless training batches, held-out batches), each with the rows of this process.
 
     Args:
       transform: changes a training row, as :func:`train.data.loader.make_loader` says.

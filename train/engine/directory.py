@@ -28,8 +28,8 @@ def lock_directory(run: Run, resume: bool) -> Iterator[Path]:
     All processes of a run share the directory. The first one takes the lock for all.
 
     Raises:
-      InputError: it cannot be made, or another process trains in it; or it holds a run and
-        ``resume`` is false: a run is never overwritten.
+      InputError: it cannot be made, another process trains in it, or it has a run already and
+        ``resume`` is false. A run is never overwritten.
     """
     with contextlib.ExitStack() as stack:
         yield processes.raise_everywhere(lambda: stack.enter_context(_locked(run, resume)))

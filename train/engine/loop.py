@@ -29,7 +29,7 @@ from train.engine.placement import Placement
 from train.engine.progress import Progress
 
 # loss(params, frozen, batch) -> (summed loss, token count): means are taken over the whole step.
-# A third value, a dict of (sum, count) pairs of equal shapes, is logged as means by its names.
+# It may return a third value: by name, pairs (sum, count) of equal shapes. Their ratios are logged.
 LossFn = Callable[[dict, Any, dict], tuple]
 Extras = dict[str, tuple[jax.Array, jax.Array]]
 # In the run's directory:
@@ -43,7 +43,10 @@ class TrainingError(RuntimeError):
 
 @dataclasses.dataclass
 class RunResult:
-    """How a run ended: its params, its last step, and the last held-out loss in nats per token."""
+    """How a run ended: its params, its last step, and the last held-out loss in nats per token.
+
+    ``valid_extras`` are further held-out figures by name.
+    """
 
     params: dict
     step: int
@@ -140,7 +143,7 @@ def fit(
       operations: FLOPs that the model needs per token, forward and backward, for the logged MFU.
 
     Raises:
-      TrainingError: the loss is no longer finite.
+      TrainingError: the loss or a parameter is no longer finite.
       InputError: there is no checkpoint to resume from, or a ``fixed`` setting differs.
     """
     require_trackers(run)
@@ -235,7 +238,7 @@ class _Training:
                     self._log(progress, norm, tokens)
                 if self.evaluation.batches and (step % self.run.eval_every == 0 or last):
                     self._evaluate(progress)
-                # All processes must ask in every step: any_of is a collective.
+                # All processes must ask in every step, because any_process is a collective.
                 due = self._save_is_due()
                 if step % self.run.checkpoint_every == 0 or due or last:
                     self._save()
@@ -265,7 +268,7 @@ class _Training:
         return norm, batches["tokens"].size * jax.process_count()
 
     def _log(self, progress: Progress, norm: jax.Array, tokens: int) -> None:
-        """One log line: means over the steps since the last one."""
+        """One log line: means since the last line, and the gradient norm of the last step."""
         loss, means = _means(self.unlogged)  # the loop's only wait for the device
         _require_finite("the loss", loss, self.state.step, self.checkpoints)
         now = time.perf_counter()
@@ -366,7 +369,7 @@ def _save_state(
 
 
 def _means(unlogged: Sequence[tuple[Any, Extras]]) -> tuple[float, dict[str, Any]]:
-    """The mean of the losses, and of the extras; in the latter every token has equal weight."""
+    """(mean loss, with equal weight of steps; means of the extras, with equal weight of tokens)."""
     unlogged = jax.device_get(list(unlogged))
     mean = float(np.mean([loss for loss, _ in unlogged]))
     return mean, _ratios([extras for _, extras in unlogged])

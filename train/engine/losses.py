@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from specjax.models import ModelConfig, head_matrix
 from train.data.packing import IGNORE
 
-CHUNK = 2048  # tokens of a device whose logits exist at a time
+CHUNK = 2048  # tokens per device whose logits exist at the same time
 HEAD = "head"  # the name scope of a chunk's operations in a compiled program
 
 
@@ -109,7 +109,7 @@ def row_arguments(batch: dict) -> tuple[Array, Array, Array]:
 
 
 def nll(logits: Float[Array, "n V"], labels: Int[Array, "n"]) -> Float[Array, ""]:
-    """Summed negative log-likelihood of the labels that are not IGNORE."""
+    """Summed negative log-likelihood, in nats, of the labels that are not IGNORE."""
     real = labels != IGNORE
     # IGNORE is no valid index: masked tokens read id 0, and count zero times.
     at_label = jnp.take_along_axis(logits, jnp.where(real, labels, 0)[:, None], axis=-1)[:, 0]
@@ -122,7 +122,10 @@ def summed_kl(
     labels: Int[Array, "n"],
     temperature: float = 1.0,
 ) -> Float[Array, ""]:
-    """Summed τ² · KL(teacher ‖ student) of logits over τ, where the label is not IGNORE."""
+    """Summed τ² · KL(teacher ‖ student) in nats, over the tokens whose label is not IGNORE.
+
+    Both distributions are the softmax of logits / τ; τ is ``temperature``.
+    """
     log_p = jax.nn.log_softmax(teacher / temperature)
     log_q = jax.nn.log_softmax(student / temperature)
     kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1) * temperature**2

@@ -52,6 +52,7 @@ class Placement:
         """The shardings of a step's results (:func:`train.engine.loop.make_step`), or None."""
         if self._mesh is None:
             return None
+        # Every device holds the loss, the gradient norm and the extras whole.
         return (*self.shardings((params, opt_state)), *[self.replicated] * 3)
 
     def row_sharding(self, axis: int) -> NamedSharding | None:

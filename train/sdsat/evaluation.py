@@ -61,6 +61,7 @@ def measure_decoding(
 
     accepted = []
     for row, drafts, new in zip(rows, drafts_of_rows, out.tokens, strict=True):
+        # The appended windows are the last tokens of the row.
         labels = row["labels"][len(row["tokens"]) - drafts.size :].reshape(drafts.shape)
         matches = np.cumprod(drafts == labels, axis=1).sum(1)
         # The last windows reach past the text: what they would draft there is not known.

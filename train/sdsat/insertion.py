@@ -22,7 +22,8 @@ from train.data.packing import IGNORE, Batch
 _TRAIN_STREAM = 1
 _PROBE_STREAM = 2
 PROBE_EVERY = 16  # a held-out row of T tokens gets T // 16 windows
-_SPARE_DEVIATIONS = 2  # appended tokens beyond the mean; rows that need more drop windows
+# Room for appended tokens: standard deviations above the mean. Rows that need more drop windows.
+_SPARE_DEVIATIONS = 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -201,6 +201,7 @@ def _sums(
 ) -> tuple[Array, Array, dict[str, Array], Extras]:
     """(clean nats, clean count, :func:`adaptive_sums`, what is logged)."""
     clean_labels, labels = split_labels(objective.loss, batch)
+    # In the isolated layout the adaptive tokens come last; in the others N = T.
     index = batch["index"][:, -labels.shape[1] :]
     nats, count = head.cross_entropy(streams.clean, clean_labels)
     sums = adaptive_sums(objective, head, streams.adaptive, streams.teacher, labels, index)

@@ -5,7 +5,7 @@ which embeds as it says itself, or an encoder of transformers. An encoder's last
 pooled: by default their mean, with ``cls:DIR`` the first token's, and with ``pooler:DIR`` its
 pooler's output (for SimCSE's supervised models).
 
-Axis legend: D embedding.
+Axis legend: D embedding size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``mauve:DIR``: MAUVE of completions against human continuations (Pillutla et al. 2021).
 
-Axis legend: P prompts, S tokens of a text, D hidden state.
+Axis legend: P prompts, S tokens of a text, D hidden size.
 """
 
 from __future__ import annotations

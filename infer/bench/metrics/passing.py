@@ -27,7 +27,7 @@ class Passing:
     """pass@k of n completions of which c pass: ``1 − C(n − c, k) / C(n, k)``, the mean over tasks.
 
     It is unbiased (Chen et al. 2021, equation 1). It is None if a prompt has fewer than k
-    completions, as greedy decoding, which has one.
+    completions. Greedy decoding has only one.
     """
 
     def __init__(self, k: int, guard: str | None):

@@ -68,7 +68,13 @@ class _Readers:
 
 @dataclass(eq=False)
 class ShardDocuments:
-    """Some documents of the shards, as `train.data.tokenized.Documents` says."""
+    """Some documents of the shards, as `train.data.tokenized.Documents` says.
+
+    Attributes:
+      dtype: of the ids in a record, little-endian.
+      shard, record: `[documents]` the shard of each document, and its record there.
+      lengths: `[documents]` tokens of each document.
+    """
 
     readers: _Readers
     dtype: np.dtype

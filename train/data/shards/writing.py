@@ -50,7 +50,7 @@ class Recipe:
 def make_shard(
     recipe: Recipe, number: int, pieces: Sequence[TextPiece], report: Callable[[int], None]
 ) -> None:
-    """Tokenizes the pieces into one shard and its part.
+    """Tokenizes the pieces into one shard and its part, the arrays that the index is made of.
 
     Args:
       report: called with the bytes of text of each finished batch.
