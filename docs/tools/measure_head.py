@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     """One row per batch size and part of the round."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=whole(1), nargs="+", default=[1, 8], metavar="N")
-    parser.add_argument("--positions", type=whole(128), default=2048, metavar="N")
+    parser.add_argument("--capacity", "--slots", type=whole(128), default=2048, metavar="N")
     parser.add_argument("--topology", default="v6e:2x2", help="v5e:2x4, v5p:2x2x1, …")
     scheme = "of the head alone: int8, int4:128, …"
     parser.add_argument("--quantize", type=parse_scheme, metavar="SCHEME", help=scheme)

@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("methods", nargs="*", default=["autoregressive", "speculative"])
     parser.add_argument("--target", choices=SHAPES, default="llama-3-8b")
     parser.add_argument("--batch", type=whole(1), nargs="+", default=[1, 8], metavar="N")
-    parser.add_argument("--positions", type=whole(128), default=2048, metavar="N")
+    parser.add_argument("--capacity", "--slots", type=whole(128), default=2048, metavar="N")
     held = "positions that rows hold, one for all or one for each; default: all"
     parser.add_argument("--held", type=whole(1), nargs="+", metavar="N", help=held)
     parser.add_argument("--prefill", action="store_true", help="passes over prompts instead")

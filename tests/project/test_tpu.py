@@ -51,7 +51,7 @@ def test_one_row_streams_the_weights(topology):
 
 def test_a_piece_of_a_long_prompt_costs_little_more_than_its_products():
     """2.07 in blocks of plain JAX."""
-    asked = ("--layers", "4", "--batch", "1", "--positions", "16384", "--topology", "v5e:2x4")
+    asked = ("--layers", "4", "--batch", "1", "--capacity", "16384", "--topology", "v5e:2x4")
     (row,) = measured("measure_tpu", "--prefill", *asked)
     assert float(row["over them"]) < 1.5
 
