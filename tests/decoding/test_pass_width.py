@@ -57,7 +57,7 @@ def test_they_are_not_where_passes_are_as_wide_as_their_tokens():
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["speculative", "lookup"])
 def test_greedy_bfloat16_rows_are_plain_decodings(method):
-    """Token for token, where passes are eight wide; batch slots are reused, prompts of all lengths."""
+    """Token for token: passes of eight tokens, reused batch slots, prompts of all lengths."""
     load = functools.partial(sj.load, dtype="bfloat16", pass_width=WIDTH)
     target = load("demo")
     draft = load("demo-draft") if sj.method(method).needs_draft else None
