@@ -36,8 +36,8 @@ NextLaw = Callable[[np.ndarray], np.ndarray]  # prefixes [N, n] → probabilitie
 Draw = Callable[[int, int], np.ndarray]  # (samples, seed) → tokens [samples, L]
 SAMPLES = 200_000
 ALPHA = 1e-6
-# Cells that expect fewer counts are pooled: the statistic has chi-square's distribution only in the
-# limit of many counts.
+# Cells with a lower expected count are pooled: the statistic has the chi-square distribution only
+# in the limit of many counts.
 MIN_EXPECTED = 5
 
 
@@ -110,7 +110,7 @@ def check(
     """
     law = joint(next_p, vocab, length)
     expected = law.reshape(-1) * samples
-    _pool(expected, expected)  # raises, if it must, before anything is drawn
+    _pool(expected, expected)  # raises before anything is drawn, if there is one outcome only
     tokens = np.asarray(draw(samples, seed))
     if tokens.shape != (samples, length):
         raise OptionError(f"draw gave shape {tokens.shape}, expected tokens [{samples}, {length}]")
@@ -157,8 +157,8 @@ def histogram(tokens: np.ndarray, vocab: int) -> np.ndarray:
 def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     """The p-value of counts under an exact distribution, by Pearson's chi-square test.
 
-    Cells that expect fewer than 5 counts are pooled. If an outcome of probability 0 was counted,
-    the p-value is 0.
+    Cells with an expected count below 5 are pooled. If an outcome of probability 0 was counted, the
+    p-value is 0.
 
     Args:
       counts: of each outcome, any shape.
@@ -183,6 +183,14 @@ def power(
     """The probability that the test refuses a sampler with the distribution ``other``.
 
     It follows from the noncentral chi-square distribution of the statistic.
+
+    Args:
+      law: the probability of each outcome under the right distribution.
+      other: those of the sampler, of the same shape.
+      samples: sequences that the test draws.
+      alpha: the probability that a right sampler fails.
+    Raises:
+      OptionError: the right distribution has one outcome.
     """
     law = law.reshape(-1)
     other = other.reshape(-1)
@@ -198,12 +206,12 @@ def power(
 
 
 def _pool(all_expected: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The values of the cells, float64; those that expect too few counts are summed into one cell.
+    """The values of the cells, float64; those with a low expected count are summed into one cell.
 
-    A cell that expects nothing is left out.
+    If the expected count of that one is 0, it is left out.
 
     Raises:
-      OptionError: a single cell is left.
+      OptionError: only one cell is left.
     """
     small = all_expected < MIN_EXPECTED
     expected = np.append(all_expected[~small], all_expected[small].sum())
@@ -250,7 +258,7 @@ def _accept_probability(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 def _wrong_temperature(p: np.ndarray, q: np.ndarray) -> _Step:
-    """Drafts from q, and accepts as if q had been drawn at twice the temperature."""
+    """Drafts from q, but accepts by q at twice the temperature."""
     flatter = np.sqrt(q) / np.sqrt(q).sum(-1, keepdims=True)
     return _Step(q * _accept_probability(p, flatter), _residual(p, flatter), p)
 
@@ -292,7 +300,11 @@ def speculative_joint(
     """The exact distribution of speculative sampling with one mistake, float64 ``[V] * L``.
 
     ``slip`` is one of :data:`SLIPS`. Without one the result is p's own distribution (Leviathan et
-    al. 2023, Appendix A.1).
+    al. 2023, Appendix A.1). The other arguments are those of :func:`check`.
+
+    Raises:
+      OptionError: there are too many sequences, or a distribution has rows that are no
+        probabilities.
     """
     # states[n]: the probability of each sequence so far, where n tokens of the current draft have
     # been accepted.
@@ -303,7 +315,7 @@ def speculative_joint(
         q = _probabilities(next_q, prefixes, vocab)
         after = [np.zeros(p.shape) for _ in states]
         for drafted, law in enumerate(states):
-            # The first position of a round has no position before it.
+            # A round's first position has none before it in the round: its own p and q stand in.
             previous = before if drafted and before is not None else (p, q)
             step = _STEPS[slip](p, q, *previous)
             if drafted == gamma:
@@ -326,7 +338,12 @@ _rescore = replicated(Net.rescore)
 def model_law(model: LM, prompt: Sequence[int], sampling: Sampling) -> NextLaw:
     """The distribution of a model's next token after ``prompt`` and a prefix, warp included.
 
-    ``sampling``: temperature, top-k and top-p of the warp.
+    Its columns are the ids below the model's ``vocab_limit``.
+
+    Args:
+      model: the model, possibly on a mesh.
+      prompt: token ids.
+      sampling: temperature, top-k and top-p of the warp.
     """
     prompt_ids = np.asarray(prompt, np.int32)
 

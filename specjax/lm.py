@@ -144,13 +144,13 @@ def load(
       dtype: ``float32``, ``bfloat16`` or ``float16``. None: float32 on CPUs, where it is fastest,
         and bfloat16 elsewhere.
       quantize: ``int8``, ``fp8``, ``int4`` or ``int4:GROUP``: quantizes the weights layer by layer
-        (:mod:`specjax.models.quantization`). A checkpoint of ``infer.convert --quantize`` needs
-        none.
+        (:mod:`specjax.models.quantization`). A checkpoint of ``infer.convert --quantize`` is
+        quantized already and needs no scheme here.
       cache_dtype: ``int8``: the KV cache is int8, with a scale per token and head
         (:mod:`specjax.models.quantized_cache`). None: it has the model's dtype.
       pass_width: tokens per row that short passes are padded to, 1 to 128. None: 8 on
-        accelerators, where padding is free, and 1 on CPUs. If no draft is longer, greedy output
-        in bfloat16 equals plain decoding's.
+        accelerators, where padding is free, and 1 on CPUs. As long as a draft and its root have
+        no more tokens than this, greedy output in bfloat16 equals plain decoding's.
       mesh: load onto several devices (:func:`specjax.make_mesh`), layer by layer.
       split: each device of the mesh gets a share of the weights. False: each gets a whole copy.
         Draft and target must be on the same mesh; each may be split or whole.
@@ -168,7 +168,7 @@ def load(
 def _load(
     name: str, dtype: str, pickles: bool, mesh: Mesh | None, split: bool, quantize: str | None
 ) -> LM:
-    """:func:`load` without the settings that change no array."""
+    """Reads the files for :func:`load`, which then sets ``pass_width`` and ``cache_dtype``."""
     model_directory = locate(name, (*HUB_FILES, *PICKLES) if pickles else HUB_FILES)
     delta = read_delta(model_directory)
     directory = model_directory if delta is None else locate(delta.base)
@@ -222,9 +222,9 @@ def on_mesh(model: LM, mesh: Mesh, split: bool = True) -> LM:
 def quantize(model: LM, scheme: str) -> LM:
     """A copy of a model with quantized weights, on the same devices.
 
-    Arrays that are not quantized are shared with the model. Such a copy drafts closely to the
-    model, and with a lossless rule the output keeps the model's distribution. ``draft="self:int4"``
-    means this.
+    Arrays that are not quantized are shared with the model. Such a copy is a good draft model: its
+    distribution is close to the model's. With a lossless rule the output keeps the model's
+    distribution. ``draft="self:int4"`` makes such a copy.
 
     Args:
       scheme: ``int8``, ``fp8``, ``int4`` or ``int4:GROUP``.
@@ -259,10 +259,11 @@ def own_draft(target: LM, name: str) -> LM:
 
 
 def attach(head: LM, target: LM) -> LM:
-    """A head with what it takes from its target: the layers to read, and an embedding.
+    """A head completed from its target: with the layers to read, and an embedding if it has none.
 
     Raises:
-      PairError: it is a head for another target.
+      PairError: its sizes or layers do not fit the target, so it is a head for another one.
+      ModelError: it names no layers, and the target has too few for the usual ones.
     """
     cfg = head.config
     target_cfg = target.config
@@ -394,7 +395,7 @@ def from_params(
 
 
 def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:
-    """The directory of a model; a hub id is fetched first, and of it only ``files``.
+    """The directory of a model; a hub id is downloaded first, but only its ``files``.
 
     Raises:
       ModelError: the hub does not give it.
@@ -411,7 +412,11 @@ def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:
 
 
 def base_of(name: str, files: Sequence[str] = HUB_FILES) -> Path:
-    """The directory with a model's config and weights; for a delta, the one of its base."""
+    """The directory with a model's config and weights; for a delta, the one of its base.
+
+    Raises:
+      ModelError: the hub does not give it, or its ``delta.json`` is wrong.
+    """
     directory = locate(name, (*files, DELTA))
     delta = read_delta(directory)
     return directory if delta is None else locate(delta.base, files)

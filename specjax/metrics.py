@@ -34,7 +34,10 @@ RATES = {
 
 
 def rates(counters: Mapping[str, float]) -> dict[str, float | None]:
-    """The :data:`RATES`, from the counters of one row or the sums of a job."""
+    """The :data:`RATES`, from the counters of one row or their sums over a job's rows.
+
+    A rate is None if its denominator is 0.
+    """
     values = {}
     for name, (numerator, denominator) in RATES.items():
         values[name] = ratio(counters[numerator], counters[denominator])
@@ -48,7 +51,8 @@ def speeds(
 
     ``tokens_per_second`` is emitted tokens / decode time, without prefill.
     ``time_per_output_token_s`` is the TPOT of serving benchmarks, (total time − time to first
-    token) / (emitted − 1). The tokens of a round arrive together, so it is too high by one round.
+    token) / (emitted − 1). The first round's other tokens arrive with its first one. They are
+    counted but take no time, so the value is somewhat too low.
 
     Args:
       counters: with ``emitted``.
@@ -93,7 +97,7 @@ def expected_scd_speedup(acceptance: float, gamma: int, c: float, v: float = 1.0
 def expected_scored_speedup(acceptance: float, gamma: int, c: float, v: float = 1.0) -> float:
     """Speedup of contrastive decoding with an amateur that scores all γ + 1 positions per round.
 
-    Our loop works like this.
+    specjax's contrastive decoding works like this.
     """
     return expected_block_efficiency(acceptance, gamma) / (v + c * (gamma + 1))
 
@@ -112,7 +116,7 @@ def expected_self_draft_speedup(tokens: float, passes: Sequence[float]) -> float
 
 
 def diversity(outputs: Sequence[Sequence[int]]) -> float | None:
-    """The mean over outputs of ``Π_{n=2..4} unique n-grams / n-grams``, of token ids.
+    """The mean over outputs of ``Π_{n=2..4} (unique n-grams / n-grams)``, of token ids.
 
     Outputs with fewer than 4 tokens are skipped; None if all are.
     """

@@ -47,7 +47,7 @@ class HeldOut:
 
     @property
     def sha256(self) -> str:
-        """Hash of `source`. It differs where another Python version has another text."""
+        """Hash of `source`, as hex digits. It differs if a Python version has another text."""
         return hashlib.sha256(self.source.encode()).hexdigest()
 
 
@@ -56,7 +56,7 @@ def held_out_functions(
 ) -> tuple[list[HeldOut], list[str]]:
     """The functions of the manifest, as this interpreter has them, in the manifest's order.
 
-    The order takes a function of each module in turn, so that the first few are varied.
+    The manifest takes one function of each module in turn, so that the first few are varied.
 
     Args:
       limit: the number of functions at most; None: all.
@@ -89,6 +89,9 @@ def parse_functions(text: str, module: str) -> Iterator[HeldOut]:
     """Every function and method of a source file that has a body on lines of its own.
 
     A function inside a function is a part of the outer one.
+
+    Raises:
+      SyntaxError: the text is no Python source.
     """
     lines = text.split("\n")
     for name, node in _walk(ast.parse(text), ""):

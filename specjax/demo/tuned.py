@@ -29,6 +29,11 @@ def pack(tuned: Path, directory: Path = TUNED, base: Path = BASE) -> None:
     """Writes ``tuned``'s config, and the difference of its weights to ``base``'s.
 
     Vectors are stored as float16; matrices as int8, with a float32 scale per row.
+
+    Args:
+      tuned: the directory of the tuned model.
+      directory: where the difference goes.
+      base: the directory of the model that was tuned.
     """
     base_tensors = load_file(base / WEIGHTS)
     delta = {}

@@ -1,9 +1,9 @@
 """Gated adapters: low-rank updates of a model's weights that act on its adaptive tokens alone.
 
 ``y = W x + [x is of an adaptive token] · up (down x)``, and adaptive tokens have embeddings of
-their own (gated LoRA: Samragh et al. 2025, arXiv 2507.11851, there for mask tokens). At every other
-token the product is the base model's, bit for bit. Those tokens never attend to adaptive ones, so
-all that the model computes there is the base model's, too.
+their own (gated LoRA: Samragh et al. 2025, arXiv 2507.11851, there for mask tokens). The bracket is
+1 at adaptive tokens and 0 elsewhere. At an ordinary token the product is the base model's, bit for
+bit. Ordinary tokens never attend to adaptive ones, so all their results are the base model's, too.
 
 Adapters are a tree beside the params, ``{"embed": [ids, D], "layers": {i: {module: {weight:
 {"down": [rank, in], "up": [out, rank]}}}}}``; weights without an adapter are left out. A pass with
@@ -86,7 +86,7 @@ def attach_adapters(cfg: ModelConfig, params: dict, tokens: Int[Array, "B N"]) -
     params = dict(params)
     adapters = params.pop(KEY)
     ids = distinct(cfg.adaptive_ids)
-    # By the tokens of this pass: the same adapters are on and off within one batch.
+    # The gate is per token: within one batch adapters act on some tokens and not on others.
     gate = jnp.isin(tokens, np.array(ids))
     layers = adapt(params["layers"], adapters["layers"], functools.partial(LowRank, gate=gate))
     embed = ReplacedRows(params["embed"], adapters["embed"], ids)
@@ -137,9 +137,9 @@ def fuse_adapters(cfg: ModelConfig, adapters: dict) -> dict:
 def _fuse_module(module: dict, fused_name: str, outputs: dict[str, int]) -> dict:
     """The adapters of a module, those of the matrices in ``outputs`` joined to one.
 
-    The matrices are joined row-wise, and each adapter keeps its own rank: ``down`` factors are
-    concatenated, ``up`` factors are the blocks of a block-diagonal matrix. ``outputs`` are the
-    numbers of rows; a matrix without an adapter has rows of zeros.
+    ``outputs`` has each matrix's number of rows, in the order in which they are joined. Each
+    adapter keeps its own rank: ``down`` factors are concatenated, ``up`` factors are the blocks of
+    a block-diagonal matrix. A matrix without an adapter has rows of zeros.
     """
     adapted = [name for name in outputs if name in module]
     rest = {name: pair for name, pair in module.items() if name not in adapted}

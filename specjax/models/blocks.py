@@ -244,7 +244,8 @@ class Decoder(nnx.Module):
         repeat = period(kinds)
         count = self.cfg.num_layers // repeat * repeat
         blocks = [nnx.split(self.layers[str(i)]) for i in range(count)]
-        # Layers at the same index of their period are stacked: one slice per step of the scan.
+        # Layers at the same index of their period are stacked: one slice per step of the scan. The
+        # first period's graphs, tables and `attend` indices then stand for those of every period.
         states = [[state for _, state in blocks[i::repeat]] for i in range(repeat)]
         stacked = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *group) for group in states]
 
@@ -258,8 +259,8 @@ class Decoder(nnx.Module):
             return (x, aux_states), None
 
         if remat:
-            # XLA cannot merge the recomputation with the forward pass across a scan, so the
-            # barrier against that is not needed.
+            # `prevent_cse` keeps XLA from merging the recomputation with the forward pass. Across
+            # a scan XLA cannot do so anyway, so it is off.
             run = jax.checkpoint(run, prevent_cse=False, policy=_remat_policy(remat))
         periods = (jnp.arange(0, count, repeat), stacked)
         (x, aux_states), _ = jax.lax.scan(run, (x, aux_states), periods)
@@ -274,7 +275,7 @@ def _remat_policy(remat: Remat) -> Callable | None:
 
 
 def _block_runner(table: Table, attend: Callable, rows: NamedSharding | None) -> Callable:
-    """``run(block, x)``; the table and ``attend`` are closed over, so that remat traces neither."""
+    """``run(block, x)``. It closes over the table and ``attend``, so remat traces neither."""
     return lambda block, x: constrain(block(constrain(x, rows), table, attend), rows)
 
 
@@ -287,7 +288,7 @@ def _record_aux(
     """``aux_states`` with ``x`` stored for ``layer``, if that is one of the ``aux_layers``."""
     if aux_states is None or (isinstance(layer, int) and layer not in aux_layers):
         return aux_states
-    # Inside a scan the layer is traced, so each layer's input is compared to all of `aux_layers`.
+    # Inside a scan the layer's number is traced, so it is compared with all of `aux_layers`.
     is_layer = (np.array(aux_layers) == layer)[:, None]
     return jnp.where(is_layer, x[:, :, None], aux_states)
 

@@ -44,7 +44,8 @@ class KVCache:
 
     One array per layer, not one stacked array: an update then touches one buffer and XLA writes it
     in place. Cache position s of row b holds the token at position s while
-    ``s < length[b] - 1``. What is beyond that is scratch.
+    ``s < length[b] - 1``, where ``length`` counts the row's tokens. The last token is not in the
+    cache yet: the next pass writes it. What is beyond that is scratch.
 
     A layer of a sliding window has at most ``ring_sizes[layer]`` cache positions: its window and
     :data:`RING_SPARE`. If it has that many, it is a ring: the token at position p is in cache
@@ -65,7 +66,7 @@ def ring_capacity(window: int | None) -> int | None:
     """The most cache positions of a layer with this window; None for a layer without one."""
     if window is None:
         return None
-    # A multiple of this size: the blocks of long caches then divide a ring.
+    # Rounded up to a multiple of this, so that the blocks of long caches divide a ring.
     step = RING_SPARE // 2
     return -(-(window + RING_SPARE) // step) * step
 
@@ -85,7 +86,7 @@ def ring_keeps_prefix(ring_size: int | None, prompt: int, shared: int) -> bool:
         return True
     # The last chunk writes up to `MAX_CHUNK` positions past the prompt's end.
     nothing_overwritten = prompt + MAX_CHUNK <= ring_size
-    # Half of `RING_SPARE` is for those writes; of the other half, one half is used here.
+    # Half of `RING_SPARE` is for those writes. Of the other half only one half is relied on here.
     return nothing_overwritten or prompt - shared <= RING_SPARE // 4
 
 
@@ -194,8 +195,9 @@ def write_ring(
 ) -> Float[Array, "B K S E"]:
     """:func:`write_rows` modulo the capacity: what does not fit before the end wraps around.
 
-    Two writes of N positions each, one that ends at the buffer's end at the latest, one at its
-    front. A position that gets no new entry in either is written with what it held.
+    N may not exceed the capacity. There are two writes of N positions each. The first begins at
+    ``start``, or before it so that it does not cross the buffer's end. The second begins at 0. A
+    position that gets no new entry is written with its old one.
     """
     capacity = buffer.shape[2]
     count = new.shape[2]
@@ -219,6 +221,7 @@ def write_rows(
 ) -> Float[Array, "B K S E"]:
     """Writes each row's new entries at its own start, in place under donation.
 
+    ``start + N`` may not exceed S: a slice that overflows is shifted, not cut.
     Up to :data:`UNROLLED_ROWS` rows there is one ``dynamic_update_slice`` per row. Under vmap it
     would become a scatter, which CPUs run entry by entry. For more rows it is a scatter all the
     same, because the unrolled program would grow with them.
@@ -278,8 +281,8 @@ def commit_path(cache: KVCache, start: Int[Array, "B"], path: Int[Array, "B D+1"
 def resize(tree: Any, capacity: int) -> Any:
     """``tree`` with every :class:`KVCache` in it padded or cut to ``capacity`` positions.
 
-    Cut only where no row has more tokens than that: then no ring has wrapped around yet, and the
-    positions that are cut off hold nothing.
+    Cut a cache only if no row has more tokens than ``capacity``. Then no ring has wrapped around
+    yet, and the positions that are cut off hold nothing.
     """
 
     def resize_cache(node: Any) -> Any:

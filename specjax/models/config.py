@@ -19,8 +19,11 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 class RopeConfig:
     """Rotary embedding: its base frequency, and how it is stretched to longer contexts.
 
-    ``kind`` is the checkpoint's ``rope_type``. For ``dynamic`` the frequencies stay those of the
-    configured length: if they followed the running length, they would invalidate the KV cache.
+    ``kind`` is the checkpoint's ``rope_type``, one of :data:`ROPE_KINDS`. The other fields are
+    transformers' rope settings; ``original_max_position`` is in tokens.
+
+    For ``dynamic`` the frequencies stay those of the configured length. If they followed the
+    running length, they would invalidate the KV cache.
     """
 
     theta: float = 10000.0
@@ -45,6 +48,9 @@ class ModelConfig:
     picks the module (:mod:`specjax.models.families`). ``adaptive_ids`` are the adaptive tokens of a
     model that SDSAT tuned, one per index in a window of the trained length L: L times the same id,
     or L distinct ids.
+
+    Raises:
+      ModelError: the key heads do not divide the heads, or an odd number of entries is rotated.
     """
 
     family: str
@@ -114,6 +120,10 @@ class ModelConfig:
         """A Llama of these sizes.
 
         ``num_kv_heads`` defaults to ``num_heads``, ``head_dim`` to ``hidden_size / num_heads``.
+        ``other`` are further fields of the config.
+
+        Raises:
+          ModelError: the heads do not divide the hidden size, or the key heads the heads.
         """
         if head_dim is None and hidden_size % num_heads:
             raise ModelError(f"num_heads={num_heads} must divide hidden_size={hidden_size}")
@@ -141,7 +151,10 @@ class ModelConfig:
 
 
 def period(kinds: Sequence[Any]) -> int:
-    """After how many layers the kinds of layers repeat."""
+    """The number of layers after which the kinds repeat; all of them if they never do.
+
+    The last repetition may be incomplete.
+    """
     for n in range(1, len(kinds)):
         if kinds[n:] == kinds[:-n]:
             return n

@@ -57,7 +57,8 @@ def init_params(cfg: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) ->
 def _for_all_layers(cfg: ModelConfig, fused: bool, *extract: Callable) -> dict:
     """``extract`` of each parameter, by default its ``ShapeDtypeStruct``, as a nested dict.
 
-    All layers have the same parameters, so only one is made: many take quadratic time.
+    All layers have parameters of the same shapes, so only one layer is made. The time to make
+    them grows with the square of their number.
     """
     single = dataclasses.replace(cfg, num_layers=1, sliding_layers=None)
     tree = nnx.to_pure_dict(_abstract_module(single, fused)[1], *extract)
@@ -76,7 +77,10 @@ def param_axes(cfg: ModelConfig, fused: bool = False) -> dict:
 
 
 def part_axes(cfg: ModelConfig, params: dict) -> dict:
-    """:func:`param_axes` of params in the inference layout, which may be a part of the tree."""
+    """:func:`param_axes` of ``params`` in the inference layout.
+
+    ``params`` may be only a part of the tree, such as one layer.
+    """
     axes = param_axes(cfg, fused=True)
     layers = dict.fromkeys(params.get("layers", ()), axes["layers"]["0"])
     whole = axes | {"layers": layers}
@@ -84,7 +88,7 @@ def part_axes(cfg: ModelConfig, params: dict) -> dict:
 
 
 def num_params(cfg: ModelConfig) -> int:
-    """Number of parameters, a tied head counted once; of a split model those of one device."""
+    """Number of parameters. A tied head counts once; a split model counts one device's share."""
     count = functools.partial(size_per_device, cfg)
     return sum(jax.tree.leaves(jax.tree.map(count, param_shapes(cfg), param_axes(cfg))))
 
@@ -118,7 +122,7 @@ def logits_of(
     cap = cfg.logit_softcap
     if cap is not None:
         logits = cap * jnp.tanh(logits / cap)
-    # Known before tracing: a model without such ids has no operation for them.
+    # A numpy mask is known at trace time: a model without such ids gets no operation for them.
     is_adaptive = np.isin(np.arange(logits.shape[-1]), cfg.adaptive_ids)
     if not is_adaptive.any():
         return logits
@@ -166,7 +170,7 @@ def hidden_states(
     Args:
       positions: int32, within the document.
       segments: int32, 0 is padding. A token attends causally within its segment, unless
-        ``mask_fn`` says otherwise. Sliding windows are added to either.
+        ``mask_fn`` says otherwise. A layer's sliding window limits either mask further.
       aux_layers: layers whose inputs at every token are returned, too.
       mask_fn: which tokens a token sees, by the metadata of both; causal by default.
       meta: further per-token metadata for ``mask_fn``, ``[B, T, ...]`` each.
@@ -204,7 +208,7 @@ def _sequence_attention(
     backend: str,
     rows: NamedSharding | None,
 ) -> blocks.Attend:
-    """Attention of every layer to its own sequence; layers of one window share what it needs."""
+    """Each layer's attention within the sequences; layers of the same window share its masks."""
     transform = _score_transform(cfg)
     windows = cfg.windows
     make_attention = _dense_attention if backend == "dense" else long_attention
@@ -278,8 +282,8 @@ def forward(
       base: int32, the number of committed tokens; ``start`` by default. It is below ``start`` if
         a tree grows level by level; T then also counts the levels that are already written.
       tree_positions: positions of those T tokens, read only under a sliding window or ALiBi.
-      pass_width: a pass over fewer tokens is padded to so many with copies of the last one. What
-        those compute is returned, but not written.
+      pass_width: a pass over fewer tokens is padded to this many with copies of the last one. The
+        copies' results are returned, but not written to the cache.
       aux_layers: layers whose inputs at every token are returned, too.
       features: what a draft head reads beside the tokens (:mod:`specjax.models.head`).
 
@@ -301,7 +305,7 @@ def forward(
 
 
 class _Queries(NamedTuple):
-    """What the new tokens of a pass see: see :func:`specjax.models.attention.dense.cache_mask`."""
+    """The arguments of :func:`specjax.models.attention.dense.cache_mask` that all layers share."""
 
     positions: Int[Array, "B N"]
     base: Int[Array, "B"]
@@ -321,7 +325,7 @@ class _LayerKind(NamedTuple):
 class _CacheAttention:
     """``attend(layer, q, k, v)`` that first writes the new keys and values to the cache.
 
-    So new tokens see each other and the committed ones in one read of the cache.
+    New tokens then see each other and the committed ones in one read of the cache.
     """
 
     def __init__(
@@ -383,7 +387,7 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
         distance = dense.chain_distances(positions, capacity)
         mask = dense.in_window(distance, window)
     last_visible = base + count - 1
-    # Blocks before the window are skipped. In a ring they may hold newer tokens.
+    # Blocks before the window are skipped, except in a ring: there they may hold newer tokens.
     skip_window = None if is_ring else window
 
     def attend(q, k, v):

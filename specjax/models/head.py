@@ -63,8 +63,8 @@ def head_states(
     Args:
       tokens: int32; at index i the token after the one of ``features[:, i]``.
       positions, segments, and the others: as for
-        :func:`specjax.models.forward_pass.hidden_states`. A ``mask_fn`` of the ``meta`` makes
-        several drafted steps possible in one sequence.
+        :func:`specjax.models.forward_pass.hidden_states`. With a ``mask_fn`` that reads ``meta``,
+        one sequence can hold several drafted steps.
     """
     return hidden_states(
         cfg,

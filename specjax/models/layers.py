@@ -33,9 +33,10 @@ def linear(
 ) -> Float[Array, "... o"]:
     """``x @ weight.T + bias`` with weights as Hugging Face stores them, ``[out, in]``.
 
-    Every product with a weight is this one. The codes of a quantized weight are cast to the
-    activations' dtype; for codes of 8 bits that is exact even in bfloat16. One scale per output
-    multiplies the product after its float32 sum.
+    Every product with a weight goes through this function. The codes of a quantized weight are cast
+    to the activations' dtype; for codes of 8 bits that is exact even in bfloat16. One scale per
+    output multiplies the product after its float32 sum. A :class:`LowRank` weight adds its update
+    at the tokens where its gate is true.
     """
     if isinstance(weight, LowRank):
         y = linear(x, weight.base)
@@ -81,8 +82,8 @@ def _matmul(
 def _grouped_matmul(x: Float[Array, "... i"], weight: Grouped) -> Float[Array, "... o"]:
     """One product per group of inputs, each scaled after its float32 sum.
 
-    The sums of all groups exist at once. With more rows they would take more memory than the dense
-    weight, so that is made instead; on CPUs always.
+    The sums of all groups exist at once. With more rows than half a group's inputs they would take
+    more memory than the dense weight. Then, and always on a CPU, the dense weight is made instead.
     """
     rows = math.prod(x.shape[:-1])
     size = weight.shape[1] // weight.groups
@@ -99,8 +100,8 @@ def _grouped_matmul(x: Float[Array, "... i"], weight: Grouped) -> Float[Array, "
 def _rows_to_pad(rows: int) -> int:
     """Rows to add before a product on a CPU, whose kernel is fast for tiles of 8 and 16 rows.
 
-    What is left over takes slow paths: five rows cost a sixth more than eight, and nine half as
-    much again as sixteen.
+    Rows that do not fill a tile take slow paths: five rows cost a sixth more than eight, and nine
+    cost 1.5 times as much as sixteen.
     """
     if 4 < rows < 8:
         return 8 - rows
@@ -226,7 +227,7 @@ def _yarn(rope: RopeConfig, head_dim: int, inverse: np.ndarray) -> tuple[np.ndar
     """Stretches low frequencies, keeps high ones, and interpolates in between."""
 
     def dimension_of(rotations: float) -> float:
-        """The dimension that turns so many times over the original context."""
+        """The (fractional) dimension that makes this many rotations over the original context."""
         ratio = rope.original_max_position / (rotations * 2 * math.pi)
         return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
 

@@ -44,7 +44,7 @@ def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
                 f"{x.groups} groups of {x.shape[1] // x.groups} inputs ({axes[1]}) cannot be "
                 f"split over {AXIS}={count} devices; choose int4:GROUP so that they can, or int8"
             )
-        # Its codes and scales have inputs or groups first, then outputs.
+        # The codes are [I, O] and the scales [G, O]: the axes are swapped.
         transposed = PartitionSpec(*whole[::-1])
         return dataclasses.replace(x, codes=transposed, scales=transposed)
 
@@ -90,7 +90,10 @@ def put_whole(x: Array, sharding: NamedSharding) -> Array:
 
 
 def adapter_specs(cfg: ModelConfig, adapters: dict) -> dict:
-    """How each adapter in the inference layout is split: as its weight; the rank never is."""
+    """How each adapter in the inference layout is split: as its weight is.
+
+    The axis of the rank is never split.
+    """
     axes = param_axes(cfg, fused=True)["layers"]["0"]
 
     def pair(part: str, name: str) -> dict:
@@ -125,8 +128,8 @@ def _order_by_device(cfg: ModelConfig, block: dict, count: int) -> dict:
     def reorder(name: str, module: Any) -> Any:
         if name not in orders:
             return module
+        # Every leaf has an axis of outputs, except an adapter's factor `down`.
         reordered = {key: by_output(orders[name], x) for key, x in module.items() if key != DOWN}
-        # An adapter's factor `down` alone has no axis of outputs.
         return module | reordered
 
     return {
@@ -136,7 +139,7 @@ def _order_by_device(cfg: ModelConfig, block: dict, count: int) -> dict:
 
 
 def _row_orders(cfg: ModelConfig, count: int) -> dict[str, Callable[[Array], Array]]:
-    """For each joined product, what orders the rows of a leaf by device."""
+    """For each joined product, the function that orders the rows of a leaf by device."""
     queries = cfg.num_heads * cfg.head_dim
     keys = cfg.num_kv_heads * cfg.head_dim
     # With fewer key heads than devices, several devices get a copy of the same one.

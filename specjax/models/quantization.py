@@ -1,9 +1,9 @@
 """Quantizing weights: which ones, by which scheme, and how many bytes that takes.
 
-Symmetric and weight-only. Codes are ``round(w / scale)``, so an entry is off by at most half a
-scale (fp8: by a sixteenth of itself, or 2⁻¹⁰ scales). Norms, biases and position tables are not
-quantized. Tables (embedding, head) have one scale per id in every scheme, and at least 8 bits: a
-look-up reads one row, and a tied head multiplies with the same table.
+Quantization is symmetric and weight-only. Codes are ``round(w / scale)``, so an entry is off by at
+most half a scale (fp8: by a sixteenth of itself, or 2⁻¹⁰ scales). Norms, biases and position tables
+are not quantized. Tables (embedding, head) have one scale per id in every scheme, and at least 8
+bits: a look-up reads one row, and a tied head multiplies with the same table.
 
 Axis legend: O outputs, I inputs, G groups of inputs.
 """

@@ -42,7 +42,7 @@ class Quantized:
         raise NotImplementedError
 
     def by_output(self, function: Callable[[Any], Any]) -> Quantized:
-        """With its outputs rearranged by a function of the first axis."""
+        """A copy with its outputs rearranged; ``function`` gets arrays with the outputs first."""
         raise NotImplementedError
 
 
@@ -106,7 +106,7 @@ def is_quantized(weight: Any) -> bool:
 
 
 def by_output(function: Callable[[Any], Any], weight: Any) -> Any:
-    """``function`` of a weight's first axis, be it quantized or an array."""
+    """A weight with ``function`` applied along its outputs; it may be quantized or an array."""
     if is_quantized(weight):
         return weight.by_output(function)
     return function(weight)

@@ -37,7 +37,7 @@ KVBuffer = QuantizedKV | Float[Array, "B K S E"]  # one layer's keys, or its val
 
 
 def quantize_kv(x: Float[Array, "B K S E"]) -> QuantizedKV:
-    """The nearest codes, and float32 scales."""
+    """Codes rounded to the nearest, and one float32 scale per token and head."""
     x = x.astype(jnp.float32)
     scales = jnp.abs(x).max(-1, keepdims=True) / MAX_CODE
     # A token of zeros has scale 0: dividing by 1 instead keeps its codes 0.
@@ -59,7 +59,10 @@ def weighted_values(
     *,
     result_dtype: DTypeLike | None = None,
 ) -> Float[Array, "B K R E"]:
-    """``weights @ v``, computed in ``dtype``; the result is of ``result_dtype``, or of that."""
+    """``weights @ v``, computed in ``dtype``.
+
+    The result has ``result_dtype``; None: it has ``dtype``.
+    """
     if isinstance(v, QuantizedKV):
         weights = weights * v.scales[..., 0][:, :, None]
         v = v.codes.astype(dtype)

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back, incremental decoding, prompts of chats.
+"""Tokenizers: text to token ids and back, incremental decoding, chat prompts.
 
 A tokenizer is read from ``tokenizer.json``, which takes 0.05 s. transformers is imported only for
 directories without that file.
@@ -61,7 +61,14 @@ SETTINGS = dict.fromkeys(SPECIAL, either(TEXT, _object_of_texts("content"))) | {
 
 
 class Tokenizer:
-    """Encodes and decodes texts; knows which ids exist and how it differs from another."""
+    """Encodes and decodes texts; knows which ids exist and how it differs from another.
+
+    Args:
+      backend: the tokenizer of the ``tokenizers`` library.
+      chat_template: in Jinja; None: the model has none.
+      special: the special tokens that the template may name, such as ``bos_token``.
+      source: the model that it belongs to; errors name it.
+    """
 
     def __init__(
         self,
@@ -136,10 +143,10 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def token_bytes(self) -> list[bytes]:
-        """The bytes of UTF-8 that each id adds to a text; none for special tokens.
+        """The UTF-8 bytes that each id adds to a text; empty for special tokens and unused ids.
 
-        They are read from the token itself: byte-level vocabularies have a character per byte, and
-        SentencePiece's write a space as ``▁``.
+        The bytes are read from the token itself. Byte-level vocabularies have a character per byte;
+        SentencePiece writes a space as ``▁``.
         """
         decoder = json.loads(self._backend.to_str())["decoder"]
         byte_level = "ByteLevel" in json.dumps(decoder)
@@ -203,9 +210,9 @@ class Tokenizer:
 class IncrementalDecoder:
     """Decodes a sequence piece by piece; the pieces joined are ``decode`` of all its ids.
 
-    New tokens are decoded together with the ones before: decoded alone they could lose a leading
-    space. An incomplete UTF-8 character is kept back until it is complete. So is a run of byte
-    tokens, because decoders judge the validity of a run as a whole.
+    New tokens are decoded with the ones before them: decoded alone they could lose a leading space.
+    An incomplete UTF-8 character is kept back until it is complete. So is a run of byte tokens,
+    because a decoder checks the whole run for validity.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -214,7 +221,7 @@ class IncrementalDecoder:
         self._pending: list[int] = []  # ids whose text has not been returned yet
 
     def push(self, ids: Sequence[int]) -> str:
-        """Adds tokens; the new text that later tokens cannot change any more."""
+        """Adds tokens; returns the new text that no later token can change, which may be empty."""
         self._pending += map(int, ids)
         piece = self._pending_text()
         if piece.endswith(REPLACEMENT) or self._tokenizer.ends_in_byte(self._pending):

@@ -227,6 +227,7 @@ def dense_attention(
 ) -> Float[Array, "B N H E"]:
     """Softmax attention over the whole key axis; scores and softmax in float32.
 
+    A query that sees nothing gets the mean of all values, which means nothing.
     ``distance``, which only ALiBi reads, is :func:`distances` or :func:`cache_distances`.
     """
     n = q.shape[1]

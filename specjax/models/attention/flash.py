@@ -48,8 +48,8 @@ MIN_BLOCK = 256
 class FlashBlocks(NamedTuple):
     """Which blocks of keys each block of queries visits, for all rows of a batch.
 
-    ``order[i]`` lists the blocks of keys: first those that every query of block i sees whole, then
-    those seen in part, then the others. ``order[i, :whole[i]]`` need no mask,
+    ``order[i]`` lists the blocks of keys: first those that every query of block i sees in full,
+    then those seen in part, then the others. Blocks ``order[i, :whole[i]]`` need no mask;
     ``order[i, seen[i]:]`` are skipped.
     """
 
@@ -75,7 +75,10 @@ def block_size(rows: int, groups: int) -> int:
 
 
 def find_blocks(mask: MaskFn, query: Meta, key: Meta, block: int) -> FlashBlocks:
-    """The blocks that a mask lets queries see: made once, for all layers and both passes."""
+    """The blocks that a mask lets queries see.
+
+    Made once for all layers that share the mask, and for the forward and the backward pass.
+    """
     query = _pad_meta(query, block)
     key = _pad_meta(_with_real(key), block)
 
@@ -141,6 +144,7 @@ def _without_lse(
     metas: tuple[Meta, Meta],
     blocks: FlashBlocks,
 ) -> Float[Array, "K B G N E"]:
+    """The result of :func:`_forward` alone: the function that gets a custom gradient."""
     return _forward(static, q, k, v, metas, blocks)[0]
 
 
@@ -226,7 +230,10 @@ class _HeadGrads(NamedTuple):
 
 
 def _backward(static: _Static, kept, d_out):
-    """Computes the scores again, a block at a time: five products per block."""
+    """The gradients of q, k and v; the metadata and the tables have none.
+
+    The scores are computed again, a block at a time: five products per block.
+    """
     q, k, v, metas, blocks, out, lse = kept
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
 
@@ -293,7 +300,7 @@ def _visit_blocks(
 ) -> Any:
     """Folds ``visit(masked, step, state)`` over the blocks of keys that query block ``i`` sees.
 
-    Two loops, because blocks that are seen whole need no mask.
+    Two loops, because blocks that are seen in full need no mask.
     """
     whole = blocks.whole[i]
     seen = blocks.seen[i]

@@ -1,11 +1,11 @@
 """Attention over a long cache, at a cost that follows what its rows hold, not its capacity.
 
 The capacity is static, a bucket; what the rows hold is not. So attention visits the cache in
-blocks of positions and stops after the last one that anything is seen of. The blocks are joined by
+blocks of positions and stops after the last block that any query sees. The blocks are joined by
 an online softmax, which carries the largest score, the sum of weights and the weighted values.
 
 Rows share a loop as long as at least half of them need a block. After that each row that reaches
-further goes on alone. Blocks that every query sees whole come first and need no mask.
+further goes on alone. Blocks that every query sees in full come first and need no mask.
 
 Axis legend: B rows, N queries, S cache positions, H query heads, K key heads, G = H/K, R = G·N,
 E head size.
@@ -41,17 +41,17 @@ from specjax.models.quantized_cache import KVBuffer, QuantizedKV, weighted_value
 # A cache is read whole up to this capacity, if the pass has no more scores than that.
 DENSE_CAPACITY = 4096
 DENSE_SCORES = 1 << 26
-# Otherwise the scores of one block are at most so many, which fit a TPU's vector memory. The least
-# number of positions is what makes an iteration of the loop worth it.
+# Otherwise a block has at most `BLOCK_SCORES` scores, which fit a TPU's vector memory. With fewer
+# than `MIN_BLOCK` positions an iteration of the loop costs more than it computes.
 BLOCK_SCORES = 1 << 22
 MIN_BLOCK = 512
 MAX_BLOCK = 4096
 # Row-major. Left alone, a TPU's compiler chooses the layout that the cache's writes or one of its
 # two products prefer, and transposes the whole cache for the others.
 ROW_MAJOR = Layout((0, 1, 2, 3))
-# From so many queries of a key head on, the sum of weights is computed as one more column of the
-# product with the values: else the weights would be computed twice, once for each. A TPU multiplies
-# by a tile of 8 columns faster than by one.
+# From this many queries of a key head on, the sum of weights is one more column of the product with
+# the values. Otherwise the weights would be computed twice: for the sum and for the product. A TPU
+# multiplies by a tile of 8 columns faster than by one.
 SUM_IN_PRODUCT = 512
 SUM_COLUMNS = 8
 # The names of the loops in a compiled program.
@@ -86,10 +86,10 @@ def choose_blocks(rows: int, queries: int, capacity: int) -> tuple[bool, int]:
 
 
 def shared_blocks(end: Int[Array, "B"]) -> Int[Array, ""]:
-    """How many blocks all rows visit in the shared loop, given where each one's blocks end.
+    """How many blocks all rows visit in the shared loop, given where each row's blocks end.
 
-    As many as half of the rows need. A row alone costs about twice its share of the loop, so
-    beyond that the longer rows are cheaper one by one.
+    As many as half of the rows need: the lower median. A row alone costs about twice its share of
+    the loop, so beyond that the longer rows are cheaper one by one.
     """
     return jnp.sort(end)[(end.shape[0] - 1) // 2]
 
@@ -108,8 +108,8 @@ def cached_attention(
 ) -> Float[Array, "B N H E"]:
     """:func:`specjax.models.attention.dense.dense_attention` by blocks of cache positions.
 
-    In passes of one width a token's result has the same bits however many tokens run beside it:
-    the blocks have the same positions, whatever the queries are.
+    If passes are padded to the same number of tokens, a token's result has the same bits whatever
+    the other tokens are: the blocks have the same positions for any queries.
 
     Args:
       positions: int32, of the queries. In a chain they are also their cache positions.
@@ -146,7 +146,7 @@ def _block_range(
     window: int | None,
     block: int,
 ) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
-    """The first block that each row sees anything of, and the one after the last."""
+    """The first block that any query of each row sees, and the one after the last."""
     # In a ring the position may be beyond the capacity: then all blocks are visited.
     end = jnp.minimum(last_visible, capacity - 1) // block + 1
     begin = jnp.zeros_like(end)
@@ -216,7 +216,7 @@ class _BlockReader:
 
         distance = chain_distances(take(self.positions), self.block) - first
         mask = in_window(distance, self.window) if masked else None
-        # The positions are repeated for the G heads of a key head; ALiBi reads each once.
+        # The N positions are repeated for the G heads of a key head; ALiBi reads them once.
         return mask, distance[:, : self.tokens] if alibi else None
 
 
@@ -296,7 +296,8 @@ def _visit_single_rows(
     One loop over all (row, block) pairs, a pair per iteration: rows without such blocks cost
     nothing.
     """
-    # The number of the iteration at which each row's blocks are done.
+    # The iteration before which each row's blocks are done. A row's last block, `end - 1`, is
+    # visited in iteration `done_at - 1`, so a block is counted back from the row's end.
     done_at = jnp.cumsum(jnp.maximum(end - begin, 0))
 
     def step(iteration, state: SoftmaxState) -> SoftmaxState:

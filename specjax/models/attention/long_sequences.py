@@ -1,7 +1,8 @@
 """Attention over long sequences, as in training: the one place that chooses an implementation.
 
-On TPU it is JAX's splash attention where that supports the mask, in all other cases our own blocks.
-(cuDNN, by ``jax.nn.dot_product_attention``, supports no packed documents.)
+On TPU it is JAX's splash attention, if that supports the mask. In all other cases it is
+:mod:`~specjax.models.attention.flash`. (cuDNN, which ``jax.nn.dot_product_attention`` can call,
+supports no packed documents.)
 
 Axis legend: B rows, N tokens, H query heads, K key heads, E head size.
 """
@@ -36,7 +37,7 @@ def long_attention(
       meta: metadata of the tokens, ``[B, N, ...]`` each.
       groups: query heads per key head.
       rows: how the rows of a batch are sharded over devices. Each device then runs its own rows,
-        and skips what those do not see.
+        and skips the blocks that those do not see.
     """
     if jax.default_backend() != "tpu" or not splash.supports(mask, transform):
         return _by_blocks(mask, meta, meta, transform, groups, rows)
@@ -99,7 +100,7 @@ def _by_blocks(
     count, _ = rows.shard_shape(shape) if rows else shape
     block = block_size(count, groups)
 
-    # The tables get a first axis of one per device, over which they are sharded like rows.
+    # Each device's tables get a first axis of size 1, over which they are sharded as rows are.
     def make_table(query, key):
         return jax.tree.map(lambda x: x[None], find_blocks(mask, query, key, block))
 

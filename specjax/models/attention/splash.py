@@ -1,11 +1,11 @@
 """JAX's TPU kernel, splash attention: for packed documents, and what its other uses share.
 
-The kernel's own masks are of places in a row: it knows causal and sliding masks before it runs,
-and skips the blocks that they hide. Documents are told apart by segment ids, which mask scores but
-skip no block.
+The kernel's own masks depend only on places in a row. It knows causal and sliding masks before it
+runs, and skips the blocks that they hide. Documents are told apart by segment ids, which mask
+scores but skip no block.
 
-Other masks depend on data. There the kernel gets one int32 code per query, from which a mask
-function computes what it sees, and a table of the blocks to visit
+Other masks depend on data. For those the kernel gets one int32 code per query, from which a mask
+function computes what the query sees, and a table of the blocks to visit
 (:mod:`~specjax.models.attention.splash_windows`, :mod:`~specjax.models.attention.splash_chunk`).
 
 The kernel is imported where it runs: at the top of the file, it would cost every program a tenth
@@ -42,13 +42,13 @@ class SplashBlocks(NamedTuple):
     product: int
 
     def wide(self, count: int) -> int:
-        """Keys of a block in the backward pass over ``count`` keys, which it has to divide."""
+        """Keys of a block in the backward pass; a block has to divide all ``count`` keys."""
         if count % self.backward == 0:
             return self.backward
         return self.keys
 
 
-# The sizes with the fewest bundles in the TPU compiler's schedule.
+# The sizes for which the TPU compiler schedules the fewest instruction bundles.
 BLOCKS = SplashBlocks(queries=1024, keys=1024, backward=2048, product=512)
 
 
@@ -164,7 +164,7 @@ def block_sizes(blocks: SplashBlocks, count: int):
 
 
 def head_parts(k: Float[Array, "B K N E"]) -> int:
-    """In how many groups the heads run: two if possible.
+    """The number of groups in which the heads run: two if possible.
 
     One call of the backward pass occupies only one of a chip's two cores.
     """
@@ -172,7 +172,7 @@ def head_parts(k: Float[Array, "B K N E"]) -> int:
 
 
 def scale_queries(q: Float[Array, "B N H E"], transform: ScoreTransform) -> Float[Array, "B H N E"]:
-    """The kernel has no scale of its own, and takes heads before tokens."""
+    """``q`` with heads before tokens, and scaled: the kernel has no scale of its own."""
     scale = transform.query_scale(q.shape[-1])
     return (q * jnp.asarray(scale, q.dtype)).transpose(0, 2, 1, 3)
 
@@ -186,7 +186,7 @@ def split_heads(x: Float[Array, "B H N E"], count: int, parts: int) -> Float[Arr
 def join_heads(out: Any, count: int) -> Float[Array, "B N H E"]:
     """The kernel's ``[B, P, H/P, M, E]`` without its padding; the inverse of :func:`split_heads`.
 
-    (The kernel's result is typed as a union, of which it gives the array.)
+    ``out`` is ``Any``, because the kernel's result is typed as a union; here it is an array.
     """
     out = out.reshape(len(out), -1, *out.shape[3:])
     return out[:, :, :count].transpose(0, 2, 1, 3)

@@ -22,7 +22,7 @@ from specjax.models.attention.dense import SCALE_ONLY, ScoreTransform, in_window
 from specjax.models.attention.splash import BLOCKS, SplashBlocks
 from specjax.models.quantized_cache import KVBuffer, QuantizedKV
 
-CHUNK_MULTIPLE = 256  # chunks of a multiple of so many tokens are worth the kernel
+CHUNK_MULTIPLE = 256  # tokens; the kernel is worth it for chunks that are a multiple of this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _PositionMask:
 
 
 def supports_chunk(tokens: int, transform: ScoreTransform, cache: KVBuffer) -> bool:
-    """Whether :func:`chunk_attention` should run a pass of so many tokens a row."""
+    """Whether :func:`chunk_attention` should run a pass of ``tokens`` tokens per row."""
     wide_on_tpu = jax.default_backend() == "tpu" and tokens % CHUNK_MULTIPLE == 0
     return wide_on_tpu and not transform.alibi and not isinstance(cache, QuantizedKV)
 
@@ -58,7 +58,7 @@ def chunk_attention(
 
     Args:
       window: positions that a query sees, its own included.
-      blocks: all but ``backward`` counts; a block's keys are cache positions.
+      blocks: a block's keys are cache positions; ``backward`` is not used.
       interpret: run without a TPU, slowly.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels

@@ -44,11 +44,12 @@ class WindowTables(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WindowMask:
-    """Whether a query with a code sees a key: one before the window's start, or of the window.
+    """Whether a query with a code sees a key.
 
-    A code packs three numbers into an int32, with as many bits as each needs: the place where the
-    window starts, the query's number behind the ``clean`` tokens, and its index in the window.
-    Documents are told apart by segment ids.
+    It sees the keys before its window's start, and those of the window up to itself. A code packs
+    three numbers into an int32, with as many bits as each needs, the first one highest: the place
+    where the window starts, the query's number after the ``clean`` tokens, and its index in the
+    window. Documents are told apart by segment ids.
     """
 
     clean: int
@@ -67,7 +68,7 @@ class _WindowMask:
         return (((start << query_bits) | query) << index_bits) | index
 
     def __call__(self, code: Array, key: Array) -> Array:
-        """``key`` is a place."""
+        """``code`` is a query's, ``key`` a place; both int32."""
         _, query_bits, index_bits = self.bits
         start = code >> (query_bits + index_bits)
         query = (code >> index_bits) & ((1 << query_bits) - 1)
@@ -92,7 +93,12 @@ def supports_windows(mask: MaskFn, transform: ScoreTransform, count: int) -> boo
 def make_window_tables(
     mask: Isolated, meta: Meta, blocks: SplashBlocks = WINDOW_BLOCKS
 ) -> WindowTables:
-    """Tables for rows ``[B, clean + A]`` in which positions rise by one within a segment."""
+    """Tables for rows ``[B, clean + A]`` in which positions rise by one within a segment.
+
+    Args:
+      mask: one for which :func:`supports_windows` holds.
+      meta: what ``mask`` reads, ``[B, clean + A]`` each.
+    """
     clean = mask.clean
     count = meta["position"].shape[1]
     queries = count - clean
@@ -124,8 +130,8 @@ def _document_starts(meta: Meta, clean: int) -> Int[Array, "B A"]:
     """The place of position 0 of the document of each window's token."""
     segments = meta["segment"]
     places = jnp.arange(clean, dtype=jnp.int32)
-    # By segment, of which there are at most as many as clean tokens. All tokens of a segment write
-    # the same value.
+    # Indexed by segment, of which there are at most as many as clean tokens. All tokens of a
+    # segment write the same value, place - position.
     starts = jnp.zeros((len(segments), clean + 1), jnp.int32)
     rows = jnp.arange(len(segments))[:, None]
     starts = starts.at[rows, segments[:, :clean]].set(
@@ -139,8 +145,9 @@ def _overlaps(
 ) -> Bool[Array, "B I J"]:
     """Whether the ranges of a block of queries overlap a block of ``wide`` keys.
 
-    ``begins`` to ``ends`` is the range of each query. A block's range is from the first begin to
-    the last end, which may visit a block that no query sees; the kernel masks it then.
+    Each query's range is ``begins`` to ``ends``, without the end. A block's range goes from the
+    first begin to the last end. It may include a block of keys that no query sees: the kernel then
+    masks that one.
     """
     rows, queries = begins.shape
     low = jnp.arange(keys // wide, dtype=jnp.int32) * wide

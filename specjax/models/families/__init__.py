@@ -33,10 +33,11 @@ from specjax.models.hf.names import Names
 class Family(NamedTuple):
     """One family: its module, its tensor names, its config translation both ways.
 
-    ``complete(cfg, tensors)`` gives the config with what only a checkpoint's tensors say;
-    ``tensors`` has a function that reads each, by name. ``buffers(cfg)`` gives a checkpoint's
-    tensors that are no parameters. Configs are the family's own subclass, so they are not typed
-    more closely here.
+    ``from_hf`` raises :class:`ModelError` for a value that is wrong or not supported.
+    ``complete(cfg, tensors)`` gives the config with what only a checkpoint's tensors show;
+    ``tensors`` maps each name to a function that reads that tensor. ``buffers(cfg)`` gives a
+    checkpoint's tensors that are no parameters. A family's configs may be a subclass of its own, so
+    they are not typed more closely here.
     """
 
     module: type[Decoder]

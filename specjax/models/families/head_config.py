@@ -34,8 +34,8 @@ class HeadConfig(ModelConfig):
       draft_ids: the bytes of an int32 array ``[v]``, the target's id of each draft id, ascending.
         None: the draft vocabulary is the target's. Bytes, so that the config can be hashed.
       norm_before_residual: the residual stream starts after the norm of the features.
-      norm_before_fc: one norm over the P states together, before they are joined.
-      fc_norm: a norm for each of the P states, before they are joined.
+      norm_before_fc: one norm over the concatenated P states, before the product that joins them.
+      fc_norm: a norm for each of the P states, before they are concatenated.
       norm_output: the next drafted step reads normed hidden states.
       own_embedding: False: the head reads its target's embedding.
       verifier: the model that the head was made for, if its checkpoint says so.
@@ -63,6 +63,8 @@ class HeadConfig(ModelConfig):
         Args:
           ids: int ``[v]``, the target's ids that the head drafts; None: all of them.
           other: further fields. ``layer_ids`` default to :func:`usual_layers`.
+        Raises:
+          ModelError: the target has too few layers for the default, or ``ids`` cannot be used.
         """
         names = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
         names += ("intermediate_size", "max_position", "norm_eps", "eos_ids", "bos_id", "pad_id")

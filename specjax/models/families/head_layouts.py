@@ -112,7 +112,7 @@ def from_hf(config: hf_config.Config) -> HeadConfig:
         **fields,
         target_size=hf_config.size(config, "target_hidden_size", layer.hidden_size),
         layer_ids=tuple(layer_ids or ()),
-        # Stands for the number of draft ids; the tensors name the ids themselves.
+        # A placeholder with the right number of draft ids; the tensors name the ids themselves.
         draft_ids=pack_ids(np.arange(draft_size), layer.vocab_size),
         verifier=_verifier(config),
     )
@@ -175,7 +175,7 @@ def buffers(cfg: HeadConfig) -> dict[str, np.ndarray]:
     """The tensors of a checkpoint that are no parameters: the draft vocabulary.
 
     ``d2t`` int64 ``[v]``: the target's id of each draft id, minus the draft id. ``t2d`` bool
-    ``[V]``: whether each of the target's ids is drafted. None where the vocabularies are the same.
+    ``[V]``: whether each of the target's ids is drafted. Empty if the vocabularies are the same.
     """
     ids = cfg.ids
     if ids is None:

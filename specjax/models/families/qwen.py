@@ -1,7 +1,7 @@
 """Qwen 1.5 to 3: Llama's blocks, with biases on q, k, v (up to 2.5) or norms on q, k (3).
 
-Their vocabularies are padded, by different amounts in models of different sizes. Ids beyond the
-tokenizer's are masked where tokens are drawn.
+Their vocabularies are padded, by different amounts in models of different sizes. Ids that the
+tokenizer does not have are masked where tokens are drawn.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def common_to_hf(cfg: ModelConfig, architecture: str, dtype: str) -> dict[str, A
 def renamed(config: Config, aliases: Mapping[str, str]) -> dict[str, Any]:
     """``config`` with keys renamed by ``aliases``; other keys stay.
 
-    With a family's names as keys of ``aliases``, common fields get the common names.
+    ``aliases`` maps old names to new ones. A family's names as its keys give the common names.
     """
     return {aliases.get(name, name): value for name, value in config.items()}
 
@@ -302,7 +302,10 @@ def activation_to_hf(our_name: str) -> str:
 
 
 def sliding_layers(config: Config, default: tuple[bool, ...]) -> tuple[bool, ...] | None:
-    """Whether each layer has a sliding window, by ``layer_types``; None where all have one."""
+    """Whether each layer has a sliding window, by ``layer_types``; None if all have one.
+
+    ``default`` holds if the config has no ``layer_types``.
+    """
     types = config.get("layer_types")
     if types is None:
         slides = default

@@ -54,7 +54,7 @@ class Delta:
     Attributes:
       base: a directory, a hub id, or an embedded model's name.
       fingerprint: the base's, as :func:`fingerprint` gives it.
-      adaptive_ids: in the order of their places in a window, as in :class:`ModelConfig`.
+      adaptive_ids: in the order of their indices in a window, as in :class:`ModelConfig`.
       rank: of every update.
       matrices: the matrices that have an update in each layer, as ``module.name``.
     """
@@ -98,12 +98,15 @@ def save_delta(
       cfg: the base's config, with the adaptive ids.
       adapters: plain ones, not in the inference layout.
       dtype: of the saved adapters.
+    Raises:
+      ModelError: the base's weights cannot be read.
+      OSError: the delta cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = jax.tree.map(lambda x: np.asarray(x.astype(DTYPES[dtype])), adapters)
     save_tensors(directory / TENSORS, _flatten(tensors))
 
-    # Layers are alike: the first one tells which matrices have an update, and its rank.
+    # The same matrices have an update in every layer, all of one rank: the first layer shows them.
     matrices = {}
     for module, pairs in adapters["layers"]["0"].items():
         for name, pair in pairs.items():

@@ -48,7 +48,11 @@ class OpenWeights:
 
     @classmethod
     def open(cls, files: dict[str, Path]) -> OpenWeights:
-        """Opens the files that :func:`tensor_files` gives."""
+        """Opens the files that :func:`tensor_files` gives.
+
+        Raises:
+          ModelError: a file cannot be read.
+        """
         paths = sorted(set(files.values()))
         return cls(files, {path: open_tensors(path) for path in paths})
 
@@ -64,7 +68,11 @@ class OpenWeights:
         return read_tensor(self.handles[path], path, name, shape, dtypes)
 
     def read_any(self, name: str) -> np.ndarray:
-        """One tensor, whatever its shape and dtype."""
+        """One tensor, whatever its shape and dtype.
+
+        Raises:
+          ModelError: it cannot be read.
+        """
         path = self.files[name]
         with errors_as(f"{path}: tensor {name} cannot be read"):
             return self.handles[path].get_tensor(name)
@@ -216,7 +224,7 @@ def compare_names(directory: Path, wanted: set[str], stored: set[str]) -> None:
     """Checks that the files hold exactly the wanted tensors.
 
     Raises:
-      ModelError: a tensor is missing, or one more is there.
+      ModelError: a tensor is missing, or a file holds one that is not wanted.
     """
     missing = sorted(wanted - stored)
     if missing:

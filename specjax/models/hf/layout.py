@@ -27,8 +27,7 @@ class ParameterPlace(NamedTuple):
 
 
 def parameter_places(cfg: ModelConfig) -> dict:
-    """The place of each parameter: a nested dict like the params, its leaves
-    :class:`ParameterPlace`."""
+    """The :class:`ParameterPlace` of each parameter: a nested dict like the params."""
     names = FAMILIES[cfg.family].names
 
     def place(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> ParameterPlace:

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+# The keys of a parameter in our nested dict: ("layers", "0", "attention", "q", "weight").
 Path = tuple[str, ...]
 QKV = ("q", "k", "v")
 
@@ -67,10 +68,10 @@ class Names:
       base: the prefix that checkpoints of the bare model, without a head, leave out.
       head: the name of the head's weight.
       fused_qkv: the module that holds q, k and v in one tensor, if there is one.
-      interleaved: q, k and v alternate head by head in it; else they are stacked.
+      interleaved: in that module q, k and v alternate head by head; otherwise they are stacked.
       transposed: weights are stored ``[in, out]``.
       ignored: endings of names of buffers that old checkpoints carry.
-      renamed: present names by the old ones.
+      renamed: the present name of each tensor that old checkpoints name otherwise.
     """
 
     layer: str

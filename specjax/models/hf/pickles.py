@@ -61,7 +61,11 @@ def _is_plain(entry: tuple[Any, Any]) -> bool:
 
 
 class Pickle:
-    """A pickle with the part of the interface of ``safetensors.safe_open`` that loading uses."""
+    """A pickle with the part of the interface of ``safetensors.safe_open`` that loading uses.
+
+    Raises:
+      ModelError: as :func:`read_pickle`.
+    """
 
     def __init__(self, path: Path):
         self._tensors = read_pickle(path)

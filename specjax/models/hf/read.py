@@ -47,8 +47,8 @@ def load_pretrained(
       pickles: read ``pytorch_model*.bin`` where there are no safetensors. Only tensors are read:
         no code in the pickle runs. Needs the torch extra.
       place_part: is given every part of the params as soon as it is read.
-      quantize: a scheme (:func:`specjax.models.quantization.parse_scheme`). Each layer and each
-        table is quantized before the next is read.
+      quantize: a scheme (:func:`specjax.models.quantization.parse_scheme`), which needs ``fused``.
+        Each layer and each table is quantized before the next is read.
     Returns:
       The config, and the params as a nested dict of arrays.
     Raises:
@@ -160,9 +160,9 @@ def _read_quantized(
 
 
 def _placed(cfg: ModelConfig, part: dict, place_part: PlacePart | None) -> dict:
-    """A part of the params on its devices, once it is there.
+    """A part of the params on its devices; returns when it has arrived there.
 
-    Waiting keeps only one part in host memory: the next is read after this one has left it.
+    Without waiting, several parts would be in host memory at the same time.
     """
     if place_part is not None:
         part = place_part(cfg, part)
@@ -216,7 +216,7 @@ def _check_scheme(directory: Path, stored: Scheme, requested: Scheme | None, fus
 
 
 def _complete(directory: Path, cfg: ModelConfig, weights: OpenWeights) -> ModelConfig:
-    """The config, with what only the tensors say."""
+    """The config, completed with what only the tensors show (``Family.complete``)."""
     family = FAMILIES[cfg.family]
     readers = {
         family.names.full(name): functools.partial(weights.read_any, name) for name in weights.files
@@ -231,7 +231,7 @@ def _match_names(directory: Path, cfg: ModelConfig, stored: list[str]) -> dict[s
     """The name that the files use for each tensor, by its present name.
 
     Raises:
-      ModelError: a tensor of the model is missing, or the files hold one more.
+      ModelError: a tensor of the model is missing, or the files hold one that it lacks.
     """
     names = FAMILIES[cfg.family].names
     wanted = {place.stored.name for place in leaves_of(parameter_places(cfg))}

@@ -37,6 +37,8 @@ def save_pretrained(
       params: plain ones, not in the inference layout.
       tokenizer_json: the text of a ``tokenizer.json``; None: the directory gets none.
       dtype: of the saved weights: ``float32``, ``bfloat16`` or ``float16``.
+    Raises:
+      OSError: a file cannot be written.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -59,6 +61,8 @@ def save_quantized(
       cfg: the config as loading the unquantized checkpoint gives it.
       config: that checkpoint's config.json.
       params: quantized, in the inference layout; what is not quantized is float32.
+    Raises:
+      OSError: a file cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = codes.to_stored(params) | FAMILIES[cfg.family].buffers(cfg)
