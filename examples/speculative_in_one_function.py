@@ -19,14 +19,14 @@ from specjax.core.warp import warp
 
 @functools.partial(jax.jit, static_argnames=("gamma", "new_tokens"))
 def speculate(inputs, prompts, length, keys, gamma=4, new_tokens=64):
-    """prompts int32 [B, T], each of length[B] ≥ 2 tokens → tokens [B, S], length [B], rounds [B]."""
+    """prompts int32 [B, T] of length[B] ≥ 2 tokens → tokens [B, S], length [B], rounds [B]."""
     p_model, q_model = inputs.target, inputs.draft
     rows, longest = prompts.shape
     capacity = longest + new_tokens + gamma + 2  # a round may write past the budget
     end = length + new_tokens
     row = jnp.arange(rows)[:, None]
 
-    # Prefill: after this both caches hold the prompt. What lies behind a short one is overwritten.
+    # Prefill: both caches then hold the prompts. What is past a shorter one is overwritten later.
     p_cache, _ = p_model.prefill_chunk(p_model.cache(rows, capacity), prompts, 0 * length)
     q_cache, _ = q_model.prefill_chunk(q_model.cache(rows, capacity), prompts, 0 * length)
     tokens = jnp.pad(prompts, ((0, 0), (0, capacity - longest)))
@@ -68,6 +68,7 @@ def speculate(inputs, prompts, length, keys, gamma=4, new_tokens=64):
         place = jnp.arange(gamma + 1)
         new = jnp.where(place == accepted[:, None], y[:, None], jnp.pad(x, ((0, 0), (0, 1))))
         ends = inputs.is_eos(new) & (place <= accepted[:, None])
+        # Kept are the tokens up to the end of sequence, or else x_1 … x_n and y: hence + 1.
         count = jnp.where(ends.any(1), jnp.argmax(ends, axis=1), accepted) + 1
         count = jnp.where(done, 0, jnp.minimum(count, end - length))
         tokens = tokens.at[row, length[:, None] + place].set(new, mode="drop")

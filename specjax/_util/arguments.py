@@ -25,7 +25,10 @@ MAX_NODES = 4096  # of a tree: its mask has the square of them, which memory mus
 
 
 def validate_arguments(**checks: Check) -> Callable[[Function], Function]:
-    """Decorator: checks and converts these arguments of a function where they are given."""
+    """Decorator: checks and converts these arguments of a function if they are given.
+
+    Defaults are not checked. The decorated function raises OptionError for a wrong argument.
+    """
 
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
@@ -51,7 +54,7 @@ def validate_fields(instance: Any, **checks: Check) -> None:
 
 
 def instance_of(*types: type) -> Callable[[Any], Any]:
-    """The kind of instances of these types."""
+    """A ``Check.kind`` that accepts instances of these types, unchanged."""
 
     def kind(value: Any) -> Any:
         if not isinstance(value, types):
@@ -62,7 +65,7 @@ def instance_of(*types: type) -> Callable[[Any], Any]:
 
 
 def has_attributes(*names: str) -> Callable[[Any], Any]:
-    """The kind of objects that have these attributes; a class that has them is refused."""
+    """A ``Check.kind`` that accepts objects with these attributes, but no classes."""
 
     def kind(value: Any) -> Any:
         if isinstance(value, type) or not all(hasattr(value, name) for name in names):
@@ -82,7 +85,11 @@ def allow_name(check: Check) -> Check:
 
 
 def as_texts(value: Any) -> tuple[str, ...]:
-    """One text, or several, as a tuple."""
+    """One text, or several, as a tuple.
+
+    Raises:
+      TypeError: one of them is no text.
+    """
     if isinstance(value, str):
         return (value,)
     texts = tuple(value)
@@ -92,7 +99,11 @@ def as_texts(value: Any) -> tuple[str, ...]:
 
 
 def as_integer_array(value: Any) -> np.ndarray:
-    """A sequence of whole numbers as an array ``[n]``, of any integer dtype."""
+    """A sequence of whole numbers as an array ``[n]``, of any integer dtype.
+
+    Raises:
+      TypeError: it is no flat sequence of whole numbers.
+    """
     if isinstance(value, (str, bytes, Mapping, Set)):
         raise TypeError
     array = np.asarray(value if hasattr(value, "__array__") else list(value))

@@ -118,7 +118,7 @@ class Check:
         return self.kind(value)
 
     def _in_bounds(self, value: Any) -> bool:
-        # Each condition is one that NaN fails.
+        # NaN fails every one of these comparisons, so it is refused where there is a bound.
         return (
             (self.low is None or value >= self.low)
             and (self.high is None or value <= self.high)
@@ -140,7 +140,7 @@ class Check:
 
 
 def _is_no_number(value: Any) -> bool:
-    """Whether it is something that Python converts to a number, and nobody means one by it."""
+    """Whether Python might convert it to a number though it means none: True, bytes, an array."""
     return isinstance(value, (bool, np.bool_, bytes)) or bool(getattr(value, "ndim", 0))
 
 
@@ -151,7 +151,7 @@ def _format_bound(bound: float) -> str:
 
 
 def exactly(*types: type) -> Callable[[Any], Any]:
-    """The kind of values of these types themselves: for ``int``, True is none."""
+    """A ``Check.kind`` that accepts values of exactly these types: True is not of type ``int``."""
 
     def kind(value: Any) -> Any:
         if type(value) not in types:

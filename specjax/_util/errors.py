@@ -10,7 +10,7 @@ LONGEST = 600  # characters of a message
 def one_line(message: object) -> str:
     """A text as one line of valid Unicode, with spaces for line breaks.
 
-    Half surrogate pairs are written as escapes. A text of more than ``LONGEST`` characters loses
+    Lone surrogates are written as escapes. A text of more than ``LONGEST`` characters loses
     its middle: a message begins with what is wrong and ends with the way out.
     """
     valid = str(message).encode(errors="backslashreplace").decode()

@@ -176,18 +176,19 @@ def append_line(path: str | os.PathLike, line: str) -> None:
 
 
 # Not the filelock package: it leaves its lock files behind, and where a file system has no flock it
-# falls back to a file that a killed process leaves locked. Who holds the lock would be ours anyway.
+# falls back to a file that a killed process leaves locked. We would still have to write down who
+# holds the lock.
 @contextlib.contextmanager
 def locked(path: str | os.PathLike, option: str, wait_seconds: float = 0) -> Iterator[None]:
     """Keeps other processes from writing a file or a directory while the block runs.
 
     The lock is the kernel's. It is on a hidden file beside the file, or inside the directory, which
-    says who holds it. A killed process frees the lock, and what it leaves of the file does no harm.
-    The lock holds between hosts on NFS, too, unless that is mounted with ``nolock``. On a file
-    system without locks nothing is locked.
+    says who holds it. The kernel frees the lock of a killed process. The hidden file stays then,
+    and does no harm. The lock holds between hosts on NFS, too, unless that is mounted with
+    ``nolock``. On a file system without locks nothing is locked.
 
-    ``option`` is the option by which the user gave the path. Another holder is waited for
-    ``wait_seconds``.
+    ``option`` is the option by which the user gave the path. If another process holds the lock,
+    this one waits up to ``wait_seconds`` for it.
 
     Raises:
       InputError: another process holds it (the message says which, and since when), or the hidden

@@ -2,7 +2,7 @@
 
 import lazy_loader
 
-# sj.core.types and its like, without an import of each.
+# `sj.core.types` and the others work without an import of their own.
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submodules={

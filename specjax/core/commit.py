@@ -1,6 +1,6 @@
 """How every method's round ends: tokens are cut, written and counted.
 
-End of sequence, budget, emission and counters exist here and nowhere else.
+No other file handles end of sequence, budget, emission and counters.
 
 Axis legend: B rows, N draft nodes, D draft depth, S cache positions, V vocabulary.
 """
@@ -51,7 +51,7 @@ def finish_round(
     cost: Cost,
     outcome: DraftOutcome | None = None,
 ) -> DecodeState:
-    """Writes the verdict's tokens at the end of each row, and counts.
+    """Writes the verdict's tokens at the end of each row, and updates the counters.
 
     All tokens of the verdict are written, but ``length`` grows only by those that are kept. What
     lies past it is scratch that the next round overwrites. ``logprobs`` are those of the verdict's
@@ -85,11 +85,12 @@ def cut_tokens(
     is_token = place < verdict.num_tokens[:, None]
     ends = inputs.is_eos(verdict.tokens) & is_token
     has_end = ends.any(-1)
+    # The end-of-sequence token itself is kept, hence + 1.
     through_eos = jnp.where(has_end, jnp.argmax(ends, axis=-1) + 1, verdict.num_tokens)
     budget = state.max_length - state.length
     emitted = jnp.minimum(through_eos, budget)
     emitted = jnp.where(state.done, 0, emitted).astype(jnp.int32)
-    # A row that reaches both at once has ended by itself.
+    # If the end-of-sequence token is also the last of the budget, the row ended at that token.
     by_eos = has_end & (emitted == through_eos)
     by_budget = jnp.where(emitted == budget, STOP_LENGTH, RUNNING)
     finish = jnp.where(by_eos, STOP_EOS, by_budget)
@@ -97,7 +98,10 @@ def cut_tokens(
 
 
 def path_logprobs(logits: Float[Array, "B N V"], verdict: Verdict) -> Float[Array, "B D+1"]:
-    """Unwarped log-probabilities of the verdict's tokens."""
+    """Unwarped log-probabilities of the verdict's tokens, float32, in nats.
+
+    Token i of a verdict follows node ``path[i]``, so it is scored by the logits at that node.
+    """
     # Path entries past the accepted depth are out of range; what they read is never kept.
     node = jnp.minimum(verdict.path, logits.shape[1] - 1)
     after_node = jnp.take_along_axis(logits, node[:, :, None], axis=1)
@@ -128,7 +132,10 @@ def count_round(
     cost: Cost,
     outcome: DraftOutcome | None = None,
 ) -> Stats:
-    """The counters after one round; finished rows count nothing."""
+    """The counters after one round; finished rows count nothing.
+
+    ``passes`` are the batch's and always count.
+    """
     live = (~state.done).astype(jnp.int32)
     stats = state.stats
     stats = stats.replace(

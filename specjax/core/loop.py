@@ -46,7 +46,9 @@ def start(
     """The state after a prefill of whole prompts, ready for rounds.
 
     Args:
+      prompts: int32 token ids of each row, at least one each.
       budget: most new tokens per row.
+      keys: the rows' own keys.
       logprobs: whether the state keeps log-probabilities.
       chunk: tokens of each row per prefill pass.
       capacity: S; by default the smallest bucket that is enough.
@@ -67,10 +69,14 @@ def pack(prompts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def first_capacity(method: Method, longest: int, budget: int, chunk: int) -> int:
-    """The capacity of a new batch, from its longest prompt and its largest budget."""
+    """The capacity of a new batch, from its longest prompt and its largest budget, in tokens.
+
+    The budget counts only if the method needs the full length. Otherwise the state grows later.
+    """
     for_rounds = longest + method.round_positions
     if method.needs_full_length:
         for_rounds += budget
+    # A prefill pass has a fixed size, so the last chunk needs positions for all of its tokens.
     num_chunks = -(-longest // chunk)
     return bucket(max(for_rounds, num_chunks * chunk))
 
@@ -151,19 +157,19 @@ def fill_slots(method: Method):
     ``prefilled`` is not yet ready for rounds, and ``inputs`` are the ones of its prefill. Each
     device has one prefilled request; ``slot`` is its batch slot among the device's own, NO_SLOT
     if the device has none. Every array of the row is replaced, so nothing of the ended request
-    can reach the new one. Of cache positions those are written that both states have; any others
-    are scratch. One trace per capacity bucket. The state is donated, ``prefilled`` is not: other
-    samples of its prompt may follow.
+    can reach the new one. Only the cache positions that both states have are written. Any others
+    are scratch. One trace per capacity bucket. The state is donated. ``prefilled`` is not, because
+    other samples of its prompt may follow.
     """
 
     def fill(inputs: Inputs, state: DecodeState, prefilled: DecodeState, slot) -> DecodeState:
         rows = state.length.shape[0]
-        # Without a request the slot is any valid one: it gets back what it has.
+        # Without a request, any valid slot will do: its own contents are written back.
         valid_slot = jnp.maximum(slot[0], 0)
 
         def take_slot(old):
             if not old.ndim:
-                return old  # of the whole batch: the counter of passes
+                return old  # a scalar belongs to the whole batch: the counter of passes
             entries = old.shape[0] // rows  # some arrays have several entries per row
             return jax.lax.dynamic_slice_in_dim(old, valid_slot * entries, entries)
 
@@ -242,9 +248,10 @@ def _prefill_chunk(
 def run_rounds(method: Method):
     """``run(inputs, state, rounds, seen=None) -> state``: up to ``rounds`` rounds on the device.
 
-    It returns early when every row is done, when a row is done that is not in ``seen[B]``, or
-    when the next round might not fit the longest row's positions. One trace per capacity bucket.
-    The state is donated.
+    The loop returns early when every row is done, or when the next round might not fit the longest
+    row's positions. ``seen[B]``, bool, marks the rows whose end the caller knows of: the loop also
+    returns when any other row is done. None: it does not. One trace per capacity bucket. The state
+    is donated.
     """
 
     def run(inputs: Inputs, state: DecodeState, rounds: Int[Array, ""], seen=None) -> DecodeState:
@@ -284,7 +291,10 @@ def resize_state(state: DecodeState, capacity: int) -> DecodeState:
 
 
 def advance(method: Method, inputs: Inputs, state: DecodeState, rounds: int) -> DecodeState:
-    """Runs up to ``rounds`` more rounds, in a larger bucket if the next round needs one."""
+    """Runs up to ``rounds`` more rounds, in a larger bucket if the next round needs one.
+
+    The caller must not use the given state again.
+    """
     needed = int(state.length.max()) + method.round_positions
     if needed > state.capacity:
         state = resize_state(state, bucket(needed))

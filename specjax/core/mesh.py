@@ -29,11 +29,11 @@ DATA = "data"
 AXES = (DATA, MODEL)
 ROWS = PartitionSpec(DATA)
 WHOLE = PartitionSpec()
-# A model that is whole on each device has a cache on each, too: its parts along MODEL are copies.
+# If a model is whole on each device, so is its cache. The parts along MODEL are then copies.
 CACHE = PartitionSpec(DATA, MODEL)
 
-# Results are rounded to their dtype everywhere. By default XLA skips that inside of what it fuses,
-# and bfloat16 logits would then depend on the program that computes them.
+# Results are rounded to their dtype everywhere. By default XLA skips the rounding inside a fusion.
+# Then bfloat16 logits would depend on the program that computes them.
 ROUNDED = {"xla_allow_excess_precision": False}
 
 
@@ -157,9 +157,10 @@ def spread(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def program(function: Callable[..., Any], **jit_options: Any) -> Callable[..., Any]:
-    """:func:`spread` under ``jax.jit`` with ``jit_options``: how each program of decoding is made.
+    """:func:`spread` under ``jax.jit`` with ``jit_options``. Each program of decoding is made so.
 
-    Inside a caller's own jit it becomes a part of that program, whose compiler options hold.
+    Inside a caller's own jit it becomes a part of that program, with that program's compiler
+    options.
     """
     standalone = jax.jit(spread(function), compiler_options=ROUNDED, **jit_options)
     # JAX refuses compiler options in a nested jit.

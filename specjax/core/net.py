@@ -1,7 +1,7 @@
 """A model as decoding runs it: one value, and the few ways to run it.
 
 Axis legend: B rows, N new tokens, n of them whose logits are wanted, T tokens above the
-committed ones, S cache positions, V vocabulary.
+committed ones, P auxiliary layers, D size of a hidden state, V vocabulary.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ class Net:
     One jitted loop serves every model of an architecture. Handing a Net to it costs no more than a
     plain dict.
 
-    A pass with a cache is padded to ``pass_width`` tokens per row, for as many rows as that costs
-    an accelerator nothing. Its matrix unit then has enough rows to stream the weights at full
-    speed. And a token's logits do not depend on how many tokens are in the pass, not even in
-    bfloat16: greedy speculative decoding then equals plain decoding.
+    A pass with a cache is padded to ``pass_width`` tokens per row, unless the batch has so many
+    rows that an accelerator would take longer for it (:meth:`narrow`). The accelerator's matrix
+    unit then has enough rows to stream the weights at full speed. And a token's logits do not
+    depend on how many tokens are in the pass, not even in bfloat16. So greedy speculative decoding
+    equals plain decoding.
     """
 
     params: dict
@@ -82,7 +83,7 @@ class Net:
     ) -> tuple[KVCache, Float[Array, "B N P D"] | None]:
         """The cache with N more tokens of each row's prompt, from position ``start`` on.
 
-        And what the P layers ``aux_layers`` read of these tokens; None without any.
+        Also returns the inputs of the P layers ``aux_layers`` at these tokens; None without any.
         """
         positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         out = forward(
@@ -97,12 +98,12 @@ class Net:
         """
         least = 1
         if self.pass_width > 1:
-            # The largest power of two that an accelerator runs for nothing.
+            # The largest power of two that costs an accelerator nothing extra.
             least = 1 << (FREE_TOKENS // rows).bit_length() >> 1
         return chunk_size(longest, rows, least)
 
     def narrow(self, rows: int) -> int:
-        """Tokens a row that a pass over fewer runs over."""
+        """Tokens per row that a smaller pass is padded to; 1 if passes are not padded."""
         return self.pass_width if rows * self.pass_width <= FREE_TOKENS else 1
 
     def logits(
@@ -126,7 +127,7 @@ class Net:
             :func:`specjax.models.forward` takes them. A chain by default.
           at: the tokens whose logits are wanted; all by default.
           aux_layers: the P layers whose inputs at every new token are returned, too.
-          adaptive: whether there are adaptive tokens among the new ones.
+          adaptive: whether there are adaptive tokens among the new ones. They use the adapters.
         """
         rows, count = tokens.shape
         pass_width = self.narrow(rows)

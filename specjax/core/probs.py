@@ -17,7 +17,10 @@ NEVER = -jnp.inf  # the log-probability of what cannot happen
 
 
 class Purpose(enum.IntEnum):
-    """Separate random streams of one round: a draw never depends on another's count."""
+    """Separate random streams of one round.
+
+    How many numbers one purpose draws never changes those of another.
+    """
 
     DRAFT = 0
     ACCEPT = 1
@@ -27,7 +30,7 @@ class Purpose(enum.IntEnum):
 
 
 def round_keys(keys: Key[Array, "B"], rounds: Int[Array, "B"]) -> Key[Array, "B"]:
-    """The row's keys of one round: ``fold_in(row key, round)``. Other rows do not matter."""
+    """Each row's key of one round: ``fold_in(row key, round)``. It depends on no other row."""
     return jax.vmap(jax.random.fold_in)(keys, rounds)
 
 
@@ -44,6 +47,7 @@ def draw_keys(
     keys: Key[Array, "B"], purpose: Purpose, index: Int[Array, "B"] | int
 ) -> Key[Array, "B"]:
     """Keys of one draw: the round's key folded with purpose and position or node index."""
+    # The purpose is above the low 16 bits, so streams stay apart for indices below 2**16.
     folded = (int(purpose) << 16) + jnp.asarray(index, jnp.int32)
     return jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(folded, keys.shape))
 
@@ -55,6 +59,7 @@ def uniforms(
     folded = (int(purpose) << 16) + jnp.asarray(index, jnp.int32)
 
     def draw(key, i):
+        # JAX draws from [0, 1). At a quantile of 0, `sample` could return a token of weight 0.
         return 1.0 - jax.random.uniform(jax.random.fold_in(key, i), dtype=jnp.float32)
 
     return jax.vmap(jax.vmap(draw, (None, 0)))(keys, folded)
@@ -63,9 +68,10 @@ def uniforms(
 def gumbel(
     keys: Key[Array, "B *n"], size: int, drawn: Bool[Array, "B"]
 ) -> Float[Array, "B *n size"]:
-    """Gumbel noise, one draw per key; 0 in rows that are not ``drawn``. Free if no row is.
+    """Gumbel noise, one draw per key; 0 in rows that are not ``drawn``.
 
-    The n largest of log-weights plus noise are n draws without replacement (Gumbel-top-k).
+    It costs nothing if no row is drawn. The n largest of log-weights plus noise are n draws without
+    replacement (Gumbel-top-k).
     """
 
     def noise():

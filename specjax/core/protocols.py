@@ -45,8 +45,8 @@ class Drafter(Protocol):
     settings: tuple[str, ...] = ()  # names of the scalars that it reads in ``inputs.settings``
     num_probes: int = 0  # probe nodes that ride along in the target's pass
     needs_draft: bool = False  # whether it runs the draft model
-    needs_head: bool = False  # whether that is a head on the target's hidden states
-    ends_early: bool = False  # chains: most end long before their bound
+    needs_head: bool = False  # whether its draft model is a head on the target's hidden states
+    ends_early: bool = False  # whether most of its chains end long before ``shape.depth``
     keep_logits: bool = False  # whether drafts carry the draft model's raw logits
     usual_rule: str = "speculative"  # what verifies its drafts where no rule is named
 
@@ -95,7 +95,10 @@ class Drafter(Protocol):
 
     @abstractmethod
     def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
-        """One draft per row; ``keys`` are the round's keys."""
+        """One draft per row; ``keys`` are the round's keys.
+
+        The root of each draft is the row's last token, at position ``state.length - 1``.
+        """
         raise NotImplementedError
 
     def update(
@@ -115,7 +118,7 @@ class Drafter(Protocol):
 
 
 class TargetDist(Protocol):
-    """The distribution p that the rule holds the draft against.
+    """The distribution p against which the rule verifies a draft.
 
     :meth:`log_p` is all that it must define.
     """
@@ -143,7 +146,10 @@ class TargetDist(Protocol):
     def log_p(
         self, inputs: Inputs, state: DecodeState, draft: Draft, logits: Float[Array, "B N V"]
     ) -> tuple[Float[Array, "B N V"], Any]:
-        """Log-probabilities of the token after each node, and the next ``target_state``."""
+        """Log-probabilities of the token after each node, and the next ``target_state``.
+
+        ``logits`` are the target model's at each node, float32. The result is float32, too.
+        """
         raise NotImplementedError
 
     def commit(
@@ -162,11 +168,12 @@ class Rule:
     Attributes:
       accepts: how a draft may be sampled for this rule; any other draft is refused.
       lossless: whether the emitted sequence has exactly the distribution p.
-      chain_only: it reads a chain and no tree.
+      chain_only: whether it verifies only chains, not trees.
       settings: names of the scalars that it takes.
-      extras: what the loop hands it besides. ``raw_log_p``: the target at temperature 1, unwarped.
-        ``joint_raw``: rows whose joint probabilities are unwarped. ``written``: tokens that each
-        row has written; with it come the rows' keys, not the round's.
+      extras: further arguments that it gets from the loop. ``raw_log_p``: the target at
+        temperature 1, unwarped. ``joint_raw``: rows whose joint probabilities are unwarped.
+        ``written``: how many new tokens each row has. A rule with ``written`` gets the rows' own
+        keys instead of the round's.
     """
 
     verify: Callable[..., Verdict]
@@ -194,9 +201,15 @@ class Rule:
     ) -> Verdict:
         """The verdict.
 
+        Args:
+          keys: the round's keys.
+          draft: a draft with N nodes per row.
+          log_p: float32, warped target log-probabilities of the token after each node.
+          settings: the rule's scalars and extras, by name.
+
         Raises:
-          PairError: the rule is not made for drafts like this one. It would give a wrong
-            distribution in silence.
+          PairError: the rule is not made for drafts like this one. Without this error it would
+            silently give a wrong distribution.
         """
         self.check_draft(draft.sampling, draft.shape, "this draft")
         # Inside a caller's own program the rule is a part of it; alone it is one program.
@@ -255,10 +268,10 @@ def rule(
 
 
 def check_sampling(what: str, label: str) -> None:
-    """Refuses a label that no draft has.
+    """Refuses a label that is not one of ``SAMPLINGS``.
 
     Raises:
-      OptionError: names the label and those that there are.
+      OptionError: names the label and the known ones.
     """
     if label not in SAMPLINGS:
         known = ", ".join(SAMPLINGS)
@@ -268,14 +281,17 @@ def check_sampling(what: str, label: str) -> None:
 class Method(Protocol):
     """A decoding method: state in, state out, one round at a time.
 
-    ``init``, ``prefill_chunk`` for each chunk of the prompt, ``ready``, then ``step`` by ``step``.
-    Every array of the state has rows first (or a fixed number of entries per row). So a row that
-    is ready can take the batch slot of one that has ended.
+    The loop calls ``init``, then ``prefill_chunk`` for each chunk of the prompt, then ``ready``.
+    After that, it calls ``step`` once per round. Every array of the state has rows first (or a
+    fixed number of entries per row). So a row that is ready can take the batch slot of one that
+    has ended.
     """
 
     round_positions: int  # positions above ``length`` that one round may write
     depth: int = 0  # most draft tokens that a round accepts
-    lookback: int = 0  # how many earlier tokens a cache entry depends on beside its own
+    # How many tokens after its own a cache entry depends on. So many tokens at the end of a cached
+    # prefix are prefilled again, because other tokens follow them now.
+    lookback: int = 0
     # Beam search: tokens are final only at the end, so all cache positions are needed at once.
     needs_full_length: bool = False
     host_driven: bool = False  # the host drives its rounds, because the reward needs text

@@ -1,9 +1,10 @@
 """One round of speculative decoding: draft, verify in one target pass, commit.
 
-:mod:`specjax.core.commit` ends it. Which drafter, target distribution and rule take part is not
-known here.
+It does not know which drafter, target distribution and rule take part. The end of the round is in
+:mod:`specjax.core.commit`.
 
-Axis legend: B rows, N draft nodes, P probes, L auxiliary layers, D draft depth, V vocabulary.
+Axis legend: B rows, N draft nodes, P probes, L auxiliary layers, D draft depth, V vocabulary. In
+``aux_states`` D is the size of a hidden state.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from specjax.core.tree import cut_chain
 from specjax.core.types import NO_NODE, DecodeState, Draft, Inputs, Verdict
 from specjax.models.cache import commit_path
 
-NARROW = 4  # nodes of a narrow pass: a CPU's kernels slow down beyond
+NARROW = 4  # nodes of a small target pass: with more, a CPU's kernels slow down
 T = TypeVar("T")
 
 
@@ -71,7 +72,7 @@ class DraftVerify(Method):
 
     @property
     def lookback(self) -> int:
-        # A head reads each token together with the one before it.
+        # A head reads the target's hidden state at a token together with the token after it.
         return 1 if self.drafter.needs_head else 0
 
     def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
@@ -119,7 +120,7 @@ class DraftVerify(Method):
 
     @property
     def pass_sizes(self) -> tuple[int, ...]:
-        """Nodes of the target passes that there are. The smallest that holds the draft is run."""
+        """Nodes of each target pass that may be run. The smallest that holds the drafts is run."""
         nodes = self.drafter.shape.nodes
         if self.drafter.ends_early and nodes > NARROW:
             return (NARROW, nodes)
@@ -128,7 +129,7 @@ class DraftVerify(Method):
     def _verify(self, inputs, state, keys, draft: Draft) -> Verified:
         """One target pass over the draft, as large as the longest live draft needs.
 
-        What lies past a small pass is 0: no draft reaches there.
+        Results for nodes past a small pass are 0: no live draft has such nodes.
         """
         # Passes up to this size cost the accelerator the same.
         smallest = min(inputs.target.narrow(state.length.shape[0]), draft.shape.nodes)
@@ -141,6 +142,7 @@ class DraftVerify(Method):
         result = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), whole)
         result = result._replace(cache=state.cache, target_state=state.target_state)
         longest = jnp.max(jnp.where(state.done, 0, draft.valid.sum(-1)))
+        # Exactly one of the sizes is run: the smallest that holds the longest draft.
         below = -1
         for size in sizes:
             fits = (longest <= size) | (size == sizes[-1])
@@ -167,7 +169,7 @@ class DraftVerify(Method):
         with jax.named_scope("rule"):
             verdict = self._apply_rule(inputs, state, keys, draft, log_p, logits)
         if not draft.shape.is_chain:
-            # A chain's accepted tokens are in place already, a tree's path must move together.
+            # A chain's accepted tokens are side by side in the cache. A tree's path is moved there.
             cache = commit_path(cache, start, verdict.path)
         logprobs = None if state.logprobs is None else path_logprobs(logits, verdict)
         return Verified(verdict, logprobs, cache, target_state, aux_states, probe_logits)
@@ -198,7 +200,14 @@ class DraftVerify(Method):
 
 
 def draft_verify(drafter: Drafter, target: TargetDist, rule: Rule) -> Method:
-    """The method that drafts, verifies with one pass of the target model, and commits."""
+    """The method that drafts, verifies with one pass of the target model, and commits.
+
+    It is lossless if the rule is: the output then has exactly the target distribution.
+
+    Raises:
+      OptionError: a part is missing, not hashable, or has an unknown ``sampling``.
+      PairError: the rule is not made for the drafter's sampling or tree.
+    """
     return DraftVerify(drafter, target, rule)
 
 
@@ -258,8 +267,8 @@ class Verified(NamedTuple):
 def cond_in_place(condition: Bool[Array, ""], function: Callable[[T], T], carry: T) -> T:
     """``function(carry)`` if ``condition`` holds, else ``carry``.
 
-    A loop of at most one turn: ``lax.cond`` would keep a second copy of what it returns, and the
-    carry holds caches.
+    It is a loop of at most one turn. ``lax.cond`` would keep a second copy of what it returns, and
+    the carry holds caches.
     """
 
     def run(carry):

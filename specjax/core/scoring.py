@@ -24,8 +24,9 @@ def score(
 ) -> NetOutput:
     """Logits ``[B, N+P, V]`` at the draft's nodes, then at its probes.
 
-    The cache holds both from ``start`` on: the number of committed tokens before the root.
-    Positions are depths. ``aux_layers``: as in :meth:`specjax.core.net.Net.logits`.
+    ``start`` is the number of committed tokens before the root. After the pass the cache holds
+    nodes and probes from there on. A node's position is ``start`` plus its depth. ``aux_layers``:
+    as in :meth:`specjax.core.net.Net.logits`.
     """
     tokens = draft.tokens
     parents = draft.parents

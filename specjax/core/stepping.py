@@ -45,7 +45,7 @@ def init_state(
     Args:
       method: a :class:`specjax.Method`, as :func:`specjax.draft_verify` makes one.
       inputs: as :meth:`specjax.Inputs.of` makes them, of as many rows as there are prompts.
-      prompts: token ids, at least one each.
+      prompts: sequences of token ids, each of at least one.
       max_new_tokens: budget of every row.
       seed: row i draws what prompt i draws in :func:`specjax.generate` with this seed.
       logprobs: also keep log-probabilities of the new tokens, nats, unwarped target.
@@ -66,6 +66,7 @@ def init_state(
             f"prompts={len(rows)} sequences: expected {batch}, one per row of the inputs, each "
             "with at least one token id; give Inputs.of(..., batch=number of prompts)"
         )
+    # The keys that generate gives to the first sample of each prompt.
     root = jax.random.key(seed)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(root, jnp.arange(batch))
     longest = max(map(len, rows))
@@ -84,7 +85,7 @@ def init_state(
 
 
 def step(method: Method, inputs: Inputs, state: DecodeState) -> DecodeState:
-    """One round; every row that is not done gains at least one token.
+    """One round; every row that is not done gains at least one token, the others gain none.
 
     Jitted, one trace per shape. The given state stays valid.
 

@@ -13,7 +13,10 @@ from specjax.core.types import NO_PARENT, Draft, TreeShape
 
 
 def cut_chain(draft: Draft, nodes: int) -> Draft:
-    """The first ``nodes`` of a chain, all that is valid of it. The root alone has no log q."""
+    """The first ``nodes`` of a chain; no node after them may be valid.
+
+    ``log_q`` has no row for the root, so it has one row fewer than there are nodes.
+    """
 
     def first(x, count=nodes):
         return None if x is None else x[:, :count]
@@ -40,6 +43,7 @@ def ancestors(
     """
     nodes = parents.shape[1]
     if isinstance(parents, np.ndarray):
+        # Static parents are the same in every row.
         bits = np.eye(nodes, dtype=bool)
         for node, parent in enumerate(parents[0]):
             if parent != NO_PARENT:

@@ -1,7 +1,8 @@
 """The data that flows through decoding: drafts, verdicts, state, counters.
 
 Axis legend: B rows, N draft nodes (node 0 is the root), P probe nodes, M rows of draft
-distributions, D draft depth, S token positions, V vocabulary.
+distributions, D draft depth, γ draft length, S cache positions, V vocabulary, L auxiliary layers,
+E end-of-sequence ids. In ``aux_states`` D is the size of a hidden state.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class TreeShape(NamedTuple):
 
 
 class Probes(struct.PyTreeNode):
-    """Nodes that ride along in the target's pass but are no candidates and never commit.
+    """Extra nodes of the target's pass: they are no draft tokens and are never committed.
 
     ``parents`` index the N draft nodes, then the P probes: a probe sees its ancestors.
     """
@@ -82,11 +83,13 @@ class Draft(struct.PyTreeNode):
     tokens: Int[Array, "B N"]
     parents: Int[Array | np.ndarray, "B N"]  # numpy: static, so masks of it are constants
     valid: Bool[Array, "B N"]
-    # Warped draft log-probabilities. Node i was drawn from exactly row q_row[i].
+    # Warped draft log-probabilities. Node i was drawn from exactly row q_row[i]. The root was not
+    # drawn: its entry of q_row is only a placeholder.
     log_q: Float[Array, "B M V"] | None = None
     # Raw draft logits at every node, only where a target distribution asks for them.
     logits: Float[Array, "B N V"] | None = None
-    # log q of each node's own token given its path, for beams, whose rows are not kept.
+    # log q of each node's own token given its path: for beams and trees of the most probable
+    # tokens, which keep no rows of log_q.
     token_log_q: Float[Array, "B N"] | None = None
     # Inputs of the target's auxiliary layers at every node. The verifying pass adds them.
     aux_states: Float[Array, "B N L D"] | None = None
@@ -112,9 +115,9 @@ class Draft(struct.PyTreeNode):
 
         Args:
           tokens: int32, the drafted tokens, without the root.
-          log_q: float32, log q that each of them was drawn from; None: each is certain.
-          root: the last committed token of each row; 0 by default, for no rule reads it.
-          valid: which of them are drafted, a prefix of each row; all by default.
+          log_q: float32, the log q that each of them was drawn from; None: q is a point mass.
+          root: the last committed token of each row. By default 0, because no rule reads it.
+          valid: which of them are drafted: the first ones of each row. All by default.
           sampling: how they were sampled. By default ``iid`` with ``log_q``, else ``point_mass``.
           logits, token_log_q, probes: as the fields of that name.
         """
@@ -155,8 +158,9 @@ class Verdict(struct.PyTreeNode):
 class Stats(struct.PyTreeNode):
     """Counters per row, counted while the row is live. int32 each.
 
-    ``drafted`` is draft depth offered, ``tested`` and ``accepted`` are counted before the
-    end-of-sequence and budget cuts, ``emitted`` after. Prefill is no call and no round.
+    ``drafted`` adds up the depths of the drafts. ``tested`` and ``accepted`` are draft tokens,
+    counted before the end-of-sequence and budget cuts. ``emitted`` are new tokens, counted after
+    them. A prefill counts as no call and no round.
     """
 
     target_calls: Int[Array, "B"]
@@ -174,7 +178,8 @@ class DecodeState(struct.PyTreeNode):
     """Everything a round reads and writes.
 
     Invariant between rounds: the target's cache holds exactly the first ``length - 1``
-    tokens of each row and equals a fresh prefill of them.
+    tokens of each row and equals a fresh prefill of them. The last token is the root of the next
+    round, whose target pass adds it to the cache.
     """
 
     tokens: Int[Array, "B S"]
@@ -188,7 +193,7 @@ class DecodeState(struct.PyTreeNode):
     cache: Any  # the target's KVCache
     target_state: Any  # of the target distribution
     drafter_state: Any  # of the drafter
-    method_state: Any  # of a method that is not one draft and one verification
+    method_state: Any  # of the method itself; () if it keeps nothing
     stats: Stats
 
     @property
@@ -215,7 +220,7 @@ class Warp(struct.PyTreeNode):
 
 
 class HasNet(Protocol):
-    """A loaded model: :class:`specjax.LM`, or a like object of your own."""
+    """A loaded model: :class:`specjax.LM`, or an object of yours with these attributes."""
 
     @property
     def net(self) -> Net: ...
@@ -242,7 +247,7 @@ class Inputs(struct.PyTreeNode):
     eos_ids: Int[Array, "E"]  # padded with NO_EOS
     settings: dict[str, jax.Array]  # scalar options of drafter, target distribution and rule
     reward: Any = ()  # arrays of a reward inside the loop: a specjax.rewards.Data
-    mesh: Any = struct.field(pytree_node=False, default=None)  # of several devices
+    mesh: Any = struct.field(pytree_node=False, default=None)  # None: a single device
 
     @classmethod
     def of(
@@ -253,7 +258,7 @@ class Inputs(struct.PyTreeNode):
         batch: int = 1,
         settings: Mapping[str, float | Sequence[float]] | None = None,
     ) -> Inputs:
-        """What a step reads of loaded models.
+        """The inputs of a step, made of loaded models.
 
         Args:
           target: the model p.

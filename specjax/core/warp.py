@@ -1,8 +1,9 @@
 """Sampling settings made into a distribution: temperature, top-k, top-p, then renormalized.
 
 Target and draft are warped the same way. Settings are arrays, so no value recompiles. The
-vocabulary is never sorted: a search finds the logit where it is cut. On CPUs and GPUs the 64
-largest logits decide almost every row before that; on a TPU top-k costs more than the search.
+vocabulary is never sorted: a search finds the lowest logit that is kept. On CPUs and GPUs the 64
+largest logits decide almost every row without a search. On a TPU finding them costs more than the
+search.
 
 Axis legend: B rows, N nodes, R = B·N, V vocabulary.
 """
@@ -23,9 +24,9 @@ from specjax.core.types import Warp
 
 TOP = 64  # the fast path reads this many of the largest logits
 LEAST = 1e-30  # smallest top_p: far below, float32 makes it 0, which would keep no token
-# The search narrows two bounds around the cut until one logit is left between them. A turn splits
-# the range into PARTS in one pass over the vocabulary, or on a CPU, where each sum costs a pass,
-# halves it HALVES times.
+# The search narrows two bounds around the cut until one logit is left between them. Each turn
+# splits the range into PARTS in one pass over the vocabulary. On a CPU each sum costs a pass, so
+# there a turn halves the range HALVES times instead.
 PARTS = 8
 HALVES = 12
 PASSES = 64  # more turns than any finite logits need; logits of +inf must not hang the device
@@ -38,7 +39,11 @@ COLDEST = 1e-20  # a lower temperature may overflow; here all but ties are point
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn: ``temperature`` ≥ 0 (0 is greedy), ``top_k`` ≥ 0 (0 is off),
-    ``top_p`` in (0, 1] (1 is off)."""
+    ``top_p`` in (0, 1] (1 is off).
+
+    Raises:
+      OptionError: a value is out of its range.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -115,7 +120,7 @@ def warp_joint(log_joint: Float[Array, "B n"], settings: Warp) -> Float[Array, "
 
 
 def tempered(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]:
-    """Logits over the temperature; as they are in greedy rows."""
+    """Logits divided by the temperature; unchanged in greedy rows."""
     return logits / _divisor(settings)[:, None, None]
 
 
@@ -146,7 +151,7 @@ def _truncate(logits: Float[Array, "R V"], settings: Warp) -> Float[Array, "R V"
 
     def cut(x, on, floor_of):
         def keep():
-            # Where the cut lies has no gradient, and the search for it no derivative.
+            # The floor is a constant for gradients: the search for it has no derivative.
             floor = floor_of(jax.lax.stop_gradient(x))
             return jnp.where(x >= floor[:, None], x, probs.NEVER)
 
@@ -194,10 +199,11 @@ def _nucleus_floor(x: Float[Array, "R V"], p: Float[Array, "R"]) -> Float[Array,
 
 
 def _near_or_far(x, near, search, on: Bool[Array, "R"]) -> Float[Array, "R"]:
-    """``near(largest)`` gives the floor and the rows where that is it; ``search`` the others.
+    """Each row's floor: from its largest logits if they decide it, else by a search.
 
-    ``search(rows, highest)`` gets an upper bound per row. Which way a row goes depends on that row
-    alone.
+    ``near(largest)`` returns floors, and the rows where they are right. ``search(rows, highest)``
+    returns those of ``rows``, given an upper bound per row. Which of the two a row uses depends on
+    that row alone.
     """
     if jax.default_backend() == "tpu":
         return search(on, jnp.zeros_like(x[:, 0]))

@@ -59,7 +59,12 @@ def _adaptive(
 
 
 def _adaptive_ids(target: LM, k: int) -> tuple[int, ...]:
-    """The token ids of a₁ … a_k. With k = 0 they are as many as the model was tuned with."""
+    """The token ids of a₁ … a_k. With k = 0 they are as many as the model was tuned with.
+
+    Raises:
+      PairError: the target has no adaptive tokens.
+      OptionError: more adaptive tokens than the target was tuned with.
+    """
     trained = target.config.adaptive_ids
     if not trained:
         raise PairError(
@@ -95,7 +100,7 @@ _HEAD_DRAFTERS = {"none": draft.HeadChain, "drawn": draft.HeadTree, "dynamic": d
 
 
 def _head(context: Context, tree: str, **options: Any) -> Drafter:
-    """The drafter of a draft head, of the options that its form of draft has.
+    """The drafter of a draft head, made of those options that its form of draft has.
 
     ``options`` are those of every form: a chain has no ``budget``, a drawn tree no ``gamma``.
     """

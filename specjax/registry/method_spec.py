@@ -28,7 +28,7 @@ class _AutoLength(NamedTuple):
     """What an option's value ``auto`` means: a method that chooses the draft of each round."""
 
     option: str
-    largest: Any  # the option's value of which the drafter is made; it bounds every draft
+    largest: Any  # the drafter is made with this value of the option; it bounds every draft
     method: type[DraftVerify]
 
 
@@ -70,7 +70,7 @@ class MethodSpec:
     def lossless(self) -> bool:
         """Whether the output has exactly the target distribution.
 
-        That is up to the rule. A search chooses its output, so that it never has.
+        That is up to the rule. A search never has it: it chooses its output.
         """
         if self.search:
             return False
@@ -99,7 +99,7 @@ class MethodSpec:
     def resolve(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The value of every option: the one given, else a preset's, else the default.
 
-        A preset's value for an option that the method has not is ignored.
+        A preset's value is ignored if the method does not have that option.
 
         Raises:
           OptionError: an unknown name, or a bad value.
@@ -157,7 +157,8 @@ class MethodSpec:
         drafter = drafter_part.build(context, values)
         target = target_part.build(context, values)
 
-        # In two passes there is no draft of a model that could carry the amateur's logits.
+        # The amateur is the draft model of contrastive decoding. In a method of two passes the
+        # target drafts for itself, so no draft can carry the amateur's logits.
         if isinstance(drafter, TwoPasses):
             return TwoStep(drafter.probe, drafter.verify, target.standalone(), rule)
 

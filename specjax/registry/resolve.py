@@ -1,4 +1,4 @@
-"""From what a user names, or gives as objects, to one method for the loaded models."""
+"""Makes one method for the loaded models, from names or objects that the user gives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def choose(
     ``warped``.
 
     Raises:
-      OptionError: an unknown name, no such object, or parts besides a method object.
+      OptionError: an unknown name, an object of another kind, or parts besides a method object.
     """
     target_dist = "warped" if target_dist is None else target_dist
     parts_given = drafter is not None or rule is not None or target_dist != "warped"

@@ -218,7 +218,8 @@ def usual_rule(drafter: str | Drafter) -> str:
     """
     if isinstance(drafter, str):
         make_drafter = lookup("drafter", DRAFTERS, drafter).make
-        # The table holds classes, which have a usual rule, and functions, which have none.
+        # The table holds classes, which have a usual rule, and functions, which have none and get
+        # the default.
         return getattr(make_drafter, "usual_rule", Drafter.usual_rule)
     return getattr(drafter, "usual_rule", Drafter.usual_rule)
 

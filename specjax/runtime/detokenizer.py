@@ -28,7 +28,8 @@ class Detokenizer:
         self.text = ""
         self.count = 0
         self.stopped = False
-        # Characters at the end that may be the beginning of a stop string.
+        # Characters at the end that may be the beginning of a stop string. One fewer than its
+        # length: a whole stop string would have been found.
         self._withheld = max((len(text) - 1 for text in stop), default=0)
         self._num_returned = 0  # characters
 

@@ -1,4 +1,4 @@
-"""The engine: a method bound to its models; and requests, the work that it is given.
+"""The engine, which is a method bound to its models, and the requests that it decodes.
 
 Axis legend: B rows of the batch.
 """
@@ -32,8 +32,8 @@ class Engine:
     target: LM
     draft: LM | None
     method: Method
-    settings: Mapping[str, float | tuple[float, ...]]
-    judge: Judge | None = None
+    settings: Mapping[str, float | tuple[float, ...]]  # options that rounds read as arrays
+    judge: Judge | None = None  # scores completions; None without a reward
 
     def inputs(self, sampling: Sampling, batch: int, cases: Sequence[int] = ()) -> Inputs:
         """Models and settings as a round reads them, for ``batch`` rows with one sampling.
@@ -97,6 +97,7 @@ class Engine:
         least = 1
         if self.target.pass_width > 1:
             least = FREE_TOKENS // rows
+        # The largest power of two that is not above ``least``.
         least_power_of_two = 1 << least.bit_length() >> 1
         return prefill_chunk_size(longest, rows, least_power_of_two)
 
@@ -111,7 +112,7 @@ class Request:
 
     tokens: np.ndarray  # int32 ids of the prompt
     budget: int  # most new tokens
-    key: jax.Array
+    key: jax.Array  # of its own random numbers: its tokens do not depend on the batch slot
     request_id: int = 0
     prompt: str = ""
     constraints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)

@@ -32,7 +32,7 @@ from specjax.runtime.output import Generation, Piece, concatenate
 from specjax.runtime.scheduler import Bounds, Scheduler
 
 SAMPLE_STREAM = 2**31  # keys of samples s > 0 are folded with it: no prompt index is as large
-ALL_ROUNDS = 2**31 - 1  # between polls: only ended requests are polled
+ALL_ROUNDS = 2**31 - 1  # no limit between polls: the device is polled when a request ends
 PREFIXES = 4  # prefilled states in the prefix cache, each with the memory of a row
 MOST_SAMPLES = 2**16  # of a prompt: each is a row
 
@@ -143,6 +143,9 @@ def generate(
       prefixes: how many prompts' caches are kept for prompts that begin with the same tokens. The
         least recently used goes first. Each takes the memory of a row.
       indices: the prompts' indices in a larger job, for their keys.
+
+    Returns:
+      A :class:`specjax.Generation` with one row per prompt and sample, prompts outermost.
 
     Raises:
       OptionError, PairError: an argument cannot be used; raised before anything compiles.

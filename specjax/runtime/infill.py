@@ -46,7 +46,7 @@ class Sentinels:
 
 
 def find_sentinels(tokenizer: Vocabulary) -> Sentinels | None:
-    """The sentinels of the first style that the tokenizer has all of; None without any."""
+    """The sentinels of the first style whose four tokens the tokenizer has; None if none."""
     for names in STYLES:
         ids = [tokenizer.token_to_id(name) for name in names]
         known_ids = [token_id for token_id in ids if token_id is not None]
@@ -87,10 +87,10 @@ def sentinels_of(target: LM) -> Sentinels:
 
 
 def infill_prompt(target: LM, prefix: str, suffix: str, order: str = PSM) -> list[int]:
-    """Token ids of the prompt for the text between ``prefix`` and ``suffix``, in ``order``.
+    """Token ids of the prompt for the text between ``prefix`` and ``suffix``.
 
-    BOS comes first if the tokenizer's template puts it there. The suffix gets no leading space
-    from the tokenizer. Either text may be empty.
+    ``order`` is ``psm`` or ``spm``. BOS comes first if the tokenizer's template puts it there. The
+    suffix gets no leading space from the tokenizer. Either text may be empty.
 
     Raises:
       PairError: the model has no sentinels.
@@ -122,7 +122,10 @@ def ending_middles(target: LM) -> LM:
 
 
 def exact_matches(texts: Sequence[str], middles: Sequence[str]) -> float:
-    """The share of ``texts`` that equal their middle, apart from white space around them."""
+    """The share of ``texts`` that equal their middle, apart from white space around them.
+
+    From 0 to 1; there must be at least one text.
+    """
     pairs = zip(texts, middles, strict=True)
     matches = [text.strip() == middle.strip() for text, middle in pairs]
     return sum(matches) / len(matches)

@@ -16,18 +16,22 @@ from specjax.core.types import FROM_DRAFT
 class Generation:
     """What was generated, one entry per prompt and sample, prompts outermost.
 
-    ``stats`` are counters per row (int), see :class:`specjax.core.types.Stats`. ``origins`` say
-    whether the draft or the target wrote a token. ``logprobs``, where asked for, are nats under
-    the unwarped target. ``cached_tokens`` of a prompt came from the prefix cache and were not
-    prefilled. ``rewards``, where there is a reward, score the whole completions. They have one
-    column per reward.
+    ``tokens`` (int32 ids), ``origins`` and ``logprobs`` have an array ``[n]`` for each row, where n
+    is the number of its generated tokens. ``stats`` are counters per row (int), see
+    :class:`specjax.core.types.Stats`. ``origins`` say whether the draft or the target wrote a
+    token. ``logprobs``, where asked for, are nats under the unwarped target. ``cached_tokens`` of a
+    prompt came from the prefix cache and were not prefilled. ``rewards``, where there is a reward,
+    score the whole completions: float64 with one row per completion and one column per reward.
 
     Times are seconds, compilation included. A row's time begins with its prefill.
-    ``prefill_seconds`` last up to its first round. If other rows run meanwhile, the last pass of
-    its prefill counts as decoding, because no one waits for it. ``share_seconds`` are the row's
-    share of the whole time, prefill included: running rows share each poll evenly. ``passes`` are
-    batched forward passes of all rows together. ``occupancy`` is the share of batch slots that
-    were running, over all rounds.
+    ``prefill_seconds`` end at its first round. If other rows run meanwhile, the last pass of its
+    prefill counts as decoding, because the host does not wait for it. ``first_token_seconds`` end
+    at the row's first poll, and include the prefill. ``decode_seconds`` are from the end of the
+    prefill to the end of the row. ``share_seconds`` are the row's share of the whole time, prefill
+    included: running rows share the time between two polls evenly.
+
+    ``passes`` are batched forward passes of all rows together. ``occupancy`` is the share of batch
+    slots that were running, over all rounds.
     """
 
     text: list[str]
@@ -57,7 +61,8 @@ class Piece:
     """New tokens of one row, and their log-probabilities where asked for.
 
     A row's last piece has its ``finish_reason`` and, as ``row``, a generation of that row alone.
-    The last piece of a stream carries the whole generation.
+    ``index`` is the number of that row in the job. The last piece of a stream carries the whole
+    generation.
     """
 
     index: int

@@ -122,8 +122,8 @@ class Prefill:
         """A new state, with a copy of the caches of ``prefix_state``."""
         tokens, lengths = loop.pack([row.tokens for row in self._rows])
         tokens = np.pad(tokens, ((0, 0), (0, self._capacity - tokens.shape[1])))
-        # A cache may depend on the token after a position, too. The last tokens of a known
-        # prefix are then prefilled again: another token follows them.
+        # A cache entry may depend on the tokens after its own, too. Then the last tokens of a
+        # cached prefix are prefilled again, because other tokens follow them now.
         self._first = np.maximum(self.cached - self._engine.method.lookback, 0)
         self._last = lengths - 1
         ends = lengths + np.array([row.budget for row in self._rows], np.int32)
@@ -142,7 +142,7 @@ class Prefill:
 
 
 def _pad(requests: Sequence[Request | None]) -> list[Request]:
-    """The requests, with one of a single token and no budget for every None."""
+    """The requests. In place of every None stands a request of one token and no budget."""
     example = next(request for request in requests if request is not None)
     padding = dataclasses.replace(example, tokens=np.zeros(1, np.int32), budget=0)
     return [request or padding for request in requests]

@@ -70,7 +70,10 @@ class PrefixCache:
         return 3 * saved >= total > 0
 
     def lookup(self, prompts: Prompts) -> tuple[DecodeState | None, np.ndarray]:
-        """The state with the most tokens in common, and how many of each prompt (int32)."""
+        """The state with the most tokens in common, and how many of each prompt it has (int32).
+
+        The state is None, and the numbers are 0, if no state has MIN_PREFIX tokens in common.
+        """
         best = None
         best_counts = np.zeros(len(prompts), np.int32)
         for entry in self._entries:

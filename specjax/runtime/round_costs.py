@@ -1,8 +1,8 @@
 """Measures what a round costs at each draft length: once per shape, on the host.
 
 :mod:`specjax.draft.auto_length` chooses the draft length by these costs. The rounds that are timed
-run in the program that decodes: costs that allow only one draft form make it take that one. So
-nothing is compiled for the measurement.
+run in the program that decodes. If all draft forms but one have an infinite cost, it takes that
+one. So nothing is compiled for the measurement.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def _timed(
     Returns their seconds, how many they were (at least 1), and the state.
     """
     before = jax.block_until_ready(state).stats.rounds.max()
+    # Given as the scheduler gives it, so that the program is the one that decodes.
     seen = np.zeros(len(state.length), bool)
     began = time.perf_counter()
     state = run_rounds(method)(inputs, state, np.int32(rounds), seen)

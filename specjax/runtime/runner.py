@@ -27,8 +27,8 @@ from specjax.runtime.prefill import Prefill
 from specjax.runtime.round_costs import round_costs
 from specjax.search.drivers import HostDriven, advance_on_host
 
-# Cache positions that a smaller bucket must have to spare before the state shrinks to it: without
-# them, one that grows again soon would be moved back and forth.
+# Cache positions that a smaller bucket must have to spare before the state shrinks to it. Without
+# them, a state that soon grows again would be moved back and forth.
 SHRINK_MARGIN = 64
 
 
@@ -78,7 +78,7 @@ class BatchRunner:
 
     @property
     def inputs(self) -> Inputs:
-        """What rounds read. It is there once a request has been started."""
+        """What rounds read. There is none before a request has been started."""
         assert self._inputs is not None, "no request has been started"
         return self._inputs
 
@@ -116,6 +116,7 @@ class BatchRunner:
     def fill_slots(self, prefill: Prefill, slots: Sequence[int]) -> None:
         """Puts prefilled requests into batch slots: one per device, or ``NO_SLOT``."""
         slots_per_device = self._size // self._engine.data_parallel_size
+        # The program runs on each device, which numbers only its own slots.
         numbers = np.array(slots, np.int32)
         local = np.where(numbers == NO_SLOT, numbers, numbers % slots_per_device)
         fill = loop.fill_slots(self._method)

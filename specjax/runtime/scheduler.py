@@ -371,6 +371,7 @@ class Scheduler:
         for number, slot in enumerate(self._slots):
             dropped[number] = slot is not None and slot.request.request_id in self._dropped
         if dropped.any():
+            # As if a stop string had ended them: the device would go on with them.
             self._free(dropped, dropped)
 
         # Requests that are prefilling take their slots first; the next call frees these.
