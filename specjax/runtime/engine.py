@@ -14,13 +14,11 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from specjax.core.mesh import DATA
-from specjax.core.net import FREE_TOKENS
 from specjax.core.protocols import Method
 from specjax.core.types import Inputs
 from specjax.core.warp import Sampling, stacked
 from specjax.draft.auto_length import COSTS, AutoLength
 from specjax.lm import LM
-from specjax.models.cache import chunk_size as prefill_chunk_size
 from specjax.models.cache import ring_capacity
 from specjax.rewards import Judge
 
@@ -93,13 +91,7 @@ class Engine:
 
         If passes are padded to ``pass_width`` tokens, a prefill chunk is never smaller than that.
         """
-        rows //= self.data_parallel_size
-        least = 1
-        if self.target.pass_width > 1:
-            least = FREE_TOKENS // rows
-        # The largest power of two that is not above ``least``.
-        least_power_of_two = 1 << least.bit_length() >> 1
-        return prefill_chunk_size(longest, rows, least_power_of_two)
+        return self.target.net.chunk_size(longest, rows // self.data_parallel_size)
 
 
 @dataclasses.dataclass(frozen=True)
