@@ -54,15 +54,15 @@ LEVELS = (
     (4, 8, 8, 8, 6, 6, 6, 5, 4, 3, 2),
     (4, 8, 8, 8, 8, 8, 6, 6, 6, 5, 4, 3, 2),
 )
-MOST = len(LEVELS[-1])
-# Which nodes they are, as (index of the parent in the level above, rank of the candidate). The
-# first level holds the best candidates in order; every other level the first of these places.
+MOST = len(LEVELS[-1])  # levels of the deepest tree, and so its adaptive tokens
+# The nodes of a level, as (index of the parent in the level above, rank of the candidate). The
+# first level holds the best candidates in order. A deeper level of n nodes has the first n places.
 PLACES = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """Makes a draft of the distributions at the k adaptive tokens.
+    """Makes a draft from the distributions at the k adaptive tokens.
 
     A chain draws each token from its own distribution, warped as the target. A tree has the most
     probable tokens of each level, at the places of SDSAT's published trees (``LEVELS``,
@@ -97,7 +97,7 @@ class Candidates:
 
     @functools.cached_property
     def parents(self) -> tuple[int, ...]:
-        """The parent of each node, the root's being NO_PARENT."""
+        """The parent of each node; NO_PARENT for the root."""
         parents = [NO_PARENT]
         level_above = 0  # the first node of the level above
         for level in self._places:
@@ -114,7 +114,10 @@ class Candidates:
         logits: Float[Array, "B k V"],
         live: Bool[Array, "B"],
     ) -> Draft:
-        """The draft below ``root``; rows that are not ``live`` have no draft."""
+        """The draft below ``root``; rows that are not ``live`` have no draft.
+
+        ``keys`` are the round's keys. ``logits`` are the raw ones at the k adaptive tokens.
+        """
         log_q = warp(logits, inputs.warp)
         if self.form == CHAIN:
             nodes = jnp.broadcast_to(jnp.arange(1, self.k + 1), logits.shape[:2])
@@ -210,11 +213,11 @@ class VerifyPass(Drafter):
 class SinglePass(Drafter):
     """Verifies one draft and probes for the next in one pass (ours).
 
-    A group of k adaptive tokens follows every node. Group j predicts as if node j and all before it
-    were accepted. After a verdict with j accepted tokens, its logits give the next draft, which
-    begins after the round's last token. So the first round has no draft. ``groups`` of them are in
-    the pass; ``k + 1`` cover every case. If the one needed is not there, the next round has no
-    draft.
+    A group of k adaptive tokens follows each of the first ``groups`` nodes. Group j predicts as if
+    node j and all before it were accepted. After a verdict with j accepted tokens, its logits give
+    the next draft, which begins after the round's last token. So the first round has no draft.
+    ``k + 1`` groups cover every verdict. With fewer, the next round has no draft if its group is
+    missing.
     """
 
     candidates: Candidates

@@ -6,9 +6,9 @@ accepted with probability A(b). So a draft of this form yields
 ``(1 − λ^{γ+1}) / (1 − λ)`` (Leviathan et al. 2023, equation (1)). It costs one draft pass per level
 and one target pass over its nodes.
 
-The form with the most tokens per cost is taken, for the whole batch, from a few static ones. A is
-estimated from past rounds; the costs are an argument. Nothing of the present round is read, so a
-lossless rule stays lossless.
+The whole batch drafts the form with the most tokens per cost, out of a few static ones. A is
+estimated from past rounds; the costs are an argument. The choice reads nothing of the present
+round, so a lossless rule stays lossless.
 
 How costs are measured is not known here: see :mod:`specjax.runtime.round_costs`.
 
@@ -64,13 +64,13 @@ DECAY = 0.98
 RETRY_AFTER = 8
 MAX_RETRY_AFTER = 512
 ROWS_PER_RETRY = 4
-# A retry starts with this part of a refused token in its counts. So its first drafts are shorter
-# than those of a new job.
+# A retry starts with this fraction of a refused token in its counts. So its first drafts are
+# shorter than those of a new job.
 RETRY_PENALTY = 0.2
 # After this many rounds in a row with a draft, the retry has succeeded: the wait is short again.
 RELIABLE_AFTER = 16
 
-CATCH_UP = 16  # tokens of each row in one pass of the draft model over what it has not read
+CATCH_UP = 16  # tokens per row and pass when the draft model reads what it has missed
 
 
 class AcceptanceHistory(struct.PyTreeNode):
@@ -123,7 +123,7 @@ class AcceptanceHistory(struct.PyTreeNode):
           form: int32 ``[D]``, the siblings of each level; 0 past the draft's depth.
         """
         accepted = state.stats.accepted - before.stats.accepted
-        # A draft that is not accepted whole has one more level tested: the one that was refused.
+        # Unless the whole draft is accepted, one more level was tested: the one that was refused.
         tested = accepted + (accepted < state.stats.drafted - before.stats.drafted)
         siblings = 1 + jnp.arange(self.tested.shape[1])
         siblings_of_level = (form[:, None] == siblings).astype(jnp.float32)  # [D, w], one-hot
@@ -206,7 +206,7 @@ class AutoLength(DraftVerify):
 
         A head cannot rest, because it reads the target's hidden states of every round. Nor can a
         draft model that the target distribution itself runs. And the rule must take the draft of a
-        plain round, which is a point mass without tokens.
+        plain round, which counts as a point mass.
         """
         drafter = self.drafter
         runs_model = drafter.needs_draft
@@ -303,7 +303,7 @@ class AutoLengthChain(AutoLength):
     def pass_sizes(self) -> tuple[int, ...]:
         if self.draft_can_rest:
             return PASS_SIZES
-        # Here a round without a draft goes the same way, and needs the root alone.
+        # Here a round without a draft is one with γ = 0: its target pass has the root alone.
         return (1, *PASS_SIZES)
 
     def _round_with_draft(self, inputs, form_index, state):
@@ -312,7 +312,7 @@ class AutoLengthChain(AutoLength):
         inputs = inputs.replace(settings=inputs.settings | {"gamma": gamma})
         if self.draft_can_rest:
             state = self._catch_up(inputs, state)
-        # AutoLength.step is the one that called this: the round itself is the parent's.
+        # self.step is AutoLength.step, which has called this. The round itself is DraftVerify's.
         return DraftVerify.step(self, inputs, state)
 
     def propose(self, inputs, state, keys) -> Proposal:
@@ -347,8 +347,8 @@ class AutoLengthTree(AutoLength):
     def _round_with_draft(self, inputs, form_index, state):
         state = self._catch_up(inputs, state)
         assert isinstance(self.drafter, Tree), "__post_init__ refuses other drafters"
-        # Trees differ in the shapes of their passes: each form is a branch of the program, of which
-        # one runs.
+        # Trees differ in the shapes of their passes, so each form is a branch of the program. One
+        # of the branches runs.
         for index, branching in enumerate(self.forms[1:], 1):
             drafter = dataclasses.replace(self.drafter, branching=branching)
             method = DraftVerify(drafter, self.target, self.rule)

@@ -1,7 +1,7 @@
 """Beam drafts (MTAD, Qin et al. 2024, §4.2): beam search or beam sampling in the draft model.
 
-Beams are a growing tree in one draft cache. So no cache is copied when a beam is dropped and
-another is continued twice, as :mod:`specjax.search.beam` must do.
+Beams are a growing tree in one draft cache. So no cache is copied when one beam is dropped and
+another is continued twice. :mod:`specjax.search.beam` must copy caches.
 
 Axis legend: B rows, N nodes, n nodes so far, W beams, S beams of a step (1, then W), V vocabulary.
 """
@@ -54,7 +54,7 @@ class Beams(NamedTuple):
 
 
 class Continuations(NamedTuple):
-    """The W continuations that go on; each is a beam of the step before and one more token."""
+    """The W continuations that are kept. Each is a beam of the step before and one more token."""
 
     source: Int[Array, "B W"]  # the beam that is continued
     token: Int[Array, "B W"]
@@ -118,7 +118,8 @@ class Beam(ModelDrafter):
         if self.verify_beams == "all":
             return Proposal(draft, beams.cache, beams.calls, passes)
 
-        # The best beam is moved into place before it is verified: its chain then reads like any.
+        # The best beam is moved into place before it is verified. From then on it is a chain like
+        # any other.
         chain, path = self.beam_as_chain(draft, beams, jnp.argmax(beams.score, axis=1))
         cache = commit_path(beams.cache, state.length - 1, path)
         return Proposal(chain, cache, beams.calls, passes)
@@ -131,7 +132,10 @@ class Beam(ModelDrafter):
         cache: KVCache,
         limit: Int[Array, "B"] | None = None,
     ) -> tuple[Draft, Beams]:
-        """The tree of all beams, and where each ends; none is longer than ``limit[B]``."""
+        """The tree of all beams, and where each ends.
+
+        ``cache`` is that of the searched model. No beam has more than ``limit[B]`` tokens.
+        """
         base = state.length - 1
         net = inputs.target if self.of_target else draft_net(inputs)
         logits, cache = run_last_two(net, cache, last_two(state), base - 1)
@@ -176,7 +180,7 @@ class Beam(ModelDrafter):
 
     def update(self, inputs, state, carried, draft, verdict, probe_logits):
         if self.verify_beams == "top1":
-            return carried  # the best beam is in place since it was proposed
+            return carried  # `propose` has already moved the best beam into place
         return commit_path(carried, state.length - 1, verdict.path)
 
     def _extend(
@@ -239,6 +243,7 @@ class Beam(ModelDrafter):
         missing = max(0, self.width - ranked.shape[1])
         ranked = jnp.pad(ranked, ((0, 0), (0, missing)), constant_values=probs.NEVER)
         rank, flat = jax.lax.top_k(ranked, self.width)
+        # Padding has indices past the end: they are clamped, and `possible` is False there.
         flat = jnp.minimum(flat, total[0].size - 1)
         return Continuations(
             source=flat // vocab,

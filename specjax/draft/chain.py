@@ -25,7 +25,7 @@ from specjax.core.types import IID, Draft, Inputs, TreeShape
 from specjax.core.warp import warp
 from specjax.draft.model_drafter import ModelDrafter, draw_chain, last_two
 
-# Axes in their order, the steps outermost: how the draft's probabilities are laid out in memory.
+# The memory layout of the draft's probabilities: axes in their order, the steps outermost.
 STEP_BY_STEP = Layout((0, 1, 2))
 # When a row's draft ends early: never, before a token that the draft is unsure of, or after it.
 NEVER_STOPS = "never"
@@ -133,8 +133,8 @@ class Chain(ModelDrafter):
     ) -> tuple[Int[Array, "B"], Bool[Array, "B"], ChainRecord]:
         """Node ``step + 1``, drawn from the logits of one draft pass; see :func:`draw_chain`.
 
-        The pass that only gives the logits after the last token is one of them: what it writes to
-        ``valid`` is dropped, and its ``log_q`` is not used.
+        The extra pass, which only gives the logits after the last token, comes here, too. What it
+        writes to ``valid`` is dropped, and its ``log_q`` is not used.
         """
         log_q = probs.log_softmax(logits)
         if self.draft_warp:
@@ -147,7 +147,7 @@ class Chain(ModelDrafter):
         node = jnp.broadcast_to(step + 1, (log_q.shape[0], 1))
         token = probs.sample(jnp.exp(log_q), probs.uniforms(keys, Purpose.DRAFT, node)[:, 0])
         token = jnp.where(drawn, self.to_target_ids(inputs, token), 0)
-        # A row also takes part in the extra pass, where its raw logits are kept.
+        # If raw logits are kept, a row also takes part in the extra pass, hence + keep_logits.
         active = drawn & ~inputs.is_eos(token) & (step + 1 < gamma + self.keep_logits)
         if self.stop == STOPS_AFTER:
             active = active & self._is_sure(inputs, logits)

@@ -136,7 +136,7 @@ class HeadDrafter(ModelDrafter):
         cfg = head_config(draft_net(inputs))
         if cfg.ids is None:
             return rows
-        # A gather instead of a scatter: ids that the head does not know read an added last column.
+        # A gather, not a scatter: ids that the head does not know read an added column of −inf.
         column = np.full(cfg.vocab_size, cfg.draft_size)
         column[cfg.ids] = np.arange(cfg.draft_size)
         pad = [(0, 0)] * (rows.ndim - 1) + [(0, 1)]
@@ -173,7 +173,7 @@ class HeadTree(HeadDrafter, Tree):
 
 
 class TreeCandidates(NamedTuple):
-    """All nodes that were ever expanded into the tree, before reranking; node 0 is the root."""
+    """All candidate nodes of the tree, before reranking; node 0 is the root."""
 
     tokens: Int[Array, "B C"]
     parents: Int[Array, "B C"]
@@ -195,8 +195,9 @@ class HeadBest(HeadDrafter):
 
     Expand: level by level, the ``width`` nodes of largest joint draft probability get their
     ``width`` likeliest tokens as children, down to ``depth``. Rerank: the best ``budget`` of all
-    candidates are verified. Candidates are chosen, not drawn: they have no distribution q, and
-    every rule that accepts them is lossless. Probabilities are warped, in greedy rows unwarped.
+    candidates are verified. Candidates are chosen, not drawn, so they have no distribution q. Each
+    rule that accepts them keeps what it promises: a lossless one stays lossless. Probabilities are
+    warped, in greedy rows unwarped.
     """
 
     budget: int = 31
@@ -285,7 +286,7 @@ class HeadBest(HeadDrafter):
         number = num_read + jnp.arange(self.width)
         is_self = jnp.arange(num_read + self.width) == number[:, None]
 
-        # A node's ancestors are its parent's and itself. The old frontier are the last nodes read.
+        # A node's ancestors are its parent's and itself. The old frontier is the last nodes read.
         widened = jnp.pad(frontier.ancestors, ((0, 0), (0, 0), (0, self.width)))
         of_parent = _gather_nodes(widened, num_read - num_parents + parent_index)
         ancestors = jnp.append(widened, of_parent | is_self, axis=1)
@@ -295,8 +296,8 @@ class HeadBest(HeadDrafter):
     def _rerank(self, candidates: TreeCandidates) -> Draft:
         """The ``budget`` best candidates as a draft.
 
-        They form a tree. A joint probability never grows along a path, so a parent is never worse
-        than its children. On ties ``top_k`` takes the lower number, which is the parent.
+        They always form a tree. A joint probability never grows along a path, so a parent is never
+        worse than its children. On ties ``top_k`` takes the lower number, which is the parent.
         """
         rows = candidates.tokens.shape[0]
         count = self.shape.nodes - 1
@@ -351,7 +352,7 @@ def _run_head(
     visible: Bool[Array | np.ndarray, "B n F"] | None = None,
     base: Int[Array, "B"] | None = None,
 ) -> HeadState:
-    """The head's hidden states of new pairs, and its cache, which holds them from ``start`` on.
+    """The head's hidden states of new pairs, and its cache with these pairs from ``start`` on.
 
     A chain by default. ``positions``, ``visible`` and ``base`` are those of a level of a tree, as
     :func:`specjax.models.forward_pass.forward` takes them.

@@ -41,7 +41,7 @@ class Lookup(Drafter):
         end, matched = self._match(state)
         at = end[:, None] + 1 + jnp.arange(self.gamma, dtype=jnp.int32)
         drafted = jnp.take_along_axis(state.tokens, at, axis=1, mode="clip")
-        # The first end of sequence is drafted, nothing after it. What is past the row's length is
+        # The first end of sequence is drafted, nothing after it. Tokens past the row's length are
         # scratch.
         ended = inputs.is_eos(drafted)
         after_eos = jnp.cumsum(ended, axis=1) - ended > 0
@@ -52,6 +52,7 @@ class Lookup(Drafter):
     def _match(self, state: DecodeState) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
         """The position where the chosen earlier n-gram ends, and whether there is one."""
         position = jnp.arange(state.capacity, dtype=jnp.int32)
+        # Not the row's last position: there the n-gram would match itself.
         earlier = position < (state.length - 1)[:, None]
         same = jnp.ones_like(earlier)
         end = jnp.zeros_like(state.length)

@@ -77,7 +77,7 @@ class ModelDrafter(Drafter):
         return run_level(draft_net(inputs), carry, tokens, state.length - 1, first, ancestors)
 
     def to_target_ids(self, inputs: Inputs, drafted: Int[Array, "..."]) -> Int[Array, "..."]:
-        """The target's ids of drafted ids."""
+        """Drafted ids as ids of the target."""
         return drafted
 
     def to_target_vocab(self, inputs: Inputs, rows: Float[Array, "... v"]) -> Float[Array, "... V"]:
@@ -104,7 +104,8 @@ def run_last_two(
 
     A round begins with this pass. After a draft that was accepted whole, the cache lacks the last
     draft token: it was drawn but never passed through the model. The pass over two tokens fills
-    that gap. A row of one token has ``first = −1``: it begins with that token instead.
+    that gap. A row of one token has ``first = −1``. It then reads that token at position 0, and a
+    scratch token after it.
     """
     start = jnp.maximum(first, 0)
     inside = (start - first)[:, None] + jnp.arange(2, dtype=jnp.int32)
@@ -186,10 +187,11 @@ def run_level(
 ) -> tuple[Float[Array, "B n V"], KVCache]:
     """Logits after the tree's nodes ``first … first + n − 1``; the cache holds the levels above.
 
-    ``base`` is the root's cache position, and its token position. ``ancestors`` are those of all
-    nodes so far.
+    ``base`` is both the cache position and the token position of the root. ``ancestors`` are those
+    of all T nodes so far, this level included.
     """
-    # A node's position is its depth, its cache position is its number: siblings share the former.
+    # Counted from the root, a token position is the depth and a cache position the node's number.
+    # Siblings share a token position.
     positions = base[:, None] + ancestors.sum(-1, dtype=jnp.int32) - 1
     level = slice(first, first + tokens.shape[1])
     logits, cache, _ = net.logits(
@@ -207,5 +209,5 @@ def run_level(
 def unwarped_in(
     rows: Bool[Array, "B"], logits: Float[Array, "B n V"], log_q: Float[Array, "B n V"]
 ) -> Float[Array, "B n V"]:
-    """``log_q``, but the unwarped log-probabilities in these rows."""
+    """``log_q``, with these rows replaced by the unwarped log-probabilities of ``logits``."""
     return jnp.where(rows[:, None, None], probs.log_softmax(logits), log_q)

@@ -1,7 +1,7 @@
 """Suffix drafts: what most often followed the same words, in any row or earlier request of the job.
 
 After SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). Its suffix trees become one flat pool
-of text here: to compare all of it with a row's last words is what an accelerator does well.
+of text here, because an accelerator can compare all of it with a row's last words at once.
 
 Axis legend: B rows, C tokens of a row's ring buffer, P = B·C tokens of the pool, K occurrences that
 vote, S token positions, γ draft length.
@@ -44,10 +44,11 @@ class Pool(struct.PyTreeNode):
     def append(self, new: Int[Array, "B n"], count: Int[Array, "B"]) -> Pool:
         """The pool with the first ``count`` of each row's ``new`` tokens, and END after them.
 
-        Of more tokens than a ring holds, only the last are written.
+        If there are more tokens than a ring holds, only the last ones are written.
         """
         size = self.tokens.shape[1]
         at = jnp.arange(new.shape[1] + 1)
+        # `count` tokens and END, but no more than fit: no place is written twice.
         kept = (at <= count[:, None]) & (at > count[:, None] - size)
         with_end = jnp.pad(new, ((0, 0), (0, 1)))
         with_end = jnp.where(at < count[:, None], with_end, END)
@@ -63,7 +64,7 @@ class Pool(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Suffix(Drafter):
-    """What most often followed the longest known ending of the row, token by token.
+    """What most often followed the row's last n-gram, token by token.
 
     The longest n-gram at the row's end, up to ``ngram`` tokens, that occurs anywhere in the pool is
     chosen. If the row itself has it, the newest such place is followed: an edited text keeps to its
@@ -101,14 +102,14 @@ class Suffix(Drafter):
 
     def _add_prompts(self, pool: Pool, state: DecodeState) -> tuple[Pool, Int[Array, "B"]]:
         """The pool with the prompts of the rows that are not done."""
-        # One past the END of the text before, so that it stays. A row that is done from the
-        # beginning only fills the batch: nothing of it is remembered.
+        # Start after the END of the slot's earlier text, so that this END stays. A row that is done
+        # from the beginning only fills the batch: nothing of it is remembered.
         pool = pool.replace(head=(pool.head + 1) % pool.tokens.shape[1])
         return pool.append(state.tokens, jnp.where(state.done, 0, state.length)), state.length
 
     def propose(self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"]) -> Proposal:
         pool, num_added = state.drafter_state
-        # What the last round wrote, read only now: end of sequence and budget have cut it.
+        # Add what the last round wrote. It is read only now that EOS and the budget have cut it.
         new = num_added[:, None] + jnp.arange(self.gamma + 1)
         new = jnp.take_along_axis(state.tokens, new, axis=1, mode="clip")
         # In an empty batch slot the length may be smaller than before.
@@ -126,14 +127,14 @@ class Suffix(Drafter):
     def _occurrences(
         self, pool: Pool, state: DecodeState
     ) -> tuple[Int[Array, "B K γ"], Bool[Array, "B K"], Bool[Array, "B K"]]:
-        """What follows the K newest occurrences of the longest ending; a row's own come first.
+        """What follows the K newest occurrences of the longest n-gram; a row's own come first.
 
         Returns their continuations, which of the K exist, and which are the row's own.
         """
         rows, size = pool.tokens.shape
 
-        # How many tokens before and at each place of the pool equal the row's last ones. A place
-        # counts only if a token follows it.
+        # length: how many tokens that end at each place of the pool equal the row's last ones. A
+        # place counts only if a token follows it.
         has_next = jnp.roll(pool.tokens, -1, axis=1).reshape(-1) != END
         same = jnp.broadcast_to(has_next, (rows, rows * size))
         length = jnp.zeros(same.shape, jnp.int32)
@@ -159,11 +160,11 @@ class Suffix(Drafter):
 def _vote(
     continuations: Int[Array, "B K γ"], exists: Bool[Array, "B K"], is_own: Bool[Array, "B K"]
 ) -> tuple[Int[Array, "B γ"], Bool[Array, "B γ"]]:
-    """Place by place the elected token, and whether there is one.
+    """The elected token at each place, and whether there is one.
 
-    The first voter alone decides if it is the row's own. Otherwise the token with most votes wins,
-    on a tie that of the first voter. Who voted for another token, or has come to an END, votes no
-    more.
+    If the first voter is the row's own text, it decides alone. Otherwise the token with the most
+    votes wins; on a tie, the one whose voter comes first. An occurrence that has another token
+    there, or has reached an END, does not vote again.
     """
 
     def step(votes, token):

@@ -116,7 +116,9 @@ class Tree(ModelDrafter):
             valid=valid,
             log_q=self.to_target_vocab(inputs, jnp.concatenate(log_qs, axis=1)),
             shape=self.shape,
-            q_row=(0, *self._parents[1:]),  # inner nodes come first: a row's number is its node
+            # A child's q is that of its parent. Inner nodes come first, so the rows of log_q have
+            # their numbers.
+            q_row=(0, *self._parents[1:]),
             sampling=self.sampling,
         )
         return Proposal(draft, carry, calls, jnp.int32(len(self.branching)))
@@ -127,9 +129,9 @@ class Tree(ModelDrafter):
     def _child_log_q(self, inputs, logits: Float[Array, "B n V"]) -> Float[Array, "B n V"]:
         """log q that the level's children are drawn from.
 
-        Warped, a greedy row has only one possible child. Its siblings are ranked by the unwarped
-        draft instead. That stays exact: p has one token, so a child with q > 0 is accepted surely
-        or never.
+        In a greedy row the warped q has a single token. Its children are therefore ranked by the
+        unwarped draft. That stays exact: p is a single token, too, so a child is accepted with
+        probability 1 or 0.
         """
         log_q = warp(logits, inputs.warp)
         if self.replacement:
@@ -149,8 +151,8 @@ class Tree(ModelDrafter):
             drawn = probs.sample(q, u)
             return drawn, jnp.ones(drawn.shape, bool)
 
-        # One Gumbel noise per parent: the largest c of log q plus noise are c draws without
-        # replacement, in their order. Greedy rows get none, and take the c likeliest.
+        # Gumbel noise per parent: the c largest of log q plus noise are c draws without
+        # replacement, in the order drawn. Greedy rows get no noise and take the c likeliest.
         nodes = jnp.asarray(self._levels[level], jnp.int32)
         node_keys = jax.vmap(lambda node: probs.draw_keys(keys, Purpose.DRAFT, node), out_axes=1)
         noise = probs.gumbel(node_keys(nodes), vocab, ~inputs.warp.greedy)

@@ -23,9 +23,9 @@ class Classifier(OfText):
     With one logit it is the sigmoid of that. With more it is the softmax's last entry.
 
     Prompt and completion go to the tokenizer as a pair of texts, which it joins with its own
-    separators and token types. If its pairs have no separator, it gets both as one text. What is
-    too long for the model loses the beginning of the prompt. If the completion alone is too long,
-    its end is kept. Texts are padded into batches if the config names a padding token of the
+    separators and token types. If its pairs have no separator, it gets both as one text. If they
+    are too long for the model, the beginning of the prompt is cut. If the completion alone is too
+    long, its end is kept. Texts are padded into batches if the config names a padding token of the
     vocabulary; otherwise they are scored one by one.
 
     Raises:
@@ -118,6 +118,7 @@ class Classifier(OfText):
             return tokenizer(sample.prompt + sample.text, truncation=True, max_length=limit)
 
         completion = tokenizer(sample.text, add_special_tokens=False)["input_ids"]
+        # Strictly less: `only_first` must leave at least one token of the prompt.
         if len(completion) < limit - special_of_pair:
             return tokenizer(sample.prompt, sample.text, truncation="only_first", max_length=limit)
         return tokenizer("", sample.text, truncation="only_second", max_length=limit)

@@ -40,7 +40,7 @@ class Combined:
 
     parts: tuple[Reward, ...]
     product: bool = False
-    # Numbers of the parts whose failure has been reported. It is kept here and not in the Judge,
+    # Indices of the parts whose failure has been reported. They are kept here and not in the Judge,
     # because a job may bind the same reward several times.
     reported: set[int] = dataclasses.field(default_factory=set, compare=False)
 
@@ -69,7 +69,7 @@ class Combined:
         return lowest, highest
 
     def check_threshold(self, r_t: float) -> None:
-        """Refuses a threshold ``r_t`` that no completion, or every one, reaches.
+        """Refuses a threshold ``r_t`` outside the bounds: all completions would reach it, or none.
 
         Raises:
           OptionError: the threshold lies outside the reward's bounds.
@@ -146,7 +146,7 @@ class Judge:
         return judge
 
     def rows(self, cases: Sequence[int]) -> Data | tuple:
-        """The device arrays of the rows with these numbers; () where there are none."""
+        """The device arrays of the job's rows with these numbers; () if there is no fold."""
         if self.data is None:
             return ()
         numbers = np.asarray(cases)
@@ -154,7 +154,7 @@ class Judge:
         return self.data._replace(own=own)
 
     def scores(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
-        """Each part's score of each sample."""
+        """For each sample, the scores of all parts."""
         by_part = [
             self._scores_of_part(number, part, samples)
             for number, part in enumerate(self.combined.parts)
@@ -167,8 +167,7 @@ class Judge:
         Args:
           rows: the request in each batch slot, with its ``prompt`` and ``constraints``.
           state: the :class:`specjax.core.types.DecodeState`.
-          lanes: ``tokens [B, K, M]``, of which ``count [B, K]`` are meant, and ``asked [B]``: rows
-            that need no rewards get 0.
+          lanes: the :class:`specjax.search.drivers.Lanes`. Rows that are not ``asked`` about get 0.
         """
         fetched = jax.device_get((state.tokens, state.prompt_length, state.length, lanes))
         tokens, prompt_length, length, lanes = fetched
@@ -191,7 +190,7 @@ class Judge:
         return Sample(text, row.prompt, tokens, row.constraints, ended)
 
     def _scores_of_part(self, number: int, part: Reward, samples: Sequence[Sample]) -> list[float]:
-        """One part's scores, from one call if it can; if that fails, sample by sample."""
+        """One part's scores: from one ``score_many`` call if possible, else sample by sample."""
         score_many = getattr(part, "score_many", None)
         if len(samples) > 1 and score_many is not None:
             # One bad sample fails the whole call. Scored alone, the others get their score.

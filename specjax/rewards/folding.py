@@ -66,8 +66,8 @@ class Together:
         values = [jnp.asarray(part.value(s, o, c), jnp.float32) for part, s, o, c in each]
         values = jnp.stack(values)
         total = jnp.prod(values) if self.product else jnp.sum(values)
-        # A part of −inf or NaN refuses the tokens, so the total is −inf. The arithmetic would give
-        # NaN for −inf · 0 and −inf + inf.
+        # If a part is −inf or NaN, the total is −inf. Plain arithmetic would give NaN for −inf · 0
+        # and −inf + inf.
         refused = jnp.any(jnp.isnan(values) | (values == -jnp.inf))
         return jnp.where(refused, -jnp.inf, total)
 
@@ -85,7 +85,7 @@ def advance_all(
 
     All lanes of a row start from its ``carry``, ``[B, ...]``.
     """
-    # One loop bound for all lanes: under vmap a bound per lane would run to the longest anyway.
+    # One loop bound for all lanes: under vmap, a bound per lane would run to the longest anyway.
     longest = jnp.max(count)
 
     def advance_lane(own, carry, tokens, count):

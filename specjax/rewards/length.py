@@ -14,9 +14,10 @@ from specjax.rewards.protocol import DeviceReward
 
 @dataclasses.dataclass(frozen=True)
 class Length:
-    """1 for completions of ``low`` to ``high`` tokens, ``n / low`` below, ``high / n`` above.
+    """1 for completions of ``low`` to ``high`` tokens.
 
-    The n tokens include the end of sequence.
+    A completion of n tokens scores ``n / low`` below that and ``high / n`` above it. n includes the
+    end of sequence.
     """
 
     low: int

@@ -1,11 +1,11 @@
 """Rewards for words: ``lexical`` (words that must occur) and ``forbidden`` (words that must not).
 
 **The rule.** A word occurs if one of its forms is in the completion, between word boundaries. The
-bytes before and after must be no ASCII letter, digit or underscore, and no part of a multi-byte
-character. The two ends of the completion are boundaries. Letters match in either case. The forms
-of a ``lexical`` word are the word and its regular inflections (:func:`inflections`). ``=word`` is
-that exact spelling, for identifiers. Bytes of the text are compared, so the tokenization does not
-matter.
+bytes before and after must not be an ASCII letter, a digit, an underscore or a part of a
+multi-byte character. The two ends of the completion are boundaries. Letters match in either case.
+The forms of a ``lexical`` word are the word and its regular inflections (:func:`inflections`).
+``=word`` is that exact spelling, for identifiers. Bytes of the text are compared, so the
+tokenization does not matter.
 
 On the device this is the Shift-And algorithm (Baeza-Yates and Gonnet 1992). Bit i of a form's state
 says that its first i + 1 bytes match the last bytes of the text. One shift and one mask per byte
@@ -32,7 +32,7 @@ from specjax.text.tokenizer import REPLACEMENT, Tokenizer
 
 MAX_FORM_BYTES = 32  # the bits of a uint32
 MAX_WORDS = 1000  # of a row: each form has a kilobyte of masks
-MAX_TABLE_BYTES = 1 << 32  # of the table of all tokens' bytes, as wide as the longest token
+MAX_TABLE_BYTES = 1 << 32  # of the table of all tokens' bytes, padded to the longest token
 VOWELS = "aeiou"
 WORD = rb"[0-9A-Za-z_\x80-\xff]"  # a byte that is part of a word
 # Arrays grow in steps of so many forms and words, so that jobs of similar size share a program.
@@ -80,8 +80,8 @@ def forms_of(word: str, inflect: bool) -> tuple[list[str], bool]:
 class ShiftAnd:
     """The fraction of words that occur, by Shift-And over the bytes of each token.
 
-    ``absent``: the fraction of words that do *not* occur. ``shared`` is from :func:`_shared`,
-    ``own`` from :meth:`Lexical._own`.
+    With ``absent`` it is the fraction of words that do *not* occur. ``shared`` is from
+    :func:`_shared`, ``own`` from :meth:`Lexical._own`.
     """
 
     absent: bool = False
@@ -175,7 +175,7 @@ class Lexical:
 
         - ``masks`` uint32 ``[F, 256]``: bit i is set if byte i of the form may be that byte.
         - ``final`` uint32 ``[F]``: the bit of the form's last byte.
-        - ``owner`` bool ``[F, C]``: the word that a form is of.
+        - ``owner`` bool ``[F, C]``: the word that a form belongs to.
         - ``wanted`` bool ``[C]``: False for padding.
         """
         forms = [list(_bytes_of_forms(words, self.inflect)) for words in rows]
@@ -261,7 +261,7 @@ def _shared(tokenizer: Tokenizer) -> dict[str, jax.Array]:
     """Tables over ids and bytes. Cached: every batch asks, and a large vocabulary takes a second.
 
     - ``bytes`` uint8 ``[V, longest]``: the bytes that each token adds to the text.
-    - ``count`` int32 ``[V]``: how many they are.
+    - ``count`` int32 ``[V]``: how many bytes that is.
     - ``word`` bool ``[256]``: whether a byte is part of a word.
 
     Raises:

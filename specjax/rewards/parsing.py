@@ -14,6 +14,8 @@ JSON_CLOSERS = {"[": "]", "{": "}"}
 PYTHON_CLOSERS = {"(": ")", "[": "]", "{": "}"}
 # The first line of a function or class, with its indentation.
 HEADER = re.compile(r"^([ \t]*)(?:async[ \t]+def|def|class)\b", re.MULTILINE)
+# One token of Python, as far as strings, comments and brackets go. ``text`` opens a triple-quoted
+# string, ``quote`` a plain one.
 _TOKEN = re.compile(
     r"""(?P<text>(?i:[rbuf]{,2})(?:'''|\"\"\"))|(?P<quote>['"])|(?P<comment>\#[^\n]*)"""
     r"""|(?P<open>[\[({])|(?P<close>[\])}])|(?P<other>\\.|.)""",
@@ -30,7 +32,7 @@ def json_state(text: str) -> str:
         # parse_int=len: Python limits the digits of an integer, JSON does not.
         json.loads(text, parse_int=len)
         return VALID
-    except RecursionError:
+    except RecursionError:  # nested too deeply to tell
         return INVALID
     except ValueError:
         return OPEN if _can_become_json(text) else INVALID
@@ -61,7 +63,7 @@ def _can_become_json(text: str) -> bool:
 
 
 def _endings(text: str, in_string: bool) -> list[str]:
-    """Texts that may complete the last token and the last member."""
+    """Texts that may complete the last token and the last member of an array or object."""
     if in_string:
         # An escape may be unfinished, and the string may be a value or a key.
         escapes = ["", "n", "0", "00", "000", "0000", "u0000"]

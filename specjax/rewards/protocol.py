@@ -18,7 +18,7 @@ class Sample:
       text: the completion without its prompt.
       prompt: the text before it.
       tokens: the ids of the completion.
-      constraints: what the task asks of this completion, by reward name.
+      constraints: what the task asks of this completion, by reward name, such as required words.
       ended: whether it ends with an end of sequence.
     """
 

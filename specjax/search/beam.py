@@ -1,6 +1,6 @@
 """Beam search and beam sampling in the target, as transformers' ``num_beams``.
 
-Every beam has a cache row of its own: after each step rows are copied from the beams that go on.
+Every beam has a cache row of its own. After each step, rows are copied from the beams that go on.
 The drafter :mod:`specjax.draft.beam` copies no cache, but its beams end with the draft.
 
 Axis legend: B rows, W beams, C candidates of a step, S cache positions, V vocabulary.
@@ -26,7 +26,7 @@ from specjax.core.warp import draw_joint, tempered, truncate, warp
 from specjax.draft.beam import JOINTS
 from specjax.models import KVCache
 
-SAMPLED = (*JOINTS, "transformers")
+SAMPLED = (*JOINTS, "transformers")  # the joints that a sampled row can draw from
 # Score of a place that holds no hypothesis. Below every real score but finite, as in transformers:
 # −inf minus −inf would give NaN.
 LOST = -1e9
@@ -66,8 +66,8 @@ class BeamSearch(Method):
       2). The first W drawn go on.
     * ``warped``: the product of warped conditionals. The first W drawn go on.
     * ``transformers``: its rule with ``do_sample``. The joint is the product of tempered and
-      truncated conditionals, not renormalized. (1 + E)·W are drawn, for E end-of-sequence ids (one
-      if there is none), and the likeliest W of them go on.
+      truncated conditionals, not renormalized. (1 + E)·W are drawn, for E end-of-sequence ids
+      (E = 1 if there is none), and the likeliest W of them go on.
     """
 
     beams: int = 4
@@ -146,8 +146,8 @@ class BeamSearch(Method):
     ) -> tuple[Hypotheses, Float[Array, "B C"], Int[Array, "B C"], Bool[Array, "B C"]]:
         """The C best, or first drawn, continuations of all beams.
 
-        C is large enough that W of them do not end. Returns the hypotheses, the numbers by which W
-        of them are chosen to go on, the beams that they continue, and which of them end.
+        C is large enough that W of them do not end. Returns the hypotheses, the ranks by which W of
+        them are chosen to go on, the beams that they continue, and which of them end.
         """
         beam = state.method_state
         rows, _, vocab = logits.shape
@@ -224,7 +224,7 @@ class BeamSearch(Method):
         end = state.length + jnp.where(done, count, 0)
         last = probs.at_token(beam.finished.tokens[:, 0], jnp.maximum(end - 1, 0))
         reason = jnp.where(inputs.is_eos(last), STOP_EOS, STOP_LENGTH)
-        # Only once per row: the beams of a row that has ended go on, but nobody reads them.
+        # Only in the round in which a row ends: its beams go on after that, but nobody reads them.
         written = done[:, None] & (jnp.arange(state.capacity) >= state.length[:, None])
         logprobs = state.logprobs
         if logprobs is not None:

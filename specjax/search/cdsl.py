@@ -54,7 +54,7 @@ def draft_greedily(
     depth: int,
     with_log_q: bool = False,
 ) -> GreedyDraft:
-    """Up to ``depth`` greedy tokens of the draft model; a row ends with an end of sequence.
+    """Up to ``depth`` greedy tokens of the draft model; a row stops after an end of sequence.
 
     ``last`` are the tokens at positions ``first`` and ``first + 1``; the cache may lack both.
     """
@@ -89,7 +89,7 @@ class Round(struct.PyTreeNode):
     after: Float[Array, "B V"]  # target logits after the path
     verified: Int[Array, "B"]  # n, the verified draft tokens
     kept: Int[Array, "B"]  # those of them on the path: n, or 0 without keep_verified
-    drafted: Int[Array, "B"]
+    drafted: Int[Array, "B"]  # draft tokens of the round
     extending: Bool[Array, "B"]  # S2, S3: greedy tokens of the target are being appended
     num_extended: Int[Array, "B"]  # how many of them so far
     needs_lookahead: Bool[Array, "B"]  # S4, or S2 and S3 without success: one CDLH-appx token
@@ -105,12 +105,13 @@ class CDSL(Method):
     With n tokens verified, acceptance a = n / drafted and reward r of prefix and x₁ … x_n:
 
     * S1, a ≥ a_t and r ≥ r_t: x₁ … x_n are emitted, without a bonus token.
-    * S2 and S3, a < a_t: greedy tokens of the target are appended, up to ``b``. After each, the
-      draft model looks d tokens ahead, and with R ≥ r_t the tokens so far are emitted. If none
-      reaches r_t, the row goes on as in S4.
+    * S2 and S3, a < a_t with any r: greedy tokens of the target are appended, up to ``b``. After
+      each, the draft model looks d tokens ahead. If the reward R with this lookahead is at least
+      r_t, the tokens so far are emitted. If none reaches r_t, the row goes on as in S4.
     * S4, a ≥ a_t and r < r_t: one CDLH-appx token follows x₁ … x_n.
 
-    S1 with n = 0 goes on as in S4, too, so that every round emits a token.
+    S1 with n = 0 goes on as in S4, too, so that every round emits a token. A CDLH-appx token is
+    chosen from ``k`` candidates, as in :class:`specjax.search.Lookahead` with ``drafts``.
 
     ``accept`` says how draft tokens are verified. ``hard``: by the target's argmax. ``ratio``: with
     u ≤ min(1, p/q) of unwarped p and q, the paper's sampling, which is biased for greedy tokens.
@@ -266,8 +267,8 @@ class CDSL(Method):
         last = probs.at_token(work.path, jnp.maximum(n - 1, 0))
         ended = done | ((n > 0) & inputs.is_eos(last))
         is_s2_or_s3 = ~agreed & ~ended & (self.b > 0)
-        # S1 without a token emits nothing yet: it takes a lookahead token like S4. So do S2 and S3
-        # with b = 0, for they may append nothing.
+        # S1 without a token has nothing to emit: it takes a lookahead token, as S4 does. So do S2
+        # and S3 with b = 0, because they may append nothing.
         is_finished = is_s1 & (n > 0)
         return work.replace(
             count=n,
@@ -286,7 +287,7 @@ class CDSL(Method):
         before = self._last_token(state, work)
         work = self._append(work, work.extending, token, log_p.max(-1))
 
-        # Position of the appended token. The count has grown only in rows that are extending.
+        # Position of the appended token: in rows that are extending, the count already includes it.
         at = state.length + work.count - work.extending
         last = jnp.stack([before, token], axis=1)
         active = work.extending & ~inputs.is_eos(token)
@@ -368,6 +369,7 @@ class CDSL(Method):
             jnp.arange(self.max_emitted + 1), (rows, self.max_emitted + 1)
         )
         verdict = Verdict(path_nodes, work.kept, work.kept, work.path, work.count)
+        # The first token that did not pass was tested, too, if there was one.
         tested = jnp.minimum(work.verified + 1, work.drafted)
         cost = Cost(work.target_calls, work.passes, work.draft_calls)
         outcome = DraftOutcome(work.drafted, tested, work.verified)
@@ -387,7 +389,7 @@ class CDSL(Method):
         token: Int[Array, "B"],
         logprob: Float[Array, "B"],
     ) -> Round:
-        """The round with one more token on the path of these rows."""
+        """The round with one more token on the path of the rows that ``rows`` marks."""
         here = rows[:, None] & (jnp.arange(self.max_emitted) == work.count[:, None])
         return work.replace(
             path=jnp.where(here, token[:, None], work.path),
@@ -398,7 +400,7 @@ class CDSL(Method):
     def _after_path(self, work: Round, lanes: Lanes) -> Lanes:
         """The lanes with the path before each: a reward is asked about all new tokens."""
         size = lanes.tokens.shape[2]
-        # Index into the lane; negative while the path lasts.
+        # Index into the lane; negative where the path's own tokens stand.
         at = jnp.arange(self.max_emitted + size) - work.count[:, None]
         inside = jnp.clip(at, 0, size - 1)[:, None]
         lane = jnp.take_along_axis(lanes.tokens, inside, axis=2)

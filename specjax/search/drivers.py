@@ -62,7 +62,10 @@ class Driver(Protocol):
 
     @abstractmethod
     def stage(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(inputs, *args)``; if the first of ``args`` is a state, it is donated."""
+        """``function(inputs, *args)``.
+
+        If the first of ``args`` is a state, do not use it again: the host driver donates it.
+        """
         raise NotImplementedError
 
     @abstractmethod
@@ -126,8 +129,8 @@ class DeviceDriver(Driver):
 class HostDriver(Driver):
     """The driver of a host-driven round.
 
-    ``score(state, lanes) -> float32 [B, K]`` is Python and sees the whole text of a row. So there
-    is no fold to advance.
+    ``score(state, lanes) -> float32 [B, K]`` is Python and sees the whole text of a row. So
+    :meth:`commit` has no fold to advance.
     """
 
     def __init__(self, score: Callable[[DecodeState, Lanes], np.ndarray], inputs: Inputs):
@@ -135,8 +138,8 @@ class HostDriver(Driver):
         self._inputs = inputs
 
     def stage(self, function, *args):
-        # A bound method is a new object at each access. Its class's function and its instance are
-        # what a program can be remembered by.
+        # A bound method is a new object at each access, so it would miss the cache of programs. Its
+        # function and its instance are the key instead.
         donated = isinstance(args[0], DecodeState)
         return _jitted(function.__self__, function.__func__, donated)(self._inputs, *args)
 
@@ -157,7 +160,7 @@ class HostDriver(Driver):
 
 @functools.cache
 def _jitted(method: object, function: Callable[..., Any], donated: bool) -> Callable[..., Any]:
-    """One program per method and stage; ``donated``: a state, argument 1, is donated."""
+    """One program per method and stage; with ``donated``, argument 1 (the state) is donated."""
     donate = (1,) if donated else ()
     return program(functools.partial(function, method), donate_argnums=donate)
 
@@ -165,9 +168,10 @@ def _jitted(method: object, function: Callable[..., Any], donated: bool) -> Call
 def start_lookahead(
     inputs: Inputs, state: DecodeState, reward: Fold | None, drafts: bool
 ) -> DecodeState:
-    """The state before the prompt. Caches are empty, the draft model's only if it ``drafts``.
+    """The state before the prompt, with empty caches and the reward's fold at its start.
 
-    The reward's fold is at its start, for it sees generated tokens alone.
+    The draft model has a cache only if the search ``drafts``. The fold sees generated tokens only,
+    so the prompt does not advance it.
     """
     shape = state.tokens.shape
     carry = () if reward is None else start_all(reward, inputs.reward, shape[0])
@@ -210,8 +214,11 @@ def advance_on_host(
 ) -> DecodeState:
     """Up to ``rounds`` host-driven rounds, as :func:`specjax.core.loop.run_rounds`.
 
-    It stops earlier if the caches are full, if all rows are done, or if a row is done that was not
-    ``seen`` to be.
+    It stops earlier if the caches are full, if all rows are done, or if a row is newly done.
+
+    Args:
+      seen: bool ``[B]``, the rows that the caller already knows to be done.
+      score: ``(state, lanes) -> float32 [B, K]``, as in :class:`HostDriver`.
     """
     driver = HostDriver(score, inputs)
     for _ in range(rounds):

@@ -51,7 +51,7 @@ class RollOut(NamedTuple):
     lanes: Lanes  # each candidate, then its lookahead, up to an end of sequence
     cache: KVCache
     calls: Int[Array, "B"]
-    passes: Int[Array, ""]
+    passes: Int[Array, ""]  # batched forward passes
 
 
 def roll_out(
@@ -73,7 +73,8 @@ def roll_out(
       net: the model whose greedy tokens they are.
       cache: its KV cache, up to the root.
       base: the root's cache position, and its token position.
-      root: the root's token if the cache lacks it. It is then read with the candidates.
+      root: int32, the root's token if the cache lacks it; it is then read with the candidates.
+        None if the cache holds it.
       candidates: int32, the first token of each branch.
       active: which of them are continued.
       depth: d, the most tokens after a candidate.
@@ -96,11 +97,12 @@ def roll_out(
 
     end = jax.lax.while_loop(goes_on, lambda loop: read_level(loop, None), start)
     lanes = Lanes(end.tokens, end.count, active.any(axis=1))
+    # Each pass has raised the level by one, from 1 on.
     return RollOut(lanes, end.cache, end.calls, end.level - 1)
 
 
 class _RollOutLoop(NamedTuple):
-    """The carry of the loop over depths."""
+    """The carry of the loop over depths; one pass per level."""
 
     level: Int[Array, ""]  # of the tokens that are read next; candidates are level 1
     cache: KVCache
@@ -179,7 +181,7 @@ def _read_level(
         visible,
         base=base,
         tree_positions=tree.positions(base),
-        # The root, if it is there, comes first: its logits are not wanted.
+        # The root, if it is read, comes first. Its logits are not needed.
         at=jnp.broadcast_to(jnp.arange(tree.branches) + with_root, (rows, tree.branches)),
     )
     following = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -198,7 +200,7 @@ def choose(
 ) -> Int[Array, "B"]:
     """The index of the candidate with the highest reward.
 
-    On a tie it is the likelier one, and so the likeliest of all if every reward is −inf.
+    On a tie the likelier one is chosen. So if every reward is −inf, it is the likeliest of all.
     """
     return jnp.argmax(jnp.where(possible, values, -jnp.inf), axis=1)
 

@@ -31,8 +31,9 @@ class MTJD(Method):
     """K tokens at a time from the target's joint ``p(x_{t+1:t+K})``.
 
     A beam search finds ``beam_width`` blocks. A greedy row takes the likeliest. A sampled row draws
-    one by its joint probability: the ``raw`` joint, warped as a whole, T ∘ p(x_{t+1:t+K}), or the
-    product of ``warped`` conditionals. A block ends with the sequence or the budget.
+    one by its joint probability. With ``raw`` that is the unwarped joint, warped as a whole. With
+    ``warped`` it is the product of warped conditionals. A block ends early at an end of sequence
+    or at the budget.
     """
 
     block: int = 4
@@ -44,9 +45,9 @@ class MTJD(Method):
 
     @classmethod
     def over(cls, vocab: int, block: int, beam_width: int, joint: str) -> MTJD:
-        """The method for a vocabulary; if it is small, all continuations are beams.
+        """The method for a vocabulary of ``vocab`` tokens.
 
-        The search is exact then.
+        If it is small (:data:`ENUMERATED`), all continuations are beams and the search is exact.
         """
         every = vocab**block
         width = every if every <= ENUMERATED else beam_width

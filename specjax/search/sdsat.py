@@ -66,8 +66,8 @@ class TwoStep(Method):
         """Both passes, counted as one round."""
         live = (~state.done).astype(jnp.int32)
         rounds = state.stats.rounds
-        # A pass draws its keys by the number of rounds. With twice that number, and one more in the
-        # second pass, no key serves two passes.
+        # A pass derives its keys from the number of rounds. The first pass sees 2r and the second
+        # 2r + 1, so no key serves two passes.
         state = state.replace(stats=state.stats.replace(rounds=2 * rounds))
         state = self._second.step(inputs, self._first.step(inputs, state))
 

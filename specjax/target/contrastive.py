@@ -28,9 +28,9 @@ class Contrastive(TargetDist):
     """The target model (expert) against the draft model (amateur).
 
     Li et al. 2023; with speculative drafts, Yuan et al. 2024 (SCD). The amateur's raw logits come
-    with the draft. With ``own_passes`` the amateur scores every node itself, with a cache of its
-    own. Settings are ``alpha`` and ``beta``, see :func:`contrast`. The run's temperature, top-k and
-    top-p act on the result.
+    with the draft. With ``own_passes`` the amateur scores every node itself and has its own KV
+    cache. Settings are ``alpha`` and ``beta``, see :func:`contrast`. The run's temperature, top-k
+    and top-p act on the result.
     """
 
     variant: str = IMPROVED
@@ -77,7 +77,7 @@ class Contrastive(TargetDist):
         return warp(scores, inputs.warp), cache
 
     def commit(self, inputs, state, carried, draft, verdict):
-        # The nodes of a chain are written where they belong; those of a tree are moved there.
+        # A chain's nodes are already at their cache positions; those of a tree must be moved.
         if not self.own_passes or draft.shape.is_chain:
             return carried
         return commit_path(carried, state.length - 1, verdict.path)
@@ -98,13 +98,19 @@ def contrast(
 ) -> Float[Array, "... V"]:
     """Contrastive scores of raw logits (SCD §3; Li et al. 2023, §3.3).
 
-    Only tokens with at least ``α`` times the expert's top probability have one:
-    ``Y_e ≥ log α + max Y_e``; the others are −inf. The score is ``log p_e − log p_a`` with the
+    A token keeps its score if it has at least ``α`` times the expert's top probability, that is,
+    if ``Y_e ≥ log α + max Y_e``. All others get −inf. The score is ``log p_e − log p_a`` with the
     variant ``original``, and ``(1 + β) Y_e − β Y_a`` with ``improved`` (O'Brien and Lewis 2023).
+
+    Args:
+      expert, amateur: raw logits Y_e and Y_a ``[..., V]``; the result is float32.
+      alpha: from above 0 to 1.
+      beta: the amateur's weight in the variant ``improved``, at least 0.
+      variant: one of :data:`VARIANTS`.
     """
     expert = expert.astype(jnp.float32)
     amateur = amateur.astype(jnp.float32)
-    # Where the amateur excludes a token, its score would be +inf: the smallest logit stands in.
+    # A token that the amateur excludes would score +inf: use the smallest finite logit instead.
     is_finite = amateur > probs.NEVER
     smallest = jnp.min(jnp.where(is_finite, amateur, jnp.inf), axis=-1, keepdims=True)
     amateur = jnp.where(is_finite, amateur, smallest)

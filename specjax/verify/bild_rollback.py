@@ -17,15 +17,15 @@ from specjax.verify.verdicts import chain_verdict, count_leading, draft_length
     extras=("raw_log_p",),
 )
 def bild(keys, draft, log_p, *, tau2, raw_log_p):
-    """Accept draft tokens up to the first with ``−log p(x) > τ₂``; here p is unwarped.
+    """Accept draft tokens before the first with ``−log p(x) > τ₂``, where p is unwarped.
 
-    After them one token is drawn from the warped p. The other half of BiLD ends a draft where the
+    Then one token is drawn from the warped p. The other half of BiLD ends a draft where the
     draft model is unsure. It is in the chain drafter: options ``stop`` and ``tau1``.
 
     Args:
       keys, draft, log_p: as :func:`specjax.verify.speculative`.
-      tau2: nats, at least 0.
-      raw_log_p: float32 ``[B, N, V]``, the target's own log-probabilities at temperature 1.
+      tau2: the threshold τ₂ in nats, at least 0.
+      raw_log_p: float32 ``[B, N, V]``, the target's unwarped log-probabilities.
     """
     surprise = -probs.at_token(raw_log_p[:, :-1], draft.tokens[:, 1:])
     passed = (surprise <= tau2) & draft.valid[:, 1:]

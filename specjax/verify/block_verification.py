@@ -25,7 +25,7 @@ from specjax.verify.verdicts import (
 
 @rule(accepts=(IID, POINT_MASS), lossless=True)
 def block(keys, draft, log_p):
-    """Accept the **longest** prefix that passes, also if shorter ones fail.
+    """Accept the **longest** prefix that passes, even if shorter ones fail.
 
     Running weights: ``w_0 = 1``, ``w_i = min(1, w_{i−1} p(x_i)/q(x_i))``. A prefix of i < γ tokens
     passes with probability ``h_i = Z_i / (Z_i + 1 − w_i)``, where
@@ -39,6 +39,7 @@ def block(keys, draft, log_p):
     log_p_x, log_q_x = drafted_log_probs(draft, log_p)
     gamma = draft_length(draft)
 
+    # A token that p excludes has ratio 0: −inf − −inf would be NaN.
     weight = _running_weights(jnp.where(log_p_x > probs.NEVER, jnp.exp(log_p_x - log_q_x), 0.0))
     length = jnp.arange(1, log_p_x.shape[1] + 1)
     h = jnp.where(length == gamma[:, None], weight, _prefix_chances(draft, log_p, weight))
@@ -52,7 +53,7 @@ def block(keys, draft, log_p):
     weight_from_0 = jnp.pad(weight, ((0, 0), (1, 0)), constant_values=1.0)  # w_0 … w_γ
     w = probs.at_token(weight_from_0, accepted)
     weights = jnp.where(refused[:, None], probs.residual(w[:, None] * p, q), p)
-    # Every draft token was tested, also those after the accepted ones.
+    # Every draft token was tested, including those after the accepted ones.
     return chain_verdict(keys, draft, accepted, refused, weights, tested=gamma)
 
 
@@ -68,10 +69,11 @@ def _running_weights(ratio):
 
 def _prefix_chances(draft, log_p, weight):
     """``h_1 … h_{γ−1}``, float32 ``[B, γ]``; the last column only fills the shape."""
-    # Of the token after each prefix.
+    # p and q of the token after each prefix of 1 … γ − 1 tokens.
     p = jnp.exp(log_p[:, 1:-1])
     q = jnp.exp(all_log_q(draft, log_p.shape[-1])[:, 1:])
     z = jnp.maximum(weight[:, :-1, None] * p - q, 0.0).sum(-1)
+    # 0/0 only if w_i = 1 and p = q after the prefix: the prefix then passes surely.
     denominator = z + 1.0 - weight[:, :-1]
     chance = jnp.where(denominator > 0, z / jnp.where(denominator > 0, denominator, 1.0), 1.0)
     return jnp.concatenate([chance, weight[:, -1:]], axis=1)

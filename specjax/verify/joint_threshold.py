@@ -27,14 +27,14 @@ def joint(keys, draft, log_p, *, tau, raw_log_p=None, joint_raw=False):
     """Accept the longest path with ``min(1, P/Q) > τ``; then draw y ~ p.
 
     P and Q are the path's joint probabilities under target and draft: the products of the tokens'
-    conditional probabilities. A shorter path on the way may fail. Of paths of equal length, the one
-    with the larger P is accepted, then the earlier beam.
+    conditional probabilities. Shorter paths on the way may fail. Among paths of equal length, the
+    one with the largest P is accepted; on a tie, the one that comes first.
 
     Args:
       keys, draft, log_p: as :func:`specjax.verify.specinfer`.
-      tau: from 0 to below 1; 0 accepts all that has a probability under the target.
+      tau: from 0 to below 1; 0 accepts every path that is possible under the target.
       raw_log_p: float32 ``[B, N, V]``, the target's unwarped log-probabilities.
-      joint_raw: bool or ``[B]``, rows whose P is from ``raw_log_p``. The draft's Q must match.
+      joint_raw: bool or ``[B]``, rows whose P is from ``raw_log_p``. Their Q must be unwarped, too.
     """
     log_p_x = _log_p_of_nodes(draft, log_p)
     if raw_log_p is not None:
@@ -60,13 +60,14 @@ def joint(keys, draft, log_p, *, tau, raw_log_p=None, joint_raw=False):
 
 def _log_p_of_nodes(draft: Draft, log_p: Float[Array, "B N V"]) -> Float[Array, "B N"]:
     """log p of each node's token given its path; 0 at the root."""
+    # The root's parent is NO_PARENT: it is clipped, and the root's entry is set to 0.
     parent = jnp.clip(draft.parents, 0, draft.tokens.shape[1] - 1)
     rows = jnp.arange(draft.tokens.shape[0])[:, None]
     return log_p[rows, parent, draft.tokens].at[:, 0].set(0.0)
 
 
 def _log_q_of_nodes(draft: Draft) -> Float[Array, "B N"]:
-    """log q of each node's token given its path; 0 at the root."""
+    """log q of each node's token given its path; 0 at the root and for point masses."""
     if draft.token_log_q is not None:
         return draft.token_log_q
     if draft.log_q is None:
@@ -78,5 +79,5 @@ def _log_q_of_nodes(draft: Draft) -> Float[Array, "B N"]:
 def _sum_over_path(
     ancestors: Bool[Array | np.ndarray, "B N N"], values: Float[Array, "B N"]
 ) -> Float[Array, "B N"]:
-    """The sum of the values on each node's path; as a product, −inf · 0 would be NaN."""
+    """The sum of the values on each node's path. A matrix product would make −inf · 0 a NaN."""
     return jnp.where(ancestors, values[:, None, :], 0.0).sum(-1)

@@ -40,7 +40,7 @@ def match(keys, draft, log_p, *, written=0):
     not depend on what is drafted: it is that of ``none`` × ``match``, token for token.
 
     Args:
-      keys: the rows' keys ``[B]``, the same in every round.
+      keys: the rows' keys ``[B]``, the same in every round (other rules get the round's keys).
       draft: any tree.
       log_p: float32 ``[B, N, V]``, log p of the token after each node.
       written: int32 ``[B]``, how many tokens each row has written before this round.
@@ -66,6 +66,6 @@ def match(keys, draft, log_p, *, written=0):
     zero = jnp.zeros((rows,), jnp.int32)
     no = jnp.zeros((rows,), bool)
     start = _MatchWalk(node=zero + ROOT, depth=zero, y=zero, done=no, refused=no)
-    # One step more than the tree is deep: the token after the last node.
+    # Depth + 1 steps: the last one draws the token after a deepest node.
     end, _ = jax.lax.scan(step, start, length=draft.shape.depth + 1)
     return path_verdict(draft, end.node, end.depth, end.y, end.depth + end.refused)

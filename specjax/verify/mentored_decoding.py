@@ -28,7 +28,7 @@ from specjax.verify.verdicts import (
     log_q_after,
 )
 
-# Bounds on the steps of the two searches; a handful are needed.
+# Step limits of the two searches; a handful of steps is usually enough.
 _MAX_ALPHA_STEPS = 40
 _MAX_B_STEPS = 64
 
@@ -37,8 +37,8 @@ _MAX_B_STEPS = 64
 def mentored(keys, draft, log_p, *, max_kl):
     """Accept x while ``u ≤ p(x)/(α q(x))``; else draw from ``norm(max(0, b p − q))``.
 
-    α and b are the levels of each token that accept most. With ``max_kl = 0`` they are 1, and the
-    rule is exactly :func:`specjax.verify.speculative`.
+    At each position, α and b give the highest acceptance within the bound. With ``max_kl = 0``
+    they are 1, and the rule is exactly :func:`specjax.verify.speculative`.
 
     Args:
       keys, draft, log_p: as :func:`specjax.verify.speculative`.
@@ -70,9 +70,13 @@ def mentor_levels(
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """``(log α, b)`` with the largest acceptance whose KL(p‖π) stays within ``bound``.
 
-    ``0 ≤ bound − KL ≤ max(1e-3·bound, 1e-6)``, unless all is accepted that p allows. KL grows
-    with ``A = 1/α``, and ``dKL/d log A = (A/b − 1)·p(q > A p)``. So a Newton step is tried and
-    kept inside a shrinking interval, without a sort of the vocabulary.
+    ``0 ≤ bound − KL ≤ max(1e-3·bound, 1e-6)``, unless every token that p allows is accepted. KL
+    grows with ``A = 1/α``, and ``dKL/d log A = (A/b − 1)·p(q > A p)``. So Newton steps are taken
+    inside a shrinking interval. The vocabulary need not be sorted.
+
+    Args:
+      log_p, log_q: float32 ``[..., V]``, log p and log q of the same token.
+      bound: float32 ``[...]``, D in nats, at least 0.
     """
     pair = _DraftAndTarget.of(log_p, log_q)
     slack = jnp.maximum(1e-3 * bound, 1e-6)
@@ -102,7 +106,7 @@ def mentored_kl(
 
 
 class _DraftAndTarget(NamedTuple):
-    """p, q and the log ratio log q − log p: +inf where p = 0, −inf where only p > 0."""
+    """p, q and the log ratio log q − log p: +inf where p = 0, −inf where p > 0 and q = 0."""
 
     p: Float[Array, "... V"]
     q: Float[Array, "... V"]
@@ -114,10 +118,11 @@ class _DraftAndTarget(NamedTuple):
         return cls(jnp.exp(log_p), jnp.exp(log_q), log_ratio)
 
     def solve_b(self, log_a, b):
-        """``(b, KL, dKL/d log A)`` at A = exp(log_a); the ``b`` given is not below the answer.
+        """``(b, KL, dKL/d log A)`` at A = exp(log_a), by Newton from ``b``.
 
         b solves ``Σ max(0, b p − q) = Σ max(0, q − A p)``. The left side is convex and piecewise
-        linear in b, so Newton steps from above fall monotonically to the root.
+        linear in b, so Newton steps from above fall monotonically to the root. The ``b`` given must
+        therefore not be below it.
         """
         is_cut = self.log_ratio > log_a[..., None]  # q > A p
         log_share = jnp.minimum(log_a[..., None] - self.log_ratio, 0.0)
@@ -135,6 +140,7 @@ class _DraftAndTarget(NamedTuple):
             lower = (refused + mass_q) / jnp.where(mass_p > 0, mass_p, 1.0)
             return jnp.where(mass_p > 0, jnp.minimum(lower, b), b), b, step + 1
 
+        # b is at most 1, so 2.0 as its previous value lets the first step run.
         b = jax.lax.while_loop(is_falling, newton_step, (b, jnp.full_like(b, 2.0), jnp.int32(0)))[0]
         kl = self.kl(log_a, b)
         mass = jnp.sum(jnp.where(is_cut, self.p, 0.0), axis=-1)
@@ -162,7 +168,7 @@ class _AlphaSearch(NamedTuple):
     def start(cls, pair: _DraftAndTarget, log_p, bound, slack) -> _AlphaSearch:
         """From 0 to the value that accepts all of p's support."""
         zero = jnp.zeros_like(bound)
-        # By log p, so that tokens count whose probability is 0 in float32.
+        # By log p: exp(log p) may round to 0 in float32, and such tokens count, too.
         top = jnp.max(jnp.where(log_p > probs.NEVER, pair.log_ratio, 0.0), axis=-1)
         top_b, top_kl, _ = pair.solve_b(top, jnp.ones_like(bound))
         top_fits = top_kl <= bound
@@ -182,6 +188,7 @@ class _AlphaSearch(NamedTuple):
         # Newton can stall against one end: every third step halves the interval.
         use_guess = (self.guess > self.low) & (self.guess < self.high) & (self.step % 3 < 2)
         x = jnp.where(use_guess, self.guess, middle)
+        # b falls as A grows, so b at `low` is not below b at x.
         b, kl, slope = pair.solve_b(x, self.b)
         raises_low = (kl <= bound) & ~self.done
         lowers_high = (kl > bound) & ~self.done

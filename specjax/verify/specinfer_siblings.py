@@ -38,7 +38,7 @@ def specinfer(keys, draft, log_p):
     child is left, y ~ p ends the walk. A child that was not drawn (top-j, lookup) has a one-hot q.
 
     The order matters: sorted or shuffled siblings would be biased. Arguments as
-    :func:`specjax.verify.match`, with the round's keys.
+    :func:`specjax.verify.speculative`; the draft may be any tree.
     """
     nodes = draft.tokens.shape[1]
     vocab = log_p.shape[-1]
@@ -54,7 +54,7 @@ def specinfer(keys, draft, log_p):
         q = _draft_distribution(draft, i, x, walk.tried, vocab)
         p_x = probs.at_token(walk.p, x)
         q_x = probs.at_token(q, x)
-        passed = is_child & (u[:, i] * q_x <= p_x) & (p_x > 0)
+        passed = is_child & (u[:, i] * q_x <= p_x) & (p_x > 0)  # u q ≤ p also holds for p = q = 0
         failed = is_child & ~passed
 
         residual = probs.residual(walk.p, q)
@@ -89,6 +89,6 @@ def _draft_distribution(draft: Draft, i, x, tried, vocab) -> Float[Array, "B V"]
     q = jnp.exp(draft.log_q[:, jnp.asarray(draft.q_row)[i]])
     if draft.sampling == WITHOUT_REPLACEMENT:
         q = jnp.where(tried, 0.0, q)
-        # q may be 0 everywhere; the smallest normal number keeps the quotient finite.
+        # If all of q's mass was tried, the sum is 0: dividing by `tiny` gives 0 and no NaN.
         q = q / jnp.maximum(q.sum(-1, keepdims=True), jnp.finfo(q.dtype).tiny)
     return q

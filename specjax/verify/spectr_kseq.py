@@ -16,7 +16,7 @@ from specjax.core.protocols import rule
 from specjax.core.types import IID, ROOT, Draft
 from specjax.verify.verdicts import acceptance_uniforms, tree_verdict
 
-_HALVINGS = 30  # of the interval [1, k]: below float32's resolution
+_HALVINGS = 30  # bisection steps on [1, k]; the last interval is below float32's resolution
 
 
 class _KSeqWalk(NamedTuple):
@@ -89,7 +89,7 @@ def spectr(keys, draft, log_p):
         ), None
 
     start = _KSeqWalk.at_root(draft, vocab=log_p.shape[-1])
-    # One step more than the tree is deep: the token after the last node.
+    # Depth + 1 steps: the last one gives the weights after a deepest node.
     end, _ = jax.lax.scan(step, start, length=draft.shape.depth + 1)
     return tree_verdict(keys, draft, end.node, end.depth, end.weights, end.depth + end.refused)
 
@@ -97,9 +97,10 @@ def spectr(keys, draft, log_p):
 def solve_rho(
     p: Float[Array, "B V"], q: Float[Array, "B V"], k: Float[Array, "B"]
 ) -> tuple[Float[Array, "B"], Float[Array, "B"]]:
-    """``(ρ, β)`` of k candidates, by bisection.
+    """``(ρ, β)`` of k ≥ 1 candidates, by bisection.
 
-    ρ is the upper end of the last interval: from below, a residual could be negative.
+    ρ is the upper end of the last interval. With a smaller ρ, more than p could be accepted of a
+    token, and its residual would be negative.
     """
 
     def overlap(rho):
@@ -117,12 +118,18 @@ def solve_rho(
 
 
 def k_seq_residual(p, q, rho, beta, k) -> Float[Array, "B V"]:
-    """Unnormalized distribution of the token that follows k refusals."""
+    """Unnormalized distribution of the token that follows k refusals.
+
+    Args:
+      p, q: float32 ``[B, V]``.
+      rho, beta: float32 ``[B]``, as :func:`solve_rho` returns them.
+      k: ``[B]``, the number of candidates.
+    """
     share = jnp.where(beta > 0, _chance_of_any(beta, k) / jnp.where(beta > 0, beta, 1.0), 0.0)
     accepted_mass = jnp.minimum(q, p / rho[:, None]) * share[:, None]
     return probs.residual(p, accepted_mass)
 
 
 def _chance_of_any(beta, k):
-    """``1 − (1 − β)^k``, the chance that one of k candidates is accepted; no cancellation."""
+    """``1 − (1 − β)^k``, the chance that one of k is accepted, without cancellation."""
     return -jnp.expm1(k * jnp.log1p(-jnp.minimum(beta, 1.0)))

@@ -23,7 +23,7 @@ def speculative(keys, draft, log_p):
 
     After a refusal, one token is drawn from ``norm(max(0, p − q))``. If the whole draft is
     accepted, a bonus token is drawn from p. A position is accepted with probability
-    ``Σ min(p, q)``. Greedy decoding needs no other code: there p and q are point masses.
+    ``Σ min(p, q)``. Greedy decoding is a special case: p and q are then point masses.
 
     Args:
       keys: the round's keys, one per row ``[B]``.

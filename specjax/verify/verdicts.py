@@ -1,6 +1,7 @@
 """What rules share: p and q of the draft tokens, acceptance draws, and making a verdict.
 
-Axis legend: B rows, N nodes (γ + 1 of a chain), D depth, V vocabulary.
+Axis legend: B rows, N nodes (γ + 1 of a chain), n nodes that a rule decides about, D depth,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def drafted_log_probs(
 ) -> tuple[Float[Array, "B γ"], Float[Array, "B γ"]]:
     """log p(x_i) and log q(x_i) of a chain's draft tokens; a point mass has q = 1."""
     x = draft.tokens[:, 1:]
-    # Gathered at all nodes, the last of which is cut: log_p[:, :-1] would be a copy.
+    # Gather at all nodes and drop the last: slicing log_p[:, :-1] first would copy it.
     log_p_x = probs.at_token(log_p, jnp.roll(draft.tokens, -1, axis=1))[:, :-1]
     if draft.log_q is None:
         return log_p_x, jnp.zeros_like(log_p_x)
@@ -41,7 +42,7 @@ def all_log_q(draft: Draft, vocab: int) -> Float[Array, "B γ V"]:
 def log_q_after(draft: Draft, node: Int[Array, "B"], vocab: int) -> Float[Array, "B V"]:
     """log q of the draft token after ``node`` of a chain; only those V entries are read.
 
-    After the last node there is no draft token: the result is finite and of no meaning.
+    After the last node there is no draft token: the result is finite but means nothing.
     """
     if draft.log_q is None:
         next_node = jnp.minimum(node + 1, draft.tokens.shape[1] - 1)
@@ -73,8 +74,8 @@ def chain_verdict(
 ) -> Verdict:
     """The verdict that accepts the first ``accepted`` tokens and draws one from ``weights``.
 
-    ``tested`` is the number of draft tokens that were judged. By default these are the accepted
-    ones, and one more if it was ``refused``.
+    ``weights`` need not be normalized. ``tested`` is the number of draft tokens that were judged.
+    By default these are the accepted ones, and the one that was ``refused``, if any.
     """
     if tested is None:
         tested = accepted + refused
@@ -106,7 +107,7 @@ def path_verdict(
     path = root_path(draft, node, depth)
     position = jnp.arange(path.shape[1], dtype=jnp.int32)
     num_accepted = depth[:, None]
-    # The root was emitted before, so the tokens are those of the path shifted by one.
+    # The root was emitted in an earlier round, so the new tokens begin one node below it.
     shifted = jnp.where(position < num_accepted, jnp.roll(path, -1, axis=1), ROOT)
     accepted = jnp.take_along_axis(draft.tokens, shifted, axis=1)
     last = jnp.where(position == num_accepted, y[:, None], 0)
@@ -129,7 +130,7 @@ def root_path(draft: Draft, node: Int[Array, "B"], depth: Int[Array, "B"]) -> In
         parent = probs.at_token(jnp.asarray(draft.parents), node)
         return jnp.where(node == ROOT, ROOT, parent), node
 
-    # [D+1, B] from the node up; at the root the climb stays there.
+    # [D+1, B]: the nodes from `node` up to the root, which then repeats.
     _, upward = jax.lax.scan(climb, node, length=draft.shape.depth + 1)
     steps = depth[:, None] - position
     downward = jnp.take_along_axis(upward.T, jnp.maximum(steps, 0), axis=1)
