@@ -15,16 +15,16 @@ from specjax.models import ModelConfig, init_params, save_pretrained
 from support.training import code
 from train.data.tokenizer import train_tokenizer
 
-# The tests compile hundreds of programs that run for milliseconds: LLVM's passes are most of that,
-# and then MLIR's, which XLA sets up anew for every kernel unless the older emitters write them.
-# Programs that tests start do the same, so that both sides of a comparison round the same way.
+# The tests compile hundreds of programs that run for milliseconds, so compile time decides. Most of
+# it is LLVM's passes, then MLIR's, which XLA sets up for each kernel unless the older emitters run.
+# Subprocesses get the same flags, so that both sides of a comparison round the same way.
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-if jax.__version_info__[:2] == (0, 10):  # XLA ends the process at a flag that it does not know
+if jax.__version_info__[:2] == (0, 10):  # XLA aborts if it does not know a flag
     flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
-# A busy machine draws examples slowly; that says nothing of what they are drawn for.
+# Drawing examples is slow on a busy machine; that must not fail a test.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -34,7 +34,7 @@ hypothesis.settings.load_profile("any machine")
 def tiny_lm(seed: int, layers: int = 2, hidden: int = 32, vocab: int = 97, **other) -> sj.LM:
     """A random model; scaled up so that its distributions are far from uniform.
 
-    The id after ``vocab`` is an adaptive token, so that SDSAT's methods take the model too.
+    The id after ``vocab`` is an adaptive token, so that SDSAT's methods accept the model.
     """
     cfg = ModelConfig.llama(
         vocab_size=vocab + 1,
@@ -59,7 +59,7 @@ def target() -> sj.LM:
 
 
 def tiny_draft(target: sj.LM) -> sj.LM:
-    """The target's first layer alone: it agrees with the target often, not always."""
+    """The target's first layer alone: it often agrees with the target, but not always."""
     cfg = ModelConfig.llama(
         vocab_size=98,
         hidden_size=32,
@@ -103,7 +103,7 @@ def tiny_pair_dirs(tmp_path_factory) -> tuple[str, str]:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_compilation_cache(request, tmp_path_factory):
-    """One cache of compiled programs for all workers and runs: not the user's.
+    """All workers and runs share one cache of compiled programs, apart from the user's.
 
     It lies in pytest's own cache directory, so ``pytest --cache-clear`` empties it.
     """
@@ -115,9 +115,9 @@ def own_compilation_cache(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def bounded_compiled_programs():
-    """A worker runs hundreds of methods on hundreds of models: more than it can map.
+    """Drops compiled programs before a worker reaches its limit of memory maps.
 
-    A test that compiled nothing is not checked.
+    A test of under 0.1 s of processor time compiled nothing, so nothing is checked after it.
     """
     before = time.process_time()
     yield

@@ -19,7 +19,7 @@ def main() -> None:
     console = Console(record=True, force_terminal=True, width=WIDTH, highlight=False)
     job.show(only_prompt(job.args, job.encoder), False, console)
     svg = console.export_svg(title="python -m infer.run")
-    # No font from another server: the reader's own monospace will do.
+    # Load no font from a server: the reader's monospace font is enough.
     svg = re.sub(r"@font-face\s*{.*?}\s*", "", svg, flags=re.S)
     (Path(__file__).parents[1] / "demo.svg").write_text(svg, encoding="utf-8")
 

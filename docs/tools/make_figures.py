@@ -52,8 +52,8 @@ BLUE, RED, GREY = "#4c78a8", "#e45756", "#888888"
 class Sweep:
     """A run of infer.bench over the values of ``option``, and the figure's title.
 
-    ``page`` has the table of the numbers. ``quality`` is what lossy rules pay with: a key of the
-    report's rows. Speed is drawn against it.
+    ``page`` gets the table of the numbers. ``quality`` is what a lossy rule may worsen: a key of
+    the report's rows. Speed is drawn against it.
     """
 
     page: str
@@ -135,7 +135,7 @@ SWEEPS = {
         ),
     ),
 }
-POSITIONS = "sdsat_positions.svg"  # a second figure of k's numbers
+POSITIONS = "sdsat_positions.svg"  # a second figure of the sweep over k
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -185,7 +185,7 @@ def _bench(*argv: str) -> dict[str, Any]:
 def _overview() -> tuple[str, list[dict[str, Any]]]:
     """All methods, a few at a time, each time with plain decoding.
 
-    A process cannot map the programs of all methods.
+    One process cannot hold the programs of all methods: a system limits its memory maps.
     """
     names, reports = [name for name in _comparable() if name != PLAIN], []
     for first in range(0, len(names), AT_ONCE):
@@ -212,10 +212,10 @@ def _comparable() -> list[str]:
 
 # --- tables ----------------------------------------------------------------------------------
 
-V5E = "on_v5e"  # speed that a row of sdsat would have there
-# Cycles of a pass over up to so many tokens, those of up to eight 1: CodeLlama-7B's shape, as the
-# compiler of a v5e models it (`python docs/tools/measure_tpu.py autoregressive --layers 4 --batch 1
-# --target codellama-7b --topology v5e:2x2 --pass-width N`).
+V5E = "on_v5e"  # modeled speed of a row of the sdsat table on a v5e
+# Largest number of tokens of a pass → its cycles, relative to a pass of up to eight tokens. The
+# compiler of a v5e models them for CodeLlama-7B's shape (`python docs/tools/measure_tpu.py
+# autoregressive --layers 4 --batch 1 --target codellama-7b --topology v5e:2x2 --pass-width N`).
 V5E_PASSES = {8: 1.0, 16: 1.01, 24: 1.03, 32: 1.03, 48: 1.04, 64: 1.06, 96: 1.14}
 COLUMNS = (
     ("tokens per round", "block_efficiency", "{:.2f}"),
@@ -259,9 +259,9 @@ def write_table(name: str, report: dict[str, Any]) -> None:
 
 
 def predict_v5e(rows: list[dict[str, Any]]) -> None:
-    """Adds the rows' speed if passes cost :data:`V5E_PASSES`.
+    """Adds the speed that each row would have if passes cost :data:`V5E_PASSES`.
 
-    A round has two passes over k + 1 tokens, or a single one over (k + 1)².
+    A round has two passes over k + 1 tokens, or one pass over (k + 1)² tokens.
     """
     for row in rows:
         if "k" not in row["options"]:
@@ -357,7 +357,7 @@ def draw(sweep: Sweep, report: dict[str, Any], path: Path) -> None:
 
 
 def _lines(sweep: Sweep, rows: list[dict]) -> dict[str, list[dict]]:
-    """Rows that carry the option, by method, in the order of its values."""
+    """The rows with the option, by method, sorted by the option's values."""
     lines: dict[str, list[dict]] = {}
     for row in rows:
         if sweep.option in row["options"]:
@@ -366,7 +366,7 @@ def _lines(sweep: Sweep, rows: list[dict]) -> dict[str, list[dict]]:
 
 
 def _value(value: Any) -> Any:
-    """A point of the option's axis; trees become categories."""
+    """An option's value as a point on its axis; trees become categories."""
     return ",".join(map(str, value)) if isinstance(value, list) else value
 
 
@@ -401,7 +401,7 @@ def _bars(axis: Any, x: list, y: list, style: str, color: str, **more: Any) -> N
 
 
 def _pm(rows: list[dict], key: str) -> list[float]:
-    """The ± of a figure in each row."""
+    """Half of each row's 95 % interval of a figure, the ± of the report."""
     return [row["pm"].get(key, 0.0) for row in rows]
 
 

@@ -36,7 +36,7 @@ def chromium() -> str | None:
 
 
 class Page:
-    """A page of a browser."""
+    """A browser's page, driven over the debugging protocol."""
 
     def __init__(self, socket: WebSocketClientConnection):
         self._socket, self._calls = socket, 0
@@ -75,7 +75,7 @@ class Page:
 
 @contextlib.asynccontextmanager
 async def opened(url: str) -> AsyncIterator[Page]:
-    """A page at an address, in a browser of its own."""
+    """Opens ``url`` in a new browser, and yields its page."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         command = [chromium(), "--headless=new", "--no-sandbox", "--disable-gpu", SIZE]
         command += ["--remote-debugging-port=0", f"--user-data-dir={home}", url]
@@ -96,7 +96,7 @@ async def opened(url: str) -> AsyncIterator[Page]:
 
 
 async def draw(url: str) -> bytes:
-    """Completes the page's own prompt, twice for the first time compiles, and captures it."""
+    """Completes the page's prompt twice, because the first time compiles, and takes a picture."""
     async with opened(url) as page:
         await page.until("document.readyState === 'complete' && at('model').textContent")
         for _ in range(2):
@@ -107,7 +107,7 @@ async def draw(url: str) -> bytes:
 
 @contextlib.contextmanager
 def serving() -> Iterator[str]:
-    """The address of a server with the embedded pair."""
+    """Starts a server with the embedded pair, and yields its address."""
     command = [sys.executable, "-m", "infer.serve", "--port", "0"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:

@@ -31,7 +31,7 @@ COLUMNS = (
     *("draft", "method", "options", "tokens per pass", "acceptance λ", "first draft accepted"),
     *("speed over plain", "over the draft's chain"),
 )
-PLAIN, BASE = 0, 1  # among the cases: what the two last columns divide by
+PLAIN, BASE = 0, 1  # indices of the cases that the last two columns divide by
 
 
 class Case(NamedTuple):

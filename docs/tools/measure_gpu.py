@@ -48,8 +48,8 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GAMMAS, CHANCES = (2, 4, 8), (0.6, 0.8, 0.9)
 PROMPT = 128
 PAIR, PASS_WIDTHS = ("demo", "demo-draft"), (None, 1, 8)
-TOGETHER = 16  # rows of equality: passes of eight tokens are free for as many
-TINY = {  # what tests run on a CPU
+TOGETHER = 16  # rows of the part equality: up to this many, padding to eight tokens costs nothing
+TINY = {  # tiny sizes, which the tests run on a CPU
     "target": ModelConfig.llama(
         vocab_size=256, hidden_size=64, num_layers=2, num_heads=4, intermediate_size=128
     ),
@@ -96,7 +96,7 @@ def pair(name: str) -> tuple[sj.LM, sj.LM]:
 
 
 def random_model(cfg: ModelConfig, seed: int) -> sj.LM:
-    """Made on the device in one program, so that it never stores a float32 copy of the whole."""
+    """Random params, made on the device in one program, so that no float32 copy is stored."""
     cfg = dataclasses.replace(cfg, eos_ids=())
     make = jax.jit(lambda key: init_params(cfg, key, jnp.bfloat16))
     return sj.from_params(cfg, make(jax.random.key(seed)))
@@ -119,7 +119,7 @@ def decode(args: argparse.Namespace, target: sj.LM, rows: int, **more: Any) -> s
 
 
 def seconds(out: sj.Generation) -> float:
-    """Seconds of decoding. All rows begin at the same time, so their prefill is one."""
+    """Seconds of decoding, without prefill. All rows are prefilled at the same time."""
     return float(out.share_seconds.sum() - out.prefill_seconds.max())
 
 
@@ -203,7 +203,7 @@ def equality(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Greedy tokens of lossless methods against plain decoding's, with padding and without."""
     texts = [function.prompt for function in held_out_functions()[0]]
     texts = (texts * -(-args.rows // len(texts)))[: args.rows]
-    # A prompt that comes again is cut elsewhere.
+    # If prompts repeat, each repetition is cut at another place.
     target = sj.load("demo", args.dtype)
     prompts = [target.tokenizer.encode(text)[: 32 + i % 64] for i, text in enumerate(texts)]
     for width in PASS_WIDTHS:

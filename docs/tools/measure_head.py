@@ -34,7 +34,7 @@ GAMMA, DRAFTED, FEW, MORE = 4, 32000, 3, 5
 
 
 class Round(NamedTuple):
-    """Cycles of a round by part: of one further draft step, and of all the rest."""
+    """Cycles of a round by part: those of one more draft step, and the rest."""
 
     step: Counter
     rest: Counter
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def scaled(args: argparse.Namespace, method: str, rows: int) -> Round:
-    """The round with all of the target's layers, from two with few."""
+    """The round with all of the target's layers, extrapolated from two shallow targets."""
     few, more = (counted(args, method, rows, layers) for layers in (FEW, MORE))
     times = (SHAPES["llama-3-8b"].num_layers - FEW) / (MORE - FEW)
     rest = {part: few.rest[part] + times * (more.rest[part] - few.rest[part]) for part in PARTS}
@@ -76,7 +76,7 @@ def scaled(args: argparse.Namespace, method: str, rows: int) -> Round:
 
 
 def counted(args: argparse.Namespace, method: str, rows: int, layers: int) -> Round:
-    """Cycles of a compiled round with so many layers of the target."""
+    """Cycles of a compiled round with ``layers`` layers of the target."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=args.topology).devices
     auto = (jax.sharding.AxisType.Auto,) * len(AXES)
     mesh = jax.make_mesh((1, 1), AXES, axis_types=auto, devices=devices[:1])
@@ -91,7 +91,7 @@ def counted(args: argparse.Namespace, method: str, rows: int, layers: int) -> Ro
     text = compile_rounds(engine, rows, args.capacity, mesh).as_text()
 
     def of(passes: int) -> Counter:
-        """The round's cycles with so many turns of the loop over further drafts."""
+        """The round's cycles if the draft loop makes ``passes`` turns."""
         counts = {DRAFTING: passes, SEARCHING: SEARCH_TURNS, COUNTING: 0}
         return cycles(text, part_of, functools.partial(turns, counts), loop=True)
 

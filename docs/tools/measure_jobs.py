@@ -133,7 +133,7 @@ def prefix(args) -> None:
     print("| ---: | ---: | ---: |")
 
     def run(kept):
-        # One token each: what is timed is the prefill, and one round.
+        # One token each, so that only the prefill and one round are timed.
         return sj.generate(target, prompts, max_new_tokens=1, batch_size=ROWS, prefixes=kept)
 
     run(4), run(0)

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def child(loader: str, directory: str, dtype: str) -> dict:
-    """What one load in a process of its own took."""
+    """Runs one load in a process of its own, and returns its measurements."""
     done = subprocess.run(
         [sys.executable, __file__, loader, directory, dtype],
         check=True,
@@ -89,7 +89,7 @@ def measured(loader, directory: str, dtype: str) -> dict:
 
 
 def anonymous() -> int:
-    """Bytes of this process's memory that no file backs."""
+    """Bytes of this process's anonymous memory (RssAnon)."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("RssAnon:")[1].split()[0])
 

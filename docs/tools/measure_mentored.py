@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def law_pair(sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """log p and log q of every position, peaked as a model's are, q a disturbed p."""
+    """(log p, log q) of every position, peaked like a model's; q is p with noise."""
     keys = jax.random.split(jax.random.key(1))
     shape = ROWS, GAMMA + 1, VOCAB
     logits = 3 * jax.random.normal(keys[0], shape)

@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--rows", type=whole(1), nargs="+", default=[8, 64, 512], metavar="N")
     parser.add_argument("--topology", default="v6e:2x2", help="v5e:2x4, v5p:2x2x1, …")
     args = parser.parse_args()
-    jax.default_backend = lambda: "tpu"  # the one compiled for
+    jax.default_backend = lambda: "tpu"  # the backend compiled for, which layers depend on
     device = topologies.get_topology_desc(platform="tpu", topology_name=args.topology).devices[0]
     print(f"| scheme | {' | '.join(f'{rows} rows' for rows in args.rows)} |")
     print("| --- |" + " ---: |" * len(args.rows))

@@ -81,7 +81,7 @@ def bits_per_byte(model: sj.LM, texts: list[str]) -> float:
 
 @jax.jit
 def log_probs(net: sj.Net, row: jax.Array) -> jax.Array:
-    """Log-probabilities after each token of one row, which a cache reads chunk by chunk."""
+    """Log-probabilities after each token of one row, read chunk by chunk through a cache."""
 
     def piece(cache, at):
         tokens = jax.lax.dynamic_slice_in_dim(row, at, PIECE, axis=1)
@@ -93,7 +93,7 @@ def log_probs(net: sj.Net, row: jax.Array) -> jax.Array:
 
 
 def acceptance(target, draft, prompts, sampling: sj.Sampling, tokens: int) -> float:
-    """Accepted and tested draft tokens; checks that greedy output is plain decoding's."""
+    """Accepted over tested draft tokens; checks that greedy output equals plain decoding."""
     settings = {"max_new_tokens": tokens, "sampling": sampling, "options": {"gamma": 4}}
     out = sj.generate(target, prompts, method="speculative", draft=draft, **settings)
     if sampling.temperature == 0:

@@ -30,7 +30,7 @@ LEAVES = 1 / 3  # of the clients' requests
 
 
 class Load:
-    """Clients of one server, and what they saw."""
+    """Clients of one server, and the answers and errors that they got."""
 
     def __init__(self, port: int):
         self.port = port

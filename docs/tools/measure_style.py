@@ -26,7 +26,7 @@ LONG_SENTENCE = 40  # words
 
 @dataclasses.dataclass
 class CodeCounts:
-    """What one or several files hold."""
+    """Counts over one or several Python files."""
 
     lines: int = 0  # neither blank nor a comment
     comments: int = 0  # lines that are a comment alone
@@ -146,7 +146,7 @@ def _relative(path: Path) -> str:
 
 
 def code_numbers(counts: CodeCounts) -> dict[str, float]:
-    """What the limits are about."""
+    """The numbers that have limits, from the counts."""
     return {
         "lines": counts.lines,
         "nodes a line": counts.nodes / counts.lines,

@@ -71,9 +71,9 @@ def write_corpus(home: Path, size: int) -> list[str]:
 
 
 def tokenizer_alone(files: list[str], most: int) -> dict[str, float]:
-    """Bytes of text per processor second of the tokenizer's own calls, over the first texts.
+    """Bytes and MB per processor second of the tokenizer's own calls, over the first texts.
 
-    In as many processes at once as ``train.tokens`` takes; the mean of them.
+    It runs in as many processes at once as ``train.tokens`` uses, and returns their mean.
     """
     command = [sys.executable, __file__, "--alone", json.dumps([files, most])]
     with contextlib.ExitStack() as held:
@@ -84,7 +84,7 @@ def tokenizer_alone(files: list[str], most: int) -> dict[str, float]:
 
 
 def encode(files: list[str], most: int) -> None:
-    """In a process of its own: the tokenizer's calls, until ``most`` bytes of text are done."""
+    """Encodes until ``most`` bytes of text are done; runs in a process of its own."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = Tokenizer.from_file(TOKENIZER)
     seconds, done, batch, chars = 0.0, 0, [], 0
@@ -104,9 +104,9 @@ def encode(files: list[str], most: int) -> None:
 
 
 def watched(command: list[str]) -> dict[str, float]:
-    """Runs it; processor seconds of all its processes, wall time, and the largest of them.
+    """Runs a command: processor seconds of its processes, wall time, memory of the largest one.
 
-    The size is at least this process's own, from which the command begins.
+    The memory is at least that of this process, because the command is forked from it.
     """
     since = time.perf_counter()
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -135,7 +135,7 @@ def read_rows(data: DataSection, rows: int) -> None:
 
 
 def peak_mib() -> float:
-    """The most that this process has held; getrusage counts what began it, too."""
+    """This process's peak memory in MiB. getrusage would count the parent's memory, too."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
@@ -151,10 +151,10 @@ def command_of(program: str, data: dict, *more: str) -> list[str]:
 def stop_at_random(
     command: list[str], kills: int, seconds: float, more: list[str], made: Path
 ) -> None:
-    """Kills the command that often, each time in its first ``seconds``; then lets it end.
+    """Kills the command repeatedly, each time within its first ``seconds``, then lets it finish.
 
-    ``more`` is for all runs but the first. One that ends before it is killed counts for nothing:
-    the next begins from nothing, without what it has ``made``.
+    ``more`` are arguments of all runs but the first. A run that ends before its kill does not
+    count: what it has ``made`` is removed, and the next one starts over.
     """
     rng, hit = np.random.default_rng(0), 0
     while hit < kills:
@@ -171,7 +171,7 @@ def stop_at_random(
 
 
 def kill(home: Path, files: list[str], kills: int) -> dict[str, object]:
-    """Whether shards and losses are those of runs that nobody stopped."""
+    """Whether shards and losses equal those of undisturbed runs."""
     report: dict[str, object] = {"kills_of_each": kills}
     for name in ("whole", "broken"):
         data = {"corpora": [], "files": files, "shards": str(home / name / "shards")}

@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     drafting = [name for name in args.methods if METHODS[name].needs_draft]
     if drafting and args.target not in DRAFTS:
         parser.error(f"--target {args.target} has no usual draft for {drafting[0]}")
-    # What a layer looks like is chosen by the backend: the one compiled for, not this machine's.
+    # Layers depend on the backend. It must be the one compiled for, not this machine's.
     jax.default_backend = lambda: "tpu"
     if args.dump:
         return compile_kernel(args.topology, *args.dump)
@@ -166,14 +166,14 @@ def print_prefill(args: argparse.Namespace) -> None:
     heads = ["batch", "tokens a pass", "plain products", *PARTS, "over them", "scratch MB"]
     print(f"| {' | '.join(heads)} |\n|" + " ---: |" * len(heads))
     cfg = target.config
-    layers = cfg.num_layers - 1  # of the last one a pass needs the keys and values alone
+    layers = cfg.num_layers - 1  # prefill needs only keys and values of the last layer
     sizes = layers * sum(x.size for x in jax.tree.leaves(target.params["layers"]["0"]))
     seen = 2 * layers * cfg.num_heads * cfg.head_dim * args.capacity // 2
     for rows in args.batch:
         engine = make_engine(target, None, METHODS["autoregressive"], {}, greedy=False)
         chunk = engine.chunk_size(args.capacity, rows)
         compiled = compile_pass(engine, rows, args.capacity, chunk)
-        middle = [args.capacity // 2 + chunk // 2]  # what a pass reaches on the average
+        middle = [args.capacity // 2 + chunk // 2]  # positions that an average pass reads
         count = functools.partial(turns, blocks_read(target, rows, args, middle, chunk))
         rate = products_per_cycle(device)
         calls = functools.partial(kernel_cycles, args, rate / device.num_cores)
@@ -187,7 +187,7 @@ def print_prefill(args: argparse.Namespace) -> None:
 
 
 def kernel_cycles(args: argparse.Namespace, rate: float, line: str) -> float:
-    """Of a call in a compiled text: a row's pass over the middle of its prompt."""
+    """Cycles of a kernel's call, for a row's pass over the middle of its prompt."""
     call = parse_call(line)
     if call is None:
         return 0
@@ -204,7 +204,7 @@ def prefill_kernel(topology: str, *sizes: int) -> Kernel:
 
 
 def compile_kernel(topology: str, size: int, capacity: int, tokens: int) -> None:
-    """Attention of a pass of one row over its prompt; the heads are its grid's."""
+    """Compiles the attention of one row's pass. Two heads do: the kernel's grid has the rest."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     shaped = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(devices[0]))
     q = shaped((1, tokens, 2, size), jnp.bfloat16)
@@ -242,7 +242,7 @@ def blocks_read(model: sj.LM, rows: int, args, held: list[int], n: int) -> dict[
 
 
 def part_of(path: str, instruction: str) -> str:
-    """Which part of a round an instruction belongs to, by the innermost scope that says so."""
+    """The part of a round that an instruction belongs to, by its innermost known scope."""
     if any(f" {kind}" in instruction for kind in EXCHANGES):
         return "exchanges"
     named = [PART_OF_SCOPE[step] for step in path.split("/") if step in PART_OF_SCOPE]
@@ -258,13 +258,15 @@ PART_OF_SCOPE = {
 
 
 def turns(counts: dict[str, int], path: str) -> int:
-    """Turns of a loop that ends on data, by the innermost scope that is known."""
+    """Turns of a loop whose end depends on data, by its innermost known scope."""
     return next((counts[step] for step in reversed(path.split("/")) if step in counts), 1)
 
 
 def held(model: sj.LM, rows: int, args: argparse.Namespace) -> float:
-    """Bytes of one chip that a pass has to read: weights, of which the embedding only if tied,
-    and the cache's positions."""
+    """Bytes that a pass must read on one chip: weights and used cache positions.
+
+    The embedding counts only if the head is tied to it.
+    """
     cfg, chips = model.config, args.mesh["model"]
     weights = param_bytes(cfg, jnp.bfloat16, args.quantize)
     if not cfg.tie_embeddings:
@@ -277,7 +279,7 @@ def held(model: sj.LM, rows: int, args: argparse.Namespace) -> float:
 
 
 def abstract(cfg: ModelConfig, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> sj.LM:
-    """A split model of shapes alone."""
+    """A model of shapes only, split over the mesh."""
     count = mesh.shape["model"]
     if args.layers:
         slides = cfg.sliding_layers and cfg.sliding_layers[: args.layers]

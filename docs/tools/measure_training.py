@@ -59,7 +59,7 @@ PARTS = ("products", "attention", "windows", "loss head", "rest")
 REMAT = {"false": False, "true": True, "attention": "attention"}
 
 
-# By name, of the causal kernels and of the windows'.
+# (kernel's name, whether it is the windows' kernel) → schedule
 Kernels = dict[tuple[str, bool], Kernel]
 
 
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.layers[0] >= args.layers[1]:
         parser.error("--layers: expected the shallower copy first, e.g. 2 4")
-    # The way through attention is chosen by the backend: the one compiled for.
+    # Attention depends on the backend. It must be the one compiled for, not this machine's.
     jax.default_backend = lambda: "tpu"
     if args.dump:
         return compile_kernels(device_of(args.dump[0]), args.dump[1] == WINDOWS)
@@ -109,8 +109,10 @@ def print_steps(args: argparse.Namespace) -> None:
 
 
 def print_attention(args: argparse.Namespace) -> None:
-    """One row per kernel: its bundles, what a causal row's head meets, and thousands of cycles
-    over what its products take in plain ones."""
+    """One row per kernel: its bundles, and what one head of a causal row visits.
+
+    Cycles are in thousands, and relative to the kernel's products as plain products.
+    """
     heads = ["chip", "tokens", "kernel", "turn", "met", "ends", "turns", "blocks", "rows"]
     heads += ["cycles", "over plain products"]
     print(f"| {' | '.join(heads)} |\n| --- | ---: | --- |" + " ---: |" * (len(heads) - 3))
@@ -128,7 +130,7 @@ def print_attention(args: argparse.Namespace) -> None:
 
 
 def config(loss: str, tokens: int, remat: str | None) -> SDSATConfig:
-    """The recipe's, for one chip."""
+    """The recipe's config, for one chip."""
     own = [f"sdsat.loss={loss}", f"data.seq_len={tokens}", "mesh.fsdp=1", "mesh.devices=1"]
     own += [f"optim.batch_size={max(1, MICRO_BATCH // tokens)}"]
     own += [f"model.remat={remat}"] if remat else []
@@ -136,7 +138,7 @@ def config(loss: str, tokens: int, remat: str | None) -> SDSATConfig:
 
 
 def step_setup(cfg: SDSATConfig, layers: int | None = None) -> SdsatSetup:
-    """What the recipe makes of the published shape: one repeated id, which is a new row."""
+    """The recipe's setup for the published shape: one repeated adaptive id, with a new row."""
     model = SHAPES[SHAPE]
     ids = (model.vocab_size,) * cfg.sdsat.window
     model = dataclasses.replace(model, vocab_size=model.vocab_size + 1, adaptive_ids=ids)
@@ -162,7 +164,7 @@ def useful(cfg: SDSATConfig) -> float:
 def step_cycles(
     cfg: SDSATConfig, device: jax.Device, kernels: Kernels, depths: list[int]
 ) -> collections.Counter:
-    """Cycles of a row's share of the step by part, at the model's depth."""
+    """Cycles of the step per row, by part, extrapolated to the model's depth."""
     low, high = (depth_cycles(cfg, device, kernels, layers) for layers in depths)
     steps = (SHAPES[SHAPE].num_layers - depths[0]) / (depths[1] - depths[0])
     each = {part: low[part] + steps * (high[part] - low[part]) for part in PARTS}
@@ -173,7 +175,7 @@ def step_cycles(
 def depth_cycles(
     cfg: SDSATConfig, device: jax.Device, kernels: Kernels, layers: int
 ) -> collections.Counter:
-    """Cycles of the step of a shallow copy, by part."""
+    """Cycles of the step by part, for a copy with ``layers`` layers."""
     setup, cores = step_setup(cfg, layers), device.num_cores
     placement = Placement(Mesh([[device]], AXES, axis_types=(AxisType.Auto,) * 2))
     parts = step_parts(cfg, setup, setup.model, placement.row_sharding(0))
@@ -187,7 +189,7 @@ def depth_cycles(
 
 
 def unknown_turns(path: str) -> int:
-    """No loop of such a step ends on data."""
+    """Exits with an error: no loop of these steps may end on data."""
     sys.exit(f"a loop of unknown turns ({path}): rows so long go another way through attention")
 
 
@@ -207,7 +209,7 @@ def peak_of(device: jax.Device) -> float:
 
 
 def part_of(path: str, instruction: str) -> str:
-    """What an instruction is for, by the scopes that it stands in."""
+    """The part of the step that an instruction belongs to, by its named scopes."""
     steps = set(re.split(r"[/()]", path))
     if WINDOWS in steps:
         return "windows"
@@ -224,7 +226,7 @@ def windows_mask(insertion: Insertion, tokens: int) -> Isolated:
 
 @functools.cache
 def drawn_tables(insertion: Insertion, tokens: int) -> dict[str, np.ndarray]:
-    """Blocks that the windows of a drawn row meet, which is one document."""
+    """Tables of the blocks that the windows of a random row visit; the row is one document."""
     one = np.ones(tokens, np.int32)
     blank = {"tokens": 0 * one, "labels": one, "segments": one, "positions": np.arange(tokens)}
     drawn = isolated_row(insertion, blank, 0)
@@ -235,7 +237,7 @@ def drawn_tables(insertion: Insertion, tokens: int) -> dict[str, np.ndarray]:
 
 
 def kernel_cycles(kernels: Kernels, drawn: dict[str, np.ndarray], rate: float, line: str) -> float:
-    """Of a call in a compiled text, on one core of such a rate."""
+    """Cycles of a kernel's call on one core that does ``rate`` multiplications a cycle."""
     call = parse_call(line)
     if call is None:
         return 0
@@ -249,7 +251,7 @@ def kernel_cycles(kernels: Kernels, drawn: dict[str, np.ndarray], rate: float, l
 
 @functools.cache
 def causal_table(name: str, tokens: int, block: int, wide: int) -> np.ndarray:
-    """As the kernel's own mask makes it."""
+    """The causal kernel's table of blocks, made by splash attention itself."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as infos
 
@@ -262,7 +264,7 @@ def causal_table(name: str, tokens: int, block: int, wide: int) -> np.ndarray:
 
 
 def met_blocks(blocks: SplashBlocks, name: str, tokens: int = 0) -> tuple[int, int]:
-    """Queries and keys of the blocks that a kernel goes through, over so many keys."""
+    """(queries, keys) of the blocks that a kernel visits, for ``tokens`` keys."""
     return blocks.queries, blocks.wide(tokens) if name == BACKWARD else blocks.keys
 
 
@@ -276,7 +278,7 @@ def kernels_of(topology: str, windows: tuple[bool, ...] = (False, True)) -> Kern
 
 
 def compile_kernels(device: jax.Device, windows: bool) -> None:
-    """Attention of a short row of two heads, forward and backward."""
+    """Compiles attention of a short row with two heads, forward and backward."""
     one, clean = SingleDeviceSharding(device), 2 * BLOCKS.backward
     mask = Isolated(clean=clean, longest=5)
     count = clean + BLOCKS.backward if windows else clean

@@ -1,6 +1,6 @@
 """Published shapes, as the checkpoints' config.json files give them, and the drafts for them.
 
-They are for programs that compile, or run on random weights: no weights are needed.
+The tools compile them, or run them with random weights.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ DRAFTS = {
 
 
 def pass_bytes(cfg: ModelConfig, rows: int, capacity: int, size: int = 2) -> float:
-    """Bytes that a pass has to read: the weights, of which the embedding only where it is the
-    head as well, and the cache's positions; ``size`` bytes a number."""
+    """Bytes that a pass must read: weights and cache positions, with ``size`` bytes a number.
+
+    The embedding counts only if the head is tied to it.
+    """
     weights = num_params(cfg) - (0 if cfg.tie_embeddings else cfg.vocab_size * cfg.hidden_size)
     return size * (weights + 2 * cfg.num_layers * rows * cfg.num_kv_heads * capacity * cfg.head_dim)

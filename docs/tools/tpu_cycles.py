@@ -1,8 +1,8 @@
 """What the TPU compiler expects a compiled program to cost, read from its text: no TPU needed.
 
-Every instruction of a program that libtpu compiled carries ``estimated_cycles``. They are its cost
-model and no measurement. Use them for ratios within one chip. Calls into its library (such as
-top-k) carry none, and launches cost nothing.
+Every instruction of a program that libtpu compiled carries ``estimated_cycles``. They come from a
+cost model and are no measurement. Use them for ratios within one chip. Calls into libtpu's library
+(such as top-k) carry none, and launches cost nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 EXCHANGES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
-Turns = Callable[[str], float]  # turns of a loop that ends on data, by the path of its name
+Turns = Callable[[str], float]  # named path → turns of a loop that ends on data
 
 
 def cycles(
@@ -29,9 +29,9 @@ def cycles(
 ) -> collections.Counter:
     """Cycles of a program, or of one turn of its first loop, by part.
 
-    ``part_of(path, instruction)`` names an instruction's part; ``path`` is where it stands in the
-    traced program, with its named scopes. A conditional costs its dearest branch, a kernel's call
-    what ``calls(instruction)`` says: the compiler says nothing of it.
+    ``part_of(path, instruction)`` names an instruction's part; ``path`` is its place in the
+    traced program, with its named scopes. A conditional costs its most expensive branch. The text
+    has no cycles for a kernel's call, so ``calls(instruction)`` must give them.
     """
     computations, entry = _computations(text)
     if loop:
@@ -68,7 +68,10 @@ def products_per_cycle(device: jax.Device, rows: int = 4096, shape=(28672, 4096)
 
 
 def without_sparse_cores() -> None:
-    """Before libtpu starts: JAX cannot read the text of a program whose embedding they gather."""
+    """Turns sparse cores off; call it before libtpu starts.
+
+    JAX cannot read the text of a program in which they gather the embedding.
+    """
     os.environ.setdefault("LIBTPU_INIT_ARGS", "--xla_tpu_offload_gather_to_sparsecore=false")
 
 
@@ -81,7 +84,7 @@ def _product(device: jax.Device, rows: int, shape: tuple[int, int]) -> int:
 
 
 def _counted(computations: dict[str, list[str]], line: str) -> int:
-    """Turns of a loop that counts up to a constant; 0 where it ends on data."""
+    """Turns of a loop that counts up to a constant; 0 if its end depends on data."""
     if known := _first(r'known_trip_count":\{"n":"(\d+)"', line):
         return int(known)
     condition = computations.get(_first(r"condition=%?([\w.\-]+)", line), [])
@@ -115,6 +118,6 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
             name = None
         elif name and line.startswith("  "):
             found[name].append(line)
-        elif name and found[name]:  # a kernel's call says more than a line holds
+        elif name and found[name]:  # a kernel's call spans several lines
             found[name][-1] += line
     return found, entry

@@ -1,9 +1,10 @@
 """What splash attention's kernels cost on a TPU; a compiled program's text does not say it.
 
-The compiler schedules a kernel into bundles of instructions, one a cycle. libtpu writes them down
-if it is told to at its start. A call costs its turns of the grid, the blocks that it visits, and
-the ends of its rows of blocks, as often as the kernel's table says. A visited block takes at least
-the time of its products at their best. Bundles wait neither for the matrix unit nor for memory.
+The compiler schedules a kernel into bundles of instructions, one a cycle. libtpu writes them to
+files if a flag asks for it. A call costs its turns of the grid, its visited blocks, and the first
+and last block of each row of blocks, as often as the kernel's table has them. A visited block takes
+at least the time of its matrix products at the peak rate. Waiting for the matrix unit or for memory
+is not counted.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import NamedTuple
 import numpy as np
 
 FORWARD, BACKWARD = "splash_mha_fwd", "splash_mha_dkv"
-PRODUCTS = {FORWARD: 2, BACKWARD: 5}  # of a kernel, per block
+PRODUCTS = {FORWARD: 2, BACKWARD: 5}  # matrix products per visited block
 DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true"
 
 
 class Kernel(NamedTuple):
-    """Bundles of a turn of the grid, of a block that is met, and of a row's first and last one."""
+    """Bundles per turn of the grid, per visited block, and per row (its first and last block)."""
 
     turn: int
     met: int
@@ -34,20 +35,24 @@ class Kernel(NamedTuple):
 
 
 class Met(NamedTuple):
-    """Of one head: turns of the grid, blocks that are met, and rows of blocks."""
+    """Counts for one head: turns of the grid, visited blocks, and rows of blocks."""
 
     turns: int
     blocks: int
     rows: int
 
     def cycles(self, kernel: Kernel, least: float = 0) -> float:
-        """Where a block that is met takes ``least``, or more."""
+        """Cycles of one head, if a visited block takes at least ``least``."""
         met = max(kernel.met, least)
         return self.turns * kernel.turn + self.blocks * met + self.rows * kernel.ends
 
 
 class Call(NamedTuple):
-    """In a compiled text: heads of all rows, and ``blocks`` of so many queries and keys."""
+    """A kernel's call in a compiled text.
+
+    ``heads`` counts those of all rows, ``size`` is the head size, and ``blocks`` has the queries
+    and keys of a block.
+    """
 
     name: str
     heads: int
@@ -56,18 +61,18 @@ class Call(NamedTuple):
     blocks: tuple[int, int]
 
     def cycles(self, kernel: Kernel, table: np.ndarray, rate: float) -> float:
-        """Of one core that multiplies so often in a cycle."""
+        """Cycles on one core that does ``rate`` multiplications a cycle."""
         least = PRODUCTS[self.name] * self.size * math.prod(self.blocks) / rate
         return self.heads * met_of(self.name, table).cycles(kernel, least)
 
 
 def met_of(name: str, table: np.ndarray) -> Met:
-    """Of one head, by a table of blocks of queries and of keys: 0 for those that are skipped."""
+    """Counts for one head, from a table of query and key blocks; 0 marks a skipped block."""
     return Met(table.size, np.count_nonzero(table), table.shape[name == BACKWARD])
 
 
 def parse_call(line: str) -> Call | None:
-    """None where the instruction calls none of the kernels."""
+    """The call in an instruction's line, or None if it calls none of the kernels."""
     name = next((name for name in PRODUCTS if name in line), None)
     if name is None:
         return None
@@ -93,8 +98,11 @@ def schedules(script: list[str]) -> dict[str, Kernel]:
 
 
 def schedule(bundles: str) -> Kernel:
-    """A kernel's loop is one row of bundles, of which three regions are each skipped by a branch:
-    the row's first block, a block that is met, which is the longest, and the row's last one."""
+    """Reads a kernel's schedule from its bundles.
+
+    In a kernel's loop, branches may skip three regions: the row's first block, a visited block (the
+    longest region), and the row's last block.
+    """
     marks = []
     for line in bundles.splitlines():
         place = re.match(r"\s*(0x[0-9a-f]+)\s+(LB|PF)?", line)

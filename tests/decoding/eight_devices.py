@@ -1,6 +1,6 @@
 """Decoding on eight simulated devices gives what one device gives.
 
-test_mesh.py runs this file in a process that has eight.
+test_mesh.py runs this file in a subprocess that has eight devices.
 """
 
 import json
@@ -51,8 +51,8 @@ def spread(models, **axes):
 
 @pytest.mark.parametrize("name", some(sj.methods(), FEW))
 def test_every_method(name, target, draft):
-    # With four devices, two have the same key head. Tables of 98 rows are split over two, but not
-    # over four: so a tree and beams run over two as well. Chains over two are below.
+    # With model=4, two devices share a key head. Tables of 98 rows are split over two devices, but
+    # not over four, so a tree and beams also run on two. Other tests below run chains on two.
     shares = (2, 4) if name in ("specinfer", "beam") else (4,)
     many = [spread((target, draft), data=2, model=n) for n in shares]
     spec = sj.method(name)
@@ -69,7 +69,8 @@ def test_every_method(name, target, draft):
             for p, q in ((target, draft), *many)
         )
         for other in others:
-            same(one, other, counters=name != "suffix")  # it drafts from the rows of its own device
+            # suffix drafts only from the rows of its device, so its counters differ.
+            same(one, other, counters=name != "suffix")
 
 
 @pytest.mark.slow
@@ -87,7 +88,7 @@ def test_gated_adapters_are_split_as_their_weights(name):
 
 @pytest.mark.slow
 def test_each_device_sizes_its_drafts(target, draft):
-    """By the costs that are measured there; greedy tokens do not depend on them."""
+    """Draft lengths follow the costs of each device; greedy tokens do not depend on them."""
     many = spread((target, draft), data=2, model=2)
     options = {"method": "speculative", "max_new_tokens": 20, "batch_size": 4}
     one = sj.generate(target, PROMPTS * 2, draft=draft, **options)
@@ -98,7 +99,7 @@ def test_each_device_sizes_its_drafts(target, draft):
 
 
 def test_slots_are_reused_on_every_device(target, draft):
-    """For different prompts, and for prompts with a common prefix."""
+    """Slots are reused for different prompts, and for prompts with a common prefix."""
     many = spread((target, draft), data=2, model=2)
     options = {"method": "speculative", "sampling": SAMPLED, "batch_size": 3}
     prefix = list(range(20, 50))
@@ -124,7 +125,7 @@ def test_every_family(name):
 
 
 def test_a_head(target):
-    """In reused batch slots, with head and target split."""
+    """Head and target are both split, and batch slots are reused."""
     head = fitted_head(target, np.arange(90), (0, 1))
     prompts = [[1 + i] * (1 + i % 4) for i in range(5)]
     options = {"drafter": "head", "rule": "speculative", "sampling": SAMPLED, "batch_size": 2}
@@ -152,7 +153,7 @@ def test_a_host_driven_reward(tiny_pair_dirs):
 
 
 def start(model, draft, method, rows=4):
-    """A method after the prompts, on the model's mesh: (method, inputs, state)."""
+    """Prefills the prompts on the model's mesh; returns (method, inputs, state)."""
     spec = sj.method(method)
     draft = draft if spec.needs_draft else None
     built, settings = spec.build(Context(model, draft), {})
@@ -178,9 +179,9 @@ def test_collectives_are_two_per_layer_and_the_tables(method, target, draft):
     collectives = re.findall(
         r" (all-[a-z-]+|collective-permute|reduce-scatter)\(", compiled.as_text()
     )
-    # Layers of each pass in the program; the first draft pass is apart from the others.
+    # Layers of each pass in the program; the first draft pass is compiled separately.
     layers = [2] if method == "autoregressive" else [2, 1, 1]
-    # And one after the loop, for the counter of passes.
+    # Two sums per layer and one for the embedding; one more after the loop counts the passes.
     assert collectives.count("all-reduce") == sum(2 * count + 1 for count in layers) + 1
     assert collectives.count("all-gather") == len(layers)
     assert len(collectives) == sum(2 * count + 2 for count in layers) + 1
@@ -236,7 +237,7 @@ def test_the_program(tiny_pair_dirs, tmp_path):
 
 @pytest.mark.parametrize("methods", some(["speculative", "specinfer,mentored"], []))
 def test_the_bench(methods, tiny_pair_dirs, tmp_path, monkeypatch, capsys):
-    """The bench has equal tokens and metrics, and times the passes of split models."""
+    """The bench reports the tokens and metrics of one device, and times passes of split models."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "def one(x):"}\n{"prompt": "def two(y):"}\n')
     monkeypatch.setattr("infer.timing.CURVE", (1,))
     measured, reports, measure = [], [], benchmark.measure
@@ -291,7 +292,7 @@ MUTANTS = {
 
 
 def forget_programs():
-    """Clears all traces, so that what runs next is traced again."""
+    """Clears all traces, so that the next run is traced again, with or without a mutant."""
     jax.clear_caches()
     loop.prefill_prompts.cache_clear()
     loop.run_rounds.cache_clear()
@@ -316,7 +317,7 @@ def test_mutants_fail(mutant, monkeypatch):
 
 @pytest.mark.parametrize("scheme", some(["int8", "fp8", "int4:8"], ("int4:8",)))
 def test_quantised_weights(scheme, target):
-    """Quantized before they are split and after, and as the draft of what is split."""
+    """Weights quantized before the split, or after it; then the quantized copy is the draft."""
     small = sj.quantize(target, scheme)
     before = spread((small,), data=2, model=2)[0]
     after = sj.quantize(spread((target,), data=2, model=2)[0], scheme)

@@ -229,7 +229,7 @@ def test_equivalent_arguments_give_the_same_output(models, equivalent):
 def test_prompts_may_be_iterators_or_a_single_prompt(models):
     lazily = ((token for token in row) for row in IDS)
     assert decode(models[0], prompts=lazily) == decode(models[0])
-    twice = {"num_samples": 2}  # two rows, as above: one program
+    twice = {"num_samples": 2}  # two rows, as above, so the compiled program is shared
     alone = decode(models[0], prompts=IDS[:1], **twice)
     first = IDS[0]
     for row in (first, tuple(first), np.array(first), jnp.array(first), range(5, 8), iter(first)):

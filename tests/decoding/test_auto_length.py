@@ -1,4 +1,4 @@
-"""Draft sizes chosen by cost: the choice, the history, catching up, and the distribution."""
+"""Draft lengths and trees by cost: choice, acceptance history, catching up, distribution."""
 
 import dataclasses
 import functools
@@ -34,8 +34,8 @@ from specjax.runtime.generate import make_engine
 from support import laws
 
 N = len(LENGTHS)
-REST = (1.0, *(9.0,) * (N - 1))  # only plain rounds pay
-DRAFT = (9.0, *(1.0,) * (N - 1))  # only the longest drafts pay
+REST = (1.0, *(9.0,) * (N - 1))  # costs under which only plain rounds pay
+DRAFT = (9.0, *(1.0,) * (N - 1))  # costs under which only the longest drafts pay
 PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
 
 
@@ -53,7 +53,7 @@ def test_the_length_with_the_most_tokens_per_cost_is_taken():
 
 
 def test_the_tree_with_the_most_tokens_per_cost_is_taken():
-    """By hand: a level of two is accepted in 0.7, of three in 0.8, of four in 0.85."""
+    """By hand: a level is accepted with 0.7 (two siblings), 0.8 (three) or 0.85 (four)."""
     rates, cost = jnp.array([0.5, 0.7, 0.8, 0.85]), np.array([1.0, 1.8, 2.2, 2.4, 3.0], np.float32)
     tokens = [1, 1.875, 1 + 0.7 + 0.35 + 0.175, 1 + 0.8 + 0.56 + 0.28, 1 + 0.85 + 0.595 + 0.4165]
     for wanted in range(len(TREES)):
@@ -63,7 +63,7 @@ def test_the_tree_with_the_most_tokens_per_cost_is_taken():
 
 
 def test_a_history_of_trees_counts_by_the_number_of_siblings():
-    """Two levels of a (2, 1, 1) accepted, the third refused; another row's first refused."""
+    """Tree (2, 1, 1): one row accepts two levels, not the third; another row accepts none."""
     before, now = (
         SimpleNamespace(stats=SimpleNamespace(accepted=a, drafted=d), length=jnp.full(2, 9))
         for a, d in ((0, 0), (jnp.array([2, 0]), jnp.array([3, 3])))
@@ -77,7 +77,7 @@ def test_a_history_of_trees_counts_by_the_number_of_siblings():
     rates = record.rates()
     np.testing.assert_allclose(rates[0], one, rtol=1e-6)
     assert (np.diff(rates) > 0).all()
-    unknown = 1 - (1 - PRIOR_ACCEPTANCE) ** 2  # siblings of which nothing was seen
+    unknown = 1 - (1 - PRIOR_ACCEPTANCE) ** 2  # two siblings that were never tested
     np.testing.assert_allclose(rates[3], unknown, rtol=1e-6)
     refused = AcceptanceHistory.begin(1, 4)
     refused = refused.replace(tested=refused.tested.at[0, 3].set(50))
@@ -85,7 +85,7 @@ def test_a_history_of_trees_counts_by_the_number_of_siblings():
 
 
 def test_the_history_counts_forgets_and_tries_again():
-    """By hand: 3 of 5 accepted is 3 of 4 tested; all of 5 is 5 of 5; a row that ended adds none."""
+    """By hand: 3 of 5 accepted counts as 3 of 4 tested; 5 of 5 as 5 of 5; an ended row as none."""
 
     @jax.jit
     def counted(record, accepted, drafted):
@@ -133,7 +133,7 @@ def test_the_history_counts_forgets_and_tries_again():
 
 @functools.cache
 def own_draft():
-    """A method whose draft model is the target: all that it drafts is accepted."""
+    """A method whose draft model is the target, so that every drafted token is accepted."""
     target = tiny_lm(0)
     engine = make_engine(target, target, sj.method("speculative"), {"gamma": "auto"})
     inputs = engine.inputs(sj.Sampling(), len(PROMPTS))
@@ -155,8 +155,8 @@ def after_plain_rounds(method, rounds):
 
 @pytest.mark.slow
 def test_a_draft_model_catches_up_after_plain_rounds():
-    """If its cache lacked one token, it would draft others than the target writes."""
-    for rounds in (1, 20):  # a part of a pass over what is missing, and more than one
+    """If one token were missing from the draft's cache, it would draft tokens that are refused."""
+    for rounds in (1, 20):  # the catching up takes less than one pass, and more than one
         drafted, accepted = after_plain_rounds(own_draft()[0], rounds)
         np.testing.assert_array_equal(drafted, 3 * LENGTHS[-1])
         np.testing.assert_array_equal(accepted, drafted)
@@ -164,7 +164,7 @@ def test_a_draft_model_catches_up_after_plain_rounds():
 
 @dataclasses.dataclass(frozen=True)
 class Forgetful(AutoLengthChain):
-    """Drafts without what it has missed."""
+    """A mutant: drafts without reading the tokens of the plain rounds."""
 
     def _catch_up(self, inputs, state):
         return state
@@ -199,7 +199,7 @@ def refilled(target, draft, method, **options):
     ],
 )
 def test_greedy_tokens_do_not_depend_on_the_lengths(target, draft, name):
-    """Rows refilled, with lengths that change, and with costs as measured."""
+    """Slots are refilled; draft lengths change from round to round, or costs are measured."""
 
     run = functools.partial(refilled, target, draft, name)
     fixed = run(gamma=3) if name == "scd" else refilled(target, draft, "autoregressive")
@@ -215,7 +215,7 @@ def test_greedy_tokens_do_not_depend_on_the_lengths(target, draft, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tree-match", "specinfer"])
 def test_greedy_tokens_do_not_depend_on_the_trees(target, draft, name):
-    """Rows refilled, with trees that change, and with costs as measured."""
+    """Slots are refilled; trees change from round to round, or costs are measured."""
 
     plain = refilled(target, draft, "autoregressive")
     calls = []
@@ -268,16 +268,16 @@ def test_what_cannot_be_sized_is_refused():
         AutoLengthChain(sj.draft.Chain(gamma=3), sj.Warped(), sj.verify.speculative)
 
 
-# --- the distribution: each row decides alone, by its own past -----------------------------------
+# --- the distribution: each row chooses lengths from its own past rounds -------------------------
 
 ROWS = 8192
-# 3 tokens at first, 2 after one refusal, none after two; no longer ones.
+# Costs that give drafts of 3 tokens, 2 after one refusal, none after two, and never more.
 CHANGING = (1.0, 1.45, 1.6, 1.95, 99.0, 99.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Peeks(AutoLengthChain):
-    """Cuts a draft where a drawn token is unlikely: the length depends on the present draft."""
+    """A mutant: cuts the draft at an unlikely token, so the length depends on the drawn tokens."""
 
     def propose(self, inputs, state, keys):
         made = super().propose(inputs, state, keys)
@@ -291,9 +291,9 @@ class Peeks(AutoLengthChain):
 def own_pasts(
     method, costs=CHANGING, count="drafted", samples=laws.SAMPLES
 ) -> tuple[np.ndarray, set[int]]:
-    """Counts over all continuations of batches of one row each, and the lengths drafted.
+    """Counts of all continuations, and the drafted lengths that occurred. Batches have one row.
 
-    The common past of a batch of many rows would give the same lengths every time.
+    Rows of one batch share their past, so a large batch would always draft the same lengths.
     """
     engine = Engine(*tiny_pair(), method, {COSTS: costs})
     inputs, budget = engine.inputs(SAMPLING, 1), np.full(1, L, np.int32)
@@ -339,9 +339,9 @@ def test_a_length_that_peeks_at_the_draft_is_caught():
     assert laws.p_value(counts, exact_continuations(tiny_pair()[0])) < laws.ALPHA
 
 
-# --- the same of trees ---------------------------------------------------------------------------
+# --- the same for trees --------------------------------------------------------------------------
 
-CHANGING_TREES = (1.0, 1.4, 1.75)  # broad at first, narrow and none after refusals
+CHANGING_TREES = (1.0, 1.4, 1.75)  # a broad tree first; a narrow one, then none, after refusals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,7 +351,7 @@ class FewTrees(AutoLengthTree):
 
 @dataclasses.dataclass(frozen=True)
 class Culled(sj.draft.Tree):
-    """Drops children that are unlikely: what is left depends on what was drawn."""
+    """A mutant: drops unlikely children, so the tree depends on the drawn tokens."""
 
     def propose(self, inputs, state, keys):
         made = super().propose(inputs, state, keys)

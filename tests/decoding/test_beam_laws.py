@@ -1,4 +1,4 @@
-"""Exact laws of sampled beams, of drafts that are beams and of MTJD's blocks; and mutants."""
+"""Exact distributions of sampled beams, beam drafts and MTJD's blocks, and mutants of them."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ V, W, LENGTH, END = 3, 2, 3, 2
 PAD = V  # no token of the model
 PROMPT = (1, 0, 1)
 ROWS, BATCHES = 16384, 2
-# Under the first all rules differ clearly, the second cuts conditionals as well as joints.
+# Under "cold" all rules differ clearly. "hot" truncates conditionals as well as joints.
 SAMPLINGS = {
     "cold": sj.Sampling(temperature=0.5, top_k=4, top_p=0.97),
     "hot": sj.Sampling(temperature=2.5, top_k=4, top_p=0.8),
@@ -41,7 +41,7 @@ def config() -> tuple[ModelConfig, dict]:
         max_position=64,
     )
     params = init_params(cfg, jax.random.key(4))
-    # Wide enough that the prefix matters, flat enough that every token happens.
+    # The scale is large enough that the prefix matters, and small enough that no token is rare.
     params["layers"] = jax.tree.map(lambda x: 12 * x, params["layers"])
     params["embed"] = params["embed"] * 30
     params["norm"] = {"weight": params["norm"]["weight"] / 2}
@@ -63,7 +63,7 @@ def build(name, **options):
 
 
 def starts(method, sampling, ends):
-    """Inputs and fresh states, batch by batch; few positions, for beams are copied."""
+    """Inputs and fresh states, batch by batch; small capacity, because beams copy their cache."""
     inputs = Engine(tiny(ends), tiny(ends), method, {"tau": 0.1}).inputs(sampling, ROWS)
     tokens = np.zeros((ROWS, len(PROMPT) + LENGTH + method.round_positions), np.int32)
     tokens[:, : len(PROMPT)] = PROMPT
@@ -75,21 +75,21 @@ def starts(method, sampling, ends):
 
 
 def p_value(counts: dict, law: dict) -> float:
-    """As :func:`laws.p_value`, over outcomes that are not numbered."""
+    """As :func:`laws.p_value`, for dicts that map an outcome to its count or probability."""
     outcomes = sorted(counts.keys() | law.keys())
     seen, want = (np.array([d.get(o, 0) for o in outcomes], float) for d in (counts, law))
     return laws.p_value(seen, want)
 
 
 def counted(batches) -> dict:
-    """How often each outcome occurs; a batch is ``[rows, ...]``, −1 where there is no token."""
+    """Counts of each outcome; a batch is int ``[rows, ...]`` with −1 for no token."""
     rows = np.concatenate([np.asarray(b).reshape(len(b), -1) for b in batches])
     outcomes, counts = np.unique(rows, axis=0, return_counts=True)
     return {tuple(o.tolist()): int(n) for o, n in zip(outcomes, counts, strict=True)}
 
 
 def lawful(law: dict, of) -> dict:
-    """The law of the sequences ``of(outcome)``, coded as :func:`counted` has them."""
+    """The distribution of ``of(outcome)``, with outcomes written as in :func:`counted`."""
 
     def code(outcome):
         return tuple(
@@ -102,13 +102,13 @@ def lawful(law: dict, of) -> dict:
 
 
 def emitted(state):
-    """The tokens of each row, −1 past its end."""
+    """The new tokens of each row, int ``[rows, LENGTH]``, −1 past its end."""
     at = len(PROMPT) + np.arange(LENGTH)
     return np.where(at < np.asarray(state.length)[:, None], np.asarray(state.tokens)[:, at], -1)
 
 
 def running(state):
-    """The two tokens of each running hypothesis after two rounds, in their order."""
+    """The two tokens of each running hypothesis after two rounds, in beam order; −1 if dead."""
     found = state.method_state.running
     tokens = np.asarray(found.tokens)[:, :, len(PROMPT) : len(PROMPT) + 2]
     dead = np.asarray((found.score < beam.LOST / 2) | state.done[:, None])
@@ -122,7 +122,7 @@ def padded(hypotheses, size):
 
 @functools.cache
 def search_counts(method, sampling, ends) -> tuple[dict, dict]:
-    """Of the running hypotheses after two rounds, and of what is emitted in the end."""
+    """Counts of the running hypotheses after two rounds, and of the final output."""
     kept, out = [], []
     for inputs, state in starts(method, SAMPLINGS[sampling], ends):
         state = loop.run_rounds(method)(inputs, state, 2)
@@ -138,7 +138,7 @@ def search_laws(rule, sampling, ends) -> tuple[dict, dict]:
     return kept, lawful(after[-1], lambda o: [(o[1][0][1], LENGTH)])
 
 
-# What a rule could be taken for; its beams must refuse the law of each.
+# Similar rules. The test must tell a rule's samples from the distribution of each of these.
 SLIPS = {
     "raw": [
         RULES["warped"],
@@ -178,7 +178,7 @@ def test_sampled_beams_have_their_law_hot_and_endless(joint, case):
 
 
 def test_a_row_ends_with_its_last_live_hypothesis():
-    """Top-k of 1 leaves one, and its second token ends it: lost ones do not go on."""
+    """Top-k = 1 leaves one hypothesis. When it ends, so does the row: dead beams do not go on."""
     first = int(np.argmax(table()[()]))
     second = int(np.argmax(table()[first,]))
     assert second != first
@@ -191,7 +191,7 @@ def test_a_row_ends_with_its_last_live_hypothesis():
 
 @dataclasses.dataclass(frozen=True)
 class Mutant(beam.BeamSearch):
-    """Not the right method's equal, so that nothing compiled for that one serves it."""
+    """A class of its own, so that programs compiled for the right method are not reused."""
 
     slip: str = ""
 
@@ -238,7 +238,7 @@ def test_the_law_of_transformers_is_the_one_enumerated(sampling, tmp_path):
 
 
 def drafted_counts(joint, sampling) -> dict:
-    """Of the beams of a draft, two tokens each, in the order in which they were drawn."""
+    """Counts of a draft's beams, two tokens each, in the order of their draws."""
     method = build("mtad", gamma=2, width=W, joint=joint)
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""The loop: greedy equality, the cache's invariant, independence of rows, cuts, growth, traces."""
+"""The loop: greedy equality, cache against fresh prefill, rows, budgets, buckets, traces."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,7 @@ CORE = ("autoregressive", "speculative", "specinfer")
 
 
 def methods(fast):
-    """Every method of the plain loop; those that are not in ``fast`` among the slow tests."""
+    """Parameters for every method of the plain loop; those not in ``fast`` are slow tests."""
     return [
         pytest.param(name, marks=() if name in fast else pytest.mark.slow)
         for name, spec in sorted(sj.methods().items())
@@ -38,7 +38,7 @@ def methods(fast):
 
 
 def shares_drafts(name):
-    """Whether drafts come of other rows: counters, not tokens, then depend on batch mates."""
+    """Whether drafts come from other rows. Then counters depend on them, but tokens do not."""
     return sj.method(name).drafter == "suffix"
 
 
@@ -61,7 +61,7 @@ def test_greedy_speculative_equals_plain(target, draft, gamma):
 
 
 def states_by_round(target, draft, name, options, sampling, budget=40, prompts=PROMPTS):
-    """The state after every round, through the public pieces."""
+    """The state after every round, through the public functions of the loop."""
     built, settings = sj.method(name).build(Context(target, draft), options)
     engine = Engine(target, draft, built, settings)
     inputs = engine.inputs(sampling, len(prompts))
@@ -86,7 +86,7 @@ def test_cache_equals_fresh_prefill_after_every_round(target, draft, name, sampl
 @pytest.mark.parametrize("name", TREE_SLOW)
 @pytest.mark.parametrize("sampling", [sj.Sampling(), SAMPLING], ids=["greedy", "sampled"])
 def test_row_of_a_batch_is_the_prompt_alone(target, draft, name, sampling):
-    """Of a full batch as of the last one, which rows of no prompt fill."""
+    """In a full batch, and in the last one, which has empty rows."""
     kw = {"max_new_tokens": 30, "sampling": sampling, "seed": 5}
     prompts = [*PROMPTS, [9, 8], list(range(50, 84))]
     together = run(target, draft, name, prompts, batch_size=4, **kw)
@@ -118,7 +118,7 @@ def test_a_row_that_the_drafts_context_does_not_hold_is_refused(target, draft):
     with pytest.raises(OptionError, match="decode without the draft"):
         next(sj.stream(target, [[1] * 16], method="speculative", draft=short))
     plain = {"method": "autoregressive", "max_new_tokens": 7}
-    out = sj.generate(target, prompt, draft=short, **plain)  # which runs no draft
+    out = sj.generate(target, prompt, draft=short, **plain)  # this method runs no draft
     assert out.lengths == 7
 
 
@@ -133,7 +133,7 @@ def test_ends_at_any_of_several_eos_ids(target, draft, name):
         assert not inside[:-1].any()
         assert (reason == "eos") == bool(inside[-1])
         assert reason == "eos" or len(tokens) == 40
-        if name == "autoregressive":  # a draft that ends at EOS draws differently afterwards
+        if name == "autoregressive":  # with a draft, a cut at EOS changes later draws
             np.testing.assert_array_equal(tokens, full[: len(tokens)])
     # A draft cut at EOS changes later draws, so which rows end differs; some must.
     assert "eos" in out.finish_reasons
@@ -141,7 +141,7 @@ def test_ends_at_any_of_several_eos_ids(target, draft, name):
 
 @pytest.mark.parametrize("name", TREE_SLOW)
 def test_growing_buckets_and_chunks_change_nothing(target, draft, name):
-    new = 300 if name == "speculative" else 100  # two buckets more, or one
+    new = 300 if name == "speculative" else 100  # grows by two buckets, or one
     whole = run(target, draft, name, max_new_tokens=new, sampling=SAMPLING, logprobs=True)
     pieces = list(
         sj.stream(
@@ -169,7 +169,7 @@ def test_logprobs_are_the_unwarped_targets(target, draft):
     out = run(target, draft, "speculative", max_new_tokens=20, sampling=SAMPLING, logprobs=True)
     rows = np.zeros((len(PROMPTS), 60), np.int32)
     for row, prompt, tokens in zip(rows, PROMPTS, out.tokens, strict=True):
-        row[: len(prompt) + 20] = [*prompt, *tokens]  # what follows a token does not change it
+        row[: len(prompt) + 20] = [*prompt, *tokens]  # later tokens do not change it
     at = np.tile(np.arange(60), (len(rows), 1))
     logits = logits_jit(target.config, target.params, rows, at, np.ones_like(rows), "dense")
     log_p = np.asarray(jax.nn.log_softmax(logits))
@@ -196,7 +196,7 @@ def test_counters_when_the_draft_is_the_target(draft):
 
 
 def test_greedy_trees_rank_the_drafts_own_choices(draft):
-    """With the target as its own draft, the first child is what the target says."""
+    """With the target as its own draft, the first child is the target's argmax."""
     out = run(draft, draft, "specinfer", max_new_tokens=12, options={"branching": (2, 1)})
     np.testing.assert_array_equal(out.stats["accepted"], out.stats["tested"])
     np.testing.assert_array_equal(out.stats["rounds"], 4)
@@ -236,7 +236,7 @@ def values_of(spec):
 )
 def test_one_trace_per_bucket_over_settings_keys_and_lengths(target, draft, name):
     spec = sj.method(name)
-    # SDSAT's form follows the temperature unless it is named; a form is a method of its own.
+    # By default SDSAT's form depends on the temperature, and each form is a method of its own.
     fixed = {"form": "chain"} if "form" in spec.options else {}
     reward = "length:4-9" if spec.needs_reward else None
     loop.run_rounds.cache_clear()
@@ -260,7 +260,7 @@ def test_one_trace_per_bucket_over_settings_keys_and_lengths(target, draft, name
             )
     assert loop.run_rounds.cache_info().currsize == 1
     context = Context(target, draft)
-    if not spec.needs_reward:  # else the method holds the reward's fold
+    if not spec.needs_reward:  # the others hold a reward, so this build would differ
         rounds = loop.run_rounds(spec.build(context, fixed)[0])
         assert loop.run_rounds.cache_info().currsize == 1 and rounds._cache_size() == 1
         run(target, draft, name, max_new_tokens=100, options=fixed, logprobs=True)
@@ -278,7 +278,7 @@ def test_one_trace_per_bucket_over_settings_keys_and_lengths(target, draft, name
     ],
 )
 def test_compiled_loop_holds_no_copy_of_the_cache(name, options, rows):
-    # Wide heads: the cache then dwarfs the scores, which also grow with the positions.
+    # Large heads make the cache much larger than the scores, which also grow with the positions.
     target, draft = tiny_lm(1, head_dim=64), tiny_lm(2, layers=1)
     built, settings = sj.method(name).build(Context(target, draft), options)
     inputs = Engine(target, draft, built, settings).inputs(SAMPLING, rows)
@@ -307,7 +307,7 @@ def test_buckets_waste_at_most_a_third_and_hold_whole_prefill_passes():
     def prefilled(chunk):
         return loop.start(built, inputs, [prompt], budget, keys, chunk=chunk)
 
-    wide, narrow = prefilled(512), prefilled(16)  # 512 wide: the second pass ends at 1024
+    wide, narrow = prefilled(512), prefilled(16)  # chunks of 512: the second pass ends at 1024
     for a, b in zip(wide.cache.k, narrow.cache.k, strict=True):
         np.testing.assert_allclose(a[:, :, :699], b[:, :, :699], atol=1e-5)
 

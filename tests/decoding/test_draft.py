@@ -14,7 +14,7 @@ EOS = 9
 def propose(row, length, *, gamma=4, ngram=3):
     """The lookup draft of one row, as the list of its valid tokens."""
     capacity = 24
-    tokens = np.full((1, capacity), 99, np.int32)  # scratch past the length must never be read
+    tokens = np.full((1, capacity), 99, np.int32)  # 99 past the length must never be read
     tokens[0, : len(row)] = row
     state = SimpleNamespace(
         tokens=jnp.asarray(tokens),
@@ -37,7 +37,7 @@ def propose(row, length, *, gamma=4, ngram=3):
         ([7, 2, 3, 4, 5, 1, 2, 3], [4, 5, 1, 2]),  # only the bigram 2 3 recurs
         ([3, 8, 3, 6, 1, 3], [6, 1, 3]),  # a single token: the most recent 3, cut at the end
         ([1, 2, 3, 1, 2, 4, 1, 2], [4, 1, 2]),  # most recent of two matches
-        ([5, 1, 2, 3, 6, 3, 7, 1, 2, 3], [6, 3, 7, 1]),  # the longer match beats the nearer
+        ([5, 1, 2, 3, 6, 3, 7, 1, 2, 3], [6, 3, 7, 1]),  # a longer match beats a more recent one
         ([1, 2, 3, 4], []),  # nothing recurs
         ([4], []),
         ([4, 4], [4]),

@@ -1,4 +1,4 @@
-"""SDSAT with gated adapters: lossless with respect to the base that they stand beside."""
+"""SDSAT with gated adapters is lossless with respect to the base model."""
 
 import dataclasses
 import importlib
@@ -40,7 +40,7 @@ def build(own, **options):
 
 
 def p_value(base, own, built):
-    """Of samples of ``built`` on ``own``, against the law of the base."""
+    """The p-value of ``built``'s samples on ``own`` against the base's distribution."""
     law = laws.continuation_law(base, *laws.continuation_logits(base, PROMPTS[0], L), SAMPLING)
     counts = laws.continuation_counts(Engine(own, None, built, {}), PROMPTS[0], L, SAMPLING)
     return laws.p_value(counts, law)
@@ -62,7 +62,7 @@ def test_sampled_output_has_the_bases_law(pair, options):
 
 @pytest.mark.slow
 def test_a_gate_that_is_open_for_clean_tokens_is_caught(monkeypatch):
-    # A model of its own: what others have traced stays as it was.
+    # A separate model, so that the traces of other tests are not reused.
     base, own = base_and_gated(norm_eps=2e-5)
 
     def leaky(cfg, params, tokens):

@@ -1,4 +1,4 @@
-"""What every method writes and counts stays as it was: tests/golden/methods.json."""
+"""Every method gives the tokens and counters stored in tests/golden/methods.json."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ models = functools.cache(golden.models)
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in sj.methods()]
 )
 def test_tokens_and_counters(name):
-    """In batches of four: without a draft model, the programs are those of test_decode."""
+    """Batches of four. Methods without a draft model share test_decode's compiled programs."""
     known = json.loads(golden.FILE.read_text())
     for mode in golden.SAMPLINGS:
         assert golden.run(name, mode, 4, models()) == known[f"{name} {mode}"], mode

@@ -1,7 +1,7 @@
-"""A draft head: its numbers, its state between rounds, its distribution, every refusal.
+"""A draft head: its logits, its state between rounds, its distribution, and every refusal.
 
-The target has three layers and twelve ids, of which the head drafts seven. It is right often enough
-that rounds accept some tokens, and it is often wrong.
+The target has three layers and twelve ids, and the head drafts seven of them. It agrees with the
+target often enough that rounds accept some tokens, but not all.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ def head(variant: str = "plain") -> sj.LM:
 
 @functools.cache
 def agreeing() -> sj.LM:
-    """A head that is right two times in five."""
+    """A head whose drafts are accepted two times in five."""
     return fitted_head(target(), np.delete(np.arange(VOCAB), [2, 5, 6]), (0, 1, 2))
 
 
@@ -86,7 +86,7 @@ def sequence(length: int, seed: int = 3) -> np.ndarray:
 
 
 def states_of(tokens: np.ndarray) -> jax.Array:
-    """What the head's layers of the target read, ``[1, T, P, D]``."""
+    """The target's auxiliary states for the head, ``[1, T, P, D]``, from P layers."""
     at, lm = np.arange(len(tokens))[None], target()
     ones = np.ones_like(at)
     return hidden_states(lm.config, lm.params, tokens[None], at, ones, aux_layers=(0, 1, 2)).aux
@@ -96,7 +96,7 @@ def states_of(tokens: np.ndarray) -> jax.Array:
 
 
 def test_auxiliary_states_are_the_inputs_of_layers():
-    """A model of the first layers alone, without its last norm, ends where the next one begins."""
+    """A model cut to its first n layers, without the last norm, outputs the input of layer n."""
     lm, tokens = target(), sequence(9)[None]
     at, ones = np.arange(9)[None], np.ones((1, 9), np.int32)
     _, states = hidden_states(lm.config, lm.params, tokens, at, ones, aux_layers=(2, 1))
@@ -114,7 +114,7 @@ def test_auxiliary_states_are_the_inputs_of_layers():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_the_reference(variant):
-    """Over whole sequences, and one drafted step further."""
+    """The logits after a whole sequence, and after one drafted token more."""
     cfg, params = made(variant)
     tokens, states = sequence(8), states_of(sequence(8))
     want = head_reference.drafted_logits(cfg, to_tensors(cfg, params), tokens, states[0], [4])
@@ -131,7 +131,7 @@ def test_logits_equal_the_reference(variant):
 @pytest.mark.torch
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_a_layer_of_transformers(variant):
-    """transformers' Llama attention, its input doubled, with its MLP, norms and rotations."""
+    """Against transformers' Llama layer, with an attention input of twice the hidden size."""
     torch = pytest.importorskip("torch")
     from support import head_torch
 
@@ -178,11 +178,11 @@ def law_of(prompt: np.ndarray, path: tuple[int, ...]) -> np.ndarray:
 
 @pytest.mark.parametrize("form", ["chain", "tree", "best"])
 def test_drafted_laws_equal_the_reference(proposed, form):
-    """Each law is of the node's own path, over the target's ids, and 0 where the head has none."""
+    """Each node's q belongs to its own path, over the target's ids; ids not drafted have 0."""
     prompts, _, drafts = proposed
     draft = drafts[form]
     for row, prompt in enumerate(prompts):
-        if len(prompt) == 1:  # no features yet: nothing is drafted
+        if len(prompt) == 1:  # no hidden states yet, so nothing is drafted
             assert not draft.valid[row, 1:].any()
             continue
         for node in range(1, draft.shape.nodes):
@@ -235,7 +235,7 @@ class AfterVerdict:
     def __init__(self):
         lm, draft = target(), head("each")
         self.prompt, self.below = sequence(9), (3, 5, 6)
-        # Nodes: the root, a, b below a, c below the root; a is accepted, then 8 is drawn.
+        # Nodes: the root; a and c below it; b below a. a is accepted, and 8 is the next token.
         a, b, c = self.below
         paths = ([], [a], [a, b], [c])
         states = [states_of(np.append(self.prompt, path).astype(np.int32))[:, -1] for path in paths]
@@ -268,18 +268,18 @@ class AfterVerdict:
         return State
 
     def fresh(self, drafter, tokens) -> HeadState:
-        """What a prefill of the tokens gives."""
+        """The head's state after a prefill of the tokens."""
         inputs, state = self.engine.inputs(sj.Sampling(), 1), self.state(tokens)
         state.drafter_state = drafter.init(inputs, state)
         prefilled, begin = state.tokens[:, : len(tokens) - 1], jnp.zeros((1,), jnp.int32)
         return drafter.prefill_chunk(inputs, state, prefilled, begin, states_of(tokens)[:, :-1])
 
     def gap(self, drafter) -> float:
-        """How far the state after the verdict is from a fresh one."""
+        """The largest difference between the state after the verdict and a fresh prefill."""
         tree = HeadBest(budget=3, depth=2, width=2)
         inputs, state = self.engine.inputs(sj.Sampling(), 1), self.state(self.prompt)
         carried = self.fresh(tree, self.prompt)
-        # Drafts have written above what is committed.
+        # Overwrite the positions after the committed ones, as drafting does.
         dirty = jax.tree.map(lambda x: x.at[:, :, len(self.prompt) - 1 :].set(9), carried.cache)
         carried = carried._replace(cache=dirty)
         got = drafter.update(inputs, state, carried, self.draft, self.verdict, None)
@@ -350,7 +350,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("form", ["chain", slow("drawn"), slow("dynamic")])
 def test_a_row_that_takes_a_batch_slot_is_the_row_alone(form):
-    """Tokens and counters, with several samples and prompts that share a prefix."""
+    """Tokens and counters are equal, with several samples and prompts that share a prefix."""
     a = sequence(17)
     job = [a, [4], np.append(a[:16], [9, 9]), np.append(a, 2), [1, 2]]
     arguments = {"max_new_tokens": [14, 21, 9, 17, 1], "num_samples": 2}
@@ -366,7 +366,7 @@ def test_a_row_that_takes_a_batch_slot_is_the_row_alone(form):
 
 
 def gap_after_another(prompt: np.ndarray, parts: int) -> float:
-    """How far a prompt's state is from a fresh one if its first ``parts`` tokens are cached."""
+    """The largest difference from a fresh state if the first ``parts`` tokens were cached."""
     drafter = HeadChain(gamma=2)
     engine = Engine(target(), head(), sj.draft_verify(drafter, sj.Warped(), sj.verify.match), {})
     other = np.append(prompt[:parts], (prompt[parts:] + 1) % VOCAB).astype(np.int32)
@@ -388,7 +388,10 @@ def gap_after_another(prompt: np.ndarray, parts: int) -> float:
 
 @pytest.mark.parametrize("parts", [16, 17, 33, 38])
 def test_a_prompt_that_parts_from_another_is_read_as_alone(parts, monkeypatch):
-    """The last token in common is read again, with the one after it; at 38 only that one."""
+    """The head reads the last common token again, because it pairs a token with the next one.
+
+    With 38 of 39 tokens cached, it reads only that one. Without ``lookback`` the stale pair stays.
+    """
     assert gap_after_another(sequence(39), parts) < 1e-4
     monkeypatch.setattr(sj.DraftVerify, "lookback", 0)
     assert gap_after_another(sequence(39), parts) > 1e-2
@@ -437,7 +440,7 @@ def test_law(drafter, rule):
 
 @dataclasses.dataclass(frozen=True)
 class OverTheWrongVocabulary(HeadChain):
-    """q as if the head drafted the target's first ids."""
+    """A mutant: maps the head's ids to the target's first ids."""
 
     def to_target_vocab(self, inputs, rows):
         missing = inputs.draft.config.vocab_size - rows.shape[-1]
@@ -467,7 +470,7 @@ KINDS = ("tinyllama", "qwen3", "pythia", "opt-350m", "bloom", "gemma3")  # one o
 
 @pytest.mark.parametrize("name", ["gpt2", *map(slow, KINDS)])
 def test_every_family_is_a_target(name):
-    """Greedy tokens are the likeliest by passes over whole sequences."""
+    """Greedy tokens equal the argmax of passes over whole sequences, without a cache."""
     lm, prompts = pair(name)[0], np.array([[5, 6, 7, 8], [9, 3, 9, 4]], np.int32)
     draft = fitted_head(lm, np.arange(lm.vocab_limit - 3), (0, 1))
     arguments = {"drafter": "head", "rule": "match", "options": {"width": 3, "budget": 6}}
@@ -490,7 +493,7 @@ def saved(tmp_path):
 
 
 def midlayer(directory) -> None:
-    """Writes a saved head as SafeAILab does: other names, a flat config."""
+    """Rewrites a saved head in SafeAILab's layout: other tensor names, a flat config."""
 
     def rename(tensors):
         for name in list(tensors):

@@ -1,4 +1,4 @@
-"""The test of samplers, tested: right ones, planted slips, and samplers that are not ours."""
+"""specjax.laws itself: right samplers pass, planted mistakes fail, and transformers passes."""
 
 import functools
 
@@ -16,7 +16,7 @@ RUNS, ERROR = 200, 0.05
 
 
 def law_of(table):
-    """A conditional law from a table of the test suite."""
+    """The conditional distribution p(next token | prefix) that a table holds."""
 
     def next_law(prefixes):
         context = np.zeros(len(prefixes), np.int64)
@@ -46,10 +46,10 @@ def right(samples, seed, law=P, length=L):
 
 
 def speculated(samples, seed, slip=""):
-    """Speculative sampling written down naively, a token at a time, with a slip."""
+    """Naive speculative sampling, one token at a time, with an optional mistake."""
     generator = np.random.Generator(np.random.Philox(seed))
     tokens, rows = np.empty((samples, 0), np.int64), np.arange(samples)
-    drafted = np.zeros(samples, int)  # accepted tokens of the running draft
+    drafted = np.zeros(samples, int)  # accepted tokens of the current draft
     for _ in range(L):
         p, q = P(tokens), Q(tokens)
         x, u = drawn(q, generator), generator.random(samples)
@@ -116,7 +116,7 @@ def test_every_slip_has_a_law_of_its_own(slip):
 
 
 def biased(prefixes):
-    """One per cent of the probability of one token given to another."""
+    """p with 1 % of one token's probability moved to another."""
     return np.tile([0.5 + 0.01, 0.3 - 0.01, 0.2], (len(prefixes), 1))
 
 
@@ -132,7 +132,7 @@ def test_a_bias_of_one_per_cent_is_found():
 
 
 def refused(law, samples):
-    """Of RUNS tests at an error of 5 %, how many refuse a sampler of ``law``."""
+    """How many of RUNS tests at α = 5 % refuse a sampler of ``law``."""
     run = functools.partial(
         laws.check, functools.partial(right, law=law, length=2), unbiased, vocab=V, length=2
     )
@@ -205,7 +205,7 @@ def test_what_cannot_be_tested_is_refused(changed, said):
 @pytest.mark.slow
 @pytest.mark.torch
 def test_assisted_generation_of_transformers_has_its_law():
-    """Its sampling with an assistant model, default confidence threshold, held to the same test."""
+    """transformers' assisted sampling, with its default confidence threshold, passes the test."""
     torch = pytest.importorskip("torch")
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""Exact laws of the rules, alone on synthetic tables and end to end, and mutants they catch."""
+"""Exact output distributions of the rules, on synthetic tables and end to end, and mutants."""
 
 import dataclasses
 import functools
@@ -24,12 +24,12 @@ LOSSLESS_CHAIN_RULES = {"speculative": verify.speculative, "block": verify.block
 
 
 def stop_table():
-    """Contexts before which drafting ends: a function of the prefix alone."""
+    """Contexts before which drafting ends; it depends on the prefix only."""
     return np.random.Generator(np.random.Philox(3)).random(len(laws.tables()[0])) < 0.3
 
 
 def point_mass_draft(keys, p, q):
-    """The argmax chain of q: certain tokens, no law of their own."""
+    """A chain of q's argmaxes. Its q is a point mass."""
     sure = (q == q.max(-1, keepdims=True)).astype(q.dtype)
     draft, log_p = laws.chain_draft(keys, p, sure)
     return draft.replace(log_q=None, sampling=POINT_MASS), log_p
@@ -59,11 +59,11 @@ def test_statistic_accepts_the_truth_and_rejects_a_shift():
     assert laws.p_value(wrong, law) < laws.ALPHA
 
 
-# --- mutants of the rule: each is a plausible slip, and the same test must refuse it ---------
+# --- mutants of the rule: each is a plausible mistake that the same test must find -----------
 
 
 def speculative_variant(keys, draft, log_p, *, residual=True, u_purpose=Purpose.ACCEPT, shift=0):
-    """§2 written out with one thing wrong at a time."""
+    """Speculative sampling (ALGORITHMS.md §2) with one mistake at a time."""
     lp, lq = drafted_log_probs(draft, log_p)
     nodes = jnp.broadcast_to(jnp.arange(1, lp.shape[1] + 1), lp.shape)
     u = probs.uniforms(keys, u_purpose, nodes)
@@ -77,7 +77,7 @@ def speculative_variant(keys, draft, log_p, *, residual=True, u_purpose=Purpose.
 
 
 def stopped_on_drawn_token(keys, p, q):
-    """Ends the draft where the drawn token itself is unlikely under q."""
+    """Ends the draft at a drawn token that is unlikely under q, which is not allowed."""
     draft, log_p = laws.chain_draft(keys, p, q)
     sure = probs.at_token(draft.log_q, draft.tokens[:, 1:]) > jnp.log(0.4)
     kept = jnp.cumprod(sure, axis=1, dtype=jnp.int32).astype(bool)
@@ -91,7 +91,7 @@ def other_law(keys, p, q):
 
 
 def block_without_the_cap(keys, draft, log_p):
-    """§3 with the running weight left uncapped: min(1, ·) only at the end."""
+    """Block verification (§3) without the cap of min(1, ·) on the running weight."""
     lp, lq = drafted_log_probs(draft, log_p)
     gamma = draft_length(draft)
     weight = jnp.cumprod(jnp.exp(lp - lq), axis=1)
@@ -164,7 +164,7 @@ def tiny_pair(dtype=jnp.float32):
             max_position=64,
         )
         params = init_params(cfg, jax.random.key(seed))
-        # Wide enough that the prefix matters, flat enough that every token happens.
+        # The scale is large enough that the prefix matters, and small enough that no token is rare.
         params["layers"] = jax.tree.map(lambda x: 12 * x, params["layers"])
         params["embed"] = params["embed"] * 40
         params["norm"] = {"weight": params["norm"]["weight"] / 2}
@@ -174,13 +174,13 @@ def tiny_pair(dtype=jnp.float32):
 
 
 PROMPT = (1, 3, 0)
-ALPHA_MASK = 0.1  # contrastive α: masks some tokens; the default 0.5 would leave one alone
+ALPHA_MASK = 0.1  # contrastive α: masks some tokens; the default 0.5 would leave only one
 
 
 def exact_continuations(lm, amateur=None, logits_of=laws.continuation_logits) -> np.ndarray:
-    """The law of L tokens after the prompt, by enumerating all of them.
+    """The distribution of L tokens after the prompt, by enumeration of all continuations.
 
-    With an amateur, of contrastive decoding at ALPHA_MASK.
+    With an amateur, it is that of contrastive decoding at ALPHA_MASK.
     """
     grid, logits = logits_of(lm, PROMPT, L)
     if amateur is not None:
@@ -229,7 +229,7 @@ def test_end_to_end_law(name, options):
     ids=str,
 )
 def test_end_to_end_law_of_every_drafter_in_bfloat16(name, options):
-    """The law is that of the bfloat16 model, whose logits are rounded: all else is float32."""
+    """The expected distribution uses the bfloat16 model's logits; all after them is float32."""
     pair = target, draft = tiny_pair(jnp.bfloat16)
     spec = sj.method(name)
     built, settings = spec.build(Context(*pair), options)
@@ -250,7 +250,7 @@ def test_chain_that_stops_early_is_lossless():
 
 @dataclasses.dataclass(frozen=True)
 class SkipsCommit(sj.DraftVerify):
-    """Commits one position short: the newest entry of the cache is the row before it."""
+    """A mutant: overwrites the newest cache entry with the entry before it."""
 
     def step(self, inputs, state):
         after = super().step(inputs, state)

@@ -1,4 +1,4 @@
-"""CDLH, CDLH-appx and CDSL against a slow reference, and what every method owes the loop."""
+"""CDLH, CDLH-appx and CDSL: against a slow reference, and the checks that all methods pass."""
 
 import contextlib
 import dataclasses
@@ -23,13 +23,13 @@ from support.lookahead_reference import COUNTERS, Model, Run
 PROMPTS = [[1, 2, 3], [4], list(range(5, 20)), [7, 7, 7, 7, 9], [50, 3], [11, 12], [60], [2, 2]]
 BUDGET, SLOTS, SEED = 20, 64, 7
 SLOW = pytest.mark.slow
-# Ids that the target likes: of a reward, and of ends of sequence in drafts and lookaheads.
+# Ids that the target often writes. WANTED earn reward; EOS end drafts and lookaheads.
 WANTED, EOS = (79, 38, 21, 5, 18), (90, 16, 85)
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """A reward of one's own: the share of wanted ids that occur, as a fold and on lists."""
+    """A custom reward: the share of wanted ids that occur, on the device and on the host."""
 
     wanted: tuple[int, ...] = WANTED
     name = "share"
@@ -64,7 +64,7 @@ class ShareFold:
 
 @dataclasses.dataclass(frozen=True)
 class FromHost(Share):
-    """The same without its fold: the host-driven loop."""
+    """The same reward on the host only, so that the loop is host-driven."""
 
     def on_device(self, tokenizer, constraints):
         return None
@@ -153,7 +153,7 @@ def generate(target, draft, method, options, reward=None, prompts=PROMPTS, **kw)
 
 
 def reference(models, method, options, eos, prompts=PROMPTS):
-    """The slow run of every prompt."""
+    """The reference's run of every prompt."""
     shape = {name: options[name] for name in ("k", "d") if name in options}
     rest = {name: value for name, value in options.items() if name not in shape}
     runs = []
@@ -317,7 +317,7 @@ def test_every_reward_makes_progress(target, draft, number, host_driven):
             max_new_tokens=8,
         )
     assert [len(tokens) for tokens in out.tokens] == [8, 8]
-    # One candidate, or a reward that prefers nothing: what the target says by itself.
+    # One candidate, or a constant reward, gives the target's greedy tokens.
     greedy = sj.generate(target, PROMPTS[:2], max_new_tokens=8)
     for a, b in zip(out.tokens, greedy.tokens, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -391,7 +391,7 @@ def _demo_cases(method, cases):
 @pytest.mark.parametrize("accept", ["hard", "ratio", "exact"])
 @pytest.mark.parametrize("keep", [True, False])
 def test_cdsl_on_the_demo_pair_is_the_reference(accept, keep):
-    """50 prompts, each of them with words of its own, greedy traces token for token."""
+    """50 prompts with different words each, greedy, token for token."""
     small = {"k": 3, "d": 3, "b": 1, "a_t": 0.3, "r_t": 0.3}
     deep = {"k": 2, "d": 5, "b": 2, "a_t": 0.6, "r_t": 0.5}
     shape = deep if keep == (accept == "ratio") else small

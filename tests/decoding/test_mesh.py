@@ -68,7 +68,7 @@ def test_the_plan_counts_what_each_device_holds(key_heads, tmp_path):
     for path, leaf in jax.tree_util.tree_leaves_with_path(fuse(params)):
         share = 1 if "norm" in str(path) else 4
         weight_bytes += leaf.size * 4 // share
-    # If two devices share a key head, both have its weights.
+    # If devices share a key head, each stores its weights.
     copies = max(4 // key_heads, 1) - 1
     weight_bytes += copies * 2 * 2 * (cfg.head_dim * key_heads * cfg.hidden_size) * 4 // 4
     assert plan["weight_bytes_per_device"] == weight_bytes

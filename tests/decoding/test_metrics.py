@@ -1,4 +1,4 @@
-"""specjax.metrics: hand-computed rates, the cost model against a simulation."""
+"""specjax.metrics: rates worked out by hand, and the cost model against a simulation."""
 
 import json
 
@@ -88,7 +88,7 @@ def test_diversity_by_hand():
 
 
 def test_contrastive_predictions():
-    # λ = 1: γ + 1 tokens per round, whose cost holds one amateur pass more.
+    # λ = 1: γ + 1 tokens per round; a round takes γ + 1 amateur passes, one more than drafts.
     assert metrics.expected_scd_speedup(1.0, 3, 0.1) == pytest.approx(4 / 1.4)
     assert metrics.expected_scored_speedup(1.0, 3, 0.1) == pytest.approx(4 / 1.4)
     paper = metrics.expected_scd_speedup(0.5, 3, 0.1)
@@ -97,7 +97,7 @@ def test_contrastive_predictions():
 
 
 def test_common_subsequence_by_hand():
-    # "a c e" runs through both; nothing longer does, for b and d change places.
+    # "a c e" is in both. Nothing longer is, because b and d are swapped.
     assert metrics.common_subsequence("abcde", "adcbe") == 3
     assert metrics.common_subsequence("abc", "cab") == 2
     assert metrics.common_subsequence("abab", "ba") == 2  # order counts, neighbors do not

@@ -7,7 +7,7 @@ from specjax._util.errors import OptionError
 from specjax.registry import DRAFTERS, RULES, SEARCHES, TARGET_DISTS, compose, presets
 
 PARTS = [part for table in (DRAFTERS, TARGET_DISTS, RULES, SEARCHES) for part in table.values()]
-# Yuan et al. 2024, Table 2 (its second pair is for `improved`); the variant is Table 1's better.
+# Yuan et al. 2024, Table 2 (the second pair is for `improved`), with Table 1's better variant.
 TABLE_2 = {
     "wikitext": ("original", 0.1, 0.5),
     "alpacaeval": ("improved", 0.5, 0.5),

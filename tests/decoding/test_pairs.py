@@ -23,7 +23,7 @@ from specjax.registry import DRAFTERS, RULES, TARGET_DISTS, Context, compose
 PROMPTS = [[1, 2, 3], [4], list(range(5, 45)), [7, 7, 7, 7, 9]]
 SAMPLING = sj.Sampling(temperature=0.8, top_k=20, top_p=0.9)
 ALL = [(d, r, t) for t in TARGET_DISTS for d in DRAFTERS for r in RULES]
-# Small drafts: what is tested does not depend on their size.
+# Small drafts are enough: no assertion depends on their size.
 SMALL = {"gamma": 3, "chains": 3, "branching": (2, 2), "width": 3, "depth": 2, "budget": 6}
 
 
@@ -58,8 +58,8 @@ def is_accepted(pair) -> bool:
 
 ACCEPTED = [pair for pair in ALL if is_accepted(pair)]
 REFUSED = [pair for pair in ALL if not is_accepted(pair)]
-# Under the contrastive target, every drafter with one rule and every rule with one drafter: context
-# drafter and rule interact does not depend on the target distribution.
+# Under the contrastive target, every drafter with one rule and every rule with one drafter. How a
+# drafter and a rule interact does not depend on the target distribution.
 DECODED = [
     (drafter, rule, dist)
     for drafter, rule, dist in ACCEPTED
@@ -83,7 +83,7 @@ def decode_plainly(target_dist):
 
 
 def test_refused_pairs_follow_from_sampling_and_shape():
-    """A rule refuses a drafter by context its drafts are sampled, and by their shape."""
+    """A rule refuses a drafter by how its drafts are sampled, and by their shape."""
     tree_rules = {"spectr", "specinfer", "match", "joint"}
     for drafter, rule, _ in ACCEPTED:
         assert rule in tree_rules or drafter not in ("iid", "tree")
@@ -118,7 +118,7 @@ def test_names_and_objects_make_the_same_method(drafter, rule, greedy):
     named = build_or_refusal(spec, options(spec), *context)
     assert build_or_refusal(compose(drafter, as_object), options(spec), *context) == named
     if isinstance(named, str) or not isinstance(named[0], sj.DraftVerify):
-        return  # refused, or of two passes, which have no single drafter
+        return  # refused, or a method of two passes, which has no single drafter
     objects = compose(named[0].drafter, as_object, sj.Warped())
     read = {name: named[1][name] for name in (*as_object.settings, *named[0].drafter.settings)}
     assert build_or_refusal(objects, read, *context) == (named[0], read)
@@ -169,7 +169,8 @@ def test_pair_decodes(pair):
         "max_new_tokens": 30,
     }
     out = sj.generate(target, PROMPTS, **kw)
-    if spec.lossless and (pair[0] != "head" or pair[2] == "warped"):  # another amateur, another p
+    # A head as the amateur gives another contrastive p than the draft model.
+    if spec.lossless and (pair[0] != "head" or pair[2] == "warped"):
         for got, want in zip(out.tokens, decode_plainly(pair[2]), strict=True):
             np.testing.assert_array_equal(got, want)
     sampled = sj.generate(target, PROMPTS, sampling=SAMPLING, **kw)

@@ -1,4 +1,4 @@
-"""Passes of one width: a token's logits do not depend on how many tokens are with it."""
+"""With ``pass_width``, a token's logits do not depend on the number of tokens in its pass."""
 
 import functools
 
@@ -28,7 +28,7 @@ RUN = jax.jit(lambda net, cache, tokens, start: net.logits(cache, tokens, start)
 
 @functools.cache
 def prefilled(name, pass_width, at_once):
-    """Logits after each of ``NEW`` tokens, of which ``at_once`` go in a pass."""
+    """Logits after each of ``NEW`` tokens, with ``at_once`` tokens per pass."""
     model, rows = net(name, pass_width), variants.tokens()
     tokens = jnp.pad(rows[:, : PROMPT + NEW], ((0, 0), (0, 128 - PROMPT - NEW)))
     begin = jnp.zeros((len(rows),), jnp.int32)
@@ -50,7 +50,7 @@ def test_bfloat16_logits_are_the_same_bits_however_many_tokens_a_pass_has(name, 
 
 
 def test_they_are_not_where_passes_are_as_wide_as_their_tokens():
-    """What the width is for; without this the test above could not fail."""
+    """Without padding the bits differ; otherwise the test above could not fail."""
     assert any((prefilled(name, 1, 6) != prefilled(name, 1, 1)).any() for name in MODELS)
 
 

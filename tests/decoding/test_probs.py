@@ -19,7 +19,7 @@ def test_sample_equals_a_plain_inverse_cdf(vocab):
     got = np.asarray(probs.sample(jnp.tile(weights, (200, 1)), jnp.asarray(u)))
     cdf = np.cumsum(weights.astype(np.float64)) / weights.astype(np.float64).sum()
     assert (weights[got] > 0).all()
-    # A float32 sum may move a boundary by a few ulps: the quantile must lie in the cell.
+    # The quantile must lie in the token's cell; a float32 sum may move its bounds by a few ulps.
     low = np.where(got > 0, cdf[np.maximum(got - 1, 0)], 0)
     assert ((u > low - 1e-5) & (u <= cdf[got] + 1e-5)).all()
 

@@ -25,13 +25,13 @@ from specjax.runtime.engine import Engine
 from support.caches import check_cache
 
 VOCAB, ROWS, NODES, SLOTS = 5, 3, 7, 128
-CHUNK = 16  # prefill width: prompts are shorter
+CHUNK = 16  # prefill chunk; prompts are shorter
 LONGEST = 10  # prompt tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class RandomTree(sj.Drafter):
-    """Draws tokens blindly onto a tree that ``inputs.settings`` describe.
+    """Draws tokens without a model, for the tree that ``inputs.settings`` describe.
 
     ``parents[N]`` come before their children; nodes whose ``kept[N]`` is false, and all below
     them or below an end of sequence, are invalid. The first two nodes are siblings: no chain.
@@ -71,7 +71,7 @@ class Example:
     kept: list[bool]
     prompts: list[list[int]]
     budgets: list[int]
-    more: int  # tokens of budget that the second run has on top
+    more: int  # by how much the second run's budget is larger
     eos: tuple[int, ...]
     temperature: float
     seed: int
@@ -112,7 +112,7 @@ def rounds_of(method, example, extra=0):
     state = loop.start(method, inputs, prompts, budgets, keys, chunk=CHUNK)
     while not bool(state.done.all()):
         state = loop.advance(method, inputs, state, 1)
-        yield jax.tree.map(jnp.copy, state)  # the next round uses the state up
+        yield jax.tree.map(jnp.copy, state)  # the next round donates the state
 
 
 def emitted(state):
@@ -124,7 +124,7 @@ def emitted(state):
 
 
 def check_counters(before, state):
-    """What each round may add; ``before`` is None at the first."""
+    """Checks what a round added to the counters; ``before`` is None for the first."""
     stats = jax.tree.map(np.asarray, state.stats)
     length, start = np.asarray(state.length), np.asarray(state.prompt_length)
     np.testing.assert_array_equal(stats.emitted, length - start)
@@ -141,7 +141,7 @@ def check_counters(before, state):
 
 
 def check_ends(example, state):
-    """Nothing stands after an end of sequence or past the budget, and every row says why."""
+    """Checks that rows stop at EOS or the budget, and give the right finish reason."""
     for row, new in enumerate(emitted(state)):
         ends = np.isin(new, example.eos)
         assert len(new) <= example.budgets[row]
@@ -178,7 +178,7 @@ def test_random_trees_keep_the_loops_promises(name, example):
 
 
 def test_random_trees_are_accepted_and_refused():
-    """The examples above reach every depth; else they would promise little."""
+    """The random examples reach every accepted depth, so the properties are really tested."""
     method = sj.DraftVerify(RandomTree(), sj.Warped(), verify.match)
     example = Example(
         0, [1, 3, 4, 2], [True] * NODES, [[1], [2, 3], [4]], [24] * ROWS, 1, (), 1.0, 0

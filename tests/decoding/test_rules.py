@@ -30,7 +30,7 @@ KEYS = jax.random.split(jax.random.key(0), 64)  # hand-computed verdicts hold fo
 
 
 def build(tokens, parents, p, q=None, sampling=POINT_MASS, valid=None):
-    """One tree for all rows; ``p[N, V]``, ``q[N, V]`` is what each node was drawn from."""
+    """One tree for all rows; ``p [N, V]`` after each node, ``q [N, V]`` that it was drawn from."""
     rows, n = len(KEYS), len(tokens)
     depth = int(tree.depths(tree.ancestors(jnp.array([[NO_PARENT, *parents]]), n)).max())
     draft = Draft(
@@ -162,7 +162,7 @@ def test_bild_rolls_back_at_the_first_unlikely_token():
 
 
 def stop_table():
-    """Contexts after which drafting ends: a function of the prefix alone."""
+    """Contexts after which drafting ends; it depends on the prefix only."""
     return np.random.Generator(np.random.Philox(3)).random(len(laws.tables()[0])) < 0.3
 
 
@@ -222,7 +222,7 @@ def reordered(keys, p, q, *, by):
 
 
 def claims(sampling, drawn):
-    """A tree that was sampled in one way and claims another."""
+    """A draft function that samples in one way and labels the draft with another."""
 
     def draft_fn(keys, p, q):
         draft, log_p = tree_laws.LAWS[drawn](keys, p, q)
@@ -333,7 +333,7 @@ def test_patched_rule_is_caught(name, monkeypatch):
 
 
 def random_rows(vocab, rows, seed):
-    """Float32 log p and log q, from near-equal to far apart, with zeros in either, and D."""
+    """(log p, log q, D) in float32: p and q from nearly equal to far apart, with zeros in both."""
     g = np.random.Generator(np.random.Philox(seed))
     p = g.normal(size=(rows, vocab)) * g.uniform(0.3, 4, (rows, 1))
     q = p * g.random((rows, 1)) + g.normal(size=p.shape) * g.uniform(0, 3, (rows, 1))
@@ -350,7 +350,7 @@ def mentored_distribution(log_p, log_q, log_alpha, b):
     p, q = (np.exp(x.astype(np.float64)) for x in (log_p, log_q))
     p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
     with np.errstate(invalid="ignore", divide="ignore"):
-        # float32, as the rule compares it; −inf − −inf where neither draws the token.
+        # float32, as in the rule. −inf − −inf occurs where p and q both exclude the token.
         ratio = np.nan_to_num(log_p - log_q, nan=-np.inf, posinf=np.inf, neginf=-np.inf)
         excess = np.minimum(ratio.astype(np.float64) - log_alpha[:, None], 0)
         rejected = -(q * np.expm1(excess)).sum(-1, keepdims=True)
@@ -376,7 +376,7 @@ def test_mentored_keeps_its_bound(vocab, rows):
     with np.errstate(invalid="ignore"):
         shared = np.isfinite(log_p) & np.isfinite(log_q)
         all_accepted = -log_alpha >= np.where(shared, log_q - log_p, 0).max(-1)
-    # Where less than 1e-5 is refused, one unit in the last place of log α moves the KL by more.
+    # If less than 1e-5 is refused, one ulp of log α moves the KL by more than the slack.
     assert (np.abs(kl - bound) <= slack)[~all_accepted & (rejected > 1e-5)].all()
     assert (~all_accepted).mean() > 0.3
 
@@ -404,7 +404,7 @@ def test_mentored_at_zero_is_speculative():
 
 @pytest.mark.parametrize("tiny", [-80.0, -100.0, -800.0])
 def test_mentored_counts_tokens_whose_probability_underflows(tiny):
-    """q = (0.32, 0.68) against p = (1, e^tiny): within KL(p‖q) = 1.14 nats all may be accepted."""
+    """q = (0.32, 0.68), p = (1, e^tiny): with D ≥ KL(p‖q) = 1.14 nats all may be accepted."""
     log_p, log_q = np.float32([[0.0, tiny]]), np.log(np.float32([[0.32, 0.68]]))
     log_alpha, _ = mentor_levels(log_p, log_q, jnp.full(1, 2.0))
     accepted = np.exp(np.minimum(log_p - log_q - np.asarray(log_alpha)[:, None], 0))
@@ -416,7 +416,7 @@ def test_a_rule_called_alone_compiles_once_per_shape():
 
     @sj.rule(accepts=(POINT_MASS,), lossless=True, chain_only=False, settings=("unused",))
     def counting(keys, draft, log_p, *, unused):
-        """Match, counted."""
+        """``match``, counting its traces."""
         traced.append(unused)
         return verify.match.verify(keys, draft, log_p)
 

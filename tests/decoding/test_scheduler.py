@@ -79,7 +79,8 @@ def test_slots_are_filled_in_place(target):
     prefilled = loop.prefill_chunks(engine.method, 16)(one, request, np.array([0]))
     filled = loop.fill_slots(engine.method)(one, state, prefilled, np.array([1]))
     assert all(buffer.is_deleted() for buffer in state.cache.k + request.cache.k)
-    assert not any(buffer.is_deleted() for buffer in prefilled.cache.k)  # another sample may follow
+    # Another sample of the prompt may need the prefilled state, so it is not donated.
+    assert not any(buffer.is_deleted() for buffer in prefilled.cache.k)
     assert np.asarray(filled.length).tolist() == [3, 9, 1]
     np.testing.assert_array_equal(filled.cache.k[0][1], prefilled.cache.k[0][0])
     compiled = loop.fill_slots(engine.method).lower(one, filled, prefilled, np.array([1])).compile()
@@ -157,7 +158,7 @@ def test_samples_of_a_prompt_share_its_prefill(target):
 
 
 def test_prompts_with_a_common_prefix_share_its_cache(target, draft, monkeypatch):
-    """Tokens are those without a prefix cache; with one token too many they would not be."""
+    """Tokens equal those without a prefix cache. Sharing one token too many would change them."""
     prompts = [PROMPTS[-1][:30] + tail for tail in PROMPTS[:8]]
     kw = {"prompts": prompts, "max_new_tokens": 12, "batch_size": 3}
     shared, separate = (run(target, draft, "speculative", prefixes=n, **kw) for n in (1, 0))
@@ -173,7 +174,7 @@ def test_prompts_with_a_common_prefix_share_its_cache(target, draft, monkeypatch
 
 
 def test_a_prompt_that_extends_a_cached_one_prefills_the_last_token_of_that(target):
-    """That token is in no cache yet: here the prefill chunk before ends just in front of it."""
+    """A prompt's last token is in no cache. Here the prefill chunk ends right before it."""
     first = RNG.integers(0, 97, 17).tolist()
     kw = {"max_new_tokens": [20, 6], "batch_size": 2, "logprobs": True}
     prompts = [first, [*first, 5]]
@@ -188,7 +189,7 @@ def test_the_prefix_cache_drops_the_least_recently_used_entry():
     store, none = PrefixCache(2), np.zeros(1, np.int32)
     for name, prompt in (("a", a), ("b", b)):
         store.insert([prompt], none, name)
-    assert store.lookup([a])[0] == "a"  # b is now the one used longest ago
+    assert store.lookup([a])[0] == "a"  # b is now the least recently used
     store.insert([c], none, "c")
     assert len(store) == 2 and store.lookup([b])[0] is None
     assert store.lookup([a]) == ("a", [39]) and store.lookup([np.append(a, 5)]) == ("a", [39])
@@ -281,7 +282,7 @@ def test_samples_of_a_prompt_with_another_sampling_are_no_repeats():
 
 
 def test_dropped_requests_free_their_slots(target):
-    """The next requests take the slots; the others' tokens do not change."""
+    """The next requests take the slots, and the tokens of the others do not change."""
     engine = make_engine(target, None, sj.method("autoregressive"), {})
     budgets = [30, 12, 25, 9, 40, 7]
     prompts = [np.array(prompt, np.int32) for prompt in PROMPTS[:6]]
@@ -310,7 +311,7 @@ def test_budgets_are_one_per_prompt(target):
 
 
 def test_a_reused_slot_keeps_nothing_of_its_last_request(target):
-    """Its arrays are replaced or never read: stale cache positions may be anything finite."""
+    """Every array is overwritten or never read. Stale cache positions may hold any finite value."""
     engine = make_engine(target, None, sj.method("autoregressive"), {})
     inputs, keys = engine.inputs(sj.Sampling(), 1), jax.random.split(jax.random.key(0), 1)
     start = loop.begin_prefill(engine.method, False)

@@ -25,7 +25,7 @@ PROMPTS = [[1, 2, 3], [4], [0, 3, 3, 1, 2, 0, 4], [2, 2]]
 
 
 def make(vocab=V, adaptive=(ADAPTIVE,) * 3, seed=0):
-    """Five tokens: random adaptive answers then agree with the model often enough."""
+    """A model of five tokens, so that random adaptive answers are often accepted."""
     cfg = ModelConfig.llama(
         vocab_size=vocab + len(set(adaptive)),
         hidden_size=16,
@@ -47,7 +47,7 @@ def lm():
 
 
 def argmaxes(lm, tokens):
-    """The model's choice after every token of a row, adaptive ids left out; no cache."""
+    """The argmax after every token of a row, without adaptive ids and without a cache."""
     row = np.zeros((1, 128), np.int32)
     row[0, : len(tokens)] = tokens
     at = np.arange(128)[None]
@@ -68,7 +68,7 @@ def two_step(lm, prompt, k, budget):
     while len(text) < len(prompt) + budget:
         answers = argmaxes(lm, text + [ADAPTIVE] * k)[len(text) - 1 :]
         text.append(int(answers[0]))
-        if len(text) == len(prompt) + budget:  # m₀ ends the row: the second pass is ignored
+        if len(text) == len(prompt) + budget:  # m₀ ends the row: no second pass
             accepted.append(0)
             break
         draft = [int(token) for token in answers[1:]]
@@ -82,7 +82,7 @@ def two_step(lm, prompt, k, budget):
 
 
 def single_pass(lm, prompt, k, budget):
-    """The single-pass method likewise: group j predicts what follows j accepted tokens."""
+    """The single-pass method in plain Python: group j predicts what follows j accepted tokens."""
     text, draft, accepted = list(prompt), [], []
     while len(text) < len(prompt) + budget:
         checked = argmaxes(lm, text + draft)[len(text) - 1 :]
@@ -102,7 +102,7 @@ def single_pass(lm, prompt, k, budget):
     ("method", "reference"), [("sdsat", two_step), ("sdsat-single", single_pass)]
 )
 def test_greedy_run_is_the_references(lm, method, reference, k):
-    """Tokens and counters of whole runs, k beyond the trained window of 3 included."""
+    """Tokens and counters of whole runs are equal, also with k above the trained window of 3."""
     plain = sj.generate(lm, PROMPTS, max_new_tokens=40)
     out = sj.generate(lm, PROMPTS, method=method, max_new_tokens=40, options={"k": k})
     total = 0
@@ -135,16 +135,19 @@ def test_fewer_groups_change_no_token(lm, groups):
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_every_probe_follows_the_one_before(groups):
-    """Group j hangs from node j; within it each probe from the last: counted after the nodes."""
+    """The first probe of group j has parent j, each other one the probe before it.
+
+    Probes are numbered after the k + 1 nodes.
+    """
     k = 3
     parents = probe_groups((7,) * k, groups, rows=2, nodes=k + 1).parents
     want = [p for j in range(groups) for p in (j, k + 1 + k * j, k + 2 + k * j)]
     np.testing.assert_array_equal(parents, [want, want])
 
 
-# The lists of github.com/ainergy-ml/SDSAT, decoders/model/utils.py, written down from there. A node
-# is the ranks of the candidates on its way from the root, the deepest last and leading zeros
-# left out: 10 on the third level is its [0, 1, 0].
+# The trees of github.com/ainergy-ml/SDSAT, decoders/model/utils.py, level by level. A node is the
+# candidates' ranks on the path from the root, the deepest last, without leading zeros: 10 on the
+# third level is [0, 1, 0].
 PUBLISHED = {
     5: "0 1 2 3 / 0 1 2 10 11 20 21 30 / 0 1 2 10 11 20 21 100 / 0 1 2 10 11 / 0 1 2",
     7: "0 1 2 3 / 0 1 2 10 11 20 21 30 / 0 1 2 10 11 20 21 100 / 0 1 2 10 11 20 / 0 1 2 10 11 "
@@ -161,7 +164,7 @@ NODES = {5: 28, 7: 36, 9: 46, 11: 60, 13: 76}
 
 
 def offered(lm, k):
-    """The ranks on the way to every node of a drafted tree, where token t has rank t."""
+    """The path of ranks to every node of a drafted tree. Here token t has rank t."""
     inputs = Engine(lm, None, None, {}).inputs(sj.Sampling(temperature=1.0), 1)
     logits = jnp.broadcast_to(-jnp.arange(float(V)), (1, k, V))
     candidates = Candidates(k, "tree")
@@ -259,7 +262,7 @@ def test_sampled_output_has_the_targets_law(lm, name):
 
 @dataclasses.dataclass(frozen=True)
 class KeepsAnAdaptiveEntry(sj.DraftVerify):
-    """Leaves a probe's cache entry where the newest token's should be."""
+    """A mutant: overwrites the newest token's cache entry with a probe's."""
 
     def step(self, inputs, state):
         after = super().step(inputs, state)

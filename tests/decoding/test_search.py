@@ -17,7 +17,7 @@ V = 11
 
 @pytest.fixture(scope="module")
 def model():
-    """Eleven tokens, two of which end a sequence: hypotheses finish at all lengths."""
+    """Eleven tokens, two of them EOS, so that hypotheses finish at all lengths."""
     cfg = ModelConfig.llama(
         vocab_size=V,
         hidden_size=16,
@@ -41,7 +41,7 @@ def lm(model):
 def log_probs(lm, sequences):
     """Unwarped log p of the next token after every position, ``[n, T, V]``.
 
-    Padded to few lengths, for each is compiled: what follows a token does not change it.
+    Each length is compiled, so rows are padded to multiples of 8; padding changes nothing.
     """
     tokens = np.asarray(sequences, np.int32)
     padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 8)))
@@ -55,7 +55,8 @@ def beam_reference(lm, prompt, beams, budget):
     running, finished = [(0.0, [])], []
     for length in range(1, budget + 1):
         rows = [[*prompt, *tokens] for _, tokens in running]
-        table = log_probs(lm, rows + rows[:1] * (beams - len(rows)))[:, -1]  # of one shape
+        # Always ``beams`` rows, so that one program per length is compiled.
+        table = log_probs(lm, rows + rows[:1] * (beams - len(rows)))[:, -1]
         grown = [
             (score + row[token], [*tokens, token])
             for (score, tokens), row in zip(running, table, strict=False)
@@ -130,7 +131,7 @@ def test_beam_of_one_is_greedy(lm):
 
 
 def best_block(lm, prompt, length):
-    """The likeliest continuation of at most ``length`` tokens, ends absorbing; by enumeration."""
+    """The likeliest continuation of at most ``length`` tokens, by enumeration. EOS is absorbing."""
     blocks = list(itertools.product(range(V), repeat=length))
     tables = log_probs(lm, [list(prompt) + list(b) for b in blocks])
     best = {}
@@ -165,7 +166,7 @@ def test_likelier_blocks_may_make_less_likely_text():
     p = np.array([[0.6, 0.4, 0, 0, 0], [0, 0, 1, 0, 0], *[[0.04, 0, 0.32, 0.32, 0.32]] * 3])
 
     def perplexity(block: int, length: int) -> float:
-        """Of the likeliest blocks one after the other, each by enumeration of its joint."""
+        """The perplexity of likeliest blocks in a row, each found by enumeration of its joint."""
         at, total = 0, 0.0
         for _ in range(length // block):
             joint = p[at] if block == 1 else p[at][:, None] * p

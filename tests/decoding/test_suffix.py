@@ -1,4 +1,4 @@
-"""Suffix drafts: traced against a slow reference, bounded, blind to what they must not change."""
+"""Suffix drafts: against a slow reference, bounded memory, tokens independent of the batch."""
 
 import functools
 import itertools
@@ -33,7 +33,7 @@ def padded(rows):
 
 
 def state_of(tokens, length, drafted):
-    """What a drafter reads of a state."""
+    """The fields of a state that a drafter reads."""
     done = jnp.zeros(length.shape, bool)
     return SimpleNamespace(tokens=tokens, length=length, done=done, drafter_state=drafted)
 
@@ -47,7 +47,7 @@ def drafts(tokens, valid):
 
 @functools.partial(jax.jit, static_argnums=0)
 def begin(drafter, tokens, length, before):
-    """The state after prompts, in the batch slots of rows ``before`` if there were any."""
+    """The drafter state after prompts; with ``before``, they reuse those rows' batch slots."""
     state = state_of(tokens, length, ())
     if before:
         return drafter.on_slot_reuse(state_of(tokens, length, before), state)
@@ -62,7 +62,8 @@ def propose(drafter, tokens, length, drafted):
 
 def first_drafts(rows):
     drafter = Suffix(gamma=4, pool=4 * 32)
-    rows = rows + [[90 + i] for i in range(4 - len(rows))]  # rows that know nothing: one trace
+    # Fill up to four rows without a match, so that all cases share one trace.
+    rows = rows + [[90 + i] for i in range(4 - len(rows))]
     return drafts(*propose(drafter, *padded(rows), begin(drafter, *padded(rows), ()))[:2])
 
 
@@ -70,15 +71,15 @@ def first_drafts(rows):
     ("rows", "drafted"),
     [
         ([[1, 2, 3, 4, 5, 1, 2, 3]], [4, 5, 1, 2]),
-        ([[1, 2, 3, 1, 2, 4, 1, 2]], [4, 1, 2]),  # the newest place in the row itself
-        ([[5, 1, 2, 3, 6, 3, 7, 1, 2, 3]], [6, 3, 7, 1]),  # the longer match beats the nearer
+        ([[1, 2, 3, 1, 2, 4, 1, 2]], [4, 1, 2]),  # the newest match in the row itself
+        ([[5, 1, 2, 3, 6, 3, 7, 1, 2, 3]], [6, 3, 7, 1]),  # a longer match beats a more recent one
         ([[1, 2, 3, 4]], []),
         ([[4, 4]], [4]),
         ([[1, 2, EOS, 5, 1, 2]], [EOS]),
-        ([[1, 2], [3, 1, 2, 6, 8]], [6, 8]),  # another row knows
+        ([[1, 2], [3, 1, 2, 6, 8]], [6, 8]),  # a match in another row
         ([[1, 2], [1, 2, 6], [1, 2, 5, 8], [1, 2, 5, 7]], [5, 8]),  # two against one; then a tie
-        ([[1, 2, 7, 1, 2], [1, 2, 6], [1, 2, 6]], [7, 1, 2]),  # the row itself before others
-        ([[2, 7, 1, 2], [1, 2, 6], [1, 2, 6]], [6]),  # unless they know a longer ending
+        ([[1, 2, 7, 1, 2], [1, 2, 6], [1, 2, 6]], [7, 1, 2]),  # the row itself has priority
+        ([[2, 7, 1, 2], [1, 2, 6], [1, 2, 6]], [6]),  # unless others match a longer n-gram
     ],
 )
 def test_draft(rows, drafted):
@@ -86,7 +87,7 @@ def test_draft(rows, drafted):
 
 
 def reference(texts, row, slot, gamma, ngram):
-    """The draft from lists: ``texts[slot]`` are a slot's texts, the last one the row's own."""
+    """The draft, from plain lists: ``texts[slot]`` are a slot's texts, the current row's last."""
     found = []  # (length, whether own, how new, what follows)
     for other, past in enumerate(texts):
         offset = 0
@@ -150,7 +151,7 @@ def test_memory_is_bounded_and_the_oldest_is_forgotten():
 
 
 def test_the_pool_holds_each_row_of_a_job_once(plain):
-    """Rows take batch slots while others go on. Earlier texts stay, empty slots write nothing."""
+    """Requests reuse slots while others run: earlier texts stay, and free slots write nothing."""
     target, drafter = plain[0], Suffix(gamma=3, pool=2**10)
     engine = make_engine(target, None, sj.draft_verify(drafter, sj.Warped(), sj.verify.match), {})
     budgets, key = [3, 30, 1, 14, 9, 22], jax.random.key(0)
@@ -183,7 +184,7 @@ def plain():
 @pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_tokens_are_those_of_plain_decoding_whatever_the_batch(plain, sampling, batch_size):
-    """Draws are of the token's place: neither drafts nor batch mates change what is written."""
+    """A draw depends on the token's place only, so neither drafts nor other rows change it."""
     target, expected = plain
     arguments = {"max_new_tokens": 40, "sampling": sampling, "seed": 5, "batch_size": batch_size}
     out = sj.generate(target, PROMPTS, drafter="suffix", **arguments)
@@ -194,7 +195,7 @@ def test_tokens_are_those_of_plain_decoding_whatever_the_batch(plain, sampling, 
 
 @pytest.mark.slow
 def test_another_rule_draws_by_rounds_which_other_rows_change(plain):
-    """Why match is the drafter's rule where none is named."""
+    """The reason why ``match`` is this drafter's default rule."""
     target = plain[0]
     assert choose("", "suffix", None, None, False).rule == "match"
     assert choose("", Suffix(), None, None, False).rule == "match"

@@ -127,7 +127,7 @@ def test_a_gradient_goes_through_a_rule_to_log_q():
 
 
 def test_a_gradient_goes_through_warp():
-    """That of the renormalized kept tokens, by the formula; nothing of the cut itself."""
+    """It equals the formula for the renormalized kept tokens; the cut itself has no gradient."""
     logits = jnp.array([[[2.0, 1.0, 0.0, -1.0]]])
     for sampling, kept in ((sj.Sampling(0.5), 4), (sj.Sampling(0.5, top_k=2), 2)):
         settings = sampling.arrays(1)
@@ -141,7 +141,7 @@ def test_a_gradient_goes_through_warp():
 
 
 def test_a_rule_alone_refuses_drafts_that_it_is_not_made_for():
-    """It would give a wrong distribution: 0.398, 0.602, 0 for 0.6, 0.3, 0.1."""
+    """Accepting it would give a wrong distribution: (0.398, 0.602, 0) for p = (0.6, 0.3, 0.1)."""
     keys = jax.random.split(jax.random.key(0), 4)
     chosen, log_p = one_draft(4)
     with pytest.raises(PairError, match=r"speculative accepts iid or point_mass.*deterministic"):
@@ -149,7 +149,7 @@ def test_a_rule_alone_refuses_drafts_that_it_is_not_made_for():
     tree = chosen.replace(shape=sj.TreeShape(2, 0, 1))
     with pytest.raises(PairError, match="speculative verifies a chain"):
         sj.verify.speculative(keys, tree, log_p)
-    sj.verify.match(keys, chosen.replace(sampling=DETERMINISTIC), log_p)  # which any draft suits
+    sj.verify.match(keys, chosen.replace(sampling=DETERMINISTIC), log_p)  # match accepts any draft
 
 
 # --- parts that are not what they should be --------------------------------------------------

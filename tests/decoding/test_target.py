@@ -9,9 +9,9 @@ from specjax.target import contrastive
 from specjax.target.contrastive import IMPROVED, ORIGINAL
 
 NEVER = -np.inf
-EXPERT = [2.0, 1.0, 0.0]  # log p: less 2.407606
-AMATEUR = [1.0, 1.5, 0.5]  # log q: less 2.180270
-# (variant, α, β, amateur) → scores. α = 0.3 asks for logits of at least 2 + log 0.3 = 0.796.
+EXPERT = [2.0, 1.0, 0.0]  # raw logits; log p = logits − 2.407606
+AMATEUR = [1.0, 1.5, 0.5]  # raw logits; log q = logits − 2.180270
+# (variant, α, β, amateur) → scores. α = 0.3 needs expert logits of at least 2 + log 0.3 = 0.796.
 ROWS = {
     "log ratio": (ORIGINAL, 0.1, 0.5, AMATEUR, [0.772664, -0.727336, -0.727336]),
     "log ratio of the plausible": (ORIGINAL, 0.3, 0.5, AMATEUR, [0.772664, -0.727336, NEVER]),

@@ -51,7 +51,7 @@ CASES = [
 
 @pytest.fixture(params=["tpu", "cpu"])
 def backend_warp(request, monkeypatch):
-    """``WARP`` as it is traced for a backend: a TPU's searches, others look at the largest."""
+    """``WARP`` traced for a backend: a TPU searches for the cut, others read the 64 largest."""
     monkeypatch.setattr(jax, "default_backend", lambda: request.param)
     WARP.clear_cache()
     yield WARP
@@ -78,7 +78,7 @@ def check_against_the_reference(logits, case, warp):
 @pytest.mark.parametrize("top_p", [0.5, 0.9, 0.99])
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_the_search_takes_four_passes_for_logits_of_bfloat16(top_p, scale, monkeypatch):
-    """What docs/tools/measure_tpu.py counts; a fifth could change nothing any more."""
+    """Four passes keep the same tokens as 64; docs/tools/measure_tpu.py counts four."""
     key = jax.random.key(5)
     logits = scale * jax.random.normal(key, (2, 1, 128256), jnp.bfloat16).astype(jnp.float32)
     settings = sj.Sampling(0.8, 0, top_p).arrays(2)
@@ -88,7 +88,7 @@ def test_the_search_takes_four_passes_for_logits_of_bfloat16(top_p, scale, monke
         monkeypatch.setattr("specjax.core.warp.PASSES", passes)
         kept.append(np.exp(jax.jit(lambda x: warp(x, settings))(logits)))
     np.testing.assert_array_equal(*kept)
-    assert (kept[0] > 0).sum() > 2 * 64  # more than a look at the largest would find
+    assert (kept[0] > 0).sum() > 2 * 64  # more tokens than the 64 largest per row
 
 
 def test_ties_keep_every_token_at_the_kth_logit_and_argmax_takes_the_lowest_id():

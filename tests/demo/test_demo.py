@@ -19,7 +19,7 @@ from specjax.registry import Context
 from specjax.runtime.engine import Engine
 
 ACCEPTANCE = 0.7  # the shipped draft reaches 0.87
-NEAR_TIE = 1e-4  # top-2 logit gap below which float32 passes of two widths may disagree
+NEAR_TIE = 1e-4  # top-2 logit gap below which float32 passes of different sizes may disagree
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_sizes(pair):
 
 
 def test_the_head_is_plain_greedy_and_accepted(pair, prompts):
-    """Loaded by its name, as published ones are: without an embedding, for the target named."""
+    """The head loads by name. Like published ones it has no embedding and names its target."""
     head, few = sj.load("demo-head"), prompts[:8]
     assert head.is_head and not head.config.own_embedding and head.config.verifier == "demo"
     how = {"max_new_tokens": 24, "batch_size": 8}
@@ -97,10 +97,10 @@ def test_text_reads_as_python(pair, prompts):
 
 @functools.cache
 def demo_runs():
-    """Methods over the same held-out functions, sampled; drafts of one depth, 3."""
+    """Sampled runs of several methods on the same held-out functions; every draft has depth 3."""
     target, draft = sj.load("demo"), sj.load("demo-draft")
     functions, _ = held_out_functions(16)
-    # The prompts' ends alone: then all of it fits in one bucket, one program per method.
+    # Only the ends of the prompts: then all fit in one bucket, with one program per method.
     prompts = [target.tokenizer.encode(function.prompt)[-40:] for function in functions]
     runs = {}
     for name, options in (
@@ -130,7 +130,7 @@ def tokens_per_round(out):
 @pytest.mark.slow
 @pytest.mark.parametrize("better", ["specinfer", "mtad"])
 def test_more_tokens_per_round_than_the_chain(better):
-    """Paired over prompts and samples, one-sided: a tree of 4,2,2, and MTAD's best beam."""
+    """A tree of 4,2,2 and MTAD's best beam both win: paired over prompts and samples, one-sided."""
     runs = demo_runs()
     gain = tokens_per_round(runs[better]) - tokens_per_round(runs["speculative"])
     assert gain.mean() > 3 * gain.std() / len(gain) ** 0.5
@@ -147,7 +147,7 @@ def test_mtad_is_less_perplexing_than_samples():
 
 @pytest.mark.slow
 def test_block_accepts_more_of_the_demo_drafts(pair, prompts):
-    """10⁵ verdicts of each rule on the same drafts: paired, one-sided."""
+    """Block verification accepts more in 10⁵ verdicts on the same drafts: paired, one-sided."""
     target, draft = pair
     method, _ = sj.method("speculative").build(Context(target, draft), {"gamma": 4})
     rows, per_draft = 32, 160

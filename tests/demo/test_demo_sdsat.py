@@ -13,7 +13,7 @@ NEAR_TIE = 1e-4
 
 
 def test_differences_come_back(tmp_path):
-    """Within half a level of each row's largest change; new rows and vectors included."""
+    """Quantized differences unpack to within half a level, also for new rows and for vectors."""
     rng = np.random.Generator(np.random.Philox(0))
     old = {"table": rng.normal(size=(6, 8)), "norm": rng.normal(size=8)}
     new = {"table": np.vstack([old["table"], rng.normal(size=(2, 8))]), "norm": old["norm"] + 0.5}
@@ -46,7 +46,7 @@ def test_the_directory_is_made_once(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["sdsat", "sdsat-single"])
 def test_the_tuned_demo_drafts_for_itself(method):
-    """Greedy output is its own plain decoding's, and drafts are accepted."""
+    """Greedy output equals the tuned model's plain decoding, and drafts are accepted."""
     model = sj.load("demo-sdsat")
     functions, _ = held_out_functions(40)
     prompts = [model.tokenizer.encode(function.prompt) for function in functions]

@@ -38,9 +38,9 @@ def logits(made, rows: np.ndarray) -> np.ndarray:
 
 
 def tree_logits(made) -> np.ndarray:
-    """float32 ``[rows, nodes, V]``: after each root-to-node path, run as a sequence of its own.
+    """float32 ``[rows, nodes, V]``: logits after each root-to-node path as its own sequence.
 
-    The sequences run in one batch, padded on the right, where causal attention never looks.
+    The sequences run in one batch, padded on the right, which causal attention never reads.
     """
     rows = variants.tokens()
     nodes = [(row, node) for row, tree in enumerate(variants.TREES) for node in range(len(tree))]
@@ -57,7 +57,7 @@ def tree_logits(made) -> np.ndarray:
 def greedy(made) -> np.ndarray:
     """int32 ``[rows, GREEDY_TOKENS]``: the likeliest tokens after each row's first ones.
 
-    Whole sequences at every step: nothing of a cache is in the expectation.
+    Every step runs the whole sequence, so no cache is involved.
     """
     rows = variants.tokens()[:, : variants.GREEDY_PROMPT]
     for _ in range(variants.GREEDY_TOKENS):

@@ -1,7 +1,7 @@
 """Tokens and counters of every method on two tiny random models: python -m golden.methods
 
-Made once, from the repository's root with ``PYTHONPATH=.:tests``; a change that means to keep
-what methods do must give the same file. Batch size and devices do not matter.
+Run it from the repository's root with ``PYTHONPATH=.:tests``. A change that keeps the methods'
+behavior must give the same file. Batch size and devices do not matter.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ def run(name: str, mode: str, batch_size: int, pair: tuple[sj.LM, sj.LM]) -> dic
         batch_size=batch_size,
         reward="length:5-9" if spec.needs_reward else None,
     )
-    # Suffix drafts come of all running requests, too: its counters depend on the batch.
+    # Suffix drafts also come from other running requests, so its counters depend on the batch.
     counters = {} if name == "suffix" else out.stats
     stats = {counter: values.tolist() for counter, values in counters.items()}
     return {"tokens": [row.tolist() for row in out.tokens], "stats": stats}

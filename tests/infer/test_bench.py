@@ -1,4 +1,4 @@
-"""infer.bench end to end on a tiny pair, the arithmetic of its figures, and its peer."""
+"""infer.bench end to end on a tiny pair, the arithmetic of its figures, and transformers."""
 
 import argparse
 import dataclasses
@@ -67,12 +67,12 @@ def small(tiny_pair_dirs, tmp_path):
 
 @pytest.fixture
 def short_curve(monkeypatch):
-    """A short cost curve: every width of it is a compilation."""
+    """A short cost curve v(T): each number of tokens T compiles a program."""
     monkeypatch.setattr(timing, "CURVE", (1, 4))
 
 
 def test_a_head_drafts_in_a_benchmark(small, short_curve, tmp_path, capsys):
-    """Its cost is measured, too. Entropies and KL need a draft that can score text."""
+    """The head's cost is measured. Entropies and KL are not: a head cannot score text alone."""
     target = load_config(Path(small[1]))
     cfg = HeadConfig.of(target, np.arange(0, target.vocab_size, 2), layer_ids=(0, 1))
     save_pretrained(tmp_path / "head", cfg, init_params(cfg, jax.random.key(2)))
@@ -102,7 +102,7 @@ def test_report_has_every_case_and_figure(small, short_curve, tmp_path, capsys):
             assert row["options"]["gamma"] == 2 and row["draft_calls"] > 0
         if row["mode"] == "greedy":
             assert row["mismatches"] == []
-    assert list(report["v"]) == ["1", "3", "4"]  # 3 = γ + 1 nodes, which is never interpolated
+    assert list(report["v"]) == ["1", "3", "4"]  # 3 = γ + 1 nodes; v(γ + 1) is always measured
     assert report["v"]["1"] == 1 and np.isfinite(report["c"])
     assert set(report["machine"]) == {"device", "cpu", "cores", "jax", "python"}
     assert sorted(p.name for p in home.iterdir()) == ["bench.json", "bench.md", "bench.png"]
@@ -192,7 +192,7 @@ def scripted(tokens, decode, prefill):
 
 
 def test_rows_share_their_seconds_and_cases_are_interleaved(monkeypatch):
-    """Three rows at batch size 2: prefill between the rounds of other rows is part of the time."""
+    """Three rows, batch size 2: prefill between the rounds of other rows counts as their time."""
     order = []
 
     def run_case(setting, case):
@@ -220,7 +220,7 @@ def test_rows_share_their_seconds_and_cases_are_interleaved(monkeypatch):
 
 @pytest.mark.slow
 def test_cases_make_room_for_each_other(monkeypatch):
-    """A process that may have few memory maps keeps the programs of a few cases at a time."""
+    """With few memory maps allowed, programs of earlier cases are dropped."""
     compiled = []
     counts = []
 
@@ -250,7 +250,7 @@ def test_cases_make_room_for_each_other(monkeypatch):
 
 
 def compilations(work):
-    """How many programs ``work`` compiles or fetches compiled."""
+    """How many programs ``work`` compiles, or loads from the compilation cache."""
     seen = []
 
     def listen(event, *_, **__):
@@ -265,9 +265,9 @@ def compilations(work):
 
 
 def test_no_time_includes_a_compilation(target):
-    """Prompts of three widths of prefill, whose rows end early or outgrow their first positions."""
+    """Prompts with three sizes of prefill chunk, whose rows end early or outgrow a bucket."""
     prompts = [list(range(1, n + 1)) for n in (3, 60, 9, 62, 61)]
-    # A token that decoding soon emits ends some rows, but no row of the warmup.
+    # An EOS that some rows soon emit, but no row of the warmup.
     emitted = sj.generate(target, prompts[1:2], max_new_tokens=8).tokens[0][4]
     ending = dataclasses.replace(target, eos_ids=(int(emitted),))
     setting = timed_cases.BenchSetting(ending, None, prompts, 80)
@@ -297,7 +297,7 @@ def test_each_repeat_draws_with_the_next_seed(target, draft):
 
 
 def result(name, speeds, tokens, sampling=GREEDY, **options):
-    """A case of batch size 1 whose repeats have given speeds; ``tokens`` by prompt."""
+    """The result of a case at batch size 1, with a speed per repeat and ``tokens`` per prompt."""
     runs = []
     for speed in speeds:
         seconds = [len(t) / speed for t in tokens]
@@ -333,14 +333,14 @@ def test_rows_compare_within_a_repeat_and_predict(target):
     ("method", "options", "passes"),
     [
         ("sdsat", {"k": 3, "form": "auto"}, (4, 4)),
-        # k = 0 stands for the 4 that the model was tuned with.
+        # k = 0 means the trained window of the model, here 4.
         ("sdsat", {"k": 0, "form": "tree"}, (5, 1 + 4 + 8 + 8 + 5)),
         ("sdsat-single", {"k": 3, "groups": 0}, (16,)),
         ("sdsat-single", {"k": 3, "groups": 2}, (4 + 6,)),
     ],
 )
 def test_speedup_of_self_drafting_is_predicted_from_its_passes(target, method, options, passes):
-    """Two tokens per round; each pass has the measured cost of its width."""
+    """Two tokens per round; each pass costs the measured v of its number of tokens."""
     tokens = np.array([5, 6])
     results = [
         result("autoregressive", [100.0], [tokens]),
@@ -355,7 +355,7 @@ def test_speedup_of_self_drafting_is_predicted_from_its_passes(target, method, o
 
 
 def test_quality_counts_every_seed_of_a_sampled_row_and_one_of_a_greedy(target):
-    """Three prompts, two repeats, whose counters and lengths differ by prompt and seed."""
+    """Three prompts and two repeats; counters and lengths differ by prompt and seed."""
     rows = {}
     for sampling in (GREEDY, sj.Sampling(1.0)):
         tokens = [np.array([5, 6, 5, 6, 5]), np.array([7, 8, 9, 1]), np.array([2, 2])]
@@ -373,7 +373,7 @@ def test_quality_counts_every_seed_of_a_sampled_row_and_one_of_a_greedy(target):
 
 
 def test_a_ratio_is_of_sums_and_its_interval_is_the_normal_one():
-    """Against the delta method: 200 prompts of two seeds each, sums of unequal size."""
+    """The interval agrees with the delta method: 200 prompts, two seeds each, unequal sums."""
     drawing = np.random.default_rng(0)
     below = drawing.integers(20, 60, 200)
     above = drawing.binomial(below, drawing.beta(8, 3, 200))
@@ -390,7 +390,7 @@ def test_a_ratio_is_of_sums_and_its_interval_is_the_normal_one():
 
 
 def test_a_speed_ratio_pairs_prompts_and_repeats():
-    """A slow prompt, or a slow repeat, slows both sides and widens nothing."""
+    """A slow prompt or repeat slows both sides, so it does not widen the interval."""
     generator = np.random.default_rng(0)
     tokens = generator.integers(10, 40, (3, 40)).astype(float)
     slow = generator.lognormal(0, 1, 40) * np.array([[1.0], [5.0], [2.0]])

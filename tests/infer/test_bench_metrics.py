@@ -33,7 +33,7 @@ from support.judging import judging_with
 
 
 def figure(metric, *by_prompt):
-    """The one figure of a metric of prompts' completions."""
+    """The figure of a metric that has one, for each prompt's completion or completions."""
     (value,) = metric.measure(
         [prompt if isinstance(prompt, list) else [prompt] for prompt in by_prompt]
     )
@@ -41,7 +41,7 @@ def figure(metric, *by_prompt):
 
 
 def each(metric, *done):
-    """The scores of completions in the first column."""
+    """The first column's score of each completion."""
     return [scores[0] for scores in metric.scores(done)]
 
 
@@ -73,7 +73,7 @@ PAIRS = [  # completion, references
 
 @pytest.mark.parametrize("stem", [False, True], ids=["words", "stems"])
 def test_rouge_is_the_librarys(stem):
-    """The library's best score of the references. For ASCII words, its L equals ours."""
+    """The best reference counts, as in the library. For ASCII words its ROUGE-L equals ours."""
     theirs = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL", "rougeLsum"], use_stemmer=stem)
     metric = make_metric("rouge:stem" if stem else "rouge")
     measured = metric.scores([Completion("p", text, (), known) for text, known in PAIRS])
@@ -104,7 +104,7 @@ def test_exact_takes_any_reference_and_the_middle():
     assert each(metric, *done) == [1, 1, 1, 0, 0]
 
 
-ANSWERS = {  # as the dataset's own code reads them, and the last number where it reads none
+ANSWERS = {  # what the dataset's own code reads, else the last number
     "so 5 + 3 = 8\n#### 8": 8,
     "#### 1,234": 1234,
     "#### -7": -7,
@@ -140,9 +140,9 @@ def test_gsm8k_reads_what_the_datasets_code_reads():
 
 
 def test_diversity_is_simctgs():
-    """Its count by hand: of 7 words the last n-gram is left out, sums are over the corpus."""
+    """By hand, as SimCTG counts: each text's last n-gram is left out; sums are over all texts."""
     repeated, short = "a b a b a b c", "d e f"
-    # Pairs of the first five starts: ab ba ab ba ab; of the second text: de.
+    # Bigrams of the first text without the last one: ab ba ab ba ab; of the second: de.
     assert counts_of(repeated).tolist() == [[2, 5], [2, 4], [2, 3]]
     assert counts_of(short).tolist() == [[1, 1], [0, 0], [0, 0]]
     figures = make_metric("diversity").measure(
@@ -225,13 +225,13 @@ ALL, SORTED = "SELECT name, age FROM pet", "SELECT name FROM pet ORDER BY age, n
 QUERIES = [  # completion, gold query, whether it is right
     ("SELECT name, age FROM pet", ALL, 1),
     ("select age, name from pet;", ALL, 1),  # columns in any order
-    ("SELECT name, age FROM pet ORDER BY age DESC", ALL, 1),  # the gold query has no order
+    ("SELECT name, age FROM pet ORDER BY age DESC", ALL, 1),  # the gold query has no ORDER BY
     ("SELECT name, age FROM pet WHERE id < 4", ALL, 0),
     ("SELECT name FROM pet", ALL, 0),
     ("SELECT name, age, id FROM pet", ALL, 0),
     ("SELECT name, age FROM pet UNION ALL SELECT name, age FROM pet", ALL, 0),
     ("SELECT name, id FROM pet", ALL, 0),
-    (" name, age FROM pet", ALL, 1),  # goes on with the prompt's SELECT
+    (" name, age FROM pet", ALL, 1),  # continues the prompt's SELECT
     ("```sql\nSELECT name, age FROM pet\n```", ALL, 1),
     ("SELECT name, age\nFROM pet\n\nQuestion: more", ALL, 1),
     (SORTED, SORTED, 1),
@@ -255,7 +255,7 @@ def test_execution_compares_rows(databases):
 
 
 def test_rows_match_if_columns_have_the_same_values():
-    """Both columns have 1 and 2, so only whole rows tell which is which."""
+    """Both columns contain 1 and 2, so only whole rows can match them."""
     assert same_rows([(1, 2), (2, 1)], [(2, 1), (1, 2)], ordered=False)
     assert same_rows([(1, 2, 3), (2, 1, 3)], [(3, 2, 1), (3, 1, 2)], ordered=True)
     assert not same_rows([(1, 1), (2, 2)], [(1, 2), (2, 1)], ordered=False)
@@ -316,7 +316,7 @@ def test_mauve_gets_final_states_of_last_tokens(tiny_pair_dirs, monkeypatch):
     assert len(given) == 2 + comparing.RESAMPLES
     model = sj.load(tiny_pair_dirs[0])
 
-    # The head is linear in the final state: its logits say whether the state is the right one.
+    # The logits are linear in the final state, so they show whether it is the right one.
     text = "def f(x):\n    pass"
     logits = given[0][0][0] @ np.asarray(model.params["embed"], np.float32).T
     row = np.array([model.tokenizer.encode(text)], np.int32)
@@ -337,12 +337,12 @@ def test_mauve_gets_final_states_of_last_tokens(tiny_pair_dirs, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.torch
 def test_mauve_is_the_librarys(tmp_path, tiny_pair_dirs):
-    """Features and figure against mauve-text's own, of a random GPT-2 through torch."""
+    """Features and figure equal those of mauve-text, which runs a random GPT-2 in torch."""
     library = pytest.importorskip("mauve")
     torch = pytest.importorskip("torch")
     import transformers
 
-    home = tmp_path / "gpt2-tiny"  # the library knows models by their names
+    home = tmp_path / "gpt2-tiny"  # mauve-text recognizes a model by its name
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=500,
@@ -421,7 +421,7 @@ def test_cosine_by_hand():
 
 @pytest.mark.torch
 def test_harmless_is_the_classifier_reward(tmp_path, monkeypatch):
-    """The same score as the reward of the same directory, which has its own tests."""
+    """The score equals the reward `classifier` of that directory, which has its own tests."""
     asked = []
 
     class Fake:
@@ -518,7 +518,7 @@ def test_a_judge_that_does_not_answer_is_one_line(monkeypatch, capsys):
         assert each(metric, Completion("a", "b"), Completion("c", "d")) == [5, None]
         assert "1 of 2 are not judged: --judge-url" in capsys.readouterr().err
     with pytest.raises(OptionError, match="does not answer"):
-        metric.check([])  # nobody listens there any more
+        metric.check([])  # nothing listens there any more
 
 
 def test_a_judges_key_is_sent_nowhere_else():

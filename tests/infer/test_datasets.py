@@ -42,7 +42,7 @@ def test_a_dataset_reads_alike_in_every_format(name, tmp_path):
             entry["database"] = str(tmp_path / "database/pets/pets.sqlite")
     for file in ("rows.parquet", "rows.json", "rows.jsonl", "rows.jsonl.gz"):
         again = read_dataset(name, str(tmp_path / file))
-        # Parquet fills what a row lacks with nothing.
+        # Parquet fills missing fields with None.
         shown = [{k: v for k, v in e.items() if v not in (None, [])} for e in again]
         assert shown == [{k: v for k, v in e.items() if v not in (None, [])} for e in entries], file
 
@@ -54,7 +54,7 @@ def test_prompts_are_those_of_the_papers():
     assert (
         prompts("gsm8k")[0].startswith("Question: Mina") and prompts("gsm8k")[0][-8:] == "\nAnswer:"
     )
-    assert len(prompts("wikitext")) == 3  # headings and empty rows are none
+    assert len(prompts("wikitext")) == 3  # headings and empty rows are no prompts
     assert prompts("chatalpaca")[1] == "Add 5 and 8.\nThe sum is 13.\nAnd twice that?\n"
     assert prompts("hh-rlhf")[0].endswith("\n\nHuman: My ball fell into it.\n\nAssistant:")
     assert prompts("spider")[1].endswith(

@@ -56,7 +56,7 @@ def own_logprobs(model, tokens):
 
 
 def test_scores_are_the_logits_of_one_pass(target):
-    """Rows of several lengths in passes of 128 tokens; the longest fills the model's context."""
+    """Rows of several lengths, in passes of 128 tokens. The longest fills the context."""
     drawing = np.random.default_rng(0)
     rows = [drawing.integers(0, 97, length).tolist() for length in (1, 2, 130, 300)]
     for ids, found in zip(rows, score(target, rows), strict=True):
@@ -69,7 +69,7 @@ def test_scores_are_the_logits_of_one_pass(target):
 
 @pytest.mark.slow
 def test_a_pass_may_reach_beyond_learned_positions():
-    """This GPT-2 has fewer positions than a pass has tokens; its whole context is scored."""
+    """This GPT-2 has fewer positions than a pass has tokens. Its whole context is still scored."""
     config, params, _ = build("gpt2")
     context = 100
     params = params | {"positions": params["positions"][:context]}
@@ -91,7 +91,7 @@ def test_without_lm_eval_it_is_one_line(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def harness(tiny_pair_dirs, tmp_path_factory):
-    """Scores of three local tasks under a method; half of the answers are plain decoding's."""
+    """Runs three local tasks under a method. Half of the gold answers are plain decoding's."""
     evaluator = pytest.importorskip("lm_eval.evaluator")
     from lm_eval.tasks import TaskManager
 
@@ -151,7 +151,7 @@ def test_lm_eval_scores_as_the_model_does(harness):
             [found[0] for found in sample["resps"]], pairs, strict=True
         ):
             context, continuation = pair.values() if isinstance(pair, dict) else pair
-            # As the harness parts them: spaces at the context's end go to what is scored.
+            # As the harness splits them: trailing spaces of the context belong to the continuation.
             begins, whole = encode(context.rstrip()), encode(context + continuation)
             values = own_logprobs(target, whole)[len(begins) - 1 :]
             assert said == pytest.approx(values.sum(), abs=1e-3)
@@ -170,7 +170,7 @@ def test_lm_eval_scores_as_the_model_does(harness):
 
 @pytest.mark.slow
 def test_local_completions_of_a_server_gives_the_same(harness, tiny_pair_dirs, tmp_path):
-    """lm-eval's client of the server equals the model here, in scores and generated tokens."""
+    """lm-eval through the server gives the scores and texts of the model in this process."""
     evaluate, _, target = harness
     home = tmp_path / "tokenizer"
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{tiny_pair_dirs[0]}/tokenizer.json")

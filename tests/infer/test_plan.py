@@ -83,7 +83,7 @@ def pickled(directory, files):
     torch = pytest.importorskip("torch")
     cfg, params, _ = build("gemma3")
     tensors = {n: torch.from_numpy(np.array(t)) for n, t in to_tensors(cfg, params).items()}
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # tied: one memory
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # tied: one array
     (directory / WEIGHTS).unlink()
     names, weight_map = sorted(tensors), {}
     for i, file in enumerate(files):
@@ -144,7 +144,7 @@ def test_pickled_bfloat16_is_read_bit_for_bit(directory):
 def test_code_in_a_pickle_does_not_run(directory, tmp_path, capsys):
     pytest.importorskip("torch")
     (directory / WEIGHTS).unlink()
-    shutil.copy(DEMO / "tokenizer.json", directory)  # what a load reads first
+    shutil.copy(DEMO / "tokenizer.json", directory)  # loading reads the tokenizer first
     trace = tmp_path / "ran"
     (directory / PICKLE).write_bytes(f"cos\nsystem\n(S'touch {trace}'\ntR.".encode())
     assert run.main(["--prompt", "def", "--target", str(directory), "--pickles"]) == 2

@@ -25,7 +25,7 @@ def test_each_run_has_a_figure_and_all_runs_have_one():
     above, below = np.array([[1.0, 2.0], [3.0, 0.0]]), np.array([[2.0, 2.0], [2.0, 4.0]])
     add_ratio(row, "acceptance_rate", above, below)
     assert row["acceptance_rate"] == 0.6 and row["runs"]["acceptance_rate"] == [0.75, 0.5]
-    # The mean is 0.625. Two runs 0.25 apart deviate by 0.25 / √2; over √2 it is 0.125.
+    # The mean is 0.625. Two runs 0.25 apart have s = 0.25 / √2, so the error s / √2 is 0.125.
     shown = {"rows": [row], "cost": [], "metrics": {}, "peers": [], "v": {}}
     head, cells = next(t for t in tables(shown) if t[0][0].startswith("mean ± standard error"))
     assert cells[0][head.index("acceptance")] == "0.62 ± 0.12"
@@ -51,7 +51,7 @@ def test_entropies_are_split_by_accepted_and_rejected(target, draft, monkeypatch
     run = types.SimpleNamespace(tokens=[tokens], origins=[wrote])
 
     def powers(net, row):
-        """2ⁿ at cache position n, and twice that for the draft: a sum shows its positions."""
+        """2ⁿ at cache position n, twice that for the draft, so that a sum shows its positions."""
         return 2.0 ** np.arange(row.shape[1]) * (1.0 if net.config == target.config else 2.0)
 
     monkeypatch.setattr(entropies, "_entropies", powers)

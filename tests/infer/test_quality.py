@@ -49,7 +49,7 @@ def test_kl_of_mentored_decoding_is_what_its_bound_allows(target, draft):
         origins = result.runs[0].origins
         tested = np.concatenate([was_tested(origin, 2) for origin in origins]).mean()
         assert 0.3 < tested < 1
-        # A bonus token has no divergence; every tested token has at most D.
+        # A bonus token adds no KL, and every tested token at most D.
         assert divergence[bound] <= bound * tested + 1e-6
     assert divergence[0.0] == 0 < divergence[0.02] < divergence[0.2]
     assert divergence[0.02] > 0.005, "most positions use the bound up"
@@ -93,14 +93,14 @@ def test_rapl_sums_packages_and_survives_a_wrap(tmp_path):
     assert meter.joules() == 0
     powercap(tmp_path, rapl_0=9_500_000, rapl_1=1_250_000, rapl_0_0=7_000_000)
     assert meter.joules() == 0.75
-    powercap(tmp_path, rapl_0=500_000)  # past its range of 10 J: one joule further
+    powercap(tmp_path, rapl_0=500_000)  # the counter wrapped at 10 J: one joule more
     assert meter.joules() == 1.75
 
 
 def test_without_a_counter_there_is_no_number(tmp_path):
     assert energy.Rapl.find(tmp_path) is None
     powercap(tmp_path, rapl_0=1)
-    (tmp_path / "intel-rapl:0" / "energy_uj").unlink()  # as for users who may not read it
+    (tmp_path / "intel-rapl:0" / "energy_uj").unlink()  # as if the user may not read it
     assert energy.Rapl.find(tmp_path) is None
     assert energy.find_meter("tpu") is None
     heads, cells = fill(COLUMNS, [{"label": "x", "joules_per_token": UNKNOWN}])

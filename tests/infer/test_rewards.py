@@ -31,7 +31,7 @@ def sample(text, prompt="", tokens=(), ended=False, **constraints):
 
 
 def on_device(reward, tokenizer, token_rows, constraints):
-    """The fold's value of each row, through the arrays."""
+    """The value of each row by the device reward's fold."""
     found = reward.on_device(tokenizer, constraints)
     data = folding.Data(
         {n: jnp.asarray(x) for n, x in found.shared.items()},
@@ -99,7 +99,7 @@ def test_inflections_stay_regular():
 
 
 def test_any_tokenisation_gives_the_same_words(tokenizer):
-    """Texts cut into random tokens, prefixes of them too: the fold is the rule on their text."""
+    """However a text or a prefix is tokenized, the fold gives the value of the text."""
     chooser, spelled = random.Random(3), tokenizer.token_bytes()
     by_bytes = {}
     for i, text in enumerate(spelled):
@@ -398,7 +398,7 @@ def test_classifier_reads_the_tokenizers_own_pair(pairs):
     ids=["a long prompt", "no place for a prompt", "a long completion"],
 )
 def test_classifier_cuts_the_left_of_the_prompt(pairs, prompt, text, read):
-    """12 tokens, 3 of them special: a completion of up to 9 is whole, else its end is kept."""
+    """Of 12 tokens 3 are special. Up to 9 of a completion are kept; a longer one keeps its end."""
     reward, tokenizer = pairs
     assert reward.encode(sample(text, prompt)) == tokenizer(*read)
 
@@ -414,7 +414,7 @@ def test_classifier_cuts_the_left_of_the_prompt(pairs, prompt, text, read):
     ids=["pairs", "one text", "one text, no padding"],
 )
 def test_classifier_in_a_batch_is_the_classifier_alone(tmp_path, kind, pad):
-    """Of any lengths, in batches of 32; without a padding token one by one."""
+    """Texts of any lengths run in batches of 32, or one by one without a padding token."""
     pytest.importorskip("torch")
     reward, _ = letter_classifier(tmp_path, kind, pad, template=kind.startswith("Bert"))
     samples = [sample("xyz"[: i % 3 + 1], "abcdefghijkl"[: i % 11]) for i in range(40)]

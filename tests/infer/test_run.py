@@ -32,7 +32,7 @@ from specjax._util.program import Place
 from specjax.core.types import FROM_DRAFT, FROM_TARGET
 
 PROMPTS = ["def fib(n):", "class Tree:\n", "import os", "for i in range(", "x = [", "return"]
-# The random models are sharp: at a lower temperature two samples can well be the same.
+# The random models have peaked distributions: at a lower temperature two samples may be equal.
 SAMPLES = ["--json", "--logprobs", "--temperature", "3", "--num-samples", "2", "--set", "gamma=2"]
 
 
@@ -234,7 +234,7 @@ def test_killed_at_random_moments_and_resumed(pair, job_file, tmp_path, capsys):
     command = [*pair, "--batch-size", "3", "--prompts", str(job_file), "--temperature", "0.7"]
     assert run(capsys, *command, "--out", whole)[0] == 0
     seen = 0
-    while seen < 3:  # killed once a further row is there, at whatever point that hits
+    while seen < 3:  # killed when a new row is on disk, wherever the program is then
         process = subprocess.Popen(
             [sys.executable, "-m", "infer.run", *command, "--out", str(out)],
             env=os.environ,
@@ -297,7 +297,7 @@ def test_processes_split_a_job_and_the_last_one_joins(pair, job_file, tmp_path, 
     assert answers(out) == answers(whole)
     before, there = out.read_bytes(), {path.name for path in tmp_path.iterdir()}
     assert there == {"in.jsonl", "whole", "out"}, "no part and no lock is left"
-    part.write_bytes(kept)  # as if whoever joined had been killed before it removed this one
+    part.write_bytes(kept)  # as if the joining process had been killed before it removed this file
     for index in (1, 0):
         assert run(capsys, *job, out, *place(index)) == (0, "", "")
     assert out.read_bytes() == before and there == {path.name for path in tmp_path.iterdir()}
@@ -387,7 +387,7 @@ def test_two_processes_of_four_devices_killed_and_started_again(pair, job_file, 
 
 @pytest.mark.slow
 def test_a_model_spans_two_processes(pair, job_file, tmp_path, capsys):
-    """The first process is killed after it has written a row; JAX ends the other."""
+    """The first process is killed after it has written a row. Then JAX ends the other."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     job = [*pair, "--prompts", job_file, "--temperature", "0.7", "--out"]
     assert run(capsys, *job, whole)[0] == 0
@@ -433,11 +433,11 @@ def test_a_mesh_counts_the_devices_of_all_processes(mesh, role, own):
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1, 2, 2.5, 3, 3.5, 4, 5, 6])
 def test_an_interrupt_is_130_whenever_it_comes(tmp_path, seconds):
-    """Most interrupts fall into compilation: the cache is cold, and all LLVM passes run."""
+    """Most interrupts come during compilation: the cache is empty, and all LLVM passes run."""
     env = os.environ | {"SPECJAX_CACHE_DIR": str(tmp_path)}
     del env["JAX_DISABLE_MOST_OPTIMIZATIONS"], env["XLA_FLAGS"]
     out = tmp_path / "out.jsonl"
-    heeding = (  # a shell's background jobs, these tests maybe among them, ignore interrupts
+    heeding = (  # a shell's background jobs, maybe these tests too, ignore interrupts
         "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "runpy.run_module('infer.run', run_name='__main__', alter_sys=True)"
     )
@@ -499,7 +499,7 @@ def test_an_encoder_keeps_bos_and_cuts_no_middle(loaded):
 
 
 def test_a_prompt_past_the_drafts_context_is_a_bad_line(pair, tmp_path, capsys):
-    """The row fits the target's context, so the job works without the draft."""
+    """The row fits the target's context, so the same job works without the draft."""
     short = tmp_path / "short"
     shutil.copytree(pair[3], short)
     shutil.copy(Path(pair[3]).parent / "tokenizer.json", short)
@@ -516,7 +516,7 @@ def test_a_prompt_past_the_drafts_context_is_a_bad_line(pair, tmp_path, capsys):
 
 
 def test_other_formats_and_a_tree_job_resumes(pair, tmp_path, capsys):
-    """Ids under Spec-Bench's and HumanEval's names; settings with a tuple resume, too."""
+    """Spec-Bench's and HumanEval's names of ids are read, and options with a tuple resume."""
     path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     first = {"question_id": 81, "category": "writing", "turns": ["def a(x):", "and then?"]}
     second = {"task_id": "HumanEval/0", "prompt": "def b(x):", "test": "…"}
@@ -724,7 +724,7 @@ def terminal():
 
 @pytest.mark.parametrize("stop", [(), ("e",)])
 def test_the_screen_loses_no_text(loaded, stop):
-    """Sampled at a high temperature: bytes that are no characters, or incomplete ones."""
+    """A high temperature gives invalid and incomplete characters; none of the text is lost."""
     target, draft = loaded
     for seed in range(4):
         console = terminal()

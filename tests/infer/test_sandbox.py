@@ -37,10 +37,10 @@ def kernel_has_landlock():
 
 
 needs_landlock = pytest.mark.skipif(not kernel_has_landlock(), reason="a kernel without Landlock")
-# Verdicts need no guard, so these tests run wherever Python does.
+# Verdicts need no guard, so their tests also run where no guard works.
 HERE = LANDLOCK if kernel_has_landlock() else None
-# A place that anyone may enter: only root may enter pytest's folder. In memory, as deep folders are
-# slow on a disk.
+# A folder that any user may enter; only root may enter pytest's. It is in memory, because deep
+# folders are slow on a disk.
 SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else "/tmp"
 SHORT = Limits(wall_s=8, cpu_s=1)
 TASK = {
@@ -54,7 +54,7 @@ RIGHT, WRONG = "\ndef double(x):\n    return x + x\n", "\ndef double(x):\n    re
 @pytest.fixture(autouse=True)
 def traces(monkeypatch, tmp_path_factory):
     """An empty temporary folder that anyone may enter; a test may leave nothing in it."""
-    tmp_path_factory.getbasetemp()  # so that pytest makes its own folder in its usual place
+    tmp_path_factory.getbasetemp()  # so that pytest makes its folder in the usual place first
     with tempfile.TemporaryDirectory(dir=SCRATCH) as place:
         os.chmod(place, 0o755)
         monkeypatch.setattr(tempfile, "tempdir", place)
@@ -79,7 +79,7 @@ def guard(request):
 
 @pytest.fixture
 def outside(traces):
-    """A folder and a file in it that any user may change: only a guard can refuse."""
+    """A folder with a file that any user may change, so that only a guard can refuse it."""
     with tempfile.TemporaryDirectory(dir=SCRATCH) as place:
         Path(place, "mine").write_text("mine")
         os.chmod(f"{place}/mine", 0o666)
@@ -288,7 +288,7 @@ def test_attacks_are_refused(guard, outside):
     names = {"out": outside, "us": os.getpid(), "sandbox": str(sandbox.CHILD)}
     attacks = {name: code.format(**names) for name, code in REFUSED.items()}
     source = sandbox.CHILD.read_bytes()
-    if allowed(guard, attacks):  # one run for all; by name where that fails
+    if allowed(guard, attacks):  # one run for all; if one is allowed, find out which
         assert [name for name, code in attacks.items() if allowed(guard, {name: code})] == []
     assert sandbox.CHILD.read_bytes() == source
     # The attacks are real: without a guard, this one succeeds.
@@ -296,7 +296,7 @@ def test_attacks_are_refused(guard, outside):
 
 
 def test_no_capability_is_effective_except_for_reading_a_python_of_roots():
-    # capget tells the thread's own capabilities: none of them allows to write files.
+    # capget reads the thread's own capabilities. None of them may allow writing files.
     program = """
 import ctypes
 def held():
@@ -406,7 +406,7 @@ def test_sleeping_processes_are_killed(monkeypatch):
 
 
 def deep(depth: int) -> None:
-    """A chain of folders, longer than any path may be; nobody may read the last one."""
+    """Makes nested folders, longer than any path may be, the last one unreadable."""
     place = os.open(".", os.O_RDONLY)
     for level in range(depth):
         os.mkdir("d" * 100, 0o000 if level == depth - 1 else 0o700, dir_fd=place)
@@ -554,7 +554,7 @@ ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x50026
 
 
 def filtered(program: bytes, machine: int, call: int, *args: int) -> int:
-    """What the kernel would answer, by an interpreter of the few instructions of BPF in use."""
+    """The kernel's answer to a call, by an interpreter of the BPF instructions that we use."""
     data = struct.pack("<iIQ6Q", call, machine, 0, *args, *[0] * (6 - len(args)))
     at = 0
     accumulator = 0
@@ -590,7 +590,7 @@ def test_filter_of_calls(machine, read, openat, socket, fcntl):
         (EPERM, fcntl, 0, 8 | 1 << 40),  # the kernel reads 32 bits
         (ENOSYS, 424),
         (ENOSYS, 452),
-        (ENOSYS, 0x40000000 | read),  # x86-64's other numbers, x32
+        (ENOSYS, 0x40000000 | read),  # the x32 numbers of the calls on x86-64
     ):
         assert filtered(program, audit, *call) == want, call
     assert filtered(program, audit ^ 1, read) == KILL

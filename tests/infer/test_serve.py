@@ -45,7 +45,7 @@ def models(tiny_pair_dirs, tmp_path_factory):
     shutil.copytree(tiny_pair_dirs[0], home)
     (home / "chat_template.jinja").write_text(TEMPLATE)
     target, draft = sj.load(home), sj.load(tiny_pair_dirs[1])
-    # Scaled up its text varies, and its own first layer agrees with it now and then.
+    # Scaled up, its text varies, and its first layer as draft is sometimes accepted.
     params = target.params | {"layers": jax.tree.map(lambda x: 4 * x, target.params["layers"])}
     first = params | {"layers": {"0": params["layers"]["0"]}}
     return dataclasses.replace(target, params=params), dataclasses.replace(draft, params=first)
@@ -77,7 +77,7 @@ def generated(server, prompt=TEXT, method="speculative", **kw):
 
 
 def test_an_echo_scores_the_prompt(server):
-    """lm-eval's local-completions asks so. Compared with the prompt's logits without a cache."""
+    """As lm-eval's local-completions asks. The scores equal those of a pass without a cache."""
     ids = server.target.tokenizer.encode(TEXT)
     assert len(ids) > 3
     asked = {"prompt": [ids, ids[:2]], "max_tokens": 1, "temperature": 0, "logprobs": 1}
@@ -126,7 +126,7 @@ def test_alternatives_are_those_of_the_written_tokens(server, client):
 
 
 def test_a_row_that_is_scored_can_leave(server):
-    """It gets no more output, and the engine keeps nothing of it."""
+    """A cancelled request gets no more output, and the engine drops its scoring."""
     told = []
     body = CompletionBody(prompt=TEXT, max_tokens=1, echo=True, logprobs=1)
     submission = server.admission.make_submission(body, lambda *piece: told.append(piece))
@@ -576,7 +576,7 @@ def test_a_failure_ends_its_requests_alone(server, monkeypatch, capfd):
 
 @pytest.mark.slow
 def test_64_clients_some_of_whom_leave(server):
-    """There is no error, no row is left over, and every answer is generate's."""
+    """No errors occur, no row is left over, and every answer equals that of generate."""
     rng = random.Random(0)
     asked = []
     for _ in range(192):

@@ -218,7 +218,7 @@ def test_soft_satisfaction_is_counted_over_rows_and_over_constraints():
 
 
 def test_speedups_are_ratios_of_sums_with_their_spread():
-    """A method twice as fast on each prompt has no spread; on half of them, it has one."""
+    """Twice as fast on every prompt gives ± 0; on half of the prompts, ± is positive."""
     plain = {"each": {"tokens": [4, 4], "seconds": [1.0, 3.0], "cost": [4, 4]}}
     even = {"each": {"tokens": [8, 8], "seconds": [1.0, 3.0], "cost": [4, 4]}}
     uneven = {"each": {"tokens": [4, 4], "seconds": [0.5, 3.0], "cost": [4, 4]}}

@@ -21,7 +21,7 @@ NAMES = ["tied", "gpt2", "opt-350m", "bloom", "pythia", "gemma3", "qwen3-biases"
 
 
 def models(name):
-    """(base, the same with adapters for ids that it has no rows for), params plain."""
+    """(base, base with adapters for ids that its tables do not have); params are not fused."""
     cfg, params, _ = build(name)
     own = dataclasses.replace(cfg, adaptive_ids=(cfg.vocab_size,) * K)
     return (cfg, params), (own, tuned(params, (cfg.vocab_size,)))
@@ -31,7 +31,7 @@ def models(name):
 def test_clean_tokens_equal_the_bases_bit_for_bit(name):
     base, own = models(name)
     tokens = np.arange(2 * (CLEAN + K)).reshape(2, -1) % (base[0].vocab_size - 1)
-    tokens[:, CLEAN:] = base[0].vocab_size  # the base reads the row of its last id
+    tokens[:, CLEAN:] = base[0].vocab_size  # past the table, so the base reads its last row instead
     at = np.broadcast_to(np.arange(CLEAN + K), tokens.shape)
 
     def dense(cfg, params):
@@ -44,7 +44,7 @@ def test_clean_tokens_equal_the_bases_bit_for_bit(name):
     def cached(net):
         start, held = jnp.zeros((2,), jnp.int32), CLEAN - 2
         cache, _ = net.prefill_chunk(net.cache(2, 16), tokens[:, :held], start)
-        parents = np.tile([[0, 2, 3]], (2, 1))  # the first behind the root, not behind the draft
+        parents = np.tile([[0, 2, 3]], (2, 1))  # the first probe is below the root
         below = jnp.asarray(tokens[:, held + 1 : CLEAN])
         probes = Probes(tokens[:, CLEAN:], parents)
         root, valid = tokens[:, held], jnp.ones(below.shape, bool)
@@ -85,14 +85,14 @@ LLAMA = ModelConfig.llama(
     intermediate_size=12,
     adaptive_ids=(11, 12),
 )
-# Two windows that only they themselves see, one after token 1 and one after token 3.
+# Two windows, after token 1 and after token 3; nothing outside a window sees it.
 TOKENS = [3, 1, 4, 1, 11, 12, 11]
 SEES = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 4], [0, 1, 4, 5], [0, 1, 2, 3, 6]]
 POSITIONS = [0, 1, 2, 3, 2, 3, 4]
 
 
 def isolated(query, key):
-    """The mask that SEES spells, by the tokens' places."""
+    """The attention mask of SEES, indexed by the tokens' places."""
     table = np.zeros((len(TOKENS),) * 2, bool)
     for i, seen in enumerate(SEES):
         table[i, seen] = True
@@ -168,7 +168,7 @@ def test_joined_adapters_equal_the_parts_side_by_side(params, matrices):
 
 
 def test_no_clean_token_attends_to_an_adaptive_one(params):
-    """What makes the gate enough: changed adapters change nothing in a clean place."""
+    """Why gating the updates is enough: other adapters change no output at clean tokens."""
     other = tuned({k: v for k, v in params.items() if k != KEY}, (11, 12), seed=8)
     one, two = ours(params), ours(other)
     np.testing.assert_array_equal(one[:4], two[:4])

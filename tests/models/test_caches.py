@@ -25,7 +25,7 @@ PARENTS = [-1, 0, 0, 1, 2, 3]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Blocks of 8 positions, for 16 do not divide the cache."""
+    """Blocks of 8 positions, because 16 do not divide the cache."""
     monkeypatch.setattr(long_cache, "MIN_BLOCK", 16)
     monkeypatch.setattr(long_cache, "MAX_BLOCK", 16)
 
@@ -54,7 +54,10 @@ def drawn(n):
 
 
 def nodes(parents):
-    """Positions, and by simple loops which cache position each node sees how many positions off."""
+    """(positions, seen, distance) of tree nodes, by simple loops.
+
+    ``seen`` and ``distance [rows, nodes, slots]``: which cache positions a node sees, how far back.
+    """
     n = len(parents)
     above = [{i} for i in range(n)]
     for i, parent in enumerate(parents):
@@ -101,26 +104,26 @@ def test_blocks_equal_a_loop_over_what_each_token_sees(case, rows, monkeypatch):
 
 
 def test_a_row_reads_no_block_after_its_last():
-    """NaN there: a product with it would be NaN, whatever its weight."""
+    """Later blocks hold NaN, which would show in the result even with weight 0."""
     q, k, v = drawn(5)
     positions, top = BASES[:, None] + np.arange(5, dtype=np.int32), BASES + 4
     run = jax.jit(cached_attention)
     want = np.asarray(run(q, k, v, positions, top))
-    k, v = k.copy(), v.copy()  # JAX may still look at the others
+    k, v = k.copy(), v.copy()  # JAX may still read the original arrays
     for row in range(ROWS):
         for x in (k, v):
             x[row, :, (top[row] // 8 + 1) * 8 :] = np.nan
     for row in range(ROWS):
         own = (x[row : row + 1] for x in (q, k, v, positions, top))
         np.testing.assert_allclose(run(*own)[0], want[row], atol=2e-6)
-    # Rows share a loop as far as the second of these three reaches; the longest goes on alone.
+    # Rows share a loop up to the second longest of the three, so the shortest one meets NaN.
     shared = run(q, k, v, positions, top)
     assert np.isnan(shared[0]).all()
     np.testing.assert_allclose(shared[1:], want[1:], atol=2e-6)
 
 
 def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it():
-    """bfloat16, passes of eight: eight copies of a token, and a chain of eight."""
+    """bfloat16, passes of eight tokens: copies of one token give the bits that a chain gives."""
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in drawn(8))
     positions, run = BASES[:, None] + np.arange(8, dtype=np.int32), jax.jit(cached_attention)
     chain = run(q, k, v, positions, BASES + 7)
@@ -134,7 +137,7 @@ def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it():
     "method", ["speculative", pytest.param("specinfer", marks=pytest.mark.slow)]
 )
 def test_decoding_by_blocks_equals_decoding_by_whole_caches(method, monkeypatch):
-    """Long and short rows, a sliding layer, greedy and sampled, from the prompts on."""
+    """Same tokens for long and short rows, with a sliding layer, greedy and sampled."""
     slides = {"sliding_window": 24, "sliding_layers": (True, False)}
     target, draft = tiny_lm(0, **slides), tiny_lm(2, layers=1, sliding_window=24)
     built, settings = sj.method(method).build(Context(target, draft), {})
@@ -153,11 +156,11 @@ def test_decoding_by_blocks_equals_decoding_by_whole_caches(method, monkeypatch)
         for ours, theirs, length in zip(whole.tokens, blocks.tokens, whole.length, strict=True):
             np.testing.assert_array_equal(ours[:length], theirs[:length])
         ours, theirs = (np.asarray(state.cache.k[1][:, :, :149]) for state in states)
-        assert (ours != theirs).any()  # two ways of rounding
+        assert (ours != theirs).any()  # the two round differently, so blocks were used
         assert 0 < int(whole.stats.accepted.sum()) < int(whole.stats.tested.sum())
 
 
-# The kernel that a TPU runs over prefill chunks, as Pallas's interpreter runs it.
+# The TPU's kernel for prefill chunks, run by Pallas's interpreter.
 kernel = functools.partial(
     splash_chunk.chunk_attention, blocks=splash.SplashBlocks(128, 256, 256, 128), interpret=True
 )
@@ -167,7 +170,7 @@ kernel = functools.partial(
     "window, transform", [(None, ScoreTransform()), (100, ScoreTransform(0.4, softcap=2.0))]
 )
 def test_the_tpu_kernel_visits_what_a_chunk_sees(window, transform):
-    """And no more: what lies in other blocks is NaN."""
+    """It reads only the blocks that the chunk sees: all others hold NaN."""
     draws, capacity = np.random.Generator(np.random.Philox(5)), 1280
     q = draws.standard_normal((2, 256, HEADS, SIZE), np.float32)
     k, v = draws.standard_normal((2, 2, KEYS, capacity, SIZE), np.float32)
@@ -192,7 +195,7 @@ def test_the_tpu_kernel_runs_wide_chunks_of_unquantized_caches(monkeypatch):
 
 
 def test_prefill_through_the_kernel_leaves_the_same_cache(monkeypatch):
-    """A sliding layer, and rows of which one ends within a chunk."""
+    """With a sliding layer, and a row that ends within a chunk."""
     slides = {"sliding_window": 150, "sliding_layers": (True, False)}
     target, calls = tiny_lm(0, **slides), []
     built, settings = sj.method("autoregressive").build(Context(target, None), {})

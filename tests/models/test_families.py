@@ -1,4 +1,4 @@
-"""Every other family as the Llamas: logits, trees, greedy decoding, round trips, methods."""
+"""The families besides Llama: logits, trees, greedy decoding, round trips, methods."""
 
 import dataclasses
 import json
@@ -60,7 +60,7 @@ def test_greedy_decoding(name):
 
 @pytest.mark.slow
 def test_target_and_draft_of_different_families():
-    """Their vocabularies are padded differently; ids beyond the tokenizer never come."""
+    """The vocabularies are padded differently; ids beyond the tokenizer are never emitted."""
     tokenizer = Tokenizer(tokenizers.Tokenizer(WordLevel({f"t{i}": i for i in range(50)}, "t0")))
     cfg, params, _ = build("gpt2")
     padded = dataclasses.replace(from_hf(variants.config("bloom")), vocab_size=64)
@@ -147,7 +147,7 @@ def saved(name, directory):
     ],
 )
 def test_old_and_bare_checkpoints(name, buffers, tmp_path):
-    """Published ones lack the base model's prefix, or carry masks and frequencies."""
+    """Published checkpoints may lack the base model's prefix, or hold masks and frequencies."""
     base = {"opt-350m": "model.", "pythia": "gpt_neox."}.get(name, "transformer.")
 
     def age(tensors):
@@ -245,7 +245,9 @@ def test_a_broken_checkpoint_is_refused_by_name(case, tmp_path):
 
 @pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 32, 40])
 def test_alibi_slopes(heads):
-    """The paper's: from 2^(-8/n) in equal steps; other counts interleave the next power's."""
+    """Slopes as in the paper: powers of 2^(-8/n). Head counts that are no power of two also
+    take every other slope of the next power of two.
+    """
     slopes = dense.alibi_slopes(heads)
     power = 2 ** (heads.bit_length() - 1)
     np.testing.assert_allclose(slopes[:power], [2 ** (-8 * i / power) for i in range(1, power + 1)])

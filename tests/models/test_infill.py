@@ -1,4 +1,4 @@
-"""Infilling: sentinels of every style, the prompt they make, the command line, exact match."""
+"""Infilling: sentinels of every style, their prompts, the command line, exact match."""
 
 import json
 from pathlib import Path

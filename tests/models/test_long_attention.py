@@ -22,11 +22,11 @@ from specjax.models.attention.long_sequences import long_attention
 from train.sdsat.insertion import Insertion, append_windows
 
 BLOCK = 8
-CLEAN, APPENDED = 39, 12  # tokens of a row, and positions behind it for windows
+CLEAN, APPENDED = 39, 12  # clean tokens of a row, and positions after them for windows
 
 
 def packed_rows(lengths=((17, 9, 8), (39,))):
-    """Metadata of rows of documents that long, padding behind them, and windows behind that."""
+    """Metadata of rows: documents of these lengths, then padding, then adaptive windows."""
     rows = []
     for row, documents in enumerate(lengths):
         segments = np.repeat(np.arange(1, len(documents) + 1), documents)
@@ -47,7 +47,7 @@ def tokens(meta, count):
 
 
 def parts(count, heads=4, key_heads=2, size=8, dtype=np.float32):
-    """Random queries, keys, values and a gradient of the result, of two rows."""
+    """Random queries, keys, values and cotangent of two rows."""
     generator = np.random.Generator(np.random.Philox(0))
     shapes = (2, count, heads, size), *((2, key_heads, count, size),) * 2, (2, count, heads, size)
     return [jnp.asarray(generator.standard_normal(shape), dtype) for shape in shapes]
@@ -65,7 +65,7 @@ def flash(mask, meta, transform, **how):
 
 
 def agree(attends, meta, q, k, v, d_out, close):
-    """Results of real tokens and their gradients are alike, and finite also at padding."""
+    """Checks that both give equal results and gradients at real tokens, finite ones at padding."""
     real = (meta["segment"] > 0)[..., None, None]
 
     @jax.jit
@@ -103,8 +103,7 @@ def test_blocks_agree_with_dense_attention(name):
 
 
 def halved(mask, meta, attend, count):
-    """(ours, theirs): the result and its gradients in bfloat16, and in float32 those of dense
-    attention of the same numbers."""
+    """Yields (ours in bfloat16, dense attention in float32) for the result and each gradient."""
     q, k, v, d_out = parts(count, dtype=jnp.bfloat16)
     single = (x.astype(jnp.float32) for x in (q, k, v))
     real = (meta["segment"] > 0)[..., None, None]
@@ -120,14 +119,14 @@ def halved(mask, meta, attend, count):
 
 
 def test_blocks_in_bfloat16_are_as_exact_as_bfloat16_is():
-    """A bfloat16 has 8 bits."""
+    """The relative error is below 2⁻⁷; a bfloat16 has 8 significant bits."""
     meta = tokens(packed_rows(), CLEAN)
     for ours, theirs in halved(Causal(), meta, flash(Causal(), meta, ScoreTransform()), CLEAN):
         assert np.linalg.norm(ours - theirs) < 2**-7 * np.linalg.norm(theirs)
 
 
 def test_blocks_that_no_query_sees_are_skipped():
-    """What stands in them may be anything: NaN times no weight would be NaN."""
+    """Blocks that no query sees hold NaN, which would show in the result even with weight 0."""
     meta = tokens(packed_rows(((16, 23), (16, 23))), CLEAN)
     blocks = find_blocks(Causal(), meta, meta, BLOCK)
     met = [[0], [0, 1], [2], [2, 3], [2, 3, 4]]  # whole blocks first; the last one ends in padding
@@ -162,7 +161,7 @@ def test_a_block_left_out_by_mistake_is_noticed(lost):
 
 
 def test_gradients_need_memory_for_one_block_of_scores():
-    """Beside it no more than a few copies of the arguments."""
+    """Apart from one block of scores, only a few copies of the arguments are stored."""
     n, heads, size, block = 4096, 8, 32, 512
     q = jax.ShapeDtypeStruct((1, n, heads, size), jnp.float32)
     k = jax.ShapeDtypeStruct((1, heads, n, size), jnp.float32)
@@ -176,7 +175,7 @@ def test_gradients_need_memory_for_one_block_of_scores():
     assert step.memory_analysis().temp_size_in_bytes < 4 * scores + 4 * arguments
 
 
-# The kernel as Pallas's interpreter runs it, in blocks that do not divide the rows.
+# The TPU kernel, run by Pallas's interpreter, with blocks that do not divide the rows.
 BLOCKS, WINDOW_BLOCKS = (
     splash.SplashBlocks(128, 128, 256, 128),
     splash.SplashBlocks(128, 256, 512, 128),
@@ -188,7 +187,7 @@ kernel = functools.partial(splash.splash_attention, blocks=BLOCKS, interpret=Tru
     "window, transform", [(70, ScoreTransform()), (None, ScoreTransform(0.3, softcap=1.5))]
 )
 def test_the_tpu_kernel_agrees_with_dense_attention(window, transform):
-    """Packed documents and padding."""
+    """Rows have packed documents and padding."""
     lengths = (100, 50, 50)
     segments = np.repeat([[1, 2, 0], [1, 2, 3]], lengths, axis=1)
     positions = np.concatenate([np.arange(n) for n in lengths])[None].repeat(2, 0)
@@ -202,7 +201,7 @@ def test_the_tpu_kernel_agrees_with_dense_attention(window, transform):
 
 
 def long_rows(clean, appended, longest):
-    """Two rows of documents, the second padded, and as many windows as fit behind them."""
+    """Two rows of documents, the second padded, followed by as many windows as fit."""
     rows, generator = [], np.random.Generator(np.random.Philox(1))
     for documents in ((clean // 2, clean - clean // 2), (clean // 3, clean // 2)):
         segments = np.repeat(np.arange(1, 3), documents)
@@ -222,7 +221,7 @@ WINDOWED = Isolated(clean=500, longest=5)
 
 
 def windowed(meta, transform):
-    """What :data:`WINDOWED` lets see, by the kernel, in blocks that do not divide the rows."""
+    """Attention under :data:`WINDOWED` by the kernel, with blocks that do not divide the rows."""
     windows = splash_windows.make_window_tables(WINDOWED, meta, WINDOW_BLOCKS)
     how = {"blocks": WINDOW_BLOCKS, "interpret": True}
 
@@ -247,15 +246,17 @@ def test_the_tpu_kernel_of_windows_agrees_with_dense_attention(transform):
 
 
 def test_windows_in_bfloat16_are_as_exact_as_bfloat16_is():
-    """On average to a thousandth of the largest entry."""
+    """The root mean square error is below a thousandth of the largest entry."""
     meta = long_rows(500, 300, 5)
     for ours, theirs in halved(WINDOWED, meta, windowed(meta, ScoreTransform()), 800):
         assert np.sqrt(np.mean((ours - theirs) ** 2)) < 1e-3 * abs(theirs).max()
 
 
 def test_a_block_that_no_window_sees_is_skipped():
-    """The tables hold every block of which something is seen, and few others; positions that no
-    window fills see themselves."""
+    """The tables hold every block that is partly seen, and at most two more.
+
+    A position that no window uses sees itself.
+    """
     meta, block = long_rows(500, 300, 5), 128
     seen = np.array(WINDOWED(meta, meta)[:, 500:]) | np.eye(300, 800, 500, bool)
     seen = np.pad(seen, ((0, 0), (0, 84), (0, 224)))
@@ -278,8 +279,10 @@ def test_the_kernel_supports_windows_whose_codes_fit_an_int32():
 
 @pytest.mark.parametrize("backend, longest", [("tpu", 0), ("tpu", 4), ("gpu", 4)])
 def test_every_backend_runs_isolated_windows(monkeypatch, backend, longest):
-    """On TPU clean tokens go through the kernel, and their windows where their length is known,
-    else through our blocks; over a mesh."""
+    """On a TPU clean tokens use the kernel. So do windows if their length is known.
+
+    Everything else goes through our blocks. All of it runs over a mesh.
+    """
     clean_calls = []
     window_calls = []
     make_window_tables = splash_windows.make_window_tables
@@ -313,7 +316,7 @@ def test_every_backend_runs_isolated_windows(monkeypatch, backend, longest):
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_attention_may_be_kept_where_blocks_are_recomputed(scan):
-    """The same gradients, and the loop over blocks of keys once less."""
+    """The gradients are the same, with one loop over blocks of keys less."""
     cfg = ModelConfig.llama(
         vocab_size=11, hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8
     )

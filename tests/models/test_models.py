@@ -47,7 +47,7 @@ def test_whole_sequences(name, backend):
 
 @functools.cache
 def prefilled(name):
-    """Hidden states and cache after 12 tokens of both rows, written over an earlier round's."""
+    """Hidden states and cache after 12 tokens of both rows, in a cache that was used before."""
     cfg, _, fused = build(name)
     cache = jax.tree.map(lambda x: x + 7, init_cache(cfg, 2, 32, jnp.float32))
     at = np.broadcast_to(np.arange(12), (2, 12))
@@ -55,7 +55,7 @@ def prefilled(name):
 
 
 def test_ragged_prefill_then_one_token_steps(name):
-    """Row 0 starts after 5 tokens, row 1 after 12: each goes on at its own position."""
+    """Row 0 continues after 5 tokens and row 1 after 12, each at its own position."""
     cfg, _, fused = build(name)
     rows, want = variants.tokens(), golden(name)["logits"]
     hidden, cache, _ = prefilled(name)
@@ -78,7 +78,7 @@ def tree_logits(cfg, params, cache):
 
 
 def test_tree_nodes_equal_their_paths_alone(name):
-    """Two trees below prefixes of different lengths; Mistral's window counts positions."""
+    """Two trees below prefixes of different lengths. Mistral's window counts positions."""
     cfg, params, fused = build(name)
     cache = prefilled(name).cache
     close(tree_logits(cfg, fused, cache), golden(name)["tree"])
@@ -87,14 +87,14 @@ def test_tree_nodes_equal_their_paths_alone(name):
 
 
 def test_a_window_counts_positions_between_nodes_of_a_tree():
-    """Window 2: a node sees its parent, whatever its cache position, and nothing older."""
+    """With window 2 a node sees itself and its parent, wherever that is in the cache."""
     parents = jnp.asarray([[NO_PARENT, 0, 0, 2, 1, 3]], jnp.int32)
     visible = tree.ancestors(parents, 3)
     start, window = jnp.asarray([3], jnp.int32), 2
     positions = start[:, None] + tree.depths(visible)
     got = dense.cache_mask(positions, start, visible, 6, 12, window)[0]
     want = np.zeros((6, 12), bool)
-    want[0, [2, 3]] = True  # the root: the last committed token and itself
+    want[0, [2, 3]] = True  # the root sees the last committed token and itself
     for node, parent in enumerate([0, 0, 2, 1, 3], start=1):
         want[node, [3 + node, 3 + parent]] = True
     np.testing.assert_array_equal(got, want)
@@ -210,7 +210,7 @@ def test_remat_changes_nothing():
 
 @pytest.mark.parametrize("windows", [(None,) * 3, (4, None, 4, None, 4)], ids=["alike", "by turns"])
 def test_scanned_layers_are_the_unrolled_ones(windows):
-    """Layers that alternate are scanned by periods, and what is left over runs behind them."""
+    """Alternating layers are scanned period by period; left-over layers run after the scan."""
     cfg = ModelConfig.llama(
         vocab_size=61, hidden_size=16, num_layers=len(windows), num_heads=2, intermediate_size=24
     )
@@ -296,7 +296,7 @@ def test_init_is_random_per_key_and_of_the_dtype():
 
 
 def test_every_weight_names_axes_that_the_rules_know(name):
-    """In both layouts; a part of the tree lies where the whole tree's does."""
+    """In both layouts. A part of the params gets the same sharding as in the whole tree."""
     cfg, params, fused = build(name)
     for layout, made in ((False, params), (True, fused)):
         specs = jax.tree.map(lambda x, a: partition(a, x.shape, 2), made, param_axes(cfg, layout))

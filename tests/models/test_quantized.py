@@ -50,7 +50,7 @@ def reference(weight, scheme):
 
 def weights(seed=0, shape=(24, 64)):
     made = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    made[3] = 0  # an output that nothing reaches
+    made[3] = 0  # an output whose weights are all zero
     made[4] *= 1e-6
     made[:, 5] *= 30
     return made
@@ -69,8 +69,8 @@ def test_codes_are_the_references_and_close_to_the_weights(scheme):
     np.testing.assert_allclose(made.dense(jnp.float32), near, rtol=1e-6)
     assert made.shape == weight.shape
     step = np.repeat(scales, weight.shape[1] // scales.shape[1], axis=1)
-    # A scale rounded down to 8 bits cuts the largest entry of its group short: by 7 · 2⁻⁹ steps,
-    # which is less than half a one. fp8 has three bits behind the first, and a least step.
+    # A scale is rounded to 8 bits. If down, it clips the largest entry of its group by 7 · 2⁻⁹
+    # steps, less than half a step. fp8 has 3 mantissa bits and a smallest step.
     bound = np.maximum(np.abs(weight) / 16, step / 1024) if scheme == "fp8" else step / 2
     assert (np.abs(near - weight) <= bound * (1 + 1e-5)).all()
 
@@ -78,7 +78,7 @@ def test_codes_are_the_references_and_close_to_the_weights(scheme):
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "int4:16"])
 @pytest.mark.parametrize("rows", [3, 40])
 def test_a_product_on_accelerators_is_the_dense_weights(monkeypatch, scheme, rows):
-    """Groups of 16 are scaled one by one for three rows, and before the product for forty."""
+    """Three rows scale each group's product; forty rows dequantize before the product."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     made = quantize(jnp.asarray(weights()), parse_scheme(scheme), F32)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((rows, 64)), jnp.float32)
@@ -97,7 +97,7 @@ def test_every_family_computes_with_the_dequantized_weights(name):
         small = quantize_params(cfg, params, parse_scheme(scheme), F32)
         leaves = jax.tree.leaves(small, is_leaf=is_quantized)
         kept = [x for x in leaves if not is_quantized(x) and x.ndim > 1]
-        assert len(kept) == ("positions" in params)  # norms, biases, and learned positions
+        assert len(kept) == ("positions" in params)  # only learned positions stay
         dense = dequantized(small)
         want = whole(cfg, dense, rows, "dense")
         scale = np.abs(want).max()
@@ -122,7 +122,7 @@ def test_a_target_drafts_for_itself(target, scheme):
         own = sj.generate(target, prompts, method=method, draft=f"self:{scheme}", max_new_tokens=24)
         assert same(plain.tokens, own.tokens)
         assert own.stats["accepted"].sum() > 0.5 * own.stats["tested"].sum()
-    # q is the copy's own law, not the target's: what was drafted is sometimes refused.
+    # q is the copy's distribution, not the target's, so some drafts are refused.
     made = sj.quantize(target, scheme)
     assert not same(made.params, target.params) and made.dtype == target.dtype
     assert made.params["norm"]["weight"] is target.params["norm"]["weight"]

@@ -57,7 +57,7 @@ def test_attention_equals_that_of_the_dequantized_cache(blocks, monkeypatch):
 @pytest.mark.parametrize("name", ["speculative", "specinfer"])
 def test_lossless_methods_write_what_plain_decoding_writes(name, target, draft):
     target, draft = (dataclasses.replace(model, cache_dtype="int8") for model in (target, draft))
-    said = {"max_new_tokens": 24, "batch_size": 2}  # rows are refilled, a tree is committed
+    said = {"max_new_tokens": 24, "batch_size": 2}  # slots refill, tree paths are committed
     plain = sj.generate(target, PROMPTS, **said)
     out = sj.generate(target, PROMPTS, method=name, draft=draft, **said)
     assert all(map(np.array_equal, plain.tokens, out.tokens))

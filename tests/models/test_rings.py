@@ -46,10 +46,10 @@ def prefilled(lm, tokens, upto, capacity, dtype, width=16):
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_ring_gives_what_a_full_cache_gives(small, dtype):
-    """Chunks, a tree over the end of the ring, its accepted path, and a chain after that."""
+    """Prefill in chunks, a tree across the ring's end, its accepted path, then a chain."""
     lm = tiny_lm(0, **SLIDING)
     tokens = np.random.default_rng(0).integers(0, 97, (3, 256)).astype(np.int32)
-    upto = np.array([93, 190, 16])  # before the first wrap, before the second, and a short row
+    upto = np.array([93, 190, 16])  # just before the first wrap, before the second, and a short row
     parents = jnp.asarray([[NO_PARENT, 0, 0, 2, 1, 3]] * 3, jnp.int32)
     visible = tree.ancestors(parents, 3)
     positions = jnp.asarray(upto)[:, None] + tree.depths(visible)
@@ -75,7 +75,7 @@ def test_a_ring_gives_what_a_full_cache_gives(small, dtype):
         np.testing.assert_allclose(ours, whole, atol=2e-3 if dtype == "int8" else 2e-4)
     if dtype == "int8":
         return
-    for row, length in enumerate(upto):  # and what a pass without a cache gives
+    for row, length in enumerate(upto):  # both equal a pass without a cache
         line = np.concatenate([tokens[row, :length], nodes[row, [0, 2, 3, 5]], after[row]])[None]
         at = np.arange(line.shape[1], dtype=np.int32)[None]
         want = logits_jit(lm.config, lm.params, line, at, np.ones_like(line), "dense")
@@ -83,7 +83,7 @@ def test_a_ring_gives_what_a_full_cache_gives(small, dtype):
 
 
 def test_resizing_keeps_a_ring_that_has_not_wrapped(small):
-    """Its cache positions are the same in every bucket that is large enough."""
+    """A ring that has not wrapped has the same cache positions in every larger bucket."""
     small()
     lm = tiny_lm(0, **SLIDING)
     tokens = np.random.default_rng(1).integers(0, 97, (1, 64)).astype(np.int32)
@@ -123,7 +123,7 @@ FAST = "autoregressive", "speculative"
     "method", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in sj.methods()]
 )
 def test_every_method_decodes_in_rings(small, method):
-    """Greedy rows in every batch slot, refilled, from prefixes of other prompts."""
+    """Greedy tokens are the same with refilled slots and prefixes cached from other prompts."""
     models = tiny_lm(0, **SLIDING), tiny_lm(2, layers=1, sliding_window=WINDOW)
     small(2048)
     whole = generated(*models, method)

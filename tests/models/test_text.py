@@ -21,7 +21,7 @@ TEXT = "def f(x):\n    return x + 1  # naïve café 日本 🙂 e\u0301\n" * 40
 
 
 def metaspace():
-    """Spaces marked as SentencePiece does; the first one of a text is no part of it."""
+    """Spaces are marked as in SentencePiece; the first space is not part of the text."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     made.decoder = tokenizers.decoders.Metaspace()
@@ -31,7 +31,7 @@ def metaspace():
 
 
 def byte_fallback():
-    """As Llama 1 and 2 come: pieces with marked spaces, all else as byte tokens."""
+    """As Llama 1 and 2: pieces with marked spaces, and byte tokens for everything else."""
     pieces = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "d", "x", "▁x", "▁▁"]
     model = tokenizers.models.BPE(
         {piece: i for i, piece in enumerate(pieces)},
@@ -59,7 +59,7 @@ def backends(tmp_path_factory):
 
 
 def in_pieces(tokenizer, ids, cuts):
-    """``ids`` pushed in parts that end at the ``cuts``."""
+    """The text pieces if ``ids`` are pushed in parts that end at ``cuts``."""
     decoder, edges = IncrementalDecoder(tokenizer), [0, *cuts, len(ids)]
     parts = [decoder.push(ids[a:b]) for a, b in itertools.pairwise(edges)]
     return "".join(parts) + decoder.flush()
@@ -87,7 +87,7 @@ def test_pieces_of_any_ids_concatenate_to_their_text(backends, data, kind):
     """Random ids: invalid UTF-8, special tokens anywhere, ids beyond the vocabulary."""
     tokenizer = Tokenizer(backends[kind])
     size = tokenizer.vocab_size
-    # The first ids are special ones, which have no text: they come more often.
+    # The first ids are special and have no text; draw them more often.
     known = st.integers(0, 5) | st.integers(0, size + 2) | st.integers(size - 5, size - 1)
     ids = data.draw(st.lists(known, max_size=24))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=8)))
@@ -172,7 +172,7 @@ RICH = """{{ bos_token }}
 {% endif %}"""
 
 
-# What others wrote, in miniature: an answer marked for training, and arguments left out.
+# Features of published templates: an answer marked for training, and omitted arguments.
 MARKED = """{% for m in messages %}{% if m.role == 'user' %}
 {% generation %}  {{ m.content }}
 {% endgeneration %}{% endif %}{% endfor %}
@@ -243,7 +243,7 @@ def test_chat_template_has_limited_time(backends, monkeypatch, how):
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.5)
     with pytest.raises(sj.ModelError, match=r"failed: it took longer than 0\.5 s"):
         Tokenizer(backends[0], SLOW[how]).apply_chat("hi")
-    monkeypatch.undo()  # the next one has a process again
+    monkeypatch.undo()  # the next template gets a new process
     assert Tokenizer(backends[0], TEMPLATE).apply_chat("hi").startswith("[user] hi")
 
 
@@ -348,7 +348,7 @@ def test_pairs_are_checked(tiny_pair_dirs):
 
 
 def test_stored_truncation_and_padding_are_ignored(tmp_path):
-    """As in transformers: they belong to the run that saved the tokenizer."""
+    """As in transformers: they are settings of the run that saved the tokenizer."""
     made = byte_fallback()
     made.enable_truncation(4)
     made.enable_padding(length=8, pad_id=0, pad_token="<unk>")

@@ -1,4 +1,4 @@
-"""The parts that CONTRIBUTING shows work as printed, each in 30 lines."""
+"""The parts in CONTRIBUTING.md work as printed, and each has at most 30 lines."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How a compiled program's text is read and a kernel's schedule counted: no compiler needed."""
+"""Reading a compiled program's text, and counting a kernel's schedule; needs no compiler."""
 
 from pathlib import Path
 
@@ -24,8 +24,8 @@ def kernels(monkeypatch):
     return tpu_kernels
 
 
-# A loop that a constant ends, around a product, a kernel whose call takes three lines, and a sum;
-# behind it a loop that ends on data.
+# A loop with a constant number of turns, then one that ends on data. The first one holds a product,
+# a kernel whose call takes three lines, and a sum.
 PROGRAM = """
 %cond (at: s32[]) -> pred[] {
   %constant.1 = s32[]{:T(128)} constant(3)
@@ -49,7 +49,7 @@ ENTRY %main (x: s32[]) -> s32[] {
   ROOT %while.2 = s32[] while(%x), condition=%unknown, body=%body, metadata={op_name="b/while"}
 }
 """
-# A kernel's loop: a row's first block is skipped, or one that is met, or its last one.
+# A kernel's loop. Branches may skip three regions: a row's first block, a visited block, its last.
 BUNDLES = """
    0x5   :  { entry }
   0x10 LB: > { loop }
@@ -80,7 +80,7 @@ def test_a_kernels_schedule_is_a_turn_a_block_that_is_met_and_the_ends_of_a_row(
 
 
 def test_a_call_counts_the_blocks_that_its_rows_and_heads_meet(measure, kernels):
-    """Of a causal row 10 of 16 blocks, of which a least is asked; 2 rows, 3 heads."""
+    """A causal row visits 10 of 16 blocks, each at a minimum cost; there are 2 rows and 3 heads."""
     kernel = kernels.Kernel(turn=1, met=100, ends=10)
     call = (
         "%splash_mha_fwd.1 = custom-call(), operand_layout_constraints={s8[1,4,4], "
@@ -95,7 +95,7 @@ def test_a_call_counts_the_blocks_that_its_rows_and_heads_meet(measure, kernels)
 
 
 def test_windows_meet_what_they_see_of_a_drawn_row(measure, kernels):
-    """Some half of the blocks before them, as windows are spread over the row, and their own."""
+    """Windows are spread over the row, so they visit about half of the earlier blocks."""
     setup = measure.step_setup(measure.config("isolated", 4096, None))
     table = measure.drawn_tables(setup.insertion, 4096)[kernels.FORWARD]
     assert table.shape == (3, 6)  # 1,360 positions, 5,456 tokens

@@ -1,4 +1,4 @@
-"""Pages that are written from the code are current."""
+"""Generated pages are current, links lead to files, and figures exist and are small."""
 
 import re
 

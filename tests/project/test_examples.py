@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, on the embedded models, and the example in one function."""
+"""The notebooks and the one-function example run, from top to bottom, on the embedded models."""
 
 import importlib
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_notebook_runs(path):
 
 @pytest.mark.slow
 def test_the_sdsat_notebook_runs_as_plain_python(monkeypatch):
-    """Its cells one after the other, without Jupyter; what they find is what the text says."""
+    """Its cells run in order without Jupyter, and give the results that its text states."""
     monkeypatch.chdir(EXAMPLES)
     notebook = nbformat.read(EXAMPLES / "sdsat.ipynb", as_version=4)
     names: dict = {"__name__": "notebook"}
@@ -48,7 +48,7 @@ def test_the_sdsat_notebook_runs_as_plain_python(monkeypatch):
 
 
 def test_the_one_function_writes_what_generate_writes(monkeypatch):
-    """Token for token, greedy and sampled, and in as many target passes."""
+    """Both give the same tokens in as many target passes, greedy and sampled."""
     monkeypatch.syspath_prepend(EXAMPLES)
     example = importlib.import_module("speculative_in_one_function")
     target, draft = sj.load("demo"), sj.load("demo-draft")

@@ -1,4 +1,4 @@
-"""The command that measures an accelerator runs anywhere: at tiny shapes, on this machine."""
+"""docs/tools/measure_gpu.py runs here too, without an accelerator, at tiny shapes."""
 
 import json
 from pathlib import Path

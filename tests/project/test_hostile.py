@@ -1,7 +1,7 @@
-"""Whatever files and options hold, the answer is a result or one line that says what is wrong.
+"""Whatever a file or option contains, the answer is a result or a one-line error.
 
-Of the inputs of :mod:`support.hostile` each must be refused; of random ones each must be refused or
-be fit for use. The fuzzing is seeded and bounded; the slow suite tries more.
+Each input of :mod:`support.hostile` must be refused. A random input must be refused, or work. The
+fuzzing is seeded and bounded; the slow suite tries more examples.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from specjax.registry import METHODS, method
 from support import hostile
 from train.config import LMConfig, SDSATConfig, from_toml
 
-SECONDS = 60  # a hang, on a machine however slow
+SECONDS = 60  # more than this is a hang, even on a slow machine
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,7 +46,7 @@ def saved(tiny_pair_dirs):
 
 @contextlib.contextmanager
 def in_time():
-    """Fails what waits; kills the process where a wait is in code that no signal reaches."""
+    """Fails a block that takes too long. Kills the process if no signal reaches the code."""
 
     def late(*_):
         raise TimeoutError(f"not done after {SECONDS} s")
@@ -68,7 +68,7 @@ def is_one_line(text: str) -> bool:
 
 
 def refusal(case, home: Path) -> str | None:
-    """What is wrong with how a case is answered; None where it is refused as it should be."""
+    """What is wrong with the answer to a case; None if it is a one-line SpecjaxError."""
     home.mkdir()
     try:
         with in_time():
@@ -97,7 +97,7 @@ def each(*groups):
 @each(*hostile.WHOLE)
 def test_a_hostile_file_is_refused(case, tmp_path, capfd):
     assert refusal(case, tmp_path / "home") is None
-    assert "panicked" not in capfd.readouterr().err  # and Rust does not tell it, too
+    assert "panicked" not in capfd.readouterr().err  # nor may Rust print a panic
 
 
 @pytest.mark.torch
@@ -109,7 +109,7 @@ def test_hostile_files_for_torch_are_refused(group, tmp_path):
 
 
 def test_a_fifo_ends_a_program_with_one_line(tmp_path):
-    """A whole process: what holds in process holds for exit codes too."""
+    """Runs a whole process, to check its exit code too."""
     os.mkfifo(tmp_path / "in.jsonl")
     argv = ["infer.run", "--target", hostile.Models.saved, "--prompts", tmp_path / "in.jsonl"]
     argv = [sys.executable, "-W", "ignore", "-m", *argv]
@@ -120,7 +120,7 @@ def test_a_fifo_ends_a_program_with_one_line(tmp_path):
 
 def test_a_pipe_with_a_writer_is_read(tmp_path, model):
     os.mkfifo(tmp_path / "in.jsonl")
-    # A writer waits for a reader, and a reader must find a writer that has come before it.
+    # Opening a FIFO to write blocks until a reader comes, so the writer starts first.
     writing = ["sh", "-c", 'echo "{\\"prompt\\": \\"a\\"}" > "$1"', "sh", tmp_path / "in.jsonl"]
     with subprocess.Popen(writing) as writer:
         time.sleep(0.5)
@@ -134,7 +134,7 @@ def test_a_pipe_with_a_writer_is_read(tmp_path, model):
 # --- fuzzing ----------------------------------------------------------------------------------
 
 more = pytest.mark.parametrize("examples", [100, pytest.param(500, marks=pytest.mark.slow)])
-KEPT_SIZES = 64  # random sizes are small, or far too large: those between are memory, not mistakes
+KEPT_SIZES = 64  # sizes are at most this, or far too large: those between only cost memory
 numbers = st.one_of(
     st.integers(-2, KEPT_SIZES),
     st.integers(2**31, 2**70).map(lambda n: n * (-1) ** n),
@@ -150,7 +150,7 @@ values = st.recursive(
 
 
 def tried(examples, strategy, check, *shown):
-    """Holds random examples, the same each time, and those shown, against a check."""
+    """Runs a check on the examples ``shown``, and on random ones, the same in every run."""
     bounds = settings(max_examples=examples, derandomize=True, database=None)
 
     def one(drawn):
@@ -163,7 +163,7 @@ def tried(examples, strategy, check, *shown):
 
 
 def refuses(read, *arguments):
-    """What a reading gives; None where it refuses, which it does in one line."""
+    """The result of ``read``; None if it raises a SpecjaxError, which must be one line."""
     try:
         return read(*arguments)
     except SpecjaxError as error:
@@ -173,7 +173,7 @@ def refuses(read, *arguments):
 
 @st.composite
 def configs(draw):
-    """A config with some values replaced by others, right and wrong ones."""
+    """A config with some values replaced by valid or invalid ones."""
     family = draw(st.sampled_from(sorted(hostile.BASES)))
     known = [*hf_config.KEYS, *hostile.BASES[family], "eos_token_id", "pad_token_id"]
     ropes = st.dictionaries(
@@ -185,7 +185,7 @@ def configs(draw):
 
 
 def is_fit(config) -> None:
-    """An accepted config makes a model of finite numbers, and reads back as itself."""
+    """Checks that an accepted config gives finite logits, and is equal when read back."""
     cfg = refuses(from_hf, config)
     if cfg is None:
         return
@@ -293,7 +293,7 @@ def test_a_line_is_a_prompt_or_bad_and_a_row_one_line(examples, model, tmp_path)
             row = {"id": prompt.id, "prompt": prompt.text} | prompt.entry
             written = json_line(row)
             assert len(written.splitlines()) == 1 and written.encode()
-            assert repr(json.loads(written)) == repr(row)  # NaN is not itself
+            assert repr(json.loads(written)) == repr(row)  # repr, because NaN != NaN
 
     tried(examples, lines, read, *LINES)
 

@@ -1,4 +1,4 @@
-"""What holds the house together: which module may import which, and what an import costs."""
+"""Which module may import which, what an import costs, and the limits on style."""
 
 import ast
 import functools
@@ -14,7 +14,7 @@ from support import tools
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("specjax", "infer", "train")
-# Rooms of the programs that every other room may import; all other folders are a program each.
+# Rooms of infer/ and train/ that other rooms may import. Every other folder is a program.
 SHARED = {"infer.datasets", "train.config", "train.data", "train.engine"}
 MAX_LONG_FUNCTIONS = 12  # over 50 lines: most are a public signature and its docstring
 HELP_SECONDS = 0.3
@@ -37,7 +37,7 @@ def is_for_types(node: ast.AST) -> bool:
 
 
 def imports(tree: ast.AST, inside: bool = False):
-    """(imported name, whether inside a function) of everything below ``tree`` that runs."""
+    """Yields (imported name, whether inside a function) for each import below that runs."""
     for node in ast.iter_child_nodes(tree):
         if is_for_types(node):
             continue
@@ -50,7 +50,7 @@ def imports(tree: ast.AST, inside: bool = False):
 
 @functools.cache
 def graph() -> dict[str, set[str]]:
-    """Each module's modules of ours."""
+    """For each of our modules, which of our modules it imports."""
 
     def module_of(name: str) -> str | None:
         while name and name not in sources():
@@ -88,7 +88,7 @@ def is_program(room: str) -> bool:
 
 
 def forbidden(graph: dict[str, set[str]]) -> list[str]:
-    """The imports that no module may have."""
+    """The forbidden imports in ``graph``: out of the library, or into another program's room."""
     found = []
     for module, others in graph.items():
         mine = room_of(module)
@@ -200,5 +200,5 @@ def test_help_is_there_at_once(program):
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # Processor time, the least of three: other work on the machine is not ours.
+    # Processor time, the lowest of three, because other work on the machine slows a run.
     assert min(seconds() for _ in range(3)) < HELP_SECONDS

@@ -1,4 +1,4 @@
-"""Every command of docs/papers.md, on made-up rows with the embedded models and few tokens."""
+"""Every command of docs/papers.md runs, on synthetic rows, with small models and few tokens."""
 
 import dataclasses
 import gzip
@@ -39,7 +39,7 @@ SAMPLES = ROOT / "tests" / "samples"
 PAGE = (ROOT / "docs" / "papers.md").read_text()
 COMMANDS = re.findall(r"`(infer\.(?:bench|tune|run) [^`]*--target [^`]*)`", PAGE)
 TRAINED = re.findall(r"`(train\.\w+) (configs/\w+\.toml)`", PAGE)
-# What is not everywhere: what asks for it, and what stands in its place where it is not.
+# (optional package, the argument that needs it, its replacement if the package is missing).
 NEEDED = (
     ("mauve", r" --metric mauve\S+", ""),
     ("torch", r" --metric coherence\S+", ""),
@@ -85,8 +85,10 @@ COLUMNS = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """The files that the page names, in the formats that it names, and its models but S: P is the
-    smaller of the embedded ones, Q its first layer."""
+    """A directory with the data files and models that the page names, except S.
+
+    P is the smaller embedded model, and Q its first layer.
+    """
     home = tmp_path_factory.mktemp("papers")
     for name in set(re.findall(r"([\w-]+)\.parquet", PAGE)):
         rows = list(read_rows(str(next(SAMPLES.glob(f"{name}.json*")))))
@@ -121,7 +123,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tuned(home):
-    """Where the page's recipes put their models, which start at Q; S is the first of them."""
+    """The exports of the page's recipes, by config. They start at Q; the first one is S."""
     (home / "checkpoints").mkdir()
     for size in (7, 13):
         (home / "checkpoints" / f"CodeLlama-{size}b-hf").symlink_to(home / "Q")
@@ -139,7 +141,7 @@ def tuned(home):
 
 @pytest.fixture
 def small(home, monkeypatch):
-    """Prompts of one bucket, no cost curve."""
+    """Short prompts, which fit in one bucket, and constant costs instead of measured ones."""
     whole = PromptEncoder.text
 
     def text(self, said, first=None):
@@ -155,7 +157,7 @@ def small(home, monkeypatch):
 
 
 def shrunk(args):
-    """The same job, with few of everything."""
+    """The arguments of the same job with few prompts, repeats, options and tokens."""
     for name in ("num_prompts", "repeats"):
         if name in args:
             vars(args)[name] = 2
@@ -167,10 +169,10 @@ def shrunk(args):
             vars(args)[name] = vars(args)[name][:2]
     for name in ("sweep", "grid"):
         if isinstance(vars(args).get(name), list):
-            # Of an option that compiles anew one value, of the others two.
+            # One value of an option that is compiled in, two of the others.
             each = vars(args)[name]
             vars(args)[name] = [(o, values[: 2 if o in TRACED else 1]) for o, values in each]
-    # Of WikiText n-grams of words are counted.
+    # WikiText's metrics count n-grams of words, which need more tokens.
     args.max_new_tokens = 16 if "wikitext" in (vars(args).get("prompts") or "") else 4
     return args
 
@@ -187,7 +189,7 @@ def test_the_page_trains_what_it_decodes_with():
 
 @pytest.fixture
 def judge():
-    """An endpoint whose verdicts differ from question to question."""
+    """A judge's endpoint whose ratings differ between questions."""
 
     def answer_to(question):
         drawn = zlib.crc32(question.encode())
@@ -238,7 +240,7 @@ def test_a_command_of_the_page_makes_its_table(command, small, judge, request, c
 
 
 def column(out, head):
-    """The cells below a head, of all Markdown tables that have it."""
+    """The cells of a column, from all Markdown tables that have its head."""
     rows = [[cell.strip() for cell in line.split("|")] for line in out.splitlines()]
     found, at = [], None
     for row in rows:
@@ -262,7 +264,7 @@ def test_a_recipe_of_the_page_exports_a_model_that_drafts(config, home, tuned):
 
 @pytest.mark.slow
 def test_the_ablation_of_the_page_makes_its_figure(home, tuned, monkeypatch):
-    """Of three variants, one for each loss, on the code that the recipes read."""
+    """It trains three variants, one per loss, on the code that the recipes read."""
     monkeypatch.chdir(home)
     (config,) = (c for name, c in TRAINED if name == "train.ablation")
     own = overrides("model.init_from=Q", "data.corpora=[]", 'data.files=["data/starcoder"]')

@@ -56,7 +56,7 @@ def test_a_lock_names_its_holder_and_ends_with_its_process(tmp_path, kind):
             raise AssertionError
     process.kill()
     process.communicate()
-    with locked(given, "--out"):  # the killed process's file does no harm
+    with locked(given, "--out"):  # the file that the killed process left does not matter
         (note,) = set(tmp_path.rglob(".*lock"))
         assert f"process {os.getpid()} " in note.read_text()
         with pytest.raises(InputError, match=f"by process {os.getpid()} on"), locked(path, "--out"):
@@ -76,7 +76,7 @@ def test_a_lock_is_waited_for_until_the_deadline(tmp_path):
 
 
 def test_a_lock_file_that_was_removed_meanwhile_is_made_again(tmp_path, monkeypatch):
-    """Between opening the file and locking it, its start_holder may have removed it."""
+    """The holder may remove the file after we open it and before we lock it."""
     from specjax._util import files
 
     path = tmp_path / "out"
@@ -126,7 +126,7 @@ def test_an_interrupted_process_ends_at_once_with_130(main):
 
 @pytest.mark.parametrize("importing", [True, False])
 def test_an_interrupt_leaves_blocks_but_breaks_no_import(tmp_path, importing):
-    """An interrupt that is raised while an extension is imported crashes some of them."""
+    """Imports are not interrupted, because that crashes some extension modules."""
     early = "try: signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt: os.abort()\n"
     (tmp_path / "module.py").write_text(MODULE + early * importing)
     code = f"sys.path.insert(0, {str(tmp_path)!r})\n{ABORT_AT_EXIT}{RUN_MODULE}\nstart(main)"

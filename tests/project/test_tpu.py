@@ -1,7 +1,7 @@
 """What the TPU compiler expects a round to cost; needs libtpu, and no TPU.
 
-``SPECJAX_LIBTPU`` names a directory that holds it: beside the packages of the other tests JAX would
-look for a TPU.
+``SPECJAX_LIBTPU`` names the directory that holds it. Installed beside the other packages, libtpu
+would make JAX look for a TPU.
 """
 
 import os
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.tpu]
 
 
 def measured(tool, *argv):
-    """The rows that a tool prints, by column."""
+    """The rows of the table that a tool prints, as dicts by column."""
     if PathFinder.find_spec("libtpu", PATH) is None:
         pytest.skip("needs libtpu: CONTRIBUTING says where")
     command = [sys.executable, f"docs/tools/{tool}.py", *argv]
@@ -39,7 +39,7 @@ def measured(tool, *argv):
 
 @pytest.mark.parametrize("topology", ["v6e:2x2", "v5e:2x4"])
 def test_one_row_streams_the_weights(topology):
-    """Eight tokens wide; a pass of one token is what it was without, and must not pass."""
+    """With passes padded to eight tokens. Without padding the limit must be missed."""
 
     def over_the_limit(*more):
         asked = ("autoregressive", "--batch", "1", "--layers", "2", "--topology", topology)
@@ -50,7 +50,7 @@ def test_one_row_streams_the_weights(topology):
 
 
 def test_a_piece_of_a_long_prompt_costs_little_more_than_its_products():
-    """2.07 in blocks of plain JAX."""
+    """At most 1.5 times them. Our blocks in plain JAX took 2.07."""
     asked = ("--layers", "4", "--batch", "1", "--capacity", "16384", "--topology", "v5e:2x4")
     (row,) = measured("measure_tpu", "--prefill", *asked)
     assert float(row["over them"]) < 1.5
@@ -63,8 +63,11 @@ def test_a_head_in_8_bits_drafts_for_a_twentieth_of_a_step():
 
 
 def test_attention_kernels_pay_for_the_blocks_that_causal_rows_meet():
-    """Over their products at a plain product's rate: more than those, and less than a kernel that
-    met what it skips. The rate is of a matrix unit twice as wide as a head."""
+    """Cycles relative to the kernel's products at a plain product's rate.
+
+    They are lower than if the kernel visited the blocks that it skips. They are above 1 because the
+    matrix unit is twice as wide as a head.
+    """
     (forward, backward) = measured(
         "measure_training", "--attention", "--tokens", "16384", "--topology", "v6e:1x1"
     )

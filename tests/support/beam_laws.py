@@ -1,7 +1,8 @@
-"""The laws of sampled beams by enumeration, in plain Python and float64.
+"""The distribution (law) of sampled beams by enumeration, in plain Python and float64.
 
-A ``table`` maps every prefix (a tuple of tokens) to the raw log-probabilities of the next token.
-Hypotheses are pairs of a score and a prefix. Nothing here is shared with the library.
+A ``table`` maps every prefix (a tuple of tokens) to the raw log-probabilities of the next token. A
+hypothesis is a pair (score, prefix). A law maps an outcome to its probability. Nothing here is
+shared with the library.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from support.laws import continuation_logits
 
 
 class Rule(NamedTuple):
-    """How beams are sampled; the fields that have a default are for mutants."""
+    """How beams are sampled; the fields with a default are for mutants."""
 
-    joint: str  # warped as a whole if raw; conditionals warped, or tempered and not renormalized
-    likeliest: bool  # keep the likeliest of those drawn, not the first
+    joint: str  # raw: joint warped; warped: conditionals; tempered: those, not renormalized
+    likeliest: bool  # keep the likeliest drawn continuations, not the first
     replaced: bool = False  # draw with replacement
-    spare: int | None = None  # for each beam so many are drawn: one more than ends
+    spare: int | None = None  # draws per beam; default: 1 + number of EOS ids, at least 2
 
 
 RULES = {
@@ -44,7 +45,7 @@ def table_of(lm, prompt, length: int) -> dict[tuple, np.ndarray]:
 
 
 def cut(scores: np.ndarray, sampling, fewest: int = 1) -> np.ndarray:
-    """Temperature, top-k, top-p by sorting; not renormalized; ``fewest`` are always kept."""
+    """Temperature, top-k and top-p by sorting, not renormalized; keeps at least ``fewest``."""
     scores = scores / sampling.temperature
     order = np.argsort(-scores, kind="stable")
     count = max(sampling.top_k or len(scores), fewest)
@@ -62,7 +63,7 @@ def normalized(scores: np.ndarray) -> np.ndarray:
 
 
 def grown(table, running, ended, rule, sampling, ends):
-    """All continuations ``[(score, tokens)]``, and the law that they are drawn from."""
+    """All continuations ``[(score, tokens)]``, and the probabilities that they are drawn with."""
     scored = []
     for score, tokens in running:
         if tokens in ended:
@@ -81,7 +82,10 @@ def grown(table, running, ended, rule, sampling, ends):
 
 
 def draws(weights, rule, enough, chosen=(), chance=1.0):
-    """Every sequence of draws that is ``enough``, with its probability."""
+    """Yields every sequence of draws (indices) with its probability.
+
+    A sequence ends as soon as ``enough(sequence)``, or when no weight is left.
+    """
     left = sum(w for i, w in enumerate(weights) if rule.replaced or i not in chosen)
     if left <= 0 or enough(chosen):
         yield chosen, chance
@@ -92,7 +96,7 @@ def draws(weights, rule, enough, chosen=(), chance=1.0):
 
 
 def drafted_law(table, rule, width, steps, sampling, ends=()) -> dict:
-    """Law of the ordered beams of a draft, whose ended beams stay with their score."""
+    """Law of a draft's ordered beams. Ended beams stay and keep their score."""
     law = {((0.0, ()),): 1.0}
     for _ in range(steps):
         after = defaultdict(float)
@@ -108,8 +112,8 @@ def drafted_law(table, rule, width, steps, sampling, ends=()) -> dict:
 def search_law(table, rule, width, budget, sampling, ends=()) -> list[dict]:
     """Law of ``(running, finished)`` after each round.
 
-    Running hypotheses in their order, finished ones by their mean score. A search that ended
-    has nothing running.
+    Running hypotheses stand in beam order, with total scores; finished ones have mean scores. A
+    search that has ended has none running.
     """
     law, after_rounds = {(((0.0, ()),), ()): 1.0}, []
     for length in range(1, budget + 1):
@@ -126,15 +130,15 @@ def search_law(table, rule, width, budget, sampling, ends=()) -> list[dict]:
 
 
 def _step(table, rule, width, length, budget, sampling, ends, running):
-    """What goes on and what ends of each sequence of draws."""
+    """Yields ((running, ended), probability) for each sequence of draws."""
     scored, weights = grown(table, running, (), rule, sampling, ends)
     over = [length == budget or tokens[-1] in ends for _, tokens in scored]
     spare = rule.spare or 1 + max(1, len(ends))
 
     def enough(chosen):
         if length == budget:
-            return len(chosen) == width  # no others may end
-        if rule.likeliest or rule.replaced:  # with replacement, ends might never end
+            return len(chosen) == width  # at the budget every draw ends
+        if rule.likeliest or rule.replaced:  # drawing until W run might not stop
             return len(chosen) == spare * width
         return len(chosen) >= width and sum(not over[i] for i in chosen) >= width
 
@@ -155,7 +159,7 @@ def _merge(going, closing, finished, width, length):
 
 
 def block_law(table, joint, length, sampling, ends=()) -> dict:
-    """Law of MTJD's block, every continuation enumerated, ends absorbing."""
+    """Law of MTJD's block, by enumeration of all continuations. EOS is absorbing."""
     blocks = {}
     for block in itertools.product(range(len(table[()])), repeat=length):
         stop = next((i + 1 for i, x in enumerate(block) if x in ends), length)
@@ -170,7 +174,7 @@ def block_law(table, joint, length, sampling, ends=()) -> dict:
 
 
 def sequences(law: dict, of) -> dict:
-    """The law of ``of(outcome)``."""
+    """The law of ``of(outcome)``: sums the probabilities of outcomes that it maps to one."""
     out = defaultdict(float)
     for outcome, chance in law.items():
         out[of(outcome)] += chance

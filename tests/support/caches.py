@@ -1,4 +1,4 @@
-"""What every method promises of the target's cache."""
+"""The check that every method's target cache must pass."""
 
 import functools
 
@@ -19,7 +19,7 @@ def _prefill():
 
 
 def check_cache(lm: sj.LM, state: sj.DecodeState, atol: float = 2e-5) -> None:
-    """It holds what a prefill of the committed tokens gives."""
+    """Checks that the state's cache equals a fresh prefill of the committed tokens."""
     want = _prefill()(lm.net, state.tokens)
     held = (jnp.arange(state.capacity) < state.length[:, None] - 1)[:, None, :, None]
     for a, b in zip(jax.tree.leaves(state.cache), jax.tree.leaves(want), strict=True):

@@ -15,7 +15,7 @@ def same(a, b):
 
 
 def shard(directory):
-    """Splits the weights into two files with an index, as large checkpoints come."""
+    """Splits the weights into two files with an index, as in large checkpoints."""
     tensors = load_file(directory / WEIGHTS)
     (directory / WEIGHTS).unlink()
     names = sorted(tensors)

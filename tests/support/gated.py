@@ -26,7 +26,7 @@ def tuned(params, ids, seed=0, rank=3, matrices=()):
 
 
 def base_and_gated(**other):
-    """(a base of five tokens, the same with adapters); random answers agree often enough."""
+    """(base, base with adapters), with five tokens, so that random answers are often accepted."""
     sizes = {"vocab_size": 5, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
     sizes |= {"intermediate_size": 24, "max_position": 256} | other
     cfg = ModelConfig.llama(**sizes)

@@ -22,7 +22,7 @@ def rotate(x, position, theta):
 
 
 def features(cfg, w, states):
-    """f of one token from what the target's layers read there, ``[P, Dt]``."""
+    """The features f ``[D]`` of one token, from the target's auxiliary states ``[P, Dt]``."""
     if cfg.fc_norm:
         norms = [w[f"fc_norm.{i}.weight"] for i in range(len(states))]
         states = [rms(x, norm, cfg.norm_eps) for x, norm in zip(states, norms, strict=True)]
@@ -33,7 +33,7 @@ def features(cfg, w, states):
 
 
 def outputs(cfg, w, tokens, f, positions):
-    """The hidden state of the last of T pairs (f, token), each seeing those before it."""
+    """The hidden state of the last of T pairs (f, token). Each pair sees those before it."""
     name, eps = "layers.0.", cfg.norm_eps
     e = rms(w["embed_tokens.weight"][tokens], w[name + "input_layernorm.weight"], eps)
     g = rms(f, w[name + "hidden_norm.weight"], eps)

@@ -1,7 +1,7 @@
-"""A head's training loss by hand: one chain from one place at a time, in NumPy, without sharing.
+"""A head's training loss by hand in NumPy: one chain from one place at a time.
 
-Written from the specification of EAGLE-3 training (arXiv 2503.01840, §3), for heads of Llama's
-layer without further flags than ``norm_before_residual``.
+Written from the specification of EAGLE-3 training (arXiv 2503.01840, §3), for heads with a
+Llama layer and no flag besides ``norm_before_residual``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def rms(x, weight, eps):
 
 
 def rotate(x, position, theta):
-    """``x [heads, E]`` turned: halves as pairs."""
+    """``x [heads, E]`` with rotary positions; a pair is one entry of each half."""
     half = x.shape[1] // 2
     angle = position * theta ** (-np.arange(half) / half)
     a, b = x[:, :half], x[:, half:]
@@ -35,7 +35,7 @@ def rotate(x, position, theta):
 
 
 class Head:
-    """One head as a chain reads it."""
+    """One EAGLE-3 head, evaluated pair by pair."""
 
     def __init__(self, cfg, params, embed):
         self.cfg, self.w, self.embed = cfg, weights(params), np.asarray(embed, np.float64)
@@ -44,7 +44,7 @@ class Head:
         return self.w["fc"] @ np.asarray(states, np.float64).reshape(-1)
 
     def read(self, token, features, position, past):
-        """Hidden state and (key, value) of one pair; ``past`` are the entries that it sees."""
+        """Hidden state and (key, value) of one pair; ``past`` are the (key, value) that it sees."""
         cfg, w = self.cfg, self.w
         normed = rms(features, w["hidden_norm"], cfg.norm_eps)
         both = np.concatenate([rms(self.embed[token], w["attention_norm"], cfg.norm_eps), normed])

@@ -1,4 +1,4 @@
-"""A head on hidden states made of transformers' Llama parts, its attention's input doubled.
+"""A head on hidden states, made of transformers' Llama parts with a wider attention input.
 
 Params are those of a checkpoint in speculators' names. Axis legend: T pairs, P layers of the
 target, D hidden size, v draft vocabulary.
@@ -14,7 +14,7 @@ from specjax.models.families.head_layouts import D2T, T2D
 
 
 class Head(torch.nn.Module):
-    """Pairs to logits ``[T, v]`` of each; every weight of a checkpoint has its place."""
+    """Maps T pairs to their logits ``[T, v]``; has a place for every weight of a checkpoint."""
 
     def __init__(self, cfg: HeadConfig, tensors: dict[str, np.ndarray]):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Heads that agree with a target often, not always: all is random but what reads the tokens out."""
+"""Random heads whose output matrix is fitted, so that they often agree with a target."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def random_params(cfg: HeadConfig) -> dict:
 def fitted_head(target: sj.LM, ids: np.ndarray, layers: tuple[int, ...]) -> sj.LM:
     """A head whose last matrix fits the target's logits over random texts, by least squares.
 
-    ``ids`` are those that it drafts, ``layers`` those that it reads.
+    ``ids`` are the target ids that it drafts, ``layers`` the auxiliary layers that it reads.
     """
     cfg = HeadConfig.of(target.config, ids, layer_ids=layers)
     head = attach(sj.from_params(cfg, random_params(cfg)), target)

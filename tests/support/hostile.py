@@ -1,7 +1,7 @@
-"""Hostile files and options: what each is, and the reading that must refuse it in one line.
+"""Hostile files and options, each of which must be refused with a one-line error.
 
-A case is a function of an empty directory: it writes what it is about and reads it the way the
-programs do. Accepting it, any exception but a SpecjaxError, and a long wait are failures.
+A case is a function of an empty directory. It writes its file there and reads it as the programs
+do. It fails if the file is accepted, if anything but a SpecjaxError is raised, or if it hangs.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def short(value: Any) -> str:
     return ascii(value)[:40]
 
 
-# --- JSON that is none ------------------------------------------------------------------------
+# --- invalid JSON -----------------------------------------------------------------------------
 
 TEXTS = {
     "empty": b"",
@@ -207,7 +207,7 @@ def make_device(path: Path) -> None:
 
 
 def make_unreadable(path: Path) -> None:
-    """Larger than any such file, without taking room."""
+    """Makes the file 1 TiB long (sparse, so it takes no space): too large to read."""
     with path.open("ab") as file:
         file.truncate(1 << 40)
 
@@ -224,7 +224,7 @@ TEXT_FILES = (*JSON_FILES, "chat_template.jinja")
 
 
 class Models:
-    """A saved model to break copies of; made once, when the first case asks."""
+    """A saved model, made once; cases break copies of it."""
 
     saved: Path
 
@@ -278,7 +278,7 @@ def texts() -> Iterator[tuple[str, Case]]:
 
 
 def safetensors(header: Any, data: bytes = b"", size: int | None = None) -> bytes:
-    """A file with that header, however wrong."""
+    """A safetensors file with any header, valid or not."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if size is None else size) + text + data
 
@@ -371,7 +371,7 @@ def unigram(vocab: list[Any], unk: int | None) -> dict[str, Any]:
     return {"type": "Unigram", "unk_id": unk, "vocab": vocab, "byte_fallback": False}
 
 
-TOKENIZERS: dict[str, tuple[tuple[str, ...], Any]] = {  # where, and what stands there
+TOKENIZERS: dict[str, tuple[tuple[str, ...], Any]] = {  # (path of keys, bad value)
     "a long prefix": (("model", "continuing_subword_prefix"), "é" * 50),
     "an id of 2^40": (("model", "vocab", "zz"), 2**40),
     "an id of 2^32-1": (("model", "vocab", "zz"), 2**32 - 1),
@@ -559,7 +559,7 @@ def classifiers() -> Iterator[tuple[str, Case]]:
 
 # --- training configs -------------------------------------------------------------------------
 
-SETTINGS = {  # key → values that none may have
+SETTINGS = {  # key → values that must be refused
     (
         "model.hidden_size model.num_layers model.num_heads model.intermediate_size "
         "model.max_position data.seq_len optim.total_steps optim.batch_size optim.accumulate "
@@ -742,7 +742,7 @@ def arguments() -> Iterator[tuple[str, Case]]:
 
 
 def parse(*argv: str) -> Any:
-    """The arguments of ``infer.run``; argparse's exit is what a user's mistake ends in."""
+    """The arguments of ``infer.run``; a mistake ends in argparse's exit."""
     try:
         return commands.parser().parse_args(argv)
     except SystemExit as stop:
@@ -772,11 +772,11 @@ def lexicals() -> Iterator[tuple[str, Case]]:
             yield f"{name} {said}", case
 
 
-# --- files in place of which there is something else ------------------------------------------
+# --- paths where a file is expected and something else is found --------------------------------
 
 
 def places() -> Iterator[tuple[str, Case]]:
-    """Each file that is read, replaced by what is no file. A FIFO hangs whoever opens it."""
+    """Each file that is read, replaced by something else, such as a FIFO, which blocks readers."""
     for said, make in NO_FILES.items():
         for name in (*TEXT_FILES, WEIGHTS):
             yield f"{said} for {name}", model(lambda d, n=name, make=make: make(d / n))

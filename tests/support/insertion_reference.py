@@ -1,4 +1,4 @@
-"""Adaptive insertion as ALGORITHMS.md §12 says it, token by token, and rows to try it on."""
+"""Adaptive insertion as in ALGORITHMS.md §12, token by token, and rows to test it on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def some_row(seed, T=96, documents=6, padding=False):
 
 
 def slow_windows(insertion, row, number):
-    """Windows as §12 says them, token by token, from the same draws."""
+    """The windows of §12, token by token, from the same random draws."""
     count = len(row["tokens"])
     key, counter = np.array([insertion.seed, number], np.uint64), np.array([0, 0, 0, 1], np.uint64)
     rng = np.random.Generator(np.random.Philox(key=key, counter=counter))

@@ -1,4 +1,4 @@
-"""A judge that answers as a test says: an OpenAI-compatible endpoint on a port of its own."""
+"""A judge with scripted answers: an OpenAI-compatible endpoint on its own port."""
 
 import contextlib
 import http.server
@@ -27,7 +27,7 @@ def judging_with(answer_to):
         do_GET = do_POST
 
         def log_message(self, *_):
-            """Says nothing."""
+            """Logs nothing."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)

@@ -1,9 +1,9 @@
 """Statistics for the tests: synthetic conditional tables and exact-joint chi-square.
 
-A table gives p(· | prefix) and q(· | prefix) for every prefix of up to L tokens over a tiny
-vocabulary, so the law of the emitted sequence is known exactly. A rule runs one round over
-2·10⁵ rows; tokens past the round are drawn from p; the joint of the first L tokens is held
-against its exact law. Axis legend: B rows, N nodes, L tokens, V vocabulary.
+A table gives p(· | prefix) and q(· | prefix) for every prefix of fewer than L tokens over a tiny
+vocabulary. So the distribution (law) of the emitted sequence is known exactly. A rule runs one
+round over 2·10⁵ rows, and tokens past the round are drawn from p. Then the joint of the first L
+tokens is compared with its law. Axis legend: B rows, N nodes, L tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specjax.core.warp import warp
 from specjax.laws import ALPHA, SAMPLES, histogram, joint, p_value
 from support.variant_models import logits_jit
 
-__all__ = ["ALPHA", "SAMPLES", "histogram", "joint", "p_value"]  # the library's, used as ours
+__all__ = ["ALPHA", "SAMPLES", "histogram", "joint", "p_value"]  # re-exported from the library
 
 VOCAB, GAMMA = 3, 3
 LENGTH = GAMMA + 1
@@ -51,10 +51,10 @@ def child(context, token):
 
 
 def chain_draft(keys, p, q, *, stop=None, log_q=None) -> tuple[Draft, jax.Array]:
-    """A chain drawn from q by the library's own streams, and log p at its nodes.
+    """A chain drawn from q with the library's random streams, and log p at its nodes.
 
-    ``stop``: contexts before which the row drafts no more (a function of the prefix alone).
-    ``log_q``: what the draft claims as its law, where a mutant wants to lie.
+    ``stop``: contexts at which the row stops drafting; they depend on the prefix only.
+    ``log_q``: the q that the draft reports, if a mutant reports a wrong one.
     """
     rows = keys.shape[0]
     context = jnp.zeros((rows,), jnp.int32)
@@ -118,7 +118,7 @@ ROWS = 8192
 
 
 def continuations(lm, length: int) -> np.ndarray:
-    """All of ``length`` tokens, in order: ``[V**length, length]``."""
+    """All continuations of ``length`` tokens, in lexicographic order: ``[V**length, length]``."""
     grid = np.meshgrid(*[np.arange(lm.vocab_limit)] * length, indexing="ij")
     return np.stack(grid, -1).reshape(-1, length)
 
@@ -133,9 +133,9 @@ def continuation_logits(lm, prompt, length: int):
 
 
 def continuation_passes(lm, prompt, length: int):
-    """As :func:`continuation_logits`, through a cache and over as many rows as the loop has.
+    """As :func:`continuation_logits`, through a cache and with as many rows as the loop has.
 
-    A bfloat16 product rounds otherwise for 64 rows than for 8,192: the law is of what is run.
+    A bfloat16 product of 64 rows rounds differently than one of 8,192.
     """
     grid = continuations(lm, length)
     rows = np.resize(grid, (ROWS, length)).astype(np.int32)
@@ -166,11 +166,11 @@ def continuation_law(lm, grid, logits, sampling) -> np.ndarray:
 
 
 def continuation_counts(engine, prompt, length: int, sampling) -> np.ndarray:
-    """Counts over all continuations; the device loop alone, without the host's text side."""
+    """Counts of each continuation; runs only the device loop, without the host's scheduler."""
     inputs, budget = engine.inputs(sampling, ROWS), np.full(ROWS, length, np.int32)
     method, vocab = engine.method, engine.target.vocab_limit
     counts = np.zeros((vocab,) * length, np.int64)
-    # A capacity bucket would be mostly empty.
+    # Not a capacity bucket, which would be mostly empty.
     capacity = -(-(len(prompt) + length + method.round_positions) // 16) * 16
     how = {"chunk": len(prompt), "capacity": capacity}
     with optimized():
@@ -184,7 +184,7 @@ def continuation_counts(engine, prompt, length: int, sampling) -> np.ndarray:
 
 @contextlib.contextmanager
 def optimized():
-    """What compiles within runs for seconds: here LLVM's passes pay."""
+    """Compiles with all optimizations: programs that run for seconds are worth it."""
     jax.config.update("jax_disable_most_optimizations", False)
     try:
         yield

@@ -69,7 +69,7 @@ class Run:
         self.tokens: list[int] = []
         self.counters = collections.Counter(dict.fromkeys(COUNTERS, 0))
         self.states: list[str] = []
-        self.ends: set[str] = set()  # where ends of sequence were met
+        self.ends: set[str] = set()  # where EOS occurred: in a draft, a lookahead or an attempt
 
     @property
     def running(self) -> bool:
@@ -87,7 +87,7 @@ class Run:
         return -math.inf if math.isnan(value) else value
 
     def roll(self, model: Model, path: list[int], name: str, call: str) -> list[int]:
-        """The path with up to d greedy tokens behind it."""
+        """The path and up to d greedy tokens after it."""
         path = list(path)
         for _ in range(self.d):
             if path and path[-1] in self.eos:
@@ -98,7 +98,7 @@ class Run:
         return path
 
     def look(self, path: list[int], model: Model, call: str) -> int:
-        """The best of the k likeliest tokens behind the path."""
+        """The token with the best lookahead reward, of the k likeliest after the path."""
         logits = self.p(self.prompt + self.tokens + path)
         best, chosen = -math.inf, None
         for token in np.argsort(-logits, kind="stable")[: self.k].tolist():

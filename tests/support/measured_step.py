@@ -1,7 +1,7 @@
 """Peak memory of two real training steps: python tests/support/measured_step.py < CONFIG.json
 
-Prints {"predicted", "measured", "by_hand"} in bytes; a process of its own, so that nothing else
-has used memory that the step could reuse.
+Prints {"predicted", "measured", "by_hand"} in bytes. It runs as a process of its own, so that the
+step cannot reuse memory that something else has freed.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ def memory(key: str) -> int:
 
 
 def zeros(shapes):
-    # Written, not just reserved: pages count once they are touched.
+    # Write the pages: memory counts as used only once it is touched.
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of training share: shipped configs, tiny checkpoints, what a run has logged."""
+"""Helpers of the training tests: shipped configs, tiny checkpoints, logged records."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def logged(directory: Path) -> list[dict[str, Any]]:
 
 
 def repeatable(directory):
-    """The run's records without what differs from run to run."""
+    """The run's records without fields such as times, which differ between equal runs."""
     rows = logged(directory)
     return [{k: v for k, v in r.items() if not k.startswith("tokens_per_second")} for r in rows]
 
 
 def small_tokenizer(home: Path) -> Tokenizer:
-    """400 tokens."""
+    """A tokenizer of 400 tokens."""
     return train_tokenizer(code(), 400, home / "tokenizer.json")
 
 
 def code() -> list[Document]:
-    """Files of the standard library: they do not change with ours, and with them the tokens."""
+    """Files of the standard library: a change of our code must not change the tokens."""
     modules = argparse, ast, dataclasses, enum, inspect, pathlib, tempfile, textwrap
     return [Document(module.__name__, inspect.getsource(module)) for module in modules]
 

@@ -1,4 +1,4 @@
-"""The exact-joint statistic of ``laws`` for trees: drafts of every shape and law, one round.
+"""The exact-joint test of ``laws`` for trees: one round, drafts of every shape and sampling.
 
 Nodes stand level by level; within a level, the children of one parent are together, except
 that k chains interleave (chain c is every k-th node). Axis legend: B rows, N nodes.
@@ -59,7 +59,7 @@ def tree_draft(keys, p, q, *, branching=(2, 2, 1), sampling=WITHOUT_REPLACEMENT,
         q_row=tuple(inner.index(parent) if parent in inner else 0 for parent in parents),
         sampling=sampling,
     )
-    # Depth can pass the table where a tree is deeper than it is long; it never does here.
+    # A tree may be deeper than the table is long, but no tree of these tests is.
     return draft, jnp.log(p[jnp.stack([context[n] for n in order], 1)])
 
 
@@ -74,7 +74,7 @@ def draw(keys, row, children, law):
     if law == WITHOUT_REPLACEMENT:
         node_keys = probs.draw_keys(keys, Purpose.DRAFT, children[0])
         score += jax.vmap(lambda key: jax.random.gumbel(key, row.shape[1:]))(node_keys)
-    # Not top_k, which takes seconds over so many rows of three entries.
+    # argsort, because top_k takes seconds over so many rows of three entries.
     drawn = jnp.argsort(-score, axis=1)[:, : len(children)]
     return drawn, jnp.take_along_axis(score, drawn, axis=1) > probs.NEVER
 

@@ -1,4 +1,4 @@
-"""The variants as models of ours, and what transformers says of them."""
+"""The variants as models of specjax, and their golden outputs from transformers."""
 
 import dataclasses
 import functools

@@ -1,6 +1,6 @@
-"""Tiny random models, a few per family and switch, made alike here and in transformers.
+"""Tiny random models, a few per family and switch, the same here and in transformers.
 
-Weights come from numpy's Philox by tensor name, so golden files hold only tokens and logits.
+Weights come from NumPy's Philox, seeded by tensor name, so golden files need no weights.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ _GEMMA3 = _GEMMA | {
     "rope_local_base_freq": 1e4,
 }
 
-# Of the other families, whole; the first of each is what slow checks take.
+# Variants of the other families; slow checks use the first one of each family.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": _QWEN2,
     "qwen2-window": _QWEN2
@@ -200,19 +200,21 @@ def weights(name: str, shape: tuple[int, ...], std: float = 0.2) -> np.ndarray:
 
 
 def std(name: str) -> float:
-    """The scale of a variant's weights, by family: where it is small or large, greedy decoding
-    of random weights soon repeats one token."""
+    """The standard deviation of a variant's weights, by family.
+
+    With other values greedy decoding of random weights soon repeats one token.
+    """
     return {"qwen2": 0.5, "qwen3": 0.5, "gpt_neox": 0.4, "bloom": 0.4}.get(
         config(name)["model_type"], 0.2
     )
 
 
 def tokens(rows: int = 2, length: int = 20) -> np.ndarray:
-    """int32 ``[rows, length]``."""
+    """Random token ids, int32 ``[rows, length]``."""
     return np.random.Generator(np.random.Philox(9)).integers(3, 61, (rows, length)).astype(np.int32)
 
 
-GREEDY_PROMPT, GREEDY_TOKENS = 8, 64  # greedy decoding goes on after each row's first tokens
+GREEDY_PROMPT, GREEDY_TOKENS = 8, 64  # tokens of a row before greedy decoding, and after
 
 # Draft trees, one per row, each below its own number of committed tokens: parents of 7 nodes,
 # node 0 the root. The first one branches, the second is a comb with a late branch.

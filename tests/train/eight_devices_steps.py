@@ -1,5 +1,4 @@
-"""The compiled step on eight simulated devices. Run by test_placement.py, in a process that has
-them."""
+"""The compiled training step on eight simulated devices; test_placement.py runs this file."""
 
 import functools
 import re
@@ -15,7 +14,7 @@ from train.engine.placement import make_placement
 from train.sdsat.losses import SdsatObjective, sdsat_loss, weigh
 from train.sdsat.memory import Parts, compiled_step
 
-# A vocabulary that does not divide, as CodeLlama's with one id more.
+# V does not divide by 8, as CodeLlama's vocabulary with one id more does not.
 B, T, APPENDED, D, KEYS, INNER, V = 8, 48, 24, 64, 32, 176, 417
 MODEL = ModelConfig.llama(
     vocab_size=V,
@@ -33,7 +32,7 @@ GATHERED, REDUCED = re.compile(r"= f32\[([\d,]+)\]\S* all-gather"), re.compile(r
 
 
 def program(loss, fsdp):
-    """The text of a step over these losses' batches, its weights shared by ``fsdp`` devices."""
+    """The compiled step of a loss as text, with weights sharded over ``fsdp`` devices."""
     objective = SdsatObjective(loss, 5, 0.0 if loss == "basic" else 1.0, remat=True)
     placement = make_placement(fsdp, B)
     tokens = T + APPENDED if loss == "isolated" else T
@@ -57,7 +56,7 @@ def program(loss, fsdp):
 @pytest.mark.parametrize("fsdp", [1, 8])
 @pytest.mark.parametrize("loss", ["basic", "improved", "isolated"])
 def test_every_device_works_on_its_own_rows(loss, fsdp):
-    """Products have one device's tokens and a weight's whole width, and no activation moves."""
+    """Products have one device's tokens and whole weights, and no activations are exchanged."""
     text = program(loss, fsdp)
     widths = (D, KEYS, INNER, V)
     tokens = {"basic": (T,), "improved": (2 * T, T), "isolated": (T + APPENDED, T, APPENDED)}[loss]
@@ -65,12 +64,12 @@ def test_every_device_works_on_its_own_rows(loss, fsdp):
     assert len(products) > 5
     for rows, columns in products:
         assert int(rows) in (*tokens, *widths) and int(columns) in widths
-    # A table split by width, as its rows do not divide, hands its rows on to those who asked.
+    # V does not divide, so the table is split by columns, and looked-up rows are exchanged.
     moves = re.findall(r".* (?:all-to-all|collective-permute)(?:-start)?\(.*", text)
     assert all("_take" in move for move in moves) and len(moves) == (0 if fsdp == 1 else 2)
     weights = {frozenset(shape) for shape in ((D,), (D, KEYS), (D, INNER), (D, V))}
     gathered = [frozenset(map(int, shape.split(","))) for shape in GATHERED.findall(text)]
     assert set(gathered) <= weights and bool(gathered) == (fsdp == 8)
-    # The output table is gathered for both passes of each of the loss's sums, not for its chunks.
+    # The output table is gathered per sum of the loss, forward and backward, and not per chunk.
     assert gathered.count(frozenset((D, V))) <= 4
     assert not any(f"[{rows},{V}]" in line for rows in tokens for line in REDUCED.findall(text))

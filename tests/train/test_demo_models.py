@@ -25,7 +25,7 @@ def plan(home, rows=2, scale=1.0):
 
 
 def configs(stages):
-    """What each training stage's program reads, by the stage's name."""
+    """The config of each training stage, by the stage's name."""
     trained = [stage for stage in stages if stage.begun]
     return {
         stage.begun.parent.name: from_toml(
@@ -61,7 +61,7 @@ def test_a_stage_reads_the_products_of_earlier_ones(tmp_path):
 
 
 class Programs:
-    """In place of the programs: each makes its product, or ends with the next of ``answers``."""
+    """Fake programs: a call makes the stage's product, or returns the next code of ``answers``."""
 
     def __init__(self, home):
         self.products = {tuple(stage.command): stage.product for stage in plan(home).stages()}
@@ -84,11 +84,11 @@ def test_finished_stages_are_kept_and_begun_ones_resume(tmp_path, monkeypatch, c
     monkeypatch.setattr(models, "call", programs)
     monkeypatch.setattr(sys, "argv", ["models", str(tmp_path), "--corpora", "stdlib"])
     target, draft, *others = map(list, programs.products)
-    programs.answers = [2]  # the program has printed what is wrong
+    programs.answers = [2]  # an exit code of 2: the program has printed its error
     assert models.main() == 2 and programs.called == [target]
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "metrics.jsonl").touch()
-    programs.answers = [0]  # stopped, and saved
+    programs.answers = [0]  # exit code 0 without the product: stopped and saved
     assert models.main() == 0 and "the same command goes on" in capsys.readouterr().err
     assert programs.called.pop() == [*target, "--resume"]
     programs.answers = [-signal.SIGTERM]
@@ -115,7 +115,7 @@ def test_impossible_sizes_are_one_line_errors(tmp_path, settings, says):
 
 @pytest.mark.slow
 def test_all_models_are_trained_and_decode(tmp_path):
-    """At a two-thousandth of the size, stopped once within the target's training."""
+    """At 1/2,000 of the size; the target's training is stopped once and resumed."""
     options = ["--corpora", "stdlib", "--scale", "0.0005", "--rows", "1"]
     command = [sys.executable, "-m", "train.demo.models", str(tmp_path), *options]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ, stderr=subprocess.PIPE, text=True)

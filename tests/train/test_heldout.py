@@ -1,4 +1,4 @@
-"""The held-out functions: read from the interpreter, never trained on, changes named."""
+"""Held-out functions: read from the standard library, never trained on, changes reported."""
 
 import ast
 import json
@@ -47,7 +47,7 @@ if os.name:
 
 @pytest.fixture
 def library(tmp_path):
-    """A library of one file, and a manifest that names all its functions as they stand."""
+    """A library of one file, and a manifest that lists its functions."""
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").write_text(SOURCE)
     entries = [
@@ -91,7 +91,7 @@ def test_the_committed_manifest_reads():
         assert len(function.prompt) <= PROMPT_CHARS and not function.prompt.endswith("\n")
         assert function.reference.startswith("\n") and not function.reference.endswith("\n")
         ast.parse(textwrap.dedent(function.source))
-    # Rounds over the modules: no module dominates the first 40.
+    # The list goes round over the modules, so no module dominates the first 40.
     assert max(Counter(f.module for f in functions[:40]).values()) <= 2
 
 
@@ -134,7 +134,7 @@ def test_the_manifest_lists_only_unseen_functions_of_good_length():
     text = "".join(function(*item) for item in bodies.items()) + function("twice", 8)
     seen = Document("d/0.py", "class C:\n" + textwrap.indent(function("copied", 10), "    "))
     assert not is_held_out(seen.name)
-    # A held-out file of another source lists nothing: only the library is at hand everywhere.
+    # Only the standard library is on every machine, so files of other sources are not listed.
     documents = [Document(held_out_name(folder), text) for folder in ("stdlib", "other")]
     manifest = build_manifest([*documents, seen])
     assert [entry["name"] for entry in manifest["functions"]] == ["fits"]

@@ -1,4 +1,4 @@
-"""Runs of several processes on one machine: the losses of one process, one set of files."""
+"""Training in several processes on one machine: the losses of one, and one set of files."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def command(start, run, *settings, program="train.sdsat", config=TINY_SDSAT):
 
 
 def launch(start, run, *settings, separate=((), ()), **which):
-    """The processes of one run; ``separate`` are settings of one process each."""
+    """Starts the processes of one run; ``separate`` has the settings of each process."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -96,7 +96,7 @@ def test_two_processes_give_the_losses_of_one_device(start, tmp_path):
                 np.testing.assert_allclose(two[name], single[name], rtol=2e-4, err_msg=name)
     cards = [json.loads((tmp_path / r / "export/card.json").read_text()) for r in ("two", "one")]
     assert cards[0]["held_out_decode_acceptance"] == cards[1]["held_out_decode_acceptance"]
-    # What both processes saved, one goes on with.
+    # One process continues from the checkpoint of both.
     longer = command(start, tmp_path / "two", SETTINGS[0], "optim.total_steps=8")
     subprocess.run([*longer, "--resume"], cwd=ROOT, check=True, capture_output=True)
     assert [row["step"] for row in logged(tmp_path / "two") if "loss" in row] == list(range(1, 9))

@@ -47,7 +47,7 @@ def quick(start, monkeypatch):
 
 @pytest.fixture
 def delta(start, tmp_path):
-    """(a delta of random adapters beside ``start``, the base's config, the plain adapters)."""
+    """(delta of random adapters on ``start``, config of the base, adapters that are not fused)."""
     cfg, params = load_pretrained(start)
     adapters = tuned(params, IDS[:1], matrices=("q", "v", "down"))[KEY]
     save_delta(str(start), start, cfg_with_ids(cfg), adapters, "float32", tmp_path / "delta")
@@ -93,7 +93,7 @@ def test_the_clean_loss_has_no_gradient_and_no_param_has_one():
     tuning = gated_lora((12,), Tuned(lora_rank=2, lora_alpha=2.0), seed=0)
     trainable, frozen = tuning.split(params)
     trainable["layers"] = jax.tree.map(lambda x: x + 0.1, trainable["layers"])
-    batch = {  # four clean tokens, and behind them the window that stands before the third
+    batch = {  # four clean tokens, then the window that stands before the third one
         "tokens": [3, 1, 4, 1, 12, 12],
         "labels": [1, 4, 1, 5, 1, 5],
         "segments": [1] * 6,

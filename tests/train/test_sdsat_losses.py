@@ -48,7 +48,7 @@ def params():
 
 
 def rows_for(loss, insertion, numbers, T=48):
-    """(the plain rows, their batch as the loss wants it)."""
+    """(rows, the batch that the loss makes of them)."""
     rows = [some_row(number, T) for number in numbers]
     if loss == "isolated":
         out = [isolated_row(insertion, row, n) for n, row in zip(numbers, rows, strict=True)]
@@ -59,7 +59,7 @@ def rows_for(loss, insertion, numbers, T=48):
 
 @jax.jit
 def dense_log_p(params, tokens, count):
-    """Log-probabilities [48, V] after each of the first ``count`` tokens, alone in a sequence."""
+    """Log-probabilities [48, V] after each token of one sequence; the first ``count`` are valid."""
     places = jnp.arange(48)[None]
     hidden = hidden_states(
         MODEL, params, tokens[None], places, (places < count).astype(jnp.int32)
@@ -82,7 +82,7 @@ def dense_documents(row):
 
 
 def dense_adaptive(params, loss, insertion, row, number):
-    """(log-probabilities [V], the place) of every adaptive token, by one forward pass each."""
+    """(log-probabilities [V], place) of every adaptive token, each by its own forward pass."""
     windows = slow_windows(insertion, row, number)
     mixed, index = slow_mixed(insertion, row, windows)
     for span in dense_documents(row):

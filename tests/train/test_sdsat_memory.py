@@ -1,4 +1,4 @@
-"""train.sdsat --dry-run: what a step needs, by hand, by the compiler, and as measured."""
+"""train.sdsat --dry-run: a step's memory by hand, by the compiler, and as measured."""
 
 import dataclasses
 import json
@@ -86,7 +86,7 @@ def by_hand(cfg, devices):
 
 
 def test_evaluation_needs_the_state_and_two_whole_models(tmp_path, tokenizer):
-    """Of a 7B model in bfloat16: a share of 12 bytes a parameter, and twice 2 bytes of each."""
+    """7B in bfloat16 on 8 devices: 12 / 8 bytes of state a parameter, and two copies of 2 bytes."""
     cfg = big(tmp_path / "7b", shape(*SEVEN_B), tokenizer, 8)
     setup = prepare_setup(cfg)
     parts = dryrun.step_parts(cfg, setup, setup.model)
@@ -180,7 +180,7 @@ def test_a_dry_run_tells_the_memory_and_whether_it_fits(tmp_path, tokenizer):
 
 @pytest.mark.slow
 def test_settings_that_should_take_less_memory_do(tmp_path, tokenizer):
-    """Each by itself, as the compiler counts it, or the table where that counts too little."""
+    """Each alone lowers the compiler's count, or the table's if the compiler counts too little."""
     where = directory(tmp_path / "model", model := shape(2048, 256, 4, 4, 4, 512), tokenizer)
     settings = ["data.seq_len=128", "sdsat.loss=improved", "sdsat.adaptive_targets=data"]
     settings += ["sdsat.decode_prompts=0", "optim.batch_size=4"]
@@ -249,7 +249,7 @@ def test_missing_devices_are_one_line(tmp_path, tokenizer):
 
 
 def test_a_tuned_model_is_planned_as_it_is_trained(tmp_path, tokenizer):
-    """Parts as shapes, and the real thing, have the same leaves."""
+    """The planned shapes and the real arrays have the same leaves."""
     model = shape(tokenizer.get_vocab_size(), 16, 1, 2, 2, 24)
     where = directory(tmp_path / "tiny", model, tokenizer)
     save_pretrained(where, model, init_params(model, jax.random.key(0)), tokenizer.to_str())

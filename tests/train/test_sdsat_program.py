@@ -183,7 +183,7 @@ def test_ids_come_from_the_config_the_checkpoint_unused_vocabulary_or_new_rows(t
     assert choose(408, distinct=True) == ((400, 401, 402), 0)
     assert choose(408, had=(405, 405)) == ((405,), 0)
     assert choose(408, ids=(407,)) == ((407,), 0)
-    assert choose(400, ids=(399,)) == ((399,), 0)  # whether text holds it, the corpus says
+    assert choose(400, ids=(399,)) == ((399,), 0)  # the corpus is checked later
 
 
 def test_reserved_tokens_may_be_adaptive_if_the_corpus_lacks_them(
@@ -317,7 +317,7 @@ def test_the_ablation_keeps_what_is_finished_and_reports_it(start, tmp_path, mon
 
 @pytest.mark.parametrize("loss", ["basic", "isolated"])
 def test_counted_operations_equal_those_of_the_compiler(loss):
-    """Of the blocks, dense attention included; the head runs in chunks, which it counts once."""
+    """For the blocks, with dense attention. The head is left out: XLA counts its loop once."""
     cfg = ModelConfig.llama(
         vocab_size=64, hidden_size=128, num_layers=2, num_heads=4, intermediate_size=256
     )
@@ -395,4 +395,4 @@ def test_transformers_loads_the_export_with_equal_logits(quick, tmp_path):
         want = theirs(torch.from_numpy(tokens).long()).logits.numpy()
     ours = np.asarray(logits_of(cfg, params, hidden))
     np.testing.assert_allclose(ours[..., :400], want[..., :400], atol=1e-4)
-    assert np.isneginf(ours[..., 400]).all()  # an adaptive id is an input alone
+    assert np.isneginf(ours[..., 400]).all()  # an adaptive id is only an input

@@ -62,7 +62,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """A folder of source code beside records of every kind, and what is no text."""
+    """A folder of source code, record files of every kind, and files that are no text."""
     home = tmp_path_factory.mktemp("sources")
     (home / "code" / ".git").mkdir(parents=True)
     for number, name in enumerate(("a.java", "b.cpp", "c.rs", "Makefile", "d.py")):
@@ -92,7 +92,7 @@ def data_of(sources, shards, *names, **other):
 
 @pytest.fixture(scope="module")
 def finished_shards(sources, tokenizer, tmp_path_factory):
-    """(its config, the manifest of shards of every kind of file), several of each."""
+    """(data config, manifest) of a corpus with every kind of file, several shards of each."""
     data = data_of(sources, tmp_path_factory.mktemp("made") / "shards")
     return data, make_shards(data, recipe_of(data, tokenizer, Plain()), 1, shard_bytes=4000)
 
@@ -161,7 +161,7 @@ def test_skipped_files_are_in_the_manifest(finished_shards):
 
 
 def test_one_shard_gives_the_rows_of_memory(sources, tokenizer, tmp_path):
-    """In one order of documents every row is the same, held-out ones too."""
+    """With the same order of documents, all rows are equal, held-out ones too."""
     data = data_of(sources, tmp_path / "shards", "lines.jsonl")
     shards = load_shards(data, tokenizer, Plain())
     documents = {d.name: d for d in load_corpus((), data.files)}
@@ -194,9 +194,9 @@ def test_copies_and_near_copies_of_held_out_text_are_left_out(tokenizer, tmp_pat
 
 
 def test_shared_bands_follow_the_curve():
-    """1 − (1 − J^8)^16 at a similarity of 0.8, of 200 pairs; and no pair of unlike documents."""
+    """Of 200 pairs with J = 0.8, a share of 1 − (1 − J^8)^16 has a common band; of others, none."""
     rng = np.random.default_rng(0)
-    shared, separate = 1600, 200  # J = shared / (shared + 2 · separate), less the borders' shingles
+    shared, separate = 1600, 200  # J = shared / (shared + 2 · separate), less border shingles
     pairs = [
         [np.concatenate([common, rng.integers(0, 60000, separate)]) for _ in range(2)]
         for common in rng.integers(0, 60000, (200, shared))
@@ -216,7 +216,7 @@ def test_rows_come_from_each_source_by_its_weight(sources, tokenizer, tmp_path):
     lines = b"".join(sorted(whole(shards.sources[0])))
     seen = [batch["tokens"][0] for batch in itertools.islice(make_loader(shards, 8, 1, 0), 100)]
     from_lines = sum(row.astype(np.uint16).tobytes() in lines for row in seen)
-    # Of 75; a row over the border of two documents is in neither.
+    # 75 are expected; a row that spans two documents is found in neither.
     assert 50 < from_lines <= 75
     one, two = (make_loader(shards, 8, 1, 0, process_index=i, process_count=2) for i in range(2))
     for even, odd in zip(seen[:20:2], seen[1:20:2], strict=True):
@@ -311,7 +311,7 @@ def finished(command):
 
 @pytest.mark.slow
 def test_killed_anywhere_shards_and_losses_are_the_same(tokenizer, tmp_path):
-    """Two kills of processes that tokenize, one of a run that trains on what they made."""
+    """Kills tokenizing twice, and once a run that trains on the shards."""
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
     for number, name in enumerate("xyz"):
         seeds = range(1000 * number, 1000 * number + 300)
@@ -378,7 +378,7 @@ def test_the_program_reports_what_it_made_and_what_is_missing(sources, tokenizer
     ],
 )
 def test_fine_tuning_programs_read_their_shards(sources, tmp_path, program, cls, read):
-    """Their layout, between the checkpoint's own ids, is that of the tokens in memory."""
+    """Shards hold the same documents as memory does, with the checkpoint's BOS and EOS."""
     home = tmp_path / "start"
     home.mkdir()
     start = save_checkpoint(home, small_tokenizer(home))

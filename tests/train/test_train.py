@@ -178,7 +178,7 @@ def test_moments_take_the_memory_of_their_dtype():
 
 @pytest.mark.parametrize("options", [{"moments": "bfloat16"}, {"optimizer": "adafactor"}])
 def test_optimizers_with_smaller_states_descend_as_far_as_adamw(options):
-    """A quadratic of factored dimensions, in as many steps."""
+    """On a quadratic large enough to be factored, in the same number of steps."""
     goal = jax.random.normal(jax.random.key(0), (128, 256))
 
     def end(**optim):
@@ -222,7 +222,7 @@ def test_accumulation_equals_one_large_batch():
         return jnp.sum((batch["tokens"] * params["w"] - 1) ** 2 * real), real.sum().astype(float)
 
     tokens = jnp.arange(24.0).reshape(4, 6) / 10
-    labels = jnp.where(tokens > 1.1, IGNORE, 1)  # micro-batches of unequal counts
+    labels = jnp.where(tokens > 1.1, IGNORE, 1)  # micro-batches with unequal numbers of labels
     step = make_step(loss, optax.sgd(0.1))
     results = []
     for split in (1, 2, 4):

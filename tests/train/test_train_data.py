@@ -253,7 +253,7 @@ def test_an_epoch_holds_each_token_one_time_and_epochs_differ(prepared):
         streams.append(batch["tokens"][real])
         ends = batch["tokens"] == EOS_ID
         assert (batch["labels"][ends | ~real] == IGNORE).all()
-        # A label is the token that follows in the epoch's text, over row ends too.
+        # A label is the next token of the epoch, across row ends too.
         np.testing.assert_array_equal(
             batch["labels"][:-1][~ends[:-1]], batch["tokens"][1:][~ends[:-1]]
         )

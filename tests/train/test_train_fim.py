@@ -61,7 +61,7 @@ def test_rearranged_documents_are_tokenized_and_cached_separately(tokenizer, tmp
 
 
 def test_a_tokenizer_that_adds_a_space_does_so_at_the_start_only(tmp_path):
-    """As CodeLlama's: a suffix is encoded as the middle of a text."""
+    """As with CodeLlama's tokenizer: a suffix must be encoded as the middle of a text."""
     pieces = ["<s>", "\n", "▁", *"abc"]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     spaced = Tokenizer(models.BPE(vocab, []))
@@ -80,7 +80,7 @@ def test_a_tokenizer_that_adds_a_space_does_so_at_the_start_only(tmp_path):
     assert not (data.train == vocab["\n"]).any()
 
 
-# (BOS, EOS) of config.json, what the tokenizer's template puts first, what frames a document
+# ((BOS, EOS) of config.json, the template's first id, (ids before, ids after) a document)
 FAMILIES = {
     "llama": ((1, 2), 1, ([1], [2])),
     "opt": ((2, 2), 2, ([2], [2])),

@@ -1,4 +1,4 @@
-"""train.head: the loss against a slow reference, whole runs, what they leave behind."""
+"""train.head: the loss against a slow reference, whole runs, and their exports."""
 
 import json
 import os
@@ -195,7 +195,7 @@ def test_the_export_loads_bit_for_bit_and_drafts(start, whole):
 @pytest.mark.torch
 @pytest.mark.skipif(find_spec("speculators") is None, reason="needs the speculators extra")
 def test_speculators_reads_the_exported_config(start, whole):
-    """By its own class: where the package is there, it must import."""
+    """Its own config class reads the file. An installed package must import."""
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
 
     read, layer = Eagle3SpeculatorConfig.from_pretrained(whole / "export"), load_config(start)

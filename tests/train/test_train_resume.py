@@ -1,7 +1,7 @@
 """train.engine.loop: what a run keeps when it is killed, or when its params or files are damaged.
 
-A loss of one parameter, so that every case takes a second; its checkpoints do not fall on
-logging steps, which is where interrupted averages and late NaNs show.
+The loss has one parameter, so that every case takes a second. Checkpoints do not fall on logging
+steps, so that interrupted averages and late NaNs would show.
 """
 
 import json
@@ -91,7 +91,7 @@ def test_killed_before_the_first_checkpoint_resume_starts_over(tmp_path):
 
 
 def test_ruined_params_are_never_saved(tmp_path):
-    """SGD at this rate overflows after the last log line before a checkpoint is due."""
+    """SGD at this rate overflows between the last log line and the next checkpoint."""
     train(tmp_path, steps=20, save_every=10)
     with pytest.raises(TrainingError, match="checkpoint of step 20 is intact"):
         train(tmp_path, steps=40, rate=1e30, save_every=3, resume=True)
@@ -100,7 +100,7 @@ def test_ruined_params_are_never_saved(tmp_path):
 
 
 def test_an_update_that_ruins_the_step_of_a_checkpoint_is_not_saved(tmp_path):
-    """The loss of that step is finite still: it is of the params before the update."""
+    """The loss of that step is still finite, because it uses the params before the update."""
     with pytest.raises(TrainingError, match="no checkpoint was saved yet"):
         train(tmp_path, rate=1e38, save_every=1)
     assert Checkpoints(tmp_path / "checkpoints", 2).latest is None
@@ -122,7 +122,7 @@ def begun(tmp_path_factory):
 
 
 def resumed_in_one_line(begun, home, damage):
-    """What --resume says of a copy of the run that ``damage`` has changed; it changes no more."""
+    """The error line of --resume on a damaged copy of the run, whose files must not change."""
     shutil.copytree(begun, home)
     damage(home)
     before = files(home)
@@ -138,7 +138,7 @@ def files(home):
 
 
 def changed(**changes):
-    """A note's text; its digest stays."""
+    """A function that changes a note's text but keeps its digest."""
 
     def change(text):
         sealed = json.loads(text)
@@ -182,7 +182,7 @@ def test_a_damaged_note_is_one_line(begun, tmp_path, name):
 
 
 def in_place(path, make):
-    """Removes what is at ``path`` and makes something else of it."""
+    """Replaces the file at ``path`` with something else, such as a directory."""
 
     def damage(home):
         there = home / path
@@ -342,7 +342,7 @@ def test_checkpoints_without_metrics_count_as_a_run(tmp_path):
 
 
 def test_a_run_reports_to_weights_and_biases_and_resumes_there(tmp_path, monkeypatch):
-    """Through its client only; here one that records its arguments."""
+    """wandb is replaced by a client that records its arguments."""
     told = []
     client = SimpleNamespace(
         log=lambda scalars, step: told.append((step, scalars)), finish=lambda: told.append("end")
