@@ -33,7 +33,7 @@ from train.data.packing import IGNORE
 from train.engine.directory import lock_directory
 from train.engine.loop import make_step
 from train.engine.losses import OutputHead, chunked_distillation
-from train.engine.optim import make_optimizer, muon_axes, schedule
+from train.engine.optim import make_optimizer, muon_axes, schedule, schedule_warning
 from train.lm.__main__ import main
 from train.lm.training import useful_operations
 from train.sdsat.__main__ import main as sdsat
@@ -148,7 +148,7 @@ def params():
     return {"embed": jnp.ones((5, 3)), "layers": {"0": block}, "norm": {"weight": jnp.ones(3)}}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
 def test_weight_decay_touches_matrices_only(optimizer):
     optimizer = make_optimizer(Optim(optimizer, warmup_steps=0, weight_decay=0.5))
     zero = jax.tree.map(jnp.zeros_like, params())
@@ -207,13 +207,30 @@ def test_muon_trains_only_the_matrices_of_the_blocks():
 def test_schedules_where_their_phases_meet():
     cfg = Optim(warmup_steps=10, total_steps=100, decay_fraction=0.2, final_fraction=0.1)
     rate = schedule(cfg, 2.0)
-    for step, want in ((0, 0), (5, 1), (10, 2), (79, 2), (80, 2), (90, 1.1), (100, 0.2)):
+    for step, want in ((0, 0.2), (4, 1), (9, 2), (10, 2), (80, 2), (90, 1.1), (100, 0.2)):
         np.testing.assert_allclose(rate(step), want, rtol=1e-5)
     cosine = schedule(
         Optim(schedule="cosine", warmup_steps=10, total_steps=100, final_fraction=0.1), 2.0
     )
-    for step, want in ((0, 0), (10, 2), (55, 1.1), (100, 0.2)):
+    for step, want in ((0, 0.2), (9, 2), (10, 2), (55, 1.1), (100, 0.2)):
         np.testing.assert_allclose(cosine(step), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["wsd", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 50])
+def test_a_schedule_without_much_room_still_ends_at_its_final_rate(name, warmup):
+    """Warmup that takes most steps shortens the decay; it does not cut it off."""
+    cfg = Optim(schedule=name, warmup_steps=warmup, total_steps=60, final_fraction=0.1)
+    rate = schedule(cfg, 2.0)
+    np.testing.assert_allclose(rate(max(0, warmup - 1)), 2, rtol=1e-5)
+    np.testing.assert_allclose(rate(60), 0.2, rtol=1e-5)
+    assert schedule_warning(cfg) is None
+
+
+def test_a_schedule_that_never_leaves_warmup_says_so():
+    warning = schedule_warning(Optim(warmup_steps=50, total_steps=20))
+    assert "optim.warmup_steps=50" in warning and "40%" in warning
+    assert schedule_warning(Optim(warmup_steps=50, total_steps=51)) is None
 
 
 def test_accumulation_equals_one_large_batch():

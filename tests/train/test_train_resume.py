@@ -21,8 +21,9 @@ from support.training import logged
 from train.config import LMConfig, Optim, Run, from_toml
 from train.engine.checkpoints import Checkpoints
 from train.engine.directory import lock_directory
-from train.engine.loop import TrainingError, fit
+from train.engine.loop import TrainingError, fit, make_step
 from train.engine.metrics import Metrics, TensorBoard, speeds
+from train.engine.optim import make_optimizer
 from train.lm import prepare as lm
 
 
@@ -52,7 +53,15 @@ def squares(params, frozen, batch):
 
 
 def train(
-    directory, steps=40, end=None, resume=False, rate=0.05, save_every=25, valid=(), **section
+    directory,
+    steps=40,
+    end=None,
+    resume=False,
+    rate=0.05,
+    save_every=25,
+    valid=(),
+    optimizer=None,
+    **section,
 ):
     directory.mkdir(exist_ok=True)
     settings = {"log_every": 10, "checkpoint_every": save_every, "eval_every": 1000} | section
@@ -60,7 +69,7 @@ def train(
     return fit(
         squares,
         {"w": jnp.float32(3)},
-        optax.sgd(rate),
+        optimizer or optax.sgd(rate),
         Stream(end),
         run=run,
         optim=Optim(total_steps=steps),
@@ -88,6 +97,21 @@ def test_killed_before_the_first_checkpoint_resume_starts_over(tmp_path):
         train(tmp_path / "cut", end=12)
     train(tmp_path / "cut", resume=True)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
+def test_a_step_is_compiled_once_also_after_a_resume(tmp_path, monkeypatch, optimizer):
+    """Counters that lie on no device would make the second step another program."""
+    steps = []
+
+    def noted_step(*args):
+        steps.append(make_step(*args))
+        return steps[-1]
+
+    monkeypatch.setattr("train.engine.loop.make_step", noted_step)
+    train(tmp_path, 4, optimizer=make_optimizer(Optim(optimizer)))
+    train(tmp_path, 8, optimizer=make_optimizer(Optim(optimizer)), resume=True)
+    assert [step._cache_size() for step in steps] == [1, 1]
 
 
 def test_ruined_params_are_never_saved(tmp_path):

@@ -25,6 +25,7 @@ from train.data.loader import Loader
 from train.data.packing import Batch, stack
 from train.engine.checkpoints import Checkpoints
 from train.engine.metrics import Metrics, open_trackers, require_trackers, speeds
+from train.engine.optim import schedule_warning
 from train.engine.placement import Placement
 from train.engine.progress import Progress
 
@@ -228,6 +229,8 @@ class _Training:
             noted_signals() as signals,
             Progress(total, self.state.step, shown=processes.is_main_process()) as progress,
         ):
+            if warning := schedule_warning(self.optim):
+                progress.note(warning)
             self.log_time = time.perf_counter()
             self.save_time = time.monotonic()
             while self.state.step < total and not processes.any_process(bool(signals)):

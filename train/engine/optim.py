@@ -13,27 +13,47 @@ from train.config import Optim
 def schedule(cfg: Optim, peak: float) -> optax.Schedule:
     """The learning rate as a function of the step alone.
 
+    Step 0 is the first. Its rate is ``peak / warmup_steps``, so that no step is lost at rate 0.
+
     Args:
       peak: the learning rate after warmup.
 
     Schedules:
       wsd: warmup-stable-decay (arXiv 2404.06395). Linear warmup, then constant, then linear to
-        ``final_fraction`` of the peak over the last ``decay_fraction`` of the steps.
+        ``final_fraction`` of the peak over the last ``decay_fraction`` of the steps. If warmup
+        takes some of those steps, the decay has the rest.
       cosine: linear warmup, then a cosine to ``final_fraction`` of the peak.
     """
     final = peak * cfg.final_fraction
+    warmup = cfg.warmup_steps
+    ramp = optax.linear_schedule(peak / max(1, warmup), peak, max(1, warmup - 1))
     if cfg.schedule == "cosine":
-        return optax.warmup_cosine_decay_schedule(
-            0.0, peak, cfg.warmup_steps, max(cfg.total_steps, cfg.warmup_steps + 1), final
-        )
+        after_warmup = max(1, cfg.total_steps - warmup)
+        cosine = optax.cosine_decay_schedule(peak, after_warmup, cfg.final_fraction)
+        return optax.join_schedules([ramp, cosine], [warmup])
+
     decay = max(1, round(cfg.total_steps * cfg.decay_fraction))
-    start = max(cfg.warmup_steps, cfg.total_steps - decay)
+    start = max(warmup, cfg.total_steps - decay)
+    # The decay ends at the last step, also if a long warmup leaves it fewer steps.
+    decay = max(1, cfg.total_steps - start)
     phases = [
-        optax.linear_schedule(0.0, peak, max(1, cfg.warmup_steps)),
+        ramp,
         optax.constant_schedule(peak),
         optax.linear_schedule(peak, final, decay),
     ]
-    return optax.join_schedules(phases, [cfg.warmup_steps, start])
+    return optax.join_schedules(phases, [warmup, start])
+
+
+def schedule_warning(cfg: Optim) -> str | None:
+    """A line for the log if the schedule ends within its warmup; None if it does not."""
+    if cfg.warmup_steps < cfg.total_steps or cfg.warmup_steps <= 1:
+        return None
+    share = cfg.total_steps / cfg.warmup_steps
+    return (
+        f"optim.warmup_steps={cfg.warmup_steps} leaves no step after warmup: with "
+        f"optim.total_steps={cfg.total_steps} the learning rate reaches {share:.0%} of its peak "
+        "and does not decay"
+    )
 
 
 def is_matrix(params: dict) -> dict:
@@ -55,6 +75,28 @@ def muon_axes(params: dict) -> dict:
     return tree_map_with_path(axes, params)
 
 
+def _muon_labels(params: dict) -> dict:
+    """The optimizer of each parameter: "muon" or "adamw"."""
+    axes = muon_axes(params)
+    return jax.tree.map(
+        lambda axis: "adamw" if axis is None else "muon",
+        axes,
+        is_leaf=lambda axis: axis is None or isinstance(axis, MuonDimensionNumbers),
+    )
+
+
+def _adamw(cfg: Optim) -> optax.GradientTransformation:
+    """AdamW with weight decay on matrices."""
+    return optax.adamw(
+        schedule(cfg, cfg.learning_rate),
+        cfg.beta1,
+        cfg.beta2,
+        mu_dtype=cfg.moments,
+        weight_decay=cfg.weight_decay,
+        mask=is_matrix,
+    )
+
+
 def make_optimizer(cfg: Optim) -> optax.GradientTransformation:
     """Clipping by global norm, then the optimizer that the config names.
 
@@ -63,31 +105,22 @@ def make_optimizer(cfg: Optim) -> optax.GradientTransformation:
     adafactor: second moments as one row and one column per matrix, no first moments
       (arXiv 1804.04235); learning rate and weight decay as for adamw.
     """
-    rate = schedule(cfg, cfg.learning_rate)
     if cfg.optimizer == "adamw":
-        inner = optax.adamw(
-            rate,
-            cfg.beta1,
-            cfg.beta2,
-            mu_dtype=cfg.moments,
-            weight_decay=cfg.weight_decay,
-            mask=is_matrix,
-        )
+        inner = _adamw(cfg)
     elif cfg.optimizer == "muon":
-        inner = muon(
+        matrices = muon(
             schedule(cfg, cfg.muon_learning_rate),
             weight_decay=cfg.weight_decay,
             mu_dtype=cfg.moments,
-            adam_b1=cfg.beta1,
-            adam_b2=cfg.beta2,
-            adam_learning_rate=rate,
             muon_weight_dimension_numbers=muon_axes,
         )
+        # optax's muon trains all other parameters with Adam, but without a mask for their decay.
+        inner = optax.partition({"muon": matrices, "adamw": _adamw(cfg)}, _muon_labels)
     else:
         inner = optax.chain(
             optax.scale_by_factored_rms(),
             optax.clip_by_block_rms(1.0),
             optax.add_decayed_weights(cfg.weight_decay, is_matrix),
-            optax.scale_by_learning_rate(rate),
+            optax.scale_by_learning_rate(schedule(cfg, cfg.learning_rate)),
         )
     return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), inner)

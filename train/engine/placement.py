@@ -71,7 +71,9 @@ class Placement:
     def initialize(self, make: Callable[[Any], Any], tree: Any) -> Any:
         """``make(tree)`` for a placed tree; the result has its own :meth:`shardings`."""
         if self._mesh is None:
-            return make(tree)
+            # Committed to the device, as params are: a counter that is not would become so in the
+            # first step, and the second step would be compiled again.
+            return jax.device_put(make(tree), jax.local_devices()[0])
         return jax.jit(make, out_shardings=self.shardings(jax.eval_shape(make, tree)))(tree)
 
     def place_rows(self, batch: Batch, axis: int) -> dict:
