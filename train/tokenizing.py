@@ -13,11 +13,10 @@ from specjax._util.errors import InputError
 from specjax.lm import locate
 from specjax.models.hf.read import load_config
 from train.config import DataSection, HeadRunConfig, LMConfig, SDSATConfig, from_dict, read_toml
-from train.data.encoding import Layout, Plain
-from train.data.fim import CodeLayout, frame_of
+from train.data.encoding import Layout
 from train.data.shards.building import make_shards, recipe_of
 from train.head.prepare import read_target
-from train.lm.prepare import get_tokenizer
+from train.lm.prepare import get_tokenizer, layout
 from train.sdsat.prepare import prepare_setup
 
 
@@ -58,10 +57,8 @@ def read_config(values: dict[str, Any]) -> tuple[DataSection, Tokenizer, Layout]
 
     tokenizer = get_tokenizer(cfg, None, Path())
     start = cfg.model.init_from
-    if not start:
-        return cfg.data, tokenizer, Plain()
-    model = load_config(locate(start))
-    return cfg.data, tokenizer, CodeLayout(*frame_of(start, model, tokenizer))
+    model = load_config(locate(start)) if start else None
+    return cfg.data, tokenizer, layout(cfg, model, tokenizer)
 
 
 def _report(directory: str, manifest: dict[str, Any]) -> str:

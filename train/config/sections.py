@@ -61,6 +61,7 @@ class TokenizerSection:
 
     path: str = ""
     vocab_size: Vocabulary = 4096
+    eos: str = ""  # the token that ends a document; empty: as the tokenizer's files say
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 A layout says which texts of a document are encoded and which ids stand between them, such as EOS.
 """
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from tokenizers import Encoding, Tokenizer
 
 from specjax.runtime.infill import leading_ids
 from train.data.reading import Document
-from train.data.tokenizer import EOS_ID
+from train.data.tokenizer import EOS_ID, id_count
 
 # Limits of one call of the tokenizer, which keeps all of its results in memory.
 _BATCH_DOCUMENTS = 256
@@ -35,18 +36,25 @@ class Layout(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
 class Plain:
-    """The text, then EOS."""
+    """BOS if there is one, the text, then EOS."""
 
-    fingerprint = ""
+    eos_id: int = EOS_ID
+    bos_id: int | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        return repr(dataclasses.astuple(self))
 
     def parts(self, document: Document) -> Sequence[str | int]:
-        return [document.text, EOS_ID]
+        start = [] if self.bos_id is None else [self.bos_id]
+        return [*start, document.text, self.eos_id]
 
 
 def id_type(tokenizer: Tokenizer) -> type:
     """The smallest integer type for the tokenizer's ids: uint16 or uint32."""
-    return np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
+    return np.uint16 if id_count(tokenizer) <= 1 << 16 else np.uint32
 
 
 class TextEncoder:
@@ -65,7 +73,7 @@ class TextEncoder:
         encode = self._tokenizer.encode
         # Ids that a MidText begins with because of the line break that _text puts before it.
         self._lead = len(leading_ids(lambda text: encode(text, add_special_tokens=False).ids))
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = id_count(self._tokenizer)
 
     def __call__(
         self, documents: Iterable[Document]

@@ -12,10 +12,8 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from specjax._util.errors import InputError
-from specjax.models import ModelConfig
 from specjax.runtime.infill import Sentinels
 from train.data.corpus import is_held_out
 from train.data.encoding import MidText
@@ -70,17 +68,3 @@ class CodeLayout:
             return [*start, s.prefix, s.suffix, MidText(suffix), s.middle, prefix + middle, s.end]
         parts = (prefix, s.suffix, MidText(suffix), s.middle, MidText(middle))
         return [*start, s.prefix, *parts, s.end]
-
-
-def frame_of(checkpoint: str, model: ModelConfig, tokenizer: Tokenizer) -> tuple[int, int | None]:
-    """(EOS, BOS or None): the ids that end and begin a document for a checkpoint.
-
-    The config names BOS, but only the tokenizer's template says whether a text begins with it.
-
-    Raises:
-      InputError: the checkpoint names no EOS.
-    """
-    if not model.eos_ids:
-        raise InputError(f"model.init_from={checkpoint!r}: config.json names no eos_token_id")
-    bos = model.bos_id if tokenizer.encode("").ids[:1] == [model.bos_id] else None
-    return model.eos_ids[0], bos

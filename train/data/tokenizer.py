@@ -24,6 +24,9 @@ SPECIAL_TOKENS = (
     "<|fim_eot|>",
 )
 EOS_ID = 0
+# Tokens that end a document in the tokenizers that people train with. A tokenizer that has exactly
+# one of them, as a special token, needs no setting.
+KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]")
 BYTES = 256
 
 # No token crosses the border of these pieces. A line break includes the next line's indentation,
@@ -87,6 +90,11 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
         return read_backend(Path(path))
     except ModelError as error:
         raise InputError(f"cannot read the tokenizer {error}") from None
+
+
+def id_count(tokenizer: Tokenizer) -> int:
+    """One more than the highest id. Ids may have holes, so the number of tokens can be less."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def tokenizer_file(directory: Path) -> Path:

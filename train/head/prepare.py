@@ -14,10 +14,11 @@ from specjax.models import ModelConfig
 from specjax.models.families.head_config import HeadConfig
 from specjax.models.hf.read import load_config
 from train.config import HeadRunConfig, HeadSection
-from train.data.fim import CodeLayout, frame_of
+from train.data.document_ends import checkpoint_ends
+from train.data.fim import CodeLayout
 from train.data.prompts import PROMPT_TOKENS
 from train.data.tokenized import Corpus
-from train.data.tokenizer import load_tokenizer, tokenizer_file
+from train.data.tokenizer import id_count, load_tokenizer, tokenizer_file
 from train.engine.batches import open_corpus
 
 
@@ -77,7 +78,7 @@ def read_target(cfg: HeadRunConfig) -> TargetFiles:
         raise InputError(f"model.init_from={cfg.model.init_from!r} is a head: name its target")
     tokenizer = load_tokenizer(cfg.model.tokenizer or tokenizer_file(directory))
     _check(cfg, target, tokenizer)
-    layout = CodeLayout(*frame_of(cfg.model.init_from, target, tokenizer))
+    layout = CodeLayout(*checkpoint_ends(cfg.model.init_from, target, tokenizer))
     return TargetFiles(directory, target, tokenizer, layout)
 
 
@@ -118,10 +119,10 @@ def _check(cfg: HeadRunConfig, target: ModelConfig, tokenizer: Tokenizer) -> Non
     """Raises InputError if the config does not fit the target."""
     name = cfg.model.init_from
     section = cfg.head
-    if target.vocab_size < tokenizer.get_vocab_size():
+    if target.vocab_size < id_count(tokenizer):
         raise InputError(
             f"model.init_from={name!r} has {target.vocab_size} ids, the tokenizer "
-            f"{tokenizer.get_vocab_size()}: set model.tokenizer to its own"
+            f"{id_count(tokenizer)}: set model.tokenizer to its own"
         )
     longest = max(cfg.data.seq_len, PROMPT_TOKENS + section.decode_tokens)
     if longest + section.steps > target.max_position:

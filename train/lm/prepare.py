@@ -12,12 +12,12 @@ from tokenizers import Tokenizer
 from specjax._util.errors import InputError
 from specjax.models import ModelConfig, init_params, load_pretrained
 from train.config import LMConfig, Model
+from train.data.document_ends import DocumentEnds, checkpoint_ends, tokenizer_ends
 from train.data.encoding import Layout, Plain
-from train.data.fim import CodeLayout, frame_of
 from train.data.reading import Document
 from train.data.shards.building import load_documents
 from train.data.tokenized import Corpus
-from train.data.tokenizer import EOS_ID, load_tokenizer, train_tokenizer
+from train.data.tokenizer import id_count, load_tokenizer, train_tokenizer
 from train.engine.batches import open_corpus
 
 
@@ -38,7 +38,7 @@ def prepare_setup(cfg: LMConfig, directory: Path, cache: Path | None) -> LmSetup
     """
     documents = read_documents(cfg)
     tokenizer = get_tokenizer(cfg, documents, directory)
-    model, first_params = build_model(cfg, tokenizer.get_vocab_size())
+    model, first_params = build_model(cfg, tokenizer)
     data = open_corpus(cfg.data, tokenizer, layout(cfg, model, tokenizer), cache, documents)
     return LmSetup(tokenizer, model, first_params, data)
 
@@ -50,24 +50,34 @@ def read_documents(cfg: LMConfig) -> list[Document] | None:
     return load_documents(cfg.data)
 
 
-def layout(cfg: LMConfig, model: ModelConfig, tokenizer: Tokenizer) -> Layout:
-    """How a document becomes tokens; for a checkpoint, between its own BOS and EOS."""
+def layout(cfg: LMConfig, model: ModelConfig | None, tokenizer: Tokenizer) -> Layout:
+    """How a document becomes tokens: between the checkpoint's or the tokenizer's BOS and EOS.
+
+    Args:
+      model: the checkpoint's config; not read for a new model.
+    """
     start = cfg.model.init_from
-    if not start:
-        return Plain()
-    return CodeLayout(*frame_of(start, model, tokenizer))
+    if start:
+        return Plain(*checkpoint_ends(start, model, tokenizer))
+    return Plain(*new_model_ends(cfg, tokenizer))
 
 
-def build_model(cfg: LMConfig, vocab_size: int) -> tuple[ModelConfig, Callable[[], dict]]:
+def new_model_ends(cfg: LMConfig, tokenizer: Tokenizer) -> DocumentEnds:
+    """EOS and BOS of a model that is trained from random weights."""
+    return tokenizer_ends(tokenizer, cfg.tokenizer.path, cfg.tokenizer.eos)
+
+
+def build_model(cfg: LMConfig, tokenizer: Tokenizer) -> tuple[ModelConfig, Callable[[], dict]]:
     """The architecture, and a function that makes its first params.
 
     Raises:
       InputError: the tokenizer has more ids than the model, or rows are longer than its context.
     """
+    vocab_size = id_count(tokenizer)
     if cfg.model.init_from:
         model, params = load_pretrained(cfg.model.init_from)
     else:
-        model = _new_model(cfg.model, vocab_size)
+        model = _new_model(cfg.model, vocab_size, new_model_ends(cfg, tokenizer))
         params = None
     if model.vocab_size < vocab_size:
         raise InputError(
@@ -82,13 +92,15 @@ def build_model(cfg: LMConfig, vocab_size: int) -> tuple[ModelConfig, Callable[[
     return model, lambda: params or init_params(model, jax.random.key(cfg.run.seed))
 
 
-def _new_model(section: Model, vocab_size: int) -> ModelConfig:
+def _new_model(section: Model, vocab_size: int, ends: DocumentEnds) -> ModelConfig:
     """A Llama architecture of the config's sizes."""
     not_sizes = ("init_from", "compute_dtype", "remat")
     sizes = {name: value for name, value in vars(section).items() if name not in not_sizes}
     sizes["vocab_size"] = vocab_size
     sizes["num_kv_heads"] = section.num_kv_heads or None
-    return ModelConfig.llama(**sizes, eos_ids=(EOS_ID,), bos_id=EOS_ID)
+    # A tokenizer without BOS: a text begins as after the end of another.
+    bos_id = ends.eos_id if ends.bos_id is None else ends.bos_id
+    return ModelConfig.llama(**sizes, eos_ids=(ends.eos_id,), bos_id=bos_id)
 
 
 def get_tokenizer(cfg: LMConfig, documents: list[Document] | None, directory: Path) -> Tokenizer:

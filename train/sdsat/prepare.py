@@ -20,11 +20,12 @@ from specjax.models import ModelConfig, param_shapes
 from specjax.models.hf.read import load_config
 from specjax.runtime.infill import find_sentinels
 from train.config import Adaptive, SDSATConfig, Tuned
-from train.data.fim import CodeLayout, frame_of
+from train.data.document_ends import checkpoint_ends
+from train.data.fim import CodeLayout
 from train.data.packing import Transform
 from train.data.prompts import PROMPT_TOKENS
 from train.data.tokenized import Corpus
-from train.data.tokenizer import load_tokenizer, tokenizer_file
+from train.data.tokenizer import id_count, load_tokenizer, tokenizer_file
 from train.sdsat.insertion import Insertion, isolated_row, mixed_row, probe_row
 from train.sdsat.losses import SdsatObjective
 from train.sdsat.trainable import GATED, LOW_RANK, Tuning, adapted, make_tuning
@@ -71,7 +72,7 @@ def prepare_setup(cfg: SDSATConfig) -> SdsatSetup:
     if not section.distinct:
         ids = ids * section.window
 
-    eos_id, bos_id = frame_of(cfg.model.init_from, start, tokenizer)
+    eos_id, bos_id = checkpoint_ends(cfg.model.init_from, start, tokenizer)
     return SdsatSetup(
         directory=directory,
         tokenizer=tokenizer,
@@ -117,10 +118,10 @@ def _check_model(cfg: SDSATConfig, model: ModelConfig, tokenizer: Tokenizer) -> 
     """Raises InputError if the vocabulary or the context is too small."""
     name = cfg.model.init_from
     section = cfg.sdsat
-    if model.vocab_size < tokenizer.get_vocab_size():
+    if model.vocab_size < id_count(tokenizer):
         raise InputError(
             f"model.init_from={name!r} has {model.vocab_size} ids, the tokenizer "
-            f"{tokenizer.get_vocab_size()}: set model.tokenizer to its own"
+            f"{id_count(tokenizer)}: set model.tokenizer to its own"
         )
     decoded = PROMPT_TOKENS + section.decode_tokens + section.held_out_window
     if section.decode_prompts and decoded > model.max_position:
@@ -222,7 +223,7 @@ def check_absent(setup: SdsatSetup, data: Corpus) -> None:
 
 def _first_unused_id(tokenizer: Tokenizer) -> int:
     """From this id on, no id stands for a token of the tokenizer."""
-    return max(tokenizer.get_vocab().values()) + 1
+    return id_count(tokenizer)
 
 
 def _special_ids(model: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
