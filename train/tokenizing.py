@@ -15,6 +15,7 @@ from specjax.models.hf.read import load_config
 from train.config import DataSection, HeadRunConfig, LMConfig, SDSATConfig, from_dict, read_toml
 from train.data.encoding import Layout
 from train.data.shards.building import make_shards, recipe_of
+from train.data.shards.reading import inventory_of
 from train.head.prepare import read_target
 from train.lm.prepare import get_tokenizer, layout
 from train.sdsat.prepare import prepare_setup
@@ -63,16 +64,6 @@ def read_config(values: dict[str, Any]) -> tuple[DataSection, Tokenizer, Layout]
 
 def _report(directory: str, manifest: dict[str, Any]) -> str:
     """Lines about what was made and what was left out."""
-    documents = manifest["documents"]
-    tokens = manifest["tokens"]
-    lines = [
-        f"{directory}: {len(manifest['shards'])} shards",
-        f"training: {documents['train']:,} documents, {tokens['train']:,} tokens",
-        f"held out: {documents['held_out']:,} documents, {tokens['held_out']:,} tokens",
-        f"left out: {documents['duplicates']:,} copies, {documents['near_duplicates']:,} "
-        "near-duplicates of held-out documents",
-    ]
-    for reason, entry in manifest["skipped"].items():
-        examples = ", ".join(entry["examples"])
-        lines.append(f"skipped, {reason}: {entry['count']:,} (such as {examples})")
-    return "\n".join(lines)
+    return "\n".join(
+        [f"{directory}: {len(manifest['shards'])} shards", *inventory_of(manifest).lines()]
+    )

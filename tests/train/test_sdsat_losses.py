@@ -251,12 +251,24 @@ def test_measured_rounds_are_those_of_two_step_decoding(params):
     assert measure_decoding(MODEL, insertion, Decoding((), 20, 4), params) == {}
 
 
-def test_prompts_come_from_the_rows_that_are_evaluated():
-    offsets = np.array([0, 100, 130, 330, 500])
-    data = Prepared(np.zeros(0), np.zeros(1), np.arange(500), offsets, 0)
-    prompts = held_out_prompts(data, 5, within=300)
-    assert [prompt[0] for prompt in prompts] == [0, 130] and {len(p) for p in prompts} == {64}
-    assert held_out_prompts(data, 0, 500) == held_out_prompts(data, 3, 0) == ()
+def test_prompts_are_spread_over_the_held_out_documents_of_each_source():
+    offsets = np.array([0, 100, 130, 330, 500, 600, 700])
+    empty = np.zeros(0, int)
+    data = Prepared(
+        train=empty,
+        train_offsets=np.zeros(1, int),
+        valid=np.arange(700),
+        valid_offsets=offsets,
+        valid_ends=np.array([5, 6]),
+        source_names=np.array(["many", "few"]),
+        source_tokens=np.array([900, 100]),
+        near_duplicates=empty,
+    )
+    # The second document is shorter than a prompt. The last one is the only one of its source.
+    assert [prompt[0] for prompt in held_out_prompts(data, 5)] == [0, 130, 330, 500, 600]
+    assert [prompt[0] for prompt in held_out_prompts(data, 3)] == [0, 500, 600]
+    assert {len(prompt) for prompt in held_out_prompts(data, 5)} == {64}
+    assert held_out_prompts(data, 0) == ()
 
 
 def test_rounds_advance_by_two_and_the_accepted_tokens():

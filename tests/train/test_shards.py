@@ -139,11 +139,22 @@ def test_a_truncated_source_is_an_error_or_counted(sources, tmp_path, kind):
 def test_shards_hold_the_same_as_memory(finished_shards, tokenizer):
     data, manifest = finished_shards
     shards = load_shards(data, tokenizer, Plain(), make=False)
-    memory = prepare(load_corpus(data.corpora, data.files), tokenizer)
+    intake = Intake(strict=False, shortest=data.min_chars)
+    texts = load_corpus(data.corpora, data.files, intake)
+    memory = prepare(texts, tokenizer, skipped=intake.skipped)
     assert len(manifest["shards"]) > 12
     assert whole(shards.sources[0]) == whole(memory.sources[0])
-    assert whole(shards.held_out) == whole(memory.held_out) != set()
-    assert shards.valid_bytes == memory.valid_bytes
+    ours = {source.name: whole(source.documents) for source in shards.held_out}
+    theirs = {source.name: whole(source.documents) for source in memory.held_out}
+    assert ours == theirs and len(ours) > 2
+    assert [source.weight for source in shards.held_out] == [
+        source.weight for source in memory.held_out
+    ]
+    ours, theirs = shards.inventory, memory.inventory
+    assert (ours.documents, ours.tokens) == (theirs.documents, theirs.tokens)
+    assert {k: v["count"] for k, v in ours.left_out.items()} == {
+        k: v["count"] for k, v in theirs.left_out.items()
+    }
     np.testing.assert_array_equal(shards.counts(400), memory.counts(400))
 
 
@@ -167,7 +178,8 @@ def test_one_shard_gives_the_rows_of_memory(sources, tokenizer, tmp_path):
     documents = {d.name: d for d in load_corpus((), data.files)}
     in_order = [documents[f"lines.jsonl#{n}"] for n in range(1, 82) if n != 61]
     memory = prepare(in_order, tokenizer)
-    for read in (lambda c: make_loader(c, 64, 2, 5), lambda c: valid_batches(c, 64, 2)):
+    held_out = lambda c: [batch.rows for batch in valid_batches(c, 64, 2)]  # noqa: E731
+    for read in (lambda c: make_loader(c, 64, 2, 5), held_out):
         for ours, theirs in itertools.islice(zip(read(shards), read(memory), strict=True), 80):
             for name in theirs:
                 np.testing.assert_array_equal(ours[name], theirs[name])
@@ -189,7 +201,8 @@ def test_copies_and_near_copies_of_held_out_text_are_left_out(tokenizer, tmp_pat
     counts = shards.manifest["documents"]
     assert counts == {"train": held_out - 4, "held_out": 1, "duplicates": 2, "near_duplicates": 1}
     assert {
-        tokenizer.decode(np.frombuffer(ids, np.uint16)[:-1]) for ids in whole(shards.held_out)
+        tokenizer.decode(np.frombuffer(ids, np.uint16)[:-1])
+        for ids in whole(shards.held_out[0].documents)
     } == {out}
 
 
@@ -266,7 +279,7 @@ def test_bad_weights_are_named(tmp_path):
         with pytest.raises(InputError, match=message):
             from_dict(LMConfig, {"data": {"weights": weights}})
     with pytest.raises(InputError, match=r"data\.weights needs data\.shards"):
-        load_documents(DataSection(weights=(1.0,)))
+        load_documents(DataSection(weights=(1.0,)), Intake())
     with pytest.raises(InputError, match="2 numbers for 1 sources"):
         source_names(DataSection(weights=(1.0, 2.0), shards="s"))
 
@@ -364,7 +377,7 @@ def test_the_program_reports_what_it_made_and_what_is_missing(sources, tokenizer
     sets.append(f"tokenizer.path={tmp_path / 'tokenizer.json'}")
     assert tokens.main([TINY_LM, *overrides(*sets), "--processes", "1"]) == 0
     stdout = capsys.readouterr().out
-    assert "2 shards" in stdout and "skipped, data: 1 (such as code/data.csv)" in stdout
+    assert "2 shards" in stdout and "left out, data: 1 (such as code/data.csv)" in stdout
     assert lm.main([TINY_LM, *overrides(*sets), "--dry-run", "--json"]) == 0
     plan, manifest = json.loads(capsys.readouterr().out), tmp_path / "shards" / MANIFEST
     assert plan["train_tokens"] == json.loads(manifest.read_text())["tokens"]["train"]

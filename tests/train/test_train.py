@@ -16,7 +16,7 @@ import optax
 import pytest
 
 from specjax._util.errors import InputError
-from specjax.models import load_pretrained, num_params
+from specjax.models import ModelConfig, init_params, load_pretrained, num_params
 from support.training import ROOT, TINY_LM, TINY_SDSAT, logged, overrides
 from train.config import (
     MAY_CHANGE,
@@ -35,6 +35,7 @@ from train.engine.loop import make_step
 from train.engine.losses import OutputHead, chunked_distillation
 from train.engine.optim import make_optimizer, muon_axes, schedule, schedule_warning
 from train.lm.__main__ import main
+from train.lm.losses import data_loss
 from train.lm.training import useful_operations
 from train.sdsat.__main__ import main as sdsat
 
@@ -247,6 +248,26 @@ def test_accumulation_equals_one_large_batch():
         w = {"w": jnp.float32(0.3)}
         results.append(step(w, optax.sgd(0.1).init(w), None, batch)[0]["w"])
     np.testing.assert_allclose(results, results[0], rtol=1e-6)
+
+
+def test_bits_per_byte_count_the_bytes_of_what_was_evaluated():
+    """Two ids of one byte, one of three; a document's first token is not predicted."""
+    model = ModelConfig.llama(
+        vocab_size=4, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16
+    )
+    weights = init_params(model, jax.random.key(0))
+    tokens = jnp.array([[1, 2, 3, 0]])
+    batch = {
+        "tokens": tokens,
+        "labels": jnp.array([[2, 3, 0, IGNORE]]),
+        "segments": jnp.ones_like(tokens),
+        "positions": jnp.arange(4)[None],
+    }
+    byte_counts = np.array([0, 1, 1, 3], np.float32)
+    nats, count, figures = data_loss(model, byte_counts=byte_counts)(weights, None, batch)
+    bits, in_bytes = figures["bits_per_byte"]
+    assert count == 3 and in_bytes == 1 + 3 + 0
+    np.testing.assert_allclose(bits, nats / np.log(2), rtol=1e-6)
 
 
 # --- the program -----------------------------------------------------------------------------

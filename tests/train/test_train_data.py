@@ -1,5 +1,7 @@
 """The corpus, its tokenizer and the data loader: exact, deterministic, resumable."""
 
+import collections
+import dataclasses
 import itertools
 import json
 import sys
@@ -12,10 +14,11 @@ from pyarrow import parquet
 from specjax._util.errors import InputError
 from train.data import corpus
 from train.data.corpus import is_held_out, load_corpus, permissive_distributions
-from train.data.in_memory import Prepared, TokenStream, prepare
+from train.data.in_memory import TokenStream, prepare
 from train.data.loader import make_loader, valid_batches
+from train.data.near_duplicates import NEAR_DUPLICATE
 from train.data.packing import IGNORE, pack_row
-from train.data.reading import Document
+from train.data.reading import Document, Intake
 from train.data.tokenizer import EOS_ID, SPECIAL_TOKENS, load_tokenizer, train_tokenizer
 
 SEQ_LEN, BATCH = 16, 2
@@ -24,7 +27,12 @@ SEQ_LEN, BATCH = 16, 2
 @pytest.fixture(scope="module")
 def documents():
     """60 small programs, a few of them held out by their names."""
-    texts = [f"def f{i}(x):\n    return x * {i}\n" * (1 + i % 5) for i in range(60)]
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(0, 10**6, (60, 5))
+    texts = [
+        "".join(f"def f{n}(x):\n    return x * {n}\n" for n in numbers[i, : 1 + i % 5])
+        for i in range(60)
+    ]
     return [Document(f"d/{i}.py", text) for i, text in enumerate(texts)]
 
 
@@ -196,7 +204,6 @@ def test_held_out_documents_are_not_trained_on(documents, tokenizer, prepared):
         parts = [stream[a:b] for a, b in itertools.pairwise(offsets)]
         assert [tokenizer.decode(part[:-1]) for part in parts] == texts
         assert all(part[-1] == EOS_ID and EOS_ID not in part[:-1] for part in parts)
-    assert prepared.valid_bytes == sum(len(text.encode()) for text in held_out)
     assert prepared.train.dtype == np.uint16
 
 
@@ -218,10 +225,10 @@ def test_the_cache_is_used_and_replaced_if_damaged(documents, tokenizer, prepare
     np.testing.assert_array_equal(load().train, prepared.train)
     (file,) = tmp_path.iterdir()
     arrays = dict(np.load(file))
-    np.savez(file, **{**arrays, "valid_bytes": -1})
-    assert load().valid_bytes == -1
+    np.savez(file, **{**arrays, "valid": arrays["valid"][::-1]})
+    np.testing.assert_array_equal(load().valid, prepared.valid[::-1])
     file.write_bytes(file.read_bytes()[:100])
-    assert load().valid_bytes == prepared.valid_bytes
+    np.testing.assert_array_equal(load().valid, prepared.valid)
     prepare(documents[1:], tokenizer, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -307,11 +314,95 @@ def test_loader_refuses_bad_sizes(prepared, options, message):
 
 
 def test_valid_batches_cover_the_held_out_tokens(prepared):
-    batches = valid_batches(prepared, SEQ_LEN, BATCH)
-    assert_same(batches, valid_batches(prepared, SEQ_LEN, BATCH))
+    batches = [batch.rows for batch in valid_batches(prepared, SEQ_LEN, BATCH)]
+    again = [batch.rows for batch in valid_batches(prepared, SEQ_LEN, BATCH)]
+    assert_same(batches, again)
     assert {batch["tokens"].shape for batch in batches} == {(BATCH, SEQ_LEN)}
     tokens = np.concatenate([batch["tokens"][batch["segments"] > 0] for batch in batches])
     np.testing.assert_array_equal(tokens, prepared.valid)
     assert len(valid_batches(prepared, SEQ_LEN, BATCH, limit=2)) == 2
-    nothing = Prepared(prepared.train, prepared.train_offsets, tokens[:0], np.zeros(1, int), 0)
+    nothing = dataclasses.replace(prepared, valid_ends=np.zeros_like(prepared.valid_ends))
     assert valid_batches(nothing, SEQ_LEN, BATCH) == []
+
+
+def corpus_of(tokenizer, **counts):
+    """A corpus with this many documents of each source; all of its words are held out."""
+    documents = []
+    for source, count in counts.items():
+        numbers = (i for i in range(10**6) if is_held_out(f"{source}/{i}"))
+        names = [f"{source}/{next(numbers)}" for _ in range(count)]
+        names += [f"{source}/t{i}" for i in range(4 * count) if not is_held_out(f"{source}/t{i}")]
+        for name in names:
+            words = np.random.default_rng(len(documents)).integers(0, 10**9, 40)
+            documents.append(Document(name, " ".join(map(str, words)), source))
+    return prepare(documents, tokenizer)
+
+
+def test_each_source_is_evaluated_by_its_weight(tokenizer):
+    """The last documents count as the first ones do, and a small source is not left out."""
+    data = corpus_of(tokenizer, large=40, small=4)
+    batches = valid_batches(data, SEQ_LEN, BATCH, limit=12)
+    counts = collections.Counter(batch.source for batch in batches)
+    assert len(batches) == 12 and counts["small"] in (1, 2)
+    shares = {source.name: source.weight for source in data.held_out}
+    assert 8 < shares["large"] / shares["small"] < 12
+    assert {batch.weight for batch in batches} == set(shares.values())
+
+    few = valid_batches(data, SEQ_LEN, BATCH, limit=1)
+    assert [batch.source for batch in few] == ["large", "small"]
+    large = next(source.documents for source in data.held_out if source.name == "large")
+    owners = []
+    for batch in batches:
+        if batch.source == "large":
+            for row in batch.rows["tokens"]:
+                stream = large.tokens
+                places = np.lib.stride_tricks.sliding_window_view(stream, SEQ_LEN)
+                (place,) = np.flatnonzero((places == row).all(axis=1))
+                owners.append(
+                    int(np.searchsorted(large.offsets - large.offsets[0], place, "right"))
+                )
+    assert owners == sorted(owners) and owners[0] <= 3 and owners[-1] >= 38
+    assert np.diff(owners).max() <= 4
+
+
+def test_a_near_copy_of_a_held_out_text_is_left_out(tokenizer):
+    held_out = next(f"x{i}" for i in range(1000) if is_held_out(f"x{i}"))
+    words, *others = (
+        " ".join(map(str, np.random.default_rng(i).integers(0, 10**9, 200))) for i in range(4)
+    )
+    documents = [Document(name, text) for name, text in zip("abc", others, strict=True)]
+    documents += [Document(held_out, words), Document("copy", words.replace("1", "2", 1))]
+    data = prepare(documents, tokenizer)
+    assert data.inventory.documents == (3, 1)
+    assert data.inventory.left_out[NEAR_DUPLICATE] == {"count": 1, "examples": ["copy"]}
+
+
+def test_what_is_left_out_is_counted(tmp_path, tokenizer):
+    lines = [json.dumps({"text": "word " * (10 if i % 4 else 60) + str(i)}) for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, lines[0]]))
+    intake = Intake()
+    read = load_corpus([], [str(tmp_path / "a.jsonl")], intake)
+    assert len(read) == 10
+    counts = {reason: entry["count"] for reason, entry in intake.skipped.items()}
+    assert counts == {"shorter than 200 characters": 30, corpus.COPY: 1}
+    report = prepare(read, tokenizer, skipped=intake.skipped).inventory.lines()
+    assert "left out, shorter than 200 characters: 30 (such as a.jsonl#2" in report[2]
+    assert len(load_corpus([], [str(tmp_path / "a.jsonl")], Intake(shortest=0))) == 40
+
+
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+@pytest.mark.parametrize("form", ["array", "lines", "one"])
+def test_a_json_file_is_read_as_records(tmp_path, form, start):
+    records = [{"text": f"{i} " * 150} for i in range(3)]
+    forms = {
+        "array": (json.dumps(records, indent=1), 3),
+        "lines": ("\n".join(map(json.dumps, records)), 3),
+        "one": (json.dumps(records[0], indent=1), 1),
+    }
+    content, count = forms[form]
+    (tmp_path / "a.json").write_text(start + content)
+    read = load_corpus([], [str(tmp_path / "a.json")])
+    assert [d.text for d in read] == [record["text"] for record in records[:count]]
+    (tmp_path / "b.json").write_text(json.dumps([records[0], 5]))
+    with pytest.raises(InputError, match=r"b\.json record 2: expected an object .* got '5'"):
+        load_corpus([], [str(tmp_path / "b.json")])

@@ -17,11 +17,12 @@ import optax
 import pytest
 
 from specjax._util.errors import InputError
-from support.training import logged
+from support.training import logged, small_tokenizer
 from train.config import LMConfig, Optim, Run, from_toml
+from train.data.loader import ValidBatch
 from train.engine.checkpoints import Checkpoints
 from train.engine.directory import lock_directory
-from train.engine.loop import TrainingError, fit, make_step
+from train.engine.loop import TrainingError, fit, make_step, weighted_mean
 from train.engine.metrics import Metrics, TensorBoard, speeds
 from train.engine.optim import make_optimizer
 from train.lm import prepare as lm
@@ -114,6 +115,31 @@ def test_a_step_is_compiled_once_also_after_a_resume(tmp_path, monkeypatch, opti
     assert [step._cache_size() for step in steps] == [1, 1]
 
 
+def test_the_held_out_loss_weighs_sources_and_names_each(tmp_path):
+    """Three batches of one source and one of another count 1 : 9, and so do their ratios."""
+
+    def evaluate(params, frozen, batch):
+        tokens = batch["tokens"]
+        return tokens.sum(), jnp.float32(tokens.size), {"share": (tokens.sum(), 2.0 * tokens.size)}
+
+    def batch(value, source, weight):
+        return ValidBatch({"tokens": jnp.full((1, 4), value)}, source, weight)
+
+    batches = [batch(2.0, "few", 1.0)] * 3 + [batch(6.0, "many", 9.0)]
+    loss, figures = weighted_mean(evaluate, {}, None, batches)
+    assert loss == pytest.approx(0.1 * 2 + 0.9 * 6)
+    assert figures["share"] == pytest.approx(loss / 2)
+    assert figures["loss_by_source"] == {"few": 2, "many": 6}
+    loss, figures = weighted_mean(evaluate, {}, None, batches[:3])
+    assert loss == 2 and set(figures) == {"share"}
+
+
+def test_a_held_out_loss_that_is_not_finite_ends_the_run(tmp_path):
+    valid = [ValidBatch({"tokens": np.full((1, 4), np.inf, np.float32)})]
+    with pytest.raises(TrainingError, match="the held-out loss is inf near step 10"):
+        train(tmp_path, steps=20, valid=valid, eval_every=10)
+
+
 def test_ruined_params_are_never_saved(tmp_path):
     """SGD at this rate overflows between the last log line and the next checkpoint."""
     train(tmp_path, steps=20, save_every=10)
@@ -131,7 +157,7 @@ def test_an_update_that_ruins_the_step_of_a_checkpoint_is_not_saved(tmp_path):
 
 
 def test_resuming_after_the_last_step_still_reports_the_held_out_loss(tmp_path):
-    valid = [next(Stream())]
+    valid = [ValidBatch(next(Stream()))]
     first = train(tmp_path, steps=10, valid=valid)
     again = train(tmp_path, steps=10, valid=valid, resume=True)
     assert again.finished and again.valid_loss == first.valid_loss
@@ -327,10 +353,10 @@ def test_values_out_of_range_are_named(override, says):
         from_toml(LMConfig, "configs/tiny.toml", [override])
 
 
-def test_sequences_longer_than_the_context_are_refused():
+def test_sequences_longer_than_the_context_are_refused(tmp_path):
     cfg = from_toml(LMConfig, "configs/tiny.toml", ["data.seq_len=512"])
     with pytest.raises(InputError, match=r"data.seq_len=512 .* \(256\)"):
-        lm.build_model(cfg, 400)
+        lm.build_model(cfg, small_tokenizer(tmp_path))
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):

@@ -52,6 +52,8 @@ class DataSection:
     files: tuple[str, ...] = ()
     shards: str = ""  # a directory for tokenized shards; empty: the whole corpus is in memory
     weights: tuple[PositiveFloat, ...] = ()  # sampling weight of each corpus, then of each file
+    # The least characters of a document. The default leaves out package stubs and license headers.
+    min_chars: NotNegativeInt = 200
     seq_len: Width = 512
 
 

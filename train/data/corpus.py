@@ -4,18 +4,21 @@ Every source yields `Document`s with a stable name. The name alone decides wheth
 held out. So the split stays the same when the corpus is reordered, grows, or changes its text.
 """
 
+import dataclasses
 import hashlib
 import importlib.metadata
+import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from specjax._util.errors import InputError
-from train.data.reading import MIN_CHARS, Document, Intake, TextPiece, read_piece, unreadable
+from train.data.reading import Document, Intake, TextPiece, read_piece, unreadable
 
 HELD_OUT_ONE_IN = 20  # gives a few hundred held-out functions of the standard library
 MAX_INSTALLED_BYTES = 200_000  # larger sources of packages are nearly always generated
+COPY = "copies of another document"  # why a document is left out
 MOST_IN_MEMORY = 1 << 31  # characters of text
 # Data that programs read, not text that people wrote; skipped below a folder.
 DATA_SUFFIXES = frozenset({".json", ".csv", ".tsv", ".lock", ".log", ".map", ".svg", ".ipynb"})
@@ -40,25 +43,43 @@ def is_held_out(name: str) -> bool:
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
 
 
-def load_corpus(names: Sequence[str], files: Sequence[str] = ()) -> list[Document]:
+def load_corpus(
+    names: Sequence[str], files: Sequence[str] = (), intake: Intake | None = None
+) -> list[Document]:
     """Documents of the named corpora and of `files`, sorted by name, without exact duplicates.
 
     Args:
       names: any of `"stdlib"` and `"installed"`.
       files: text files, folders of text, JSON lines and Parquet files with a column `text`
         or `content`; text and lines may be compressed (.gz, .zst).
+      intake: decides what is skipped, and counts it; by default a bad record is an error.
 
     Raises:
       InputError: an unknown corpus, an unreadable file, a bad line, or no document at all.
     """
-    intake = Intake()
-    pieces = [piece for source in source_files(names, files, intake) for piece in source]
-    documents = _without_duplicates(
-        _within_memory(document for piece in pieces for document in read_piece(piece, intake))
-    )
-    if not documents:
-        raise nothing_to_read([*names, *files])
-    return documents
+    intake = intake or Intake()
+    pieces = source_files(names, files, intake)
+    labels = source_labels(names, files)
+    documents = _read_sources(labels, pieces, intake)
+    kept = _without_duplicates(_within_memory(documents), intake)
+    if not kept:
+        raise nothing_to_read([*names, *files], intake.shortest)
+    return kept
+
+
+def _read_sources(
+    labels: Sequence[str], sources: Sequence[Sequence[TextPiece]], intake: Intake
+) -> Iterator[Document]:
+    """The documents of all sources, each with its source's label."""
+    for label, pieces in zip(labels, sources, strict=True):
+        for piece in pieces:
+            for document in read_piece(piece, intake):
+                yield dataclasses.replace(document, source=label)
+
+
+def source_labels(names: Sequence[str], files: Sequence[str]) -> list[str]:
+    """The names of the sources, in order; a file's name stands without its folder."""
+    return [*names, *[os.path.basename(os.path.abspath(file)) for file in files]]
 
 
 def _within_memory(documents: Iterable[Document]) -> Iterator[Document]:
@@ -193,20 +214,22 @@ def _files_below(root: Path, intake: Intake) -> Iterator[TextPiece]:
         raise unreadable(root, error) from None
 
 
-def nothing_to_read(sources: Sequence[str]) -> InputError:
-    """The error of a corpus without any document."""
+def nothing_to_read(sources: Sequence[str], shortest: int) -> InputError:
+    """The error of a corpus without any document of at least ``shortest`` characters."""
     return InputError(
-        f"the corpus is empty: expected UTF-8 text of at least {MIN_CHARS} characters in "
-        f"{', '.join(sources) or 'some source, but none is given'}"
+        f"the corpus is empty: expected UTF-8 text of at least {shortest} characters "
+        f"(data.min_chars) in {', '.join(sources) or 'some source, but none is given'}"
     )
 
 
-def _without_duplicates(documents: Iterable[Document]) -> list[Document]:
+def _without_duplicates(documents: Iterable[Document], intake: Intake) -> list[Document]:
     """One document per text, sorted by name; of equal texts a held-out one stays.
 
     Otherwise a package that vendors a held-out file would put it into the training set.
     """
     kept: dict[bytes, Document] = {}
     for document in sorted(documents, key=lambda d: (not is_held_out(d.name), d.name)):
-        kept.setdefault(hashlib.sha256(document.text.encode()).digest(), document)
+        first = kept.setdefault(hashlib.sha256(document.text.encode()).digest(), document)
+        if first is not document:
+            intake.skip(COPY, document.name)
     return sorted(kept.values(), key=lambda d: d.name)

@@ -1,10 +1,14 @@
 """A tokenized corpus in memory, and a cache of its tokens on the disk."""
 
+from __future__ import annotations
+
+import collections
 import hashlib
+import itertools
 import os
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +19,11 @@ from specjax._util.errors import InputError
 from specjax._util.files import aside
 from train.data.corpus import is_held_out
 from train.data.encoding import Layout, Plain, TextEncoder, id_type
-from train.data.reading import Document
+from train.data.near_duplicates import BANDS, NEAR_DUPLICATE, any_known, band_keys
+from train.data.reading import EXAMPLES, Document
+from train.data.tokenized import HeldOutSource, Inventory, Skipped
 
+_CACHE_FORMAT = 2
 _COUNT_CHUNK = 1 << 20  # tokens that np.bincount converts to int64 at a time
 
 
@@ -47,15 +54,23 @@ class Prepared:
     Attributes:
       train: token ids of the training documents, one after the other, uint16 or uint32.
       train_offsets: `[documents + 1]` int64; document i is `train[offsets[i]:offsets[i + 1]]`.
-      valid, valid_offsets: the same of the held-out documents.
-      valid_bytes: UTF-8 bytes of the held-out texts (EOS counts no byte).
+      valid, valid_offsets: the same of the held-out documents, source by source.
+      valid_ends: `[sources]` where each source's held-out documents end.
+      source_names: `[sources]` their names.
+      source_tokens: `[sources]` tokens to train on.
+      near_duplicates: names of documents that are left out, because a held-out one is much alike.
+      skipped: what was left out before, by reason.
     """
 
     train: np.ndarray
     train_offsets: np.ndarray
     valid: np.ndarray
     valid_offsets: np.ndarray
-    valid_bytes: int
+    valid_ends: np.ndarray
+    source_names: np.ndarray
+    source_tokens: np.ndarray
+    near_duplicates: np.ndarray
+    skipped: Skipped = field(default_factory=dict, compare=False)
     weights = (1.0,)
     threads = 0  # rows come from memory: threads would only contend for the interpreter lock
 
@@ -64,8 +79,31 @@ class Prepared:
         return (TokenStream(self.train, self.train_offsets),)
 
     @property
-    def held_out(self) -> TokenStream:
-        return TokenStream(self.valid, self.valid_offsets)
+    def held_out(self) -> list[HeldOutSource]:
+        sources = []
+        begin = 0
+        for name, end, tokens in zip(
+            self.source_names.tolist(),
+            self.valid_ends.tolist(),
+            self.source_tokens.tolist(),
+            strict=True,
+        ):
+            if end > begin:
+                documents = TokenStream(self.valid, self.valid_offsets[begin : end + 1])
+                sources.append(HeldOutSource(name, documents, float(tokens)))
+            begin = end
+        return sources
+
+    @property
+    def inventory(self) -> Inventory:
+        """As :class:`train.data.tokenized.Corpus` says."""
+        left_out = dict(self.skipped)
+        count = len(self.near_duplicates)
+        if count:
+            examples = self.near_duplicates[:EXAMPLES].tolist()
+            left_out[NEAR_DUPLICATE] = {"count": count, "examples": examples}
+        documents = (len(self.train_offsets) - 1, len(self.valid_offsets) - 1)
+        return Inventory(documents, (len(self.train), len(self.valid)), left_out)
 
     @property
     def fingerprint(self) -> str:
@@ -90,15 +128,18 @@ def prepare(
     tokenizer: Tokenizer,
     cache_dir: str | os.PathLike | None = None,
     layout: Layout | None = None,
+    skipped: Skipped | None = None,
 ) -> Prepared:
     """Tokenizes the corpus and splits off the held-out documents.
 
+    Training documents that are near-duplicates of a held-out one are left out.
+
     Args:
       documents: as `load_corpus` returns them.
-      tokenizer: a tokenizer whose id 0 ends a document.
       cache_dir: a directory that keeps the tokens. They are read back if documents, tokenizer and
         layout are the same. None: nothing is kept.
       layout: how a document becomes tokens; `Plain` if None.
+      skipped: what was left out before, for the inventory.
 
     Raises:
       InputError: all documents are held out, so that none is left to train on.
@@ -109,53 +150,107 @@ def prepare(
             "names fall into the held-out part; add documents or rename the file"
         )
     layout = layout or Plain()
+    skipped = skipped or {}
     if cache_dir is None:
-        return _tokenize(documents, tokenizer, layout)
+        return _tokenize(documents, tokenizer, layout, skipped)
 
     path = Path(cache_dir) / f"tokens-{_cache_key(documents, tokenizer, layout)}.npz"
-    prepared = _read_cache(path)
+    prepared = _read_cache(path, skipped)
     # A damaged file counts as missing, and is replaced.
     if prepared is None:
-        prepared = _tokenize(documents, tokenizer, layout)
+        prepared = _tokenize(documents, tokenizer, layout, skipped)
         path.parent.mkdir(parents=True, exist_ok=True)
+        arrays = {name: value for name, value in vars(prepared).items() if name != "skipped"}
         with aside(path) as scratch, scratch.open("wb") as file:
-            np.savez(file, **vars(prepared))
+            np.savez(file, **arrays)
     return prepared
 
 
-def _tokenize(documents: Sequence[Document], tokenizer: Tokenizer, layout: Layout) -> Prepared:
-    held_out = [document for document in documents if is_held_out(document.name)]
-    training = [document for document in documents if not is_held_out(document.name)]
-    train, train_offsets = _encode_all(training, tokenizer, layout)
-    valid, valid_offsets = _encode_all(held_out, tokenizer, layout)
-    valid_bytes = sum(len(document.text.encode()) for document in held_out)
-    return Prepared(train, train_offsets, valid, valid_offsets, valid_bytes)
+class _Encoded(NamedTuple):
+    """Tokenized documents."""
+
+    documents: list[Document]
+    streams: list[np.ndarray]  # the token ids of each
+    keys: np.ndarray  # [documents, BANDS] the keys that near-duplicates share
+
+    def chosen(self, mask: np.ndarray) -> _Encoded:
+        """Those where the mask is true."""
+        return _Encoded(
+            list(itertools.compress(self.documents, mask)),
+            list(itertools.compress(self.streams, mask)),
+            self.keys[mask],
+        )
+
+    def joined(self, dtype: type) -> tuple[np.ndarray, np.ndarray]:
+        """(token stream, offsets) of all documents."""
+        # The empty first one is a document of no tokens: its end is the first offset, 0.
+        streams = [np.zeros(0, dtype), *self.streams]
+        return np.concatenate(streams), np.cumsum([len(ids) for ids in streams], dtype=np.int64)
 
 
-def _encode_all(
-    documents: Sequence[Document], tokenizer: Tokenizer, layout: Layout
-) -> tuple[np.ndarray, np.ndarray]:
-    """(token stream, offsets) of all documents."""
-    # The empty first one is a document of no tokens: its end is the first offset, 0.
-    streams = [np.zeros(0, id_type(tokenizer))]
-    for _, encoded in TextEncoder(tokenizer.to_str(), layout)(documents):
+def _tokenize(
+    documents: Sequence[Document], tokenizer: Tokenizer, layout: Layout, skipped: Skipped
+) -> Prepared:
+    names = list(dict.fromkeys(document.source for document in documents))
+    encoder = TextEncoder(tokenizer.to_str(), layout)
+    training = _encode_all([d for d in documents if not is_held_out(d.name)], encoder)
+    # Source by source; within one in the order of names.
+    held_out = _encode_all(
+        sorted((d for d in documents if is_held_out(d.name)), key=lambda d: names.index(d.source)),
+        encoder,
+    )
+    near = any_known(training.keys, np.unique(held_out.keys))
+    left_out = [document.name for document in training.chosen(near).documents]
+    training = training.chosen(~near)
+    if not training.documents:
+        raise InputError(
+            "nothing of the corpus is left for training: what is not held out is much like what "
+            "is; add documents"
+        )
+
+    dtype = id_type(tokenizer)
+    train, train_offsets = training.joined(dtype)
+    valid, valid_offsets = held_out.joined(dtype)
+    tokens = collections.Counter()
+    for document, ids in zip(training.documents, training.streams, strict=True):
+        tokens[document.source] += len(ids)
+    held_out_counts = collections.Counter(document.source for document in held_out.documents)
+    return Prepared(
+        train,
+        train_offsets,
+        valid,
+        valid_offsets,
+        valid_ends=np.cumsum([held_out_counts[name] for name in names]),
+        source_names=np.array(names),
+        source_tokens=np.array([tokens[name] for name in names]),
+        near_duplicates=np.array(left_out, dtype=np.str_),
+        skipped=skipped,
+    )
+
+
+def _encode_all(documents: Sequence[Document], encoder: TextEncoder) -> _Encoded:
+    streams: list[np.ndarray] = []
+    keys = [np.zeros((0, BANDS), np.uint64)]
+    for _, encoded in encoder(documents):
         streams += encoded
-    return np.concatenate(streams), np.cumsum([len(ids) for ids in streams], dtype=np.int64)
+        keys.append(band_keys(encoded))
+    return _Encoded(list(documents), streams, np.concatenate(keys))
 
 
 def _cache_key(documents: Sequence[Document], tokenizer: Tokenizer, layout: Layout) -> str:
     """Changes with the tokenizer, the layout, a name, a text, or the held-out split."""
-    digest = hashlib.sha256(tokenizer.to_str().encode() + layout.fingerprint.encode())
+    digest = hashlib.sha256(f"{_CACHE_FORMAT}{tokenizer.to_str()}{layout.fingerprint}".encode())
     for document in documents:
-        digest.update(f"\0{document.name}\0{is_held_out(document.name)}\0".encode())
+        about = (document.name, document.source, is_held_out(document.name))
+        digest.update(repr(about).encode())
         digest.update(hashlib.sha256(document.text.encode()).digest())
     return digest.hexdigest()[:32]
 
 
-def _read_cache(path: Path) -> Prepared | None:
+def _read_cache(path: Path, skipped: Skipped) -> Prepared | None:
     """The cached corpus, or None if there is none or the file is damaged."""
     try:
         with np.load(path) as arrays:
-            return Prepared(**{**arrays, "valid_bytes": int(arrays["valid_bytes"])})
+            return Prepared(**arrays, skipped=skipped)
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         return None

@@ -3,9 +3,9 @@
 Axes: `B` rows of a batch, `T` tokens of a row.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -120,45 +120,93 @@ def make_loader(
     return iter(batches.to_iter_dataset(options))
 
 
+class ValidBatch(NamedTuple):
+    """Held-out rows of one source.
+
+    Attributes:
+      rows: int32 `[B, T]` arrays, as of a training batch.
+      source: the source's name.
+      weight: the source's share of training, relative to the others.
+    """
+
+    rows: Batch
+    source: str = ""
+    weight: float = 1.0
+
+
 def valid_batches(
     corpus: Corpus,
     seq_len: int,
     batch_size: int,
     limit: int | None = None,
     transform: Transform | None = None,
-) -> list[Batch]:
-    """The held-out documents in their order, packed as for training.
+) -> list[ValidBatch]:
+    """Held-out rows, packed as for training: a fixed sample, spread evenly over all documents.
 
-    The last batch is filled up with rows of padding (`segments` 0, `labels` IGNORE). The list
-    is empty if the corpus has no held-out document.
+    Each batch has rows of one source. Sources share the batches by their weights, and each one
+    that has held-out documents gets a batch at least. The last batch of a source is filled up with
+    rows of padding (`segments` 0, `labels` IGNORE). The list is empty if the corpus has no held-out
+    document.
 
     Args:
       corpus: the tokenized corpus.
       seq_len: tokens per row, `T`.
       batch_size: rows per batch, `B`.
-      limit: at most this many batches; all if None.
-      transform: changes a row; it gets the row's number.
+      limit: at most this many batches, or one for each source if that is more; all if None.
+      transform: changes a row; it gets the row's number in the list.
 
     Raises:
       InputError: a size is below 1.
     """
     _require_positive(seq_len=seq_len, batch_size=batch_size)
-    documents = corpus.held_out
-    starts = np.concatenate([[0], np.cumsum(documents.lengths, dtype=np.int64)])
-    order = np.arange(len(starts) - 1)
-
-    count = -(-int(starts[-1]) // (seq_len * batch_size))
-    if limit is not None:
-        count = min(count, limit)
+    if limit == 0:
+        return []
+    most = [
+        -(-int(source.documents.lengths.sum()) // (seq_len * batch_size))
+        for source in corpus.held_out
+    ]
+    counts = most if limit is None else share([s.weight for s in corpus.held_out], most, limit)
 
     batches = []
-    for first in range(0, count * batch_size, batch_size):
-        rows = []
-        for number in range(first, first + batch_size):
-            row = pack_row(documents, order, starts, number, seq_len)
-            rows.append(transform(row, number) if transform else row)
-        batches.append(stack(rows))
+    for source, count in zip(corpus.held_out, counts, strict=True):
+        rows = _spread_rows(source.documents, seq_len, count * batch_size)
+        for first in range(0, len(rows), batch_size):
+            batch = rows[first : first + batch_size]
+            if transform:
+                number = len(batches) * batch_size
+                batch = [transform(row, number + i) for i, row in enumerate(batch)]
+            batches.append(ValidBatch(stack(batch), source.name, source.weight))
     return batches
+
+
+def _spread_rows(documents: Documents, seq_len: int, count: int) -> list[Batch]:
+    """`count` packed rows, spread evenly over all rows of the documents.
+
+    If there are fewer rows, all of them in order, then rows of padding.
+    """
+    starts = np.concatenate([[0], np.cumsum(documents.lengths, dtype=np.int64)])
+    order = np.arange(len(starts) - 1)
+    available = -(-int(starts[-1]) // seq_len)
+    if count < available:
+        # The middles of `count` equal parts.
+        numbers = (np.arange(count) * 2 + 1) * available // (2 * count)
+    else:
+        numbers = np.arange(count)  # those beyond the last one are padding
+    return [pack_row(documents, order, starts, int(number), seq_len) for number in numbers]
+
+
+def share(weights: Sequence[float], most: Sequence[int], total: int) -> list[int]:
+    """Divides `total` by the weights: at least 1 for each, and at most `most[i]`.
+
+    What remains goes, one at a time, to the one that lacks most in proportion to its weight.
+    """
+    counts = [1] * len(weights)
+    while sum(counts) < total:
+        open_ones = [i for i in range(len(weights)) if counts[i] < most[i]]
+        if not open_ones:
+            break
+        counts[max(open_ones, key=lambda i: weights[i] / (counts[i] + 0.5))] += 1
+    return counts
 
 
 def _require_rows(sources: list[_EndlessRows], seq_len: int, process_count: int) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+NEAR_DUPLICATE = "near-duplicates of held-out documents"  # why a document is left out
 SHINGLE = 8  # tokens
 VALUES = 128  # MinHash values of a document
 BANDS = 16

@@ -7,9 +7,11 @@ depend on the pieces.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import io
+import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -19,26 +21,34 @@ from typing import Any, BinaryIO
 from specjax._util.errors import InputError, SpecjaxError, errors_as
 from specjax._util.files import MOST_BYTES, open_file, open_parquet, parse_json, require_arrow
 
-MIN_CHARS = 200  # shorter documents are package stubs and license headers
 LONGEST_LINE = 1 << 28  # bytes
+MIN_CHARS = 200  # shorter documents are often package stubs and license headers
 TEXT_FIELDS = ("text", "content")
 _HEAD = 1 << 10  # bytes of a file that show whether it is text
 _PARQUET_ROWS = 256  # read at a time
 _COMPRESSION = 4  # guess: a compressed file's text is about this many times larger
-_EXAMPLES = 3  # names that are kept for each reason to skip a document
+EXAMPLES = 3  # names that are kept for each reason to skip a document
 _READ_BLOCK = 1 << 20  # bytes
 
 TEXT = "text"
+JSON = "json"
 LINES = "lines"
 PARQUET = "parquet"
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text of the corpus; `name` is a posix path that is the same on every machine."""
+    """One text of the corpus.
+
+    Attributes:
+      name: a posix path that is the same on every machine.
+      text: its text.
+      source: the name of the corpus or file that it belongs to.
+    """
 
     name: str
     text: str
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,11 +77,13 @@ class Intake:
 
     Attributes:
       strict: a bad record or a damaged file is an error; otherwise it is skipped and counted.
+      shortest: the least characters of a document.
       longest: the most characters of a document; None: no limit.
       skipped: reason → the count, and a few names as examples.
     """
 
     strict: bool = True
+    shortest: int = MIN_CHARS
     longest: int | None = None
     skipped: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -79,7 +91,7 @@ class Intake:
         """Counts a skipped document; the first few names of each reason are kept."""
         entry = self.skipped.setdefault(reason, {"count": 0, "examples": []})
         entry["count"] += 1
-        if len(entry["examples"]) < _EXAMPLES:
+        if len(entry["examples"]) < EXAMPLES:
             entry["examples"].append(name)
 
     def bad(self, message: str) -> None:
@@ -93,7 +105,7 @@ class Intake:
         for reason, other in skipped.items():
             entry = self.skipped.setdefault(reason, {"count": 0, "examples": []})
             entry["count"] += other["count"]
-            entry["examples"] = [*entry["examples"], *other["examples"]][:_EXAMPLES]
+            entry["examples"] = [*entry["examples"], *other["examples"]][:EXAMPLES]
 
     def document(self, name: str, content: bytes | str) -> Iterator[Document]:
         """Yields the document with LF line ends; nothing if it is too short, or not text."""
@@ -103,23 +115,25 @@ class Intake:
         except UnicodeError:
             return self.skip("not UTF-8", name)
         text = text.replace("\r\n", "\n")
-        if len(text) < MIN_CHARS:
-            return self.skip(f"shorter than {MIN_CHARS} characters", name)
+        if len(text) < self.shortest:
+            return self.skip(f"shorter than {self.shortest} characters", name)
         if self.longest is not None and len(text) > self.longest:
             return self.skip(f"longer than {self.longest} characters", name)
         yield Document(name, text)
 
 
 def kind_of(path: str | Path) -> str:
-    """The file's format: one `TEXT`, `LINES` of JSON, or rows of `PARQUET`."""
+    """The file's format: one `TEXT`, `LINES` of JSON, any `JSON`, or rows of `PARQUET`."""
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     compressed = suffixes[-1:] in ([".gz"], [".zst"])
     if compressed:
         suffixes.pop()
     kind = suffixes[-1] if suffixes else ""
-    # Plain .json is one document; compressed .json is lines in most datasets, such as C4.
+    # Compressed .json is lines in most datasets, such as C4, and may be too large to be one value.
     if kind in (".jsonl", ".ndjson") or (compressed and kind == ".json"):
         return LINES
+    if kind == ".json":
+        return JSON
     if kind == ".parquet":
         return PARQUET
     return TEXT
@@ -222,6 +236,22 @@ def _read_text(piece: TextPiece, intake: Intake) -> Iterator[Document]:
     yield from intake.document(piece.name, content)
 
 
+def _read_json(piece: TextPiece, intake: Intake) -> Iterator[Document]:
+    """Records of a .json file: an array of them, a single one, or one a line."""
+    with _opened(piece.path) as file:
+        content = file.read(MOST_BYTES).removeprefix(codecs.BOM_UTF8)
+    try:
+        value = parse_json(content)
+    except ValueError:
+        for number, line in enumerate(content.split(b"\n"), 1):
+            if line.strip():
+                yield from _read_record(piece, number, line, intake)
+        return
+    records = value if isinstance(value, list) else [value]
+    for number, record in enumerate(records, 1):
+        yield from _record_document(piece, f"record {number}", number, record, intake)
+
+
 def _read_lines(piece: TextPiece, intake: Intake) -> Iterator[Document]:
     with _opened(piece.path) as file:
         if piece.begin:
@@ -246,11 +276,19 @@ def _read_record(piece: TextPiece, number: int, line: bytes, intake: Intake) -> 
         record = parse_json(line)
     except ValueError as error:
         return intake.bad(f"{piece.path} line {number} is {error}")
+    yield from _record_document(piece, f"line {number}", number, record, intake)
+
+
+def _record_document(
+    piece: TextPiece, place: str, number: int, record: Any, intake: Intake
+) -> Iterator[Document]:
+    """The document of a record; ``place`` is where it stands in the file, for messages."""
     text = _text_of(record)
     if text is None:
+        start = json.dumps(record, ensure_ascii=False)[:60]
         return intake.bad(
-            f"{piece.path} line {number}: expected an object with a string field "
-            f"{' or '.join(TEXT_FIELDS)}, got {line[:60].decode(errors='replace')!r}"
+            f"{piece.path} {place}: expected an object with a string field "
+            f"{' or '.join(TEXT_FIELDS)}, got {start!r}"
         )
     yield from intake.document(f"{piece.name}#{number}", text)
 
@@ -289,7 +327,7 @@ def _read_parquet(piece: TextPiece, intake: Intake) -> Iterator[Document]:
             row += batch.num_rows
 
 
-_READERS = {TEXT: _read_text, LINES: _read_lines, PARQUET: _read_parquet}
+_READERS = {TEXT: _read_text, JSON: _read_json, LINES: _read_lines, PARQUET: _read_parquet}
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """What a tokenized corpus is, whether it lies in memory or in shards on the disk."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,19 +21,62 @@ class Documents(Protocol):
         ...
 
 
+class HeldOutSource(NamedTuple):
+    """The documents of one source that are never trained on.
+
+    Attributes:
+      name: of the source.
+      documents: its held-out documents, at least one.
+      weight: the source's share of training, relative to the others.
+    """
+
+    name: str
+    documents: Documents
+    weight: float
+
+
+Skipped = dict[str, dict[str, Any]]  # reason → {"count": …, "examples": [names]}
+
+
+class Inventory(NamedTuple):
+    """What a corpus is made of, and what was left out of it.
+
+    Attributes:
+      documents: their number, to train on and held out.
+      tokens: their tokens, likewise.
+      left_out: reason → the number of documents, and a few names as examples.
+    """
+
+    documents: tuple[int, int]
+    tokens: tuple[int, int]
+    left_out: Skipped
+
+    def lines(self) -> list[str]:
+        """The lines that a program prints about its corpus."""
+        lines = [
+            f"training: {self.documents[0]:,} documents, {self.tokens[0]:,} tokens",
+            f"held out: {self.documents[1]:,} documents, {self.tokens[1]:,} tokens",
+        ]
+        if not self.documents[1]:
+            lines[-1] += "; nothing is evaluated"
+        for reason, entry in self.left_out.items():
+            examples = ", ".join(entry["examples"])
+            such_as = f" (such as {examples})" if examples else ""
+            lines.append(f"left out, {reason}: {entry['count']:,}{such_as}")
+        return lines
+
+
 class Corpus(Protocol):
     """A tokenized corpus: `Prepared` in memory, or `train.data.shards.reading.Shards` on the disk.
 
     Attributes:
       sources: the documents to train on, by source.
       weights: the sampling weight of each source, in rows, relative to the others.
-      held_out: the documents that are never trained on.
-      valid_bytes: UTF-8 bytes of the held-out texts (EOS counts no byte).
+      held_out: the documents that are never trained on, by source.
+      inventory: what the corpus is made of, and what was left out.
       fingerprint: a digest that changes with any token and any document boundary.
       threads: the number of threads that prefetch rows.
     """
-
-    valid_bytes: int
 
     @property
     def sources(self) -> Sequence[Documents]: ...
@@ -42,7 +85,10 @@ class Corpus(Protocol):
     def weights(self) -> Sequence[float]: ...
 
     @property
-    def held_out(self) -> Documents: ...
+    def held_out(self) -> Sequence[HeldOutSource]: ...
+
+    @property
+    def inventory(self) -> Inventory: ...
 
     @property
     def fingerprint(self) -> str: ...
@@ -62,4 +108,4 @@ def train_tokens(corpus: Corpus) -> int:
 
 def held_out_tokens(corpus: Corpus) -> int:
     """Tokens that are never trained on."""
-    return int(corpus.held_out.lengths.sum())
+    return sum(int(source.documents.lengths.sum()) for source in corpus.held_out)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from tokenizers import Tokenizer
@@ -12,11 +13,25 @@ from specjax._util import processes
 from train.config import DataSection, HeadRunConfig, LMConfig, SDSATConfig
 from train.data.encoding import Layout
 from train.data.in_memory import prepare
-from train.data.loader import Loader, make_loader, valid_batches
-from train.data.packing import Batch, Transform
-from train.data.reading import Document
+from train.data.loader import Loader, ValidBatch, make_loader, valid_batches
+from train.data.packing import Transform
+from train.data.reading import Document, Intake
 from train.data.shards.building import load_documents, load_shards
-from train.data.tokenized import Corpus
+from train.data.tokenized import Corpus, Skipped
+
+
+class Texts(NamedTuple):
+    """A corpus as text in memory, and what was left out of it."""
+
+    texts: list[Document]
+    skipped: Skipped
+
+
+def read_documents(data: DataSection) -> Texts:
+    """The corpus of a config without shards; raises InputError as :func:`load_documents`."""
+    intake = Intake(shortest=data.min_chars)
+    texts = load_documents(data, intake)
+    return Texts(texts, intake.skipped)
 
 
 def open_corpus(
@@ -24,9 +39,11 @@ def open_corpus(
     tokenizer: Tokenizer,
     layout: Layout,
     cache: Path | None,
-    documents: Sequence[Document] | None = None,
+    documents: Texts | None = None,
 ) -> Corpus:
     """The tokenized corpus of a config. Of several processes, the first makes missing shards.
+
+    It prints on stderr what the corpus is made of, and what was left out.
 
     Args:
       cache: a directory that keeps the tokens of a corpus without shards. None: nothing is
@@ -36,10 +53,26 @@ def open_corpus(
     Raises:
       InputError: as :func:`load_shards` and :func:`load_documents`.
     """
+    corpus = _read_corpus(data, tokenizer, layout, cache, documents)
+    if processes.is_main_process():
+        for line in corpus.inventory.lines():
+            print(line, file=sys.stderr, flush=True)
+    return corpus
+
+
+def _read_corpus(
+    data: DataSection,
+    tokenizer: Tokenizer,
+    layout: Layout,
+    cache: Path | None,
+    documents: Texts | None,
+) -> Corpus:
     if data.shards:
         make = cache is not None and processes.is_main_process()
         return load_shards(data, tokenizer, layout, make=make)
-    return prepare(documents or load_documents(data), tokenizer, cache, layout)
+    if documents is None:
+        documents = read_documents(data)
+    return prepare(documents.texts, tokenizer, cache, layout, documents.skipped)
 
 
 def process_batches(
@@ -47,7 +80,7 @@ def process_batches(
     data: Corpus,
     transform: Transform | None = None,
     held_out: Transform | None = None,
-) -> tuple[Loader, list[Batch]]:
+) -> tuple[Loader, list[ValidBatch]]:
     """(endless training batches, held-out batches), each with the rows of this process.
 
     Args:
@@ -69,5 +102,8 @@ def process_batches(
     )
     valid = valid_batches(data, cfg.data.seq_len, batch_size, cfg.run.eval_batches, held_out)
     # The same rows that this process would get from the loader: every count-th one.
-    shares = [{name: x[process::count] for name, x in batch.items()} for batch in valid]
+    shares = []
+    for batch in valid:
+        rows = {name: x[process::count] for name, x in batch.rows.items()}
+        shares.append(batch._replace(rows=rows))
     return loader, shares

@@ -21,8 +21,8 @@ import optax
 
 from specjax._util import processes
 from train.config import Optim, Run, require_same
-from train.data.loader import Loader
-from train.data.packing import Batch, stack
+from train.data.loader import Loader, ValidBatch
+from train.data.packing import stack
 from train.engine.checkpoints import Checkpoints
 from train.engine.metrics import Metrics, open_trackers, require_trackers, speeds
 from train.engine.optim import schedule_warning
@@ -119,7 +119,7 @@ def fit(
     run: Run,
     optim: Optim,
     eval_loss: LossFn,
-    valid: Sequence[Batch] = (),
+    valid: Sequence[ValidBatch] = (),
     frozen: Any = None,
     resume: bool = False,
     fixed: dict[str, Any] | None = None,
@@ -168,7 +168,7 @@ def fit(
         fixed=fixed,
         evaluation=_Evaluation(
             jax.jit(eval_loss, out_shardings=placement.replicated),
-            [placement.place_rows(batch, 0) for batch in valid],
+            [batch._replace(rows=placement.place_rows(batch.rows, 0)) for batch in valid],
             frozen,
             measure,
         ),
@@ -188,13 +188,13 @@ class _Evaluation(NamedTuple):
     """The held-out batches, and what is measured on them."""
 
     loss_fn: Callable
-    batches: list[dict]
+    batches: list[ValidBatch]
     frozen: Any
     measure: Callable[[dict, Any], dict[str, Any]] | None
 
     def run(self, params: dict) -> tuple[float, dict[str, Any]]:
         """(held-out loss in nats per token, further figures by name)."""
-        loss, extras = mean_loss(self.loss_fn, params, self.frozen, self.batches)
+        loss, extras = weighted_mean(self.loss_fn, params, self.frozen, self.batches)
         if self.measure:
             extras = extras | self.measure(params, self.frozen)
         return loss, extras
@@ -286,6 +286,7 @@ class _Training:
     def _evaluate(self, progress: Progress) -> None:
         step = self.state.step
         self.valid_loss, self.valid_extras = self.evaluation.run(self.state.params)
+        _require_finite("the held-out loss", self.valid_loss, step, self.checkpoints)
         named = {f"valid_{name}": value for name, value in self.valid_extras.items()}
         self.metrics.write(step=step, valid_loss=self.valid_loss, **named)
         progress.note(f"step {step}: held-out loss {self.valid_loss:.4f} nats per token")
@@ -384,7 +385,7 @@ def _ratios(extras: Sequence[Extras]) -> dict[str, Any]:
     for name in extras[0] if extras else ():
         sums = sum(np.asarray(pairs[name][0], np.float64) for pairs in extras)
         counts = sum(np.asarray(pairs[name][1], np.float64) for pairs in extras)
-        ratio = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+        ratio = np.where(counts > 0, sums / np.where(counts > 0, counts, 1), np.nan)
         ratios[name] = np.where(np.isnan(ratio), None, ratio).tolist()
     return ratios
 
@@ -401,15 +402,41 @@ def _require_finite(name: str, value: float, step: int, checkpoints: Checkpoints
     raise TrainingError(f"{name} is {value} near step {step}; {way_out}")
 
 
-def mean_loss(
-    evaluate: Callable, params: dict, frozen: Any, batches: Sequence[Batch]
+def weighted_mean(
+    evaluate: Callable, params: dict, frozen: Any, batches: Sequence[ValidBatch]
 ) -> tuple[float, dict[str, Any]]:
-    """Loss per token over ``batches``, in nats, and the means of the extras."""
-    sums = jax.device_get([evaluate(params, frozen, batch) for batch in batches])
-    nats = sum(loss for loss, *_ in sums)
-    tokens = sum(count for _, count, *_ in sums)
-    extras = [extras for _, _, *rest in sums for extras in rest]
-    return float(nats / max(1.0, tokens)), _ratios(extras)
+    """(held-out loss in nats per token, further figures by name).
+
+    Each source counts by its weight, whatever number of its tokens was evaluated. With several
+    sources, ``loss_by_source`` has the loss of each.
+    """
+    results = jax.device_get([evaluate(params, frozen, batch.rows) for batch in batches])
+    tokens = _sum_by_source(batches, [count for _, count, *_ in results])
+    nats = _sum_by_source(batches, [loss for loss, *_ in results])
+
+    factors = [
+        batch.weight / max(1.0, tokens[batch.source]) if len(tokens) > 1 else 1.0
+        for batch in batches
+    ]
+    weighted = [
+        jax.tree.map(lambda x, factor=factor: factor * np.asarray(x, np.float64), result)
+        for factor, result in zip(factors, results, strict=True)
+    ]
+    total = sum(count for _, count, *_ in weighted)
+    loss = sum(loss for loss, *_ in weighted) / (total if total else 1.0)
+    figures = _ratios([extras for _, _, *rest in weighted for extras in rest])
+    if len(tokens) > 1:
+        figures["loss_by_source"] = {
+            name: float(nats[name] / max(1.0, count)) for name, count in tokens.items()
+        }
+    return float(loss), figures
+
+
+def _sum_by_source(batches: Sequence[ValidBatch], values: Sequence[Any]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for batch, value in zip(batches, values, strict=True):
+        sums[batch.source] = sums.get(batch.source, 0.0) + float(value)
+    return sums
 
 
 @contextmanager

@@ -151,11 +151,13 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, float]:
-    """A record's numbers by name; those of a list as name/1, name/2, …"""
+    """A record's numbers by name; those of a list as name/1, name/2, …, of a dict as name/key."""
     scalars = {}
     for name, value in record.items():
         if isinstance(value, list):
             scalars |= {f"{name}/{i}": x for i, x in enumerate(value, start=1)}
+        elif isinstance(value, dict):
+            scalars |= {f"{name}/{key}": x for key, x in value.items()}
         elif name != "step":
             scalars[name] = value
     return {name: value for name, value in scalars.items() if value is not None}

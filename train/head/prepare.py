@@ -52,6 +52,7 @@ def prepare_setup(cfg: HeadRunConfig, cache: Path | None) -> HeadSetup:
       InputError, ModelError: the config does not fit the target.
     """
     files = read_target(cfg)
+    make_head(cfg, files.config, None)  # wrong sizes are found before the corpus is read
     data = open_corpus(cfg.data, files.tokenizer, files.layout, cache)
     counts = data.counts(files.config.vocab_size)[0]
     if cfg.head.draft_vocab:

@@ -106,8 +106,7 @@ def _measure(
 ) -> Callable[[dict, dict], dict[str, Any]]:
     """A function of the head's and the target's params that measures decoding."""
     section = cfg.head
-    evaluated = cfg.run.eval_batches * cfg.optim.batch_size * cfg.data.seq_len
-    prompts = held_out_prompts(setup.data, section.decode_prompts, evaluated)
+    prompts = held_out_prompts(setup.data, section.decode_prompts)
 
     def measure(params: dict, target: dict) -> dict[str, Any]:
         return measure_decoding(

@@ -5,8 +5,11 @@ Axes: B rows, T tokens, D hidden size.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
@@ -14,6 +17,7 @@ from specjax._util.errors import InputError
 from specjax.models import ModelConfig, hidden_states, load_pretrained
 from specjax.models.blocks import Remat
 from train.config import LMConfig
+from train.data.packing import IGNORE
 from train.engine.loop import LossFn
 from train.engine.losses import OutputHead, cast, chunked_distillation, row_arguments
 
@@ -51,6 +55,7 @@ def data_loss(
     dtype: str = "float32",
     remat: Remat = False,
     rows: NamedSharding | None = None,
+    byte_counts: np.ndarray | None = None,
 ) -> LossFn:
     """Cross-entropy of the next token in nats, summed, and the number of tokens.
 
@@ -58,11 +63,20 @@ def data_loss(
       dtype: of the forward pass.
       remat: recompute each block in the backward pass.
       rows: the sharding of a batch's rows; None: on one device.
+      byte_counts: `[V]` UTF-8 bytes of each id. If given, the loss has a third value,
+        ``bits_per_byte``: the bits and the bytes of the tokens that were predicted.
     """
 
     def loss(params, frozen, batch):
         head, hidden = outputs(cfg, cast(params, dtype), batch, remat, rows)
-        return head.cross_entropy(hidden, batch["labels"])
+        labels = batch["labels"]
+        nats, count = head.cross_entropy(hidden, labels)
+        if byte_counts is None:
+            return nats, count
+        real = labels != IGNORE
+        in_bytes = jnp.where(real, jnp.asarray(byte_counts)[jnp.where(real, labels, 0)], 0)
+        bits = nats / math.log(2)
+        return nats, count, {"bits_per_byte": (bits, in_bytes.sum().astype(bits.dtype))}
 
     return loss
 

@@ -15,10 +15,9 @@ from train.config import LMConfig, Model
 from train.data.document_ends import DocumentEnds, checkpoint_ends, tokenizer_ends
 from train.data.encoding import Layout, Plain
 from train.data.reading import Document
-from train.data.shards.building import load_documents
 from train.data.tokenized import Corpus
 from train.data.tokenizer import id_count, load_tokenizer, train_tokenizer
-from train.engine.batches import open_corpus
+from train.engine.batches import open_corpus, read_documents
 
 
 class LmSetup(NamedTuple):
@@ -36,18 +35,12 @@ def prepare_setup(cfg: LMConfig, directory: Path, cache: Path | None) -> LmSetup
     Args:
       cache: as for :func:`open_corpus`.
     """
-    documents = read_documents(cfg)
-    tokenizer = get_tokenizer(cfg, documents, directory)
+    # With shards the text is never in memory.
+    documents = None if cfg.data.shards else read_documents(cfg.data)
+    tokenizer = get_tokenizer(cfg, documents.texts if documents else None, directory)
     model, first_params = build_model(cfg, tokenizer)
     data = open_corpus(cfg.data, tokenizer, layout(cfg, model, tokenizer), cache, documents)
     return LmSetup(tokenizer, model, first_params, data)
-
-
-def read_documents(cfg: LMConfig) -> list[Document] | None:
-    """The corpus as text; None if its tokens are in shards, whose text is never in memory."""
-    if cfg.data.shards:
-        return None
-    return load_documents(cfg.data)
 
 
 def layout(cfg: LMConfig, model: ModelConfig | None, tokenizer: Tokenizer) -> Layout:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import math
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
+from specjax import text
 from specjax._util import processes
 from specjax.models import ModelConfig, num_params
 from specjax.models.hf.read import load_config
@@ -19,7 +19,7 @@ from train.data.corpus import permissive_distributions
 from train.data.tokenized import Corpus, held_out_tokens, train_tokens
 from train.engine.batches import process_batches
 from train.engine.directory import export, lock_directory
-from train.engine.loop import RunResult, fit
+from train.engine.loop import fit
 from train.engine.operations import causal_operations
 from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
@@ -73,7 +73,9 @@ def train(cfg: LMConfig, setup: LmSetup, placement: Placement, resume: bool) -> 
         loader,
         run=cfg.run,
         optim=cfg.optim,
-        eval_loss=data_loss(model, cfg.model.compute_dtype, rows=rows),
+        eval_loss=data_loss(
+            model, cfg.model.compute_dtype, rows=rows, byte_counts=byte_counts(setup)
+        ),
         valid=valid,
         frozen=frozen,
         resume=resume,
@@ -81,7 +83,6 @@ def train(cfg: LMConfig, setup: LmSetup, placement: Placement, resume: bool) -> 
         placement=placement,
         operations=useful_operations(cfg, model),
     )
-    outcome = _with_bits_per_byte(outcome, data)
     summary = plan(cfg, model, data)
     card = summary | {"recipe": to_dict(cfg)}
     if "installed" in cfg.data.corpora:
@@ -90,13 +91,12 @@ def train(cfg: LMConfig, setup: LmSetup, placement: Placement, resume: bool) -> 
     return summary | export(cfg.run, model, params, setup.tokenizer, outcome, card)
 
 
-def _with_bits_per_byte(outcome: RunResult, data: Corpus) -> RunResult:
-    """The outcome with the held-out loss in bits per byte, which compares across tokenizers."""
-    if outcome.valid_loss is None:
-        return outcome
-    # The loss is in nats per token.
-    bits = outcome.valid_loss * held_out_tokens(data) / data.valid_bytes / math.log(2)
-    return dataclasses.replace(outcome, valid_extras={"bits_per_byte": bits})
+def byte_counts(setup: LmSetup) -> np.ndarray:
+    """`[V]` float32: the UTF-8 bytes of each id; special tokens have none."""
+    counts = np.zeros(setup.model.vocab_size, np.float32)
+    token_bytes = text.Tokenizer(setup.tokenizer).token_bytes()
+    counts[: len(token_bytes)] = [len(x) for x in token_bytes]
+    return counts
 
 
 def useful_operations(cfg: LMConfig, model: ModelConfig) -> float:

@@ -171,9 +171,7 @@ def _measure(
     params (:func:`train.sdsat.memory.evaluation` counts it).
     """
     section = cfg.sdsat
-    # Prompts come from the held-out rows that the held-out loss covers, too.
-    evaluated = cfg.run.eval_batches * cfg.optim.batch_size * cfg.data.seq_len
-    prompts = held_out_prompts(data, section.decode_prompts, evaluated)
+    prompts = held_out_prompts(data, section.decode_prompts)
     decoding = Decoding(prompts, section.decode_tokens, section.held_out_window)
     dtype = cfg.model.compute_dtype
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from specjax._util.errors import InputError
 from specjax._util.files import locked, write_text
 from train.config import DataSection
-from train.data.corpus import load_corpus, nothing_to_read, source_files
+from train.data.corpus import load_corpus, nothing_to_read, source_files, source_labels
 from train.data.encoding import Layout
 from train.data.progress import ByteProgress
 from train.data.reading import Document, Intake, TextPiece, cut
@@ -46,7 +46,7 @@ class _Task(NamedTuple):
 
 def recipe_of(data: DataSection, tokenizer: Tokenizer, layout: Layout) -> Recipe:
     """The recipe of a config's shards."""
-    return Recipe(data.shards, tokenizer.to_str(), layout)
+    return Recipe(data.shards, tokenizer.to_str(), layout, data.min_chars)
 
 
 def source_names(data: DataSection) -> list[str]:
@@ -55,7 +55,7 @@ def source_names(data: DataSection) -> list[str]:
     Raises:
       InputError: there are weights, but not one for each source.
     """
-    names = [*data.corpora, *[Path(file).resolve().name for file in data.files]]
+    names = source_labels(data.corpora, data.files)
     if data.weights and len(data.weights) != len(names):
         raise InputError(
             f"data.weights has {len(data.weights)} numbers for {len(names)} sources: expected one "
@@ -64,15 +64,18 @@ def source_names(data: DataSection) -> list[str]:
     return names
 
 
-def load_documents(data: DataSection) -> list[Document]:
+def load_documents(data: DataSection, intake: Intake) -> list[Document]:
     """The corpus of a config without shards, as text in memory.
+
+    Args:
+      intake: counts what is skipped.
 
     Raises:
       InputError: as `load_corpus`; or there are weights.
     """
     if data.weights:
         raise InputError("data.weights needs data.shards: a directory for the corpus's tokens")
-    return load_corpus(data.corpora, data.files)
+    return load_corpus(data.corpora, data.files, intake)
 
 
 def load_shards(
@@ -135,7 +138,7 @@ def _make_missing(
     for number, files in enumerate(sources):
         tasks += [_Task(number, pieces) for pieces in _groups(files, shard_bytes)]
     if not tasks:
-        raise nothing_to_read([*data.corpora, *data.files])
+        raise nothing_to_read([*data.corpora, *data.files], data.min_chars)
 
     plan = _write_plan(home, data, recipe, sources, shard_bytes)
     _run_tasks(home, recipe, tasks, processes)

@@ -12,10 +12,11 @@ import numpy as np
 
 from specjax._util.errors import InputError
 
-FORMAT = 1
+FORMAT = 2
 PLAN = "plan.json"
 INDEX = "index.npz"
 MANIFEST = "manifest.json"
+SOURCES = "sources.json"
 PARTS = "parts"
 
 

@@ -46,8 +46,9 @@ def write_index(directory: str | Path, plan: dict[str, Any], owners: Sequence[in
     path = Path(directory) / INDEX
     arrays = _index_arrays(parts, columns["length"], splits)
     # Shards are in the order of their sources, and so are the documents.
-    source = np.asarray(owners)[arrays["train_shard"]]
-    arrays["train_ends"] = np.searchsorted(source, range(len(plan["sources"])), "right")
+    for split in ("train", "valid"):
+        source = np.asarray(owners)[arrays[f"{split}_shard"]]
+        arrays[f"{split}_ends"] = np.searchsorted(source, range(len(plan["sources"])), "right")
     with aside(path) as scratch, scratch.open("wb") as file:
         np.savez(file, **arrays)
 
@@ -66,7 +67,7 @@ def write_index(directory: str | Path, plan: dict[str, Any], owners: Sequence[in
 def _index_arrays(
     parts: Sequence[dict[str, Any]], lengths: np.ndarray, splits: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """The arrays of index.npz but `train_ends`: id counts, and each split's documents."""
+    """The arrays of index.npz but where each source ends: id counts, and each split's documents."""
     sizes = [len(part["length"]) for part in parts]
     columns = {
         "shard": np.repeat(np.arange(len(parts), dtype=np.uint32), sizes),

@@ -15,7 +15,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from specjax._util.errors import InputError
+from train.data.corpus import COPY
 from train.data.encoding import id_type
+from train.data.near_duplicates import NEAR_DUPLICATE
 from train.data.shards.files import (
     INDEX,
     MANIFEST,
@@ -26,6 +28,7 @@ from train.data.shards.files import (
     shard_path,
 )
 from train.data.shards.writing import Recipe
+from train.data.tokenized import HeldOutSource, Inventory
 
 _READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # access is random
 _READER_BUFFER = 1 << 15  # bytes, of each open shard
@@ -100,13 +103,14 @@ class Shards:
     manifest: dict[str, Any]
     sources: tuple[ShardDocuments, ...]
     weights: tuple[float, ...]
-    held_out: ShardDocuments
+    held_out: tuple[HeldOutSource, ...]
     id_counts: np.ndarray
     threads = _PREFETCH_THREADS
 
     @property
-    def valid_bytes(self) -> int:
-        return self.manifest["bytes"]["held_out"]
+    def inventory(self) -> Inventory:
+        """As `Corpus` says."""
+        return inventory_of(self.manifest)
 
     @property
     def fingerprint(self) -> str:
@@ -117,6 +121,21 @@ class Shards:
     def counts(self, size: int) -> np.ndarray:
         """As `Corpus` says, but of everything that was tokenized, duplicates included."""
         return np.pad(self.id_counts, ((0, 0), (0, max(0, size - self.id_counts.shape[1]))))
+
+
+def inventory_of(manifest: dict[str, Any]) -> Inventory:
+    """What finished shards are made of, and what was left out."""
+    documents = manifest["documents"]
+    tokens = manifest["tokens"]
+    left_out = dict(manifest["skipped"])
+    for reason, count in ((COPY, "duplicates"), (NEAR_DUPLICATE, "near_duplicates")):
+        if documents[count]:
+            left_out[reason] = {"count": documents[count], "examples": []}
+    return Inventory(
+        (documents["train"], documents["held_out"]),
+        (tokens["train"], tokens["held_out"]),
+        left_out,
+    )
 
 
 def read_manifest(directory: str | Path, recipe: Recipe, sources: Sequence[str]) -> dict[str, Any]:
@@ -180,13 +199,15 @@ def open_shards(
         columns = [index[f"{split}_{name}"][begin:end] for name in ("shard", "record", "length")]
         return ShardDocuments(readers, dtype, *columns)
 
-    ends = index["train_ends"].tolist()
+    by_source = list(itertools.pairwise([0, *index["train_ends"].tolist()]))
     if weights:
         names = list(sources)
-        bounds = list(itertools.pairwise([0, *ends]))
+        bounds = by_source
+        shares = list(weights)
     else:
         names = ["the corpus"]
-        bounds = [(0, ends[-1])]
+        bounds = [(0, by_source[-1][1])]
+        shares = [float(index["train_length"][a:b].sum(dtype=np.int64)) for a, b in by_source]
     for (begin, end), name in zip(bounds, names, strict=True):
         if begin == end:
             raise InputError(
@@ -194,10 +215,16 @@ def open_shards(
                 "those that are; add documents, or rename the file"
             )
 
+    held_out = []
+    held_out_bounds = itertools.pairwise([0, *index["valid_ends"].tolist()])
+    for (begin, end), name, share in zip(held_out_bounds, sources, shares, strict=True):
+        if end > begin:
+            held_out.append(HeldOutSource(name, documents("valid", begin, end), share))
+
     return Shards(
         manifest=manifest,
         sources=tuple(documents("train", begin, end) for begin, end in bounds),
         weights=tuple(weights) or (1.0,),
-        held_out=documents("valid", 0, len(index["valid_length"])),
+        held_out=tuple(held_out),
         id_counts=index["counts"],
     )

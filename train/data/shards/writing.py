@@ -32,6 +32,7 @@ class Recipe:
     directory: str
     tokenizer: str  # its tokenizer.json
     layout: Layout
+    min_chars: int  # of a document
 
     def identity(self) -> dict[str, Any]:
         """What a shard depends on besides its files."""
@@ -39,6 +40,7 @@ class Recipe:
             "format": FORMAT,
             "tokenizer": hashlib.sha256(self.tokenizer.encode()).hexdigest(),
             "layout": self.layout.fingerprint,
+            "min_chars": self.min_chars,
         }
 
     @functools.cached_property
@@ -58,7 +60,7 @@ def make_shard(
     Raises:
       InputError: a file cannot be read, or the shard cannot be written.
     """
-    intake = Intake(strict=False, longest=LONGEST_DOCUMENT)
+    intake = Intake(strict=False, shortest=recipe.min_chars, longest=LONGEST_DOCUMENT)
     path = shard_path(recipe.directory, number)
     part = part_path(recipe.directory, number)
     try:
