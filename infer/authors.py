@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 
 from specjax.core.types import FROM_TARGET
 from specjax.runtime.output import Piece
-from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
+from specjax.text.incremental_decoder import IncrementalDecoder
+from specjax.text.tokenizer import Tokenizer
 
 Run = tuple[str, int]  # text, and FROM_DRAFT or FROM_TARGET
 
@@ -16,10 +18,13 @@ class Authors:
     """Tracks the authors of one row's text.
 
     Text can lag behind tokens: what may be the beginning of a stop string is not shown yet.
+
+    Args:
+      prompt: the ids before the row's own.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._decoder = IncrementalDecoder(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
+        self._decoder = IncrementalDecoder(tokenizer, prompt)
         self._pending: list[int] = []  # authors of characters that are decoded but not shown yet
 
     def runs(self, piece: Piece) -> list[Run]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 
 from specjax import lm
+from specjax._util.program import say
 from specjax.core.mesh import make_mesh
 from specjax.lm import LM
 
@@ -48,6 +49,11 @@ def load_models(
         cache_dtype=args.cache_dtype,
     )
     target = lm.TARGET.parse("target", load(args.target))
+    if not target.eos_ids:
+        say(
+            "infer",
+            f"{args.target} names no end-of-sequence token: completions use up their budget",
+        )
     if draft is None:
         return target, None
     if draft.startswith(lm.SELF):

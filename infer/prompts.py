@@ -104,7 +104,8 @@ class PromptEncoder:
     def rest(self, text: str, first: int) -> str:
         """The text after the ``first`` ids, up to ``new_tokens`` tokens of it."""
         tokenizer = self.target.tokenizer
-        return tokenizer.decode(tokenizer.encode(text)[first:][: self.new_tokens])
+        tokens = tokenizer.encode(text)
+        return tokenizer.decode_after(tokens[:first], tokens[first:][: self.new_tokens])
 
     def middle(self, prefix: str, suffix: str, order: str = PSM) -> list[int]:
         """The ids of an infilling prompt, which asks for the text between prefix and suffix.

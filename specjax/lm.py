@@ -175,10 +175,10 @@ def _load(
 
     # The small files first: their errors are raised before gigabytes are read.
     config = load_config(directory)
-    eos_ids = _eos_ids(directory, config)
     tokenizer = None
     if not isinstance(config, HeadConfig):  # a head uses its target's tokenizer
         tokenizer = Tokenizer.from_directory(directory)
+    eos_ids = _eos_ids(directory, config, tokenizer)
     adapters = {}
     if delta is not None:
         plain = load_delta(model_directory, delta, directory, config, DTYPES[dtype])
@@ -439,13 +439,19 @@ def _from_hub(name: str, files: Sequence[str]) -> Path:
         return Path(path)
 
 
-def _eos_ids(directory: Path, config: ModelConfig) -> tuple[int, ...]:
-    """End-of-sequence ids of the generation config, which often lists more than config.json."""
+def _eos_ids(directory: Path, config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """End-of-sequence ids of the generation config, which often lists more than config.json.
+
+    If neither names any, it is the ``eos_token`` of the tokenizer's config.
+    """
     path = directory / "generation_config.json"
     settings = read_json(path)
     checks = {"eos_token_id": token_ids(config.vocab_size)}
     require_all(f"{path}: ", settings, checks, ModelError)
-    return as_ids(settings.get("eos_token_id")) or config.eos_ids
+    ids = as_ids(settings.get("eos_token_id")) or config.eos_ids
+    if not ids and tokenizer is not None and tokenizer.eos_id is not None:
+        ids = (tokenizer.eos_id,)
+    return ids
 
 
 def _num_params(params: dict) -> int:

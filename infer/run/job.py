@@ -227,7 +227,7 @@ class Job:
                 if piece.index != shown_row:  # the next completion begins
                     if screen:
                         screen.end()
-                    screen = Screen(self.target, console)
+                    screen = Screen(self.target, prompt.tokens, console)
                     shown_row = piece.index
                     screen.prompt(prompt.text)
                 screen.piece(piece)

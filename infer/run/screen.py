@@ -7,6 +7,7 @@ completion cannot move the cursor or change the terminal's style.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -47,12 +48,16 @@ class Terminal(Console):
 
 
 class Screen:
-    """Shows one prompt's completion as it streams."""
+    """Shows one prompt's completion as it streams.
 
-    def __init__(self, target: LM, console: Console | None = None):
+    Args:
+      prompt: the prompt's token ids.
+    """
+
+    def __init__(self, target: LM, prompt: Sequence[int], console: Console | None = None):
         self.console = console or Terminal()
         self.colored = self.console.is_terminal
-        self._authors = Authors(target.tokenizer)
+        self._authors = Authors(target.tokenizer, prompt)
         self._first_tokens = 0  # tokens of the first piece, which the speed leaves out
 
     def prompt(self, text: str) -> None:

@@ -115,8 +115,6 @@ class Admission:
             raise OptionError("max_tokens=0 generates nothing: it needs echo")
         if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
             raise OptionError("top_logprobs needs logprobs")
-        if body.stream and (echo or body.alternatives):
-            raise OptionError("echo and alternatives to tokens do not stream: leave stream out")
         if body.alternatives is not None:
             check_scorable(self.target)
 

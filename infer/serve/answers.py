@@ -7,17 +7,16 @@ Axis legend: T tokens of a row, K alternatives to a token.
 
 from __future__ import annotations
 
-import itertools
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from infer.authors import Authors, Run
 from infer.scoring import PromptScores
 from infer.serve.engine_thread import Submission
+from infer.serve.logprobs import LOWEST_LOGPROB, Alternative, Object, RowLogprobs
 from infer.serve.schemas import Body, ChatBody
 from specjax.core.types import FROM_DRAFT
 from specjax.metrics import rates, ratio
@@ -26,11 +25,6 @@ from specjax.text.tokenizer import Tokenizer
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 COUNTERS = ("drafted", "tested", "accepted", "emitted", "rounds", "target_calls", "draft_calls")
-# Stands for the log-probability -inf, e.g. of an id above the tokenizer's: JSON has no infinity.
-LOWEST_LOGPROB = -9999.0
-
-Object = dict[str, Any]
-Alternative = tuple[str, float]  # a token's text and its log-probability in nats
 
 
 class Answer:
@@ -53,14 +47,15 @@ class Answer:
         self._scores: list[PromptScores | None] = [None] * size
         self._authors: list[Authors] | None = None
         if body.origins:
-            self._authors = [Authors(self._tokenizer) for _ in range(size)]
+            prompts = [submission.prompt_of(number) for number in range(size)]
+            self._authors = [Authors(self._tokenizer, prompt) for prompt in prompts]
         self._origins: list[list] = [[] for _ in range(size)]
-        self._offsets = [0] * size  # where the next token's text begins
         self._begun: set[int] = set()  # rows that have sent a chunk
 
         self._echo = not self._chat and bool(body.echo)
         # With max_tokens=0 one token is decoded all the same, and not shown.
         self._hide_completion = body.max_tokens == 0
+        self._logprobs = [self._new_logprobs(number) for number in range(size)]  # of chunks
 
         self._first_time = 0.0
         self._last_time = 0.0
@@ -90,8 +85,20 @@ class Answer:
 
         if not (piece.text or piece.finish_reason or piece.logprobs is not None):
             return None
-        content = self._delta(number, piece.text)
-        choice = self._choice(number, content, piece.tokens, piece.logprobs, piece.finish_reason)
+        text = piece.text
+        if self._hide_completion:
+            text = ""
+        shown = None
+        if self._scores[number] is not None:
+            shown = self._scored_logprobs(number)
+        elif piece.logprobs is not None and not self._submission.scored:
+            shown = self._logprobs[number].add(
+                piece.tokens.tolist(),
+                piece.logprobs.tolist(),
+                [[]] * len(piece.tokens),
+                last=piece.finish_reason is not None,
+            )
+        choice = self._choice(number, self._delta(number, text), shown, piece.finish_reason)
         if origins is not None:
             choice["origins"] = origins
         return self._response([choice], chunk=True)
@@ -123,13 +130,16 @@ class Answer:
         }
 
     def _delta(self, number: int, text: str) -> Object:
-        """The text of a chunk; a chat's first one names the role."""
-        if not self._chat:
-            return {"text": text}
-        if number in self._begun:
-            return {"delta": {"content": text}}
+        """The text of a chunk. A row's first one names the role in a chat, or has the echo."""
+        first = number not in self._begun
         self._begun.add(number)
-        return {"delta": {"role": "assistant", "content": text}}
+        if not self._chat:
+            if first and self._echo:
+                text = self._prompt_text(number) + text
+            return {"text": text}
+        if first:
+            return {"delta": {"role": "assistant", "content": text}}
+        return {"delta": {"content": text}}
 
     def _full_choice(self, number: int) -> Object:
         row = self._rows[number]
@@ -137,35 +147,35 @@ class Answer:
         reason = row.finish_reasons[0]
         if self._hide_completion:
             text = ""
-            reason = "length"
         if self._echo:
             text = self._prompt_text(number) + text
 
         content = {"text": text}
         if self._chat:
             content = {"message": {"role": "assistant", "content": text}}
-        logprobs = row.logprobs and row.logprobs[0]
-        self._offsets[number] = 0  # pieces have moved it to the end
-        choice = self._choice(number, content, row.tokens[0], logprobs, reason)
-
+        shown = None
         if self._scores[number] is not None:
-            choice["logprobs"] = self._scored_logprobs(number)
+            shown = self._scored_logprobs(number)
+        elif row.logprobs is not None:
+            tokens = row.tokens[0].tolist()
+            shown = self._new_logprobs(number).add(
+                tokens,
+                row.logprobs[0].tolist(),
+                [[]] * len(tokens),
+                last=True,
+                text_length=len(row.text[0]),
+            )
+        choice = self._choice(number, content, shown, reason)
         if self._authors:
             choice["origins"] = [] if self._hide_completion else self._origins[number]
         return choice
 
     def _choice(
-        self,
-        number: int,
-        content: Object,
-        tokens: np.ndarray,
-        logprobs: np.ndarray | None,
-        reason: str | None,
+        self, number: int, content: Object, logprobs: Object | None, reason: str | None
     ) -> Object:
-        shown = None
-        if logprobs is not None:
-            shown = self._logprobs(number, tokens, logprobs)
-        rest = {"logprobs": shown, "finish_reason": REASONS.get(reason)}
+        if self._hide_completion and reason is not None:
+            reason = "length"
+        rest = {"logprobs": logprobs, "finish_reason": REASONS.get(reason)}
         return {"index": number} | content | rest
 
     def _prompt_text(self, number: int) -> str:
@@ -175,28 +185,12 @@ class Answer:
             return prompt
         return self._tokenizer.decode(prompt)
 
-    def _token_texts(self, tokens: Sequence[int]) -> list[str]:
-        return [self._tokenizer.decode([token], False) for token in tokens]
-
     # --- log-probabilities ---------------------------------------------------------------------
 
-    def _logprobs(self, number: int, tokens: np.ndarray, logprobs: np.ndarray) -> Object:
-        """Log-probabilities of generated tokens under the unwarped target, in nats."""
-        texts = self._token_texts(tokens)
-        values = [float(value) for value in logprobs]
-        if self._chat:
-            return _chat_logprobs(texts, values, [[]] * len(texts))
-
-        offsets = []
-        for text in texts:
-            offsets.append(self._offsets[number])
-            self._offsets[number] += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": values,
-            "top_logprobs": None,
-            "text_offset": offsets,
-        }
+    def _new_logprobs(self, number: int) -> RowLogprobs:
+        """Builds a row's log-probabilities, from its first token on."""
+        context = [] if self._echo else self._submission.prompt_of(number)
+        return RowLogprobs(self._tokenizer, context, self._chat)
 
     def _scored_logprobs(self, number: int) -> Object:
         """Log-probabilities with alternatives, of the completion and, with ``echo``, the prompt."""
@@ -205,12 +199,12 @@ class Answer:
         completion = self._rows[number].tokens[0]
         if self._hide_completion:
             completion = completion[:0]
-        ids = [*prompt, *completion]
+        ids = [*map(int, prompt), *map(int, completion)]
 
         # The first token has nothing before it, so it has no probability. From there on, entry i of
         # the scores belongs to token i + 1.
         values: list[float | None] = [None]
-        tops: list[list[Alternative] | None] = [None]
+        tops: list[list[Alternative]] = [[]]
         for at in range(len(ids) - 1):
             values.append(max(float(scores.log_probs[at]), LOWEST_LOGPROB))
             tops.append(self._alternatives(scores, at))
@@ -219,36 +213,13 @@ class Answer:
             ids = ids[len(prompt) :]
             values = values[len(prompt) :]
             tops = tops[len(prompt) :]
-        texts = self._token_texts(ids)
-        if self._chat:
-            return _chat_logprobs(texts, values, tops)
-        return self._text_logprobs(texts, values, tops)
-
-    def _text_logprobs(
-        self,
-        texts: list[str],
-        values: list[float | None],
-        tops: list[list[Alternative] | None],
-    ) -> Object:
-        """``logprobs`` of a completion, with its alternatives as a dict from text to value."""
-        by_text: list[dict[str, float] | None] = []
-        for text, value, top in zip(texts, values, tops, strict=True):
-            if top is None:
-                by_text.append(None)
-                continue
-            # OpenAI lists the token itself, too. The most likely of several ids with the same text
-            # comes last, and stays.
-            alternatives = {text: value}
-            alternatives.update(reversed(top))
-            by_text.append(alternatives)
-
-        ends = list(itertools.accumulate(map(len, texts), initial=0))
-        return {
-            "tokens": texts,
-            "token_logprobs": values,
-            "top_logprobs": by_text if self._body.alternatives else None,
-            "text_offset": ends[:-1],
-        }
+        length = None
+        if not self._hide_completion:
+            length = len(self._rows[number].text[0])
+            if self._echo:
+                length += len(self._tokenizer.decode(prompt))
+        logprobs = self._new_logprobs(number)
+        return logprobs.add(ids, values, tops, last=True, text_length=length)
 
     def _alternatives(self, scores: PromptScores, at: int) -> list[Alternative]:
         """The most likely tokens at a position, in falling order."""
@@ -258,7 +229,7 @@ class Answer:
         alternatives = []
         for token, value in zip(ids, values, strict=True):
             if np.isfinite(value):
-                alternatives.append((self._tokenizer.decode([token], False), float(value)))
+                alternatives.append((int(token), float(value)))
         return alternatives
 
     # --- usage ---------------------------------------------------------------------------------
@@ -301,24 +272,6 @@ class Answer:
             "first_token_seconds": self._first_time - arrived,
             "tokens_per_second": ratio(new_tokens - self._first_tokens, seconds_after_first),
         }
-
-
-def _chat_logprobs(
-    texts: list[str],
-    values: Sequence[float | None],
-    tops: Sequence[list[Alternative] | None],
-) -> Object:
-    """``logprobs`` of a chat message, with up to K alternatives per token."""
-    content = []
-    for text, value, top in zip(texts, values, tops, strict=True):
-        entry = _chat_token(text, value)
-        entry["top_logprobs"] = [_chat_token(*alternative) for alternative in top]
-        content.append(entry)
-    return {"content": content, "refusal": None}
-
-
-def _chat_token(text: str, value: float | None) -> Object:
-    return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
 
 def _origins(runs: Sequence[Run]) -> list[list[str]]:

@@ -185,7 +185,9 @@ class Judge:
 
     def sample(self, row: Any, tokens: Sequence[int]) -> Sample:
         """The completion ``tokens`` of a request, as rewards see it."""
-        text = self.tokenizer.decode(tokens) if self.tokenizer else ""
+        text = ""
+        if self.tokenizer:
+            text = self.tokenizer.decode_after(row.tokens, tokens)
         ended = len(tokens) > 0 and int(tokens[-1]) in self.eos_ids
         return Sample(text, row.prompt, tokens, row.constraints, ended)
 

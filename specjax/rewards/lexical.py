@@ -28,7 +28,8 @@ import numpy as np
 from specjax._util.arguments import TEXTS, validate_fields
 from specjax._util.errors import OptionError
 from specjax.rewards.protocol import DeviceReward
-from specjax.text.tokenizer import REPLACEMENT, Tokenizer
+from specjax.text.incremental_decoder import REPLACEMENT
+from specjax.text.tokenizer import Tokenizer
 
 MAX_FORM_BYTES = 32  # the bits of a uint32
 MAX_WORDS = 1000  # of a row: each form has a kilobyte of masks

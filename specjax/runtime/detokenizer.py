@@ -6,11 +6,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
+from specjax.text.incremental_decoder import IncrementalDecoder
+from specjax.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
     """Turns the tokens of one request into text and finds stop strings in it.
+
+    A stop string that is a special token, such as ``</s>``, has no text. Its id ends the request.
+
+    Args:
+      tokenizer: of the target; None: there is no text.
+      stop: the request's stop strings.
+      prompt: the ids of its prompt, which the text continues.
 
     Attributes:
       text: all text so far, cut before the stop string that ended it.
@@ -19,10 +27,17 @@ class Detokenizer:
       has_stop_strings: whether there are any to find.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]):
+    def __init__(
+        self, tokenizer: Tokenizer | None, stop: Sequence[str], prompt: Sequence[int] = ()
+    ):
         # tokenizers.decoders.DecodeStream does not replace it: it has no flush, so the bytes of a
         # character that is cut off at the end are lost, and it raises on invalid runs of bytes.
-        self._decoder = IncrementalDecoder(tokenizer) if tokenizer else None
+        self._decoder = None
+        self._stop_ids: set[int] = set()
+        if tokenizer is not None:
+            self._decoder = IncrementalDecoder(tokenizer, prompt)
+            ids = [tokenizer.special_token(text) for text in stop]
+            self._stop_ids = {i for i in ids if i is not None}
         self._stop = stop
         self.has_stop_strings = bool(stop)
         self.text = ""
@@ -42,8 +57,7 @@ class Detokenizer:
         self.count += kept
 
         if finished and self._decoder and not self.stopped:
-            self.text += self._decoder.flush()
-            self._cut_at_stop()
+            self._append(self._decoder.flush())
 
         end = len(self.text)
         if not finished and not self.stopped:
@@ -62,17 +76,22 @@ class Detokenizer:
 
         # Token by token: the one that completes a stop string is the last one that counts.
         for count, token in enumerate(tokens.tolist(), 1):
-            self.text += self._decoder.push([token])
-            if self._cut_at_stop():
+            if token in self._stop_ids:
+                self.stopped = True
+                self._append(self._decoder.flush())
+                return count
+            self._append(self._decoder.push([token]))
+            if self.stopped:
                 return count
         return len(tokens)
 
-    def _cut_at_stop(self) -> bool:
-        """Cuts the text before its first stop string; returns whether it has one."""
-        positions = [self.text.find(text) for text in self._stop]
+    def _append(self, new_text: str) -> None:
+        """Adds text; cuts it before the first stop string, and notes that there is one."""
+        # A stop string can begin in the text before, but not be in it as a whole.
+        begin = max(0, len(self.text) - self._withheld)
+        self.text += new_text
+        positions = [self.text.find(text, begin) for text in self._stop]
         positions = [position for position in positions if position >= 0]
-        if not positions:
-            return False
-        self.text = self.text[: min(positions)]
-        self.stopped = True
-        return True
+        if positions:
+            self.text = self.text[: min(positions)]
+            self.stopped = True

@@ -171,7 +171,8 @@ class ResultReader:
         prompt_length = len(slot.request.tokens)
         new = slice(prompt_length, prompt_length + slot.detokenizer.count)
         finish = snapshot.finish[number]
-        if finish == RUNNING:  # only a text stop ends a request that the device would go on with
+        if slot.detokenizer.stopped:
+            # Also if the device ended the request in the same poll, behind the stop string.
             finish = STOP_TEXT
         logprobs = None
         if snapshot.logprobs is not None:

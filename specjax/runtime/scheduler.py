@@ -296,7 +296,7 @@ class Scheduler:
             stop = request.stop
         slot = Slot(
             request=request,
-            detokenizer=Detokenizer(self._engine.target.tokenizer, stop),
+            detokenizer=Detokenizer(self._engine.target.tokenizer, stop, request.tokens.tolist()),
             began=began,
             length=len(request.tokens),
             passes_before=self._results.passes,

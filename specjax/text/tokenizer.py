@@ -6,6 +6,7 @@ directories without that file.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -21,8 +22,8 @@ from specjax._util.errors import ModelError, OptionError, errors_as, silence_std
 from specjax._util.files import check_entries
 from specjax.models.hf.files import read_json, read_text_file
 from specjax.text import chat
+from specjax.text.incremental_decoder import IncrementalDecoder
 
-REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what templates may name
 TRIAL = "a bé"  # encoded once, to see that a tokenizer works
 MAX_ID = 2**24  # tables over the vocabulary have a row for each id
@@ -87,8 +88,14 @@ class Tokenizer:
         """One more than the highest id: ids from here on have probability 0."""
         added = backend.get_added_tokens_decoder()
         special_ids = {i for i, token in added.items() if token.special}
+        self._special_ids = special_ids
         self._text_ids = set(vocab.values()) - special_ids
-        self._byte_ids = {i for token, i in vocab.items() if BYTE_TOKEN.fullmatch(token)}
+        # The byte that each byte token stands for, where the decoder makes characters of bytes.
+        self._byte_of_id: dict[int, int] = {}
+        if "ByteFallback" in _decoder_settings(backend):
+            for token, i in vocab.items():
+                if BYTE_TOKEN.fullmatch(token) and i in self._text_ids:
+                    self._byte_of_id[i] = int(token[3:5], 16)
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Tokenizer:
@@ -127,16 +134,63 @@ class Tokenizer:
                 "a text holds half of a surrogate pair, or is none; give whole characters"
             ) from None
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
-        return self._backend.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens)
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids; special tokens have none."""
+        return self.decode_after((), ids)
 
-    def ends_in_byte(self, ids: Sequence[int]) -> bool:
-        """Whether the last id that has text is a byte token."""
-        for i in reversed(ids):
-            if i in self._text_ids:
-                return i in self._byte_ids
-        return False
+    def decode_after(self, context: Sequence[int], ids: Sequence[int]) -> str:
+        """The text that ``ids`` add to the text of ``context``.
+
+        It is ``decode(context + ids)`` without ``decode(context)``. Some decoders drop the space
+        before a text's first word, so ids that continue a text must not be decoded alone.
+        """
+        decoder = IncrementalDecoder(self, context)
+        return decoder.push(ids) + decoder.flush()
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id of the checkpoint's ``eos_token``; None if it names none that exists."""
+        return self._backend.token_to_id(self._special.get("eos_token") or "")
+
+    def special_token(self, text: str) -> int | None:
+        """The id of the special token with exactly this text; None if there is none."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self._special_ids else None
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that an id adds to a text; empty for special tokens and unused ids."""
+        if token_id >= self.vocab_size:
+            return b""
+        return self.token_bytes()[token_id]
+
+    def token_name(self, token_id: int) -> str:
+        """What to call a token: its text; its bytes if they are no whole characters.
+
+        A special token has its content as name, and an id without a token its number.
+        """
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return f"token_id:{token_id}"
+        if token_id in self._special_ids:
+            return token
+        own_bytes = self.bytes_of(token_id)
+        try:
+            return own_bytes.decode()
+        except UnicodeDecodeError:
+            # As OpenAI names them, e.g. bytes:\\xe6\\x97.
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own_bytes)
+
+    def decode_whole(self, ids: Sequence[int]) -> str:
+        """The text of ids as the library decodes them, all at a time."""
+        return self._backend.decode(ids, skip_special_tokens=True)
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether the id is a token, and not a special one."""
+        return token_id in self._text_ids
+
+    def byte_of(self, token_id: int) -> int | None:
+        """The byte that a byte token stands for; None for other tokens."""
+        return self._byte_of_id.get(token_id)
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token; None where there is no such token."""
@@ -148,8 +202,11 @@ class Tokenizer:
         The bytes are read from the token itself. Byte-level vocabularies have a character per byte;
         SentencePiece writes a space as ``▁``.
         """
-        decoder = json.loads(self._backend.to_str())["decoder"]
-        byte_level = "ByteLevel" in json.dumps(decoder)
+        return self._token_bytes
+
+    @functools.cached_property
+    def _token_bytes(self) -> list[bytes]:
+        byte_level = "ByteLevel" in _decoder_settings(self._backend)
         token_bytes = [b""] * self.vocab_size
         for token, i in self._backend.get_vocab(with_added_tokens=True).items():
             if i not in self._text_ids:
@@ -207,45 +264,11 @@ class Tokenizer:
         return chat.render(self._chat_template, messages, self._special, self._source, options)
 
 
-class IncrementalDecoder:
-    """Decodes a sequence piece by piece; the pieces joined are ``decode`` of all its ids.
-
-    New tokens are decoded with the ones before them: decoded alone they could lose a leading space.
-    An incomplete UTF-8 character is kept back until it is complete. So is a run of byte tokens,
-    because a decoder checks the whole run for validity.
-    """
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._context: list[int] = []  # ids of the last piece; their text has been returned
-        self._pending: list[int] = []  # ids whose text has not been returned yet
-
-    def push(self, ids: Sequence[int]) -> str:
-        """Adds tokens; returns the new text that no later token can change, which may be empty."""
-        self._pending += map(int, ids)
-        piece = self._pending_text()
-        if piece.endswith(REPLACEMENT) or self._tokenizer.ends_in_byte(self._pending):
-            return ""
-        return self._accept(piece)
-
-    def flush(self) -> str:
-        """The rest of the text, at the end of the sequence."""
-        return self._accept(self._pending_text())
-
-    def _pending_text(self) -> str:
-        context = self._tokenizer.decode(self._context)
-        text = self._tokenizer.decode(self._context + self._pending)
-        return text[len(context) :]
-
-    def _accept(self, piece: str) -> str:
-        if piece:
-            self._context = self._pending
-        else:
-            # Tokens without text are no context by themselves: the next token would be decoded as
-            # the first of a text.
-            self._context = self._context + self._pending
-        self._pending = []
-        return piece
+def _decoder_settings(backend: tokenizers.Tokenizer) -> str:
+    """The settings of the tokenizer's decoder, as JSON; "" if it has none."""
+    if backend.decoder is None:
+        return ""
+    return backend.decoder.__getstate__().decode()
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:

@@ -728,7 +728,7 @@ def test_the_screen_loses_no_text(loaded, stop):
     target, draft = loaded
     for seed in range(4):
         console = terminal()
-        screen = Screen(target, console)
+        screen = Screen(target, target.tokenizer.encode("x"), console)
         for piece in sj.stream(
             target,
             "x",
@@ -749,7 +749,7 @@ def test_each_token_has_its_writers_colour(loaded):
     tokenizer, console = loaded[0].tokenizer, terminal()
     tokens = np.array(tokenizer.encode("def [red](self):"))
     origins = np.where(np.arange(len(tokens)) % 3 == 2, FROM_TARGET, FROM_DRAFT)
-    screen = Screen(loaded[0], console)
+    screen = Screen(loaded[0], [], console)
     # The first piece shows nothing yet: its text could be the start of a stop string.
     screen.piece(sj.Piece(0, "", tokens[:4], origins[:4]))
     screen.piece(sj.Piece(0, tokenizer.decode(tokens), tokens[4:], origins[4:], "length"))
@@ -784,7 +784,7 @@ def test_the_demo_stands_beside_plain_decoding(pair, monkeypatch, method, tokens
 
 def test_a_prompt_is_no_markup(loaded):
     console = terminal()
-    Screen(loaded[0], console).prompt("[red]a[/red]\x1b[2J")
+    Screen(loaded[0], [], console).prompt("[red]a[/red]\x1b[2J")
     assert "[red]a[/red]\\x1b[2J" in console.file.getvalue()
     assert "\x1b[2J" not in console.file.getvalue()
 

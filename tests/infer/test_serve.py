@@ -101,7 +101,9 @@ def test_an_echo_of_nothing_more_is_the_prompt(server):
     (choice,) = answer["choices"]
     assert choice["text"] == TEXT and choice["finish_reason"] == "length"
     found = choice["logprobs"]
-    assert "".join(found["tokens"]) == TEXT and found["top_logprobs"] is None
+    assert "".join(found["tokens"]) == TEXT
+    # With no alternatives there is an entry for each token itself.
+    assert found["top_logprobs"][0] is None and {len(x) for x in found["top_logprobs"][1:]} == {1}
     assert answer["usage"]["completion_tokens"] == 0
     plain = server.complete(prompt=TEXT, max_tokens=0, echo=True)["choices"][0]
     assert plain["text"] == TEXT and plain["logprobs"] is None
@@ -123,6 +125,25 @@ def test_alternatives_are_those_of_the_written_tokens(server, client):
     for entry in answer.choices[0].logprobs.content:
         others = [other.logprob for other in entry.top_logprobs]
         assert len(others) == 7 and others == sorted(others, reverse=True)
+
+
+def test_alternatives_and_an_echo_stream(server, client):
+    """A row's last chunk has its log-probabilities; the first one has the prompt."""
+    body = {"prompt": TEXT, "max_tokens": 5, "temperature": 0, "logprobs": 3, "echo": True}
+    (whole,) = server.complete(**body)["choices"]
+    stream = client.completions.create(model="tiny", stream=True, **body)
+    chunks = [chunk.choices[0] for chunk in stream]
+    assert "".join(chunk.text for chunk in chunks) == whole["text"]
+    assert chunks[0].text.startswith(TEXT)
+    assert [chunk.logprobs is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    found = chunks[-1].logprobs
+    assert found.tokens == whole["logprobs"]["tokens"]
+    assert found.text_offset == whole["logprobs"]["text_offset"]
+    values = whole["logprobs"]["token_logprobs"]
+    np.testing.assert_allclose(found.token_logprobs[1:], values[1:], atol=1e-5)
+    assert "".join(whole["logprobs"]["tokens"]) == whole["text"]
+    tops = whole["logprobs"]["top_logprobs"][1:]
+    assert {len(top) for top in tops} <= {3, 4} and tops
 
 
 def test_a_row_that_is_scored_can_leave(server):
@@ -349,8 +370,6 @@ REFUSED = [
     ({"prompt": TEXT, "stop": [""]}, 400, "stop"),
     ({"prompt": TEXT, "stop": ["a"] * 17}, 400, "stop"),
     ({"prompt": TEXT, "logprobs": 6}, 400, "logprobs"),
-    ({"prompt": TEXT, "logprobs": 1, "stream": True}, 400, "do not stream"),
-    ({"prompt": TEXT, "echo": True, "stream": True}, 400, "do not stream"),
     ({"prompt": TEXT, "max_tokens": 0}, 400, "needs echo"),
     ({"prompt": TEXT, "max_tokens": -1, "echo": True}, 400, "max_tokens"),
     ({"prompt": TEXT, "best_of": 4}, 400, "best_of=4"),

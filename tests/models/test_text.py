@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 import specjax as sj
 from specjax.registry.resolve import check_models
 from specjax.text import chat
-from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
+from specjax.text.incremental_decoder import IncrementalDecoder
+from specjax.text.tokenizer import Tokenizer
+from support.training import save_checkpoint, small_tokenizer
 from train.data.corpus import Document
 from train.data.tokenizer import train_tokenizer
 
@@ -378,3 +380,11 @@ def test_a_broken_tokenizer_is_refused_by_name(tmp_path, file, content, says):
     (tmp_path / file).write_bytes(content)
     with pytest.raises(sj.ModelError, match=says):
         Tokenizer.from_directory(tmp_path)
+
+
+def test_eos_comes_from_the_tokenizers_config_where_no_other_file_names_it(tmp_path):
+    home = save_checkpoint(tmp_path, small_tokenizer(tmp_path), eos_ids=())
+    assert sj.load(str(home)).eos_ids == ()
+    (home / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|fim_eot|>"}}')
+    (end,) = sj.load(str(home)).eos_ids
+    assert sj.load(str(home)).tokenizer.token_name(end) == "<|fim_eot|>"

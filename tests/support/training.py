@@ -62,8 +62,7 @@ def save_checkpoint(directory: Path, tokenizer: Tokenizer, **other: Any) -> Path
         num_heads=2,
         intermediate_size=24,
         max_position=128,
-        eos_ids=(EOS_ID,),
-        **other,
+        **{"eos_ids": (EOS_ID,)} | other,
     )
     save_pretrained(directory, cfg, init_params(cfg, jax.random.key(1)), tokenizer.to_str())
     return directory
