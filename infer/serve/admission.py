@@ -88,6 +88,7 @@ class Admission:
         sampling = _sampling(body)
         self._check_scoring(body)
         variant = self._variant(body, sampling.temperature == 0)
+        variant.engine.method.check_sampling(sampling)
         prompts = self._prompts(body)
 
         max_tokens = _max_tokens(body)

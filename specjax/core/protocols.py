@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax._util.arguments import FLAG, TEXTS, validate_fields
 from specjax._util.errors import OptionError, PairError
 from specjax.core.types import SAMPLINGS, DecodeState, Draft, Inputs, TreeShape, Verdict
+from specjax.core.warp import Sampling
 
 
 class Proposal(NamedTuple):
@@ -295,6 +296,10 @@ class Method(Protocol):
     # Beam search: tokens are final only at the end, so all cache positions are needed at once.
     needs_full_length: bool = False
     host_driven: bool = False  # the host drives its rounds, because the reward needs text
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raises OptionError if the method cannot draw with these settings."""
+        return
 
     def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         """The state with what the method keeps, its caches empty."""

@@ -119,6 +119,23 @@ def warp_joint(log_joint: Float[Array, "B n"], settings: Warp) -> Float[Array, "
     return jnp.where(settings.greedy[:, None], log_joint, warped)
 
 
+def reweigh_draws(log_joint: Float[Array, "B n"], settings: Warp) -> Float[Array, "B n"]:
+    """Log-weights of n draws from a joint, with which one of them is drawn from the warped joint.
+
+    These are importance weights ``p^(1/T − 1)``. At temperature 1 without top-p each draw counts
+    once, which is exact. Otherwise it is an approximation that gets better with n. Top-p keeps a
+    draw while strictly likelier ones have less than p of the weight, which estimates the joint's
+    own mass. Top-k is not read.
+    """
+    likeliest = jnp.max(log_joint, axis=-1, keepdims=True)
+    power = 1.0 / _divisor(settings)[:, None] - 1.0
+    weights = power * (log_joint - likeliest)
+    share = jax.nn.softmax(weights, axis=-1)
+    likelier = log_joint[:, None, :] > log_joint[:, :, None]
+    mass_above = jnp.sum(jnp.where(likelier, share[:, None, :], 0.0), axis=-1)
+    return jnp.where(mass_above < settings.top_p[:, None], weights, probs.NEVER)
+
+
 def tempered(logits: Float[Array, "B N V"], settings: Warp) -> Float[Array, "B N V"]:
     """Logits divided by the temperature; unchanged in greedy rows."""
     return logits / _divisor(settings)[:, None, None]

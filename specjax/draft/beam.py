@@ -50,6 +50,7 @@ class Beams(NamedTuple):
     node: Int[Array, "B S"]  # each beam's last node
     score: Float[Array, "B S"]  # log of its joint draft probability; −inf: no beam
     ended: Bool[Array, "B S"]
+    limit: Int[Array, "B"]  # most tokens of a beam
     calls: Int[Array, "B"]
 
 
@@ -140,10 +141,11 @@ class Beam(ModelDrafter):
         net = inputs.target if self.of_target else draft_net(inputs)
         logits, cache = run_last_two(net, cache, last_two(state), base - 1)
         logits = logits[:, None]
-        beams = self._start(state, cache)
+        if limit is None:
+            limit = jnp.full_like(state.length, self.gamma)
+        beams = self._start(state, cache, limit)
         for step in range(self.gamma):
-            if limit is not None:
-                beams = beams._replace(ended=beams.ended | (limit <= step)[:, None])
+            beams = beams._replace(ended=beams.ended | (limit <= step)[:, None])
             beams = self._extend(inputs, keys, beams, logits, step)
             if step + 1 < self.gamma:
                 first = self._level_nodes(step).start
@@ -161,7 +163,7 @@ class Beam(ModelDrafter):
         )
         return draft, beams
 
-    def _start(self, state: DecodeState, cache: KVCache) -> Beams:
+    def _start(self, state: DecodeState, cache: KVCache, limit: Int[Array, "B"]) -> Beams:
         """One beam: the root."""
         rows = state.length.shape[0]
         one = jnp.ones((rows, 1), jnp.int32)
@@ -175,6 +177,7 @@ class Beam(ModelDrafter):
             node=one * ROOT,
             score=jnp.zeros((rows, 1), jnp.float32),
             ended=state.done[:, None],
+            limit=limit,
             calls=jnp.ones((rows,), jnp.int32),
         )
 
@@ -193,7 +196,7 @@ class Beam(ModelDrafter):
     ) -> Beams:
         """The beams with one more token each."""
         level = self._level_nodes(step)
-        best = self._best_continuations(inputs, keys, beams, logits, step)
+        best = self.continuations(inputs, keys, beams, logits, step)
 
         def of_source(x):
             return jnp.take_along_axis(x, best.source, axis=1)
@@ -220,7 +223,7 @@ class Beam(ModelDrafter):
             ended=stays | ~best.possible | inputs.is_eos(best.token),
         )
 
-    def _best_continuations(
+    def continuations(
         self,
         inputs: Inputs,
         keys: Key[Array, "B"],

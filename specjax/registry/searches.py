@@ -92,7 +92,8 @@ SEARCHES: dict[str, PartSpec] = {
         {
             "block": Option(int, 4, "number of tokens K in a block", low=1, high=16),
             "width": dataclasses.replace(
-                BEAM_WIDTH, help="number of beams that approximate the joint distribution"
+                BEAM_WIDTH,
+                help="number of beams, or of drawn blocks, that stand for the joint distribution",
             ),
             "joint": dataclasses.replace(
                 JOINT, default="raw", help=f"what a block is drawn from; {JOINT_CHOICES}"

@@ -245,6 +245,7 @@ def stream(
         per_row = [constraint for constraint in constraints for _ in range(num_samples)]
         judge = _judge(target, per_row, chosen, reward, options)
     engine = make_engine(target, draft, chosen, options, sampling.temperature == 0, judge)
+    engine.method.check_sampling(sampling)
 
     rows = make_rows(target, prompt_ids, constraints, indices, seed, num_samples, budgets)
     if engine.draft:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import specjax as sj
+from specjax._util.errors import OptionError
 from specjax.core import loop, probs
 from specjax.core.warp import draw_joint, warp_joint
 from specjax.models import ModelConfig, init_params, save_pretrained
 from specjax.registry import Context
 from specjax.runtime.engine import Engine
-from specjax.search import beam
+from specjax.search import MTJD, beam
 from support import beam_laws, laws
 from support.beam_laws import RULES, Rule
 
@@ -272,3 +273,91 @@ def test_mtjd_draws_blocks_from_the_joint(joint, sampling):
         law = beam_laws.block_law(table(), other, 2, SAMPLINGS[sampling], (END,))
         p = p_value(counts, lawful(law, lambda block: [(block, LENGTH)]))
         assert (p > laws.ALPHA) == (other == joint), other
+
+
+# --- MTJD where not every block can be a beam -------------------------------------------------
+
+
+def block_counts(sampling, block, width=1, joint="raw", rounds=1) -> dict:
+    method = MTJD(block, width, joint)
+    run = loop.run_rounds(method)
+    states = starts(method, sampling, (END,))
+    return counted([emitted(run(inputs, state, rounds)) for inputs, state in states])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "options"),
+    [
+        (SAMPLINGS["cold"], {"block": 1}),
+        (SAMPLINGS["hot"], {"block": 1}),
+        (SAMPLINGS["hot"], {"block": 1, "joint": "warped"}),
+        (sj.Sampling(1.0), {"block": 2}),
+        (SAMPLINGS["hot"], {"block": 2, "width": 6}),  # top-k of a search that is wide enough
+        (SAMPLINGS["cold"], {"block": 2, "joint": "warped"}),
+    ],
+)
+def test_mtjd_is_exact_where_the_joint_can_be_drawn(sampling, options):
+    counts = block_counts(sampling, **options)
+    joint = options.get("joint", "raw")
+    law = beam_laws.block_law(table(), joint, options["block"], sampling, (END,))
+    assert p_value(counts, lawful(law, lambda block: [(block, LENGTH)])) > laws.ALPHA
+    other = dataclasses.replace(sampling, temperature=0.5 * sampling.temperature)
+    law = beam_laws.block_law(table(), joint, options["block"], other, (END,))
+    assert p_value(counts, lawful(law, lambda block: [(block, LENGTH)])) < laws.ALPHA
+
+
+def test_mtjds_last_block_of_one_token_has_the_warped_distribution():
+    """Three tokens in blocks of two: the third is drawn exactly at any temperature."""
+    sampling = SAMPLINGS["hot"]
+    counts = block_counts(sampling, rounds=2, block=2, width=6)
+    law = {}
+    for block, chance in beam_laws.block_law(table(), "raw", 2, sampling, (END,)).items():
+        if END in block:
+            law[block] = chance
+            continue
+        last = np.exp(beam_laws.normalized(beam_laws.cut(table()[block], sampling)))
+        law |= {(*block, token): chance * p for token, p in enumerate(last) if p > 0}
+    assert p_value(counts, lawful(law, lambda block: [(block, LENGTH)])) > laws.ALPHA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [sj.Sampling(0.5), sj.Sampling(1.0, top_p=0.7)])
+def test_mtjd_comes_near_the_joint_with_more_beams(sampling):
+    """Without top-k the warped joint is approximated by draws; eight of them are not enough."""
+    law = beam_laws.block_law(table(), "raw", 2, sampling, (END,))
+    want = lawful(law, lambda block: [(block, LENGTH)])
+
+    def distance(width):
+        counts = block_counts(sampling, block=2, width=width)
+        total = sum(counts.values())
+        outcomes = counts.keys() | want.keys()
+        return sum(abs(counts.get(o, 0) / total - want.get(o, 0)) for o in outcomes) / 2
+
+    one, eight, many = map(distance, (1, 8, 96))
+    assert many < 0.03 and many < eight < one
+
+
+def test_mtjd_of_one_token_draws_from_a_whole_vocabulary():
+    """5,000 tokens, of which the eight likeliest have little of the mass."""
+    vocab, rows = 5000, 8192
+    cfg = dataclasses.replace(config()[0], vocab_size=vocab)
+    lm = sj.from_params(cfg, init_params(cfg, jax.random.key(1)))
+    logits = lm.net.rescore(jnp.array([PROMPT]))[0, -1]
+    p = np.asarray(jax.nn.softmax(logits), float)
+    assert np.sort(p)[-8:].sum() < 0.05
+
+    method = sj.method("mtjd").build(Context(lm, None), {"block": 1})[0]
+    inputs = Engine(lm, None, method, {}).inputs(sj.Sampling(1.0), rows)
+    state = sj.init_state(method, inputs, [list(PROMPT)] * rows, max_new_tokens=1)
+    tokens = np.asarray(sj.run_rounds(method, inputs, state, 1).tokens)[:, len(PROMPT)]
+    # In bins of 100 ids, so that each has enough draws for the test.
+    seen = np.bincount(tokens // 100, minlength=50).astype(float)
+    assert laws.p_value(seen, p.reshape(50, 100).sum(1) / p.sum()) > laws.ALPHA
+    assert len(np.unique(tokens)) > 2000
+
+
+def test_a_joint_top_k_needs_as_many_beams(target):
+    asked = {"method": "mtjd", "max_new_tokens": 4, "sampling": sj.Sampling(1.0, top_k=20)}
+    with pytest.raises(OptionError, match="top_k=20 likeliest blocks, and width=8 beams"):
+        sj.generate(target, [PROMPT], **asked)
+    sj.generate(target, [PROMPT], **asked, options={"width": 20})
