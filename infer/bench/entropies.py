@@ -20,7 +20,7 @@ from specjax.core import probs
 from specjax.core.net import Net
 from specjax.core.types import FROM_DRAFT
 from specjax.draft.chain import NEVER_STOPS
-from specjax.registry import METHODS
+from specjax.registry import AUTO, METHODS
 
 ACCEPTED = "accepted"
 REFUSED = "refused"  # as in the keys of the report
@@ -38,13 +38,15 @@ def add_entropies(
     The unit is nats, at temperature 1. The token that replaced a rejected one stands at its
     position. A bonus token was never drafted and does not count. Only rows whose drafts are chains
     of a draft model have the figures: a head's distributions cannot be computed from the text.
-    Chains that stop early have none either, because their text does not show which token was a
-    bonus.
+    Chains that stop early, or whose length changes from round to round, have none either, because
+    their text does not show which token was a bonus.
     """
     for row, result in zip(rows, results, strict=True):
         options = result.case.options
         is_chain = METHODS[result.case.method].drafter == "chain"
-        if is_chain and options["stop"] == NEVER_STOPS and not draft.is_head:
+        if not is_chain or draft.is_head:
+            continue
+        if options["stop"] == NEVER_STOPS and options["gamma"] != AUTO:
             nets = {"target": target.net, "draft": draft.net.over(target.net)}
             _add_to_row(row, nets, prompts, result)
 

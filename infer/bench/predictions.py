@@ -77,7 +77,8 @@ def add_expected(rows: Sequence[Row], costs: Sequence[float]) -> None:
     """Adds to rows of speculative decoding and SCD the speedup expected at each given c.
 
     It follows from the measured acceptance; a pass over γ + 1 tokens costs as much as one token's
-    (Leviathan et al. 2023, Theorem 3.8; Yuan et al. 2023, Theorem 5.1).
+    (Leviathan et al. 2023, Theorem 3.8; Yuan et al. 2023, Theorem 5.1). Rows whose draft length
+    changes from round to round have none.
     """
     formulas = {"speculative": FORMULAS["speculative"], "scd": FORMULAS["scd_paper"]}
     for row in rows:
@@ -85,6 +86,8 @@ def add_expected(rows: Sequence[Row], costs: Sequence[float]) -> None:
             continue
         formula = formulas[row["method"]]
         gamma = row["options"]["gamma"]
+        if gamma == AUTO:
+            continue
         rates = row["runs"]["acceptance_rate"]
         for cost in costs:
             key = f"expected_at_{cost:g}"

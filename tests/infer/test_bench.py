@@ -16,20 +16,28 @@ from rich.console import Console
 
 import specjax as sj
 from infer import programs, rescoring, timing, uncertainty
-from infer.bench import benchmark, cases, peers, questions, timed_cases
+from infer.bench import (
+    benchmark,
+    cases,
+    entropies,
+    peers,
+    questions,
+    text_quality,
+    timed_cases,
+)
 from infer.bench import commands as bench
 from infer.bench.cases import Case
-from infer.bench.predictions import pass_widths
+from infer.bench.predictions import add_expected, pass_widths
 from infer.bench.report import NEAR_TIE, markdown, show
 from infer.bench.rows import make_rows
 from infer.programs import MAP_LIMIT
 from infer.prompts import PromptEncoder
-from specjax._util.errors import OptionError
+from specjax._util.errors import OptionError, PairError
 from specjax.metrics import expected_block_efficiency, expected_speedup, perplexity, rates
 from specjax.models import init_params, save_pretrained
 from specjax.models.families.head_config import HeadConfig
 from specjax.models.hf.read import load_config
-from specjax.registry import method
+from specjax.registry import AUTO, METHODS, Context, method
 
 GREEDY = sj.Sampling()
 
@@ -572,3 +580,56 @@ def test_rates_and_cost_model():
     assert expected_speedup(0.5, 3, c=0.1, v=1.2) == pytest.approx(1.875 / 1.5)
     assert perplexity([]) is None
     assert perplexity([-1.0, -3.0]) == pytest.approx(7.389056)
+
+
+# --- every option ----------------------------------------------------------------------------
+
+
+def unusual_values(option):
+    """Values of an option that the others do not stand for: words, choices, flags, bounds."""
+    values = [*option.words, *option.choices]
+    if option.kind is bool:
+        values += [True, False]
+    elif option.kind is int:
+        values += [option.low, min(option.high, 5)]
+    return values
+
+
+def unusual_cases(target, draft):
+    """A case of every method for each of its options' unusual values that fits the pair."""
+    for name, spec in METHODS.items():
+        if spec.needs_reward:
+            continue
+        settings = [{}] + [
+            {option: value}
+            for option, about in spec.options.items()
+            for value in unusual_values(about)
+        ]
+        for given in settings:
+            for sampling in (GREEDY, sj.Sampling(0.8)):
+                context = Context(target, draft, greedy=sampling == GREEDY)
+                try:
+                    options = spec.resolve(given)
+                    spec.build(context, options)
+                except (OptionError, PairError):
+                    continue
+                yield Case(name, options, sampling, 1)
+
+
+def test_the_figures_of_a_bench_take_every_option_of_every_method(target, draft, monkeypatch):
+    """Figures come after all measuring, so an option that breaks one costs the whole run."""
+    entropy = np.ones(512)
+    monkeypatch.setattr(entropies, "_entropies", lambda net, row: entropy[: row.shape[1]])
+    monkeypatch.setattr(text_quality, "_token_kl", lambda mesh, net, draft, row, *_: entropy)
+    v = {count: 1.0 + count / 10 for count in range(1, 1200)}
+    tokens = np.arange(6)
+    seen = set()
+    for case in unusual_cases(target, draft):
+        made = result(case.method, [10.0], [tokens], case.sampling, **case.options)
+        plain = result("autoregressive", [5.0], [tokens], case.sampling)
+        rows = make_rows(target, [[1, 2]], [plain, made], v, 0.1)
+        add_expected(rows, [0.05])
+        entropies.add_entropies(rows, target, draft, [[1, 2]], [plain, made])
+        text_quality.kl_to_target(target, draft, [[1, 2]], made)
+        seen.add((case.method, *(str(value) for value in case.options.values())))
+    assert len({name for name, *_ in seen}) > 15 and any(AUTO in values for values in seen)
