@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -36,19 +37,52 @@ Message = dict[str, str]
 def json_objects(data: bytes) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
     """The index of each line, and its object or the error in it. Empty lines are skipped.
 
+    A file that is one JSON array has an object per item, and one JSON object is a file of one,
+    however they are printed.
+
     Lines are split as bytes. As text they would also split at U+2028 and the like, which JSON
     allows in strings, and a line that is not UTF-8 would make the whole file unreadable.
     """
+    data = data.removeprefix(codecs.BOM_UTF8)
+    entries = _items_of_value(data)
+    if entries is None:
+        entries = _lines(data)
+    for index, entry in entries:
+        if not isinstance(entry, dict | ValueError):
+            entry = ValueError(f"expected an object, got {type(entry).__name__}")
+        yield index, entry
+
+
+def _items_of_value(data: bytes) -> Iterator[tuple[int, Any]] | None:
+    """The items of a file that is one JSON value, with their indices; None for other files."""
+    try:
+        value = parse_json(data)
+    except ValueError:
+        return None  # lines, each a value
+    return enumerate(value if isinstance(value, list) else [value])
+
+
+def _lines(data: bytes) -> Iterator[tuple[int, Any]]:
+    """The index of each line that is not empty, and its value or the error in it."""
     for index, line in enumerate(data.splitlines()):
         if not line.strip():
             continue
         try:
-            entry = parse_json(line)
+            yield index, parse_json(line)
         except ValueError as error:
-            entry = error
-        if not isinstance(entry, dict | ValueError):
-            entry = ValueError(f"expected an object, got {type(entry).__name__}")
-        yield index, entry
+            yield index, error
+
+
+def of_batch(entry: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The prompt of a line of OpenAI's batch format, with its id; None for other lines.
+
+    The parameters in its ``body``, such as max_tokens, are not read: the job has its own.
+    """
+    body = entry.get("body")
+    if "custom_id" not in entry or not isinstance(body, dict):
+        return None
+    asked = {key: body[key] for key in ("messages", "prompt") if key in body}
+    return {"id": entry["custom_id"]} | asked
 
 
 def read_case(
@@ -118,7 +152,7 @@ def _messages(turns: Any, key: str, writer: str, text: str) -> list[Message]:
     messages = []
     for turn in turns:
         role = roles.get(turn[writer], turn[writer])
-        messages.append({"role": role, "content": turn[text]})
+        messages.append({"role": role, "content": _content(turn[text])})
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
@@ -129,4 +163,18 @@ def _messages(turns: Any, key: str, writer: str, text: str) -> list[Message]:
 def _is_turn(turn: Any, writer: str, text: str) -> bool:
     if not isinstance(turn, dict):
         return False
-    return isinstance(turn.get(writer), str) and isinstance(turn.get(text), str)
+    content = turn.get(text)
+    parts = isinstance(content, list) and all(map(_is_text_part, content))
+    return isinstance(turn.get(writer), str) and (isinstance(content, str) or parts)
+
+
+def _is_text_part(part: Any) -> bool:
+    """Whether it is a part of OpenAI's contents with a text: ``{"type": "text", "text": …}``."""
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def _content(content: str | list[Mapping[str, Any]]) -> str:
+    """A turn's text; its parts, if it has several, one after the other."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content)

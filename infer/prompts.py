@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from infer.datasets.table import Source
-from infer.formats import Message, json_objects, plain, read_case
+from infer.formats import Message, json_objects, of_batch, plain, read_case
 from specjax._util.errors import OptionError
 from specjax._util.files import read_file
 from specjax._util.program import say
@@ -35,6 +35,7 @@ class Prompt:
       text: the prompt as text; of an infilling prompt the prefix.
       entry: the whole object of the line.
       cut: how many tokens ``--truncate left`` cut off.
+      without_template: it is a conversation, and the model's chat template was not used.
     """
 
     index: int
@@ -44,6 +45,7 @@ class Prompt:
     entry: dict[str, Any]
     constraints: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     cut: int = 0
+    without_template: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +169,11 @@ def report(program: str, prompts: Sequence[Prompt], bad: Sequence[BadLine] = (),
     if cuts:
         counts = f"{len(cuts)} of {len(prompts)} prompts lost their first tokens"
         say(program, f"--truncate left: {counts}, {max(cuts)} at most")
+    plain_chats = sum(prompt.without_template for prompt in prompts)
+    if plain_chats:
+        say(
+            program, f"{plain_chats} conversations are plain text: --chat uses the model's template"
+        )
 
 
 def read_prompts(
@@ -221,6 +228,7 @@ def _prompt(
     Raises:
       ValueError: the line is wrong; the message says what was expected.
     """
+    entry = of_batch(entry) or entry
     name = next((entry[key] for key in ID_KEYS if key in entry), index)
     if type(name) not in (str, int) or SURROGATE.search(str(name)):
         raise ValueError('"id" must be a text of whole characters, or an integer')
@@ -229,7 +237,7 @@ def _prompt(
         return
 
     constraints: dict[str, list[str]] = {}
-    if rewards is not None or "messages" in entry:
+    if rewards is not None or "messages" in entry or "conversations" in entry:
         asked, constraints = read_case(entry, encoder.chat)
         for reward in rewards or ():
             reward.check(encoder.target.tokenizer, [constraints])
@@ -249,7 +257,9 @@ def _prompt(
         entry = entry | {"references": [rest]}
     if first:
         text = encoder.target.tokenizer.decode(tokens)
-    yield Prompt(index, name, text, tokens, entry, constraints, cut)
+    has_template = encoder.target.tokenizer is not None and encoder.target.tokenizer.chats
+    without_template = isinstance(asked, list) and has_template and not encoder.chat
+    yield Prompt(index, name, text, tokens, entry, constraints, cut, without_template)
 
 
 def _infilling_prompt(index: int, name: str | int, entry: Entry, encoder: PromptEncoder) -> Prompt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from specjax.models.families.head_config import HeadConfig, usual_layers
 from specjax.models.head import share_embedding
 from specjax.models.hf.config import token_ids
 from specjax.models.hf.delta import load_delta, read_delta
+from specjax.models.hf.digest import directory_digest
 from specjax.models.hf.files import read_json
 from specjax.models.hf.layout import DELTA, DTYPES
 from specjax.models.hf.read import load_config
@@ -420,6 +422,24 @@ def base_of(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     directory = locate(name, (*files, DELTA))
     delta = read_delta(directory)
     return directory if delta is None else locate(delta.base, files)
+
+
+def model_digest(name: str) -> str:
+    """SHA-256 of a model's files (:mod:`specjax.models.hf.digest`); of a delta and of its base.
+
+    The draft ``self:int8`` is the target in another form, so it has no files of its own.
+
+    Raises:
+      ModelError: the model is not there, or a file cannot be read.
+    """
+    if name.startswith(SELF):
+        return hashlib.sha256(name.encode()).hexdigest()
+    directory = locate(name)
+    digest = directory_digest(directory, (*HUB_FILES, *PICKLES))
+    delta = read_delta(directory)
+    if delta is None:
+        return digest
+    return hashlib.sha256(f"{digest} {model_digest(delta.base)}".encode()).hexdigest()
 
 
 def absolute_name(name: str) -> str:

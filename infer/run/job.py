@@ -22,13 +22,14 @@ from infer.datasets.table import Source
 from infer.loading import load_models, use_compilation_cache
 from infer.prompts import Prompt, PromptEncoder, read_prompts, report, stops_of
 from infer.run.demo import PROMPT
-from infer.run.output import Output, row_object
+from infer.run.output import PROMPT_DIGEST, SHOWN_DIGITS, Output, prompt_digest, row_object
 from infer.run.parts import locked_output
 from infer.run.screen import Screen, WaitMessage, printable
 from infer.timing import row_seconds
 from specjax._util import processes
 from specjax._util.errors import OptionError, SpecjaxError
-from specjax._util.program import say
+from specjax._util.program import print_line, require_output, say
+from specjax.lm import model_digest
 from specjax.registry import MethodSpec, compose, method, usual_rule
 from specjax.rewards import Combined, RewardWarning, combine
 from specjax.runtime.generate import ALL_ROUNDS
@@ -75,6 +76,8 @@ def _lock(args: argparse.Namespace) -> contextlib.AbstractContextManager:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if not args.out:
+        require_output()
     compiles = use_compilation_cache()
     job = processes.raise_everywhere(lambda: make_job(args))
     if args.prompts or args.task:
@@ -110,6 +113,9 @@ def _decode_file(job: Job) -> int:
     read = functools.partial(read_prompts, path, job.encoder, rewards, source)
     prompts, bad = processes.raise_everywhere(read)
     report("infer.run", prompts, bad, path)
+    if not prompts:
+        say("infer.run", f"{path} has no prompt that can be decoded")
+        return BAD_LINES
 
     if source and not args.stop:
         stop = stops_of(prompt.entry for prompt in prompts)
@@ -187,7 +193,11 @@ class Job:
             "draft": draft.source if draft else None,
             "stop": args.stop,
             "chat": args.chat,
+            "dtype": str(target.dtype),
+            "logprobs": args.logprobs,
         }
+        if args.out:
+            settings |= _model_digests(args, target, draft)
         settings |= _optional_settings(args, reward)
         settings = json.loads(json.dumps(settings))  # as they read back from a result file
 
@@ -267,7 +277,10 @@ class Job:
 
         place = self.args.split
         samples = range(self.args.num_samples)
-        output = processes.raise_everywhere(lambda: Output(self.args.out, self.settings, place))
+        digests = {p.index: prompt_digest(p.tokens, p.constraints) for p in prompts}
+        output = processes.raise_everywhere(
+            lambda: Output(self.args.out, self.settings, digests, place)
+        )
         own = prompts
         if place:
             own = prompts[place.index :: place.count]
@@ -278,6 +291,7 @@ class Job:
 
         if not processes.is_main_process():
             return
+        output.check_unchanged()
         num_missing = output.join({(p.index, s) for p in prompts for s in samples})
         if num_missing:
             say(
@@ -331,6 +345,7 @@ class Job:
                 "index": prompt.index,
                 "sample": sample,
                 "prompt": prompt.text,
+                PROMPT_DIGEST: prompt_digest(prompt.tokens, prompt.constraints),
             }
             entry = row_object(piece.row, 0, head | self.settings, self.reward)
 
@@ -346,7 +361,7 @@ class Job:
         line = printable(entry["text"])
         if self.args.json:
             line = json.dumps(entry)
-        print(line, flush=True)
+        print_line(line)
 
 
 def check_method(args: argparse.Namespace) -> bool:
@@ -393,6 +408,16 @@ def _reward(args: argparse.Namespace, spec: MethodSpec) -> Combined | None:
     if spec.needs_reward:
         raise OptionError(f"method {spec.name} needs a reward: give --reward or --task")
     return None
+
+
+def _model_digests(args: argparse.Namespace, target: sj.LM, draft: sj.LM | None) -> dict[str, str]:
+    """Digests of the models and of the tokenizer, so that a file is resumed with the same ones."""
+    digests = {"target_digest": model_digest(args.target)}
+    if draft is not None:
+        digests["draft_digest"] = model_digest(draft.source)
+    if target.tokenizer is not None:
+        digests["tokenizer_digest"] = target.tokenizer.fingerprint
+    return {name: digest[:SHOWN_DIGITS] for name, digest in digests.items()}
 
 
 def _optional_settings(args: argparse.Namespace, reward: Combined | None) -> dict[str, Any]:

@@ -7,9 +7,11 @@ an incomplete last line and decodes the rows that are missing.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,12 @@ from specjax.rewards import Combined
 from specjax.runtime.generate import Generation
 
 RowKey = tuple[int, int]  # index of the prompt, sample
+DIGEST = "_digest"  # ends the names of digests
+PROMPT_DIGEST = "prompt" + DIGEST
+SHOWN_DIGITS = 16  # of a digest in a row
+# How a row begins: with its id between these.
+BEFORE_ID = '{"id": '
+AFTER_ID = ', "index": '
 
 
 def row_object(
@@ -39,6 +47,7 @@ def row_object(
     """
     tokens = generation.tokens[row]
     counters = {name: values[row].tolist() for name, values in generation.stats.items()}
+    counters["accepted_emitted"] = int(generation.accepted_emitted[row])
     seconds = speeds(
         counters,
         float(generation.prefill_seconds[row]),
@@ -73,26 +82,38 @@ class Output:
 
     With a ``place`` it appends to this process's part (:mod:`infer.run.parts`).
 
+    Args:
+      settings: what all rows of the file must have been written with.
+      prompts: the digest of each prompt, by its index (:func:`prompt_digest`).
+
     Raises:
       OptionError: a file cannot be written, is not a result file, or was written with other
-        ``settings``.
+        settings or prompts. Nothing is changed then.
     """
 
-    def __init__(self, path: str, settings: dict[str, Any], place: Place | None = None):
+    def __init__(
+        self,
+        path: str,
+        settings: dict[str, Any],
+        prompts: Mapping[int, str],
+        place: Place | None = None,
+    ):
         self._path = path
         self._settings = settings
+        self._prompts = prompts
         self._place = place
         self._file = file_to_append(path, place)
         try:
             for file in (path, self._file):
                 if os.path.lexists(file):
                     check_file(file)
+            self.done: set[RowKey] = {key for key, _ in self._stored_rows()}
+            self._check_last_line()
             self._file.open("ab").close()
+            self._cut_incomplete_line()
+            self._seen = _identity(self._file)
         except OSError as error:
             raise OptionError(f"--out {path}: cannot be written ({error.strerror})") from None
-
-        self.done: set[RowKey] = {key for key, _ in self._stored_rows()}
-        self._cut_incomplete_line()
 
     def _stored_rows(self) -> Iterator[tuple[RowKey, bytes]]:
         """The key and line of every row, in the parts and then in ``--out``.
@@ -115,14 +136,54 @@ class Output:
                 raise OptionError(
                     f"--out {file}: line {number} is no result of this program; choose another file"
                 ) from None
-            for name, value in self._settings.items():
-                if entry.get(name) != value:
-                    stored = quoted(entry.get(name))
-                    raise OptionError(
-                        f"--out {file}: was written with {name}={stored}, this "
-                        f"job has {value!r}; choose another file"
-                    )
+            self._check_settings(file, entry)
+            self._check_prompt(file, entry)
             yield key, line
+
+    def _check_settings(self, file: Path, entry: dict[str, Any]) -> None:
+        """Raises OptionError if a row was written with other settings, or with other models."""
+        for name, value in self._settings.items():
+            if name not in entry:
+                raise OptionError(
+                    f"--out {file}: its rows do not say their {name}, so they may be of another "
+                    "job; choose another file"
+                )
+            if entry[name] == value:
+                continue
+            if name.endswith(DIGEST):
+                raise OptionError(
+                    f"--out {file}: was written with another {name.removesuffix(DIGEST)} than "
+                    f"the files have now; choose another file"
+                )
+            raise OptionError(
+                f"--out {file}: was written with {name}={quoted(entry[name])}, this "
+                f"job has {value!r}; choose another file"
+            )
+
+    def _check_prompt(self, file: Path, entry: dict[str, Any]) -> None:
+        """Raises OptionError if a row was written for a prompt that this job does not have."""
+        index = entry["index"]
+        if index not in self._prompts:
+            raise OptionError(
+                f"--out {file}: has a row of prompt {index}, and this job has no such prompt; "
+                "choose another file"
+            )
+        if entry.get(PROMPT_DIGEST) != self._prompts[index]:
+            raise OptionError(
+                f"--out {file}: its row of prompt {index} was written for another prompt: "
+                f"{quoted(entry.get('prompt'))}; choose another file"
+            )
+
+    def _check_last_line(self) -> None:
+        """Raises OptionError if a last line without its end cannot be a row that was cut off."""
+        with contextlib.suppress(FileNotFoundError):
+            data = self._file.read_bytes()
+            torn = data[_complete_bytes(data) :]
+            if torn and not _may_be_row(torn):
+                raise OptionError(
+                    f"--out {self._path}: its last line is no result of this program; choose "
+                    "another file"
+                )
 
     def _cut_incomplete_line(self) -> None:
         """Cuts off a last line without its end, which a killed process may have left."""
@@ -134,8 +195,38 @@ class Output:
                 os.fsync(file.fileno())
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Writes one row and returns once it is on disk."""
-        append_line(self._file, json_line(entry))
+        """Writes one row and returns once it is on disk.
+
+        Raises:
+          OptionError: as :meth:`check_unchanged`.
+        """
+        self.check_unchanged()
+        with self._writing():
+            append_line(self._file, json_line(entry))
+            self._seen = _identity(self._file)
+
+    def check_unchanged(self) -> None:
+        """Checks that nobody else has changed the file since the last row.
+
+        Raises:
+          OptionError: somebody has, or the file cannot be read or written.
+        """
+        with self._writing():
+            if _identity(self._file) != self._seen:
+                raise OptionError(
+                    f"--out {self._path}: was changed while this job wrote it; the same command "
+                    "decodes the rows that are missing now"
+                )
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OptionError(
+                f"--out {self._path}: cannot be written ({error.strerror}); its rows stay, and the "
+                "same command goes on"
+            ) from None
 
     def join(self, wanted: Set[RowKey]) -> int:
         """Joins all parts into ``--out``, sorted by index and sample.
@@ -159,6 +250,41 @@ class Output:
                 os.fsync(file.fileno())
             remove_parts(self._path)
         return 0
+
+
+def prompt_digest(tokens: Sequence[int], constraints: Mapping[str, Any]) -> str:
+    """A digest of what a prompt is: its token ids and its constraints."""
+    content = json.dumps([list(map(int, tokens)), constraints], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:SHOWN_DIGITS]
+
+
+def _identity(file: Path) -> tuple[int, int, int]:
+    """What changes if another file takes its place, or anything is written to it or cut off."""
+    status = os.stat(file)
+    return status.st_dev, status.st_ino, status.st_size
+
+
+def _may_be_row(torn: bytes) -> bool:
+    """Whether the end of a file can be a row of this program without its end."""
+    try:
+        entry = parse_json(torn)
+    except ValueError:
+        return _may_be_cut_row(torn.decode(errors="ignore"))
+    return isinstance(entry, dict) and {"index", "sample", "token_ids"} <= entry.keys()
+
+
+def _may_be_cut_row(text: str) -> bool:
+    """Whether ``text`` can be the beginning of a row."""
+    if len(text) <= len(BEFORE_ID):
+        return BEFORE_ID.startswith(text)
+    if not text.startswith(BEFORE_ID):
+        return False
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, len(BEFORE_ID))
+    except ValueError:  # the id itself is cut off
+        return text[len(BEFORE_ID)] in '"-'
+    following = text[end:]
+    return following.startswith(AFTER_ID) or AFTER_ID.startswith(following)
 
 
 def _complete_bytes(data: bytes) -> int:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from specjax._util.errors import SpecjaxError, one_line
+from specjax._util.errors import OptionError, SpecjaxError, one_line
 
 # Exit codes.
 FAILED = 1
@@ -81,6 +81,28 @@ class Parser(argparse.ArgumentParser):
 def say(name: str, message: object) -> None:
     """Prints one line on stderr; ``name`` is the program's."""
     print(f"{name}: {one_line(message)}", file=sys.stderr, flush=True)
+
+
+def require_output() -> None:
+    """Raises OptionError if standard output is closed, before anything is computed for it."""
+    if sys.stdout is None:
+        raise OptionError("standard output is closed: nothing could be shown")
+
+
+def print_line(line: str) -> None:
+    """Prints a line of results at once.
+
+    Raises:
+      OptionError: standard output cannot be written, e.g. because a disk is full.
+      BrokenPipeError: its reader has gone.
+    """
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_output()  # the interpreter would try again at its end
+        raise OptionError(f"standard output cannot be written ({error.strerror})") from None
 
 
 def run(name: str, work: str, args: argparse.Namespace) -> int:

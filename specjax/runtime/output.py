@@ -51,6 +51,14 @@ class Generation:
     rewards: np.ndarray | None = None
 
     @property
+    def accepted_emitted(self) -> np.ndarray:
+        """Draft tokens of each row that were accepted and are part of its output.
+
+        ``stats["accepted"]`` counts those, too, that the budget, EOS or a stop string cut off.
+        """
+        return np.array([int((origins == FROM_DRAFT).sum()) for origins in self.origins])
+
+    @property
     def lengths(self) -> np.ndarray:
         """Number of generated tokens per row."""
         return np.array([len(tokens) for tokens in self.tokens])

@@ -254,11 +254,11 @@ def test_killed_at_random_moments_and_resumed(pair, job_file, tmp_path, capsys):
 
 def test_a_file_that_another_job_writes_is_left_alone(pair, job_file, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
-    out.write_text('{"torn')
+    out.write_text('{"id": "to')
     with locked(out, "--out"):
         code, shown, err = run(capsys, *pair, "--prompts", job_file, "--out", out)
         (line,) = err.splitlines()
-        assert (code, shown, out.read_text()) == (2, "", '{"torn')
+        assert (code, shown, out.read_text()) == (2, "", '{"id": "to')
         assert f"--out {out} is being written by process {os.getpid()} on host" in line
         assert "wait, or give another --out" in line
     assert run(capsys, *pair, "--prompts", job_file, "--out", out)[0] == 0
@@ -310,7 +310,7 @@ def test_a_split_job_goes_on_in_another_number(pair, job_file, tmp_path, capsys,
     run(capsys, *job, whole)
     first, second, *_ = whole.read_bytes().splitlines(keepends=True)
     out.write_bytes(first)
-    part.write_bytes(second + b'{"torn')
+    part.write_bytes(second + b'{"id": "to')
     for more in then:
         assert run(capsys, *job, out, *more)[0] == 0
     assert len(lines(out)) == len(PROMPTS) and answers(out) == answers(whole)

@@ -1,0 +1,285 @@
+"""Files of infer.run: what a result file depends on, files of others, and forms of prompts."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import infer.run.output as output
+from infer.formats import json_objects
+from infer.run import commands as program
+from specjax.models import load_pretrained, save_pretrained
+from support.training import ROOT
+
+PROMPTS = ["def f(x):", "class A:", "import json"]
+
+
+def run(capsys, *argv):
+    try:
+        code = program.main(list(map(str, argv)))
+    except SystemExit as stop:
+        code = stop.code
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_pair_dirs):
+    target, draft = tiny_pair_dirs
+    return ["--target", target, "--draft", draft, "--max-new-tokens", "8", "--batch-size", "2"]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    return path
+
+
+def one_line(err):
+    (line,) = err.splitlines()
+    return line
+
+
+# --- what rows depend on ---------------------------------------------------------------------
+
+
+def test_a_file_of_other_prompts_is_not_resumed(pair, prompts, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    assert run(capsys, *pair, "--prompts", prompts, "--out", out)[0] == 0
+    before = out.read_bytes()
+    prompts.write_text(prompts.read_text().replace("class A", "class B"))
+    code, shown, err = run(capsys, *pair, "--prompts", prompts, "--out", out)
+    assert (code, shown, out.read_bytes()) == (2, "", before)
+    assert "its row of prompt 1 was written for another prompt: 'class A:'" in one_line(err)
+    prompts.write_text(json.dumps({"prompt": PROMPTS[0]}) + "\n")
+    code, _, err = run(capsys, *pair, "--prompts", prompts, "--out", out)
+    assert code == 2 and "has a row of prompt" in one_line(err) and out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--dtype", "bfloat16"], "was written with dtype='float32', this job has 'bfloat16'"),
+        (["--logprobs"], "was written with logprobs=False, this job has True"),
+        (["--stop", "x"], "was written with stop=[], this job has ['x']"),
+    ],
+)
+def test_a_file_of_another_dtype_or_form_is_not_resumed(
+    pair, prompts, tmp_path, capsys, more, says
+):
+    out = tmp_path / "out.jsonl"
+    assert run(capsys, *pair, "--prompts", prompts, "--out", out)[0] == 0
+    code, _, err = run(capsys, *pair, "--prompts", prompts, "--out", out, *more)
+    assert code == 2 and says in one_line(err)
+
+
+def test_a_file_of_other_weights_at_the_same_path_is_not_resumed(
+    tiny_pair_dirs, prompts, tmp_path, capsys
+):
+    home, out = tmp_path / "model", tmp_path / "out.jsonl"
+    cfg, params = load_pretrained(tiny_pair_dirs[0])
+    tokenizer = Path(tiny_pair_dirs[0], "tokenizer.json").read_text()
+    save_pretrained(home, cfg, params, tokenizer)
+    job = ["--target", home, "--max-new-tokens", "4", "--prompts", prompts, "--out", out]
+    assert run(capsys, *job)[0] == 0
+    assert run(capsys, *job)[0] == 0, "the same files"
+    other = params | {"norm": {"weight": params["norm"]["weight"] * 1.01}}
+    save_pretrained(home, cfg, other, tokenizer)
+    code, _, err = run(capsys, *job)
+    assert code == 2 and "was written with another target than the files have now" in one_line(err)
+
+
+def test_rows_that_do_not_say_what_they_depend_on_are_refused(pair, prompts, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    assert run(capsys, *pair, "--prompts", prompts, "--out", out)[0] == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    for row in rows:
+        del row["target_digest"]
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, _, err = run(capsys, *pair, "--prompts", prompts, "--out", out)
+    assert code == 2 and "its rows do not say their target_digest" in one_line(err)
+
+
+# --- files of others -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"prompt": "def f(x):"}',
+        '{"id": "a", "prompt": "def f(x):"}',
+        '{"id": "a", "promp',
+        "[model]\nhidden_size = 32",
+        "no line end",
+        "[1, 2]",
+    ],
+)
+def test_a_file_without_a_final_line_end_is_left_alone(pair, prompts, tmp_path, capsys, content):
+    out = tmp_path / "mine.txt"
+    out.write_text(content)
+    code, shown, err = run(capsys, *pair, "--prompts", prompts, "--out", out)
+    assert (code, shown, out.read_text()) == (2, "", content)
+    assert "is no result of this program; choose another file" in one_line(err)
+
+
+def test_any_beginning_of_a_row_is_cut_off(pair, prompts, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    assert run(capsys, *pair, "--prompts", prompts, "--out", out)[0] == 0
+    row = out.read_bytes().splitlines()[-1]
+    assert all(output._may_be_row(row[:size]) for size in range(1, len(row) + 1))
+    named = b'{"id": "a\\"b", "index": 1'
+    assert all(output._may_be_row(named[:size]) for size in range(1, len(named) + 1))
+
+
+def deleted(out):
+    out.unlink()
+
+
+def replaced(out):
+    out.rename(out.with_name("moved"))
+    out.write_text("")
+
+
+def cut(out):
+    out.write_bytes(b"")
+
+
+def appended(out):
+    with out.open("a") as file:
+        file.write("a note\n")
+
+
+def directory(out):
+    out.unlink()
+    out.mkdir()
+
+
+@pytest.mark.parametrize("change", [deleted, replaced, cut, appended, directory])
+def test_a_file_that_somebody_changes_meanwhile_ends_the_job(
+    pair, prompts, tmp_path, capsys, monkeypatch, change
+):
+    out = tmp_path / "out.jsonl"
+    append = output.Output.append
+
+    def append_and_change(self, entry):
+        append(self, entry)
+        if entry["index"] == last:
+            change(out)
+
+    monkeypatch.setattr(output.Output, "append", append_and_change)
+    for last in (0, 2):  # before other rows, and after the last one
+        out = tmp_path / f"{last}.jsonl"
+        job = [*pair, "--batch-size", "1", "--prompts", prompts, "--out", out]
+        code, _, err = run(capsys, *job)
+        assert code == 2 and f"--out {out}: " in one_line(err), last
+
+
+def test_a_full_disk_keeps_whole_rows_and_says_so(pair, prompts, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out.jsonl"
+    write = output.append_line
+
+    def fails_after_one(path, line):
+        if out.stat().st_size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, line)
+
+    monkeypatch.setattr(output, "append_line", fails_after_one)
+    code, _, err = run(capsys, *pair, "--prompts", prompts, "--out", out)
+    assert code == 2 and "cannot be written (No space left on device); its rows stay" in err
+    monkeypatch.undo()
+    assert run(capsys, *pair, "--prompts", prompts, "--out", out)[0] == 0
+    assert len(out.read_bytes().splitlines()) == len(PROMPTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("redirect", "says"),
+    [
+        (">/dev/full", "standard output cannot be written (No space left on device)"),
+        (">&-", "standard output is closed"),
+    ],
+)
+def test_standard_output_that_takes_nothing_is_one_line(pair, prompts, redirect, says):
+    words = [sys.executable, "-m", "infer.run", *map(str, pair), "--prompts", str(prompts)]
+    command = 'exec "$@" --json ' + redirect
+    done = subprocess.run(
+        ["bash", "-c", command, "bash", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and says in one_line(done.stderr)
+
+
+# --- forms of prompts ------------------------------------------------------------------------
+
+
+def texts(capsys, pair, path, *more):
+    code, shown, err = run(capsys, *pair, "--prompts", path, "--json", *more)
+    return code, [json.loads(line) for line in shown.splitlines()], err
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+def test_an_array_and_a_mark_of_order_are_read(pair, tmp_path, capsys, indent, start):
+    path = tmp_path / "in.json"
+    entries = [{"prompt": text} for text in PROMPTS]
+    path.write_text(start + json.dumps(entries, indent=indent))
+    code, rows, _ = texts(capsys, pair, path)
+    assert code == 0 and [row["prompt"] for row in rows] == PROMPTS
+    assert [row["index"] for row in rows] == [0, 1, 2]
+
+
+def test_batches_of_openai_conversations_and_parts_are_read(pair, tmp_path, capsys):
+    parts = [{"type": "text", "text": "class "}, {"type": "text", "text": "A:"}]
+    body = {"model": "m", "messages": [{"role": "user", "content": parts}], "max_tokens": 9}
+    batch = {"custom_id": "r1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    plain = {"custom_id": "r2", "url": "/v1/completions", "body": {"prompt": "x = "}}
+    turns = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}]
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(map(json.dumps, [batch, plain, {"conversations": turns}])))
+    code, rows, _ = texts(capsys, pair, path)
+    assert code == 0 and [row["id"] for row in rows] == ["r1", "r2", 2]
+    assert "class A:" in rows[0]["prompt"] and rows[1]["prompt"] == "x = "
+    assert "Hello" in rows[2]["prompt"] and "Hi" not in rows[2]["prompt"]
+
+
+def test_conversations_without_the_template_are_said(pair, tmp_path, capsys, tiny_pair_dirs):
+    home = tmp_path / "model"
+    cfg, params = load_pretrained(tiny_pair_dirs[0])
+    save_pretrained(home, cfg, params, Path(tiny_pair_dirs[0], "tokenizer.json").read_text())
+    (home / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    path = tmp_path / "in.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "def f"}]}))
+    job = ["--target", home, "--max-new-tokens", "2"]
+    _, rows, err = texts(capsys, job, path)
+    assert "1 conversations are plain text: --chat uses the model's template" in err
+    _, chat_rows, err = texts(capsys, job, path, "--chat")
+    assert "plain text" not in err and chat_rows[0]["prompt_tokens"] < rows[0]["prompt_tokens"]
+
+
+def test_a_file_of_bad_lines_ends_with_their_code(pair, tmp_path, capsys):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": 5}\nnot json\n')
+    code, rows, err = texts(capsys, pair, path)
+    assert code == 3 and rows == []
+    *bad, last = err.splitlines()
+    assert len(bad) == 2 and "has no prompt that can be decoded" in last
+
+
+def test_lines_are_numbered_as_they_stand():
+    assert [index for index, _ in json_objects(b'{"a": 1}\n\n[2]\n{"b": 3}\n')] == [0, 2, 3]
+
+
+# --- counters --------------------------------------------------------------------------------
+
+
+def test_accepted_tokens_that_are_cut_off_are_not_output(tiny_pair_dirs, capsys):
+    """The target drafts for itself: of ten accepted tokens a budget of five keeps five."""
+    target = tiny_pair_dirs[0]
+    job = ["--target", target, "--draft", target, "--set", "gamma=10", "--max-new-tokens", "5"]
+    _, shown, _ = run(capsys, *job, "--prompt", "def f(x):", "--json")
+    stats = json.loads(shown)["stats"]
+    assert (stats["accepted"], stats["accepted_emitted"], stats["emitted"]) == (10, 5, 5)
