@@ -32,8 +32,8 @@ from infer.bench.metrics.table import make_metric
 from infer.bench.peers import TransformersPeer, peer_rows
 from infer.bench.predictions import Curve, add_expected, pass_widths
 from infer.bench.questions import Question, read_questions
-from infer.bench.report import markdown, show, write
-from infer.bench.rows import add_metrics, add_quality, as_prompt, make_rows
+from infer.bench.report import markdown, plotted, read_beside, show, write
+from infer.bench.rows import add_metrics, add_quality, as_prompt, languages_of, make_rows
 from infer.bench.timed_cases import BenchSetting, Result, measure
 from infer.cli import BAD_LINES, make_directory
 from infer.loading import load_models, use_compilation_cache
@@ -85,6 +85,8 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
     """
     use_compilation_cache()
     metrics = make_metrics(args)
+    sweep = list(dict(args.sweep))  # an option that is given twice has its last values
+    beside = [read_beside(directory, sweep) for directory in args.beside]
     meter = find_meter(jax.default_backend())
     with open_models(args) as models:
         cases = make_cases(args, models.draft is not None)
@@ -92,6 +94,8 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
         # What a metric cannot measure is refused before the long part begins.
         for metric in metrics:
             metric.check([as_prompt(question) for question in questions])
+        heads = _metric_heads(metrics, questions)
+        plot = plotted(args.plot, heads)
         if any("suffix" in question.task for question in questions):
             models = models._replace(target=ending_middles(models.target))
 
@@ -115,14 +119,34 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
             "seed": args.seed,
             "mesh": args.mesh,
             "rows": rows,
-            "metrics": {key: head for m in metrics for key, head in m.columns.items()},
+            "metrics": heads,
             "energy": meter.source if meter else None,
             "peers": peer_rows(models.target, prompts, peer.answers, results) if peer else [],
             "v": {str(width): value for width, value in v.items()},
             "c": c,
             "cost": args.cost,
-            "sweep": [option for option, _ in args.sweep],
+            "sweep": sweep,
+            "data": data_name(args),
+            "plot": plot,
+            "beside": beside,
         }
+
+
+def _metric_heads(metrics: Sequence[Metric], questions: Sequence[Question]) -> dict[str, str]:
+    """Heads of the columns that depend on ``--metric`` and on the prompts, by key."""
+    heads: dict[str, str] = {}
+    for metric in metrics:
+        heads |= metric.columns
+    for language in languages_of(questions):
+        heads[f"exact_match_{language}"] = f"exact match, {language}"
+    return heads
+
+
+def data_name(args: argparse.Namespace) -> str:
+    """What the prompts are, in a table or a legend: the dataset, or the file's name."""
+    if args.dataset:
+        return args.dataset
+    return Path(args.prompts).name if args.prompts else "held-out functions"
 
 
 def _read_questions(

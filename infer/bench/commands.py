@@ -188,6 +188,20 @@ def _add_report(out: Parser) -> None:
     )
     out.add_argument("--json", action="store_true", help="print the report as one JSON object")
     out.add_argument("--out", metavar="DIR", help="write bench.json, bench.md and bench.png to DIR")
+    out.add_argument(
+        "--plot",
+        metavar="COLUMN",
+        help="what sweep.png shows against the swept options: the head of a column, e.g. "
+        '"tokens/s"; repeatable (default: speedup, tokens/round, perplexity and each --metric)',
+        **REPEATABLE,
+    )
+    out.add_argument(
+        "--beside",
+        metavar="DIR",
+        help="the --out of an earlier run with the same sweep: sweep.png and the table of the "
+        "fastest values show its rows, too; repeatable",
+        **REPEATABLE,
+    )
 
 
 def check(args: argparse.Namespace, commands: Parser) -> None:
@@ -199,6 +213,8 @@ def check(args: argparse.Namespace, commands: Parser) -> None:
         commands.error(f"--seed {args.seed}: the last of {args.repeats} seeds is above {SEED_MAX}")
     if args.sampled_only and args.temperature == 0:
         commands.error("--sampled-only --temperature 0: expected a temperature above 0")
+    if (args.plot or args.beside) and not args.sweep:
+        commands.error("--plot and --beside are about sweep.png: give --sweep, too")
     _check_random_target(args, commands)
     _check_tests(args, commands)
     _check_peer(args, commands)

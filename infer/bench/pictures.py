@@ -6,19 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from infer.reporting import pyplot, save_figure
+from specjax.registry import METHODS
 
 BLUE = "#4c78a8"
 RED = "#e45756"
 GREY = "gray"
-# What is drawn against swept options: the key of a row, and the axis's title.
-SWEPT = (
-    ("speedup", "speedup over plain decoding"),
-    ("block_efficiency", "tokens per round"),
-    ("perplexity", "perplexity under the target"),
-)
+DASHES = ("-", "--", "-.", (0, (1, 1)))
 
 
 def draw_methods(path: Path, report: dict[str, Any]) -> Path:
@@ -58,77 +52,78 @@ def _draw_curve(axis: Any, v: dict[str, float]) -> None:
     axis.legend(fontsize=8)
 
 
-def draw_sweep(path: Path, report: dict[str, Any]) -> Path:
-    """Draws speedup, tokens per round and perplexity against the swept options.
+def draw_entropies(path: Path, report: dict[str, Any]) -> Path:
+    """Draws the mean entropy of both models where tokens were accepted and refused (SCD, Figure 2).
 
-    One option gives lines; the first two of several give a surface per method.
+    A panel per row that has entropies. The error bars are the ± of the table.
     """
-    options = report["sweep"][:2]
-    groups: dict[str, list] = {}
-    for row in report["rows"]:
-        if all(option in row["options"] for option in options):
-            name = f"{row['method']}, {row['mode']}, batch {row['batch_size']}"
-            groups.setdefault(name, []).append(row)
-    if len(options) == 2:
-        return _draw_surfaces(path, options, groups)
-
-    (option,) = options
-    figure, axes = pyplot().subplots(1, 3, figsize=(13, 4), layout="constrained")
-    for name, rows in groups.items():
-        rows.sort(key=lambda row: row["options"][option])
-        values = [_tick(row["options"][option]) for row in rows]
-        for axis, (key, _) in zip(axes, SWEPT, strict=True):
-            axis.plot(values, [row[key] for row in rows], "o-", label=name)
-    for axis, (_, title) in zip(axes, SWEPT, strict=True):
-        axis.set(xlabel=option, ylabel=title)
-    axes[0].legend(fontsize=8)
-    return save_figure(figure, path)
-
-
-def _draw_surfaces(path: Path, options: Sequence[str], groups: dict[str, list]) -> Path:
-    """Draws a row of pictures per method, with the number in each cell."""
-    count = max(len(groups), 1)
+    rows = [row for row in report["rows"] if "target_accepted" in row]
+    across = min(len(rows), 3)
+    down = -(-len(rows) // across)
     figure, axes = pyplot().subplots(
-        count, 3, figsize=(13, 3.6 * count), layout="constrained", squeeze=False
+        down, across, figsize=(4 * across, 3.6 * down), layout="constrained", squeeze=False
     )
-    for row_of_axes, (name, rows) in zip(axes, groups.items(), strict=False):
-        for axis, (key, title) in zip(row_of_axes, SWEPT, strict=True):
-            _draw_surface(axis, options, rows, key)
-            axis.set_title(f"{name}: {title}", fontsize=8)
+    for axis in axes.flat[len(rows) :]:
+        axis.set_visible(False)
+    for axis, row in zip(axes.flat, rows, strict=False):
+        for outcome, name, color, shift in (
+            ("accepted", "accepted", BLUE, -0.2),
+            ("refused", "rejected", RED, 0.2),
+        ):
+            keys = [f"{model}_{outcome}" for model in ("target", "draft")]
+            heights = [row[key] or 0.0 for key in keys]
+            errors = [row["pm"].get(key, 0.0) for key in keys]
+            places = [place + shift for place in range(len(keys))]
+            axis.bar(places, heights, 0.38, yerr=errors, capsize=4, color=color, label=name)
+        axis.set_xticks([0, 1], ["target (expert)", "draft (amateur)"])
+        axis.set(ylabel="mean entropy, nats", title=f"{row['label']}, {row['mode']}")
+    axes.flat[0].legend(title="draft token", fontsize=8)
     return save_figure(figure, path)
-
-
-def _draw_surface(axis: Any, options: Sequence[str], rows: Sequence[dict], key: str) -> None:
-    """Draws one figure of the rows against two options: the first downwards, the second across."""
-    down, across = options
-    down_values = sorted({row["options"][down] for row in rows})
-    across_values = sorted({row["options"][across] for row in rows})
-    surface = np.full((len(down_values), len(across_values)), np.nan)
-    for row in rows:
-        y = down_values.index(row["options"][down])
-        x = across_values.index(row["options"][across])
-        surface[y, x] = np.nan if row[key] is None else row[key]
-        axis.text(x, y, f"{surface[y, x]:.2f}", ha="center", va="center")
-    axis.imshow(surface, cmap="Blues", aspect="auto", alpha=0.7)
-    axis.set_yticks(range(len(down_values)), list(map(_tick, down_values)))
-    axis.set_xticks(range(len(across_values)), list(map(_tick, across_values)))
-    axis.set(ylabel=down, xlabel=across)
 
 
 def draw_costs(path: Path, report: dict[str, Any]) -> Path:
-    """Draws the expected speedup against c, a line per row whose acceptance was measured."""
-    figure, axis = pyplot().subplots(figsize=(7, 4.2), layout="constrained")
-    for row in report["rows"]:
-        values = [row.get(f"expected_at_{cost:g}") for cost in report["cost"]]
-        if None not in values:
-            label = f"{row['label']}, {row['mode']}, λ = {row['acceptance_rate']:.2f}"
-            axis.plot(report["cost"], values, "o-", label=label)
+    """Draws the expected acceleration against c, a line per row whose acceptance was measured.
+
+    As in SCD's Figures 1 and 4: a color for each value of the first swept option, a dash for each
+    of the second, triangles for the options of a chosen preset, and dots for methods that have
+    none of the swept options.
+    """
+    rows = [row for row in report["rows"] if _expected(row, report) is not None]
+    sweep = report["sweep"]
+    values = [sorted({row["options"][o] for row in rows if o in row["options"]}) for o in sweep[:2]]
+    height = max(4.2, 0.19 * len(rows))
+    figure, axis = pyplot().subplots(figsize=(9, height), layout="constrained")
+    for number, row in enumerate(rows):
+        style = {"color": f"C{number % 10}", "linestyle": "-", "marker": "."}
+        if sweep and not any(option in row["options"] for option in sweep):
+            style = {"color": "black", "linestyle": ":", "marker": ""}
+        elif sweep:
+            ranks = [v.index(row["options"][o]) for o, v in zip(sweep, values, strict=False)]
+            style["color"] = pyplot().get_cmap("viridis")(0.9 * ranks[0] / max(len(values[0]), 1))
+            if len(ranks) > 1:
+                style["linestyle"] = DASHES[ranks[1] % len(DASHES)]
+        if _is_preset(row):
+            style["marker"] = "^"
+        label = f"{row['label']}, {row['mode']}, λ = {row['acceptance_rate']:.2f}"
+        axis.plot(report["cost"], _expected(row, report), label=label, **style)
     axis.axhline(1, color=GREY, linewidth=1)
     axis.set(xlabel="c, draft step time / target step time", ylabel="expected acceleration")
-    axis.legend(fontsize=7)
+    figure.legend(loc="outside right upper", fontsize=7, handlelength=4)
     return save_figure(figure, path)
 
 
-def _tick(value: Any) -> Any:
-    """A value as a label of an axis: matplotlib takes no tuples."""
-    return str(value) if isinstance(value, tuple) else value
+def _expected(row: dict[str, Any], report: dict[str, Any]) -> list[float] | None:
+    """The expected acceleration at each c; None without a measured acceptance."""
+    values = [row.get(f"expected_at_{cost:g}") for cost in report["cost"]]
+    return None if None in values else values
+
+
+def _is_preset(row: dict[str, Any]) -> bool:
+    """Whether all of the row's options are those of its preset, though some may be swept."""
+    option = METHODS[row["method"]].options.get("preset")
+    if option is None:
+        return False
+    wanted = option.presets.get(row["options"]["preset"], {})
+    # The variant is left out: the paper marks the best α and β of either.
+    numbers = {name: value for name, value in wanted.items() if name in ("alpha", "beta")}
+    return bool(numbers) and numbers.items() <= row["options"].items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
-from infer.bench.pictures import draw_costs, draw_methods, draw_sweep
+from infer.bench.cases import PLAIN
+from infer.bench.pictures import draw_costs, draw_entropies, draw_methods
+from infer.bench.sweep_pictures import draw_sweep
 from infer.cli import mesh_text
 from infer.reporting import Column, Table, fill, pyplot
 from infer.uncertainty import SPREAD_NOTE
@@ -43,6 +46,28 @@ COLUMNS = (
     ("predicted", "predicted_speedup", "{:.2f}"),
     ("measured/predicted", "measured_over_predicted", "{:.2f}"),
 )
+# Means over prompts, beside the ratios of sums above.
+PROMPT_COLUMNS = (
+    ("means over prompts", "label", "{}"),
+    ("mode", "mode", "{}"),
+    ("batch", "batch_size", "{}"),
+    ("tokens/s, mean of prompts", "tokens_per_second_of_prompt", "{:.0f}"),
+    ("acceptance, mean of prompts", "acceptance_rate_of_prompt", "{:.2f}"),
+    ("accepted/drafted, mean of prompts", "accept_rate_per_draft_of_prompt", "{:.2f}"),
+    ("tokens/round, mean of prompts", "block_efficiency_of_prompt", "{:.2f}"),
+)
+# SDSAT's Table 4: a line per model, temperature and file.
+FASTEST_COLUMNS = (
+    ("fastest of the sweep", "label", "{}"),
+    ("target", "target", "{}"),
+    ("temperature", "temperature", "{:g}"),
+    ("data", "data", "{}"),
+    ("batch", "batch_size", "{}"),
+    ("plain, tokens/s", "plain_tokens_per_second", "{:.1f}"),
+    ("tokens/s", "tokens_per_second", "{:.1f}"),
+    ("speedup", "speedup", "{:.2f}"),
+)
+PLOTTED = ("speedup", "tokens/round", "perplexity")  # the default of ``--plot``
 PEER_COLUMNS = (
     ("peer", "name", "{}"),
     ("tokens/s", "tokens_per_second", "{:.0f}"),
@@ -93,12 +118,17 @@ def headline(report: dict[str, Any]) -> str:
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
-    """The tables: methods, predictions, entropies, batches, runs, peers and the cost curve.
+    """The tables of a report; one without rows is left out.
 
-    A table without rows is left out.
+    They are: methods, means over prompts, the fastest of a sweep, predictions, entropies, batches,
+    runs, peers and the cost curve.
     """
     rows = report["rows"]
     filled = [fill(_method_columns(report), rows)]
+    if any("tokens_per_second_of_prompt" in row for row in rows):
+        filled.append(fill(PROMPT_COLUMNS, rows))
+    if report.get("sweep"):
+        filled.append(fill(FASTEST_COLUMNS, fastest(report)))
 
     predicted = [row for row in rows if row.get("gamma")]
     if predicted:
@@ -130,6 +160,70 @@ def _method_columns(report: dict[str, Any]) -> tuple[Column, ...]:
         (head, key, "{:.3f}") for key, head in report["metrics"].items() if key not in known
     ]
     return (*COLUMNS, *of_metrics)
+
+
+def plotted(heads: Sequence[str], metrics: Mapping[str, str]) -> dict[str, str]:
+    """The columns of ``--plot``: heads by the key of a row.
+
+    ``metrics`` are the columns of ``--metric``, in the same form. They are drawn by default, too.
+
+    Raises:
+      OptionError: there is no such column.
+    """
+    known = {key: head for head, key, _ in (*COLUMNS[3:], *PROMPT_COLUMNS[3:])} | dict(metrics)
+    keys = {head: key for key, head in known.items()}
+    chosen = {}
+    for head in heads or (*PLOTTED, *metrics.values()):
+        if head not in keys:
+            raise OptionError(f"--plot {head}: no such column; choose some of {', '.join(keys)}")
+        chosen[keys[head]] = head
+    return chosen
+
+
+def fastest(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each method, temperature and batch size, the row with the most tokens per second.
+
+    The rows of the reports ``beside`` follow, with their own targets and files.
+    """
+    found = []
+    for part in (report, *report["beside"]):
+        groups: dict[tuple, list[dict[str, Any]]] = {}
+        plain = {}
+        for row in part["rows"]:
+            setting = (row["temperature"], row["batch_size"])
+            if row["method"] == PLAIN:
+                plain[setting] = row["tokens_per_second"]
+            if any(option in row["options"] for option in part["sweep"]):
+                groups.setdefault((row["method"], *setting), []).append(row)
+        for (_, *setting), rows in groups.items():
+            best = max(rows, key=lambda row: row["tokens_per_second"])
+            about = {"target": part["target"], "data": part["data"]}
+            speed = {"plain_tokens_per_second": plain[tuple(setting)]}
+            found.append(best | about | speed)
+    return found
+
+
+def read_beside(directory: str, sweep: Sequence[str]) -> dict[str, Any]:
+    """What is shown of an earlier report: its target, its prompts' file, its sweep and its rows.
+
+    Raises:
+      OptionError: there is no such report, or it swept other options.
+    """
+    path = Path(directory) / "bench.json"
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        part = {key: report[key] for key in ("target", "data", "sweep", "rows")}
+        part["rows"] = [row for row in part["rows"] if row["temperature"] is not None]
+    except OSError as error:
+        raise OptionError(f"--beside {directory}: {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise OptionError(f"--beside {directory}: {path} is not a report of infer.bench") from None
+    if part["sweep"] != list(sweep):
+        swept = ", ".join(part["sweep"]) or "nothing"
+        raise OptionError(
+            f"--beside {directory}: it swept {swept}, and this run sweeps {', '.join(sweep)}"
+        )
+    return part
 
 
 def _cost_columns(report: dict[str, Any]) -> list[Column]:
@@ -226,6 +320,8 @@ def write(directory: Path, report: dict[str, Any]) -> list[Path]:
 def _draw(directory: Path, report: dict[str, Any]) -> list[Path]:
     """Draws the pictures that the report has data for."""
     files = [draw_methods(directory / "bench.png", report)]
+    if any("target_accepted" in row for row in report["rows"]):
+        files.append(draw_entropies(directory / "entropies.png", report))
     if report["sweep"]:
         files.append(draw_sweep(directory / "sweep.png", report))
     # A line against c needs a second point.

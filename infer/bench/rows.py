@@ -34,6 +34,10 @@ from specjax.lm import LM
 from specjax.registry import METHODS
 from specjax.runtime.output import Generation
 
+# Rates of which a row also has the mean over prompts, as ``…_of_prompt``. SDSAT's published code
+# reports that mean; a ratio of sums gives long completions more weight.
+OF_PROMPTS = ("acceptance_rate", "accept_rate_per_draft", "block_efficiency")
+
 
 def make_rows(
     target: LM, prompts: Prompts, results: Sequence[Result], v: Curve, c: float | None
@@ -106,7 +110,11 @@ def add_quality(
             add_median(row, "joules_per_prompt", np.divide(result.joules, len(prompts)))
 
         add_scores_mean(row, "rouge_l", scores_of(result, rouge_l))
-        add_scores_mean(row, "exact_match", scores_of(result, equals_middle))
+        exact = scores_of(result, equals_middle)
+        add_scores_mean(row, "exact_match", exact)
+        for language in languages_of(questions):
+            is_of = [question.task.get("language") == language for question in questions]
+            add_scores_mean(row, f"exact_match_{language}", np.where(is_of, exact, np.nan))
 
 
 def add_metrics(
@@ -154,6 +162,16 @@ def _add_metric(row: Row, metric: Metric, by_prompt: Sequence[Completions]) -> N
             row["runs"][key] = [value for value in values if value is not None]
 
 
+def languages_of(questions: Sequence[Question]) -> list[str]:
+    """The languages of infilling tasks, sorted; empty if they all have the same."""
+    languages = set()
+    for question in questions:
+        language = question.task.get("language")
+        if "middle" in question.task and isinstance(language, str):
+            languages.add(language)
+    return sorted(languages) if len(languages) > 1 else []
+
+
 def as_prompt(question: Question) -> Completion:
     """A prompt as metrics see it, with no completion yet."""
     return Completion(question.text, "", (), question.references, question.task)
@@ -178,6 +196,7 @@ def _speed_row(result: Result, plain: Result) -> Row:
         "method": case.method,
         "label": case.label,
         "mode": case.mode,
+        "temperature": case.sampling.temperature,
         "batch_size": case.batch_size,
         "options": dict(case.options),
         "tokens_per_second": float(np.median(speeds)),
@@ -206,7 +225,16 @@ def _speed_row(result: Result, plain: Result) -> Row:
         numerators = np.array([run.stats[numerator] for run in result.distinct_runs])
         denominators = np.array([run.stats[denominator] for run in result.distinct_runs])
         add_ratio(row, key, numerators, denominators)
+        if key in OF_PROMPTS:
+            add_scores_mean(row, f"{key}_of_prompt", _quotients(numerators, denominators))
+    add_scores_mean(row, "tokens_per_second_of_prompt", _quotients(*result.speed()))
     return row
+
+
+def _quotients(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:
+    """Elementwise, ``[R, P]`` float64; NaN where the denominator is 0."""
+    unknown = np.full(numerators.shape, np.nan)
+    return np.divide(numerators, denominators, out=unknown, where=denominators > 0)
 
 
 def _counters(result: Result) -> tuple[dict[str, int], list[int]]:

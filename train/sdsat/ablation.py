@@ -95,9 +95,10 @@ def _read_card(directory: Path) -> dict[str, Any]:
 
 
 def read_variant(directory: Path) -> dict[str, Any]:
-    """A finished variant's figures from its card, and its held-out curve."""
+    """A finished variant's figures from its card, and the curves of its clean losses."""
     card = _read_card(directory)
     records = read_metrics(directory / METRICS)
+    training = [(r["step"], r["clean_loss"]) for r in records if "clean_loss" in r]
     curve = [(r["step"], r["valid_clean_loss"]) for r in records if "valid_loss" in r]
     return {
         "variant": directory.name,
@@ -107,6 +108,7 @@ def read_variant(directory: Path) -> dict[str, Any]:
         "acceptance": card["held_out_acceptance"],
         "accepted": card["held_out_accepted"],
         "tokens_per_round": card.get("held_out_decode_tokens_per_round"),
+        "training": training,
         "curve": curve,
     }
 
@@ -157,25 +159,30 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(path: Path, rows: list[dict[str, Any]]) -> None:
-    """The paper's Figure 5, the clean loss of each variant, and acceptance per place."""
+    """The paper's Figure 5, the clean loss in training, beside the held-out one and acceptance."""
     from matplotlib import pyplot as plt
 
-    figure, (losses, places) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
+    training, held_out, places = axes
     for number, row in enumerate(rows):
         name = row["variant"]
-        shares = row["acceptance"]
         color = plt.colormaps["tab20"](number)
-        steps = [step for step, _ in row["curve"]]
-        curve = [loss for _, loss in row["curve"]]
-        if name == CONTINUED:  # it has no adaptive tokens that could draft
-            losses.plot(steps, curve, "--", color=color, label=name)
-        else:
-            losses.plot(steps, curve, "-", color=color, label=name)
-            places.plot(range(1, len(shares) + 1), shares, "o-", color=color, label=name)
-    losses.set(xlabel="step", ylabel="held-out clean loss, nats per token")
+        line = "--" if name == CONTINUED else "-"
+        for axis, points in ((training, row["training"]), (held_out, row["curve"])):
+            steps = [step for step, _ in points]
+            losses = [loss for _, loss in points]
+            axis.plot(steps, losses, line, color=color, linewidth=1, label=name)
+        if name != CONTINUED:  # it has no adaptive tokens that could draft
+            shares = row["acceptance"]
+            places.plot(range(1, len(shares) + 1), shares, "o-", color=color)
+
+    training.set(xlabel="training step", ylabel="training loss of standard tokens, nats")
+    held_out.set(xlabel="training step", ylabel="held-out loss of standard tokens, nats")
     places.set(xlabel="adaptive place", ylabel="windows that agree up to here")
-    places.xaxis.get_major_locator().set_params(integer=True)
-    losses.legend(fontsize=7)
+    for axis in axes:
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    handles, names = training.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=6, fontsize=8)
     with aside(path) as scratch:
         figure.savefig(scratch, dpi=130, format="png")
     plt.close(figure)
