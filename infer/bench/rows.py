@@ -167,7 +167,7 @@ def languages_of(questions: Sequence[Question]) -> list[str]:
     languages = set()
     for question in questions:
         language = question.task.get("language")
-        if "middle" in question.task and isinstance(language, str):
+        if "suffix" in question.task and isinstance(language, str):
             languages.add(language)
     return sorted(languages) if len(languages) > 1 else []
 

@@ -28,8 +28,8 @@ from infer.bench import (
 from infer.bench import commands as bench
 from infer.bench.cases import Case
 from infer.bench.predictions import add_expected, pass_widths
-from infer.bench.report import NEAR_TIE, markdown, show
-from infer.bench.rows import make_rows
+from infer.bench.report import NEAR_TIE, fastest, markdown, show
+from infer.bench.rows import add_quality, languages_of, make_rows
 from infer.programs import MAP_LIMIT
 from infer.prompts import PromptEncoder
 from specjax._util.errors import OptionError, PairError
@@ -380,6 +380,39 @@ def test_quality_counts_every_seed_of_a_sampled_row_and_one_of_a_greedy(target):
     assert rows["greedy"]["diversity"] == pytest.approx((1 / 2 * 2 / 3 * 1 + 1) / 2)
 
 
+def test_means_over_prompts_stand_beside_ratios_of_sums(target):
+    """A long completion weighs more in a ratio of sums. A prompt without a draft has no rate."""
+    tokens = [np.array([5, 6, 5, 6, 5, 6]), np.array([7, 8]), np.array([2, 2])]
+    one = result("autoregressive", [100.0], tokens)
+    (run,) = one.runs
+    run.stats["accepted"] = np.array([6, 1, 0])
+    run.stats["drafted"] = np.array([12, 8, 0])
+    run.share_seconds = np.array([0.06, 0.1, 0.01])
+    run.prefill_seconds = np.zeros(3)
+    row = make_rows(target, [[1], [2], [3]], [one], {}, None)[0]
+    assert row["accept_rate_per_draft"] == 7 / 20
+    assert row["accept_rate_per_draft_of_prompt"] == (6 / 12 + 1 / 8) / 2
+    assert row["tokens_per_second"] == pytest.approx(10 / 0.17)
+    assert row["tokens_per_second_of_prompt"] == pytest.approx((100 + 20 + 200) / 3)
+    assert row["pm"]["accept_rate_per_draft_of_prompt"] > 0
+
+
+def test_infilling_is_scored_by_language(target):
+    """SDSAT, Tables 3 and 7 have a column for each language."""
+    one = result("autoregressive", [100.0], [np.array([5]), np.array([6]), np.array([7])])
+    one.runs[0].text = ["a = 1", "a = 2", "a = 3"]
+    tasks = [("py", "a = 1"), ("js", "a = 0"), ("py", "a = 9")]
+    asked = [
+        questions.Question([1], task={"language": language, "suffix": "", "middle": middle})
+        for language, middle in tasks
+    ]
+    rows = make_rows(target, [[1]] * 3, [one], {}, None)
+    add_quality(rows, target, None, asked, [one])
+    assert rows[0]["exact_match"] == pytest.approx(1 / 3)
+    assert (rows[0]["exact_match_js"], rows[0]["exact_match_py"]) == (0, 0.5)
+    assert languages_of(asked) == ["js", "py"] and languages_of(asked[::2]) == []
+
+
 def test_a_ratio_is_of_sums_and_its_interval_is_the_normal_one():
     """The interval agrees with the delta method: 200 prompts, two seeds each, unequal sums."""
     drawing = np.random.default_rng(0)
@@ -434,6 +467,26 @@ def test_sweep_runs_the_method_at_each_value(small, short_curve, tmp_path, capsy
     assert all(row["perplexity"] > 1 and 0 < row["diversity"] <= 1 for row in rows)
     assert rows[0]["perplexity"] == rows[1]["perplexity"], "lossless: the same text"
     assert (home / "sweep.png").stat().st_size > 10_000
+    # A later run takes the values of the last --sweep, and shows the first run beside its own.
+    more = ["--sweep", "gamma=1,3", "--sweep", "gamma=2", "--plot", "accepted/drafted"]
+    argv = [*small, "--repeats", 1, "--sampled-only", *more, "--beside", home, "--json"]
+    code, out, err = run(capsys, *argv)
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["sweep"] == ["gamma"] and report["plot"] == {
+        "accept_rate_per_draft": "accepted/drafted"
+    }
+    assert [row["label"] for row in report["rows"]] == ["autoregressive", "speculative gamma=2"]
+    assert {row["temperature"] for row in report["rows"]} == {0.8}
+    (beside,) = report["beside"]
+    assert beside["rows"] == rows and beside["data"] == report["data"] == "prompts.jsonl"
+    assert len(fastest(report)) == 2
+
+
+@pytest.mark.parametrize("option", [("--plot", "speedup"), ("--beside", "runs")])
+def test_options_of_the_sweeps_picture_need_a_sweep(small, capsys, option):
+    code, _, err = run(capsys, *small, *option)
+    assert code == 2 and "give --sweep, too" in err
 
 
 @pytest.mark.parametrize("text", ["gamma", "gamma=", "gamma=a..b", "gamma=3..1", "gamma=1,,2"])

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 import specjax as sj
 from specjax.models import (
@@ -184,6 +184,23 @@ def test_ids_come_from_the_config_the_checkpoint_unused_vocabulary_or_new_rows(t
     assert choose(408, had=(405, 405)) == ((405,), 0)
     assert choose(408, ids=(407,)) == ((407,), 0)
     assert choose(400, ids=(399,)) == ((399,), 0)  # the corpus is checked later
+
+
+@pytest.mark.parametrize("size", ["7b", "13b"])
+def test_the_papers_recipes_add_no_row_to_codellamas_vocabulary(size):
+    """Every id of CodeLlama stands for a token. A row more would not divide the recipe's mesh."""
+    words = {f"w{i}": i for i in range(32016)}
+    every_id = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    shape = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 24}
+    model = ModelConfig.llama(vocab_size=32016, bos_id=1, eos_ids=(2,), **shape)
+    path = ROOT / "configs" / f"sdsat_codellama_{size}.toml"
+    cfg = from_toml(SDSATConfig, path)
+    assert choose_ids(cfg.sdsat, model, every_id) == ((32011,), 0)
+    assert model.vocab_size % cfg.mesh.devices == 0
+
+    more = [32011, 32012, 32013, 32014, 32015, 31864, 31857][: cfg.sdsat.window]
+    distinct = from_toml(SDSATConfig, path, ["sdsat.distinct=true", f"sdsat.ids={more}"])
+    assert choose_ids(distinct.sdsat, model, every_id) == (tuple(more), 0)
 
 
 def test_reserved_tokens_may_be_adaptive_if_the_corpus_lacks_them(
