@@ -19,9 +19,11 @@ from pyarrow import parquet
 
 from infer import config, timing
 from infer.bench import commands as bench
+from infer.bench import pictures, sweep_pictures
 from infer.bench.benchmark import run_benchmark
 from infer.datasets.files import read_rows
 from infer.prompts import PromptEncoder
+from infer.reporting import save_figure
 from infer.run import commands as run
 from infer.run.job import run_job
 from infer.tune import cdsl, lossy
@@ -32,13 +34,15 @@ from support.judging import judging_with
 from support.letter_models import save_letter_model
 from support.training import ROOT, logged, overrides
 from train import ablation
-from train.config import read_toml
+from train.config import SDSATConfig, from_toml
 from train.sdsat import __main__ as sdsat
+from train.sdsat.variants import VARIANTS
 
 SAMPLES = ROOT / "tests" / "samples"
 PAGE = (ROOT / "docs" / "papers.md").read_text()
 COMMANDS = re.findall(r"`(infer\.(?:bench|tune|run) [^`]*--target [^`]*)`", PAGE)
-TRAINED = re.findall(r"`(train\.\w+) (configs/\w+\.toml)`", PAGE)
+TRAINED = re.findall(r"`train\.sdsat (configs/\w+\.toml[^`]*)`", PAGE)
+ABLATIONS = re.findall(r"`train\.ablation (configs/\w+\.toml[^`]*)`", PAGE)
 # (optional package, the argument that needs it, its replacement if the package is missing).
 NEEDED = (
     ("mauve", r" --metric mauve\S+", ""),
@@ -49,7 +53,8 @@ FEW_STEPS = overrides(
     *("data.seq_len=64", "optim.total_steps=2", "optim.warmup_steps=1"),
     *("optim.batch_size=2", "optim.accumulate=1", "mesh.fsdp=1", "mesh.devices=0"),
     *("run.eval_every=2", "run.eval_batches=1", "run.checkpoint_every=2"),
-    *("sdsat.decode_prompts=0", "run.keep=1"),
+    # The small models have another vocabulary than CodeLlama.
+    *("sdsat.decode_prompts=0", "run.keep=1", "run.log_every=1", "sdsat.ids=[]"),
 )
 METRICS = {  # a metric's column
     "mauve": "MAUVE",
@@ -66,7 +71,7 @@ COLUMNS = {
     "scd_alpacaeval": ("acceptance", "expected, c = 0.05"),
     "scd_gsm8k": ("GSM8K", "target, accepted", "draft, refused", "expected, c = 0.05"),
     "scd_humaneval": ("pass@1", "target, accepted", "draft, accepted", "expected, c = 0.05"),
-    "scd_surface": ("alpha=0.3 beta=0.5", "expected, c = 0.01", "expected, c = 0.2"),
+    "scd_surface": ("alpha=0.3 beta=", "expected, c = 0.01", "expected, c = 0.2"),
     "mentored": ("max_kl=0.03", "acceptance", "KL, nats/token"),
     "mtad_methods": ("tokens/s", "J/token", "perplexity", "tokens/round", "spectr", "bild"),
     "mtad_joint": ("block=1", "perplexity", "ROUGE-L"),
@@ -74,12 +79,50 @@ COLUMNS = {
     "mtad_beams": ("width=2", "tokens/s", "J/token", "perplexity"),
     "mtad_tau": ("tau=0.1", "tokens/s", "perplexity"),
     "sdsat_code": ("k=1", "pass@1", "tokens/s", "accepted/drafted"),
-    "sdsat_nucleus": ("k=5", "tokens/s", "accepted/drafted"),
-    "sdsat_infilling": ("k=5", "exact match", "tokens/s"),
+    "sdsat_nucleus": ("sdsat k=", "tokens/s", "accepted/drafted"),
+    "sdsat_infilling": ("sdsat k=", "exact match", "tokens/s"),
     "mtad_tuning": ("Chosen on the validation file", "perplexity", "P"),
     "cdsl_commongen": ("soft, of all constraints", "hard", "modeled speedup", "a_t"),
     "cdsl_harmless": ("soft, of all constraints", "hard", "modeled speedup", "r_t"),
     None: ("perplexity",),
+}
+# Columns that must have a value in some row, by config.
+SDSAT_FILLED = ("accepted/drafted, mean of prompts", "tokens/s, mean of prompts", "plain, tokens/s")
+FILLED = {
+    "sdsat_code": ("pass@1", *SDSAT_FILLED),
+    "sdsat_nucleus": (*SDSAT_FILLED, "temperature", "data"),
+    "sdsat_infilling": ("exact match, py", "exact match, js", *SDSAT_FILLED),
+    "mtad_joint": ("perplexity", "ROUGE-L"),
+    "mtad_tau": ("tokens/s", "perplexity"),
+    "scd_surface": ("expected, c = 0.05",),
+    "scd_gsm8k": ("target, accepted", "draft, accepted"),
+    "scd_humaneval": ("target, accepted", "draft, accepted"),
+}
+# The axes of the pictures that are a paper's figures: (x, y) of each panel, by config.
+COST_AXES = {"costs.png": [("c, draft step time / target step time", "expected acceleration")]}
+K_AXES = [("number of adaptive tokens, k", head) for head in SDSAT_FILLED[:2]]
+PICTURES = {
+    "scd_surface": COST_AXES,
+    "scd_gsm8k": {"entropies.png": [("", "mean entropy, nats")]},
+    "scd_humaneval": {"entropies.png": [("", "mean entropy, nats")]},
+    "mtad_joint": {
+        "sweep.png": [("K, tokens of a block", "perplexity"), ("K, tokens of a block", "ROUGE-L")]
+    },
+    "mtad_tau": {
+        "sweep.png": [
+            ("acceptance threshold τ", "tokens/s"),
+            ("acceptance threshold τ", "perplexity"),
+        ]
+    },
+    "mentored": {
+        "sweep.png": [
+            ("D, bound on the KL divergence, nats", head)
+            for head in ("acceptance", "KL, nats/token", "perplexity")
+        ]
+    },
+    "sdsat_code": {"sweep.png": K_AXES},
+    "sdsat_nucleus": {"sweep.png": K_AXES},
+    "sdsat_infilling": {"sweep.png": K_AXES},
 }
 
 
@@ -123,7 +166,10 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tuned(home):
-    """The exports of the page's recipes, by config. They start at Q; the first one is S."""
+    """The exports of the page's trainings, by command. They start at Q.
+
+    The first one is S, and the first with distinct ids is D.
+    """
     (home / "checkpoints").mkdir()
     for size in (7, 13):
         (home / "checkpoints" / f"CodeLlama-{size}b-hf").symlink_to(home / "Q")
@@ -132,10 +178,14 @@ def tuned(home):
     exports = {}
     with pytest.MonkeyPatch.context() as here:
         here.chdir(home)
-        for config in (c for name, c in TRAINED if name == "train.sdsat"):
-            assert sdsat.main([config, *FEW_STEPS]) == 0
-            exports[config] = Path(read_toml(config)["run"]["dir"], "export")
-    (home / "S").symlink_to(home / next(iter(exports.values())))
+        for command in TRAINED:
+            argv = shlex.split(command)
+            assert sdsat.main([*argv, *FEW_STEPS]) == 0
+            cfg = from_toml(SDSATConfig, argv[0], argv[2::2])
+            exports[command] = Path(cfg.run.dir, "export")
+    (home / "S").symlink_to(home / exports[TRAINED[0]])
+    distinct = next(command for command in TRAINED if "sdsat.distinct=true" in command)
+    (home / "D").symlink_to(home / exports[distinct])
     return exports
 
 
@@ -184,7 +234,58 @@ def test_the_page_names_every_config():
 
 
 def test_the_page_trains_what_it_decodes_with():
-    assert [program for program, _ in TRAINED] == ["train.sdsat", "train.sdsat", "train.ablation"]
+    configs = {"7b": "configs/sdsat_codellama_7b.toml", "13b": "configs/sdsat_codellama_13b.toml"}
+    windows = []
+    for command in TRAINED:
+        argv = shlex.split(command)
+        cfg = from_toml(SDSATConfig, argv[0], argv[2::2])
+        size = next(size for size, path in configs.items() if path == argv[0])
+        windows.append((size, cfg.sdsat.window, cfg.sdsat.distinct))
+    assert windows == [
+        ("7b", 5, False),
+        ("13b", 7, False),
+        ("7b", 3, False),
+        ("7b", 5, True),
+        ("13b", 7, True),
+    ]
+    assert len(ABLATIONS) == 2
+
+
+def test_models_with_distinct_ids_take_no_more_tokens_than_they_were_tuned_with():
+    """A later --sweep of an option replaces the config's."""
+    commands = [command for command in COMMANDS if " --target D " in command]
+    assert len(commands) == 4
+    for command in commands:
+        args = config.parse_with_config(bench.parser(), shlex.split(command)[1:])
+        assert [int(k) for k in dict(args.sweep)["k"]] == [1, 2, 3, 4, 5]
+
+
+def test_the_page_names_every_table_and_figure_of_sdsat_and_contrastive_decoding():
+    for title, figures, tables in (("Speculative contrastive", 5, 2), ("SDSAT", 7, 7)):
+        text = PAGE[PAGE.index(f"## {title}") :].removeprefix("## ").partition("\n## ")[0]
+        named = {"Figure": set(), "Table": set()}
+        for kind, numbers in re.findall(r"(Figure|Table)s? ((?:\d(?:, | and | to )?)+)", text):
+            ends = re.findall(r"(\d) to (\d)", numbers)
+            named[kind] |= {int(number) for number in re.findall(r"\d", numbers)}
+            for first, last in ends:
+                named[kind] |= set(range(int(first), int(last) + 1))
+        assert named["Figure"] == set(range(1, figures + 1)), title
+        assert named["Table"] == set(range(1, tables + 1)), title
+
+
+@pytest.fixture
+def axes(monkeypatch):
+    """The axes' titles of the pictures that are written, by file name."""
+    made = {}
+
+    def save(figure, path):
+        shown = [axis for axis in figure.axes if axis.get_visible()]
+        made[path.name] = [(axis.get_xlabel(), axis.get_ylabel()) for axis in shown]
+        return save_figure(figure, path)
+
+    for module in (pictures, sweep_pictures):
+        monkeypatch.setattr(module, "save_figure", save)
+    return made
 
 
 @pytest.fixture
@@ -200,43 +301,70 @@ def judge():
         assert all(path == "/v1/chat/completions" for path, *_ in asked)
 
 
+def run_program(command):
+    """Runs a command of the page on less; returns its exit code."""
+    program, *argv = shlex.split(command)
+    if program == "infer.run":
+        args = run.parser().parse_args(argv)
+        run.check(args, run.parser())
+        return run_job(shrunk(args))
+    if program == "infer.bench":
+        commands = bench.parser()
+        args = config.parse_with_config(commands, argv)
+        bench.check(args, commands)
+        return run_benchmark(shrunk(args))
+    args = tune.parse(argv)
+    args.grid = {option: values[:2] for option, values in (args.grid or {}).items()}
+    work = cdsl.tune if args.method == "cdsl" else lossy.tune
+    return work(shrunk(args))
+
+
+def run_what_it_shows_beside(command):
+    """Runs the commands that make the reports of ``--beside``, if no test has."""
+    for directory in re.findall(r"--beside (\S+)", command):
+        if not Path(directory, "bench.json").exists():
+            (other,) = (one for one in COMMANDS if f"--out {directory}" in one.split("--beside")[0])
+            assert run_program(other) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
-def test_a_command_of_the_page_makes_its_table(command, small, judge, request, capsys):
-    if " --target S " in command:
+def test_a_command_of_the_page_makes_its_table(command, small, judge, axes, request, capsys):
+    if re.search(" --target [SD] ", command):
         request.getfixturevalue("tuned")
     command = command.replace("--judge-url URL", f"--judge-url {judge}")
     for module, asked, instead in NEEDED:
         if re.search(asked, command) and not importlib.util.find_spec(module):
             command = re.sub(asked, instead, command)
             warnings.warn(f"no {module} here: runs as {command}", stacklevel=1)
-    program, *argv = shlex.split(command)
-    if program == "infer.run":
-        args = run.parser().parse_args(argv)
-        run.check(args, run.parser())
-        assert run_job(shrunk(args)) == 0
-        rows = [json.loads(line) for line in Path(args.out).read_text().splitlines()]
-        assert [row["method"] for row in rows] == ["sdsat"] * 2
-        return
-    if program == "infer.bench":
-        commands = bench.parser()
-        args = config.parse_with_config(commands, argv)
-        bench.check(args, commands)
-        code = run_benchmark(shrunk(args))
-    else:
-        args = tune.parse(argv)
-        args.grid = {option: values[:2] for option, values in (args.grid or {}).items()}
-        work = cdsl.tune if args.method == "cdsl" else lossy.tune
-        code = work(shrunk(args))
+    if "infer.bench" in command and "--out" not in command:
+        command += " --out runs/bench"
+    run_what_it_shows_beside(command)
+    axes.clear()
+    capsys.readouterr()
+    assert run_program(command) == 0
     out = capsys.readouterr().out
-    assert code == 0
+    if command.startswith("infer.run"):
+        lines = Path("multipl-e.jsonl").read_text().splitlines()
+        assert [json.loads(line)["method"] for line in lines] == ["sdsat"] * 2
+        return
+
     stem = re.search(r"configs/papers/(\w+)", command)
-    assert [name for name in COLUMNS[stem and stem[1]] if name not in out] == []
-    if program == "infer.bench":
+    stem = stem and stem[1]
+    assert [name for name in COLUMNS[stem] if name not in out] == []
+    assert [head for head in FILLED.get(stem, ()) if not any(column(out, head))] == []
+    if command.startswith("infer.bench"):
         assert " ± " in out and "mean ± standard error of the runs" in out
+        for name, expected in PICTURES.get(stem, {}).items():
+            assert list(dict.fromkeys(axes[name])) == expected
+    for head in re.findall(r"--plot (\S+)", command):
+        of_original = "variant=original" in command
+        assert axes["sweep.png"] == ([("α", head)] if of_original else [("α", "β"), ("", head)])
     for metric in re.findall(r"--metric (judge:pair|\w+)", command):
         measured = column(out, METRICS[metric])
         assert measured and all(measured), metric
+    shown = set(column(out, "data")) if "--beside" in command else set()
+    assert shown in (set(), {"humaneval", "infilling"})
 
 
 def column(out, head):
@@ -254,26 +382,43 @@ def column(out, head):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [c for name, c in TRAINED if name == "train.sdsat"])
-def test_a_recipe_of_the_page_exports_a_model_that_drafts(config, home, tuned):
-    exported = json.loads((home / tuned[config] / "config.json").read_text())
-    window = read_toml(home / config)["sdsat"]["window"]
-    assert len(exported["adaptive_ids"]) == window
-    assert [row["step"] for row in logged(home / tuned[config].parent) if "loss" in row] == [1, 2]
+@pytest.mark.parametrize("command", TRAINED, ids=range(len(TRAINED)))
+def test_a_recipe_of_the_page_exports_a_model_that_drafts(command, home, tuned):
+    exported = json.loads((home / tuned[command] / "config.json").read_text())
+    argv = shlex.split(command)
+    section = from_toml(SDSATConfig, ROOT / argv[0], argv[2::2]).sdsat
+    assert len(exported["adaptive_ids"]) == section.window
+    assert len(set(exported["adaptive_ids"])) == (section.window if section.distinct else 1)
+    assert [row["step"] for row in logged(home / tuned[command].parent) if "loss" in row] == [1, 2]
 
 
 @pytest.mark.slow
-def test_the_ablation_of_the_page_makes_its_figure(home, tuned, monkeypatch):
-    """It trains three variants, one per loss, on the code that the recipes read."""
+@pytest.mark.parametrize("command", ABLATIONS, ids=range(len(ABLATIONS)))
+def test_an_ablation_of_the_page_makes_its_figure(command, home, tuned, monkeypatch):
+    """It trains on the code that the recipes read; without --only, three of the variants."""
     monkeypatch.chdir(home)
-    (config,) = (c for name, c in TRAINED if name == "train.ablation")
+    figures = []
+    monkeypatch.setattr(pictures.pyplot(), "close", figures.append)
     own = overrides("model.init_from=Q", "data.corpora=[]", 'data.files=["data/starcoder"]')
+    argv = shlex.split(command)
     some = ["none", "isolated-self", "improved-data"]
-    assert ablation.main([config, *FEW_STEPS, *own, "--only", ",".join(some)]) == 0
-    made = home / read_toml(config)["run"]["dir"]
+    if "--only" in argv:
+        some = argv[argv.index("--only") + 1].split(",")
+    assert ablation.main([*argv, *FEW_STEPS, *own, "--only", ",".join(some)]) == 0
+
+    changed = argv[argv.index("--set") + 1 :] if "--set" in argv else []
+    made = home / from_toml(SDSATConfig, argv[0], changed).run.dir
     rows = json.loads((made / "ablation.json").read_text())
-    assert [row["variant"] for row in rows] == some
+    assert [row["variant"] for row in rows] == sorted(some, key=list(VARIANTS).index)
+    assert all([step for step, _ in row["training"]] == [1, 2] for row in rows)
     table = (made / "ablation.md").read_text()
-    for head in ("held-out clean loss, nats", "against none", "acceptance per place"):
+    heads = ["held-out clean loss, nats", "acceptance per place"]
+    for head in [*heads, "against none"] if "none" in some else heads:
         assert len(column(table, head)) == len(some) and all(column(table, head)), head
     assert (made / "ablation.png").stat().st_size > 0
+
+    (figure,) = figures
+    training, *_ = figure.axes
+    assert training.get_xlabel() == "training step"
+    assert training.get_ylabel() == "training loss of standard tokens, nats"
+    assert [line.get_label() for line in training.get_lines()] == [row["variant"] for row in rows]
