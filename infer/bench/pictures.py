@@ -17,8 +17,10 @@ DASHES = ("-", "--", "-.", (0, (1, 1)))
 
 def draw_methods(path: Path, report: dict[str, Any]) -> Path:
     """Draws each method's speedup, and the cost curve."""
-    figure, (bars, curve) = pyplot().subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    _draw_speedups(bars, [row for row in report["rows"] if row["speedup"] is not None])
+    rows = [row for row in report["rows"] if row["speedup"] is not None]
+    height = max(4.2, 0.45 * len(rows))  # of two lines of text per row
+    figure, (bars, curve) = pyplot().subplots(1, 2, figsize=(11, height), layout="constrained")
+    _draw_speedups(bars, rows)
     _draw_curve(curve, report["v"])
     return save_figure(figure, path)
 
@@ -39,7 +41,7 @@ def _draw_speedups(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     axis.axvline(1, color=GREY, linewidth=1)
     axis.set_xlabel("speedup over plain decoding")
     axis.invert_yaxis()
-    axis.legend(loc="lower right", fontsize=8)
+    axis.figure.legend(*axis.get_legend_handles_labels(), loc="outside lower left", fontsize=8)
 
 
 def _draw_curve(axis: Any, v: dict[str, float]) -> None:
@@ -61,7 +63,12 @@ def draw_entropies(path: Path, report: dict[str, Any]) -> Path:
     across = min(len(rows), 3)
     down = -(-len(rows) // across)
     figure, axes = pyplot().subplots(
-        down, across, figsize=(4 * across, 3.6 * down), layout="constrained", squeeze=False
+        down,
+        across,
+        figsize=(4 * across, 3.6 * down + 0.3),
+        layout="constrained",
+        squeeze=False,
+        sharey=True,
     )
     for axis in axes.flat[len(rows) :]:
         axis.set_visible(False)
@@ -75,41 +82,56 @@ def draw_entropies(path: Path, report: dict[str, Any]) -> Path:
             errors = [row["pm"].get(key, 0.0) for key in keys]
             places = [place + shift for place in range(len(keys))]
             axis.bar(places, heights, 0.38, yerr=errors, capsize=4, color=color, label=name)
+        axis.tick_params(labelleft=True)
         axis.set_xticks([0, 1], ["target (expert)", "draft (amateur)"])
         axis.set(ylabel="mean entropy, nats", title=f"{row['label']}, {row['mode']}")
-    axes.flat[0].legend(title="draft token", fontsize=8)
+    handles, names = axes.flat[0].get_legend_handles_labels()
+    figure.legend(
+        handles, [f"{name} tokens" for name in names], loc="outside lower center", ncols=2
+    )
     return save_figure(figure, path)
 
 
 def draw_costs(path: Path, report: dict[str, Any]) -> Path:
     """Draws the expected acceleration against c, a line per row whose acceptance was measured.
 
-    As in SCD's Figures 1 and 4: a color for each value of the first swept option, a dash for each
-    of the second, triangles for the options of a chosen preset, and dots for methods that have
-    none of the swept options.
+    As in SCD's Figures 1 and 4, methods without the swept options are dotted.
     """
     rows = [row for row in report["rows"] if _expected(row, report) is not None]
-    sweep = report["sweep"]
-    values = [sorted({row["options"][o] for row in rows if o in row["options"]}) for o in sweep[:2]]
-    height = max(4.2, 0.19 * len(rows))
+    height = max(4.2, 0.19 * len(rows))  # of the legend
     figure, axis = pyplot().subplots(figsize=(9, height), layout="constrained")
-    for number, row in enumerate(rows):
-        style = {"color": f"C{number % 10}", "linestyle": "-", "marker": "."}
-        if sweep and not any(option in row["options"] for option in sweep):
-            style = {"color": "black", "linestyle": ":", "marker": ""}
-        elif sweep:
-            ranks = [v.index(row["options"][o]) for o, v in zip(sweep, values, strict=False)]
-            style["color"] = pyplot().get_cmap("viridis")(0.9 * ranks[0] / max(len(values[0]), 1))
-            if len(ranks) > 1:
-                style["linestyle"] = DASHES[ranks[1] % len(DASHES)]
-        if _is_preset(row):
-            style["marker"] = "^"
+    styles = _cost_styles(rows, report["sweep"])
+    for row, style in zip(rows, styles, strict=True):
         label = f"{row['label']}, {row['mode']}, λ = {row['acceptance_rate']:.2f}"
         axis.plot(report["cost"], _expected(row, report), label=label, **style)
     axis.axhline(1, color=GREY, linewidth=1)
     axis.set(xlabel="c, draft step time / target step time", ylabel="expected acceleration")
     figure.legend(loc="outside right upper", fontsize=7, handlelength=4)
     return save_figure(figure, path)
+
+
+def _cost_styles(rows: Sequence[dict[str, Any]], sweep: Sequence[str]) -> list[dict[str, Any]]:
+    """A color per value of the first swept option, and a dash per value of the second.
+
+    Triangles mark the options of a row's preset.
+    """
+    axes = []  # of each of these options the values, sorted
+    for option in sweep[:2]:
+        axes.append(sorted({row["options"][option] for row in rows if option in row["options"]}))
+    styles = []
+    for number, row in enumerate(rows):
+        options = row["options"]
+        marker = "^" if _is_preset(row) else "."
+        style = {"color": f"C{number % 10}", "linestyle": "-", "marker": marker}
+        if sweep and not any(option in options for option in sweep):
+            style = {"color": "black", "linestyle": ":", "marker": ""}
+        if sweep and sweep[0] in options:
+            rank = axes[0].index(options[sweep[0]])
+            style["color"] = pyplot().get_cmap("viridis")(0.9 * rank / len(axes[0]))
+        if len(sweep) > 1 and sweep[1] in options:
+            style["linestyle"] = DASHES[axes[1].index(options[sweep[1]]) % len(DASHES)]
+        styles.append(style)
+    return styles
 
 
 def _expected(row: dict[str, Any], report: dict[str, Any]) -> list[float] | None:

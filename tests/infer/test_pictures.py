@@ -128,7 +128,11 @@ def test_entropies_are_bars_of_both_models(drawn):
     assert [bar.get_height() for bar in accepted] == [0.25, 0.5]
     assert [bar.get_height() for bar in rejected] == [1.0, 1.5]
     assert accepted.errorbar is not None and rejected.errorbar is not None
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["accepted", "rejected"]
+    (legend,) = drawn[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "accepted tokens",
+        "rejected tokens",
+    ]
 
 
 def test_the_fastest_of_a_sweep_stands_beside_plain_decoding():

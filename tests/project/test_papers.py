@@ -411,6 +411,7 @@ def test_an_ablation_of_the_page_makes_its_figure(command, home, tuned, monkeypa
     rows = json.loads((made / "ablation.json").read_text())
     assert [row["variant"] for row in rows] == sorted(some, key=list(VARIANTS).index)
     assert all([step for step, _ in row["training"]] == [1, 2] for row in rows)
+    assert all([step for step, _ in row["curve"]] == [2] for row in rows)
     table = (made / "ablation.md").read_text()
     heads = ["held-out clean loss, nats", "acceptance per place"]
     for head in [*heads, "against none"] if "none" in some else heads:

@@ -97,7 +97,7 @@ def _read_card(directory: Path) -> dict[str, Any]:
 def read_variant(directory: Path) -> dict[str, Any]:
     """A finished variant's figures from its card, and the curves of its clean losses."""
     card = _read_card(directory)
-    records = read_metrics(directory / METRICS)
+    records = list(read_metrics(directory / METRICS))
     training = [(r["step"], r["clean_loss"]) for r in records if "clean_loss" in r]
     curve = [(r["step"], r["valid_clean_loss"]) for r in records if "valid_loss" in r]
     return {
@@ -171,7 +171,7 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
         for axis, points in ((training, row["training"]), (held_out, row["curve"])):
             steps = [step for step, _ in points]
             losses = [loss for _, loss in points]
-            axis.plot(steps, losses, line, color=color, linewidth=1, label=name)
+            axis.plot(steps, losses, line, marker=".", color=color, linewidth=1, label=name)
         if name != CONTINUED:  # it has no adaptive tokens that could draft
             shares = row["acceptance"]
             places.plot(range(1, len(shares) + 1), shares, "o-", color=color)
