@@ -11,9 +11,11 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 NEVER = -jnp.inf  # the log-probability of what cannot happen
+STREAM = 1 << 16  # indices of one purpose: the purpose is folded in above these bits
 
 
 class Purpose(enum.IntEnum):
@@ -46,17 +48,31 @@ def place_uniforms(keys: Key[Array, "B"], place: Int[Array, "B"]) -> Float[Array
 def draw_keys(
     keys: Key[Array, "B"], purpose: Purpose, index: Int[Array, "B"] | int
 ) -> Key[Array, "B"]:
-    """Keys of one draw: the round's key folded with purpose and position or node index."""
-    # The purpose is above the low 16 bits, so streams stay apart for indices below 2**16.
-    folded = (int(purpose) << 16) + jnp.asarray(index, jnp.int32)
+    """Keys of one draw: the round's key folded with purpose and position or node index.
+
+    Indices are from 0 to ``STREAM`` − 1.
+    """
+    folded = _folded(purpose, index)
     return jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(folded, keys.shape))
+
+
+def _folded(purpose: Purpose, index: Int[Array, "..."] | int) -> Int[Array, "..."]:
+    """The numbers that are folded into a key: apart for any two pairs of purpose and index.
+
+    An index on the device is not checked: a round has far fewer nodes and steps.
+    """
+    if isinstance(index, int | np.ndarray):
+        indices = np.asarray(index)
+        in_range = (indices >= 0) & (indices < STREAM)
+        assert in_range.all(), f"indices of random numbers are from 0 to {STREAM - 1}"
+    return int(purpose) * STREAM + jnp.asarray(index, jnp.int32)
 
 
 def uniforms(
     keys: Key[Array, "B"], purpose: Purpose, index: Int[Array, "B n"]
 ) -> Float[Array, "B n"]:
-    """One uniform in (0, 1] per row and index, each from its own draw key."""
-    folded = (int(purpose) << 16) + jnp.asarray(index, jnp.int32)
+    """One uniform in (0, 1] per row and index (below ``STREAM``), each from its own draw key."""
+    folded = _folded(purpose, index)
 
     def draw(key, i):
         # JAX draws from [0, 1). At a quantile of 0, `sample` could return a token of weight 0.

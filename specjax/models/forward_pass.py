@@ -212,7 +212,9 @@ def _sequence_attention(
     transform = _score_transform(cfg)
     windows = cfg.windows
     make_attention = _dense_attention if backend == "dense" else long_attention
-    masks = {window: dense.windowed(mask_fn, window) for window in set(windows)}
+    # In the order of the layers: a set's order may differ between processes, and a program in
+    # another order is not found in the cache of compiled programs.
+    masks = {window: dense.windowed(mask_fn, window) for window in dict.fromkeys(windows)}
     groups = cfg.num_heads // cfg.num_kv_heads
     by_window = {
         window: make_attention(mask, meta, transform, groups, rows)
@@ -340,8 +342,10 @@ class _CacheAttention:
         for layer, k in enumerate(cache.k):
             kind = _LayerKind(cfg.windows[layer], k.shape[2], cache.is_ring(layer))
             self._kinds.append(kind)
-        # One mask per kind, not per layer.
-        self._by_kind = {kind: _attention_of_kind(cfg, kind, queries) for kind in set(self._kinds)}
+        # One mask per kind, not per layer. In the layers' order: see _sequence_attention.
+        self._by_kind = {
+            kind: _attention_of_kind(cfg, kind, queries) for kind in dict.fromkeys(self._kinds)
+        }
 
     @jax.named_scope("attention")
     def __call__(self, layer, q, k, v):

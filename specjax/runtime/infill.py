@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from specjax._util.errors import PairError
+from specjax._util.errors import OptionError, PairError
 from specjax.lm import LM
 
 # prefix, suffix, middle, end of the middle
@@ -124,8 +124,16 @@ def ending_middles(target: LM) -> LM:
 def exact_matches(texts: Sequence[str], middles: Sequence[str]) -> float:
     """The share of ``texts`` that equal their middle, apart from white space around them.
 
-    From 0 to 1; there must be at least one text.
+    From 0 to 1.
+
+    Raises:
+      OptionError: there is no text, or there are not as many middles as texts.
     """
+    if not texts or len(texts) != len(middles):
+        raise OptionError(
+            f"{len(texts)} texts and {len(middles)} middles: expected at least one text, and a "
+            "middle for each"
+        )
     pairs = zip(texts, middles, strict=True)
     matches = [text.strip() == middle.strip() for text, middle in pairs]
     return sum(matches) / len(matches)

@@ -59,3 +59,18 @@ def test_uniforms_lie_in_the_half_open_interval_and_are_apart():
     assert (a > 0).all() and (a <= 1).all()
     assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.05
     assert len(np.unique(a)) > 0.99 * a.size
+
+
+def test_an_index_that_would_run_into_another_purpose_is_refused():
+    import jax
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    last = probs.STREAM - 1
+    same = jax.random.key_data(probs.draw_keys(keys, probs.Purpose.DRAFT, last))
+    other = jax.random.key_data(probs.draw_keys(keys, probs.Purpose.ACCEPT, 0))
+    assert not np.array_equal(same, other)
+    for index in (probs.STREAM, -1, np.array([0, probs.STREAM])):
+        with pytest.raises(AssertionError, match="65535"):
+            probs.draw_keys(keys, probs.Purpose.DRAFT, index)
+    with pytest.raises(AssertionError, match="65535"):
+        probs.uniforms(keys, probs.Purpose.ACCEPT, np.full((2, 1), probs.STREAM))

@@ -150,3 +150,10 @@ def test_exact_match_counts_the_middles_alone():
     ]
     assert list(map(exact_match, tasks, [" x = 1\n", "z", "not y"])) == [1, None, 0]
     assert exact_matches(["a", "a b"], ["a", "ab"]) == 0.5
+
+
+def test_exact_matches_of_nothing_are_an_error_of_one_line():
+    with pytest.raises(sj.OptionError, match="at least one text"):
+        exact_matches([], [])
+    with pytest.raises(sj.OptionError, match="2 texts and 1 middles"):
+        exact_matches(["a", "b"], ["a"])

@@ -237,6 +237,7 @@ def test_what_does_not_fit_is_one_line(directory, tmp_path, target, capsys):
     for call, says in (
         (lambda: load_pretrained(out, fused=True, quantize="int4"), "are quantized .int8."),
         (lambda: load_pretrained(out), "to train or to convert"),
+        (lambda: load_pretrained(directory, quantize="int8"), "quantize='int8' needs fused=True"),
         (lambda: sj.load("demo", quantize="int5"), "quantize='int5' is no scheme"),
         (lambda: sj.load("demo", quantize="int4:7"), "an even number"),
         (lambda: sj.quantize(target, "int4:64"), "do not divide a weight of 32 inputs"),

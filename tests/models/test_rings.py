@@ -1,5 +1,8 @@
 """Ring buffers of sliding-window layers give what a cache of all positions gives."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,17 @@ import specjax as sj
 from conftest import tiny_lm
 from specjax.core import tree
 from specjax.core.tree import NO_PARENT
-from specjax.models import ModelConfig, cache, forward, init_cache, logits_of
+from specjax.models import (
+    ModelConfig,
+    cache,
+    forward,
+    forward_pass,
+    hidden_states,
+    init_cache,
+    logits_of,
+    param_shapes,
+)
+from specjax.models.attention import dense
 from specjax.models.cache import commit_path, resize, ring_capacity, row_bytes
 from specjax.runtime.prefix_cache import common_prefix
 from support.variant_models import logits_jit
@@ -171,3 +184,38 @@ def test_the_bytes_of_a_ring_follow_its_window():
     )
     row_bytes_each = row_bytes(cfg, 1, "float32")
     assert row_bytes(cfg, 32768, "float32") == row_bytes_each // 6 * (32768 + 5 * 1536)
+
+
+@pytest.mark.parametrize("sliding_first", [True, False])
+def test_masks_are_made_in_the_order_of_the_layers(monkeypatch, sliding_first):
+    """A set's order differs between processes, and with it the key of the compiled program."""
+    made = []
+    windowed, of_kind = dense.windowed, forward_pass._attention_of_kind
+
+    def record_window(mask, window):
+        made.append(window)
+        return windowed(mask, window)
+
+    def record_kind(cfg, kind, queries):
+        made.append(kind.window)
+        return of_kind(cfg, kind, queries)
+
+    monkeypatch.setattr(dense, "windowed", record_window)
+    monkeypatch.setattr(forward_pass, "_attention_of_kind", record_kind)
+    tokens = jnp.ones((1, 4), jnp.int32)
+    positions = jnp.arange(4)[None]
+    two_layers = tiny_lm(0).config
+    for window in range(2, 10):  # of two kinds a set has the right order by chance
+        wanted = [window, None] if sliding_first else [None, window]
+        slides = (sliding_first, not sliding_first)
+        cfg = dataclasses.replace(two_layers, sliding_window=window, sliding_layers=slides)
+        params = param_shapes(cfg)
+        jax.eval_shape(functools.partial(hidden_states, cfg), params, tokens, positions, tokens)
+        assert made == wanted
+        made.clear()
+        empty = init_cache(cfg, 1, 32, jnp.float32)
+        start = jnp.zeros(1, jnp.int32)
+        run = functools.partial(forward, cfg)
+        jax.eval_shape(run, params, empty, tokens, positions, start)
+        assert made == wanted
+        made.clear()

@@ -58,6 +58,10 @@ def load_pretrained(
     directory = Path(directory)
     cfg = load_config(directory)
     requested = None if quantize is None else parse_scheme(quantize)
+    if requested is not None and not fused:
+        raise ModelError(
+            f"quantize={quantize!r} needs fused=True: only the inference layout is quantized"
+        )
     stored = stored_scheme(directory)
     if stored is not None:
         _check_scheme(directory, stored, requested, fused)
