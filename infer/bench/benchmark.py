@@ -39,7 +39,7 @@ from infer.cli import BAD_LINES, make_directory
 from infer.loading import load_models, use_compilation_cache
 from infer.prompts import PromptEncoder, stops_of
 from specjax._util.program import say
-from specjax.lm import SELF, base_of, quantize
+from specjax.lm import SELF, base_of, quantize, resolve_dtype
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
 from specjax.models.hf.layout import DTYPES
 from specjax.registry import AUTO, METHODS
@@ -243,11 +243,13 @@ def open_models(args: argparse.Namespace) -> Iterator[Models]:
         yield Models(target, draft, [_directory_of(name) for name in (args.target, draft_source)])
         return
 
+    dtype = DTYPES[resolve_dtype(args.dtype or "float32")]  # checked before weights are drawn
     with tempfile.TemporaryDirectory() as scratch:
         cfg = ModelConfig.llama(**dict(zip(SHAPE, SIZES[args.random_target], strict=True)))
         save_pretrained(scratch, cfg, init_params(cfg, jax.random.key(0)))  # for the peer, too
-        loaded = load_pretrained(scratch, DTYPES[args.dtype or "float32"])
-        target = sj.from_params(*loaded)
+        loaded = load_pretrained(scratch, dtype)
+        settings = {"pass_width": args.pass_width, "cache_dtype": args.cache_dtype}
+        target = sj.from_params(*loaded, **settings)
         if args.quantize:
             target = quantize(target, args.quantize)
         yield Models(target, None, [scratch, None])

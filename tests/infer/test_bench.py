@@ -564,10 +564,13 @@ def test_default_prompts_are_held_out_functions(tiny_pair_dirs):
 def test_random_target_is_what_a_peer_loads(monkeypatch):
     monkeypatch.setitem(bench.SIZES, "tiny", (32, 2, 4, 48, 97))
     args = argparse.Namespace(random_target="tiny", dtype=None, quantize=None, num_prompts=3)
+    args.pass_width = 4
+    args.cache_dtype = "int8"
     with benchmark.open_models(args) as (target, draft, directories):
         asked, _ = questions.read_questions(args, PromptEncoder(target))
     assert draft is None and directories[1] is None
     assert target.config.vocab_size == 97 and len(asked) == 3
+    assert (target.pass_width, target.cache_dtype) == (4, "int8")
     assert all(5 <= token < 97 for question in asked for token in question.tokens)
 
 
@@ -602,6 +605,13 @@ def test_bad_arguments_are_one_line(tiny_pair_dirs, capsys, argv, says):
 def test_random_target_of_an_unknown_size(capsys):
     code, _, err = run(capsys, "--random-target", "9t")
     assert code == 2 and "100m" in err
+
+
+@pytest.mark.parametrize("dtype", ["int4", "float64", "bf16"])
+def test_random_target_of_an_unknown_dtype_is_one_line(capsys, dtype):
+    code, out, err = run(capsys, "--random-target", "100m", "--dtype", dtype)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"dtype {dtype!r} is not supported" in err
 
 
 def test_unusable_output_directory_is_found_before_measuring(tmp_path, capsys):
