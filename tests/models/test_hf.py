@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import specjax as sj
+from infer.quantizing import write_quantized
 from specjax.models import from_hf, load_pretrained, save_pretrained, to_hf
-from specjax.models.hf import write
+from specjax.models.hf import files, read, write
 from specjax.models.hf.layout import INDEX, WEIGHTS
 from support import variants
 from support.checkpoints import edit_config, edit_weights, same, shard
@@ -210,3 +212,119 @@ def test_tied_checkpoints_may_repeat_the_head(tmp_path):
     save_pretrained(tmp_path, cfg, params)
     edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
     assert same(params, load_pretrained(tmp_path)[1])
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def with_own_head(tmp_path):
+    """A checkpoint whose config says that the head is the embedding, with another head beside."""
+    cfg, params, _ = build("tied")
+    save_pretrained(tmp_path, cfg, params)
+    head = np.random.Generator(np.random.Philox(3)).standard_normal((61, 32), np.float32)
+    edit_weights(tmp_path, lambda t: t.update({HEAD: head}))
+    return tmp_path, head
+
+
+def test_a_head_that_differs_from_the_embedding_is_kept(with_own_head):
+    directory, head = with_own_head
+    cfg, params = load_pretrained(directory)
+    assert not cfg.tie_embeddings
+    np.testing.assert_array_equal(params["head"], head)
+    edit_config(directory, tie_word_embeddings=False)
+    assert same(params, load_pretrained(directory)[1])
+
+
+def test_one_entry_is_difference_enough_in_files_of_any_kind(tmp_path):
+    cfg, params, _ = build("tied")
+    save_pretrained(tmp_path, cfg, params)
+
+    def change(tensors):
+        head = tensors[EMBEDDING].copy()
+        head[-1, -1] += 1e-3
+        tensors[HEAD] = head
+
+    edit_weights(tmp_path, change)
+    assert "head" in load_pretrained(tmp_path)[1]
+    shard(tmp_path)
+    assert "head" in load_pretrained(tmp_path)[1]
+    torch = pytest.importorskip("torch")
+    tensors = {}
+    for part in tmp_path.glob("*.safetensors"):
+        tensors |= {name: torch.from_numpy(x) for name, x in load_file(part).items()}
+        part.unlink()
+    (tmp_path / INDEX).unlink()
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    assert "head" in load_pretrained(tmp_path, pickles=True)[1]
+    tensors[HEAD] = tensors[EMBEDDING]
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    assert "head" not in load_pretrained(tmp_path, pickles=True)[1]
+
+
+def test_heads_are_compared_a_few_rows_at_a_time(with_own_head, monkeypatch):
+    directory, _ = with_own_head
+    edit_weights(directory, lambda t: t.update({HEAD: t[EMBEDDING]}))
+    monkeypatch.setattr(read, "COMPARED_BYTES", 4 * 32 * 4)
+    asked = []
+    rows = files.OpenWeights.rows
+
+    def record(self, name, shape, first, last):
+        asked.append(last - first)
+        return rows(self, name, shape, first, last)
+
+    monkeypatch.setattr(files.OpenWeights, "rows", record)
+    assert "head" not in load_pretrained(directory)[1]
+    assert max(asked) == 4 and sum(asked) == 2 * 61
+
+
+@pytest.mark.parametrize("shape", [(60, 32), (61, 31), (61,)])
+def test_a_head_of_another_shape_is_refused_by_name(with_own_head, shape):
+    directory, _ = with_own_head
+    edit_weights(directory, lambda t: t.update({HEAD: np.zeros(shape, np.float32)}))
+    with pytest.raises(sj.ModelError, match=r"lm_head.weight has shape .* says \[61, 32\]"):
+        load_pretrained(directory)
+
+
+def test_a_quantized_copy_keeps_such_a_head(with_own_head, tmp_path_factory):
+    directory, _ = with_own_head
+    (directory / "tokenizer.json").write_text("{}")
+    out = tmp_path_factory.mktemp("out") / "small"
+    write_quantized(directory, out, "int8")
+    cfg, params = load_pretrained(out, fused=True)
+    wanted, loaded = load_pretrained(directory, fused=True, quantize="int8")
+    assert cfg == wanted and same(params, loaded) and "head" in params
+
+
+def test_a_tied_table_may_be_stored_as_the_head_alone(tmp_path):
+    cfg, params, _ = build("tied")
+    save_pretrained(tmp_path, cfg, params)
+    edit_weights(tmp_path, lambda t: t.update({HEAD: t.pop(EMBEDDING)}))
+    assert same(params, load_pretrained(tmp_path)[1])
+
+
+def test_training_sees_such_a_head(with_own_head):
+    directory, _ = with_own_head
+    assert read.load_config(directory).tie_embeddings
+    assert read.complete_config(directory) == load_pretrained(directory)[0]
+    (directory / WEIGHTS).unlink()  # a dry run needs no weights
+    assert read.complete_config(directory) == read.load_config(directory)
+
+
+def test_a_missing_head_names_the_switch(copy):
+    edit_weights(copy, lambda t: t.pop(HEAD))
+    with pytest.raises(sj.ModelError, match=r"lm_head.weight is missing.*tie_word_embeddings"):
+        load_pretrained(copy)
+
+
+@pytest.mark.torch
+def test_transformers_keeps_such_a_head_as_well(with_own_head):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    directory, _ = with_own_head
+    made = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        theirs = made(torch.from_numpy(variants.tokens().astype(np.int64))).logits.numpy()
+    got = whole(*load_pretrained(directory), variants.tokens(), "dense")
+    np.testing.assert_allclose(got, theirs, atol=1e-4)

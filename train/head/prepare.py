@@ -12,7 +12,7 @@ from specjax._util.errors import InputError, ModelError
 from specjax.lm import locate
 from specjax.models import ModelConfig
 from specjax.models.families.head_config import HeadConfig
-from specjax.models.hf.read import load_config
+from specjax.models.hf.read import complete_config
 from train.config import HeadRunConfig, HeadSection
 from train.data.document_ends import checkpoint_ends
 from train.data.fim import CodeLayout
@@ -74,7 +74,7 @@ def read_target(cfg: HeadRunConfig) -> TargetFiles:
     if not cfg.model.init_from:
         raise InputError("model.init_from is empty: name the target's Hugging Face directory")
     directory = locate(cfg.model.init_from)
-    target = load_config(directory)
+    target = complete_config(directory)
     if isinstance(target, HeadConfig):
         raise InputError(f"model.init_from={cfg.model.init_from!r} is a head: name its target")
     tokenizer = load_tokenizer(cfg.model.tokenizer or tokenizer_file(directory))

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from specjax._util.errors import InputError
 from specjax.lm import locate
 from specjax.models import ModelConfig, param_shapes
-from specjax.models.hf.read import load_config
+from specjax.models.hf.read import complete_config
 from specjax.runtime.infill import find_sentinels
 from train.config import Adaptive, SDSATConfig, Tuned
 from train.data.document_ends import checkpoint_ends
@@ -61,7 +61,7 @@ def prepare_setup(cfg: SDSATConfig) -> SdsatSetup:
         raise InputError("model.init_from is empty: name a Hugging Face directory to tune")
     directory = locate(cfg.model.init_from)
     # The model as it is before tuning.
-    start = load_config(directory)
+    start = complete_config(directory)
     tokenizer = load_tokenizer(cfg.model.tokenizer or tokenizer_file(directory))
     _check(cfg, start, tokenizer)
 

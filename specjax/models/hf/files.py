@@ -67,6 +67,23 @@ class OpenWeights:
         path = self.files[name]
         return read_tensor(self.handles[path], path, name, shape, dtypes)
 
+    def rows(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        first: int,
+        last: int,
+    ) -> np.ndarray:
+        """Rows ``first`` to ``last`` of one tensor of this shape; the others are not read.
+
+        Raises:
+          ModelError: it has another shape or no float dtype, or cannot be read.
+        """
+        path = self.files[name]
+        header = checked_header(self.handles[path], path, name, shape)
+        with errors_as(f"{path}: tensor {name} cannot be read"):
+            return header[first:last]
+
     def read_any(self, name: str) -> np.ndarray:
         """One tensor, whatever its shape and dtype.
 
@@ -205,6 +222,24 @@ def read_tensor(
     Raises:
       ModelError: it has another shape or dtype, or cannot be read.
     """
+    checked_header(handle, path, name, shape, dtypes, source)
+    with errors_as(f"{path}: tensor {name} cannot be read"):
+        return handle.get_tensor(name)
+
+
+def checked_header(
+    handle: TensorFile,
+    path: Path,
+    name: str,
+    shape: tuple[int, ...],
+    dtypes: Sequence[str] = FLOAT_DTYPES,
+    source: str = "config.json",
+) -> Any:
+    """The header of a tensor, whose slices can be read; arguments as of :func:`read_tensor`.
+
+    Raises:
+      ModelError: the tensor has another shape or dtype.
+    """
     header = handle.get_slice(name)
     found = tuple(header.get_shape())
     if found != shape:
@@ -216,8 +251,7 @@ def read_tensor(
             f"{path}: tensor {name} is stored as {header.get_dtype()}; supported: "
             f"{', '.join(dtypes)}"
         )
-    with errors_as(f"{path}: tensor {name} cannot be read"):
-        return handle.get_tensor(name)
+    return header
 
 
 def compare_names(directory: Path, wanted: set[str], stored: set[str]) -> None:

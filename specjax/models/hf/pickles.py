@@ -74,25 +74,32 @@ class Pickle:
         return list(self._tensors)
 
     def get_slice(self, name: str) -> _Header:
-        """Shape and dtype alone: nothing is copied."""
+        """Shape and dtype, and rows on demand: nothing is copied."""
         return _Header(self._tensors[name])
 
     def get_tensor(self, name: str) -> np.ndarray:
         """The tensor as a numpy array."""
-        import torch
+        return _as_numpy(self._tensors[name])
 
-        tensor = self._tensors[name].contiguous()
-        if tensor.dtype == torch.bfloat16:
-            # numpy has no bfloat16 of its own: the bits go through int16.
-            return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
-        return tensor.numpy()
+
+def _as_numpy(tensor: Any) -> np.ndarray:
+    import torch
+
+    tensor = tensor.contiguous()
+    if tensor.dtype == torch.bfloat16:
+        # numpy has no bfloat16 of its own: the bits go through int16.
+        return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
+    return tensor.numpy()
 
 
 class _Header:
-    """Shape and dtype of a tensor, in safetensors' terms."""
+    """Shape, dtype and rows of a tensor, in safetensors' terms."""
 
     def __init__(self, tensor: Any):
         self._tensor = tensor
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return _as_numpy(self._tensor[rows])
 
     def get_shape(self) -> list[int]:
         return list(self._tensor.shape)

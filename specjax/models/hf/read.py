@@ -7,6 +7,7 @@ executed.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -19,7 +20,8 @@ import numpy as np
 from specjax._util.errors import ModelError
 from specjax.models.blocks import fuse_layer
 from specjax.models.config import ModelConfig
-from specjax.models.families import FAMILIES, from_hf
+from specjax.models.families import FAMILIES, MODELS, from_hf
+from specjax.models.forward_pass import param_shapes
 from specjax.models.hf import codes
 from specjax.models.hf.config import quantization
 from specjax.models.hf.files import OpenWeights, compare_names, read_json, tensor_files
@@ -27,6 +29,7 @@ from specjax.models.hf.layout import DELTA, ParameterPlace, is_place, leaves_of,
 from specjax.models.quantization import Scheme, parse_scheme, quantize_params
 from specjax.models.quantized import cast_params
 
+COMPARED_BYTES = 1 << 26  # of a table, as float32, that are compared at a time
 ReadTensor = Callable[[str, tuple[int, ...]], np.ndarray]  # (tensor name, its shape)
 PlacePart = Callable[[ModelConfig, dict], dict]  # moves a part of the params to its devices
 
@@ -78,7 +81,7 @@ def load_pretrained(
     if stored is not None:
         return cfg, _read_quantized(directory, cfg, stored, weights, dtype, place_part)
 
-    stored_names = _match_names(directory, cfg, sorted(files))
+    stored_names = _match_names(directory, cfg, weights)
 
     def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
         return weights.read(stored_names[name], shape)
@@ -219,19 +222,74 @@ def _check_scheme(directory: Path, stored: Scheme, requested: Scheme | None, fus
     )
 
 
+def complete_config(directory: Path) -> ModelConfig:
+    """:func:`load_config`, completed with what only the weights show.
+
+    That is the ids that a draft head drafts, and a head where the config says that there is none.
+    A directory without safetensors, as for a dry run, has its config alone.
+
+    Raises:
+      ModelError: as :func:`load_config`, or a file of weights cannot be read.
+    """
+    cfg = load_config(directory)
+    if not any(directory.glob("*.safetensors")):
+        return cfg
+    weights = OpenWeights.open(tensor_files(directory, pickles=False))
+    return _complete(directory, cfg, weights)
+
+
 def _complete(directory: Path, cfg: ModelConfig, weights: OpenWeights) -> ModelConfig:
     """The config, completed with what only the tensors show (``Family.complete``)."""
     family = FAMILIES[cfg.family]
+    stored_names = _present_names(cfg, weights)
     readers = {
-        family.names.full(name): functools.partial(weights.read_any, name) for name in weights.files
+        name: functools.partial(weights.read_any, stored) for name, stored in stored_names.items()
     }
     try:
-        return family.complete(cfg, readers)
+        cfg = family.complete(cfg, readers)
     except ModelError as error:
         raise ModelError(f"{directory}: {error}") from None
+    if cfg.tie_embeddings and _has_own_head(cfg, weights, stored_names):
+        cfg = dataclasses.replace(cfg, tie_embeddings=False)
+    return cfg
 
 
-def _match_names(directory: Path, cfg: ModelConfig, stored: list[str]) -> dict[str, str]:
+def _has_own_head(cfg: ModelConfig, weights: OpenWeights, stored_names: dict[str, str]) -> bool:
+    """Whether the files hold a head that differs from the embedding.
+
+    Some tied checkpoints repeat the embedding as their head. Others were trained with a head of
+    their own, and only their config is wrong. transformers also goes by the weights.
+
+    Raises:
+      ModelError: one of the tables has another shape than config.json says.
+    """
+    head = stored_names.get(FAMILIES[cfg.family].names.head)
+    embedding = stored_names.get(_embedding_name(cfg))
+    if head is None or embedding is None:
+        return False
+    shape = param_shapes(cfg)["embed"].shape
+    # A few rows at a time, so that memory for two more tables is not needed.
+    step = max(1, COMPARED_BYTES // (4 * shape[1]))
+    for first in range(0, shape[0], step):
+        last = min(first + step, shape[0])
+        head_rows = weights.rows(head, shape, first, last).astype(np.float32)
+        embedding_rows = weights.rows(embedding, shape, first, last).astype(np.float32)
+        if not np.array_equal(head_rows, embedding_rows):
+            return True
+    return False
+
+
+def _embedding_name(cfg: ModelConfig) -> str:
+    return FAMILIES[cfg.family].names.stored(("embed",), cfg.num_heads).name
+
+
+def _present_names(cfg: ModelConfig, weights: OpenWeights) -> dict[str, str]:
+    """The name that the files use for each tensor, by its present name."""
+    names = FAMILIES[cfg.family].names
+    return {names.full(name): name for name in sorted(weights.files)}
+
+
+def _match_names(directory: Path, cfg: ModelConfig, weights: OpenWeights) -> dict[str, str]:
     """The name that the files use for each tensor, by its present name.
 
     Raises:
@@ -239,11 +297,21 @@ def _match_names(directory: Path, cfg: ModelConfig, stored: list[str]) -> dict[s
     """
     names = FAMILIES[cfg.family].names
     wanted = {place.stored.name for place in leaves_of(parameter_places(cfg))}
-    if cfg.tie_embeddings:
-        # Some tied checkpoints repeat the embedding as their head.
-        stored = [name for name in stored if names.full(name) != names.head]
-    stored_names = {names.full(name): name for name in stored}
+    stored = set(weights.files)
+    stored_names = _present_names(cfg, weights)
+    if cfg.tie_embeddings and names.head in stored_names:
+        head = stored_names.pop(names.head)
+        embedding = _embedding_name(cfg)
+        if embedding in stored_names:
+            stored.remove(head)  # a copy of the embedding
+        else:
+            stored_names[embedding] = head  # the one table, under its other name
+    if names.head in wanted - set(stored_names) and cfg.family in MODELS:
+        raise ModelError(
+            f"{directory}: tensor {names.head} is missing; if the head is the embedding, set "
+            "tie_word_embeddings to true in config.json"
+        )
     used = {stored_names.get(name, name) for name in wanted}
     ignored = {name for name in stored if name.endswith(names.ignored)}
-    compare_names(directory, used, set(stored) - (ignored - used))
+    compare_names(directory, used, stored - (ignored - used))
     return stored_names

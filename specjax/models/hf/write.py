@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from safetensors.numpy import save_file
 
 from specjax._util.files import aside, write_text
 from specjax.models.config import ModelConfig
-from specjax.models.families import FAMILIES, to_hf
+from specjax.models.families import FAMILIES, MODELS, to_hf
 from specjax.models.hf import codes
 from specjax.models.hf.config import QUANT_METHOD
 from specjax.models.hf.layout import DTYPES, WEIGHTS, leaves_of, parameter_places
@@ -59,7 +60,8 @@ def save_quantized(
 
     Args:
       cfg: the config as loading the unquantized checkpoint gives it.
-      config: that checkpoint's config.json.
+      config: that checkpoint's config.json. Whether the head is the embedding follows from
+        ``cfg``, because config.json may be wrong about it.
       params: quantized, in the inference layout; what is not quantized is float32.
     Raises:
       OSError: a file cannot be written.
@@ -68,7 +70,10 @@ def save_quantized(
     tensors = codes.to_stored(params) | FAMILIES[cfg.family].buffers(cfg)
     save_tensors(directory / WEIGHTS, tensors)
     entry = {"quant_method": QUANT_METHOD, "version": 1, "scheme": str(scheme)}
-    _write_json(directory / "config.json", config | {"quantization_config": entry})
+    changed: dict[str, Any] = {"quantization_config": entry}
+    if "head" in params and cfg.family in MODELS:
+        changed["tie_word_embeddings"] = False
+    _write_json(directory / "config.json", config | changed)
 
 
 def to_tensors(cfg: ModelConfig, params: dict) -> dict[str, np.ndarray]:
