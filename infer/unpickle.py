@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from specjax._util.errors import InputError, ModelError, errors_as
 from specjax._util.files import aside, write_text
-from specjax.models.hf.files import read_weight_map
+from specjax.models.hf.files import read_weight_map, unlisted_shards
 from specjax.models.hf.layout import INDEX, WEIGHTS
 from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX, read_pickle
 
@@ -83,9 +83,12 @@ def _pickles(directory: Path) -> list[str]:
     """The names of the checkpoint's pickles."""
     if os.path.lexists(directory / PICKLE):
         return [PICKLE]
-    if not os.path.lexists(directory / PICKLE_INDEX):
+    if os.path.lexists(directory / PICKLE_INDEX):
+        return sorted(set(read_weight_map(directory / PICKLE_INDEX).values()))
+    shards = {path.name for path in unlisted_shards(directory, PICKLE, PICKLE_INDEX).values()}
+    if not shards:
         raise ModelError(f"{directory}: no {PICKLE} and no {PICKLE_INDEX}")
-    return sorted(set(read_weight_map(directory / PICKLE_INDEX).values()))
+    return sorted(shards)
 
 
 def _safetensors_name(pickle: str) -> str:

@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specjax._util.checks import quoted
-from specjax._util.errors import ModelError
 from specjax.models.blocks import Decoder
 from specjax.models.config import ModelConfig
 from specjax.models.families import bloom, gemma, gpt2, head_layouts, llama, neox, opt, qwen
 from specjax.models.families.head import EagleHead
 from specjax.models.families.head_config import FAMILY as HEAD_FAMILY
 from specjax.models.hf import config as hf_config
+from specjax.models.hf import kinds
 from specjax.models.hf.names import Names
 
 
@@ -48,6 +47,19 @@ class Family(NamedTuple):
     buffers: Callable[..., dict[str, np.ndarray]] = lambda cfg: {}
 
 
+# The classes of transformers that ``architectures`` may name, with the head and without it.
+CLASSES = {
+    "llama": ("LlamaForCausalLM", "LlamaModel", "LLaMAForCausalLM"),  # the last one is of old files
+    "mistral": ("MistralForCausalLM", "MistralModel"),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXModel"),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Model"),
+    "opt": ("OPTForCausalLM", "OPTModel"),
+    "bloom": ("BloomForCausalLM", "BloomModel"),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Model"),
+    "gemma3_text": ("Gemma3ForCausalLM", "Gemma3TextModel"),
+}
 _LLAMA = Family(Decoder, llama.NAMES, llama.from_hf, llama.to_hf)
 _QWEN = Family(Decoder, qwen.NAMES, qwen.from_hf, qwen.to_hf)
 _GEMMA = Family(gemma.Gemma, gemma.NAMES, gemma.from_hf, gemma.to_hf)
@@ -78,16 +90,17 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     """The :class:`ModelConfig` of a Hugging Face ``config.json``.
 
     Raises:
-      ModelError: the model type, activation, rope kind or another switch is not
-        supported, or a value is of a wrong type or out of range; the message names it.
+      ModelError: it describes another kind of model, the model type, activation, rope kind or
+        another switch is not supported, or a value is of a wrong type or out of range; the message
+        names it.
     """
-    if head_layouts.is_head(config):
-        return head_layouts.from_hf(config)
     family = config.get("model_type")
+    if head_layouts.is_head(config):
+        kinds.check_head(config, CLASSES)
+        return head_layouts.from_hf(config)
     if not isinstance(family, str) or family not in MODELS:
-        raise ModelError(
-            f"model_type {quoted(family)} is not supported; supported: {', '.join(MODELS)}"
-        )
+        raise kinds.unsupported_type(config, MODELS)
+    kinds.check_architectures(config, CLASSES[family])
     hf_config.check(config)
     return FAMILIES[family].from_hf(config)
 

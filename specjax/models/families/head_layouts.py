@@ -21,6 +21,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.families import llama, qwen
 from specjax.models.families.head_config import FAMILY, HeadConfig, pack_ids
 from specjax.models.hf import config as hf_config
+from specjax.models.hf.kinds import names_eagle3
 from specjax.models.hf.names import Names, Path, Stored
 
 MIDLAYER = "midlayer."  # SafeAILab's name of the layer, which speculators calls layers.0
@@ -78,9 +79,10 @@ NAMES = HeadNames(
 def is_head(config: hf_config.Config) -> bool:
     """Whether a ``config.json`` is a head's.
 
-    Only heads name speculators' model type, or have a draft vocabulary.
+    Only heads name speculators' model type or a class of EAGLE-3, or have a draft vocabulary.
     """
-    return "speculators_model_type" in config or "draft_vocab_size" in config
+    by_key = "speculators_model_type" in config or "draft_vocab_size" in config
+    return by_key or names_eagle3(config)
 
 
 def from_hf(config: hf_config.Config) -> HeadConfig:

@@ -130,6 +130,7 @@ _ACTIVATIONS = {
 _REFUSED = {
     "num_local_experts": "mixture-of-experts checkpoint",
     "add_cross_attention": "the model is no decoder-only model",
+    "is_encoder_decoder": "an encoder-decoder is no decoder-only model",
 }
 
 QUANT_METHOD = "specjax"

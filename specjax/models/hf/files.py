@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,11 +17,13 @@ import numpy as np
 from safetensors import safe_open
 
 from specjax._util.errors import ModelError, errors_as
-from specjax._util.files import check_file, parse_json, read_file
+from specjax._util.files import open_file, parse_json, read_file
+from specjax.models.hf.kinds import describe_directory
 from specjax.models.hf.layout import INDEX, WEIGHTS
 from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX, Pickle
 
 MAX_TEXT_BYTES = 1 << 28  # of a file that is not weights: tokenizers have about 2^25
+POINTER = b"version https://git-lfs"  # the first bytes of what stands for a file in git
 FLOAT_DTYPES = ("F32", "BF16", "F16")  # safetensors' names of the dtypes that weights may have
 
 
@@ -119,12 +122,27 @@ def read_text_file(path: Path) -> bytes:
     """The bytes of a file that is not weights, such as a config or a tokenizer.
 
     Raises:
-      ModelError: it cannot be read; the message gives the system's reason.
+      ModelError: it cannot be read; the message gives the system's reason. Or it is a pointer of
+        git-lfs.
     """
     try:
-        return read_file(path, most=MAX_TEXT_BYTES)
+        data = read_file(path, most=MAX_TEXT_BYTES)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from None
+    _refuse_pointer(path, data)
+    return data
+
+
+def _refuse_pointer(path: Path, data: bytes) -> None:
+    """Refuses what git leaves in a file's place where git-lfs is not installed.
+
+    Raises:
+      ModelError: says how to get the file.
+    """
+    if data.startswith(POINTER):
+        raise ModelError(
+            f"{path}: a git-lfs pointer, not the file itself; run git lfs pull in its repository"
+        )
 
 
 # --- weight files ----------------------------------------------------------------------------
@@ -148,8 +166,14 @@ def tensor_files(directory: Path, pickles: bool) -> dict[str, Path]:
             return dict.fromkeys(open_tensors(path).keys(), path)
         if os.path.lexists(directory / index):
             return _sharded_files(directory, index)
+        files = unlisted_shards(directory, single, index)
+        if files:
+            return files
 
-    hint = ""
+    hint = describe_directory(directory)
+    others = sorted(path.name for path in directory.glob("*.safetensors"))
+    if others and not hint:
+        hint = f"; if {others[0]} has the weights, name it {WEIGHTS}"
     unread = sorted(path.name for path in directory.glob("pytorch_model*.bin"))
     if unread:
         hint = (
@@ -179,6 +203,48 @@ def _sharded_files(directory: Path, index: str) -> dict[str, Path]:
     return files
 
 
+def unlisted_shards(directory: Path, single: str, index: str) -> dict[str, Path]:
+    """The shard that holds each tensor, where the index is missing; empty if there are no shards.
+
+    ``single`` is the name of the weights in one file, such as ``model.safetensors``.
+
+    Raises:
+      ModelError: by their names the shards are not complete, or two hold the same tensor.
+    """
+    stem, ending = single.split(".")
+    form = re.compile(rf"{stem}-[0-9]{{5}}-of-([0-9]{{5}})\.{ending}")
+    found = {}
+    counts = set()
+    for path in sorted(directory.glob(f"{stem}-*")):
+        match = form.fullmatch(path.name)
+        if match:
+            found[path.name] = path
+            counts.add(match[1])
+    if not found:
+        return {}
+    count = max(counts)
+    wanted = [f"{stem}-{i:05d}-of-{count}.{ending}" for i in range(1, int(count) + 1)]
+    for name in wanted:
+        if name not in found:
+            raise ModelError(f"{directory}: shard {name} is missing, and so is {index}")
+    if len(found) > len(wanted):
+        other = min(found.keys() - set(wanted))
+        raise ModelError(f"{directory}: shard {other} is of another set, and {index} is missing")
+
+    files: dict[str, Path] = {}
+    for path in found.values():
+        names = open_tensors(path).keys()
+        for tensor in names:
+            if tensor in files:
+                first = files[tensor].name
+                raise ModelError(
+                    f"{directory}: {first} and {path.name} both hold tensor {tensor}, and {index} "
+                    "is missing"
+                )
+            files[tensor] = path
+    return files
+
+
 def read_weight_map(index: Path) -> dict[str, str]:
     """The name of the file that holds each tensor, from the index of a sharded checkpoint.
 
@@ -198,13 +264,16 @@ def open_tensors(path: Path) -> TensorFile:
     """A weight file, open to be read: safetensors, or a pickle by its ending.
 
     Raises:
-      ModelError: it cannot be read.
+      ModelError: it cannot be read, or it is a pointer of git-lfs.
     """
-    if path.suffix == ".bin":
-        return Pickle(path)
-    with errors_as(f"{path}: not a readable safetensors file"):
-        check_file(path)
-        return safe_open(path, framework="np")
+    is_pickle = path.suffix == ".bin"
+    kind = "pickle of tensors" if is_pickle else "safetensors file"
+    with errors_as(f"{path}: not a readable {kind}"):
+        with open_file(path) as file:
+            _refuse_pointer(path, file.read(len(POINTER)))
+        if not is_pickle:
+            return safe_open(path, framework="np")
+    return Pickle(path)
 
 
 def read_tensor(

@@ -7,12 +7,20 @@ A checkpoint may have q, k and v in one tensor, or weights ``[in, out]``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 # The keys of a parameter in our nested dict: ("layers", "0", "attention", "q", "weight").
 Path = tuple[str, ...]
 QKV = ("q", "k", "v")
+
+# What wrappers write into the names of the modules inside them, wherever they stand.
+_MARKS = re.compile("_orig_mod[.]|_fsdp_wrapped_module[.]|_checkpoint_wrapped_module[.]")
+# Prefixes of wrappers and of larger models: they mean that only where every name has them.
+_PREFIXES = ("module.", "base_model.model.", "language_model.")
+_MODEL = "model."  # a wrapper's as well, though in most families it is the model's own
+_INNER = "model.language_model."  # the text part of a larger model, whose head stands outside
 
 
 class Stored(NamedTuple):
@@ -102,6 +110,40 @@ class Names:
             groups = heads if self.interleaved else 1
             return Stored(name, transposed, QKV.index(module[-1]), groups)
         return Stored(f"{layer}.{self.modules['.'.join(module)]}.{kind}", transposed)
+
+    def unwrapped(self, stored: Iterable[str]) -> dict[str, str]:
+        """The stored name of each tensor, by its name without what wrappers added.
+
+        Wrappers are DataParallel, torch.compile, FSDP, PEFT, Lightning, or a larger model. A name
+        whose unwrapped form another one has already keeps its own.
+        """
+        plain = {name: _MARKS.sub("", name) for name in stored}
+        while True:
+            start, replacement = self._wrapper(plain.values())
+            if not start:
+                break
+            for name, text in plain.items():
+                if text.startswith(start):
+                    plain[name] = replacement + text.removeprefix(start)
+        by_plain: dict[str, str] = {}
+        for name, text in plain.items():
+            by_plain[name if text in by_plain else text] = name
+        return by_plain
+
+    def _wrapper(self, names: Collection[str]) -> tuple[str, str]:
+        """The prefix of a wrapper that all these names have, and what replaces it; maybe empty."""
+        if not names:
+            return "", ""
+        for prefix in _PREFIXES:
+            if all(name.startswith(prefix) for name in names):
+                return prefix, ""
+        others = [name for name in names if name != self.head]
+        if others and all(name.startswith(_INNER) for name in others):
+            return _INNER, _MODEL
+        wrapped = (f"{_MODEL}{self.base}", f"{_MODEL}{self.head}")
+        if self.base and all(name.startswith(wrapped) for name in names):
+            return _MODEL, ""
+        return "", ""
 
     def full(self, name: str) -> str:
         """The present name of a tensor, from the name in an old or a bare checkpoint."""

@@ -25,10 +25,12 @@ from specjax.models.forward_pass import param_shapes
 from specjax.models.hf import codes
 from specjax.models.hf.config import quantization
 from specjax.models.hf.files import OpenWeights, compare_names, read_json, tensor_files
+from specjax.models.hf.kinds import describe_directory
 from specjax.models.hf.layout import DELTA, ParameterPlace, is_place, leaves_of, parameter_places
 from specjax.models.quantization import Scheme, parse_scheme, quantize_params
 from specjax.models.quantized import cast_params
 
+LORA = ".lora_"  # in the names of PEFT's updates
 COMPARED_BYTES = 1 << 26  # of a table, as float32, that are compared at a time
 ReadTensor = Callable[[str, tuple[int, ...]], np.ndarray]  # (tensor name, its shape)
 PlacePart = Callable[[ModelConfig, dict], dict]  # moves a part of the params to its devices
@@ -185,11 +187,13 @@ def load_config(directory: Path) -> ModelConfig:
     Raises:
       ModelError: there is no config.json, or :func:`specjax.models.families.from_hf` refuses it.
     """
+    if directory.is_file():
+        raise ModelError(f"{directory}: is a file: give the directory that it is in")
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such model directory")
     path = directory / "config.json"
     if not os.path.lexists(path):
-        hint = ""
+        hint = describe_directory(directory)
         if os.path.lexists(directory / DELTA):
             hint = "; it holds a delta: name its base"
         raise ModelError(f"{directory}: no config.json, so this is no model directory{hint}")
@@ -286,7 +290,8 @@ def _embedding_name(cfg: ModelConfig) -> str:
 def _present_names(cfg: ModelConfig, weights: OpenWeights) -> dict[str, str]:
     """The name that the files use for each tensor, by its present name."""
     names = FAMILIES[cfg.family].names
-    return {names.full(name): name for name in sorted(weights.files)}
+    unwrapped = names.unwrapped(sorted(weights.files))
+    return {names.full(name): stored for name, stored in unwrapped.items()}
 
 
 def _match_names(directory: Path, cfg: ModelConfig, weights: OpenWeights) -> dict[str, str]:
@@ -310,6 +315,12 @@ def _match_names(directory: Path, cfg: ModelConfig, weights: OpenWeights) -> dic
         raise ModelError(
             f"{directory}: tensor {names.head} is missing; if the head is the embedding, set "
             "tie_word_embeddings to true in config.json"
+        )
+    updates = [name for name in sorted(stored) if LORA in name]
+    if updates:
+        raise ModelError(
+            f"{directory}: tensor {updates[0]}: LoRA updates that are not merged; merge them into "
+            "the base first, with PEFT's merge_and_unload"
         )
     used = {stored_names.get(name, name) for name in wanted}
     ignored = {name for name in stored if name.endswith(names.ignored)}
