@@ -139,6 +139,7 @@ def model_plan(
         "cache_bytes_per_device_token_and_row": row_bytes(share, 1, cached),
         "sliding_layers": sliding_layers(cfg),
         "max_position": cfg.max_position,
+        "rope_type": cfg.rope.kind if cfg.rope else None,
     }
 
 
@@ -181,12 +182,15 @@ def _describe_model(role: str, model: Plan, several_devices: bool) -> list[str]:
         share = f"{sliding['share_of_cache']:.0%} of it"
         cache += f", {share} for the last {sliding['tokens']:,} tokens alone"
 
+    context = f"{model['max_position']:,} tokens"
+    if model["rope_type"] == "dynamic":
+        context += "; rope_type dynamic stretches nothing here, yarn and linear do"
     kinds = ", ".join(filter(None, (model["family"], model["dtype"], model["quantize"])))
     return [
         f"{role}: {model['model']} ({kinds})",
         f"  {weights}",
         f"  cache: {cache}",
-        f"  context: {model['max_position']:,} tokens",
+        f"  context: {context}",
     ]
 
 

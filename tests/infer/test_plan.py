@@ -23,6 +23,7 @@ from specjax.models.hf.layout import INDEX, WEIGHTS
 from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX
 from specjax.models.hf.read import load_config
 from specjax.models.hf.write import to_tensors
+from support import variants
 from support.checkpoints import same
 from support.variant_models import build
 
@@ -206,3 +207,16 @@ def test_a_full_disk_leaves_nothing_half_written(directory, capsys, monkeypatch)
     assert convert.main([str(directory)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not (directory / WEIGHTS).exists() and not list(directory.glob(".*"))
+
+
+def test_a_stretched_context_is_planned_for(tmp_path, capsys):
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for scaling, says in (
+        (yarn, "context: 256 tokens\n"),
+        ({"type": "dynamic", "factor": 4.0}, "context: 64 tokens; rope_type dynamic stretches"),
+    ):
+        config = variants.config("tinyllama") | {"rope_scaling": scaling}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        argv = ["--plan", "--target", str(tmp_path), "--memory", "1"]
+        assert run.main(argv) == 0
+        assert says in capsys.readouterr().out

@@ -87,6 +87,7 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
     config = variants.config("mistral")
     for left_out in ("sliding_window", "num_key_value_heads", "rms_norm_eps", "rope_theta"):
         del config[left_out]
+    del config["max_position_embeddings"]
     config |= {"num_attention_heads": 16, "hidden_size": 64}
     for changed in (config, config | {"sliding_window": None, "head_dim": None}):
         ours, theirs = from_hf(changed), AutoConfig.for_model(**changed)
@@ -94,6 +95,7 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
         assert ours.sliding_window == theirs.sliding_window
         assert ours.head_dim == theirs.head_dim
         assert ours.norm_eps == theirs.rms_norm_eps
+        assert ours.max_position == theirs.max_position_embeddings
         assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
 
 

@@ -1,5 +1,6 @@
 """Logits against transformers (golden files, and live with torch), masks, backends, caches."""
 
+import copy
 import dataclasses
 import functools
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax._util.errors import ModelError
 from specjax.core import tree
 from specjax.core.types import NO_PARENT
 from specjax.models import (
@@ -19,6 +21,7 @@ from specjax.models import (
     init_params,
     logits_of,
     num_params,
+    to_hf,
 )
 from specjax.models.attention import dense
 from specjax.models.cache import write_rows
@@ -149,27 +152,117 @@ STRETCHED = {
         "mscale_all_dim": 1.2,
         "original_max_position_embeddings": 1024,
     },
+    "yarn as Qwen documents it": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16384,
+    },
+    "yarn by its ratio": {
+        "rope_type": "yarn",
+        "factor": None,
+        "original_max_position_embeddings": 4096,
+    },
+    "yarn of its authors": {
+        "type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 1024,
+        "finetuned": True,
+    },
+    "llama3 at the full length": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
 }
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("beside", [{}, {"original_max_position_embeddings": 2048}])
 @pytest.mark.parametrize("kind", STRETCHED)
-def test_rope_frequencies_of_real_sizes(kind):
+def test_rope_frequencies_of_real_sizes(kind, beside):
+    """``beside``: some configs name the trained length outside of ``rope_scaling``."""
     pytest.importorskip("torch")
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = variants.BASE | {
-        "hidden_size": 512,
-        "rope_theta": 500000.0,
-        "max_position_embeddings": 16384,
-        "rope_scaling": STRETCHED[kind],
-    }
-    theirs = AutoConfig.for_model(**config)
+    config = (
+        variants.BASE
+        | beside
+        | {
+            "hidden_size": 512,
+            "rope_theta": 500000.0,
+            "max_position_embeddings": 16384,
+            "rope_scaling": STRETCHED[kind],
+        }
+    )
+    theirs = AutoConfig.for_model(**copy.deepcopy(config))  # which fills it in
     inverse, factor = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs, "cpu")
     ours = rope_frequencies(from_hf(config).rope, 128)
     np.testing.assert_allclose(ours[0], inverse.numpy(), rtol=1e-6)
     assert ours[1] == pytest.approx(factor)
+
+
+# rope_scaling, max_position_embeddings, and the context that vLLM gives for them.
+CONTEXTS = {
+    "yarn, documented": (
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        32768,
+        131072,
+    ),
+    "yarn, Qwen 3": (
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        40960,
+        131072,
+    ),
+    "yarn, stretched in the config": (
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        131072,
+        131072,
+    ),
+    "yarn, of the full length": ({"type": "yarn", "factor": 2.0}, 4096, 8192),
+    "yarn, by its ratio": (
+        {"type": "yarn", "factor": None, "original_max_position_embeddings": 4096},
+        16384,
+        16384,
+    ),
+    "linear, Vicuna 16k": ({"type": "linear", "factor": 4.0}, 4096, 16384),
+    "linear, a fraction": ({"type": "linear", "factor": 2.5}, 4095, 10237),
+    "linear, shrunk": ({"type": "linear", "factor": 0.5}, 4096, 4096),
+    "dynamic": ({"type": "dynamic", "factor": 4.0}, 4096, 4096),
+    "llama3": (STRETCHED["llama-3.2"], 131072, 131072),
+    "default": (None, 4096, 4096),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "pythia"])
+@pytest.mark.parametrize("kind", CONTEXTS)
+def test_a_stretched_rope_gives_its_whole_context(family, kind):
+    scaling, size, context = CONTEXTS[kind]
+    name = {"llama": "tinyllama"}.get(family, family)
+    config = variants.config(name) | {"max_position_embeddings": size, "rope_scaling": scaling}
+    cfg = from_hf(config)
+    assert cfg.max_position == context
+    assert from_hf(to_hf(cfg, "float32")) == cfg  # not stretched again
+
+
+def test_the_documented_yarn_is_the_stretched_one():
+    """Qwen's README leaves max_position_embeddings as it is; transformers goes by the factor."""
+    stretched = variants.config("yarn")
+    size = stretched["rope_scaling"]["original_max_position_embeddings"]
+    assert from_hf(stretched | {"max_position_embeddings": size}) == from_hf(stretched)
+
+
+def test_gemma_3_counts_the_stretched_positions_already():
+    assert from_hf(variants.config("gemma3-27b")).max_position == 128
+
+
+@pytest.mark.parametrize("factor", [1e30, 1e6])
+def test_a_context_beyond_any_array_is_one_line(factor):
+    scaling = {"type": "linear", "factor": factor}
+    config = variants.config("tinyllama") | {"rope_scaling": scaling}
+    with pytest.raises(ModelError, match="factor"):
+        from_hf(config | {"max_position_embeddings": 131072})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

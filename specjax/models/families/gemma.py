@@ -110,7 +110,7 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
         num_kv_heads=hf_config.size(config, "num_key_value_heads"),
         head_dim=hf_config.size(config, "head_dim"),
         intermediate_size=hf_config.size(config, "intermediate_size"),
-        max_position=hf_config.size(config, "max_position_embeddings"),
+        max_position=_context(config, rope, is_gemma3),
         rope=rope,
         local_rope=local_rope,
         norm="rms+1",
@@ -126,6 +126,13 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
         attention_softcap=hf_config.positive(config, "attn_logit_softcapping"),
         logit_softcap=hf_config.positive(config, "final_logit_softcapping"),
     )
+
+
+def _context(config: hf_config.Config, rope: RopeConfig, is_gemma3: bool) -> int:
+    """The tokens that a model reads; Gemma 3's configs count stretched positions already."""
+    if is_gemma3 and rope.kind == "linear":
+        return hf_config.size(config, "max_position_embeddings")
+    return hf_config.context(config, rope)
 
 
 def _gemma3_ropes(config: hf_config.Config) -> tuple[RopeConfig, RopeConfig]:
@@ -164,12 +171,13 @@ def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
     """The ``config.json`` that transformers reads back as the same model."""
     assert cfg.rope is not None and cfg.attention_scale is not None, "every Gemma has both"
     is_gemma3 = cfg.family == "gemma3_text"
+    positions = cfg.max_position if is_gemma3 else hf_config.context_to_hf(cfg)
     name = "Gemma3ForCausalLM" if is_gemma3 else "Gemma2ForCausalLM"
     out = hf_config.common_to_hf(cfg, name, dtype) | {
         "num_key_value_heads": cfg.num_kv_heads,
         "head_dim": cfg.head_dim,
         "intermediate_size": cfg.intermediate_size,
-        "max_position_embeddings": cfg.max_position,
+        "max_position_embeddings": positions,
         "rms_norm_eps": cfg.norm_eps,
         "hidden_activation": hf_config.activation_to_hf(cfg.activation),
         "attention_bias": cfg.attention_bias,

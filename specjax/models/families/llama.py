@@ -29,6 +29,8 @@ NAMES = Names(
     },
 )
 
+MISTRAL_MAX_POSITION = 131072  # in transformers, where a config names none
+
 
 def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a Llama or Mistral ``config.json``."""
@@ -37,22 +39,27 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
         raise ModelError("partial_rotary_factor is not supported for the Llama family")
     # What transformers takes where the config does not say.
     kv_heads = 8 if is_mistral else hf_config.size(config, "num_attention_heads")
+    max_position = MISTRAL_MAX_POSITION if is_mistral else hf_config.MAX_POSITION
     return ModelConfig(
-        **swiglu(config),
+        **swiglu(config, max_position),
         num_kv_heads=hf_config.size(config, "num_key_value_heads", kv_heads),
-        max_position=hf_config.size(config, "max_position_embeddings", 2048),
         attention_bias=hf_config.flag(config, "attention_bias", False),
         mlp_bias=hf_config.flag(config, "mlp_bias", False),
         sliding_window=_mistral_window(config) if is_mistral else None,
     )
 
 
-def swiglu(config: hf_config.Config) -> dict[str, Any]:
-    """The fields that Llama, Mistral and Qwen read under the same names."""
+def swiglu(config: hf_config.Config, max_position: int) -> dict[str, Any]:
+    """The fields that Llama, Mistral and Qwen read under the same names.
+
+    ``max_position`` is the family's ``max_position_embeddings`` where the config has none.
+    """
+    rope = hf_config.rope_from_hf(config, max_position=max_position)
     return hf_config.common(config) | {
         "head_dim": hf_config.head_dim(config),
         "intermediate_size": hf_config.size(config, "intermediate_size"),
-        "rope": hf_config.rope_from_hf(config),
+        "rope": rope,
+        "max_position": hf_config.context(config, rope, max_position),
         "norm_eps": hf_config.positive(config, "rms_norm_eps", 1e-6),
         "activation": hf_config.activation(config, "hidden_act", "silu", ("silu",)),
     }
@@ -74,7 +81,7 @@ def swiglu_to_hf(cfg: ModelConfig, architecture: str, dtype: str) -> dict[str, A
         "num_key_value_heads": cfg.num_kv_heads,
         "head_dim": cfg.head_dim,
         "intermediate_size": cfg.intermediate_size,
-        "max_position_embeddings": cfg.max_position,
+        "max_position_embeddings": hf_config.context_to_hf(cfg),
         "rms_norm_eps": cfg.norm_eps,
         "hidden_act": cfg.activation,
         "rope_theta": cfg.rope.theta,

@@ -64,7 +64,7 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
     return ModelConfig(
         **fields,
         intermediate_size=hf_config.size(config, "intermediate_size"),
-        max_position=hf_config.size(config, "max_position_embeddings", 2048),
+        max_position=hf_config.context(config, rope),
         rope=rope,
         rotary_dim=rotary_dim,
         norm_eps=hf_config.positive(config, "layer_norm_eps", 1e-5),
@@ -94,7 +94,7 @@ def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
     assert cfg.rope is not None and cfg.rotary_dim is not None, "every GPT-NeoX has a rope"
     return hf_config.common_to_hf(cfg, "GPTNeoXForCausalLM", dtype) | {
         "intermediate_size": cfg.intermediate_size,
-        "max_position_embeddings": cfg.max_position,
+        "max_position_embeddings": hf_config.context_to_hf(cfg),
         "rotary_pct": cfg.rotary_dim / cfg.head_dim,
         "rotary_emb_base": cfg.rope.theta,
         "rope_scaling": hf_config.rope_to_hf(cfg.rope),

@@ -20,18 +20,19 @@ NAMES = Names(
     | {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"},
 )
 
+MAX_POSITION = 32768  # in transformers, where a config names none
+
 
 def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a Qwen2 or Qwen3 ``config.json``."""
     is_qwen3 = config["model_type"] == "qwen3"
     if is_qwen3:
         config = {"head_dim": 128} | config  # transformers' default, whatever the hidden size
-    fields = swiglu(config)
+    fields = swiglu(config, MAX_POSITION)
     window, sliding_layers = _windows(config, fields["num_layers"])
     return ModelConfig(
         **fields,
         num_kv_heads=hf_config.size(config, "num_key_value_heads", fields["num_heads"]),
-        max_position=hf_config.size(config, "max_position_embeddings", 32768),
         qkv_bias=not is_qwen3,
         qk_norm=is_qwen3,
         attention_bias=is_qwen3 and hf_config.flag(config, "attention_bias", False),

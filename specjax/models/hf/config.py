@@ -7,6 +7,7 @@ A value of a wrong type or out of range is an error that names it (:data:`KEYS`,
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, overload
 
@@ -33,6 +34,7 @@ from specjax.models.config import ROPE_KINDS, ModelConfig, RopeConfig, as_ids
 Config = dict[str, Any]
 
 MAX_LAYERS = 4096
+MAX_POSITION = 2048  # of most families in transformers, where a config names none
 _LAYER_KINDS = one_of("full_attention", "sliding_attention")
 
 
@@ -55,6 +57,7 @@ KEYS = {
     **_each(TEXT, "hidden_act hidden_activation activation_function"),
     **_each(OBJECT, "rope_scaling rope_parameters"),
     "rotary_pct": number(0, 1, above=True),
+    "original_max_position_embeddings": whole(),
     "max_window_layers": whole(0),
     "layer_types": list_of(_LAYER_KINDS),
 }
@@ -65,6 +68,7 @@ ROPE = {  # of rope_scaling and rope_parameters
     **_each(FROM_0, "mscale mscale_all_dim"),
     "original_max_position_embeddings": whole(),
     "truncate": FLAG,
+    "finetuned": FLAG,  # a note in checkpoints of YaRN's authors
     "partial_rotary_factor": number(0, 1, above=True),
 }
 
@@ -331,11 +335,14 @@ def _rope_fields() -> dict[str, str]:
 _ROPE_FIELDS = _rope_fields()
 
 
-def rope_from_hf(config: Config, theta: float = 10000.0) -> RopeConfig:
+def rope_from_hf(
+    config: Config, theta: float = 10000.0, max_position: int = MAX_POSITION
+) -> RopeConfig:
     """The rope of a config, in either spelling of Hugging Face's.
 
     The old one is ``rope_theta`` with ``rope_scaling``, the new one ``rope_parameters``. ``theta``
-    is the base frequency where the config gives none.
+    is the base frequency where the config gives none, ``max_position`` its
+    ``max_position_embeddings``.
 
     Raises:
       ModelError: the rope type or one of its settings is not supported, or a setting is missing.
@@ -343,6 +350,7 @@ def rope_from_hf(config: Config, theta: float = 10000.0) -> RopeConfig:
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)  # some configs have both names
+    scaling.pop("finetuned", None)
     theta = scaling.pop("rope_theta", None) or positive(config, "rope_theta", theta)
     if kind not in ROPE_KINDS:
         raise ModelError(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
@@ -354,12 +362,61 @@ def rope_from_hf(config: Config, theta: float = 10000.0) -> RopeConfig:
 
     fields = {_ROPE_FIELDS[name]: value for name, value in scaling.items() if value is not None}
     if kind in ("llama3", "yarn"):
-        fields.setdefault("original_max_position", config.get("max_position_embeddings") or 2048)
+        fields = _with_trained_length(config, kind, fields, max_position)
     if kind != "default" and "factor" not in fields:
         raise ModelError(f"rope_type {kind!r} lacks its 'factor'")
     rope = RopeConfig(theta=float(theta), kind=kind, **fields)
     _check_rope(rope)
     return rope
+
+
+def _with_trained_length(
+    config: Config, kind: str, fields: dict[str, Any], max_position: int
+) -> dict[str, Any]:
+    """The fields of a rope, completed as transformers does from the lengths in the config."""
+    configured = size(config, "max_position_embeddings", max_position)
+    fields = dict(fields)
+    # Some configs name the trained length outside of rope_scaling, and that one counts.
+    beside = config.get("original_max_position_embeddings")
+    if beside is not None:
+        fields["original_max_position"] = beside
+    if kind == "yarn" and "factor" not in fields and "original_max_position" in fields:
+        fields["factor"] = configured / fields["original_max_position"]
+    fields.setdefault("original_max_position", configured)
+    return fields
+
+
+def context(config: Config, rope: RopeConfig | None, default: int = MAX_POSITION) -> int:
+    """The tokens that a model with this rope reads: ``max_position``, stretched or not.
+
+    Configs of YaRN may keep the trained length in ``max_position_embeddings``, as its documented
+    form does, or hold the stretched one. Those of a linear rope keep the trained length, by
+    transformers' documentation. The other kinds count all positions already.
+
+    Raises:
+      ModelError: it is no size that an array can have.
+    """
+    configured = size(config, "max_position_embeddings", default)
+    if rope is None:
+        return configured
+    stretched = float(configured)
+    if rope.kind == "yarn":
+        stretched = rope.factor * rope.original_max_position
+    elif rope.kind == "linear":
+        stretched = rope.factor * configured
+    holder = f"config.json: with factor {rope.factor:g} of the rope, "
+    whole_part = int(stretched)
+    require(holder, "the context", max(configured, whole_part), whole(), ModelError)
+    return max(configured, whole_part)
+
+
+def context_to_hf(cfg: ModelConfig) -> int:
+    """``max_position_embeddings`` for which :func:`context` is the config's ``max_position``."""
+    rope = cfg.rope
+    if rope is None or rope.kind != "linear" or rope.factor <= 1:
+        return cfg.max_position
+    # Rounding hides the errors of the product: its whole part is at most one below it.
+    return math.ceil(round(cfg.max_position / rope.factor, 6))
 
 
 def _check_rope(rope: RopeConfig) -> None:
