@@ -111,36 +111,58 @@ def add_prefixes(group: argparse._ActionsContainer) -> None:
     )
 
 
-def add_sampling(group: argparse._ActionsContainer) -> None:
-    """Adds ``--temperature --top-k --top-p --seed`` to a parser or an argument group."""
+def add_sampling(group: argparse._ActionsContainer, of_model: bool = False) -> None:
+    """Adds ``--temperature --top-k --top-p --seed`` to a parser or an argument group.
+
+    With ``of_model``, what is not given is None: :func:`infer.loading.chosen_sampling` takes it
+    from the model. ``--ignore-generation-config`` is added, too.
+    """
+
+    def default(neutral: str) -> str:
+        if of_model:
+            return f"(default: the model's own, else {neutral})"
+        return "(default: %(default)g)"
+
     group.add_argument(
         "--temperature",
         type=temperature,
-        default=0.0,
+        default=None if of_model else 0.0,
         metavar="T",
-        help="sampling temperature; 0 is greedy decoding (default: %(default)g)",
+        help=f"sampling temperature; 0 is greedy decoding {default('0')}",
     )
     group.add_argument(
         "--top-k",
         type=whole(0),
-        default=0,
+        default=None if of_model else 0,
         metavar="K",
-        help="sample from the K most likely tokens; 0 is off (default: %(default)g)",
+        help=f"sample from the K most likely tokens; 0 is off {default('0')}",
     )
     group.add_argument(
         "--top-p",
         type=top_p,
-        default=1.0,
+        default=None if of_model else 1.0,
         metavar="P",
         help="sample from the smallest set of tokens with total probability P; 1 is off "
-        "(default: %(default)g)",
+        f"{default('1')}",
     )
+    if of_model:
+        add_generation_config(group)
     group.add_argument(
         "--seed",
         type=seed,
         default=0,
         metavar="S",
         help="seed of the random numbers; the same seed gives the same text (default: %(default)s)",
+    )
+
+
+def add_generation_config(group: argparse._ActionsContainer) -> None:
+    """Adds ``--ignore-generation-config`` to a parser or an argument group."""
+    group.add_argument(
+        "--ignore-generation-config",
+        action="store_true",
+        help="take no temperature, top-k and top-p from the model's generation_config.json; its "
+        "ends of sequence always count",
     )
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 
 from specjax import lm
+from specjax._util.checks import format_value
 from specjax._util.program import say
 from specjax.core.mesh import make_mesh
 from specjax.lm import LM
+from specjax.models.hf.generation import FILE as GENERATION_CONFIG
 
 DEMO_DRAFT = "demo-draft"
 MIN_COMPILE_SECONDS = 0.05  # programs that compile faster are not worth a file
@@ -59,6 +62,32 @@ def load_models(
     if draft.startswith(lm.SELF):
         return target, lm.own_draft(target, draft)
     return target, load(draft, split=devices is None or lm.can_split(draft, devices))
+
+
+def chosen_sampling(
+    program: str, args: argparse.Namespace, target: LM, given: Mapping[str, float | None]
+) -> dict[str, float]:
+    """Arguments of ``sj.Sampling``: those ``given``, and the model's own where there is None.
+
+    One line on stderr says what is taken from the model's generation_config.json, and what of it
+    has no effect. ``--ignore-generation-config`` takes nothing.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if args.ignore_generation_config:
+        return chosen
+    own = target.generation_defaults
+    taken = {}
+    if chosen.get("temperature") != 0:  # nothing else has an effect on greedy decoding
+        taken = {name: value for name, value in own.sampling.items() if name not in chosen}
+    parts = []
+    for verb, settings in (("takes", taken), ("does not take", own.not_taken)):
+        if settings:
+            listed = (f"{name}={format_value(value)}" for name, value in settings.items())
+            parts.append(f"{verb} {', '.join(listed)}")
+    if parts:
+        text = f"{GENERATION_CONFIG} of {target.source}: {'; '.join(parts)}"
+        say(program, f"{text} (--ignore-generation-config: nothing)")
+    return taken | chosen
 
 
 def device_memory() -> int:

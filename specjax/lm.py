@@ -17,19 +17,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax._util.arguments import FLAG, as_integer_array, instance_of, validate_arguments
-from specjax._util.checks import Check, format_value, require_all
+from specjax._util.checks import Check, format_value
 from specjax._util.errors import ModelError, OptionError, PairError, errors_as
 from specjax.core.net import FREE_TOKENS, Net
 from specjax.demo import tuned
 from specjax.models import ModelConfig, fuse, load_pretrained
 from specjax.models.adapters import KEY, fuse_adapters
-from specjax.models.config import as_ids
 from specjax.models.families.head_config import HeadConfig, usual_layers
 from specjax.models.head import share_embedding
-from specjax.models.hf.config import token_ids
 from specjax.models.hf.delta import load_delta, read_delta
 from specjax.models.hf.digest import directory_digest
-from specjax.models.hf.files import read_json
+from specjax.models.hf.generation import GenerationDefaults, read_generation_defaults
 from specjax.models.hf.layout import DELTA, DTYPES
 from specjax.models.hf.read import load_config
 from specjax.models.placement import param_specs, place, place_adapters
@@ -63,6 +61,8 @@ class LM:
       source: the name or path it was loaded by; messages show it.
       mesh: the devices it is on; None: one device.
       pass_width, cache_dtype, adapters: see :class:`specjax.core.net.Net`.
+      generation_defaults: what the checkpoint's generation_config.json asks for. Decoding does not
+        read it; ``sj.Sampling(**model.generation_defaults.sampling)`` is its sampling.
     """
 
     config: ModelConfig
@@ -75,6 +75,7 @@ class LM:
     pass_width: int = 1
     cache_dtype: str | None = None
     adapters: dict = dataclasses.field(default_factory=dict)
+    generation_defaults: GenerationDefaults = dataclasses.field(default_factory=GenerationDefaults)
 
     def __repr__(self) -> str:
         """One line, without the params: ``LM('demo', llama, 8.7M params, float32)``."""
@@ -180,7 +181,7 @@ def _load(
     tokenizer = None
     if not isinstance(config, HeadConfig):  # a head uses its target's tokenizer
         tokenizer = Tokenizer.from_directory(directory)
-    eos_ids = _eos_ids(directory, config, tokenizer)
+    generation = read_generation_defaults(directory, config.vocab_size)
     adapters = {}
     if delta is not None:
         plain = load_delta(model_directory, delta, directory, config, DTYPES[dtype])
@@ -197,11 +198,12 @@ def _load(
         config=_device_config(config, mesh, split),
         params=params,
         tokenizer=tokenizer,
-        eos_ids=eos_ids,
+        eos_ids=_eos_ids(generation, config, tokenizer),
         vocab_limit=_vocab_limit(config, tokenizer),
         source=name,
         mesh=mesh,
         adapters=adapters,
+        generation_defaults=generation,
     )
 
 
@@ -459,16 +461,14 @@ def _from_hub(name: str, files: Sequence[str]) -> Path:
         return Path(path)
 
 
-def _eos_ids(directory: Path, config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def _eos_ids(
+    generation: GenerationDefaults, config: ModelConfig, tokenizer: Tokenizer | None
+) -> tuple[int, ...]:
     """End-of-sequence ids of the generation config, which often lists more than config.json.
 
     If neither names any, it is the ``eos_token`` of the tokenizer's config.
     """
-    path = directory / "generation_config.json"
-    settings = read_json(path)
-    checks = {"eos_token_id": token_ids(config.vocab_size)}
-    require_all(f"{path}: ", settings, checks, ModelError)
-    ids = as_ids(settings.get("eos_token_id")) or config.eos_ids
+    ids = generation.eos_ids or config.eos_ids
     if not ids and tokenizer is not None and tokenizer.eos_id is not None:
         ids = (tokenizer.eos_id,)
     return ids

@@ -19,10 +19,19 @@ WARMUP_TOKENS = 8
 
 
 def load(directory: str) -> Any:
-    """The model in float32, ready to decode."""
-    from transformers import AutoModelForCausalLM
+    """The model in float32, ready to decode.
 
-    return AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+    Of its generation config only the special ids stay: penalties would change the peer's tokens
+    alone.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+    ids = {
+        name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id")
+    }
+    model.generation_config = GenerationConfig(**ids)
+    return model
 
 
 class Clock:

@@ -50,7 +50,7 @@ def parser() -> Parser:
     _add_method(out.add_argument_group("method"))
     _add_prompts(out.add_argument_group("prompts"))
     _add_decoding(out.add_argument_group("decoding"))
-    cli.add_sampling(out.add_argument_group("sampling"))
+    cli.add_sampling(out.add_argument_group("sampling"), of_model=True)
     _add_plan(out.add_argument_group("plan"))
     _add_output(out.add_argument_group("output"))
     return out

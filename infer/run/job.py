@@ -19,7 +19,7 @@ from rich.console import Console
 import specjax as sj
 from infer.cli import BAD_LINES
 from infer.datasets.table import Source
-from infer.loading import load_models, use_compilation_cache
+from infer.loading import chosen_sampling, load_models, use_compilation_cache
 from infer.prompts import Prompt, PromptEncoder, read_prompts, report, stops_of
 from infer.run.demo import PROMPT
 from infer.run.output import PROMPT_DIGEST, SHOWN_DIGITS, Output, prompt_digest, row_object
@@ -170,7 +170,7 @@ class Job:
         if args.target == "demo" and "gamma" in spec.options:
             options["gamma"] = DEMO_GAMMA
         options = spec.resolve(options | dict(args.set))
-        sampling = sj.Sampling(args.temperature, args.top_k, args.top_p)
+        sampling = _sampling(args, spec, target)
         reward = _reward(args, spec)
 
         arguments = method_arguments | {
@@ -396,6 +396,17 @@ def _chosen_method(args: argparse.Namespace, has_draft: bool) -> tuple[MethodSpe
         "target_dist": args.target_dist or "warped",
     }
     return compose(**parts), parts
+
+
+def _sampling(args: argparse.Namespace, spec: MethodSpec, target: sj.LM) -> sj.Sampling:
+    """The sampling of the arguments, and of the model where they give none.
+
+    Guided methods are greedy: for them the model's own does not count.
+    """
+    given = {name: vars(args)[name] for name in ("temperature", "top_k", "top_p")}
+    if spec.needs_reward and given["temperature"] is None:
+        given["temperature"] = 0.0
+    return sj.Sampling(**chosen_sampling("infer.run", args, target, given))
 
 
 def _reward(args: argparse.Namespace, spec: MethodSpec) -> Combined | None:

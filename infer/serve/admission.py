@@ -49,6 +49,7 @@ class Admission:
     Args:
       name: what clients call the model.
       method: decodes requests that name no method, with the options ``defaults``.
+      sampling: of requests, where they give no value of their own.
       size: batch slots of each method.
       max_prompt, max_output: tokens of a prompt and of a completion.
       memory: bytes that the batch slots of one method may need.
@@ -60,6 +61,7 @@ class Admission:
     name: str
     method: str
     defaults: Mapping[str, Any]
+    sampling: Sampling
     size: int
     max_prompt: int
     max_output: int
@@ -85,7 +87,7 @@ class Admission:
         """
         if body.model not in (None, self.name):
             raise NoSuchModel(f"model {body.model!r}: this server has {self.name!r}")
-        sampling = _sampling(body)
+        sampling = self._sampling(body)
         self._check_scoring(body)
         variant = self._variant(body, sampling.temperature == 0)
         variant.engine.method.check_sampling(sampling)
@@ -108,6 +110,12 @@ class Admission:
         if submission.size > self.max_rows:
             raise OptionError(f"{submission.size} completions at once: at most {self.max_rows}")
         return submission
+
+    def _sampling(self, body: Body) -> Sampling:
+        """A request's sampling: its own values, else the server's."""
+        values = {"temperature": body.temperature, "top_k": body.top_k, "top_p": body.top_p}
+        given = {name: value for name, value in values.items() if value is not None}
+        return dataclasses.replace(self.sampling, **given)
 
     def _check_scoring(self, body: Body) -> None:
         """Refuses what does not work with scores, which are computed when a row has ended."""
@@ -215,13 +223,6 @@ class Admission:
         empty = loop.empty_state(engine.method, True)
         state = jax.eval_shape(empty, engine.inputs(Sampling(), self.size), tokens, keys)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-
-
-def _sampling(body: Body) -> Sampling:
-    """A request's sampling; OpenAI's default is temperature 1."""
-    temperature = 1.0 if body.temperature is None else body.temperature
-    top_p = 1.0 if body.top_p is None else body.top_p
-    return Sampling(temperature, body.top_k or 0, top_p)
 
 
 def _max_tokens(body: Body) -> int | None:

@@ -65,6 +65,7 @@ def _add_decoding(group: _ArgumentGroup) -> None:
     )
     cli.add_prefixes(group)
     cli.add_mesh(group)
+    cli.add_generation_config(group)
 
 
 def _add_address(group: _ArgumentGroup) -> None:

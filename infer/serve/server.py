@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from infer.loading import device_memory, load_models, use_compilation_cache
+from infer.loading import chosen_sampling, device_memory, load_models, use_compilation_cache
 from infer.serve.admission import Admission
 from infer.serve.app import Server
 from infer.serve.commands import KEY_VARIABLE
@@ -24,6 +24,7 @@ from infer.serve.metrics import PrometheusMetrics
 from infer.serve.schemas import CompletionBody
 from specjax._util.errors import InputError, OptionError
 from specjax._util.program import say
+from specjax.core.warp import Sampling
 from specjax.lm import LM
 from specjax.registry import method
 from specjax.runtime.generate import num_slots
@@ -58,12 +59,15 @@ def assembled(
     """The server of these models, and its engine, which runs until the block ends."""
     spec = method(args.method or ("speculative" if draft else "autoregressive"))
     spec.resolve(dict(args.set))
+    sampling = {"temperature": 1.0}  # OpenAI's default
+    sampling |= chosen_sampling("infer.serve", args, target, {})
     admission = Admission(
         target=target,
         draft=draft,
         name=args.name or args.target,
         method=spec.name,
         defaults=dict(args.set),
+        sampling=Sampling(**sampling),
         size=num_slots(target, args.batch_size, args.batch_size),
         max_prompt=args.max_prompt,
         max_output=min(args.max_output, target.config.max_position - 1),

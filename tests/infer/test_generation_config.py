@@ -1,0 +1,171 @@
+"""What a checkpoint's generation_config.json asks for: taken where the user gave nothing, shown."""
+
+import json
+import shutil
+
+import pytest
+
+import specjax as sj
+from infer.run import commands as run
+from infer.serve import commands as serve
+from infer.serve.schemas import CompletionBody
+from infer.serve.server import assembled
+
+QWEN = {  # Qwen2.5-7B-Instruct's
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+    "do_sample": True,
+    "eos_token_id": [0, 4],
+    "repetition_penalty": 1.05,
+    "temperature": 0.7,
+    "top_p": 0.8,
+    "top_k": 20,
+    "transformers_version": "4.37.0",
+}
+GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+OWN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+
+
+@pytest.fixture
+def directory(tiny_pair_dirs, tmp_path):
+    """``directory(settings)``: a model with this generation config."""
+
+    def write(settings):
+        home = tmp_path / "model"
+        if not home.exists():
+            shutil.copytree(tiny_pair_dirs[0], home)
+        (home / "generation_config.json").write_text(json.dumps(settings))
+        return str(home)
+
+    return write
+
+
+def completion(capsys, home, *argv):
+    """(the sampling of the row, stderr) of one short completion."""
+    argv = ["--target", home, "--prompt", "def f", "--max-new-tokens", "2", "--json", *argv]
+    assert run.main(argv) == 0
+    out = capsys.readouterr()
+    (line,) = out.out.splitlines()
+    return json.loads(line)["sampling"], out.err
+
+
+LINE = (
+    "infer.run: generation_config.json of {}: takes temperature=0.7, top_k=20, top_p=0.8; does not "
+    "take repetition_penalty=1.05 (--ignore-generation-config: nothing)\n"
+)
+
+
+def test_a_run_takes_it_and_says_so_in_one_line(directory, capsys):
+    home = directory(QWEN)
+    assert completion(capsys, home) == (OWN, LINE.format(home))
+
+
+@pytest.mark.parametrize(
+    ("argv", "sampling", "says"),
+    [
+        (["--temperature", "0.9"], OWN | {"temperature": 0.9}, "takes top_k=20, top_p=0.8;"),
+        (["--top-k", "0", "--top-p", "1"], GREEDY | {"temperature": 0.7}, "takes temperature=0.7;"),
+        (["--temperature", "0"], GREEDY, ": does not take repetition_penalty"),
+        (["--ignore-generation-config"], GREEDY, ""),
+        (
+            ["--ignore-generation-config", "--temperature", "1"],
+            GREEDY | {"temperature": 1.0},
+            "",
+        ),
+        (["--method", "cdlh", "--reward", "length:3"], GREEDY, ": does not take repetition"),
+    ],
+)
+def test_what_the_user_gives_counts(directory, capsys, argv, sampling, says):
+    got, err = completion(capsys, directory(QWEN), *argv)
+    assert got == sampling
+    assert says in err and err.count("\n") == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sampling", "says"),
+    [
+        ({"do_sample": True}, {"temperature": 1.0}, "takes temperature=1.0 ("),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {}, "takes temperature=0.0 ("),
+        ({"temperature": 0.6, "top_p": 0.9}, {}, "does not take temperature=0.6, top_p=0.9 ("),
+        ({"do_sample": True, "top_k": -1, "top_p": 1}, {"temperature": 1.0}, "takes temp"),
+        ({"_from_model_config": True, "eos_token_id": 0, "max_length": 4096}, {}, ""),
+        ({"repetition_penalty": 1.0, "num_beams": 1, "min_p": 0, "bad_words_ids": None}, {}, ""),
+        (
+            {"num_beams": 4, "max_new_tokens": 512, "suppress_tokens": [3]},
+            {},
+            "does not take num_beams=4, max_new_tokens=512, suppress_tokens=[3] (",
+        ),
+    ],
+)
+def test_do_sample_decides_as_in_transformers(directory, capsys, settings, sampling, says):
+    got, err = completion(capsys, directory(settings))
+    assert got == GREEDY | sampling
+    assert says in err and err.count("\n") == bool(says)
+
+
+def test_the_ends_of_sequence_always_count(directory, capsys):
+    home = directory(QWEN)
+    assert sj.load(home).eos_ids == (0, 4)
+    _, err = completion(capsys, home, "--ignore-generation-config")
+    assert not err
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": "hot"},
+        {"temperature": -1},
+        {"top_k": 2.5},
+        {"top_p": 1.5},
+        {"do_sample": "yes"},
+        {"do_sample": True, "temperature": float("nan")},
+    ],
+)
+def test_a_wrong_value_is_one_line(directory, capsys, settings):
+    assert run.main(["--target", directory(settings), "--prompt", "a"]) == 2
+    err = capsys.readouterr().err
+    assert "generation_config.json" in err and err.count("\n") == 1
+
+
+def test_the_library_shows_it_and_decodes_as_it_is_told(directory):
+    model = sj.load(directory(QWEN))
+    assert sj.Sampling(**model.generation_defaults.sampling) == sj.Sampling(0.7, 20, 0.8)
+    assert model.generation_defaults.not_taken == {"repetition_penalty": 1.05}
+    plain = sj.load(directory({}))
+    assert not plain.generation_defaults.sampling and not plain.generation_defaults.not_taken
+    prompt = [[5, 6, 7]]
+    greedy = sj.generate(model, prompt, max_new_tokens=8).tokens[0].tolist()
+    assert greedy == sj.generate(plain, prompt, max_new_tokens=8).tokens[0].tolist()
+    assert not sj.load("demo").generation_defaults.sampling
+
+
+@pytest.mark.parametrize(
+    ("argv", "default"), [([], sj.Sampling(0.7, 20, 0.8)), (["--ignore-generation-config"], None)]
+)
+def test_a_server_takes_it_for_requests_that_say_nothing(directory, capsys, argv, default):
+    home = directory(QWEN)
+    args = serve.parser().parse_args(["--target", home, *argv])
+    with assembled(args, sj.load(home), None) as (server, _):
+        admission = server.admission
+        assert capsys.readouterr().err == (
+            "" if argv else LINE.format(home).replace("run", "serve")
+        )
+        assert admission._sampling(CompletionBody(prompt="a")) == (default or sj.Sampling(1.0))
+        body = CompletionBody(prompt="a", temperature=0.2, top_k=0)
+        assert admission._sampling(body) == sj.Sampling(0.2, 0, 0.8 if default else 1.0)
+        body = CompletionBody(prompt="a", temperature=0, top_p=0.5)
+        assert admission._sampling(body) == sj.Sampling(0.0, 20 if default else 0, 0.5)
+
+
+@pytest.mark.torch
+def test_a_peer_is_not_penalized(directory):
+    pytest.importorskip("torch")
+    from infer.bench import peer_transformers
+
+    prompts = [[5, 6, 7], [8, 9]]
+    penalized = directory({"repetition_penalty": 5.0, "no_repeat_ngram_size": 1})
+    got = peer_transformers.decode(peer_transformers.load(penalized), prompts, 12)["tokens"]
+    plain = directory({})
+    assert got == peer_transformers.decode(peer_transformers.load(plain), prompts, 12)["tokens"]
+    ours = sj.generate(sj.load(plain), prompts, max_new_tokens=12)
+    assert got == [ids.tolist() for ids in ours.tokens]
