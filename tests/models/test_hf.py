@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 import specjax as sj
 from infer.quantizing import write_quantized
 from specjax.models import from_hf, load_pretrained, save_pretrained, to_hf
+from specjax.models.families import FAMILIES
 from specjax.models.hf import files, read, write
 from specjax.models.hf.layout import INDEX, WEIGHTS
 from support import variants
@@ -319,14 +320,25 @@ def test_a_missing_head_names_the_switch(copy):
         load_pretrained(copy)
 
 
+TIED = ("tied", "qwen2", "neox-sequential", "gpt2", "opt", "opt-350m", "bloom", "gemma3")
+
+
 @pytest.mark.torch
-def test_transformers_keeps_such_a_head_as_well(with_own_head):
+@pytest.mark.parametrize("name", TIED)
+def test_transformers_keeps_such_a_head_as_well(name, tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    directory, _ = with_own_head
-    made = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    cfg, params, _ = build(name)
+    save_pretrained(tmp_path, cfg, params)
+    names = FAMILIES[cfg.family].names
+    table = names.stored(("embed",), cfg.num_heads).name
+    # Rolled by one id, so that its logits are of the usual size.
+    edit_weights(tmp_path, lambda t: t.update({names.head: np.roll(t[table], 1, axis=0)}))
+    made = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     with torch.inference_mode():
         theirs = made(torch.from_numpy(variants.tokens().astype(np.int64))).logits.numpy()
-    got = whole(*load_pretrained(directory), variants.tokens(), "dense")
+    loaded, params = load_pretrained(tmp_path)
+    assert not loaded.tie_embeddings
+    got = whole(loaded, params, variants.tokens(), "dense")
     np.testing.assert_allclose(got, theirs, atol=1e-4)
