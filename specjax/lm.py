@@ -178,10 +178,10 @@ def _load(
 
     # The small files first: their errors are raised before gigabytes are read.
     config = load_config(directory)
+    generation = read_generation_defaults(directory, config.vocab_size)
     tokenizer = None
     if not isinstance(config, HeadConfig):  # a head uses its target's tokenizer
         tokenizer = Tokenizer.from_directory(directory)
-    generation = read_generation_defaults(directory, config.vocab_size)
     adapters = {}
     if delta is not None:
         plain = load_delta(model_directory, delta, directory, config, DTYPES[dtype])

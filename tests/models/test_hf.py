@@ -230,6 +230,16 @@ def with_own_head(tmp_path):
     return tmp_path, head
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_tables_of_half_precision_are_compared(tmp_path, dtype):
+    cfg, params, _ = build("tied")
+    save_pretrained(tmp_path, cfg, params, dtype=dtype)
+    edit_weights(tmp_path, lambda t: t.update({HEAD: t[EMBEDDING]}))
+    assert "head" not in load_pretrained(tmp_path)[1]
+    edit_weights(tmp_path, lambda t: t.update({HEAD: np.roll(t[EMBEDDING], 1)}))
+    assert "head" in load_pretrained(tmp_path)[1]
+
+
 def test_a_head_that_differs_from_the_embedding_is_kept(with_own_head):
     directory, head = with_own_head
     cfg, params = load_pretrained(directory)

@@ -61,6 +61,9 @@ KEYS = {  # family → keys and what none of them may be
         "tie_word_embeddings attention_bias mlp_bias": NO_FLAGS,
         "hidden_act model_type": NO_TEXTS,
         "rope_scaling": ([1], "x", 5, True),
+        "original_max_position_embeddings": NO_SIZES,
+        "architectures": ("LlamaForCausalLM", [5], [["x"]], {}, True, ["x" * 10**5], ["a\nb"]),
+        "is_encoder_decoder": (True, "x", 1),
         "num_hidden_layers": (10**7, 2**31 - 1),
         "hidden_size num_attention_heads": (2**31,),
     },
@@ -114,7 +117,7 @@ ROPES = {
         "factor beta_fast beta_slow attention_factor": NO_NUMBERS,
         "mscale mscale_all_dim": (-1, NAN, INF, "1", True, []),
         "original_max_position_embeddings": NO_SIZES,
-        "truncate": NO_FLAGS,
+        "truncate finetuned": NO_FLAGS,
         "beta_slow": (64,),
     },
     "default": {"rope_type type": (["linear"], {}, 5, True), "rope_type": ("x",)},
@@ -245,6 +248,14 @@ def model(change: Callable[[Path], Any], **options: Any) -> Case:
     return case
 
 
+GENERATION = {
+    "temperature": (-1, NAN, INF, "hot", [], {}, True),
+    "top_k": (-2, 1.5, "x", [], {}, True, HUGE),
+    "top_p": (-1, 1.5, NAN, "x", [], {}, True),
+    "do_sample": NO_FLAGS,
+}
+
+
 def texts() -> Iterator[tuple[str, Case]]:
     for name in (*JSON_FILES, INDEX):
         for said, content in TEXTS.items():
@@ -257,6 +268,14 @@ def texts() -> Iterator[tuple[str, Case]]:
             value = 500 if value == 61 else [500] if value == [61] else value
             content = json.dumps({key: value}).encode()
             if value != {}:
+                yield (
+                    f"generation_config {key} {short(value)}",
+                    model(put("generation_config.json", content)),
+                )
+    for names, values in GENERATION.items():
+        for key in names.split():
+            for value in values:
+                content = json.dumps({"do_sample": True} | {key: value}).encode()
                 yield (
                     f"generation_config {key} {short(value)}",
                     model(put("generation_config.json", content)),

@@ -70,13 +70,7 @@ class OpenWeights:
         path = self.files[name]
         return read_tensor(self.handles[path], path, name, shape, dtypes)
 
-    def rows(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        first: int,
-        last: int,
-    ) -> np.ndarray:
+    def rows(self, name: str, shape: tuple[int, ...], first: int, last: int) -> np.ndarray:
         """Rows ``first`` to ``last`` of one tensor of this shape; the others are not read.
 
         Raises:

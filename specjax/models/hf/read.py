@@ -311,16 +311,16 @@ def _match_names(directory: Path, cfg: ModelConfig, weights: OpenWeights) -> dic
             stored.remove(head)  # a copy of the embedding
         else:
             stored_names[embedding] = head  # the one table, under its other name
-    if names.head in wanted - set(stored_names) and cfg.family in MODELS:
-        raise ModelError(
-            f"{directory}: tensor {names.head} is missing; if the head is the embedding, set "
-            "tie_word_embeddings to true in config.json"
-        )
     updates = [name for name in sorted(stored) if LORA in name]
     if updates:
         raise ModelError(
             f"{directory}: tensor {updates[0]}: LoRA updates that are not merged; merge them into "
             "the base first, with PEFT's merge_and_unload"
+        )
+    if wanted - stored_names.keys() == {names.head} and cfg.family in MODELS:
+        raise ModelError(
+            f"{directory}: tensor {names.head} is missing; if the head is the embedding, set "
+            "tie_word_embeddings to true in config.json"
         )
     used = {stored_names.get(name, name) for name in wanted}
     ignored = {name for name in stored if name.endswith(names.ignored)}
