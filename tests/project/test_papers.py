@@ -59,8 +59,13 @@ METRICS = {  # a metric's column
     "gsm8k": "GSM8K",
     "rouge": "rouge-score L",
     "execution": "execution",
+    "satisfaction": "hard",
 }
 TRACED = ("alpha", "beta", "tau", "max_kl")
+CDSL_TABLES = (  # columns and rows of Tables 5 to 8
+    *("c = ", "draft calls/token", "target calls/token", "acceptance rate"),
+    *("target, greedy", "draft, greedy", "speculative, hard", "speculative, ratio"),
+)
 COLUMNS = {
     "scd_wikitext": ("diversity, SimCTG", "acceptance", "expected, c = 0.05"),
     "scd_alpacaeval": ("acceptance", "expected, c = 0.05"),
@@ -68,7 +73,10 @@ COLUMNS = {
     "scd_humaneval": ("pass@1", "target, accepted", "draft, accepted", "expected, c = 0.05"),
     "scd_surface": ("alpha=0.3 beta=0.5", "expected, c = 0.01", "expected, c = 0.2"),
     "mentored": ("max_kl=0.03", "acceptance", "KL, nats/token"),
-    "mtad_methods": ("tokens/s", "J/token", "perplexity", "tokens/round", "spectr", "bild"),
+    "mtad_methods": (
+        *("tokens/s", "J/token", "perplexity", "perplexity, mean of rows", "tokens/round"),
+        *("spectr", "bild", "specinfer", "speculative", "mtad"),
+    ),
     "mtad_joint": ("block=1", "perplexity", "ROUGE-L"),
     "mtad_batches": ("s/pass", "s/prompt", "J/token"),
     "mtad_beams": ("width=2", "tokens/s", "J/token", "perplexity"),
@@ -77,8 +85,13 @@ COLUMNS = {
     "sdsat_nucleus": ("k=5", "tokens/s", "accepted/drafted"),
     "sdsat_infilling": ("k=5", "exact match", "tokens/s"),
     "mtad_tuning": ("Chosen on the validation file", "perplexity", "P"),
-    "cdsl_commongen": ("soft, of all constraints", "hard", "modeled speedup", "a_t"),
-    "cdsl_harmless": ("soft, of all constraints", "hard", "modeled speedup", "r_t"),
+    "cdsl_commongen": (
+        *("soft, of all constraints", "hard", "modeled speedup", "a_t", *CDSL_TABLES),
+        *("nucleus, 0.9", "nucleus, 0.5", "beam", "CDLH", "CDLH-appx", "CDSL"),
+    ),
+    "cdsl_harmless": ("llama-guard", "modeled speedup", "r_t", *CDSL_TABLES),
+    "cdsl_lengths": ("| d |", "soft, of all constraints", "hard", "modeled speedup"),
+    "cdsl_satisfaction": ("soft, of all constraints", "hard", "acceptance", "greedy", "sampled"),
     None: ("perplexity",),
 }
 
@@ -112,7 +125,8 @@ def home(tmp_path_factory):
     tokenizer = (DEMO / "tokenizer.json").read_text()
     for name, cfg, other in (("P", whole, {}), ("Q", cut, first)):
         save_pretrained(home / name, cfg, jax.device_get(params | other), tokenizer)
-    (home / "GPT2").symlink_to(home / "P")
+    for name in ("GPT2", "GUARD"):
+        (home / name).symlink_to(home / "P")
     template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     (home / "P" / "chat_template.jinja").write_text(template)
     if importlib.util.find_spec("torch"):
@@ -164,7 +178,7 @@ def shrunk(args):
     for name in ("sample", "test_sample"):
         if vars(args).get(name):
             vars(args)[name] = 1
-    for name in ("batch_size", "a_t", "r_t", "b"):
+    for name in ("batch_size", "a_t", "r_t", "b", "d"):
         if isinstance(vars(args).get(name), list | tuple):
             vars(args)[name] = vars(args)[name][:2]
     for name in ("sweep", "grid"):
