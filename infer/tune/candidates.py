@@ -22,6 +22,7 @@ from infer.satisfaction import count_constraints
 from infer.timing import row_seconds
 from infer.uncertainty import Estimate, mean, ratio, speed_ratio, with_spread
 from specjax import metrics
+from specjax.core.protocols import Method
 from specjax.rewards import Combined, Judge, Sample
 
 Row = dict[str, Any]
@@ -36,6 +37,7 @@ class Candidate:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sampling: sj.Sampling = dataclasses.field(default_factory=sj.Sampling)
     by_draft: bool = False  # the draft model decodes alone
+    composed: Method | None = None  # decodes in the place of the method of that name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,13 +190,14 @@ def _generate(setting: TuneSetting, candidate: Candidate) -> sj.Generation:
     target = setting.target
     draft = setting.draft
     if candidate.by_draft:
+        assert draft is not None, "tuning loads a draft"
         # Its texts end where the target's do, and are read with the same tokenizer.
         target = dataclasses.replace(draft, tokenizer=target.tokenizer, eos_ids=target.eos_ids)
         draft = None
     return sj.generate(
         target,
         [prompt.tokens for prompt in prompts],
-        method=candidate.method,
+        method=candidate.composed or candidate.method,
         draft=draft,
         options=candidate.options,
         sampling=candidate.sampling,

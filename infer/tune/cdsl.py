@@ -31,6 +31,7 @@ from infer.tune.candidates import (
 )
 from infer.tune.commands import GRID
 from infer.tune.measured_rows import MeasuredRows
+from infer.tune.ratio import ratio_speculative
 from infer.tune.report import SOFT, draw_thresholds, markdown
 from infer.tune.tasks import read_task, sources, stops
 from specjax._util.errors import OptionError
@@ -150,19 +151,23 @@ def make_measures(names: Sequence[str]) -> Combined | None:
 def measure_speculative(job: TuneJob, validation: TuneSetting) -> list[Row]:
     """Target and draft alone, and speculative decoding with both kinds of acceptance.
 
-    The paper's hard rejection is greedy speculative decoding. Its ratio acceptance is speculative
-    sampling at temperature 1, which keeps the target's distribution.
+    The paper's hard rejection is greedy speculative decoding. Its ratio acceptance tests greedy
+    draft tokens against unwarped p and q. The last row draws them, as that test asks for.
     """
-    gamma = {"gamma": job.args.gamma}
+    gamma = job.args.gamma
+    options = {"gamma": gamma}
+    ratio = ratio_speculative(gamma)
+    unwarped = Sampling(1.0)
     candidates = [
         Candidate("target, greedy", "autoregressive"),
         Candidate("draft, greedy", "autoregressive", by_draft=True),
-        Candidate("speculative, hard", "speculative", gamma),
-        Candidate("speculative, ratio", "speculative", gamma, Sampling(1.0)),
+        Candidate("speculative, hard", "speculative", options),
+        Candidate("speculative, ratio", "ratio", sampling=unwarped, composed=ratio),
+        Candidate("speculative, ratio of sampled drafts", "speculative", options, unwarped),
     ]
     table = []
     for candidate in candidates:
-        point = {"name": candidate.name, "options": dict(candidate.options)}
+        point = {"name": candidate.name, "gamma": gamma}
         # Its table has calls and no times.
         measure = _measuring(validation, candidate, warm=False)
         table.append(job.rows.get("speculative", point, measure))

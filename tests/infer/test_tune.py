@@ -4,6 +4,8 @@ import json
 import math
 import types
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,9 +17,12 @@ from infer.tune import commands as tune
 from infer.tune.candidates import with_measures
 from infer.tune.cdsl import choose, curve_points, grid_points
 from infer.tune.commands import CENTER, GRID
+from infer.tune.ratio import ratio_speculative
 from specjax import rewards
-from specjax._util.errors import OptionError
+from specjax._util.errors import OptionError, PairError
+from specjax.core.types import DETERMINISTIC, Draft
 from specjax.rewards import Sample
+from specjax.verify import speculative
 
 plt = pytest.importorskip("matplotlib.pyplot")
 
@@ -132,6 +137,22 @@ def test_lossless_methods_have_a_grid(method):
     assert args.method == method
 
 
+def test_ratio_acceptance_takes_greedy_drafts_with_probability_p_over_q():
+    """The argmax has q = 0.5 and p = 0.2, so it passes 2 times in 5; a rule of draws refuses it."""
+    rows = 4000
+    log_q = jnp.log(jnp.tile(jnp.array([0.5, 0.3, 0.2]), (rows, 1, 1)))
+    log_p = jnp.log(jnp.tile(jnp.array([0.2, 0.3, 0.5]), (rows, 2, 1)))
+    tokens = jnp.zeros((rows, 1), jnp.int32)
+    draft = Draft.chain(tokens, log_q, sampling=DETERMINISTIC)
+    keys = jax.random.split(jax.random.key(0), rows)
+    verdict = ratio_speculative(1).rule(keys, draft, log_p)
+    assert float(verdict.num_accepted.mean()) == pytest.approx(0.4, abs=0.03)
+    refused = np.asarray(verdict.tokens)[np.asarray(verdict.num_accepted) == 0, 0]
+    assert set(refused) == {2}, "the residual max(0, p - q) has the last token alone"
+    with pytest.raises(PairError, match="deterministic"):
+        speculative(keys, draft, log_p)
+
+
 class FakeGuard:
     """Calls texts with an ``x`` unsafe, and gives no verdict on those with a ``?``."""
 
@@ -188,12 +209,13 @@ def test_tuning_compares_hard_and_ratio_acceptance_without_a_reward(tuned):
     """The columns and rows of the paper's Tables 7 and 8."""
     table = json.loads((tuned / "report.json").read_text())["speculative"]
     names = ["target, greedy", "draft, greedy", "speculative, hard", "speculative, ratio"]
-    assert [row["name"] for row in table] == names
-    target, draft, hard, ratio = table
+    assert [row["name"] for row in table] == [*names, "speculative, ratio of sampled drafts"]
+    target, draft, hard, ratio, sampled = table
     assert (target["target_calls_per_token"], target["draft_calls_per_token"]) == (1, 0)
     assert (draft["target_calls_per_token"], draft["draft_calls_per_token"]) == (0, 1)
     assert target["texts"] == hard["texts"], "greedy speculative decoding is lossless"
-    assert hard["options"] == ratio["options"] == {"gamma": 3}
+    assert hard["options"] == sampled["options"] == {"gamma": 3}
+    assert ratio["draft_calls_per_token"] <= 3 * ratio["target_calls_per_token"]
     text = (tuned / "report.md").read_text()
     heads = "acceptance rate | draft calls/token | target calls/token | hard | soft, of all"
     assert "## Speculative decoding, γ = 3" in text and heads in text
