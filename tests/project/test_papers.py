@@ -20,6 +20,7 @@ from pyarrow import parquet
 from infer import config, timing
 from infer.bench import commands as bench
 from infer.bench.benchmark import run_benchmark
+from infer.bench.cases import make_cases
 from infer.datasets.files import read_rows
 from infer.prompts import PromptEncoder
 from infer.run import commands as run
@@ -199,6 +200,47 @@ def test_the_page_names_every_config():
 
 def test_the_page_trains_what_it_decodes_with():
     assert [program for program, _ in TRAINED] == ["train.sdsat", "train.sdsat", "train.ablation"]
+
+
+# MTAD, Table 13: m, BiLD's two thresholds and MTAD's, by column.
+TABLE_13 = {
+    "chatgpt-prompts": {"Llama": (4, 0.9, 2, 0.1), "OPT": (4, 0.9, 2, 0.1)},
+    "chatalpaca": {"Llama": (2, 0.9, 1, 0.1), "OPT": (2, 0.3, 2, 0.1)},
+    "cnn-dailymail": {"Llama": (4, 0.9, 3, 0.1), "OPT": (2, 0.3, 2, 0.1)},
+    "spider": {"Llama": (2, 0.9, 1, 0.9), "OPT": (2, 0.9, 1, 0.1)},
+    "mt-bench": {"Llama": (2, 0.9, 1, 0.9), "OPT": (2, 0.9, 1, 0.1)},
+}
+OPT_COLUMNS = {"chatalpaca": "CA", "cnn-dailymail": "CD", "spider": "SP", "mt-bench": "MT"}
+
+
+def options_of_mtad(command):
+    """m, BiLD's two thresholds and MTAD's of a command; the draft lengths are asserted."""
+    args = config.parse_with_config(bench.parser(), shlex.split(command)[1:])
+    by_method = {case.method: case.options for case in make_cases(args, has_draft=True)}
+    for name in ("speculative", "spectr", "mtad"):
+        assert by_method[name]["gamma"] == 4
+    bild = by_method["bild"]
+    chains = by_method["spectr"]["chains"]
+    assert by_method["specinfer"]["branching"] == (chains, 1, 1, 1)
+    assert bild["gamma"] == 10 and by_method["mtad"]["width"] == 8
+    return chains, bild["tau1"], bild["tau2"], by_method["mtad"]["tau"]
+
+
+@pytest.mark.parametrize("dataset", TABLE_13)
+def test_mtads_commands_have_the_options_of_its_table_13(dataset, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    of_methods = [command for command in COMMANDS if "mtad_methods" in command]
+    commands = [c for c in of_methods if f"--dataset {dataset} " in c and "--top-k" not in c]
+    assert {options_of_mtad(command) for command in commands} == {TABLE_13[dataset]["Llama"]}
+
+    base = next(c for c in of_methods if "--dataset chatgpt-prompts " in c)
+    if dataset not in OPT_COLUMNS:
+        assert options_of_mtad(base) == TABLE_13[dataset]["OPT"]
+        return
+    rows = [line for line in PAGE.splitlines() if re.match(r"\| \w\w and \w\w, OPT \|", line)]
+    (row,) = (line for line in rows if OPT_COLUMNS[dataset] in line)
+    own = re.search("`(.*)`", row)[1]
+    assert options_of_mtad(f"{base} {own}") == TABLE_13[dataset]["OPT"]
 
 
 @pytest.fixture
