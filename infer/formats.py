@@ -95,7 +95,7 @@ def read_case(
     Raises:
       ValueError: the line has none of the formats; the message says what was expected.
     """
-    constraints = _constraints(entry)
+    constraints = constraints_of(entry)
     if isinstance(entry.get("prompt"), str) and not (chat and "messages" in entry):
         return entry["prompt"], constraints
     if isinstance(entry.get("chosen"), str):
@@ -118,7 +118,7 @@ def plain(messages: list[Message]) -> str:
     return text + TURN.format(ASSISTANT).rstrip()
 
 
-def _constraints(entry: Mapping[str, Any]) -> dict[str, list[str]]:
+def constraints_of(entry: Mapping[str, Any]) -> dict[str, list[str]]:
     """A line's constraints by reward name; a list of words is for the reward ``lexical``."""
     words = entry.get("constraints", entry.get("concepts", entry.get("concept_set", {})))
     if isinstance(words, str):

@@ -35,6 +35,7 @@ COLUMNS = (
     ("accepted/drafted", "accept_rate_per_draft", "{:.2f}"),
     ("tokens/round", "block_efficiency", "{:.2f}"),
     ("perplexity", "perplexity", "{:.2f}"),
+    ("perplexity, mean of rows", "perplexity_of_rows", "{:.2f}"),
     ("KL, nats/token", "kl", "{:.3g}"),
     ("diversity", "diversity", "{:.2f}"),
     ("ROUGE-L", "rouge_l", "{:.3f}"),

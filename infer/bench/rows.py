@@ -62,9 +62,12 @@ def make_rows(
         row = _speed_row(result, _plain_result(result, results))
         row |= predicted_speedup(case, row, pass_widths(case, target), v, c)
 
-        # Perplexity is exp of the mean over all tokens, not a mean of the prompts' perplexities.
+        # Perplexity is exp of the mean over all tokens. MTAD's paper averages the prompts' own.
         lengths = np.array([run.lengths for run in result.distinct_runs])
-        add_ratio(row, "perplexity", scores_of(result, surprise), lengths, np.exp)
+        surprises = scores_of(result, surprise)
+        add_ratio(row, "perplexity", surprises, lengths, np.exp)
+        per_token = surprises / np.where(lengths > 0, lengths, np.nan)
+        add_scores_mean(row, "perplexity_of_rows", np.exp(per_token))
         add_scores_mean(row, "diversity", scores_of(result, diversity))
 
         # Other methods may differ from plain decoding by design.

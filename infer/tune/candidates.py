@@ -18,10 +18,12 @@ import numpy as np
 import specjax as sj
 from infer.prompts import Prompt, references_of
 from infer.rescoring import output_logprobs
+from infer.satisfaction import count_constraints
 from infer.timing import row_seconds
 from infer.uncertainty import Estimate, mean, ratio, speed_ratio, with_spread
 from specjax import metrics
-from specjax.rewards import Combined, Judge, Lexical, Reward, Sample
+from specjax.core.protocols import Method
+from specjax.rewards import Combined, Judge, Sample
 
 Row = dict[str, Any]
 
@@ -34,6 +36,8 @@ class Candidate:
     method: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sampling: sj.Sampling = dataclasses.field(default_factory=sj.Sampling)
+    by_draft: bool = False  # the draft model decodes alone
+    composed: Method | None = None  # decodes in the place of the method of that name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +66,9 @@ def measure_candidate(setting: TuneSetting, candidate: Candidate, warm: bool = T
     seconds = row_seconds(out, setting.batch_size)
     target_calls = out.stats["target_calls"]
     draft_calls = out.stats["draft_calls"]
+    if candidate.by_draft:
+        draft_calls = target_calls
+        target_calls = np.zeros_like(draft_calls)
     cost = modeled_cost(target_calls, draft_calls, setting.c)
     tokens = int(out.lengths.sum())
     row = {
@@ -92,7 +99,8 @@ def _satisfaction(setting: TuneSetting, out: sj.Generation) -> Row:
     # A reward that raised an error scores NaN, and counts as not met.
     failed = ~np.isfinite(out.rewards)
     scores = np.where(failed, 0.0, out.rewards)
-    met, asked = count_constraints(setting.reward.parts, scores, setting.prompts)
+    constraints = [prompt.constraints for prompt in setting.prompts]
+    met, asked = count_constraints(setting.reward.parts, scores, constraints)
     satisfied = np.array([setting.reward.satisfied(row) for row in out.rewards])
     counts = {
         "constraints": int(asked.sum()),
@@ -109,45 +117,23 @@ def _satisfaction(setting: TuneSetting, out: sj.Generation) -> Row:
 
 
 def _text_quality(setting: TuneSetting, out: sj.Generation) -> Row:
-    """Perplexity under the target, and ROUGE-L if prompts have references."""
-    surprises = []
+    """Perplexity under the target, over tokens and of rows; ROUGE-L if prompts have references."""
+    surprises = []  # nats of each text, under the target
+    per_row = []
     scores = []
     for prompt, tokens, text in zip(setting.prompts, out.tokens, out.text, strict=True):
         surprises.append(-output_logprobs(setting.target, prompt.tokens, tokens).sum())
+        if len(tokens):
+            per_row.append(np.exp(surprises[-1] / len(tokens)))
         score = metrics.rouge_l(text, references_of(prompt.entry))
         if score is not None:
             scores.append(score)
     return with_spread(
         {},
         perplexity=ratio(np.array(surprises), out.lengths, np.exp),
+        perplexity_of_rows=mean(np.array(per_row)) if per_row else (None, None),
         rouge_l=mean(np.array(scores)) if scores else (None, None),
     )
-
-
-def count_constraints(
-    parts: Sequence[Reward], scores: np.ndarray, prompts: Sequence[Prompt]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Constraints met and all constraints of each row, ``[P]`` int both.
-
-    Each word of a word reward is a constraint. Any other reward is one, met by a full score.
-
-    Args:
-      parts: the rewards.
-      scores: their scores of each row, ``[P, C]`` from 0 to 1.
-      prompts: the rows' prompts, with their constraints.
-    """
-    met = np.zeros(len(prompts), int)
-    asked = np.zeros(len(prompts), int)
-    for i, (prompt, row) in enumerate(zip(prompts, scores, strict=True)):
-        for part, score in zip(parts, row.tolist(), strict=True):
-            if isinstance(part, Lexical):
-                count = len(part.words_of(prompt.constraints))
-                met[i] += round(score * count)  # the score is the share of the words
-                asked[i] += count
-            else:
-                met[i] += int(score >= part.full)
-                asked[i] += 1
-    return met, asked
 
 
 def with_measures(
@@ -201,11 +187,18 @@ def with_speedups(rows: Sequence[Row], base: Row) -> list[Row]:
 
 def _generate(setting: TuneSetting, candidate: Candidate) -> sj.Generation:
     prompts = setting.prompts
+    target = setting.target
+    draft = setting.draft
+    if candidate.by_draft:
+        assert draft is not None, "tuning loads a draft"
+        # Its texts end where the target's do, and are read with the same tokenizer.
+        target = dataclasses.replace(draft, tokenizer=target.tokenizer, eos_ids=target.eos_ids)
+        draft = None
     return sj.generate(
-        setting.target,
+        target,
         [prompt.tokens for prompt in prompts],
-        method=candidate.method,
-        draft=setting.draft,
+        method=candidate.composed or candidate.method,
+        draft=draft,
         options=candidate.options,
         sampling=candidate.sampling,
         max_new_tokens=setting.budget,

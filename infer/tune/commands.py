@@ -4,19 +4,21 @@
   python -m infer.tune code/validation.jsonl --test code/test.jsonl --out runs/cdsl
   python -m infer.tune prompts.jsonl --method mtad --out runs/mtad
 
-mtad, mtjd, bild and mentored: of the grid, the fastest point whose quality is within --bound of
-plain decoding's or of the best point's. Quality is perplexity under the target, or ROUGE-L. Speed
-is the modeled one, P.
+mtad, mtjd, bild, mentored, speculative, spectr and specinfer: of the grid, the fastest point whose
+quality is within --bound of plain decoding's or of the best point's. Quality is perplexity under
+the target, over all tokens or as the mean of the texts' perplexities, or ROUGE-L. Speed is the
+modeled one, P. The last three methods are lossless: their quality differs only by chance.
 
 cdsl (default): the protocol of Nakshatri et al. 2025, appendix C. Of a grid over a_t, r_t and b, it
 takes the ten fastest points, and chooses the one that satisfies the constraints best. Speed is the
 modeled one, which does not depend on the machine's noise; wall-clock speed is shown beside it. Soft
 satisfaction has two figures: the mean over rows, and the share of all constraints. The paper counts
-the latter, and the choice follows it.
+the latter, and the choice follows it; --select takes a figure of --measure instead. The report also
+has speculative decoding without a reward (the paper's Tables 7 and 8).
 
 Started again with the same arguments, it continues where it stopped. --out gets grid.jsonl,
 report.json and report.md. For cdsl and with the plots extra it also gets thresholds.png: speedup
-and satisfaction against each threshold, as in the paper's Figure 2.
+and satisfaction against r_t, a_t and b, with hard and ratio acceptance, as in the paper's Figure 2.
 
 Exit codes: 0 done, 2 bad arguments or input.
 """
@@ -48,14 +50,20 @@ NUCLEI = (0.9, 0.5)  # the top-p of the paper's Table 1
 # CDSL's grid, from the paper's Table 2. A draft is kept if at least the share a_t of it is accepted
 # and its reward is at least r_t. Below a_t, up to b tokens of the target are appended to it.
 GRID = {"a_t": (0.3, 0.6, 0.9), "r_t": (0.3, 0.5, 0.6, 0.9), "b": (0, 1, 2)}
+# Where the paper's figures hold the options that they do not vary (Figures 2, 7 and 8).
+CENTER = {"a_t": 0.3, "r_t": 0.3, "b": 0}
 # Grids of the other methods: the paper's choices (MTAD, Table 13) and values near them.
 GRIDS = {
     "mtad": {"tau": ("0", "0.1", "0.3", "0.5", "0.7", "0.9")},
     "mtjd": {"block": ("2", "3", "4", "5")},
     "bild": {"tau1": ("0.3", "0.6", "0.9"), "tau2": ("1", "2", "3")},
     "mentored": {"max_kl": ("0.01", "0.03", "0.1", "0.3", "1")},
+    "speculative": {"gamma": ("2", "4", "6", "8")},
+    "spectr": {"gamma": ("2", "4"), "chains": ("2", "4")},
+    # m children of the root, and a chain after each: MTAD's m sequences of γ = 4 tokens.
+    "specinfer": {"branching": ("2,1,1,1", "4,1,1,1")},
 }
-QUALITIES = ("perplexity", "rouge_l")
+QUALITIES = ("perplexity", "perplexity_of_rows", "rouge_l")
 
 bound = checked(
     lambda text: (text.partition(":")[0], float(text.partition(":")[2])),
@@ -82,9 +90,41 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         commands.error("--test-sample needs --test FILE")
     if (args.sample or args.test_sample) and not args.dataset:
         commands.error("--sample and --test-sample need --dataset NAME")
+    _set_center(args, commands)
+    _check_cdsl(args, commands)
     if args.method != "cdsl" and len(args.top_p) > 1 and args.top_p != NUCLEI:
         commands.error(f"--top-p: expected one number for --method {args.method}")
     return args
+
+
+def _set_center(args: argparse.Namespace, commands: Parser) -> None:
+    """Turns ``--at`` into numbers, with the paper's for options that it does not name."""
+    given = dict(args.at)
+    args.at = dict(CENTER)
+    for option, text in given.items():
+        if option not in CENTER:
+            commands.error(f"--at {option}: choose {', '.join(CENTER)}")
+        try:
+            args.at[option] = type(CENTER[option])(text)
+        except ValueError:
+            commands.error(f"--at {option}={text}: expected a number such as {CENTER[option]}")
+
+
+def _check_cdsl(args: argparse.Namespace, commands: Parser) -> None:
+    """Ends the program if arguments about the choice of cdsl's point contradict each other."""
+    if args.method != "cdsl":
+        only = {"--d": args.d, "--select": args.select, "--measure": args.measure}
+        for option, value in only.items():
+            if value:
+                commands.error(f"{option} is for cdsl, not for --method {args.method}")
+    if args.d and "d" in dict(args.set):
+        commands.error("--d gives the values of d: leave out --set d=…")
+    names = [measure.partition(":")[0] for measure in args.measure]
+    if args.select and args.select not in names:
+        commands.error(
+            f"--select {args.select}: expected the name of a --measure, such as "
+            "--measure llama-guard:DIR --select llama-guard"
+        )
 
 
 def parser() -> Parser:
@@ -154,9 +194,12 @@ def _add_cdsl(out: Parser) -> None:
     rewards = {"type": some_text, "metavar": "NAME[:ARG]"} | REPEATABLE
     text = "a reward that guides decoding; repeatable (default: lexical)"
     out.add_argument("--reward", help=text, **rewards)
-    text = "a further reward on text, such as python: it does not guide decoding, and is only "
-    text += "measured on the test task; repeatable"
+    text = "a further reward on text, such as python, or llama-guard:DIR: it does not guide "
+    text += "decoding, and is only measured; repeatable"
     out.add_argument("--measure", help=text, **rewards)
+    text = "choose the point with the most of this --measure among the fastest, instead of the "
+    text += "most constraints met; it is then measured on all points"
+    out.add_argument("--select", type=some_text, metavar="NAME", help=text)
     for name, values in GRID.items():
         out.add_argument(
             "--" + name.replace("_", "-"),
@@ -165,6 +208,14 @@ def _add_cdsl(out: Parser) -> None:
             metavar="A,B,…",
             help=f"values of {name} in cdsl's grid (default: {','.join(map(str, values))})",
         )
+    text = "values of d in cdsl's grid, such as 3,5 (default: that of --set)"
+    out.add_argument("--d", type=numbers(int), default=(), metavar="A,B,…", help=text)
+    center = ", ".join(f"{name}={value:g}" for name, value in CENTER.items())
+    text = "where the picture holds the options that a panel does not vary; repeatable (default: "
+    text += f"{center})"
+    out.add_argument("--at", type=setting, metavar="OPTION=VALUE", help=text, **REPEATABLE)
+    text = "draft length of speculative decoding without a reward (default: %(default)s)"
+    out.add_argument("--gamma", type=whole(1, 64), default=3, metavar="N", help=text)
 
 
 def _add_decoding(out: Parser) -> None:

@@ -1,4 +1,4 @@
-"""Tune mtad, mtjd, bild or mentored: the fastest point of a grid whose quality is within a bound.
+"""Tune a method but cdsl: the fastest point of a grid whose quality is within a bound.
 
 Quality is perplexity under the target or ROUGE-L, on the validation file. The chosen point is
 compared with plain decoding and with the method's defaults on the test file.
@@ -27,7 +27,7 @@ from specjax._util.files import locked, write_text
 from specjax.core.warp import Sampling
 from specjax.registry import METHODS, method
 
-LOWER_IS_BETTER = ("perplexity",)
+LOWER_IS_BETTER = ("perplexity", "perplexity_of_rows")
 
 
 def tune(args: argparse.Namespace) -> int:
@@ -135,7 +135,7 @@ def choose(
     Args:
       rows: the grid.
       plain: plain decoding's row.
-      quality: the key of the quality, ``perplexity`` or ``rouge_l``.
+      quality: the key of the quality, ``perplexity``, ``perplexity_of_rows`` or ``rouge_l``.
       base: what the bound is relative to: ``plain`` decoding or the ``best`` row.
       share: how much worse than that the quality may be, e.g. 0.05 for 5 %.
 

@@ -74,6 +74,7 @@ class MeasuredRows:
             line = "\n" + line
             self._is_torn = False
         append_line(self._path, line)
+        self._rows[json.dumps(key)] = row  # the curves ask for points of the grid again
 
         score = "soft_of_constraints" if "soft_of_constraints" in row else "perplexity"
         say(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,9 @@ from infer.tune.commands import GRID
 from infer.uncertainty import SPREAD_NOTE
 from specjax._util.files import markdown_table
 
+SOFT = "soft_of_constraints"  # the satisfaction that the paper counts
+# The options of the picture's columns, and their titles: the paper's order.
+PANELS = {"r_t": "reward threshold, r_t", "a_t": "approval threshold, a_t", "b": "b"}
 # Columns of the tables: head, key in a row, format.
 COLUMNS = (
     ("method", "name", "{}"),
@@ -25,9 +27,18 @@ COLUMNS = (
     ("tokens/s", "tokens_per_second", "{:.0f}"),
     ("wall-clock speedup", "speedup", "{:.2f}"),
 )
+SPECULATIVE_COLUMNS = (
+    COLUMNS[0],
+    ("acceptance rate", "acceptance_rate", "{:.3f}"),
+    ("draft calls/token", "draft_calls_per_token", "{:.3f}"),
+    ("target calls/token", "target_calls_per_token", "{:.3f}"),
+    ("hard", "hard", "{:.3f}"),
+    ("soft, of all constraints", SOFT, "{:.3f}"),
+)
 LOSSY_COLUMNS = (
     COLUMNS[0],
     ("perplexity", "perplexity", "{:.3f}"),
+    ("perplexity, mean of rows", "perplexity_of_rows", "{:.3f}"),
     ("ROUGE-L", "rouge_l", "{:.3f}"),
     ("acceptance", "acceptance_rate", "{:.2f}"),
     *COLUMNS[4:],
@@ -35,26 +46,29 @@ LOSSY_COLUMNS = (
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report of cdsl as Markdown: the chosen point, the test table, the grid."""
+    """The report of cdsl as Markdown: the chosen point, the test table, the others."""
     options = report["best"]["options"]
-    chosen = ", ".join(f"{name} = {options[name]:g}" for name in GRID)
+    names = [*GRID, "d"] if report["job"]["d"] else list(GRID)
+    chosen = ", ".join(f"{name} = {options[name]:g}" for name in names)
     first = f"c = {report['c']:.3f}. Chosen on the validation task: {chosen}. {SPREAD_NOTE}"
+    measured = _measure_columns(report["measures"])
 
     parts = [first, ""]
     if "test" in report:
-        columns = [*COLUMNS[:4], *_measure_columns(report["job"]["measure"]), *COLUMNS[4:]]
+        columns = [*COLUMNS[:4], *measured, *COLUMNS[4:]]
         parts += ["## Test", "", markdown_table(*fill(columns, report["test"]))]
-    columns = [*((name, name, "{:g}") for name in GRID), *COLUMNS[1:]]
+    parts += [f"## Speculative decoding, γ = {report['job']['gamma']}", ""]
+    parts += [markdown_table(*fill([*SPECULATIVE_COLUMNS, *measured], report["speculative"]))]
+    columns = [*((name, name, "{:g}") for name in names), *COLUMNS[1:4], *measured, *COLUMNS[4:]]
     points = [row | row["options"] for row in report["grid"]]
     parts += ["## Grid", "", markdown_table(*fill(columns, points))]
     return "\n".join(parts)
 
 
-def _measure_columns(measures: list[str]) -> list[Column]:
+def _measure_columns(names: list[str]) -> list[Column]:
     """The columns of ``--measure``, each under its reward's name."""
-    if not measures:
+    if not names:
         return []
-    names = [measure.partition(":")[0] for measure in measures]
     return [(name, name, "{:.3f}") for name in [*names, "all"]]
 
 
@@ -88,30 +102,37 @@ def _why_chosen(report: dict[str, Any]) -> str:
 
 
 def draw_thresholds(report: dict[str, Any], path: Path) -> None:
-    """Draws modeled speedup over CDLH and satisfaction against a_t and r_t, means over the grid.
+    """Draws the paper's six panels: speedup over CDLH, and satisfaction, against each option.
 
-    Nothing is drawn without the plots extra.
+    The other two options stay at ``--at``. Nothing is drawn without the plots extra.
     """
     plt = pyplot()
     if plt is None:
         return
-    figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
-    for left, name in zip(axes, ("a_t", "r_t"), strict=True):
-        left.set_xlabel(name)
-        _draw_means(left, report["grid"], name, "modelled_speedup", "C0o-")
-        left.set_ylabel("speedup over CDLH", color="C0")
-        right = left.twinx()
-        _draw_means(right, report["grid"], name, "soft_of_constraints", "C1s--")
-        right.set_ylabel("constraints satisfied", color="C1")
+    selected = report["job"]["select"]
+    figures = (
+        ("modelled_speedup", "speedup over CDLH", 1),
+        (selected or SOFT, f"{selected or 'constraints satisfied'}, %", 100),
+    )
+    figure, axes = plt.subplots(2, 3, figsize=(11, 6), layout="constrained")
+    for row_of_axes, (key, title, scale) in zip(axes, figures, strict=True):
+        for axis, option in zip(row_of_axes, PANELS, strict=True):
+            for accept, rows in report["curves"].items():
+                values, heights = curve(rows, option, report["job"]["at"], key)
+                axis.plot(values, [scale * height for height in heights], "o-", label=accept)
+            axis.set(xlabel=PANELS[option], ylabel=title)
+    axes[0][0].legend(title="acceptance", fontsize=8)
     save_figure(figure, path)
 
 
-def _draw_means(
-    axis: Any, rows: Sequence[dict[str, Any]], option: str, key: str, style: str
-) -> None:
-    """Draws the mean of a figure over all rows with the same value of an option."""
-    values = sorted({row["options"][option] for row in rows})
-    means = []
-    for value in values:
-        means.append(statistics.mean(r[key] for r in rows if r["options"][option] == value))
-    axis.plot(values, means, style)
+def curve(
+    rows: Sequence[dict[str, Any]], option: str, center: dict[str, float], key: str
+) -> tuple[list[float], list[float]]:
+    """A figure of the rows that differ from the center only in ``option``, by its value."""
+    others = [name for name in PANELS if name != option]
+    points = {}
+    for row in rows:
+        if all(row["options"][name] == center[name] for name in others):
+            points[row["options"][option]] = row[key]
+    values = sorted(points)
+    return values, [points[value] for value in values]

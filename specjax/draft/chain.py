@@ -21,7 +21,7 @@ from specjax._util.errors import PairError
 from specjax.core import probs
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Proposal
-from specjax.core.types import IID, Draft, Inputs, TreeShape
+from specjax.core.types import DETERMINISTIC, IID, Draft, Inputs, TreeShape
 from specjax.core.warp import warp
 from specjax.draft.model_drafter import ModelDrafter, draw_chain, last_two
 
@@ -46,6 +46,9 @@ class ChainRecord(NamedTuple):
 class Chain(ModelDrafter):
     """γ tokens drawn from a draft model with the target's warp, or unwarped (``draft_warp=False``).
 
+    With ``greedy`` they are its most probable tokens instead, beside the same ``log_q``. The rules
+    of sampled drafts refuse them, because they are no draws from it.
+
     A row's chain ends at its first end-of-sequence token. With ``stop`` it also ends where the
     draft's largest probability, unwarped, is below the setting ``tau1`` (BiLD's fallback, Kim et
     al. 2023, §3.2). That reads only the prefix, so it is lossless under a lossless rule. The loop
@@ -57,18 +60,22 @@ class Chain(ModelDrafter):
     stop: str = NEVER_STOPS
     draft_warp: bool = True
     keep_logits: bool = False
+    greedy: bool = False
     name = "chain"
-    sampling = IID
 
     def __post_init__(self):
-        validate_fields(
-            self, gamma=COUNT, stop=Check(str, choices=STOPS), draft_warp=FLAG, keep_logits=FLAG
-        )
+        stop = Check(str, choices=STOPS)
+        flags = {"draft_warp": FLAG, "keep_logits": FLAG, "greedy": FLAG}
+        validate_fields(self, gamma=COUNT, stop=stop, **flags)
         if self.keep_logits and self.stop == STOPS_AFTER:
             raise PairError(
                 "a chain that stops after an unsure token has no logits after that token, "
                 "which this target distribution needs: use stop=before"
             )
+
+    @property
+    def sampling(self) -> str:
+        return DETERMINISTIC if self.greedy else IID
 
     @property
     def shape(self) -> TreeShape:
@@ -145,7 +152,11 @@ class Chain(ModelDrafter):
             drawn = drawn & self._is_sure(inputs, logits)
 
         node = jnp.broadcast_to(step + 1, (log_q.shape[0], 1))
-        token = probs.sample(jnp.exp(log_q), probs.uniforms(keys, Purpose.DRAFT, node)[:, 0])
+        if self.greedy:
+            token = jnp.argmax(log_q, axis=-1).astype(jnp.int32)
+        else:
+            u = probs.uniforms(keys, Purpose.DRAFT, node)[:, 0]
+            token = probs.sample(jnp.exp(log_q), u)
         token = jnp.where(drawn, self.to_target_ids(inputs, token), 0)
         # If raw logits are kept, a row also takes part in the extra pass, hence + keep_logits.
         active = drawn & ~inputs.is_eos(token) & (step + 1 < gamma + self.keep_logits)

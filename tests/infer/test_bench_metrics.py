@@ -454,7 +454,7 @@ def test_llama_guard_is_asked_by_its_template(tiny_pair_dirs, tmp_path, monkeypa
         texts = ["\n\nsafe", "unsafe\nS1", "I think"][: len(prompts)]
         return types.SimpleNamespace(text=texts)
 
-    monkeypatch.setattr("infer.bench.metrics.llama_guard.generate", generate)
+    monkeypatch.setattr("infer.llama_guard.generate", generate)
     metric = make_metric(f"llama-guard:{home}")
     done = [Completion("a", "b"), Completion("c", "d"), Completion("e", "f")]
     too_long = Completion("x" * 9000, "y")

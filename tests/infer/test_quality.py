@@ -11,6 +11,7 @@ from infer.bench import commands as bench
 from infer.bench import energy, questions
 from infer.bench.cases import Case
 from infer.bench.report import COLUMNS
+from infer.bench.rows import make_rows
 from infer.bench.text_quality import LOSSLESS, UNKNOWN, kl_to_target, was_tested
 from infer.bench.timed_cases import Result
 from infer.reporting import fill
@@ -65,6 +66,22 @@ def test_kl_is_exact_or_unknown_elsewhere(target, draft):
     ):
         case = Case(method, sj.method(method).resolve(options), SAMPLED, 3)
         assert kl_to_target(target, draft, PROMPTS, Result(case)) == want
+
+
+def test_perplexity_is_over_tokens_and_the_mean_of_rows(target, monkeypatch):
+    """Rows of 1, 2 and 3 nats a token: exp(2) over all, and the mean of the three exponentials."""
+    nats = {1: 3.0, 4: 2.0, 7: 1.0}  # by the prompt's first token
+
+    def output_logprobs(model, prompt, output):
+        return np.full(len(output), -nats[prompt[0]])
+
+    monkeypatch.setattr("infer.bench.rows.output_logprobs", output_logprobs)
+    result = decoded(target, None, "autoregressive")
+    (row,) = make_rows(target, PROMPTS, [result], {1: 1.0}, None)
+    assert row["perplexity"] == pytest.approx(np.exp(2))
+    assert row["perplexity_of_rows"] == pytest.approx(np.exp([1, 2, 3]).mean())
+    heads, _ = fill(COLUMNS, [row])
+    assert {"perplexity", "perplexity, mean of rows"} <= set(heads)
 
 
 def test_bonus_tokens_are_distinguished_from_corrections():

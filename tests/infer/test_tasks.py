@@ -12,11 +12,11 @@ from infer import code_task
 from infer import formats as tasks
 from infer.prompts import Prompt
 from infer.run import commands as run
+from infer.satisfaction import count_constraints
 from infer.tune import commands as tune
 from infer.tune.candidates import (
     Candidate,
     TuneSetting,
-    count_constraints,
     measure_candidate,
     with_speedups,
 )
@@ -210,11 +210,11 @@ def test_the_best_of_the_ten_fastest_is_chosen():
 def test_soft_satisfaction_is_counted_over_rows_and_over_constraints():
     """The first row satisfies both of its constraints, the second none of its four: 2 of 6."""
     parts = rewards.combine(["lexical", "regex:x"]).parts
-    prompts = [Prompt(i, i, "", [1], {}, {"lexical": list("abc")[:n]}) for i, n in ((0, 1), (1, 3))]
+    asked = [{"lexical": ["a"]}, {"lexical": ["a", "b", "c"]}]
     scores = np.array([[1.0, 1.0], [0.0, 0.0]])
-    assert np.array_equal(count_constraints(parts, scores, prompts), [[2, 0], [2, 4]])
+    assert np.array_equal(count_constraints(parts, scores, asked), [[2, 0], [2, 4]])
     thirds = np.array([[0.0, 1.0], [np.float32(2) / np.float32(3), 0.0]])
-    assert np.array_equal(count_constraints(parts, thirds, prompts), [[1, 2], [2, 4]])
+    assert np.array_equal(count_constraints(parts, thirds, asked), [[1, 2], [2, 4]])
 
 
 def test_speedups_are_ratios_of_sums_with_their_spread():

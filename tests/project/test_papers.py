@@ -21,6 +21,7 @@ from infer import config, timing
 from infer.bench import commands as bench
 from infer.bench import pictures, sweep_pictures
 from infer.bench.benchmark import run_benchmark
+from infer.bench.cases import make_cases
 from infer.datasets.files import read_rows
 from infer.prompts import PromptEncoder
 from infer.reporting import save_figure
@@ -64,8 +65,13 @@ METRICS = {  # a metric's column
     "gsm8k": "GSM8K",
     "rouge": "rouge-score L",
     "execution": "execution",
+    "satisfaction": "hard",
 }
 TRACED = ("alpha", "beta", "tau", "max_kl")
+CDSL_TABLES = (  # columns and rows of Tables 5 to 8
+    *("c = ", "draft calls/token", "target calls/token", "acceptance rate"),
+    *("target, greedy", "draft, greedy", "speculative, hard", "speculative, ratio"),
+)
 COLUMNS = {
     "scd_wikitext": ("diversity, SimCTG", "acceptance", "expected, c = 0.05"),
     "scd_alpacaeval": ("acceptance", "expected, c = 0.05"),
@@ -73,7 +79,10 @@ COLUMNS = {
     "scd_humaneval": ("pass@1", "target, accepted", "draft, accepted", "expected, c = 0.05"),
     "scd_surface": ("alpha=0.3 beta=", "expected, c = 0.01", "expected, c = 0.2"),
     "mentored": ("max_kl=0.03", "acceptance", "KL, nats/token"),
-    "mtad_methods": ("tokens/s", "J/token", "perplexity", "tokens/round", "spectr", "bild"),
+    "mtad_methods": (
+        *("tokens/s", "J/token", "perplexity", "perplexity, mean of rows", "tokens/round"),
+        *("spectr", "bild", "specinfer", "speculative", "mtad"),
+    ),
     "mtad_joint": ("block=1", "perplexity", "ROUGE-L"),
     "mtad_batches": ("s/pass", "s/prompt", "J/token"),
     "mtad_beams": ("width=2", "tokens/s", "J/token", "perplexity"),
@@ -82,8 +91,13 @@ COLUMNS = {
     "sdsat_nucleus": ("sdsat k=", "tokens/s", "accepted/drafted"),
     "sdsat_infilling": ("sdsat k=", "exact match", "tokens/s"),
     "mtad_tuning": ("Chosen on the validation file", "perplexity", "P"),
-    "cdsl_commongen": ("soft, of all constraints", "hard", "modeled speedup", "a_t"),
-    "cdsl_harmless": ("soft, of all constraints", "hard", "modeled speedup", "r_t"),
+    "cdsl_commongen": (
+        *("soft, of all constraints", "hard", "modeled speedup", "a_t", *CDSL_TABLES),
+        *("nucleus, 0.9", "nucleus, 0.5", "beam", "CDLH", "CDLH-appx", "CDSL"),
+    ),
+    "cdsl_harmless": ("llama-guard", "modeled speedup", "r_t", *CDSL_TABLES),
+    "cdsl_lengths": ("| d |", "soft, of all constraints", "hard", "modeled speedup"),
+    "cdsl_satisfaction": ("soft, of all constraints", "hard", "acceptance", "greedy", "sampled"),
     None: ("perplexity",),
 }
 # Columns that must have a value in some row, by config.
@@ -155,7 +169,8 @@ def home(tmp_path_factory):
     tokenizer = (DEMO / "tokenizer.json").read_text()
     for name, cfg, other in (("P", whole, {}), ("Q", cut, first)):
         save_pretrained(home / name, cfg, jax.device_get(params | other), tokenizer)
-    (home / "GPT2").symlink_to(home / "P")
+    for name in ("GPT2", "GUARD"):
+        (home / name).symlink_to(home / "P")
     template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     (home / "P" / "chat_template.jinja").write_text(template)
     if importlib.util.find_spec("torch"):
@@ -214,7 +229,7 @@ def shrunk(args):
     for name in ("sample", "test_sample"):
         if vars(args).get(name):
             vars(args)[name] = 1
-    for name in ("batch_size", "a_t", "r_t", "b"):
+    for name in ("batch_size", "a_t", "r_t", "b", "d"):
         if isinstance(vars(args).get(name), list | tuple):
             vars(args)[name] = vars(args)[name][:2]
     for name in ("sweep", "grid"):
@@ -286,6 +301,47 @@ def axes(monkeypatch):
     for module in (pictures, sweep_pictures):
         monkeypatch.setattr(module, "save_figure", save)
     return made
+
+
+# MTAD, Table 13: m, BiLD's two thresholds and MTAD's, by column.
+TABLE_13 = {
+    "chatgpt-prompts": {"Llama": (4, 0.9, 2, 0.1), "OPT": (4, 0.9, 2, 0.1)},
+    "chatalpaca": {"Llama": (2, 0.9, 1, 0.1), "OPT": (2, 0.3, 2, 0.1)},
+    "cnn-dailymail": {"Llama": (4, 0.9, 3, 0.1), "OPT": (2, 0.3, 2, 0.1)},
+    "spider": {"Llama": (2, 0.9, 1, 0.9), "OPT": (2, 0.9, 1, 0.1)},
+    "mt-bench": {"Llama": (2, 0.9, 1, 0.9), "OPT": (2, 0.9, 1, 0.1)},
+}
+OPT_COLUMNS = {"chatalpaca": "CA", "cnn-dailymail": "CD", "spider": "SP", "mt-bench": "MT"}
+
+
+def options_of_mtad(command):
+    """m, BiLD's two thresholds and MTAD's of a command; the draft lengths are asserted."""
+    args = config.parse_with_config(bench.parser(), shlex.split(command)[1:])
+    by_method = {case.method: case.options for case in make_cases(args, has_draft=True)}
+    for name in ("speculative", "spectr", "mtad"):
+        assert by_method[name]["gamma"] == 4
+    bild = by_method["bild"]
+    chains = by_method["spectr"]["chains"]
+    assert by_method["specinfer"]["branching"] == (chains, 1, 1, 1)
+    assert bild["gamma"] == 10 and by_method["mtad"]["width"] == 8
+    return chains, bild["tau1"], bild["tau2"], by_method["mtad"]["tau"]
+
+
+@pytest.mark.parametrize("dataset", TABLE_13)
+def test_mtads_commands_have_the_options_of_its_table_13(dataset, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    of_methods = [command for command in COMMANDS if "mtad_methods" in command]
+    commands = [c for c in of_methods if f"--dataset {dataset} " in c and "--top-k" not in c]
+    assert {options_of_mtad(command) for command in commands} == {TABLE_13[dataset]["Llama"]}
+
+    base = next(c for c in of_methods if "--dataset chatgpt-prompts " in c)
+    if dataset not in OPT_COLUMNS:
+        assert options_of_mtad(base) == TABLE_13[dataset]["OPT"]
+        return
+    rows = [line for line in PAGE.splitlines() if re.match(r"\| \w\w and \w\w, OPT \|", line)]
+    (row,) = (line for line in rows if OPT_COLUMNS[dataset] in line)
+    own = re.search("`(.*)`", row)[1]
+    assert options_of_mtad(f"{base} {own}") == TABLE_13[dataset]["OPT"]
 
 
 @pytest.fixture

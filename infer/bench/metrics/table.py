@@ -52,6 +52,12 @@ METRICS = {
         "DIR", "probability of a sequence classifier's last class", "torch", "harmless"
     ),
     "llama-guard": MetricSpec("DIR", "share that Llama-Guard calls safe", "", "llama_guard"),
+    "satisfaction": MetricSpec(
+        "[REWARD]",
+        "share of the prompts' constraints that are met, by a reward (default: lexical)",
+        "",
+        "satisfaction",
+    ),
     "judge": MetricSpec(
         "[pair]",
         "a judge's rating, 1 to 10; pair: how often it prefers ours to the first reference",

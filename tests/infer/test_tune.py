@@ -1,0 +1,230 @@
+"""What infer.tune compares, chooses and draws, on made-up rows and with the smallest models."""
+
+import json
+import math
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from infer.bench.metrics.protocol import Completion
+from infer.bench.metrics.table import make_metric
+from infer.llama_guard import GuardReward
+from infer.tune import cdsl, report
+from infer.tune import commands as tune
+from infer.tune.candidates import with_measures
+from infer.tune.cdsl import choose, curve_points, grid_points
+from infer.tune.commands import CENTER, GRID
+from infer.tune.ratio import ratio_speculative
+from specjax import rewards
+from specjax._util.errors import OptionError, PairError
+from specjax.core.types import DETERMINISTIC, Draft
+from specjax.rewards import Sample
+from specjax.verify import speculative
+
+plt = pytest.importorskip("matplotlib.pyplot")
+
+
+def parse(*argv):
+    return tune.parse(["task.jsonl", "--out", "x", *argv])
+
+
+def made_up_row(options):
+    """A row whose speed falls with the thresholds and whose satisfaction rises."""
+    strict = options["a_t"] + options["r_t"] + options["b"]
+    is_ratio = options.get("accept") == "ratio"
+    return {
+        "options": options,
+        "modelled_speedup": 9 - strict + is_ratio,
+        "soft_of_constraints": strict / 10,
+        "llama-guard": strict / 20,
+    }
+
+
+def made_up_report(args):
+    points = curve_points(args, {})
+    return {
+        "job": vars(args),
+        "curves": {
+            "hard": [made_up_row(point) for point in points],
+            "ratio": [made_up_row(point | {"accept": "ratio"}) for point in points],
+        },
+    }
+
+
+def drawn(made_up, tmp_path, monkeypatch):
+    """The axes that the picture is made of."""
+    kept = []
+    monkeypatch.setattr(report, "save_figure", lambda figure, path: kept.append(figure))
+    report.draw_thresholds(made_up, tmp_path / "thresholds.png")
+    (figure,) = kept
+    return np.reshape(figure.axes, (2, 3))
+
+
+def test_the_picture_has_the_papers_six_panels(tmp_path, monkeypatch):
+    """Speed above and performance below, against r_t, a_t and b, hard and ratio overlaid."""
+    axes = drawn(made_up_report(parse()), tmp_path, monkeypatch)
+    titles = ["reward threshold, r_t", "approval threshold, a_t", "b"]
+    assert [[axis.get_xlabel() for axis in row] for row in axes] == [titles, titles]
+    assert {axis.get_ylabel() for axis in axes[0]} == {"speedup over CDLH"}
+    assert {axis.get_ylabel() for axis in axes[1]} == {"constraints satisfied, %"}
+    for column, option in enumerate(("r_t", "a_t", "b")):
+        for axis in axes[:, column]:
+            assert [line.get_label() for line in axis.lines] == ["hard", "ratio"]
+            assert list(axis.lines[0].get_xdata()) == sorted(GRID[option])
+
+    # The others stay at the paper's point, so this is no mean over the grid.
+    hard, ratio = axes[0, 0].lines
+    np.testing.assert_allclose(hard.get_ydata(), [9 - (r_t + 0.3 + 0) for r_t in GRID["r_t"]])
+    np.testing.assert_allclose(ratio.get_ydata(), np.add(hard.get_ydata(), 1))
+    np.testing.assert_allclose(axes[1, 2].lines[0].get_ydata(), [6, 16, 26])
+    plt.close("all")
+
+
+def test_the_picture_of_harmless_text_holds_r_t_at_its_own_place(tmp_path, monkeypatch):
+    measure = ["--measure", "llama-guard:DIR", "--select", "llama-guard"]
+    args = parse("--at", "r_t=0.01", "--r-t", "0.05,0.4", *measure)
+    assert args.at == CENTER | {"r_t": 0.01}
+    axes = drawn(made_up_report(args), tmp_path, monkeypatch)
+    assert list(axes[0, 0].lines[0].get_xdata()) == [0.01, 0.05, 0.4]
+    np.testing.assert_allclose(axes[0, 1].lines[0].get_ydata(), [9 - a - 0.01 for a in GRID["a_t"]])
+    assert axes[1, 0].get_ylabel() == "llama-guard, %"
+    # The point of the picture is none of the grid's, so it cannot be chosen.
+    assert all(point["r_t"] != 0.01 for point in grid_points(args))
+    plt.close("all")
+
+
+def test_d_is_an_axis_of_the_grid():
+    args = parse("--d", "3,5")
+    points = grid_points(args)
+    assert len(points) == 2 * 36 and {point["d"] for point in points} == {3, 5}
+    assert all(point["d"] == 5 for point in curve_points(args, {"d": 5}))
+    assert all("d" not in point for point in grid_points(parse()))
+
+
+def test_a_figure_of_measure_may_choose():
+    rows = [
+        {"soft_of_constraints": 1 - i / 20, "llama-guard": i / 20, "hard": 0.0, "cost": float(i)}
+        for i in range(20)
+    ]
+    assert choose(rows)["cost"] == 0
+    assert choose(rows, "llama-guard")["cost"] == 9
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--select", "llama-guard"], "expected the name of a --measure"),
+        (["--at", "k=3"], "--at k: choose a_t, r_t, b"),
+        (["--at", "b=x"], "--at b=x: expected a number"),
+        (["--d", "3", "--set", "d=5"], "leave out --set d"),
+        (["--method", "mtad", "--d", "3"], "--d is for cdsl"),
+    ],
+)
+def test_wrong_arguments_are_one_line(argv, says, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse(*argv)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+@pytest.mark.parametrize("method", ["speculative", "spectr", "specinfer"])
+def test_lossless_methods_have_a_grid(method):
+    args = parse("--method", method, "--quality", "perplexity_of_rows")
+    assert cdsl.method(method).resolve({o: values[0] for o, values in tune.GRIDS[method].items()})
+    assert args.method == method
+
+
+def test_ratio_acceptance_takes_greedy_drafts_with_probability_p_over_q():
+    """The argmax has q = 0.5 and p = 0.2, so it passes 2 times in 5; a rule of draws refuses it."""
+    rows = 4000
+    log_q = jnp.log(jnp.tile(jnp.array([0.5, 0.3, 0.2]), (rows, 1, 1)))
+    log_p = jnp.log(jnp.tile(jnp.array([0.2, 0.3, 0.5]), (rows, 2, 1)))
+    tokens = jnp.zeros((rows, 1), jnp.int32)
+    draft = Draft.chain(tokens, log_q, sampling=DETERMINISTIC)
+    keys = jax.random.split(jax.random.key(0), rows)
+    verdict = ratio_speculative(1).rule(keys, draft, log_p)
+    assert float(verdict.num_accepted.mean()) == pytest.approx(0.4, abs=0.03)
+    refused = np.asarray(verdict.tokens)[np.asarray(verdict.num_accepted) == 0, 0]
+    assert set(refused) == {2}, "the residual max(0, p - q) has the last token alone"
+    with pytest.raises(PairError, match="deterministic"):
+        speculative(keys, draft, log_p)
+
+
+class FakeGuard:
+    """Calls texts with an ``x`` unsafe, and gives no verdict on those with a ``?``."""
+
+    def __init__(self):
+        self.asked = []
+
+    def verdicts(self, pairs):
+        self.asked += pairs
+        return [None if "?" in text else float("x" not in text) for _, text in pairs]
+
+
+def test_llama_guard_judges_each_text_once():
+    guard = FakeGuard()
+    measures = rewards.combine([GuardReward(guard)])
+    prompts = [types.SimpleNamespace(text="p", constraints={}) for _ in range(4)]
+    row = {"texts": ["a", "x", "a", "?"], "satisfied": [True, True, False, True]}
+    with pytest.warns(rewards.RewardWarning, match="llama-guard returned NaN"):
+        first, second = with_measures([row, row], prompts, measures, None)
+    assert first["llama-guard"] == 0.5 and first["all"] == 0.25
+    assert second["llama-guard"] == 0.5
+    assert guard.asked == [("p", "a"), ("p", "x"), ("p", "?")]
+    assert math.isnan(GuardReward(guard).score(Sample("?", "p", (), {})))
+
+
+def test_satisfaction_is_a_metric_of_the_bench():
+    """Four of five words of two prompts, and one of the two whole."""
+    metric = make_metric("satisfaction")
+    assert list(metric.columns) == ["soft_of_rows", "soft_of_constraints", "hard"]
+    one = Completion("p", "a dog runs", task={"concepts": ["dog", "run"]})
+    two = Completion("p", "a cat eats", task={"constraints": ["cat", "eat", "bone"]})
+    metric.check([one, two])
+    figures = metric.measure([[one], [two]])
+    assert figures["soft_of_constraints"][0] == pytest.approx(4 / 5)
+    assert figures["soft_of_rows"][0] == pytest.approx((1 + 2 / 3) / 2)
+    assert figures["hard"][0] == 0.5
+    with pytest.raises(OptionError, match="prompt 1 has no words for lexical"):
+        metric.check([Completion("p", "", task={"prompt": "p"})])
+
+
+@pytest.fixture(scope="module")
+def tuned(tiny_pair_dirs, tmp_path_factory):
+    """The report of a tuning whose grid is one point."""
+    home = tmp_path_factory.mktemp("tuned")
+    task = {"prompt": "def walk(tree):", "constraints": ["yield", "tree"]}
+    (home / "task.jsonl").write_text(json.dumps(task) + "\n")
+    pair = ["--target", tiny_pair_dirs[0], "--draft", tiny_pair_dirs[1]]
+    grid = ["--a-t", "0.3", "--r-t", "0.3", "--b", "0", "--set", "k=2", "--set", "d=2"]
+    argv = [*pair, str(home / "task.jsonl"), "--out", str(home / "out"), *grid]
+    assert tune.main([*map(str, argv), "--max-new-tokens", "6", "--measure", "regex:e"]) == 0
+    return home / "out"
+
+
+def test_tuning_compares_hard_and_ratio_acceptance_without_a_reward(tuned):
+    """The columns and rows of the paper's Tables 7 and 8."""
+    table = json.loads((tuned / "report.json").read_text())["speculative"]
+    names = ["target, greedy", "draft, greedy", "speculative, hard", "speculative, ratio"]
+    assert [row["name"] for row in table] == [*names, "speculative, ratio of sampled drafts"]
+    target, draft, hard, ratio, sampled = table
+    assert (target["target_calls_per_token"], target["draft_calls_per_token"]) == (1, 0)
+    assert (draft["target_calls_per_token"], draft["draft_calls_per_token"]) == (0, 1)
+    assert target["texts"] == hard["texts"], "greedy speculative decoding is lossless"
+    assert hard["options"] == sampled["options"] == {"gamma": 3}
+    assert ratio["draft_calls_per_token"] <= 3 * ratio["target_calls_per_token"]
+    text = (tuned / "report.md").read_text()
+    heads = "acceptance rate | draft calls/token | target calls/token | hard | soft, of all"
+    assert "## Speculative decoding, γ = 3" in text and heads in text
+    assert "| regex | all |" in text
+
+
+def test_the_curves_have_both_kinds_of_acceptance(tuned):
+    curves = json.loads((tuned / "report.json").read_text())["curves"]
+    assert list(curves) == ["hard", "ratio"]
+    assert {row["options"].get("accept") for row in curves["ratio"]} == {"ratio"}
+    assert all(row["modelled_speedup"] > 0 for rows in curves.values() for row in rows)
+    assert (tuned / "thresholds.png").stat().st_size > 0
