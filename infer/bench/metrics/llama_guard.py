@@ -51,8 +51,7 @@ class LlamaGuard(PerCompletion):
             {"role": "user", "content": one.prompt},
             {"role": "assistant", "content": one.text},
         ]
-        tokenizer = self._model.tokenizer
-        return tokenizer.encode(tokenizer.apply_chat(messages), False)
+        return self._model.tokenizer.encode_chat(messages)
 
 
 def verdict(text: str) -> float | None:
