@@ -56,8 +56,7 @@ class Guard:
             {"role": "user", "content": prompt},
             {"role": "assistant", "content": completion},
         ]
-        tokenizer = self._model.tokenizer
-        return tokenizer.encode(tokenizer.apply_chat(messages), False)
+        return self._model.tokenizer.encode_chat(messages)
 
 
 class GuardReward:

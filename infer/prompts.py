@@ -94,7 +94,7 @@ class PromptEncoder:
         """
         tokenizer = self.target.tokenizer
         if self.chat:
-            tokens = tokenizer.encode(tokenizer.apply_chat(text), False)
+            tokens = tokenizer.encode_chat(text)
         else:
             tokens = tokenizer.encode(text)
         tokens = tokens[:first]

@@ -71,6 +71,7 @@ class Specjax(TemplateLM):
         self._batch_size = int(batch_size)
         self._max_tokens = int(max_gen_toks)
         self._seed = int(seed)
+        self._templated = False  # whether the harness's contexts come from the chat template
 
     # --- text and tokens -----------------------------------------------------------------------
 
@@ -91,17 +92,30 @@ class Specjax(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        return self._target.tokenizer.encode(string, add_special_tokens is not False)
+        """Token ids. Without an explicit choice, a template's text gets no special tokens.
+
+        The template has written them already: with ``--apply_chat_template`` a BOS of the tokenizer
+        would be a second one.
+        """
+        if add_special_tokens is None:
+            add_special_tokens = not self._templated
+        return self._target.tokenizer.encode(string, add_special_tokens)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
+        self._templated = True
         if not add_generation_prompt:
             raise OptionError("chat templates cannot continue an answer that has begun")
         return self._target.tokenizer.apply_chat(chat_history)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """A name for the harness's record of the run; it does not format anything."""
+        """A name for the harness's record of the run; it does not format anything.
+
+        The harness calls this at the start of a run with ``--apply_chat_template``, also where it
+        reads the rendered contexts from its cache.
+        """
+        self._templated = bool(chat_template)
         return self.tokenizer_name if chat_template else None
 
     # --- generation ----------------------------------------------------------------------------

@@ -145,8 +145,7 @@ class Admission:
         if not tokenizer.chats:
             raise OptionError("this model has no chat template: use /v1/completions")
         messages = [message.plain() for message in body.messages]
-        text = tokenizer.apply_chat(messages, body.chat_template_kwargs)
-        return tokenizer.encode(text, False)
+        return tokenizer.encode_chat(messages, body.chat_template_kwargs)
 
     def _encode(self, prompt: str | list[int], field: str) -> np.ndarray:
         if isinstance(prompt, str):

@@ -1,4 +1,4 @@
-"""Beam drafts (MTAD, Qin et al. 2024, §4.2): beam search or beam sampling in the draft model.
+"""Beam drafts (MTAD, Qin et al. 2024, §3.2): beam search or beam sampling in the draft model.
 
 Beams are a growing tree in one draft cache. So no cache is copied when one beam is dropped and
 another is continued twice. :mod:`specjax.search.beam` must copy caches.

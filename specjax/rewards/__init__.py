@@ -12,11 +12,11 @@ A reward runs in one of two places:
 to the requests of one job; the decoding loop asks it for scores.
 """
 
-from specjax.rewards.combined import COMBINATIONS, PRODUCT, Combined, Judge, RewardWarning
+from specjax.rewards.combined import COMBINATIONS, PRODUCT, Combined, Judge
 from specjax.rewards.folding import Data, Fold, Together
 from specjax.rewards.length import Length
-from specjax.rewards.lexical import Forbidden, Lexical, inflections
-from specjax.rewards.protocol import DeviceReward, Reward, Sample
+from specjax.rewards.lexical import Forbidden, Lexical, inflections, regular_inflections
+from specjax.rewards.protocol import DeviceReward, Reward, RewardWarning, Sample
 from specjax.rewards.table import REWARDS, combine, make_reward
 from specjax.rewards.text import Json, OfFunction, Python, Regex
 
@@ -46,4 +46,5 @@ __all__ = [
     "combine",
     "inflections",
     "make_reward",
+    "regular_inflections",
 ]

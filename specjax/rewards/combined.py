@@ -21,17 +21,13 @@ import numpy as np
 
 from specjax._util.errors import OptionError
 from specjax.rewards.folding import Data, Together
-from specjax.rewards.protocol import Reward, Sample
+from specjax.rewards.protocol import Reward, RewardWarning, Sample
 from specjax.text.tokenizer import Tokenizer
 
 SUM = "sum"
 PRODUCT = "product"
 COMBINATIONS = (SUM, PRODUCT)
 SHOWN_CHARACTERS = 200  # of the text in the warning about a failing reward
-
-
-class RewardWarning(UserWarning):
-    """A reward raised or returned NaN. Reported once per reward, with the text it failed on."""
 
 
 @dataclasses.dataclass(frozen=True)

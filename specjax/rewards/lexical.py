@@ -3,7 +3,7 @@
 **The rule.** A word occurs if one of its forms is in the completion, between word boundaries. The
 bytes before and after must not be an ASCII letter, a digit, an underscore or a part of a
 multi-byte character. The two ends of the completion are boundaries. Letters match in either case.
-The forms of a ``lexical`` word are the word and its regular inflections (:func:`inflections`).
+The forms of a ``lexical`` word are the word and its inflections (:func:`inflections`).
 ``=word`` is that exact spelling, for identifiers. Bytes of the text are compared, so the
 tokenization does not matter.
 
@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -27,7 +29,7 @@ import numpy as np
 
 from specjax._util.arguments import TEXTS, validate_fields
 from specjax._util.errors import OptionError
-from specjax.rewards.protocol import DeviceReward
+from specjax.rewards.protocol import DeviceReward, RewardWarning
 from specjax.text.incremental_decoder import REPLACEMENT
 from specjax.text.tokenizer import Tokenizer
 
@@ -42,7 +44,33 @@ WORDS_STEP = 4
 
 
 def inflections(word: str) -> list[str]:
-    """The word and its regular inflections: plural, third person, past, participle.
+    """The word and its inflections: plural, third person, past, participle, comparison.
+
+    They are the :func:`regular_inflections`, and those that lemminflect's word list has, such as
+    ``ran`` of ``run``. Without lemminflect (the extra ``words``) they are the regular ones alone.
+    """
+    known = _known_inflections(word.lower()) if word.isalpha() else ()
+    return list(dict.fromkeys([*regular_inflections(word), *known]))
+
+
+def knows_irregular_forms() -> bool:
+    """Whether lemminflect is installed."""
+    return importlib.util.find_spec("lemminflect") is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def _known_inflections(word: str) -> tuple[str, ...]:
+    """The word's forms in lemminflect's word list, as a verb, noun or adjective."""
+    if not knows_irregular_forms():
+        return ()
+    import lemminflect
+
+    by_tag = lemminflect.getAllInflections(word)
+    return tuple(form for forms in by_tag.values() for form in forms)
+
+
+def regular_inflections(word: str) -> list[str]:
+    """The word and what the spelling rules of English make of it.
 
     - ``-s``, and ``-es`` after s, x, z, ch, sh and o.
     - ``-ies`` and ``-ied`` in place of y after a consonant.
@@ -154,6 +182,20 @@ class Lexical:
                 )
             for word in words:
                 _check_word(self.name, word, self.inflect, tokenizer)
+        if self.inflect and not knows_irregular_forms():
+            self._warn_of_regular_forms(constraints)
+
+    def _warn_of_regular_forms(self, constraints: Sequence[dict]) -> None:
+        """Warns if a word is inflected, because fewer forms count than with lemminflect."""
+        words = [word for row in constraints for word in self.words_of(row)]
+        if all(word.startswith("=") for word in words):
+            return
+        warnings.warn(
+            f"reward {self.name}: only regular inflections count, 'ran' is no form of 'run'; for "
+            "irregular ones: pip install 'specjax[words]'",
+            RewardWarning,
+            stacklevel=2,
+        )
 
     def score(self, sample):
         words = self.words_of(sample.constraints)

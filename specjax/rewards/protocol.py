@@ -10,6 +10,13 @@ from specjax.rewards.folding import Fold
 from specjax.text.tokenizer import Tokenizer
 
 
+class RewardWarning(UserWarning):
+    """A reward raised or returned NaN, with the text it failed on; or it counts less than it could.
+
+    Reported once per reward.
+    """
+
+
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """A completion so far, or with a candidate continuation appended.

@@ -1,4 +1,4 @@
-"""Multi-token joint decoding (MTJD; Qin et al. 2024, §3).
+"""Multi-token joint decoding (MTJD; Qin et al. 2024, §3.1).
 
 Lossy for K > 1: its output is not distributed as that of token-by-token sampling.
 

@@ -1,4 +1,4 @@
-"""SDSAT's two-step decoding (Liu et al. 2024, §3.3). Lossless if its rule is lossless.
+"""SDSAT's two-step decoding (Liu et al. 2024, §2.1). Lossless if its rule is lossless.
 
 Axis legend: k adaptive tokens, n accepted draft tokens.
 """

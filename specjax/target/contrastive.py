@@ -96,7 +96,7 @@ def contrast(
     beta: Float[Array, ""],
     variant: str,
 ) -> Float[Array, "... V"]:
-    """Contrastive scores of raw logits (SCD §3; Li et al. 2023, §3.3).
+    """Contrastive scores of raw logits (SCD §3.1; Li et al. 2023, §3.3).
 
     A token keeps its score if it has at least ``α`` times the expert's top probability, that is,
     if ``Y_e ≥ log α + max Y_e``. All others get −inf. The score is ``log p_e − log p_a`` with the

@@ -263,6 +263,16 @@ class Tokenizer:
             messages = message
         return chat.render(self._chat_template, messages, self._special, self._source, options)
 
+    def encode_chat(
+        self, message: str | list[dict[str, str]], options: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The token ids of :meth:`apply_chat`'s text.
+
+        The template itself writes the special tokens, such as ``<s>``. So none are added: a second
+        BOS would change what the model answers.
+        """
+        return self.encode(self.apply_chat(message, options), add_special_tokens=False)
+
 
 def _decoder_settings(backend: tokenizers.Tokenizer) -> str:
     """The settings of the tokenizer's decoder, as JSON; "" if it has none."""

@@ -1,4 +1,4 @@
-"""MTAD's acceptance by joint probability (Qin et al. 2024, Algorithm 1). Lossy.
+"""MTAD's acceptance by joint probability (Qin et al. 2024, §3.2 and Algorithm 1). Lossy.
 
 With several beams the emitted text is likelier under the target than a plain sample.
 Axis legend: B rows, N nodes, V vocabulary.

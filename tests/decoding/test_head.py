@@ -555,6 +555,18 @@ def test_broken_tensors_are_refused_in_one_line(saved, name):
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("names", [(T2D,), (D2T, T2D)])
+def test_a_head_of_all_ids_loads_with_leftover_tensors(tmp_path, names):
+    """SafeAILab's code leaves zeros in both tensors of a head that drafts the whole vocabulary."""
+    cfg = HeadConfig.of(target().config, None, layer_ids=(0, 1, 2))
+    params = random_params(cfg)
+    save_pretrained(tmp_path / "head", cfg, params)
+    leftover = np.zeros(cfg.vocab_size, np.int64)
+    edit_weights(tmp_path / "head", lambda tensors: tensors.update(dict.fromkeys(names, leftover)))
+    loaded, again = load_pretrained(tmp_path / "head")
+    assert loaded == cfg and loaded.ids is None and same(again, params)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

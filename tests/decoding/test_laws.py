@@ -63,7 +63,7 @@ def test_statistic_accepts_the_truth_and_rejects_a_shift():
 
 
 def speculative_variant(keys, draft, log_p, *, residual=True, u_purpose=Purpose.ACCEPT, shift=0):
-    """Speculative sampling (ALGORITHMS.md §2) with one mistake at a time."""
+    """Speculative sampling (Leviathan et al. 2023, Algorithm 1) with one mistake at a time."""
     lp, lq = drafted_log_probs(draft, log_p)
     nodes = jnp.broadcast_to(jnp.arange(1, lp.shape[1] + 1), lp.shape)
     u = probs.uniforms(keys, u_purpose, nodes)

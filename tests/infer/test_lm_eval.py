@@ -2,16 +2,23 @@
 
 import dataclasses
 import json
+import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 import specjax as sj
 from infer.lm_eval.__main__ import main
+from infer.prompts import PromptEncoder
 from infer.rescoring import output_logprobs
 from infer.scoring import score
+from infer.serve.admission import Admission
+from infer.serve.schemas import ChatBody
 from support.serving import serving
 from support.variant_models import build
 
@@ -193,6 +200,51 @@ def test_local_completions_of_a_server_gives_the_same(harness, tiny_pair_dirs, t
             *([found[0] for found in each["resps"]] for each in (ours, one)), strict=True
         ):
             assert a == pytest.approx(b, abs=1e-3) and greedy == also
+
+
+@pytest.fixture(scope="module")
+def bos_dir(tiny_pair_dirs, tmp_path_factory):
+    """The tiny target with a tokenizer that adds a BOS, and a chat template that writes it."""
+    home = tmp_path_factory.mktemp("bos") / "model"
+    shutil.copytree(tiny_pair_dirs[0], home)
+    backend = tokenizers.Tokenizer.from_file(str(home / "tokenizer.json"))
+    bos = backend.id_to_token(0)
+    backend.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, 0)])
+    backend.save(str(home / "tokenizer.json"))
+    template = "{{ bos_token }}{% for m in messages %}U: {{ m['content'] }}\nA:{% endfor %}"
+    settings = {"bos_token": bos, "chat_template": template}
+    (home / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(home)
+
+
+def test_a_chat_prompt_has_the_templates_bos_alone(bos_dir):
+    target = sj.load(bos_dir)
+    ids = target.tokenizer.encode_chat("hi")
+    assert ids.count(0) == 1 and ids[0] == 0
+    assert PromptEncoder(target, chat=True).text("hi")[0] == ids
+    body = ChatBody(model="m", messages=[{"role": "user", "content": "hi"}])
+    assert Admission._chat_ids(SimpleNamespace(target=target), body) == ids
+
+
+def test_lm_eval_encodes_a_templates_text_without_another_bos(bos_dir):
+    pytest.importorskip("lm_eval")
+    from infer.lm_eval.model import Specjax
+
+    model = Specjax(pretrained=bos_dir)
+    encode = model._target.tokenizer.encode
+    assert model.tok_encode("x = 1") == [0, *encode("x = 1", False)]
+
+    text = model.apply_chat_template([{"role": "user", "content": "hi"}])
+    chat = encode(text, False)
+    assert model.tok_encode(text) == chat and chat.count(0) == 1
+    context, continuation = model._encode_pair(text, " yes")
+    assert context == chat and context + continuation == encode(text + " yes", False)
+    assert model.tok_encode("x = 1", add_special_tokens=True)[0] == 0
+
+    # The harness may read rendered contexts from its cache. It still asks for the template's name.
+    cached = Specjax(pretrained=bos_dir)
+    cached.chat_template(True)
+    assert cached.tok_encode(text) == chat
 
 
 def test_what_a_task_asks_of_a_generation_is_read():

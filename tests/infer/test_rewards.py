@@ -13,7 +13,7 @@ import pytest
 
 import specjax as sj
 from specjax import lm, rewards
-from specjax.rewards import folding, parsing
+from specjax.rewards import folding, lexical, parsing
 from specjax.text.tokenizer import Tokenizer
 from support.letter_models import save_letter_model
 
@@ -91,11 +91,41 @@ def test_inflections(word, form):
     assert form in rewards.inflections(word)
 
 
-def test_inflections_stay_regular():
+def test_inflections_follow_the_spelling_rules():
     assert "raining" in rewards.inflections("rain") and "rainning" not in rewards.inflections(
         "rain"
     )
     assert rewards.inflections("x1") == ["x1"]
+
+
+IRREGULAR = "The children ran to the lake, ate and left. Two mice swam. It was colder."
+
+
+def test_irregular_forms_satisfy_a_word(tokenizer):
+    words = ["child", "Run", "eat", "leave", "mouse", "swim", "be", "cold"]
+    ids = tokenizer.encode(IRREGULAR, False)
+    for word in words:
+        assert rewards.Lexical().score(sample(IRREGULAR, lexical=[word])) == 1, word
+        assert rewards.Lexical().score(sample(IRREGULAR, lexical=[f"={word}"])) == 0, word
+    found = on_device(rewards.Lexical(), tokenizer, [ids] * 2, [{"lexical": words}] * 2)
+    np.testing.assert_array_equal(found, 1)
+    # No form of another word, and `forbidden` is not inflected.
+    assert rewards.Lexical().score(sample(IRREGULAR, lexical=["runner", "kid", "sea"])) == 0
+    assert rewards.Forbidden().score(sample(IRREGULAR, forbidden=["run", "eat"])) == 1
+
+
+def test_without_the_word_list_a_run_says_what_counts(tokenizer, monkeypatch):
+    monkeypatch.setattr("specjax.rewards.lexical.knows_irregular_forms", lambda: False)
+    lexical._known_inflections.cache_clear()
+    with pytest.warns(rewards.RewardWarning, match=r"only regular .*specjax\[words\]") as said:
+        rewards.Lexical().check(tokenizer, [{"lexical": ["run"]}])
+    assert len(said) == 1
+    assert rewards.inflections("run") == rewards.regular_inflections("run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rewards.Lexical().check(tokenizer, [{"lexical": ["=run"]}])
+        rewards.Forbidden().check(tokenizer, [{"forbidden": ["run"]}])
+    lexical._known_inflections.cache_clear()
 
 
 def test_any_tokenisation_gives_the_same_words(tokenizer):

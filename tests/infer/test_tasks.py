@@ -249,7 +249,7 @@ def test_a_tuned_text_ends_before_a_stop_string_and_is_judged_so(pair):
 
 
 def test_a_tuned_task_may_use_the_chat_template(pair, task, monkeypatch):
-    monkeypatch.setattr(Tokenizer, "apply_chat", lambda self, message: f"<{message}>")
+    monkeypatch.setattr(Tokenizer, "apply_chat", lambda self, message, _=None: f"<{message}>")
     args = tune.parser().parse_args([task, "--out", "x", "--chat"])
     target = sj.load(pair[1])
     first = read_task(task, target, args.chat, rewards.combine(["lexical", "forbidden:x"]).parts)[0]

@@ -1,4 +1,4 @@
-"""Adaptive insertion as in ALGORITHMS.md §12, token by token, and rows to test it on."""
+"""Adaptive insertion as in SDSAT (arXiv 2403.18647, §2.2), token by token, and test rows."""
 
 from __future__ import annotations
 

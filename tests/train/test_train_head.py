@@ -106,6 +106,33 @@ def test_the_loss_equals_a_slow_reference(ids, flag, remat):
     assert abs(by_hand(fed_back=False)[0] / total - 1) > 1e-3, "the second step must matter"
 
 
+@pytest.mark.parametrize("per_step", [False, True])
+@pytest.mark.parametrize("drop", [False, True])
+def test_tokens_outside_the_draft_vocabulary_and_means_per_step(drop, per_step):
+    """Each option's loss from the default's, by masking labels and dividing steps by hand."""
+    target, frozen, batch = toy()
+    cfg = HeadConfig.of(target, np.arange(1, 23, 2), layer_ids=(0, 1), own_embedding=False)
+    params = init_params(cfg, jax.random.key(1))
+    objective = HeadObjective(3, 0.7, drop_outside=drop, mean_per_step=per_step)
+    total, count, extras = head_loss(target, cfg, objective)(params, frozen, batch)
+
+    kept = batch
+    if drop:
+        rows = (batch[name] for name in ("tokens", "positions", "segments"))
+        logits = logits_of(target, frozen, hidden_states(target, frozen, *rows).hidden)
+        is_drafted = np.asarray(logits.argmax(-1)) % 2 == 1
+        assert 0.2 < is_drafted.mean() < 0.8
+        # Place i trains step k on what the target says at place i + k; its label stands there.
+        kept = batch | {"labels": np.where(is_drafted, batch["labels"], IGNORE)}
+    _, _, plain = head_loss(target, cfg, HeadObjective(3, 0.7))(params, frozen, kept)
+    (kl, counts), weights = plain["kl"], 0.7 ** np.arange(3)
+    np.testing.assert_allclose(extras["kl"][0], kl, rtol=1e-5)
+    np.testing.assert_array_equal(extras["kl"][1], counts)
+    assert count == 3 + 5 + 7
+    mean = (weights * kl / (counts if per_step else count)).sum()
+    np.testing.assert_allclose(total / count, mean, rtol=1e-5)
+
+
 def test_the_draft_vocabulary_is_the_most_frequent_ids_in_order():
     assert most_frequent(np.array([5, 0, 9, 5, 7]), 3).tolist() == [0, 2, 4]
     assert most_frequent(np.array([1, 1, 1]), 2).tolist() == [0, 1]

@@ -224,6 +224,8 @@ class HeadSection:
     norm_before_residual: bool = False
     steps: Annotated[int, whole(1, 16)] = 7  # K
     decay: Annotated[float, number(0, 1, above=True)] = 0.8  # β: step k has the weight β^(k − 1)
+    drop_outside: bool = False  # leave out tokens whose likeliest id is not drafted (SafeAILab)
+    mean_per_step: bool = False  # each step's loss is a mean over its own tokens (speculators)
     decode_prompts: NotNegativeInt = 16  # held-out prompts that each evaluation continues greedily
     decode_tokens: PositiveInt = 64  # new tokens per prompt
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
@@ -46,12 +47,16 @@ class HeadObjective:
       decay: β; step k has the weight β^(k − 1).
       dtype: of the forward pass; params and their gradients keep theirs.
       remat: recompute each step in the backward pass.
+      drop_outside: leave out tokens whose likeliest id of the target the head does not draft.
+      mean_per_step: divide each step's sum by its own tokens, instead of by those of the first.
     """
 
     steps: int
     decay: float = 1.0
     dtype: str = "float32"
     remat: bool = False
+    drop_outside: bool = False
+    mean_per_step: bool = False
 
 
 def head_loss(
@@ -65,6 +70,10 @@ def head_loss(
     p is the target's distribution, restricted to the ids that the head drafts and renormalized;
     q_k is the head's distribution at step k. EAGLE-3 trains with the cross-entropy of p and q_k,
     which is the KL plus the entropy of p and has the same gradient (arXiv 2503.01840, §3.2).
+
+    With ``drop_outside``, as in SafeAILab's code, tokens whose likeliest id is not drafted add 0.
+    They still count in the mean. With ``mean_per_step``, as in speculators' code, step k is a mean
+    over the tokens that add to it. Documents end, so later steps have fewer.
 
     Args:
       target: the target's config; the loss's ``frozen`` argument holds its params.
@@ -85,8 +94,12 @@ def head_loss(
             )
         )
         teacher = _teacher_layer(target, head, frozen)
+        whole_teacher = None
+        if objective.drop_outside and head.ids is not None:
+            whole_teacher = OutputHead.of(target, frozen)
         cfg, params = share_embedding(head, params, frozen["embed"])
         sums = _step_sums(cfg)
+        shared = (params, teacher, whole_teacher)
 
         per_step = []
         steps = draft_steps(cfg, params, batch, aux_states, objective, rows)
@@ -94,13 +107,16 @@ def head_loss(
             labels = labels_of_step(batch, k)
             # Step k at place i predicts what the target predicts at place i + k.
             inputs = (head_hidden, shifted(hidden, k, 0))
-            kl, agreed = sum_over_chunks(sums, (params, teacher), inputs, labels, rows=rows)
-            per_step.append((kl, agreed, label_count(labels)))
+            per_step.append(sum_over_chunks(sums, shared, inputs, labels, rows=rows))
 
         kl, agreed, counts = (jnp.stack(column) for column in zip(*per_step, strict=True))
         weights = objective.decay ** jnp.arange(objective.steps)
+        tokens = label_count(labels_of_step(batch, 1))
+        if objective.mean_per_step:
+            # The sum is divided by `tokens` later, so that each step becomes a mean of its own.
+            weights = weights * tokens / jnp.maximum(counts, 1)
         extras = {"kl": (kl, counts), "agreement": (agreed, counts)}
-        return jnp.sum(weights * kl), counts[0], jax.lax.stop_gradient(extras)
+        return jnp.sum(weights * kl), tokens, jax.lax.stop_gradient(extras)
 
     return loss
 
@@ -114,15 +130,23 @@ def _teacher_layer(target: ModelConfig, head: HeadConfig, frozen: dict) -> Outpu
 
 
 def _step_sums(cfg: HeadConfig) -> Callable:
-    """Sums over a chunk of tokens of one step: (KL in nats, tokens of equal argmax)."""
+    """Sums over a chunk of tokens of one step: (KL in nats, tokens of equal argmax, tokens).
+
+    Given the target's whole output layer, tokens whose likeliest id is not drafted are left out.
+    """
+    drafted = np.zeros(cfg.vocab_size, bool)
+    drafted[slice(None) if cfg.ids is None else cfg.ids] = True
 
     def sums(shared, head_hidden, target_hidden, labels):
-        params, teacher = shared
+        params, teacher, whole_teacher = shared
+        if whole_teacher is not None:
+            likeliest = jnp.argmax(whole_teacher.logits(target_hidden), axis=-1)
+            labels = jnp.where(jnp.asarray(drafted)[likeliest], labels, IGNORE)
         student = draft_logits(cfg, params, head_hidden).astype(jnp.float32)
         target_logits = jax.lax.stop_gradient(teacher.logits(target_hidden))
         same = jnp.argmax(student, axis=-1) == jnp.argmax(target_logits, axis=-1)
         kl = summed_kl(target_logits, student, labels)
-        return kl, jnp.sum(same & (labels != IGNORE)) * 1.0
+        return kl, jnp.sum(same & (labels != IGNORE)) * 1.0, label_count(labels)
 
     return sums
 

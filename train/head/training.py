@@ -59,7 +59,12 @@ def train(
         params = first_params(setup, target, cfg.run.seed)
     loader, valid = process_batches(cfg, data)
     objective = HeadObjective(
-        section.steps, section.decay, cfg.model.compute_dtype, cfg.model.remat
+        section.steps,
+        section.decay,
+        cfg.model.compute_dtype,
+        cfg.model.remat,
+        section.drop_outside,
+        section.mean_per_step,
     )
     loss = functools.partial(head_loss, setup.target, head, rows=placement.row_sharding(0))
     outcome = fit(

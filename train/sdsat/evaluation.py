@@ -1,7 +1,7 @@
 """How well a model drafts for itself when it decodes, measured during training.
 
 The model continues held-out prompts greedily. Then one forward pass over the isolated layout has a
-window before every new token. It tells what two-step SDSAT decoding (ALGORITHMS.md §11) would
+window before every new token. It tells what two-step SDSAT decoding (arXiv 2403.18647, §2.1) would
 accept at each place. Walking over these places round by round gives the decoder's figures, for any
 window length, without running the decoder.
 

@@ -1,4 +1,4 @@
-"""SDSAT's losses (ALGORITHMS.md §12; arXiv 2403.18647, §2.2 and Appendix A), for a batch.
+"""SDSAT's losses (arXiv 2403.18647, §2.2), for a batch.
 
 The clean sequence is the text. In the mixed sequence, adaptive tokens replace windows of it.
 

@@ -166,7 +166,8 @@ def complete(cfg: HeadConfig, tensors: Mapping[str, Callable[[], np.ndarray]]) -
     # int64: in a narrower type an offset out of any range could wrap into it.
     ids = np.arange(cfg.draft_size) + offsets.astype(np.int64)
     cfg = dataclasses.replace(cfg, draft_ids=pack_ids(ids, cfg.vocab_size))
-    if T2D in tensors:
+    # A head of all ids does not read t2d. SafeAILab's code leaves it as zeros in such heads.
+    if T2D in tensors and cfg.draft_ids is not None:
         mask = tensors[T2D]()
         if mask.shape != (cfg.vocab_size,) or not np.array_equal(np.flatnonzero(mask), ids):
             raise ModelError(f"tensors {D2T} and {T2D} name different ids of the target")
