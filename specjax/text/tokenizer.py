@@ -128,7 +128,9 @@ class Tokenizer:
           OptionError: the text holds half of a surrogate pair, as JSON escapes can.
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # A batch releases the interpreter's lock, so that other threads go on.
+            (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+            return encoding.ids
         except TypeError:
             raise OptionError(
                 "a text holds half of a surrogate pair, or is none; give whole characters"
@@ -196,6 +198,10 @@ class Tokenizer:
         """The id of a token; None where there is no such token."""
         return self._backend.token_to_id(token)
 
+    def id_to_token(self, token_id: int) -> str:
+        """The token of an id as the vocabulary writes it; empty where there is none."""
+        return self._backend.id_to_token(token_id) or ""
+
     def token_bytes(self) -> list[bytes]:
         """The UTF-8 bytes that each id adds to a text; empty for special tokens and unused ids.
 
@@ -218,6 +224,13 @@ class Tokenizer:
             else:
                 token_bytes[i] = token.replace("▁", " ").encode()
         return token_bytes
+
+    @property
+    def max_token_bytes(self) -> int:
+        """The most bytes of a text that one token can stand for, special tokens included."""
+        added = self._backend.get_added_tokens_decoder().values()
+        texts = [token.content.encode() for token in added]
+        return max(map(len, [*self.token_bytes(), *texts]))
 
     @property
     def fingerprint(self) -> str:
