@@ -31,7 +31,7 @@ SMALLEST_CHUNK = 64
 OTHER_FILES = 128  # file descriptors that the process keeps for everything but connections
 
 
-class Parser(h11.Connection):
+class HttpParser(h11.Connection):
     """The server's side of HTTP/1.1, which refuses a body that comes in tiny chunks."""
 
     def __init__(self):
@@ -74,7 +74,7 @@ class Connection(H11Protocol):
         **rest: Any,
     ):
         super().__init__(config, server_state, app_state, **rest)
-        self.conn = Parser()
+        self.conn = HttpParser()
         self._max_connections = max_connections
         self._waits_since = 0.0
         self._header_deadline: asyncio.TimerHandle | None = None

@@ -61,4 +61,4 @@ def detokenize(admission: Admission, data: bytes) -> dict[str, Any]:
             raise TooLong(f"tokens has {len(body.tokens)} ids: at most {context}")
         if max(body.tokens, default=0) >= tokenizer.vocab_size:
             raise OptionError(f"token ids must be from 0 to {tokenizer.vocab_size - 1}")
-    return {"prompt": tokenizer.decode(body.tokens, False)}
+    return {"prompt": tokenizer.decode_with_special(body.tokens)}

@@ -186,6 +186,10 @@ class Tokenizer:
         """The text of ids as the library decodes them, all at a time."""
         return self._backend.decode(ids, skip_special_tokens=True)
 
+    def decode_with_special(self, ids: Sequence[int]) -> str:
+        """The text of ids, with special tokens as the vocabulary writes them."""
+        return self._backend.decode(ids, skip_special_tokens=False)
+
     def has_text(self, token_id: int) -> bool:
         """Whether the id is a token, and not a special one."""
         return token_id in self._text_ids
