@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import secrets
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +17,9 @@ import numpy as np
 
 from infer.scoring import check_scorable
 from infer.serve.engine_thread import Submission, Variant
-from infer.serve.schemas import Body, ChatBody, CompletionBody
-from specjax._util.checks import SEED_MAX
+from infer.serve.refusals import NoSuchModel, TooLong, naming
+from infer.serve.schemas import Body, ChatBody, CompletionBody, Message
+from specjax._util.checks import SEED_MAX, format_value
 from specjax._util.errors import OptionError
 from specjax.core import loop
 from specjax.core.warp import Sampling
@@ -34,14 +35,6 @@ MAX_ROUND_TOKENS = 128  # tokens that a method passes through the model in one r
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
-class NoSuchModel(OptionError):
-    """The request names another model than the served one."""
-
-
-class TooLong(OptionError):
-    """A prompt exceeds the server's limit or the model's context."""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Admission:
     """What the server has loaded, and what a request may ask for.
@@ -54,6 +47,7 @@ class Admission:
       max_prompt, max_output: tokens of a prompt and of a completion.
       memory: bytes that the batch slots of one method may need.
       max_rows: completions of one request.
+      methods: what requests may name, with no options that compile anew; None: any method.
     """
 
     target: LM
@@ -67,6 +61,7 @@ class Admission:
     max_output: int
     memory: int
     max_rows: int
+    methods: Sequence[str] | None = None
 
     @property
     def bounds(self) -> Bounds:
@@ -75,18 +70,20 @@ class Admission:
         prompt = min(self.max_prompt, context - 1)
         return Bounds(prompt, min(prompt + self.max_output, context))
 
-    def make_submission(self, body: Body, on_output: Callable) -> Submission:
+    def make_submission(
+        self, body: Body, on_output: Callable, client: Hashable = None
+    ) -> Submission:
         """The submission that a request asks for. Long texts and templates take a while.
 
         Args:
           body: the parsed request.
           on_output: gets the pieces of the answer, as :class:`Submission` says.
+          client: who asks; clients take turns.
 
         Raises:
           SpecjaxError: a field is wrong or exceeds a limit; one line names it.
         """
-        if body.model not in (None, self.name):
-            raise NoSuchModel(f"model {body.model!r}: this server has {self.name!r}")
+        self.check_model(body.model)
         sampling = self._sampling(body)
         self._check_scoring(body)
         variant = self._variant(body, sampling.temperature == 0)
@@ -95,7 +92,9 @@ class Admission:
 
         max_tokens = _max_tokens(body)
         budgets = [self._budget(variant.engine, len(prompt), max_tokens) for prompt in prompts]
-        seed = secrets.randbelow(SEED_MAX + 1) if body.seed is None else body.seed
+        seed = body.folded_seed
+        if seed is None:
+            seed = secrets.randbelow(SEED_MAX + 1)
         submission = Submission(
             variant,
             prompts,
@@ -106,50 +105,91 @@ class Admission:
             body.stops,
             on_output,
             scored=body.alternatives is not None,
+            client=client,
         )
         if submission.size > self.max_rows:
-            raise OptionError(f"{submission.size} completions at once: at most {self.max_rows}")
+            with naming("n"):
+                raise OptionError(f"{submission.size} completions at once: at most {self.max_rows}")
         return submission
 
     def _sampling(self, body: Body) -> Sampling:
         """A request's sampling: its own values, else the server's."""
         values = {"temperature": body.temperature, "top_k": body.top_k, "top_p": body.top_p}
         given = {name: value for name, value in values.items() if value is not None}
+        if "top_k" in given:
+            given["top_k"] = max(given["top_k"], 0)  # −1 is off, too
         return dataclasses.replace(self.sampling, **given)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuses the name of another model.
+
+        Raises:
+          NoSuchModel: it is neither left out nor the served model's.
+        """
+        if name not in (None, self.name):
+            with naming("model"):
+                raise NoSuchModel(f"model {name!r}: this server has {self.name!r}")
 
     def _check_scoring(self, body: Body) -> None:
         """Refuses what does not work with scores, which are computed when a row has ended."""
         echo = isinstance(body, CompletionBody) and body.echo
         if body.max_tokens == 0 and not echo:
-            raise OptionError("max_tokens=0 generates nothing: it needs echo")
+            with naming("max_tokens"):
+                raise OptionError("max_tokens=0 generates nothing: it needs echo")
         if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
-            raise OptionError("top_logprobs needs logprobs")
+            with naming("top_logprobs"):
+                raise OptionError("top_logprobs needs logprobs")
         if body.alternatives is not None:
-            check_scorable(self.target)
+            with naming("logprobs"):
+                check_scorable(self.target)
 
     # --- prompts and budgets -------------------------------------------------------------------
 
     def _prompts(self, body: Body) -> list[np.ndarray]:
         if isinstance(body, ChatBody):
-            return [self._encode(self._chat_ids(body), "messages")]
+            with naming("messages"):
+                text = self.chat_text(body.messages, body.chat_template_kwargs)
+                return [self._encode(self.text_ids(text, "messages", False), "messages")]
         assert isinstance(body, CompletionBody)  # the only other kind
         if body.best_of not in (None, body.n or 1):
-            raise OptionError(
-                f"best_of={body.best_of}: expected n, completions are not ranked; leave it out"
-            )
-        return [self._encode(prompt, "prompt") for prompt in body.prompts]
+            with naming("best_of"):
+                raise OptionError(
+                    f"best_of={body.best_of}: expected n, completions are not ranked; leave it out"
+                )
+        with naming("prompt"):
+            return [self._encode(prompt, "prompt") for prompt in body.prompts]
 
-    def _chat_ids(self, body: ChatBody) -> list[int]:
-        """The token ids of a conversation, through the model's chat template."""
+    def chat_text(self, messages: Sequence[Message], options: Mapping[str, Any] | None) -> str:
+        """The prompt of a conversation, through the model's chat template."""
         tokenizer = self.target.tokenizer
         if not tokenizer.chats:
             raise OptionError("this model has no chat template: use /v1/completions")
-        messages = [message.plain() for message in body.messages]
-        return tokenizer.encode_chat(messages, body.chat_template_kwargs)
+        return tokenizer.apply_chat([message.plain() for message in messages], options)
+
+    def text_ids(self, text: str, field: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text.
+
+        Raises:
+          TooLong: so many bytes are surely more than ``bounds.prompt`` tokens. They are not
+            tokenized, which takes a second per megabyte.
+        """
+        size = len(text.encode(errors="surrogatepass"))
+        most = self.bounds.prompt * self._max_token_bytes
+        if size > most:
+            raise TooLong(
+                f"{field} has {size} bytes: at most {self.bounds.prompt} tokens, "
+                f"which hold no more than {most}"
+            )
+        return self.target.tokenizer.encode(text, add_special_tokens)
+
+    @functools.cached_property
+    def _max_token_bytes(self) -> int:
+        """The most bytes of text that one token can stand for."""
+        return self.target.tokenizer.max_token_bytes
 
     def _encode(self, prompt: str | list[int], field: str) -> np.ndarray:
         if isinstance(prompt, str):
-            prompt = self.target.tokenizer.encode(prompt)
+            prompt = self.text_ids(prompt, field)
         if len(prompt) > self.bounds.prompt:
             raise TooLong(f"{field} has {len(prompt)} tokens: at most {self.bounds.prompt}")
         return encode_prompt(self.target, prompt, field)
@@ -163,14 +203,17 @@ class Admission:
         if max_tokens is None:
             max_tokens = max(1, min(self.max_output, shortest - length))
 
-        if max_tokens > self.max_output:
-            raise OptionError(f"max_tokens={max_tokens}: at most {self.max_output}")
-        if length + max_tokens > context:
-            raise TooLong(
-                f"{length} prompt tokens and {max_tokens} new ones: the context holds {context}"
-            )
-        if engine.draft:
-            check_draft_context(engine.draft, length, max_tokens)
+        with naming("max_tokens"):
+            if max_tokens > self.max_output:
+                raise OptionError(
+                    f"max_tokens={format_value(max_tokens)}: at most {self.max_output}"
+                )
+            if length + max_tokens > context:
+                raise TooLong(
+                    f"{length} prompt tokens and {max_tokens} new ones: the context holds {context}"
+                )
+            if engine.draft:
+                check_draft_context(engine.draft, length, max_tokens)
         return max_tokens
 
     # --- methods -------------------------------------------------------------------------------
@@ -186,9 +229,25 @@ class Admission:
             if isinstance(value, list):  # the cache of engines needs values that hash
                 options[key] = tuple(value)
         items = tuple(options.items())
+        with naming("options" if body.options else "method"):
+            engine = self._engine(name, items, greedy)
+            self._check_allowed(name, engine, greedy)
         # Scores include the tokens' log-probabilities, so decoding need not compute them.
         logprobs = body.wants_logprobs and body.alternatives is None
-        return Variant(name, self._engine(name, items, greedy), logprobs)
+        return Variant(name, engine, logprobs)
+
+    def _check_allowed(self, name: str, engine: Engine, greedy: bool) -> None:
+        """Refuses a method that ``methods`` leaves out, and options that compile programs anew."""
+        if self.methods is None:
+            return
+        if name not in self.methods and name != self.method:
+            allowed = ", ".join(sorted({self.method, *self.methods}))
+            raise OptionError(f"method {name}: this server allows {allowed}")
+        defaults = tuple(self.defaults.items()) if name == self.method else ()
+        if engine.method != self._engine(name, defaults, greedy).method:
+            raise OptionError(
+                f"options of method {name}: this server allows only those that compile nothing new"
+            )
 
     @functools.cached_property
     def _engine(self) -> Callable[[str, Hashable, bool], Engine]:

@@ -57,6 +57,7 @@ class Answer:
         self._hide_completion = body.max_tokens == 0
         self._logprobs = [self._new_logprobs(number) for number in range(size)]  # of chunks
 
+        self._written = 0  # tokens in the chunks so far
         self._first_time = 0.0
         self._last_time = 0.0
         self._first_tokens = 0  # tokens of the first piece, which the speed leaves out
@@ -70,6 +71,7 @@ class Answer:
 
     def add_piece(self, number: int, piece: Piece) -> Object | None:
         """Adds a row's next piece; returns its stream chunk, or None if it shows nothing new."""
+        self._written += len(piece.tokens)
         self._last_time = time.perf_counter()
         if not self._first_time:
             self._first_time = self._last_time
@@ -101,7 +103,11 @@ class Answer:
         choice = self._choice(number, self._delta(number, text), shown, piece.finish_reason)
         if origins is not None:
             choice["origins"] = origins
-        return self._response([choice], chunk=True)
+        chunk = self._response([choice], chunk=True)
+        options = self._body.stream_options
+        if options and options.continuous_usage_stats:
+            chunk["usage"] = self._usage_so_far()
+        return chunk
 
     def full_response(self) -> Object:
         """The answer to a request that does not stream."""
@@ -152,7 +158,7 @@ class Answer:
 
         content = {"text": text}
         if self._chat:
-            content = {"message": {"role": "assistant", "content": text}}
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
         shown = None
         if self._scores[number] is not None:
             shown = self._scored_logprobs(number)
@@ -249,6 +255,16 @@ class Answer:
             "total_tokens": prompt_tokens + new_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
             "decoding": self._decoding(new_tokens),
+        }
+
+    def _usage_so_far(self) -> Object:
+        """Tokens until now, for a chunk in the middle of a stream, as vLLM counts them."""
+        prompt_tokens = sum(map(len, self._submission.prompts))
+        new_tokens = 0 if self._hide_completion else self._written
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": new_tokens,
+            "total_tokens": prompt_tokens + new_tokens,
         }
 
     def _decoding(self, new_tokens: int) -> Object:

@@ -10,60 +10,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import json
-from collections.abc import AsyncIterator, Callable
-from importlib import resources
+import os
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from importlib import metadata, resources
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
-from infer.serve.admission import Admission, NoSuchModel, TooLong
+from infer.serve.admission import Admission
 from infer.serve.answers import Answer
-from infer.serve.engine_thread import Closed, EngineThread, QueueFull, Submission
+from infer.serve.bodies import CLIENT_LEFT, Bodies
+from infer.serve.engine_thread import Closed, EngineThread, Submission
+from infer.serve.fairness import QueueFull, Workers
+from infer.serve.guard import Guard
 from infer.serve.metrics import PrometheusMetrics
+from infer.serve.openapi import schema_of
+from infer.serve.programs import TooManyNew
+from infer.serve.refusals import Refusal, json_response, public, refusal_of
 from infer.serve.schemas import Body, ChatBody, CompletionBody, read
-from specjax._util.errors import SpecjaxError, one_line
+from infer.serve.tokens import detokenize, tokenize
+from specjax._util.errors import SpecjaxError
 from specjax.runtime.output import Piece
+from specjax.text.chat import MAX_CHILDREN
 
-BODY_SECONDS = 30.0  # a client must send its request within this time
-# A body above the limit is still read, up to this many times the limit, and dropped. Otherwise a
-# client that is still sending would not see the error.
-MAX_DISCARDED = 32
-CLIENT_LEFT = 499  # nobody reads this status; the metrics count it
+# Threads that read bodies and tokenize texts; those for chats wait for a template's process.
+TEXT_THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))
+READ = ["GET", "HEAD"]
 # The page is one file, so the browser may load nothing else.
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 PAGE_HEADERS = {"Content-Security-Policy": CONTENT_POLICY, "X-Content-Type-Options": "nosniff"}
-ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-
-
-class Refusal(Exception):
-    """An error answer in OpenAI's form; ``headers`` are HTTP headers with _ for -."""
-
-    def __init__(self, status: int, message: object, code: str | None = None, **headers: str):
-        self.status = status
-        self.message = one_line(message)
-        self.code = code
-        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
-
-    @property
-    def object(self) -> dict[str, Any]:
-        default = "server_error" if self.status >= 500 else "invalid_request_error"
-        error = {
-            "message": self.message,
-            "type": ERROR_TYPES.get(self.status, default),
-            "param": None,
-            "code": self.code,
-        }
-        return {"error": error}
-
-    def response(self) -> Response:
-        return json_response(self.object, self.status, self.headers)
 
 
 class OutputQueue:
@@ -115,7 +97,13 @@ class EventStream(StreamingResponse):
 
 
 class Server:
-    """The handlers of all routes."""
+    """The handlers of all routes.
+
+    Args:
+      max_body: bytes of a request's body.
+      keys: API keys, one of which requests need if there are any.
+      allowed_hosts: names by which clients may reach the server, beside localhost and addresses.
+    """
 
     def __init__(
         self,
@@ -123,53 +111,80 @@ class Server:
         engine: EngineThread,
         metrics: PrometheusMetrics,
         max_body: int,
-        api_key: str | None,
+        keys: Sequence[str] = (),
+        allowed_hosts: Sequence[str] = (),
     ):
         self.admission = admission
         self._engine = engine
         self._metrics = metrics
-        self._max_body = max_body
-        self._api_key = api_key
+        self._bodies = Bodies(max_body)
+        self._keys = keys
+        self._allowed_hosts = allowed_hosts
+        self._texts = Workers(TEXT_THREADS, "text")
+        self._chats = Workers(MAX_CHILDREN, "chat")
+        self._folders = _folders(admission)
 
     def app(self) -> FastAPI:
         """The FastAPI application, with all routes and error handlers."""
-        # FastAPI's pages of documentation would load scripts from other sites.
-        app = FastAPI(title="specjax", openapi_url=None, docs_url=None, redoc_url=None)
+        # FastAPI's pages of documentation would load scripts from other sites. Its redirects would
+        # repeat the header Host, which anybody may choose.
+        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
         with_key = [Depends(self._check_key)]
         add = app.add_api_route
-        add("/v1/completions", self._completions, methods=["POST"], dependencies=with_key)
-        add("/v1/chat/completions", self._chats, methods=["POST"], dependencies=with_key)
-        add("/v1/models", self._list_models, dependencies=with_key)
-        add("/v1/models/{name:path}", self._show_model, dependencies=with_key)
-        add("/metrics", self._show_metrics, dependencies=with_key)
-        add("/health", self._health)
-        add("/", self._page)
-        for kind in (Refusal, SpecjaxError, HTTPException, Exception):
+        add("/v1/completions", self._complete, methods=["POST"], dependencies=with_key)
+        add("/v1/chat/completions", self._chat, methods=["POST"], dependencies=with_key)
+        add("/tokenize", self._tokenize, methods=["POST"], dependencies=with_key)
+        add("/detokenize", self._detokenize, methods=["POST"], dependencies=with_key)
+        add("/v1/models", self._list_models, methods=READ, dependencies=with_key)
+        add("/v1/models/{name:path}", self._show_model, methods=READ, dependencies=with_key)
+        add("/version", self._version, methods=READ, dependencies=with_key)
+        add("/metrics", self._show_metrics, methods=READ, dependencies=with_key)
+        add("/openapi.json", self._openapi, methods=READ)
+        add("/health", self._health, methods=READ)
+        add("/", self._page, methods=READ)
+        for kind in (Refusal, QueueFull, SpecjaxError, HTTPException, Exception):
             app.add_exception_handler(kind, self._refuse)
+        app.add_middleware(Guard, allowed=self._allowed_hosts, any_host=bool(self._keys))
         return app
 
     # --- routes --------------------------------------------------------------------------------
 
-    async def _completions(self, request: Request) -> Response:
-        return await self._answer(request, CompletionBody)
+    async def _complete(self, request: Request) -> Response:
+        return await self._answer(request, CompletionBody, self._texts)
 
-    async def _chats(self, request: Request) -> Response:
-        return await self._answer(request, ChatBody)
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, ChatBody, self._chats)
+
+    async def _tokenize(self, request: Request) -> Response:
+        data = await self._bodies.read(request)
+        # Whether it is a chat is known only once it is parsed.
+        work = self._chats.run(self._client(request), tokenize, self.admission, data)
+        return json_response(await work)
+
+    async def _detokenize(self, request: Request) -> Response:
+        data = await self._bodies.read(request)
+        work = self._texts.run(self._client(request), detokenize, self.admission, data)
+        return json_response(await work)
 
     async def _list_models(self) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
 
     async def _show_model(self, name: str) -> Response:
-        if name != self.admission.name:
-            raise NoSuchModel(f"model {name!r}: this server has {self.admission.name!r}")
+        self.admission.check_model(name)
         return json_response(self._model())
+
+    async def _version(self) -> Response:
+        return json_response({"version": metadata.version("specjax")})
 
     async def _show_metrics(self) -> Response:
         return Response(self._metrics.page(), media_type="text/plain; version=0.0.4")
 
+    async def _openapi(self) -> Response:
+        return json_response(schema_of(self.admission.name))
+
     async def _health(self) -> Response:
         if not self._engine.alive:
-            raise Refusal(503, "the device's thread has ended; restart the server")
+            raise Refusal(503, "the engine's thread has ended; restart the server")
         return json_response({"status": "ok"})
 
     async def _page(self) -> Response:
@@ -179,25 +194,32 @@ class Server:
     def _model(self) -> dict[str, Any]:
         """The served model, as OpenAI describes one, and the defaults and limits of requests."""
         admission = self.admission
+        draft = None
+        if admission.draft:
+            draft = public(admission.draft.source, self._folders)
         return {
             "id": admission.name,
             "object": "model",
             "created": 0,
             "owned_by": "specjax",
             "method": admission.method,
-            "draft": admission.draft.source if admission.draft else None,
+            "draft": draft,
+            "max_model_len": admission.target.config.max_position,
             "max_prompt_tokens": admission.bounds.prompt,
             "max_output_tokens": admission.max_output,
         }
 
     # --- completions and chats -----------------------------------------------------------------
 
-    async def _answer(self, request: Request, kind: type[Body]) -> Response:
+    async def _answer(self, request: Request, kind: type[Body], workers: Workers) -> Response:
         """Answers a completion or a chat: as a stream, or whole once all of its rows have ended."""
-        body = read(kind, await self._read_body(request))
+        client = self._client(request)
+        data = await self._bodies.read(request)
         output = OutputQueue()
         # Long texts and templates take a while, and the event loop must not wait for them.
-        submission = await asyncio.to_thread(self.admission.make_submission, body, output.on_output)
+        body, submission = await workers.run(
+            client, self._prepare, kind, data, output.on_output, client
+        )
         answer = Answer(submission, body, self.admission.name)
         self._submit(submission)
 
@@ -225,79 +247,78 @@ class Server:
         # Echoes of long prompts take a while to build.
         return json_response(await asyncio.to_thread(answer.full_response))
 
+    def _prepare(
+        self, kind: type[Body], data: bytes, on_output: Callable, client: Hashable
+    ) -> tuple[Body, Submission]:
+        """The parsed request and its submission."""
+        body = read(kind, data)
+        return body, self.admission.make_submission(body, on_output, client)
+
     def _submit(self, submission: Submission) -> None:
         try:
             self._engine.submit(submission)
-        except QueueFull:
-            message = "too many requests wait; try again in a moment"
-            raise Refusal(429, message, "queue_full", retry_after="1") from None
+        except TooManyNew:
+            message = "too many new methods or options wait to be compiled; try again in a moment"
+            raise Refusal(429, message, "queue_full", "method", retry_after="10") from None
         except Closed:
             raise Refusal(503, "the server is about to end") from None
 
-    async def _read_body(self, request: Request) -> bytes:
-        """The request's body.
-
-        Raises:
-          Refusal: it is not declared as JSON, is larger than ``max_body``, or comes too slowly.
-        """
-        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        # Pages of other sites cannot send this type without the server's consent.
-        if content_type != "application/json":
-            raise Refusal(415, "expected a body of JSON, and Content-Type: application/json")
-
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                data, size = await self._receive(request)
-        except TimeoutError:
-            message = f"the body did not come within {BODY_SECONDS:g} s"
-            raise Refusal(408, message, connection="close") from None
-        except ClientDisconnect:
-            raise Refusal(CLIENT_LEFT, "the client has left") from None
-
-        if size > self._max_body:
-            message = f"the body is larger than {self._max_body} bytes"
-            raise Refusal(413, message, "body_too_large", connection="close")
-        return data
-
-    async def _receive(self, request: Request) -> tuple[bytes, int]:
-        """The body up to ``max_body``, and how many bytes came."""
-        size = 0
-        data = bytearray()
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size <= self._max_body:
-                data += chunk
-            elif size > MAX_DISCARDED * self._max_body:
-                break
-        return bytes(data), size
+    # --- who asks ------------------------------------------------------------------------------
 
     async def _check_key(self, request: Request) -> None:
-        """Refuses a request without the API key, if the server has one."""
-        if self._api_key is None:
-            return
-        given = request.headers.get("authorization", "").encode("latin-1", "replace")
-        if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
-            raise Refusal(401, "wrong or no API key: send it as a bearer token", "invalid_api_key")
+        """Refuses a request without one of the API keys, if the server has any."""
+        if self._keys and self._key_number(request) is None:
+            message = "wrong or no API key: send it as a bearer token"
+            raise Refusal(401, message, "invalid_api_key", www_authenticate="Bearer")
+
+    def _key_number(self, request: Request) -> int | None:
+        """Which of the API keys a request has."""
+        header = request.headers.get("authorization", "")
+        scheme, _, given = header.partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        token = given.strip().encode("latin-1", "replace")
+        for number, key in enumerate(self._keys):
+            if hmac.compare_digest(token, key.encode()):
+                return number
+        return None
+
+    def _client(self, request: Request) -> Hashable:
+        """Who shares one client's part of the server: an API key of several, or an address."""
+        if len(self._keys) > 1:
+            return self._key_number(request)
+        return client_at(request.client.host if request.client else "")
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
         """Any error as an answer. The traceback goes to the log alone."""
-        refusal = _refusal(error)
+        if isinstance(error, QueueFull):
+            message = "too many requests wait, of this client or of all; try again in a moment"
+            refusal = Refusal(429, message, "queue_full", retry_after="1")
+        else:
+            refusal = refusal_of(error, self._folders)
         self._metrics.answered(_route_path(request), refusal.status)
         return refusal.response()
 
 
-def _refusal(error: Exception) -> Refusal:
-    if isinstance(error, Refusal):
-        return error
-    if isinstance(error, HTTPException):
-        return Refusal(error.status_code, error.detail)
-    if isinstance(error, NoSuchModel):
-        return Refusal(404, error, "model_not_found")
-    if isinstance(error, TooLong):
-        return Refusal(400, error, "context_length_exceeded")
-    if isinstance(error, SpecjaxError):
-        return Refusal(400, error, "invalid_value")
-    return Refusal(500, "something failed; the server's log says what")
+def client_at(address: str) -> str:
+    """An address as one client. Of IPv6 that is a network of 64 bits, as one household has."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if parsed.version == 4:
+        return address
+    return str(ipaddress.ip_network((parsed, 64), strict=False))
+
+
+def _folders(admission: Admission) -> list[str]:
+    """The folders of the models, which clients do not see."""
+    folders = []
+    for model in filter(None, (admission.target, admission.draft)):
+        folder = os.path.dirname(model.source)
+        if folder and os.path.isdir(folder):
+            folders.append(os.path.join(folder, ""))
+    return folders
 
 
 def _route_path(request: Request) -> str:
@@ -333,9 +354,3 @@ async def _events(output: OutputQueue, answer: Answer) -> AsyncIterator[bytes]:
 
 def _event(value: Any) -> bytes:
     return b"data: " + json.dumps(value).encode() + b"\n\n"
-
-
-def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """JSON in ASCII: a request may hold half of a surrogate pair, which UTF-8 cannot encode."""
-    data = json.dumps(value).encode()
-    return Response(data, status, headers, media_type="application/json")

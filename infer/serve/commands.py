@@ -56,6 +56,13 @@ def _add_decoding(group: _ArgumentGroup) -> None:
         **cli.REPEATABLE,
     )
     group.add_argument(
+        "--methods",
+        type=cli.some_text,
+        metavar="NAMES",
+        help="methods that requests may name, separated by commas, with only such options as "
+        "compile nothing new (default: all, with any options; --methods none: the default alone)",
+    )
+    group.add_argument(
         "--batch-size",
         type=cli.whole(1, cli.MAX_ROWS),
         default=8,
@@ -83,16 +90,27 @@ def _add_address(group: _ArgumentGroup) -> None:
         help="port to listen on; 0 picks a free one (default: %(default)s)",
     )
     group.add_argument(
+        "--allowed-host",
+        type=cli.some_text,
+        metavar="NAME",
+        help="name by which clients may reach the server, beside localhost and addresses; "
+        "repeatable. Without --api-key all other names are refused, because a page of another "
+        "site can make its own name lead here",
+        **cli.REPEATABLE,
+    )
+    group.add_argument(
         "--api-key",
         type=cli.some_text,
         metavar="KEY",
-        help="bearer token that clients must send; safer in the environment variable "
-        f"{KEY_VARIABLE}, because other users can see arguments",
+        help="bearer token that clients must send; repeatable, then each key is a client of its "
+        f"own. Safer in the environment variable {KEY_VARIABLE}, because other users can see "
+        "arguments",
+        **cli.REPEATABLE,
     )
     group.add_argument(
         "--name",
         type=cli.some_text,
-        help="the model's name for clients (default: the value of --target)",
+        help="the model's name for clients (default: the last part of --target)",
     )
 
 
@@ -100,7 +118,18 @@ def _add_limits(group: _ArgumentGroup) -> None:
     for names, default, text in (
         (["--max-prompt"], 4096, "tokens of a prompt, within the model's context"),
         (["--max-output"], 1024, "new tokens of a completion, within the model's context"),
-        (["--queue"], 512, "completions that may wait for a batch slot; more are answered 429"),
+        (
+            ["--queue"],
+            512,
+            "completions that may wait for a batch slot, at most half of the free ones for one "
+            "client; more are answered 429",
+        ),
+        (
+            ["--max-connections"],
+            1024,
+            "open connections; a new one takes the place of the one that has sent no whole request "
+            "for the longest time",
+        ),
         (
             ["--max-methods", "--flights"],
             4,

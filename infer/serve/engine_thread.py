@@ -1,17 +1,21 @@
-"""The thread that owns the device, and the queues of requests in front of it.
+"""The thread that decides what the device does, and the queues of requests in front of it.
 
-  HTTP handlers (event loop)              the device's thread (EngineThread._run)
+  HTTP handlers (event loop)              the engine's thread (EngineThread._run)
 
   submit(submission) ── inbox ──────────► _receive           → VariantQueue.waiting
   cancel(submission) ── canceled ───────► _receive           → Scheduler.drop
                                           _assign_schedulers : which queues may run
-                                          VariantQueue.poll  → Scheduler.polls, one round
+                                          _start_work        : workers poll queues, score rows
   Submission.on_output ◄───────────────── _deliver           : one call per piece of text
 
 There is one :class:`VariantQueue` for each :class:`Variant`. At most ``max_methods`` of them have a
-scheduler, and so batch slots on the device. The thread polls these in turn, one round each. If
-another queue waits for a scheduler, the longest running one drains: it starts no new requests, and
-gives up its scheduler when it is empty.
+scheduler, and so batch slots on the device. Worker threads poll these, one round each in turn: if
+one has to compile a program, which takes seconds, the others go on. While a worker polls a queue,
+nobody else touches its scheduler. If another queue waits for a scheduler, the longest running one
+drains: it starts no new requests, and gives up its scheduler when it is empty.
+
+A variant is *new* until a row of it has ended: it has programs to compile. One new variant runs at
+a time, and the others wait (:class:`Programs`).
 
 A *row* is one completion of a submission: a prompt with ``n`` samples has ``n`` rows. This file
 does not know HTTP, JSON or OpenAI's protocol.
@@ -20,33 +24,30 @@ does not know HTTP, JSON or OpenAI's protocol.
 from __future__ import annotations
 
 import dataclasses
-import sys
+import functools
 import threading
 import time
-import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 from infer import scoring
 from infer.scoring import PromptScores
+from infer.serve.fairness import QueueFull, Turns, fits
+from infer.serve.log import LOG
+from infer.serve.programs import Programs, return_memory
+from specjax.core.protocols import Method
 from specjax.core.warp import Sampling
 from specjax.runtime.engine import Engine, Request
 from specjax.runtime.generate import make_rows
 from specjax.runtime.output import Generation, Piece
 from specjax.runtime.scheduler import Bounds, Scheduler
 
-# Variants whose compiled programs stay in memory: Linux limits the memory maps of a process.
-MAX_COMPILED_VARIANTS = 32
 # Rounds between two polls. At each poll new text is sent and batch slots are freed and filled.
 ROUNDS_PER_POLL = 1
-
-
-class QueueFull(Exception):
-    """Too many rows are waiting already."""
 
 
 class Closed(Exception):
@@ -68,7 +69,12 @@ class Variant:
     def key(self) -> Hashable:
         """Two variants with equal keys can share a scheduler."""
         settings = tuple(sorted(self.engine.settings.items()))
-        return self.name, self.engine.method, settings, self.logprobs
+        return self.name, *self.programs, settings
+
+    @property
+    def programs(self) -> tuple[Method, bool]:
+        """Two variants with equal values run the same compiled programs."""
+        return self.engine.method, self.logprobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +89,8 @@ class Submission:
     """One HTTP request: the settings of its rows, and the function that gets their text.
 
     ``on_output`` is called with the number of a row and its next piece, or with the error that
-    ended it. The device's thread calls it, so it must return at once. If ``scored`` is set, the
-    last piece of each row is a :class:`ScoredPiece`.
+    ended it. The engine's thread calls it, so it must return at once. If ``scored`` is set, the
+    last piece of each row is a :class:`ScoredPiece`. Rows of different ``client`` take turns.
     """
 
     variant: Variant
@@ -96,6 +102,7 @@ class Submission:
     stop: Sequence[str]
     on_output: Callable[[int, Piece | Exception], None]
     scored: bool = False
+    client: Hashable = None
     arrived: float = dataclasses.field(default_factory=time.perf_counter)
 
     @property
@@ -139,7 +146,9 @@ class VariantQueue:
 
     def __init__(self, variant: Variant):
         self.variant = variant
-        self.waiting: deque[Request] = deque()
+        self.waiting: Turns[Request] = Turns()
+        self.dropped: set[int] = set()  # ids of canceled requests that the scheduler still has
+        self.working = False  # a worker polls it; nobody else may touch its scheduler
         self.draining = False  # it starts no new requests, because another queue waits to run
         self.scheduler: Scheduler | None = None
         self.opened = 0.0
@@ -153,7 +162,7 @@ class VariantQueue:
     @property
     def busy(self) -> bool:
         """Whether any of its requests waits or runs."""
-        return self.running or bool(self.waiting)
+        return self.working or self.running or len(self.waiting) > 0
 
     def open(self, size: int, bounds: Bounds, kept: int) -> None:
         """Makes its scheduler, with ``size`` batch slots and a prefix cache of ``kept`` prompts."""
@@ -179,7 +188,7 @@ class VariantQueue:
         ``next_request`` returns the request to start next, or None if there is none now.
         """
         if self._polls is None:
-            if self.draining or not self.waiting:
+            if self.draining or not len(self.waiting):
                 return []
             self._polls = self.scheduler.polls(self._requests(next_request), ROUNDS_PER_POLL)
 
@@ -203,10 +212,13 @@ class Scoring:
 
     piece: Piece
     passes: Iterator[list[PromptScores] | None]
+    working: bool = False  # a worker runs a pass
 
 
 class EngineThread:
     """Decodes submissions: up to ``max_methods`` variants, each with ``size`` batch slots.
+
+    A client's rows wait in a turn of its own, and take at most half of what others leave free.
 
     Args:
       size: batch slots of each scheduler.
@@ -215,6 +227,7 @@ class EngineThread:
       max_methods: schedulers at the same time.
       max_waiting: rows that may wait for a batch slot.
       metrics: counts ended and dropped rows.
+      workers: threads that run the device; 1 if programs may not be started side by side.
     """
 
     def __init__(
@@ -225,6 +238,7 @@ class EngineThread:
         max_methods: int,
         max_waiting: int,
         metrics: EngineMetrics,
+        workers: int,
     ):
         self._size = size
         self._bounds = bounds
@@ -233,21 +247,24 @@ class EngineThread:
         self._max_waiting = max_waiting
         self._metrics = metrics
 
-        # Shared between threads; ``_change`` guards the next four.
+        self._workers = workers
+
+        # Shared between threads; ``_change`` guards these and what waits in the queues.
         self._change = threading.Condition()
         self._inbox: list[Submission] = []
         self._canceled: list[Submission] = []
-        self._num_waiting = 0
+        self._done: list[tuple[VariantQueue | Scoring, Any]] = []  # what workers got, or an error
+        self._waiting: Counter[Hashable] = Counter()  # rows that wait, by client
+        self._programs = Programs()
         self._closed = False
 
-        # Only the device's thread changes these.
+        # Only the engine's thread changes these.
         self._queues: dict[Hashable, VariantQueue] = {}  # the one that waited longest comes first
         self._owners: dict[int, tuple[Submission, int]] = {}  # by request id: its request, row
-        self._scorings: deque[Scoring] = deque()
+        self._scorings: deque[Scoring] = deque()  # a worker may have the first one
         self._next_id = 0
-        self._compiled: set[Hashable] = set()
 
-        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     # --- called from any thread ----------------------------------------------------------------
@@ -256,15 +273,19 @@ class EngineThread:
         """Queues a request and returns at once.
 
         Raises:
-          QueueFull: more than ``max_waiting`` rows would wait.
+          QueueFull: too many rows would wait, of this client or of all.
+          TooManyNew: too many variants wait to be compiled, of this client or of all.
           Closed: after :meth:`close`.
         """
+        client = submission.client
         with self._change:
             if self._closed:
                 raise Closed
-            if self._num_waiting + submission.size > self._max_waiting:
+            mine = self._waiting[client]
+            if not fits(submission.size, mine, self.num_waiting - mine, self._max_waiting):
                 raise QueueFull
-            self._num_waiting += submission.size
+            self._programs.expect(submission.variant.programs, client)
+            self._waiting[client] += submission.size
             self._inbox.append(submission)
             self._change.notify()
 
@@ -289,28 +310,27 @@ class EngineThread:
     @property
     def num_waiting(self) -> int:
         """Rows that wait for a batch slot."""
-        return self._num_waiting
+        return self._waiting.total()
 
     @property
     def num_running(self) -> int:
         """Rows that have a batch slot, or are about to get one."""
         # A submission in the inbox counts as waiting, but owns no rows yet: this could be below 0.
-        return max(0, len(self._owners) - self._num_waiting)
+        return max(0, len(self._owners) - self.num_waiting)
 
     @property
     def num_schedulers(self) -> int:
         """Variants that have a scheduler, and so memory on the device."""
         return len(self._open_queues())
 
-    # --- the device's thread -------------------------------------------------------------------
+    # --- the engine's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while self._receive():
-                self._assign_schedulers()
-                for queue in self._open_queues():
-                    self._poll(queue)
-                self._score()
+            with ThreadPoolExecutor(self._workers, "worker") as pool:
+                while self._receive():
+                    self._assign_schedulers()
+                    self._start_work(pool)
         except Exception as error:
             self._fail_all(error)
 
@@ -319,25 +339,55 @@ class EngineThread:
         return [queue for queue in list(self._queues.values()) if queue.scheduler]
 
     def _receive(self) -> bool:
-        """Reads submissions and cancellations; returns False once the engine is closed.
+        """Reads what other threads sent, and waits for it; returns False once the engine is closed.
 
-        It waits for them only if there is nothing to decode or score.
+        Each queue that can decode is with a worker by now, so there is nothing else to do.
         """
         with self._change:
-            busy = bool(self._scorings) or any(queue.busy for queue in self._queues.values())
-            while not (busy or self._inbox or self._canceled or self._closed):
+            while not (self._inbox or self._canceled or self._done or self._closed):
                 self._change.wait()
             inbox = self._inbox
             canceled = self._canceled
+            done = self._done
             self._inbox = []
             self._canceled = []
-            closed = self._closed
+            self._done = []
+            for submission in inbox:
+                self._enqueue(submission)
 
-        for submission in inbox:
-            self._enqueue(submission)
         for submission in canceled:
             self._remove(submission)
-        return not closed
+        for job, result in done:
+            if isinstance(job, Scoring):
+                self._finish_scoring(job, result)
+            else:
+                self._finish_poll(job, result)
+        return not self._closed
+
+    def _start_work(self, pool: ThreadPoolExecutor) -> None:
+        """Gives workers what can be done: a poll of each queue, and one scoring pass."""
+        for queue in self._open_queues():
+            if queue.busy and not queue.working:
+                queue.working = True
+                pool.submit(self._work, queue, functools.partial(self._poll, queue))
+
+        while self._scorings and not self._scorings[0].working:
+            scoring = self._scorings[0]
+            if scoring.piece.index in self._owners:
+                scoring.working = True
+                pool.submit(self._work, scoring, functools.partial(next, scoring.passes))
+            else:  # the request was canceled
+                self._scorings.popleft()
+
+    def _work(self, job: VariantQueue | Scoring, function: Callable[[], Any]) -> None:
+        """Runs a job's function in a worker, and hands its result or its error back."""
+        try:
+            result = function()
+        except Exception as error:
+            result = error
+        with self._change:
+            self._done.append((job, result))
+            self._change.notify()
 
     def _enqueue(self, submission: Submission) -> None:
         requests = submission.requests(self._next_id)
@@ -347,7 +397,7 @@ class EngineThread:
 
         variant = submission.variant
         queue = self._queues.setdefault(variant.key, VariantQueue(variant))
-        queue.waiting.extend(requests)
+        queue.waiting.extend(submission.client, requests)
 
     def _remove(self, submission: Submission) -> None:
         """Drops a canceled request's rows, waiting or running; ended ones are not there."""
@@ -356,36 +406,48 @@ class EngineThread:
             return
 
         queue = self._queues[submission.variant.key]
-        staying = deque(request for request in queue.waiting if request.request_id not in ids)
-        self._count_out(len(queue.waiting) - len(staying))
-        queue.waiting = staying
-
-        if queue.scheduler:
-            queue.scheduler.drop(ids)
+        with self._change:
+            waited = queue.waiting.drop(lambda request: request.request_id in ids)
+            self._count_out(submission.client, waited)
+            queue.dropped |= ids
         for request_id in ids:
             del self._owners[request_id]
         self._metrics.left(len(ids))
 
-    def _poll(self, queue: VariantQueue) -> None:
-        try:
-            pieces = queue.poll(self._next_request)
-        except Exception as error:  # whatever failed, the other queues go on
-            self._fail(queue, error)
+    def _poll(self, queue: VariantQueue) -> list[Piece]:
+        """Runs a queue's next round, in a worker."""
+        with self._change:
+            dropped = queue.dropped
+            queue.dropped = set()
+        if dropped:
+            queue.scheduler.drop(dropped)
+        return queue.poll(self._next_request)
+
+    def _finish_poll(self, queue: VariantQueue, result: list[Piece] | Exception) -> None:
+        queue.working = False
+        if isinstance(result, Exception):  # whatever failed, the other queues go on
+            self._fail(queue, result)
             return
-        for piece in pieces:
+        for piece in result:
+            if piece.row is not None:
+                with self._change:
+                    self._programs.compiled(queue.variant.programs)
             self._deliver(piece)
 
     def _next_request(self, queue: VariantQueue) -> Request | None:
-        """The next request for the queue's scheduler."""
-        if queue.draining or not queue.waiting:
-            return None
-        self._count_out(1)
-        return queue.waiting.popleft()
-
-    def _count_out(self, rows: int) -> None:
-        """Subtracts rows that wait no longer."""
+        """The next request for the queue's scheduler; called by a worker."""
         with self._change:
-            self._num_waiting -= rows
+            if queue.draining or not len(queue.waiting):
+                return None
+            client, request = queue.waiting.pop()
+            self._count_out(client, 1)
+            return request
+
+    def _count_out(self, client: Hashable, rows: int) -> None:
+        """Subtracts rows that wait no longer; ``_change`` is held."""
+        self._waiting[client] -= rows
+        if not self._waiting[client]:
+            del self._waiting[client]
 
     def _deliver(self, piece: Piece) -> None:
         """Passes a piece to its request; the last piece of a scored row waits for its scores."""
@@ -406,39 +468,33 @@ class EngineThread:
             self._metrics.ended(submission, piece.row)
         submission.on_output(number, piece)
 
-    def _score(self) -> None:
-        """Runs one scoring pass. Rounds of other rows come between two passes."""
-        if not self._scorings:
+    def _finish_scoring(self, scoring: Scoring, result: list[PromptScores] | Exception | None):
+        """Passes the scores on, once all passes are done. Rounds of other rows come in between."""
+        scoring.working = False
+        if result is None:  # there are more passes to run
             return
-        current = self._scorings[0]
-        owner = self._owners.get(current.piece.index)
-        if owner is None:  # the request was canceled
-            self._scorings.popleft()
-            return
-
-        try:
-            scores = next(current.passes)
-        except Exception as error:
-            traceback.print_exception(error, file=sys.stderr)
-            self._scorings.popleft()
-            del self._owners[current.piece.index]
-            submission, number = owner
-            submission.on_output(number, error)
-            return
-        if scores is None:  # there are more passes to run
-            return
-
         self._scorings.popleft()
-        (row_scores,) = scores
-        self._deliver(ScoredPiece(**vars(current.piece), scores=row_scores))
+        if not isinstance(result, Exception):
+            (row_scores,) = result
+            self._deliver(ScoredPiece(**vars(scoring.piece), scores=row_scores))
+            return
+
+        LOG.error("scoring failed", exc_info=result)
+        owner = self._owners.pop(scoring.piece.index, None)
+        if owner is not None:
+            submission, number = owner
+            submission.on_output(number, result)
 
     # --- failures ------------------------------------------------------------------------------
 
     def _fail(self, queue: VariantQueue, error: Exception) -> None:
         """Ends all rows of a queue with an error. Only the log gets the traceback."""
-        traceback.print_exception(error, file=sys.stderr)
+        LOG.error("method %s failed", queue.variant.name, exc_info=error)
         key = queue.variant.key
-        self._count_out(len(queue.waiting))
+        with self._change:
+            while len(queue.waiting):
+                client, _ = queue.waiting.pop()
+                self._count_out(client, 1)
         for request_id, (submission, number) in list(self._owners.items()):
             if submission.variant.key == key:
                 del self._owners[request_id]
@@ -447,7 +503,7 @@ class EngineThread:
 
     def _fail_all(self, error: Exception) -> None:
         """Ends every row with an error, so that no client waits for a dead thread."""
-        traceback.print_exception(error, file=sys.stderr)
+        LOG.error("the engine's thread failed", exc_info=error)
         with self._change:
             self._closed = True
             inbox = self._inbox
@@ -463,18 +519,37 @@ class EngineThread:
     def _assign_schedulers(self) -> None:
         """Opens schedulers for waiting queues, up to ``max_methods`` at the same time."""
         for key, queue in list(self._queues.items()):
-            if queue.draining and not queue.running:
+            if queue.draining and not (queue.running or queue.working):
                 # It is empty now. Its waiting requests go behind the other queues.
                 queue.close()
                 self._queues[key] = self._queues.pop(key)
-            elif queue.scheduler is None and not queue.waiting:
+            elif queue.scheduler is None and not len(queue.waiting):
                 del self._queues[key]
 
+        self._forget_unused_programs()
         for queue in [queue for queue in self._queues.values() if queue.scheduler is None]:
+            if self._programs.is_new(queue.variant.programs) and self._runs_new_variant():
+                continue
             if self.num_schedulers >= self._max_methods and not self._free_scheduler():
                 return
-            self._limit_compiled(queue.variant.key)
             queue.open(self._size, self._bounds, self._kept)
+
+    def _runs_new_variant(self) -> bool:
+        """Whether a variant decodes that has programs to compile."""
+        return any(
+            queue.busy and self._programs.is_new(queue.variant.programs)
+            for queue in self._open_queues()
+        )
+
+    def _forget_unused_programs(self) -> None:
+        """Drops programs of variants that no queue has, if there are many."""
+        used = {queue.variant.programs for queue in self._open_queues()}
+        with self._change:
+            busy = {queue.variant.programs for queue in self._queues.values() if queue.busy}
+            busy |= {submission.variant.programs for submission in self._inbox}
+            freed = self._programs.keep(used, busy)
+        if freed:
+            return_memory()
 
     def _free_scheduler(self) -> bool:
         """Closes an idle scheduler; if all are busy, the longest running one begins to drain.
@@ -493,10 +568,3 @@ class EngineThread:
             if running:
                 min(running, key=lambda queue: queue.opened).draining = True
         return False
-
-    def _limit_compiled(self, key: Hashable) -> None:
-        """Drops all compiled programs after too many variants; the disk cache still has them."""
-        self._compiled.add(key)
-        if len(self._compiled) > MAX_COMPILED_VARIANTS:
-            jax.clear_caches()
-            self._compiled = {key}

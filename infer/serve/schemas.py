@@ -1,11 +1,29 @@
-"""The fields of a request: OpenAI's, and ours. Unknown fields are refused by name."""
+"""The fields of a request: OpenAI's, vLLM's and ours. Unknown fields are refused by name.
+
+Three kinds of fields are not ours and mean nothing here. A field of :func:`_neutral` passes with
+the values that ask for nothing, such as ``"tools": []``, and is refused with any other. A field
+like ``store`` or ``metadata`` passes with every value of its type, since it changes no answer.
+:data:`UNSUPPORTED` are names that get a clear refusal.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic_core import PydanticCustomError
 
+from infer.serve.field_errors import MARK, UNSUPPORTED_TYPE, describe
+from infer.serve.refusals import naming
 from specjax._util.checks import SEED_MAX
 from specjax._util.errors import OptionError
 from specjax._util.files import parse_json
@@ -13,15 +31,98 @@ from specjax._util.files import parse_json
 MAX_CHOICES = 128  # completions of a prompt
 MAX_PROMPTS = 128  # of a request
 MAX_STOPS = 16
+MAX_MESSAGES = 4096  # of a chat
+MAX_OPTIONS = 64
 # Alternatives to a token, as OpenAI limits them.
 MAX_COMPLETION_ALTERNATIVES = 5
 MAX_CHAT_ALTERNATIVES = 20
 # Characters of a stop string. A stream delays text that may be the beginning of one.
 MAX_STOP_LENGTH = 256
+SEED_PRIME = 2**32 - 5  # the largest prime that fits into a key's 32 bits
 
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-Ids = list[Annotated[int, Field(ge=0, lt=2**31)]]
-Setting = bool | int | float | str | list[int]
+
+def _neutral(*values: Any) -> Any:
+    """The type of an unsupported field: null and these values ask for nothing, and become None."""
+
+    def check(value: Any) -> None:
+        for allowed in values:
+            # True and 1 are equal in Python, but not in JSON.
+            if value == allowed and isinstance(value, bool) == isinstance(allowed, bool):
+                return None
+        if value is None:
+            return None
+        raise PydanticCustomError(UNSUPPORTED_TYPE, "not supported")
+
+    schema = {"enum": [None, *values]}
+    return Annotated[Any, PlainValidator(check), WithJsonSchema(schema)]
+
+
+def _one_of_kinds(expected: str, kind_of: Any) -> Discriminator:
+    """Chooses the branch of a union by ``kind_of``, so that errors are about that branch alone."""
+    return Discriminator(kind_of, custom_error_type="no_such_kind", custom_error_message=expected)
+
+
+def _text_or_list(value: Any) -> str | None:
+    """The tag of a text or a list, None of anything else."""
+    if isinstance(value, str):
+        return f"{MARK}text"
+    if isinstance(value, list):
+        return f"{MARK}list"
+    return None
+
+
+def _prompt_kind(value: Any) -> str | None:
+    """The tag of a text, a list of token ids, or a list of prompts."""
+    kind = _text_or_list(value)
+    # An empty list counts as one prompt without tokens.
+    if isinstance(value, list) and (not value or _is_id(value[0])):
+        return f"{MARK}ids"
+    return kind
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_setting(value: Any) -> Any:
+    """The value of a method's option, as JSON says it."""
+    values = value if isinstance(value, list) else [value]
+    kinds = (int, float) if isinstance(value, list) else (bool, int, float, str)
+    if not all(isinstance(item, kinds) for item in values):
+        expected = "expected a number, a text, true, false, or a list of numbers"
+        raise PydanticCustomError("no_such_kind", expected)
+    return value
+
+
+_NUMBER = {"type": "number"}
+_SETTING_SCHEMA = {
+    "anyOf": [
+        {"type": "boolean"},
+        _NUMBER,
+        {"type": "string"},
+        {"type": "array", "items": _NUMBER},
+    ]
+}
+Setting = Annotated[Any, PlainValidator(_check_setting), WithJsonSchema(_SETTING_SCHEMA)]
+
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stop = Annotated[
+    Annotated[StopText, Tag(f"{MARK}text")]
+    | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag(f"{MARK}list")],
+    _one_of_kinds("expected a text or a list of texts", _text_or_list),
+]
+Id = Annotated[int, Field(ge=0, lt=2**31)]
+Ids = Annotated[list[Id], Tag(f"{MARK}ids")]
+Prompt = Annotated[
+    Annotated[str, Tag(f"{MARK}text")] | Ids,
+    _one_of_kinds("expected a text or a list of token ids", _prompt_kind),
+]
+Prompts = Annotated[
+    Annotated[str, Tag(f"{MARK}text")]
+    | Ids
+    | Annotated[list[Prompt], Field(max_length=MAX_PROMPTS), Tag(f"{MARK}list")],
+    _one_of_kinds("expected a text, a list of token ids, or a list of either", _prompt_kind),
+]
 
 
 class _Strict(BaseModel):
@@ -32,31 +133,61 @@ class _Strict(BaseModel):
 
 class StreamOptions(_Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: each chunk has the usage so far
+    include_obfuscation: bool | None = None  # OpenAI's padding of chunks, which we never send
 
 
-class Body(_Strict):
-    """The fields of both kinds of request.
+class _Unsupported(_Strict):
+    """Fields of OpenAI and vLLM that pass with values that ask for nothing."""
 
-    Unsupported fields, such as penalties, are accepted only with the value that has no effect.
-    """
+    frequency_penalty: _neutral(0) = None
+    presence_penalty: _neutral(0) = None
+    repetition_penalty: _neutral(1) = None
+    length_penalty: _neutral(1) = None
+    min_p: _neutral(0) = None
+    min_tokens: _neutral(0) = None
+    logit_bias: _neutral({}) = None
+    ignore_eos: _neutral(False) = None
+    use_beam_search: _neutral(False) = None
+    include_stop_str_in_output: _neutral(False) = None
+    skip_special_tokens: _neutral(True) = None
+    spaces_between_special_tokens: _neutral(True) = None
+    stop_token_ids: _neutral([]) = None
+    bad_words: _neutral([]) = None
+    response_format: _neutral({"type": "text"}) = None
+    tools: _neutral([]) = None
+    functions: _neutral([]) = None
+    tool_choice: _neutral("none", "auto") = None
+    function_call: _neutral("none", "auto") = None
+    modalities: _neutral(["text"]) = None
+    priority: _neutral(0) = None
+    # These change no answer, whatever their value.
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    parallel_tool_calls: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class Body(_Unsupported):
+    """The fields of both kinds of request."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=1e38)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    seed: int | None = Field(None, ge=0, le=SEED_MAX)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    frequency_penalty: Literal[0, None] = None
-    presence_penalty: Literal[0, None] = None
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     # Ours. ``origins``: say for each text whether the draft or the target wrote it.
     method: str | None = None
-    options: dict[str, Setting] | None = None
-    top_k: int | None = Field(None, ge=0, lt=2**31)
+    options: Annotated[dict[str, Setting], Field(max_length=MAX_OPTIONS)] | None = None
+    top_k: int | None = Field(None, ge=-1, lt=2**31)  # 0 and vLLM's -1: off
     origins: bool | None = None
 
     @property
@@ -66,16 +197,24 @@ class Body(_Strict):
             return (self.stop,)
         return tuple(self.stop or ())
 
+    @property
+    def folded_seed(self) -> int | None:
+        """The seed in 32 bits, which keys are made of; seeds that fit are not changed."""
+        if self.seed is None or 0 <= self.seed <= SEED_MAX:
+            return self.seed
+        return self.seed % 2**64 % SEED_PRIME  # -1 is the largest of 64 bits
+
 
 class CompletionBody(Body):
     """``/v1/completions``."""
 
-    prompt: str | Ids | Annotated[list[str | Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompt: Prompts
     max_tokens: int | None = Field(None, ge=0)  # 0: an echo alone
     logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_ALTERNATIVES)
     echo: bool | None = None
-    best_of: int | None = None
-    suffix: Literal[None] = None
+    best_of: int | None = Field(None, ge=1)
+    suffix: _neutral("") = None
+    add_special_tokens: _neutral(True) = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -91,42 +230,89 @@ class CompletionBody(Body):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, where ``prompt`` may be one text, one list of ids, or a list of either."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        # An empty list counts as one prompt without tokens.
-        is_ids = not self.prompt or isinstance(self.prompt[0], int)
-        return [self.prompt] if is_ids else self.prompt
+        if _prompt_kind(self.prompt) == f"{MARK}list":
+            return self.prompt
+        return [self.prompt]
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
+class Part(_Strict):
+    """A part of a message. Only texts are supported, and a refusal that is sent back."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def content(self) -> str:
+        return self.text or self.refusal or ""
+
+
+def _check_part(value: Any) -> Part:
+    """A text or a refusal; other kinds of parts are refused by their name."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    fields = {"text": "text", "refusal": "refusal"}
+    if isinstance(kind, str) and kind not in fields:
+        raise PydanticCustomError(UNSUPPORTED_TYPE, "not supported", {"what": f"type {kind!r}"})
+    if kind is None or not isinstance(value.get(fields[kind]), str):
+        expected = 'expected {"type": "text", "text": "…"}'
+        raise PydanticCustomError("no_such_kind", expected)
+    return Part(type=kind, text=value[fields[kind]])
+
+
+_PART_SCHEMA = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+TextPart = Annotated[Any, PlainValidator(_check_part), WithJsonSchema(_PART_SCHEMA)]
+Content = Annotated[
+    Annotated[str, Tag(f"{MARK}text")] | Annotated[list[TextPart], Tag(f"{MARK}list")],
+    _one_of_kinds("expected a text or a list of parts", _text_or_list),
+]
 
 
 class Message(_Strict):
+    """A message, such as this server has answered: clients send those back as they came."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: Content | None = None
     name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    tool_calls: _neutral([]) = None
+    function_call: _neutral() = None
+    audio: _neutral() = None
 
     def plain(self) -> dict[str, str]:
         """The message as chat templates read it, with its content as one text."""
         text = self.content
-        if not isinstance(text, str):
-            text = "".join(part.text for part in text)
-        message = {"role": self.role, "content": text}
-        if self.name:
-            message["name"] = self.name
+        if isinstance(text, list):
+            text = "".join(part.content for part in text)
+        message = {"role": self.role, "content": text or self.refusal or ""}
+        for field in ("name", "tool_call_id", "reasoning_content"):
+            value = getattr(self, field)
+            if value:
+                message[field] = value
         return message
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatBody(Body):
     """``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_CHAT_ALTERNATIVES)
     chat_template_kwargs: dict[str, Any] | None = None
+    echo: _neutral(False) = None
+    add_generation_prompt: _neutral(True) = None
+    continue_final_message: _neutral(False) = None
+    add_special_tokens: _neutral(False) = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -138,7 +324,58 @@ class ChatBody(Body):
         return self.top_logprobs or None
 
 
-def read(kind: type[Body], data: bytes) -> Body:
+class TokenizeBody(_Strict):
+    """``/tokenize``, of a text or of a chat, as vLLM has it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None  # default: true of a text, false of a chat
+    add_generation_prompt: _neutral(True) = None
+    continue_final_message: _neutral(False) = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(_Strict):
+    """``/detokenize``, as vLLM has it."""
+
+    model: str | None = None
+    tokens: list[Id]
+
+
+AnyBody = Body | TokenizeBody | DetokenizeBody
+# Fields of OpenAI and vLLM that have no value which asks for nothing.
+UNSUPPORTED = frozenset(
+    [
+        "audio",
+        "prediction",
+        "verbosity",
+        "reasoning_effort",
+        "web_search_options",
+        "moderation",
+        "documents",
+        "chat_template",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "structured_outputs",
+        "logits_processors",
+        "prompt_logprobs",
+        "truncate_prompt_tokens",
+        "allowed_token_ids",
+        "mm_processor_kwargs",
+        "return_tokens_as_token_ids",
+        "prompt_embeds",
+        "kv_transfer_params",
+        "vllm_xargs",
+        "prompt_cache_options",
+    ]
+)
+
+
+def read(kind: type[AnyBody], data: bytes) -> Any:
     """Parses and checks the body of a request.
 
     Raises:
@@ -148,11 +385,22 @@ def read(kind: type[Body], data: bytes) -> Body:
         value = parse_json(data)
     except ValueError as error:
         raise OptionError(f"the body is {error}") from None
+    if isinstance(value, dict):  # null counts as left out
+        for name in UNSUPPORTED:
+            if value.get(name, 0) is None:
+                del value[name]
+
     try:
-        return kind.model_validate(value)
+        body = kind.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the body"
-        raise OptionError(f"{where}: {first['msg']}") from None
+        first = error.errors(include_url=False)[0]
+        param, message = describe(first, kind.model_fields, UNSUPPORTED)
+        with naming(param):
+            raise OptionError(message) from None
     except RecursionError:
         raise OptionError("the body is nested too deeply") from None
+
+    if isinstance(body, Body) and body.stream_options is not None and not body.stream:
+        with naming("stream_options"):
+            raise OptionError("stream_options needs stream")
+    return body

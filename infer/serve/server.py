@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
+import gc
 import ipaddress
 import os
 import queue
 import signal
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 
 import uvicorn
 from fastapi import FastAPI
@@ -19,7 +22,9 @@ from infer.loading import chosen_sampling, device_memory, load_models, use_compi
 from infer.serve.admission import Admission
 from infer.serve.app import Server
 from infer.serve.commands import KEY_VARIABLE
+from infer.serve.connections import Connection, connections_within
 from infer.serve.engine_thread import EngineThread
+from infer.serve.log import limit_log
 from infer.serve.metrics import PrometheusMetrics
 from infer.serve.schemas import CompletionBody
 from specjax._util.errors import InputError, OptionError
@@ -30,7 +35,10 @@ from specjax.registry import method
 from specjax.runtime.generate import num_slots
 
 BATCH_MEMORY = 0.5  # share of the device's memory for the batch slots of all methods
-BACKLOG = 2048  # connections that the system keeps until they are accepted
+# Connections that the system keeps until they are accepted, and that are accepted at a time.
+BACKLOG = 128
+SWITCH_SECONDS = 0.0005
+GARBAGE = (10_000, 20, 50)  # new objects, and collections of each age until one of the next
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -39,22 +47,25 @@ def serve(args: argparse.Namespace) -> int:
     Raises:
       SpecjaxError: an argument is wrong, or the default method fails.
     """
-    api_key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    keys = args.api_key or list(filter(None, [os.environ.get(KEY_VARIABLE)]))
     spec = method(args.method) if args.method else None
     if spec:  # report wrong options before models load, which can take minutes
         spec.resolve(dict(args.set))
-    with _bound_socket(args.host, args.port) as listener:
+    _allowed_methods(args.methods)
+    limit_log()
+    with _listening_socket(args.host, args.port) as listener:
         use_compilation_cache()
         target, draft = load_models(args, spec is None or spec.needs_draft, args.mesh)
-        with assembled(args, target, draft, api_key) as (server, engine):
+        with assembled(args, target, draft, keys) as (server, engine):
             _decode_one(server.admission, engine)
-            _answer_requests(server.app(), listener, args.drain, api_key)
+            _shorten_pauses()
+            _answer_requests(server.app(), listener, args, bool(keys))
     return 0
 
 
 @contextlib.contextmanager
 def assembled(
-    args: argparse.Namespace, target: LM, draft: LM | None, api_key: str | None = None
+    args: argparse.Namespace, target: LM, draft: LM | None, keys: Sequence[str] = ()
 ) -> Iterator[tuple[Server, EngineThread]]:
     """The server of these models, and its engine, which runs until the block ends."""
     spec = method(args.method or ("speculative" if draft else "autoregressive"))
@@ -64,7 +75,7 @@ def assembled(
     admission = Admission(
         target=target,
         draft=draft,
-        name=args.name or args.target,
+        name=args.name or _shown_name(args.target),
         method=spec.name,
         defaults=dict(args.set),
         sampling=Sampling(**sampling),
@@ -72,7 +83,8 @@ def assembled(
         max_prompt=args.max_prompt,
         max_output=min(args.max_output, target.config.max_position - 1),
         memory=int(device_memory() * BATCH_MEMORY) // args.max_methods,
-        max_rows=args.queue,
+        max_rows=max(1, args.queue // 2),  # what one client may have waiting
+        methods=_allowed_methods(args.methods),
     )
     metrics = PrometheusMetrics()
     engine = EngineThread(
@@ -82,24 +94,48 @@ def assembled(
         max_methods=args.max_methods,
         max_waiting=args.queue,
         metrics=metrics,
+        # Programs that two threads start on several devices could wait for each other.
+        workers=args.max_methods + 1 if target.mesh is None else 1,
     )
     metrics.watch(engine)
     try:
-        yield Server(admission, engine, metrics, args.max_body, api_key), engine
+        yield Server(admission, engine, metrics, args.max_body, keys, args.allowed_host), engine
     finally:
         engine.close()
 
 
-def _bound_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not listening yet.
+def _allowed_methods(names: str | None) -> list[str] | None:
+    """The methods of ``--methods``; None: all of them.
 
-    It is bound before models load, so that a port in use is reported at once.
+    Raises:
+      OptionError: there is no such method.
+    """
+    if names is None:
+        return None
+    if names == "none":
+        return []
+    return [method(name.strip()).name for name in names.split(",")]
+
+
+def _shown_name(target: str) -> str:
+    """The model's name for clients: of a directory its last part, because paths are private."""
+    if os.path.isdir(target):
+        return os.path.basename(os.path.abspath(target))
+    return target
+
+
+def _listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens on the address.
+
+    It listens before models load, so that a port in use is reported at once: two sockets can be
+    bound to one port, but only one listens. Clients that connect early wait for their answer.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError as error:
         raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from None
     return listener
@@ -123,30 +159,51 @@ def _decode_one(admission: Admission, engine: EngineThread) -> None:
             return
 
 
-def _answer_requests(app: FastAPI, listener: socket.socket, drain: int, key: str | None) -> None:
-    """Answers requests until a signal, then finishes the open ones for up to ``drain`` seconds."""
-    config = uvicorn.Config(
-        app,
-        http="h11",
-        ws="none",
-        loop="asyncio",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_graceful_shutdown=drain,
-    )
+def _shorten_pauses() -> None:
+    """Lets the event loop run soon, although other threads trace programs.
+
+    Python's threads take turns, by default of 5 ms. And each collection of garbage stops them all
+    for as long as there are objects to look at. So those of now are left out from here on, and
+    collections are rarer.
+    """
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GARBAGE)
+
+
+def _answer_requests(
+    app: FastAPI, listener: socket.socket, args: argparse.Namespace, has_key: bool
+) -> None:
+    """Answers requests until a signal, then finishes open ones for up to ``--drain`` seconds."""
     host, port = listener.getsockname()[:2]
-    if key is None and not ipaddress.ip_address(host).is_loopback:
+    if not has_key and not ipaddress.ip_address(host).is_loopback:
         say("infer.serve", f"other machines can reach {host}, and there is no key: see --api-key")
     url_host = f"[{host}]" if ":" in host else host
     # uvicorn raises the signal again after it has shut down. That must not kill the process,
     # which would then not exit with 0.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
-    listener.listen(BACKLOG)
     try:
         say("infer.serve", f"http://{url_host}:{port}")
+        config = http_config(app, args.max_connections, args.drain)
         asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def http_config(app: FastAPI, max_connections: int, drain: int) -> uvicorn.Config:
+    """How uvicorn runs the application."""
+    most = connections_within(max_connections)
+    return uvicorn.Config(
+        app,
+        http=functools.partial(Connection, max_connections=most),
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=drain,
+    )

@@ -17,6 +17,7 @@ data axis).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,6 +31,38 @@ from specjax.core.types import RUNNING, STOP_LENGTH, STOP_TEXT, DecodeState, Inp
 from specjax.models.cache import bucket, resize
 
 NO_SLOT = -1  # in place of a batch slot's number: a device has no request to put into one
+
+
+class _CachedByMethod:
+    """Like ``functools.cache``, but :func:`forget` can drop what was made for one method."""
+
+    def __init__(self, make: Callable[..., Any]):
+        self.made: dict[Method, dict[tuple, Any]] = {}
+        self._make = make
+        functools.update_wrapper(self, make)
+
+    def __call__(self, method: Method, *rest: Any) -> Any:
+        of_method = self.made.setdefault(method, {})
+        if rest not in of_method:
+            of_method[rest] = self._make(method, *rest)
+        return of_method[rest]
+
+
+def forget(method: Method) -> None:
+    """Drops all programs of a method, so that their memory can be freed.
+
+    They compile again if they are needed again. A server calls this, for its clients may ask for
+    any number of methods.
+    """
+    for programs in (
+        prefill_prompts,
+        begin_prefill,
+        prefill_chunks,
+        empty_state,
+        fill_slots,
+        run_rounds,
+    ):
+        programs.made.pop(method, None)
 
 
 def start(
@@ -81,7 +114,7 @@ def first_capacity(method: Method, longest: int, budget: int, chunk: int) -> int
     return bucket(max(for_rounds, num_chunks * chunk))
 
 
-@functools.cache
+@_CachedByMethod
 def prefill_prompts(method: Method, chunk: int, logprobs: bool):
     """``prefill(inputs, tokens[B,S], length[B], max_length[B], keys[B]) -> state``, all in one.
 
@@ -104,7 +137,7 @@ def prefill_prompts(method: Method, chunk: int, logprobs: bool):
     return program(prefill)
 
 
-@functools.cache
+@_CachedByMethod
 def begin_prefill(method: Method, logprobs: bool):
     """``begin(inputs, tokens[G,S], length[G], max_length[G], keys[G], prefix) -> state``.
 
@@ -128,7 +161,7 @@ def begin_prefill(method: Method, logprobs: bool):
     return program(begin)
 
 
-@functools.cache
+@_CachedByMethod
 def prefill_chunks(method: Method, chunk: int):
     """``run(inputs, state, first[G]) -> state``: one pass over ``chunk`` tokens from ``first``.
 
@@ -137,7 +170,7 @@ def prefill_chunks(method: Method, chunk: int):
     return program(functools.partial(_prefill_chunk, method, chunk), donate_argnums=1)
 
 
-@functools.cache
+@_CachedByMethod
 def empty_state(method: Method, logprobs: bool):
     """``empty(inputs, tokens[B,S], keys[B]) -> state``, all of whose rows have ended."""
 
@@ -150,7 +183,7 @@ def empty_state(method: Method, logprobs: bool):
     return program(empty)
 
 
-@functools.cache
+@_CachedByMethod
 def fill_slots(method: Method):
     """``fill(inputs, state, prefilled, slot[G]) -> state``: prefilled requests replace ended rows.
 
@@ -244,7 +277,7 @@ def _prefill_chunk(
     return method.prefill_chunk(inputs, state, tokens, begin)
 
 
-@functools.cache
+@_CachedByMethod
 def run_rounds(method: Method):
     """``run(inputs, state, rounds, seen=None) -> state``: up to ``rounds`` rounds on the device.
 

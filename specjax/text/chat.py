@@ -9,15 +9,16 @@ guards against four things:
 - Memory. The child may take ``MAX_MEMORY`` bytes, and a rendered text ``MAX_TEXT`` characters.
 - Crashes, such as by deep recursion. They end the child, not this process.
 
-A child takes 0.1 s to start and then renders every conversation, until a template kills it.
+A child takes 0.1 s to start and then renders one conversation after the other, until a template
+kills it. There are as many children as threads render at the same time, up to ``MAX_CHILDREN``.
 """
 
 from __future__ import annotations
 
 import json
+import queue
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,37 +30,36 @@ MAX_SECONDS = 5.0  # for one conversation
 MAX_MEMORY = 2**30  # bytes, with the interpreter's own
 MAX_TEXT = 2**22  # characters of a rendered text: more than any context holds
 MAX_TEMPLATE = 2**20  # characters: the longest in use have 20,000
+MAX_CHILDREN = 8
 SCRIPT = Path(__file__).with_name("chat_process.py")
 
 
 class _Child:
-    """The child process. It starts with the first request, and again after it was killed."""
+    """One child process. It starts with the first request, and again after it was killed."""
 
     def __init__(self):
-        self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, request: str) -> str:
         """The answer to a request, one line each; empty where the process died over it."""
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._process = self._start()
-            process = self._process
-            assert process.stdin is not None and process.stdout is not None, "both are pipes"
-            try:
-                process.stdin.write(request + "\n")
-                process.stdin.flush()
-                answer = process.stdout.readline()
-            except BrokenPipeError:
-                answer = ""
-            except BaseException:
-                # Interrupted: the answer still to come would be read as the next request's.
-                process.kill()
-                raise
-            if not answer:
-                process.kill()
-                process.wait()
-            return answer
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._start()
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None, "both are pipes"
+        try:
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        except BaseException:
+            # Interrupted: the answer still to come would be read as the next request's.
+            process.kill()
+            raise
+        if not answer:
+            process.kill()
+            process.wait()
+        return answer
 
     def _start(self) -> subprocess.Popen[str]:
         # -P keeps the script's folder off the import path, where a module of ours could hide one
@@ -74,7 +74,26 @@ class _Child:
         )
 
 
-_child = _Child()
+class _Children:
+    """The child processes. A thread waits while all of them render for others."""
+
+    def __init__(self):
+        # The last one used comes first, so that no more are started than are needed.
+        self._free: queue.LifoQueue[_Child] = queue.LifoQueue()
+        for _ in range(MAX_CHILDREN):
+            self._free.put(_Child())
+
+    def ask(self, request: str) -> tuple[str, float]:
+        """As :meth:`_Child.ask`, of a free child; and the seconds that it took."""
+        child = self._free.get()
+        began = time.monotonic()
+        try:
+            return child.ask(request), time.monotonic() - began
+        finally:
+            self._free.put(child)
+
+
+_children = _Children()
 
 
 def render(
@@ -113,10 +132,9 @@ def render(
     except (TypeError, ValueError, RecursionError) as error:
         raise OptionError(f"messages: expected what JSON can say ({error})") from None
 
-    began = time.monotonic()
-    answer = _child.ask(line)
+    answer, seconds = _children.ask(line)
     if not answer:
-        slow = time.monotonic() - began >= MAX_SECONDS
+        slow = seconds >= MAX_SECONDS
         reason = f"it took longer than {MAX_SECONDS:g} s" if slow else "its process crashed"
         raise ModelError(f"{failed}: {reason}")
     result = json.loads(answer)

@@ -128,7 +128,9 @@ class Tokenizer:
           OptionError: the text holds half of a surrogate pair, as JSON escapes can.
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # A batch releases the interpreter's lock, so that other threads go on.
+            (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+            return encoding.ids
         except TypeError:
             raise OptionError(
                 "a text holds half of a surrogate pair, or is none; give whole characters"
@@ -184,6 +186,10 @@ class Tokenizer:
         """The text of ids as the library decodes them, all at a time."""
         return self._backend.decode(ids, skip_special_tokens=True)
 
+    def decode_with_special(self, ids: Sequence[int]) -> str:
+        """The text of ids, with special tokens as the vocabulary writes them."""
+        return self._backend.decode(ids, skip_special_tokens=False)
+
     def has_text(self, token_id: int) -> bool:
         """Whether the id is a token, and not a special one."""
         return token_id in self._text_ids
@@ -195,6 +201,10 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         """The id of a token; None where there is no such token."""
         return self._backend.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str:
+        """The token of an id as the vocabulary writes it; empty where there is none."""
+        return self._backend.id_to_token(token_id) or ""
 
     def token_bytes(self) -> list[bytes]:
         """The UTF-8 bytes that each id adds to a text; empty for special tokens and unused ids.
@@ -218,6 +228,13 @@ class Tokenizer:
             else:
                 token_bytes[i] = token.replace("▁", " ").encode()
         return token_bytes
+
+    @property
+    def max_token_bytes(self) -> int:
+        """The most bytes of a text that one token can stand for, special tokens included."""
+        added = self._backend.get_added_tokens_decoder().values()
+        texts = [token.content.encode() for token in added]
+        return max(map(len, [*self.token_bytes(), *texts]))
 
     @property
     def fingerprint(self) -> str:

@@ -294,8 +294,8 @@ MUTANTS = {
 def forget_programs():
     """Clears all traces, so that the next run is traced again, with or without a mutant."""
     jax.clear_caches()
-    loop.prefill_prompts.cache_clear()
-    loop.run_rounds.cache_clear()
+    loop.prefill_prompts.made.clear()
+    loop.run_rounds.made.clear()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

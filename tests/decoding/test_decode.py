@@ -239,7 +239,7 @@ def test_one_trace_per_bucket_over_settings_keys_and_lengths(target, draft, name
     # By default SDSAT's form depends on the temperature, and each form is a method of its own.
     fixed = {"form": "chain"} if "form" in spec.options else {}
     reward = "length:4-9" if spec.needs_reward else None
-    loop.run_rounds.cache_clear()
+    loop.run_rounds.made.clear()
     for seed, (temperature, k, p) in enumerate([(0, 0, 1), (1, 0, 1), (0.5, 7, 1), (2, 80, 0.3)]):
         if spec.needs_reward and temperature:
             continue  # greedy by definition
@@ -258,11 +258,11 @@ def test_one_trace_per_bucket_over_settings_keys_and_lengths(target, draft, name
                 reward=reward,
                 logprobs=True,
             )
-    assert loop.run_rounds.cache_info().currsize == 1
+    assert len(loop.run_rounds.made) == 1
     context = Context(target, draft)
     if not spec.needs_reward:  # the others hold a reward, so this build would differ
         rounds = loop.run_rounds(spec.build(context, fixed)[0])
-        assert loop.run_rounds.cache_info().currsize == 1 and rounds._cache_size() == 1
+        assert len(loop.run_rounds.made) == 1 and rounds._cache_size() == 1
         run(target, draft, name, max_new_tokens=100, options=fixed, logprobs=True)
         assert rounds._cache_size() == 2  # the next bucket
 

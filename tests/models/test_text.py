@@ -263,7 +263,7 @@ def test_chat_template_has_limited_length(backends, monkeypatch):
 def test_one_process_renders_all_conversations(backends, monkeypatch):
     tokenizer, started = Tokenizer(backends[0], TEMPLATE), []
     start = chat._Child._start
-    monkeypatch.setattr(chat, "_child", chat._Child())
+    monkeypatch.setattr(chat, "_children", chat._Children())
     monkeypatch.setattr(chat._Child, "_start", lambda self: started.append(1) or start(self))
     for i in range(20):
         assert tokenizer.apply_chat(f"日本\ud800\n{i}") == f"[user] 日本\ud800\n{i}\n[assistant]"

@@ -3,11 +3,13 @@
 import contextlib
 import http.client
 import json
+import shutil
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import jax
 import uvicorn
 
 import specjax as sj
@@ -15,9 +17,24 @@ from infer.serve.admission import Admission
 from infer.serve.app import Server
 from infer.serve.commands import parser
 from infer.serve.engine_thread import EngineThread
-from infer.serve.server import assembled
+from infer.serve.server import assembled, http_config
 
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if loud %}LOUD{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 TIMEOUT = 300  # seconds: compilation is slow on a machine with other work
+
+
+def served_models(pair_dirs, home, template=TEMPLATE) -> tuple[sj.LM, sj.LM]:
+    """A target with a chat template, and a draft that it sometimes accepts; ``home`` is new."""
+    shutil.copytree(pair_dirs[0], home)
+    (home / "chat_template.jinja").write_text(template)
+    target, draft = sj.load(home), sj.load(pair_dirs[1])
+    # Scaled up, its text varies, and its first layer as draft is sometimes accepted.
+    params = target.params | {"layers": jax.tree.map(lambda x: 4 * x, target.params["layers"])}
+    first = params | {"layers": {"0": params["layers"]["0"]}}
+    return replace(target, params=params), replace(draft, params=first)
 
 
 @dataclass(frozen=True)
@@ -30,13 +47,26 @@ class Running:
     admission: Admission
     port: int
 
+    def send(self, data: bytes, address="127.0.0.1", seconds=20.0) -> bytes:
+        """Everything that comes back for these bytes, sent from a loopback address."""
+        place = ("127.0.0.1", self.port)
+        with socket.create_connection(place, seconds, (address, 0)) as connection:
+            connection.sendall(data)
+            return b"".join(iter(lambda: connection.recv(2**16), b""))
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def ask(self, method, path, body=None, **headers):
-        """(status, object, headers) of one request; a body is bytes, or else sent as JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
+    def ask(self, method, path, body=None, address="127.0.0.1", **headers):
+        """(status, object, headers) of one request; a body is bytes, or else sent as JSON.
+
+        ``address`` is the client's own, on the loopback network.
+        """
+        source = (address, 0)
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", self.port, timeout=TIMEOUT, source_address=source
+        )
         with contextlib.closing(connection):
             given = {"Content-Type": "application/json"} if body is not None else {}
             given |= {name.replace("_", "-"): value for name, value in headers.items()}
@@ -63,12 +93,11 @@ def until(holds, seconds=30.0):
 
 
 @contextlib.contextmanager
-def answering(server: Server):
+def answering(server: Server, max_connections: int = 1024):
     """The port at which a server answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(server.app(), http="h11", lifespan="off", log_level="critical")
-        running = uvicorn.Server(config)
+        running = uvicorn.Server(http_config(server.app(), max_connections, drain=300))
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
         thread.start()
         until(lambda: running.started)
@@ -80,11 +109,11 @@ def answering(server: Server):
 
 
 @contextlib.contextmanager
-def serving(target: sj.LM, draft: sj.LM, *arguments: str, key=None):
+def serving(target: sj.LM, draft: sj.LM, *arguments: str, keys=()):
     """A server of these models; ``arguments`` are the command line's."""
     args = parser().parse_args(["--name", "tiny", *arguments])
     with (
-        assembled(args, target, draft, key) as (server, engine),
-        answering(server) as port,
+        assembled(args, target, draft, keys) as (server, engine),
+        answering(server, args.max_connections) as port,
     ):
         yield Running(target, draft, engine, server.admission, port)

@@ -1,0 +1,88 @@
+"""Which variants have compiled programs, which wait to compile, and which are dropped again.
+
+Static options are part of a program, so each new set of them compiles for seconds and takes 100 MB.
+Clients choose them freely. So only few may wait to compile, and only few stay in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Hashable
+
+from infer.serve.fairness import fits
+from specjax.core import loop
+from specjax.core.protocols import Method
+
+MAX_NEW = 8  # variants that wait to compile, or do so
+MAX_COMPILED = 6  # variants whose programs stay in memory, unless more have a scheduler
+
+Key = tuple[Method, bool]  # the method, and whether it returns log-probabilities
+
+
+class TooManyNew(Exception):
+    """Too many variants wait to be compiled."""
+
+
+class Programs:
+    """The variants that have run, and those that have not. Callers hold a lock."""
+
+    def __init__(self):
+        self._new: dict[Key, Hashable] = {}  # with the client that asked first
+        self._compiled: dict[Key, None] = {}  # the one that was used longest ago comes first
+        self._freed = False  # whether there may be memory to give back
+
+    def is_new(self, key: Key) -> bool:
+        """Whether no row of the variant has ended yet."""
+        return key not in self._compiled
+
+    def expect(self, key: Key, client: Hashable) -> None:
+        """Notes that a client asks for a variant.
+
+        Raises:
+          TooManyNew: it is one more to compile than the client may have.
+        """
+        if key in self._new or not self.is_new(key):
+            return
+        mine = list(self._new.values()).count(client)
+        if not fits(1, mine, len(self._new) - mine, MAX_NEW):
+            raise TooManyNew
+        self._new[key] = client
+
+    def compiled(self, key: Key) -> None:
+        """Notes that a row of the variant has ended."""
+        self._freed |= self.is_new(key)  # compiling takes more than it leaves
+        self._new.pop(key, None)
+        self._compiled.pop(key, None)
+        self._compiled[key] = None
+
+    def keep(self, used: Collection[Key], busy: Collection[Key]) -> bool:
+        """Forgets variants that nobody asks for any more, and drops programs of old ones.
+
+        Args:
+          used: variants that have a scheduler.
+          busy: variants that have requests.
+
+        Returns:
+          Whether :func:`return_memory` has something to return.
+        """
+        self._new = {key: client for key, client in self._new.items() if key in busy}
+        unused = [key for key in self._compiled if key not in used and key not in busy]
+        in_use = {method for method, _ in [*used, *busy]}
+        spare = max(0, MAX_COMPILED - len(used))
+        for key in unused[: max(0, len(unused) - spare)]:
+            del self._compiled[key]
+            method, _ = key
+            if method not in in_use:
+                loop.forget(method)
+                self._freed = True
+        freed = self._freed
+        self._freed = False
+        return freed
+
+
+def return_memory() -> None:
+    """Gives freed memory back to the system; glibc keeps what a compilation took."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):  # another C library
+        return

@@ -1,0 +1,315 @@
+"""``python -m infer.serve``: what one client may take, and what the others get meanwhile."""
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from infer.serve import programs
+from infer.serve.app import client_at
+from infer.serve.engine_thread import VariantQueue
+from infer.serve.fairness import Places, QueueFull, Turns, fits
+from infer.serve.programs import MAX_COMPILED, MAX_NEW, Programs, TooManyNew
+from infer.serve.schemas import CompletionBody
+from infer.serve.server import _allowed_methods
+from specjax._util.errors import OptionError
+from specjax.core import loop
+from specjax.text import chat
+from specjax.text.tokenizer import Tokenizer
+from support.serving import served_models, serving, until
+
+LIMITS = ["--batch-size", "2", "--max-prompt", "600", "--max-output", "400", "--queue", "40"]
+A, B, C = (f"127.0.0.{i}" for i in (2, 3, 4))
+LOOPS = """{% if loops %}{% for i in range(99999) %}{% for j in range(99999) %}
+{% endfor %}{% endfor %}{% endif %}"""
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def models(tiny_pair_dirs, tmp_path_factory):
+    template = LOOPS + "{{ messages[0].content }}"
+    return served_models(tiny_pair_dirs, tmp_path_factory.mktemp("served") / "target", template)
+
+
+@pytest.fixture(scope="module")
+def server(models):
+    with serving(*models, *LIMITS) as running:
+        running.complete(prompt="a", max_tokens=1)
+        yield running
+
+
+@pytest.fixture
+def pool():
+    with concurrent.futures.ThreadPoolExecutor(32) as threads:
+        yield threads
+
+
+# --- shares and turns --------------------------------------------------------------------------
+
+
+def test_something_is_always_left():
+    taken = {}
+    for client in range(8):
+        taken[client] = 0
+        while fits(1, taken[client], sum(taken.values()) - taken[client], 64):
+            taken[client] += 1
+    assert [taken[client] for client in range(6)] == [32, 16, 8, 4, 2, 1]
+    assert fits(1, 0, 0, 1) and not fits(1, 1, 0, 1) and not fits(1, 0, 1, 1)
+
+
+def test_clients_take_turns():
+    turns = Turns()
+    turns.extend("a", range(5))
+    turns.extend("b", (10, 11))
+    assert turns.drop(lambda item: item == 3) == 1 and turns.count("a") == 4
+    order = [turns.pop()[1] for _ in range(3)]
+    assert turns.pop(lambda client: client == "a") == ("a", 2)
+    with pytest.raises(LookupError):
+        turns.pop(lambda client: client == "c")
+    assert order == [0, 10, 1] and [turns.pop()[1] for _ in range(len(turns))] == [11, 4]
+
+
+def test_places_go_round():
+    async def use():
+        places, order = Places(2, max_waiting=8), []
+
+        async def one(client, number):
+            async with places.place(client):
+                order.append(f"{client}{number}")
+                await asyncio.sleep(0.001)
+
+        async def cancelled():
+            task = asyncio.create_task(one("a", 9))
+            await asyncio.sleep(0)
+            task.cancel()
+
+        many = [one("a", i) for i in range(4)] + [cancelled()] + [one("b", i) for i in range(3)]
+        await asyncio.gather(*many)
+        assert order[:4] == ["a0", "b0", "a1", "b1"] and sorted(order) == sorted(set(order))
+        assert not places._running and not len(places._waiting)
+        full = await asyncio.gather(*(one("a", i) for i in range(9)), return_exceptions=True)
+        assert [type(error) for error in full if error] == [QueueFull] * 4
+
+    asyncio.run(use())
+
+
+def test_who_is_one_client():
+    assert client_at("10.0.0.1") == "10.0.0.1" != client_at("10.0.0.2")
+    assert client_at("2001:db8::1") == client_at("2001:db8::ffff:1") != client_at("2001:db9::1")
+
+
+# --- texts -------------------------------------------------------------------------------------
+
+
+def test_long_texts_are_refused_before_they_are_tokenized(server, monkeypatch):
+    def fail(self, text, add_special_tokens=True):
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(Tokenizer, "encode", fail)
+    text = "a " * 500_000
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/completions", {"prompt": ["a" * 30_000, text[:900_000]]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ("/tokenize", {"prompt": text}),
+    ):
+        status, answer, _ = server.ask("POST", path, body)
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded", answer
+
+
+def test_the_bound_refuses_no_text_that_fits(server):
+    tokenizer = server.target.tokenizer
+    longest = int(np.argmax([len(token) for token in tokenizer.token_bytes()]))
+    text = tokenizer.decode([longest] * 600)
+    assert len(text.encode()) > 600
+    assert len(server.admission.text_ids(text, "prompt")) >= 600
+    with pytest.raises(OptionError, match="bytes: at most 600 tokens"):
+        server.admission.text_ids(text + text + " ", "prompt")
+
+
+def test_threads_go_on_while_a_text_is_tokenized(server):
+    tokenizer, text, gaps = server.target.tokenizer, "def f(x): return x\n" * 40_000, []
+    thread = threading.Thread(target=tokenizer.encode, args=(text,))
+    began = time.perf_counter()
+    thread.start()
+    while thread.is_alive():
+        before = time.perf_counter()
+        time.sleep(0.001)
+        gaps.append(time.perf_counter() - before)
+    assert max(gaps) < (time.perf_counter() - began) / 2 and len(gaps) > 20
+
+
+def test_a_template_that_loops_keeps_nobody_waiting(server, pool, monkeypatch):
+    """The looping client has at most half of the places, whatever it sends."""
+    monkeypatch.setattr(chat, "MAX_SECONDS", 1.5)
+    server.ask("POST", "/v1/chat/completions", CHAT)  # compiled
+    looping = CHAT | {"chat_template_kwargs": {"loops": True}}
+    asks = [pool.submit(server.ask, "POST", "/v1/chat/completions", looping, A) for _ in range(6)]
+    time.sleep(0.3)
+    began = time.monotonic()
+    for address in (B, C):
+        assert server.ask("POST", "/v1/chat/completions", CHAT, address)[0] == 200
+    assert server.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}, A)[0] == 200
+    assert time.monotonic() - began < 1.2
+    for ask in asks:
+        status, answer, _ = ask.result()
+        assert status == 400 and "longer than 1.5 s" in answer["error"]["message"]
+
+
+# --- rows --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slowly(monkeypatch):
+    """Makes rounds as slow as a larger model's."""
+    poll = VariantQueue.poll
+
+    def slow(self, next_request):
+        time.sleep(0.02)
+        return poll(self, next_request)
+
+    monkeypatch.setattr(VariantQueue, "poll", slow)
+
+
+def test_many_rows_of_one_client_do_not_fill_the_queue(server, slowly, pool):
+    big = {"prompt": "a", "max_tokens": 30, "n": 20, "temperature": 0}
+    first = pool.submit(server.ask, "POST", "/v1/completions", big, A)
+    until(lambda: server.engine.num_waiting >= 16)
+    status, answer, _ = server.ask("POST", "/v1/completions", big, A)
+    assert status == 429 and answer["error"]["code"] == "queue_full"
+    small = {"prompt": "a", "max_tokens": 3}
+    for _ in range(3):
+        assert server.ask("POST", "/v1/completions", small, B)[0] == 200
+    assert server.engine.num_waiting > 4, "they did not wait for all rows of the other client"
+    assert first.result()[0] == 200
+
+
+# --- methods -----------------------------------------------------------------------------------
+
+
+class Compiling:
+    """Polls of ``block`` last until ``end`` is called, as a compilation does, and then fail."""
+
+    def __init__(self):
+        self.most = 0  # polls at the same time
+        self._ends = threading.Event()
+        self._lock = threading.Lock()
+        self._polled = set()
+
+    def end(self):
+        self._ends.set()
+
+    def wait(self, variant):
+        with self._lock:
+            self._polled.add(variant.key)
+            self.most = max(self.most, len(self._polled))
+        self._ends.wait(60)
+        with self._lock:
+            self._polled.discard(variant.key)
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    compiling = Compiling()
+    poll = VariantQueue.poll
+
+    def slow(self, next_request):
+        if self.variant.name == "block":
+            compiling.wait(self.variant)
+            raise RuntimeError("enough for a test")
+        return poll(self, next_request)
+
+    monkeypatch.setattr(VariantQueue, "poll", slow)
+    yield compiling
+    compiling.end()
+
+
+def test_a_new_method_compiles_aside(server, compiling, pool):
+    new = {"prompt": "a", "max_tokens": 2, "method": "block", "options": {"gamma": 2}}
+    ask = pool.submit(server.ask, "POST", "/v1/completions", new, A)
+    until(lambda: compiling.most)
+    for _ in range(3):
+        assert server.complete(prompt="a", max_tokens=4)["choices"]
+    assert not ask.done()
+    compiling.end()
+    assert ask.result()[0] == 500
+
+
+def test_few_new_methods_wait_to_compile(server, compiling, pool):
+    def ask(gamma, address):
+        body = {"prompt": "a", "max_tokens": 1, "method": "block", "options": {"gamma": gamma}}
+        return pool.submit(server.ask, "POST", "/v1/completions", body, address)
+
+    asks = [ask(gamma, A) for gamma in range(3, 7)]
+    until(lambda: len(server.engine._programs._new) == MAX_NEW // 2)
+    status, answer, headers = ask(7, A).result()
+    assert status == 429 and answer["error"]["param"] == "method" and headers["retry-after"]
+    asks.append(ask(3, A))  # one that compiles already
+    asks.append(ask(8, B))
+    until(lambda: len(server.engine._programs._new) == MAX_NEW // 2 + 1)
+    assert server.complete(prompt="a", max_tokens=4)["choices"]
+    compiling.end()
+    assert [ask.result()[0] for ask in asks] == [500] * 6
+    assert compiling.most == 1, "one new variant runs at a time"
+    until(lambda: not server.engine._programs._new)
+
+
+def test_a_client_that_leaves_frees_its_new_method(server, compiling):
+    body = {"prompt": "a", "max_tokens": 1, "method": "block", "options": {"gamma": 9}}
+    submission = server.admission.make_submission(CompletionBody(**body), lambda *_: None)
+    server.engine.submit(submission)
+    until(lambda: compiling.most)
+    server.engine.cancel(submission)
+    compiling.end()
+    until(lambda: not server.engine._programs._new)
+
+
+def test_methods_that_are_not_allowed(models):
+    with serving(*models, *LIMITS, "--methods", "block", "--set", "gamma=3") as server:
+        for body, says in (
+            ({"method": "autoregressive"}, "this server allows block, speculative"),
+            ({"options": {"gamma": 4}}, "only those that compile nothing new"),
+            ({"method": "block", "options": {"gamma": 3}}, "only those that compile nothing new"),
+        ):
+            status, answer, _ = server.ask("POST", "/v1/completions", {"prompt": "a"} | body)
+            assert status == 400 and says in answer["error"]["message"]
+            assert answer["error"]["param"] == ("options" if "options" in body else "method")
+        for body in ({}, {"method": "speculative"}, {"options": {"gamma": 3}}):
+            server.admission.make_submission(CompletionBody(prompt="a", **body), print)
+    with pytest.raises(OptionError, match="did you mean 'block'"):
+        _allowed_methods("blok")
+    assert _allowed_methods("none") == [] and _allowed_methods(None) is None
+
+
+def test_programs_of_old_methods_are_dropped(monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(programs.loop, "forget", forgotten.append)
+    known = Programs()
+    for i in range(MAX_COMPILED + 2):
+        known.expect((f"method {i}", False), "a")
+        known.compiled((f"method {i}", False))
+    known.compiled(("method 0", False))  # used again
+    assert known.keep(used=[("method 1", False)], busy=[("method 2", True)])
+    # method 2 is busy with log-probabilities: its programs stay.
+    assert forgotten == ["method 3"] and known.is_new(("method 2", False))
+    assert not known.is_new(("method 0", False)) and not known.is_new(("method 1", False))
+    assert known.keep(used=[(f"method {i}", False) for i in (3, 4)], busy=[])
+    assert forgotten == ["method 3", "method 1"]
+    assert not known.keep(used=[(f"method {i}", False) for i in (3, 4)], busy=[])
+    with pytest.raises(TooManyNew):
+        for i in range(100, 100 + MAX_NEW):
+            known.expect((f"method {i}", False), "a")
+
+
+def test_forgotten_programs_are_made_again(server):
+    method = server.admission.make_submission(
+        CompletionBody(prompt="a"), print
+    ).variant.engine.method
+    before = loop.run_rounds(method)
+    assert loop.run_rounds(method) is before
+    loop.forget(method)
+    assert loop.run_rounds(method) is not before
+    assert server.complete(prompt="a", max_tokens=2)["choices"]
