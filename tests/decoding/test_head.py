@@ -7,6 +7,7 @@ target often enough that rounds accept some tokens, but not all.
 import dataclasses
 import functools
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -224,6 +225,43 @@ def test_best_first_candidates_are_the_likeliest(proposed):
         law_after = functools.partial(law_of, prompts[row])
         paths = {path_to(draft, row, node) for node in range(1, draft.shape.nodes)}
         assert paths == best_first(law_after, budget=6, depth=3, width=2)
+
+
+def test_safeailabs_options_give_the_tree_traced_by_hand(target):
+    """total_tokens 6, depth 1 and top_k 2: five nodes below the root, on two levels.
+
+    The first level keeps tokens 0 (0.6) and 1 (0.3). Their children have 0.30, 0.24 and 0.27,
+    0.018; the best five of the six nodes leave out the last.
+    """
+    after = {(): [0.6, 0.3, 0.1], (0,): [0.5, 0.4, 0.1], (1,): [0.9, 0.06, 0.04]}
+
+    def log_rows(*paths):
+        rows = np.full((1, len(paths), 98), -np.inf, np.float32)
+        for i, path in enumerate(paths):
+            rows[0, i, :3] = np.log(after[path])
+        return jnp.asarray(rows)
+
+    class ByHand(HeadBest):
+        def can_draft(self, state):
+            return jnp.ones(1, bool)
+
+        def first_logits(self, inputs, state):
+            return log_rows(())[:, 0], None
+
+        def level_logits(self, inputs, state, carry, tokens, ancestors, parent_index):
+            assert tokens.tolist() == [[0, 1]]
+            return log_rows((0,), (1,)), carry
+
+        def to_target_ids(self, inputs, ids):
+            return ids
+
+    total_tokens, depth, top_k = 6, 1, 2
+    drafter = ByHand(budget=total_tokens - 1, depth=depth + 1, width=top_k)
+    inputs = sj.Inputs.of(target, None, sj.Sampling(1.0), batch=1)
+    state = SimpleNamespace(length=jnp.array([1]), tokens=jnp.array([[7]]))
+    draft = drafter.propose(inputs, state, None).draft
+    paths = {path_to(draft, 0, node) for node in range(1, draft.shape.nodes)}
+    assert paths == {(0,), (1,), (0, 0), (1, 0), (0, 1)}
 
 
 # --- between rounds -----------------------------------------------------------------------------
