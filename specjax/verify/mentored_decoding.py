@@ -46,11 +46,14 @@ def mentored(keys, draft, log_p, *, max_kl):
     """
     log_p_x, log_q_x = drafted_log_probs(draft, log_p)
     log_q = all_log_q(draft, log_p.shape[-1])
-    bound = jnp.broadcast_to(jnp.asarray(max_kl, jnp.float32), log_p_x.shape)
-    log_alpha, b = mentor_levels(log_p[:, :-1], log_q, bound)
-
     u = acceptance_uniforms(keys, draft, first=1)
     # −inf − −inf is NaN and compares false: a token without mass under p is refused.
+    accepted_plainly = jnp.log(u) <= log_p_x - log_q_x
+
+    # α only raises acceptance. So where the token is accepted without it, the levels do not matter
+    # (§6), and a bound that every level meets ends the search there before its first step.
+    bound = jnp.where(accepted_plainly, jnp.inf, jnp.asarray(max_kl, jnp.float32))
+    log_alpha, b = mentor_levels(log_p[:, :-1], log_q, bound)
     passed = (jnp.log(u) <= log_p_x - log_q_x - log_alpha) & draft.valid[:, 1:]
     accepted = count_leading(passed)
     refused = accepted < draft_length(draft)
@@ -76,7 +79,7 @@ def mentor_levels(
 
     Args:
       log_p, log_q: float32 ``[..., V]``, log p and log q of the same token.
-      bound: float32 ``[...]``, D in nats, at least 0.
+      bound: float32 ``[...]``, D in nats, at least 0; inf: every token that p allows is accepted.
     """
     pair = _DraftAndTarget.of(log_p, log_q)
     slack = jnp.maximum(1e-3 * bound, 1e-6)
