@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.cli import make_directory
+from infer.cli import check_grid, make_directory
 from infer.loading import load_models, use_compilation_cache
 from infer.prompts import Prompt
 from infer.timing import costs
@@ -128,6 +128,7 @@ def compare(
 
 def grid_points(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The grid, with b outermost: each b is compiled anew, thresholds never are."""
+    check_grid("--b, --a-t and --r-t", [args.b, args.a_t, args.r_t])
     points = itertools.product(args.b, args.a_t, args.r_t)
     return [{"a_t": a_t, "r_t": r_t, "b": b} for b, a_t, r_t in points]
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.cli import make_directory
+from infer.cli import check_grid, make_directory
 from infer.datasets.table import Source
 from infer.loading import load_models, use_compilation_cache
 from infer.timing import costs
@@ -58,7 +58,11 @@ def _tune(args: argparse.Namespace, directory: Path) -> int:
         return TuneSetting(target, draft, None, prompts, budget, batch_size, args.seed, stop, c)
 
     validation_source, test_source = sources(args)
+    # Both are read before anything is timed, so that a wrong file is reported at once.
     validation = setting(args.validation, validation_source, args.batch_size)
+    test = None
+    if args.test:
+        test = setting(args.test, test_source, args.test_batch_size)
     rows = MeasuredRows(directory / "grid.jsonl", args)
     plain, grid = _measure_grid(args, rows, validation, points)
     best, is_within_bound = choose(grid, plain, args.quality, *args.bound)
@@ -71,8 +75,7 @@ def _tune(args: argparse.Namespace, directory: Path) -> int:
         "best": best,
         "within_bound": is_within_bound,
     }
-    if args.test:
-        test = setting(args.test, test_source, args.test_batch_size)
+    if test:
         report["test"] = compare(args, rows, test, best["options"])
 
     write_text(directory / "report.json", json.dumps(report, indent=1))
@@ -159,5 +162,6 @@ def choose(
 def grid_points(args: argparse.Namespace) -> list[dict[str, str]]:
     """The points of ``--grid``, or of the method's default grid."""
     grid = args.grid or GRIDS[args.method]
+    check_grid("--grid", list(grid.values()))
     points = itertools.product(*grid.values())
     return [dict(zip(grid, values, strict=True)) for values in points]

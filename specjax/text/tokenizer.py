@@ -118,14 +118,17 @@ class Tokenizer:
         """Token ids; with ``add_special_tokens`` also those that the checkpoint puts around a text.
 
         Raises:
-          OptionError: the text holds half of a surrogate pair, as JSON escapes can.
+          OptionError: the text holds half of a surrogate pair, as JSON escapes can. Or the
+            tokenizer gives up on it: a pattern of its file may backtrack without end.
         """
-        try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError:
-            raise OptionError(
-                "a text holds half of a surrogate pair, or is none; give whole characters"
-            ) from None
+        failed = f"the tokenizer of {self._source} cannot encode a text"
+        with errors_as(failed, OptionError), silence_stderr():  # Rust panics, and reports it there
+            try:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            except TypeError:
+                raise OptionError(
+                    "a text holds half of a surrogate pair, or is none; give whole characters"
+                ) from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids."""

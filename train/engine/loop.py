@@ -35,6 +35,9 @@ Extras = dict[str, tuple[jax.Array, jax.Array]]
 # In the run's directory:
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+# Steps, or held-out batches, that the device has been sent and has not finished. With two, it never
+# waits for the host. With more, a signal would wait for all of them.
+IN_FLIGHT = 2
 
 
 class TrainingError(RuntimeError):
@@ -50,7 +53,7 @@ class RunResult:
 
     params: dict
     step: int
-    finished: bool
+    finished: bool  # all steps, and the evaluation after the last one
     valid_loss: float | None
     valid_extras: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -129,6 +132,9 @@ def fit(
 ) -> RunResult:
     """Trains until ``optim.total_steps``, or until SIGTERM or SIGINT, which save first.
 
+    A signal ends training within about two steps, and an evaluation within about two batches. A
+    resumed run makes up for that evaluation.
+
     Args:
       loss_fn, eval_loss: summed loss and token count of one batch (training, held-out).
       loader: batches of ``optim.batch_size`` rows; its position is part of a checkpoint.
@@ -154,7 +160,9 @@ def fit(
     processes.check_agreement(checkpoint=checkpoints.latest, resume=resume, settings=fixed)
 
     placement = placement or Placement()
-    state, unlogged = _begin(checkpoints, params, optimizer, loader, resume, fixed, placement)
+    state, unlogged, must_evaluate = _begin(
+        checkpoints, params, optimizer, loader, resume, fixed, placement
+    )
     frozen = placement.place_state(frozen)
     metrics = _open_metrics(run, log, state.step)
     placed = placement.step_shardings(state.params, state.opt_state)
@@ -177,6 +185,7 @@ def fit(
         metrics=metrics,
         state=state,
         unlogged=unlogged,
+        must_evaluate=must_evaluate,
     )
     with closing(checkpoints), closing(metrics):
         training.train()
@@ -191,9 +200,14 @@ class _Evaluation(NamedTuple):
     frozen: Any
     measure: Callable[[dict, Any], dict[str, Any]] | None
 
-    def run(self, params: dict) -> tuple[float, dict[str, Any]]:
-        """(held-out loss in nats per token, further figures by name)."""
-        loss, extras = mean_loss(self.loss_fn, params, self.frozen, self.batches)
+    def run(
+        self, params: dict, is_stopped: Callable[[], bool]
+    ) -> tuple[float, dict[str, Any]] | None:
+        """(held-out loss in nats per token, further figures by name); None if it is stopped."""
+        means = mean_loss(self.loss_fn, params, self.frozen, self.batches, is_stopped)
+        if means is None:
+            return None
+        loss, extras = means
         if self.measure:
             extras = extras | self.measure(params, self.frozen)
         return loss, extras
@@ -216,6 +230,8 @@ class _Training:
     metrics: Metrics
     state: _State
     unlogged: list  # (loss, extras) of the steps since the last log line, on the device
+    must_evaluate: bool  # a signal has stopped the evaluation after the last step
+    signals: list[int] = dataclasses.field(default_factory=list)  # received since training began
     valid_loss: float | None = None
     valid_extras: dict[str, Any] = dataclasses.field(default_factory=dict)
     log_time: float = 0.0  # when the current logging interval began
@@ -225,12 +241,14 @@ class _Training:
         """Runs the steps that are left, and saves at the end."""
         total = self.optim.total_steps
         with (
-            noted_signals() as signals,
+            noted_signals() as self.signals,
             Progress(total, self.state.step, shown=processes.is_main_process()) as progress,
         ):
             self.log_time = time.perf_counter()
             self.save_time = time.monotonic()
-            while self.state.step < total and not processes.any_process(bool(signals)):
+            if self.must_evaluate:
+                self._evaluate(progress)
+            while self.state.step < total and not self._is_stopped():
                 norm, tokens = self._train_step()
                 step = self.state.step
                 last = step == total
@@ -245,17 +263,26 @@ class _Training:
                     self.save_time = time.monotonic()
             self._save()
 
+    def _is_stopped(self) -> bool:
+        """Whether any process has received a signal. It is a collective: all processes must ask."""
+        return processes.any_process(bool(self.signals))
+
     def result(self) -> RunResult:
         """How the run ended; evaluates if it was resumed after its last step."""
-        finished = self.state.step >= self.optim.total_steps
+        finished = self.state.step >= self.optim.total_steps and not self.must_evaluate
         if self.evaluation.batches and finished and self.valid_loss is None:
-            self.valid_loss, self.valid_extras = self.evaluation.run(self.state.params)
+            outcome = self.evaluation.run(self.state.params, lambda: False)
+            assert outcome is not None, "nothing stops it"
+            self.valid_loss, self.valid_extras = outcome
         return RunResult(
             self.state.params, self.state.step, finished, self.valid_loss, self.valid_extras
         )
 
     def _train_step(self) -> tuple[jax.Array, int]:
-        """One optimizer step; returns (gradient norm, tokens of all processes)."""
+        """Sends one optimizer step to the device, and waits for the step before it.
+
+        Returns (gradient norm, tokens of all processes).
+        """
         batches = stack([next(self.loader) for _ in range(self.optim.accumulate)])
         params, opt_state, loss, norm, extras = self.step_fn(
             self.state.params,
@@ -265,11 +292,12 @@ class _Training:
         )
         self.state = _State(params, opt_state, self.state.step + 1)
         self.unlogged.append((loss, extras))
+        _bound_flight([loss for loss, _ in self.unlogged[-IN_FLIGHT:]])
         return norm, batches["tokens"].size * jax.process_count()
 
     def _log(self, progress: Progress, norm: jax.Array, tokens: int) -> None:
         """One log line: means since the last line, and the gradient norm of the last step."""
-        loss, means = _means(self.unlogged)  # the loop's only wait for the device
+        loss, means = _means(self.unlogged)
         _require_finite("the loss", loss, self.state.step, self.checkpoints)
         now = time.perf_counter()
         rate = tokens * len(self.unlogged) / (now - self.log_time)
@@ -282,7 +310,11 @@ class _Training:
 
     def _evaluate(self, progress: Progress) -> None:
         step = self.state.step
-        self.valid_loss, self.valid_extras = self.evaluation.run(self.state.params)
+        outcome = self.evaluation.run(self.state.params, self._is_stopped)
+        self.must_evaluate = outcome is None
+        if outcome is None:
+            return
+        self.valid_loss, self.valid_extras = outcome
         named = {f"valid_{name}": value for name, value in self.valid_extras.items()}
         self.metrics.write(step=step, valid_loss=self.valid_loss, **named)
         progress.note(f"step {step}: held-out loss {self.valid_loss:.4f} nats per token")
@@ -297,7 +329,11 @@ class _Training:
         return processes.any_process(time.monotonic() - self.save_time > 60 * minutes)
 
     def _save(self) -> None:
-        note = {"loader": self.loader.get_state(), "fixed": self.fixed}
+        note = {
+            "loader": self.loader.get_state(),
+            "fixed": self.fixed,
+            "must_evaluate": self.must_evaluate,
+        }
         _save_state(self.checkpoints, self.state, self.unlogged, note)
 
 
@@ -317,8 +353,8 @@ def _begin(
     resume: bool,
     fixed: dict[str, Any] | None,
     placement: Placement,
-) -> tuple[_State, list]:
-    """(the first state, []), or the newest checkpoint's state and its unlogged (loss, extras).
+) -> tuple[_State, list, bool]:
+    """The first state, or the newest checkpoint's; its unlogged (loss, extras); must_evaluate.
 
     The loader is set to match.
     """
@@ -326,6 +362,7 @@ def _begin(
     opt_state = placement.initialize(optimizer.init, params)
     step = 0
     unlogged = []
+    must_evaluate = False
     if resume:
         note = checkpoints.note()
         require_same(note["fixed"] or {}, fixed or {})
@@ -334,11 +371,12 @@ def _begin(
         opt_state = arrays["opt_state"]
         step = note["step"]
         unlogged = list(zip(map(np.float32, note["pending"]), note["extras"], strict=True))
+        must_evaluate = note.get("must_evaluate", False)  # older checkpoints lack it
         loader.set_state(note["loader"])
 
     # Copies, because the step donates them, and restored arrays may alias orbax's buffers.
     params, opt_state = jax.tree.map(jnp.copy, (params, opt_state))
-    return _State(params, opt_state, step), unlogged
+    return _State(params, opt_state, step), unlogged, must_evaluate
 
 
 def _save_state(
@@ -398,11 +436,30 @@ def _require_finite(name: str, value: float, step: int, checkpoints: Checkpoints
     raise TrainingError(f"{name} is {value} near step {step}; {way_out}")
 
 
+def _bound_flight(results: Sequence) -> None:
+    """Waits for the first of the last ``IN_FLIGHT`` results, if there are so many."""
+    if len(results) >= IN_FLIGHT:
+        jax.block_until_ready(results[-IN_FLIGHT])
+
+
 def mean_loss(
-    evaluate: Callable, params: dict, frozen: Any, batches: Sequence[Batch]
-) -> tuple[float, dict[str, Any]]:
-    """Loss per token over ``batches``, in nats, and the means of the extras."""
-    sums = jax.device_get([evaluate(params, frozen, batch) for batch in batches])
+    evaluate: Callable,
+    params: dict,
+    frozen: Any,
+    batches: Sequence[Batch],
+    is_stopped: Callable[[], bool],
+) -> tuple[float, dict[str, Any]] | None:
+    """Loss per token over ``batches``, in nats, and the means of the extras.
+
+    None if ``is_stopped``, which is asked before every batch, is true once.
+    """
+    sums = []
+    for batch in batches:
+        if is_stopped():
+            return None
+        sums.append(evaluate(params, frozen, batch))
+        _bound_flight(sums)
+    sums = jax.device_get(sums)
     nats = sum(loss for loss, *_ in sums)
     tokens = sum(count for _, count, *_ in sums)
     extras = [extras for _, _, *rest in sums for extras in rest]
