@@ -251,10 +251,11 @@ class HeadRunConfig:
 
 
 def _check_batch(cfg: LMConfig | SDSATConfig | HeadRunConfig) -> None:
-    """Raises InputError if a micro-batch has more tokens than an int32 can count."""
-    tokens = cfg.optim.batch_size * cfg.data.seq_len
+    """Raises InputError if a step has more tokens than an int32 can count."""
+    optim = cfg.optim
+    tokens = optim.accumulate * optim.batch_size * cfg.data.seq_len
     if tokens > INT32_MAX:
         raise InputError(
-            f"optim.batch_size={cfg.optim.batch_size} rows of data.seq_len={cfg.data.seq_len} are "
-            f"{tokens} tokens, more than {INT32_MAX}: lower one"
+            f"optim.accumulate={optim.accumulate} × optim.batch_size={optim.batch_size} rows of "
+            f"data.seq_len={cfg.data.seq_len} are {tokens} tokens, more than {INT32_MAX}: lower one"
         )

@@ -135,18 +135,23 @@ def _without_late_results() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _writing(directory: Path | Any) -> Iterator[None]:
-    """Makes an OSError of the ValueError that orbax raises if, for example, the disk is full.
+    """Makes one OSError of what orbax raises if, for example, the disk is full.
+
+    That is an OSError without a path, or a ValueError of TensorStore's.
 
     Raises:
-      OSError: with the system's error number.
+      OSError: with the system's error number and the directory.
     """
     try:
         yield
-    except ValueError as error:
+    except (OSError, ValueError) as error:
+        number = getattr(error, "errno", None)
         code = re.search(r"os_error_code='(\d+)'", str(error))
-        if code is None:
+        if code:
+            number = int(code[1])
+        if number is None:
             raise
-        raise OSError(int(code[1]), os.strerror(int(code[1])), str(directory)) from None
+        raise OSError(number, os.strerror(number), str(directory)) from None
 
 
 def _digest(step: int, note: Any) -> str:
