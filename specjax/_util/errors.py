@@ -49,12 +49,20 @@ class InputError(SpecjaxError):
 def system_error(error: OSError) -> str:
     """What the system refused, with the path if the error has one."""
     reason = error.strerror or str(error) or type(error).__name__
-    if error.errno == errno.ENOENT and not os.path.exists(os.curdir):
+    if error.errno == errno.ENOENT and _current_directory_is_gone():
         reason = "the current directory does not exist any more; change to another one"
     # The name may also be the number of a descriptor.
     if isinstance(error.filename, (str, os.PathLike)):
         return f"{error.filename}: {reason}"
     return reason
+
+
+def _current_directory_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 @contextlib.contextmanager

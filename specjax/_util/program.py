@@ -120,7 +120,8 @@ def run(name: str, work: str, args: argparse.Namespace) -> int:
     """Calls ``work``, a ``module:function`` that gets the arguments; returns its exit code.
 
     A mistake of the user is one line and exit code 2. What the system refuses, such as to write on
-    a full disk, is one line and exit code 1. An interrupt is exit code 130.
+    a full disk, is one line and exit code 1. An interrupt is exit code 130. A reader that closes
+    the pipe (``| head``) has what it wanted: that is exit code 0.
     """
     try:
         function = pkgutil.resolve_name(work)
@@ -137,6 +138,9 @@ def run(name: str, work: str, args: argparse.Namespace) -> int:
     except BrokenPipeError:
         _drop_output()
         return 0
+    except UnicodeEncodeError as error:  # a path with letters that the locale does not have
+        say(name, f"{error.object!a}: not in the encoding {error.encoding}; set LC_ALL=C.UTF-8")
+        return BAD_INPUT
     except OSError as error:
         return _fail(name, system_error(error))
     except MemoryError:
@@ -175,7 +179,7 @@ def start(main: Callable[[], int]) -> NoReturn:
         _drop_output()
         code = 0
     except OSError as error:  # of --help; what a program prints is written before it returns
-        code = _fail("stdout", system_error(error))
+        code = _fail("help", system_error(error))
     if code == INTERRUPTED:
         _leave()
     raise SystemExit(code)
@@ -215,11 +219,12 @@ def _drop_output() -> None:
 
 def _fail(name: str, message: str) -> int:
     """Says why a program failed; returns its exit code."""
-    say(name, message)
     try:
         print(end="", flush=True)
-    except OSError:  # what was printed cannot be written, and Python would try again at its end
+    except OSError as error:  # Python would try again at its end, and print a traceback
         _drop_output()
+        message = f"standard output: {system_error(error)}"
+    say(name, message)
     return FAILED
 
 
