@@ -1,6 +1,7 @@
 """Whatever a command line holds, a program ends with a documented code, and refuses in one line."""
 
 import itertools
+import json
 import shutil
 from pathlib import Path
 
@@ -55,6 +56,29 @@ def test_any_value_of_an_option_is_used_or_refused_in_one_line(name, home, err):
             faults[option, value] = fault
     assert faults == {}
     assert sorted(home.iterdir()) == before
+
+
+# The keys of a training config that hold texts, and texts that none of them may be.
+KEYS = ("data.corpora", "data.files", "run.dir")
+TEXTS = ("empty", "NUL", "a surrogate", "a long name", "a long path", "below a file", "a device")
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith("train.")])
+def test_a_hostile_text_in_a_config_is_refused_by_its_key(name, home, err):
+    for key, value in itertools.product(KEYS, TEXTS):
+        if name == "train.tokens" and key == "run.dir" and value != "empty":
+            continue  # it does not use it
+        text = json.dumps(VALUES[value].replace("{home}", str(home)), ensure_ascii=False)
+        setting = f"{key}={text}" if key == "run.dir" else f"{key}=[{text}]"
+        end = run(PROGRAMS[name], home, err, [f"--set={setting}"])
+        assert end.fault() is None and end.code == 2 and not end.made, (setting[:99], end)
+
+
+def test_an_override_without_a_value_does_not_count_as_not_given(home, err):
+    """As of ``--set distill.teacher=$TEACHER``, where the variable is not set."""
+    end = run(PROGRAMS["train.lm"], home, err, ["--set=distill.teacher="])
+    assert end.code == 2
+    assert "--set 'distill.teacher=': the value is empty; write distill.teacher=''" in end.err
 
 
 @each_program

@@ -54,6 +54,7 @@ class Program:
     module: str
     arguments: tuple[str, ...]
     places: tuple[str, ...] = ()  # arguments without an option, which come last
+    progress: str = ""  # a line on stderr that says what has begun
 
     def main(self) -> Callable[[Sequence[str]], int]:
         return importlib.import_module(self.module).main
@@ -101,7 +102,10 @@ PROGRAMS = {
         ("configs/tiny.toml",),
     ),
     "train.ablation": Program(
-        "train.ablation", (*TUNED, "--only=none"), ("configs/sdsat_tiny.toml",)
+        "train.ablation",
+        (*TUNED, "--only=none"),
+        ("configs/sdsat_tiny.toml",),
+        progress="train.ablation: none\n",
     ),
 }
 ROOT = Path(__file__).parents[2]
@@ -189,4 +193,4 @@ def run(
         except Exception as error:
             raised = f"{type(error).__name__}: {error}"[:200]
         made = tuple(sorted(set(os.listdir(".")) - {"made", "cache"}))
-    return End(code, raised, read_err(), made)
+    return End(code, raised, read_err().removeprefix(program.progress), made)
