@@ -10,16 +10,17 @@ import argparse
 import math
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from infer.datasets.table import DATASETS
 from specjax._util.checks import INT32_MAX, SEED_MAX
 from specjax._util.errors import OptionError
-from specjax._util.program import Parser, Place
+from specjax._util.program import Parser, Place, any_text, name_or_path
 
 MAX_ROWS = 2**16  # samples of a prompt, or rows of a batch: all their random keys are in memory
+MAX_VALUES = 1000  # of an option in a sweep or a grid, and points of the grid
 MESH_AXES = ("data", "model")
 BAD_LINES = 3  # the exit code if some input lines were bad
 NEW_TOKENS = 128  # the default of --max-new-tokens
@@ -256,6 +257,7 @@ scheme = checked(
 
 def draft(name: str) -> str:
     """An argparse type: a model's name, or self:SCHEME."""
+    name_or_path(name)
     if name.startswith(SELF):
         scheme(name.removeprefix(SELF))
     return name
@@ -282,28 +284,24 @@ def mesh_text(mesh: Mapping[str, int]) -> str:
 
 
 def some_text(text: str) -> str:
-    """An argparse type: text that is not empty and valid Unicode."""
+    """An argparse type: text that is not empty and valid Unicode.
+
+    :func:`specjax._util.program.name_or_path` is for names and paths.
+    """
     if not text:
         raise argparse.ArgumentTypeError("it is empty; give at least one character")
     return any_text(text)
 
 
-def any_text(text: str) -> str:
-    """An argparse type: valid Unicode, maybe empty.
-
-    The system passes arguments as bytes, so one can hold what is not UTF-8.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise wrong_value(ascii(text), "text in UTF-8") from None
-    return text
+def path(text: str) -> Path:
+    """An argparse type: a path."""
+    return Path(name_or_path(text))
 
 
 def setting(pair: str) -> tuple[str, str]:
     """An argparse type: OPTION=VALUE; returns the pair."""
-    name, equals, value = pair.partition("=")
-    if not equals or not name:
+    name, _, value = pair.partition("=")
+    if not name or not value:
         raise wrong_value(repr(pair), "OPTION=VALUE, e.g. --set gamma=3")
     return name.replace("-", "_"), value
 
@@ -318,16 +316,33 @@ def sweep(text: str) -> tuple[str, list[str]]:
     first, is_range, last = values.partition("..")
     if is_range:
         try:
-            listed = [str(value) for value in range(int(first), int(last) + 1)]
+            numbers = range(int(first), int(last) + 1)
         except ValueError:
-            listed = []
+            numbers = range(0)
+        listed = list(map(str, numbers[: MAX_VALUES + 1]))
     else:
         separator = ";" if ";" in values else ","
         listed = [value.strip() for value in values.split(separator)]
 
-    if not listed or not all(listed):
+    if not name.strip() or not listed or not all(listed):
         raise wrong_value(text, "OPTION=A..B or OPTION=A,B,…, e.g. gamma=1..8")
+    if len(listed) > MAX_VALUES:
+        raise wrong_value(text, f"at most {MAX_VALUES} values")
     return name.strip().replace("-", "_"), listed
+
+
+def check_grid(options: str, values: Sequence[Sequence]) -> None:
+    """Refuses a grid with more points than anyone measures, before it fills the memory.
+
+    Args:
+      options: the options that give the grid.
+      values: of each option in it.
+    Raises:
+      OptionError: it has more than ``MAX_VALUES`` points.
+    """
+    points = math.prod(map(len, values))
+    if points > MAX_VALUES:
+        raise OptionError(f"{options}: a grid of {points:,} points; expected at most {MAX_VALUES}")
 
 
 def make_directory(out: str) -> Path:

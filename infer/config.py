@@ -35,7 +35,7 @@ def parse_with_config(commands: Parser, argv: Sequence[str] | None) -> argparse.
     config_only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config_only.add_argument("--config")
     path = config_only.parse_known_args(given)[0].config
-    if path is None:
+    if not path:  # an empty one is refused with the others
         return commands.parse_args(given)
 
     arguments: list[str] = []

@@ -13,18 +13,17 @@ Exit codes: 0 done, 2 bad arguments or input.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from infer.cli import scheme
+from infer.cli import path, scheme
 from specjax._util.program import Parser, run, start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code."""
     parser = Parser("infer.convert", __doc__)
-    parser.add_argument("directory", metavar="DIR", type=Path)
+    parser.add_argument("directory", metavar="DIR", type=path)
     text = "the directory to write to (default: DIR itself)"
-    parser.add_argument("--out", metavar="DIR", type=Path, help=text)
+    parser.add_argument("--out", metavar="DIR", type=path, help=text)
     text = "replace safetensors files that exist already"
     parser.add_argument("--overwrite", action="store_true", help=text)
     text = "int8, fp8, int4 or int4:GROUP (inputs that share a scale)"

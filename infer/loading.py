@@ -6,12 +6,12 @@ import argparse
 import functools
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import jax
 
 from specjax import lm
 from specjax._util.checks import format_value
+from specjax._util.files import user_cache
 from specjax._util.program import say
 from specjax.core.mesh import make_mesh
 from specjax.lm import LM
@@ -101,11 +101,15 @@ def use_compilation_cache() -> bool:
 
     Returns whether the cache is empty or off, so that this run must compile.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    directory = os.environ.get("SPECJAX_CACHE_DIR", str(Path(base) / "specjax" / "xla"))
+    cache = user_cache()
+    usual = str(cache / "specjax" / "xla") if cache else ""
+    directory = os.environ.get("SPECJAX_CACHE_DIR", usual)
     if not directory:
         return True
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_SECONDS)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return not Path(directory).is_dir() or not any(Path(directory).iterdir())
+    try:
+        return not os.listdir(directory)
+    except OSError:
+        return True

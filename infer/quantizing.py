@@ -48,9 +48,9 @@ def write_quantized(
     """
     source = locate(os.fspath(source))
     weights = out / WEIGHTS
-    if out.resolve() == source.resolve():
+    if os.path.realpath(out) == os.path.realpath(source):
         raise InputError(f"--out {out}: would replace the checkpoint itself; choose another")
-    if weights.exists() and not overwrite:
+    if os.path.lexists(weights) and not overwrite:
         raise InputError(f"{weights} exists already: give --overwrite, or another --out")
 
     parsed = parse_scheme(scheme)  # checked before the weights are read

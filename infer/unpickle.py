@@ -45,7 +45,7 @@ def write_safetensors(directory: Path, out: Path, overwrite: bool = False) -> li
     """
     names = {pickle: _safetensors_name(pickle) for pickle in _pickles(directory)}
     for name in (*names.values(), INDEX):
-        if (out / name).exists() and not overwrite:
+        if os.path.lexists(out / name) and not overwrite:
             raise InputError(f"{out / name} exists already: give --overwrite, or another --out")
     out.mkdir(parents=True, exist_ok=True)
 
@@ -66,7 +66,7 @@ def write_safetensors(directory: Path, out: Path, overwrite: bool = False) -> li
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         write_text(out / INDEX, json.dumps(index, indent=1) + "\n")
         written.append(out / INDEX)
-    if out.resolve() != directory.resolve():
+    if os.path.realpath(out) != os.path.realpath(directory):
         copy_rest(directory, out)
     return written
 

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from specjax._util.arguments import FLAG, as_integer_array, instance_of, validate_arguments
 from specjax._util.checks import Check, format_value
 from specjax._util.errors import ModelError, OptionError, PairError, errors_as
+from specjax._util.files import expand_user
 from specjax.core.net import FREE_TOKENS, Net
 from specjax.demo import tuned
 from specjax.models import ModelConfig, fuse, load_pretrained
@@ -335,7 +336,8 @@ def resolve_dtype(dtype: Any) -> str:
     """
     if dtype is None:
         return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    with contextlib.suppress(TypeError):
+    # NumPy parses a text as an expression; what it raises then says nothing to the user.
+    with contextlib.suppress(TypeError, ValueError, SyntaxError):
         dtype = jnp.dtype(dtype).name
     if dtype not in tuple(DTYPES):
         raise ModelError(
@@ -408,10 +410,9 @@ def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:
         return EMBEDDED[name]
     if name == TUNED:
         return tuned.directory()
-    path = Path(name)
     # A hub id is ORGANIZATION/NAME; what is no id is a path, whether it exists or not.
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        return path.expanduser()
+    if os.path.exists(name) or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        return expand_user(name)
     return _from_hub(name, files)
 
 
@@ -446,9 +447,9 @@ def model_digest(name: str) -> str:
 
 def absolute_name(name: str) -> str:
     """A model's name that holds in any working directory: a path becomes an absolute one."""
-    if name in EMBEDDED or name == TUNED or not Path(name).exists():
+    if name in EMBEDDED or name == TUNED or not os.path.exists(name):
         return name
-    return str(Path(name).resolve())
+    return os.path.realpath(name)
 
 
 def _from_hub(name: str, files: Sequence[str]) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specjax._util.program import Parser, Place
+from specjax._util.program import Parser, Place, any_text
 
 
 def config_parser(name: str, doc: str) -> Parser:
@@ -12,6 +12,7 @@ def config_parser(name: str, doc: str) -> Parser:
     parser.add_argument(
         "--set",
         action="append",
+        type=any_text,
         default=[],
         metavar="SECTION.KEY=VALUE",
         help="override a key of the config; repeatable",

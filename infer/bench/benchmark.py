@@ -38,7 +38,7 @@ from infer.bench.timed_cases import BenchSetting, Result, measure
 from infer.cli import BAD_LINES, make_directory
 from infer.loading import load_models, use_compilation_cache
 from infer.prompts import PromptEncoder, stops_of
-from specjax._util.program import say
+from specjax._util.program import require_output, say
 from specjax.lm import SELF, base_of, quantize, resolve_dtype
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
 from specjax.models.hf.layout import DTYPES
@@ -58,23 +58,36 @@ class Models(NamedTuple):
 
 def run_benchmark(args: argparse.Namespace) -> int:
     """Measures, shows and writes the report; returns the exit code."""
+    if not args.out:
+        require_output()
     directory = make_directory(args.out) if args.out else None
     report = make_report(args)
 
-    # Shown before it is written: a full disk costs the files, not the measurement.
-    if args.json:
+    # A full disk or a closed pipe costs the files or what is shown, not the measurement.
+    try:
+        _show(report, args.json)
+    finally:
+        if directory:
+            _write(directory, report)
+    return BAD_LINES if report["skipped"] else 0
+
+
+def _show(report: dict[str, Any], as_json: bool) -> None:
+    """Prints the report: as JSON, as a table on a terminal, or as Markdown."""
+    if as_json:
         print(json.dumps(report), flush=True)
-    elif sys.stdout.isatty():
+    elif sys.stdout and sys.stdout.isatty():
         show(report, Console(highlight=False))
     else:
         print(markdown(report), end="", flush=True)
 
-    if directory:
-        files = write(directory, report)
-        say("infer.bench", "wrote " + ", ".join(map(str, files)))
-        if len(files) < 3:
-            say("infer.bench", 'no bench.png: it needs matplotlib, pip install "specjax[plots]"')
-    return BAD_LINES if report["skipped"] else 0
+
+def _write(directory: Path, report: dict[str, Any]) -> None:
+    """Writes the report's files and says which."""
+    files = write(directory, report)
+    say("infer.bench", "wrote " + ", ".join(map(str, files)))
+    if len(files) < 3:
+        say("infer.bench", 'no bench.png: it needs matplotlib, pip install "specjax[plots]"')
 
 
 def make_report(args: argparse.Namespace) -> dict[str, Any]:

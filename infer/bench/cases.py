@@ -13,6 +13,7 @@ from typing import Any
 
 import specjax as sj
 from infer.bench.commands import DEFAULT
+from infer.cli import check_grid
 from specjax._util.errors import OptionError
 from specjax.registry import METHODS, MethodSpec, method
 
@@ -61,6 +62,7 @@ def make_cases(args: argparse.Namespace, has_draft: bool) -> list[Case]:
     for spec in specs:
         given = options_of(spec, settings)
         swept = tuple(option for option in sweeps if option in spec.options)
+        check_grid("--sweep", [sweeps[option] for option in swept])
         for values in itertools.product(*(sweeps[option] for option in swept)):
             options = spec.resolve(given | dict(zip(swept, values, strict=True)))
             runs.append((spec.name, options, swept))

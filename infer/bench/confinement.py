@@ -107,8 +107,15 @@ def confine(limits: dict, landlock: bool) -> None:
 
     Raises:
       OSError: ``landlock`` is asked for and not available, or the kernel refuses a step.
-      KeyError: ``landlock`` is asked for on a machine whose system calls cannot be restricted.
+      RuntimeError: ``landlock`` is asked for on a machine whose system calls cannot be restricted.
     """
+    machine = platform.machine()
+    if landlock and machine not in MACHINES:
+        # Landlock alone would leave chmod and the network, so it does not count as a guard.
+        raise RuntimeError(
+            f"no filter of system calls for {machine}, expected {' or '.join(MACHINES)}: "
+            "use bubblewrap, or --unsafe on a machine of its own"
+        )
     libc = ctypes.CDLL(None, use_errno=True)
     is_linux = sys.platform == "linux"
     if os.geteuid() == 0:
@@ -125,10 +132,8 @@ def confine(limits: dict, landlock: bool) -> None:
     _limit_resources(limits)
     if landlock:
         restrict_files(libc, landlock_version(libc))
-    # Landlock alone would leave chmod and the network. So on other machines, where the calls cannot
-    # be restricted, this raises KeyError and Landlock does not count as a guard.
-    if is_linux and (landlock or platform.machine() in MACHINES):
-        restrict_calls(libc, *MACHINES[platform.machine()])
+    if is_linux and machine in MACHINES:
+        restrict_calls(libc, *MACHINES[machine])
 
 
 def _drop_capabilities(libc) -> None:

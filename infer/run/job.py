@@ -28,7 +28,7 @@ from infer.run.screen import Screen, WaitMessage, printable
 from infer.timing import row_seconds
 from specjax._util import processes
 from specjax._util.errors import OptionError, SpecjaxError
-from specjax._util.program import print_line, require_output, say
+from specjax._util.program import require_output, say
 from specjax.lm import model_digest
 from specjax.registry import MethodSpec, compose, method, usual_rule
 from specjax.rewards import Combined, RewardWarning, combine
@@ -361,7 +361,7 @@ class Job:
         line = printable(entry["text"])
         if self.args.json:
             line = json.dumps(entry)
-        print_line(line)
+        print(line, flush=True)
 
 
 def check_method(args: argparse.Namespace) -> bool:

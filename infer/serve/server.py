@@ -136,8 +136,9 @@ def _listening_socket(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
-    except OSError as error:
-        raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: a part of a name is too long
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--host {host} --port {port}: {reason}") from None
     return listener
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.cli import make_directory
+from infer.cli import check_grid, make_directory
 from infer.llama_guard import NAME as LLAMA_GUARD
 from infer.llama_guard import Guard, GuardReward
 from infer.loading import load_models, use_compilation_cache
@@ -242,6 +242,7 @@ def compare(job: TuneJob, test: TuneSetting, tuned: dict[str, Any]) -> list[Row]
 
 def grid_points(args: argparse.Namespace) -> list[Point]:
     """The grid, with d and b outermost: each of them is compiled anew, thresholds never are."""
+    check_grid("--d, --b, --a-t and --r-t", [args.d or (None,), args.b, args.a_t, args.r_t])
     points = []
     for d, b, a_t, r_t in itertools.product(args.d or (None,), args.b, args.a_t, args.r_t):
         point = {"a_t": a_t, "r_t": r_t, "b": b}

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.cli import make_directory
-from infer.datasets.table import Source
+from infer.cli import check_grid, make_directory
 from infer.loading import load_models, use_compilation_cache
 from infer.timing import costs
 from infer.tune.candidates import Candidate, TuneSetting, measure_candidate, with_speedups
@@ -49,16 +48,20 @@ def _tune(args: argparse.Namespace, directory: Path) -> int:
         # Wrong options are reported before models load.
         method(args.method).resolve(options | point)
     target, draft = load_models(args, want_draft=True)
+    validation_source, test_source = sources(args)
+    # Both are read before anything is timed, so that a wrong file is reported at once.
+    validation_prompts = read_task(args.validation, target, args.chat, None, validation_source)
+    test_prompts = []
+    if args.test:
+        test_prompts = read_task(args.test, target, args.chat, None, test_source)
     _, c = costs(target, draft, (1,))
 
-    def setting(path: str, source: Source | None, batch_size: int) -> TuneSetting:
-        prompts = read_task(path, target, args.chat, None, source)
+    def setting(prompts: list[Prompt], batch_size: int) -> TuneSetting:
         stop = stops(args, prompts)
         budget = args.max_new_tokens
         return TuneSetting(target, draft, None, prompts, budget, batch_size, args.seed, stop, c)
 
-    validation_source, test_source = sources(args)
-    validation = setting(args.validation, validation_source, args.batch_size)
+    validation = setting(validation_prompts, args.batch_size)
     rows = MeasuredRows(directory / "grid.jsonl", args)
     plain, grid = _measure_grid(args, rows, validation, points)
     best, is_within_bound = choose(grid, plain, args.quality, *args.bound)
@@ -72,7 +75,7 @@ def _tune(args: argparse.Namespace, directory: Path) -> int:
         "within_bound": is_within_bound,
     }
     if args.test:
-        test = setting(args.test, test_source, args.test_batch_size)
+        test = setting(test_prompts, args.test_batch_size)
         report["test"] = compare(args, rows, test, best["options"])
 
     write_text(directory / "report.json", json.dumps(report, indent=1))
@@ -159,5 +162,6 @@ def choose(
 def grid_points(args: argparse.Namespace) -> list[dict[str, str]]:
     """The points of ``--grid``, or of the method's default grid."""
     grid = args.grid or GRIDS[args.method]
+    check_grid("--grid", list(grid.values()))
     points = itertools.product(*grid.values())
     return [dict(zip(grid, values, strict=True)) for values in points]

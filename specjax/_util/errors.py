@@ -1,7 +1,9 @@
 """The errors a user can cause, each one line. Programs print them and exit with 2."""
 
 import contextlib
+import errno
 import os
+import threading
 from collections.abc import Iterator
 
 LONGEST = 600  # characters of a message
@@ -44,6 +46,25 @@ class InputError(SpecjaxError):
     """A file, a config or a path that a program cannot use."""
 
 
+def system_error(error: OSError) -> str:
+    """What the system refused, with the path if the error has one."""
+    reason = error.strerror or str(error) or type(error).__name__
+    if error.errno == errno.ENOENT and _current_directory_is_gone():
+        reason = "the current directory does not exist any more; change to another one"
+    # The name may also be the number of a descriptor.
+    if isinstance(error.filename, (str, os.PathLike)):
+        return f"{error.filename}: {reason}"
+    return reason
+
+
+def _current_directory_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
 @contextlib.contextmanager
 def errors_as(message: str, error_type: type[SpecjaxError] = ModelError) -> Iterator[None]:
     """Turns what another library raises inside into one line: the message, then the error's text.
@@ -59,19 +80,49 @@ def errors_as(message: str, error_type: type[SpecjaxError] = ModelError) -> Iter
         raise error_type(f"{message} ({text})") from None
 
 
+class _SilencedStderr:
+    """The process's stderr while some of its threads have silenced it."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._count = 0  # blocks that run now, in any thread
+        self._stderr: int | None = None  # a copy of the descriptor while it is replaced
+
+    def enter(self) -> None:
+        with self._lock:
+            self._count += 1
+            if self._count > 1:
+                return
+            try:
+                self._stderr = os.dup(2)
+            except OSError:  # it is closed, so there is nothing to silence
+                return
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, 2)
+            os.close(devnull)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0 and self._stderr is not None:
+                os.dup2(self._stderr, 2)
+                os.close(self._stderr)
+                self._stderr = None
+
+
+_SILENCED_STDERR = _SilencedStderr()
+
+
 @contextlib.contextmanager
 def silence_stderr() -> Iterator[None]:
-    """Drops what is written to the process's stderr.
+    """Drops what is written to the process's stderr, by any thread, until the block ends.
 
     Libraries in Rust print a report of a panic there. :func:`errors_as` says what matters of it.
-    Replacing ``sys.stderr`` would not be enough: they write to the descriptor.
+    Replacing ``sys.stderr`` would not be enough: they write to the descriptor. Several threads may
+    be in such blocks at the same time; the last one to leave gives stderr back.
     """
-    stderr = os.dup(2)
-    devnull = os.open(os.devnull, os.O_WRONLY)
+    _SILENCED_STDERR.enter()
     try:
-        os.dup2(devnull, 2)
         yield
     finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(devnull)
+        _SILENCED_STDERR.leave()

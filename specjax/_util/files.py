@@ -27,6 +27,20 @@ _UNSAFE_CHARACTERS = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 _LOCK_POLL_SECONDS = 0.02
 
 
+def expand_user(path: str | os.PathLike) -> Path:
+    """The path with ``~`` or ``~user`` replaced by that user's home.
+
+    It stays as it is if there is no such user. ``Path.expanduser`` would raise RuntimeError.
+    """
+    return Path(os.path.expanduser(path))
+
+
+def user_cache() -> Path | None:
+    """The user's cache directory, which may not exist yet; None for a user without a home."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return None if base.startswith("~") else Path(base)
+
+
 def open_file(path: str | os.PathLike, pipes: bool = False) -> BinaryIO:
     """Opens a plain file for reading.
 
@@ -197,9 +211,10 @@ def locked(path: str | os.PathLike, option: str, wait_seconds: float = 0) -> Ite
     if fcntl is None:
         yield
         return
-    target = Path(os.path.realpath(path))
-    hidden = target / ".lock" if target.is_dir() else target.with_name(f".{target.name}.lock")
     try:
+        target = Path(os.path.realpath(path))  # the current directory may have been deleted
+        is_directory = os.path.isdir(target)
+        hidden = target / ".lock" if is_directory else target.with_name(f".{target.name}.lock")
         file, is_ours = _open_locked(hidden, time.monotonic() + wait_seconds)
     except OSError as error:
         raise InputError(f"{option} {path}: cannot be written ({error.strerror})") from None

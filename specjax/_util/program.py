@@ -10,6 +10,7 @@ import _thread
 import argparse
 import dataclasses
 import importlib.metadata
+import io
 import os
 import pkgutil
 import re
@@ -19,7 +20,12 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from specjax._util.errors import OptionError, SpecjaxError, one_line
+from specjax._util.errors import (
+    InputError,
+    SpecjaxError,
+    one_line,
+    system_error,
+)
 
 # Exit codes.
 FAILED = 1
@@ -59,7 +65,8 @@ class Place:
 class Parser(argparse.ArgumentParser):
     """An argument parser with ``--version``, whose errors are one line that names the way out.
 
-    ``name`` is what follows ``python -m``, and ``doc`` is the program's docstring.
+    An argument without a ``type`` of its own is a :func:`name_or_path`. ``name`` is what follows
+    ``python -m``, and ``doc`` is the program's docstring.
     """
 
     def __init__(self, name: str, doc: str):
@@ -71,6 +78,7 @@ class Parser(argparse.ArgumentParser):
         )
         # From the installed metadata: importing the library would import JAX.
         version = f"specjax {importlib.metadata.version('specjax')}"
+        self.register("type", None, name_or_path)
         self.add_argument("--version", action="version", version=version)
 
     def error(self, message: str) -> NoReturn:
@@ -78,43 +86,55 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(BAD_INPUT)
 
 
+def name_or_path(text: str) -> str:
+    """The argparse type of names and paths: not empty, and without NUL.
+
+    An empty one is a mistake, such as a variable of the shell that is not set. It must not count
+    as not given.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; give a value, or leave the option out")
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!a}: expected a text without NUL")
+    return text
+
+
+def any_text(text: str) -> str:
+    """An argparse type: valid Unicode, maybe empty.
+
+    The system passes arguments as bytes, so one can hold what is not UTF-8. Under a locale of
+    ASCII, Python decodes no letter of UTF-8; they are decoded here.
+    """
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        pass
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeError:
+        raise argparse.ArgumentTypeError(f"{text!a}: expected text in UTF-8") from None
+
+
 def say(name: str, message: object) -> None:
     """Prints one line on stderr; ``name`` is the program's."""
     print(f"{name}: {one_line(message)}", file=sys.stderr, flush=True)
 
 
-def require_output() -> None:
-    """Raises OptionError if standard output is closed, before anything is computed for it."""
-    if sys.stdout is None:
-        raise OptionError("standard output is closed: nothing could be shown")
-
-
-def print_line(line: str) -> None:
-    """Prints a line of results at once.
-
-    Raises:
-      OptionError: standard output cannot be written, e.g. because a disk is full.
-      BrokenPipeError: its reader has gone.
-    """
-    try:
-        print(line, flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        _drop_output()  # the interpreter would try again at its end
-        raise OptionError(f"standard output cannot be written ({error.strerror})") from None
-
-
 def run(name: str, work: str, args: argparse.Namespace) -> int:
     """Calls ``work``, a ``module:function`` that gets the arguments; returns its exit code.
 
-    A mistake of the user is one line and exit code 2. An interrupt is exit code 130.
+    A mistake of the user is one line and exit code 2. What the system refuses, such as to write on
+    a full disk, is one line and exit code 1. An interrupt is exit code 130. A reader that closes
+    the pipe (``| head``) has what it wanted: that is exit code 0.
     """
     try:
         function = pkgutil.resolve_name(work)
         if signal.getsignal(signal.SIGINT) is _leave:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        return function(args)
+        code = function(args)
+        print(end="", flush=True)  # a full disk behind stdout shows here
+        return code
     except SpecjaxError as error:
         say(name, error)
         return BAD_INPUT
@@ -123,10 +143,30 @@ def run(name: str, work: str, args: argparse.Namespace) -> int:
     except BrokenPipeError:
         _drop_output()
         return 0
+    except UnicodeEncodeError as error:  # a path with letters that the locale does not have
+        say(name, f"{error.object!a}: not in the encoding {error.encoding}; set LC_ALL=C.UTF-8")
+        return BAD_INPUT
+    except OSError as error:
+        return _fail(name, system_error(error))
+    except MemoryError:
+        return _fail(name, "out of memory: ask for less at a time")
+
+
+def require_output() -> None:
+    """Refuses a closed standard output, for a program that prints its result and nothing else.
+
+    Raises:
+      InputError: it is closed, so the result would be lost.
+    """
+    if sys.stdout is None:
+        raise InputError(
+            "standard output is closed, so the result would be lost: open it, or give --out"
+        )
 
 
 def start(main: Callable[[], int]) -> NoReturn:
     """Runs a program's ``main`` and ends the process; for ``__main__`` modules."""
+    _open_standard_streams()
     # Until `run` has imported the work, an interrupt ends the process at once: extensions crash if
     # their import raises. A shell's background job ignores interrupts and goes on doing so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -143,6 +183,8 @@ def start(main: Callable[[], int]) -> NoReturn:
     except BrokenPipeError:
         _drop_output()
         code = 0
+    except OSError as error:  # of --help; what a program prints is written before it returns
+        code = _fail("help", system_error(error))
     if code == INTERRUPTED:
         _leave()
     raise SystemExit(code)
@@ -156,9 +198,39 @@ def _leave(*_: object) -> NoReturn:
     os._exit(INTERRUPTED)
 
 
+def _open_standard_streams() -> None:
+    """Makes stderr and the numbers 0 to 2 safe to use, and stdout able to print any text.
+
+    A caller may close descriptors (``2>&-``). The next file that is opened would get the number,
+    and messages of libraries would be written into it. Messages of Python would go to stdout.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    # Under some locales, stdout cannot write every letter; stderr escapes them, and so shall it.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def _drop_output() -> None:
-    """Drops all further output: its reader, such as ``| head``, has gone."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Drops all further output: its reader, such as ``| head``, has gone, or its disk is full."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(name: str, message: str) -> int:
+    """Says why a program failed; returns its exit code."""
+    try:
+        print(end="", flush=True)
+    except OSError as error:  # Python would try again at its end, and print a traceback
+        _drop_output()
+        message = f"standard output: {system_error(error)}"
+    say(name, message)
+    return FAILED
 
 
 def _interrupt_again(lost: sys.UnraisableHookArgs) -> None:

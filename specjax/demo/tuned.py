@@ -14,7 +14,10 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save, save_file
+
+from specjax._util.errors import ModelError, system_error
+from specjax._util.files import user_cache
 
 HERE = Path(__file__).parent
 BASE = HERE / "target"
@@ -23,6 +26,8 @@ WEIGHTS = "model.safetensors"
 DELTA = "delta.safetensors"
 SCALE = ".scale"  # suffix of the tensor with the scales of another one
 MAX_CODE = 127  # int8, symmetric
+NOT_WRITTEN = "demo-sdsat cannot be written to the user's cache"
+WAY_OUT = "set XDG_CACHE_HOME to a directory that can be written"
 
 
 def pack(tuned: Path, directory: Path = TUNED, base: Path = BASE) -> None:
@@ -72,17 +77,28 @@ def directory() -> Path:
     Its name has a hash of the difference, so another version of the package writes another one.
 
     Raises:
-      OSError: the user's cache cannot be written.
+      ModelError: the user has no cache directory, or it cannot be written.
     """
+    cache = user_cache()
+    if cache is None:
+        raise ModelError(f"{NOT_WRITTEN} (there is no home directory): {WAY_OUT}")
+    try:
+        return _unpacked(cache / "specjax")
+    except OSError as error:
+        raise ModelError(f"{NOT_WRITTEN} ({system_error(error)}): {WAY_OUT}") from None
+
+
+def _unpacked(cache: Path) -> Path:
+    """The model directory in a cache directory; it is written if it is missing."""
     key = hashlib.sha256((TUNED / DELTA).read_bytes()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specjax"
     path = cache / f"demo-sdsat-{key}"
-    if path.exists():
+    if os.path.exists(path):
         return path
     cache.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=cache, prefix=".demo-sdsat-"))
     try:
-        save_file(unpack(), scratch / WEIGHTS, metadata={"format": "pt"})
+        # Written by Python: a full disk is an OSError then.
+        (scratch / WEIGHTS).write_bytes(save(unpack(), metadata={"format": "pt"}))
         for file in (TUNED / "config.json", HERE / "tokenizer.json"):
             shutil.copyfile(file, scratch / file.name)
         scratch.chmod(0o755)  # mkdtemp makes directories that only the owner can read

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from pathlib import Path
 
 from specjax._util.errors import OptionError, errors_as, silence_stderr
-from specjax._util.files import check_entries
+from specjax._util.files import check_entries, expand_user
 from specjax.models.hf.config import check_values
 from specjax.models.hf.files import read_json
 from specjax.rewards.protocol import Sample
@@ -36,7 +35,7 @@ class Classifier(OfText):
     full = 0.5
 
     def __init__(self, directory: str):
-        self.directory = Path(directory).expanduser()
+        self.directory = expand_user(directory)
         if not os.path.isfile(self.directory / "config.json"):
             raise OptionError(
                 f"reward classifier: {directory} is no model directory (it has no config.json)"

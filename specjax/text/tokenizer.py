@@ -125,16 +125,21 @@ class Tokenizer:
         """Token ids; with ``add_special_tokens`` also those that the checkpoint puts around a text.
 
         Raises:
-          OptionError: the text holds half of a surrogate pair, as JSON escapes can.
+          OptionError: the text holds half of a surrogate pair, as JSON escapes can. Or the
+            tokenizer gives up on it: a pattern of its file may backtrack without end.
         """
-        try:
-            # A batch releases the interpreter's lock, so that other threads go on.
-            (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        failed = f"the tokenizer of {self._source} cannot encode a text"
+        with errors_as(failed, OptionError), silence_stderr():  # Rust panics, and reports it there
+            try:
+                # A batch releases the interpreter's lock, so that other threads go on.
+                (encoding,) = self._backend.encode_batch(
+                    [text], add_special_tokens=add_special_tokens
+                )
+            except TypeError:
+                raise OptionError(
+                    "a text holds half of a surrogate pair, or is none; give whole characters"
+                ) from None
             return encoding.ids
-        except TypeError:
-            raise OptionError(
-                "a text holds half of a surrogate pair, or is none; give whole characters"
-            ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; special tokens have none."""

@@ -7,6 +7,7 @@ import io
 import json
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -600,6 +601,37 @@ def test_bad_arguments_are_one_line(tiny_pair_dirs, capsys, argv, says):
     assert (code, out) == (2, "")
     assert says in err.splitlines()[-1]
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("dtype", ["int4", "1,", "9" * 5000, "\udcc3"])
+def test_random_target_of_an_unknown_dtype(capsys, dtype):
+    code, _, err = run(capsys, "--random-target", "13m", "--dtype", dtype)
+    (line,) = err.splitlines()
+    assert code == 2 and "is not supported; choose float32" in line
+
+
+@pytest.mark.parametrize(
+    "sweep", [["gamma=1..999999999"], ["gamma=1..1001"], ["tau=0,0.5", "gamma=1..501"]]
+)
+def test_a_sweep_of_more_values_than_anyone_measures(capsys, sweep):
+    """The first one took 3.6 GB."""
+    options = [f"--sweep={values}" for values in sweep]
+    code, _, err = run(capsys, "--methods", "mtad", "--prompts", "none", *options)
+    (line,) = err.splitlines()
+    assert code == 2 and "at most 1000" in line
+
+
+def test_a_report_is_written_if_it_cannot_be_shown(monkeypatch, tmp_path):
+    monkeypatch.setattr(benchmark, "make_report", lambda args: {"skipped": 0})
+    monkeypatch.setattr(benchmark, "markdown", lambda report: "text")
+    written = []
+    monkeypatch.setattr(benchmark, "_write", lambda *args: written.append(args))
+    args = argparse.Namespace(out=str(tmp_path), json=False)
+    for error in (OSError(28, "No space left on device"), BrokenPipeError()):
+        with monkeypatch.context() as patched, pytest.raises(type(error)):
+            patched.setattr(benchmark, "_show", Mock(side_effect=error))
+            benchmark.run_benchmark(args)
+    assert written == [(tmp_path, {"skipped": 0})] * 2
 
 
 def test_random_target_of_an_unknown_size(capsys):

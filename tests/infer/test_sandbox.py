@@ -481,6 +481,14 @@ def test_without_a_guard_nothing_runs_unless_asked(monkeypatch, capsys):
     assert "--unsafe" in line and "bubblewrap" in line
 
 
+def test_a_machine_whose_calls_cannot_be_restricted_is_named(monkeypatch):
+    monkeypatch.setattr(confinement.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(confinement, "_limit_resources", lambda limits: pytest.fail("too late"))
+    message = "system calls for riscv64, expected x86_64 or aarch64: use bubblewrap, or --unsafe"
+    with pytest.raises(RuntimeError, match=message):
+        confinement.confine({}, landlock=True)
+
+
 @pytest.mark.parametrize("confines", [False, True])
 def test_bubblewrap_is_the_second_choice_if_it_confines(confines, tmp_path, monkeypatch):
     arguments = tmp_path / "arguments"

@@ -4,10 +4,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
-from specjax._util.errors import InputError
+from specjax._util.errors import InputError, silence_stderr
 from specjax._util.files import locked
 
 PREPARED = """
@@ -141,6 +142,107 @@ def test_processes_that_are_not_interrupted_end_as_usual():
     assert code == 1 and "ZeroDivisionError" in err
     ignoring = f"signal.signal(signal.SIGINT, signal.SIG_IGN)\n{at_exit}"
     assert run_process(f"{ignoring}start(lambda: signal.raise_signal(signal.SIGINT) or 0)")[0] == 0
+
+
+def work_in(tmp_path, body):
+    """Code of a program whose work is ``body``."""
+    (tmp_path / "module.py").write_text(f"import os, sys\ndef work(args):\n    {body}\n")
+    return f"sys.path.insert(0, {str(tmp_path)!r})\n{RUN_MODULE}\nstart(main)"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "says"),
+    [
+        ("open('n' * 300)", 1, "x: nnn"),
+        ("os.rmdir('.')", 1, "x: .: Invalid argument"),
+        ("os.rmdir(os.getcwd()); os.getcwd()", 1, "x: the current directory does not exist any"),
+        ("raise OSError('odd')", 1, "x: odd"),
+        ("raise MemoryError", 1, "x: out of memory"),
+        ("open('\\ud800')", 2, r"x: '\ud800': not in the encoding utf-8"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(tmp_path, body, code, says):
+    (tmp_path / "here").mkdir()
+    done = run_process(work_in(tmp_path, body), cwd=tmp_path / "here")
+    assert done[0] == code and done[1].startswith(says) and len(done[1].splitlines()) == 1, done
+
+
+@pytest.mark.parametrize("body", ["print('a'); return 0", "print('a' * 9999)", "os.write(1, b'a')"])
+def test_a_full_disk_behind_stdout_is_one_line(tmp_path, body):
+    with open("/dev/full", "w") as full:
+        code, err = run_process(work_in(tmp_path, body), stdout=full)
+    (line,) = err.splitlines()
+    assert code == 1 and line.startswith("x: ") and line.endswith("No space left on device")
+
+
+def test_a_full_disk_behind_the_help_is_one_line():
+    with open("/dev/full", "w") as full:
+        code, err = run_process("start(lambda: print('usage') or sys.exit(0))", stdout=full)
+    assert (code, err) == (1, "help: standard output: No space left on device\n")
+
+
+CLOSED = """
+import os, sys
+for number in {closed}:
+    os.close(number)
+os.execv(sys.executable, [sys.executable, "-c", {code!r}])
+"""
+
+
+@pytest.mark.parametrize("closed", [[2], [0, 2], [0, 1, 2], [1]])
+def test_no_file_gets_the_number_of_a_closed_stream(tmp_path, closed):
+    """A library's message would be written into it, and Python's to stdout."""
+    body = f"f = open({str(tmp_path / 'f')!r}, 'w'); print('lost', file=sys.stderr); "
+    body += "os.write(2, b'lost'); f.write(str(f.fileno())); f.close(); raise OSError('odd')"
+    code = PREPARED + work_in(tmp_path, body)
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSED.format(closed=closed, code=code)],
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert int((tmp_path / "f").read_text()) > 2
+    if closed == [1]:
+        assert done.stderr == b"lost\nlostx: odd\n"
+
+
+def test_a_program_that_only_prints_refuses_a_closed_stdout(tmp_path):
+    body = "from specjax._util.program import require_output; require_output()"
+    code, err = run_process(work_in(tmp_path, f"{body}; sys.stdout = None; {body}"))
+    assert code == 2 and "standard output is closed" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_letters_that_stdout_cannot_write_are_escaped(tmp_path, encoding):
+    command = [sys.executable, "-c", PREPARED + work_in(tmp_path, "print('é日\\ud800'); return 0")]
+    env = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, env=env, capture_output=True, timeout=60)
+    expected = "é日\ud800\n".encode(encoding, errors="backslashreplace")
+    assert (done.returncode, done.stderr, done.stdout) == (0, b"", expected)
+
+
+def test_letters_of_arguments_are_read_under_any_locale():
+    code = "import sys; from specjax._util.program import any_text; "
+    command = [sys.executable, "-c", code + "print(ascii(any_text(sys.argv[1])))", "é日"]
+    for env in ({"LC_ALL": "C", "PYTHONUTF8": "0"}, {"LC_ALL": "C"}, {"LC_ALL": "C.UTF-8"}):
+        done = subprocess.run(command, env=os.environ | env, capture_output=True, timeout=60)
+        assert done.stdout.decode().strip() == ascii("é日"), done
+
+
+def test_threads_that_silence_stderr_give_it_back(capfd):
+    def work():
+        with silence_stderr():
+            os.write(2, b"lost")
+            time.sleep(0.01)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.003)
+    for thread in threads:
+        thread.join()
+    os.write(2, b"kept")
+    assert capfd.readouterr().err == "kept"
 
 
 def test_a_closed_output_pipe_is_no_error():

@@ -31,6 +31,8 @@ from support import variants
 from support.checkpoints import shard
 from train.config import LMConfig, SDSATConfig, from_toml
 from train.data.corpus import load_corpus
+from train.data.encoding import Plain, TextEncoder
+from train.data.reading import Document
 from train.data.tokenizer import load_tokenizer
 
 Case = Callable[[Path], Any]
@@ -427,6 +429,21 @@ TOKENIZERS: dict[str, tuple[tuple[str, ...], Any]] = {  # (path of keys, bad val
 }
 
 
+# A pattern that tries 2^n ways to match n letters: Rust panics when it has tried too many.
+BACKTRACKING = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {
+            "type": "Split",
+            "pattern": {"Regex": "(a|a)+$"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    ],
+}
+
+
 def changed_tokenizer(where: tuple[str, ...], value: Any) -> Callable[[Path], None]:
     def change(directory: Path) -> None:
         path = directory / "tokenizer.json"
@@ -468,6 +485,22 @@ def tokenizers() -> Iterator[tuple[str, Case]]:
         (directory / "vocab.json").write_text("[1]")
 
     yield "vocab.json of a list", model(vocab)
+
+    change = changed_tokenizer(("pre_tokenizer",), BACKTRACKING)
+    text = "a" * 40 + "b"
+
+    def encoded(home: Path) -> Any:
+        change(Models.copy(home))
+        return Tokenizer.from_directory(home / "model").encode(text)
+
+    def encoded_for_training(home: Path) -> Any:
+        change(Models.copy(home))
+        tokenizer = load_tokenizer(home / "model" / "tokenizer.json")
+        encoder = TextEncoder(tokenizer.to_str(), Plain())
+        return list(encoder([Document("name", text)]))
+
+    yield "tokenizer that backtracks", encoded
+    yield "tokenizer to train with that backtracks", encoded_for_training
 
 
 # --- pickles and classifiers ------------------------------------------------------------------

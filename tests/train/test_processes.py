@@ -106,10 +106,10 @@ def test_two_processes_give_the_losses_of_one_device(start, tmp_path):
 FAST = ("run.log_every=1", "run.eval_every=3", "run.eval_batches=2", 'data.files=["specjax"]')
 OTHERS = {
     "train.lm": (
-        *("model.init_from=", "model.remat=true", "tokenizer.path={0}/tokenizer.json"),
+        *("model.init_from=''", "model.remat=true", "tokenizer.path={0}/tokenizer.json"),
         *("distill.teacher={0}", "distill.alpha=0.5", "data.shards={1}/tokens"),
     ),
-    "train.lm, its own tokenizer": ("model.init_from=", "tokenizer.vocab_size=300"),
+    "train.lm, its own tokenizer": ("model.init_from=''", "tokenizer.vocab_size=300"),
     "train.head": (
         *("data.corpora=[]", "data.seq_len=48", "head.layers=[0]", "head.num_kv_heads=1"),
         *("head.intermediate_size=16", "head.draft_vocab=128", "head.steps=2"),

@@ -252,7 +252,7 @@ def test_bad_input_exits_2_with_one_line(quick, tmp_path, start, capsys):
         (("sdsat.windw=3",), "did you mean sdsat.window"),
         (("sdsat.ids=[1.5]",), "sdsat.ids=1.5: expected int"),
         (("model.init_from=/no/model",), "/no/model"),
-        (("model.init_from=",), "name a Hugging Face directory"),
+        (("model.init_from=''",), "name a Hugging Face directory"),
         (("sdsat.loss=basic",), "needs a clean sequence"),
         (("sdsat.start_rate=0",), "only loss basic"),
         (("model.train=lora", "optim.optimizer=muon"), "only adamw"),

@@ -255,7 +255,7 @@ def test_two_devices_give_the_losses_of_one(start, whole, tmp_path, fsdp):
         ("head.draft_vocab=100000", "head.draft_vocab=100000 is more than the target's"),
         ("head.num_kv_heads=3", "head.num_kv_heads=3 does not divide the target's 2 heads"),
         ("data.seq_len=128", "longer than the target's context (128) holds"),
-        ("model.init_from=", "model.init_from is empty"),
+        ("model.init_from=''", "model.init_from is empty"),
         ("head.steps=0", "head.steps=0: expected a whole number"),
     ],
 )

@@ -4,27 +4,33 @@ The loss has one parameter, so that every case takes a second. Checkpoints do no
 steps, so that interrupted averages and late NaNs would show.
 """
 
+import contextlib
 import json
 import os
 import re
+import resource
 import shutil
+import signal
 import sys
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from specjax._util.errors import InputError
-from support.training import logged, small_tokenizer
+from support.training import logged, repeatable, small_tokenizer
 from train.config import LMConfig, Optim, Run, from_toml
 from train.data.loader import ValidBatch
+from train.engine import loop
 from train.engine.checkpoints import Checkpoints
 from train.engine.directory import lock_directory
 from train.engine.loop import TrainingError, fit, make_step, weighted_mean
 from train.engine.metrics import Metrics, TensorBoard, speeds
 from train.engine.optim import make_optimizer
+from train.engine.program import run_and_print
 from train.lm import prepare as lm
 
 
@@ -62,19 +68,20 @@ def train(
     save_every=25,
     valid=(),
     optimizer=None,
+    loss=squares,
     **section,
 ):
     directory.mkdir(exist_ok=True)
     settings = {"log_every": 10, "checkpoint_every": save_every, "eval_every": 1000} | section
     run = Run(dir=str(directory), **settings)
     return fit(
-        squares,
+        loss,
         {"w": jnp.float32(3)},
         optimizer or optax.sgd(rate),
         Stream(end),
         run=run,
         optim=Optim(total_steps=steps),
-        eval_loss=squares,
+        eval_loss=loss,
         valid=valid,
         resume=resume,
     )
@@ -161,6 +168,107 @@ def test_resuming_after_the_last_step_still_reports_the_held_out_loss(tmp_path):
     first = train(tmp_path, steps=10, valid=valid)
     again = train(tmp_path, steps=10, valid=valid, resume=True)
     assert again.finished and again.valid_loss == first.valid_loss
+
+
+def slow_squares(params, frozen, batch):
+    """As ``squares``, after 20 ms or so of work that the compiler cannot leave out."""
+    start = jnp.full((256, 256), jax.lax.stop_gradient(params["w"]))
+    busy = jax.lax.fori_loop(0, 40, lambda _, a: jnp.tanh(a @ a), start)
+    loss, count = squares(params, frozen, batch)
+    return loss + 0 * busy[0, 0], count
+
+
+@pytest.mark.parametrize("part", ["steps", "evaluation"])
+def test_at_most_two_steps_or_batches_are_in_flight(tmp_path, monkeypatch, part):
+    """A signal waits for all that was sent to the device."""
+    unfinished = []
+
+    def watched(function, place):
+        """The function, which counts the earlier losses that are not there yet."""
+        results = []
+
+        def call(*args):
+            unfinished.append(sum(not x.is_ready() for x in results))
+            out = function(*args)
+            results.append(out[place])
+            return out
+
+        return call
+
+    if part == "steps":
+        make_step = loop.make_step
+        monkeypatch.setattr(loop, "make_step", lambda *args: watched(make_step(*args), 2))
+        train(tmp_path, steps=12, loss=slow_squares, log_every=100)
+    else:
+        weighted_mean = loop.weighted_mean
+        monkeypatch.setattr(
+            loop,
+            "weighted_mean",
+            lambda evaluate, *args: weighted_mean(watched(evaluate, 0), *args),
+        )
+        train(tmp_path, steps=1, loss=slow_squares, valid=[ValidBatch(next(Stream()))] * 12)
+    assert len(unfinished) == 12 and max(unfinished) <= 1
+
+
+def test_a_signal_stops_an_evaluation_and_the_resumed_run_makes_up_for_it(tmp_path, monkeypatch):
+    valid = [ValidBatch(next(Stream()))] * 4
+    train(tmp_path / "whole", steps=20, valid=valid, eval_every=10)
+    weighted_mean = loop.weighted_mean
+
+    def interrupted(evaluate, *args):
+        """The evaluation, with a signal after its second batch."""
+        batches = []
+
+        def call(*args):
+            batches.append(evaluate(*args))
+            if len(batches) == 2:
+                signal.raise_signal(signal.SIGTERM)
+            return batches[-1]
+
+        means = weighted_mean(call, *args)
+        assert means is None and len(batches) == 2
+        return means
+
+    for number in (1, 2):  # after step 10, and again when it is made up for
+        with monkeypatch.context() as patched:
+            patched.setattr(loop, "weighted_mean", interrupted)
+            resume = number > 1
+            cut = train(tmp_path / "cut", steps=20, valid=valid, eval_every=10, resume=resume)
+        assert (cut.step, cut.finished) == (10, False)
+    train(tmp_path / "cut", steps=20, valid=valid, eval_every=10, resume=True)
+    assert repeatable(tmp_path / "cut") == repeatable(tmp_path / "whole")
+
+
+def test_a_signal_in_the_last_evaluation_leaves_the_run_unfinished(tmp_path, monkeypatch):
+    valid = [ValidBatch(next(Stream()))]
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "weighted_mean", lambda *args: None)
+        assert not train(tmp_path, steps=10, valid=valid).finished
+    assert train(tmp_path, steps=10, valid=valid, resume=True).finished
+    assert [row["step"] for row in logged(tmp_path) if "valid_loss" in row] == [10]
+
+
+@pytest.mark.parametrize("limit", [0, 5000])
+def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, capfd, limit):
+    """A limit on the size of files, from the first file on or in the arrays, is as a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
+    arrays = {"w": np.random.default_rng(0).normal(size=100_000)}
+
+    def work():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            with contextlib.closing(checkpoints):
+                checkpoints.save(1, arrays, {})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    assert run_and_print("train.lm", work) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == (
+        f"train.lm: File too large ({tmp_path / 'checkpoints'}); the last finished checkpoint is "
+        "intact: make room and --resume"
+    )
 
 
 @pytest.fixture(scope="module")

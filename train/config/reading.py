@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from specjax._util.checks import Check, quoted
 from specjax._util.errors import InputError, errors_as
 from specjax._util.files import read_file
-from train.config.sections import PositiveFloat
+from train.config.sections import Name, PositiveFloat
 
 T = TypeVar("T")
 
@@ -103,6 +103,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
             f"--set {quoted(override)}: expected section.key=value, e.g. optim.total_steps=9"
         )
 
+    if not text.strip():  # as of a variable of the shell that is not set
+        raise InputError(f"--set {quoted(override)}: the value is empty; write {name.strip()}=''")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -156,7 +158,7 @@ def _read_flag_or_word(kind: Any, value: Any, name: str) -> Any:
 
 def _read_list(item_kind: Any, value: Any, name: str) -> tuple:
     """A field of type ``tuple[item_kind, ...]``."""
-    if item_kind is str or get_origin(item_kind) is Literal:
+    if item_kind is Name or get_origin(item_kind) is Literal:
         items = "strings"
     elif item_kind is PositiveFloat:
         items = "numbers"

@@ -9,7 +9,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from specjax._util.checks import FROM_0, INT32_MAX, POSITIVE, SEED_MAX, number, whole
+from specjax._util.checks import (
+    FROM_0,
+    INT32_MAX,
+    POSITIVE,
+    SEED_MAX,
+    number,
+    satisfying,
+    whole,
+)
 from specjax._util.errors import InputError
 
 PositiveInt = Annotated[int, whole()]
@@ -22,6 +30,8 @@ Layers = Annotated[int, whole(1, 4096)]
 Width = Annotated[int, whole(1, 2**20)]
 Vocabulary = Annotated[int, whole(261, 2**20)]  # 256 bytes and train.data.tokenizer's special ids
 Seed = Annotated[int, whole(0, SEED_MAX)]
+# A text that must not be empty. Where a plain str may be, its comment says what that means.
+Name = Annotated[str, satisfying("a text that is not empty", bool)]
 Matrix = Literal["q", "k", "v", "out", "gate", "up", "down"]
 ComputeDtype = Literal["float32", "bfloat16"]
 Remat = bool | Literal["attention"]
@@ -48,8 +58,8 @@ class Model:
 class DataSection:
     """The corpus, and how it is cut into rows."""
 
-    corpora: tuple[str, ...] = ("stdlib",)
-    files: tuple[str, ...] = ()
+    corpora: tuple[Name, ...] = ("stdlib",)
+    files: tuple[Name, ...] = ()
     shards: str = ""  # a directory for tokenized shards; empty: the whole corpus is in memory
     weights: tuple[PositiveFloat, ...] = ()  # sampling weight of each corpus, then of each file
     # The least characters of a document. The default leaves out package stubs and license headers.
@@ -104,7 +114,7 @@ class Distill:
 class Run:
     """The run's directory, and how often the run logs, evaluates and saves."""
 
-    dir: str = "runs/lm"
+    dir: Name = "runs/lm"
     seed: Seed = 0
     log_every: PositiveInt = 10
     eval_every: PositiveInt = 200
@@ -246,10 +256,11 @@ class HeadRunConfig:
 
 
 def _check_batch(cfg: LMConfig | SDSATConfig | HeadRunConfig) -> None:
-    """Raises InputError if a micro-batch has more tokens than an int32 can count."""
-    tokens = cfg.optim.batch_size * cfg.data.seq_len
+    """Raises InputError if a step has more tokens than an int32 can count."""
+    optim = cfg.optim
+    tokens = optim.accumulate * optim.batch_size * cfg.data.seq_len
     if tokens > INT32_MAX:
         raise InputError(
-            f"optim.batch_size={cfg.optim.batch_size} rows of data.seq_len={cfg.data.seq_len} are "
-            f"{tokens} tokens, more than {INT32_MAX}: lower one"
+            f"optim.accumulate={optim.accumulate} × optim.batch_size={optim.batch_size} rows of "
+            f"data.seq_len={cfg.data.seq_len} are {tokens} tokens, more than {INT32_MAX}: lower one"
         )

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from specjax._util.errors import InputError, errors_as, silence_stderr
 from specjax.runtime.infill import leading_ids
 from train.data.reading import Document
 from train.data.tokenizer import EOS_ID, id_count
@@ -78,14 +79,25 @@ class TextEncoder:
     def __call__(
         self, documents: Iterable[Document]
     ) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
-        """Yields (some of the documents, the token ids of each), batch by batch."""
+        """Yields (some of the documents, the token ids of each), batch by batch.
+
+        Raises:
+          InputError: the tokenizer gives up on a text: a pattern of its file may backtrack
+            without end.
+        """
         for batch in _batches(documents):
             parts_of = [self._layout.parts(document) for document in batch]
             texts = [
                 self._text(part) for parts in parts_of for part in parts if isinstance(part, str)
             ]
-            encodings = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+            encodings = iter(self._encode(texts, batch))
             yield batch, [self._join(parts, encodings) for parts in parts_of]
+
+    def _encode(self, texts: list[str], batch: Sequence[Document]) -> list[Encoding]:
+        """The encodings of the texts of a batch of documents."""
+        failed = f"the tokenizer cannot encode a document from {batch[0].name} on"
+        with errors_as(failed, InputError), silence_stderr():  # Rust panics, and reports it there
+            return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
     def _text(self, text: str) -> str:
         """What the tokenizer gets for a text of the layout."""

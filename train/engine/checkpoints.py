@@ -7,8 +7,14 @@ was damaged or changed afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +30,15 @@ class Checkpoints:
     """The checkpoints of one run, in ``directory``."""
 
     def __init__(self, directory: str | Path, keep: int):
-        if Path(directory).is_file():
+        if os.path.isfile(directory):
             raise InputError(f"{directory} is a file, expected a directory of checkpoints: move it")
+        # orbax raises its errors. It also logs pages of tracebacks about them.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        self._until_closed = contextlib.ExitStack()
+        self._until_closed.enter_context(_without_late_results())
         options = CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
-        self._manager = CheckpointManager(Path(directory).absolute(), options=options)
+        with _writing(Path(directory)):
+            self._manager = CheckpointManager(Path(directory).absolute(), options=options)
 
     @property
     def latest(self) -> int | None:
@@ -35,11 +46,16 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, arrays: Any, note: dict[str, Any]) -> None:
-        """Starts saving; the device arrays are copied before this returns."""
+        """Starts saving; the device arrays are copied before this returns.
+
+        Raises:
+          OSError: this checkpoint, or the one before, cannot be written.
+        """
         # With the step in the digest, a note copied from another checkpoint is refused, too.
         signed = {"note": note, "sha256": _digest(step, note)}
         items = args.Composite(arrays=args.StandardSave(arrays), note=args.JsonSave(signed))
-        self._manager.save(step, args=items)
+        with _writing(self._manager.directory):
+            self._manager.save(step, args=items)
 
     def note(self) -> dict[str, Any]:
         """The newest checkpoint's note.
@@ -87,9 +103,55 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """Waits until every save that was started is on disk."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Waits until every save that was started is on disk.
+
+        Raises:
+          OSError: one of them cannot be written.
+        """
+        with self._until_closed, _writing(self._manager.directory):
+            self._manager.wait_until_finished()
+            self._manager.close()
+
+
+@contextlib.contextmanager
+def _without_late_results() -> Iterator[None]:
+    """Leaves out what TensorStore's threads report if a save fails while the block runs.
+
+    They report to orbax's event loop, which a failed save has closed. Each report would print a
+    traceback. The save's own error is raised.
+    """
+    before = sys.unraisablehook
+
+    def report(lost: sys.UnraisableHookArgs) -> None:
+        if lost.exc_type is not RuntimeError or str(lost.exc_value) != "Event loop is closed":
+            before(lost)
+
+    sys.unraisablehook = report
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+@contextlib.contextmanager
+def _writing(directory: Path | Any) -> Iterator[None]:
+    """Makes one OSError of what orbax raises if, for example, the disk is full.
+
+    That is an OSError without a path, or a ValueError of TensorStore's.
+
+    Raises:
+      OSError: with the system's error number and the directory.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        number = getattr(error, "errno", None)
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if code:
+            number = int(code[1])
+        if number is None:
+            raise
+        raise OSError(number, os.strerror(number), str(directory)) from None
 
 
 def _digest(step: int, note: Any) -> str:

@@ -36,6 +36,9 @@ Extras = dict[str, tuple[jax.Array, jax.Array]]
 # In the run's directory:
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+# Steps, or held-out batches, that the device has been sent and has not finished. With two, it never
+# waits for the host. With more, a signal would wait for all of them.
+MOST_AHEAD = 2
 
 
 class TrainingError(RuntimeError):
@@ -51,7 +54,7 @@ class RunResult:
 
     params: dict
     step: int
-    finished: bool
+    finished: bool  # all steps, and the evaluation after the last one
     valid_loss: float | None
     valid_extras: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -130,6 +133,9 @@ def fit(
 ) -> RunResult:
     """Trains until ``optim.total_steps``, or until SIGTERM or SIGINT, which save first.
 
+    A signal ends training within about two steps, and an evaluation within about two batches. A
+    resumed run makes up for that evaluation.
+
     Args:
       loss_fn, eval_loss: summed loss and token count of one batch (training, held-out).
       loader: batches of ``optim.batch_size`` rows; its position is part of a checkpoint.
@@ -155,7 +161,9 @@ def fit(
     processes.check_agreement(checkpoint=checkpoints.latest, resume=resume, settings=fixed)
 
     placement = placement or Placement()
-    state, unlogged = _begin(checkpoints, params, optimizer, loader, resume, fixed, placement)
+    state, unlogged, must_evaluate = _begin(
+        checkpoints, params, optimizer, loader, resume, fixed, placement
+    )
     frozen = placement.place_state(frozen)
     metrics = _open_metrics(run, log, state.step)
     placed = placement.step_shardings(state.params, state.opt_state)
@@ -178,6 +186,7 @@ def fit(
         metrics=metrics,
         state=state,
         unlogged=unlogged,
+        must_evaluate=must_evaluate,
     )
     with closing(checkpoints), closing(metrics):
         training.train()
@@ -192,9 +201,14 @@ class _Evaluation(NamedTuple):
     frozen: Any
     measure: Callable[[dict, Any], dict[str, Any]] | None
 
-    def run(self, params: dict) -> tuple[float, dict[str, Any]]:
-        """(held-out loss in nats per token, further figures by name)."""
-        loss, extras = weighted_mean(self.loss_fn, params, self.frozen, self.batches)
+    def run(
+        self, params: dict, is_stopped: Callable[[], bool]
+    ) -> tuple[float, dict[str, Any]] | None:
+        """(held-out loss in nats per token, further figures by name); None if it is stopped."""
+        means = weighted_mean(self.loss_fn, params, self.frozen, self.batches, is_stopped)
+        if means is None:
+            return None
+        loss, extras = means
         if self.measure:
             extras = extras | self.measure(params, self.frozen)
         return loss, extras
@@ -217,6 +231,8 @@ class _Training:
     metrics: Metrics
     state: _State
     unlogged: list  # (loss, extras) of the steps since the last log line, on the device
+    must_evaluate: bool  # a signal has stopped the evaluation after the last step
+    signals: list[int] = dataclasses.field(default_factory=list)  # received since training began
     valid_loss: float | None = None
     valid_extras: dict[str, Any] = dataclasses.field(default_factory=dict)
     log_time: float = 0.0  # when the current logging interval began
@@ -226,14 +242,16 @@ class _Training:
         """Runs the steps that are left, and saves at the end."""
         total = self.optim.total_steps
         with (
-            noted_signals() as signals,
+            noted_signals() as self.signals,
             Progress(total, self.state.step, shown=processes.is_main_process()) as progress,
         ):
             if warning := schedule_warning(self.optim):
                 progress.note(warning)
             self.log_time = time.perf_counter()
             self.save_time = time.monotonic()
-            while self.state.step < total and not processes.any_process(bool(signals)):
+            if self.must_evaluate:
+                self._evaluate(progress)
+            while self.state.step < total and not self._is_stopped():
                 norm, tokens = self._train_step()
                 step = self.state.step
                 last = step == total
@@ -248,17 +266,26 @@ class _Training:
                     self.save_time = time.monotonic()
             self._save()
 
+    def _is_stopped(self) -> bool:
+        """Whether any process has received a signal. It is a collective: all processes must ask."""
+        return processes.any_process(bool(self.signals))
+
     def result(self) -> RunResult:
         """How the run ended; evaluates if it was resumed after its last step."""
-        finished = self.state.step >= self.optim.total_steps
+        finished = self.state.step >= self.optim.total_steps and not self.must_evaluate
         if self.evaluation.batches and finished and self.valid_loss is None:
-            self.valid_loss, self.valid_extras = self.evaluation.run(self.state.params)
+            outcome = self.evaluation.run(self.state.params, lambda: False)
+            assert outcome is not None, "nothing stops it"
+            self.valid_loss, self.valid_extras = outcome
         return RunResult(
             self.state.params, self.state.step, finished, self.valid_loss, self.valid_extras
         )
 
     def _train_step(self) -> tuple[jax.Array, int]:
-        """One optimizer step; returns (gradient norm, tokens of all processes)."""
+        """Sends one optimizer step to the device, and waits for the step before it.
+
+        Returns (gradient norm, tokens of all processes).
+        """
         batches = stack([next(self.loader) for _ in range(self.optim.accumulate)])
         params, opt_state, loss, norm, extras = self.step_fn(
             self.state.params,
@@ -268,11 +295,12 @@ class _Training:
         )
         self.state = _State(params, opt_state, self.state.step + 1)
         self.unlogged.append((loss, extras))
+        _wait_for_older([loss for loss, _ in self.unlogged[-MOST_AHEAD:]])
         return norm, batches["tokens"].size * jax.process_count()
 
     def _log(self, progress: Progress, norm: jax.Array, tokens: int) -> None:
         """One log line: means since the last line, and the gradient norm of the last step."""
-        loss, means = _means(self.unlogged)  # the loop's only wait for the device
+        loss, means = _means(self.unlogged)
         _require_finite("the loss", loss, self.state.step, self.checkpoints)
         now = time.perf_counter()
         rate = tokens * len(self.unlogged) / (now - self.log_time)
@@ -285,7 +313,11 @@ class _Training:
 
     def _evaluate(self, progress: Progress) -> None:
         step = self.state.step
-        self.valid_loss, self.valid_extras = self.evaluation.run(self.state.params)
+        outcome = self.evaluation.run(self.state.params, self._is_stopped)
+        self.must_evaluate = outcome is None
+        if outcome is None:
+            return
+        self.valid_loss, self.valid_extras = outcome
         _require_finite("the held-out loss", self.valid_loss, step, self.checkpoints)
         named = {f"valid_{name}": value for name, value in self.valid_extras.items()}
         self.metrics.write(step=step, valid_loss=self.valid_loss, **named)
@@ -301,7 +333,11 @@ class _Training:
         return processes.any_process(time.monotonic() - self.save_time > 60 * minutes)
 
     def _save(self) -> None:
-        note = {"loader": self.loader.get_state(), "fixed": self.fixed}
+        note = {
+            "loader": self.loader.get_state(),
+            "fixed": self.fixed,
+            "must_evaluate": self.must_evaluate,
+        }
         _save_state(self.checkpoints, self.state, self.unlogged, note)
 
 
@@ -321,8 +357,8 @@ def _begin(
     resume: bool,
     fixed: dict[str, Any] | None,
     placement: Placement,
-) -> tuple[_State, list]:
-    """(the first state, []), or the newest checkpoint's state and its unlogged (loss, extras).
+) -> tuple[_State, list, bool]:
+    """The first state, or the newest checkpoint's; its unlogged (loss, extras); must_evaluate.
 
     The loader is set to match.
     """
@@ -330,6 +366,7 @@ def _begin(
     opt_state = placement.initialize(optimizer.init, params)
     step = 0
     unlogged = []
+    must_evaluate = False
     if resume:
         note = checkpoints.note()
         require_same(note["fixed"] or {}, fixed or {})
@@ -338,11 +375,12 @@ def _begin(
         opt_state = arrays["opt_state"]
         step = note["step"]
         unlogged = list(zip(map(np.float32, note["pending"]), note["extras"], strict=True))
+        must_evaluate = note.get("must_evaluate", False)  # older checkpoints lack it
         loader.set_state(note["loader"])
 
     # Copies, because the step donates them, and restored arrays may alias orbax's buffers.
     params, opt_state = jax.tree.map(jnp.copy, (params, opt_state))
-    return _State(params, opt_state, step), unlogged
+    return _State(params, opt_state, step), unlogged, must_evaluate
 
 
 def _save_state(
@@ -402,15 +440,33 @@ def _require_finite(name: str, value: float, step: int, checkpoints: Checkpoints
     raise TrainingError(f"{name} is {value} near step {step}; {way_out}")
 
 
+def _wait_for_older(results: Sequence) -> None:
+    """Waits until at most ``MOST_AHEAD`` results are still to be computed."""
+    if len(results) >= MOST_AHEAD:
+        jax.block_until_ready(results[-MOST_AHEAD])
+
+
 def weighted_mean(
-    evaluate: Callable, params: dict, frozen: Any, batches: Sequence[ValidBatch]
-) -> tuple[float, dict[str, Any]]:
+    evaluate: Callable,
+    params: dict,
+    frozen: Any,
+    batches: Sequence[ValidBatch],
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> tuple[float, dict[str, Any]] | None:
     """(held-out loss in nats per token, further figures by name).
+
+    None if ``is_stopped``, which is asked before every batch, is true once.
 
     Each source counts by its weight, whatever number of its tokens was evaluated. With several
     sources, ``loss_by_source`` has the loss of each.
     """
-    results = jax.device_get([evaluate(params, frozen, batch.rows) for batch in batches])
+    results = []
+    for batch in batches:
+        if is_stopped():
+            return None
+        results.append(evaluate(params, frozen, batch.rows))
+        _wait_for_older(results)
+    results = jax.device_get(results)
     tokens = _sum_by_source(batches, [count for _, count, *_ in results])
     nats = _sum_by_source(batches, [loss for loss, *_ in results])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ def compare(config: str, overrides: Sequence[str], only: str | None) -> None:
     for name in names:
         if not run_variant(config, overrides, home, name):
             return
-    finished = [home / name for name in VARIANTS if (home / name / CARD).exists()]
+    finished = [home / name for name in VARIANTS if os.path.exists(home / name / CARD)]
     write_report(home, [read_variant(directory) for directory in finished])
 
 
@@ -61,11 +62,11 @@ def run_variant(config: str, overrides: Sequence[str], home: Path, name: str) ->
     """
     directory = home / name
     cfg = from_toml(SDSATConfig, config, [*overrides, *VARIANTS[name], f"run.dir={directory}"])
-    if (directory / CARD).exists():
+    if os.path.exists(directory / CARD):
         _check_recipe(directory, to_dict(cfg))
         return True
     print(f"train.ablation: {name}", file=sys.stderr)
-    resume = (directory / METRICS).exists()
+    resume = os.path.exists(directory / METRICS)
     return sdsat.main(cfg, resume=resume, dry_run=False)["finished"]
 
 

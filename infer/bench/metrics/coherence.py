@@ -10,6 +10,7 @@ Axis legend: D embedding size.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import numpy as np
 from infer.bench.metrics.protocol import Completion, PerCompletion, library
 from infer.bench.metrics.settings import Settings
 from specjax._util.errors import OptionError, errors_as, silence_stderr
-from specjax._util.files import check_entries
+from specjax._util.files import check_entries, expand_user
 
 MEAN = "mean"
 CLS = "cls"
@@ -105,8 +106,8 @@ def make(argument: str, settings: Settings) -> Coherence:
     if not colon or pooling not in (MEAN, CLS, POOLER):
         pooling = ""
         name = argument
-    home = Path(name).expanduser()
-    if not home.is_dir():
+    home = expand_user(name)
+    if not os.path.isdir(home):
         raise OptionError(f"--metric coherence: {name} is no directory")
     with errors_as(f"--metric coherence: {name} cannot be loaded", OptionError), silence_stderr():
         check_entries(home)

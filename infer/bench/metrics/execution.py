@@ -8,6 +8,7 @@ SQLite itself confines what a model wrote. The file is opened read-only, and onl
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sqlite3
 import time
@@ -19,6 +20,7 @@ from typing import Any
 from infer.bench.metrics.protocol import Completion, PerCompletion, Task
 from infer.bench.metrics.settings import Settings
 from specjax._util.errors import OptionError
+from specjax._util.files import expand_user
 
 SECONDS = 10.0
 STEPS = 10_000  # of SQLite's virtual machine between two checks of the clock
@@ -54,9 +56,9 @@ class Execution(PerCompletion):
     columns = {"execution": "execution"}  # noqa: RUF012
 
     def __init__(self, directory: str):
-        self._directory = Path(directory).expanduser()
+        self._directory = expand_user(directory)
         self._gold: dict[tuple[str, str], Rows] = {}
-        if not self._directory.is_dir():
+        if not os.path.isdir(self._directory):
             raise OptionError(f"--metric execution: {directory} is no directory of databases")
 
     def check(self, prompts: Sequence[Completion]) -> None:

@@ -187,9 +187,9 @@ def load_config(directory: Path) -> ModelConfig:
     Raises:
       ModelError: there is no config.json, or :func:`specjax.models.families.from_hf` refuses it.
     """
-    if directory.is_file():
+    if os.path.isfile(directory):
         raise ModelError(f"{directory}: is a file: give the directory that it is in")
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise ModelError(f"{directory}: no such model directory")
     path = directory / "config.json"
     if not os.path.lexists(path):

@@ -1,0 +1,90 @@
+"""Whatever a command line holds, a program ends with a documented code, and refuses in one line."""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from infer.serve import server
+from support.command_lines import MAY_BE_EMPTY, PROGRAMS, VALUES, furnish, options, run
+
+each_program = pytest.mark.parametrize("name", PROGRAMS)
+
+
+@pytest.fixture(scope="module")
+def home(tiny_pair_dirs, tmp_path_factory):
+    """Two models, prompts and a text for training."""
+    directory = tmp_path_factory.mktemp("home")
+    for number, model in enumerate(tiny_pair_dirs):
+        shutil.copytree(model, directory / str(number))
+        shutil.copy(Path(model).parent / "tokenizer.json", directory / str(number))
+    furnish(directory)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def no_requests(monkeypatch):
+    """infer.serve ends when it would wait for requests."""
+    monkeypatch.setattr(server, "_answer_requests", lambda *args: None)
+
+
+@pytest.fixture
+def err(capfd):
+    return lambda: capfd.readouterr().err
+
+
+@pytest.mark.slow
+@each_program
+def test_the_arguments_of_the_table_are_accepted(name, home, err):
+    end = run(PROGRAMS[name], home, err)
+    assert end.code == 0 or (end.code == 2 and "none.jsonl: cannot be read" in end.err), end
+
+
+@each_program
+def test_any_value_of_an_option_is_used_or_refused_in_one_line(name, home, err):
+    program = PROGRAMS[name]
+    before = sorted(home.iterdir())
+    faults = {}
+    for option, value in itertools.product(options(program), VALUES):
+        end = run(program, home, err, [f"{option}={VALUES[value]}"])
+        fault = end.fault()
+        if end.code == 2 and end.made and option != "--out":
+            fault = f"made {end.made}"
+        if fault:
+            faults[option, value] = fault
+    assert faults == {}
+    assert sorted(home.iterdir()) == before
+
+
+# The keys of a training config that hold texts, and texts that none of them may be.
+KEYS = ("data.corpora", "data.files", "run.dir")
+TEXTS = ("empty", "NUL", "a surrogate", "a long name", "a long path", "below a file", "a device")
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith("train.")])
+def test_a_hostile_text_in_a_config_is_refused_by_its_key(name, home, err):
+    for key, value in itertools.product(KEYS, TEXTS):
+        if name == "train.tokens" and key == "run.dir" and value != "empty":
+            continue  # it does not use it
+        text = json.dumps(VALUES[value].replace("{home}", str(home)), ensure_ascii=False)
+        setting = f"{key}={text}" if key == "run.dir" else f"{key}=[{text}]"
+        end = run(PROGRAMS[name], home, err, [f"--set={setting}"])
+        assert end.fault() is None and end.code == 2 and not end.made, (setting[:99], end)
+
+
+def test_an_override_without_a_value_does_not_count_as_not_given(home, err):
+    """As of ``--set distill.teacher=$TEACHER``, where the variable is not set."""
+    end = run(PROGRAMS["train.lm"], home, err, ["--set=distill.teacher="])
+    assert end.code == 2
+    assert "--set 'distill.teacher=': the value is empty; write distill.teacher=''" in end.err
+
+
+@each_program
+def test_an_empty_value_is_refused_by_its_name(name, home, err):
+    program = PROGRAMS[name]
+    for option in set(options(program)) - MAY_BE_EMPTY:
+        end = run(program, home, err, [f"{option}="])
+        assert end.fault() is None and end.code == 2, (option, end)
+        assert option in end.err, end
