@@ -26,7 +26,7 @@ from infer.serve.answers import Answer
 from infer.serve.bodies import CLIENT_LEFT, Bodies
 from infer.serve.engine_thread import Closed, EngineThread, Submission
 from infer.serve.fairness import QueueFull, Workers
-from infer.serve.guard import Guard
+from infer.serve.guard import RequestGuard
 from infer.serve.metrics import PrometheusMetrics
 from infer.serve.openapi import schema_of
 from infer.serve.programs import TooManyNew
@@ -144,7 +144,7 @@ class Server:
         add("/", self._page, methods=READ)
         for kind in (Refusal, QueueFull, SpecjaxError, HTTPException, Exception):
             app.add_exception_handler(kind, self._refuse)
-        app.add_middleware(Guard, allowed=self._allowed_hosts, any_host=bool(self._keys))
+        app.add_middleware(RequestGuard, allowed=self._allowed_hosts, any_host=bool(self._keys))
         return app
 
     # --- routes --------------------------------------------------------------------------------

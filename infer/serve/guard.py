@@ -23,7 +23,7 @@ HOST = re.compile(
 PORTS = {"http": 80, "https": 443}
 
 
-class Guard:
+class RequestGuard:
     """ASGI middleware that refuses foreign hosts and origins with 403.
 
     Args:
