@@ -39,17 +39,13 @@ from specjax.models import init_params, save_pretrained
 from specjax.models.families.head_config import HeadConfig
 from specjax.models.hf.read import load_config
 from specjax.registry import AUTO, METHODS, Context, method
+from support.running import run_main
 
 GREEDY = sj.Sampling()
 
 
 def run(capsys, *argv):
-    try:
-        code = bench.main(list(map(str, argv)))
-    except SystemExit as stop:
-        code = stop.code
-    out = capsys.readouterr()
-    return code, out.out, out.err
+    return run_main(bench.main, capsys, *argv)
 
 
 @pytest.fixture

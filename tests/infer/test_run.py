@@ -30,6 +30,7 @@ from specjax._util.errors import OptionError, SpecjaxError
 from specjax._util.files import locked
 from specjax._util.program import Place
 from specjax.core.types import FROM_DRAFT, FROM_TARGET
+from support.running import run_main
 
 PROMPTS = ["def fib(n):", "class Tree:\n", "import os", "for i in range(", "x = [", "return"]
 # The random models have peaked distributions: at a lower temperature two samples may be equal.
@@ -37,12 +38,7 @@ SAMPLES = ["--json", "--logprobs", "--temperature", "3", "--num-samples", "2", "
 
 
 def run(capsys, *argv):
-    try:
-        code = program.main(list(map(str, argv)))
-    except SystemExit as stop:
-        code = stop.code
-    out = capsys.readouterr()
-    return code, out.out, out.err
+    return run_main(program.main, capsys, *argv)
 
 
 @pytest.fixture(scope="module")

@@ -13,18 +13,14 @@ import infer.run.output as output
 from infer.formats import json_objects
 from infer.run import commands as program
 from specjax.models import load_pretrained, save_pretrained
+from support.running import run_main
 from support.training import ROOT
 
 PROMPTS = ["def f(x):", "class A:", "import json"]
 
 
 def run(capsys, *argv):
-    try:
-        code = program.main(list(map(str, argv)))
-    except SystemExit as stop:
-        code = stop.code
-    out = capsys.readouterr()
-    return code, out.out, out.err
+    return run_main(program.main, capsys, *argv)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from infer.serve import bodies, commands
 from infer.serve.admission import MAX_ROUND_TOKENS
 from infer.serve.engine_thread import VariantQueue
 from infer.serve.schemas import CompletionBody
-from support.serving import TIMEOUT, Running, served_models, serving, until
+from support.serving import TIMEOUT, Running, openai_client, served_models, serving, until
 from support.tools import load
 
 make_page = load("make_page")
@@ -47,9 +47,7 @@ def server(models):
 
 @pytest.fixture(scope="module")
 def client(server):
-    return openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT
-    )
+    return openai_client(server)
 
 
 def generated(server, prompt=TEXT, method="speculative", **kw):

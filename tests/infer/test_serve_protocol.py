@@ -3,14 +3,13 @@
 import collections
 import re
 
-import openai
 import pytest
 from test_serve import LIMITS, REFUSED
 
 import specjax as sj
 from infer.serve.openapi import WITH_BODY
 from infer.serve.schemas import UNSUPPORTED, ChatBody, CompletionBody
-from support.serving import TIMEOUT, served_models, serving
+from support.serving import TIMEOUT, openai_client, served_models, serving
 
 TEXT = "import jax"
 # What each answer is held against. A schema cannot say which requests are good: how many tokens
@@ -58,9 +57,7 @@ def server(tiny_pair_dirs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(server):
-    return openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT
-    )
+    return openai_client(server)
 
 
 def asked(server, body, path="/v1/completions"):

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, replace
 
 import jax
+import openai
 import uvicorn
 
 import specjax as sj
@@ -117,3 +118,10 @@ def serving(target: sj.LM, draft: sj.LM, *arguments: str, keys=()):
         answering(server, args.max_connections) as port,
     ):
         yield Running(target, draft, engine, server.admission, port)
+
+
+def openai_client(server: Running) -> openai.OpenAI:
+    """OpenAI's client of a running server; it does not try again."""
+    return openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT
+    )
