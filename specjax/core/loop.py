@@ -41,11 +41,12 @@ class _CachedByMethod:
         self._make = make
         functools.update_wrapper(self, make)
 
-    def __call__(self, method: Method, *rest: Any) -> Any:
+    def __call__(self, method: Method, *rest: Any, **named: Any) -> Any:
         of_method = self.made.setdefault(method, {})
-        if rest not in of_method:
-            of_method[rest] = self._make(method, *rest)
-        return of_method[rest]
+        key = (rest, tuple(named.items()))
+        if key not in of_method:
+            of_method[key] = self._make(method, *rest, **named)
+        return of_method[key]
 
 
 def forget(method: Method) -> None:

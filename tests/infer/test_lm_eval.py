@@ -223,7 +223,11 @@ def test_a_chat_prompt_has_the_templates_bos_alone(bos_dir):
     assert ids.count(0) == 1 and ids[0] == 0
     assert PromptEncoder(target, chat=True).text("hi")[0] == ids
     body = ChatBody(model="m", messages=[{"role": "user", "content": "hi"}])
-    assert Admission._chat_ids(SimpleNamespace(target=target), body) == ids
+    server = SimpleNamespace(
+        target=target, bounds=SimpleNamespace(prompt=100), _max_token_bytes=100
+    )
+    text = Admission.chat_text(server, body.messages, None)
+    assert Admission.text_ids(server, text, "messages", False) == ids
 
 
 def test_lm_eval_encodes_a_templates_text_without_another_bos(bos_dir):
