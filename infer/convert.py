@@ -7,7 +7,7 @@
 
 Pickles need the torch extra. Only tensors are read from them: no code in them runs.
 
-Exit codes: 0 done, 2 bad arguments or input.
+Exit codes: 0 done, 1 the system failed, 2 bad arguments or input.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 Every figure has its ±: half of the 95 % interval over 1,000 bootstrap resamples of the prompts,
 each with all its seeds. At batch sizes above 1, times include the prefill.
 
-Exit codes: 0 done, 2 bad arguments or input, 3 done but some input lines were bad.
+Exit codes: 0 done, 1 the system failed, 2 bad arguments or input, 3 done but some lines were bad.
 """
 
 from __future__ import annotations

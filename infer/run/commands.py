@@ -6,7 +6,7 @@
   python -m infer.run --target DIR --draft DIR --mesh data=2,model=4 --prompt "def fib(n):"
   python -m infer.run --method cdsl --reward lexical:yield,items --prompt "def walk(tree):"
 
-Exit codes: 0 done, 2 bad arguments or input, 3 done but some input lines were bad.
+Exit codes: 0 done, 1 the system failed, 2 bad arguments or input, 3 done but some lines were bad.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
   python -m infer.serve --method specinfer --set branching=4,2,2 --port 9000
 
 After SIGTERM the server accepts no more connections, answers all open requests, and exits with 0.
-Exit codes: 0 ended, 2 bad arguments.
+Exit codes: 0 ended, 1 the system failed, 2 bad arguments.
 """
 
 from __future__ import annotations

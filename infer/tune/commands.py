@@ -20,7 +20,7 @@ Started again with the same arguments, it continues where it stopped. --out gets
 report.json and report.md. For cdsl and with the plots extra it also gets thresholds.png: speedup
 and satisfaction against r_t, a_t and b, with hard and ratio acceptance, as in the paper's Figure 2.
 
-Exit codes: 0 done, 2 bad arguments or input.
+Exit codes: 0 done, 1 the system failed, 2 bad arguments or input.
 """
 
 from __future__ import annotations

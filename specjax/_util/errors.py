@@ -3,8 +3,10 @@
 import contextlib
 import errno
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
+from typing import IO
 
 LONGEST = 600  # characters of a message
 
@@ -80,13 +82,15 @@ def errors_as(message: str, error_type: type[SpecjaxError] = ModelError) -> Iter
         raise error_type(f"{message} ({text})") from None
 
 
-class _SilencedStderr:
-    """The process's stderr while some of its threads have silenced it."""
+class _HeldStderr:
+    """The process's stderr while blocks of some threads hold back what is written to it."""
 
     def __init__(self):
         self._lock = threading.Lock()
         self._count = 0  # blocks that run now, in any thread
+        self._drop = False  # one of them wants what was written to be dropped
         self._stderr: int | None = None  # a copy of the descriptor while it is replaced
+        self._file: IO[bytes] | None = None  # takes what is written; kept for the next block
 
     def enter(self) -> None:
         with self._lock:
@@ -95,22 +99,32 @@ class _SilencedStderr:
                 return
             try:
                 self._stderr = os.dup(2)
-            except OSError:  # it is closed, so there is nothing to silence
+            except OSError:  # it is closed, so there is nothing to hold back
                 return
-            devnull = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(devnull, 2)
-            os.close(devnull)
+            self._drop = False
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+            os.dup2(self._file.fileno(), 2)
 
-    def leave(self) -> None:
+    def leave(self, drop: bool) -> None:
         with self._lock:
             self._count -= 1
-            if self._count == 0 and self._stderr is not None:
-                os.dup2(self._stderr, 2)
-                os.close(self._stderr)
-                self._stderr = None
+            self._drop = self._drop or drop
+            if self._count or self._stderr is None or self._file is None:
+                return
+            os.dup2(self._stderr, 2)
+            os.close(self._stderr)
+            self._stderr = None
+            self._file.seek(0)
+            written = self._file.read()
+            if written:
+                self._file.seek(0)
+                self._file.truncate()
+                if not self._drop:
+                    os.write(2, written)
 
 
-_SILENCED_STDERR = _SilencedStderr()
+_HELD_STDERR = _HeldStderr()
 
 
 @contextlib.contextmanager
@@ -121,8 +135,23 @@ def silence_stderr() -> Iterator[None]:
     Replacing ``sys.stderr`` would not be enough: they write to the descriptor. Several threads may
     be in such blocks at the same time; the last one to leave gives stderr back.
     """
-    _SILENCED_STDERR.enter()
+    _HELD_STDERR.enter()
     try:
         yield
     finally:
-        _SILENCED_STDERR.leave()
+        _HELD_STDERR.leave(drop=True)
+
+
+@contextlib.contextmanager
+def silence_failures() -> Iterator[None]:
+    """As :func:`silence_stderr` if the block raises; otherwise what was written comes out late.
+
+    For what a server does all the time: other threads' messages must not be lost.
+    """
+    _HELD_STDERR.enter()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        _HELD_STDERR.leave(drop=failed)

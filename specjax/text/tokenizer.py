@@ -18,7 +18,13 @@ from typing import Any
 import tokenizers
 
 from specjax._util.checks import TEXT, Check, either, list_of, require_all, satisfying
-from specjax._util.errors import ModelError, OptionError, errors_as, silence_stderr
+from specjax._util.errors import (
+    ModelError,
+    OptionError,
+    errors_as,
+    silence_failures,
+    silence_stderr,
+)
 from specjax._util.files import check_entries
 from specjax.models.hf.files import read_json, read_text_file
 from specjax.text import chat
@@ -129,7 +135,7 @@ class Tokenizer:
             tokenizer gives up on it: a pattern of its file may backtrack without end.
         """
         failed = f"the tokenizer of {self._source} cannot encode a text"
-        with errors_as(failed, OptionError), silence_stderr():  # Rust panics, and reports it there
+        with errors_as(failed, OptionError), silence_failures():  # Rust reports its panic there
             try:
                 # A batch releases the interpreter's lock, so that other threads go on.
                 (encoding,) = self._backend.encode_batch(

@@ -1,5 +1,6 @@
 """Locks of files, and how a program's process ends (specjax._util)."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import time
 
 import pytest
 
-from specjax._util.errors import InputError, silence_stderr
+from specjax._util.errors import InputError, silence_failures, silence_stderr
 from specjax._util.files import locked
 
 PREPARED = """
@@ -229,11 +230,30 @@ def test_letters_of_arguments_are_read_under_any_locale():
         assert done.stdout.decode().strip() == ascii("é日"), done
 
 
-def test_threads_that_silence_stderr_give_it_back(capfd):
-    def work():
-        with silence_stderr():
-            os.write(2, b"lost")
-            time.sleep(0.01)
+def work_that_fails():
+    with contextlib.suppress(ValueError), silence_failures():
+        os.write(2, b"lost")
+        time.sleep(0.01)
+        raise ValueError
+
+
+def work_in_silence():
+    with silence_stderr():
+        os.write(2, b"lost")
+        time.sleep(0.01)
+
+
+def test_messages_come_late_if_nothing_fails(capfd):
+    for _ in range(2):
+        with silence_failures():
+            os.write(2, b"late, ")
+            os.write(1, b"out, ")
+            assert capfd.readouterr() == ("out, ", "")
+        assert capfd.readouterr().err == "late, "
+
+
+@pytest.mark.parametrize("work", [work_that_fails, work_in_silence])
+def test_threads_that_silence_stderr_give_it_back(capfd, work):
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:

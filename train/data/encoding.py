@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from specjax._util.errors import InputError, errors_as, silence_stderr
+from specjax._util.errors import InputError, errors_as, silence_failures
 from specjax.runtime.infill import leading_ids
 from train.data.reading import Document
 from train.data.tokenizer import EOS_ID, id_count
@@ -96,7 +96,7 @@ class TextEncoder:
     def _encode(self, texts: list[str], batch: Sequence[Document]) -> list[Encoding]:
         """The encodings of the texts of a batch of documents."""
         failed = f"the tokenizer cannot encode a document from {batch[0].name} on"
-        with errors_as(failed, InputError), silence_stderr():  # Rust panics, and reports it there
+        with errors_as(failed, InputError), silence_failures():  # Rust reports its panic there
             return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
     def _text(self, text: str) -> str:
