@@ -599,13 +599,6 @@ def test_bad_arguments_are_one_line(tiny_pair_dirs, capsys, argv, says):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("dtype", ["int4", "1,", "9" * 5000, "\udcc3"])
-def test_random_target_of_an_unknown_dtype(capsys, dtype):
-    code, _, err = run(capsys, "--random-target", "13m", "--dtype", dtype)
-    (line,) = err.splitlines()
-    assert code == 2 and "is not supported; choose float32" in line
-
-
 @pytest.mark.parametrize(
     "sweep", [["gamma=1..999999999"], ["gamma=1..1001"], ["tau=0,0.5", "gamma=1..501"]]
 )
@@ -635,11 +628,11 @@ def test_random_target_of_an_unknown_size(capsys):
     assert code == 2 and "100m" in err
 
 
-@pytest.mark.parametrize("dtype", ["int4", "float64", "bf16"])
+@pytest.mark.parametrize("dtype", ["int4", "float64", "bf16", "1,", "9" * 5000, "\udcc3"])
 def test_random_target_of_an_unknown_dtype_is_one_line(capsys, dtype):
     code, out, err = run(capsys, "--random-target", "100m", "--dtype", dtype)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert f"dtype {dtype!r} is not supported" in err
+    assert f"dtype {ascii(dtype)[:40]}" in err and "is not supported; choose float32" in err
 
 
 def test_unusable_output_directory_is_found_before_measuring(tmp_path, capsys):
