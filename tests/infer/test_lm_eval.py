@@ -181,7 +181,7 @@ def test_local_completions_of_a_server_gives_the_same(harness, tiny_pair_dirs, t
     evaluate, _, target = harness
     home = tmp_path / "tokenizer"
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{tiny_pair_dirs[0]}/tokenizer.json")
-    tokenizer.eos_token = target.tokenizer.decode(target.eos_ids, False)
+    tokenizer.eos_token = target.tokenizer.decode_with_special(target.eos_ids)
     tokenizer.save_pretrained(home)
     tasks = ["local_choose", "local_generate", "local_read"]
     results, samples = evaluate(tasks)

@@ -379,7 +379,8 @@ def run_what_it_shows_beside(command):
     """Runs the commands that make the reports of ``--beside``, if no test has."""
     for directory in re.findall(r"--beside (\S+)", command):
         if not Path(directory, "bench.json").exists():
-            (other,) = (one for one in COMMANDS if f"--out {directory}" in one.split("--beside")[0])
+            makes_it = re.compile(rf"--out {re.escape(directory)}(?!\S)")
+            (other,) = (one for one in COMMANDS if makes_it.search(one.split("--beside")[0]))
             assert run_program(other) == 0
 
 
