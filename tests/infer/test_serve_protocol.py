@@ -3,7 +3,10 @@
 import collections
 import re
 
+import hypothesis
 import pytest
+import schemathesis
+from schemathesis.specs.openapi import checks as openapi_checks
 from test_serve import LIMITS, REFUSED
 
 import specjax as sj
@@ -262,11 +265,8 @@ def test_the_schema_has_every_field_and_path(server):
 @pytest.mark.slow
 def test_requests_made_of_the_schema(server):
     """Whatever the schema allows, and what it does not: no 500, and each answer fits the schema."""
-    schemathesis = pytest.importorskip("schemathesis")
-    hypothesis = pytest.importorskip("hypothesis")
-    known = pytest.importorskip("schemathesis.specs.openapi.checks")
     checks = [schemathesis.checks.not_a_server_error]
-    checks += [getattr(known, f"{name}_conformance") for name in CONFORMANCE]
+    checks += [getattr(openapi_checks, f"{name}_conformance") for name in CONFORMANCE]
     schema = schemathesis.openapi.from_dict(server.ask("GET", "/openapi.json")[1])
     statuses = collections.Counter()
     settings = hypothesis.settings(

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import resource
 import socket
 import time
 
@@ -258,7 +259,6 @@ def test_two_servers_on_one_port():
 
 
 def test_open_files_bound_connections():
-    resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))

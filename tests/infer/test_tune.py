@@ -6,6 +6,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -23,8 +24,6 @@ from specjax._util.errors import OptionError, PairError
 from specjax.core.types import DETERMINISTIC, Draft
 from specjax.rewards import Sample
 from specjax.verify import speculative
-
-plt = pytest.importorskip("matplotlib.pyplot")
 
 
 def parse(*argv):

@@ -122,6 +122,7 @@ def test_shards_without_an_index_must_be_complete(directory):
     assert "both hold tensor" in refused(directory)
 
 
+@pytest.mark.torch
 def test_pickled_shards_load_without_their_index(directory):
     torch = pytest.importorskip("torch")
     for path in split(directory, stem="pytorch_model"):
