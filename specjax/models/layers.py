@@ -15,6 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from specjax._util.platform import platform
 from specjax.models import sharding
 from specjax.models.adapters import LowRank
 from specjax.models.config import RopeConfig
@@ -66,7 +67,7 @@ def _matmul(
     1.35 and 2.13 times.
     """
     rows = math.prod(x.shape[:-1])
-    if jax.default_backend() != "cpu" or rows > NARROW_ROWS:
+    if not platform().weights_first or rows > NARROW_ROWS:
         # On accelerators the layout is the compiler's choice.
         return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
 
@@ -87,7 +88,7 @@ def _grouped_matmul(x: Float[Array, "... i"], weight: Grouped) -> Float[Array, "
     """
     rows = math.prod(x.shape[:-1])
     size = weight.shape[1] // weight.groups
-    if jax.default_backend() == "cpu" or 2 * rows > size:
+    if platform().dense_groups or 2 * rows > size:
         return _matmul(x, weight.dense(x.dtype))
 
     inputs = x.reshape(rows, weight.groups, size)
