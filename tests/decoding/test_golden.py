@@ -1,12 +1,15 @@
 """Every method gives the tokens and counters stored in tests/golden/methods.json."""
 
+import dataclasses
 import functools
 import json
 
+import jax
 import pytest
 
 import specjax as sj
 from golden import methods as golden
+from specjax._util import platform
 
 FAST = ("speculative", "specinfer", "mtad", "sdsat")
 models = functools.cache(golden.models)
@@ -20,3 +23,21 @@ def test_tokens_and_counters(name):
     known = json.loads(golden.FILE.read_text())
     for mode in golden.SAMPLINGS:
         assert golden.run(name, mode, 4, models()) == known[f"{name} {mode}"], mode
+
+
+@pytest.mark.slow
+def test_the_choices_for_a_gpu_give_the_same_tokens(monkeypatch):
+    """Cache writes as scatters, the search for top-p, and sorts in blocks, compiled for a CPU."""
+    cpu = platform.CPU
+    like_gpu = dataclasses.replace(
+        platform.GPU, dtype=cpu.dtype, pass_width=cpu.pass_width, prefill_chunk=cpu.prefill_chunk
+    )
+    known = json.loads(golden.FILE.read_text())
+    monkeypatch.setitem(platform.PLATFORMS, "cpu", like_gpu)
+    jax.clear_caches()
+    try:
+        for name in ("speculative", "specinfer", "mtad", "beam", "suffix"):
+            for mode in golden.SAMPLINGS:
+                assert golden.run(name, mode, 4, models()) == known[f"{name} {mode}"], (name, mode)
+    finally:
+        jax.clear_caches()
