@@ -25,8 +25,10 @@ GRAPHS = {
     ),
     "xla_gpu_graph_min_graph_size": 1,
 }
-# Set this variable to 0 to run a GPU's kernels one by one, as a profiler or a debugger wants them.
+# Set a variable to 0 to run a GPU's kernels one by one, as a profiler or a debugger wants them, and
+# to use XLA's kernels alone.
 GRAPHS_VARIABLE = "SPECJAX_GPU_GRAPHS"
+KERNELS_VARIABLE = "SPECJAX_GPU_KERNELS"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Platform:
       halves_search: whether that search halves its range, rather than splits it into many parts.
       attention_block: tokens of the largest block of attention to long sequences.
       splash_attention: whether JAX's splash attention kernels run.
+      decode_kernel: whether narrow passes attend by our Pallas kernel.
     """
 
     dtype: str = "bfloat16"
@@ -68,6 +71,7 @@ class Platform:
     halves_search: bool = False
     attention_block: int = 512
     splash_attention: bool = False
+    decode_kernel: bool = False
 
 
 CPU = Platform(
@@ -83,14 +87,19 @@ CPU = Platform(
 TPU = Platform(largest_logits=0, attention_block=1024, splash_attention=True)
 # XLA's kernel for the largest values finds 16 at most. For more it sorts the whole row, and 128,256
 # tokens take 40 kernels. A scatter is one kernel for all rows, and a write per row is one each.
-GPU = Platform(largest_logits=0, unrolled_rows=1, top_k_kernel=16, vocab_blocks=256)
+GPU = Platform(
+    largest_logits=0, unrolled_rows=1, top_k_kernel=16, vocab_blocks=256, decode_kernel=True
+)
 
 PLATFORMS = {"cpu": CPU, "tpu": TPU, "gpu": GPU}
 
 
 def platform() -> Platform:
     """The choices for JAX's default backend."""
-    return PLATFORMS.get(jax.default_backend(), Platform())
+    chosen = PLATFORMS.get(jax.default_backend(), Platform())
+    if chosen.decode_kernel and os.environ.get(KERNELS_VARIABLE) == "0":
+        return dataclasses.replace(chosen, decode_kernel=False)
+    return chosen
 
 
 def compiler_options() -> dict[str, str | int | bool]:
