@@ -40,6 +40,7 @@ class Platform:
       pass_width: default number of tokens per row to which narrow passes are padded.
       prefill_chunk: the largest prefill chunk, in tokens of a row. On a CPU a wider chunk costs a
         little less per token, but more of the last one is padding. Accelerators need wide ones.
+      free_tokens: a pass costs as much as so many tokens more than it has: the weights are read.
       unrolled_rows: up to this many rows, each row's cache write is an operation of its own.
       writes_neighbor: whether a single cache entry is written together with its neighbor.
       weights_first: whether narrow products are computed as ``weight @ x.T``.
@@ -60,6 +61,7 @@ class Platform:
     dtype: str = "bfloat16"
     pass_width: int = 8  # the rows of a matrix unit's tile
     prefill_chunk: int = 512
+    free_tokens: int = 256
     unrolled_rows: int = 32
     writes_neighbor: bool = False
     weights_first: bool = False
@@ -78,6 +80,7 @@ CPU = Platform(
     dtype="float32",
     pass_width=1,
     prefill_chunk=128,
+    free_tokens=16,
     writes_neighbor=True,
     weights_first=True,
     dense_groups=True,

@@ -137,6 +137,37 @@ def test_a_long_prompt_is_prefilled_in_chunks_between_rounds(target, monkeypatch
         assert events[first:end] == ["prefill_chunks", *between, "prefill_chunks"]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "size", "apart"),
+    [
+        ((300, 20, 20, 20), 4, True),  # together, all four would run to the end of the long one
+        ((300, 290, 280, 300), 4, False),
+        ((20, 20, 20, 20), 4, False),
+        ((20,), 4, True),  # three slots would be prefilled for nothing
+    ],
+)
+def test_prompts_of_unequal_lengths_are_prefilled_apart(target, lengths, size, apart):
+    prompts = [RNG.integers(0, 97, n).tolist() for n in lengths]
+    engine = make_engine(target, None, sj.method("autoregressive"), {})
+    rows = make_rows(target, prompts, [{}] * len(prompts), None, 0, 1, [4] * len(prompts))
+    bounds = scheduler.Bounds.of(rows)
+    work = scheduler.Scheduler(engine, size, sj.Sampling(), bounds)
+    started = []
+    work._start_batch = lambda requests: started.append(len(requests))
+    work._prefill_waiting = lambda budget: started.append(0)
+    work._source = iter(rows)
+    work._admit()
+    assert started == [0 if apart else len(lengths)]
+
+
+def test_tokens_do_not_depend_on_how_a_mixed_batch_is_prefilled(target):
+    prompts = [RNG.integers(0, 97, n).tolist() for n in (200, 5, 7, 9)]
+    together = sj.generate(target, prompts, max_new_tokens=12, batch_size=4)
+    for number, prompt in enumerate(prompts):
+        alone = sj.generate(target, [prompt], max_new_tokens=12)
+        np.testing.assert_array_equal(together.tokens[number], alone.tokens[0])
+
+
 def test_samples_of_a_prompt_share_its_prefill(target):
     prompt = PROMPTS[-1]
     shared, separate = (

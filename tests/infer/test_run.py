@@ -14,12 +14,14 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
 from rich.text import Text
 
 import specjax as sj
+from infer.loading import use_compilation_cache
 from infer.prompts import PromptEncoder
 from infer.run import commands as program
 from infer.run import demo, job
@@ -424,6 +426,25 @@ def test_a_mesh_counts_the_devices_of_all_processes(mesh, role, own):
     assert args.mesh == own
     assert vars(args)[role] == Place("localhost:1", 2, 1)
     assert vars(args)[{"split": "span", "span": "split"}[role]] is None
+
+
+@pytest.mark.parametrize(
+    ("of_jax", "of_specjax", "used"),
+    [("jax", None, "jax"), ("jax", "own", "own"), (None, "own", "own")],
+)
+def test_compiled_programs_go_where_the_environment_says(
+    tmp_path, monkeypatch, of_jax, of_specjax, used
+):
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.delenv("SPECJAX_CACHE_DIR", raising=False)
+    if of_specjax:
+        monkeypatch.setenv("SPECJAX_CACHE_DIR", str(tmp_path / of_specjax))
+    try:
+        jax.config.update("jax_compilation_cache_dir", of_jax and str(tmp_path / of_jax))
+        use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / used)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.mark.slow
