@@ -202,6 +202,13 @@ def _add_output(group: _ArgumentGroup) -> None:
         help="run as process INDEX of COUNT, with process 0 reachable at HOST:PORT. The processes "
         "share the prompts, or one model with --mesh model=N, and write one --out",
     )
+    group.add_argument(
+        "--meeting-timeout",
+        type=cli.checked(float, "a number of seconds above 0", lambda s: 0 < s < 1e6),
+        default=300.0,
+        metavar="SECONDS",
+        help="how long the processes of one model wait for each other (default: %(default)g)",
+    )
 
 
 def check(args: argparse.Namespace, commands: Parser) -> None:

@@ -32,6 +32,7 @@ from specjax._util.errors import (
 FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
+TERMINATED = 143  # by SIGTERM, as a shell reports it
 
 
 @dataclasses.dataclass(frozen=True)
