@@ -210,6 +210,10 @@ class Job:
         }
         if args.out:
             settings |= _model_digests(args, target, draft)
+            # In float32 the tokens do not depend on it. Below, each device's partial sums are
+            # rounded, so rows of another split may differ.
+            if settings["dtype"] != "float32":
+                settings["model_devices"] = (args.mesh or {"model": 1})["model"]
         settings |= _optional_settings(args, reward)
         settings = json.loads(json.dumps(settings))  # as they read back from a result file
 
