@@ -156,7 +156,7 @@ def stop_requested(call: int) -> bool:
     Args:
       call: the number of this question. Every process must ask equally often.
     """
-    service = jax.process_count() > 1 and bool(jax.config.jax_enable_preemption_service)
+    service = jax.process_count() > 1 and bool(jax.config.values["jax_enable_preemption_service"])
     return service and multihost_utils.reached_preemption_sync_point(call)
 
 
