@@ -3,7 +3,7 @@
 python -m train.demo.continuations OUT.jsonl --target DIR [--num N] [--max-new-tokens N]
 
 A draft model drafts along the target's own text, which differs from people's text: it is more
-repetitive. Distilling on it raises the acceptance rate (DistillSpec, Zhou et al. 2024, §4.2). The
+repetitive. Distilling on it raises the acceptance rate (DistillSpec, Zhou et al. 2024). The
 prompts are heads of functions in the training text, cut in the same way as the held-out ones.
 """
 
