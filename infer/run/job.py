@@ -122,7 +122,8 @@ def _decode_file(job: Job) -> int:
             rewards = job.reward.parts
     source = Source(args.dataset) if args.dataset else None
 
-    read = functools.partial(read_prompts, path, job.encoder, rewards, source)
+    option = "--task" if args.task else "--prompts"
+    read = functools.partial(read_prompts, path, job.encoder, rewards, source, option=option)
     prompts, bad = processes.raise_everywhere(read)
     report("infer.run", prompts, bad, path)
     if not prompts:

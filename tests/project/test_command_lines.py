@@ -1,5 +1,6 @@
 """Whatever a command line holds, a program ends with a documented code, and refuses in one line."""
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infer.serve import server
-from support.command_lines import MAY_BE_EMPTY, PROGRAMS, VALUES, furnish, options, run
+from support.command_lines import MAY_BE_EMPTY, MODELS, PROGRAMS, VALUES, furnish, options, run
 
 each_program = pytest.mark.parametrize("name", PROGRAMS)
 
@@ -79,6 +80,17 @@ def test_an_override_without_a_value_does_not_count_as_not_given(home, err):
     end = run(PROGRAMS["train.lm"], home, err, ["--set=distill.teacher="])
     assert end.code == 2
     assert "--set 'distill.teacher=': the value is empty; write distill.teacher=''" in end.err
+
+
+@pytest.mark.parametrize("method", ["mtad", "cdsl"])
+def test_tuning_names_a_file_as_the_command_line_does(method, home, err):
+    missing = f"{home}/none.jsonl"
+    arguments = (*MODELS, f"--method={method}", "--out=made")
+    program = dataclasses.replace(PROGRAMS["infer.tune"], arguments=arguments)
+    end = run(program, home, err)
+    assert end.code == 2 and f"FILE {missing}: cannot be read" in end.err
+    end = run(program, home, err, [f"--test={missing}"], [f"{home}/prompts.jsonl"])
+    assert end.code == 2 and f"--test {missing}: cannot be read" in end.err
 
 
 @each_program
