@@ -99,6 +99,12 @@ def _add_address(group: _ArgumentGroup) -> None:
         **cli.REPEATABLE,
     )
     group.add_argument(
+        "--proxy-headers",
+        action="store_true",
+        help="a proxy on this machine names the clients: take their addresses from the header "
+        "X-Forwarded-For of requests from 127.0.0.1",
+    )
+    group.add_argument(
         "--api-key",
         type=cli.some_text,
         metavar="KEY",

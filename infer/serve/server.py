@@ -186,14 +186,20 @@ def _answer_requests(
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         say("infer.serve", f"http://{url_host}:{port}")
-        config = http_config(app, args.max_connections, args.drain)
+        config = http_config(app, args.max_connections, args.drain, args.proxy_headers)
         asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def http_config(app: FastAPI, max_connections: int, drain: int) -> uvicorn.Config:
-    """How uvicorn runs the application."""
+def http_config(
+    app: FastAPI, max_connections: int, drain: int, proxy_headers: bool
+) -> uvicorn.Config:
+    """How uvicorn runs the application.
+
+    ``proxy_headers``: a client of 127.0.0.1 is a proxy, which names the real one. Otherwise any
+    local client could name another address with each request, and have all clients' shares.
+    """
     most = connections_within(max_connections)
     return uvicorn.Config(
         app,
@@ -205,6 +211,8 @@ def http_config(app: FastAPI, max_connections: int, drain: int) -> uvicorn.Confi
         log_level="error",
         access_log=False,
         server_header=False,
+        proxy_headers=proxy_headers,
+        forwarded_allow_ips="127.0.0.1",
         backlog=BACKLOG,
         timeout_graceful_shutdown=drain,
     )

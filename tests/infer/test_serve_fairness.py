@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from infer.serve import programs
+from infer.serve import app, programs
 from infer.serve.app import client_at
 from infer.serve.engine_thread import VariantQueue
 from infer.serve.fairness import Places, QueueFull, Turns, fits
@@ -99,6 +99,25 @@ def test_places_go_round():
 def test_who_is_one_client():
     assert client_at("10.0.0.1") == "10.0.0.1" != client_at("10.0.0.2")
     assert client_at("2001:db8::1") == client_at("2001:db8::ffff:1") != client_at("2001:db9::1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "address", "client"),
+    [
+        ([], "127.0.0.1", "127.0.0.1"),
+        (["--proxy-headers"], "127.0.0.1", "10.0.0.9"),
+        (["--proxy-headers"], A, A),
+    ],
+)
+def test_only_a_proxy_that_is_asked_for_names_its_clients(
+    models, monkeypatch, arguments, address, client
+):
+    seen = set()
+    monkeypatch.setattr(app, "client_at", lambda address: seen.add(address) or address)
+    with serving(*models, *LIMITS, *arguments) as server:
+        headers = {"X_Forwarded_For": "10.0.0.9"}
+        server.ask("POST", "/tokenize", {"prompt": "a"}, address, **headers)
+    assert seen == {client}
 
 
 # --- texts -------------------------------------------------------------------------------------
