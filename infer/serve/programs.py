@@ -29,6 +29,7 @@ class Programs:
     def __init__(self):
         self._new: dict[Key, Hashable] = {}  # with the client that asked first
         self._compiled: dict[Key, None] = {}  # the one that was used longest ago comes first
+        self._buckets: dict[Key, set[int]] = {}  # capacities whose programs have been compiled
         self._freed = False  # whether there may be memory to give back
 
     def is_new(self, key: Key) -> bool:
@@ -55,6 +56,15 @@ class Programs:
         self._compiled.pop(key, None)
         self._compiled[key] = None
 
+    def has_bucket(self, key: Key, capacity: int) -> bool:
+        """Whether the variant's programs of this capacity have been compiled."""
+        return capacity in self._buckets.get(key, ())
+
+    def add_bucket(self, key: Key, capacity: int) -> None:
+        """Notes that the variant's programs of this capacity are compiled."""
+        self._freed = True
+        self._buckets.setdefault(key, set()).add(capacity)
+
     def keep(self, used: Collection[Key], busy: Collection[Key]) -> bool:
         """Forgets variants that nobody asks for any more, and drops programs of old ones.
 
@@ -75,6 +85,11 @@ class Programs:
             if method not in in_use:
                 loop.forget(method)
                 self._freed = True
+        self._buckets = {
+            key: capacities
+            for key, capacities in self._buckets.items()
+            if key in self._compiled or key in self._new
+        }
         freed = self._freed
         self._freed = False
         return freed

@@ -95,7 +95,7 @@ def assembled(
         max_waiting=args.queue,
         metrics=metrics,
         # Programs that two threads start on several devices could wait for each other.
-        workers=args.max_methods + 1 if target.mesh is None else 1,
+        workers=args.max_methods + 2 if target.mesh is None else 1,
     )
     metrics.watch(engine)
     try:

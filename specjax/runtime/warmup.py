@@ -30,6 +30,22 @@ def warm_up(
     scheduler.visit_buckets(requests)
 
 
+def warm_up_aside(
+    engine: Engine, size: int, bounds: Bounds, request: Request, *, logprobs: bool, prefixes: int
+) -> None:
+    """Compiles what a request of this length adds to a running batch, in a state of its own.
+
+    A thread may call it while another one decodes with the same engine, which then finds the
+    programs compiled. For the time of the call there is a second state of ``size`` rows.
+
+    Args:
+      size, bounds, logprobs, prefixes: those of the scheduler that decodes.
+      request: its prompt is read, and nothing of it decoded.
+    """
+    scheduler = Warmup(engine, size, Sampling(), bounds, logprobs=logprobs, prefixes=prefixes)
+    scheduler.join_batch(request)
+
+
 class Warmup(Scheduler):
     """A scheduler that runs each of its programs once, to compile it.
 
@@ -77,6 +93,23 @@ class Warmup(Scheduler):
             while self._runner.state.capacity != capacity:
                 self._runner.resize_one_step(capacity)
                 self._run_programs_of_bucket()
+
+    def join_batch(self, request: Request) -> None:
+        """Compiles what runs if the request joins a batch of short ones, or starts a batch."""
+        self._prefill.warm_up(request, self._prefill_chunk(request))
+        short = dataclasses.replace(request, tokens=request.tokens[:1])
+        self._runner.start_empty(short)
+        smallest = self._runner.state.capacity
+        if self._runner.fixed_capacity is None:
+            longest = len(request.tokens) + self._engine.method.round_positions
+            self._runner.resize(bucket(longest))
+        self._run_programs_of_bucket()
+        self._runner.resize(smallest)
+        self._runner.start_batch_like(request)
+
+    def _prefill_chunk(self, request: Request) -> int:
+        """Tokens of the largest chunk in which the request's prompt is prefilled."""
+        return self._engine.chunk_size(len(request.tokens), self._engine.data_parallel_size)
 
     def _run_programs_of_bucket(self) -> None:
         """Fills a batch slot on each device, and runs no round."""

@@ -1,6 +1,7 @@
 """The scheduler: a request in a reused batch slot decodes as if alone, and prefixes are shared."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from specjax.runtime import prefix_cache, scheduler
 from specjax.runtime.engine import Request
 from specjax.runtime.generate import make_engine, make_rows
 from specjax.runtime.prefix_cache import MIN_PREFIX, PrefixCache, common_prefix
+from specjax.runtime.scheduler import Bounds, Scheduler
+from specjax.runtime.warmup import warm_up_aside
 
 RNG = np.random.Generator(np.random.Philox(4))
 PROMPTS = [RNG.integers(0, 97, n).tolist() for n in (3, 12, 1, 9, 7, 14, 2, 11, 40)]
@@ -64,6 +67,39 @@ def test_nothing_is_traced_for_a_new_row(target):
     prompts, budgets = [PROMPTS[i % 9] for i in range(24)], [1 + 5 * (i % 7) for i in range(24)]
     sj.generate(target, prompts, max_new_tokens=budgets, batch_size=3, prefixes=0)
     assert num_traces() == before and min(before) > 0
+
+
+def test_a_longer_request_compiles_nothing_that_was_compiled_aside(target):
+    """After a warmup in another thread, it joins a running batch, and starts one, untraced."""
+    engine = make_engine(target, None, sj.method("autoregressive"), {})
+    short = Request(np.array(PROMPTS[0], np.int32), 40, jax.random.key(0), 0)
+    longer = RNG.integers(0, 97, (2, 230)).astype(np.int32)
+    long = [Request(tokens, 3, jax.random.key(1), 1 + i) for i, tokens in enumerate(longer)]
+    running = Scheduler(engine, 3, SAMPLING, Bounds(300, 400), prefixes=2)
+
+    def decoded(*requests):
+        pieces = running.run(iter(requests), rounds=1)
+        return {piece.index: piece.row.tokens[0].tolist() for piece in pieces if piece.row}
+
+    def traces():
+        made = [loop.empty_state, loop.begin_prefill, loop.prefill_chunks, loop.fill_slots]
+        made += [loop.run_rounds, loop.prefill_prompts]
+        counts = {}
+        for kind in made:
+            for key, program in kind.made.get(engine.method, {}).items():
+                counts[kind.__name__, key] = program._cache_size()
+        return counts, loop.resize_state._cache_size()
+
+    decoded(short)
+    before = traces()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(
+            warm_up_aside, engine, 3, Bounds(300, 400), long[0], logprobs=False, prefixes=2
+        ).result()
+    warm = traces()
+    assert warm != before
+    found = decoded(short, long[0]) | decoded(*long)
+    assert traces() == warm and sorted(found) == [0, 1, 2]
 
 
 def test_slots_are_filled_in_place(target):

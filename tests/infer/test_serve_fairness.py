@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from infer.serve import app, programs
+from infer.serve import app, engine_thread, programs
 from infer.serve.app import client_at
 from infer.serve.engine_thread import VariantQueue
 from infer.serve.fairness import Places, QueueFull, Turns, fits
@@ -17,6 +17,7 @@ from infer.serve.schemas import CompletionBody
 from infer.serve.server import _allowed_methods
 from specjax._util.errors import OptionError
 from specjax.core import loop
+from specjax.runtime.warmup import warm_up_aside
 from specjax.text import chat
 from specjax.text.tokenizer import Tokenizer
 from support.serving import served_models, serving, until
@@ -255,6 +256,53 @@ def test_a_new_method_compiles_aside(server, compiling, pool):
     assert not ask.done()
     compiling.end()
     assert ask.result()[0] == 500
+
+
+class CompilingAside:
+    """Compilations for longer prompts, which wait until ``end`` is set."""
+
+    def __init__(self, fails=False):
+        self.calls = 0
+        self.end = threading.Event()
+        self._fails = fails
+
+    def __call__(self, *args, **named):
+        self.calls += 1
+        self.end.wait(60)
+        if self._fails:
+            raise RuntimeError("enough for a test")
+        warm_up_aside(*args, **named)
+
+
+@pytest.mark.parametrize(("length", "fails"), [(200, False), (300, True)])
+def test_a_longer_prompt_compiles_aside(server, pool, monkeypatch, length, fails):
+    """Other requests of its method go on. If that fails, it compiles where it runs."""
+    compiling = CompilingAside(fails)
+    monkeypatch.setattr(engine_thread, "warm_up_aside", compiling)
+    long = {"prompt": [5] * length, "max_tokens": 2, "temperature": 0}
+    ask = pool.submit(server.ask, "POST", "/v1/completions", long)
+    until(lambda: compiling.calls)
+    again = pool.submit(server.ask, "POST", "/v1/completions", long)
+    for _ in range(3):
+        assert server.complete(prompt="a", max_tokens=4)["choices"]
+    assert not ask.done() and not again.done() and server.engine.num_waiting == 2
+    compiling.end.set()
+    texts = {one.result()[1]["choices"][0]["text"] for one in (ask, again)}
+    texts.add(server.complete(**long)["choices"][0]["text"])
+    assert len(texts) == 1 and compiling.calls == 1
+
+
+def test_a_client_that_leaves_frees_its_longer_prompt(server, monkeypatch):
+    compiling = CompilingAside()
+    monkeypatch.setattr(engine_thread, "warm_up_aside", compiling)
+    body = CompletionBody(prompt=[5] * 450, max_tokens=2)
+    submission = server.admission.make_submission(body, lambda *_: None)
+    server.engine.submit(submission)
+    until(lambda: compiling.calls)
+    server.engine.cancel(submission)
+    until(lambda: not server.engine.num_waiting and not server.engine.num_running)
+    compiling.end.set()
+    assert server.complete(prompt="a", max_tokens=2)["choices"]
 
 
 def test_few_new_methods_wait_to_compile(server, compiling, pool):
