@@ -70,6 +70,12 @@ def _add_decoding(group: _ArgumentGroup) -> None:
         help="batch slots of each method: completions decoded at the same time (default: "
         "%(default)s)",
     )
+    group.add_argument(
+        "--warm-up",
+        action="store_true",
+        help="compile the default method's programs for all lengths before the first request; "
+        "otherwise they compile when a request is the first of its length",
+    )
     cli.add_prefixes(group)
     cli.add_mesh(group)
     cli.add_generation_config(group)

@@ -48,7 +48,7 @@ from specjax.runtime.engine import Engine, Request
 from specjax.runtime.generate import make_rows
 from specjax.runtime.output import Generation, Piece
 from specjax.runtime.scheduler import Bounds, Scheduler
-from specjax.runtime.warmup import warm_up_aside
+from specjax.runtime.warmup import warm_up_all_lengths, warm_up_aside
 
 # Rounds between two polls. At each poll new text is sent and batch slots are freed and filled.
 ROUNDS_PER_POLL = 1
@@ -336,6 +336,20 @@ class EngineThread:
         with self._change:
             self._canceled.append(submission)
             self._change.notify()
+
+    def warm_up(self, variant: Variant) -> None:
+        """Compiles all programs of a variant, and keeps them. No request may run meanwhile."""
+        capacities = warm_up_all_lengths(
+            variant.engine,
+            self._size,
+            self._bounds,
+            logprobs=variant.logprobs,
+            prefixes=self._kept,
+        )
+        with self._change:
+            self._programs.pin(variant.programs)
+            for capacity in capacities:
+                self._programs.add_bucket(variant.programs, capacity)
 
     def close(self) -> None:
         """Ends the thread after its current round; unfinished rows are dropped."""

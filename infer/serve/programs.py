@@ -30,6 +30,7 @@ class Programs:
         self._new: dict[Key, Hashable] = {}  # with the client that asked first
         self._compiled: dict[Key, None] = {}  # the one that was used longest ago comes first
         self._buckets: dict[Key, set[int]] = {}  # capacities whose programs have been compiled
+        self._pinned: set[Key] = set()
         self._freed = False  # whether there may be memory to give back
 
     def is_new(self, key: Key) -> bool:
@@ -65,6 +66,10 @@ class Programs:
         self._freed = True
         self._buckets.setdefault(key, set()).add(capacity)
 
+    def pin(self, key: Key) -> None:
+        """Keeps the variant's programs for ever."""
+        self._pinned.add(key)
+
     def keep(self, used: Collection[Key], busy: Collection[Key]) -> bool:
         """Forgets variants that nobody asks for any more, and drops programs of old ones.
 
@@ -76,8 +81,9 @@ class Programs:
           Whether :func:`return_memory` has something to return.
         """
         self._new = {key: client for key, client in self._new.items() if key in busy}
-        unused = [key for key in self._compiled if key not in used and key not in busy]
-        in_use = {method for method, _ in [*used, *busy]}
+        needed = {*used, *busy, *self._pinned}
+        unused = [key for key in self._compiled if key not in needed]
+        in_use = {method for method, _ in needed}
         spare = max(0, MAX_COMPILED - len(used))
         for key in unused[: max(0, len(unused) - spare)]:
             del self._compiled[key]

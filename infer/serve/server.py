@@ -23,7 +23,7 @@ from infer.serve.admission import Admission
 from infer.serve.app import Server
 from infer.serve.commands import KEY_VARIABLE
 from infer.serve.connections import Connection, connections_within
-from infer.serve.engine_thread import EngineThread
+from infer.serve.engine_thread import EngineThread, Variant
 from infer.serve.log import limit_log
 from infer.serve.metrics import PrometheusMetrics
 from infer.serve.schemas import CompletionBody
@@ -57,7 +57,10 @@ def serve(args: argparse.Namespace) -> int:
         use_compilation_cache()
         target, draft = load_models(args, spec is None or spec.needs_draft, args.mesh)
         with assembled(args, target, draft, keys) as (server, engine):
-            _decode_one(server.admission, engine)
+            variant = _decode_one(server.admission, engine)
+            if args.warm_up:
+                say("infer.serve", "compiling for all lengths")
+                engine.warm_up(variant)
             _shorten_pauses()
             _answer_requests(server.app(), listener, args, bool(keys))
     return 0
@@ -142,8 +145,11 @@ def _listening_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _decode_one(admission: Admission, engine: EngineThread) -> None:
+def _decode_one(admission: Admission, engine: EngineThread) -> Variant:
     """Decodes two tokens with the default method, to compile it and to see that it works.
+
+    Returns:
+      The variant of requests that ask for nothing else.
 
     Raises:
       OptionError: decoding failed.
@@ -151,13 +157,14 @@ def _decode_one(admission: Admission, engine: EngineThread) -> None:
     pieces: queue.Queue = queue.Queue()
     token = next(iter(admission.target.eos_ids), 0)
     body = CompletionBody(prompt=[token], max_tokens=2)
-    engine.submit(admission.make_submission(body, lambda number, piece: pieces.put(piece)))
+    submission = admission.make_submission(body, lambda number, piece: pieces.put(piece))
+    engine.submit(submission)
     while True:
         piece = pieces.get()
         if isinstance(piece, Exception):
             raise OptionError(f"method {admission.method} failed: {piece}")
         if piece.row is not None:
-            return
+            return submission.variant
 
 
 def _shorten_pauses() -> None:

@@ -16,7 +16,7 @@ from specjax.runtime.engine import Request
 from specjax.runtime.generate import make_engine, make_rows
 from specjax.runtime.prefix_cache import MIN_PREFIX, PrefixCache, common_prefix
 from specjax.runtime.scheduler import Bounds, Scheduler
-from specjax.runtime.warmup import warm_up_aside
+from specjax.runtime.warmup import warm_up_all_lengths, warm_up_aside
 
 RNG = np.random.Generator(np.random.Philox(4))
 PROMPTS = [RNG.integers(0, 97, n).tolist() for n in (3, 12, 1, 9, 7, 14, 2, 11, 40)]
@@ -69,37 +69,61 @@ def test_nothing_is_traced_for_a_new_row(target):
     assert num_traces() == before and min(before) > 0
 
 
+LIMITS = Bounds(300, 400)
+
+
+def traces(engine):
+    """How often each program of a method has been traced."""
+    kinds = [loop.empty_state, loop.begin_prefill, loop.prefill_chunks, loop.fill_slots]
+    kinds += [loop.run_rounds, loop.prefill_prompts]
+    counts = {}
+    for kind in kinds:
+        for key, program in kind.made.get(engine.method, {}).items():
+            counts[kind.__name__, key] = program._cache_size()
+    return counts, loop.resize_state._cache_size()
+
+
+def decoded(running, *requests):
+    """The numbers of new tokens, by request."""
+    pieces = running.run(iter(requests), rounds=1)
+    return {piece.index: len(piece.row.tokens[0]) for piece in pieces if piece.row}
+
+
+def a_request(length, budget, number):
+    tokens = RNG.integers(0, 97, length).astype(np.int32)
+    return Request(tokens, budget, jax.random.key(number), number)
+
+
 def test_a_longer_request_compiles_nothing_that_was_compiled_aside(target):
     """After a warmup in another thread, it joins a running batch, and starts one, untraced."""
     engine = make_engine(target, None, sj.method("autoregressive"), {})
-    short = Request(np.array(PROMPTS[0], np.int32), 40, jax.random.key(0), 0)
-    longer = RNG.integers(0, 97, (2, 230)).astype(np.int32)
-    long = [Request(tokens, 3, jax.random.key(1), 1 + i) for i, tokens in enumerate(longer)]
-    running = Scheduler(engine, 3, SAMPLING, Bounds(300, 400), prefixes=2)
-
-    def decoded(*requests):
-        pieces = running.run(iter(requests), rounds=1)
-        return {piece.index: piece.row.tokens[0].tolist() for piece in pieces if piece.row}
-
-    def traces():
-        made = [loop.empty_state, loop.begin_prefill, loop.prefill_chunks, loop.fill_slots]
-        made += [loop.run_rounds, loop.prefill_prompts]
-        counts = {}
-        for kind in made:
-            for key, program in kind.made.get(engine.method, {}).items():
-                counts[kind.__name__, key] = program._cache_size()
-        return counts, loop.resize_state._cache_size()
-
-    decoded(short)
-    before = traces()
+    running = Scheduler(engine, 3, SAMPLING, LIMITS, prefixes=2)
+    short = a_request(3, 40, 0)
+    decoded(running, short)
+    before = traces(engine)
+    long = [a_request(230, 3, number) for number in (1, 2)]
     with ThreadPoolExecutor(1) as other:
-        other.submit(
-            warm_up_aside, engine, 3, Bounds(300, 400), long[0], logprobs=False, prefixes=2
-        ).result()
-    warm = traces()
+        arguments = (engine, 3, LIMITS, long[0])
+        other.submit(warm_up_aside, *arguments, logprobs=False, prefixes=2).result()
+    warm = traces(engine)
     assert warm != before
-    found = decoded(short, long[0]) | decoded(*long)
-    assert traces() == warm and sorted(found) == [0, 1, 2]
+    assert decoded(running, short, long[0]) == {0: 40, 1: 3}
+    assert decoded(running, *long) == {1: 3, 2: 3}
+    assert traces(engine) == warm
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_a_warmup_for_all_lengths(target):
+    engine = make_engine(target, None, sj.method("lookup"), {})
+    limits = Bounds(260, 300)
+    running = Scheduler(engine, 2, SAMPLING, limits, prefixes=2)
+    found = warm_up_all_lengths(engine, 2, limits, logprobs=False, prefixes=2)
+    assert found == [128, 256, 384]
+    warm = traces(engine)
+    for lengths in ((1, 260), (260, 17), (140,), (60, 9, 250), (30, 2)):
+        requests = [a_request(length, 40, number) for number, length in enumerate(lengths)]
+        assert set(decoded(running, *requests).values()) == {40}
+    assert traces(engine) == warm
 
 
 def test_slots_are_filled_in_place(target):

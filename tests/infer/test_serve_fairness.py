@@ -292,6 +292,22 @@ def test_a_longer_prompt_compiles_aside(server, pool, monkeypatch, length, fails
     assert len(texts) == 1 and compiling.calls == 1
 
 
+@pytest.mark.slow
+def test_a_longer_prompt_waits_for_nothing_after_a_warmup(models, monkeypatch):
+    monkeypatch.setattr(engine_thread, "warm_up_aside", lambda *args, **named: pytest.fail())
+    with serving(*models, *LIMITS) as server:
+        server.complete(prompt="a", max_tokens=1)
+        body = CompletionBody(prompt="a")
+        server.engine.warm_up(server.admission.make_submission(body, print).variant)
+        rounds = loop.run_rounds(
+            server.admission.make_submission(body, print).variant.engine.method
+        )
+        before = rounds._cache_size()
+        for length in (600, 1, 200):
+            assert server.complete(prompt=[5] * length, max_tokens=100)["choices"]
+        assert rounds._cache_size() == before
+
+
 def test_a_client_that_leaves_frees_its_longer_prompt(server, monkeypatch):
     compiling = CompilingAside()
     monkeypatch.setattr(engine_thread, "warm_up_aside", compiling)
