@@ -6,7 +6,6 @@ Clients choose them freely. So only few may wait to compile, and only few stay i
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Collection, Hashable
 
 from infer.serve.fairness import fits
@@ -78,7 +77,7 @@ class Programs:
           busy: variants that have requests.
 
         Returns:
-          Whether :func:`return_memory` has something to return.
+          Whether there may be memory to give back to the system.
         """
         self._new = {key: client for key, client in self._new.items() if key in busy}
         needed = {*used, *busy, *self._pinned}
@@ -99,11 +98,3 @@ class Programs:
         freed = self._freed
         self._freed = False
         return freed
-
-
-def return_memory() -> None:
-    """Gives freed memory back to the system; glibc keeps what a compilation took."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):  # another C library
-        return
