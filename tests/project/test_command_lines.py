@@ -151,7 +151,7 @@ def test_any_model_argument_of_lm_eval_is_used_or_refused(key, home):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("argument", ["--tasks=nosuchtask", "--limit=2 --samples={}", "--tasks="])
+@pytest.mark.parametrize("argument", ["--tasks=nosuchtask", "--limit=2 --samples={}"])
 def test_what_lm_eval_refuses_is_one_line(argument, monkeypatch, err):
     words = ["lm_eval", "run", "--model", "specjax", "--tasks", "nosuchtask", *argument.split()]
     monkeypatch.setattr(sys, "argv", words)
