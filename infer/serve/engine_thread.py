@@ -519,13 +519,17 @@ class EngineThread:
     def _must_wait_for_programs(self, queue: VariantQueue, request: Request) -> bool:
         """Whether a request would compile programs for its length while others run."""
         key = queue.variant.programs
-        capacity = queue.needed_bucket(request)
-        if capacity is None or self._programs.has_bucket(key, capacity):
+        if self._is_compiled(queue, request):
             return False
         if self._workers > 1 and not self._programs.is_new(key):
             return True
-        self._programs.add_bucket(key, capacity)  # it compiles where it runs
+        self._programs.add_bucket(key, queue.needed_bucket(request))  # it compiles where it runs
         return False
+
+    def _is_compiled(self, queue: VariantQueue, request: Request) -> bool:
+        """Whether the programs for a request's length have been compiled."""
+        capacity = queue.needed_bucket(request)
+        return capacity is None or self._programs.has_bucket(queue.variant.programs, capacity)
 
     def _next_compilation(self) -> Compilation | None:
         """Programs for the request that has been held back for longest, of one queue."""
@@ -555,12 +559,9 @@ class EngineThread:
         if error is not None:
             LOG.error("compiling method %s failed", job.queue.variant.name, exc_info=error)
         queue = job.queue
-        key = queue.variant.programs
         with self._change:
-            self._programs.add_bucket(key, job.capacity)
-            queue.release(
-                lambda request: self._programs.has_bucket(key, queue.needed_bucket(request))
-            )
+            self._programs.add_bucket(queue.variant.programs, job.capacity)
+            queue.release(functools.partial(self._is_compiled, queue))
 
     def _count_out(self, client: Hashable, rows: int) -> None:
         """Subtracts rows that wait no longer; ``_change`` is held."""

@@ -61,8 +61,8 @@ class Programs:
         return capacity in self._buckets.get(key, ())
 
     def add_bucket(self, key: Key, capacity: int) -> None:
-        """Notes that the variant's programs of this capacity are compiled."""
-        self._freed = True
+        """Notes that the variant's programs of this capacity are compiled, or will be at once."""
+        self._freed = True  # compiling takes more than it leaves
         self._buckets.setdefault(key, set()).add(capacity)
 
     def pin(self, key: Key) -> None:
