@@ -15,11 +15,12 @@ M_ARENA_MAX = -8  # of glibc's mallopt
 ARENAS = 2
 SECONDS = 1.0  # between two looks at the memory
 GROWTH = 2**26  # bytes; giving back more at once would stop threads for longer
+REGULARLY = 10.0  # seconds until memory is given back although the process has not grown
 STATM = "/proc/self/statm"
 
 
 def limit_memory() -> None:
-    """Lets all threads share two heaps, and gives freed memory back while the process grows.
+    """Lets all threads share two heaps, and gives freed memory back from time to time.
 
     To be called before other threads start. By default glibc makes eight heaps per processor core.
     What the threads of one heap have freed, those of others do not use.
@@ -35,15 +36,15 @@ def return_memory() -> None:
 
 
 def _watch() -> None:
-    """Gives freed memory back whenever the process has grown."""
+    """Gives freed memory back when the process has grown, and regularly."""
     low = _resident()
+    last = time.monotonic()
     while True:
         time.sleep(SECONDS)
-        now = _resident()
-        if now > low + GROWTH:
+        if _resident() > low + GROWTH or time.monotonic() > last + REGULARLY:
             return_memory()
             low = _resident()
-        low = min(low, now)
+            last = time.monotonic()
 
 
 def _resident() -> int:

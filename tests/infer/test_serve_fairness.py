@@ -2,8 +2,11 @@
 
 import asyncio
 import concurrent.futures
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +26,7 @@ from specjax.text.tokenizer import Tokenizer
 from support.serving import served_models, serving, until
 
 LIMITS = ["--batch-size", "2", "--max-prompt", "600", "--max-output", "400", "--queue", "40"]
+ROOT = Path(__file__).parents[2]
 A, B, C = (f"127.0.0.{i}" for i in (2, 3, 4))
 LOOPS = """{% if loops %}{% for i in range(99999) %}{% for j in range(99999) %}
 {% endfor %}{% endfor %}{% endif %}"""
@@ -385,6 +389,27 @@ def test_programs_of_old_methods_are_dropped(monkeypatch):
     with pytest.raises(TooManyNew):
         for i in range(100, 100 + MAX_NEW):
             known.expect((f"method {i}", False), "a")
+
+
+FREED = """
+import time
+from infer.serve import memory
+memory.SECONDS = memory.REGULARLY = 0.1
+memory.limit_memory()
+blocks = [bytes(20_000) for _ in range(10_000)]
+del blocks[::2], blocks[::3]  # what stays is everywhere in the heap
+blocks = blocks[::100]
+ends = time.monotonic() + 20
+while memory._resident() > 100 * 2**20 and time.monotonic() < ends:
+    time.sleep(0.05)
+print(memory._resident() >> 20)
+"""
+
+
+def test_freed_memory_is_given_back():
+    """Although blocks that are in use stand between freed ones; a server's own never ends there."""
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, cwd=ROOT)
+    assert int(done.stdout) < 100, done
 
 
 def test_forgotten_programs_are_made_again(server):
