@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ from train.data.shards.files import (
     MANIFEST,
     PARTS,
     PLAN,
+    SOURCES,
     DamagedError,
     cannot_write,
     read_json,
@@ -31,6 +34,7 @@ from train.data.shards.files import (
 )
 from train.data.shards.index import write_index
 from train.data.shards.reading import Shards, open_shards, read_manifest
+from train.data.shards.sources import check_sources, record_sources
 from train.data.shards.workers import run_in_processes
 from train.data.shards.writing import Recipe, make_shard
 
@@ -97,14 +101,15 @@ def make_shards(
 ) -> dict[str, Any]:
     """Makes the shards that are missing in `data.shards`; returns the manifest.
 
-    If the manifest and all shards are there, no source is read.
+    If the manifest and all shards are there, no source is tokenized: sources that are here must be
+    as they were. A line on stderr says which are not here.
 
     Args:
       processes: how many tokenize; 0: one for each core.
 
     Raises:
-      InputError: a source cannot be read, or there is none; or the directory holds another corpus
-        or cannot be written.
+      InputError: a source cannot be read, or there is none; or one is not what it was when it was
+        tokenized; or the directory holds another corpus or cannot be written.
     """
     home = Path(data.shards)
     try:
@@ -115,10 +120,10 @@ def make_shards(
     # The second of two runs that share data.shards is refused: both would write the same files.
     with locked(home, "data.shards"):
         if (home / MANIFEST).exists():
-            try:
-                return read_manifest(home, recipe, source_names(data))
-            except DamagedError:
-                pass  # what is damaged is made anew
+            with contextlib.suppress(DamagedError):  # what is damaged is made anew
+                manifest = read_manifest(home, recipe, source_names(data))
+                _check_finished(home, data)
+                return manifest
         # With the lock taken, no other run can still write these.
         for path in (*home.glob(".*.tmp"), *(home / PARTS).glob(".*.tmp")):
             path.unlink(missing_ok=True)  # left by a killed run
@@ -134,6 +139,7 @@ def _make_missing(
     """The work of `make_shards`; the caller has locked the directory."""
     intake = Intake(strict=False)
     sources = source_files(data.corpora, data.files, intake)
+    _note_sources(home, data, sources)
     tasks = []
     for number, files in enumerate(sources):
         tasks += [_Task(number, pieces) for pieces in _groups(files, shard_bytes)]
@@ -142,9 +148,32 @@ def _make_missing(
 
     plan = _write_plan(home, data, recipe, sources, shard_bytes)
     _run_tasks(home, recipe, tasks, processes)
+    check_sources(home, sources, _may_not_grow(data))  # nothing has changed meanwhile
     owners = [task.source for task in tasks]
     write_index(home, plan | {"skipped": intake.skipped}, owners)
     return read_manifest(home, recipe, source_names(data))
+
+
+def _check_finished(home: Path, data: DataSection) -> None:
+    """Raises InputError if a source is not what the finished shards were made of."""
+    sources = source_files(data.corpora, data.files, Intake(strict=False))
+    unknown = check_sources(home, sources, _may_not_grow(data))
+    if unknown:
+        print(unknown, file=sys.stderr, flush=True)
+
+
+def _note_sources(home: Path, data: DataSection, sources: Sequence[Sequence[TextPiece]]) -> None:
+    """Notes what the sources are; if shards were begun here, they must be those of the shards."""
+    if (home / PLAN).exists() and (home / SOURCES).exists():
+        with contextlib.suppress(DamagedError):
+            check_sources(home, sources, _may_not_grow(data))
+            return
+    record_sources(home, sources)
+
+
+def _may_not_grow(data: DataSection) -> list[bool]:
+    """For each source, whether a new file there is an error: corpora differ by machine."""
+    return [False] * len(data.corpora) + [True] * len(data.files)
 
 
 def _write_plan(

@@ -16,7 +16,7 @@ FORMAT = 2
 PLAN = "plan.json"
 INDEX = "index.npz"
 MANIFEST = "manifest.json"
-SOURCES = "sources.json"
+SOURCES = "sources.jsonl"
 PARTS = "parts"
 
 
