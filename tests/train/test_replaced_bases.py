@@ -20,7 +20,12 @@ SMALL = (
 LOW_RANK = ("sdsat.decode_prompts=0", "sdsat.fim_rate=0.0", "model.lora_rank=2")
 # Program, config, the key that names the model, other settings.
 CASES = {
-    "head": (head, HEAD, "model.init_from", ("head.layers=[0]", "head.draft_vocab=0", "head.decode_tokens=8")),
+    "head": (
+        head,
+        HEAD,
+        "model.init_from",
+        ("head.layers=[0]", "head.draft_vocab=0", "head.decode_tokens=8"),
+    ),
     "lora": (sdsat, TINY_SDSAT, "model.init_from", ("model.train=lora", *LOW_RANK)),
     "gated": (sdsat, TINY_SDSAT, "model.init_from", ("model.train=gated-lora", *LOW_RANK)),
     "teacher": (lm, TINY_LM, "distill.teacher", ()),

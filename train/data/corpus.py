@@ -195,23 +195,41 @@ def source_files(
 
 
 def _files_below(root: Path, intake: Intake) -> Iterator[TextPiece]:
-    """A file itself, or the files below a folder, sorted by name."""
+    """A file itself, or the files below a folder, sorted by name.
+
+    Links to files are read, links to folders are not: they may lead in a circle.
+    """
     try:
         if not root.is_dir():
             yield TextPiece(str(root), root.name)
             return
-        for path in sorted(root.rglob("*")):
+        for path in sorted(_entries_below(root)):
             name = path.relative_to(root.parent).as_posix()
-            if not path.is_file():
-                continue
             if any(part.startswith(".") for part in path.relative_to(root).parts):
                 intake.skip("hidden", name)
+            elif path.is_dir():
+                intake.skip("links to folders", name)
+            elif not path.is_file():
+                intake.skip("not a file", name)
             elif path.suffix.lower() in DATA_SUFFIXES:
                 intake.skip("data", name)
             else:
                 yield TextPiece(str(path), name)
     except OSError as error:
         raise unreadable(root, error) from None
+
+
+def _entries_below(root: Path) -> Iterator[Path]:
+    """Files and links below a folder. Raises OSError if a folder cannot be listed."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    # Path.rglob would leave out what it may not list.
+    for folder, folders, files in os.walk(root, onerror=fail):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        for name in (*links, *files):
+            yield Path(folder, name)
 
 
 def nothing_to_read(sources: Sequence[str], shortest: int) -> InputError:

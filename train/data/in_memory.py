@@ -21,7 +21,7 @@ from train.data.corpus import is_held_out
 from train.data.encoding import Layout, Plain, TextEncoder, id_type
 from train.data.near_duplicates import BANDS, NEAR_DUPLICATE, any_known, band_keys
 from train.data.reading import EXAMPLES, Document
-from train.data.tokenized import HeldOutSource, Inventory, Skipped
+from train.data.tokenized import HeldOutSource, Inventory, Skipped, without_held_out
 
 _CACHE_FORMAT = 2
 _COUNT_CHUNK = 1 << 20  # tokens that np.bincount converts to int64 at a time
@@ -102,8 +102,12 @@ class Prepared:
         if count:
             examples = self.near_duplicates[:EXAMPLES].tolist()
             left_out[NEAR_DUPLICATE] = {"count": count, "examples": examples}
-        documents = (len(self.train_offsets) - 1, len(self.valid_offsets) - 1)
-        return Inventory(documents, (len(self.train), len(self.valid)), left_out)
+        return Inventory(
+            documents=(len(self.train_offsets) - 1, len(self.valid_offsets) - 1),
+            tokens=(len(self.train), len(self.valid)),
+            left_out=left_out,
+            unevaluated=without_held_out(self.source_names.tolist(), self.valid_ends),
+        )
 
     @property
     def fingerprint(self) -> str:

@@ -45,11 +45,13 @@ class Inventory(NamedTuple):
       documents: their number, to train on and held out.
       tokens: their tokens, likewise.
       left_out: reason → the number of documents, and a few names as examples.
+      unevaluated: names of sources without a held-out document.
     """
 
     documents: tuple[int, int]
     tokens: tuple[int, int]
     left_out: Skipped
+    unevaluated: Sequence[str] = ()
 
     def lines(self) -> list[str]:
         """The lines that a program prints about its corpus."""
@@ -59,6 +61,9 @@ class Inventory(NamedTuple):
         ]
         if not self.documents[1]:
             lines[-1] += "; nothing is evaluated"
+        elif self.unevaluated:
+            names = ", ".join(self.unevaluated)
+            lines.append(f"not evaluated, as nothing of it is held out: {names}")
         for reason, entry in self.left_out.items():
             examples = ", ".join(entry["examples"])
             such_as = f" (such as {examples})" if examples else ""
@@ -99,6 +104,11 @@ class Corpus(Protocol):
     def counts(self, size: int) -> np.ndarray:
         """`[2, size]` how often each id below `size` occurs: in training text, in held-out text."""
         ...
+
+
+def without_held_out(names: Sequence[str], ends: np.ndarray) -> list[str]:
+    """The sources without held-out documents; ``ends`` is where those of each source end."""
+    return [name for name, count in zip(names, np.diff(ends, prepend=0), strict=True) if not count]
 
 
 def train_tokens(corpus: Corpus) -> int:

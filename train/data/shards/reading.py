@@ -132,9 +132,10 @@ def inventory_of(manifest: dict[str, Any]) -> Inventory:
         if documents[count]:
             left_out[reason] = {"count": documents[count], "examples": []}
     return Inventory(
-        (documents["train"], documents["held_out"]),
-        (tokens["train"], tokens["held_out"]),
-        left_out,
+        documents=(documents["train"], documents["held_out"]),
+        tokens=(tokens["train"], tokens["held_out"]),
+        left_out=left_out,
+        unevaluated=manifest.get("unevaluated", ()),  # older manifests lack it
     )
 
 
