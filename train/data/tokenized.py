@@ -27,7 +27,8 @@ class HeldOutSource(NamedTuple):
     Attributes:
       name: of the source.
       documents: its held-out documents, at least one.
-      weight: the source's share of training, relative to the others.
+      weight: the source's share of training, relative to the others; of files that are only
+        evaluated, their share of the held-out tokens.
     """
 
     name: str
@@ -106,9 +107,27 @@ class Corpus(Protocol):
         ...
 
 
-def without_held_out(names: Sequence[str], ends: np.ndarray) -> list[str]:
-    """The sources without held-out documents; ``ends`` is where those of each source end."""
-    return [name for name, count in zip(names, np.diff(ends, prepend=0), strict=True) if not count]
+def weighed(sources: Sequence[HeldOutSource]) -> list[HeldOutSource]:
+    """The sources as they are; if none is trained on, each has the weight of its own tokens."""
+    if any(source.weight for source in sources):
+        return list(sources)
+    return [x._replace(weight=float(x.documents.lengths.sum())) for x in sources]
+
+
+def without_held_out(
+    names: Sequence[str], train_tokens: Sequence[int], ends: Sequence[int]
+) -> list[str]:
+    """Sources that are trained on and not evaluated; none if the user chose what is evaluated.
+
+    Args:
+      train_tokens: of each source.
+      ends: where the held-out documents of each source end.
+    """
+    counts = np.diff(ends, prepend=0)
+    trained = np.asarray(train_tokens) > 0
+    if not counts[trained].any():
+        return []
+    return [str(name) for name in np.asarray(names)[trained & (counts == 0)]]
 
 
 def train_tokens(corpus: Corpus) -> int:

@@ -22,6 +22,7 @@ from train.data.encoding import Layout
 from train.data.progress import ByteProgress
 from train.data.reading import Document, Intake, TextPiece, cut
 from train.data.shards.files import (
+    EVALUATION,
     MANIFEST,
     PARTS,
     PLAN,
@@ -68,6 +69,11 @@ def source_names(data: DataSection) -> list[str]:
     return names
 
 
+def evaluation_names(data: DataSection) -> list[str]:
+    """Names of the files that are only evaluated, in order."""
+    return source_labels((), data.eval)
+
+
 def load_documents(data: DataSection, intake: Intake) -> list[Document]:
     """The corpus of a config without shards, as text in memory.
 
@@ -79,7 +85,7 @@ def load_documents(data: DataSection, intake: Intake) -> list[Document]:
     """
     if data.weights:
         raise InputError("data.weights needs data.shards: a directory for the corpus's tokens")
-    return load_corpus(data.corpora, data.files, intake)
+    return load_corpus(data.corpora, data.files, intake, data.eval)
 
 
 def load_shards(
@@ -93,7 +99,9 @@ def load_shards(
     recipe = recipe_of(data, tokenizer, layout)
     if make:
         make_shards(data, recipe)
-    return open_shards(data.shards, recipe, source_names(data), data.weights)
+    return open_shards(
+        data.shards, recipe, source_names(data), data.weights, evaluation_names(data)
+    )
 
 
 def make_shards(
@@ -121,7 +129,7 @@ def make_shards(
     with locked(home, "data.shards"):
         if (home / MANIFEST).exists():
             with contextlib.suppress(DamagedError):  # what is damaged is made anew
-                manifest = read_manifest(home, recipe, source_names(data))
+                manifest = _read_manifest(home, data, recipe)
                 _check_finished(home, data)
                 return manifest
         # With the lock taken, no other run can still write these.
@@ -138,25 +146,34 @@ def _make_missing(
 ) -> dict[str, Any]:
     """The work of `make_shards`; the caller has locked the directory."""
     intake = Intake(strict=False)
-    sources = source_files(data.corpora, data.files, intake)
+    sources = _sources(data, intake)
     _note_sources(home, data, sources)
     tasks = []
     for number, files in enumerate(sources):
         tasks += [_Task(number, pieces) for pieces in _groups(files, shard_bytes)]
     if not tasks:
-        raise nothing_to_read([*data.corpora, *data.files], data.min_chars)
+        raise nothing_to_read([*data.corpora, *data.files, *data.eval], data.min_chars)
 
     plan = _write_plan(home, data, recipe, sources, shard_bytes)
     _run_tasks(home, recipe, tasks, processes)
     check_sources(home, sources, _may_not_grow(data))  # nothing has changed meanwhile
     owners = [task.source for task in tasks]
     write_index(home, plan | {"skipped": intake.skipped}, owners)
-    return read_manifest(home, recipe, source_names(data))
+    return _read_manifest(home, data, recipe)
+
+
+def _read_manifest(home: Path, data: DataSection, recipe: Recipe) -> dict[str, Any]:
+    return read_manifest(home, recipe, source_names(data), evaluation_names(data))
+
+
+def _sources(data: DataSection, intake: Intake) -> list[list[TextPiece]]:
+    """The files of each source, those that are only evaluated last."""
+    return source_files(data.corpora, data.files, intake, data.eval)
 
 
 def _check_finished(home: Path, data: DataSection) -> None:
     """Raises InputError if a source is not what the finished shards were made of."""
-    sources = source_files(data.corpora, data.files, Intake(strict=False))
+    sources = _sources(data, Intake(strict=False))
     unknown = check_sources(home, sources, _may_not_grow(data))
     if unknown:
         print(unknown, file=sys.stderr, flush=True)
@@ -173,7 +190,7 @@ def _note_sources(home: Path, data: DataSection, sources: Sequence[Sequence[Text
 
 def _may_not_grow(data: DataSection) -> list[bool]:
     """For each source, whether a new file there is an error: corpora differ by machine."""
-    return [False] * len(data.corpora) + [True] * len(data.files)
+    return [False] * len(data.corpora) + [True] * len([*data.files, *data.eval])
 
 
 def _write_plan(
@@ -185,8 +202,12 @@ def _write_plan(
 ) -> dict[str, Any]:
     """Writes plan.json and returns it; raises InputError if another plan was begun here."""
     described = []
-    for name, files in zip(source_names(data), sources, strict=True):
-        described.append({"name": name, "files": len(files), "sha256": _files_digest(files)})
+    names = [*source_names(data), *evaluation_names(data)]
+    for number, (name, files) in enumerate(zip(names, sources, strict=True)):
+        about = {"name": name, "files": len(files), "sha256": _files_digest(files)}
+        if number >= len(data.corpora) + len(data.files):
+            about[EVALUATION] = True
+        described.append(about)
 
     plan = recipe.identity() | {"sources": described, "shard_bytes": shard_bytes}
     path = home / PLAN

@@ -18,6 +18,7 @@ INDEX = "index.npz"
 MANIFEST = "manifest.json"
 SOURCES = "sources.jsonl"
 PARTS = "parts"
+EVALUATION = "evaluation"  # key of a source in plan and manifest: whether it is only evaluated
 
 
 class DamagedError(InputError):

@@ -61,7 +61,9 @@ def write_index(directory: str | Path, plan: dict[str, Any], owners: Sequence[in
         "bytes": _sums(columns["bytes"], splits),
         "documents": documents,
         "unevaluated": without_held_out(
-            [source["name"] for source in plan["sources"]], arrays["valid_ends"]
+            [source["name"] for source in plan["sources"]],
+            np.diff(arrays["train_ends"], prepend=0),
+            arrays["valid_ends"],
         ),
         "index": file_digest(path),
     }
