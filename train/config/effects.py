@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
-class Rule(NamedTuple):
+class NoEffect(NamedTuple):
     """``keys`` have no effect if ``holds(the value of key)``; names are section.key."""
 
     keys: tuple[str, ...]
@@ -27,25 +27,25 @@ def _is_empty(value: Any) -> bool:
 
 
 RULES = (
-    Rule((*_SIZES, "tokenizer.vocab_size", "tokenizer.eos"), "model.init_from", bool),
-    Rule(("tokenizer.vocab_size",), "tokenizer.path", bool),
-    Rule(("distill.alpha", "distill.temperature"), "distill.teacher", _is_empty),
-    Rule(("distill.temperature",), "distill.alpha", _is_empty),
-    Rule(("optim.muon_learning_rate",), "optim.optimizer", lambda name: name != "muon"),
-    Rule(
+    NoEffect((*_SIZES, "tokenizer.vocab_size", "tokenizer.eos"), "model.init_from", bool),
+    NoEffect(("tokenizer.vocab_size",), "tokenizer.path", bool),
+    NoEffect(("distill.alpha", "distill.temperature"), "distill.teacher", _is_empty),
+    NoEffect(("distill.temperature",), "distill.alpha", _is_empty),
+    NoEffect(("optim.muon_learning_rate",), "optim.optimizer", lambda name: name != "muon"),
+    NoEffect(
         ("optim.moments", "optim.beta1", "optim.beta2"),
         "optim.optimizer",
         lambda name: name == "adafactor",
     ),
-    Rule(("optim.decay_fraction",), "optim.schedule", lambda name: name != "wsd"),
-    Rule(_LOW_RANK, "model.train", lambda name: name not in ("lora", "gated-lora")),
-    Rule(("sdsat.weight",), "sdsat.loss", lambda name: name == "basic"),
-    Rule(("sdsat.mix",), "sdsat.adaptive_targets", lambda name: name != "mix"),
-    Rule(("sdsat.decode_tokens",), "sdsat.decode_prompts", _is_empty),
-    Rule(("head.drop_outside",), "head.draft_vocab", _is_empty),
-    Rule(("head.decay",), "head.steps", lambda steps: steps == 1),
-    Rule(("head.decode_tokens",), "head.decode_prompts", _is_empty),
-    Rule(("run.eval_every",), "run.eval_batches", _is_empty),
+    NoEffect(("optim.decay_fraction",), "optim.schedule", lambda name: name != "wsd"),
+    NoEffect(_LOW_RANK, "model.train", lambda name: name not in ("lora", "gated-lora")),
+    NoEffect(("sdsat.weight",), "sdsat.loss", lambda name: name == "basic"),
+    NoEffect(("sdsat.mix",), "sdsat.adaptive_targets", lambda name: name != "mix"),
+    NoEffect(("sdsat.decode_tokens",), "sdsat.decode_prompts", _is_empty),
+    NoEffect(("head.drop_outside",), "head.draft_vocab", _is_empty),
+    NoEffect(("head.decay",), "head.steps", lambda steps: steps == 1),
+    NoEffect(("head.decode_tokens",), "head.decode_prompts", _is_empty),
+    NoEffect(("run.eval_every",), "run.eval_batches", _is_empty),
 )
 
 
