@@ -629,13 +629,22 @@ SETTINGS = {  # key → values that must be refused
     "tokenizer.vocab_size": ("3", "0", "260", str(2**31), str(10**9)),
     "model.num_layers": (str(10**7), str(10**5)),
     "run.seed": (str(2**32),),
-    (
-        "model.rope_theta optim.learning_rate optim.muon_learning_rate optim.clip_norm "
-        "distill.temperature"
-    ): ("0", "-1", "nan", "inf", "-inf", "true", '"x"', "1e400", "9" * 400, "1e300"),
+    "optim.clip_norm": ("-1", "nan", "inf", '"x"', "1e300"),  # 0: not clipped
+    ("model.rope_theta optim.learning_rate optim.muon_learning_rate distill.temperature"): (
+        "0",
+        "-1",
+        "nan",
+        "inf",
+        "-inf",
+        "true",
+        '"x"',
+        "1e400",
+        "9" * 400,
+        "1e300",
+    ),
     "optim.beta1 optim.beta2 optim.decay_fraction distill.alpha": ("-0.1", "1.5", "nan", "inf"),
     "optim.optimizer optim.schedule run.export_dtype": ('"x"', "5", "[]", "true"),
-    "data.corpora data.files": ("5", '"x"', "[5]", '["a", 5]', "{}"),
+    "data.corpora data.files data.eval": ("5", '"x"', "[5]", '["a", 5]', "{}"),
     "run.dir model.init_from": ("5", "[]", "true", '"a\\u0000b"'),
     "run.tensorboard model.tie_embeddings": ("1", '"true"', "[]"),
     "model data optim run": ("5", "[]"),

@@ -281,7 +281,7 @@ def test_bad_weights_are_named(tmp_path):
     with pytest.raises(InputError, match=r"data\.weights needs data\.shards"):
         load_documents(DataSection(weights=(1.0,)), Intake())
     with pytest.raises(InputError, match="2 numbers for 1 sources"):
-        source_names(DataSection(weights=(1.0, 2.0), shards="s"))
+        source_names(DataSection(files=("x",), weights=(1.0, 2.0), shards="s"))
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_partial_file(sources, tokenizer, tmp_path):

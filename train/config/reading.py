@@ -1,7 +1,9 @@
 """Read configs from TOML files, ``--set`` overrides and dicts, and check every key and value.
 
 Unknown keys, wrong types and values out of range are errors. Each names the key and the way out.
-This file knows no section: it reads any dataclass whose fields are sections or plain values.
+This file knows no section: it reads any dataclass whose fields are sections or plain values. What
+other trainers call a key, and which keys have no effect, is in :mod:`train.config.aliases` and
+:mod:`train.config.effects`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import difflib
 import inspect
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +23,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from specjax._util.checks import Check, quoted
 from specjax._util.errors import InputError, errors_as
 from specjax._util.files import read_file
+from train.config.aliases import hint, renamed
+from train.config.effects import keys_without_effect
 from train.config.sections import Name, PositiveFloat
 
 T = TypeVar("T")
@@ -31,10 +36,16 @@ LONG_KEY = re.compile(rb"^[\[\w\"' \t-]*(\.[\w\"' \t-]*){16}", re.MULTILINE)
 def from_toml(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
     """Build the dataclass ``cls`` from a TOML file and ``section.key=value`` overrides.
 
+    Keys without effect are named on stderr.
+
     Raises:
       InputError: the file is missing or not TOML, or a section, key, type or range is wrong.
     """
-    return from_dict(cls, read_toml(path, overrides))
+    values = read_toml(path, overrides)
+    cfg = from_dict(cls, values)
+    for line in keys_without_effect(cfg, values):
+        print(f"{path}: {line}", file=sys.stderr)
+    return cfg
 
 
 def read_toml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -60,23 +71,28 @@ def read_toml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]
     return values
 
 
-def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
+def from_dict(cls: type[T], values: dict[str, Any]) -> T:
     """Build the dataclass ``cls`` from nested dicts, as TOML and JSON give them.
 
-    Args:
-      prefix: put before each key in error messages, e.g. ``optim.``.
+    A section that is given in part keeps the other values that it has in ``cls``. Names of other
+    trainers are accepted where they mean the same.
 
     Raises:
       InputError: a section or key is unknown, or a value has a wrong type or range.
     """
-    fields = inspect.get_annotations(cls, eval_str=True)
-    for key in values:
-        if key not in fields:
-            raise _unknown_key(key, fields, prefix)
-
-    arguments = {
-        key: _read_value(fields[key], value, prefix + key) for key, value in values.items()
-    }
+    sections = inspect.get_annotations(cls, eval_str=True)
+    keys = {name: inspect.get_annotations(kind, eval_str=True) for name, kind in sections.items()}
+    arguments = {}
+    for name, section in values.items():
+        if name not in keys:
+            raise _unknown_key(name, "", keys, keys)
+        _require(isinstance(section, dict), name, section, f"a section [{name}]")
+        read = {}
+        for key, value in renamed(name, section, keys[name]).items():
+            if key not in keys[name]:
+                raise _unknown_key(key, f"{name}.", keys[name], keys)
+            read[key] = _read_value(keys[name][key], value, f"{name}.{key}")
+        arguments[name] = dataclasses.replace(getattr(cls, name), **read)
     return cls(**arguments)
 
 
@@ -85,13 +101,17 @@ def to_dict(cfg: Any) -> dict[str, Any]:
     return json.loads(json.dumps(cfg, default=vars))
 
 
-def _unknown_key(key: str, fields: dict[str, Any], prefix: str) -> InputError:
-    similar = difflib.get_close_matches(key, fields, 1)
-    if similar:
-        hint = f"did you mean {prefix}{similar[0]}?"
-    else:
-        hint = f"known: {', '.join(fields)}"
-    return InputError(f"unknown key {prefix}{key}; {hint}")
+def _unknown_key(
+    key: str, prefix: str, known: dict[str, Any], sections: dict[str, dict[str, Any]]
+) -> InputError:
+    """The error of a key; ``known`` are those of its place, ``sections`` those of all places."""
+    similar = difflib.get_close_matches(key, known, 1)
+    text = hint(key, sections)
+    if text is None and similar:
+        text = f"did you mean {prefix}{similar[0]}?"
+    if text is None:
+        text = f"known: {', '.join(known)}"
+    return InputError(f"unknown key {prefix}{key}; {text}")
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -127,10 +147,6 @@ def _require(holds: bool, name: str, value: Any, expected: str) -> None:
 
 def _read_value(kind: Any, value: Any, name: str) -> Any:
     """``value`` as a field with annotation ``kind`` stores it; ``name`` is for error messages."""
-    if dataclasses.is_dataclass(kind):
-        _require(isinstance(value, dict), name, value, f"a section [{name}]")
-        return from_dict(kind, value, f"{name}.")
-
     origin = get_origin(kind)
     if origin in (Union, UnionType):
         return _read_flag_or_word(kind, value, name)

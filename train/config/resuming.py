@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from specjax._util.errors import InputError
+from specjax.lm import model_digest
 from train.config.reading import to_dict
 
 # By section. A resumed run may change how long it trains and at which rates, on which devices
@@ -27,15 +28,23 @@ MAY_CHANGE = {
 }
 
 
+# Keys of configs that name a model, which a run reads beside its checkpoint.
+MODELS = ("model.init_from", "distill.teacher")
+DIGEST = "digest of "  # before the name of such a key: a setting of the model's files
+
+
 def fixed_settings(program: str, cfg: Any, model: Any, corpus: str) -> dict[str, Any]:
     """The settings that a resumed run must not change, by dotted name, as JSON stores them.
 
     These are the program, every config key outside :data:`MAY_CHANGE`, every field of the model's
-    architecture, and the digest of the corpus.
+    architecture, and the digests of the corpus and of the models that :data:`MODELS` names.
 
     Args:
       model: the model's config, as the checkpoint and the training config decide it.
       corpus: digest of the corpus's tokens; it changes with the tokenizer and the layout, too.
+
+    Raises:
+      ModelError: a model's files cannot be read.
     """
     settings: dict[str, Any] = {"program": program}
     for section, values in to_dict(cfg).items():
@@ -43,7 +52,11 @@ def fixed_settings(program: str, cfg: Any, model: Any, corpus: str) -> dict[str,
         settings[section] = {key: x for key, x in values.items() if key not in changeable}
     settings["architecture"] = to_dict(model)
     settings["corpus"] = {"sha256": corpus}
-    return dict(_flatten(settings))
+    flat = dict(_flatten(settings))
+    for key in MODELS:
+        if flat.get(key):
+            flat[DIGEST + key] = model_digest(flat[key])
+    return flat
 
 
 def require_same(began: dict[str, Any], now: dict[str, Any]) -> None:
@@ -52,11 +65,18 @@ def require_same(began: dict[str, Any], now: dict[str, Any]) -> None:
     Keys that are missing in ``began`` are newer than the run and are not compared.
     """
     for name, value in began.items():
-        if now.get(name) != value:
+        if now.get(name) == value:
+            continue
+        if name.startswith(DIGEST):
+            key = name.removeprefix(DIGEST)
             raise InputError(
-                f"--resume: {name} is {now.get(name)!r}, the run began with {value!r}; set it "
-                "back, or start a new run in another run.dir"
+                f"--resume: {key}={now.get(key)!r} is not the model that the run began with: "
+                "its files have changed; put them back, or start a new run in another run.dir"
             )
+        raise InputError(
+            f"--resume: {name} is {now.get(name)!r}, the run began with {value!r}; set it "
+            "back, or start a new run in another run.dir"
+        )
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

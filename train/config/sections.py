@@ -41,7 +41,8 @@ Remat = bool | Literal["attention"]
 class Model:
     """The model to pre-train: its sizes, or a checkpoint to continue from."""
 
-    init_from: str = ""  # a Hugging Face directory; empty: random weights of the sizes below
+    # A Hugging Face directory, a hub id, or an embedded model; empty: random weights.
+    init_from: str = ""
     hidden_size: Width = 320
     num_layers: Layers = 6
     num_heads: Width = 5
@@ -58,10 +59,13 @@ class Model:
 class DataSection:
     """The corpus, and how it is cut into rows."""
 
-    corpora: tuple[Name, ...] = ("stdlib",)
+    corpora: tuple[Name, ...] = ()  # stdlib, installed: source code that is on this machine
     files: tuple[Name, ...] = ()
     shards: str = ""  # a directory for tokenized shards; empty: the whole corpus is in memory
     weights: tuple[PositiveFloat, ...] = ()  # sampling weight of each corpus, then of each file
+    # Files to evaluate on, as in files. Then all of the corpora and files is trained on. Empty: one
+    # document in 20 of them is held out.
+    eval: tuple[Name, ...] = ()
     # The least characters of a document. The default leaves out package stubs and license headers.
     min_chars: NotNegativeInt = 200
     seq_len: Width = 512
@@ -71,7 +75,7 @@ class DataSection:
 class TokenizerSection:
     """A tokenizer.json to reuse, or the size of the one to train."""
 
-    path: str = ""
+    path: str = ""  # empty: the checkpoint's own; for a new model it is trained
     vocab_size: Vocabulary = 4096
     eos: str = ""  # the token that ends a document; empty: as the tokenizer's files say
 
@@ -86,12 +90,13 @@ class Optim:
 
     optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"
     moments: Literal["float32", "bfloat16"] = "float32"  # dtype of first moments; adafactor: none
-    learning_rate: PositiveFloat = 3e-3  # of all parameters that Muon does not train
+    # Of all parameters that Muon does not train. A config that has none takes it from RATES.
+    learning_rate: PositiveFloat = 3e-3
     muon_learning_rate: PositiveFloat = 2e-2  # of the matrices inside the blocks
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.95
     weight_decay: NotNegativeFloat = 0.1  # on matrices only
-    clip_norm: PositiveFloat = 1.0
+    clip_norm: NotNegativeFloat = 1.0  # the largest norm of all gradients; 0: not clipped
     schedule: Literal["wsd", "cosine"] = "wsd"
     warmup_steps: NotNegativeInt = 50
     decay_fraction: Fraction = 0.3  # wsd: the share of steps that anneal
@@ -101,11 +106,24 @@ class Optim:
     accumulate: PositiveInt = 1  # micro-batches per optimizer step (gradient accumulation)
 
 
+# (learning_rate, muon_learning_rate) where a config has none, by what is trained. Tuning takes the
+# usual rates of AdamW: those of TRL for models and for LoRA, and that of SpecForge for heads.
+RATES = {
+    "new": (3e-3, 2e-2),
+    "full": (2e-5, 1e-4),
+    "embeddings": (1e-3, 1e-3),
+    "lora": (2e-4, 1e-3),
+    "gated-lora": (2e-4, 1e-3),
+    "head": (1e-4, 5e-4),
+}
+BY_WHAT_IS_TRAINED = Optim(learning_rate=0.0, muon_learning_rate=0.0)  # 0: not given
+
+
 @dataclasses.dataclass(frozen=True)
 class Distill:
     """Distillation from a teacher; off if ``teacher`` is empty."""
 
-    teacher: str = ""
+    teacher: str = ""  # a Hugging Face directory, a hub id, or an embedded model
     alpha: Fraction = 1.0  # weight of KL(teacher ‖ student); the rest is cross-entropy on the data
     temperature: PositiveFloat = 1.0
 
@@ -144,12 +162,13 @@ class LMConfig:
     model: Model = Model()
     data: DataSection = DataSection()
     tokenizer: TokenizerSection = TokenizerSection()
-    optim: Optim = Optim()
+    optim: Optim = BY_WHAT_IS_TRAINED
     distill: Distill = Distill()
     mesh: MeshSection = MeshSection()
     run: Run = Run()
 
     def __post_init__(self):
+        _set_rates(self, "full" if self.model.init_from else "new")
         _check_batch(self)
 
 
@@ -188,7 +207,7 @@ class Adaptive:
     )
     decode_prompts: NotNegativeInt = 16  # held-out prompts that each evaluation continues greedily
     decode_tokens: PositiveInt = 64  # new tokens per prompt
-    fim_rate: Fraction = 0.5  # share of documents rearranged for infilling; needs the sentinels
+    fim_rate: Fraction = 0.0  # share of documents rearranged for infilling; needs the sentinels
 
     @property
     def held_out_window(self) -> int:
@@ -203,11 +222,12 @@ class SDSATConfig:
     model: Tuned = Tuned()
     data: DataSection = DataSection()
     sdsat: Adaptive = Adaptive()
-    optim: Optim = Optim()
+    optim: Optim = BY_WHAT_IS_TRAINED
     mesh: MeshSection = MeshSection()
     run: Run = Run(dir="runs/sdsat")
 
     def __post_init__(self):
+        _set_rates(self, self.model.train)
         _check_batch(self)
 
 
@@ -247,12 +267,27 @@ class HeadRunConfig:
     model: HeadTarget = HeadTarget()
     data: DataSection = DataSection()
     head: HeadSection = HeadSection()
-    optim: Optim = Optim()
+    optim: Optim = BY_WHAT_IS_TRAINED
     mesh: MeshSection = MeshSection()
     run: Run = Run(dir="runs/head")
 
     def __post_init__(self):
+        _set_rates(self, "head")
         _check_batch(self)
+
+
+def _set_rates(cfg: LMConfig | SDSATConfig | HeadRunConfig, trained: str) -> None:
+    """Sets the learning rates that are not given to those of what is ``trained``."""
+    optim = cfg.optim
+    if optim.learning_rate and optim.muon_learning_rate:
+        return
+    rate, muon_rate = RATES[trained]
+    optim = dataclasses.replace(
+        optim,
+        learning_rate=optim.learning_rate or rate,
+        muon_learning_rate=optim.muon_learning_rate or muon_rate,
+    )
+    object.__setattr__(cfg, "optim", optim)  # the only change of a config: it is being made
 
 
 def _check_batch(cfg: LMConfig | SDSATConfig | HeadRunConfig) -> None:

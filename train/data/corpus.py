@@ -43,8 +43,16 @@ def is_held_out(name: str) -> bool:
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
 
 
+def is_evaluated(document: Document) -> bool:
+    """Whether a document is held out: because its source is, or else by its name."""
+    return is_held_out(document.name) if document.held_out is None else document.held_out
+
+
 def load_corpus(
-    names: Sequence[str], files: Sequence[str] = (), intake: Intake | None = None
+    names: Sequence[str],
+    files: Sequence[str] = (),
+    intake: Intake | None = None,
+    evaluation: Sequence[str] = (),
 ) -> list[Document]:
     """Documents of the named corpora and of `files`, sorted by name, without exact duplicates.
 
@@ -53,17 +61,18 @@ def load_corpus(
       files: text files, folders of text, JSON lines and Parquet files with a column `text`
         or `content`; text and lines may be compressed (.gz, .zst).
       intake: decides what is skipped, and counts it; by default a bad record is an error.
+      evaluation: files and folders like `files` that are held out. Then nothing else is.
 
     Raises:
       InputError: an unknown corpus, an unreadable file, a bad line, or no document at all.
     """
     intake = intake or Intake()
-    pieces = source_files(names, files, intake)
-    labels = source_labels(names, files)
+    pieces = source_files(names, files, intake, evaluation)
+    labels = source_labels(names, [*files, *evaluation])
     documents = _read_sources(labels, pieces, intake)
     kept = _without_duplicates(_within_memory(documents), intake)
     if not kept:
-        raise nothing_to_read([*names, *files], intake.shortest)
+        raise nothing_to_read([*names, *files, *evaluation], intake.shortest)
     return kept
 
 
@@ -172,9 +181,12 @@ _CORPORA = {"stdlib": stdlib_files, "installed": _installed_files}
 
 
 def source_files(
-    names: Sequence[str], files: Sequence[str], intake: Intake
+    names: Sequence[str], files: Sequence[str], intake: Intake, evaluation: Sequence[str] = ()
 ) -> list[list[TextPiece]]:
     """The files of each source: corpora first, then files and folders, in the order given.
+
+    Last come the files and folders of `evaluation`. If there are any, all of them are held out and
+    nothing else is.
 
     Below a folder, hidden files and data (`DATA_SUFFIXES`) are skipped and counted. Files that are
     not text are skipped later, when they are read.
@@ -191,27 +203,56 @@ def source_files(
         sources.append([TextPiece(str(path), name) for name, path in _CORPORA[corpus]()])
     for file in files:
         sources.append(list(_files_below(Path(file), intake)))
+    if not evaluation:
+        return sources
+
+    sources = [_with_split(pieces, held_out=False) for pieces in sources]
+    for file in evaluation:
+        pieces = list(_files_below(Path(file), intake))
+        sources.append(_with_split(pieces, held_out=True))
     return sources
 
 
+def _with_split(pieces: Sequence[TextPiece], held_out: bool) -> list[TextPiece]:
+    return [dataclasses.replace(piece, held_out=held_out) for piece in pieces]
+
+
 def _files_below(root: Path, intake: Intake) -> Iterator[TextPiece]:
-    """A file itself, or the files below a folder, sorted by name."""
+    """A file itself, or the files below a folder, sorted by name.
+
+    Links to files are read, links to folders are not: they may lead in a circle.
+    """
     try:
         if not root.is_dir():
             yield TextPiece(str(root), root.name)
             return
-        for path in sorted(root.rglob("*")):
+        for path in sorted(_entries_below(root)):
             name = path.relative_to(root.parent).as_posix()
-            if not path.is_file():
-                continue
             if any(part.startswith(".") for part in path.relative_to(root).parts):
                 intake.skip("hidden", name)
+            elif path.is_dir():
+                intake.skip("links to folders", name)
+            elif not path.is_file():
+                intake.skip("not a file", name)
             elif path.suffix.lower() in DATA_SUFFIXES:
                 intake.skip("data", name)
             else:
                 yield TextPiece(str(path), name)
     except OSError as error:
         raise unreadable(root, error) from None
+
+
+def _entries_below(root: Path) -> Iterator[Path]:
+    """Files and links below a folder. Raises OSError if a folder cannot be listed."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    # Path.rglob would leave out what it may not list.
+    for folder, folders, files in os.walk(root, onerror=fail):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        for name in (*links, *files):
+            yield Path(folder, name)
 
 
 def nothing_to_read(sources: Sequence[str], shortest: int) -> InputError:
@@ -228,7 +269,7 @@ def _without_duplicates(documents: Iterable[Document], intake: Intake) -> list[D
     Otherwise a package that vendors a held-out file would put it into the training set.
     """
     kept: dict[bytes, Document] = {}
-    for document in sorted(documents, key=lambda d: (not is_held_out(d.name), d.name)):
+    for document in sorted(documents, key=lambda d: (not is_evaluated(d), d.name)):
         first = kept.setdefault(hashlib.sha256(document.text.encode()).digest(), document)
         if first is not document:
             intake.skip(COPY, document.name)

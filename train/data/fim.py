@@ -15,7 +15,7 @@ import numpy as np
 
 from specjax._util.errors import InputError
 from specjax.runtime.infill import Sentinels
-from train.data.corpus import is_held_out
+from train.data.corpus import is_evaluated
 from train.data.encoding import MidText
 from train.data.reading import Document
 
@@ -56,7 +56,7 @@ class CodeLayout:
         # The order and the number of draws decide what each document becomes: keep both.
         name = hashlib.sha256(f"{self.seed}\0{document.name}".encode()).digest()
         rng = np.random.Generator(np.random.Philox(int.from_bytes(name[:16], "little")))
-        if is_held_out(document.name) or rng.random() >= self.fim_rate:
+        if is_evaluated(document) or rng.random() >= self.fim_rate:
             return [*start, text, self.eos_id]
         spm = rng.random() < 0.5
         first, second = sorted(rng.integers(0, len(text) + 1, 2).tolist())

@@ -17,11 +17,11 @@ from tokenizers import Tokenizer
 
 from specjax._util.errors import InputError
 from specjax._util.files import aside
-from train.data.corpus import is_held_out
+from train.data.corpus import is_evaluated
 from train.data.encoding import Layout, Plain, TextEncoder, id_type
 from train.data.near_duplicates import BANDS, NEAR_DUPLICATE, any_known, band_keys
 from train.data.reading import EXAMPLES, Document
-from train.data.tokenized import HeldOutSource, Inventory, Skipped
+from train.data.tokenized import HeldOutSource, Inventory, Skipped, weighed, without_held_out
 
 _CACHE_FORMAT = 2
 _COUNT_CHUNK = 1 << 20  # tokens that np.bincount converts to int64 at a time
@@ -92,7 +92,7 @@ class Prepared:
                 documents = TokenStream(self.valid, self.valid_offsets[begin : end + 1])
                 sources.append(HeldOutSource(name, documents, float(tokens)))
             begin = end
-        return sources
+        return weighed(sources)
 
     @property
     def inventory(self) -> Inventory:
@@ -102,8 +102,14 @@ class Prepared:
         if count:
             examples = self.near_duplicates[:EXAMPLES].tolist()
             left_out[NEAR_DUPLICATE] = {"count": count, "examples": examples}
-        documents = (len(self.train_offsets) - 1, len(self.valid_offsets) - 1)
-        return Inventory(documents, (len(self.train), len(self.valid)), left_out)
+        return Inventory(
+            documents=(len(self.train_offsets) - 1, len(self.valid_offsets) - 1),
+            tokens=(len(self.train), len(self.valid)),
+            left_out=left_out,
+            unevaluated=without_held_out(
+                self.source_names.tolist(), self.source_tokens, self.valid_ends
+            ),
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -144,7 +150,7 @@ def prepare(
     Raises:
       InputError: all documents are held out, so that none is left to train on.
     """
-    if all(is_held_out(document.name) for document in documents):
+    if all(map(is_evaluated, documents)):
         raise InputError(
             f"none of the corpus's {len(documents)} documents is left for training: all of their "
             "names fall into the held-out part; add documents or rename the file"
@@ -193,10 +199,10 @@ def _tokenize(
 ) -> Prepared:
     names = list(dict.fromkeys(document.source for document in documents))
     encoder = TextEncoder(tokenizer.to_str(), layout)
-    training = _encode_all([d for d in documents if not is_held_out(d.name)], encoder)
+    training = _encode_all([d for d in documents if not is_evaluated(d)], encoder)
     # Source by source; within one in the order of names.
     held_out = _encode_all(
-        sorted((d for d in documents if is_held_out(d.name)), key=lambda d: names.index(d.source)),
+        sorted(filter(is_evaluated, documents), key=lambda d: names.index(d.source)),
         encoder,
     )
     near = any_known(training.keys, np.unique(held_out.keys))
@@ -241,7 +247,7 @@ def _cache_key(documents: Sequence[Document], tokenizer: Tokenizer, layout: Layo
     """Changes with the tokenizer, the layout, a name, a text, or the held-out split."""
     digest = hashlib.sha256(f"{_CACHE_FORMAT}{tokenizer.to_str()}{layout.fingerprint}".encode())
     for document in documents:
-        about = (document.name, document.source, is_held_out(document.name))
+        about = (document.name, document.source, is_evaluated(document))
         digest.update(repr(about).encode())
         digest.update(hashlib.sha256(document.text.encode()).digest())
     return digest.hexdigest()[:32]

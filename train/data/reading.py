@@ -44,11 +44,13 @@ class Document:
       name: a posix path that is the same on every machine.
       text: its text.
       source: the name of the corpus or file that it belongs to.
+      held_out: whether it is evaluated instead of trained on; None: its name decides.
     """
 
     name: str
     text: str
     source: str = ""
+    held_out: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class TextPiece:
       begin, end: byte offsets of JSON lines, or Parquet row groups; None: the file's end.
       first: the number of its first line or row, from 1.
       size: bytes of text, estimated.
+      held_out: as of its documents.
     """
 
     path: str
@@ -69,6 +72,7 @@ class TextPiece:
     end: int | None = None
     first: int = 1
     size: int = 0
+    held_out: bool | None = None
 
 
 @dataclass
@@ -146,7 +150,8 @@ def read_piece(piece: TextPiece, intake: Intake) -> Iterator[Document]:
       InputError: the file cannot be opened or read; or it is damaged and the intake is strict.
     """
     try:
-        yield from _READERS[kind_of(piece.path)](piece, intake)
+        for document in _READERS[kind_of(piece.path)](piece, intake):
+            yield replace(document, held_out=piece.held_out)
     except SpecjaxError as error:  # the content is damaged
         intake.bad(str(error))
     except OSError as error:

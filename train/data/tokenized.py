@@ -27,7 +27,8 @@ class HeldOutSource(NamedTuple):
     Attributes:
       name: of the source.
       documents: its held-out documents, at least one.
-      weight: the source's share of training, relative to the others.
+      weight: the source's share of training, relative to the others; of files that are only
+        evaluated, their share of the held-out tokens.
     """
 
     name: str
@@ -45,11 +46,13 @@ class Inventory(NamedTuple):
       documents: their number, to train on and held out.
       tokens: their tokens, likewise.
       left_out: reason → the number of documents, and a few names as examples.
+      unevaluated: names of sources without a held-out document.
     """
 
     documents: tuple[int, int]
     tokens: tuple[int, int]
     left_out: Skipped
+    unevaluated: Sequence[str] = ()
 
     def lines(self) -> list[str]:
         """The lines that a program prints about its corpus."""
@@ -59,6 +62,9 @@ class Inventory(NamedTuple):
         ]
         if not self.documents[1]:
             lines[-1] += "; nothing is evaluated"
+        elif self.unevaluated:
+            names = ", ".join(self.unevaluated)
+            lines.append(f"not evaluated, as nothing of it is held out: {names}")
         for reason, entry in self.left_out.items():
             examples = ", ".join(entry["examples"])
             such_as = f" (such as {examples})" if examples else ""
@@ -99,6 +105,29 @@ class Corpus(Protocol):
     def counts(self, size: int) -> np.ndarray:
         """`[2, size]` how often each id below `size` occurs: in training text, in held-out text."""
         ...
+
+
+def weighed(sources: Sequence[HeldOutSource]) -> list[HeldOutSource]:
+    """The sources as they are; if none is trained on, each has the weight of its own tokens."""
+    if any(source.weight for source in sources):
+        return list(sources)
+    return [x._replace(weight=float(x.documents.lengths.sum())) for x in sources]
+
+
+def without_held_out(
+    names: Sequence[str], train_tokens: Sequence[int], ends: Sequence[int]
+) -> list[str]:
+    """Sources that are trained on and not evaluated; none if the user chose what is evaluated.
+
+    Args:
+      train_tokens: of each source.
+      ends: where the held-out documents of each source end.
+    """
+    counts = np.diff(ends, prepend=0)
+    trained = np.asarray(train_tokens) > 0
+    if not counts[trained].any():
+        return []
+    return [str(name) for name in np.asarray(names)[trained & (counts == 0)]]
 
 
 def train_tokens(corpus: Corpus) -> int:

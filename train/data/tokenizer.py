@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from specjax._util.errors import InputError, ModelError
 from specjax._util.files import write_text
 from specjax.text.tokenizer import read_backend
-from train.data.corpus import is_held_out
+from train.data.corpus import is_evaluated
 from train.data.reading import Document
 
 SPECIAL_TOKENS = (
@@ -77,7 +77,7 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = (document.text for document in documents if not is_held_out(document.name))
+    texts = (document.text for document in documents if not is_evaluated(document))
     tokenizer.train_from_iterator(texts, trainer)
     Path(out_path).parent.mkdir(parents=True, exist_ok=True)
     write_text(out_path, tokenizer.to_str(pretty=True))

@@ -3,7 +3,8 @@
 Logits exist for ``chunk`` tokens at a time and are recomputed in the backward pass. The loss mask
 is in the labels: a token whose label is IGNORE does not count.
 
-Axes: B rows, T tokens, D hidden size, E a teacher's hidden size, V vocabulary, n tokens of a chunk.
+Axes: B rows, T tokens, D hidden size, E a teacher's hidden size, V vocabulary, U that of a teacher,
+n tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -117,17 +118,18 @@ def nll(logits: Float[Array, "n V"], labels: Int[Array, "n"]) -> Float[Array, ""
 
 
 def summed_kl(
-    teacher: Float[Array, "n V"],
+    teacher: Float[Array, "n U"],
     student: Float[Array, "n V"],
     labels: Int[Array, "n"],
     temperature: float = 1.0,
 ) -> Float[Array, ""]:
     """Summed τ² · KL(teacher ‖ student) in nats, over the tokens whose label is not IGNORE.
 
-    Both distributions are the softmax of logits / τ; τ is ``temperature``.
+    Both distributions are the softmax of logits / τ; τ is ``temperature``. U ≤ V: the teacher gives
+    the student's further ids no probability.
     """
     log_p = jax.nn.log_softmax(teacher / temperature)
-    log_q = jax.nn.log_softmax(student / temperature)
+    log_q = jax.nn.log_softmax(student / temperature)[:, : teacher.shape[-1]]
     kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1) * temperature**2
     return jnp.sum(kl * (labels != IGNORE))
 

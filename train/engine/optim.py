@@ -98,7 +98,7 @@ def _adamw(cfg: Optim) -> optax.GradientTransformation:
 
 
 def make_optimizer(cfg: Optim) -> optax.GradientTransformation:
-    """Clipping by global norm, then the optimizer that the config names.
+    """Clipping by global norm (``clip_norm`` 0: none), then the optimizer that the config names.
 
     adamw: for all parameters (arXiv 1711.05101).
     muon: Muon (Jordan et al. 2024) for the matrices inside the blocks, AdamW for the others.
@@ -123,4 +123,6 @@ def make_optimizer(cfg: Optim) -> optax.GradientTransformation:
             optax.add_decayed_weights(cfg.weight_decay, is_matrix),
             optax.scale_by_learning_rate(schedule(cfg, cfg.learning_rate)),
         )
-    return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), inner)
+    # Both have the same empty state: a resumed run may turn clipping on or off.
+    clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity()
+    return optax.chain(clip, inner)

@@ -125,7 +125,8 @@ def _check(cfg: HeadRunConfig, target: ModelConfig, tokenizer: Tokenizer) -> Non
             f"model.init_from={name!r} has {target.vocab_size} ids, the tokenizer "
             f"{id_count(tokenizer)}: set model.tokenizer to its own"
         )
-    longest = max(cfg.data.seq_len, PROMPT_TOKENS + section.decode_tokens)
+    decoded = PROMPT_TOKENS + section.decode_tokens if section.decode_prompts else 0
+    longest = max(cfg.data.seq_len, decoded)
     if longest + section.steps > target.max_position:
         raise InputError(
             f"data.seq_len={cfg.data.seq_len} or head.decode_tokens={section.decode_tokens} is "

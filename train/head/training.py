@@ -93,16 +93,21 @@ def train(
 def first_params(setup: HeadSetup, target: dict, seed: int) -> dict:
     """The head's first float32 params: random, but with the target's output layer.
 
-    The final norm is the target's, too, if both have the same kind of norm.
+    The final norm is the target's, too, if both have the same kind of norm. The output table is
+    scaled so that the first logits have a standard deviation of 1 at most. Those of a target have
+    several. With them a head whose states are still random would start sure of random tokens.
     """
     head = setup.head
     params = init_params(head, jax.random.key(seed))
     table = head_matrix(setup.target, target)
     if head.ids is not None:
         table = table[head.ids]
-    params["head"] = table.astype(jnp.float32)
+    table = table.astype(jnp.float32)
     if setup.target.norm == head.norm:
         params["norm"] = jax.tree.map(lambda x: x.astype(jnp.float32), target["norm"])
+    # A normed random state has independent entries of variance 1.
+    variance = jnp.mean(jnp.sum((table * params["norm"]["weight"]) ** 2, axis=-1))
+    params["head"] = table / jnp.maximum(1.0, jnp.sqrt(variance))
     return params
 
 

@@ -5,49 +5,89 @@ Axes: B rows, T tokens, D hidden size.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
+from tokenizers import Tokenizer
 
+from specjax import text
 from specjax._util.errors import InputError
+from specjax.lm import locate
 from specjax.models import ModelConfig, hidden_states, load_pretrained
 from specjax.models.blocks import Remat
+from specjax.models.hf.read import load_config
 from train.config import LMConfig
 from train.data.packing import IGNORE
+from train.data.tokenizer import id_count, load_tokenizer, tokenizer_file
 from train.engine.loop import LossFn
 from train.engine.losses import OutputHead, cast, chunked_distillation, row_arguments
 
 
 def training_loss(
-    cfg: LMConfig, model: ModelConfig, rows: NamedSharding | None = None
+    cfg: LMConfig, model: ModelConfig, tokenizer: Tokenizer, rows: NamedSharding | None = None
 ) -> tuple[LossFn, dict | None]:
     """(the loss that the config asks for, the teacher's params or None).
 
     Args:
+      tokenizer: of the model that is trained.
       rows: the sharding of a batch's rows; None: on one device.
 
     Raises:
-      InputError, ModelError: the teacher cannot be read, or has another vocabulary.
+      InputError, ModelError: the teacher cannot be read, or has another vocabulary or too short a
+        context.
     """
     dtype = cfg.model.compute_dtype
     remat = cfg.model.remat
     if not cfg.distill.teacher:
         return data_loss(model, dtype, remat, rows), None
 
-    teacher, teacher_params = load_pretrained(cfg.distill.teacher, jnp.dtype(dtype))
-    if teacher.vocab_size != model.vocab_size:
-        raise InputError(
-            f"distill.teacher={cfg.distill.teacher!r} has {teacher.vocab_size} ids, the draft "
-            f"{model.vocab_size}: use the teacher's tokenizer for both"
-        )
+    directory = locate(cfg.distill.teacher)
+    _check_teacher(cfg, load_config(directory), directory, tokenizer)
+    teacher, teacher_params = load_pretrained(directory, jnp.dtype(dtype))
     loss = distillation_loss(
-        model, teacher, cfg.distill.alpha, cfg.distill.temperature, dtype, remat, rows
+        model,
+        teacher,
+        cfg.distill.alpha,
+        cfg.distill.temperature,
+        dtype,
+        remat,
+        rows,
+        ids=id_count(tokenizer),
     )
     return loss, teacher_params
+
+
+def _check_teacher(
+    cfg: LMConfig, teacher: ModelConfig, directory: Path, tokenizer: Tokenizer
+) -> None:
+    """Raises InputError if the teacher cannot read the rows of the draft."""
+    named = f"distill.teacher={cfg.distill.teacher!r}"
+    path = tokenizer_file(directory)
+    if path.exists():
+        ours = text.Tokenizer(tokenizer)
+        difference = ours.difference(text.Tokenizer(load_tokenizer(path)))
+        if difference:
+            raise InputError(
+                f"{named} has another tokenizer than the draft ({difference}): set tokenizer.path "
+                f"to {path}"
+            )
+    # Rows beyond the tokenizer's ids are padding, in the teacher and in the draft.
+    if teacher.vocab_size < id_count(tokenizer):
+        raise InputError(
+            f"{named} has {teacher.vocab_size} ids, the tokenizer {id_count(tokenizer)}: use the "
+            "teacher's tokenizer for both"
+        )
+    if cfg.data.seq_len > teacher.max_position:
+        raise InputError(
+            f"{named} has a context of {teacher.max_position} tokens, shorter than "
+            f"data.seq_len={cfg.data.seq_len}: lower it, or choose another teacher"
+        )
 
 
 def data_loss(
@@ -89,11 +129,16 @@ def distillation_loss(
     dtype: str = "float32",
     remat: Remat = False,
     rows: NamedSharding | None = None,
+    ids: int | None = None,
 ) -> LossFn:
     """``alpha · KL(teacher ‖ draft) + (1 − alpha) · cross-entropy``, summed, and the token count.
 
     ``frozen`` are the teacher's params. See :func:`train.engine.losses.chunked_distillation`; the
     other arguments are those of :func:`data_loss`.
+
+    Args:
+      ids: the ids of the tokenizer. Both models may have more rows: padding, to which the teacher
+        gives no probability. None: all rows of both are ids.
     """
 
     def loss(params, frozen, batch):
@@ -101,6 +146,8 @@ def distillation_loss(
         teacher_head, teacher_hidden = jax.lax.stop_gradient(
             outputs(teacher, frozen, batch, rows=rows)
         )
+        if ids is not None:
+            teacher_head = dataclasses.replace(teacher_head, table=teacher_head.table[:ids])
         return chunked_distillation(
             head, hidden, teacher_head, teacher_hidden, batch["labels"], alpha, temperature
         )

@@ -10,13 +10,14 @@ import jax
 from tokenizers import Tokenizer
 
 from specjax._util.errors import InputError
+from specjax.lm import locate
 from specjax.models import ModelConfig, init_params, load_pretrained
 from train.config import LMConfig, Model
 from train.data.document_ends import DocumentEnds, checkpoint_ends, tokenizer_ends
 from train.data.encoding import Layout, Plain
 from train.data.reading import Document
 from train.data.tokenized import Corpus
-from train.data.tokenizer import id_count, load_tokenizer, train_tokenizer
+from train.data.tokenizer import id_count, load_tokenizer, tokenizer_file, train_tokenizer
 from train.engine.batches import open_corpus, read_documents
 
 
@@ -68,7 +69,7 @@ def build_model(cfg: LMConfig, tokenizer: Tokenizer) -> tuple[ModelConfig, Calla
     """
     vocab_size = id_count(tokenizer)
     if cfg.model.init_from:
-        model, params = load_pretrained(cfg.model.init_from)
+        model, params = load_pretrained(locate(cfg.model.init_from))
     else:
         model = _new_model(cfg.model, vocab_size, new_model_ends(cfg, tokenizer))
         params = None
@@ -97,18 +98,22 @@ def _new_model(section: Model, vocab_size: int, ends: DocumentEnds) -> ModelConf
 
 
 def get_tokenizer(cfg: LMConfig, documents: list[Document] | None, directory: Path) -> Tokenizer:
-    """The configured tokenizer, or one that is trained on the corpus and kept in ``directory``.
+    """The configured tokenizer, else the checkpoint's.
+
+    For a new model without one it is trained on the corpus, and kept in ``directory``.
 
     Raises:
-      InputError: it cannot be read; or none is configured, and the corpus is not in memory.
+      InputError: it cannot be read; or there is none, and the corpus is not in memory.
     """
-    if documents is None and not cfg.tokenizer.path:
+    if cfg.tokenizer.path:
+        return load_tokenizer(cfg.tokenizer.path)
+    if cfg.model.init_from:
+        return load_tokenizer(tokenizer_file(locate(cfg.model.init_from)))
+    if documents is None:
         raise InputError(
             "data.shards needs tokenizer.path: to train a tokenizer, run on a part of the corpus "
             "without data.shards"
         )
-    if cfg.tokenizer.path:
-        return load_tokenizer(cfg.tokenizer.path)
     own = directory / "tokenizer.json"
     if own.exists():
         return load_tokenizer(own)

@@ -12,6 +12,7 @@ import numpy as np
 
 from specjax import text
 from specjax._util import processes
+from specjax.lm import locate
 from specjax.models import ModelConfig, num_params
 from specjax.models.hf.read import load_config
 from train.config import LMConfig, fixed_settings, to_dict
@@ -63,7 +64,9 @@ def train(cfg: LMConfig, setup: LmSetup, placement: Placement, resume: bool) -> 
     rows = placement.row_sharding(0)
     # In the host's memory: one device may be too small for the params that all of them share.
     with host_memory():
-        loss, frozen = processes.raise_everywhere(lambda: training_loss(cfg, model, rows))
+        loss, frozen = processes.raise_everywhere(
+            lambda: training_loss(cfg, model, setup.tokenizer, rows)
+        )
         params = setup.first_params()
     loader, valid = process_batches(cfg, data)
     outcome = fit(
@@ -105,7 +108,7 @@ def useful_operations(cfg: LMConfig, model: ModelConfig) -> float:
     # The backward pass takes twice the FLOPs of the forward pass.
     operations = 3 * causal_operations(model, length)
     if cfg.distill.teacher:
-        operations += causal_operations(load_config(Path(cfg.distill.teacher)), length)
+        operations += causal_operations(load_config(locate(cfg.distill.teacher)), length)
     return operations
 
 

@@ -1,6 +1,7 @@
 """A tokenized corpus on the disk: shards of ArrayRecord, an index, and a manifest.
 
-DIR/plan.json               what is made of which files; written first
+DIR/sources.jsonl           size, time and digest of each source file; written first
+DIR/plan.json               what is made of which files
 DIR/00000.array_record, …   one record per document: its ids, uint16 or uint32, little-endian
 DIR/parts/00000.npz, …      length, digest and MinHash keys of each document of a shard
 DIR/index.npz               where each training and held-out document lies, without duplicates

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +22,11 @@ from train.data.encoding import Layout
 from train.data.progress import ByteProgress
 from train.data.reading import Document, Intake, TextPiece, cut
 from train.data.shards.files import (
+    EVALUATION,
     MANIFEST,
     PARTS,
     PLAN,
+    SOURCES,
     DamagedError,
     cannot_write,
     read_json,
@@ -31,6 +35,7 @@ from train.data.shards.files import (
 )
 from train.data.shards.index import write_index
 from train.data.shards.reading import Shards, open_shards, read_manifest
+from train.data.shards.sources import check_sources, record_sources
 from train.data.shards.workers import run_in_processes
 from train.data.shards.writing import Recipe, make_shard
 
@@ -64,6 +69,11 @@ def source_names(data: DataSection) -> list[str]:
     return names
 
 
+def evaluation_names(data: DataSection) -> list[str]:
+    """Names of the files that are only evaluated, in order."""
+    return source_labels((), data.eval)
+
+
 def load_documents(data: DataSection, intake: Intake) -> list[Document]:
     """The corpus of a config without shards, as text in memory.
 
@@ -75,7 +85,7 @@ def load_documents(data: DataSection, intake: Intake) -> list[Document]:
     """
     if data.weights:
         raise InputError("data.weights needs data.shards: a directory for the corpus's tokens")
-    return load_corpus(data.corpora, data.files, intake)
+    return load_corpus(data.corpora, data.files, intake, data.eval)
 
 
 def load_shards(
@@ -89,7 +99,9 @@ def load_shards(
     recipe = recipe_of(data, tokenizer, layout)
     if make:
         make_shards(data, recipe)
-    return open_shards(data.shards, recipe, source_names(data), data.weights)
+    return open_shards(
+        data.shards, recipe, source_names(data), data.weights, evaluation_names(data)
+    )
 
 
 def make_shards(
@@ -97,14 +109,15 @@ def make_shards(
 ) -> dict[str, Any]:
     """Makes the shards that are missing in `data.shards`; returns the manifest.
 
-    If the manifest and all shards are there, no source is read.
+    If the manifest and all shards are there, no source is tokenized: sources that are here must be
+    as they were. A line on stderr says which are not here.
 
     Args:
       processes: how many tokenize; 0: one for each core.
 
     Raises:
-      InputError: a source cannot be read, or there is none; or the directory holds another corpus
-        or cannot be written.
+      InputError: a source cannot be read, or there is none; or one is not what it was when it was
+        tokenized; or the directory holds another corpus or cannot be written.
     """
     home = Path(data.shards)
     try:
@@ -115,10 +128,10 @@ def make_shards(
     # The second of two runs that share data.shards is refused: both would write the same files.
     with locked(home, "data.shards"):
         if (home / MANIFEST).exists():
-            try:
-                return read_manifest(home, recipe, source_names(data))
-            except DamagedError:
-                pass  # what is damaged is made anew
+            with contextlib.suppress(DamagedError):  # what is damaged is made anew
+                manifest = _read_manifest(home, data, recipe)
+                _check_finished(home, data)
+                return manifest
         # With the lock taken, no other run can still write these.
         for path in (*home.glob(".*.tmp"), *(home / PARTS).glob(".*.tmp")):
             path.unlink(missing_ok=True)  # left by a killed run
@@ -133,18 +146,51 @@ def _make_missing(
 ) -> dict[str, Any]:
     """The work of `make_shards`; the caller has locked the directory."""
     intake = Intake(strict=False)
-    sources = source_files(data.corpora, data.files, intake)
+    sources = _sources(data, intake)
+    _note_sources(home, data, sources)
     tasks = []
     for number, files in enumerate(sources):
         tasks += [_Task(number, pieces) for pieces in _groups(files, shard_bytes)]
     if not tasks:
-        raise nothing_to_read([*data.corpora, *data.files], data.min_chars)
+        raise nothing_to_read([*data.corpora, *data.files, *data.eval], data.min_chars)
 
     plan = _write_plan(home, data, recipe, sources, shard_bytes)
     _run_tasks(home, recipe, tasks, processes)
+    check_sources(home, sources, _may_not_grow(data))  # nothing has changed meanwhile
     owners = [task.source for task in tasks]
     write_index(home, plan | {"skipped": intake.skipped}, owners)
-    return read_manifest(home, recipe, source_names(data))
+    return _read_manifest(home, data, recipe)
+
+
+def _read_manifest(home: Path, data: DataSection, recipe: Recipe) -> dict[str, Any]:
+    return read_manifest(home, recipe, source_names(data), evaluation_names(data))
+
+
+def _sources(data: DataSection, intake: Intake) -> list[list[TextPiece]]:
+    """The files of each source, those that are only evaluated last."""
+    return source_files(data.corpora, data.files, intake, data.eval)
+
+
+def _check_finished(home: Path, data: DataSection) -> None:
+    """Raises InputError if a source is not what the finished shards were made of."""
+    sources = _sources(data, Intake(strict=False))
+    unknown = check_sources(home, sources, _may_not_grow(data))
+    if unknown:
+        print(unknown, file=sys.stderr, flush=True)
+
+
+def _note_sources(home: Path, data: DataSection, sources: Sequence[Sequence[TextPiece]]) -> None:
+    """Notes what the sources are; if shards were begun here, they must be those of the shards."""
+    if (home / PLAN).exists() and (home / SOURCES).exists():
+        with contextlib.suppress(DamagedError):
+            check_sources(home, sources, _may_not_grow(data))
+            return
+    record_sources(home, sources)
+
+
+def _may_not_grow(data: DataSection) -> list[bool]:
+    """For each source, whether a new file there is an error: corpora differ by machine."""
+    return [False] * len(data.corpora) + [True] * len([*data.files, *data.eval])
 
 
 def _write_plan(
@@ -156,8 +202,12 @@ def _write_plan(
 ) -> dict[str, Any]:
     """Writes plan.json and returns it; raises InputError if another plan was begun here."""
     described = []
-    for name, files in zip(source_names(data), sources, strict=True):
-        described.append({"name": name, "files": len(files), "sha256": _files_digest(files)})
+    names = [*source_names(data), *evaluation_names(data)]
+    for number, (name, files) in enumerate(zip(names, sources, strict=True)):
+        about = {"name": name, "files": len(files), "sha256": _files_digest(files)}
+        if number >= len(data.corpora) + len(data.files):
+            about[EVALUATION] = True
+        described.append(about)
 
     plan = recipe.identity() | {"sources": described, "shard_bytes": shard_bytes}
     path = home / PLAN

@@ -16,8 +16,9 @@ FORMAT = 2
 PLAN = "plan.json"
 INDEX = "index.npz"
 MANIFEST = "manifest.json"
-SOURCES = "sources.json"
+SOURCES = "sources.jsonl"
 PARTS = "parts"
+EVALUATION = "evaluation"  # key of a source in plan and manifest: whether it is only evaluated
 
 
 class DamagedError(InputError):

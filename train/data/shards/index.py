@@ -21,6 +21,7 @@ from train.data.shards.files import (
     read_part,
     shard_path,
 )
+from train.data.tokenized import without_held_out
 
 
 def write_index(directory: str | Path, plan: dict[str, Any], owners: Sequence[int]) -> None:
@@ -59,6 +60,11 @@ def write_index(directory: str | Path, plan: dict[str, Any], owners: Sequence[in
         "tokens": _sums(columns["length"], splits),
         "bytes": _sums(columns["bytes"], splits),
         "documents": documents,
+        "unevaluated": without_held_out(
+            [source["name"] for source in plan["sources"]],
+            np.diff(arrays["train_ends"], prepend=0),
+            arrays["valid_ends"],
+        ),
         "index": file_digest(path),
     }
     _write_manifest(directory, manifest, owners, parts)

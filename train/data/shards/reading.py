@@ -19,6 +19,7 @@ from train.data.corpus import COPY
 from train.data.encoding import id_type
 from train.data.near_duplicates import NEAR_DUPLICATE
 from train.data.shards.files import (
+    EVALUATION,
     INDEX,
     MANIFEST,
     DamagedError,
@@ -28,7 +29,7 @@ from train.data.shards.files import (
     shard_path,
 )
 from train.data.shards.writing import Recipe
-from train.data.tokenized import HeldOutSource, Inventory
+from train.data.tokenized import HeldOutSource, Inventory, weighed
 
 _READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # access is random
 _READER_BUFFER = 1 << 15  # bytes, of each open shard
@@ -132,14 +133,17 @@ def inventory_of(manifest: dict[str, Any]) -> Inventory:
         if documents[count]:
             left_out[reason] = {"count": documents[count], "examples": []}
     return Inventory(
-        (documents["train"], documents["held_out"]),
-        (tokens["train"], tokens["held_out"]),
-        left_out,
+        documents=(documents["train"], documents["held_out"]),
+        tokens=(tokens["train"], tokens["held_out"]),
+        left_out=left_out,
+        unevaluated=manifest.get("unevaluated", ()),  # older manifests lack it
     )
 
 
-def read_manifest(directory: str | Path, recipe: Recipe, sources: Sequence[str]) -> dict[str, Any]:
-    """The manifest of finished shards.
+def read_manifest(
+    directory: str | Path, recipe: Recipe, sources: Sequence[str], evaluation: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The manifest of finished shards; the arguments are those of `open_shards`.
 
     Raises:
       InputError: there is no manifest; or tokenizer, layout or sources differ; or a shard has
@@ -151,12 +155,17 @@ def read_manifest(directory: str | Path, recipe: Recipe, sources: Sequence[str])
     manifest = read_json(path)
     require_identity(directory, manifest, recipe.identity())
 
-    names = [source["name"] for source in manifest["sources"]]
-    if names != list(sources):
-        raise InputError(
-            f"data.shards={str(directory)!r} holds {', '.join(names)}, and data.corpora and "
-            f"data.files name {', '.join(sources)}: name the same, or another data.shards"
-        )
+    held_out = [source["name"] for source in manifest["sources"] if source.get(EVALUATION)]
+    names = [source["name"] for source in manifest["sources"] if not source.get(EVALUATION)]
+    for keys, made, asked in (
+        ("data.corpora and data.files name", names, list(sources)),
+        ("data.eval names", held_out, list(evaluation)),
+    ):
+        if made != asked:
+            raise InputError(
+                f"data.shards={str(directory)!r} holds {', '.join(made) or 'nothing'}, and {keys} "
+                f"{', '.join(asked) or 'nothing'}: name the same, or another data.shards"
+            )
     _require_complete(directory, manifest)
     return manifest
 
@@ -176,7 +185,11 @@ def _require_complete(directory: str | Path, manifest: dict[str, Any]) -> None:
 
 
 def open_shards(
-    directory: str | Path, recipe: Recipe, sources: Sequence[str], weights: Sequence[float] = ()
+    directory: str | Path,
+    recipe: Recipe,
+    sources: Sequence[str],
+    weights: Sequence[float] = (),
+    evaluation: Sequence[str] = (),
 ) -> Shards:
     """Opens finished shards as a corpus.
 
@@ -184,12 +197,13 @@ def open_shards(
       sources: names of the corpora and files that the shards must be made of.
       weights: the sampling weight of each source, in rows. (): the documents of all sources are
         shuffled as one source.
+      evaluation: names of the files that are only evaluated.
 
     Raises:
       InputError: as `read_manifest`; or a source, or the whole corpus, has nothing to train on.
     """
     home = Path(directory)
-    manifest = read_manifest(directory, recipe, sources)
+    manifest = read_manifest(directory, recipe, sources, evaluation)
     with np.load(home / INDEX) as arrays:
         index = dict(arrays)
     readers = _Readers(home)
@@ -199,7 +213,7 @@ def open_shards(
         columns = [index[f"{split}_{name}"][begin:end] for name in ("shard", "record", "length")]
         return ShardDocuments(readers, dtype, *columns)
 
-    by_source = list(itertools.pairwise([0, *index["train_ends"].tolist()]))
+    by_source = list(itertools.pairwise([0, *index["train_ends"].tolist()]))[: len(sources)]
     if weights:
         names = list(sources)
         bounds = by_source
@@ -217,7 +231,9 @@ def open_shards(
 
     held_out = []
     held_out_bounds = itertools.pairwise([0, *index["valid_ends"].tolist()])
-    for (begin, end), name, share in zip(held_out_bounds, sources, shares, strict=True):
+    all_sources = [*sources, *evaluation]
+    all_shares = [*shares, *[0.0] * len(evaluation)]
+    for (begin, end), name, share in zip(held_out_bounds, all_sources, all_shares, strict=True):
         if end > begin:
             held_out.append(HeldOutSource(name, documents("valid", begin, end), share))
 
@@ -225,6 +241,6 @@ def open_shards(
         manifest=manifest,
         sources=tuple(documents("train", begin, end) for begin, end in bounds),
         weights=tuple(weights) or (1.0,),
-        held_out=tuple(held_out),
+        held_out=tuple(weighed(held_out)),
         id_counts=index["counts"],
     )

@@ -15,7 +15,7 @@ import numpy as np
 
 from specjax._util.errors import SpecjaxError
 from specjax._util.files import aside
-from train.data.corpus import is_held_out
+from train.data.corpus import is_evaluated
 from train.data.encoding import Layout, TextEncoder
 from train.data.near_duplicates import BANDS, band_keys
 from train.data.reading import Document, Intake, TextPiece, read_piece
@@ -122,7 +122,7 @@ def _describe(
     return {
         "length": np.array([len(ids) for ids in streams], np.uint32),
         "bytes": np.array([len(text) for text in texts], np.uint32),
-        "held_out": np.array([is_held_out(document.name) for document in documents]),
+        "held_out": np.array([is_evaluated(document) for document in documents]),
         "digest": np.array([_text_digest(text) for text in texts], np.uint64),
         "keys": band_keys(streams),
     }

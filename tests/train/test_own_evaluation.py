@@ -1,0 +1,86 @@
+"""Files that the user holds out: all of them are evaluated, and nothing else is."""
+
+import json
+
+import numpy as np
+import pytest
+
+from specjax._util.errors import InputError
+from train.config import DataSection
+from train.data.corpus import Document, is_held_out
+from train.data.encoding import Plain
+from train.data.loader import valid_batches
+from train.data.tokenizer import train_tokenizer
+from train.engine.batches import open_corpus
+
+
+def text(number, lines=12):
+    rng = np.random.default_rng(number)
+    return "".join(f"{rng.integers(1 << 60):x} = {rng.integers(1 << 60)}\n" for _ in range(lines))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    return train_tokenizer([Document("a", text(0, 200))], 300, path)
+
+
+def lines(path, texts):
+    path.write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
+    return str(path)
+
+
+def documents(source):
+    return [source.read(i, 0, int(n)).tobytes() for i, n in enumerate(source.lengths)]
+
+
+@pytest.mark.parametrize("where", ["memory", "shards"])
+def test_own_files_are_evaluated_and_nothing_else(tokenizer, tmp_path, capsys, where):
+    training = [text(i) for i in range(60)]
+    assert any(is_held_out(f"train.jsonl#{i}") for i in range(1, 61))
+    short, long = [text(i) for i in range(100, 103)], [text(i, 40) for i in range(200, 206)]
+    shown = [*training, short[0], long[0].replace("= 1", "= 9", 2)]  # a copy and a near copy
+    data = DataSection(
+        files=(lines(tmp_path / "train.jsonl", shown),),
+        eval=(lines(tmp_path / "short.jsonl", short), lines(tmp_path / "long.jsonl", long)),
+        shards="" if where == "memory" else str(tmp_path / "shards"),
+    )
+    for _ in range(2):  # made, then read back
+        corpus = open_corpus(data, tokenizer, Plain(), tmp_path / "cache")
+        (source,) = corpus.sources
+        assert len(source.lengths) == 60
+        counts = {x.name: len(x.documents.lengths) for x in corpus.held_out}
+        assert counts == {"short.jsonl": 3, "long.jsonl": 6}
+        tokens = [float(x.documents.lengths.sum()) for x in corpus.held_out]
+        assert [x.weight for x in corpus.held_out] == tokens
+        names = [batch.source for batch in valid_batches(corpus, 64, 2, 6)]
+        assert set(names) == {"short.jsonl", "long.jsonl"}
+    err = capsys.readouterr().err
+    assert "training: 60 documents" in err and "held out: 9 documents" in err
+    assert "left out, copies of another document: 1" in err
+    assert "left out, near-duplicates of held-out documents: 1" in err
+    assert "not evaluated" not in err
+
+
+def test_shards_of_another_choice_are_refused(tokenizer, tmp_path):
+    files = (lines(tmp_path / "train.jsonl", [text(i) for i in range(60)]),)
+    own = (lines(tmp_path / "own.jsonl", [text(i) for i in range(100, 103)]),)
+    shards = str(tmp_path / "shards")
+    open_corpus(DataSection(files=files, eval=own, shards=shards), tokenizer, Plain(), tmp_path)
+    with pytest.raises(InputError, match=r"holds own\.jsonl, and data\.eval names nothing"):
+        open_corpus(DataSection(files=files, shards=shards), tokenizer, Plain(), tmp_path)
+    data = DataSection(files=(*files, *own), shards=shards)
+    with pytest.raises(InputError, match=r"data\.files name train\.jsonl, own\.jsonl"):
+        open_corpus(data, tokenizer, Plain(), tmp_path)
+
+
+def test_weights_count_the_sources_that_are_trained_on(tokenizer, tmp_path):
+    files = (
+        lines(tmp_path / "a.jsonl", [text(i) for i in range(20)]),
+        lines(tmp_path / "b.jsonl", [text(i) for i in range(30, 50)]),
+    )
+    own = (lines(tmp_path / "own.jsonl", [text(i) for i in range(100, 103)]),)
+    data = DataSection(files=files, eval=own, shards=str(tmp_path / "s"), weights=(1.0, 3.0))
+    corpus = open_corpus(data, tokenizer, Plain(), tmp_path)
+    assert [len(source.lengths) for source in corpus.sources] == [20, 20]
+    assert len(corpus.held_out) == 1 and documents(corpus.held_out[0].documents)
