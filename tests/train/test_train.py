@@ -132,7 +132,8 @@ def test_distillation_is_the_kl_from_the_teacher(arrays):
     nll = OutputHead(head).cross_entropy(hidden, labels)[0]
     models = (OutputHead(head), hidden, OutputHead(teacher), other)
     for alpha in (0.0, 0.3, 1.0):
-        got, count = chunked_distillation(*models, labels, alpha, chunk=4)
+        got, count, on_data = chunked_distillation(*models, labels, alpha, chunk=4)
+        np.testing.assert_allclose(on_data, nll, rtol=1e-5)
         np.testing.assert_allclose(got, alpha * kl + (1 - alpha) * nll, rtol=1e-5)
         assert count == 13
 

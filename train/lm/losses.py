@@ -92,6 +92,9 @@ def distillation_loss(
 ) -> LossFn:
     """``alpha · KL(teacher ‖ draft) + (1 − alpha) · cross-entropy``, summed, and the token count.
 
+    Logged with it: ``loss``, the cross-entropy alone, as it is evaluated on held-out text. What is
+    minimized is logged as ``objective``.
+
     ``frozen`` are the teacher's params. See :func:`train.engine.losses.chunked_distillation`; the
     other arguments are those of :func:`data_loss`.
     """
@@ -101,9 +104,10 @@ def distillation_loss(
         teacher_head, teacher_hidden = jax.lax.stop_gradient(
             outputs(teacher, frozen, batch, rows=rows)
         )
-        return chunked_distillation(
+        total, count, nats = chunked_distillation(
             head, hidden, teacher_head, teacher_hidden, batch["labels"], alpha, temperature
         )
+        return total, count, {"loss": (nats, count)}
 
     return loss
 

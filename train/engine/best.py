@@ -1,0 +1,85 @@
+"""The best evaluation of a run so far: what ``run.keep_best`` keeps and ``run.patience`` counts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from specjax._util.errors import InputError
+from train.config import Run
+
+ACCEPTED = "decode_tokens_per_round"  # the figure of ``run.keep_best = "accepted"``
+
+
+@dataclasses.dataclass
+class Best:
+    """The best evaluation, by what ``run.keep_best`` names.
+
+    Attributes:
+      step: of the best evaluation; None before the first one, or if nothing is kept.
+      valid_loss, valid_extras: its figures.
+      worse: evaluations since then.
+      batches: held-out batches of an evaluation. Figures of other samples are not compared.
+    """
+
+    step: int | None = None
+    valid_loss: float | None = None
+    valid_extras: dict[str, Any] = dataclasses.field(default_factory=dict)
+    worse: int = 0
+    batches: int = 0
+
+    @classmethod
+    def resumed(cls, note: dict[str, Any] | None, batches: int) -> Best:
+        """As a checkpoint's note stores it; a new one if other rows were evaluated since."""
+        if note is None or note["batches"] != batches:
+            return cls(batches=batches)
+        return cls(**note)
+
+    def update(self, run: Run, step: int, loss: float, extras: dict[str, Any]) -> bool:
+        """Counts an evaluation; returns whether it is the best one, so that it must be saved."""
+        if not run.keep_best:
+            return False
+        if self.step is not None and not self._is_better(run, loss, extras):
+            self.worse += 1
+            return False
+        self.step = step
+        self.valid_loss = loss
+        self.valid_extras = extras
+        self.worse = 0
+        return True
+
+    def is_out_of_patience(self, run: Run) -> bool:
+        """Whether ``run.patience`` evaluations have passed without a better one."""
+        return 0 < run.patience <= self.worse
+
+    def _is_better(self, run: Run, loss: float, extras: dict[str, Any]) -> bool:
+        if run.keep_best == "accepted":
+            return extras[ACCEPTED] > self.valid_extras[ACCEPTED]
+        assert self.valid_loss is not None, "the first evaluation set it"
+        return loss < self.valid_loss
+
+
+def require_measured(run: Run, held_out: bool, decodes: bool) -> None:
+    """Checks that a run evaluates what ``run.keep_best`` and ``run.patience`` need.
+
+    Args:
+      held_out: whether there are held-out rows to evaluate on.
+      decodes: whether evaluations measure accepted lengths.
+
+    Raises:
+      InputError: they do not.
+    """
+    if run.patience and not run.keep_best:
+        raise InputError(
+            f'run.patience={run.patience} has no effect without run.keep_best: set it to "loss"'
+        )
+    if run.keep_best and not held_out:
+        raise InputError(
+            f'run.keep_best="{run.keep_best}" needs evaluations: set run.eval_batches, and see '
+            "that the corpus has held-out documents"
+        )
+    if run.keep_best == "accepted" and not decodes:
+        raise InputError(
+            'run.keep_best="accepted" needs evaluations that decode: use "loss", or with '
+            "train.sdsat and train.head set decode_prompts"
+        )
