@@ -124,6 +124,13 @@ def test_a_best_checkpoint_that_was_moved_away_is_none(tmp_path):
     assert train(tmp_path, keep_best="loss", resume=True).best_step > best
 
 
+def test_another_choice_of_the_best_starts_anew(tmp_path):
+    begun = train(tmp_path, steps=30, keep_best="loss")
+    assert train(tmp_path, steps=30, resume=True).best_step is None
+    last = train(tmp_path, steps=34, resume=True)
+    assert last.best_step is None and begun.best_step < 30
+
+
 @pytest.mark.parametrize(
     ("section", "says"),
     [

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
+from specjax._util import processes
 from specjax._util.errors import InputError
 from train.config import Run
 
@@ -13,36 +16,47 @@ ACCEPTED = "decode_tokens_per_round"  # the figure of ``run.keep_best = "accepte
 
 @dataclasses.dataclass
 class Best:
-    """The best evaluation, by what ``run.keep_best`` names.
+    """The best evaluation so far.
 
     Attributes:
-      step: of the best evaluation; None before the first one, or if nothing is kept.
-      valid_loss, valid_extras: its figures.
-      worse: evaluations since then.
+      by: what it is the best by, as ``run.keep_best`` names it; empty: nothing is kept.
       batches: held-out batches of an evaluation. Figures of other samples are not compared.
+      step: of the best evaluation; None before the first one.
+      value: what is compared; the lowest is the best.
+      valid_loss, valid_extras: figures of the best evaluation.
+      worse: evaluations since then.
     """
 
+    by: str
+    batches: int
     step: int | None = None
+    value: float = 0.0
     valid_loss: float | None = None
     valid_extras: dict[str, Any] = dataclasses.field(default_factory=dict)
     worse: int = 0
-    batches: int = 0
 
     @classmethod
-    def resumed(cls, note: dict[str, Any] | None, batches: int) -> Best:
-        """As a checkpoint's note stores it; a new one if other rows were evaluated since."""
-        if note is None or note["batches"] != batches:
-            return cls(batches=batches)
+    def resumed(cls, note: dict[str, Any] | None, by: str, batches: int) -> Best:
+        """As a checkpoint's note stores it; a new one if something else is compared now."""
+        if note is None or (note["by"], note["batches"]) != (by, batches):
+            return cls(by, batches)
         return cls(**note)
 
-    def update(self, run: Run, step: int, loss: float, extras: dict[str, Any]) -> bool:
-        """Counts an evaluation; returns whether it is the best one, so that it must be saved."""
-        if not run.keep_best:
+    def update(self, step: int, loss: float, extras: dict[str, Any]) -> bool:
+        """Counts an evaluation; returns whether it is the best one, so that it must be saved.
+
+        All processes call this, and get the same answer.
+        """
+        if not self.by:
             return False
-        if self.step is not None and not self._is_better(run, loss, extras):
+        value = -extras[ACCEPTED] if self.by == "accepted" else loss
+        # Each process has decoded by itself. They must agree, because all of them save.
+        value = float(processes.broadcast_from_main(np.asarray(value)))
+        if self.step is not None and value >= self.value:
             self.worse += 1
             return False
         self.step = step
+        self.value = value
         self.valid_loss = loss
         self.valid_extras = extras
         self.worse = 0
@@ -51,12 +65,6 @@ class Best:
     def is_out_of_patience(self, run: Run) -> bool:
         """Whether ``run.patience`` evaluations have passed without a better one."""
         return 0 < run.patience <= self.worse
-
-    def _is_better(self, run: Run, loss: float, extras: dict[str, Any]) -> bool:
-        if run.keep_best == "accepted":
-            return extras[ACCEPTED] > self.valid_extras[ACCEPTED]
-        assert self.valid_loss is not None, "the first evaluation set it"
-        return loss < self.valid_loss
 
 
 def require_measured(run: Run, held_out: bool, decodes: bool) -> None:

@@ -210,9 +210,9 @@ def fit(
     placement = placement or Placement()
     begun = _begin(checkpoints, params, optimizer, loader, resume, fixed, placement)
     state = begun.state
-    best = Best.resumed(begun.note.get("best"), len(valid))
+    best = Best.resumed(begun.note.get("best"), run.keep_best, len(valid))
     if not checkpoints.has(best.step):  # somebody moved it away
-        best = Best(batches=len(valid))
+        best = Best(run.keep_best, len(valid))
     checkpoints.best_step = best.step
     frozen = placement.place_state(frozen)
     metrics = _open_metrics(run, log, state.step, recipe)
@@ -484,7 +484,7 @@ class _Training:
         progress.note(f"step {step}: held-out loss {self.valid_loss:.4f} nats per token")
         if sample is not None:
             progress.note(f"step {step}: sample {sample!r}")
-        is_best = self.best.update(self.run, step, self.valid_loss, self.valid_extras)
+        is_best = self.best.update(step, self.valid_loss, self.valid_extras)
         if self.best.is_out_of_patience(self.run):
             progress.note(
                 f"step {step}: ends, {self.best.worse} evaluations after the best one of step "

@@ -28,7 +28,8 @@ from specjax.models import ModelConfig, hidden_states
 from specjax.models.attention.dense import Isolated
 from specjax.models.blocks import Remat
 from train.data.packing import IGNORE
-from train.engine.loop import Extras, LossFn
+from train.engine.averages import Extras
+from train.engine.loop import LossFn
 from train.engine.losses import (
     OutputHead,
     cast,
