@@ -164,6 +164,7 @@ def test_a_process_that_dies_is_named_as_the_cause(start, tmp_path):
     started = launch(start, run, SETTINGS[0], "optim.total_steps=100000")
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and not (run / "checkpoints/5").exists():
+        assert [process.poll() for process in started] == [None, None]
         time.sleep(0.05)
     started[1].send_signal(signal.SIGKILL)
     code, _, err = results(started)[0]

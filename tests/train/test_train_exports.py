@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import specjax as sj
-from infer.run.__main__ import main as decode
+from infer.run.commands import main as decode
 from specjax._util.errors import InputError, ModelError
 from specjax.lm import name_beside
 from specjax.models.adapters import KEY

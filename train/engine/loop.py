@@ -310,6 +310,8 @@ class _Training:
         ):
             if warning := schedule_warning(self.optim):
                 progress.note(warning)
+            with self.watch.spending(COMPILING):
+                self._learning_rates()  # so that its first call is no time of a step
             self.save_time = time.monotonic()
             self.timed_from = self.watch.seconds()[STEPS]
             if self.must_evaluate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,9 @@ from specjax._util.program import FAILED, say
 from train.config import from_toml
 from train.engine.loop import TrainingError
 
+# In the errors of a device whose collective lacks a process.
+PEER_GONE = re.compile("gloo|connection|heartbeat|coordination|barrier|peer", re.IGNORECASE)
+OTHERS_GONE = "another process of the run has gone; start all of them again with --resume"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -50,6 +54,8 @@ def run_and_print(
         failure = str(error)
     except jax.errors.JaxRuntimeError as error:
         failure = f"the device failed: {str(error).splitlines()[0]}"
+        if processes.is_several() and PEER_GONE.search(str(error)):
+            failure += f"; {OTHERS_GONE}"
     except OSError as error:
         place = f" ({error.filename})" if error.filename else ""
         failure = (
@@ -75,7 +81,7 @@ def _way_out(error: OSError) -> str:
     if error.errno in NOT_WRITABLE:
         return "make it writable, or choose another run.dir, and --resume"
     if isinstance(error, (ConnectionError, TimeoutError)):
-        return "another process of the run has gone; start all of them again with --resume"
+        return OTHERS_GONE
     return "mend that and --resume"
 
 
