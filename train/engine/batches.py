@@ -12,6 +12,8 @@ import jax
 from tokenizers import Tokenizer
 
 from specjax._util import processes
+from specjax._util.checks import INT32_MAX
+from specjax._util.errors import InputError
 from train.config import DataSection, HeadRunConfig, LMConfig, SDSATConfig
 from train.data.encoding import Layout
 from train.data.in_memory import prepare
@@ -81,12 +83,20 @@ def _read_corpus(
 
 
 def with_total_steps(cfg: Config, data: Corpus) -> Config:
-    """The config with the steps that ``optim.num_epochs`` asks for, if it does."""
+    """The config with the steps that ``optim.num_epochs`` asks for, if it does.
+
+    Raises:
+      InputError: they are more than an int32 can count.
+    """
     optim = cfg.optim
     if not optim.num_epochs:
         return cfg
     step = optim.batch_size * optim.accumulate * cfg.data.seq_len
     steps = max(1, math.ceil(optim.num_epochs * train_tokens(data) / step))
+    if steps > INT32_MAX:
+        raise InputError(
+            f"optim.num_epochs={optim.num_epochs} are more than {INT32_MAX} steps: lower it"
+        )
     return dataclasses.replace(cfg, optim=dataclasses.replace(optim, total_steps=steps))
 
 
