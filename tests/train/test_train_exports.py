@@ -38,7 +38,12 @@ FAST = (
 )
 HEAD = (
     *("head.layers=[0]", "head.num_kv_heads=1", "head.intermediate_size=16", "head.steps=2"),
-    *("head.draft_vocab=128", "head.decode_prompts=0", "optim.accumulate=1"),
+    *(
+        "head.draft_vocab=128",
+        "head.decode_prompts=0",
+        "head.decode_tokens=8",
+        "optim.accumulate=1",
+    ),
 )
 PROGRAMS = {
     "train.lm": (lm, TINY_LM, ()),
@@ -81,6 +86,7 @@ def test_exports_keep_what_the_checkpoint_brought(start, tmp_path, monkeypatch, 
     assert card["recipe"]["model"]["init_from"] == start.name and card["run_dir"] == "run"
 
 
+@pytest.mark.slow
 def test_transformers_finds_the_end_of_sequence_of_a_new_tokenizer(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     monkeypatch.chdir(ROOT)
