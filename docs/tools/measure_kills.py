@@ -72,14 +72,14 @@ PROGRAMS = {
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["--child"]:
+        phase, call, seed, *words = sys.argv[2:]
+        return run_until_killed(phase, call, seed, words)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--programs", default=",".join(PROGRAMS))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--child", nargs=3, metavar=("PHASE", "CALL", "SEED"))
-    args, rest = parser.parse_known_args()
-    if args.child:
-        return run_until_killed(*args.child, rest)
+    args = parser.parse_args()
     report = {}
     for name in args.programs.split(","):
         with tempfile.TemporaryDirectory() as home:
@@ -134,7 +134,7 @@ def command(name: str, directory: Path, changes: dict[str, str]) -> list[str]:
     words = [sys.executable, "-m", name, config]
     for key, value in settings.items():
         words += ["--set", f"{key}={value}"]
-    if (directory / "metrics.jsonl").exists() or (directory / "checkpoints").exists():
+    if (directory / "metrics.jsonl").exists():
         words.append("--resume")
     return words
 
