@@ -159,29 +159,6 @@ def test_a_signal_to_one_process_stops_both_at_one_checkpoint(start, tmp_path, n
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_is_named_as_the_cause(start, tmp_path):
-    """In a step. While it saves, the others wait until JAX's service ends them, and says why."""
-    run = tmp_path / "run"
-    steps = ("optim.total_steps=100000", "run.checkpoint_every=100000", "run.eval_every=100000")
-    started = launch(start, run, SETTINGS[0], *steps)
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and not log_has(run, lines=8):
-        assert [process.poll() for process in started] == [None, None]
-        time.sleep(0.05)
-    started[1].send_signal(signal.SIGKILL)
-    code, _, err = results(started)[0]
-    assert code == 1, err
-    last = err.splitlines()[-1]
-    assert last.startswith("train.sdsat: ") and "Traceback" not in err
-    assert "another process of the run has gone; start all of them again with --resume" in last
-
-
-def log_has(run, lines):
-    log = run / "metrics.jsonl"
-    return log.exists() and log.read_bytes().count(b"\n") >= lines
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("separate", "says"),
     [

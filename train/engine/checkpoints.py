@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from orbax.checkpoint import CheckpointManager, CheckpointManagerOptions, args
 from orbax.checkpoint.checkpoint_managers import (
@@ -27,7 +27,6 @@ from orbax.checkpoint.checkpoint_managers import (
     PreservationPolicy,
 )
 
-from specjax._util import processes
 from specjax._util.errors import InputError
 
 # How orbax's messages begin if the tree or the shapes differ. Every other error means damage.
@@ -35,7 +34,7 @@ _MISMATCH = ("Requested shape", "User-provided restore item")
 
 
 class Checkpoints:
-    """The checkpoints of one run, in ``directory``. As a context, they are closed at its end.
+    """The checkpoints of one run, in ``directory``.
 
     Attributes:
       best_step: the step of a checkpoint that is kept besides the ``keep`` newest ones.
@@ -127,14 +126,6 @@ class Checkpoints:
         return InputError(
             f"checkpoint {path} is damaged ({reason}): move it away, and --resume {way_out}"
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # To close waits for the other processes, and one that has gone may be the cause.
-        if kind is None or not processes.is_several():
-            self.close()
 
     def wait(self) -> None:
         """Waits until every save that was started is on disk.

@@ -243,7 +243,7 @@ def fit(
         watch=Stopwatch(begun.note.get("seconds")),
         best=best,
     )
-    with checkpoints, closing(metrics):
+    with closing(checkpoints), closing(metrics):
         training.train()
         return training.result()
 

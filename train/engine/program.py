@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
-import os
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,12 +37,7 @@ def run_training(
     if args.distributed:
         processes.join(args.distributed, name)
     cfg = from_toml(config, args.config, args.set)
-    code = run_and_print(name, lambda: main(cfg, args.resume, args.dry_run), args.json)
-    if code == FAILED and processes.is_several():
-        # JAX's own end would wait for the other processes, and one may have gone.
-        sys.stdout.flush()
-        os._exit(code)
-    return code
+    return run_and_print(name, lambda: main(cfg, args.resume, args.dry_run), args.json)
 
 
 def run_and_print(
