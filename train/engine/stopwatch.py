@@ -10,6 +10,7 @@ STEPS = "steps"
 COMPILING = "compiling"  # the whole first step of a process: it compiles the program
 EVALUATION = "evaluation"
 SAVING = "saving"  # until the device may go on; files are written while it does
+ACTIVITIES: tuple[str, ...] = (STEPS, COMPILING, EVALUATION, SAVING)
 
 
 class Stopwatch:
@@ -20,8 +21,8 @@ class Stopwatch:
     """
 
     def __init__(self, seconds: Mapping[str, float] | None = None):
-        self._seconds = dict.fromkeys((STEPS, COMPILING, EVALUATION, SAVING), 0.0)
-        self._seconds |= seconds or {}
+        self._seconds: dict[str, float] = dict.fromkeys(ACTIVITIES, 0.0)
+        self._seconds.update(seconds or {})
         self._activity = STEPS
         self._since = time.perf_counter()
 
