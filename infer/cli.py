@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 
 
 def add_models(parser: Parser) -> None:
-    """Adds ``--target --draft --dtype --quantize --cache-dtype --pass-width --pickles``."""
+    """Adds ``--target --draft --base --dtype --quantize --cache-dtype --pass-width --pickles``."""
     group = parser.add_argument_group("models")
     group.add_argument(
         "--target",
@@ -44,6 +44,11 @@ def add_models(parser: Parser) -> None:
         metavar="PATH|ID|demo|self:SCHEME",
         help="draft model, or a draft head; self:int8, self:fp8 and self:int4 draft with a "
         "quantized copy of the target (default: none; the demo target has its own)",
+    )
+    group.add_argument(
+        "--base",
+        metavar="DIR",
+        help="of a delta: the model that it was made for, if it is not where the delta says",
     )
     group.add_argument(
         "--dtype",

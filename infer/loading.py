@@ -11,6 +11,7 @@ import jax
 
 from specjax import lm
 from specjax._util.checks import format_value
+from specjax._util.errors import ModelError
 from specjax._util.files import user_cache
 from specjax._util.program import say
 from specjax.core.mesh import make_mesh
@@ -51,7 +52,8 @@ def load_models(
         quantize=args.quantize,
         cache_dtype=args.cache_dtype,
     )
-    target = lm.TARGET.parse("target", load(args.target))
+    bases = bases_of(args, draft)
+    target = lm.TARGET.parse("target", load(args.target, base=bases["target"]))
     if not target.eos_ids:
         say(
             "infer",
@@ -61,7 +63,29 @@ def load_models(
         return target, None
     if draft.startswith(lm.SELF):
         return target, lm.own_draft(target, draft)
-    return target, load(draft, split=devices is None or lm.can_split(draft, devices))
+    base = bases["draft"]
+    split = devices is None or lm.can_split(draft, devices, base)
+    return target, load(draft, split=split, base=base)
+
+
+def bases_of(args: argparse.Namespace, draft: str | None) -> dict[str, str | None]:
+    """The base that ``--base`` names, for each of ``target`` and ``draft`` that is a delta.
+
+    Raises:
+      ModelError: neither is one.
+    """
+    bases: dict[str, str | None] = {"target": None, "draft": None}
+    if args.base is None:
+        return bases
+    names = {"target": args.target, "draft": draft}
+    for role, name in names.items():
+        if name is not None and not name.startswith(lm.SELF) and lm.is_delta(name):
+            bases[role] = args.base
+    if not any(bases.values()):
+        raise ModelError(
+            f"--base {args.base}: neither the target nor the draft is a delta; leave it out"
+        )
+    return bases
 
 
 def chosen_sampling(

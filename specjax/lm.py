@@ -8,6 +8,7 @@ import functools
 import hashlib
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from specjax.models import ModelConfig, fuse, load_pretrained
 from specjax.models.adapters import KEY, fuse_adapters
 from specjax.models.families.head_config import HeadConfig, usual_layers
 from specjax.models.head import share_embedding
-from specjax.models.hf.delta import load_delta, read_delta
+from specjax.models.hf.delta import Delta, load_delta, read_delta
 from specjax.models.hf.digest import directory_digest
 from specjax.models.hf.generation import GenerationDefaults, read_generation_defaults
 from specjax.models.hf.layout import DELTA, DTYPES
@@ -44,6 +45,8 @@ TUNED = "demo-sdsat"
 HUB_FILES = ("*.json", "model*.safetensors", "delta.safetensors", "*.jinja", "tokenizer.model")
 PICKLES = ("pytorch_model*.bin",)
 HUB_SKIPPED = ("*/*",)  # subfolders hold other formats of the same weights
+# A directory of the hub's cache: models--ORGANIZATION--NAME/snapshots/COMMIT.
+HUB_SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]+/?$")
 SELF = "self:"  # prefix of a draft that is a quantized copy of the target; a scheme follows
 PASS_WIDTH = Check(int, low=1, high=FREE_TOKENS, optional=True)
 CACHE_DTYPE = Check(instance_of(str), choices=("int8",), optional=True)
@@ -107,6 +110,7 @@ class LM:
         return self.params["head" if self.is_head else "embed"].dtype
 
 
+NAME = "a directory, or a model's name"
 QUANTIZE = Check(instance_of(str), expected="a scheme, such as int8", optional=True)
 MODEL = Check(instance_of(LM), expected="a model, as specjax.load and specjax.from_params give")
 TARGET = dataclasses.replace(
@@ -118,15 +122,14 @@ MESH = Check(instance_of(Mesh), expected="a mesh, as specjax.make_mesh gives")
 
 
 @validate_arguments(
-    path_or_id=Check(
-        lambda path: instance_of(str)(os.fspath(path)), expected="a directory, or a model's name"
-    ),
+    path_or_id=Check(lambda path: instance_of(str)(os.fspath(path)), expected=NAME),
     pickles=FLAG,
     mesh=dataclasses.replace(MESH, optional=True),
     split=FLAG,
     pass_width=PASS_WIDTH,
     quantize=QUANTIZE,
     cache_dtype=CACHE_DTYPE,
+    base=Check(lambda path: instance_of(str)(os.fspath(path)), expected=NAME, optional=True),
 )
 def load(
     path_or_id: str | Path,
@@ -137,6 +140,7 @@ def load(
     pass_width: int | None = None,
     quantize: str | None = None,
     cache_dtype: str | None = None,
+    base: str | Path | None = None,
 ) -> LM:
     """Loads a model: a directory, a hub id, an embedded model, or a delta.
 
@@ -160,22 +164,36 @@ def load(
         Draft and target must be on the same mesh; each may be split or whole.
       pickles: read ``pytorch_model*.bin`` where there are no safetensors. No code in the pickle
         runs. Needs the torch extra.
+      base: of a delta: the model that it was made for, instead of the one that it names. Its
+        fingerprint decides whether it is that model.
     Raises:
       ModelError: the directory, id or dtype cannot be used; the message says why.
       OptionError: an argument has a wrong type or is out of range.
     """
-    model = _load(str(path_or_id), resolve_dtype(dtype), pickles, mesh, split, quantize)
+    base = None if base is None else str(base)
+    model = _load(str(path_or_id), resolve_dtype(dtype), pickles, mesh, split, quantize, base)
     pass_width = resolve_pass_width(pass_width)
     return dataclasses.replace(model, pass_width=pass_width, cache_dtype=cache_dtype)
 
 
 def _load(
-    name: str, dtype: str, pickles: bool, mesh: Mesh | None, split: bool, quantize: str | None
+    name: str,
+    dtype: str,
+    pickles: bool,
+    mesh: Mesh | None,
+    split: bool,
+    quantize: str | None,
+    base: str | None,
 ) -> LM:
     """Reads the files for :func:`load`, which then sets ``pass_width`` and ``cache_dtype``."""
     model_directory = locate(name, (*HUB_FILES, *PICKLES) if pickles else HUB_FILES)
     delta = read_delta(model_directory)
-    directory = model_directory if delta is None else locate(delta.base)
+    if delta is not None:
+        directory = _base_directory(model_directory, delta, base)
+    elif base is None:
+        directory = model_directory
+    else:
+        raise ModelError(f"base={base}: {name} is no delta, so it has no base; leave it out")
 
     # The small files first: their errors are raised before gigabytes are read.
     config = load_config(directory)
@@ -300,13 +318,15 @@ def attach(head: LM, target: LM) -> LM:
     return dataclasses.replace(head, config=cfg, params=params)
 
 
-def can_split(path_or_id: str | Path, mesh: Mesh) -> bool:
+def can_split(path_or_id: str | Path, mesh: Mesh, base: str | None = None) -> bool:
     """Whether the devices of a mesh can share a model's attention heads and MLP columns evenly.
+
+    ``base`` is that of :func:`load`.
 
     Raises:
       ModelError: the model has no usable config.
     """
-    config = load_config(base_of(str(path_or_id), ("config.json",)))
+    config = load_config(base_of(str(path_or_id), ("config.json",), base))
     try:
         split_config(config, mesh.shape[AXIS])
     except ModelError:
@@ -416,21 +436,54 @@ def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     return _from_hub(name, files)
 
 
-def base_of(name: str, files: Sequence[str] = HUB_FILES) -> Path:
+def is_delta(name: str) -> bool:
+    """Whether a model's directory holds a delta.
+
+    Raises:
+      ModelError: the hub does not give it, or its ``delta.json`` is wrong.
+    """
+    return read_delta(locate(name)) is not None
+
+
+def base_of(name: str, files: Sequence[str] = HUB_FILES, base: str | None = None) -> Path:
     """The directory with a model's config and weights; for a delta, the one of its base.
+
+    ``base`` is that of :func:`load`; it counts for deltas only.
 
     Raises:
       ModelError: the hub does not give it, or its ``delta.json`` is wrong.
     """
     directory = locate(name, (*files, DELTA))
     delta = read_delta(directory)
-    return directory if delta is None else locate(delta.base, files)
+    return directory if delta is None else _base_directory(directory, delta, base, files)
 
 
-def model_digest(name: str) -> str:
+def _base_directory(
+    directory: Path, delta: Delta, base: str | None, files: Sequence[str] = HUB_FILES
+) -> Path:
+    """The directory of the base of the delta in ``directory``: ``base``, or what it names.
+
+    Raises:
+      ModelError: it is not there.
+    """
+    if base is not None:
+        return locate(base, files)
+    if not delta.base.startswith("."):
+        return locate(delta.base, files)
+    found = directory / delta.base
+    if not found.exists():
+        raise ModelError(
+            f"{directory}: its base {delta.base} is not there: name it with --base DIR or "
+            "load(…, base=)"
+        )
+    return found
+
+
+def model_digest(name: str, base: str | None = None) -> str:
     """SHA-256 of a model's files (:mod:`specjax.models.hf.digest`); of a delta and of its base.
 
-    The draft ``self:int8`` is the target in another form, so it has no files of its own.
+    The draft ``self:int8`` is the target in another form, so it has no files of its own. ``base``
+    is that of :func:`load`; it counts for deltas only.
 
     Raises:
       ModelError: the model is not there, or a file cannot be read.
@@ -442,14 +495,24 @@ def model_digest(name: str) -> str:
     delta = read_delta(directory)
     if delta is None:
         return digest
-    return hashlib.sha256(f"{digest} {model_digest(delta.base)}".encode()).hexdigest()
+    of_base = model_digest(str(_base_directory(directory, delta, base)))
+    return hashlib.sha256(f"{digest} {of_base}".encode()).hexdigest()
 
 
-def absolute_name(name: str) -> str:
-    """A model's name that holds in any working directory: a path becomes an absolute one."""
+def name_beside(name: str, directory: Path) -> str:
+    """A model's name for a file in ``directory`` that others get, too: no absolute path.
+
+    Embedded names and hub ids stay. A snapshot in the hub's cache gets its id back. Another path
+    becomes one that starts at the directory, and begins with a dot.
+    """
     if name in EMBEDDED or name == TUNED or not os.path.exists(name):
         return name
-    return os.path.realpath(name)
+    path = os.path.realpath(name)
+    snapshot = HUB_SNAPSHOT.search(path)
+    if snapshot:
+        return f"{snapshot[1]}/{snapshot[2]}"
+    relative = os.path.relpath(path, os.path.realpath(directory))
+    return relative if relative.startswith(".") else os.path.join(".", relative)
 
 
 def _from_hub(name: str, files: Sequence[str]) -> Path:

@@ -49,7 +49,7 @@ from train.sdsat.dryrun import step_parts
 from train.sdsat.insertion import Insertion, isolated_row
 from train.sdsat.losses import SdsatObjective
 from train.sdsat.memory import compiled_step, shallow
-from train.sdsat.operations import row_tokens, useful_operations
+from train.sdsat.operations import useful_operations
 from train.sdsat.prepare import SdsatSetup
 from train.sdsat.trainable import make_tuning
 
@@ -157,8 +157,7 @@ def step_setup(cfg: SDSATConfig, layers: int | None = None) -> SdsatSetup:
 
 def useful(cfg: SDSATConfig) -> float:
     """Multiplications that one row needs, forward and backward."""
-    tokens = row_tokens(cfg.sdsat, cfg.data.seq_len)
-    return useful_operations(cfg, step_setup(cfg).model) * tokens / 2
+    return useful_operations(cfg, step_setup(cfg).model) * cfg.data.seq_len / 2
 
 
 def step_cycles(

@@ -300,7 +300,8 @@ def open_models(args: argparse.Namespace) -> Iterator[Models]:
     if not args.random_target:
         target, draft = load_models(args, True, args.mesh)
         draft_source = draft.source if draft else None
-        yield Models(target, draft, [_directory_of(name) for name in (args.target, draft_source)])
+        names = (args.target, draft_source)
+        yield Models(target, draft, [_directory_of(name, args.base) for name in names])
         return
 
     dtype = DTYPES[resolve_dtype(args.dtype or "float32")]  # checked before weights are drawn
@@ -315,14 +316,14 @@ def open_models(args: argparse.Namespace) -> Iterator[Models]:
         yield Models(target, None, [scratch, None])
 
 
-def _directory_of(name: str | None) -> str | None:
+def _directory_of(name: str | None, base: str | None) -> str | None:
     """The directory of a model; None if a peer cannot read it.
 
     A peer cannot read a copy that we quantized.
     """
     if not name or name.startswith(SELF):
         return None
-    return str(base_of(name))
+    return str(base_of(name, base=base))
 
 
 def machine() -> dict[str, Any]:

@@ -237,11 +237,14 @@ def check(args: argparse.Namespace, commands: Parser) -> None:
 def _check_random_target(args: argparse.Namespace, commands: Parser) -> None:
     if not args.random_target:
         return
-    given = (args.draft, args.prompts, args.chat, args.mesh, args.target != "demo")
+    given = (
+        *(args.draft, args.base, args.prompts, args.chat, args.mesh),
+        args.target != "demo",
+    )
     if any(given):
         commands.error(
             "--random-target has random weights, no tokenizer and one device: it takes no "
-            "--target, --draft, --prompts, --chat or --mesh"
+            "--target, --draft, --base, --prompts, --chat or --mesh"
         )
     if args.random_target not in SIZES:
         commands.error(f"--random-target {args.random_target}: choose {', '.join(SIZES)}")

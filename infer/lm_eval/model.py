@@ -52,10 +52,13 @@ class Specjax(TemplateLM):
         seed: int = 0,
         dtype: str | None = None,
         quantize: str | None = None,
+        base: str | None = None,
         device: str | None = None,
         **options: Any,
     ):
         """Loads the models and checks the method and its ``options``.
+
+        ``base`` is that of a target that is a delta.
 
         The harness passes ``max_batch_size`` and ``device``, too; they have no effect.
 
@@ -64,7 +67,7 @@ class Specjax(TemplateLM):
         """
         super().__init__()
         use_compilation_cache()
-        self._target = lm.load(pretrained, dtype=dtype, quantize=quantize)
+        self._target = lm.load(pretrained, dtype=dtype, quantize=quantize, base=base)
         self._draft = _load_draft(self._target, draft, dtype, quantize)
         if self._target.tokenizer is None:
             raise OptionError(f"{pretrained} has no tokenizer")

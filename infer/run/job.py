@@ -442,9 +442,9 @@ def _reward(args: argparse.Namespace, spec: MethodSpec) -> Combined | None:
 
 def _model_digests(args: argparse.Namespace, target: sj.LM, draft: sj.LM | None) -> dict[str, str]:
     """Digests of the models and of the tokenizer, so that a file is resumed with the same ones."""
-    digests = {"target_digest": model_digest(args.target)}
+    digests = {"target_digest": model_digest(args.target, args.base)}
     if draft is not None:
-        digests["draft_digest"] = model_digest(draft.source)
+        digests["draft_digest"] = model_digest(draft.source, args.base)
     if target.tokenizer is not None:
         digests["tokenizer_digest"] = target.tokenizer.fingerprint
     return {name: digest[:SHOWN_DIGITS] for name, digest in digests.items()}

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infer.cli import SELF, mesh_text
-from infer.loading import device_memory, draft_name
+from infer.loading import bases_of, device_memory, draft_name
 from specjax import lm
 from specjax._util.errors import ModelError
 from specjax.models import ModelConfig, num_params
@@ -41,7 +41,8 @@ def print_plan(args: argparse.Namespace) -> int:
         names["draft"] = draft
 
     memory = int(args.memory * 2**30) if args.memory else device_memory()
-    plan = make_plan(names, args.dtype, memory, args.mesh, schemes, args.cache_dtype)
+    bases_of(args, draft)  # refuses --base without a delta
+    plan = make_plan(names, args.dtype, memory, args.mesh, schemes, args.cache_dtype, args.base)
     text = json.dumps(plan) if args.json else describe(plan)
     print(text)
     return 0
@@ -54,6 +55,7 @@ def make_plan(
     mesh: dict[str, int] | None = None,
     schemes: Mapping[str, str | None] | None = None,
     cache_dtype: str | None = None,
+    base: str | None = None,
 ) -> Plan:
     """The sizes of models in bytes, and the largest batches that fit, in rows.
 
@@ -64,6 +66,7 @@ def make_plan(
       mesh: devices along the axes ``data`` and ``model``; None: one device.
       schemes: by role, how the weights will be quantized.
       cache_dtype: of keys and values; None: as ``dtype``.
+      base: of models that are deltas, as :func:`specjax.load` takes it.
 
     Raises:
       ModelError: a model or its config cannot be used, or the target cannot be split.
@@ -72,7 +75,8 @@ def make_plan(
     schemes = schemes or {}
     models = {}
     for role, name in names.items():
-        models[role] = model_plan(name, dtype, mesh["model"], role, schemes.get(role), cache_dtype)
+        scheme = schemes.get(role)
+        models[role] = model_plan(name, dtype, mesh["model"], role, scheme, cache_dtype, base)
 
     weights = sum(model["weight_bytes_per_device"] for model in models.values())
     free = int(memory * (1 - HEADROOM)) - weights
@@ -110,13 +114,14 @@ def model_plan(
     role: str = "target",
     quantize: str | None = None,
     cache_dtype: str | None = None,
+    base: str | None = None,
 ) -> Plan:
     """One model's parameters, bytes of weights, and bytes of KV cache per token and row.
 
     The model is split over ``devices``. A draft that cannot be split is whole on each of them.
     """
     dtype = lm.resolve_dtype(dtype)
-    directory = lm.base_of(name, files=("config.json",))
+    directory = lm.base_of(name, ("config.json",), base)
     cfg = load_config(directory)
     scheme = parse_scheme(quantize) if quantize else stored_scheme(directory)
     cached = cache_dtype or DTYPES[dtype]

@@ -168,6 +168,11 @@ def is_main_process() -> bool:
     return jax.process_index() == 0
 
 
+def is_several() -> bool:
+    """Whether the run has several processes."""
+    return jax.process_count() > 1
+
+
 def any_process(flag: bool) -> bool:
     """Whether ``flag`` is true in any process; every process gets the same answer."""
     if jax.process_count() == 1:

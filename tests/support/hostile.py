@@ -617,7 +617,10 @@ SETTINGS = {  # key → values that must be refused
         "model.max_position data.seq_len optim.total_steps optim.batch_size optim.accumulate "
         "run.log_every run.eval_every run.checkpoint_every run.keep"
     ): ("0", "-1", "1.5", "true", '"x"', "[1]", "{}", "nan", str(2**63), LONG, "0x" + "f" * 5000),
-    ("model.num_kv_heads optim.warmup_steps run.seed run.eval_batches tokenizer.vocab_size"): (
+    (
+        "model.num_kv_heads optim.warmup_steps run.seed run.eval_batches tokenizer.vocab_size "
+        "run.patience run.sample_tokens"
+    ): (
         "-1",
         "1.5",
         "true",
@@ -630,20 +633,15 @@ SETTINGS = {  # key → values that must be refused
     "model.num_layers": (str(10**7), str(10**5)),
     "run.seed": (str(2**32),),
     "optim.clip_norm": ("-1", "nan", "inf", '"x"', "1e300"),  # 0: not clipped
-    ("model.rope_theta optim.learning_rate optim.muon_learning_rate distill.temperature"): (
-        "0",
-        "-1",
-        "nan",
-        "inf",
-        "-inf",
-        "true",
-        '"x"',
-        "1e400",
-        "9" * 400,
-        "1e300",
+    (
+        "model.rope_theta optim.learning_rate optim.muon_learning_rate "
+        "distill.temperature optim.epsilon"
+    ): ("0", "-1", "nan", "inf", "-inf", "true", '"x"', "1e400", "9" * 400, "1e300"),
+    "optim.beta1 optim.beta2 optim.muon_momentum optim.decay_fraction distill.alpha": (
+        *("-0.1", "1.5", "nan", "inf"),
     ),
-    "optim.beta1 optim.beta2 optim.decay_fraction distill.alpha": ("-0.1", "1.5", "nan", "inf"),
-    "optim.optimizer optim.schedule run.export_dtype": ('"x"', "5", "[]", "true"),
+    "optim.num_epochs": ("-1", "nan", "inf", "true", '"x"', "1e400"),
+    "optim.optimizer optim.schedule run.export_dtype run.keep_best": ('"x"', "5", "[]", "true"),
     "data.corpora data.files data.eval": ("5", '"x"', "[5]", '["a", 5]', "{}"),
     "run.dir model.init_from": ("5", "[]", "true", '"a\\u0000b"'),
     "run.tensorboard model.tie_embeddings": ("1", '"true"', "[]"),

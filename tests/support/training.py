@@ -38,8 +38,8 @@ def logged(directory: Path) -> list[dict[str, Any]]:
 
 def repeatable(directory):
     """The run's records without fields such as times, which differ between equal runs."""
-    rows = logged(directory)
-    return [{k: v for k, v in r.items() if not k.startswith("tokens_per_second")} for r in rows]
+    times = ("tokens_per_second", "seconds", "valid_seconds")
+    return [{k: v for k, v in r.items() if not k.startswith(times)} for r in logged(directory)]
 
 
 def small_tokenizer(home: Path) -> Tokenizer:

@@ -91,7 +91,7 @@ def test_two_processes_give_the_losses_of_one_device(start, tmp_path):
     one = command(start, tmp_path / "one", *SETTINGS[:2])
     subprocess.run(one, cwd=ROOT, check=True, capture_output=True)
     for two, single in zip(logged(tmp_path / "two"), logged(tmp_path / "one"), strict=True):
-        for name in ("loss", "clean_loss", "adaptive_loss", "grad_norm", "valid_loss"):
+        for name in ("loss", "objective", "adaptive_loss", "grad_norm", "valid_loss"):
             if name in single:
                 np.testing.assert_allclose(two[name], single[name], rtol=2e-4, err_msg=name)
     cards = [json.loads((tmp_path / r / "export/card.json").read_text()) for r in ("two", "one")]
@@ -143,14 +143,15 @@ def test_the_other_programs_run_in_two_processes_too(start, tmp_path, name):
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_process_stops_both_at_one_checkpoint(start, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_process_stops_both_at_one_checkpoint(start, tmp_path, number):
     run = tmp_path / "run"
     started = launch(start, run, SETTINGS[0], "optim.total_steps=100000")
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and not (run / "checkpoints/5").exists():
         assert [process.poll() for process in started] == [None, None]
         time.sleep(0.05)
-    started[1].send_signal(signal.SIGTERM)
+    started[1].send_signal(number)
     ended = results(started)
     assert [code for code, *_ in ended] == [0, 0], ended
     saved = max(int(path.name) for path in (run / "checkpoints").iterdir())

@@ -217,7 +217,7 @@ def test_hours_are_the_operations_at_half_of_the_peak(tmp_path, tokenizer):
     settings = ["optim.total_steps=1_000_000_000", "optim.batch_size=2", "optim.accumulate=3"]
     cfg = config(where, *settings)
     model = prepare_setup(cfg).model
-    tokens = 6e9 * operations.row_tokens(cfg.sdsat, cfg.data.seq_len)
+    tokens = 6e9 * cfg.data.seq_len
     wanted = tokens * operations.useful_operations(cfg, model) / (8 * 459e12 / 2) / 3600
     hours = operations.run_hours(cfg, model, "TPU v5", 8)
     np.testing.assert_allclose(hours["hours_at_half_the_peak"], wanted, atol=0.01)

@@ -77,9 +77,9 @@ def test_runs_log_every_loss_and_export_the_adaptive_ids(quick, tmp_path, start)
     assert len(trained) == 20 and len(trained[0]["adaptive_accuracy"]) == 3
     for row in trained:
         np.testing.assert_allclose(
-            row["loss"], (row["clean_loss"] + row["adaptive_loss"]) / 2, rtol=1e-4
+            row["objective"], (row["loss"] + row["adaptive_loss"]) / 2, rtol=1e-4
         )
-    assert trained[-1]["clean_loss"] < trained[0]["clean_loss"]
+    assert trained[-1]["loss"] < trained[0]["loss"]
     held_out = [row for row in repeatable(tmp_path / "run") if "valid_loss" in row]
     assert [row["step"] for row in held_out] == [10, 20]
     assert len(held_out[0]["valid_acceptance"]) == 3
@@ -132,7 +132,7 @@ def test_eight_devices_give_the_losses_of_one(quick, tmp_path, fsdp):
     records = (repeatable(tmp_path / name) for name in ("many", "one"))
     for many, one in zip(*records, strict=True):
         assert many.keys() == one.keys()
-        for name in ("loss", "clean_loss", "adaptive_loss", "grad_norm", "valid_loss"):
+        for name in ("loss", "objective", "adaptive_loss", "grad_norm", "valid_loss"):
             if name in one:
                 np.testing.assert_allclose(many[name], one[name], rtol=2e-4, err_msg=name)
     # A checkpoint of eight devices is resumed on one, and the other way round.
@@ -387,7 +387,7 @@ def test_useful_operations_count_each_token_and_each_visible_pair(loss):
     pairs = sequences * int(np.asarray(mask).sum())
     attention = 4 * pairs * model.num_heads * model.head_dim * model.num_layers
     assert attention > products / 2
-    counted = operations.useful_operations(cfg, model) * tokens
+    counted = operations.useful_operations(cfg, model) * T
     np.testing.assert_allclose(counted, 3 * (products + attention), rtol=0.03)
 
 

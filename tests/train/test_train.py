@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from train.config import (
     require_same,
 )
 from train.data.packing import IGNORE
+from train.engine.batches import with_total_steps
 from train.engine.directory import lock_directory
 from train.engine.loop import make_step
 from train.engine.losses import OutputHead, chunked_distillation
@@ -132,7 +134,8 @@ def test_distillation_is_the_kl_from_the_teacher(arrays):
     nll = OutputHead(head).cross_entropy(hidden, labels)[0]
     models = (OutputHead(head), hidden, OutputHead(teacher), other)
     for alpha in (0.0, 0.3, 1.0):
-        got, count = chunked_distillation(*models, labels, alpha, chunk=4)
+        got, count, on_data = chunked_distillation(*models, labels, alpha, chunk=4)
+        np.testing.assert_allclose(on_data, nll, rtol=1e-5)
         np.testing.assert_allclose(got, alpha * kl + (1 - alpha) * nll, rtol=1e-5)
         assert count == 13
 
@@ -142,6 +145,21 @@ def test_distillation_is_the_kl_from_the_teacher(arrays):
         )[0]
 
     assert not np.any(jax.grad(loss)(other)), "the teacher gets no gradient"
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0.0, 7), (1.0, 4), (2.5, 8), (0.01, 1)])
+def test_epochs_take_the_place_of_steps(epochs, steps):
+    data = SimpleNamespace(sources=[SimpleNamespace(lengths=np.array([60, 40]))])
+    changes = ["data.seq_len=16", "optim.batch_size=2", "optim.total_steps=7"]
+    cfg = from_toml(LMConfig, TINY_LM, [*changes, f"optim.num_epochs={epochs}"])
+    assert with_total_steps(cfg, data).optim.total_steps == steps
+
+
+def test_more_epochs_than_can_be_counted_are_refused():
+    data = SimpleNamespace(sources=[SimpleNamespace(lengths=np.array([60, 40]))])
+    cfg = from_toml(LMConfig, TINY_LM, ["optim.num_epochs=1e30"])
+    with pytest.raises(InputError, match=r"optim.num_epochs=1e\+30 are more than"):
+        with_total_steps(cfg, data)
 
 
 def params():

@@ -5,12 +5,14 @@ steps, so that interrupted averages and late NaNs would show.
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -31,6 +33,7 @@ from train.engine.loop import TrainingError, fit, make_step, weighted_mean
 from train.engine.metrics import Metrics, TensorBoard, speeds
 from train.engine.optim import make_optimizer
 from train.engine.program import run_and_print
+from train.engine.signals import noted_signals
 from train.lm import prepare as lm
 
 
@@ -69,6 +72,7 @@ def train(
     valid=(),
     optimizer=None,
     loss=squares,
+    recipe=None,
     **section,
 ):
     directory.mkdir(exist_ok=True)
@@ -84,6 +88,7 @@ def train(
         eval_loss=loss,
         valid=valid,
         resume=resume,
+        recipe=recipe,
     )
 
 
@@ -269,6 +274,61 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, capfd, limit)
         f"train.lm: File too large ({tmp_path / 'checkpoints'}); the last finished checkpoint is "
         "intact: make room and --resume"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "make room and --resume"),
+        (OSError(errno.EROFS, "Read-only file system"), "make it writable, or choose another"),
+        (PermissionError(errno.EACCES, "Permission denied"), "make it writable, or choose another"),
+        (ConnectionResetError(errno.ECONNRESET, "reset by peer"), "another process of the run"),
+        (OSError(errno.EIO, "Input/output error"), "intact: mend that and --resume"),
+    ],
+)
+def test_an_error_of_the_system_names_its_own_way_out(capfd, error, says):
+    def work():
+        raise error
+
+    assert run_and_print("train.lm", work) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert says in line and ("make room" in line) == (error.errno == errno.ENOSPC)
+
+
+UNINTERRUPTIBLE = """
+import hashlib
+from train.engine.signals import noted_signals
+
+with noted_signals(lambda text: print(text, flush=True)):
+    print("ready", flush=True)
+    # As a compilation, it gives Python no chance to handle a signal.
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+"""
+
+
+def test_a_second_interrupt_ends_at_once():
+    process = subprocess.Popen(
+        [sys.executable, "-c", UNINTERRUPTIBLE], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 130
+    finally:
+        process.kill()
+
+
+def test_the_first_interrupt_says_what_a_second_one_does():
+    told = []
+    with noted_signals(told.append) as requests:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert requests.is_stopped() and requests.received == [signal.SIGTERM, signal.SIGINT]
+    assert told == ["stops after this step, and saves; Ctrl-C again ends at once"]
+    assert signal.getsignal(signal.SIGINT) is not signal.SIG_DFL
 
 
 @pytest.fixture(scope="module")
@@ -508,8 +568,11 @@ def test_a_run_reports_to_weights_and_biases_and_resumes_there(tmp_path, monkeyp
     module = SimpleNamespace(init=lambda **options: told.append(options) or client, __spec__=True)
     monkeypatch.setitem(sys.modules, "wandb", module)
     for steps in (10, 20):
-        train(tmp_path, steps=steps, resume=steps > 10, wandb="own")
+        train(
+            tmp_path, steps=steps, resume=steps > 10, wandb="own", recipe={"optim": {"beta1": 0.9}}
+        )
     first, (step, scalars), *_, end = told[: len(told) // 2]
+    assert first["config"] == {"optim": {"beta1": 0.9}} and first["allow_val_change"]
     assert first["project"] == "own" and first["resume"] == "allow" and first in told[3:]
     assert step == 10 and {"loss", "grad_norm", "tokens_per_second"} <= scalars.keys()
     assert end == "end" == told[-1] and told[-2][0] == 20

@@ -17,13 +17,21 @@ MAY_CHANGE = {
     "sdsat": ("probe_length", "decode_prompts", "decode_tokens"),
     "head": ("decode_prompts", "decode_tokens"),
     "optim": (
-        *("total_steps", "learning_rate", "muon_learning_rate", "weight_decay", "clip_norm"),
+        *(
+            "total_steps",
+            "num_epochs",
+            "learning_rate",
+            "muon_learning_rate",
+            "weight_decay",
+            "clip_norm",
+        ),
         *("schedule", "warmup_steps", "decay_fraction", "final_fraction"),
     ),
     "mesh": ("fsdp", "devices", "topology", "memory_gib"),
     "run": (
         *("dir", "log_every", "eval_every", "eval_batches", "checkpoint_every", "keep"),
-        *("checkpoint_minutes", "export_dtype", "tensorboard", "wandb"),
+        *("checkpoint_minutes", "keep_best", "patience", "sample_tokens"),
+        *("export_dtype", "tensorboard", "wandb"),
     ),
 }
 

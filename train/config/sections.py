@@ -95,6 +95,8 @@ class Optim:
     muon_learning_rate: PositiveFloat = 2e-2  # of the matrices inside the blocks
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.95
+    epsilon: PositiveFloat = 1e-8  # of AdamW: added to the root of the second moment
+    muon_momentum: BelowOne = 0.95
     weight_decay: NotNegativeFloat = 0.1  # on matrices only
     clip_norm: NotNegativeFloat = 1.0  # the largest norm of all gradients; 0: not clipped
     schedule: Literal["wsd", "cosine"] = "wsd"
@@ -102,6 +104,7 @@ class Optim:
     decay_fraction: Fraction = 0.3  # wsd: the share of steps that anneal
     final_fraction: Fraction = 0.02  # learning rate at the end, as a share of the peak
     total_steps: PositiveInt = 1000
+    num_epochs: NotNegativeFloat = 0.0  # if above 0: so many epochs, instead of total_steps
     batch_size: PositiveInt = 16  # rows per micro-batch
     accumulate: PositiveInt = 1  # micro-batches per optimizer step (gradient accumulation)
 
@@ -140,7 +143,14 @@ class Run:
     checkpoint_every: PositiveInt = 100
     checkpoint_minutes: NotNegativeFloat = 0.0  # also save after so many minutes; 0: steps alone
     keep: PositiveInt = 2
-    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    # Also keep the checkpoint of the best evaluation, and export it instead of the last one.
+    # "loss": by held-out loss; "accepted": by accepted length, where evaluations decode.
+    keep_best: Literal["", "loss", "accepted"] = ""
+    patience: NotNegativeInt = 0  # evaluations without a better one that end the run; 0: none do
+    # train.lm: new tokens of a held-out text that each evaluation continues; 0: none. The other
+    # programs decode anyway.
+    sample_tokens: NotNegativeInt = 0
+    export_dtype: Literal["float32", "bfloat16", "float16", "int8"] = "float32"  # int8: of a delta
     tensorboard: bool = False  # also write event files into dir/events
     wandb: str = ""  # also report to this project of Weights & Biases, through its client
 
@@ -170,6 +180,7 @@ class LMConfig:
     def __post_init__(self):
         _set_rates(self, "full" if self.model.init_from else "new")
         _check_batch(self)
+        _check_export(self.run, is_delta=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +240,7 @@ class SDSATConfig:
     def __post_init__(self):
         _set_rates(self, self.model.train)
         _check_batch(self)
+        _check_export(self.run, is_delta=self.model.train == "gated-lora")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +286,7 @@ class HeadRunConfig:
     def __post_init__(self):
         _set_rates(self, "head")
         _check_batch(self)
+        _check_export(self.run, is_delta=False)
 
 
 def _set_rates(cfg: LMConfig | SDSATConfig | HeadRunConfig, trained: str) -> None:
@@ -298,4 +311,13 @@ def _check_batch(cfg: LMConfig | SDSATConfig | HeadRunConfig) -> None:
         raise InputError(
             f"optim.accumulate={optim.accumulate} × optim.batch_size={optim.batch_size} rows of "
             f"data.seq_len={cfg.data.seq_len} are {tokens} tokens, more than {INT32_MAX}: lower one"
+        )
+
+
+def _check_export(run: Run, is_delta: bool) -> None:
+    """Raises InputError if the export cannot have the dtype."""
+    if run.export_dtype == "int8" and not is_delta:
+        raise InputError(
+            'run.export_dtype="int8" is for the adapters of model.train="gated-lora": export '
+            "float16, and quantize the export with infer.convert"
         )

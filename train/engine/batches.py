@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 from tokenizers import Tokenizer
 
 from specjax._util import processes
+from specjax._util.checks import INT32_MAX
+from specjax._util.errors import InputError
 from train.config import DataSection, HeadRunConfig, LMConfig, SDSATConfig
 from train.data.encoding import Layout
 from train.data.in_memory import prepare
@@ -17,7 +21,10 @@ from train.data.loader import Loader, ValidBatch, make_loader, valid_batches
 from train.data.packing import Transform
 from train.data.reading import Document, Intake
 from train.data.shards.building import load_documents, load_shards
-from train.data.tokenized import Corpus, Skipped
+from train.data.tokenized import Corpus, Skipped, train_tokens
+from train.engine.loop import TextCounts
+
+Config = TypeVar("Config", LMConfig, SDSATConfig, HeadRunConfig)
 
 
 class Texts(NamedTuple):
@@ -73,6 +80,29 @@ def _read_corpus(
     if documents is None:
         documents = read_documents(data)
     return prepare(documents.texts, tokenizer, cache, layout, documents.skipped)
+
+
+def with_total_steps(cfg: Config, data: Corpus) -> Config:
+    """The config with the steps that ``optim.num_epochs`` asks for, if it does.
+
+    Raises:
+      InputError: they are more than an int32 can count.
+    """
+    optim = cfg.optim
+    if not optim.num_epochs:
+        return cfg
+    step = optim.batch_size * optim.accumulate * cfg.data.seq_len
+    steps = max(1, math.ceil(optim.num_epochs * train_tokens(data) / step))
+    if steps > INT32_MAX:
+        raise InputError(
+            f"optim.num_epochs={optim.num_epochs} are more than {INT32_MAX} steps: lower it"
+        )
+    return dataclasses.replace(cfg, optim=dataclasses.replace(optim, total_steps=steps))
+
+
+def text_counts(cfg: LMConfig | SDSATConfig | HeadRunConfig, data: Corpus) -> TextCounts:
+    """The tokens of text that a run's speed and progress are counted in."""
+    return TextCounts(row=cfg.data.seq_len, epoch=train_tokens(data))
 
 
 def process_batches(

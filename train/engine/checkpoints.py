@@ -14,11 +14,18 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from orbax.checkpoint import CheckpointManager, CheckpointManagerOptions, args
+from orbax.checkpoint.checkpoint_managers import (
+    AnyPreservationPolicy,
+    LatestN,
+    PolicyCheckpointInfo,
+    PreservationContext,
+    PreservationPolicy,
+)
 
 from specjax._util.errors import InputError
 
@@ -27,7 +34,11 @@ _MISMATCH = ("Requested shape", "User-provided restore item")
 
 
 class Checkpoints:
-    """The checkpoints of one run, in ``directory``."""
+    """The checkpoints of one run, in ``directory``.
+
+    Attributes:
+      best_step: the step of a checkpoint that is kept besides the ``keep`` newest ones.
+    """
 
     def __init__(self, directory: str | Path, keep: int):
         if os.path.isfile(directory):
@@ -36,7 +47,11 @@ class Checkpoints:
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._until_closed = contextlib.ExitStack()
         self._until_closed.enter_context(_without_late_results())
-        options = CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self.best_step: int | None = None
+        options = CheckpointManagerOptions(
+            preservation_policy=AnyPreservationPolicy([LatestN(keep), _KeepBest(self)]),
+            cleanup_tmp_directories=True,
+        )
         with _writing(Path(directory)):
             self._manager = CheckpointManager(Path(directory).absolute(), options=options)
 
@@ -44,6 +59,10 @@ class Checkpoints:
     def latest(self) -> int | None:
         """The step of the newest finished checkpoint."""
         return self._manager.latest_step()
+
+    def has(self, step: int | None) -> bool:
+        """Whether there is a finished checkpoint of this step."""
+        return step in self._manager.all_steps()
 
     def save(self, step: int, arrays: Any, note: dict[str, Any]) -> None:
         """Starts saving; the device arrays are copied before this returns.
@@ -71,28 +90,34 @@ class Checkpoints:
             raise self._damaged("its note is not as this version wrote it")
         return signed["note"]
 
-    def arrays(self, like: Any) -> Any:
-        """The newest checkpoint's arrays, with the shapes and shardings of the tree ``like``.
+    def arrays(self, like: Any, step: int | None = None) -> Any:
+        """A checkpoint's arrays, with the shapes and shardings of the tree ``like``.
+
+        Args:
+          step: of the checkpoint; None: the newest one.
 
         Raises:
           InputError: they have other shapes, or are damaged.
         """
-        return self._restore("arrays", args.StandardRestore(like))
+        self.wait()
+        return self._restore("arrays", args.StandardRestore(like), step)
 
-    def _restore(self, item: str, request: Any) -> Any:
-        """One item of the newest checkpoint, restored as orbax's ``request`` says."""
+    def _restore(self, item: str, request: Any, step: int | None = None) -> Any:
+        """One item of a checkpoint, restored as orbax's ``request`` says."""
+        if step is None:
+            step = self.latest
         try:
-            return self._manager.restore(self.latest, args=args.Composite(**{item: request}))[item]
+            return self._manager.restore(step, args=args.Composite(**{item: request}))[item]
         except Exception as error:  # orbax raises bare Exceptions for files it cannot read
             reason = _first_sentence(error)
             if not str(error).startswith(_MISMATCH):
-                raise self._damaged(reason) from None
-            raise InputError(
-                f"checkpoint {self.latest} does not fit this config: {reason}"
-            ) from None
+                raise self._damaged(reason, step) from None
+            raise InputError(f"checkpoint {step} does not fit this config: {reason}") from None
 
-    def _damaged(self, reason: str) -> InputError:
-        *before, step = sorted(self._manager.all_steps())
+    def _damaged(self, reason: str, step: int | None = None) -> InputError:
+        if step is None:
+            step = self.latest
+        before = sorted(other for other in self._manager.all_steps() if other != step)
         if before:
             way_out = f"goes on from step {before[-1]}"
         else:
@@ -102,15 +127,32 @@ class Checkpoints:
             f"checkpoint {path} is damaged ({reason}): move it away, and --resume {way_out}"
         )
 
-    def close(self) -> None:
+    def wait(self) -> None:
         """Waits until every save that was started is on disk.
 
         Raises:
           OSError: one of them cannot be written.
         """
+        with _writing(self._manager.directory):
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """As :meth:`wait`, and ends the threads that write."""
         with self._until_closed, _writing(self._manager.directory):
             self._manager.wait_until_finished()
             self._manager.close()
+
+
+class _KeepBest(PreservationPolicy):
+    """Keeps the checkpoint of ``checkpoints.best_step``, which changes as the run goes on."""
+
+    def __init__(self, checkpoints: Checkpoints):
+        self._checkpoints = checkpoints
+
+    def should_preserve(
+        self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: PreservationContext
+    ) -> Sequence[bool]:
+        return [checkpoint.step == self._checkpoints.best_step for checkpoint in checkpoints]
 
 
 @contextlib.contextmanager

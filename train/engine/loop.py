@@ -7,38 +7,45 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from specjax._util import processes
 from train.config import Optim, Run, require_same
 from train.data.loader import Loader, ValidBatch
 from train.data.packing import stack
+from train.engine.averages import (
+    MOST_AHEAD,
+    StepResult,
+    from_json,
+    mean_of_steps,
+    to_json,
+    weighted_mean,
+)
+from train.engine.best import Best, require_measured
 from train.engine.checkpoints import Checkpoints
 from train.engine.metrics import Metrics, open_trackers, require_trackers, speeds
-from train.engine.optim import schedule_warning
+from train.engine.optim import schedule, schedule_warning
 from train.engine.placement import Placement
 from train.engine.progress import Progress
+from train.engine.signals import StopRequests, noted_signals
+from train.engine.stopwatch import COMPILING, EVALUATION, SAVING, STEPS, Stopwatch
 
 # loss(params, frozen, batch) -> (summed loss, token count): means are taken over the whole step.
 # It may return a third value: by name, pairs (sum, count) of equal shapes. Their ratios are logged.
+# A "loss" among them is logged as the loss, and what is minimized as the objective.
 LossFn = Callable[[dict, Any, dict], tuple]
-Extras = dict[str, tuple[jax.Array, jax.Array]]
 # In the run's directory:
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
-# Steps, or held-out batches, that the device has been sent and has not finished. With two, it never
-# waits for the host. With more, a signal would wait for all of them.
-MOST_AHEAD = 2
+MOST_SKIPPED = 10  # steps in a row that the optimizer may skip, before the run ends
 
 
 class TrainingError(RuntimeError):
@@ -47,16 +54,48 @@ class TrainingError(RuntimeError):
 
 @dataclasses.dataclass
 class RunResult:
-    """How a run ended: its params, its last step, and the last held-out loss in nats per token.
+    """How a run ended.
 
-    ``valid_extras`` are further held-out figures by name.
+    Attributes:
+      params: after the last step, or those of the best evaluation.
+      step: the last step.
+      finished: whether the run had all steps and the evaluation after the last one, or ran out of
+        ``run.patience``.
+      valid_loss: of the params, held out, in nats per token.
+      valid_extras: further held-out figures of the params, by name.
+      best_step: the step of the params, if ``run.keep_best`` chose them.
     """
 
     params: dict
     step: int
-    finished: bool  # all steps, and the evaluation after the last one
+    finished: bool
     valid_loss: float | None
     valid_extras: dict[str, Any] = dataclasses.field(default_factory=dict)
+    best_step: int | None = None
+
+
+class Measured(NamedTuple):
+    """What an evaluation measures besides the held-out loss.
+
+    Attributes:
+      figures: by name.
+      sample: a text that the model has written, for the log.
+    """
+
+    figures: dict[str, Any]
+    sample: str | None = None
+
+
+class TextCounts(NamedTuple):
+    """Tokens of text, to log speed and progress by. What a loss adds to rows does not count.
+
+    Attributes:
+      row: tokens of a row.
+      epoch: tokens that one epoch trains on.
+    """
+
+    row: int
+    epoch: int
 
 
 class _State(NamedTuple):
@@ -127,9 +166,11 @@ def fit(
     resume: bool = False,
     fixed: dict[str, Any] | None = None,
     weigh: Callable[[dict], dict] | None = None,
-    measure: Callable[[dict, Any], dict[str, Any]] | None = None,
+    measure: Callable[[dict, Any], Measured] | None = None,
     placement: Placement | None = None,
     operations: float | None = None,
+    counts: TextCounts | None = None,
+    recipe: dict[str, Any] | None = None,
 ) -> RunResult:
     """Trains until ``optim.total_steps``, or until SIGTERM or SIGINT, which save first.
 
@@ -144,16 +185,22 @@ def fit(
         first checkpoint starts over.
       fixed: settings that a resumed run must not change, by name.
       weigh: see :func:`make_step`.
-      measure: figures by name from (params, frozen), taken with every evaluation.
+      measure: is called with (params, frozen) at every evaluation; None if nothing is measured.
       placement: over which devices the arrays are split; one device if None. With several
         processes each one calls this, with its own rows in ``loader`` and ``valid``.
-      operations: FLOPs that the model needs per token, forward and backward, for the logged MFU.
+      operations: FLOPs that the model needs per token of text, forward and backward, for the
+        logged MFU.
+      counts: tokens of text; None: all tokens of the batches, and no epochs in the log.
+      recipe: the run's config, for experiment trackers.
 
     Raises:
-      TrainingError: the loss or a parameter is no longer finite.
-      InputError: there is no checkpoint to resume from, or a ``fixed`` setting differs.
+      TrainingError: the loss or a parameter is no longer finite, or too many steps in a row were
+        skipped.
+      InputError: there is no checkpoint to resume from, a ``fixed`` setting differs, or
+        ``run.keep_best`` names what is not evaluated.
     """
     require_trackers(run)
+    require_measured(run, bool(valid), decodes=measure is not None)
     checkpoints = Checkpoints(Path(run.dir) / CHECKPOINTS, run.keep)
     log = Path(run.dir) / METRICS
     # A run that was killed before its first checkpoint has a log alone, and starts over.
@@ -161,11 +208,14 @@ def fit(
     processes.check_agreement(checkpoint=checkpoints.latest, resume=resume, settings=fixed)
 
     placement = placement or Placement()
-    state, unlogged, must_evaluate = _begin(
-        checkpoints, params, optimizer, loader, resume, fixed, placement
-    )
+    begun = _begin(checkpoints, params, optimizer, loader, resume, fixed, placement)
+    state = begun.state
+    best = Best.resumed(begun.note.get("best"), run.keep_best, len(valid))
+    if not checkpoints.has(best.step):  # somebody moved it away
+        best = Best(run.keep_best, len(valid))
+    checkpoints.best_step = best.step
     frozen = placement.place_state(frozen)
-    metrics = _open_metrics(run, log, state.step)
+    metrics = _open_metrics(run, log, state.step, recipe)
     placed = placement.step_shardings(state.params, state.opt_state)
     training = _Training(
         run=run,
@@ -182,15 +232,20 @@ def fit(
         ),
         placement=placement,
         operations=operations,
+        counts=counts,
         checkpoints=checkpoints,
         metrics=metrics,
         state=state,
-        unlogged=unlogged,
-        must_evaluate=must_evaluate,
+        unlogged=begun.unlogged,
+        # Older checkpoints lack these.
+        must_evaluate=begun.note.get("must_evaluate", False),
+        skipped=begun.note.get("skipped", 0),
+        watch=Stopwatch(begun.note.get("seconds")),
+        best=best,
     )
     with closing(checkpoints), closing(metrics):
         training.train()
-    return training.result()
+        return training.result()
 
 
 class _Evaluation(NamedTuple):
@@ -199,19 +254,18 @@ class _Evaluation(NamedTuple):
     loss_fn: Callable
     batches: list[ValidBatch]
     frozen: Any
-    measure: Callable[[dict, Any], dict[str, Any]] | None
+    measure: Callable[[dict, Any], Measured] | None
 
-    def run(
-        self, params: dict, is_stopped: Callable[[], bool]
-    ) -> tuple[float, dict[str, Any]] | None:
-        """(held-out loss in nats per token, further figures by name); None if it is stopped."""
+    def run(self, params: dict, is_stopped: Callable[[], bool]) -> tuple[float, Measured] | None:
+        """(held-out loss in nats per token, what else was measured); None if it is stopped."""
         means = weighted_mean(self.loss_fn, params, self.frozen, self.batches, is_stopped)
         if means is None:
             return None
         loss, extras = means
-        if self.measure:
-            extras = extras | self.measure(params, self.frozen)
-        return loss, extras
+        if not self.measure:
+            return loss, Measured(extras)
+        figures, sample = self.measure(params, self.frozen)
+        return loss, Measured(extras | figures, sample)
 
 
 @dataclasses.dataclass
@@ -227,65 +281,116 @@ class _Training:
     evaluation: _Evaluation
     placement: Placement
     operations: float | None
+    counts: TextCounts | None
     checkpoints: Checkpoints
     metrics: Metrics
     state: _State
-    unlogged: list  # (loss, extras) of the steps since the last log line, on the device
+    unlogged: list[StepResult]  # of the steps since the last log line, on the device
     must_evaluate: bool  # a signal has stopped the evaluation after the last step
-    signals: list[int] = dataclasses.field(default_factory=list)  # received since training began
+    skipped: int  # steps of the run whose gradients were not finite
+    watch: Stopwatch
+    best: Best
+    requests: StopRequests = dataclasses.field(default_factory=StopRequests)
     valid_loss: float | None = None
     valid_extras: dict[str, Any] = dataclasses.field(default_factory=dict)
-    log_time: float = 0.0  # when the current logging interval began
     save_time: float = 0.0
+    unchecked: list[StepResult] = dataclasses.field(default_factory=list)  # maybe skipped
+    skipped_in_row: int = 0
+    # Of the current log line: steps after the process's first one, and when they began.
+    timed_steps: int = 0
+    timed_from: float = 0.0
+    is_first_step: bool = True
 
     def train(self) -> None:
         """Runs the steps that are left, and saves at the end."""
         total = self.optim.total_steps
         with (
-            noted_signals() as self.signals,
             Progress(total, self.state.step, shown=processes.is_main_process()) as progress,
+            noted_signals(progress.note) as self.requests,
         ):
             if warning := schedule_warning(self.optim):
                 progress.note(warning)
-            self.log_time = time.perf_counter()
+            with self.watch.spending(COMPILING):
+                self._learning_rates()  # so that its first call is no time of a step
             self.save_time = time.monotonic()
+            self.timed_from = self.watch.seconds()[STEPS]
             if self.must_evaluate:
                 self._evaluate(progress)
-            while self.state.step < total and not self._is_stopped():
-                norm, tokens = self._train_step()
+            while not self._is_complete() and not self.requests.is_stopped():
+                tokens = self._train_step(progress)
                 step = self.state.step
                 last = step == total
                 if step % self.run.log_every == 0 or last:
-                    self._log(progress, norm, tokens)
+                    self._log(progress, tokens)
+                is_best = False
                 if self.evaluation.batches and (step % self.run.eval_every == 0 or last):
-                    self._evaluate(progress)
+                    is_best = self._evaluate(progress)
                 # All processes must ask in every step, because any_process is a collective.
                 due = self._save_is_due()
-                if step % self.run.checkpoint_every == 0 or due or last:
+                if step % self.run.checkpoint_every == 0 or due or is_best or last:
                     self._save()
                     self.save_time = time.monotonic()
             self._save()
+            with self.watch.spending(SAVING):
+                self.checkpoints.wait()
 
-    def _is_stopped(self) -> bool:
-        """Whether any process has received a signal. It is a collective: all processes must ask."""
-        return processes.any_process(bool(self.signals))
+    def _is_complete(self) -> bool:
+        """Whether no step is left, or no evaluation of a long row was better."""
+        return self.state.step >= self.optim.total_steps or self.best.is_out_of_patience(self.run)
 
     def result(self) -> RunResult:
         """How the run ended; evaluates if it was resumed after its last step."""
-        finished = self.state.step >= self.optim.total_steps and not self.must_evaluate
+        finished = self._is_complete() and not self.must_evaluate
+        if finished and self.best.step is not None:
+            return RunResult(
+                self._best_params(),
+                self.state.step,
+                finished,
+                self.best.valid_loss,
+                self.best.valid_extras,
+                self.best.step,
+            )
         if self.evaluation.batches and finished and self.valid_loss is None:
             outcome = self.evaluation.run(self.state.params, lambda: False)
             assert outcome is not None, "nothing stops it"
-            self.valid_loss, self.valid_extras = outcome
+            self.valid_loss = outcome[0]
+            self.valid_extras = outcome[1].figures
         return RunResult(
             self.state.params, self.state.step, finished, self.valid_loss, self.valid_extras
         )
 
-    def _train_step(self) -> tuple[jax.Array, int]:
+    def _best_params(self) -> dict:
+        """The params of the best evaluation, from its checkpoint."""
+        if self.best.step == self.state.step:
+            return self.state.params
+        arrays = {"params": self.state.params, "opt_state": self.state.opt_state}
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
+        )
+        # A device may not have room for the last and the best state.
+        del arrays
+        self.state = self.state._replace(params={}, opt_state=None)
+        return self.checkpoints.arrays(shapes, self.best.step)["params"]
+
+    def _train_step(self, progress: Progress) -> int:
         """Sends one optimizer step to the device, and waits for the step before it.
 
-        Returns (gradient norm, tokens of all processes).
+        Returns the step's tokens of text, of all processes.
         """
+        if not self.is_first_step:
+            tokens = self._send_step()
+            self._count_skipped(MOST_AHEAD - 1)
+            self.timed_steps += 1
+            return tokens
+        # The first step compiles the program, so it tells nothing of the others' time.
+        with self.watch.spending(COMPILING):
+            tokens = self._send_step()
+            self._count_skipped(0)
+        self.is_first_step = False
+        progress.start_timing(self.state.step)
+        return tokens
+
+    def _send_step(self) -> int:
         batches = stack([next(self.loader) for _ in range(self.optim.accumulate)])
         params, opt_state, loss, norm, extras = self.step_fn(
             self.state.params,
@@ -294,36 +399,100 @@ class _Training:
             self.placement.place_rows(batches, 1),
         )
         self.state = _State(params, opt_state, self.state.step + 1)
-        self.unlogged.append((loss, extras))
-        _wait_for_older([loss for loss, _ in self.unlogged[-MOST_AHEAD:]])
-        return norm, batches["tokens"].size * jax.process_count()
+        result = StepResult(loss, norm, extras)
+        self.unlogged.append(result)
+        self.unchecked.append(result)
+        *rows, length = batches["tokens"].shape
+        return math.prod(rows) * (self.counts.row if self.counts else length) * jax.process_count()
 
-    def _log(self, progress: Progress, norm: jax.Array, tokens: int) -> None:
+    def _count_skipped(self, ahead: int) -> None:
+        """Waits for all steps but the ``ahead`` newest, and counts those that were skipped."""
+        while len(self.unchecked) > ahead:
+            is_skipped = self.unchecked.pop(0).is_skipped
+            self.skipped += is_skipped
+            self.skipped_in_row = self.skipped_in_row + 1 if is_skipped else 0
+            if self.skipped_in_row == MOST_SKIPPED:
+                step = self.state.step - len(self.unchecked)
+                way_out = _way_out(self.checkpoints)
+                raise TrainingError(
+                    f"the gradients of {MOST_SKIPPED} steps in a row, up to step {step}, are not "
+                    f"finite; {way_out}"
+                )
+
+    def _log(self, progress: Progress, tokens: int) -> None:
         """One log line: means since the last line, and the gradient norm of the last step."""
-        loss, means = _means(self.unlogged)
-        _require_finite("the loss", loss, self.state.step, self.checkpoints)
-        now = time.perf_counter()
-        rate = tokens * len(self.unlogged) / (now - self.log_time)
-        self.log_time = now
+        self._count_skipped(0)
+        step = self.state.step
+        figures = self._figures_of_steps()
+        seconds = self.watch.seconds()
+        rate = None
+        if self.timed_steps:
+            rate = tokens * self.timed_steps / max(seconds[STEPS] - self.timed_from, 1e-9)
+            figures |= speeds(rate, self.operations)
+        self.timed_steps = 0
+        self.timed_from = seconds[STEPS]
 
-        figures = {"loss": loss, "grad_norm": float(norm)} | speeds(rate, self.operations)
-        self.metrics.write(step=self.state.step, **figures, **means)
-        progress.log(self.state.step, loss, rate, figures.get("mfu"))
+        figures |= self._learning_rates() | {"tokens": tokens * step, "seconds": seconds}
+        if self.counts:
+            figures["epoch"] = tokens * step / max(1, self.counts.epoch)
+        self.metrics.write(step=step, **figures)
+        progress.log(step, figures.get("loss"), rate, figures.get("mfu"))
         self.unlogged = []
 
-    def _evaluate(self, progress: Progress) -> None:
+    def _figures_of_steps(self) -> dict[str, Any]:
+        """Figures of the steps since the last log line. Without a ``loss`` if all were skipped."""
+        figures: dict[str, Any] = {}
+        skipped = sum(result.is_skipped for result in self.unlogged)
+        if skipped:
+            figures["skipped_steps"] = skipped
+        means = mean_of_steps(self.unlogged)
+        if means is None:
+            return figures
+        objective, extras = means
+        _require_finite("the loss", objective, self.state.step, self.checkpoints)
+        norm = float(self.unlogged[-1].norm)
+        figures["loss"] = objective
+        figures["grad_norm"] = norm if math.isfinite(norm) else None
+        if "loss" in extras:
+            figures["objective"] = objective
+        return figures | extras
+
+    def _learning_rates(self) -> dict[str, float]:
+        """The rates of the last step. The optimizer does not count the steps it has skipped."""
+        count = max(0, self.state.step - 1 - self.skipped)
+        rates = {"learning_rate": self.optim.learning_rate}
+        if self.optim.optimizer == "muon":
+            rates["muon_learning_rate"] = self.optim.muon_learning_rate
+        return {name: float(schedule(self.optim, peak)(count)) for name, peak in rates.items()}
+
+    def _evaluate(self, progress: Progress) -> bool:
+        """Evaluates and logs; returns whether the params must be saved as the best ones."""
+        self._count_skipped(0)  # what the device still computes is no time of the evaluation
         step = self.state.step
-        outcome = self.evaluation.run(self.state.params, self._is_stopped)
+        before = self.watch.seconds()[EVALUATION]
+        with self.watch.spending(EVALUATION):
+            outcome = self.evaluation.run(self.state.params, self.requests.is_stopped)
         self.must_evaluate = outcome is None
         if outcome is None:
-            return
-        self.valid_loss, self.valid_extras = outcome
+            return False
+        self.valid_loss, (self.valid_extras, sample) = outcome
         _require_finite("the held-out loss", self.valid_loss, step, self.checkpoints)
-        named = {f"valid_{name}": value for name, value in self.valid_extras.items()}
-        self.metrics.write(step=step, valid_loss=self.valid_loss, **named)
+
+        record = {f"valid_{name}": value for name, value in self.valid_extras.items()}
+        record["valid_seconds"] = self.watch.seconds()[EVALUATION] - before
+        if sample is not None:
+            record["sample"] = sample
+        self.metrics.write(step=step, valid_loss=self.valid_loss, **record)
         progress.note(f"step {step}: held-out loss {self.valid_loss:.4f} nats per token")
-        # The next speed is of training steps alone.
-        self.log_time = time.perf_counter()
+        if sample is not None:
+            progress.note(f"step {step}: sample {sample!r}")
+        is_best = self.best.update(step, self.valid_loss, self.valid_extras)
+        if self.best.is_out_of_patience(self.run):
+            progress.note(
+                f"step {step}: ends, {self.best.worse} evaluations after the best one of step "
+                f"{self.best.step} (run.patience)"
+            )
+        return is_best
 
     def _save_is_due(self) -> bool:
         """Whether ``run.checkpoint_minutes`` have passed, on any of the processes."""
@@ -333,20 +502,34 @@ class _Training:
         return processes.any_process(time.monotonic() - self.save_time > 60 * minutes)
 
     def _save(self) -> None:
+        self._count_skipped(0)  # what the device still computes is no time of saving
         note = {
             "loader": self.loader.get_state(),
             "fixed": self.fixed,
             "must_evaluate": self.must_evaluate,
+            "skipped": self.skipped,
+            "seconds": self.watch.seconds(),
+            "best": dataclasses.asdict(self.best),
         }
-        _save_state(self.checkpoints, self.state, self.unlogged, note)
+        self.checkpoints.best_step = self.best.step
+        with self.watch.spending(SAVING):
+            _save_state(self.checkpoints, self.state, self.unlogged, note)
 
 
-def _open_metrics(run: Run, log: Path, step: int) -> Metrics:
+def _open_metrics(run: Run, log: Path, step: int, recipe: dict[str, Any] | None) -> Metrics:
     """The run's log. Of several processes, only the first writes one."""
     leads = processes.is_main_process()
-    trackers = open_trackers(run, step) if leads else []
+    trackers = open_trackers(run, step, recipe) if leads else []
     path = log if leads else None
     return processes.raise_everywhere(lambda: Metrics(path, keep_through=step, trackers=trackers))
+
+
+class _Begun(NamedTuple):
+    """The state that training goes on from; the ``note`` of its checkpoint, empty without one."""
+
+    state: _State
+    unlogged: list[StepResult]
+    note: dict[str, Any]
 
 
 def _begin(
@@ -357,16 +540,13 @@ def _begin(
     resume: bool,
     fixed: dict[str, Any] | None,
     placement: Placement,
-) -> tuple[_State, list, bool]:
-    """The first state, or the newest checkpoint's; its unlogged (loss, extras); must_evaluate.
-
-    The loader is set to match.
-    """
+) -> _Begun:
+    """The first state, or the newest checkpoint's. The loader is set to match."""
     params = placement.place_state(params)
     opt_state = placement.initialize(optimizer.init, params)
     step = 0
-    unlogged = []
-    must_evaluate = False
+    unlogged: list[StepResult] = []
+    note: dict[str, Any] = {}
     if resume:
         note = checkpoints.note()
         require_same(note["fixed"] or {}, fixed or {})
@@ -374,17 +554,16 @@ def _begin(
         params = arrays["params"]
         opt_state = arrays["opt_state"]
         step = note["step"]
-        unlogged = list(zip(map(np.float32, note["pending"]), note["extras"], strict=True))
-        must_evaluate = note.get("must_evaluate", False)  # older checkpoints lack it
+        unlogged = from_json(note)
         loader.set_state(note["loader"])
 
     # Copies, because the step donates them, and restored arrays may alias orbax's buffers.
     params, opt_state = jax.tree.map(jnp.copy, (params, opt_state))
-    return _State(params, opt_state, step), unlogged, must_evaluate
+    return _Begun(_State(params, opt_state, step), unlogged, note)
 
 
 def _save_state(
-    checkpoints: Checkpoints, state: _State, unlogged: list, note: dict[str, Any]
+    checkpoints: Checkpoints, state: _State, unlogged: list[StepResult], note: dict[str, Any]
 ) -> None:
     """Saves a state unless its step is saved already.
 
@@ -395,114 +574,27 @@ def _save_state(
     """
     if state.step == (checkpoints.latest or 0):
         return
-    unlogged = jax.device_get(unlogged)
-    pending = [float(loss) for loss, _ in unlogged]
-    extras = [jax.tree.map(lambda x: np.asarray(x).tolist(), extras) for _, extras in unlogged]
-
+    results = to_json(unlogged)
     # A step's loss belongs to the params before its update. Only the params themselves show that
     # the update ruined them.
     size = float(optax.tree.norm(state.params))
-    _require_finite("the loss", sum(pending), state.step, checkpoints)
+    losses = [loss for loss in results["pending"] if loss is not None]
+    _require_finite("the loss", sum(losses), state.step, checkpoints)
     _require_finite("the norm of the params", size, state.step, checkpoints)
 
     arrays = {"params": state.params, "opt_state": state.opt_state}
-    note |= {"step": state.step, "pending": pending, "extras": extras}
-    checkpoints.save(state.step, arrays, note)
-
-
-def _means(unlogged: Sequence[tuple[Any, Extras]]) -> tuple[float, dict[str, Any]]:
-    """(mean loss, with equal weight of steps; means of the extras, with equal weight of tokens)."""
-    unlogged = jax.device_get(list(unlogged))
-    mean = float(np.mean([loss for loss, _ in unlogged]))
-    return mean, _ratios([extras for _, extras in unlogged])
-
-
-def _ratios(extras: Sequence[Extras]) -> dict[str, Any]:
-    """Sums over counts, by name, as JSON takes them; 0 / 0 is null."""
-    ratios = {}
-    for name in extras[0] if extras else ():
-        sums = sum(np.asarray(pairs[name][0], np.float64) for pairs in extras)
-        counts = sum(np.asarray(pairs[name][1], np.float64) for pairs in extras)
-        ratio = np.where(counts > 0, sums / np.where(counts > 0, counts, 1), np.nan)
-        ratios[name] = np.where(np.isnan(ratio), None, ratio).tolist()
-    return ratios
+    checkpoints.save(state.step, arrays, note | results | {"step": state.step})
 
 
 def _require_finite(name: str, value: float, step: int, checkpoints: Checkpoints) -> None:
-    if math.isfinite(value):
-        return
+    if not math.isfinite(value):
+        raise TrainingError(f"{name} is {value} near step {step}; {_way_out(checkpoints)}")
+
+
+def _way_out(checkpoints: Checkpoints) -> str:
+    """What to do about a run that has diverged."""
     checkpoints.close()  # waits for a checkpoint that is still being written
     good = checkpoints.latest
     if good is None:
-        way_out = "no checkpoint was saved yet: lower the learning rate and start again"
-    else:
-        way_out = f"the checkpoint of step {good} is intact: lower the learning rate and --resume"
-    raise TrainingError(f"{name} is {value} near step {step}; {way_out}")
-
-
-def _wait_for_older(results: Sequence) -> None:
-    """Waits until at most ``MOST_AHEAD`` results are still to be computed."""
-    if len(results) >= MOST_AHEAD:
-        jax.block_until_ready(results[-MOST_AHEAD])
-
-
-def weighted_mean(
-    evaluate: Callable,
-    params: dict,
-    frozen: Any,
-    batches: Sequence[ValidBatch],
-    is_stopped: Callable[[], bool] = lambda: False,
-) -> tuple[float, dict[str, Any]] | None:
-    """(held-out loss in nats per token, further figures by name).
-
-    None if ``is_stopped``, which is asked before every batch, is true once.
-
-    Each source counts by its weight, whatever number of its tokens was evaluated. With several
-    sources, ``loss_by_source`` has the loss of each.
-    """
-    results = []
-    for batch in batches:
-        if is_stopped():
-            return None
-        results.append(evaluate(params, frozen, batch.rows))
-        _wait_for_older(results)
-    results = jax.device_get(results)
-    tokens = _sum_by_source(batches, [count for _, count, *_ in results])
-    nats = _sum_by_source(batches, [loss for loss, *_ in results])
-
-    factors = [
-        batch.weight / max(1.0, tokens[batch.source]) if len(tokens) > 1 else 1.0
-        for batch in batches
-    ]
-    weighted = [
-        jax.tree.map(lambda x, factor=factor: factor * np.asarray(x, np.float64), result)
-        for factor, result in zip(factors, results, strict=True)
-    ]
-    total = sum(count for _, count, *_ in weighted)
-    loss = sum(loss for loss, *_ in weighted) / (total if total else 1.0)
-    figures = _ratios([extras for _, _, *rest in weighted for extras in rest])
-    if len(tokens) > 1:
-        figures["loss_by_source"] = {
-            name: float(nats[name] / max(1.0, count)) for name, count in tokens.items()
-        }
-    return float(loss), figures
-
-
-def _sum_by_source(batches: Sequence[ValidBatch], values: Sequence[Any]) -> dict[str, float]:
-    sums: dict[str, float] = {}
-    for batch, value in zip(batches, values, strict=True):
-        sums[batch.source] = sums.get(batch.source, 0.0) + float(value)
-    return sums
-
-
-@contextmanager
-def noted_signals() -> Iterator[list[int]]:
-    """A list that collects SIGTERM and SIGINT, so that the loop can save before it ends."""
-    received: list[int] = []
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, lambda got, _: received.append(got)) for number in numbers]
-    try:
-        yield received
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+        return "no checkpoint was saved yet: lower the learning rate and start again"
+    return f"the checkpoint of step {good} is intact: lower the learning rate and --resume"

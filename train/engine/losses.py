@@ -84,8 +84,8 @@ def chunked_distillation(
     alpha: float = 1.0,
     temperature: float = 1.0,
     chunk: int = CHUNK,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Summed ``alpha · KL(teacher ‖ student) + (1 − alpha) · NLL`` in nats, and the token count.
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    """Summed ``alpha · KL(teacher ‖ student) + (1 − alpha) · NLL`` in nats, token count, NLL alone.
 
     The KL is taken at ``temperature`` τ and multiplied by τ² (Hinton et al. 2015, §2), so that
     the size of its gradient does not depend on τ. The teacher gets no gradient.
@@ -96,12 +96,13 @@ def chunked_distillation(
         student_logits = student.logits(hidden)
         teacher_logits = jax.lax.stop_gradient(teacher.logits(teacher_hidden))
         kl = summed_kl(teacher_logits, student_logits, labels, temperature)
-        return alpha * kl + (1 - alpha) * nll(student_logits, labels)
+        on_data = nll(student_logits, labels)
+        return alpha * kl + (1 - alpha) * on_data, on_data
 
-    total = sum_over_chunks(
+    total, on_data = sum_over_chunks(
         loss, (student, teacher), (hidden, teacher_hidden), labels, chunk, student.rows
     )
-    return total, label_count(labels)
+    return total, label_count(labels), jax.lax.stop_gradient(on_data)
 
 
 def row_arguments(batch: dict) -> tuple[Array, Array, Array]:

@@ -38,13 +38,20 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """TensorBoard's event files; events after step ``done`` of an earlier try are hidden."""
+    """TensorBoard's event files; events after step ``done`` of an earlier try are hidden.
 
-    def __init__(self, run: Run, done: int):
+    ``recipe``, the run's config, is shown as a text.
+    """
+
+    def __init__(self, run: Run, done: int, recipe: dict[str, Any] | None = None):
         from tensorboardX import SummaryWriter
 
         directory = str(Path(run.dir) / "events")
         self._writer = SummaryWriter(directory, purge_step=done + 1 if done else None)
+        if recipe is not None:
+            # Indented by four spaces, Markdown shows it as it is.
+            lines = json.dumps(recipe, indent=1).splitlines()
+            self._writer.add_text("config", "\n".join(f"    {line}" for line in lines), done)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         for name, value in scalars.items():
@@ -58,14 +65,22 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of the project ``run.wandb``, through the client and its own settings.
 
-    Each run directory is one run there, so a resumed run goes on in the same place.
+    Each run directory is one run there, so a resumed run goes on in the same place. ``recipe`` is
+    the run's config there.
     """
 
-    def __init__(self, run: Run, done: int):
+    def __init__(self, run: Run, recipe: dict[str, Any] | None):
         import wandb
 
         run_id = hashlib.sha256(str(Path(run.dir).resolve()).encode()).hexdigest()[:16]
-        self._run = wandb.init(project=run.wandb, dir=run.dir, id=run_id, resume="allow")
+        self._run = wandb.init(
+            project=run.wandb,
+            dir=run.dir,
+            id=run_id,
+            resume="allow",
+            config=recipe,
+            allow_val_change=True,  # a resumed run may have another number of steps
+        )
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         self._run.log(scalars, step=step)
@@ -84,13 +99,17 @@ def require_trackers(run: Run) -> None:
             )
 
 
-def open_trackers(run: Run, done: int) -> list[Tracker]:
-    """The trackers that the config asks for; ``done`` steps of the run are finished."""
+def open_trackers(run: Run, done: int, recipe: dict[str, Any] | None) -> list[Tracker]:
+    """The trackers that the config asks for; ``done`` steps of the run are finished.
+
+    Args:
+      recipe: the run's config, for the trackers; None: they get none.
+    """
     trackers: list[Tracker] = []
     if run.tensorboard:
-        trackers.append(TensorBoard(run, done))
+        trackers.append(TensorBoard(run, done, recipe))
     if run.wandb:
-        trackers.append(WeightsAndBiases(run, done))
+        trackers.append(WeightsAndBiases(run, recipe))
     return trackers
 
 
@@ -151,7 +170,10 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, float]:
-    """A record's numbers by name; those of a list as name/1, name/2, …, of a dict as name/key."""
+    """A record's numbers by name; those of a list as name/1, name/2, …, of a dict as name/key.
+
+    Texts are left out.
+    """
     scalars = {}
     for name, value in record.items():
         if isinstance(value, list):
@@ -160,13 +182,14 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
             scalars |= {f"{name}/{key}": x for key, x in value.items()}
         elif name != "step":
             scalars[name] = value
-    return {name: value for name, value in scalars.items() if value is not None}
+    return {name: value for name, value in scalars.items() if isinstance(value, (int, float))}
 
 
 def speeds(tokens_per_second: float, operations_per_token: float | None) -> dict[str, float]:
     """Tokens a second, in all and per device, and the model FLOPs utilization (MFU).
 
     Args:
+      tokens_per_second: tokens of text, whatever a loss adds to them.
       operations_per_token: FLOPs that the model needs, without recomputation. None: no MFU.
 
     ``mfu`` is missing for a kind of device whose peak is not in :data:`TERAFLOPS`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 import optax
 from jax.tree_util import tree_map_with_path
 from optax.contrib import MuonDimensionNumbers, muon
@@ -91,6 +92,7 @@ def _adamw(cfg: Optim) -> optax.GradientTransformation:
         schedule(cfg, cfg.learning_rate),
         cfg.beta1,
         cfg.beta2,
+        cfg.epsilon,
         mu_dtype=cfg.moments,
         weight_decay=cfg.weight_decay,
         mask=is_matrix,
@@ -104,12 +106,15 @@ def make_optimizer(cfg: Optim) -> optax.GradientTransformation:
     muon: Muon (Jordan et al. 2024) for the matrices inside the blocks, AdamW for the others.
     adafactor: second moments as one row and one column per matrix, no first moments
       (arXiv 1804.04235); learning rate and weight decay as for adamw.
+
+    A step whose gradients are not finite is skipped: params and moments stay as they are.
     """
     if cfg.optimizer == "adamw":
         inner = _adamw(cfg)
     elif cfg.optimizer == "muon":
         matrices = muon(
             schedule(cfg, cfg.muon_learning_rate),
+            beta=cfg.muon_momentum,
             weight_decay=cfg.weight_decay,
             mu_dtype=cfg.moments,
             muon_weight_dimension_numbers=muon_axes,
@@ -125,4 +130,6 @@ def make_optimizer(cfg: Optim) -> optax.GradientTransformation:
         )
     # Both have the same empty state: a resumed run may turn clipping on or off.
     clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity()
-    return optax.chain(clip, inner)
+    clipped = optax.chain(clip, inner)
+    # The loop counts skipped steps in a row, and ends the run. Here there is no limit.
+    return optax.apply_if_finite(clipped, max_consecutive_errors=np.iinfo(np.int32).max)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,12 @@ from specjax._util import processes
 from specjax._util.program import FAILED, say
 from train.config import from_toml
 from train.engine.loop import TrainingError
+
+# In the errors of a device whose collective lacks a process.
+PEER_GONE = re.compile("gloo|connection|heartbeat|coordination|barrier|peer", re.IGNORECASE)
+OTHERS_GONE = "another process of the run has gone; start all of them again with --resume"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def run_training(
@@ -46,11 +54,13 @@ def run_and_print(
         failure = str(error)
     except jax.errors.JaxRuntimeError as error:
         failure = f"the device failed: {str(error).splitlines()[0]}"
+        if processes.is_several() and PEER_GONE.search(str(error)):
+            failure += f"; {OTHERS_GONE}"
     except OSError as error:
         place = f" ({error.filename})" if error.filename else ""
         failure = (
             f"{error.strerror or error}{place}; the last finished checkpoint is intact: "
-            "make room and --resume"
+            f"{_way_out(error)}"
         )
     else:
         # Of several processes, only the first one prints.
@@ -62,6 +72,17 @@ def run_and_print(
         return 0
     say(name, failure)
     return FAILED
+
+
+def _way_out(error: OSError) -> str:
+    """What to do about what the system refused."""
+    if error.errno in NO_ROOM:
+        return "make room and --resume"
+    if error.errno in NOT_WRITABLE:
+        return "make it writable, or choose another run.dir, and --resume"
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        return OTHERS_GONE
+    return "mend that and --resume"
 
 
 def _print_table(summary: dict[str, Any]) -> None:

@@ -26,6 +26,12 @@ class Progress:
         )
         self._task = self._bar.add_task("", total=total, completed=done)
 
+    def start_timing(self, step: int) -> None:
+        """The time left is that of steps after this one."""
+        self._first_step = step
+        self._start = time.perf_counter()
+        self._bar.reset(self._task, completed=step)
+
     def __enter__(self) -> Progress:
         self._bar.start()
         return self
@@ -33,17 +39,23 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def log(self, step: int, loss: float, rate: float, mfu: float | None = None) -> None:
-        """One logging interval: mean loss in nats, tokens per second, MFU."""
-        text = f"loss {loss:.4f} · {rate:,.0f} tokens/s"
+    def log(
+        self, step: int, loss: float | None, rate: float | None, mfu: float | None = None
+    ) -> None:
+        """One logging interval: mean loss in nats, tokens per second, MFU; None: not known."""
+        parts = ["no loss" if loss is None else f"loss {loss:.4f}"]
+        if rate:
+            parts.append(f"{rate:,.0f} tokens/s")
         if mfu:
-            text += f" · MFU {mfu:.2f}"
-        self._bar.update(self._task, completed=step, description=text)
-        if not self._console.is_terminal:
-            steps = max(1, step - self._first_step)
+            parts.append(f"MFU {mfu:.2f}")
+        self._bar.update(self._task, completed=step, description=" · ".join(parts))
+        if self._console.is_terminal:
+            return
+        steps = step - self._first_step
+        if steps:
             seconds = (time.perf_counter() - self._start) / steps
-            left = seconds * (self._total - step) / 60
-            self.note(f"step {step}/{self._total} · {text} · {left:.1f} min left")
+            parts.append(f"{seconds * (self._total - step) / 60:.1f} min left")
+        self.note(" · ".join([f"step {step}/{self._total}", *parts]))
 
     def note(self, text: str) -> None:
         """Prints a line."""

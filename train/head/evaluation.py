@@ -18,15 +18,14 @@ def measure_decoding(
     prompts: Sequence[Sequence[int]],
     steps: int,
     new_tokens: int,
-) -> dict[str, Any]:
-    """Figures of greedy speculative decoding with chain drafts of ``steps`` tokens, by name.
+) -> tuple[dict[str, Any], list[int]]:
+    """(figures of greedy decoding with chain drafts, the new tokens of the first prompt).
+
+    A chain has ``steps`` tokens. The figures, by name:
 
     ``decode_acceptance`` ``[steps]``: the share of rounds whose draft tokens 1..i are all accepted;
-    ``decode_tokens_per_round``: 1 + the mean number of accepted draft tokens. Without prompts the
-    result is empty.
+    ``decode_tokens_per_round``: 1 + the mean number of accepted draft tokens.
     """
-    if not prompts:
-        return {}
     verifier = sj.from_params(target, frozen)
     draft = sj.from_params(head, params)
     out = sj.generate(
@@ -40,7 +39,8 @@ def measure_decoding(
     # Rounds by their number of accepted tokens; then rounds with at least so many.
     rounds = out.stats["accepted_hist"].sum(0)
     at_least = rounds[::-1].cumsum()[::-1] / max(1, rounds.sum())
-    return {
+    figures = {
         "decode_acceptance": at_least[1:].tolist(),
         "decode_tokens_per_round": 1 + float(at_least[1:].sum()),
     }
+    return figures, out.tokens[0].tolist()

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,9 +17,14 @@ from specjax.models import head_matrix, init_params, load_pretrained, num_params
 from train.config import HeadRunConfig, fixed_settings, to_dict
 from train.data.prompts import held_out_prompts
 from train.data.tokenized import held_out_tokens, train_tokens
-from train.engine.batches import process_batches
-from train.engine.directory import export, lock_directory
-from train.engine.loop import fit
+from train.engine.batches import process_batches, text_counts, with_total_steps
+from train.engine.directory import (
+    export,
+    lock_directory,
+    small_files,
+    without_local_paths,
+)
+from train.engine.loop import Measured, fit
 from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
 from train.engine.program import run_training
@@ -35,12 +41,14 @@ def run(args: argparse.Namespace) -> int:
 def main(cfg: HeadRunConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     """Trains as the config says; returns the summary that ``--json`` prints."""
     if dry_run:
-        return plan(cfg, prepare_setup(cfg, None))
+        setup = prepare_setup(cfg, None)
+        return plan(with_total_steps(cfg, setup.data), setup)
     with lock_directory(cfg.run, resume) as directory:
         placement = processes.raise_everywhere(
             lambda: run_placement(cfg.mesh, cfg.optim.batch_size)
         )
         setup = processes.main_process_first(lambda: prepare_setup(cfg, directory.parent / "cache"))
+        cfg = with_total_steps(cfg, setup.data)
         processes.check_agreement(config=cfg, corpus=setup.data.fingerprint, jax=jax.__version__)
         return plan(cfg, setup) | train(cfg, setup, placement, resume)
 
@@ -84,10 +92,16 @@ def train(
         ),
         measure=_measure(cfg, setup, placement),
         placement=placement,
+        counts=text_counts(cfg, data),
+        recipe=to_dict(cfg),
     )
     card = plan(cfg, setup) | {"recipe": to_dict(cfg)}
     params = placement.to_host(outcome.params)
-    return export(cfg.run, head, params, setup.tokenizer, outcome, card)
+    # The config of a published head names its target as others find it.
+    home = Path(cfg.run.dir) / "export"
+    head = dataclasses.replace(head, verifier=without_local_paths(head.verifier, home))
+    copied = small_files(setup.directory, cfg.model.tokenizer)
+    return export(cfg.run, head, params, setup.tokenizer, outcome, card, copied)
 
 
 def first_params(setup: HeadSetup, target: dict, seed: int) -> dict:
@@ -113,13 +127,15 @@ def first_params(setup: HeadSetup, target: dict, seed: int) -> dict:
 
 def _measure(
     cfg: HeadRunConfig, setup: HeadSetup, placement: Placement
-) -> Callable[[dict, dict], dict[str, Any]]:
+) -> Callable[[dict, dict], Measured] | None:
     """A function of the head's and the target's params that measures decoding."""
     section = cfg.head
     prompts = held_out_prompts(setup.data, section.decode_prompts)
+    if not prompts:
+        return None
 
-    def measure(params: dict, target: dict) -> dict[str, Any]:
-        return measure_decoding(
+    def measure(params: dict, target: dict) -> Measured:
+        figures, written = measure_decoding(
             setup.target,
             placement.local_copy(target),
             setup.head,
@@ -128,6 +144,7 @@ def _measure(
             section.steps,
             section.decode_tokens,
         )
+        return Measured(figures, setup.tokenizer.decode(written))
 
     return measure
 

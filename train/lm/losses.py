@@ -133,6 +133,9 @@ def distillation_loss(
 ) -> LossFn:
     """``alpha · KL(teacher ‖ draft) + (1 − alpha) · cross-entropy``, summed, and the token count.
 
+    Logged with it: ``loss``, the cross-entropy alone, as it is evaluated on held-out text. What is
+    minimized is logged as ``objective``.
+
     ``frozen`` are the teacher's params. See :func:`train.engine.losses.chunked_distillation`; the
     other arguments are those of :func:`data_loss`.
 
@@ -148,9 +151,10 @@ def distillation_loss(
         )
         if ids is not None:
             teacher_head = dataclasses.replace(teacher_head, table=teacher_head.table[:ids])
-        return chunked_distillation(
+        total, count, nats = chunked_distillation(
             head, hidden, teacher_head, teacher_hidden, batch["labels"], alpha, temperature
         )
+        return total, count, {"loss": (nats, count)}
 
     return loss
 

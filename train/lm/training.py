@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+import specjax as sj
 from specjax import text
 from specjax._util import processes
 from specjax.lm import locate
@@ -17,10 +19,11 @@ from specjax.models import ModelConfig, num_params
 from specjax.models.hf.read import load_config
 from train.config import LMConfig, fixed_settings, to_dict
 from train.data.corpus import permissive_distributions
+from train.data.prompts import held_out_prompts
 from train.data.tokenized import Corpus, held_out_tokens, train_tokens
-from train.engine.batches import process_batches
-from train.engine.directory import export, lock_directory
-from train.engine.loop import fit
+from train.engine.batches import process_batches, text_counts, with_total_steps
+from train.engine.directory import export, lock_directory, small_files
+from train.engine.loop import Measured, fit
 from train.engine.operations import causal_operations
 from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
@@ -44,6 +47,7 @@ def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
         )
         cache = directory.parent / "cache"
         setup = processes.main_process_first(lambda: prepare_setup(cfg, directory, cache))
+        cfg = with_total_steps(cfg, setup.data)
         processes.check_agreement(
             config=cfg, model=setup.model, corpus=setup.data.fingerprint, jax=jax.__version__
         )
@@ -54,7 +58,7 @@ def _dry_run(cfg: LMConfig) -> dict[str, Any]:
     """The plan. Nothing stays on the disk, and shards must be there."""
     with tempfile.TemporaryDirectory() as scratch:
         setup = prepare_setup(cfg, Path(scratch), None)
-    return plan(cfg, setup.model, setup.data)
+    return plan(with_total_steps(cfg, setup.data), setup.model, setup.data)
 
 
 def train(cfg: LMConfig, setup: LmSetup, placement: Placement, resume: bool) -> dict[str, Any]:
@@ -85,13 +89,34 @@ def train(cfg: LMConfig, setup: LmSetup, placement: Placement, resume: bool) -> 
         fixed=fixed_settings("train.lm", cfg, model, data.fingerprint),
         placement=placement,
         operations=useful_operations(cfg, model),
+        counts=text_counts(cfg, data),
+        recipe=to_dict(cfg),
+        measure=_measure(cfg, setup, placement),
     )
     summary = plan(cfg, model, data)
     card = summary | {"recipe": to_dict(cfg)}
     if "installed" in cfg.data.corpora:
         card["installed_packages"] = permissive_distributions()
     params = placement.to_host(outcome.params)
-    return summary | export(cfg.run, model, params, setup.tokenizer, outcome, card)
+    start = cfg.model.init_from
+    copied = small_files(locate(start) if start else None, cfg.tokenizer.path)
+    return summary | export(cfg.run, model, params, setup.tokenizer, outcome, card, copied)
+
+
+def _measure(
+    cfg: LMConfig, setup: LmSetup, placement: Placement
+) -> Callable[[dict, Any], Measured] | None:
+    """A function of the params that continues a held-out text, as ``run.sample_tokens`` asks."""
+    prompts = held_out_prompts(setup.data, 1)
+    if not cfg.run.sample_tokens or not prompts:
+        return None
+
+    def measure(params: dict, frozen: Any) -> Measured:
+        model = sj.from_params(setup.model, placement.local_copy(params))
+        out = sj.generate(model, prompts, max_new_tokens=cfg.run.sample_tokens)
+        return Measured({}, setup.tokenizer.decode(out.tokens[0].tolist()))
+
+    return measure
 
 
 def byte_counts(setup: LmSetup) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Any
 from specjax._util.errors import InputError
 from specjax._util.files import aside, markdown_table, write_text
 from train.config import SDSATConfig, from_toml, to_dict
+from train.engine.directory import without_local_paths
 from train.engine.loop import METRICS
 from train.engine.metrics import read_metrics
 from train.engine.program import run_and_print
@@ -65,6 +66,7 @@ def run_variant(config: str, overrides: Sequence[str], home: Path, name: str) ->
 
 def _check_recipe(directory: Path, now: dict[str, Any]) -> None:
     """Raises InputError if a finished run was made with other settings than ``now``."""
+    now = without_local_paths(now, directory / CARD.parent)
     for section, values in _read_card(directory)["recipe"].items():
         for key, value in values.items():
             # Keys that are newer than the run are not in its recipe, and not compared.
@@ -92,13 +94,13 @@ def read_variant(directory: Path) -> dict[str, Any]:
     """A finished variant's figures from its card, and the curves of its clean losses."""
     card = _read_card(directory)
     records = list(read_metrics(directory / METRICS))
-    training = [(r["step"], r["clean_loss"]) for r in records if "clean_loss" in r]
-    curve = [(r["step"], r["valid_clean_loss"]) for r in records if "valid_loss" in r]
+    training = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    curve = [(r["step"], r["valid_loss"]) for r in records if "valid_loss" in r]
     return {
         "variant": directory.name,
         "clean_tokens": card["clean_tokens_per_step"] * card["steps"],
         "compute_against_improved": card["compute_against_improved"],
-        "clean_loss": card.get("held_out_clean_loss"),
+        "clean_loss": card.get("held_out_loss"),
         "acceptance": card.get("held_out_acceptance", []),
         "accepted": card.get("held_out_accepted"),
         "tokens_per_round": card.get("held_out_decode_tokens_per_round"),

@@ -44,15 +44,15 @@ class Decoding:
 
 def measure_decoding(
     cfg: ModelConfig, insertion: Insertion, decoding: Decoding, params: dict
-) -> dict[str, Any]:
-    """Figures of two-step greedy decoding, by name.
+) -> tuple[dict[str, Any], list[int]]:
+    """(figures of two-step greedy decoding, the new tokens of the first prompt).
+
+    The figures, by name:
 
     ``decode_acceptance`` `[k]`: the share of rounds whose draft tokens 1..i are all accepted;
     ``decode_tokens_per_round``: 2 + the mean number of accepted draft tokens. A round is two
-    forward passes. Without prompts the result is empty.
+    forward passes.
     """
-    if not decoding.prompts:
-        return {}
     target = sj.from_params(cfg, params)
     out = sj.generate(target, decoding.prompts, max_new_tokens=decoding.new_tokens)
     pairs = zip(decoding.prompts, out.tokens, strict=True)
@@ -70,10 +70,11 @@ def measure_decoding(
     # bool [rounds, k]: whether draft tokens 1..i of a round are all accepted.
     rounds = np.asarray(accepted)[:, None] > np.arange(decoding.length)
     acceptance = rounds.mean(0) if len(rounds) else np.zeros(decoding.length)
-    return {
+    figures = {
         "decode_acceptance": acceptance.tolist(),
         "decode_tokens_per_round": CERTAIN + float(acceptance.sum()),
     }
+    return figures, out.tokens[0].tolist()
 
 
 def walk_rounds(matches: np.ndarray) -> list[int]:

@@ -28,7 +28,8 @@ from specjax.models import ModelConfig, hidden_states
 from specjax.models.attention.dense import Isolated
 from specjax.models.blocks import Remat
 from train.data.packing import IGNORE
-from train.engine.loop import Extras, LossFn
+from train.engine.averages import Extras
+from train.engine.loop import LossFn
 from train.engine.losses import (
     OutputHead,
     cast,
@@ -90,7 +91,8 @@ def sdsat_loss(
     Args:
       rows: the sharding of a batch's rows; None: on one device.
 
-    Logged with it: ``clean_loss`` and ``adaptive_loss`` in nats per token. For each place in the
+    Logged with it: ``loss``, of the clean tokens, and ``adaptive_loss`` in nats per token. What is
+    minimized is logged as ``objective``. For each place in the
     window: ``adaptive_accuracy`` against the data and, with self targets, ``adaptive_agreement``
     with the argmax of the clean sequence.
     """
@@ -206,7 +208,7 @@ def _sums(
     nats, count = head.cross_entropy(streams.clean, clean_labels)
     sums = adaptive_sums(objective, head, streams.adaptive, streams.teacher, labels, index)
     extras = {
-        "clean_loss": (nats, count),
+        "loss": (nats, count),
         "adaptive_loss": (sums["loss"], sums["count"]),
         "adaptive_accuracy": (sums["hits"], sums["places"]),
     }
@@ -269,7 +271,7 @@ def probe_loss(
 
     Its batches are laid out by :func:`train.sdsat.insertion.probe_row`.
 
-    Extras, besides those of the training loss:
+    Extras, besides those of the training loss but ``loss``:
       ``acceptance`` ``[length]``: the share of windows whose places 1..i all agree with the argmax
         of the clean sequence.
       ``accepted``: the mean number of such places.
@@ -285,6 +287,7 @@ def probe_loss(
         head = OutputHead.of(cfg, params, rows)
         objective = SdsatObjective("isolated", length, self_share=1.0)
         total, count, _, extras = _sums(objective, head, streams, batch)
+        del extras["loss"]  # it is the held-out loss itself
 
         agree = head.argmax(streams.adaptive) == head.argmax(streams.teacher)
         labels = split_labels("isolated", batch)[1]

@@ -20,13 +20,13 @@ def forward_flops(model: ModelConfig, section: Adaptive, seq_len: int) -> float:
 
 
 def useful_operations(cfg: SDSATConfig, model: ModelConfig) -> float:
-    """FLOPs per token of a step, forward and backward, without attention that the mask hides."""
+    """FLOPs of a step per clean token, forward and backward, without attention that is masked."""
     sequences = sequences_of(cfg.sdsat)
     length = cfg.data.seq_len
     tokens = row_tokens(cfg.sdsat, length)
     # Every query, of the sequences and of appended windows, sees half of a row on average.
     pairs = (sequences * length + tokens - length) * length / 2
-    return 3 * forward_operations(model, sequences * tokens, pairs) / tokens
+    return 3 * forward_operations(model, sequences * tokens, pairs) / length
 
 
 def sequences_of(section: Adaptive) -> int:
@@ -46,6 +46,6 @@ def run_hours(cfg: SDSATConfig, model: ModelConfig, kind: str, devices: int) -> 
     if kind not in TERAFLOPS:
         return {}
     rows = cfg.optim.batch_size * cfg.optim.accumulate * cfg.optim.total_steps
-    operations = rows * row_tokens(cfg.sdsat, cfg.data.seq_len) * useful_operations(cfg, model)
+    operations = rows * cfg.data.seq_len * useful_operations(cfg, model)
     seconds = operations / (devices * TERAFLOPS[kind] * 1e12 / 2)
     return {"hours_at_half_the_peak": round(seconds / 3600, 2)}

@@ -14,16 +14,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax._util import processes
-from specjax.lm import absolute_name
+from specjax.lm import name_beside
 from specjax.models import load_pretrained, num_params, param_shapes
 from specjax.models.adapters import KEY
 from specjax.models.hf.delta import save_delta
 from train.config import SDSATConfig, fixed_settings, to_dict
 from train.data.prompts import held_out_prompts
 from train.data.tokenized import Corpus, held_out_tokens, train_tokens
-from train.engine.batches import open_corpus, process_batches
-from train.engine.directory import export, export_with, lock_directory, require_disk_space
-from train.engine.loop import RunResult, fit
+from train.engine.batches import (
+    open_corpus,
+    process_batches,
+    text_counts,
+    with_total_steps,
+)
+from train.engine.directory import (
+    export,
+    export_with,
+    lock_directory,
+    require_disk_space,
+    small_files,
+)
+from train.engine.loop import Measured, RunResult, fit
 from train.engine.losses import cast
 from train.engine.metrics import require_trackers
 from train.engine.optim import make_optimizer
@@ -42,15 +53,6 @@ from train.sdsat.operations import (
 from train.sdsat.prepare import SdsatSetup, check_absent, prepare_setup, transforms
 from train.sdsat.trainable import TABLES
 
-# Small files of the checkpoint that are copied to the export as they are.
-COPIED = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
-
 
 def run(args: argparse.Namespace) -> int:
     """Runs the program; returns the exit code."""
@@ -61,6 +63,8 @@ def main(cfg: SDSATConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     """Tunes as the config says; returns the summary that ``--json`` prints."""
     if dry_run:
         setup = processes.raise_everywhere(lambda: prepare_setup(cfg))
+        if cfg.optim.num_epochs:  # only then the corpus is read for a plan
+            cfg = with_total_steps(cfg, read(cfg, None)[1])
         memory = needed_memory(cfg, setup)
         hours = run_hours(cfg, setup.model, memory["compiled_for"], memory["devices"])
         return plan(cfg, setup) | memory | hours
@@ -68,6 +72,7 @@ def main(cfg: SDSATConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     with lock_directory(cfg.run, resume) as directory:
         placement = processes.raise_everywhere(lambda: _check_early(cfg, resume))
         setup, data = processes.main_process_first(lambda: read(cfg, directory.parent / "cache"))
+        cfg = with_total_steps(cfg, data)
         processes.check_agreement(
             config=cfg, model=setup.model, corpus=data.fingerprint, jax=jax.__version__
         )
@@ -134,6 +139,8 @@ def train(
         measure=_measure(cfg, setup, data, placement),
         placement=placement,
         operations=useful_operations(cfg, setup.model),
+        counts=text_counts(cfg, data),
+        recipe=to_dict(cfg),
     )
     params = tuning.merge(placement.to_host(outcome.params), frozen)
     return _export(cfg, setup, params, outcome, about | {"recipe": to_dict(cfg)})
@@ -150,21 +157,20 @@ def _export(
     if setup.tuning.gated:
         save = functools.partial(
             save_delta,
-            absolute_name(cfg.model.init_from),
+            name_beside(cfg.model.init_from, Path(cfg.run.dir) / "export"),
             setup.directory,
             setup.model,
             params[KEY],
             cfg.run.export_dtype,
         )
         return export_with(save, cfg.run, outcome, card)
-    files = [setup.directory / name for name in COPIED]
-    copied = [path for path in files if path.exists()]
+    copied = small_files(setup.directory, cfg.model.tokenizer)
     return export(cfg.run, setup.model, params, setup.tokenizer, outcome, card, copied)
 
 
 def _measure(
     cfg: SDSATConfig, setup: SdsatSetup, data: Corpus, placement: Placement
-) -> Callable[[dict, dict], dict[str, Any]]:
+) -> Callable[[dict, dict], Measured] | None:
     """A function of the trainable and the frozen params that measures decoding.
 
     Every process decodes all prompts on one of its devices, which needs a whole copy of the
@@ -172,15 +178,18 @@ def _measure(
     """
     section = cfg.sdsat
     prompts = held_out_prompts(data, section.decode_prompts)
+    if not prompts:
+        return None
     decoding = Decoding(prompts, section.decode_tokens, section.held_out_window)
     dtype = cfg.model.compute_dtype
 
-    def measure(trainable: dict, frozen: dict) -> dict[str, Any]:
+    def measure(trainable: dict, frozen: dict) -> Measured:
         merged = setup.tuning.merge(trainable, frozen)
         # Cast while they are split over devices: one device may not hold them in float32.
         small = placement.initialize(lambda tree: cast(tree, dtype), merged)
         params = placement.local_copy(small)
-        return measure_decoding(setup.model, setup.insertion, decoding, params)
+        figures, written = measure_decoding(setup.model, setup.insertion, decoding, params)
+        return Measured(figures, setup.tokenizer.decode(written))
 
     return measure
 

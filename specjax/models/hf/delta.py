@@ -1,8 +1,11 @@
 """A delta: a directory with adapters, and the name of the unchanged base that they are for.
 
-``delta.json`` names the base, by a path or an id, with a fingerprint of its weights, and it lists
-the adaptive ids. ``delta.safetensors`` holds the adapters (:mod:`specjax.models.adapters`). The
-base is read from its own directory and never copied.
+``delta.json`` names the base, with a fingerprint of its weights, and it lists the adaptive ids. The
+name is a hub id, an embedded model's name, or a path. A path that begins with a dot starts at the
+delta's own directory, so that both can be moved together. ``delta.safetensors`` holds the adapters
+(:mod:`specjax.models.adapters`). The base is read from its own directory and never copied.
+
+8-bit adapters are stored as int8 codes with a float32 scale for each output, ``NAME.scales``.
 """
 
 from __future__ import annotations
@@ -34,9 +37,12 @@ from specjax.models.hf.files import (
 )
 from specjax.models.hf.layout import DELTA, DTYPES
 from specjax.models.hf.write import save_tensors
+from specjax.models.quantization import parse_scheme, quantize
 
 NOTE = DELTA
 TENSORS = "delta.safetensors"
+INT8 = "int8"  # a dtype of saved adapters, besides those of models
+SCALES = ".scales"  # ends the name of a tensor with the scales of int8 codes
 SAMPLED_ROWS = 16  # of each tensor, for a fingerprint: tuning changes all rows
 CHECKS = {
     "base": TEXT,
@@ -52,7 +58,8 @@ class Delta:
     """The content of ``delta.json``.
 
     Attributes:
-      base: a directory, a hub id, or an embedded model's name.
+      base: a hub id, an embedded model's name, or a path; one that begins with a dot starts at
+        the delta's directory.
       fingerprint: the base's, as :func:`fingerprint` gives it.
       adaptive_ids: in the order of their indices in a window, as in :class:`ModelConfig`.
       rank: of every update.
@@ -93,18 +100,18 @@ def save_delta(
     """Writes a delta. ``delta.json`` is written last, so a directory with one is complete.
 
     Args:
-      base: a name by which ``base_directory`` is found again.
+      base: a name by which ``base_directory`` is found again, as in :class:`Delta`.
       base_directory: where the base's weights are.
       cfg: the base's config, with the adaptive ids.
       adapters: plain ones, not in the inference layout.
-      dtype: of the saved adapters.
+      dtype: of the saved adapters: ``float32``, ``bfloat16``, ``float16`` or ``int8``. The new
+        embedding rows of int8 adapters are float16.
     Raises:
       ModelError: the base's weights cannot be read.
       OSError: the delta cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = jax.tree.map(lambda x: np.asarray(x.astype(DTYPES[dtype])), adapters)
-    save_tensors(directory / TENSORS, _flatten(tensors))
+    save_tensors(directory / TENSORS, _stored(_flatten(adapters), dtype))
 
     # The same matrices have an update in every layer, all of one rank: the first layer shows them.
     matrices = {}
@@ -129,20 +136,42 @@ def load_delta(
     """
     if fingerprint(base) != delta.fingerprint:
         raise ModelError(
-            f"{directory}: it was made for {delta.base}, but the weights in {base} have changed; "
-            f"restore them, or correct the base in {NOTE}"
+            f"{directory}: it was made for {delta.base}, but the weights in {base} are others; "
+            "restore them, or name its base with --base DIR or load(…, base=)"
         )
     shapes = _flatten(_adapter_shapes(directory, delta, cfg))
     path = directory / TENSORS
     if not os.path.lexists(path):
         raise ModelError(f"{directory}: no {TENSORS} beside {NOTE}; copy all of the directory")
     handle = open_tensors(path)
-    compare_names(directory, set(shapes), set(handle.keys()))
+    stored = set(handle.keys())
+    scales = {name + SCALES for name in shapes} & stored
+    compare_names(directory, set(shapes) | scales, stored)
     adapters = {}
     for name, shape in shapes.items():
-        tensor = read_tensor(handle, path, name, shape, source=NOTE)
+        if name + SCALES not in scales:
+            tensor = read_tensor(handle, path, name, shape, source=NOTE)
+        else:
+            codes = read_tensor(handle, path, name, shape, ("I8",), NOTE)
+            scale = read_tensor(handle, path, name + SCALES, shape[:1], ("F32",), NOTE)
+            tensor = codes * scale[:, None]
         adapters[name] = jnp.asarray(tensor, dtype)
     return _unflatten(adapters)
+
+
+def _stored(adapters: dict[str, jax.Array], dtype: str) -> dict[str, np.ndarray]:
+    """The tensors of ``delta.safetensors``, from adapters by their path."""
+    tensors = {}
+    for name, x in adapters.items():
+        if dtype != INT8:
+            tensors[name] = np.asarray(x.astype(DTYPES[dtype]))
+        elif name == "embed":
+            tensors[name] = np.asarray(x.astype(jnp.float16))
+        else:
+            codes = quantize(jnp.asarray(x), parse_scheme(INT8), jnp.float32)
+            tensors[name] = np.asarray(codes.codes)
+            tensors[name + SCALES] = np.asarray(codes.scales)
+    return tensors
 
 
 def fingerprint(directory: Path) -> str:

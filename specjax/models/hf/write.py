@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer
 
 from specjax._util.files import aside, write_text
 from specjax.models.config import ModelConfig
@@ -47,10 +48,17 @@ def save_pretrained(
     save_tensors(directory / WEIGHTS, tensors)
     if tokenizer_json is not None:
         write_text(directory / "tokenizer.json", tokenizer_json)
-        _write_json(
-            directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}
-        )
+        named = {"tokenizer_class": "PreTrainedTokenizerFast"} | _eos(cfg, tokenizer_json)
+        _write_json(directory / "tokenizer_config.json", named)
     _write_json(directory / "config.json", to_hf(cfg, dtype))
+
+
+def _eos(cfg: ModelConfig, tokenizer_json: str) -> dict[str, str]:
+    """The entry of a tokenizer_config.json that names EOS, if the model has one."""
+    if not cfg.eos_ids:
+        return {}
+    token = Tokenizer.from_str(tokenizer_json).id_to_token(cfg.eos_ids[0])
+    return {} if token is None else {"eos_token": token}
 
 
 def save_quantized(

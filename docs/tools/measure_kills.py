@@ -1,0 +1,186 @@
+"""Kills training programs at random moments, and compares their weights with undisturbed runs'.
+
+python docs/tools/measure_kills.py [--kills 20] [--programs train.lm,train.head] [--out FILE]
+
+Each program trains a tiny model. It is killed with SIGKILL ``--kills`` times in all: anywhere, in
+an evaluation, while it saves, and while it exports, in turn. After each kill it is resumed. A run
+that ends before its kill does not count, and starts over. At last it may finish. Its weights and
+its metrics, without times, must equal those of a run that was never killed.
+
+``train.tokens`` has its own measurement: ``measure_tokens.py --kills``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pkgutil
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+PHASES = ("anywhere", "evaluation", "saving", "export")
+# The function whose call begins a phase, and the seconds within which the kill comes then.
+PLACES = {
+    "anywhere": ("train.engine.loop:fit", 3.0),
+    "evaluation": ("train.engine.loop:weighted_mean", 0.2),
+    "saving": ("train.engine.checkpoints:Checkpoints.save", 0.1),
+    "export": ("specjax.models.hf.write:save_tensors", 0.05),
+}
+ROOT = Path(__file__).parents[2]
+COMMON = {
+    "data.corpora": "[]",
+    "data.files": '["specjax"]',
+    "data.seq_len": "48",
+    "optim.batch_size": "4",
+    "optim.total_steps": "60",
+    "run.log_every": "7",
+    "run.eval_every": "10",
+    "run.eval_batches": "2",
+    "run.checkpoint_every": "4",
+    "run.keep_best": '"loss"',
+}
+TUNED = {"model.init_from": "demo-draft"}
+PROGRAMS = {
+    "train.lm": ("configs/tiny.toml", {"tokenizer.path": "specjax/demo/tokenizer.json"}),
+    "train.sdsat": (
+        "configs/sdsat_tiny.toml",
+        TUNED | {"sdsat.decode_prompts": "0", "model.train": '"gated-lora"'},
+    ),
+    "train.head": (
+        "configs/head_demo.toml",
+        TUNED
+        | {
+            "head.layers": "[0]",
+            "head.draft_vocab": "128",
+            "head.num_kv_heads": "1",
+            "head.intermediate_size": "16",
+            "head.steps": "2",
+            "head.decode_prompts": "0",
+            "optim.accumulate": "1",
+        },
+    ),
+}
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--child"]:
+        phase, call, seed, *words = sys.argv[2:]
+        return run_until_killed(phase, call, seed, words)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--programs", default=",".join(PROGRAMS))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    report = {}
+    for name in args.programs.split(","):
+        with tempfile.TemporaryDirectory() as home:
+            report[name] = measure(name, Path(home), args.kills)
+        print(name, json.dumps(report[name]), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    return int(not all(row["weights_equal"] and row["metrics_equal"] for row in report.values()))
+
+
+def measure(name: str, home: Path, kills: int, **changes: str) -> dict[str, Any]:
+    """Kills of each phase, and whether weights and metrics equal those of an undisturbed run.
+
+    Args:
+      name: the program.
+      changes: settings by name, with ``__`` for the dot.
+    """
+    settings = {key.replace("__", "."): value for key, value in changes.items()}
+    whole = home / "whole" / "run"
+    broken = home / "broken" / "run"
+    subprocess.run(command(name, whole, settings), check=True, cwd=ROOT, capture_output=True)
+
+    rng = random.Random(0)
+    counts = dict.fromkeys(PHASES, 0)
+    runs = 0
+    while sum(counts.values()) < kills:
+        phase = PHASES[sum(counts.values()) % len(PHASES)]
+        call = rng.randint(1, 4) if phase in ("evaluation", "saving") else 1
+        words = command(name, broken, settings)[2:]
+        child = [sys.executable, __file__, "--child", phase, str(call), str(rng.random())]
+        ended = subprocess.run([*child, *words], cwd=ROOT, capture_output=True, check=False)
+        runs += 1
+        if ended.returncode == -signal.SIGKILL:
+            counts[phase] += 1
+        elif ended.returncode:
+            raise RuntimeError(ended.stderr.decode())
+        else:
+            shutil.rmtree(broken)
+    subprocess.run(command(name, broken, settings), check=True, cwd=ROOT, capture_output=True)
+    return {
+        "kills": counts,
+        "runs": runs,
+        "weights_equal": weights(whole) == weights(broken),
+        "metrics_equal": metrics(whole) == metrics(broken),
+    }
+
+
+def command(name: str, directory: Path, changes: dict[str, str]) -> list[str]:
+    """The program's command; it resumes the run if there is one."""
+    config, own = PROGRAMS[name]
+    settings = COMMON | own | changes | {"run.dir": str(directory)}
+    words = [sys.executable, "-m", name, config]
+    for key, value in settings.items():
+        words += ["--set", f"{key}={value}"]
+    if (directory / "metrics.jsonl").exists():
+        words.append("--resume")
+    return words
+
+
+def weights(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.glob("export/*.safetensors")}
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    """The run's records without times."""
+    times = ("tokens_per_second", "seconds", "valid_seconds")
+    records = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in r.items() if not k.startswith(times)} for r in records]
+
+
+def run_until_killed(phase: str, call: str, seed: str, words: Sequence[str]) -> int:
+    """Runs a program in this process, which kills itself in a phase, at a random moment.
+
+    Args:
+      call: the number of the call of the phase's function that the kill comes after.
+      words: the program's name, and its arguments.
+    """
+    place, seconds = PLACES[phase]
+    delay = float(seed) * seconds
+    module, _, name = place.partition(":")
+    owner = pkgutil.resolve_name(module)
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    setattr(owner, last, killing(getattr(owner, last), int(call), delay))
+    program = pkgutil.resolve_name(f"{words[0]}.__main__:main")
+    return program(words[1:])
+
+
+def killing(function: Callable, call: int, delay: float) -> Callable:
+    """The function; ``delay`` seconds after call number ``call`` begins, the process dies."""
+    calls = []
+
+    def called(*args: Any, **options: Any) -> Any:
+        calls.append(None)
+        if len(calls) == call:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return function(*args, **options)
+
+    return called
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
