@@ -225,6 +225,9 @@ class HeadTarget:
 class HeadSection:
     """EAGLE-3: the head's sizes, and how many draft steps each token trains."""
 
+    # A head to start from: a directory, a hub id or an embedded one; empty: random weights. Its
+    # sizes, layers and draft vocabulary then hold; one that is set here must be the same.
+    init_from: str = ""
     draft_vocab: NotNegativeInt = 0  # draft only this many most frequent ids of the corpus; 0: all
     layers: tuple[
         NotNegativeInt, ...

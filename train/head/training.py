@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax._util import processes
-from specjax.models import head_matrix, init_params, load_pretrained, num_params
+from specjax.models import load_pretrained, num_params
 from train.config import HeadRunConfig, fixed_settings, to_dict
 from train.data.prompts import held_out_prompts
 from train.data.tokenized import held_out_tokens, train_tokens
@@ -25,6 +25,7 @@ from train.engine.program import run_training
 from train.head.evaluation import measure_decoding
 from train.head.losses import HeadObjective, head_loss
 from train.head.prepare import HeadSetup, prepare_setup
+from train.head.starting import first_params
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,7 +57,9 @@ def train(
     # In the host's memory: one device may be too small for the params that all of them share.
     with host_memory():
         _, target = processes.raise_everywhere(lambda: load_pretrained(setup.directory, dtype))
-        params = first_params(setup, target, cfg.run.seed)
+        params = processes.raise_everywhere(
+            lambda: first_params(head, setup.start, setup.target, target, cfg.run.seed)
+        )
     loader, valid = process_batches(cfg, data)
     objective = HeadObjective(
         section.steps,
@@ -88,22 +91,6 @@ def train(
     card = plan(cfg, setup) | {"recipe": to_dict(cfg)}
     params = placement.to_host(outcome.params)
     return export(cfg.run, head, params, setup.tokenizer, outcome, card)
-
-
-def first_params(setup: HeadSetup, target: dict, seed: int) -> dict:
-    """The head's first float32 params: random, but with the target's output layer.
-
-    The final norm is the target's, too, if both have the same kind of norm.
-    """
-    head = setup.head
-    params = init_params(head, jax.random.key(seed))
-    table = head_matrix(setup.target, target)
-    if head.ids is not None:
-        table = table[head.ids]
-    params["head"] = table.astype(jnp.float32)
-    if setup.target.norm == head.norm:
-        params["norm"] = jax.tree.map(lambda x: x.astype(jnp.float32), target["norm"])
-    return params
 
 
 def _measure(

@@ -272,15 +272,47 @@ def _has_own_head(cfg: ModelConfig, weights: OpenWeights, stored_names: dict[str
     if head is None or embedding is None:
         return False
     shape = param_shapes(cfg)["embed"].shape
+    return not _equal_rows((weights, head), (weights, embedding), shape)
+
+
+def same_embedding(first: Path, second: Path) -> bool:
+    """Whether two model directories hold the same embedding; nothing is kept in memory.
+
+    Raises:
+      ModelError: a directory has no usable config or no safetensors.
+    """
+    tables = []
+    shapes = set()
+    for directory in (first, second):
+        cfg = complete_config(directory)
+        weights = OpenWeights.open(tensor_files(directory, pickles=False))
+        name = _present_names(cfg, weights).get(_embedding_name(cfg))
+        if name is None:
+            return False
+        tables.append((weights, name))
+        shapes.add(param_shapes(cfg)["embed"].shape)
+    return len(shapes) == 1 and _equal_rows(*tables, shapes.pop())
+
+
+def _equal_rows(
+    first: tuple[OpenWeights, str], second: tuple[OpenWeights, str], shape: tuple[int, ...]
+) -> bool:
+    """Whether two stored tables of this shape have equal values.
+
+    Raises:
+      ModelError: one of them has another shape.
+    """
     # A few rows at a time, so that memory for two more tables is not needed.
     step = max(1, COMPARED_BYTES // (4 * shape[1]))
-    for first in range(0, shape[0], step):
-        last = min(first + step, shape[0])
-        head_rows = weights.rows(head, shape, first, last).astype(np.float32)
-        embedding_rows = weights.rows(embedding, shape, first, last).astype(np.float32)
-        if not np.array_equal(head_rows, embedding_rows):
-            return True
-    return False
+    for start in range(0, shape[0], step):
+        stop = min(start + step, shape[0])
+        parts = [
+            weights.rows(name, shape, start, stop).astype(np.float32)
+            for weights, name in (first, second)
+        ]
+        if not np.array_equal(*parts):
+            return False
+    return True
 
 
 def _embedding_name(cfg: ModelConfig) -> str:
