@@ -41,7 +41,9 @@ Remat = bool | Literal["attention"]
 class Model:
     """The model to pre-train: its sizes, or a checkpoint to continue from."""
 
-    init_from: str = ""  # a Hugging Face directory; empty: random weights of the sizes below
+    # A Hugging Face directory, a hub id or an embedded model; empty: random weights of the sizes
+    # below.
+    init_from: str = ""
     hidden_size: Width = 320
     num_layers: Layers = 6
     num_heads: Width = 5

@@ -20,6 +20,7 @@ from train.data.prompts import PROMPT_TOKENS
 from train.data.tokenized import Corpus
 from train.data.tokenizer import id_count, load_tokenizer, tokenizer_file
 from train.engine.batches import open_corpus
+from train.engine.starting import require_model
 from train.head.starting import read_start
 
 
@@ -79,8 +80,7 @@ def read_target(cfg: HeadRunConfig) -> TargetFiles:
         raise InputError("model.init_from is empty: name the target's Hugging Face directory")
     directory = locate(cfg.model.init_from)
     target = complete_config(directory)
-    if isinstance(target, HeadConfig):
-        raise InputError(f"model.init_from={cfg.model.init_from!r} is a head: name its target")
+    require_model(target, cfg.model.init_from)
     tokenizer = load_tokenizer(cfg.model.tokenizer or tokenizer_file(directory))
     _check(cfg, target, tokenizer)
     layout = CodeLayout(*checkpoint_ends(cfg.model.init_from, target, tokenizer))

@@ -26,6 +26,7 @@ from train.data.packing import Transform
 from train.data.prompts import PROMPT_TOKENS
 from train.data.tokenized import Corpus
 from train.data.tokenizer import id_count, load_tokenizer, tokenizer_file
+from train.engine.starting import require_model
 from train.sdsat.insertion import Insertion, isolated_row, mixed_row, probe_row
 from train.sdsat.losses import SdsatObjective
 from train.sdsat.trainable import GATED, LOW_RANK, Tuning, adapted, make_tuning
@@ -62,6 +63,7 @@ def prepare_setup(cfg: SDSATConfig) -> SdsatSetup:
     directory = locate(cfg.model.init_from)
     # The model as it is before tuning.
     start = complete_config(directory)
+    require_model(start, cfg.model.init_from)
     tokenizer = load_tokenizer(cfg.model.tokenizer or tokenizer_file(directory))
     _check(cfg, start, tokenizer)
 
