@@ -45,10 +45,20 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def earlier(target, tmp_path_factory):
-    """A head that was trained on the library's files."""
-    run = tmp_path_factory.mktemp("runs") / "earlier"
-    assert program(head_arguments(target, run, *RUN)) == 0
-    return run / "export"
+    """A head of the sizes that the settings of a small head ask for."""
+    home = tmp_path_factory.mktemp("earlier")
+    cfg = load_pretrained(target)[0]
+    head = HeadConfig.of(
+        cfg,
+        np.arange(0, 256, 2),
+        layer_ids=(0,),
+        num_kv_heads=1,
+        intermediate_size=16,
+        own_embedding=False,
+        verifier=str(target),
+    )
+    save_pretrained(home, head, random_params(head))
+    return home
 
 
 def config(target, run, *settings):
@@ -69,8 +79,11 @@ def held_out(run):
     return [record["valid_loss"] for record in logged(run) if "valid_loss" in record]
 
 
-def test_a_warm_start_reaches_the_loss_in_half_of_the_steps(target, earlier, tmp_path):
+@pytest.mark.slow
+def test_a_warm_start_reaches_the_loss_in_half_of_the_steps(target, tmp_path):
     """Both train on other files than the head that one of them starts from."""
+    assert program(head_arguments(target, tmp_path / "earlier", *RUN)) == 0
+    earlier = tmp_path / "earlier/export"
     other = (*RUN, 'data.files=["train"]')
     assert program(head_arguments(target, tmp_path / "cold", *other)) == 0
     warm = (*other, *UNSET, f"head.init_from={earlier}")

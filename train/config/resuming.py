@@ -14,7 +14,8 @@ MAY_CHANGE = {
     "data": ("shards",),  # where tokens are stored; the corpus digest tells whether they differ
     "model": ("remat", "scan"),
     "sdsat": ("probe_length", "decode_prompts", "decode_tokens"),
-    "head": ("decode_prompts", "decode_tokens"),
+    # Where states are stored; the corpus digest tells whether the rows differ.
+    "head": ("decode_prompts", "decode_tokens", "states"),
     "optim": (
         *("total_steps", "learning_rate", "muon_learning_rate", "weight_decay", "clip_norm"),
         *("schedule", "warmup_steps", "decay_fraction", "final_fraction"),

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax.models import ModelConfig
 from specjax.models.attention.dense import MASKED_SCORE, PADDING_SEGMENT, causal_mask
 from specjax.models.families.head_config import HeadConfig
-from specjax.models.forward_pass import hidden_states, module_of
+from specjax.models.forward_pass import HiddenStates, hidden_states, module_of
 from specjax.models.head import draft_logits, fed_back, fused_states, share_embedding
 from train.data.packing import IGNORE
 from train.engine.loop import LossFn
@@ -34,6 +34,10 @@ from train.engine.losses import (
     sum_over_chunks,
     summed_kl,
 )
+
+# Names in a batch that holds the target's states: [B, T, D] and [B, T, P, D].
+HIDDEN = "hidden_states"  # final-normed
+AUX = "aux_states"  # the inputs of the auxiliary layers
 
 KeysValues = tuple[Float[Array, "B T K E"], Float[Array, "B T K E"]]  # of one draft step
 
@@ -76,7 +80,8 @@ def head_loss(
     over the tokens that add to it. Documents end, so later steps have fewer.
 
     Args:
-      target: the target's config; the loss's ``frozen`` argument holds its params.
+      target: the target's config; the loss's ``frozen`` argument holds its params. Its tables are
+        enough for batches that hold its states (:mod:`train.head.states`).
       head: the head's config.
       objective: steps, decay and precision.
       rows: the sharding of a batch's rows; None: on one device.
@@ -88,11 +93,7 @@ def head_loss(
     def loss(params, frozen, batch):
         params = cast(params, objective.dtype)
         # The head reads the auxiliary hidden states; the final ones give p.
-        hidden, aux_states = jax.lax.stop_gradient(
-            hidden_states(
-                target, frozen, *row_arguments(batch), aux_layers=head.layer_ids, rows=rows
-            )
-        )
+        hidden, aux_states = _target_states(target, head, frozen, batch, rows)
         teacher = _teacher_layer(target, head, frozen)
         whole_teacher = None
         if objective.drop_outside and head.ids is not None:
@@ -119,6 +120,22 @@ def head_loss(
         return jnp.sum(weights * kl), tokens, jax.lax.stop_gradient(extras)
 
     return loss
+
+
+def _target_states(
+    target: ModelConfig,
+    head: HeadConfig,
+    frozen: dict,
+    batch: dict,
+    rows: NamedSharding | None,
+) -> HiddenStates:
+    """The target's hidden states: those of the batch if they were stored ahead, or computed."""
+    if HIDDEN in batch:
+        return HiddenStates(batch[HIDDEN], batch[AUX])
+    states = hidden_states(
+        target, frozen, *row_arguments(batch), aux_layers=head.layer_ids, rows=rows
+    )
+    return jax.lax.stop_gradient(states)
 
 
 def _teacher_layer(target: ModelConfig, head: HeadConfig, frozen: dict) -> OutputHead:
