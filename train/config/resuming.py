@@ -20,7 +20,7 @@ MAY_CHANGE = {
         *("total_steps", "learning_rate", "muon_learning_rate", "weight_decay", "clip_norm"),
         *("schedule", "warmup_steps", "decay_fraction", "final_fraction"),
     ),
-    "mesh": ("fsdp", "devices", "topology", "memory_gib"),
+    "mesh": ("fsdp", "sequence", "devices", "topology", "memory_gib"),
     "run": (
         *("dir", "log_every", "eval_every", "eval_batches", "checkpoint_every", "keep"),
         *("checkpoint_minutes", "export_dtype", "tensorboard", "wandb"),

@@ -134,6 +134,7 @@ class MeshSection:
     """The devices of a run. All of them take part; the rows of a batch are split over them."""
 
     fsdp: PositiveInt = 1  # devices that share one copy of the params and the optimizer state
+    sequence: PositiveInt = 1  # devices that share each row, for rows too long for one
     devices: NotNegativeInt = 0  # devices that the run needs and --dry-run plans for; 0: all here
     topology: str = ""  # TPU topology that --dry-run compiles for, e.g. v5e:2x4
     memory_gib: NotNegativeFloat = 0.0  # of one device, for --dry-run; 0: as the device reports
@@ -264,11 +265,16 @@ class HeadRunConfig:
 
 
 def _check_batch(cfg: LMConfig | SDSATConfig | HeadRunConfig) -> None:
-    """Raises InputError if a step has more tokens than an int32 can count."""
+    """Raises InputError if a step has more tokens than an int32 counts, or rows cannot be split."""
     optim = cfg.optim
     tokens = optim.accumulate * optim.batch_size * cfg.data.seq_len
     if tokens > INT32_MAX:
         raise InputError(
             f"optim.accumulate={optim.accumulate} × optim.batch_size={optim.batch_size} rows of "
             f"data.seq_len={cfg.data.seq_len} are {tokens} tokens, more than {INT32_MAX}: lower one"
+        )
+    if cfg.data.seq_len % cfg.mesh.sequence:
+        raise InputError(
+            f"data.seq_len={cfg.data.seq_len} does not divide among mesh.sequence="
+            f"{cfg.mesh.sequence} devices: make it a multiple"
         )

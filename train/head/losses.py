@@ -16,14 +16,20 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models import ModelConfig
-from specjax.models.attention.dense import MASKED_SCORE, PADDING_SEGMENT, causal_mask
+from specjax.models.attention.dense import MASKED_SCORE, PADDING_SEGMENT, Meta, causal_mask
 from specjax.models.families.head_config import HeadConfig
-from specjax.models.forward_pass import HiddenStates, hidden_states, module_of
+from specjax.models.forward_pass import (
+    BLOCKWISE_FROM,
+    HiddenStates,
+    hidden_states,
+    module_of,
+)
 from specjax.models.head import draft_logits, fed_back, fused_states, share_embedding
+from specjax.models.sharding import splits_tokens
 from train.data.packing import IGNORE
 from train.engine.loop import LossFn
 from train.engine.losses import (
@@ -38,6 +44,8 @@ from train.engine.losses import (
 # Names in a batch that holds the target's states: [B, T, D] and [B, T, P, D].
 HIDDEN = "hidden_states"  # final-normed
 AUX = "aux_states"  # the inputs of the auxiliary layers
+
+QUERY_BLOCK = 256  # queries of a long row whose scores exist at the same time
 
 KeysValues = tuple[Float[Array, "B T K E"], Float[Array, "B T K E"]]  # of one draft step
 
@@ -184,7 +192,7 @@ def draft_steps(
     steps at place i.
     """
     meta = {"segment": batch["segments"], "position": batch["positions"]}
-    mask = causal_mask(meta, meta)
+    attend_steps = _step_attention(meta, rows)
 
     def step(params, features, tokens, positions, past):
         entries: list[KeysValues] = []
@@ -192,7 +200,7 @@ def draft_steps(
         # The head has one layer, so attend is called one time.
         def attend(layer, q, k, v):
             entries.append((k, v))
-            return attend_to_steps(q, (*past, (k, v)), mask)
+            return attend_steps(q, (*past, (k, v)))
 
         module = module_of(cfg, params)
         hidden, _ = module(tokens, positions, attend, features=features, rows=rows)
@@ -210,21 +218,75 @@ def draft_steps(
         yield hidden
 
 
+def _step_attention(meta: Meta, rows: NamedSharding | None) -> Callable:
+    """``attend(q, entries)`` of a draft step: :func:`attend_to_steps`, in blocks for long rows.
+
+    Args:
+      meta: positions and segments of the tokens, ``[B, T]`` each.
+      rows: the sharding of ``[B, T]``; None: on one device. Where tokens are split, a device has
+        its own queries and later steps, and all entries of the first step.
+    """
+    if meta["position"].shape[1] < BLOCKWISE_FROM and not splits_tokens(rows):
+        mask = causal_mask(meta, meta)
+        return lambda q, entries: attend_to_steps(q, entries, mask)
+
+    run = _attend_in_blocks
+    if rows is not None:
+        own = PartitionSpec(*rows.spec)
+        whole = PartitionSpec(rows.spec[0])
+        in_specs = (own, whole, own, own, whole)
+        run = jax.shard_map(run, mesh=rows.mesh, in_specs=in_specs, out_specs=own, check_vma=False)
+    return lambda q, entries: run(q, entries[0], entries[1:], meta, meta)
+
+
+def _attend_in_blocks(
+    q: Float[Array, "B t H E"],
+    first: KeysValues,
+    later: tuple[KeysValues, ...],
+    query: Meta,
+    key: Meta,
+) -> Float[Array, "B t H E"]:
+    """:func:`attend_to_steps` for some queries at a time, whose scores are computed twice.
+
+    Args:
+      first: the first step's entries at all T places.
+      later: the later steps' entries at the t places of the queries.
+      query, key: metadata of those places.
+    """
+    tokens = q.shape[1]
+    block = min(QUERY_BLOCK, tokens)
+    pad = -tokens % block
+
+    def split(x: Array) -> Array:
+        """``[blocks, B, block, ...]`` of ``[B, t, ...]``."""
+        x = jnp.pad(x, [(0, pad if axis == 1 else 0) for axis in range(x.ndim)])
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def attend(blocks):
+        q, later, query = blocks
+        return attend_to_steps(q, (first, *later), causal_mask(query, key))
+
+    out = jax.lax.map(attend, jax.tree.map(split, (q, later, dict(query))))
+    out = jnp.moveaxis(out, 0, 1)
+    return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :tokens]
+
+
 def attend_to_steps(
-    q: Float[Array, "B T H E"], entries: tuple[KeysValues, ...], mask: Bool[Array, "B T T"]
-) -> Float[Array, "B T H E"]:
+    q: Float[Array, "B t H E"], entries: tuple[KeysValues, ...], mask: Bool[Array, "B t T"]
+) -> Float[Array, "B t H E"]:
     """Attention of one draft step, with scores and softmax in float32.
 
     Args:
-      q: the step's queries.
-      entries: keys and values of each step so far. The first step's are attended to wherever
-        ``mask`` allows; a later step's only at the query's own place.
-      mask: which places of the row each place may see.
+      q: the step's queries, at t places of the row.
+      entries: keys and values of each step so far. The first step's, at all T places, are attended
+        to wherever ``mask`` allows; a later step's, at the t places, only at the query's own.
+      mask: which places of the row each query may see.
     """
     (first_k, first_v), *later = entries
-    B, T, H, E = q.shape
-    K = first_k.shape[2]
-    q = q.reshape(B, T, K, H // K, E).astype(jnp.float32) * E**-0.5
+    B, t, H, E = q.shape
+    T, K = first_k.shape[1:3]
+    q = q.reshape(B, t, K, H // K, E).astype(jnp.float32) * E**-0.5
 
     scores = jnp.einsum("btkge,bske->btkgs", q, first_k.astype(jnp.float32))
     scores = jnp.where(mask[:, :, None, None], scores, MASKED_SCORE)
@@ -236,7 +298,7 @@ def attend_to_steps(
     out = jnp.einsum("btkgs,bske->btkge", weights[..., :T], first_v.astype(jnp.float32))
     for i, (_, v) in enumerate(later):
         out += weights[..., T + i, None] * v[:, :, :, None].astype(jnp.float32)
-    return out.reshape(B, T, H, E).astype(first_v.dtype)
+    return out.reshape(B, t, H, E).astype(first_v.dtype)
 
 
 def labels_of_step(batch: dict, k: int) -> Int[Array, "B T"]:
