@@ -80,6 +80,8 @@ def lighter(cfg: SDSATConfig, model: ModelConfig, devices: int) -> list[str]:
     factored = optim.optimizer == "adafactor"
     fewest = devices // cfg.mesh.sequence  # rows, one for each group of devices
     smaller = f"optim.batch_size={fewest} with a larger optim.accumulate"
+    parts = 2 * cfg.mesh.sequence  # of a row
+    splits = devices % (parts * cfg.mesh.fsdp) == 0 and cfg.data.seq_len % parts == 0
     # Setting: whether the config could still change to it.
     possible = {
         "model.scan=true": not cfg.model.scan and model.num_layers > memory.DEEPEST,
@@ -90,7 +92,7 @@ def lighter(cfg: SDSATConfig, model: ModelConfig, devices: int) -> list[str]:
         'sdsat.loss="isolated"': cfg.sdsat.loss == "improved",
         'model.remat="attention"': not cfg.model.remat,
         "model.remat=true": cfg.model.remat is not True,
-        "mesh.sequence=2 with fewer rows": cfg.mesh.sequence == 1 and devices % 2 == 0,
+        f"mesh.sequence={parts} with optim.batch_size={devices // parts}": splits,
         'optim.optimizer="adafactor"': full and not factored,
         'model.train="gated-lora"': full,
     }
