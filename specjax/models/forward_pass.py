@@ -179,9 +179,8 @@ def hidden_states(
         sequence's attention and recompute the rest.
       scan: compile one block (one period, if layers alternate) and scan the stacked layers.
         Compile time then does not grow with the depth.
-      rows: how the batch ``[B, T]`` is sharded over devices; None: all on one device. Each device
-        runs its own rows. If tokens are split as well, it runs its part of each row, and gathers
-        the keys and values of the others in every layer.
+      rows: how ``[B, T]`` is sharded over devices; None: all on one device. Each runs its own rows.
+        If tokens are split, it runs its part of a row, and gathers keys and values in every layer.
       features: what a draft head reads beside the tokens (:mod:`specjax.models.head`).
     """
     all_meta = {"position": positions, "segment": segments, **(meta or {})}

@@ -40,7 +40,8 @@ def lengths_of(row):
 def packed(row):
     """A packed row; the last one ends with padding."""
     tokens = np.random.default_rng(row).integers(1, V - 1, T).astype(np.int32)
-    segments, positions = np.zeros(T, np.int32), np.zeros(T, np.int32)
+    segments = np.zeros(T, np.int32)
+    positions = np.zeros(T, np.int32)
     begin = 0
     for number, length in enumerate(lengths_of(row), start=1):
         segments[begin : begin + length] = number

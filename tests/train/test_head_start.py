@@ -88,7 +88,8 @@ def test_a_warm_start_reaches_the_loss_in_half_of_the_steps(target, tmp_path):
     assert program(head_arguments(target, tmp_path / "cold", *other)) == 0
     warm = (*other, *UNSET, f"head.init_from={earlier}")
     assert program(head_arguments(target, tmp_path / "warm", *warm)) == 0
-    cold_losses, warm_losses = held_out(tmp_path / "cold"), held_out(tmp_path / "warm")
+    cold_losses = held_out(tmp_path / "cold")
+    warm_losses = held_out(tmp_path / "warm")
     reached = next(step for step, x in enumerate(warm_losses, 1) if x <= cold_losses[-1])
     assert reached <= STEPS // 2
     assert cold_losses[reached - 1] > cold_losses[-1], "the cold run must still have been learning"

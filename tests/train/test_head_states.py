@@ -89,7 +89,8 @@ def test_gradients_are_those_of_states_computed_on_the_way(target, stored):
         batch = stack([rows[number] for number in numbers])
         with_states = stack([states.training_row(rows[number], number) for number in numbers])
         assert with_states[AUX].shape == (4, 48, 2, 16) and with_states[HIDDEN].any()
-        on_the_way, ahead = gradients(params, whole, batch), gradients(params, tables, with_states)
+        on_the_way = gradients(params, whole, batch)
+        ahead = gradients(params, tables, with_states)
         assert same(on_the_way, ahead) and ahead[0] > 0
 
 
@@ -138,7 +139,7 @@ def test_a_longer_run_reads_the_rows_again_in_another_order(target, stored):
         numbers = range(number * ROWS, (number + 1) * ROWS)
         return [states.training_row(rows[i], i)["tokens"].tobytes() for i in numbers]
 
-    first, second, third = turn(0), turn(1), turn(2)
+    first, second, third = map(turn, range(3))
     assert first != second != third != first
     assert sorted(first) == sorted(second) == sorted(third)
 

@@ -62,7 +62,6 @@ def train(
     Args:
       states: the target's hidden states; None: each step computes them.
     """
-    section = cfg.head
     data = setup.data
     head = setup.head
     dtype = jnp.dtype(cfg.model.compute_dtype)
@@ -75,14 +74,7 @@ def train(
             lambda: first_params(head, setup.start, setup.target, target, cfg.run.seed)
         )
     loader, valid = _batches(cfg, data, states)
-    objective = HeadObjective(
-        section.steps,
-        section.decay,
-        cfg.model.compute_dtype,
-        cfg.model.remat,
-        section.drop_outside,
-        section.mean_per_step,
-    )
+    objective = _objective(cfg)
     loss = functools.partial(head_loss, setup.target, head, rows=placement.row_sharding(0))
     outcome = fit(
         loss(objective),
@@ -108,6 +100,18 @@ def train(
     card = plan(cfg, setup, states) | {"recipe": to_dict(cfg)}
     params = placement.to_host(outcome.params)
     return export(cfg.run, head, params, setup.tokenizer, outcome, card)
+
+
+def _objective(cfg: HeadRunConfig) -> HeadObjective:
+    section = cfg.head
+    return HeadObjective(
+        section.steps,
+        section.decay,
+        cfg.model.compute_dtype,
+        cfg.model.remat,
+        section.drop_outside,
+        section.mean_per_step,
+    )
 
 
 def _batches(
