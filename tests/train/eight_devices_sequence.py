@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specjax.models import ModelConfig, forward_pass, init_params
-from specjax.models.attention import flash
+from specjax.models.attention import long_sequences
 from specjax.models.families.head_config import HeadConfig
 from train.data.packing import IGNORE
 from train.engine.placement import make_placement
@@ -128,8 +128,7 @@ def use_blocks(patched):
     patched.setattr(forward_pass, "BLOCKWISE_FROM", 16)
     patched.setattr(head_losses, "BLOCKWISE_FROM", 16)
     patched.setattr(head_losses, "QUERY_BLOCK", 3)
-    patched.setattr(flash, "MAX_BLOCK", 8)
-    patched.setattr(flash, "MIN_BLOCK", 8)
+    patched.setattr(long_sequences, "block_size", lambda rows, groups: 8)
 
 
 @pytest.mark.parametrize(
