@@ -285,37 +285,48 @@ def attach(head: LM, target: LM) -> LM:
     """A head completed from its target: with the layers to read, and an embedding if it has none.
 
     Raises:
+      PairError, ModelError: as :func:`fit_head`.
+    """
+    cfg = head.config
+    assert isinstance(cfg, HeadConfig), "only heads are attached"
+    cfg = fit_head(cfg, f"head {head.source}", target.config, f"target {target.source}")
+    cfg = dataclasses.replace(cfg, adaptive_ids=target.config.adaptive_ids)
+    cfg, params = share_embedding(cfg, head.params, target.params["embed"])
+    return dataclasses.replace(head, config=cfg, params=params)
+
+
+def fit_head(head: HeadConfig, head_name: str, target: ModelConfig, target_name: str) -> HeadConfig:
+    """A head's config with the layers that it reads of this target.
+
+    Args:
+      head_name, target_name: for messages.
+
+    Raises:
       PairError: its sizes or layers do not fit the target, so it is a head for another one.
       ModelError: it names no layers, and the target has too few for the usual ones.
     """
-    cfg = head.config
-    target_cfg = target.config
-    assert isinstance(cfg, HeadConfig), "only heads are attached"
-    made_for = f" (it was made for {cfg.verifier})" if cfg.verifier else ""
+    made_for = f" (it was made for {head.verifier})" if head.verifier else ""
     for what, expected, actual in (
-        ("hidden states of size", cfg.target_size, target_cfg.hidden_size),
-        ("a vocabulary of", cfg.vocab_size, target_cfg.vocab_size),
+        ("hidden states of size", head.target_size, target.hidden_size),
+        ("a vocabulary of", head.vocab_size, target.vocab_size),
     ):
         if expected != actual:
             raise PairError(
-                f"head {head.source} is for {what} {expected}, target {target.source} has "
-                f"{actual}{made_for}"
+                f"{head_name} is for {what} {expected}, {target_name} has {actual}{made_for}"
             )
-    layers = cfg.layer_ids or usual_layers(target_cfg)
-    if max(layers) >= target_cfg.num_layers:
+    layers = head.layer_ids or usual_layers(target)
+    if max(layers) >= target.num_layers:
         raise PairError(
-            f"head {head.source} reads layer {max(layers)}, target {target.source} has layers 0 to "
-            f"{target_cfg.num_layers - 1}{made_for}"
+            f"{head_name} reads layer {max(layers)}, {target_name} has layers 0 to "
+            f"{target.num_layers - 1}{made_for}"
         )
-    embed_size = target_cfg.embed_size or target_cfg.hidden_size
-    if not cfg.own_embedding and embed_size != cfg.hidden_size:
+    embed_size = target.embed_size or target.hidden_size
+    if not head.own_embedding and embed_size != head.hidden_size:
         raise PairError(
-            f"head {head.source} has no embedding, and the target's is {embed_size} wide, not "
-            f"{cfg.hidden_size}"
+            f"{head_name} has no embedding, and the target's is {embed_size} wide, not "
+            f"{head.hidden_size}"
         )
-    cfg = dataclasses.replace(cfg, layer_ids=layers, adaptive_ids=target_cfg.adaptive_ids)
-    cfg, params = share_embedding(cfg, head.params, target.params["embed"])
-    return dataclasses.replace(head, config=cfg, params=params)
+    return dataclasses.replace(head, layer_ids=layers)
 
 
 def can_split(path_or_id: str | Path, mesh: Mesh, base: str | None = None) -> bool:

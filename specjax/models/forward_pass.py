@@ -179,8 +179,8 @@ def hidden_states(
         sequence's attention and recompute the rest.
       scan: compile one block (one period, if layers alternate) and scan the stacked layers.
         Compile time then does not grow with the depth.
-      rows: how the batch's rows are sharded over devices, each of which runs its own; None: all on
-        one device.
+      rows: how ``[B, T]`` is sharded over devices; None: all on one device. Each runs its own rows.
+        If tokens are split, it runs its part of a row, and gathers keys and values in every layer.
       features: what a draft head reads beside the tokens (:mod:`specjax.models.head`).
     """
     all_meta = {"position": positions, "segment": segments, **(meta or {})}
@@ -222,6 +222,9 @@ def _sequence_attention(
     }
 
     def attend(layer, q, k, v):
+        if rows is not None and sharding.splits_tokens(rows):
+            k = sharding.constrain(k, sharding.whole_rows(rows))
+            v = sharding.constrain(v, sharding.whole_rows(rows))
         # Heads before tokens in keys and values, as in a cache.
         attend_layer = by_window[windows[layer]]
         return attend_layer(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))

@@ -85,6 +85,24 @@ def constrain(x: Array, where: NamedSharding | None) -> Array:
     return jax.lax.with_sharding_constraint(x, where)
 
 
+def splits_tokens(rows: NamedSharding | None) -> bool:
+    """Whether the sharding of a batch ``[B, T]`` splits the tokens of a row, too."""
+    return rows is not None and len(rows.spec) > 1 and rows.spec[1] is not None
+
+
+def whole_rows(rows: NamedSharding) -> NamedSharding:
+    """The sharding of keys and values: of its rows a device has every token."""
+    return NamedSharding(rows.mesh, PartitionSpec(rows.spec[0]))
+
+
+def axes_of(rows: NamedSharding) -> tuple[str, ...]:
+    """The mesh axes that a batch is split over."""
+    names: list[str] = []
+    for entry in rows.spec:
+        names += [entry] if isinstance(entry, str) else entry or ()
+    return tuple(names)
+
+
 def psum_shards(x: Float[Array, "..."], shards: int) -> Float[Array, "..."]:
     """The sum of the devices' partial products, on every device."""
     if shards == 1:

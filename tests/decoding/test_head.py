@@ -6,7 +6,6 @@ target often enough that rounds accept some tokens, but not all.
 
 import dataclasses
 import functools
-import json
 from types import SimpleNamespace
 
 import jax
@@ -31,7 +30,7 @@ from specjax.runtime.engine import Engine, Request
 from specjax.runtime.prefill import Prefill
 from support import head_reference, laws
 from support.checkpoints import edit_config, edit_weights, same
-from support.heads import fitted_head, random_params
+from support.heads import fitted_head, random_params, to_midlayer
 from support.variant_models import logits_jit, pair
 
 VOCAB, IDS = 12, np.array([0, 1, 3, 4, 7, 8, 11])
@@ -530,25 +529,10 @@ def saved(tmp_path):
     return tmp_path / "head"
 
 
-def midlayer(directory) -> None:
-    """Rewrites a saved head in SafeAILab's layout: other tensor names, a flat config."""
-
-    def rename(tensors):
-        for name in list(tensors):
-            tensors[name.replace("layers.0.", "midlayer.")] = tensors.pop(name)
-
-    edit_weights(directory, rename)
-    config = json.loads((directory / "config.json").read_text())
-    kept = {n: x for n, x in config.items() if n.startswith(("norm_", "fc_", "draft_", "eagle_"))}
-    flat = config["transformer_layer_config"] | kept
-    flat["architectures"] = ["LlamaForCausalLMEagle3"]
-    (directory / "config.json").write_text(json.dumps(flat))
-
-
 @pytest.mark.parametrize("layout", ["speculators", "SafeAILab"])
 def test_saved_heads_load_bit_for_bit(saved, layout):
     if layout == "SafeAILab":
-        midlayer(saved)
+        to_midlayer(saved)
     cfg, params = load_pretrained(saved)
     assert cfg == made("each")[0] and same(params, made("each")[1])
     assert sj.load(saved).is_head
@@ -556,7 +540,7 @@ def test_saved_heads_load_bit_for_bit(saved, layout):
 
 def test_pickled_heads_load_where_asked_for(saved):
     torch = pytest.importorskip("torch")
-    midlayer(saved)
+    to_midlayer(saved)
     tensors = to_tensors(*made("each"))
     named = {n.replace("layers.0.", "midlayer."): torch.tensor(x) for n, x in tensors.items()}
     torch.save(named, saved / "pytorch_model.bin")

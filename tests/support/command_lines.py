@@ -101,6 +101,14 @@ PROGRAMS = {
         ),
         ("configs/tiny.toml",),
     ),
+    "train.states": Program(
+        "train.states",
+        (
+            *(*TUNED, "--set=head.draft_vocab=0", "--set=head.layers=[0, 1, 1]"),
+            "--set=head.states='made'",
+        ),
+        ("configs/head_demo.toml",),
+    ),
     "train.ablation": Program(
         "train.ablation",
         (*TUNED, "--only=none"),

@@ -1,4 +1,6 @@
-"""Random heads whose output matrix is fitted, so that they often agree with a target."""
+"""Random heads whose output matrix is fitted, so that they often agree with a target; layouts."""
+
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from specjax.models import init_params, logits_of
 from specjax.models.families.head_config import HeadConfig
 from specjax.models.forward_pass import hidden_states, module_of
 from specjax.models.head import fused_states, head_states
+from support.checkpoints import edit_weights
 
 
 def random_params(cfg: HeadConfig) -> dict:
@@ -51,3 +54,18 @@ def fitted_head(target: sj.LM, ids: np.ndarray, layers: tuple[int, ...]) -> sj.L
     matrix = np.linalg.lstsq(a, b - b.mean(-1, keepdims=True), rcond=None)[0].T
     fitted = params | {"head": jnp.asarray(matrix, jnp.float32)}
     return sj.LM(cfg, fitted, None, head.eos_ids, head.vocab_limit, "fitted")
+
+
+def to_midlayer(directory) -> None:
+    """Rewrites a saved head in SafeAILab's layout: other tensor names, a flat config."""
+
+    def rename(tensors):
+        for name in list(tensors):
+            tensors[name.replace("layers.0.", "midlayer.")] = tensors.pop(name)
+
+    edit_weights(directory, rename)
+    config = json.loads((directory / "config.json").read_text())
+    kept = {n: x for n, x in config.items() if n.startswith(("norm_", "fc_", "draft_", "eagle_"))}
+    flat = config["transformer_layer_config"] | kept
+    flat["architectures"] = ["LlamaForCausalLMEagle3"]
+    (directory / "config.json").write_text(json.dumps(flat))

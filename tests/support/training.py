@@ -24,11 +24,31 @@ from train.data.tokenizer import EOS_ID, train_tokenizer
 ROOT = Path(__file__).parents[2]
 TINY_LM = str(ROOT / "configs" / "tiny.toml")
 TINY_SDSAT = str(ROOT / "configs" / "sdsat_tiny.toml")
+HEAD_DEMO = str(ROOT / "configs" / "head_demo.toml")
+SMALL_HEAD = (
+    *("data.corpora=[]", 'data.files=["specjax"]', "data.seq_len=48"),
+    *(
+        "head.layers=[0]",
+        "head.draft_vocab=128",
+        "head.num_kv_heads=1",
+        "head.intermediate_size=16",
+    ),
+    *("head.steps=2", "head.decode_prompts=2", "head.decode_tokens=12"),
+    *("optim.total_steps=6", "optim.batch_size=4", "optim.accumulate=1", "optim.warmup_steps=1"),
+    *("run.log_every=1", "run.eval_every=6", "run.eval_batches=1", "run.checkpoint_every=2"),
+    "run.export_dtype=float32",
+)
 
 
 def overrides(*settings: str) -> list[str]:
     """Arguments that set ``section.key=value``."""
     return [word for setting in settings for word in ("--set", setting)]
+
+
+def head_arguments(target: Path, directory: Path, *settings: str) -> list[str]:
+    """Arguments of ``train.head``: a small head for ``target``, trained in ``directory``."""
+    places = (f"model.init_from={target}", f"run.dir={directory}")
+    return [HEAD_DEMO, *overrides(*places, *SMALL_HEAD, *settings)]
 
 
 def logged(directory: Path) -> list[dict[str, Any]]:
@@ -54,15 +74,14 @@ def code() -> list[Document]:
 
 
 def save_checkpoint(directory: Path, tokenizer: Tokenizer, **other: Any) -> Path:
-    """A random model's Hugging Face directory, of one layer of width 16."""
+    """A random model's Hugging Face directory, by default of one layer, of width 16."""
     cfg = ModelConfig.llama(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=16,
-        num_layers=1,
         num_heads=2,
         intermediate_size=24,
         max_position=128,
-        **{"eos_ids": (EOS_ID,)} | other,
+        **{"num_layers": 1, "eos_ids": (EOS_ID,)} | other,
     )
     save_pretrained(directory, cfg, init_params(cfg, jax.random.key(1)), tokenizer.to_str())
     return directory

@@ -7,13 +7,43 @@ from pathlib import Path
 
 import pytest
 
-CASES = Path(__file__).with_name("eight_devices_steps.py")
+from support.training import TINY_LM, TINY_SDSAT, overrides, save_checkpoint, small_tokenizer
+from train.lm.__main__ import main as program
+from train.sdsat.__main__ import main as train_sdsat
+
+HERE = Path(__file__).parent
+CASES = (HERE / "eight_devices_steps.py", HERE / "eight_devices_sequence.py")
 
 
 @pytest.mark.slow
-def test_rows_stay_split_on_eight_devices():
+def test_steps_on_eight_devices():
     devices = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    command = [sys.executable, "-m", "pytest", CASES, "-p", "no:xdist", "-rf"]
-    done = subprocess.run(command, env=devices, capture_output=True, text=True, cwd=CASES.parent)
+    command = [sys.executable, "-m", "pytest", *CASES, "-p", "no:xdist", "-rf"]
+    done = subprocess.run(command, env=devices, capture_output=True, text=True, cwd=HERE)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert "6 passed" in done.stdout
+    assert "15 passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (("mesh.sequence=3",), "data.seq_len=64 does not divide among mesh.sequence=3 devices"),
+        (("mesh.sequence=2",), "mesh.fsdp=1 times mesh.sequence=2 does not divide the 1 devices"),
+        (("mesh.sequence=0",), "mesh.sequence=0: expected a whole number"),
+    ],
+)
+def test_rows_that_cannot_be_split_are_refused_by_name(tmp_path, capsys, settings, says):
+    argv = [TINY_LM, *overrides(f"run.dir={tmp_path / 'run'}", *settings)]
+    assert program(argv) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_appended_tokens_that_cannot_be_split_are_refused(tmp_path, capsys):
+    start = save_checkpoint(tmp_path, small_tokenizer(tmp_path))
+    settings = (f"model.init_from={start}", "data.seq_len=48", "sdsat.probe_length=5")
+    argv = [TINY_SDSAT, *overrides(*settings, "mesh.sequence=2"), "--dry-run"]
+    assert train_sdsat(argv) == 2
+    assert "mesh.sequence=2 does not divide the 15 tokens appended to a held-out row" in (
+        capsys.readouterr().err
+    )

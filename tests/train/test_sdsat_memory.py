@@ -225,6 +225,23 @@ def test_hours_are_the_operations_at_half_of_the_peak(tmp_path, tokenizer):
 
 
 @pytest.mark.slow
+def test_a_row_that_devices_share_takes_less_of_each(tmp_path, tokenizer):
+    where = directory(tmp_path / "model", shape(400, 64, 1, 4, 4, 128), tokenizer)
+    settings = ["data.seq_len=128", "optim.batch_size=1", "sdsat.decode_prompts=0"]
+
+    def needs(*more):
+        cfg = config(where, *settings, *more)
+        return dryrun.needed_memory(cfg, prepare_setup(cfg))
+
+    one = needs()
+    two = needs("mesh.devices=2", "mesh.sequence=2")
+    assert (one["devices"], two["devices"]) == (1, 2)
+    for table in ("gib_compiled", "gib_by_hand"):
+        taken = [x["total"] if table == "gib_by_hand" else x for x in (one[table], two[table])]
+        assert taken[1] < 0.8 * taken[0], table
+
+
+@pytest.mark.slow
 def test_other_devices_are_simulated_and_share_the_state(tmp_path, tokenizer):
     model = shape(32768, 512, 1, 4, 4, 512)
     where = directory(tmp_path / "model", model, tokenizer)

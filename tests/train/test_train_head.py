@@ -20,9 +20,10 @@ from specjax.models.head import draft_logits, share_embedding
 from specjax.models.hf.read import load_config
 from support import head_steps
 from support.training import (
+    HEAD_DEMO,
     ROOT,
+    head_arguments,
     logged,
-    overrides,
     repeatable,
     save_checkpoint,
     small_tokenizer,
@@ -34,21 +35,7 @@ from train.head.__main__ import main as program
 from train.head.losses import HeadObjective, draft_steps, head_loss
 from train.head.prepare import most_frequent
 
-DEMO = str(ROOT / "configs" / "head_demo.toml")
 FULL = str(ROOT / "configs" / "head_llama_8b.toml")
-TINY = (
-    *("data.corpora=[]", 'data.files=["specjax"]', "data.seq_len=48"),
-    *(
-        "head.layers=[0]",
-        "head.draft_vocab=128",
-        "head.num_kv_heads=1",
-        "head.intermediate_size=16",
-    ),
-    *("head.steps=2", "head.decode_prompts=2", "head.decode_tokens=12"),
-    *("optim.total_steps=6", "optim.batch_size=4", "optim.accumulate=1", "optim.warmup_steps=1"),
-    *("run.log_every=1", "run.eval_every=6", "run.eval_batches=1", "run.checkpoint_every=2"),
-    "run.export_dtype=float32",
-)
 
 
 def toy():
@@ -189,17 +176,12 @@ def start(tmp_path_factory):
     return save_checkpoint(home, small_tokenizer(home))
 
 
-def arguments(start, directory, *settings):
-    settings = (f"model.init_from={start}", f"run.dir={directory}", *TINY, *settings)
-    return [DEMO, *overrides(*settings)]
-
-
 @pytest.fixture(scope="module")
 def whole(start, tmp_path_factory):
     """The directory of a run that nothing interrupted."""
     os.chdir(ROOT)
     directory = tmp_path_factory.mktemp("runs") / "whole"
-    assert program(arguments(start, directory)) == 0
+    assert program(head_arguments(start, directory)) == 0
     return directory
 
 
@@ -214,7 +196,7 @@ def test_a_run_learns_and_measures_by_decoding(whole):
 
 
 def test_killed_and_resumed_gives_the_same_numbers(start, whole, tmp_path, monkeypatch):
-    argv = arguments(start, tmp_path / "cut")
+    argv = head_arguments(start, tmp_path / "cut")
     monkeypatch.setattr("train.engine.batches.make_loader", cut_after(5))
     assert program(argv) == INTERRUPTED
     monkeypatch.undo()
@@ -283,7 +265,7 @@ def test_speculators_reads_the_exported_config(start, whole):
 def test_two_devices_give_the_losses_of_one(start, whole, tmp_path, fsdp):
     devices = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     command = [sys.executable, "-m", "train.head"]
-    command += arguments(start, tmp_path / "two", f"mesh.fsdp={fsdp}")
+    command += head_arguments(start, tmp_path / "two", f"mesh.fsdp={fsdp}")
     subprocess.run(command, env=devices, cwd=ROOT, check=True, capture_output=True)
     for two, one in zip(logged(tmp_path / "two"), logged(whole), strict=True):
         for name in ("loss", "kl", "grad_norm", "valid_loss"):
@@ -305,19 +287,19 @@ def test_two_devices_give_the_losses_of_one(start, whole, tmp_path, fsdp):
 )
 def test_bad_input_exits_2_with_one_line(start, tmp_path, capsys, setting, says):
     with pytest.raises(SystemExit) as ended:
-        sys.exit(program([*arguments(start, tmp_path / "bad", setting), "--dry-run"]))
+        sys.exit(program([*head_arguments(start, tmp_path / "bad", setting), "--dry-run"]))
     output = capsys.readouterr().err
     assert ended.value.code == 2 and len(output.splitlines()) == 1 and says in output
 
 
 def test_a_head_cannot_be_a_target(start, whole, tmp_path, capsys):
-    argv = arguments(start, tmp_path / "bad", f"model.init_from={whole / 'export'}")
+    argv = head_arguments(start, tmp_path / "bad", f"model.init_from={whole / 'export'}")
     assert program([*argv, "--dry-run"]) == 2
     assert "is a head: name its target" in capsys.readouterr().err
 
 
 def test_the_dry_run_prints_the_plan(start, tmp_path, capsys):
-    assert program([*arguments(start, tmp_path / "dry"), "--dry-run", "--json"]) == 0
+    assert program([*head_arguments(start, tmp_path / "dry"), "--dry-run", "--json"]) == 0
     output = json.loads(capsys.readouterr().out)
     assert output["draft_vocabulary"] == 128 and output["tokens_per_step"] == 4 * 48
     assert not (tmp_path / "dry").exists()
@@ -325,4 +307,4 @@ def test_the_dry_run_prints_the_plan(start, tmp_path, capsys):
 
 def test_shipped_configs_are_read():
     assert from_toml(HeadRunConfig, FULL).head.draft_vocab == 32000
-    assert from_toml(HeadRunConfig, DEMO).head.steps > 1
+    assert from_toml(HeadRunConfig, HEAD_DEMO).head.steps > 1

@@ -15,7 +15,8 @@ MAY_CHANGE = {
     "data": ("shards",),  # where tokens are stored; the corpus digest tells whether they differ
     "model": ("remat", "scan"),
     "sdsat": ("probe_length", "decode_prompts", "decode_tokens"),
-    "head": ("decode_prompts", "decode_tokens"),
+    # Where states are stored; the corpus digest tells whether the rows differ.
+    "head": ("decode_prompts", "decode_tokens", "states"),
     "optim": (
         *(
             "total_steps",
@@ -27,7 +28,7 @@ MAY_CHANGE = {
         ),
         *("schedule", "warmup_steps", "decay_fraction", "final_fraction"),
     ),
-    "mesh": ("fsdp", "devices", "topology", "memory_gib"),
+    "mesh": ("fsdp", "sequence", "devices", "topology", "memory_gib"),
     "run": (
         *("dir", "log_every", "eval_every", "eval_batches", "checkpoint_every", "keep"),
         *("checkpoint_minutes", "keep_best", "patience", "sample_tokens"),
@@ -37,7 +38,7 @@ MAY_CHANGE = {
 
 
 # Keys of configs that name a model, which a run reads beside its checkpoint.
-MODELS = ("model.init_from", "distill.teacher")
+MODELS = ("model.init_from", "head.init_from", "distill.teacher")
 DIGEST = "digest of "  # before the name of such a key: a setting of the model's files
 
 

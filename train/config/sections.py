@@ -160,6 +160,7 @@ class MeshSection:
     """The devices of a run. All of them take part; the rows of a batch are split over them."""
 
     fsdp: PositiveInt = 1  # devices that share one copy of the params and the optimizer state
+    sequence: PositiveInt = 1  # devices that share each row, for rows too long for one
     devices: NotNegativeInt = 0  # devices that the run needs and --dry-run plans for; 0: all here
     topology: str = ""  # TPU topology that --dry-run compiles for, e.g. v5e:2x4
     memory_gib: NotNegativeFloat = 0.0  # of one device, for --dry-run; 0: as the device reports
@@ -257,6 +258,12 @@ class HeadTarget:
 class HeadSection:
     """EAGLE-3: the head's sizes, and how many draft steps each token trains."""
 
+    # A head to start from: a directory, a hub id or an embedded one; empty: random weights. Its
+    # sizes, layers and draft vocabulary then hold; one that is set here must be the same.
+    init_from: str = ""
+    # A directory of the target's hidden states (python -m train.states); empty: each step computes
+    # them. With it, only the target's tables are loaded, and no evaluation decodes.
+    states: str = ""
     draft_vocab: NotNegativeInt = 0  # draft only this many most frequent ids of the corpus; 0: all
     layers: tuple[
         NotNegativeInt, ...
@@ -304,13 +311,18 @@ def _set_rates(cfg: LMConfig | SDSATConfig | HeadRunConfig, trained: str) -> Non
 
 
 def _check_batch(cfg: LMConfig | SDSATConfig | HeadRunConfig) -> None:
-    """Raises InputError if a step has more tokens than an int32 can count."""
+    """Raises InputError if a step has more tokens than an int32 counts, or rows cannot be split."""
     optim = cfg.optim
     tokens = optim.accumulate * optim.batch_size * cfg.data.seq_len
     if tokens > INT32_MAX:
         raise InputError(
             f"optim.accumulate={optim.accumulate} × optim.batch_size={optim.batch_size} rows of "
             f"data.seq_len={cfg.data.seq_len} are {tokens} tokens, more than {INT32_MAX}: lower one"
+        )
+    if cfg.data.seq_len % cfg.mesh.sequence:
+        raise InputError(
+            f"data.seq_len={cfg.data.seq_len} does not divide among mesh.sequence="
+            f"{cfg.mesh.sequence} devices: make it a multiple"
         )
 
 

@@ -3,9 +3,9 @@
 Axes: `B` rows of a batch, `T` tokens of a row.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -79,6 +79,7 @@ def make_loader(
     process_index: int = 0,
     process_count: int = 1,
     transform: Transform | None = None,
+    threads: int | None = None,
 ) -> Loader:
     """Endless batches of packed training rows; the documents are reshuffled in every epoch.
 
@@ -92,6 +93,7 @@ def make_loader(
       process_index: this process; it takes every `process_count`-th row.
       process_count: processes that share the rows.
       transform: changes a row; it gets the row's number among all rows of the run.
+      threads: that prefetch rows; by default as the corpus says.
 
     Returns:
       A grain iterator over dicts of int32 `[B, T]` arrays as `pack_row` describes them. Its
@@ -105,31 +107,43 @@ def make_loader(
     _require_seed_and_process(seed, process_index, process_count)
     import grain.python as grain  # takes seconds, which only training should pay
 
-    sources = [_EndlessRows(documents, seq_len, seed) for documents in corpus.sources]
-    _require_rows(sources, seq_len, process_count)
-    datasets = [grain.MapDataset.source(rows) for rows in sources]
-    rows = grain.MapDataset.mix(datasets, [*corpus.weights])
+    rows = training_rows(corpus, seq_len, seed, process_count)
     if transform:
         rows = rows.map_with_index(lambda number, row: transform(row, number))
 
+    if threads is None:
+        threads = corpus.threads
     batches = rows[process_index::process_count].batch(batch_size, drop_remainder=True)
     options = grain.ReadOptions(
-        num_threads=corpus.threads,
-        prefetch_buffer_size=_PREFETCH_BATCHES * bool(corpus.threads),
+        num_threads=threads,
+        prefetch_buffer_size=_PREFETCH_BATCHES * bool(threads),
     )
     return iter(batches.to_iter_dataset(options))
+
+
+def training_rows(corpus: Corpus, seq_len: int, seed: int, process_count: int = 1) -> Any:
+    """Random access to the packed training rows of all processes: a grain `MapDataset`.
+
+    The arguments are those of `make_loader`, and so are the errors.
+    """
+    import grain.python as grain
+
+    sources = [_EndlessRows(documents, seq_len, seed) for documents in corpus.sources]
+    _require_rows(sources, seq_len, process_count)
+    datasets = [grain.MapDataset.source(rows) for rows in sources]
+    return grain.MapDataset.mix(datasets, [*corpus.weights])
 
 
 class ValidBatch(NamedTuple):
     """Held-out rows of one source.
 
     Attributes:
-      rows: int32 `[B, T]` arrays, as of a training batch.
+      rows: int32 `[B, T]` arrays, as of a training batch; or a function that reads them.
       source: the source's name.
       weight: the source's share of training, relative to the others.
     """
 
-    rows: Batch
+    rows: Batch | Callable[[], Batch]
     source: str = ""
     weight: float = 1.0
 

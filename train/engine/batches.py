@@ -110,12 +110,14 @@ def process_batches(
     data: Corpus,
     transform: Transform | None = None,
     held_out: Transform | None = None,
+    threads: int | None = None,
 ) -> tuple[Loader, list[ValidBatch]]:
     """(endless training batches, held-out batches), each with the rows of this process.
 
     Args:
       transform: changes a training row, as :func:`train.data.loader.make_loader` says.
       held_out: changes a held-out row in the same way.
+      threads: that prefetch rows; by default as the corpus says.
     """
     batch_size = cfg.optim.batch_size
     process = jax.process_index()
@@ -129,6 +131,7 @@ def process_batches(
         process_index=process,
         process_count=count,
         transform=transform,
+        threads=threads,
     )
     valid = valid_batches(data, cfg.data.seq_len, batch_size, cfg.run.eval_batches, held_out)
     # The same rows that this process would get from the loader: every count-th one.

@@ -225,8 +225,8 @@ def fit(
         frozen=frozen,
         fixed=fixed,
         evaluation=_Evaluation(
-            jax.jit(eval_loss, out_shardings=placement.replicated),
-            [batch._replace(rows=placement.place_rows(batch.rows, 0)) for batch in valid],
+            _placed_evaluation(eval_loss, placement),
+            list(valid),
             frozen,
             measure,
         ),
@@ -246,6 +246,20 @@ def fit(
     with closing(checkpoints), closing(metrics):
         training.train()
         return training.result()
+
+
+def _placed_evaluation(loss_fn: LossFn, placement: Placement) -> Callable:
+    """The jitted loss of a held-out batch whose rows are on the host, or are a function's result.
+
+    The rows of all held-out batches are never on the devices at the same time.
+    """
+    jitted = jax.jit(loss_fn, out_shardings=placement.replicated)
+
+    def evaluate(params, frozen, rows):
+        rows = rows() if callable(rows) else rows
+        return jitted(params, frozen, placement.place_rows(rows, 0))
+
+    return evaluate
 
 
 class _Evaluation(NamedTuple):

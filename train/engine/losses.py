@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from specjax.models import ModelConfig, head_matrix
+from specjax.models.sharding import axes_of
 from train.data.packing import IGNORE
 
 CHUNK = 2048  # tokens per device whose logits exist at the same time
@@ -157,21 +158,22 @@ def sum_over_chunks(
         over devices a single time, however many chunks there are.
       inputs: ``[B, T, ...]`` each.
       chunk: tokens of a device in each call of ``sums``.
-      rows: the sharding of the B rows; None: on one device.
+      rows: the sharding of ``[B, T]``; None: on one device.
     """
     of_device = functools.partial(_sum_over_chunks_of_device, sums, chunk)
     return on_own_rows(of_device, rows)(shared, inputs, labels)
 
 
 def on_own_rows(function: Callable, rows: NamedSharding | None, joined: bool = False) -> Callable:
-    """``function`` as run by every device on its own rows, with the first argument whole.
+    """``function`` as run by every device on its own tokens, with the first argument whole.
 
-    The results are summed over devices, or with ``joined`` concatenated as rows.
+    Its other arguments are ``[B, T, ...]``. The results are summed over devices, or with ``joined``
+    put together as ``[B, T]``.
     """
     if rows is None:
         return function
-    axes = rows.spec[0]
-    split = PartitionSpec(axes)
+    axes = axes_of(rows)
+    split = PartitionSpec(*rows.spec)
     whole = PartitionSpec()
 
     # shard_map, so that a chunk has rows of one device only and no activation moves.

@@ -4,6 +4,10 @@ Arrays get their shardings before the first step, and the compiler derives every
 mesh has two axes. Along ``data`` the devices hold the same params. Along ``fsdp`` each device holds
 a share of them, and gathers the params of one layer at a time. Rows of a batch are split over both
 axes. The devices may belong to several processes, each of which loads its own rows.
+
+A third axis, ``sequence``, splits the tokens of a row. Devices along it hold parts of the same rows
+and the same params. In each layer they gather the row's keys and values (all-gathered context
+parallelism, as in Llama 3, arXiv 2407.21783, §3.3.2); all else of a token is on its own device.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from train.config import MeshSection
 from train.data.packing import Batch
 
 AXES = ("data", "fsdp")
+SEQUENCE = "sequence"
 # Smaller arrays are not split: to gather them costs more than a share saves.
 SMALLEST_SHARED = 1 << 12  # elements
 
@@ -56,10 +61,14 @@ class Placement:
         return (*self.shardings((params, opt_state)), *[self.replicated] * 3)
 
     def row_sharding(self, axis: int) -> NamedSharding | None:
-        """The sharding of a batch whose rows are along ``axis``; None without a mesh."""
+        """The sharding of a batch whose rows are along ``axis``; None without a mesh.
+
+        The tokens are along the next axis.
+        """
         if self._mesh is None:
             return None
-        return NamedSharding(self._mesh, PartitionSpec(*[None] * axis, AXES))
+        tokens = [SEQUENCE] if SEQUENCE in self._mesh.axis_names else []
+        return NamedSharding(self._mesh, PartitionSpec(*[None] * axis, AXES, *tokens))
 
     def place_state(self, tree: Any) -> Any:
         """The tree with :meth:`shardings`; every process passes the same tree."""
@@ -104,32 +113,58 @@ def host_memory() -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
 
 
-def make_placement(fsdp: int, rows: int, devices: Sequence[jax.Device] | None = None) -> Placement:
+def make_placement(
+    fsdp: int, rows: int, devices: Sequence[jax.Device] | None = None, sequence: int = 1
+) -> Placement:
     """A placement over all devices of the run.
 
     Args:
       fsdp: the number of devices that share one copy of the params.
       rows: rows of a batch.
+      sequence: the number of devices that each row's tokens are split over.
       devices: devices to use instead of the run's own, e.g. those of a topology.
 
     Raises:
-      InputError: ``fsdp`` does not divide the devices, or the devices do not divide ``rows``.
+      InputError: ``fsdp`` · ``sequence`` does not divide the devices; the groups of devices that
+        share a row do not divide ``rows``, or belong to several processes.
     """
     if devices is None:
         devices = jax.devices()
     count = len(devices)
-    if count % fsdp:
-        raise InputError(f"mesh.fsdp={fsdp} does not divide the {count} devices")
-    if rows % count:
+    if count % (fsdp * sequence):
+        asked = f"mesh.fsdp={fsdp}"
+        if sequence > 1:
+            asked += f" times mesh.sequence={sequence}"
+        raise InputError(f"{asked} does not divide the {count} devices")
+    groups = count // sequence
+    if rows % groups:
+        whom = f"{groups} groups of {sequence} devices" if sequence > 1 else f"{count} devices"
         raise InputError(
-            f"optim.batch_size={rows} rows do not divide among {count} devices: "
+            f"optim.batch_size={rows} rows do not divide among {whom}: "
             "raise it, and lower optim.accumulate to match"
         )
     if count == 1:
         return Placement()
+    axes = AXES
+    shape = (groups // fsdp, fsdp)
+    if sequence > 1:
+        axes = (*AXES, SEQUENCE)
+        shape = (*shape, sequence)
     # Explicit axes, which jax.make_mesh may default to, would need a sharding in every operation.
-    auto = (AxisType.Auto,) * len(AXES)
-    return Placement(jax.make_mesh((count // fsdp, fsdp), AXES, axis_types=auto, devices=devices))
+    auto = (AxisType.Auto,) * len(axes)
+    mesh = jax.make_mesh(shape, axes, axis_types=auto, devices=devices)
+    _require_own_rows(mesh, sequence)
+    return Placement(mesh)
+
+
+def _require_own_rows(mesh: Mesh, sequence: int) -> None:
+    """Raises InputError if devices that share a row belong to several processes."""
+    for group in mesh.devices.reshape(-1, sequence):
+        if len({device.process_index for device in group}) > 1:
+            raise InputError(
+                f"mesh.sequence={sequence}: devices that share a row belong to several processes, "
+                "each of which loads whole rows: lower it to the devices of one process"
+            )
 
 
 def run_placement(section: MeshSection, rows: int) -> Placement:
@@ -144,7 +179,7 @@ def run_placement(section: MeshSection, rows: int) -> Placement:
             f"mesh.devices={section.devices}, but the run has {count} devices: start it on a "
             "machine that has them, or set mesh.devices=0 to use all that are there"
         )
-    return make_placement(section.fsdp, rows)
+    return make_placement(section.fsdp, rows, sequence=section.sequence)
 
 
 def shared_axis(shape: tuple[int, ...], devices: int) -> PartitionSpec:

@@ -65,10 +65,7 @@ def run_and_print(
     else:
         # Of several processes, only the first one prints.
         if summary and processes.is_main_process():
-            if as_json:
-                print(json.dumps(summary))
-            else:
-                _print_table(summary)
+            print_summary(summary, as_json)
         return 0
     say(name, failure)
     return FAILED
@@ -83,6 +80,14 @@ def _way_out(error: OSError) -> str:
     if isinstance(error, (ConnectionError, TimeoutError)):
         return OTHERS_GONE
     return "mend that and --resume"
+
+
+def print_summary(summary: dict[str, Any], as_json: bool) -> None:
+    """Prints the figures of a run on stdout: as one JSON object, or as a table."""
+    if as_json:
+        print(json.dumps(summary))
+    else:
+        _print_table(summary)
 
 
 def _print_table(summary: dict[str, Any]) -> None:

@@ -16,14 +16,20 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models import ModelConfig
-from specjax.models.attention.dense import MASKED_SCORE, PADDING_SEGMENT, causal_mask
+from specjax.models.attention.dense import MASKED_SCORE, PADDING_SEGMENT, Meta, causal_mask
 from specjax.models.families.head_config import HeadConfig
-from specjax.models.forward_pass import hidden_states, module_of
+from specjax.models.forward_pass import (
+    BLOCKWISE_FROM,
+    HiddenStates,
+    hidden_states,
+    module_of,
+)
 from specjax.models.head import draft_logits, fed_back, fused_states, share_embedding
+from specjax.models.sharding import splits_tokens
 from train.data.packing import IGNORE
 from train.engine.loop import LossFn
 from train.engine.losses import (
@@ -34,6 +40,12 @@ from train.engine.losses import (
     sum_over_chunks,
     summed_kl,
 )
+
+# Names in a batch that holds the target's states: [B, T, D] and [B, T, P, D].
+HIDDEN = "hidden_states"  # final-normed
+AUX = "aux_states"  # the inputs of the auxiliary layers
+
+QUERY_BLOCK = 256  # queries of a long row whose scores exist at the same time
 
 KeysValues = tuple[Float[Array, "B T K E"], Float[Array, "B T K E"]]  # of one draft step
 
@@ -77,7 +89,8 @@ def head_loss(
     the tokens that add to it. Documents end, so later steps have fewer.
 
     Args:
-      target: the target's config; the loss's ``frozen`` argument holds its params.
+      target: the target's config; the loss's ``frozen`` argument holds its params. Its tables are
+        enough for batches that hold its states (:mod:`train.head.states`).
       head: the head's config.
       objective: steps, decay and precision.
       rows: the sharding of a batch's rows; None: on one device.
@@ -89,11 +102,7 @@ def head_loss(
     def loss(params, frozen, batch):
         params = cast(params, objective.dtype)
         # The head reads the auxiliary hidden states; the final ones give p.
-        hidden, aux_states = jax.lax.stop_gradient(
-            hidden_states(
-                target, frozen, *row_arguments(batch), aux_layers=head.layer_ids, rows=rows
-            )
-        )
+        hidden, aux_states = _target_states(target, head, frozen, batch, rows)
         teacher = _teacher_layer(target, head, frozen)
         whole_teacher = None
         if objective.drop_outside and head.ids is not None:
@@ -120,6 +129,22 @@ def head_loss(
         return jnp.sum(weights * kl), tokens, jax.lax.stop_gradient(extras)
 
     return loss
+
+
+def _target_states(
+    target: ModelConfig,
+    head: HeadConfig,
+    frozen: dict,
+    batch: dict,
+    rows: NamedSharding | None,
+) -> HiddenStates:
+    """The target's hidden states: those of the batch if they were stored ahead, or computed."""
+    if HIDDEN in batch:
+        return HiddenStates(batch[HIDDEN], batch[AUX])
+    states = hidden_states(
+        target, frozen, *row_arguments(batch), aux_layers=head.layer_ids, rows=rows
+    )
+    return jax.lax.stop_gradient(states)
 
 
 def _teacher_layer(target: ModelConfig, head: HeadConfig, frozen: dict) -> OutputHead:
@@ -168,7 +193,7 @@ def draft_steps(
     steps at place i.
     """
     meta = {"segment": batch["segments"], "position": batch["positions"]}
-    mask = causal_mask(meta, meta)
+    attend_steps = _step_attention(meta, rows)
 
     def step(params, features, tokens, positions, past):
         entries: list[KeysValues] = []
@@ -176,7 +201,7 @@ def draft_steps(
         # The head has one layer, so attend is called one time.
         def attend(layer, q, k, v):
             entries.append((k, v))
-            return attend_to_steps(q, (*past, (k, v)), mask)
+            return attend_steps(q, (*past, (k, v)))
 
         module = module_of(cfg, params)
         hidden, _ = module(tokens, positions, attend, features=features, rows=rows)
@@ -194,21 +219,75 @@ def draft_steps(
         yield hidden
 
 
+def _step_attention(meta: Meta, rows: NamedSharding | None) -> Callable:
+    """``attend(q, entries)`` of a draft step: :func:`attend_to_steps`, in blocks for long rows.
+
+    Args:
+      meta: positions and segments of the tokens, ``[B, T]`` each.
+      rows: the sharding of ``[B, T]``; None: on one device. Where tokens are split, a device has
+        its own queries and later steps, and all entries of the first step.
+    """
+    if meta["position"].shape[1] < BLOCKWISE_FROM and not splits_tokens(rows):
+        mask = causal_mask(meta, meta)
+        return lambda q, entries: attend_to_steps(q, entries, mask)
+
+    run = _attend_in_blocks
+    if rows is not None:
+        own = PartitionSpec(*rows.spec)
+        whole = PartitionSpec(rows.spec[0])
+        in_specs = (own, whole, own, own, whole)
+        run = jax.shard_map(run, mesh=rows.mesh, in_specs=in_specs, out_specs=own, check_vma=False)
+    return lambda q, entries: run(q, entries[0], entries[1:], meta, meta)
+
+
+def _attend_in_blocks(
+    q: Float[Array, "B t H E"],
+    first: KeysValues,
+    later: tuple[KeysValues, ...],
+    query: Meta,
+    key: Meta,
+) -> Float[Array, "B t H E"]:
+    """:func:`attend_to_steps` for some queries at a time, whose scores are computed twice.
+
+    Args:
+      first: the first step's entries at all T places.
+      later: the later steps' entries at the t places of the queries.
+      query, key: metadata of those places.
+    """
+    tokens = q.shape[1]
+    block = min(QUERY_BLOCK, tokens)
+    pad = -tokens % block
+
+    def split(x: Array) -> Array:
+        """``[blocks, B, block, ...]`` of ``[B, t, ...]``."""
+        x = jnp.pad(x, [(0, pad if axis == 1 else 0) for axis in range(x.ndim)])
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def attend(blocks):
+        q, later, query = blocks
+        return attend_to_steps(q, (first, *later), causal_mask(query, key))
+
+    out = jax.lax.map(attend, jax.tree.map(split, (q, later, dict(query))))
+    out = jnp.moveaxis(out, 0, 1)
+    return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :tokens]
+
+
 def attend_to_steps(
-    q: Float[Array, "B T H E"], entries: tuple[KeysValues, ...], mask: Bool[Array, "B T T"]
-) -> Float[Array, "B T H E"]:
+    q: Float[Array, "B t H E"], entries: tuple[KeysValues, ...], mask: Bool[Array, "B t T"]
+) -> Float[Array, "B t H E"]:
     """Attention of one draft step, with scores and softmax in float32.
 
     Args:
-      q: the step's queries.
-      entries: keys and values of each step so far. The first step's are attended to wherever
-        ``mask`` allows; a later step's only at the query's own place.
-      mask: which places of the row each place may see.
+      q: the step's queries, at t places of the row.
+      entries: keys and values of each step so far. The first step's, at all T places, are attended
+        to wherever ``mask`` allows; a later step's, at the t places, only at the query's own.
+      mask: which places of the row each query may see.
     """
     (first_k, first_v), *later = entries
-    B, T, H, E = q.shape
-    K = first_k.shape[2]
-    q = q.reshape(B, T, K, H // K, E).astype(jnp.float32) * E**-0.5
+    B, t, H, E = q.shape
+    T, K = first_k.shape[1:3]
+    q = q.reshape(B, t, K, H // K, E).astype(jnp.float32) * E**-0.5
 
     scores = jnp.einsum("btkge,bske->btkgs", q, first_k.astype(jnp.float32))
     scores = jnp.where(mask[:, :, None, None], scores, MASKED_SCORE)
@@ -220,7 +299,7 @@ def attend_to_steps(
     out = jnp.einsum("btkgs,bske->btkge", weights[..., :T], first_v.astype(jnp.float32))
     for i, (_, v) in enumerate(later):
         out += weights[..., T + i, None] * v[:, :, :, None].astype(jnp.float32)
-    return out.reshape(B, T, H, E).astype(first_v.dtype)
+    return out.reshape(B, t, H, E).astype(first_v.dtype)
 
 
 def labels_of_step(batch: dict, k: int) -> Int[Array, "B T"]:

@@ -20,6 +20,8 @@ from train.data.prompts import PROMPT_TOKENS
 from train.data.tokenized import Corpus
 from train.data.tokenizer import id_count, load_tokenizer, tokenizer_file
 from train.engine.batches import open_corpus
+from train.engine.starting import require_model
+from train.head.starting import read_start
 
 
 class TargetFiles(NamedTuple):
@@ -38,6 +40,7 @@ class HeadSetup(NamedTuple):
     tokenizer: Tokenizer
     target: ModelConfig
     head: HeadConfig
+    start: Path | None  # of the head whose weights the first ones are; None: random
     data: Corpus
     coverage: float  # the share of the corpus's tokens that the head can draft
 
@@ -52,17 +55,19 @@ def prepare_setup(cfg: HeadRunConfig, cache: Path | None) -> HeadSetup:
       InputError, ModelError: the config does not fit the target.
     """
     files = read_target(cfg)
-    make_head(cfg, files.config, None)  # wrong sizes are found before the corpus is read
+    # Wrong sizes are found before the corpus is read.
+    if cfg.head.init_from:
+        start, head = read_start(cfg, files.config, files.directory)
+    else:
+        start = None
+        head = make_head(cfg, files.config, None)
     data = open_corpus(cfg.data, files.tokenizer, files.layout, cache)
     counts = data.counts(files.config.vocab_size)[0]
-    if cfg.head.draft_vocab:
-        ids = most_frequent(counts, cfg.head.draft_vocab)
-        coverage = float(counts[ids].sum() / max(1, counts.sum()))
-    else:
-        ids = None
-        coverage = 1.0
-    head = make_head(cfg, files.config, ids)
-    return HeadSetup(files.directory, files.tokenizer, files.config, head, data, coverage)
+    if start is None and cfg.head.draft_vocab:
+        head = make_head(cfg, files.config, most_frequent(counts, cfg.head.draft_vocab))
+    drafted = counts if head.ids is None else counts[head.ids]
+    coverage = float(drafted.sum() / max(1, counts.sum()))
+    return HeadSetup(files.directory, files.tokenizer, files.config, head, start, data, coverage)
 
 
 def read_target(cfg: HeadRunConfig) -> TargetFiles:
@@ -75,8 +80,7 @@ def read_target(cfg: HeadRunConfig) -> TargetFiles:
         raise InputError("model.init_from is empty: name the target's Hugging Face directory")
     directory = locate(cfg.model.init_from)
     target = complete_config(directory)
-    if isinstance(target, HeadConfig):
-        raise InputError(f"model.init_from={cfg.model.init_from!r} is a head: name its target")
+    require_model(target, cfg.model.init_from)
     tokenizer = load_tokenizer(cfg.model.tokenizer or tokenizer_file(directory))
     _check(cfg, target, tokenizer)
     layout = CodeLayout(*checkpoint_ends(cfg.model.init_from, target, tokenizer))

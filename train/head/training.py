@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from specjax._util import processes
-from specjax.models import head_matrix, init_params, load_pretrained, num_params
+from specjax.models import ModelConfig, load_pretrained, num_params, param_shapes
 from train.config import HeadRunConfig, fixed_settings, to_dict
+from train.data.loader import Loader, ValidBatch
 from train.data.prompts import held_out_prompts
-from train.data.tokenized import held_out_tokens, train_tokens
+from train.data.tokenized import Corpus, held_out_tokens, train_tokens
 from train.engine.batches import process_batches, text_counts, with_total_steps
 from train.engine.directory import (
     export,
@@ -31,6 +32,8 @@ from train.engine.program import run_training
 from train.head.evaluation import measure_decoding
 from train.head.losses import HeadObjective, head_loss
 from train.head.prepare import HeadSetup, prepare_setup
+from train.head.starting import first_params
+from train.head.states import READ_THREADS, StoredStates, open_states
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +45,8 @@ def main(cfg: HeadRunConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
     """Trains as the config says; returns the summary that ``--json`` prints."""
     if dry_run:
         setup = prepare_setup(cfg, None)
-        return plan(with_total_steps(cfg, setup.data), setup)
+        cfg = with_total_steps(cfg, setup.data)
+        return plan(cfg, setup, open_states(cfg, setup))
     with lock_directory(cfg.run, resume) as directory:
         placement = processes.raise_everywhere(
             lambda: run_placement(cfg.mesh, cfg.optim.batch_size)
@@ -50,30 +54,35 @@ def main(cfg: HeadRunConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
         setup = processes.main_process_first(lambda: prepare_setup(cfg, directory.parent / "cache"))
         cfg = with_total_steps(cfg, setup.data)
         processes.check_agreement(config=cfg, corpus=setup.data.fingerprint, jax=jax.__version__)
-        return plan(cfg, setup) | train(cfg, setup, placement, resume)
+        states = processes.raise_everywhere(lambda: open_states(cfg, setup))
+        return plan(cfg, setup, states) | train(cfg, setup, states, placement, resume)
 
 
 def train(
-    cfg: HeadRunConfig, setup: HeadSetup, placement: Placement, resume: bool
+    cfg: HeadRunConfig,
+    setup: HeadSetup,
+    states: StoredStates | None,
+    placement: Placement,
+    resume: bool,
 ) -> dict[str, Any]:
-    """Trains and exports; returns the summary. Every process calls this, the first one writes."""
-    section = cfg.head
+    """Trains and exports; returns the summary. Every process calls this, the first one writes.
+
+    Args:
+      states: the target's hidden states; None: each step computes them.
+    """
     data = setup.data
     head = setup.head
     dtype = jnp.dtype(cfg.model.compute_dtype)
     # In the host's memory: one device may be too small for the params that all of them share.
     with host_memory():
-        _, target = processes.raise_everywhere(lambda: load_pretrained(setup.directory, dtype))
-        params = first_params(setup, target, cfg.run.seed)
-    loader, valid = process_batches(cfg, data)
-    objective = HeadObjective(
-        section.steps,
-        section.decay,
-        cfg.model.compute_dtype,
-        cfg.model.remat,
-        section.drop_outside,
-        section.mean_per_step,
-    )
+        _, target = processes.raise_everywhere(
+            lambda: load_pretrained(setup.directory, dtype, only_tables=states is not None)
+        )
+        params = processes.raise_everywhere(
+            lambda: first_params(head, setup.start, setup.target, target, cfg.run.seed)
+        )
+    loader, valid = _batches(cfg, data, states)
+    objective = _objective(cfg)
     loss = functools.partial(head_loss, setup.target, head, rows=placement.row_sharding(0))
     outcome = fit(
         loss(objective),
@@ -88,14 +97,17 @@ def train(
         resume=resume,
         # The draft ids follow from the corpus and head.draft_vocab, which are compared anyway.
         fixed=fixed_settings(
-            "train.head", cfg, dataclasses.replace(head, draft_ids=None), data.fingerprint
+            "train.head",
+            cfg,
+            dataclasses.replace(head, draft_ids=None),
+            _rows_digest(cfg, data, states),
         ),
-        measure=_measure(cfg, setup, placement),
+        measure=None if states else _measure(cfg, setup, placement),
         placement=placement,
         counts=text_counts(cfg, data),
         recipe=to_dict(cfg),
     )
-    card = plan(cfg, setup) | {"recipe": to_dict(cfg)}
+    card = plan(cfg, setup, states) | {"recipe": to_dict(cfg)}
     params = placement.to_host(outcome.params)
     # The config of a published head names its target as others find it.
     home = Path(cfg.run.dir) / "export"
@@ -104,25 +116,37 @@ def train(
     return export(cfg.run, head, params, setup.tokenizer, outcome, card, copied)
 
 
-def first_params(setup: HeadSetup, target: dict, seed: int) -> dict:
-    """The head's first float32 params: random, but with the target's output layer.
+def _objective(cfg: HeadRunConfig) -> HeadObjective:
+    section = cfg.head
+    return HeadObjective(
+        section.steps,
+        section.decay,
+        cfg.model.compute_dtype,
+        cfg.model.remat,
+        section.drop_outside,
+        section.mean_per_step,
+    )
 
-    The final norm is the target's, too, if both have the same kind of norm. The output table is
-    scaled so that the first logits have a standard deviation of 1 at most. Those of a target have
-    several. With them a head whose states are still random would start sure of random tokens.
+
+def _batches(
+    cfg: HeadRunConfig, data: Corpus, states: StoredStates | None
+) -> tuple[Loader, list[ValidBatch]]:
+    """:func:`process_batches`, with the target's states where they are stored."""
+    if states is None:
+        return process_batches(cfg, data)
+    loader, valid = process_batches(cfg, data, states.training_row, threads=READ_THREADS)
+    return loader, list(states.held_out(valid))
+
+
+def _rows_digest(cfg: HeadRunConfig, data: Corpus, states: StoredStates | None) -> str:
+    """What the rows of the whole run depend on.
+
+    Stored rows are the corpus's, but a run that needs more of them reads them again.
     """
-    head = setup.head
-    params = init_params(head, jax.random.key(seed))
-    table = head_matrix(setup.target, target)
-    if head.ids is not None:
-        table = table[head.ids]
-    table = table.astype(jnp.float32)
-    if setup.target.norm == head.norm:
-        params["norm"] = jax.tree.map(lambda x: x.astype(jnp.float32), target["norm"])
-    # A normed random state has independent entries of variance 1.
-    variance = jnp.mean(jnp.sum((table * params["norm"]["weight"]) ** 2, axis=-1))
-    params["head"] = table / jnp.maximum(1.0, jnp.sqrt(variance))
-    return params
+    needed = cfg.optim.batch_size * cfg.optim.accumulate * cfg.optim.total_steps
+    if states is None or states.rows >= needed:
+        return data.fingerprint
+    return f"{data.fingerprint}, {states.rows} stored rows"
 
 
 def _measure(
@@ -149,15 +173,24 @@ def _measure(
     return measure
 
 
-def plan(cfg: HeadRunConfig, setup: HeadSetup) -> dict[str, Any]:
+def _table_params(target: ModelConfig) -> int:
+    """The number of parameters outside of the target's layers."""
+    shapes = param_shapes(target)
+    return sum(x.size for name in shapes if name != "layers" for x in jax.tree.leaves(shapes[name]))
+
+
+def plan(cfg: HeadRunConfig, setup: HeadSetup, states: StoredStates | None) -> dict[str, Any]:
     """What the run will do, in numbers."""
     tokens = cfg.optim.batch_size * cfg.optim.accumulate * cfg.data.seq_len
     count = num_params(setup.head)
-    target_bytes = jnp.dtype(cfg.model.compute_dtype).itemsize * num_params(setup.target)
+    # With stored states the target's tables alone are loaded.
+    loaded = num_params(setup.target) if states is None else _table_params(setup.target)
+    target_bytes = jnp.dtype(cfg.model.compute_dtype).itemsize * loaded
     # Of the head four float32 arrays: master weights, gradient and two moments.
     state = 16 * count + target_bytes
     export_bytes = jnp.dtype(cfg.run.export_dtype).itemsize * count
-    return {
+    stored = {} if states is None else {"stored_rows": states.rows}
+    return stored | {
         "parameters": count,
         "target_parameters": num_params(setup.target),
         "draft_vocabulary": setup.head.draft_size,

@@ -19,6 +19,7 @@ from train.data.reading import Document
 from train.data.tokenized import Corpus
 from train.data.tokenizer import id_count, load_tokenizer, tokenizer_file, train_tokenizer
 from train.engine.batches import open_corpus, read_documents
+from train.engine.starting import require_model
 
 
 class LmSetup(NamedTuple):
@@ -70,6 +71,7 @@ def build_model(cfg: LMConfig, tokenizer: Tokenizer) -> tuple[ModelConfig, Calla
     vocab_size = id_count(tokenizer)
     if cfg.model.init_from:
         model, params = load_pretrained(locate(cfg.model.init_from))
+        require_model(model, cfg.model.init_from)
     else:
         model = _new_model(cfg.model, vocab_size, new_model_ends(cfg, tokenizer))
         params = None

@@ -78,17 +78,21 @@ def lighter(cfg: SDSATConfig, model: ModelConfig, devices: int) -> list[str]:
     optim = cfg.optim
     full = cfg.model.train == "full"
     factored = optim.optimizer == "adafactor"
-    smaller = f"optim.batch_size={devices} with a larger optim.accumulate"
+    fewest = devices // cfg.mesh.sequence  # rows, one for each group of devices
+    smaller = f"optim.batch_size={fewest} with a larger optim.accumulate"
+    parts = 2 * cfg.mesh.sequence  # of a row
+    splits = devices % (parts * cfg.mesh.fsdp) == 0 and cfg.data.seq_len % parts == 0
     # Setting: whether the config could still change to it.
     possible = {
         "model.scan=true": not cfg.model.scan and model.num_layers > memory.DEEPEST,
         'model.compute_dtype="bfloat16"': cfg.model.compute_dtype != "bfloat16",
         f"mesh.fsdp={devices}": cfg.mesh.fsdp < devices,
-        smaller: optim.batch_size > devices,
+        smaller: optim.batch_size > fewest,
         'optim.moments="bfloat16"': not factored and optim.moments != "bfloat16",
         'sdsat.loss="isolated"': cfg.sdsat.loss == "improved",
         'model.remat="attention"': not cfg.model.remat,
         "model.remat=true": cfg.model.remat is not True,
+        f"mesh.sequence={parts} with optim.batch_size={devices // parts}": splits,
         'optim.optimizer="adafactor"': full and not factored,
         'model.train="gated-lora"': full,
     }
@@ -141,7 +145,8 @@ def compile_here(
     cfg: SDSATConfig, setup: SdsatSetup, devices: list | None = None
 ) -> dict[str, Any]:
     """What the compiler says for ``devices``, by default those of this process."""
-    placement = make_placement(cfg.mesh.fsdp, cfg.optim.batch_size, devices)
+    mesh = cfg.mesh
+    placement = make_placement(mesh.fsdp, cfg.optim.batch_size, devices, mesh.sequence)
     about = _describe_device(devices)
 
     def compile_at(model: ModelConfig) -> Compiled:

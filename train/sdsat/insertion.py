@@ -144,11 +144,16 @@ def probe_row(insertion: Insertion, row: Batch, number: int, length: int) -> Bat
 
     The appended part has the shape `[W, length]`; unused windows are padding.
     """
-    count = max(1, len(row["tokens"]) // PROBE_EVERY)
+    slots = probe_slots(len(row["tokens"]), length)
     possible = np.flatnonzero(_room(row, insertion.special_ids) >= length)
     rng = _generator(insertion.seed, number, _PROBE_STREAM)
-    starts = np.sort(rng.permutation(possible)[:count])
-    return append_windows(row, starts, np.full_like(starts, length), count * length, insertion)
+    starts = np.sort(rng.permutation(possible)[: slots // length])
+    return append_windows(row, starts, np.full_like(starts, length), slots, insertion)
+
+
+def probe_slots(tokens: int, length: int) -> int:
+    """The tokens appended to a held-out row of ``tokens`` for its windows of ``length``."""
+    return max(1, tokens // PROBE_EVERY) * length
 
 
 def append_windows(

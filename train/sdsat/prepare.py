@@ -26,7 +26,16 @@ from train.data.packing import Transform
 from train.data.prompts import PROMPT_TOKENS
 from train.data.tokenized import Corpus
 from train.data.tokenizer import id_count, load_tokenizer, tokenizer_file
-from train.sdsat.insertion import Insertion, isolated_row, mixed_row, probe_row
+from train.engine.starting import require_model
+from train.sdsat.insertion import (
+    PROBE_EVERY,
+    Insertion,
+    appended_slots,
+    isolated_row,
+    mixed_row,
+    probe_row,
+    probe_slots,
+)
 from train.sdsat.losses import SdsatObjective
 from train.sdsat.trainable import GATED, LOW_RANK, Tuning, adapted, make_tuning
 
@@ -62,6 +71,7 @@ def prepare_setup(cfg: SDSATConfig) -> SdsatSetup:
     directory = locate(cfg.model.init_from)
     # The model as it is before tuning.
     start = complete_config(directory)
+    require_model(start, cfg.model.init_from)
     tokenizer = load_tokenizer(cfg.model.tokenizer or tokenizer_file(directory))
     _check(cfg, start, tokenizer)
 
@@ -105,6 +115,7 @@ def _check(cfg: SDSATConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
     """Raises InputError if the config does not fit the checkpoint."""
     _check_model(cfg, model, tokenizer)
     _check_objective(cfg.sdsat)
+    _check_split(cfg)
     if cfg.model.train != "full" and cfg.optim.optimizer != "adamw":
         raise InputError(
             f"optim.optimizer={cfg.optim.optimizer!r} with model.train="
@@ -150,6 +161,22 @@ def _check_objective(section: Adaptive) -> None:
             f"sdsat.probe_length={section.probe_length}, but {section.window} "
             "distinct ids serve windows of that length at most: lower it"
         )
+
+
+def _check_split(cfg: SDSATConfig) -> None:
+    """Raises InputError if the tokens appended to a row do not divide among its devices."""
+    section = cfg.sdsat
+    length = cfg.data.seq_len
+    appended = {"held-out": probe_slots(length, section.held_out_window)}
+    if section.loss == "isolated":
+        appended["training"] = appended_slots(section.window, section.start_rate, length)
+    for kind, tokens in appended.items():
+        if tokens % cfg.mesh.sequence:
+            raise InputError(
+                f"mesh.sequence={cfg.mesh.sequence} does not divide the {tokens} tokens appended "
+                f"to a {kind} row: make data.seq_len a multiple of "
+                f"{PROBE_EVERY * cfg.mesh.sequence}, or choose 2, 4 or 8"
+            )
 
 
 def _check_low_rank(section: Tuned, model: ModelConfig) -> None:

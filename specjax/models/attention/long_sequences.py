@@ -9,6 +9,7 @@ Axis legend: B rows, N tokens, H query heads, K key heads, E head size.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -20,6 +21,7 @@ from specjax._util.platform import platform
 from specjax.models.attention import splash, splash_windows
 from specjax.models.attention.dense import Causal, Isolated, MaskFn, Meta, ScoreTransform
 from specjax.models.attention.flash import block_size, find_blocks, flash_attention
+from specjax.models.sharding import axes_of, splits_tokens
 
 # attend(q[B,N,H,E], k[B,K,N,E], v[B,K,N,E]) -> [B,N,H,E]
 Attend = Callable[[Array, Array, Array], Float[Array, "B N H E"]]
@@ -37,10 +39,12 @@ def long_attention(
     Args:
       meta: metadata of the tokens, ``[B, N, ...]`` each.
       groups: query heads per key head.
-      rows: how the rows of a batch are sharded over devices. Each device then runs its own rows,
-        and skips the blocks that those do not see.
+      rows: how a batch ``[B, N]`` is sharded over devices. Each device then runs its own rows, and
+        skips the blocks that those do not see. If tokens are split as well, its queries are its
+        part of each row, and the keys are whole; the kernels for TPUs do not run then.
     """
-    if not platform().splash_attention or not splash.supports(mask, transform):
+    by_kernel = platform().splash_attention and not splits_tokens(rows)
+    if not by_kernel or not splash.supports(mask, transform):
         return _by_blocks(mask, meta, meta, transform, groups, rows)
 
     assert isinstance(mask, Causal), "splash.supports only causal masks"
@@ -98,20 +102,29 @@ def _by_blocks(
 ) -> Attend:
     """:func:`specjax.models.attention.flash.flash_attention`; each device has blocks of its own."""
     shape = query["position"].shape
-    count, _ = rows.shard_shape(shape) if rows else shape
+    count = rows.shard_shape(shape)[0] if rows else shape[0]
     block = block_size(count, groups)
 
     # Each device's tables get a first axis of size 1, over which they are sharded as rows are.
     def make_table(query, key):
         return jax.tree.map(lambda x: x[None], find_blocks(mask, query, key, block))
 
-    blocks = _map_rows(make_table, rows)(query, key)
-
     def run(q, k, v, query, key, blocks):
         blocks = jax.tree.map(lambda x: x[0], blocks)
         return flash_attention(q, k, v, query, key, mask, blocks, transform=transform, block=block)
 
-    run = _map_rows(run, rows)
+    if rows is not None:
+        of_queries = PartitionSpec(*rows.spec)
+        of_keys = PartitionSpec(rows.spec[0])
+        of_device = PartitionSpec(axes_of(rows))
+        mapped = functools.partial(jax.shard_map, mesh=rows.mesh, check_vma=False)
+        make_table = mapped(make_table, in_specs=(of_queries, of_keys), out_specs=of_device)
+        run = mapped(
+            run,
+            in_specs=(of_queries, of_keys, of_keys, of_queries, of_keys, of_device),
+            out_specs=of_queries,
+        )
+    blocks = make_table(query, key)
     return lambda q, k, v: run(q, k, v, query, key, blocks)
 
 

@@ -43,6 +43,7 @@ def load_pretrained(
     pickles: bool = False,
     place_part: PlacePart | None = None,
     quantize: str | None = None,
+    only_tables: bool = False,
 ) -> tuple[ModelConfig, dict]:
     """Reads a model directory, tensor by tensor onto the device.
 
@@ -54,6 +55,7 @@ def load_pretrained(
       place_part: is given every part of the params as soon as it is read.
       quantize: a scheme (:func:`specjax.models.quantization.parse_scheme`), which needs ``fused``.
         Each layer and each table is quantized before the next is read.
+      only_tables: read no layer: the params are embedding, last norm and output table.
     Returns:
       The config, and the params as a nested dict of arrays.
     Raises:
@@ -88,7 +90,7 @@ def load_pretrained(
     def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
         return weights.read(stored_names[name], shape)
 
-    return cfg, from_tensors(cfg, read, dtype, fused, place_part, requested)
+    return cfg, from_tensors(cfg, read, dtype, fused, place_part, requested, only_tables)
 
 
 def from_tensors(
@@ -98,6 +100,7 @@ def from_tensors(
     fused: bool = False,
     place_part: PlacePart | None = None,
     scheme: Scheme | None = None,
+    only_tables: bool = False,
 ) -> dict:
     """The params, from a function that reads one tensor.
 
@@ -108,6 +111,7 @@ def from_tensors(
         of its parts is used again.
       place_part: is given one layer or table after the other.
       scheme: quantize each part as it is read; needs ``fused``.
+      only_tables: leave the layers out.
     """
     # Codes are computed from float32 weights, whatever dtype the other params have.
     read_dtype = dtype if scheme is None else jnp.float32
@@ -125,16 +129,17 @@ def from_tensors(
         return _placed(cfg, part, place_part)
 
     places = parameter_places(cfg)
+    layer_places = places.pop("layers")
     layers = {}
-    for i, layer_places in places.pop("layers").items():
-        layer = read_params(layer_places)
+    for i in () if only_tables else layer_places:
+        layer = read_params(layer_places[i])
         if fused:
             layer = fuse_layer(layer)
         layers[i] = finish({"layers": {i: layer}})["layers"][i]
     params = {}
     for name, table_places in places.items():
         params[name] = finish({name: read_params(table_places)})[name]
-    return params | {"layers": layers}
+    return params if only_tables else params | {"layers": layers}
 
 
 def _read_quantized(
@@ -272,15 +277,47 @@ def _has_own_head(cfg: ModelConfig, weights: OpenWeights, stored_names: dict[str
     if head is None or embedding is None:
         return False
     shape = param_shapes(cfg)["embed"].shape
+    return not _equal_rows((weights, head), (weights, embedding), shape)
+
+
+def same_embedding(first: Path, second: Path) -> bool:
+    """Whether two model directories hold the same embedding; nothing is kept in memory.
+
+    Raises:
+      ModelError: a directory has no usable config or no safetensors.
+    """
+    tables = []
+    shapes = set()
+    for directory in (first, second):
+        cfg = complete_config(directory)
+        weights = OpenWeights.open(tensor_files(directory, pickles=False))
+        name = _present_names(cfg, weights).get(_embedding_name(cfg))
+        if name is None:
+            return False
+        tables.append((weights, name))
+        shapes.add(param_shapes(cfg)["embed"].shape)
+    return len(shapes) == 1 and _equal_rows(*tables, shapes.pop())
+
+
+def _equal_rows(
+    first: tuple[OpenWeights, str], second: tuple[OpenWeights, str], shape: tuple[int, ...]
+) -> bool:
+    """Whether two stored tables of this shape have equal values.
+
+    Raises:
+      ModelError: one of them has another shape.
+    """
     # A few rows at a time, so that memory for two more tables is not needed.
     step = max(1, COMPARED_BYTES // (4 * shape[1]))
-    for first in range(0, shape[0], step):
-        last = min(first + step, shape[0])
-        head_rows = weights.rows(head, shape, first, last).astype(np.float32)
-        embedding_rows = weights.rows(embedding, shape, first, last).astype(np.float32)
-        if not np.array_equal(head_rows, embedding_rows):
-            return True
-    return False
+    for start in range(0, shape[0], step):
+        stop = min(start + step, shape[0])
+        parts = [
+            weights.rows(name, shape, start, stop).astype(np.float32)
+            for weights, name in (first, second)
+        ]
+        if not np.array_equal(*parts):
+            return False
+    return True
 
 
 def _embedding_name(cfg: ModelConfig) -> str:
