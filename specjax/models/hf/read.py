@@ -296,7 +296,7 @@ def same_embedding(first: Path, second: Path) -> bool:
             return False
         tables.append((weights, name))
         shapes.add(param_shapes(cfg)["embed"].shape)
-    return len(shapes) == 1 and _equal_rows(*tables, shapes.pop())
+    return len(shapes) == 1 and _equal_rows(tables[0], tables[1], shapes.pop())
 
 
 def _equal_rows(
@@ -311,11 +311,11 @@ def _equal_rows(
     step = max(1, COMPARED_BYTES // (4 * shape[1]))
     for start in range(0, shape[0], step):
         stop = min(start + step, shape[0])
-        parts = [
+        ours, theirs = (
             weights.rows(name, shape, start, stop).astype(np.float32)
             for weights, name in (first, second)
-        ]
-        if not np.array_equal(*parts):
+        )
+        if not np.array_equal(ours, theirs):
             return False
     return True
 
