@@ -29,7 +29,8 @@ CURVE = (1, 2, 4, 8, 16, 32, 64)  # the T of v(T)
 CONTEXT = 192  # committed tokens that the timed passes see
 STEPS = 24  # rounds per timing, at most
 TIMINGS = 16  # at most
-FEWEST_STEPS, FEWEST_TIMINGS = 2, 5
+FEWEST_STEPS = 2
+FEWEST_TIMINGS = 5
 SECONDS = 20.0  # default time for all timings, without the compilations
 DRAFT_PASSES = 3  # draft passes between two target passes when c is measured
 

@@ -122,29 +122,35 @@ def make_report(args: argparse.Namespace, directory: Path | None = None) -> dict
         rows = _make_rows(args, models, questions, results, v, c)
         add_metrics(rows, questions, results, metrics)
         prompts = [question.tokens for question in questions]
-        return {
-            "machine": machine(),
-            "target": args.random_target or args.target,
-            "quantize": args.quantize,
-            "draft": models.draft.source if models.draft else None,
+        return _settings(args, models) | {
             "prompts": len(questions),
             "skipped": skipped,
-            "max_new_tokens": args.max_new_tokens,
-            "repeats": args.repeats,
-            "seed": args.seed,
-            "mesh": args.mesh,
             "rows": rows,
             "metrics": heads,
             "energy": meter.source if meter else None,
             "peers": peer_rows(models.target, prompts, peer.answers, results) if peer else [],
             "v": {str(width): value for width, value in v.items()},
             "c": c,
-            "cost": args.cost,
             "sweep": sweep,
-            "data": data_name(args),
             "plot": plot,
             "beside": beside,
         }
+
+
+def _settings(args: argparse.Namespace, models: Models) -> dict[str, Any]:
+    """What a report says of the machine, the models and the arguments."""
+    return {
+        "machine": machine(),
+        "target": args.random_target or args.target,
+        "quantize": args.quantize,
+        "draft": models.draft.source if models.draft else None,
+        "max_new_tokens": args.max_new_tokens,
+        "repeats": args.repeats,
+        "seed": args.seed,
+        "mesh": args.mesh,
+        "cost": args.cost,
+        "data": data_name(args),
+    }
 
 
 def _metric_heads(metrics: Sequence[Metric], questions: Sequence[Question]) -> dict[str, str]:

@@ -373,14 +373,7 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
     positions, base, visible, count, tree_positions = queries
     window, capacity, is_ring = kind
     if is_ring:
-        assert window is not None, "only layers of a sliding window are rings"
-        room = capacity - window
-        if count > room:
-            raise ValueError(
-                f"a pass over {count} tokens: layers of a sliding window of {window} have "
-                f"{capacity} positions, room for {room} new tokens; prefill in smaller chunks"
-            )
-
+        _check_ring_room(kind, count)
     transform = _score_transform(cfg)
     mask = None
     distance = None
@@ -422,6 +415,17 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
         )
 
     return attend
+
+
+def _check_ring_room(kind: _LayerKind, count: int) -> None:
+    """Raises ValueError if a pass has more tokens than a ring has room for."""
+    assert kind.window is not None, "only layers of a sliding window are rings"
+    room = kind.capacity - kind.window
+    if count > room:
+        raise ValueError(
+            f"a pass over {count} tokens: layers of a sliding window of {kind.window} have "
+            f"{kind.capacity} positions, room for {room} new tokens; prefill in smaller chunks"
+        )
 
 
 def pad_pass(x: Array | np.ndarray, pass_width: int) -> Array:
