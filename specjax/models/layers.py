@@ -82,18 +82,28 @@ def _matmul(
 def _grouped_matmul(x: Float[Array, "... i"], weight: Grouped) -> Float[Array, "... o"]:
     """One product per group of inputs, each scaled after its float32 sum.
 
+    A group's offset multiplies the sum of its inputs.
+
     The sums of all groups exist at once. With more rows than half a group's inputs they would take
     more memory than the dense weight. Then, and always on a CPU, the dense weight is made instead.
     """
+    if weight.order is not None:
+        x = jnp.take(x, weight.order, axis=-1, mode="clip")
     rows = math.prod(x.shape[:-1])
     size = weight.shape[1] // weight.groups
     if jax.default_backend() == "cpu" or 2 * rows > size:
-        return _matmul(x, weight.dense(x.dtype))
+        return _matmul(x, weight.dense_in_order(x.dtype))
 
     inputs = x.reshape(rows, weight.groups, size)
     codes = weight.by_group(x.dtype)
     sums = jnp.einsum("rgi,gio->gro", inputs, codes, preferred_element_type=jnp.float32)
-    y = (sums * weight.scales[:, None]).sum(0).astype(x.dtype)
+    y = (sums * weight.scales[:, None]).sum(0)
+    if weight.offsets is not None:
+        input_sums = inputs.sum(-1, dtype=jnp.float32)
+        offsets = weight.offsets.astype(jnp.float32)
+        # The result cancels most of the first term, so it needs all of float32's digits.
+        y = y + jnp.matmul(input_sums, offsets, precision=jax.lax.Precision.HIGHEST)
+    y = y.astype(x.dtype)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 

@@ -30,7 +30,8 @@ def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
     ``params`` may be a part of the tree.
 
     Raises:
-      ModelError: groups of a quantized weight would be shared by devices.
+      ModelError: groups of a quantized weight would be shared by devices, or its inputs are in an
+        order that no split follows.
     """
 
     def spec(x: Any, axes: tuple[str, ...]) -> Any:
@@ -44,9 +45,21 @@ def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
                 f"{x.groups} groups of {x.shape[1] // x.groups} inputs ({axes[1]}) cannot be "
                 f"split over {AXIS}={count} devices; choose int4:GROUP so that they can, or int8"
             )
-        # The codes are [I, O] and the scales [G, O]: the axes are swapped.
+        if whole[1] and x.order is not None:
+            raise ModelError(
+                f"a weight with act-order ({axes[1]}) cannot be split over {AXIS}={count} devices: "
+                "its groups have inputs of all of them; keep it whole (split=False, --mesh data=N), "
+                "or take a checkpoint without act-order"
+            )
+        # The codes are [I, O], scales and offsets [G, O]: the axes are swapped.
         transposed = PartitionSpec(*whole[::-1])
-        return dataclasses.replace(x, codes=transposed, scales=transposed)
+        return dataclasses.replace(
+            x,
+            codes=transposed,
+            scales=transposed,
+            offsets=None if x.offsets is None else transposed,
+            order=None if x.order is None else PartitionSpec(),
+        )
 
     return jax.tree.map(spec, params, part_axes(cfg, params), is_leaf=is_quantized)
 

@@ -2,7 +2,8 @@
 
 :func:`specjax.models.layers.linear` computes products with them, and
 :func:`specjax.models.sharding.look_up` looks rows up; no other module knows that a weight is
-quantized. :mod:`specjax.models.quantization` makes them.
+quantized. :mod:`specjax.models.quantization` makes them from arrays.
+:mod:`specjax.models.hf.quantizers` makes them from what other libraries quantized.
 
 Axis legend: O outputs (V ids, in a table), I inputs, G groups of inputs.
 """
@@ -12,17 +13,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int, Num
 
-_register_weight = functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("codes", "scales"), meta_fields=("dtype",)
-)
+_register_weight = functools.partial(jax.tree_util.register_dataclass, meta_fields=("dtype",))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,12 +41,19 @@ class Quantized:
         """The weight as an array."""
         raise NotImplementedError
 
-    def by_output(self, function: Callable[[Any], Any]) -> Quantized:
-        """A copy with its outputs rearranged; ``function`` gets arrays with the outputs first."""
+    def by_output(self, function: Callable[..., Any], *others: Self) -> Self:
+        """A copy with its outputs rearranged; ``function`` gets arrays with the outputs first.
+
+        With ``others``, weights of the same form, ``function`` gets the arrays of all of them.
+        """
+        raise NotImplementedError
+
+    def take(self, ids: Int[Array, "..."]) -> Float[Array, "... I"]:
+        """The rows of some outputs, in ``dtype``. An id out of range reads the nearest row."""
         raise NotImplementedError
 
 
-@_register_weight
+@functools.partial(_register_weight, data_fields=("codes", "scales"))
 @dataclasses.dataclass(frozen=True, eq=False)
 class PerOutput(Quantized):
     """``codes [O, I]``, ``scales [O]``: ``w[o, i] = codes[o, i] · scales[o]``.
@@ -65,18 +72,35 @@ class PerOutput(Quantized):
     def dense(self, dtype: DTypeLike) -> Float[Array, "O I"]:
         return self.codes.astype(dtype) * self.scales[:, None].astype(dtype)
 
-    def by_output(self, function: Callable[[Any], Any]) -> PerOutput:
-        return dataclasses.replace(self, codes=function(self.codes), scales=function(self.scales))
+    def by_output(self, function: Callable[..., Any], *others: PerOutput) -> PerOutput:
+        codes = function(self.codes, *(other.codes for other in others))
+        scales = function(self.scales, *(other.scales for other in others))
+        return dataclasses.replace(self, codes=codes, scales=scales)
+
+    def take(self, ids: Int[Array, "..."]) -> Float[Array, "... I"]:
+        codes = jnp.take(self.codes, ids, axis=0, mode="clip")
+        scales = jnp.take(self.scales, ids, axis=0, mode="clip")
+        return (codes.astype(jnp.float32) * scales[..., None]).astype(self.dtype)
 
 
-@_register_weight
+@functools.partial(_register_weight, data_fields=("codes", "scales", "offsets", "order"))
 @dataclasses.dataclass(frozen=True, eq=False)
 class Grouped(Quantized):
-    """``codes [I, O]``, ``scales [G, O]``: ``w[o, i] = codes[i, o] · scales[i // (I/G), o]``.
+    """``w[o, i] = codes[i, o] · scales[g, o] + offsets[g, o]``, ``g = i // (I/G)``.
 
-    Inputs come first: the product of one group is then a plain one of adjacent codes. With the
-    outputs first, TPUs would transpose all codes before they multiply.
+    The shapes are ``codes [I, O]`` and ``scales [G, O]``. Inputs come first: the product of one group is then
+    a plain one of adjacent codes. With the outputs first, TPUs would transpose all codes before
+    they multiply.
+
+    Attributes:
+      offsets: ``[G, O]``; None: they are zero. A zero point z is the offset ``-z · scale``.
+      order: int32 ``[I]``, a permutation: row i of the codes is of input ``order[i]``. None: the
+        inputs are in their own order. Codes are stored in another one where a group's inputs are
+        not adjacent (the act-order of GPTQ, arXiv 2210.17323).
     """
+
+    offsets: Float[Array, "G O"] | None = None
+    order: Int[Array, "I"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,13 +115,43 @@ class Grouped(Quantized):
         return self.codes.reshape(self.groups, -1, self.codes.shape[-1]).astype(dtype)
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "O I"]:
-        grouped = self.by_group(dtype) * self.scales[:, None].astype(dtype)
-        return grouped.reshape(self.codes.shape).T
+        weight = self.dense_in_order(dtype)
+        if self.order is None:
+            return weight
+        return jnp.zeros_like(weight).at[:, self.order].set(weight)
 
-    def by_output(self, function: Callable[[Any], Any]) -> Grouped:
-        codes = function(self.codes.T).T
-        scales = function(self.scales.T).T
-        return dataclasses.replace(self, codes=codes, scales=scales)
+    def dense_in_order(self, dtype: DTypeLike) -> Float[Array, "O I"]:
+        """:meth:`dense` with its inputs in the order of the codes."""
+        # Scales may have more digits than `dtype`: bfloat16 would round them.
+        wide = jnp.promote_types(dtype, self.scales.dtype)
+        grouped = self.by_group(wide) * self.scales[:, None].astype(wide)
+        if self.offsets is not None:
+            wide = jnp.promote_types(wide, self.offsets.dtype)
+            grouped = grouped.astype(wide) + self.offsets[:, None].astype(wide)
+        return grouped.reshape(self.codes.shape).T.astype(dtype)
+
+    def by_output(self, function: Callable[..., Any], *others: Grouped) -> Grouped:
+        def transposed(*leaves: Any) -> Any:
+            return function(*(leaf.T for leaf in leaves)).T
+
+        def rearrange(name: str) -> Any:
+            return transposed(*(getattr(weight, name) for weight in (self, *others)))
+
+        offsets = None if self.offsets is None else rearrange("offsets")
+        return dataclasses.replace(
+            self, codes=rearrange("codes"), scales=rearrange("scales"), offsets=offsets
+        )
+
+    def take(self, ids: Int[Array, "..."]) -> Float[Array, "... I"]:
+        def columns(x: Any) -> Any:
+            return jnp.take(x, ids.reshape(-1), axis=1, mode="clip")
+
+        offsets = None if self.offsets is None else columns(self.offsets)
+        taken = dataclasses.replace(
+            self, codes=columns(self.codes), scales=columns(self.scales), offsets=offsets
+        )
+        rows = taken.dense(jnp.float32).astype(self.dtype)
+        return rows.reshape(*ids.shape, rows.shape[-1])
 
 
 def is_quantized(weight: Any) -> bool:
@@ -110,6 +164,37 @@ def by_output(function: Callable[[Any], Any], weight: Any) -> Any:
     if is_quantized(weight):
         return weight.by_output(function)
     return function(weight)
+
+
+def join(weights: Sequence[Any]) -> Any:
+    """Weights, or biases, one after the other along their outputs.
+
+    Quantized weights of different forms have no common one: the result is then an array.
+    """
+    first = weights[0]
+    if not any(map(is_quantized, weights)):
+        return jnp.concatenate(weights)
+    if all(have_same_form(first, other) for other in weights[1:]):
+        return first.by_output(lambda *parts: jnp.concatenate(parts), *weights[1:])
+    dtype = jnp.result_type(*(weight.dtype for weight in weights))
+    dense = [weight.dense(dtype) if is_quantized(weight) else weight for weight in weights]
+    return jnp.concatenate(dense)
+
+
+def have_same_form(first: Any, other: Any) -> bool:
+    """Whether two weights differ only in their outputs, so that :func:`join` keeps their codes."""
+    if type(first) is not type(other):
+        return False
+    if not is_quantized(first):
+        return True
+    if not isinstance(first, Grouped):
+        return first.codes.dtype == other.codes.dtype
+    same_order = first.order is None and other.order is None
+    if first.order is not None and other.order is not None:
+        same_order = np.array_equal(first.order, other.order)
+    same_offsets = (first.offsets is None) == (other.offsets is None)
+    same_codes = first.codes.dtype == other.codes.dtype and first.groups == other.groups
+    return same_codes and same_offsets and same_order
 
 
 def cast_params(dtype: DTypeLike, params: Any) -> Any:
