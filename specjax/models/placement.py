@@ -48,8 +48,8 @@ def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
         if whole[1] and x.order is not None:
             raise ModelError(
                 f"a weight with act-order ({axes[1]}) cannot be split over {AXIS}={count} devices: "
-                "its groups have inputs of all of them; keep it whole (split=False, --mesh data=N), "
-                "or take a checkpoint without act-order"
+                "its groups have inputs of all of them; keep it whole (split=False, "
+                "--mesh data=N), or take a checkpoint without act-order"
             )
         # The codes are [I, O], scales and offsets [G, O]: the axes are swapped.
         transposed = PartitionSpec(*whole[::-1])

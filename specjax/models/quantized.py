@@ -88,9 +88,9 @@ class PerOutput(Quantized):
 class Grouped(Quantized):
     """``w[o, i] = codes[i, o] · scales[g, o] + offsets[g, o]``, ``g = i // (I/G)``.
 
-    The shapes are ``codes [I, O]`` and ``scales [G, O]``. Inputs come first: the product of one group is then
-    a plain one of adjacent codes. With the outputs first, TPUs would transpose all codes before
-    they multiply.
+    The shapes are ``codes [I, O]`` and ``scales [G, O]``. Inputs come first: the product of one
+    group is then a plain one of adjacent codes. With the outputs first, TPUs would transpose all
+    codes before they multiply.
 
     Attributes:
       offsets: ``[G, O]``; None: they are zero. A zero point z is the offset ``-z · scale``.
