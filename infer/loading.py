@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
 from specjax import lm
 from specjax._util.checks import format_value
+from specjax._util.errors import ModelWarning
 from specjax._util.files import user_cache
 from specjax._util.program import say
 from specjax.core.mesh import make_mesh
@@ -43,7 +46,7 @@ def load_models(
     draft = draft_name(args, want_draft)
     devices = make_mesh(**mesh) if mesh else None
     load = functools.partial(
-        lm.load,
+        _load_and_say,
         dtype=args.dtype,
         pickles=args.pickles,
         mesh=devices,
@@ -62,6 +65,21 @@ def load_models(
     if draft.startswith(lm.SELF):
         return target, lm.own_draft(target, draft)
     return target, load(draft, split=devices is None or lm.can_split(draft, devices))
+
+
+def _load_and_say(name: str, **options: Any) -> LM:
+    """:func:`specjax.load`; what the library warns of becomes one line each on stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ModelWarning)
+        model = lm.load(name, **options)
+    for warning in caught:
+        if issubclass(warning.category, ModelWarning):
+            say("infer", warning.message)
+        else:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+    return model
 
 
 def chosen_sampling(

@@ -18,7 +18,7 @@ from specjax._util.errors import ModelError
 from specjax.models import ModelConfig, num_params
 from specjax.models.cache import ring_capacity, row_bytes
 from specjax.models.hf.layout import DTYPES
-from specjax.models.hf.read import load_config, stored_scheme
+from specjax.models.hf.read import load_config, stored_form
 from specjax.models.quantization import param_bytes, parse_scheme
 from specjax.models.sharding import split_config
 
@@ -118,7 +118,7 @@ def model_plan(
     dtype = lm.resolve_dtype(dtype)
     directory = lm.base_of(name, files=("config.json",))
     cfg = load_config(directory)
-    scheme = parse_scheme(quantize) if quantize else stored_scheme(directory)
+    scheme = parse_scheme(quantize) if quantize else stored_form(directory)
     cached = cache_dtype or DTYPES[dtype]
     try:
         share = split_config(cfg, devices)

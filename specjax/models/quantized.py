@@ -41,11 +41,12 @@ class Quantized:
         """The weight as an array."""
         raise NotImplementedError
 
-    def by_output(self, function: Callable[..., Any], *others: Self) -> Self:
-        """A copy with its outputs rearranged; ``function`` gets arrays with the outputs first.
+    def by_output(self, function: Callable[[Any], Any]) -> Self:
+        """A copy with its outputs rearranged; ``function`` gets arrays with the outputs first."""
+        raise NotImplementedError
 
-        With ``others``, weights of the same form, ``function`` gets the arrays of all of them.
-        """
+    def joined(self, others: Sequence[Self]) -> Self:
+        """Its outputs and then those of others, which have the same form."""
         raise NotImplementedError
 
     def take(self, ids: Int[Array, "..."]) -> Float[Array, "... I"]:
@@ -72,9 +73,12 @@ class PerOutput(Quantized):
     def dense(self, dtype: DTypeLike) -> Float[Array, "O I"]:
         return self.codes.astype(dtype) * self.scales[:, None].astype(dtype)
 
-    def by_output(self, function: Callable[..., Any], *others: PerOutput) -> PerOutput:
-        codes = function(self.codes, *(other.codes for other in others))
-        scales = function(self.scales, *(other.scales for other in others))
+    def by_output(self, function: Callable[[Any], Any]) -> PerOutput:
+        return dataclasses.replace(self, codes=function(self.codes), scales=function(self.scales))
+
+    def joined(self, others: Sequence[PerOutput]) -> PerOutput:
+        codes = jnp.concatenate([weight.codes for weight in (self, *others)])
+        scales = jnp.concatenate([weight.scales for weight in (self, *others)])
         return dataclasses.replace(self, codes=codes, scales=scales)
 
     def take(self, ids: Int[Array, "..."]) -> Float[Array, "... I"]:
@@ -130,26 +134,29 @@ class Grouped(Quantized):
             grouped = grouped.astype(wide) + self.offsets[:, None].astype(wide)
         return grouped.reshape(self.codes.shape).T.astype(dtype)
 
-    def by_output(self, function: Callable[..., Any], *others: Grouped) -> Grouped:
-        def transposed(*leaves: Any) -> Any:
-            return function(*(leaf.T for leaf in leaves)).T
+    def by_output(self, function: Callable[[Any], Any]) -> Grouped:
+        return self._map([self], lambda leaves: function(leaves[0].T).T)
 
-        def rearrange(name: str) -> Any:
-            return transposed(*(getattr(weight, name) for weight in (self, *others)))
+    def joined(self, others: Sequence[Grouped]) -> Grouped:
+        return self._map([self, *others], lambda leaves: jnp.concatenate(leaves, axis=1))
 
-        offsets = None if self.offsets is None else rearrange("offsets")
+    def _map(self, weights: Sequence[Grouped], function: Callable[[list[Any]], Any]) -> Grouped:
+        """A copy with ``function`` of all ``weights``' codes, of their scales, of their offsets."""
+        offsets = None
+        if self.offsets is not None:
+            offsets = function([weight.offsets for weight in weights])
         return dataclasses.replace(
-            self, codes=rearrange("codes"), scales=rearrange("scales"), offsets=offsets
+            self,
+            codes=function([weight.codes for weight in weights]),
+            scales=function([weight.scales for weight in weights]),
+            offsets=offsets,
         )
 
     def take(self, ids: Int[Array, "..."]) -> Float[Array, "... I"]:
-        def columns(x: Any) -> Any:
-            return jnp.take(x, ids.reshape(-1), axis=1, mode="clip")
+        def columns(leaves: list[Any]) -> Any:
+            return jnp.take(leaves[0], ids.reshape(-1), axis=1, mode="clip")
 
-        offsets = None if self.offsets is None else columns(self.offsets)
-        taken = dataclasses.replace(
-            self, codes=columns(self.codes), scales=columns(self.scales), offsets=offsets
-        )
+        taken = self._map([self], columns)
         rows = taken.dense(jnp.float32).astype(self.dtype)
         return rows.reshape(*ids.shape, rows.shape[-1])
 
@@ -175,7 +182,7 @@ def join(weights: Sequence[Any]) -> Any:
     if not any(map(is_quantized, weights)):
         return jnp.concatenate(weights)
     if all(have_same_form(first, other) for other in weights[1:]):
-        return first.by_output(lambda *parts: jnp.concatenate(parts), *weights[1:])
+        return first.joined(weights[1:])
     dtype = jnp.result_type(*(weight.dtype for weight in weights))
     dense = [weight.dense(dtype) if is_quantized(weight) else weight for weight in weights]
     return jnp.concatenate(dense)

@@ -20,11 +20,10 @@ from specjax._util.files import open_file, parse_json, read_file
 from specjax.models.hf.kinds import describe_directory
 from specjax.models.hf.layout import INDEX, WEIGHTS
 from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX, Pickle
-from specjax.models.hf.tensor_file import SafetensorsFile
+from specjax.models.hf.tensor_file import FLOAT_DTYPES, SafetensorsFile
 
 MAX_TEXT_BYTES = 1 << 28  # of a file that is not weights: tokenizers have about 2^25
 POINTER = b"version https://git-lfs"  # the first bytes of what stands for a file in git
-FLOAT_DTYPES = ("F32", "BF16", "F16")  # safetensors' names of the dtypes that weights may have
 
 
 class TensorFile(Protocol):

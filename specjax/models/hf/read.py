@@ -7,32 +7,41 @@ executed.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
+import math
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Container
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax._util.errors import ModelError
+from specjax._util.errors import ModelError, ModelWarning
 from specjax.models.blocks import fuse_layer
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES, MODELS, from_hf
-from specjax.models.forward_pass import param_shapes
+from specjax.models.forward_pass import param_axes, param_shapes
 from specjax.models.hf import codes
 from specjax.models.hf.config import quantization
 from specjax.models.hf.files import OpenWeights, compare_names, read_json, tensor_files
 from specjax.models.hf.kinds import describe_directory
 from specjax.models.hf.layout import DELTA, ParameterPlace, is_place, leaves_of, parameter_places
-from specjax.models.quantization import Scheme, parse_scheme, quantize_params
-from specjax.models.quantized import cast_params
+from specjax.models.hf.quantizers.grouping import group_parts, without_zero_biases
+from specjax.models.hf.quantizers.parts import Parts
+from specjax.models.hf.quantizers.settings import Quantizer
+from specjax.models.quantization import Scheme, parse_scheme, quantize_param
+from specjax.models.quantized import cast_params, is_quantized
 
 LORA = ".lora_"  # in the names of PEFT's updates
-COMPARED_BYTES = 1 << 26  # of a table, as float32, that are compared at a time
+COMPARED_BYTES = 1 << 24  # of a table, as float32, that are compared at a time
+PIECE_BYTES = 1 << 21  # of a table, as float32, that are read at a time
 ReadTensor = Callable[[str, tuple[int, ...]], np.ndarray]  # (tensor name, its shape)
+ReadRows = Callable[[str, tuple[int, ...], int, int], np.ndarray]  # (…, first row, last row)
 PlacePart = Callable[[ModelConfig, dict], dict]  # moves a part of the params to its devices
 
 
@@ -67,9 +76,9 @@ def load_pretrained(
         raise ModelError(
             f"quantize={quantize!r} needs fused=True: only the inference layout is quantized"
         )
-    stored = stored_scheme(directory)
+    stored = stored_form(directory)
     if stored is not None:
-        _check_scheme(directory, stored, requested, fused)
+        _check_form(directory, stored, requested, fused)
 
     files = tensor_files(directory, pickles)
     # A config with a wrong number of layers must not make us allocate for each of them.
@@ -79,16 +88,24 @@ def load_pretrained(
             f"{len(files)} tensors"
         )
     weights = OpenWeights.open(files)
-    cfg = _complete(directory, cfg, weights)
-    if stored is not None:
+    quantized: dict[str, Parts] = {}
+    if isinstance(stored, Quantizer):
+        weights, quantized = group_parts(weights, stored)
+    cfg = _complete(directory, cfg, weights, quantized)
+    if isinstance(stored, Scheme):
         return cfg, _read_quantized(directory, cfg, stored, weights, dtype, place_part)
+    if stored is not None:
+        return cfg, _read_others(directory, cfg, weights, quantized, stored, dtype, place_part)
 
     stored_names = _match_names(directory, cfg, weights)
 
     def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
         return weights.read(stored_names[name], shape)
 
-    return cfg, from_tensors(cfg, read, dtype, fused, place_part, requested)
+    def read_rows(name: str, shape: tuple[int, ...], first: int, last: int) -> np.ndarray:
+        return weights.rows(stored_names[name], shape, first, last)
+
+    return cfg, from_tensors(cfg, read, dtype, fused, place_part, requested, read_rows)
 
 
 def from_tensors(
@@ -98,43 +115,111 @@ def from_tensors(
     fused: bool = False,
     place_part: PlacePart | None = None,
     scheme: Scheme | None = None,
+    read_rows: ReadRows | None = None,
 ) -> dict:
     """The params, from a function that reads one tensor.
 
     Args:
-      read: gives the tensor of a name, which must have the given shape.
+      read: gives the tensor of a name, which must have the given shape. It may give a quantized
+        weight, ``[out, in]`` even where the shape is ``[in, out]``.
       dtype: of the params.
       fused: join each layer into the inference layout before the next is read, so that the memory
         of its parts is used again.
       place_part: is given one layer or table after the other.
-      scheme: quantize each part as it is read; needs ``fused``.
+      scheme: quantize each parameter as it is read; needs ``fused``.
+      read_rows: gives rows of a table, which is then read in pieces; None: it is read at once.
     """
     # Codes are computed from float32 weights, whatever dtype the other params have.
     read_dtype = dtype if scheme is None else jnp.float32
 
-    def read_param(place: ParameterPlace) -> jax.Array:
-        tensor = read(place.stored.name, place.stored.shape(place.shape))
-        return jnp.asarray(place.stored.take(tensor), read_dtype)
+    def converted(tensor: np.ndarray, axes: tuple[str, ...]) -> Any:
+        """A parameter, quantized if it is to be: parts that are joined later, one by one."""
+        param = jnp.asarray(tensor, read_dtype)
+        if scheme is None:
+            return param
+        return quantize_param(param, axes, scheme, dtype)
 
-    def read_params(places: dict) -> dict:
-        return jax.tree.map(read_param, places, is_leaf=is_place)
+    def read_param(place: ParameterPlace, axes: tuple[str, ...]) -> Any:
+        stored = place.stored
+        tensor = read(stored.name, stored.shape(place.shape))
+        if is_quantized(tensor):  # its outputs come first, however the file stores it
+            taken = tensor.by_output(stored._replace(transposed=False).take)
+            return cast_params(dtype, taken)
+        return converted(stored.take(tensor), axes)
 
-    def finish(part: dict) -> dict:
-        if scheme is not None:
-            part = quantize_params(cfg, part, scheme, dtype)
-        return _placed(cfg, part, place_part)
+    def read_table(place: ParameterPlace, axes: tuple[str, ...]) -> Any:
+        if read_rows is None or len(place.shape) < 2:
+            return read_param(place, axes)
+        name = place.stored.name
+
+        def piece(first: int, last: int) -> Any:
+            return converted(read_rows(name, place.shape, first, last), axes)
+
+        return in_pieces(piece, place.shape)
 
     places = parameter_places(cfg)
+    axes = param_axes(cfg)
+    widened = 0
     layers = {}
     for i, layer_places in places.pop("layers").items():
-        layer = read_params(layer_places)
+        layer = jax.tree.map(read_param, layer_places, axes["layers"][i], is_leaf=is_place)
         if fused:
+            entries = _quantized_entries(layer)
             layer = fuse_layer(layer)
-        layers[i] = finish({"layers": {i: layer}})["layers"][i]
+            widened += _quantized_entries(layer) < entries
+        layers[i] = _placed(cfg, {"layers": {i: layer}}, place_part)["layers"][i]
     params = {}
-    for name, table_places in places.items():
-        params[name] = finish({name: read_params(table_places)})[name]
+    for name, table in places.items():
+        part = jax.tree.map(read_table, table, axes[name], is_leaf=is_place)
+        params[name] = _placed(cfg, {name: part}, place_part)[name]
+    if widened:
+        # A joined weight has one form for all of its parts.
+        text = (
+            f"{widened} layers: q, k, v (or gate, up) are quantized in different forms, so their "
+            f"joined weight is widened to {jnp.dtype(dtype).name}"
+        )
+        warnings.warn(text, ModelWarning, stacklevel=3)
     return params | {"layers": layers}
+
+
+def in_pieces(read_piece: Callable[[int, int], Any], shape: tuple[int, ...]) -> Any:
+    """A large table, put together from pieces of rows in the memory that it will have.
+
+    Read at once, the file's form of a table and its float32 copy would exist beside it. In a small
+    model a table is half of all weights.
+
+    Args:
+      read_piece: gives rows ``first`` to ``last`` as on the device: an array, or a quantized
+        weight whose arrays all have the rows first.
+      shape: of the table, ``[rows, size]``.
+    """
+    rows = shape[0]
+    step = max(1, PIECE_BYTES // (4 * shape[1]))
+    if rows <= step:
+        return read_piece(0, rows)
+    table = None
+    for first in range(0, rows, step):
+        piece = read_piece(first, min(first + step, rows))
+        if table is None:
+            table = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), piece)
+        table = jax.block_until_ready(_put_rows(table, piece, np.int32(first)))
+    return table
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put_rows(table: Any, piece: Any, first: jax.Array) -> Any:
+    """The table with the piece's rows from ``first`` on; it keeps its memory."""
+
+    def put(whole: jax.Array, part: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(whole, part, first, 0)
+
+    return jax.tree.map(put, table, piece)
+
+
+def _quantized_entries(layer: dict) -> int:
+    """The number of a layer's weights that are quantized, counted by entries."""
+    leaves = jax.tree.leaves(layer, is_leaf=is_quantized)
+    return sum(math.prod(leaf.shape) for leaf in leaves if is_quantized(leaf))
 
 
 def _read_quantized(
@@ -168,6 +253,60 @@ def _read_quantized(
     return params | {"layers": layers}
 
 
+def _read_others(
+    directory: Path,
+    cfg: ModelConfig,
+    weights: OpenWeights,
+    quantized: dict[str, Parts],
+    quantizer: Quantizer,
+    dtype: jnp.dtype,
+    place_part: PlacePart | None,
+) -> dict:
+    """The params of a checkpoint that another library quantized.
+
+    Args:
+      quantized: the parts of each quantized weight.
+    """
+    by_name = parameter_places(cfg)
+    places = leaves_of(by_name)
+    present = _present_names(cfg, weights)
+    wanted = {present.get(place.stored.name, place.stored.name) for place in places}
+    weights = without_zero_biases(weights, quantized, wanted)
+    stored_names = _match_names(directory, cfg, weights)
+    transposed = {place.stored.name for place in places if place.stored.transposed}
+    widened = []
+
+    def read(name: str, shape: tuple[int, ...]) -> Any:
+        stored = stored_names[name]
+        if stored not in quantized:
+            return weights.read(stored, shape)
+        parts = quantized[stored]
+        if name in transposed:
+            if not quantizer.stores_inputs_first:
+                raise parts.fail(f"{quantizer.method} of weights [in, out] is not read")
+            shape = shape[::-1]
+        weight = quantizer.read(parts, shape)
+        if is_quantized(weight):
+            return weight
+        widened.append(stored)
+        return weight.T if name in transposed else weight
+
+    def read_rows(name: str, shape: tuple[int, ...], first: int, last: int) -> np.ndarray:
+        return weights.rows(stored_names[name], shape, first, last)
+
+    tables = leaves_of({name: places for name, places in by_name.items() if name != "layers"})
+    table_names = {stored_names[place.stored.name] for place in tables}
+    in_rows = None if table_names & quantized.keys() else read_rows
+    params = from_tensors(cfg, read, dtype, True, place_part, None, in_rows)
+    if widened:
+        text = (
+            f"{directory}: {len(widened)} quantized weights, such as {widened[0]}, have a form "
+            f"that is not kept; they are widened to {jnp.dtype(dtype).name}"
+        )
+        warnings.warn(text, ModelWarning, stacklevel=3)
+    return params
+
+
 def _placed(cfg: ModelConfig, part: dict, place_part: PlacePart | None) -> dict:
     """A part of the params on its devices; returns when it has arrived there.
 
@@ -175,7 +314,20 @@ def _placed(cfg: ModelConfig, part: dict, place_part: PlacePart | None) -> dict:
     """
     if place_part is not None:
         part = place_part(cfg, part)
-    return jax.block_until_ready(part)
+    part = jax.block_until_ready(part)
+    _return_memory()
+    return part
+
+
+def _return_memory() -> None:
+    """Gives freed memory back to the system, so that what was read is not kept beside the params.
+
+    glibc keeps it for later requests, which was 30 to 60 MB after a checkpoint. Other C libraries
+    have no such function.
+    """
+    trim = getattr(ctypes.pythonapi, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 # --- the config ------------------------------------------------------------------------------
@@ -205,17 +357,19 @@ def load_config(directory: Path) -> ModelConfig:
         raise ModelError(f"{directory}: {error}") from None
 
 
-def stored_scheme(directory: Path) -> Scheme | None:
-    """The scheme of a quantized checkpoint; None for any other.
+def stored_form(directory: Path) -> Scheme | Quantizer | None:
+    """How the weights of a checkpoint are quantized; None: they are not.
 
     Raises:
-      ModelError: another library quantized it.
+      ModelError: another library quantized them in a way that is not read.
     """
-    scheme = quantization(read_json(directory / "config.json"))
-    return None if scheme is None else parse_scheme(scheme)
+    form = quantization(read_json(directory / "config.json"))
+    return parse_scheme(form) if isinstance(form, str) else form
 
 
-def _check_scheme(directory: Path, stored: Scheme, requested: Scheme | None, fused: bool) -> None:
+def _check_form(
+    directory: Path, stored: Scheme | Quantizer, requested: Scheme | None, fused: bool
+) -> None:
     """Refuses a quantized checkpoint where unquantized weights are needed."""
     if fused and requested in (None, stored):
         return
@@ -239,10 +393,16 @@ def complete_config(directory: Path) -> ModelConfig:
     if not any(directory.glob("*.safetensors")):
         return cfg
     weights = OpenWeights.open(tensor_files(directory, pickles=False))
-    return _complete(directory, cfg, weights)
+    form = stored_form(directory)
+    quantized: dict[str, Parts] = {}
+    if isinstance(form, Quantizer):
+        weights, quantized = group_parts(weights, form)
+    return _complete(directory, cfg, weights, quantized)
 
 
-def _complete(directory: Path, cfg: ModelConfig, weights: OpenWeights) -> ModelConfig:
+def _complete(
+    directory: Path, cfg: ModelConfig, weights: OpenWeights, quantized: Container[str] = ()
+) -> ModelConfig:
     """The config, completed with what only the tensors show (``Family.complete``)."""
     family = FAMILIES[cfg.family]
     stored_names = _present_names(cfg, weights)
@@ -253,12 +413,17 @@ def _complete(directory: Path, cfg: ModelConfig, weights: OpenWeights) -> ModelC
         cfg = family.complete(cfg, readers)
     except ModelError as error:
         raise ModelError(f"{directory}: {error}") from None
-    if cfg.tie_embeddings and _has_own_head(cfg, weights, stored_names):
+    if cfg.tie_embeddings and _has_own_head(cfg, weights, stored_names, quantized):
         cfg = dataclasses.replace(cfg, tie_embeddings=False)
     return cfg
 
 
-def _has_own_head(cfg: ModelConfig, weights: OpenWeights, stored_names: dict[str, str]) -> bool:
+def _has_own_head(
+    cfg: ModelConfig,
+    weights: OpenWeights,
+    stored_names: dict[str, str],
+    quantized: Container[str],
+) -> bool:
     """Whether the files hold a head that differs from the embedding.
 
     Some tied checkpoints repeat the embedding as their head. Others were trained with a head of
@@ -271,6 +436,8 @@ def _has_own_head(cfg: ModelConfig, weights: OpenWeights, stored_names: dict[str
     embedding = stored_names.get(_embedding_name(cfg))
     if head is None or embedding is None:
         return False
+    if head in quantized or embedding in quantized:
+        return True
     shape = param_shapes(cfg)["embed"].shape
     # A few rows at a time, so that memory for two more tables is not needed.
     step = max(1, COMPARED_BYTES // (4 * shape[1]))

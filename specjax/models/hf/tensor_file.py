@@ -23,6 +23,7 @@ from safetensors import safe_open
 from specjax._util.files import open_file
 
 LENGTH_BYTES = 8
+FLOAT_DTYPES = ("F32", "BF16", "F16")  # names of the dtypes that weights may have
 # By safetensors' name; packed dtypes of less than a byte are not read.
 DTYPES = {
     "BOOL": np.bool_,
