@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from specjax.models import sharding
 from specjax.models.adapters import LowRank
 from specjax.models.config import RopeConfig
-from specjax.models.quantized import Grouped, PerOutput
+from specjax.models.quantized import Grouped, Joined, PerOutput
 
 # Up to this many rows the layout decides what a product costs on a CPU; beyond that XLA's own
 # choice is as good.
@@ -28,7 +28,7 @@ NARROW_ROWS = 128
 @jax.named_scope("weights")
 def linear(
     x: Float[Array, "... i"],
-    weight: Float[Array, "o i"] | PerOutput | Grouped | LowRank,
+    weight: Float[Array, "o i"] | PerOutput | Grouped | Joined | LowRank,
     bias: Float[Array, "o"] | None = None,
 ) -> Float[Array, "... o"]:
     """``x @ weight.T + bias`` with weights as Hugging Face stores them, ``[out, in]``.
@@ -48,6 +48,8 @@ def linear(
         y = y.astype(x.dtype)
     elif isinstance(weight, Grouped):
         y = _grouped_matmul(x, weight)
+    elif isinstance(weight, Joined):
+        y = jnp.concatenate([linear(x, part) for part in weight.parts], axis=-1)
     else:
         y = _matmul(x, weight)
     if bias is None:
@@ -97,10 +99,11 @@ def _grouped_matmul(x: Float[Array, "... i"], weight: Grouped) -> Float[Array, "
     inputs = x.reshape(rows, weight.groups, size)
     codes = weight.by_group(x.dtype)
     sums = jnp.einsum("rgi,gio->gro", inputs, codes, preferred_element_type=jnp.float32)
-    y = (sums * weight.scales[:, None]).sum(0)
-    if weight.offsets is not None:
+    y = (sums * weight.group_scales()[:, None]).sum(0)
+    offsets = weight.group_offsets()
+    if offsets is not None:
         input_sums = inputs.sum(-1, dtype=jnp.float32)
-        offsets = weight.offsets.astype(jnp.float32)
+        offsets = offsets.astype(jnp.float32)
         # The result cancels most of the first term, so it needs all of float32's digits.
         y = y + jnp.matmul(input_sums, offsets, precision=jax.lax.Precision.HIGHEST)
     y = y.astype(x.dtype)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -93,13 +94,16 @@ class Grouped(Quantized):
     codes before they multiply.
 
     Attributes:
+      scales: an array, or a weight of groups itself (codes ``[G, O]``): blocks of groups then have
+        one more scale, as in GGUF's K-quants. Offsets may be one, too.
       offsets: ``[G, O]``; None: they are zero. A zero point z is the offset ``-z · scale``.
       order: int32 ``[I]``, a permutation: row i of the codes is of input ``order[i]``. None: the
         inputs are in their own order. Codes are stored in another one where a group's inputs are
         not adjacent (the act-order of GPTQ, arXiv 2210.17323).
     """
 
-    offsets: Float[Array, "G O"] | None = None
+    scales: Float[Array, "G O"] | Grouped
+    offsets: Float[Array, "G O"] | Grouped | None = None
     order: Int[Array, "I"] | None = None
 
     @property
@@ -108,7 +112,16 @@ class Grouped(Quantized):
 
     @property
     def groups(self) -> int:
-        return self.scales.shape[0]
+        scales = self.scales
+        return scales.codes.shape[0] if isinstance(scales, Grouped) else scales.shape[0]
+
+    def group_scales(self) -> Float[Array, "G O"]:
+        """The scales as an array; those that are codes themselves as float32."""
+        return _as_array(self.scales)
+
+    def group_offsets(self) -> Float[Array, "G O"] | None:
+        """The offsets as an array, as :meth:`group_scales`; None if there are none."""
+        return None if self.offsets is None else _as_array(self.offsets)
 
     def by_group(self, dtype: DTypeLike) -> Num[Array, "G I/G O"]:
         """The codes with an axis of groups."""
@@ -123,40 +136,95 @@ class Grouped(Quantized):
     def dense_in_order(self, dtype: DTypeLike) -> Float[Array, "O I"]:
         """:meth:`dense` with its inputs in the order of the codes."""
         # Scales may have more digits than `dtype`: bfloat16 would round them.
-        wide = jnp.promote_types(dtype, self.scales.dtype)
-        grouped = self.by_group(wide) * self.scales[:, None].astype(wide)
-        if self.offsets is not None:
-            wide = jnp.promote_types(wide, self.offsets.dtype)
-            grouped = grouped.astype(wide) + self.offsets[:, None].astype(wide)
+        scales = self.group_scales()
+        offsets = self.group_offsets()
+        wide = jnp.promote_types(dtype, scales.dtype)
+        grouped = self.by_group(wide) * scales[:, None].astype(wide)
+        if offsets is not None:
+            wide = jnp.promote_types(wide, offsets.dtype)
+            grouped = grouped.astype(wide) + offsets[:, None].astype(wide)
         return grouped.reshape(self.codes.shape).T.astype(dtype)
 
     def by_output(self, function: Callable[..., Any], *others: Grouped) -> Grouped:
         def transposed(*leaves: Any) -> Any:
             return function(*(leaf.T for leaf in leaves)).T
 
-        def rearrange(name: str) -> Any:
-            return transposed(*(getattr(weight, name) for weight in (self, *others)))
-
-        offsets = None if self.offsets is None else rearrange("offsets")
-        return dataclasses.replace(
-            self, codes=rearrange("codes"), scales=rearrange("scales"), offsets=offsets
-        )
+        # Every leaf but the order, those of nested scales, too, has the outputs last.
+        unordered = [dataclasses.replace(weight, order=None) for weight in (self, *others)]
+        rearranged = jax.tree.map(transposed, *unordered)
+        return dataclasses.replace(rearranged, order=self.order)
 
     def take(self, ids: Int[Array, "..."]) -> Float[Array, "... I"]:
-        def columns(x: Any) -> Any:
-            return jnp.take(x, ids.reshape(-1), axis=1, mode="clip")
-
-        offsets = None if self.offsets is None else columns(self.offsets)
-        taken = dataclasses.replace(
-            self, codes=columns(self.codes), scales=columns(self.scales), offsets=offsets
-        )
+        flat = ids.reshape(-1)
+        taken = self.by_output(lambda x: jnp.take(x, flat, axis=0, mode="clip"))
         rows = taken.dense(jnp.float32).astype(self.dtype)
         return rows.reshape(*ids.shape, rows.shape[-1])
+
+    def split_evenly(self, count: int) -> bool:
+        """Whether ``count`` devices can share the inputs, and none shares a group."""
+        return all(leaf.shape[0] % count == 0 for leaf in jax.tree.leaves(self))
+
+    def in_groups(self, groups: int) -> Grouped:
+        """The same weight with int8 codes, more groups, and float32 scales and offsets."""
+        repeats = groups // self.groups
+        scales = jnp.repeat(self.group_scales().astype(jnp.float32), repeats, axis=0)
+        offsets = self.group_offsets()
+        if offsets is None:
+            offsets = jnp.zeros_like(scales)
+        else:
+            offsets = jnp.repeat(offsets.astype(jnp.float32), repeats, axis=0)
+        codes = self.codes.astype(jnp.int8)
+        return dataclasses.replace(self, codes=codes, scales=scales, offsets=offsets)
+
+
+def _as_array(scales: Float[Array, "G O"] | Grouped) -> Float[Array, "G O"]:
+    if isinstance(scales, Grouped):
+        return scales.dense_in_order(jnp.float32).T
+    return scales
+
+
+@functools.partial(_register_weight, data_fields=("parts",))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Joined:
+    """Weights of the same inputs, one after the other along their outputs, in forms that differ.
+
+    A file may keep v in more bits than q and k. A part may be an array.
+    """
+
+    parts: tuple[Any, ...]
+    dtype: jnp.dtype
+
+    def __getitem__(self, index: types.EllipsisType) -> Self:
+        """Itself, as of every quantized weight."""
+        return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    def dense(self, dtype: DTypeLike) -> Float[Array, "O I"]:
+        """The weight as an array."""
+        return jnp.concatenate([_dense(part, dtype) for part in self.parts])
+
+    def take(self, ids: Int[Array, "..."]) -> Float[Array, "... I"]:
+        """The rows of some outputs, as of every quantized weight."""
+        return jnp.take(self.dense(self.dtype), ids, axis=0, mode="clip")
+
+    def by_output(self, function: Callable[..., Any]) -> Any:
+        """A copy with its outputs rearranged, in the one form that all parts fit.
+
+        That is int8 codes with the finest groups of any part; an array if a part has no groups.
+        """
+        parts = self.parts
+        if not all(isinstance(part, Grouped) and part.order is None for part in parts):
+            return function(self.dense(self.dtype))
+        groups = math.lcm(*(part.groups for part in parts))
+        return by_output(function, join([part.in_groups(groups) for part in parts]))
 
 
 def is_quantized(weight: Any) -> bool:
     """Whether a leaf of the params is a quantized weight."""
-    return isinstance(weight, Quantized)
+    return isinstance(weight, Quantized | Joined)
 
 
 def by_output(function: Callable[[Any], Any], weight: Any) -> Any:
@@ -169,7 +237,7 @@ def by_output(function: Callable[[Any], Any], weight: Any) -> Any:
 def join(weights: Sequence[Any]) -> Any:
     """Weights, or biases, one after the other along their outputs.
 
-    Quantized weights of different forms have no common one: the result is then an array.
+    Weights of different forms stay apart in a :class:`Joined`.
     """
     first = weights[0]
     if not any(map(is_quantized, weights)):
@@ -177,8 +245,12 @@ def join(weights: Sequence[Any]) -> Any:
     if all(have_same_form(first, other) for other in weights[1:]):
         return first.by_output(lambda *parts: jnp.concatenate(parts), *weights[1:])
     dtype = jnp.result_type(*(weight.dtype for weight in weights))
-    dense = [weight.dense(dtype) if is_quantized(weight) else weight for weight in weights]
-    return jnp.concatenate(dense)
+    return Joined(tuple(weights), jnp.dtype(dtype))
+
+
+def _dense(weight: Any, dtype: DTypeLike) -> Float[Array, "O I"]:
+    """A weight as an array; it may be one already."""
+    return weight.dense(dtype) if is_quantized(weight) else weight.astype(dtype)
 
 
 def have_same_form(first: Any, other: Any) -> bool:
@@ -192,9 +264,18 @@ def have_same_form(first: Any, other: Any) -> bool:
     same_order = first.order is None and other.order is None
     if first.order is not None and other.order is not None:
         same_order = np.array_equal(first.order, other.order)
-    same_offsets = (first.offsets is None) == (other.offsets is None)
-    same_codes = first.codes.dtype == other.codes.dtype and first.groups == other.groups
-    return same_codes and same_offsets and same_order
+    return same_order and _form(first) == _form(other)
+
+
+def _form(weight: Grouped) -> tuple[Any, ...]:
+    """Structure, dtypes and numbers of groups of a weight and of its scales."""
+    unordered = dataclasses.replace(weight, order=None)
+    leaves = jax.tree.leaves(unordered)
+    return (
+        jax.tree.structure(unordered),
+        tuple(leaf.dtype for leaf in leaves),
+        tuple(leaf.shape[0] for leaf in leaves),
+    )
 
 
 def cast_params(dtype: DTypeLike, params: Any) -> Any:
@@ -202,7 +283,10 @@ def cast_params(dtype: DTypeLike, params: Any) -> Any:
 
     def cast(x: Any) -> Any:
         if is_quantized(x):
-            return dataclasses.replace(x, dtype=jnp.dtype(dtype))
+            x = dataclasses.replace(x, dtype=jnp.dtype(dtype))
+            if isinstance(x, Joined):
+                x = dataclasses.replace(x, parts=cast_params(dtype, x.parts))
+            return x
         return x.astype(dtype)
 
     return jax.tree.map(cast, params, is_leaf=is_quantized)
