@@ -53,6 +53,10 @@ class Quantized:
         """The rows of some outputs, in ``dtype``. An id out of range reads the nearest row."""
         raise NotImplementedError
 
+    def part(self, first: Any, count: int) -> Self:
+        """The weight of ``count`` outputs from ``first`` on, which may be traced."""
+        raise NotImplementedError
+
 
 @functools.partial(_register_weight, data_fields=("codes", "scales"))
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,6 +76,9 @@ class PerOutput(Quantized):
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "O I"]:
         return self.codes.astype(dtype) * self.scales[:, None].astype(dtype)
+
+    def part(self, first: Any, count: int) -> PerOutput:
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count), self)
 
     def by_output(self, function: Callable[..., Any], *others: PerOutput) -> PerOutput:
         codes = function(self.codes, *(other.codes for other in others))
@@ -159,6 +166,13 @@ class Grouped(Quantized):
         taken = self.by_output(lambda x: jnp.take(x, flat, axis=0, mode="clip"))
         rows = taken.dense(jnp.float32).astype(self.dtype)
         return rows.reshape(*ids.shape, rows.shape[-1])
+
+    def part(self, first: Any, count: int) -> Grouped:
+        def columns(x: Any) -> Any:
+            return jax.lax.dynamic_slice_in_dim(x, first, count, axis=-1)
+
+        sliced = jax.tree.map(columns, dataclasses.replace(self, order=None))
+        return dataclasses.replace(sliced, order=self.order)
 
     def split_evenly(self, count: int) -> bool:
         """Whether ``count`` devices can share the inputs, and none shares a group."""

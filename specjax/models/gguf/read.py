@@ -6,6 +6,7 @@ by the gguf package.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections import Counter
@@ -19,17 +20,20 @@ import numpy as np
 
 from specjax._util.errors import ModelError
 from specjax._util.files import open_file
+from specjax.models.blocks import fuse_layer
 from specjax.models.config import ModelConfig
 from specjax.models.gguf.blocks import KINDS, Parts, take_apart
 from specjax.models.gguf.config import ARCHITECTURE, config_of
 from specjax.models.gguf.header import Header, Tensor, gguf_package, read_header
 from specjax.models.gguf.names import NAMES, ROPE_FACTORS
 from specjax.models.hf.files import compare_names
-from specjax.models.hf.layout import ParameterPlace, leaves_of, parameter_places
-from specjax.models.hf.read import PlacePart, assemble
-from specjax.models.quantization import NO_SCHEME, parse_scheme
+from specjax.models.hf.layout import ParameterPlace, is_place, leaves_of, parameter_places
+from specjax.models.hf.read import PlacePart
+from specjax.models.quantization import NO_SCHEME, parse_scheme, quantize_params
 from specjax.models.quantized import Grouped, by_output
 
+ALIGNED = 64  # bytes: the start of an array that a CPU device takes over
+LARGE = 1 << 20  # bytes of an array of which no copy is made
 CHUNK_BYTES = 1 << 23  # of a tensor in the file that are taken apart at a time
 FLOATS = ("F32", "F16", "BF16", "F64")
 
@@ -90,7 +94,22 @@ def load_gguf(
                 weight = _widened(file, tensor, read_dtype)
             return _in_our_order(header, cfg, place, weight)
 
-        return cfg, assemble(cfg, places, read_param, dtype, fused, place_part, scheme)
+        def read_part(part_places: dict) -> dict:
+            """A layer or a table on its devices, before the next is read."""
+            part = jax.tree.map(read_param, part_places, is_leaf=is_place)
+            if fused and "layers" in part:
+                part = {"layers": {i: fuse_layer(x) for i, x in part["layers"].items()}}
+            if scheme is not None:
+                part = quantize_params(cfg, part, scheme, dtype)
+            if place_part is not None:
+                part = place_part(cfg, part)
+            return jax.block_until_ready(part)
+
+        layers = {}
+        for i, layer_places in places.pop("layers").items():
+            layers |= read_part({"layers": {i: layer_places}})["layers"]
+        tables = {name: read_part({name: place})[name] for name, place in places.items()}
+        return cfg, tables | {"layers": layers}
 
 
 def is_kept(tensor: Tensor) -> bool:
@@ -200,7 +219,7 @@ def _widened(file: Any, tensor: Tensor, dtype: jnp.dtype) -> jax.Array:
     """A tensor as an array."""
     package = gguf_package()
     kind = package.GGMLQuantizationType[tensor.kind]
-    values = np.empty((1, *tensor.shape) if len(tensor.shape) == 1 else tensor.shape, dtype)
+    values = aligned((1, *tensor.shape) if len(tensor.shape) == 1 else tensor.shape, dtype)
     for first, data in _chunks(file, tensor):
         try:
             wide = _floats(tensor.kind, data)
@@ -209,7 +228,7 @@ def _widened(file: Any, tensor: Tensor, dtype: jnp.dtype) -> jax.Array:
         except NotImplementedError:
             raise ModelError(f"{file.name}: weights of {tensor.kind} are not supported") from None
         values[first : first + len(data)] = wide.reshape(len(data), *values.shape[1:])
-    return jnp.asarray(values.reshape(tensor.shape))
+    return on_device(values.reshape(tensor.shape))
 
 
 def _floats(kind: str, data: np.ndarray) -> np.ndarray | None:
@@ -226,7 +245,7 @@ def _grouped(file: Any, tensor: Tensor, dtype: jnp.dtype) -> Grouped:
         parts = take_apart(tensor.kind, data)
         if whole is None:
             # Inputs first, as products read them.
-            whole = jax.tree.map(lambda x: np.empty((x.shape[1], outputs), x.dtype), parts)
+            whole = jax.tree.map(lambda x: aligned((x.shape[1], outputs), x.dtype), parts)
         jax.tree.map(functools.partial(_put, first), whole, parts)
     return _as_grouped(whole, dtype)
 
@@ -241,7 +260,28 @@ def _as_grouped(parts: Parts, dtype: jnp.dtype) -> Grouped:
     def values(part: np.ndarray | Parts | None) -> Any:
         if isinstance(part, Parts):
             return _as_grouped(part, jnp.dtype(jnp.float32))
-        return None if part is None else jnp.asarray(part)
+        return None if part is None else on_device(part)
 
     codes, scales, offsets = map(values, parts)
     return Grouped(codes, scales, dtype, offsets)
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array for :func:`on_device`, with entries of any value."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.empty(size + ALIGNED, np.uint8)
+    start = -memory.ctypes.data % ALIGNED
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def on_device(array: np.ndarray) -> jax.Array:
+    """An array on the device; a CPU takes over the memory, so nothing may write to it any more.
+
+    A copy of a table would be half of a small model's memory.
+    """
+    if jax.default_backend() == "cpu" and array.nbytes > LARGE and array.dtype.isnative:
+        with contextlib.suppress(
+            BufferError, TypeError, ValueError
+        ):  # types of 4 bits, for example
+            return jnp.from_dlpack(array)
+    return jnp.asarray(array)

@@ -12,7 +12,6 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,24 +116,6 @@ def from_tensors(
         tensor = read(place.stored.name, place.stored.shape(place.shape))
         return jnp.asarray(place.stored.take(tensor), read_dtype)
 
-    return assemble(cfg, parameter_places(cfg), read_param, dtype, fused, place_part, scheme)
-
-
-def assemble(
-    cfg: ModelConfig,
-    places: dict,
-    read_param: Callable[[ParameterPlace], Any],
-    dtype: jnp.dtype,
-    fused: bool,
-    place_part: PlacePart | None,
-    scheme: Scheme | None,
-) -> dict:
-    """The params, from a function that reads one of them; the others as :func:`from_tensors`.
-
-    Args:
-      places: of all parameters (:func:`~specjax.models.hf.layout.parameter_places`).
-    """
-
     def read_params(places: dict) -> dict:
         return jax.tree.map(read_param, places, is_leaf=is_place)
 
@@ -143,7 +124,7 @@ def assemble(
             part = quantize_params(cfg, part, scheme, dtype)
         return _placed(cfg, part, place_part)
 
-    places = dict(places)
+    places = parameter_places(cfg)
     layers = {}
     for i, layer_places in places.pop("layers").items():
         layer = read_params(layer_places)
