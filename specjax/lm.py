@@ -22,15 +22,16 @@ from specjax._util.errors import ModelError, OptionError, PairError, errors_as
 from specjax._util.files import expand_user
 from specjax.core.net import FREE_TOKENS, Net
 from specjax.demo import tuned
-from specjax.models import ModelConfig, fuse, load_pretrained
+from specjax.models import ModelConfig, fuse
 from specjax.models.adapters import KEY, fuse_adapters
 from specjax.models.families.head_config import HeadConfig, usual_layers
+from specjax.models.gguf.header import ENDING, is_gguf
 from specjax.models.head import share_embedding
 from specjax.models.hf.delta import load_delta, read_delta
-from specjax.models.hf.digest import directory_digest
+from specjax.models.hf.digest import directory_digest, file_digest
 from specjax.models.hf.generation import GenerationDefaults, read_generation_defaults
 from specjax.models.hf.layout import DELTA, DTYPES
-from specjax.models.hf.read import load_config
+from specjax.models.loading import load_config, load_params
 from specjax.models.placement import param_specs, place, place_adapters
 from specjax.models.quantization import parse_scheme, quantize_params
 from specjax.models.quantized import is_quantized
@@ -182,7 +183,7 @@ def _load(
     generation = read_generation_defaults(directory, config.vocab_size)
     tokenizer = None
     if not isinstance(config, HeadConfig):  # a head uses its target's tokenizer
-        tokenizer = Tokenizer.from_directory(directory)
+        tokenizer = read_tokenizer(directory)
     adapters = {}
     if delta is not None:
         plain = load_delta(model_directory, delta, directory, config, DTYPES[dtype])
@@ -192,7 +193,7 @@ def _load(
         adapters = place_adapters(config, adapters, mesh, split)
         place_part = functools.partial(place, mesh=mesh, split=split)
 
-    config, params = load_pretrained(directory, DTYPES[dtype], True, pickles, place_part, quantize)
+    config, params = load_params(directory, DTYPES[dtype], pickles, place_part, quantize)
     if delta is not None:
         config = dataclasses.replace(config, adaptive_ids=delta.adaptive_ids)
     return LM(
@@ -298,6 +299,17 @@ def attach(head: LM, target: LM) -> LM:
     cfg = dataclasses.replace(cfg, layer_ids=layers, adaptive_ids=target_cfg.adaptive_ids)
     cfg, params = share_embedding(cfg, head.params, target.params["embed"])
     return dataclasses.replace(head, config=cfg, params=params)
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a model: of a directory, or of a GGUF file.
+
+    Raises:
+      ModelError: there is none, or it cannot be read.
+    """
+    if is_gguf(path):
+        return Tokenizer.from_gguf(path)
+    return Tokenizer.from_directory(path)
 
 
 def can_split(path_or_id: str | Path, mesh: Mesh) -> bool:
@@ -411,7 +423,8 @@ def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     if name == TUNED:
         return tuned.directory()
     # A hub id is ORGANIZATION/NAME; what is no id is a path, whether it exists or not.
-    if os.path.exists(name) or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    is_path = name.startswith((".", "/", "~")) or name.endswith(ENDING) or name.count("/") != 1
+    if is_path or os.path.exists(name):
         return expand_user(name)
     return _from_hub(name, files)
 
@@ -438,6 +451,8 @@ def model_digest(name: str) -> str:
     if name.startswith(SELF):
         return hashlib.sha256(name.encode()).hexdigest()
     directory = locate(name)
+    if is_gguf(directory):
+        return file_digest(directory)
     digest = directory_digest(directory, (*HUB_FILES, *PICKLES))
     delta = read_delta(directory)
     if delta is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +19,18 @@ from jaxtyping import Array, Float, Int
 from specjax.models import sharding
 from specjax.models.adapters import LowRank
 from specjax.models.config import RopeConfig
-from specjax.models.quantized import Grouped, PerOutput
+from specjax.models.quantized import Grouped, Joined, PerOutput, Quantized
 
 # Up to this many rows the layout decides what a product costs on a CPU; beyond that XLA's own
 # choice is as good.
 NARROW_ROWS = 128
+WIDENED_ENTRIES = 1 << 22  # of a quantized weight, at a time on a CPU
 
 
 @jax.named_scope("weights")
 def linear(
     x: Float[Array, "... i"],
-    weight: Float[Array, "o i"] | PerOutput | Grouped | LowRank,
+    weight: Float[Array, "o i"] | PerOutput | Grouped | Joined | LowRank,
     bias: Float[Array, "o"] | None = None,
 ) -> Float[Array, "... o"]:
     """``x @ weight.T + bias`` with weights as Hugging Face stores them, ``[out, in]``.
@@ -44,10 +46,11 @@ def linear(
         adapted = y + linear(linear(x, weight.down), weight.up)
         y = jnp.where(gate, adapted, y)
     elif isinstance(weight, PerOutput):
-        y = _matmul(x, weight.codes.astype(x.dtype), jnp.float32) * weight.scales
-        y = y.astype(x.dtype)
+        y = _by_parts(_scaled_matmul, x, weight)
     elif isinstance(weight, Grouped):
-        y = _grouped_matmul(x, weight)
+        y = _by_parts(_grouped_matmul, x, weight)
+    elif isinstance(weight, Joined):
+        y = jnp.concatenate([linear(x, part) for part in weight.parts], axis=-1)
     else:
         y = _matmul(x, weight)
     if bias is None:
@@ -79,6 +82,36 @@ def _matmul(
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def _by_parts(
+    product: Callable[[Array, Any], Array], x: Float[Array, "... i"], weight: Quantized
+) -> Float[Array, "... o"]:
+    """``product(x, weight)``; on a CPU for a part of the outputs after the other.
+
+    A CPU widens the codes before it multiplies. The memory for that is bounded, and the barrier
+    keeps XLA from widening the weights of all layers before a loop.
+    """
+    if jax.default_backend() != "cpu":
+        return product(x, weight)
+    outputs, inputs = weight.shape
+    size = min(outputs, max(1, WIDENED_ENTRIES // inputs))
+    x, weight = jax.lax.optimization_barrier((x, weight))
+    if size == outputs:
+        return product(x, weight)
+    count = outputs // size
+    parts = jax.lax.map(lambda i: product(x, weight.part(i * size, size)), jnp.arange(count))
+    y = jnp.moveaxis(parts, 0, -2).reshape(*x.shape[:-1], count * size)
+    rest = outputs - count * size
+    if rest:
+        y = jnp.concatenate([y, product(x, weight.part(count * size, rest))], axis=-1)
+    return y
+
+
+def _scaled_matmul(x: Float[Array, "... i"], weight: PerOutput) -> Float[Array, "... o"]:
+    """A product that is scaled after its float32 sum."""
+    y = _matmul(x, weight.codes.astype(x.dtype), jnp.float32) * weight.scales
+    return y.astype(x.dtype)
+
+
 def _grouped_matmul(x: Float[Array, "... i"], weight: Grouped) -> Float[Array, "... o"]:
     """One product per group of inputs, each scaled after its float32 sum.
 
@@ -97,10 +130,11 @@ def _grouped_matmul(x: Float[Array, "... i"], weight: Grouped) -> Float[Array, "
     inputs = x.reshape(rows, weight.groups, size)
     codes = weight.by_group(x.dtype)
     sums = jnp.einsum("rgi,gio->gro", inputs, codes, preferred_element_type=jnp.float32)
-    y = (sums * weight.scales[:, None]).sum(0)
-    if weight.offsets is not None:
+    y = (sums * weight.group_scales()[:, None]).sum(0)
+    offsets = weight.group_offsets()
+    if offsets is not None:
         input_sums = inputs.sum(-1, dtype=jnp.float32)
-        offsets = weight.offsets.astype(jnp.float32)
+        offsets = offsets.astype(jnp.float32)
         # The result cancels most of the first term, so it needs all of float32's digits.
         y = y + jnp.matmul(input_sums, offsets, precision=jax.lax.Precision.HIGHEST)
     y = y.astype(x.dtype)

@@ -40,7 +40,7 @@ def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
             return dataclasses.replace(x, codes=whole, scales=PartitionSpec(whole[0]))
         if not isinstance(x, Grouped):
             return whole
-        if whole[1] and x.groups % count:
+        if whole[1] and not x.split_evenly(count):
             raise ModelError(
                 f"{x.groups} groups of {x.shape[1] // x.groups} inputs ({axes[1]}) cannot be "
                 f"split over {AXIS}={count} devices; choose int4:GROUP so that they can, or int8"
@@ -53,13 +53,8 @@ def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
             )
         # The codes are [I, O], scales and offsets [G, O]: the axes are swapped.
         transposed = PartitionSpec(*whole[::-1])
-        return dataclasses.replace(
-            x,
-            codes=transposed,
-            scales=transposed,
-            offsets=None if x.offsets is None else transposed,
-            order=None if x.order is None else PartitionSpec(),
-        )
+        specs = jax.tree.map(lambda _: transposed, dataclasses.replace(x, order=None))
+        return dataclasses.replace(specs, order=None if x.order is None else PartitionSpec())
 
     return jax.tree.map(spec, params, part_axes(cfg, params), is_leaf=is_quantized)
 

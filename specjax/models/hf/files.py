@@ -316,8 +316,10 @@ def checked_header(
     return header
 
 
-def compare_names(directory: Path, wanted: set[str], stored: set[str]) -> None:
-    """Checks that the files hold exactly the wanted tensors.
+def compare_names(
+    directory: Path, wanted: set[str], stored: set[str], source: str = "config.json describes"
+) -> None:
+    """Checks that the files hold exactly the wanted tensors, which follow from the ``source``.
 
     Raises:
       ModelError: a tensor is missing, or a file holds one that is not wanted.
@@ -329,7 +331,7 @@ def compare_names(directory: Path, wanted: set[str], stored: set[str]) -> None:
     if extra:
         raise ModelError(
             f"{directory}: tensor {extra[0]} belongs to no part of the model that "
-            f"config.json describes{_and_more(extra)}"
+            f"{source}{_and_more(extra)}"
         )
 
 
