@@ -12,7 +12,7 @@ import specjax as sj
 from infer import convert
 from infer.run.plan import make_plan
 from specjax._util.errors import ModelWarning
-from specjax.models import init_params, load_pretrained, save_pretrained
+from specjax.models import fuse, init_params, load_pretrained, save_pretrained
 from specjax.models.hf.files import OpenWeights, open_tensors
 from specjax.models.hf.layout import WEIGHTS
 from specjax.models.hf.quantizers import parse
@@ -155,20 +155,19 @@ def test_a_model_that_was_quantized_drafts_for_itself_and_counts_its_bytes(direc
     assert isinstance(again["layers"]["0"]["mlp"]["down"]["weight"], PerOutput)
 
 
-def test_weights_of_several_forms_are_joined_as_an_array(directory):
-    """One of q, k, v is not quantized: their joined weight is an array, and one line says so."""
+def test_weights_of_several_forms_are_joined(directory):
+    """One of q, k, v is not quantized: the others keep their codes."""
     quantize_directory(directory, "gptq")
     tensors = load_tensors(directory / WEIGHTS)
-    weight = np.ones((64, 64), np.float32)
+    weight = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
     name = "model.layers.0.self_attn.q_proj"
     stored = {key: x for key, x in tensors.items() if not key.startswith(f"{name}.")}
     save_tensors(directory / WEIGHTS, stored | {f"{name}.weight": weight})
-    with pytest.warns(ModelWarning, match="^1 layers: q, k, v .* widened to float32$"):
-        _, params = load_pretrained(directory, fused=True)
-    attention = params["layers"]["0"]["attention"]
-    np.testing.assert_array_equal(attention["qkv"]["weight"][:64], weight)
-    assert is_quantized(attention["out"]["weight"])
-    assert is_quantized(params["layers"]["1"]["attention"]["qkv"]["weight"])
+    cfg, params = load_pretrained(directory, fused=True)
+    joined = params["layers"]["0"]["attention"]["qkv"]["weight"]
+    np.testing.assert_array_equal(joined.dense(jnp.float32)[:64], weight)
+    assert is_quantized(joined.parts[1])
+    assert same(decoded(cfg, params), decoded(cfg, dequantized(params)))
 
 
 def test_groups_of_several_sizes_are_widened(directory):
@@ -224,19 +223,26 @@ def without_order(layer):
     return jax.tree.map(change, layer, is_leaf=is_quantized)
 
 
-def test_training_converting_and_quantizing_again_are_refused(directory, tmp_path, capsys):
-    quantize_directory(directory, "awq")
-    says = r"its weights are quantized \(awq, 4 bits, groups of 32\)"
-    for call in (
-        lambda: load_pretrained(directory),
-        lambda: load_pretrained(directory, fused=True, quantize="int8"),
-    ):
-        with pytest.raises(sj.ModelError, match=says):
-            call()
-    assert convert.main([str(directory), "--quantize", "int8", "--out", str(tmp_path / "x")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "its weights are quantized (awq" in error
-    assert not (tmp_path / "x").exists()
+def test_weights_are_widened_where_that_is_asked_for(directory, tmp_path, capsys):
+    dense = quantize_directory(directory, "awq")
+    with pytest.raises(sj.ModelError, match=r"are quantized \(awq, 4 bits, groups of 32\); take"):
+        load_pretrained(directory)
+    cfg, plain = load_pretrained(directory, quantize="none")
+    out = plain["layers"]["1"]["attention"]["out"]["weight"]
+    np.testing.assert_array_equal(out, dense["model.layers.1.self_attn.o_proj.weight"])
+
+    # Another scheme quantizes what the codes mean, and so does converting.
+    small = tmp_path / "small"
+    assert convert.main([str(directory), "--quantize", "int8", "--out", str(small)]) == 0
+    _, converted = load_pretrained(small, fused=True)
+    _, again = load_pretrained(directory, fused=True, quantize="int8")
+    assert same(converted, again)
+    assert same(again, quantize_params(cfg, fuse(plain), parse_scheme("int8"), jnp.float32))
+    with pytest.raises(sj.ModelError, match=r"are quantized \(int8\)"):
+        load_pretrained(small, fused=True, quantize="none")
+    save_pretrained(tmp_path / "plain", cfg, plain)
+    assert same(load_pretrained(tmp_path / "plain")[1], plain)
+    assert capsys.readouterr().err == ""
 
 
 def changed(tensor, change):
