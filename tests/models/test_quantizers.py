@@ -349,3 +349,82 @@ def test_other_libraries_are_refused_by_name(directory, method):
     edit_config(directory, quantization_config={"quant_method": method})
     with pytest.raises(sj.ModelError, match=f"quant_method {method!r} is not supported; read are"):
         load_config(directory)
+
+
+LIBRARY = {  # format: the weights' arguments of compressed-tensors
+    "pack-quantized": {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False},
+    "int-quantized": {"num_bits": 8, "strategy": "channel", "symmetric": True},
+    "float-quantized": {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "block",
+        "block_structure": [32, 32],
+    },
+    "mxfp4-pack-quantized": {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "group",
+        "group_size": 32,
+        "scale_dtype": "torch.uint8",
+    },
+    "nvfp4-pack-quantized": {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "scale_dtype": "torch.float8_e4m3fn",
+    },
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("form", LIBRARY)
+def test_compressed_tensors_writes_and_means_the_same(tmp_path, form):
+    """What the library itself writes and widens, where it is installed."""
+    pytest.importorskip("compressed_tensors")
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+    from safetensors.torch import save_file
+
+    args = QuantizationArgs(**LIBRARY[form])
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    compressor = BaseCompressor.get_value_from_registry(form)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        weight = torch.randn(64, 128)
+        stored = {"weight": weight} | library_scales(weight, args, calculate_qparams)
+        tensors = compressor.compress(stored, scheme)
+        names = {f"m.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(names, tmp_path / WEIGHTS)
+        files = dict.fromkeys(names, tmp_path / WEIGHTS)
+        weights = args.model_dump(mode="json")
+        settings = {"quant_method": "compressed-tensors", "format": form}
+        quantizer = parse(settings | {"config_groups": {"group_0": {"weights": weights}}})
+        parts = group_parts(OpenWeights.open(files), quantizer)[1]["m.weight"]
+        made = quantizer.read(parts, (64, 128))
+        want = compressor.decompress(tensors, scheme)["weight"].float().numpy()
+        # The library widens FP4 in bfloat16.
+        close = 2**-8 if "fp4" in form else 1e-6
+        np.testing.assert_allclose(made.dense(jnp.float32), want, rtol=close, atol=1e-6)
+
+
+def library_scales(weight, args, calculate_qparams):
+    """Scales, and zero points where there are some, by the library's own formula."""
+    import torch
+
+    rows, columns = args.block_structure or (1, args.group_size or weight.shape[1])
+    parts = weight.reshape(64 // rows, rows, weight.shape[1] // columns, columns)
+    lowest = parts.amin((1, 3))
+    highest = parts.amax((1, 3))
+    found = {}
+    if args.strategy == "tensor_group":
+        found["weight_global_scale"] = (448 * 6 / weight.abs().max()).reshape(1)
+    scale, zero = calculate_qparams(
+        lowest, highest, args, global_scale=found.get("weight_global_scale")
+    )
+    found["weight_scale"] = scale
+    if not args.symmetric:
+        found["weight_zero_point"] = zero.to(torch.int8)
+    return found
