@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Container
@@ -38,6 +39,7 @@ from specjax.models.quantized import cast_params, is_quantized
 
 LORA = ".lora_"  # in the names of PEFT's updates
 COMPARED_BYTES = 1 << 24  # of a table, as float32, that are compared at a time
+ALIGNMENT = 64  # bytes
 PIECE_BYTES = 1 << 21  # of a table, as float32, that are read at a time
 ReadTensor = Callable[[str, tuple[int, ...]], np.ndarray]  # (tensor name, its shape)
 ReadRows = Callable[[str, tuple[int, ...], int, int], np.ndarray]  # (…, first row, last row)
@@ -184,7 +186,7 @@ def from_tensors(
 
 
 def in_pieces(read_piece: Callable[[int, int], Any], shape: tuple[int, ...]) -> Any:
-    """A large table, put together from pieces of rows in the memory that it will have.
+    """A large table, put together on the host from pieces of rows, in the form that it will have.
 
     Read at once, the file's form of a table and its float32 copy would exist beside it. In a small
     model a table is half of all weights.
@@ -198,23 +200,23 @@ def in_pieces(read_piece: Callable[[int, int], Any], shape: tuple[int, ...]) -> 
     step = max(1, PIECE_BYTES // (4 * shape[1]))
     if rows <= step:
         return read_piece(0, rows)
-    table = None
+    table: Any = None
     for first in range(0, rows, step):
-        piece = read_piece(first, min(first + step, rows))
+        last = min(first + step, rows)
+        piece = jax.tree.map(np.asarray, read_piece(first, last))
         if table is None:
-            table = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), piece)
-        table = jax.block_until_ready(_put_rows(table, piece, np.int32(first)))
-    return table
+            table = jax.tree.map(lambda x: _aligned((rows, *x.shape[1:]), x.dtype), piece)
+        for whole, part in zip(jax.tree.leaves(table), jax.tree.leaves(piece), strict=True):
+            whole[first:last] = part
+    return jax.tree.map(lambda x: jax.device_put(x, may_alias=True), table)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _put_rows(table: Any, piece: Any, first: jax.Array) -> Any:
-    """The table with the piece's rows from ``first`` on; it keeps its memory."""
-
-    def put(whole: jax.Array, part: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(whole, part, first, 0)
-
-    return jax.tree.map(put, table, piece)
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An empty array that a CPU device can take over without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def _read_quantized(
