@@ -339,6 +339,11 @@ def load_config(directory: Path) -> ModelConfig:
     Raises:
       ModelError: there is no config.json, or :func:`specjax.models.families.from_hf` refuses it.
     """
+    if os.path.isfile(directory) and directory.suffix == ".gguf":
+        raise ModelError(
+            f"{directory}: a GGUF file, which only decodes; make a directory of it: "
+            "python -m infer.convert FILE.gguf --out DIR"
+        )
     if os.path.isfile(directory):
         raise ModelError(f"{directory}: is a file: give the directory that it is in")
     if not os.path.isdir(directory):
