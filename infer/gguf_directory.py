@@ -52,8 +52,6 @@ def write_directory(source: Path, out: Path, overwrite: bool = False) -> Path:
     tokenizer = Tokenizer.from_gguf(path)
     cfg, params = load_gguf(path)
     save_pretrained(out, cfg, params, tokenizer.to_json())
-    write_text(
-        out / "tokenizer_config.json",
-        json.dumps(tokenizer.settings(), ensure_ascii=False, indent=1),
-    )
+    settings = json.dumps(tokenizer.settings(), ensure_ascii=False, indent=1)
+    write_text(out / "tokenizer_config.json", settings)
     return weights

@@ -143,8 +143,9 @@ def load(
     """Loads a model: a directory, a hub id, a GGUF file, an embedded model, or a delta.
 
     A GGUF file needs the gguf extra. ``smollm2`` and ``gemma3-270m`` name the GGUF files of
-    packages on PyPI; the error says what to install. Embedded models are ``demo``, ``demo-draft``, ``demo-head``, which drafts from demo's hidden
-    states, and ``demo-sdsat``, which drafts for itself.
+    packages on PyPI; the error says what to install. Embedded models are ``demo``, ``demo-draft``,
+    ``demo-head``, which drafts from demo's hidden states, and ``demo-sdsat``, which drafts for
+    itself.
 
     Args:
       path_or_id: a directory, a GGUF file, an id on the Hugging Face hub, or a model's name.
