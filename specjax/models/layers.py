@@ -24,7 +24,8 @@ from specjax.models.quantized import Grouped, Joined, PerOutput, Quantized
 # Up to this many rows the layout decides what a product costs on a CPU; beyond that XLA's own
 # choice is as good.
 NARROW_ROWS = 128
-WIDENED_ENTRIES = 1 << 22  # of a quantized weight, at a time on a CPU
+WIDENED_ENTRIES = 1 << 20  # of a quantized weight, at a time on a CPU
+SMALL_ENTRIES = 1 << 16  # of a weight that is widened at once
 
 
 @jax.named_scope("weights")
@@ -87,16 +88,13 @@ def _by_parts(
 ) -> Float[Array, "... o"]:
     """``product(x, weight)``; on a CPU for a part of the outputs after the other.
 
-    A CPU widens the codes before it multiplies. The memory for that is bounded, and the barrier
-    keeps XLA from widening the weights of all layers before a loop.
+    A CPU widens the codes before it multiplies. XLA starts early what does not depend on the
+    activations: without the loop it has all layers' weights wide at the same time.
     """
-    if jax.default_backend() != "cpu":
-        return product(x, weight)
     outputs, inputs = weight.shape
-    size = min(outputs, max(1, WIDENED_ENTRIES // inputs))
-    x, weight = jax.lax.optimization_barrier((x, weight))
-    if size == outputs:
+    if jax.default_backend() != "cpu" or outputs * inputs < SMALL_ENTRIES:
         return product(x, weight)
+    size = min(-(-outputs // 2), max(1, WIDENED_ENTRIES // inputs))  # at least two: XLA unrolls one
     count = outputs // size
     parts = jax.lax.map(lambda i: product(x, weight.part(i * size, size)), jnp.arange(count))
     y = jnp.moveaxis(parts, 0, -2).reshape(*x.shape[:-1], count * size)

@@ -130,12 +130,10 @@ def _check(header: Header, values: Mapping[str, Any]) -> None:
         raise ModelError(
             f"{header.path}: {PREFIX}pre {quoted(pattern)} is not known; supported: {known}"
         )
-    tokens = values.get("tokens")
-    needed = ("tokens", "merges") if model == "gpt2" else ("tokens", "scores")
-    for name in needed:
-        if values.get(name) is None and "merges" not in values:
+    ranks = "merges" if model == "gpt2" or "merges" in values else "scores"
+    for name in ("tokens", ranks):
+        if not values.get(name):
             raise ModelError(f"{header.path}: its metadata lack {PREFIX}{name}")
-    one_id = whole(0, len(tokens or ()) - 1)
     checks: dict[str, Check] = {
         f"{PREFIX}tokens": _STRINGS,
         f"{PREFIX}merges": _STRINGS,
@@ -144,9 +142,11 @@ def _check(header: Header, values: Mapping[str, Any]) -> None:
         f"{PREFIX}add_bos_token": FLAG,
         f"{PREFIX}add_eos_token": FLAG,
         TEMPLATE: TEXT,
-        **{f"{PREFIX}{key}": one_id for key in _SPECIAL.values()},
     }
     require_all(f"{header.path}: ", header.metadata, checks, ModelError)
+    one_id = whole(0, len(values["tokens"]) - 1)
+    ids = {f"{PREFIX}{key}": one_id for key in _SPECIAL.values()}
+    require_all(f"{header.path}: ", header.metadata, ids, ModelError)
     for name in ("scores", "token_type"):
         if name in values and len(values[name]) != len(values["tokens"]):
             raise ModelError(

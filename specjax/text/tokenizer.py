@@ -268,6 +268,16 @@ class Tokenizer:
         first_id, first_token = moved[0]
         return f"id {first_id} is {first_token!r} only in the first"
 
+    def to_json(self) -> str:
+        """The text of its ``tokenizer.json``."""
+        return self._backend.to_str()
+
+    def settings(self) -> dict[str, Any]:
+        """Its ``tokenizer_config.json``: special tokens and chat template."""
+        special = {name: token for name, token in self._special.items() if token}
+        template = {"chat_template": self._chat_template} if self._chat_template else {}
+        return {"tokenizer_class": "PreTrainedTokenizerFast"} | special | template
+
     @property
     def chats(self) -> bool:
         """Whether the checkpoint has a chat template."""

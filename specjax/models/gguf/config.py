@@ -139,6 +139,8 @@ def _config_json(header: Header, architecture: str) -> dict[str, Any]:
             config["model_type"] = "mistral"
     elif architecture == "gptneox":
         config["layer_norm_eps"] = config.pop("layer_norm_epsilon", None)
+    elif architecture == "bloom":
+        config["seq_length"] = config.pop("max_position_embeddings", None)
     elif architecture.startswith("gemma"):
         _add_gemma(config, architecture, layers)
 

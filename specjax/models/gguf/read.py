@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax._util.errors import ModelError
+from specjax._util.errors import ModelError, ModelWarning
 from specjax._util.files import open_file
 from specjax.models.blocks import fuse_layer
 from specjax.models.config import ModelConfig
@@ -66,6 +67,8 @@ def load_gguf(
     """
     header = read_header(path)
     cfg = _config(header)
+    if fused and quantize is None:
+        _say_widened(header)
     # A wrong number of layers must not make us build each of them.
     if cfg.num_layers > len(header.tensors):
         raise ModelError(
@@ -117,11 +120,13 @@ def is_kept(tensor: Tensor) -> bool:
     return tensor.kind in KINDS and len(tensor.shape) == 2
 
 
-def widened_kinds(path: Path) -> str:
-    """The quantized kinds that are widened, such as ``3 tensors of IQ4_XS``; maybe empty."""
-    tensors = read_header(path).tensors.values()
-    counts = Counter(t.kind for t in tensors if not is_kept(t) and t.kind not in FLOATS)
-    return ", ".join(f"{count} tensors of {kind}" for kind, count in sorted(counts.items()))
+def _say_widened(header: Header) -> None:
+    """Warns of quantized tensors that do not keep their codes."""
+    kinds = Counter(tensor.kind for tensor in header.tensors.values() if not is_kept(tensor))
+    named = ", ".join(f"{n} of {kind}" for kind, n in sorted(kinds.items()) if kind not in FLOATS)
+    if named:
+        text = f"{header.path}: tensors that are widened, since their form is not kept: {named}"
+        warnings.warn(text, ModelWarning, stacklevel=4)
 
 
 def kept_bytes(path: Path, dtype: jnp.dtype) -> int:

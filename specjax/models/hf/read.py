@@ -41,7 +41,7 @@ LORA = ".lora_"  # in the names of PEFT's updates
 COMPARED_BYTES = 1 << 24  # of a table, as float32, that are compared at a time
 ALIGNMENT = 64  # bytes
 PIECE_BYTES = 1 << 21  # of a table, as float32, that are read at a time
-ReadTensor = Callable[[str, tuple[int, ...]], np.ndarray]  # (tensor name, its shape)
+ReadTensor = Callable[[str, tuple[int, ...]], Any]  # (tensor name, its shape)
 ReadRows = Callable[[str, tuple[int, ...], int, int], np.ndarray]  # (…, first row, last row)
 PlacePart = Callable[[ModelConfig, dict], dict]  # moves a part of the params to its devices
 
@@ -163,12 +163,8 @@ def from_tensors(
     def read_table(place: ParameterPlace, axes: tuple[str, ...]) -> Any:
         if read_rows is None or len(place.shape) < 2:
             return read_param(place, axes)
-        name = place.stored.name
-
-        def piece(first: int, last: int) -> Any:
-            return converted(read_rows(name, place.shape, first, last), axes)
-
-        return in_pieces(piece, place.shape)
+        rows = functools.partial(read_rows, place.stored.name, place.shape)
+        return in_pieces(lambda first, last: converted(rows(first, last), axes), place.shape)
 
     places = parameter_places(cfg)
     axes = param_axes(cfg)
@@ -342,6 +338,11 @@ def load_config(directory: Path) -> ModelConfig:
     Raises:
       ModelError: there is no config.json, or :func:`specjax.models.families.from_hf` refuses it.
     """
+    if os.path.isfile(directory) and directory.suffix == ".gguf":
+        raise ModelError(
+            f"{directory}: a GGUF file, which only decodes; make a directory of it: "
+            "python -m infer.convert FILE.gguf --out DIR"
+        )
     if os.path.isfile(directory):
         raise ModelError(f"{directory}: is a file: give the directory that it is in")
     if not os.path.isdir(directory):
