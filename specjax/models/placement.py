@@ -43,7 +43,8 @@ def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
         if whole[1] and not x.split_evenly(count):
             raise ModelError(
                 f"{x.groups} groups of {x.shape[1] // x.groups} inputs ({axes[1]}) cannot be "
-                f"split over {AXIS}={count} devices; choose int4:GROUP so that they can, or int8"
+                f"split over {AXIS}={count} devices; choose int4:GROUP so that they can, or int8, "
+                "or keep it whole (split=False, --mesh data=N)"
             )
         if whole[1] and x.order is not None:
             raise ModelError(
@@ -73,8 +74,20 @@ def place(cfg: ModelConfig, params: dict, mesh: Mesh, split: bool) -> dict:
     split_config(cfg, count)  # raises if it cannot be split
     if "layers" in params:
         params = split_layers(cfg, params, count)
+    params = cut_single_groups(cfg, params, count)
     specs = param_specs(cfg, params, count)
     return put(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+
+
+def cut_single_groups(cfg: ModelConfig, params: dict, count: int) -> dict:
+    """Params whose weights with one group have one per device, where their inputs are split."""
+
+    def cut(x: Any, axes: tuple[str, ...]) -> Any:
+        if isinstance(x, Grouped) and x.groups == 1 and RULES[axes[1]] and x.shape[1] % count == 0:
+            return x.cut(count)
+        return x
+
+    return jax.tree.map(cut, params, part_axes(cfg, params), is_leaf=is_quantized)
 
 
 def put(tree: Any, where: Any) -> Any:

@@ -178,6 +178,15 @@ class Grouped(Quantized):
         """Whether ``count`` devices can share the inputs, and none shares a group."""
         return all(leaf.shape[0] % count == 0 for leaf in jax.tree.leaves(self))
 
+    def cut(self, count: int) -> Grouped:
+        """The same weight with ``count`` groups in the place of each."""
+
+        def repeat(scales: Any) -> Any:
+            return jnp.repeat(scales, count, axis=0)
+
+        offsets = None if self.offsets is None else repeat(self.group_offsets())
+        return dataclasses.replace(self, scales=repeat(self.group_scales()), offsets=offsets)
+
     def in_groups(self, groups: int) -> Grouped:
         """The same weight with int8 codes, more groups, and float32 scales and offsets."""
         repeats = groups // self.groups

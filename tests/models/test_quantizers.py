@@ -19,7 +19,7 @@ from specjax.models.hf.quantizers import parse
 from specjax.models.hf.quantizers.grouping import group_parts
 from specjax.models.hf.read import load_config
 from specjax.models.layers import linear
-from specjax.models.placement import param_specs
+from specjax.models.placement import cut_single_groups, param_specs
 from specjax.models.quantization import parse_scheme, quantize_params
 from specjax.models.quantized import Grouped, PerOutput, is_quantized
 from support import variants
@@ -214,6 +214,19 @@ def test_devices_share_what_they_can(directory):
     split = param_specs(cfg, {"layers": {"0": without_order(layer)}}, 1)["layers"]["0"]
     weight = split["mlp"]["down"]["weight"]
     assert weight.offsets == weight.scales == weight.codes
+
+
+def test_devices_share_a_weight_with_one_group(directory):
+    """A scale per output alone: each device gets a copy of it."""
+    quantize_directory(directory, "ct-int-zero-points")
+    cfg, params = load_pretrained(directory, fused=True)
+    with pytest.raises(sj.ModelError, match=r"1 groups of 64 inputs .heads. cannot be split"):
+        param_specs(cfg, params, 2)
+    cut = cut_single_groups(cfg, params, 2)
+    weight = cut["layers"]["0"]["mlp"]["down"]["weight"]
+    assert weight.groups == 2 and param_specs(cfg, cut, 2)
+    assert cut["layers"]["0"]["mlp"]["gate_up"]["weight"].groups == 1  # its outputs are split
+    assert same(dequantized(cut), dequantized(params))
 
 
 def without_order(layer):

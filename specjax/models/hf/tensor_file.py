@@ -81,7 +81,7 @@ class TensorHeader:
             raise ValueError(f"dtype {self.get_dtype()} is not read")
         values = np.empty(shape, DTYPES[self.get_dtype()])
         self._file.seek(self._start + skipped * values.itemsize)
-        memory = memoryview(values.reshape(-1).view(np.uint8))
+        memory = values.reshape(-1).view(np.uint8).data
         while memory:
             read = self._file.readinto(memory)
             if not read:
