@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from specjax.models import sharding
 from specjax.models.adapters import LowRank
 from specjax.models.config import RopeConfig
-from specjax.models.quantized import Grouped, Joined, PerOutput, Quantized
+from specjax.models.quantized import Grouped, Joined, PerOutput
 
 # Up to this many rows the layout decides what a product costs on a CPU; beyond that XLA's own
 # choice is as good.
@@ -84,7 +85,7 @@ def _matmul(
 
 
 def _by_parts(
-    product: Callable[[Array, Any], Array], x: Float[Array, "... i"], weight: Quantized
+    product: Callable[[Array, Any], Array], x: Float[Array, "... i"], weight: PerOutput | Grouped
 ) -> Float[Array, "... o"]:
     """``product(x, weight)``; on a CPU for a part of the outputs after the other.
 

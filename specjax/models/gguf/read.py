@@ -23,7 +23,7 @@ from specjax._util.errors import ModelError, ModelWarning
 from specjax._util.files import open_file
 from specjax.models.blocks import fuse_layer
 from specjax.models.config import ModelConfig
-from specjax.models.gguf.blocks import KINDS, Parts, take_apart
+from specjax.models.gguf.blocks import KINDS, BlockParts, take_apart
 from specjax.models.gguf.config import ARCHITECTURE, config_of
 from specjax.models.gguf.header import Header, Tensor, gguf_package, read_header
 from specjax.models.gguf.names import NAMES, ROPE_FACTORS
@@ -146,7 +146,8 @@ def kept_bytes(path: Path, dtype: jnp.dtype) -> int:
 def _config(header: Header) -> ModelConfig:
     def rope_factors() -> np.ndarray:
         with open_file(header.path) as file:
-            return _widened(file, header.tensors[ROPE_FACTORS], jnp.dtype(jnp.float32))
+            factors = _widened(file, header.tensors[ROPE_FACTORS], jnp.dtype(jnp.float32))
+        return np.asarray(factors)
 
     return config_of(header, rope_factors)
 
@@ -259,11 +260,11 @@ def _put(first: int, whole: np.ndarray, part: np.ndarray) -> None:
     whole[:, first : first + len(part)] = part.T
 
 
-def _as_grouped(parts: Parts, dtype: jnp.dtype) -> Grouped:
+def _as_grouped(parts: BlockParts, dtype: jnp.dtype) -> Grouped:
     """Codes and scales on the device; scales that are codes themselves give float32."""
 
-    def values(part: np.ndarray | Parts | None) -> Any:
-        if isinstance(part, Parts):
+    def values(part: np.ndarray | BlockParts | None) -> Any:
+        if isinstance(part, BlockParts):
             return _as_grouped(part, jnp.dtype(jnp.float32))
         return None if part is None else on_device(part)
 
