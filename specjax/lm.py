@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax._util.arguments import FLAG, as_integer_array, instance_of, validate_arguments
 from specjax._util.checks import Check, format_value
-from specjax._util.errors import ModelError, OptionError, PairError, errors_as
+from specjax._util.errors import ModelError, OptionError, PairError
 from specjax._util.files import expand_user
 from specjax.core.net import FREE_TOKENS, Net
 from specjax.demo import tuned
@@ -28,6 +28,7 @@ from specjax.models.families.head_config import HeadConfig, usual_layers
 from specjax.models.gguf.header import ENDING, is_gguf
 from specjax.models.gguf.packages import PACKAGES, packaged_file
 from specjax.models.head import share_embedding
+from specjax.models.hf import hub
 from specjax.models.hf.delta import load_delta, read_delta
 from specjax.models.hf.digest import directory_digest, file_digest
 from specjax.models.hf.generation import GenerationDefaults, read_generation_defaults
@@ -42,9 +43,8 @@ from specjax.text.tokenizer import Tokenizer
 DEMO = Path(__file__).parent / "demo"
 EMBEDDED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft", "demo-head": DEMO / "head"}
 TUNED = "demo-sdsat"
-HUB_FILES = ("*.json", "model*.safetensors", "delta.safetensors", "*.jinja", "tokenizer.model")
-PICKLES = ("pytorch_model*.bin",)
-HUB_SKIPPED = ("*/*",)  # subfolders hold other formats of the same weights
+HUB_FILES = ("*.json", hub.SAFETENSORS, "delta.safetensors", "*.jinja", "tokenizer.model")
+PICKLES = (hub.PICKLES,)
 SELF = "self:"  # prefix of a draft that is a quantized copy of the target; a scheme follows
 ACCELERATOR_PASS_WIDTH = 8  # tokens: the rows of a matrix unit's tile
 PASS_WIDTH = Check(int, low=1, high=FREE_TOKENS, optional=True)
@@ -129,6 +129,7 @@ MESH = Check(instance_of(Mesh), expected="a mesh, as specjax.make_mesh gives")
     pass_width=PASS_WIDTH,
     quantize=QUANTIZE,
     cache_dtype=CACHE_DTYPE,
+    revision=Check(instance_of(str), expected="a branch, a tag or a commit", optional=True),
 )
 def load(
     path_or_id: str | Path,
@@ -139,6 +140,7 @@ def load(
     pass_width: int | None = None,
     quantize: str | None = None,
     cache_dtype: str | None = None,
+    revision: str | None = None,
 ) -> LM:
     """Loads a model: a directory, a hub id, a GGUF file, an embedded model, or a delta.
 
@@ -152,8 +154,8 @@ def load(
       dtype: ``float32``, ``bfloat16`` or ``float16``. None: float32 on CPUs, where it is fastest,
         and bfloat16 elsewhere.
       quantize: ``int8``, ``fp8``, ``int4`` or ``int4:GROUP``: quantizes the weights layer by layer
-        (:mod:`specjax.models.quantization`). A checkpoint of ``infer.convert --quantize`` is
-        quantized already and needs no scheme here.
+        (:mod:`specjax.models.quantization`). Checkpoints that are quantized already need no
+        scheme: they keep their codes. ``none`` widens what another library quantized.
       cache_dtype: ``int8``: the KV cache is int8, with a scale per token and head
         (:mod:`specjax.models.quantized_cache`). None: it has the model's dtype.
       pass_width: tokens per row that short passes are padded to, 1 to 128. None: 8 on
@@ -164,11 +166,16 @@ def load(
         Draft and target must be on the same mesh; each may be split or whole.
       pickles: read ``pytorch_model*.bin`` where there are no safetensors. No code in the pickle
         runs. Needs the torch extra.
+      revision: of an id on the hub: a branch, a tag or a commit. ``ORGANIZATION/NAME@REVISION``
+        means the same.
     Raises:
       ModelError: the directory, id or dtype cannot be used; the message says why.
       OptionError: an argument has a wrong type or is out of range.
     """
-    model = _load(str(path_or_id), resolve_dtype(dtype), pickles, mesh, split, quantize)
+    name = str(path_or_id)
+    if revision is not None:
+        name = hub.with_revision(name, revision)
+    model = _load(name, resolve_dtype(dtype), pickles, mesh, split, quantize)
     pass_width = resolve_pass_width(pass_width)
     return dataclasses.replace(model, pass_width=pass_width, cache_dtype=cache_dtype)
 
@@ -427,11 +434,10 @@ def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:
         return tuned.directory()
     if name in PACKAGES:
         return packaged_file(name)
-    # A hub id is ORGANIZATION/NAME; what is no id is a path, whether it exists or not.
-    is_path = name.startswith((".", "/", "~")) or name.endswith(ENDING) or name.count("/") != 1
-    if is_path or os.path.exists(name):
+    # What is no hub id is a path, whether it exists or not.
+    if not hub.is_id(name) or name.endswith(ENDING) or os.path.exists(name):
         return expand_user(name)
-    return _from_hub(name, files)
+    return hub.download(name, files)
 
 
 def base_of(name: str, files: Sequence[str] = HUB_FILES) -> Path:
@@ -470,16 +476,6 @@ def absolute_name(name: str) -> str:
     if name in (*EMBEDDED, TUNED, *PACKAGES) or not os.path.exists(name):
         return name
     return os.path.realpath(name)
-
-
-def _from_hub(name: str, files: Sequence[str]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    with errors_as(f"{name}: no such directory here, and the hub did not give it"):
-        path = snapshot_download(
-            name, allow_patterns=[*files], ignore_patterns=[str(p) for p in HUB_SKIPPED]
-        )
-        return Path(path)
 
 
 def _eos_ids(

@@ -22,7 +22,7 @@ from specjax.models.gguf.read import kept_bytes
 from specjax.models.hf.layout import DTYPES
 from specjax.models.hf.read import stored_form
 from specjax.models.loading import load_config
-from specjax.models.quantization import param_bytes, parse_scheme
+from specjax.models.quantization import NO_SCHEME, param_bytes, parse_scheme
 from specjax.models.sharding import split_config
 
 HEADROOM = 0.1  # share of the memory for activations, logits and the program itself
@@ -121,7 +121,9 @@ def model_plan(
     dtype = lm.resolve_dtype(dtype)
     directory = lm.base_of(name, files=("config.json",))
     cfg = load_config(directory)
-    scheme = parse_scheme(quantize) if quantize else stored_form(directory)
+    scheme = stored_form(directory) if quantize is None else None
+    if quantize not in (None, NO_SCHEME):
+        scheme = parse_scheme(quantize)
     cached = cache_dtype or DTYPES[dtype]
     try:
         share = split_config(cfg, devices)

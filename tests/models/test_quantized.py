@@ -175,8 +175,8 @@ def edited(directory, **note):
 
 
 BAD = {
-    "gptq": (lambda d: edited(d, quant_method="gptq", bits=4), "quant_method 'gptq'"),
-    "awq": (lambda d: edited(d, quant_method="awq"), "quant_method 'awq'"),
+    "hqq": (lambda d: edited(d, quant_method="hqq", bits=4), "quant_method 'hqq'"),
+    "awq": (lambda d: edited(d, quant_method="awq"), "is missing"),
     "scheme": (lambda d: edited(d, quant_method="specjax", version=1, scheme="int3"), "'int3'"),
     "version": (lambda d: edited(d, quant_method="specjax", version=2, scheme="int8"), "version"),
     "groups": (

@@ -12,7 +12,7 @@ import specjax as sj
 from infer import convert
 from infer.run.plan import make_plan
 from specjax._util.errors import ModelWarning
-from specjax.models import init_params, load_pretrained, save_pretrained
+from specjax.models import fuse, init_params, load_pretrained, save_pretrained
 from specjax.models.hf.files import OpenWeights, open_tensors
 from specjax.models.hf.layout import WEIGHTS
 from specjax.models.hf.quantizers import parse
@@ -155,20 +155,19 @@ def test_a_model_that_was_quantized_drafts_for_itself_and_counts_its_bytes(direc
     assert isinstance(again["layers"]["0"]["mlp"]["down"]["weight"], PerOutput)
 
 
-def test_weights_of_several_forms_are_joined_as_an_array(directory):
-    """One of q, k, v is not quantized: their joined weight is an array, and one line says so."""
+def test_weights_of_several_forms_are_joined(directory):
+    """One of q, k, v is not quantized: the others keep their codes."""
     quantize_directory(directory, "gptq")
     tensors = load_tensors(directory / WEIGHTS)
-    weight = np.ones((64, 64), np.float32)
+    weight = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
     name = "model.layers.0.self_attn.q_proj"
     stored = {key: x for key, x in tensors.items() if not key.startswith(f"{name}.")}
     save_tensors(directory / WEIGHTS, stored | {f"{name}.weight": weight})
-    with pytest.warns(ModelWarning, match="^1 layers: q, k, v .* widened to float32$"):
-        _, params = load_pretrained(directory, fused=True)
-    attention = params["layers"]["0"]["attention"]
-    np.testing.assert_array_equal(attention["qkv"]["weight"][:64], weight)
-    assert is_quantized(attention["out"]["weight"])
-    assert is_quantized(params["layers"]["1"]["attention"]["qkv"]["weight"])
+    cfg, params = load_pretrained(directory, fused=True)
+    joined = params["layers"]["0"]["attention"]["qkv"]["weight"]
+    np.testing.assert_array_equal(joined.dense(jnp.float32)[:64], weight)
+    assert is_quantized(joined.parts[1])
+    assert same(decoded(cfg, params), decoded(cfg, dequantized(params)))
 
 
 def test_groups_of_several_sizes_are_widened(directory):
@@ -224,19 +223,26 @@ def without_order(layer):
     return jax.tree.map(change, layer, is_leaf=is_quantized)
 
 
-def test_training_converting_and_quantizing_again_are_refused(directory, tmp_path, capsys):
-    quantize_directory(directory, "awq")
-    says = r"its weights are quantized \(awq, 4 bits, groups of 32\)"
-    for call in (
-        lambda: load_pretrained(directory),
-        lambda: load_pretrained(directory, fused=True, quantize="int8"),
-    ):
-        with pytest.raises(sj.ModelError, match=says):
-            call()
-    assert convert.main([str(directory), "--quantize", "int8", "--out", str(tmp_path / "x")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "its weights are quantized (awq" in error
-    assert not (tmp_path / "x").exists()
+def test_weights_are_widened_where_that_is_asked_for(directory, tmp_path, capsys):
+    dense = quantize_directory(directory, "awq")
+    with pytest.raises(sj.ModelError, match=r"are quantized \(awq, 4 bits, groups of 32\); take"):
+        load_pretrained(directory)
+    cfg, plain = load_pretrained(directory, quantize="none")
+    out = plain["layers"]["1"]["attention"]["out"]["weight"]
+    np.testing.assert_array_equal(out, dense["model.layers.1.self_attn.o_proj.weight"])
+
+    # Another scheme quantizes what the codes mean, and so does converting.
+    small = tmp_path / "small"
+    assert convert.main([str(directory), "--quantize", "int8", "--out", str(small)]) == 0
+    _, converted = load_pretrained(small, fused=True)
+    _, again = load_pretrained(directory, fused=True, quantize="int8")
+    assert same(converted, again)
+    assert same(again, quantize_params(cfg, fuse(plain), parse_scheme("int8"), jnp.float32))
+    with pytest.raises(sj.ModelError, match=r"are quantized \(int8\)"):
+        load_pretrained(small, fused=True, quantize="none")
+    save_pretrained(tmp_path / "plain", cfg, plain)
+    assert same(load_pretrained(tmp_path / "plain")[1], plain)
+    assert capsys.readouterr().err == ""
 
 
 def changed(tensor, change):
@@ -343,3 +349,82 @@ def test_other_libraries_are_refused_by_name(directory, method):
     edit_config(directory, quantization_config={"quant_method": method})
     with pytest.raises(sj.ModelError, match=f"quant_method {method!r} is not supported; read are"):
         load_config(directory)
+
+
+LIBRARY = {  # format: the weights' arguments of compressed-tensors
+    "pack-quantized": {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False},
+    "int-quantized": {"num_bits": 8, "strategy": "channel", "symmetric": True},
+    "float-quantized": {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "block",
+        "block_structure": [32, 32],
+    },
+    "mxfp4-pack-quantized": {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "group",
+        "group_size": 32,
+        "scale_dtype": "torch.uint8",
+    },
+    "nvfp4-pack-quantized": {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "scale_dtype": "torch.float8_e4m3fn",
+    },
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("form", LIBRARY)
+def test_compressed_tensors_writes_and_means_the_same(tmp_path, form):
+    """What the library itself writes and widens, where it is installed."""
+    pytest.importorskip("compressed_tensors")
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+    from safetensors.torch import save_file
+
+    args = QuantizationArgs(**LIBRARY[form])
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    compressor = BaseCompressor.get_value_from_registry(form)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        weight = torch.randn(64, 128)
+        stored = {"weight": weight} | library_scales(weight, args, calculate_qparams)
+        tensors = compressor.compress(stored, scheme)
+        names = {f"m.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(names, tmp_path / WEIGHTS)
+        files = dict.fromkeys(names, tmp_path / WEIGHTS)
+        weights = args.model_dump(mode="json")
+        settings = {"quant_method": "compressed-tensors", "format": form}
+        quantizer = parse(settings | {"config_groups": {"group_0": {"weights": weights}}})
+        parts = group_parts(OpenWeights.open(files), quantizer)[1]["m.weight"]
+        made = quantizer.read(parts, (64, 128))
+        want = compressor.decompress(tensors, scheme)["weight"].float().numpy()
+        # The library widens FP4 in bfloat16.
+        close = 2**-8 if "fp4" in form else 1e-6
+        np.testing.assert_allclose(made.dense(jnp.float32), want, rtol=close, atol=1e-6)
+
+
+def library_scales(weight, args, calculate_qparams):
+    """Scales, and zero points where there are some, by the library's own formula."""
+    import torch
+
+    rows, columns = args.block_structure or (1, args.group_size or weight.shape[1])
+    parts = weight.reshape(64 // rows, rows, weight.shape[1] // columns, columns)
+    lowest = parts.amin((1, 3))
+    highest = parts.amax((1, 3))
+    found = {}
+    if args.strategy == "tensor_group":
+        found["weight_global_scale"] = (448 * 6 / weight.abs().max()).reshape(1)
+    scale, zero = calculate_qparams(
+        lowest, highest, args, global_scale=found.get("weight_global_scale")
+    )
+    found["weight_scale"] = scale
+    if not args.symmetric:
+        found["weight_zero_point"] = zero.to(torch.int8)
+    return found

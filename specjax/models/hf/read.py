@@ -13,7 +13,7 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,17 @@ from specjax.models.hf.config import quantization
 from specjax.models.hf.files import OpenWeights, compare_names, read_json, tensor_files
 from specjax.models.hf.kinds import describe_directory
 from specjax.models.hf.layout import DELTA, ParameterPlace, is_place, leaves_of, parameter_places
-from specjax.models.hf.quantizers.grouping import group_parts, without_zero_biases
-from specjax.models.hf.quantizers.parts import Parts
+from specjax.models.hf.quantizers.grouping import group_parts, zero_biases
+from specjax.models.hf.quantizers.parts import StoredParts
 from specjax.models.hf.quantizers.settings import Quantizer
-from specjax.models.quantization import Scheme, parse_scheme, quantize_param
+from specjax.models.quantization import NO_SCHEME, Scheme, parse_scheme, quantize_param
 from specjax.models.quantized import cast_params, is_quantized
 
 LORA = ".lora_"  # in the names of PEFT's updates
 COMPARED_BYTES = 1 << 24  # of a table, as float32, that are compared at a time
+ALIGNMENT = 64  # bytes
 PIECE_BYTES = 1 << 21  # of a table, as float32, that are read at a time
-ReadTensor = Callable[[str, tuple[int, ...]], np.ndarray]  # (tensor name, its shape)
+ReadTensor = Callable[[str, tuple[int, ...]], Any]  # (tensor name, its shape)
 ReadRows = Callable[[str, tuple[int, ...], int, int], np.ndarray]  # (…, first row, last row)
 PlacePart = Callable[[ModelConfig, dict], dict]  # moves a part of the params to its devices
 
@@ -62,7 +63,8 @@ def load_pretrained(
         no code in the pickle runs. Needs the torch extra.
       place_part: is given every part of the params as soon as it is read.
       quantize: a scheme (:func:`specjax.models.quantization.parse_scheme`), which needs ``fused``.
-        Each layer and each table is quantized before the next is read.
+        Each weight is quantized before the next is read. ``none`` widens what another library
+        quantized; by default its codes are kept, which needs ``fused``, too.
     Returns:
       The config, and the params as a nested dict of arrays.
     Raises:
@@ -71,14 +73,16 @@ def load_pretrained(
     """
     directory = Path(directory)
     cfg = load_config(directory)
-    requested = None if quantize is None else parse_scheme(quantize)
+    requested = None if quantize in (None, NO_SCHEME) else parse_scheme(quantize)
     if requested is not None and not fused:
         raise ModelError(
             f"quantize={quantize!r} needs fused=True: only the inference layout is quantized"
         )
     stored = stored_form(directory)
-    if stored is not None:
-        _check_form(directory, stored, requested, fused)
+    if isinstance(stored, Scheme):
+        _check_scheme(directory, stored, quantize, fused)
+    if isinstance(stored, Quantizer) and quantize is None and not fused:
+        raise _needs_arrays(directory, stored, "to train or to convert it")
 
     files = tensor_files(directory, pickles)
     # A config with a wrong number of layers must not make us allocate for each of them.
@@ -88,24 +92,33 @@ def load_pretrained(
             f"{len(files)} tensors"
         )
     weights = OpenWeights.open(files)
-    quantized: dict[str, Parts] = {}
+    quantized: dict[str, StoredParts] = {}
     if isinstance(stored, Quantizer):
         weights, quantized = group_parts(weights, stored)
     cfg = _complete(directory, cfg, weights, quantized)
     if isinstance(stored, Scheme):
         return cfg, _read_quantized(directory, cfg, stored, weights, dtype, place_part)
-    if stored is not None:
-        return cfg, _read_others(directory, cfg, weights, quantized, stored, dtype, place_part)
 
-    stored_names = _match_names(directory, cfg, weights)
+    stored_names = _match_names(directory, cfg, weights, quantized)
+    others = None
+    if isinstance(stored, Quantizer):
+        keep = quantize is None
+        others = _QuantizedReader(stored, quantized, keep, _transposed_names(cfg))
 
-    def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        return weights.read(stored_names[name], shape)
+    def read(name: str, shape: tuple[int, ...]) -> Any:
+        file_name = stored_names[name]
+        if others is not None and file_name in quantized:
+            return others.read(name, file_name, shape)
+        return weights.read(file_name, shape)
 
     def read_rows(name: str, shape: tuple[int, ...], first: int, last: int) -> np.ndarray:
         return weights.rows(stored_names[name], shape, first, last)
 
-    return cfg, from_tensors(cfg, read, dtype, fused, place_part, requested, read_rows)
+    in_rows = None if _tables_of(cfg, stored_names) & quantized.keys() else read_rows
+    params = from_tensors(cfg, read, dtype, fused, place_part, requested, in_rows)
+    if others is not None:
+        others.warn_of_widened(directory, dtype)
+    return cfg, params
 
 
 def from_tensors(
@@ -150,40 +163,26 @@ def from_tensors(
     def read_table(place: ParameterPlace, axes: tuple[str, ...]) -> Any:
         if read_rows is None or len(place.shape) < 2:
             return read_param(place, axes)
-        name = place.stored.name
-
-        def piece(first: int, last: int) -> Any:
-            return converted(read_rows(name, place.shape, first, last), axes)
-
-        return in_pieces(piece, place.shape)
+        rows = functools.partial(read_rows, place.stored.name, place.shape)
+        return in_pieces(lambda first, last: converted(rows(first, last), axes), place.shape)
 
     places = parameter_places(cfg)
     axes = param_axes(cfg)
-    widened = 0
     layers = {}
     for i, layer_places in places.pop("layers").items():
         layer = jax.tree.map(read_param, layer_places, axes["layers"][i], is_leaf=is_place)
         if fused:
-            entries = _quantized_entries(layer)
             layer = fuse_layer(layer)
-            widened += _quantized_entries(layer) < entries
         layers[i] = _placed(cfg, {"layers": {i: layer}}, place_part)["layers"][i]
     params = {}
     for name, table in places.items():
         part = jax.tree.map(read_table, table, axes[name], is_leaf=is_place)
         params[name] = _placed(cfg, {name: part}, place_part)[name]
-    if widened:
-        # A joined weight has one form for all of its parts.
-        text = (
-            f"{widened} layers: q, k, v (or gate, up) are quantized in different forms, so their "
-            f"joined weight is widened to {jnp.dtype(dtype).name}"
-        )
-        warnings.warn(text, ModelWarning, stacklevel=3)
     return params | {"layers": layers}
 
 
 def in_pieces(read_piece: Callable[[int, int], Any], shape: tuple[int, ...]) -> Any:
-    """A large table, put together from pieces of rows in the memory that it will have.
+    """A large table, put together on the host from pieces of rows, in the form that it will have.
 
     Read at once, the file's form of a table and its float32 copy would exist beside it. In a small
     model a table is half of all weights.
@@ -197,29 +196,23 @@ def in_pieces(read_piece: Callable[[int, int], Any], shape: tuple[int, ...]) -> 
     step = max(1, PIECE_BYTES // (4 * shape[1]))
     if rows <= step:
         return read_piece(0, rows)
-    table = None
+    table: Any = None
     for first in range(0, rows, step):
-        piece = read_piece(first, min(first + step, rows))
+        last = min(first + step, rows)
+        piece = jax.tree.map(np.asarray, read_piece(first, last))
         if table is None:
-            table = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), piece)
-        table = jax.block_until_ready(_put_rows(table, piece, np.int32(first)))
-    return table
+            table = jax.tree.map(lambda x: _aligned((rows, *x.shape[1:]), x.dtype), piece)
+        for whole, part in zip(jax.tree.leaves(table), jax.tree.leaves(piece), strict=True):
+            whole[first:last] = part
+    return jax.tree.map(lambda x: jax.device_put(x, may_alias=True), table)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _put_rows(table: Any, piece: Any, first: jax.Array) -> Any:
-    """The table with the piece's rows from ``first`` on; it keeps its memory."""
-
-    def put(whole: jax.Array, part: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(whole, part, first, 0)
-
-    return jax.tree.map(put, table, piece)
-
-
-def _quantized_entries(layer: dict) -> int:
-    """The number of a layer's weights that are quantized, counted by entries."""
-    leaves = jax.tree.leaves(layer, is_leaf=is_quantized)
-    return sum(math.prod(leaf.shape) for leaf in leaves if is_quantized(leaf))
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An empty array that a CPU device can take over without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def _read_quantized(
@@ -253,58 +246,64 @@ def _read_quantized(
     return params | {"layers": layers}
 
 
-def _read_others(
-    directory: Path,
-    cfg: ModelConfig,
-    weights: OpenWeights,
-    quantized: dict[str, Parts],
-    quantizer: Quantizer,
-    dtype: jnp.dtype,
-    place_part: PlacePart | None,
-) -> dict:
-    """The params of a checkpoint that another library quantized.
+@dataclasses.dataclass(frozen=True)
+class _QuantizedReader:
+    """Reads weights that another library quantized.
 
-    Args:
-      quantized: the parts of each quantized weight.
+    Attributes:
+      parts: the stored tensors of each such weight.
+      keep: whether codes are kept where ours has the form; otherwise all weights are widened.
+      transposed: the names of weights that the family stores ``[in, out]``.
+      widened: the names of weights that were to be kept and have no form.
     """
-    by_name = parameter_places(cfg)
-    places = leaves_of(by_name)
-    present = _present_names(cfg, weights)
-    wanted = {present.get(place.stored.name, place.stored.name) for place in places}
-    weights = without_zero_biases(weights, quantized, wanted)
-    stored_names = _match_names(directory, cfg, weights)
-    transposed = {place.stored.name for place in places if place.stored.transposed}
-    widened = []
 
-    def read(name: str, shape: tuple[int, ...]) -> Any:
-        stored = stored_names[name]
-        if stored not in quantized:
-            return weights.read(stored, shape)
-        parts = quantized[stored]
-        if name in transposed:
-            if not quantizer.stores_inputs_first:
-                raise parts.fail(f"{quantizer.method} of weights [in, out] is not read")
-            shape = shape[::-1]
-        weight = quantizer.read(parts, shape)
-        if is_quantized(weight):
+    quantizer: Quantizer
+    parts: dict[str, StoredParts]
+    keep: bool
+    transposed: set[str]
+    widened: list[str] = dataclasses.field(default_factory=list)
+
+    def read(self, name: str, file_name: str, shape: tuple[int, ...]) -> Any:
+        """A weight: quantized ``[out, in]``, or an array of this shape, as its family stores it.
+
+        Raises:
+          ModelError: its tensors do not fit.
+        """
+        parts = self.parts[file_name]
+        is_transposed = name in self.transposed
+        if is_transposed and not self.quantizer.stores_inputs_first:
+            raise parts.fail(f"{self.quantizer.method} of weights [in, out] is not read")
+        outputs, inputs = shape[::-1] if is_transposed else shape
+        weight = self.quantizer.read(parts, (outputs, inputs))
+        if self.keep and is_quantized(weight):
             return weight
-        widened.append(stored)
-        return weight.T if name in transposed else weight
+        if self.keep:
+            self.widened.append(file_name)
+        elif is_quantized(weight):
+            weight = np.asarray(weight.dense(jnp.float32))
+        return weight.T if is_transposed else weight
 
-    def read_rows(name: str, shape: tuple[int, ...], first: int, last: int) -> np.ndarray:
-        return weights.rows(stored_names[name], shape, first, last)
+    def warn_of_widened(self, directory: Path, dtype: jnp.dtype) -> None:
+        """Warns in one line if weights were widened that were to be kept."""
+        if self.widened:
+            text = (
+                f"{directory}: {len(self.widened)} quantized weights, such as {self.widened[0]}, "
+                f"have a form that is not kept; they are widened to {jnp.dtype(dtype).name}"
+            )
+            warnings.warn(text, ModelWarning, stacklevel=3)
 
-    tables = leaves_of({name: places for name, places in by_name.items() if name != "layers"})
-    table_names = {stored_names[place.stored.name] for place in tables}
-    in_rows = None if table_names & quantized.keys() else read_rows
-    params = from_tensors(cfg, read, dtype, True, place_part, None, in_rows)
-    if widened:
-        text = (
-            f"{directory}: {len(widened)} quantized weights, such as {widened[0]}, have a form "
-            f"that is not kept; they are widened to {jnp.dtype(dtype).name}"
-        )
-        warnings.warn(text, ModelWarning, stacklevel=3)
-    return params
+
+def _transposed_names(cfg: ModelConfig) -> set[str]:
+    """The tensors that are stored ``[in, out]``."""
+    places = leaves_of(parameter_places(cfg))
+    return {place.stored.name for place in places if place.stored.transposed}
+
+
+def _tables_of(cfg: ModelConfig, stored_names: dict[str, str]) -> set[str]:
+    """The files' names of the tensors outside of layers."""
+    places = parameter_places(cfg)
+    del places["layers"]
+    return {stored_names[place.stored.name] for place in leaves_of(places)}
 
 
 def _placed(cfg: ModelConfig, part: dict, place_part: PlacePart | None) -> dict:
@@ -372,14 +371,16 @@ def stored_form(directory: Path) -> Scheme | Quantizer | None:
     return parse_scheme(form) if isinstance(form, str) else form
 
 
-def _check_form(
-    directory: Path, stored: Scheme | Quantizer, requested: Scheme | None, fused: bool
-) -> None:
-    """Refuses a quantized checkpoint where unquantized weights are needed."""
-    if fused and requested in (None, stored):
+def _check_scheme(directory: Path, stored: Scheme, quantize: str | None, fused: bool) -> None:
+    """Refuses a checkpoint of ours where other weights are needed than it has."""
+    if fused and quantize in (None, str(stored)):
         return
-    purpose = f"for {requested}" if requested else "to train or to convert it"
-    raise ModelError(
+    purpose = f"for {quantize}" if quantize else "to train or to convert it"
+    raise _needs_arrays(directory, stored, purpose)
+
+
+def _needs_arrays(directory: Path, stored: Scheme | Quantizer, purpose: str) -> ModelError:
+    return ModelError(
         f"{directory}: its weights are quantized ({stored}); take the unquantized checkpoint "
         f"{purpose}"
     )
@@ -399,7 +400,7 @@ def complete_config(directory: Path) -> ModelConfig:
         return cfg
     weights = OpenWeights.open(tensor_files(directory, pickles=False))
     form = stored_form(directory)
-    quantized: dict[str, Parts] = {}
+    quantized: dict[str, StoredParts] = {}
     if isinstance(form, Quantizer):
         weights, quantized = group_parts(weights, form)
     return _complete(directory, cfg, weights, quantized)
@@ -466,7 +467,9 @@ def _present_names(cfg: ModelConfig, weights: OpenWeights) -> dict[str, str]:
     return {names.full(name): stored for name, stored in unwrapped.items()}
 
 
-def _match_names(directory: Path, cfg: ModelConfig, weights: OpenWeights) -> dict[str, str]:
+def _match_names(
+    directory: Path, cfg: ModelConfig, weights: OpenWeights, quantized: Collection[str] = ()
+) -> dict[str, str]:
     """The name that the files use for each tensor, by its present name.
 
     Raises:
@@ -496,5 +499,6 @@ def _match_names(directory: Path, cfg: ModelConfig, weights: OpenWeights) -> dic
         )
     used = {stored_names.get(name, name) for name in wanted}
     ignored = {name for name in stored if name.endswith(names.ignored)}
+    ignored |= zero_biases(weights, quantized, used)
     compare_names(directory, used, stored - (ignored - used))
     return stored_names

@@ -10,11 +10,12 @@ The format: 8 bytes with the header's length, little-endian, the header in JSON,
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import cast
 
 import ml_dtypes
 import numpy as np
@@ -48,7 +49,7 @@ DTYPES = {
 class TensorHeader:
     """A tensor whose rows can be read: ``header[first:last]``."""
 
-    def __init__(self, file: BinaryIO, entry: dict, start: int):
+    def __init__(self, file: io.BufferedReader, entry: dict, start: int):
         self._file = file
         self._entry = entry
         self._start = start + entry["data_offsets"][0]
@@ -80,9 +81,12 @@ class TensorHeader:
             raise ValueError(f"dtype {self.get_dtype()} is not read")
         values = np.empty(shape, DTYPES[self.get_dtype()])
         self._file.seek(self._start + skipped * values.itemsize)
-        read = self._file.readinto(values.reshape(-1).view(np.uint8))
-        if read != values.nbytes:
-            raise ValueError("the file ends early")
+        memory = memoryview(values.reshape(-1).view(np.uint8))
+        while memory:
+            read = self._file.readinto(memory)
+            if not read:
+                raise ValueError("the file ends early")
+            memory = memory[read:]
         return values
 
 
@@ -96,7 +100,7 @@ class SafetensorsFile:
     def __init__(self, path: Path):
         with safe_open(path, framework="np"):
             pass  # its header is complete and its tensors lie inside of the file
-        self._file = open_file(path)
+        self._file = cast(io.BufferedReader, open_file(path))
         length = int.from_bytes(self._file.read(LENGTH_BYTES), "little")
         self._entries = json.loads(self._file.read(length))
         self._entries.pop("__metadata__", None)

@@ -19,7 +19,7 @@ from specjax.models.hf.quantizers.parts import (
     FP4,
     INT4,
     INT8,
-    Parts,
+    StoredParts,
     grouped,
     per_output,
     unpack,
@@ -143,7 +143,7 @@ class CompressedTensors(Quantizer):
         scale_bytes = SCALE_BYTES if first.symmetric else SCALE_BYTES + OFFSET_BYTES
         return cls(METHOD, first.bits, first.group, scale_bytes, tuple(entries))
 
-    def read(self, parts: Parts, shape: tuple[int, int]) -> Any:
+    def read(self, parts: StoredParts, shape: tuple[int, int]) -> Any:
         errors = []
         for entry in self.entries:
             try:
@@ -153,7 +153,7 @@ class CompressedTensors(Quantizer):
         raise errors[0]
 
 
-def _read(entry: Entry, parts: Parts, shape: tuple[int, int]) -> Any:
+def _read(entry: Entry, parts: StoredParts, shape: tuple[int, int]) -> Any:
     """The weight as one entry of the config says."""
     if entry.form == "pack-quantized":
         return _packed(entry, parts, shape)
@@ -167,7 +167,7 @@ def _read(entry: Entry, parts: Parts, shape: tuple[int, int]) -> Any:
     return grouped(codes.T, INT8, scales, entry.group or shape[1], zeros)
 
 
-def _plain(entry: Entry, parts: Parts, shape: tuple[int, int]) -> Any:
+def _plain(entry: Entry, parts: StoredParts, shape: tuple[int, int]) -> Any:
     """One code per byte, symmetric."""
     if entry.strategy in ("group", "tensor_group"):
         codes = parts.read("weight", shape, ("I8", "F8_E4M3", "F8_E5M2"))
@@ -179,7 +179,7 @@ def _plain(entry: Entry, parts: Parts, shape: tuple[int, int]) -> Any:
     return scaled(parts, codes, codes.dtype, "weight_scale", entry.block)
 
 
-def _packed(entry: Entry, parts: Parts, shape: tuple[int, int]) -> Any:
+def _packed(entry: Entry, parts: StoredParts, shape: tuple[int, int]) -> Any:
     """Codes in 32-bit words along the inputs, zero points in words along the outputs."""
     outputs, inputs = shape
     if "weight_shape" in parts:
@@ -212,7 +212,7 @@ def _packed(entry: Entry, parts: Parts, shape: tuple[int, int]) -> Any:
     return grouped(codes, code_dtype, scales, group, zeros, order)
 
 
-def _act_order(parts: Parts, inputs: int, group: int) -> np.ndarray | None:
+def _act_order(parts: StoredParts, inputs: int, group: int) -> np.ndarray | None:
     """The inputs in the order of their groups; None where that is the usual order.
 
     Raises:
@@ -226,7 +226,7 @@ def _act_order(parts: Parts, inputs: int, group: int) -> np.ndarray | None:
     return None if np.array_equal(groups, usual) else order
 
 
-def _packed_fp4(entry: Entry, parts: Parts, shape: tuple[int, int]) -> Any:
+def _packed_fp4(entry: Entry, parts: StoredParts, shape: tuple[int, int]) -> Any:
     """Two FP4 codes per byte; scales are E8M0, or FP8 over a scale for the whole weight."""
     outputs, inputs = shape
     pairs = parts.read("weight_packed", (outputs, -(-inputs // 2)), ("U8",))
@@ -241,7 +241,7 @@ def _packed_fp4(entry: Entry, parts: Parts, shape: tuple[int, int]) -> Any:
 
 def _by_group(
     entry: Entry,
-    parts: Parts,
+    parts: StoredParts,
     part: str,
     shape: tuple[int, int],
     dtypes: tuple[str, ...] = ("F32", "BF16", "F16"),

@@ -18,7 +18,7 @@ from specjax._util.checks import list_of, satisfying, whole
 from specjax.models.hf.quantizers.parts import (
     FP4,
     FP8_DTYPES,
-    Parts,
+    StoredParts,
     grouped,
     per_output,
     powers_of_two,
@@ -36,7 +36,7 @@ MX_GROUP = 32  # inputs that share an exponent
 
 
 def scaled_fp8(
-    parts: Parts, scale: str, shape: tuple[int, int], block: tuple[int, int] | None
+    parts: StoredParts, scale: str, shape: tuple[int, int], block: tuple[int, int] | None
 ) -> PerOutput | Grouped:
     """FP8 codes ``[O, I]`` with one scale, one per output, or one per block of outputs and inputs.
 
@@ -50,7 +50,11 @@ def scaled_fp8(
 
 
 def scaled(
-    parts: Parts, codes: np.ndarray, code_dtype: Any, scale: str, block: tuple[int, int] | None
+    parts: StoredParts,
+    codes: np.ndarray,
+    code_dtype: Any,
+    scale: str,
+    block: tuple[int, int] | None,
 ) -> PerOutput | Grouped:
     """:func:`scaled_fp8` of codes that were read already."""
     outputs, inputs = codes.shape
@@ -68,7 +72,7 @@ def scaled(
     return grouped(codes.T, code_dtype, by_output.T, block[1])
 
 
-def _scales(parts: Parts, scale: str, shape: tuple[int, ...]) -> np.ndarray:
+def _scales(parts: StoredParts, scale: str, shape: tuple[int, ...]) -> np.ndarray:
     """The scales; those of E8M0 as powers of two."""
     scales = parts.scales(scale, shape, (*FLOAT_DTYPES, "F8_E8M0"))
     if scales.dtype.itemsize == 1:
@@ -97,7 +101,7 @@ class FP8(Quantizer):
         method = settings["quant_method"]
         return cls(method, 8, block[1] if block else None, 4, tuple(block) if block else None)
 
-    def read(self, parts: Parts, shape: tuple[int, int]) -> PerOutput | Grouped:
+    def read(self, parts: StoredParts, shape: tuple[int, int]) -> PerOutput | Grouped:
         scale = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
         return scaled_fp8(parts, scale, shape, self.block)
 
@@ -114,7 +118,7 @@ class MXFP4(Quantizer):
         """The quantizer of these settings."""
         return cls("mxfp4", 4, MX_GROUP)
 
-    def read(self, parts: Parts, shape: tuple[int, int]) -> Grouped:
+    def read(self, parts: StoredParts, shape: tuple[int, int]) -> Grouped:
         outputs, inputs = shape
         prefix = "weight_" if "weight_blocks" in parts else ""
         if inputs % MX_GROUP:
@@ -125,7 +129,7 @@ class MXFP4(Quantizer):
         return shared_exponents(parts, pairs.reshape(outputs, -1), exponents)
 
 
-def shared_exponents(parts: Parts, pairs: np.ndarray, exponents: np.ndarray) -> Grouped:
+def shared_exponents(parts: StoredParts, pairs: np.ndarray, exponents: np.ndarray) -> Grouped:
     """A weight from pairs of FP4 codes ``uint8 [O, I/2]`` and E8M0 scales ``uint8 [O, I/32]``.
 
     Raises:

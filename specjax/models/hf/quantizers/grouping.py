@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from specjax.models.hf.quantizers.parts import Parts
+from specjax.models.hf.quantizers.parts import StoredParts
 from specjax.models.hf.quantizers.settings import Quantizer
 from specjax.models.hf.tensor_file import FLOAT_DTYPES
 
@@ -17,7 +17,9 @@ WEIGHT = "weight"
 BIAS = "bias"
 
 
-def group_parts(weights: OpenWeights, quantizer: Quantizer) -> tuple[OpenWeights, dict[str, Parts]]:
+def group_parts(
+    weights: OpenWeights, quantizer: Quantizer
+) -> tuple[OpenWeights, dict[str, StoredParts]]:
     """The weights with one name for all tensors of a quantized weight.
 
     That is the name that it would have if it were not quantized. Tensors that belong to
@@ -45,26 +47,23 @@ def group_parts(weights: OpenWeights, quantizer: Quantizer) -> tuple[OpenWeights
             continue  # unquantized as well: what is too much will be named
         # The codes first: messages name them and their file.
         names = {codes[0]: parts.pop(codes[0]), **parts}
-        grouped[weight] = Parts(weights, weight, names)
+        grouped[weight] = StoredParts(weights, weight, names)
         for name in names.values():
             del files[name]
         files[weight] = grouped[weight].path()
     return dataclasses.replace(weights, files=files), grouped
 
 
-def without_zero_biases(
-    weights: OpenWeights, quantized: Collection[str], wanted: Collection[str]
-) -> OpenWeights:
-    """The weights without biases that the model lacks, of quantized weights, if they are zero.
+def zero_biases(
+    weights: OpenWeights, quantized: Collection[str], used: Collection[str]
+) -> set[str]:
+    """The biases of quantized weights that the model does not use, if they are zero.
 
     Some quantizers write a bias for every weight.
     """
-    files = dict(weights.files)
-    for weight in quantized:
-        bias = f"{weight.removesuffix(WEIGHT)}{BIAS}"
-        if bias in files and bias not in wanted and not weights.read_any(bias).any():
-            del files[bias]
-    return dataclasses.replace(weights, files=files)
+    biases = {f"{weight.removesuffix(WEIGHT)}{BIAS}" for weight in quantized}
+    unused = (biases & weights.files.keys()) - set(used)
+    return {bias for bias in unused if not weights.read_any(bias).any()}
 
 
 def _split(name: str, parts: Collection[str]) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from specjax._util.checks import FLAG, OBJECT, TEXT, either, satisfying, whole
-from specjax.models.hf.quantizers.parts import INT4, INT8, Parts, grouped, unpack
+from specjax.models.hf.quantizers.parts import INT4, INT8, StoredParts, grouped, unpack
 from specjax.models.hf.quantizers.settings import (
     OFFSET_BYTES,
     SCALE_BYTES,
@@ -76,7 +76,7 @@ class GPTQ(Quantizer):
         scale_bytes = SCALE_BYTES if symmetric else SCALE_BYTES + OFFSET_BYTES
         return cls("gptq", bits, group, scale_bytes, symmetric, form == "gptq")
 
-    def read(self, parts: Parts, shape: tuple[int, int]) -> Any:
+    def read(self, parts: StoredParts, shape: tuple[int, int]) -> Any:
         outputs, inputs = shape
         group = self.group or inputs
         count = -(-inputs // group)
@@ -106,7 +106,7 @@ class GPTQ(Quantizer):
         return grouped(signed, CODE_DTYPES[self.bits], scales, group, zeros, order)
 
     @staticmethod
-    def _groups(parts: Parts, count: int, usual: np.ndarray) -> np.ndarray:
+    def _groups(parts: StoredParts, count: int, usual: np.ndarray) -> np.ndarray:
         """The group of each input: act-order gives neighbors to different ones."""
         if "g_idx" not in parts:
             return usual
@@ -151,7 +151,7 @@ class AWQ(Quantizer):
             raise refuse_setting("zero_point", False, "true")
         return cls("awq", bits, group, SCALE_BYTES + OFFSET_BYTES)
 
-    def read(self, parts: Parts, shape: tuple[int, int]) -> Grouped:
+    def read(self, parts: StoredParts, shape: tuple[int, int]) -> Grouped:
         outputs, inputs = shape
         if outputs % 8:
             raise parts.fail(f"{outputs} outputs do not fill words of 8")

@@ -31,7 +31,7 @@ FP4 = jnp.dtype("float4_e2m1fn")
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class StoredParts:
     """The stored tensors of one weight.
 
     Attributes:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from specjax._util.checks import Check, format_value, require
 from specjax._util.errors import ModelError
-from specjax.models.hf.quantizers.parts import Parts
+from specjax.models.hf.quantizers.parts import StoredParts
 
 HOLDER = "config.json: quantization_config."
 ADVICE = "load the checkpoint before it was quantized, --quantize quantizes it"
@@ -67,7 +67,7 @@ class Quantizer:
         groups = f", groups of {self.group}" if self.group else ""
         return f"{self.method}, {self.bits} bits{groups}"
 
-    def read(self, parts: Parts, shape: tuple[int, int]) -> Any:
+    def read(self, parts: StoredParts, shape: tuple[int, int]) -> Any:
         """The weight ``[O, I]``: quantized, or an array where ours has no form for it.
 
         Raises:
