@@ -17,6 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from specjax._util.platform import platform
 from specjax.models import sharding
 from specjax.models.adapters import LowRank
 from specjax.models.config import RopeConfig
@@ -71,7 +72,7 @@ def _matmul(
     1.35 and 2.13 times.
     """
     rows = math.prod(x.shape[:-1])
-    if jax.default_backend() != "cpu" or rows > NARROW_ROWS:
+    if not platform().weights_first or rows > NARROW_ROWS:
         # On accelerators the layout is the compiler's choice.
         return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
 
@@ -93,7 +94,7 @@ def _by_parts(
     activations: without the loop it has all layers' weights wide at the same time.
     """
     outputs, inputs = weight.shape
-    if jax.default_backend() != "cpu" or outputs * inputs < SMALL_ENTRIES:
+    if not platform().dense_groups or outputs * inputs < SMALL_ENTRIES:
         return product(x, weight)
     size = min(-(-outputs // 2), max(1, WIDENED_ENTRIES // inputs))  # at least two: XLA unrolls one
     count = outputs // size
@@ -123,7 +124,7 @@ def _grouped_matmul(x: Float[Array, "... i"], weight: Grouped) -> Float[Array, "
         x = jnp.take(x, weight.order, axis=-1, mode="clip")
     rows = math.prod(x.shape[:-1])
     size = weight.shape[1] // weight.groups
-    if jax.default_backend() == "cpu" or 2 * rows > size:
+    if platform().dense_groups or 2 * rows > size:
         return _matmul(x, weight.dense_in_order(x.dtype))
 
     inputs = x.reshape(rows, weight.groups, size)
