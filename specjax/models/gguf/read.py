@@ -11,7 +11,7 @@ import functools
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,6 @@ def load_gguf(
     cfg = _config(header)
     if fused and quantize is None:
         _say_widened(header)
-    # A wrong number of layers must not make us build each of them.
-    if cfg.num_layers > len(header.tensors):
-        raise ModelError(
-            f"{path}: its metadata say {cfg.num_layers} layers, and it has "
-            f"{len(header.tensors)} tensors"
-        )
     scheme = None
     if quantize not in (None, NO_SCHEME):
         scheme = parse_scheme(quantize)
@@ -108,11 +102,16 @@ def load_gguf(
                 part = place_part(cfg, part)
             return jax.block_until_ready(part)
 
-        layers = {}
-        for i, layer_places in places.pop("layers").items():
-            layers |= read_part({"layers": {i: layer_places}})["layers"]
-        tables = {name: read_part({name: place})[name] for name, place in places.items()}
-        return cfg, tables | {"layers": layers}
+        return cfg, _in_parts(places, read_part)
+
+
+def _in_parts(places: dict, read_part: Callable[[dict], dict]) -> dict:
+    """All params: one layer or table after the other."""
+    layers = {}
+    for i, layer_places in places.pop("layers").items():
+        layers |= read_part({"layers": {i: layer_places}})["layers"]
+    tables = {name: read_part({name: place})[name] for name, place in places.items()}
+    return tables | {"layers": layers}
 
 
 def is_kept(tensor: Tensor) -> bool:
@@ -144,12 +143,25 @@ def kept_bytes(path: Path, dtype: jnp.dtype) -> int:
 
 
 def _config(header: Header) -> ModelConfig:
+    """The architecture.
+
+    Raises:
+      ModelError: it is not read, or has more layers than the file has tensors.
+    """
+
     def rope_factors() -> np.ndarray:
         with open_file(header.path) as file:
             factors = _widened(file, header.tensors[ROPE_FACTORS], jnp.dtype(jnp.float32))
         return np.asarray(factors)
 
-    return config_of(header, rope_factors)
+    cfg = config_of(header, rope_factors)
+    # A wrong number of layers must not make us build each of them.
+    if cfg.num_layers > len(header.tensors):
+        raise ModelError(
+            f"{header.path}: its metadata say {cfg.num_layers} layers, and it has "
+            f"{len(header.tensors)} tensors"
+        )
+    return cfg
 
 
 def _check_tensors(header: Header, places: dict) -> None:
