@@ -117,11 +117,14 @@ def device_memory() -> int:
 def use_compilation_cache() -> bool:
     """Keeps compiled programs on disk for later runs; ``SPECJAX_CACHE_DIR=`` turns it off.
 
+    ``SPECJAX_CACHE_DIR`` names the directory, or JAX's own ``JAX_COMPILATION_CACHE_DIR``.
+
     Returns whether the cache is empty or off, so that this run must compile.
     """
     cache = user_cache()
     usual = str(cache / "specjax" / "xla") if cache else ""
-    directory = os.environ.get("SPECJAX_CACHE_DIR", usual)
+    of_jax = jax.config.jax_compilation_cache_dir
+    directory = os.environ.get("SPECJAX_CACHE_DIR", of_jax or usual)
     if not directory:
         return True
     jax.config.update("jax_compilation_cache_dir", directory)

@@ -182,10 +182,12 @@ def read_prompts(
     rewards: Sequence[Reward] | None = None,
     source: Source | None = None,
     most: int | None = None,
+    option: str = "--prompts",
 ) -> tuple[list[Prompt], list[BadLine]]:
     """The first ``most`` prompts of a JSONL file or a dataset, and the lines that are wrong.
 
     With ``rewards`` the file is a task. Its lines have constraints, which the rewards score.
+    Errors name the file by ``option``, as the command line does.
 
     Raises:
       OptionError: the file cannot be read, is empty, or is not of the dataset ``source``.
@@ -195,7 +197,7 @@ def read_prompts(
     if source:
         lines = enumerate(source.read(path))
     else:
-        lines = _lines(path, "--prompts" if rewards is None else "--task")
+        lines = _lines(path, option)
     for index, entry in lines:
         if len(good) == most:
             break

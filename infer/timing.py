@@ -26,9 +26,11 @@ from specjax.models.forward_pass import forward
 from specjax.models.head import draft_logits, fused_states
 
 CURVE = (1, 2, 4, 8, 16, 32, 64)  # the T of v(T)
-STEPS = 24  # rounds per timing
 CONTEXT = 192  # committed tokens that the timed passes see
-TIMINGS = 16
+STEPS = 24  # rounds per timing, at most
+TIMINGS = 16  # at most
+FEWEST_STEPS, FEWEST_TIMINGS = 2, 5
+SECONDS = 20.0  # default time for all timings, without the compilations
 DRAFT_PASSES = 3  # draft passes between two target passes when c is measured
 
 # One round of a timing: models, each with its tokens per pass and its number of passes.
@@ -47,7 +49,10 @@ def row_seconds(generation: sj.Generation, batch_size: int, whole: bool = False)
 
 
 def costs(
-    target: sj.LM, draft: sj.LM | None, widths: Sequence[int] = CURVE
+    target: sj.LM,
+    draft: sj.LM | None,
+    widths: Sequence[int] = CURVE,
+    seconds: float = SECONDS,
 ) -> tuple[dict[int, float], float | None]:
     """Measures the verify curve v(T) and the draft's cost c.
 
@@ -60,6 +65,8 @@ def costs(
       target: the target.
       draft: the draft model or head, or None.
       widths: the values of T; one of them is 1.
+      seconds: about how long to measure. A slow model gets fewer and shorter timings, but at least
+        ``FEWEST_TIMINGS`` of ``FEWEST_STEPS`` rounds.
 
     Returns:
       v by T, and c, or None without a draft.
@@ -74,7 +81,7 @@ def costs(
             draft = attach(draft, target)
         rounds.append([(target, 1, 1), (draft, first, 1), (draft, 1, DRAFT_PASSES - 1)])
 
-    timings = np.array(round_seconds(rounds))  # [timing, round]
+    timings = np.array(round_seconds(rounds, seconds))  # [timing, round]
     one_token = timings[:, [widths.index(1)]]
     relative = np.median(timings / one_token, axis=0).tolist()
 
@@ -83,27 +90,31 @@ def costs(
     return v, c
 
 
-def round_seconds(rounds: Sequence[Round]) -> list[list[float]]:
-    """Seconds of each round, in each of ``TIMINGS`` timings.
+def round_seconds(rounds: Sequence[Round], budget: float = SECONDS) -> list[list[float]]:
+    """Seconds of each round, in each of up to ``TIMINGS`` timings, within about ``budget`` seconds.
 
     The rounds are timed in turn. Ratios within one timing hold even if the machine slows down.
     """
     loops = [_round_loop(models) for models in rounds]
     for loop in loops:
-        loop()  # compiles
-    timings: list[list[float]] = []
-    for _ in range(TIMINGS):
+        loop(FEWEST_STEPS)  # compiles
+
+    def time_each(steps: int) -> list[float]:
         seconds = []
         for loop in loops:
             began = time.perf_counter()
-            loop()
-            seconds.append((time.perf_counter() - began) / STEPS)
-        timings.append(seconds)
-    return timings
+            loop(steps)
+            seconds.append((time.perf_counter() - began) / steps)
+        return seconds
+
+    once = sum(time_each(FEWEST_STEPS))
+    steps = int(np.clip(budget / (TIMINGS * once), FEWEST_STEPS, STEPS))
+    count = int(np.clip(budget / (steps * once), FEWEST_TIMINGS, TIMINGS))
+    return [time_each(steps) for _ in range(count)]
 
 
-def _round_loop(models: Round) -> Callable[[], None]:
-    """A function that runs STEPS rounds on the device, with logits and argmax, and waits."""
+def _round_loop(models: Round) -> Callable[[int], None]:
+    """A function that runs so many rounds on the device, with logits and argmax, and waits."""
     # The cost of a pass depends on the cache's length, so every width gets the same length.
     widest = max(*CURVE, *(width for _, width, _ in models))
     capacity = bucket(CONTEXT + STEPS + widest + DRAFT_PASSES)
@@ -121,7 +132,7 @@ def _round_loop(models: Round) -> Callable[[], None]:
         return jax.lax.fori_loop(0, passes, one_pass, (cache, token % net.vocab))
 
     @replicated
-    def run_rounds(nets):
+    def run_rounds(nets, steps):
         def one_round(i, carry):
             caches, token = carry
             new_caches = []
@@ -131,11 +142,11 @@ def _round_loop(models: Round) -> Callable[[], None]:
             return new_caches, token
 
         caches = [net.cache(1, capacity) for net in nets]
-        return jax.lax.fori_loop(0, STEPS, one_round, (caches, jnp.int32(1)))[1]
+        return jax.lax.fori_loop(0, steps, one_round, (caches, jnp.int32(1)))[1]
 
     nets = [model.net for model, _, _ in models]
     mesh = models[0][0].mesh
-    return lambda: jax.block_until_ready(run_rounds(mesh, nets))
+    return lambda steps: jax.block_until_ready(run_rounds(mesh, nets, jnp.int32(steps)))
 
 
 def score_pairs(net: Net, cache, tokens: Int[Array, "1 N"], start: Int[Array, "1"]):

@@ -20,6 +20,7 @@ from specjax._util.arguments import FLAG, as_integer_array, instance_of, validat
 from specjax._util.checks import Check, format_value
 from specjax._util.errors import ModelError, OptionError, PairError
 from specjax._util.files import expand_user
+from specjax._util.platform import platform
 from specjax.core.net import FREE_TOKENS, Net
 from specjax.demo import tuned
 from specjax.models import ModelConfig, fuse
@@ -46,7 +47,6 @@ TUNED = "demo-sdsat"
 HUB_FILES = ("*.json", hub.SAFETENSORS, "delta.safetensors", "*.jinja", "tokenizer.model")
 PICKLES = (hub.PICKLES,)
 SELF = "self:"  # prefix of a draft that is a quantized copy of the target; a scheme follows
-ACCELERATOR_PASS_WIDTH = 8  # tokens: the rows of a matrix unit's tile
 PASS_WIDTH = Check(int, low=1, high=FREE_TOKENS, optional=True)
 CACHE_DTYPE = Check(instance_of(str), choices=("int8",), optional=True)
 
@@ -357,7 +357,7 @@ def resolve_dtype(dtype: Any) -> str:
       ModelError: there is no such dtype.
     """
     if dtype is None:
-        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        return platform().dtype
     # NumPy parses a text as an expression; what it raises then says nothing to the user.
     with contextlib.suppress(TypeError, ValueError, SyntaxError):
         dtype = jnp.dtype(dtype).name
@@ -372,7 +372,7 @@ def resolve_pass_width(width: int | None) -> int:
     """The ``pass_width`` of :func:`load`, in tokens per row: the given one, or the default."""
     if width is not None:
         return width
-    return 1 if jax.default_backend() == "cpu" else ACCELERATOR_PASS_WIDTH
+    return platform().pass_width
 
 
 @validate_arguments(

@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
-from specjax._util.program import Parser, Place, any_text
+import argparse
+import os
+from pathlib import Path
+
+from specjax._util.errors import system_error
+from specjax._util.program import Parser, Place, any_text, name_or_path
+
+
+def new_file(text: str) -> Path:
+    """An argparse type: a file to write. What cannot be one is refused before any work is done.
+
+    A file that is there is replaced; a device or a directory is not.
+    """
+    path = Path(name_or_path(text))
+    try:
+        if os.path.lexists(path) and not path.is_file():
+            raise argparse.ArgumentTypeError(f"{text!a} is no file: give another name")
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(system_error(error)) from None
+    return path
 
 
 def config_parser(name: str, doc: str) -> Parser:

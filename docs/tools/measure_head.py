@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from abstract_models import lower_rounds, mesh_over
 from jax.experimental import topologies
-from measure_tpu import PARTS, SEARCH_TURNS, abstract, compile_rounds, part_of, turns
+from measure_tpu import PARTS, SEARCH_TURNS, abstract, part_of, turns
 from shapes import SHAPES
 from tpu_cycles import cycles
 
 from infer.cli import whole
-from specjax.core.mesh import AXES
 from specjax.core.warp import COUNTING, SEARCHING
 from specjax.draft.model_drafter import DRAFTING
 from specjax.models.families.head_config import HeadConfig
@@ -78,8 +78,7 @@ def scaled(args: argparse.Namespace, method: str, rows: int) -> Round:
 def counted(args: argparse.Namespace, method: str, rows: int, layers: int) -> Round:
     """Cycles of a compiled round with ``layers`` layers of the target."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=args.topology).devices
-    auto = (jax.sharding.AxisType.Auto,) * len(AXES)
-    mesh = jax.make_mesh((1, 1), AXES, axis_types=auto, devices=devices[:1])
+    mesh = mesh_over(devices)
     whole_model = SHAPES["llama-3-8b"]
     unquantised = argparse.Namespace(**{**vars(args), "layers": layers, "quantize": None})
     target = abstract(whole_model, mesh, unquantised)
@@ -88,7 +87,7 @@ def counted(args: argparse.Namespace, method: str, rows: int, layers: int) -> Ro
     draft = abstract(cfg, mesh, args) if METHODS[method].needs_draft else None
     options = {"gamma": GAMMA} if draft else {}
     engine = make_engine(target, draft, METHODS[method], options, greedy=False)
-    text = compile_rounds(engine, rows, args.capacity, mesh).as_text()
+    text = lower_rounds(engine, rows, args.capacity, mesh).compile().as_text()
 
     def of(passes: int) -> Counter:
         """The round's cycles if the draft loop makes ``passes`` turns."""

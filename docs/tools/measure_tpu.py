@@ -19,7 +19,6 @@ kernel.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import math
 import re
@@ -29,8 +28,9 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from abstract_models import abstract_model, lower_rounds, mesh_over
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 from shapes import DRAFTS, SHAPES
 from tpu_cycles import (
     EXCHANGES,
@@ -43,12 +43,9 @@ from tpu_kernels import FORWARD, Kernel, parse_call, schedules
 
 import specjax as sj
 from infer.cli import mesh_axes, setting, whole
-from specjax import lm
-from specjax.core import loop
-from specjax.core.mesh import AXES, specs_of
 from specjax.core.warp import COUNTING, SEARCHING
 from specjax.draft.model_drafter import DRAFTING
-from specjax.models import ModelConfig, fuse, param_shapes
+from specjax.models import ModelConfig
 from specjax.models.attention import splash_chunk
 from specjax.models.attention.long_cache import (
     MASKED_SHARED,
@@ -61,9 +58,7 @@ from specjax.models.attention.long_cache import (
     shared_blocks,
 )
 from specjax.models.cache import row_bytes
-from specjax.models.placement import param_specs, split_layers
-from specjax.models.quantization import param_bytes, parse_scheme, quantize_params
-from specjax.models.sharding import split_config
+from specjax.models.quantization import param_bytes, parse_scheme
 from specjax.registry import METHODS
 from specjax.runtime.generate import make_engine
 
@@ -128,7 +123,7 @@ def row(args: argparse.Namespace, method: str, rows: int) -> list[str]:
     )
     engine = make_engine(target, draft, METHODS[method], dict(args.options), greedy=False)
     began = time.perf_counter()
-    compiled = compile_rounds(engine, rows, args.capacity, mesh)
+    compiled = lower_rounds(engine, rows, args.capacity, mesh).compile()
     seconds, text = time.perf_counter() - began, compiled.as_text()
     passes = getattr(getattr(engine.method, "drafter", None), "gamma", 0)
     counts = blocks_read(target, rows, args, args.held or [args.capacity], target.net.narrow(rows))
@@ -154,9 +149,7 @@ def row(args: argparse.Namespace, method: str, rows: int) -> list[str]:
 def mesh_of(args: argparse.Namespace) -> jax.sharding.Mesh:
     """The topology's first chips."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=args.topology).devices
-    auto = (jax.sharding.AxisType.Auto,) * len(AXES)
-    shape = tuple(args.mesh.values())
-    return jax.make_mesh(shape, AXES, axis_types=auto, devices=devices[: math.prod(shape)])
+    return mesh_over(devices, **args.mesh)
 
 
 def print_prefill(args: argparse.Namespace) -> None:
@@ -279,47 +272,15 @@ def held(model: sj.LM, rows: int, args: argparse.Namespace) -> float:
 
 
 def abstract(cfg: ModelConfig, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> sj.LM:
-    """A model of shapes only, split over the mesh."""
-    count = mesh.shape["model"]
-    if args.layers:
-        slides = cfg.sliding_layers and cfg.sliding_layers[: args.layers]
-        layers = min(cfg.num_layers, args.layers)
-        cfg = dataclasses.replace(cfg, num_layers=layers, sliding_layers=slides)
-
-    def layout(params):
-        params = fuse(params)
-        if args.quantize:
-            params = quantize_params(cfg, params, args.quantize, jnp.dtype(jnp.bfloat16))
-        return split_layers(cfg, params, count)
-
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), param_shapes(cfg))
-    fused = jax.eval_shape(layout, shapes)
-    params = jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
-        fused,
-        param_specs(cfg, fused, count),
+    """A model of shapes only, as the arguments ask for it."""
+    return abstract_model(
+        cfg,
+        mesh,
+        layers=args.layers,
+        quantize=args.quantize,
+        pass_width=args.pass_width,
+        cache_dtype=args.cache_dtype,
     )
-    width = lm.resolve_pass_width(args.pass_width)
-    config = split_config(cfg, count)
-    how = mesh, width, args.cache_dtype
-    return sj.LM(config, params, None, (2,), cfg.vocab_size, "shapes", *how)
-
-
-def compile_rounds(engine, rows: int, capacity: int, mesh) -> jax.stages.Compiled:
-    """The compiled loop of rounds."""
-    shaped = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    inputs = engine.inputs(sj.Sampling(0.8, top_p=0.9), rows)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
-    prefill = loop.prefill_prompts(engine.method, 128, False)
-    filled = jax.eval_shape(
-        prefill, inputs, shaped((rows, capacity)), shaped((rows,)), shaped((rows,)), keys
-    )
-    state = jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
-        filled,
-        specs_of(filled),
-    )
-    return loop.run_rounds(engine.method).lower(inputs, state, shaped(())).compile()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ from infer.bench.timed_cases import BenchSetting, Result, measure
 from infer.cli import BAD_LINES, make_directory
 from infer.loading import load_models, use_compilation_cache
 from infer.prompts import PromptEncoder, stops_of
+from infer.timing import row_seconds
+from specjax._util.files import append_line, write_text
 from specjax._util.program import require_output, say
 from specjax.lm import SELF, base_of, quantize, resolve_dtype
 from specjax.models import ModelConfig, init_params, load_pretrained, save_pretrained
@@ -61,7 +63,7 @@ def run_benchmark(args: argparse.Namespace) -> int:
     if not args.out:
         require_output()
     directory = make_directory(args.out) if args.out else None
-    report = make_report(args)
+    report = make_report(args, directory)
 
     # A full disk or a closed pipe costs the files or what is shown, not the measurement.
     try:
@@ -90,8 +92,8 @@ def _write(directory: Path, report: dict[str, Any]) -> None:
         say("infer.bench", 'no bench.png: it needs matplotlib, pip install "specjax[plots]"')
 
 
-def make_report(args: argparse.Namespace) -> dict[str, Any]:
-    """Measures everything.
+def make_report(args: argparse.Namespace, directory: Path | None = None) -> dict[str, Any]:
+    """Measures everything. What each case generated goes to ``runs.jsonl`` as soon as it is there.
 
     Raises:
       SpecjaxError: an argument does not fit the models, or they cannot be loaded.
@@ -113,9 +115,9 @@ def make_report(args: argparse.Namespace) -> dict[str, Any]:
             models = models._replace(target=ending_middles(models.target))
 
         say("infer.bench", f"{len(cases)} cases × {len(questions)} prompts; warming up")
-        results, peer = _decode(args, models, cases, questions, meter)
-        say("infer.bench", "cost curve")
-        v, c = _measure_costs(models, cases)
+        record = _run_recorder(args.repeats, directory)
+        results, peer = _decode(args, models, cases, questions, meter, record)
+        v, c = _measure_costs(args, models, cases)
 
         rows = _make_rows(args, models, questions, results, v, c)
         add_metrics(rows, questions, results, metrics)
@@ -181,6 +183,7 @@ def _decode(
     cases: Sequence[Case],
     questions: Sequence[Question],
     meter: EnergyMeter | None,
+    record: Callable[[Case, int, sj.Generation], None],
 ) -> tuple[list[Result], TransformersPeer | None]:
     """The results of all cases, and the peer with its answers if there is one."""
     prompts = [question.tokens for question in questions]
@@ -189,11 +192,47 @@ def _decode(
     budget = args.max_new_tokens
     setting = BenchSetting(models.target, models.draft, prompts, budget, args.seed, stop)
     if not args.peer:
-        return measure(setting, cases, args.repeats, lambda repeat: None, meter), None
+        return measure(setting, cases, args.repeats, meter=meter, after_run=record), None
 
     peer = TransformersPeer(*models.directories, prompts, budget, _peer_gamma(cases))
     with peer:  # starts its process and warms it up
-        return measure(setting, cases, args.repeats, peer.repeat, meter), peer
+        return measure(setting, cases, args.repeats, peer.repeat, meter, record), peer
+
+
+def _run_recorder(
+    repeats: int, directory: Path | None
+) -> Callable[[Case, int, sj.Generation], None]:
+    """A function that shows a run's figures, and appends them to ``runs.jsonl`` of ``directory``.
+
+    So a benchmark that is stopped has not lost what it had measured.
+    """
+    path = directory / "runs.jsonl" if directory else None
+    if path:
+        write_text(path, "")
+
+    def record(case: Case, repeat: int, run: sj.Generation) -> None:
+        seconds = row_seconds(run, case.batch_size)
+        tokens = run.lengths.sum()
+        speed = tokens / seconds.sum()
+        per_round = tokens / max(1, run.stats["rounds"].sum())
+        where = f"{case.label}, {case.mode}, batch {case.batch_size}"
+        figures = f"{speed:.1f} tokens/s, {per_round:.2f} tokens/round"
+        say("infer.bench", f"{where}, repeat {repeat + 1} of {repeats}: {figures}")
+        if path:
+            line = {
+                "label": case.label,
+                "method": case.method,
+                "mode": case.mode,
+                "batch_size": case.batch_size,
+                "repeat": repeat,
+                "tokens_per_second": float(speed),
+                "seconds": seconds.tolist(),
+                "tokens": [row.tolist() for row in run.tokens],
+                "stats": {name: values.tolist() for name, values in run.stats.items()},
+            }
+            append_line(path, json.dumps(line))
+
+    return record
 
 
 def _peer_gamma(cases: Sequence[Case]) -> int:
@@ -204,13 +243,21 @@ def _peer_gamma(cases: Sequence[Case]) -> int:
     return PEER_GAMMA
 
 
-def _measure_costs(models: Models, cases: Sequence[Case]) -> tuple[dict[int, float], float | None]:
-    """(v(T) by T, for the T of the curve and those that predictions need; c)."""
-    widths = set(timing.CURVE)
+def _measure_costs(
+    args: argparse.Namespace, models: Models, cases: Sequence[Case]
+) -> tuple[dict[int, float], float | None]:
+    """(v(T) by T, for the T that the chosen methods use; c). Both are empty with ``--no-curve``."""
+    if args.no_curve:
+        return {}, None
+    needed = {1}
     for case in cases:
-        widths.update(pass_widths(case, models.target))
+        needed.update(pass_widths(case, models.target))
+    widths = sorted({width for width in timing.CURVE if width < max(needed)} | needed)
+
     # v(T) is measured for each T that is needed, never interpolated.
-    return timing.costs(models.target, models.draft, sorted(widths))
+    say("infer.bench", f"cost curve, {len(widths)} widths in about {args.curve_seconds:g} seconds")
+    draft = models.draft if any(METHODS[case.method].needs_draft for case in cases) else None
+    return timing.costs(models.target, draft, widths, args.curve_seconds)
 
 
 def _make_rows(

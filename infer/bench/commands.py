@@ -180,6 +180,16 @@ def _add_report(out: Parser) -> None:
         help="also predict the speedup at these draft costs c (draft step time / target step "
         "time), from the measured acceptance (default: %(default)s)",
     )
+    curve = out.add_mutually_exclusive_group()
+    curve.add_argument(
+        "--curve-seconds",
+        type=checked(float, "a number of seconds above 0", lambda seconds: 0 < seconds < 1e6),
+        default=20.0,
+        metavar="N",
+        help="measure v(T) and c for about N seconds, compilations aside (default: %(default)g)",
+    )
+    text = "measure neither v(T) nor c, and predict no speedup"
+    curve.add_argument("--no-curve", action="store_true", help=text)
     out.add_argument(
         "--entropy",
         action="store_true",
@@ -187,7 +197,11 @@ def _add_report(out: Parser) -> None:
         "methods that draft chains",
     )
     out.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    out.add_argument("--out", metavar="DIR", help="write bench.json, bench.md and bench.png to DIR")
+    out.add_argument(
+        "--out",
+        metavar="DIR",
+        help="write bench.json, bench.md and bench.png to DIR, and runs.jsonl while it measures",
+    )
     out.add_argument(
         "--plot",
         metavar="COLUMN",

@@ -19,6 +19,10 @@ def draw_methods(path: Path, report: dict[str, Any]) -> Path:
     """Draws each method's speedup, and the cost curve."""
     rows = [row for row in report["rows"] if row["speedup"] is not None]
     height = max(4.2, 0.45 * len(rows))  # of two lines of text per row
+    if not report["v"]:
+        figure, bars = pyplot().subplots(figsize=(6, height), layout="constrained")
+        _draw_speedups(bars, rows)
+        return save_figure(figure, path)
     figure, (bars, curve) = pyplot().subplots(1, 2, figsize=(11, height), layout="constrained")
     _draw_speedups(bars, rows)
     _draw_curve(curve, report["v"])

@@ -51,7 +51,8 @@ def predicted_speedup(
     """
     predicted = None
     inputs: dict[str, Any] = {}
-    if case.batch_size == 1 and case.method in FORMULAS:
+    predictable = case.batch_size == 1 and bool(v)  # v is empty if it was not measured
+    if predictable and case.method in FORMULAS:
         rate = row["acceptance_rate"]
         if widths and c is not None and rate is not None:
             gamma = case.options["gamma"]
@@ -59,7 +60,7 @@ def predicted_speedup(
             for name, formula in FORMULAS.items():
                 inputs[f"expected_{name}"] = formula(rate, gamma, c, v[gamma + 1])
             predicted = inputs[f"expected_{case.method}"]
-    elif case.batch_size == 1 and METHODS[case.method].drafter == SELF_DRAFTING:
+    elif predictable and METHODS[case.method].drafter == SELF_DRAFTING:
         costs = [v[width] for width in widths]
         predicted = metrics.expected_self_draft_speedup(row["block_efficiency"], costs)
 

@@ -150,7 +150,8 @@ def tables(report: dict[str, Any]) -> list[Table]:
         filled.append(fill(PEER_COLUMNS, report["peers"]))
 
     curve = report["v"]
-    filled.append((["T", *curve], [["v(T)", *(f"{value:.2f}" for value in curve.values())]]))
+    if curve:
+        filled.append((["T", *curve], [["v(T)", *(f"{value:.2f}" for value in curve.values())]]))
     return filled
 
 

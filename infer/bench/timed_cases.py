@@ -82,6 +82,7 @@ def measure(
     repeats: int,
     after_repeat: Callable[[int], None] = lambda repeat: None,
     meter: EnergyMeter | None = None,
+    after_run: Callable[[Case, int, sj.Generation], None] = lambda case, repeat, run: None,
 ) -> list[Result]:
     """Runs all cases over all prompts, ``repeats`` times, interleaved.
 
@@ -91,6 +92,7 @@ def measure(
       repeats: how often; each repeat has the next seed.
       after_repeat: called with the repeat's number; a peer is timed there.
       meter: reads the energy, if there is one.
+      after_run: called with each case, repeat and generation as soon as it is there.
 
     Returns:
       One result per case, in the order of ``cases``.
@@ -113,6 +115,7 @@ def measure(
             result.runs.append(run_case(seeded, result.case))
             if meter:
                 result.joules.append(meter.joules() - before)
+            after_run(result.case, repeat, result.runs[-1])
         after_repeat(repeat)
     return results
 

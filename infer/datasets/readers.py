@@ -22,7 +22,7 @@ from typing import Any
 from infer.datasets.files import Row, read_rows
 from infer.formats import COMMONGEN, TURN, before_answer
 
-# A function ends at the next top-level statement (Chen et al. 2021, §2.1).
+# A function ends at the next top-level statement (Chen et al. 2021, §3.2).
 HUMANEVAL_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 # MBPP asks for a whole function; it may be followed by a helper, so "def" does not end it.
 MBPP_STOPS = ("\nclass", "\nassert", '\n"""', "\nprint", "\nif")

@@ -10,21 +10,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import lm_eval.models  # noqa: F401, the registry loads its own models only while it is empty
-from lm_eval.__main__ import cli_evaluate
+from lm_eval._cli import HarnessCLI
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.config.evaluate_config import EvaluatorConfig
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, setup_logging
 
+from infer.cli import MAX_ROWS
 from infer.loading import use_compilation_cache
 from infer.scoring import check_scorable, score
 from specjax import lm
-from specjax._util.errors import OptionError
+from specjax._util.arguments import COUNT
+from specjax._util.checks import SEED_MAX, Check
+from specjax._util.errors import InputError, OptionError
 from specjax.core.warp import Sampling
 from specjax.registry import method as method_named
 from specjax.runtime.generate import generate, make_engine
 
 BATCH_SIZE = 8
 NEW_TOKENS = 256
+ROWS = Check(int, low=1, high=MAX_ROWS)
+SEED = Check(int, low=0, high=SEED_MAX)
 # Known keys of ``generation_kwargs``. Others would change the text, and are refused.
 UNTIL = "until"
 MAX_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens")
@@ -68,9 +74,9 @@ class Specjax(TemplateLM):
         make_engine(self._target, self._draft, method_named(method), options)
         if str(batch_size).startswith("auto"):
             batch_size = BATCH_SIZE
-        self._batch_size = int(batch_size)
-        self._max_tokens = int(max_gen_toks)
-        self._seed = int(seed)
+        self._batch_size = ROWS.parse("--model_args batch_size", batch_size)
+        self._max_tokens = COUNT.parse("--model_args max_gen_toks", max_gen_toks)
+        self._seed = SEED.parse("--model_args seed", seed)
         self._templated = False  # whether the harness's contexts come from the chat template
 
     # --- text and tokens -----------------------------------------------------------------------
@@ -260,6 +266,20 @@ def read_request(
 
 
 def evaluate(args: None) -> int:
-    """Runs lm-eval's own program, which reads the command line itself."""
-    cli_evaluate()
+    """Runs lm-eval's own program, which reads the command line itself.
+
+    Raises:
+      InputError: lm-eval refuses an argument, a task or a file of the command line. Errors that
+        come later keep their traceback: they are faults of a task's or of our code.
+    """
+    setup_logging()
+    cli = HarnessCLI()
+    parsed = cli.parse_args()
+    if parsed.command == "run":
+        try:
+            config = EvaluatorConfig.from_cli(parsed)
+            config.process_tasks(config.metadata)
+        except (ValueError, TypeError, LookupError, OSError) as error:
+            raise InputError(f"lm-eval: {error}") from None
+    cli.execute(parsed)
     return 0

@@ -20,7 +20,24 @@ from infer import cli
 from infer.run import demo
 from specjax._util.program import Parser, run
 
-gibibytes = cli.checked(float, "a number of GiB above 0 and below 2^40", lambda g: 0 < g < 2**40)
+# Memory of one device in GiB (vendors' data sheets).
+DEVICE_GIB = {
+    "a100-40": 40,
+    "a100-80": 80,
+    "b200": 180,
+    "h100": 80,
+    "h200": 141,
+    "l40s": 48,
+    "rtx4090": 24,
+    "v5e": 16,
+    "v5p": 95,
+    "v6e": 32,
+}
+gibibytes = cli.checked(
+    lambda text: DEVICE_GIB.get(text.lower()) or float(text),
+    f"a number of GiB above 0 and below 2^40, or one of {', '.join(DEVICE_GIB)}",
+    lambda g: 0 < g < 2**40,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,7 +175,8 @@ def _add_plan(group: _ArgumentGroup) -> None:
         "--memory",
         type=gibibytes,
         metavar="GIB",
-        help="memory of each device for --plan (default: as the first device reports)",
+        help="memory of each device for --plan, or a device's name, such as h100 "
+        "(default: as the first device reports)",
     )
 
 
@@ -183,6 +201,13 @@ def _add_output(group: _ArgumentGroup) -> None:
         metavar=cli.Place.FORM,
         help="run as process INDEX of COUNT, with process 0 reachable at HOST:PORT. The processes "
         "share the prompts, or one model with --mesh model=N, and write one --out",
+    )
+    group.add_argument(
+        "--meeting-timeout",
+        type=cli.checked(float, "a number of seconds above 0", lambda s: 0 < s < 1e6),
+        default=300.0,
+        metavar="SECONDS",
+        help="how long the processes of one model wait for each other (default: %(default)g)",
     )
 
 

@@ -28,7 +28,7 @@ from infer.run.screen import Screen, WaitMessage, printable
 from infer.timing import row_seconds
 from specjax._util import processes
 from specjax._util.errors import OptionError, SpecjaxError
-from specjax._util.program import require_output, say
+from specjax._util.program import TERMINATED, require_output, say
 from specjax.lm import model_digest
 from specjax.registry import MethodSpec, compose, method, usual_rule
 from specjax.rewards import Combined, RewardWarning, combine
@@ -38,7 +38,14 @@ from specjax.runtime.infill import ending_middles
 DEMO_GAMMA = 3  # the draft length at which the embedded pair is fastest: see the README's table
 DEMO_REPEATS = 9  # runs of the demo and of plain decoding, after one that compiles
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # JAX's errors contain it if an allocation failed
+# Rounds per piece if one model spans several processes. Between pieces they look for SIGTERM, which
+# ends a process of its own at once.
+SPANNING_ROUNDS = 8
 STREAM_ROUNDS = 2  # rounds per piece of a streamed completion: often enough to read along
+
+
+class Terminated(Exception):
+    """A process of a model that spans several got SIGTERM: all of them end."""
 
 
 def run_job(args: argparse.Namespace) -> int:
@@ -52,11 +59,16 @@ def run_job(args: argparse.Namespace) -> int:
         warnings.showwarning = lambda message, *_: say("infer.run", message)
         try:
             if args.span:
-                processes.join(str(args.span))
+                processes.join(str(args.span), "infer.run", args.meeting_timeout)
             with contextlib.ExitStack() as stack:
                 # If one process cannot lock its file, all must stop.
                 processes.raise_everywhere(lambda: stack.enter_context(_lock(args)))
                 return _run(args)
+        except Terminated:
+            say(
+                "infer.run", "terminated; the rows so far are written, and the same command goes on"
+            )
+            return TERMINATED
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and OUT_OF_MEMORY not in str(error):
                 raise
@@ -110,7 +122,8 @@ def _decode_file(job: Job) -> int:
             rewards = job.reward.parts
     source = Source(args.dataset) if args.dataset else None
 
-    read = functools.partial(read_prompts, path, job.encoder, rewards, source)
+    option = "--task" if args.task else "--prompts"
+    read = functools.partial(read_prompts, path, job.encoder, rewards, source, option=option)
     prompts, bad = processes.raise_everywhere(read)
     report("infer.run", prompts, bad, path)
     if not prompts:
@@ -198,6 +211,10 @@ class Job:
         }
         if args.out:
             settings |= _model_digests(args, target, draft)
+            # In float32 the tokens do not depend on it. Below, each device's partial sums are
+            # rounded, so rows of another split may differ.
+            if settings["dtype"] != "float32":
+                settings["model_devices"] = (args.mesh or {"model": 1})["model"]
         settings |= _optional_settings(args, reward)
         settings = json.loads(json.dumps(settings))  # as they read back from a result file
 
@@ -329,12 +346,14 @@ class Job:
             num_samples=samples,
             batch_size=self.args.batch_size,
             prefixes=self.args.prefixes,
-            rounds_per_piece=ALL_ROUNDS,
+            rounds_per_piece=SPANNING_ROUNDS if self.args.span else ALL_ROUNDS,
             **self.arguments,
         )
         ready: dict[int, dict[str, Any]] = {}  # ended rows, not printed yet
         next_row = 0
-        for piece in pieces:
+        for number, piece in enumerate(pieces):
+            if self.args.span and processes.stop_requested(number):
+                raise Terminated
             if piece.row is None:
                 continue
             # Rows are numbered by prompt, and then by sample.

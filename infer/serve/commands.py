@@ -70,6 +70,12 @@ def _add_decoding(group: _ArgumentGroup) -> None:
         help="batch slots of each method: completions decoded at the same time (default: "
         "%(default)s)",
     )
+    group.add_argument(
+        "--warm-up",
+        action="store_true",
+        help="compile the default method's programs for all lengths before the first request; "
+        "otherwise they compile when a request is the first of its length",
+    )
     cli.add_prefixes(group)
     cli.add_mesh(group)
     cli.add_generation_config(group)
@@ -97,6 +103,12 @@ def _add_address(group: _ArgumentGroup) -> None:
         "repeatable. Without --api-key all other names are refused, because a page of another "
         "site can make its own name lead here",
         **cli.REPEATABLE,
+    )
+    group.add_argument(
+        "--proxy-headers",
+        action="store_true",
+        help="a proxy on this machine names the clients: take their addresses from the header "
+        "X-Forwarded-For of requests from 127.0.0.1",
     )
     group.add_argument(
         "--api-key",

@@ -15,7 +15,9 @@ nobody else touches its scheduler. If another queue waits for a scheduler, the l
 drains: it starts no new requests, and gives up its scheduler when it is empty.
 
 A variant is *new* until a row of it has ended: it has programs to compile. One new variant runs at
-a time, and the others wait (:class:`Programs`).
+a time, and the others wait (:class:`Programs`). A request that is longer than all before it needs
+further programs of its variant. It is held back until a worker has compiled them aside, so that the
+variant's other requests go on.
 
 A *row* is one completion of a submission: a prompt with ``n`` samples has ``n`` rows. This file
 does not know HTTP, JSON or OpenAI's protocol.
@@ -38,13 +40,16 @@ from infer import scoring
 from infer.scoring import PromptScores
 from infer.serve.fairness import QueueFull, Turns, fits
 from infer.serve.log import LOG
-from infer.serve.programs import Programs, return_memory
+from infer.serve.memory import return_memory
+from infer.serve.programs import Programs
 from specjax.core.protocols import Method
 from specjax.core.warp import Sampling
+from specjax.models.cache import bucket
 from specjax.runtime.engine import Engine, Request
 from specjax.runtime.generate import make_rows
 from specjax.runtime.output import Generation, Piece
 from specjax.runtime.scheduler import Bounds, Scheduler
+from specjax.runtime.warmup import warm_up_all_lengths, warm_up_aside
 
 # Rounds between two polls. At each poll new text is sent and batch slots are freed and filled.
 ROUNDS_PER_POLL = 1
@@ -147,6 +152,8 @@ class VariantQueue:
     def __init__(self, variant: Variant):
         self.variant = variant
         self.waiting: Turns[Request] = Turns()
+        # Requests that wait until programs for their length are compiled, with their clients.
+        self.held: list[tuple[Hashable, Request]] = []
         self.dropped: set[int] = set()  # ids of canceled requests that the scheduler still has
         self.working = False  # a worker polls it; nobody else may touch its scheduler
         self.draining = False  # it starts no new requests, because another queue waits to run
@@ -160,9 +167,32 @@ class VariantQueue:
         return self._polls is not None
 
     @property
+    def can_poll(self) -> bool:
+        """Whether a poll would do anything."""
+        return self.running or len(self.waiting) > 0
+
+    @property
     def busy(self) -> bool:
         """Whether any of its requests waits or runs."""
-        return self.working or self.running or len(self.waiting) > 0
+        return self.working or self.can_poll or len(self.held) > 0
+
+    def needed_bucket(self, request: Request) -> int | None:
+        """The capacity for a request's first round; None if it is the same for all requests."""
+        method = self.variant.engine.method
+        # A round's costs are measured where it runs, so these are not compiled aside either.
+        if method.needs_full_length or self.variant.engine.auto_length:
+            return None
+        return bucket(len(request.tokens) + method.round_positions)
+
+    def release(self, is_ready: Callable[[Request], bool]) -> None:
+        """Lets held requests wait for a batch slot that are ready for one."""
+        held = self.held
+        self.held = []
+        for client, request in held:
+            if is_ready(request):
+                self.waiting.extend(client, [request])
+            else:
+                self.held.append((client, request))
 
     def open(self, size: int, bounds: Bounds, kept: int) -> None:
         """Makes its scheduler, with ``size`` batch slots and a prefix cache of ``kept`` prompts."""
@@ -206,6 +236,15 @@ class VariantQueue:
             yield next_request(self)
 
 
+@dataclasses.dataclass(eq=False)
+class Compilation:
+    """Programs for requests of some length, which a worker compiles beside the running ones."""
+
+    queue: VariantQueue
+    request: Request
+    capacity: int
+
+
 @dataclasses.dataclass
 class Scoring:
     """A row that has ended, and the passes that compute its scores."""
@@ -213,6 +252,9 @@ class Scoring:
     piece: Piece
     passes: Iterator[list[PromptScores] | None]
     working: bool = False  # a worker runs a pass
+
+
+Job = VariantQueue | Compilation | Scoring  # what a worker works on
 
 
 class EngineThread:
@@ -253,7 +295,7 @@ class EngineThread:
         self._change = threading.Condition()
         self._inbox: list[Submission] = []
         self._canceled: list[Submission] = []
-        self._done: list[tuple[VariantQueue | Scoring, Any]] = []  # what workers got, or an error
+        self._done: list[tuple[Job, Any]] = []  # what workers got, or an error
         self._waiting: Counter[Hashable] = Counter()  # rows that wait, by client
         self._programs = Programs()
         self._closed = False
@@ -262,6 +304,7 @@ class EngineThread:
         self._queues: dict[Hashable, VariantQueue] = {}  # the one that waited longest comes first
         self._owners: dict[int, tuple[Submission, int]] = {}  # by request id: its request, row
         self._scorings: deque[Scoring] = deque()  # a worker may have the first one
+        self._compilation: Compilation | None = None  # that a worker has
         self._next_id = 0
 
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -294,6 +337,20 @@ class EngineThread:
         with self._change:
             self._canceled.append(submission)
             self._change.notify()
+
+    def warm_up(self, variant: Variant) -> None:
+        """Compiles all programs of a variant, and keeps them. No request may run meanwhile."""
+        capacities = warm_up_all_lengths(
+            variant.engine,
+            self._size,
+            self._bounds,
+            logprobs=variant.logprobs,
+            prefixes=self._kept,
+        )
+        with self._change:
+            self._programs.pin(variant.programs)
+            for capacity in capacities:
+                self._programs.add_bucket(variant.programs, capacity)
 
     def close(self) -> None:
         """Ends the thread after its current round; unfinished rows are dropped."""
@@ -360,16 +417,24 @@ class EngineThread:
         for job, result in done:
             if isinstance(job, Scoring):
                 self._finish_scoring(job, result)
+            elif isinstance(job, Compilation):
+                self._finish_compilation(job, result)
             else:
                 self._finish_poll(job, result)
         return not self._closed
 
     def _start_work(self, pool: ThreadPoolExecutor) -> None:
-        """Gives workers what can be done: a poll of each queue, and one scoring pass."""
+        """Gives workers what can be done: polls of queues, a scoring pass, a compilation."""
         for queue in self._open_queues():
-            if queue.busy and not queue.working:
+            if queue.can_poll and not queue.working:
                 queue.working = True
                 pool.submit(self._work, queue, functools.partial(self._poll, queue))
+
+        if self._compilation is None:
+            self._compilation = self._next_compilation()
+            if self._compilation is not None:
+                compile_aside = functools.partial(self._compile, self._compilation)
+                pool.submit(self._work, self._compilation, compile_aside)
 
         while self._scorings and not self._scorings[0].working:
             scoring = self._scorings[0]
@@ -379,7 +444,7 @@ class EngineThread:
             else:  # the request was canceled
                 self._scorings.popleft()
 
-    def _work(self, job: VariantQueue | Scoring, function: Callable[[], Any]) -> None:
+    def _work(self, job: Job, function: Callable[[], Any]) -> None:
         """Runs a job's function in a worker, and hands its result or its error back."""
         try:
             result = function()
@@ -408,6 +473,9 @@ class EngineThread:
         queue = self._queues[submission.variant.key]
         with self._change:
             waited = queue.waiting.drop(lambda request: request.request_id in ids)
+            held = [entry for entry in queue.held if entry[1].request_id not in ids]
+            waited += len(queue.held) - len(held)
+            queue.held = held
             self._count_out(submission.client, waited)
             queue.dropped |= ids
         for request_id in ids:
@@ -437,11 +505,63 @@ class EngineThread:
     def _next_request(self, queue: VariantQueue) -> Request | None:
         """The next request for the queue's scheduler; called by a worker."""
         with self._change:
-            if queue.draining or not len(queue.waiting):
-                return None
-            client, request = queue.waiting.pop()
-            self._count_out(client, 1)
-            return request
+            while not queue.draining and len(queue.waiting):
+                client, request = queue.waiting.pop()
+                if self._must_wait_for_programs(queue, request):
+                    queue.held.append((client, request))
+                    continue
+                self._count_out(client, 1)
+                return request
+        return None
+
+    # --- programs for longer requests ----------------------------------------------------------
+
+    def _must_wait_for_programs(self, queue: VariantQueue, request: Request) -> bool:
+        """Whether a request would compile programs for its length while others run."""
+        key = queue.variant.programs
+        if self._is_compiled(queue, request):
+            return False
+        if self._workers > 1 and not self._programs.is_new(key):
+            return True
+        self._programs.add_bucket(key, queue.needed_bucket(request))  # it compiles where it runs
+        return False
+
+    def _is_compiled(self, queue: VariantQueue, request: Request) -> bool:
+        """Whether the programs for a request's length have been compiled."""
+        capacity = queue.needed_bucket(request)
+        return capacity is None or self._programs.has_bucket(queue.variant.programs, capacity)
+
+    def _next_compilation(self) -> Compilation | None:
+        """Programs for the request that has been held back for longest, of one queue."""
+        with self._change:
+            for queue in self._queues.values():
+                for _, request in queue.held:
+                    capacity = queue.needed_bucket(request)
+                    assert capacity is not None, "a request of any other length is not held"
+                    return Compilation(queue, request, capacity)
+        return None
+
+    def _compile(self, job: Compilation) -> None:
+        """Compiles programs in a worker."""
+        variant = job.queue.variant
+        warm_up_aside(
+            variant.engine,
+            self._size,
+            self._bounds,
+            job.request,
+            logprobs=variant.logprobs,
+            prefixes=self._kept,
+        )
+
+    def _finish_compilation(self, job: Compilation, error: Exception | None) -> None:
+        """Lets the requests of that length run. If it failed, they fail where they run."""
+        self._compilation = None
+        if error is not None:
+            LOG.error("compiling method %s failed", job.queue.variant.name, exc_info=error)
+        queue = job.queue
+        with self._change:
+            self._programs.add_bucket(queue.variant.programs, job.capacity)
+            queue.release(functools.partial(self._is_compiled, queue))
 
     def _count_out(self, client: Hashable, rows: int) -> None:
         """Subtracts rows that wait no longer; ``_change`` is held."""
@@ -492,6 +612,7 @@ class EngineThread:
         LOG.error("method %s failed", queue.variant.name, exc_info=error)
         key = queue.variant.key
         with self._change:
+            queue.release(lambda request: True)
             while len(queue.waiting):
                 client, _ = queue.waiting.pop()
                 self._count_out(client, 1)
@@ -523,11 +644,14 @@ class EngineThread:
                 # It is empty now. Its waiting requests go behind the other queues.
                 queue.close()
                 self._queues[key] = self._queues.pop(key)
-            elif queue.scheduler is None and not len(queue.waiting):
+            elif queue.scheduler is None and not queue.busy:
                 del self._queues[key]
 
         self._forget_unused_programs()
-        for queue in [queue for queue in self._queues.values() if queue.scheduler is None]:
+        closed = [queue for queue in self._queues.values() if queue.scheduler is None]
+        for queue in closed:
+            if not len(queue.waiting):  # all its requests are held back
+                continue
             if self._programs.is_new(queue.variant.programs) and self._runs_new_variant():
                 continue
             if self.num_schedulers >= self._max_methods and not self._free_scheduler():

@@ -6,7 +6,6 @@ Clients choose them freely. So only few may wait to compile, and only few stay i
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Collection, Hashable
 
 from infer.serve.fairness import fits
@@ -29,6 +28,8 @@ class Programs:
     def __init__(self):
         self._new: dict[Key, Hashable] = {}  # with the client that asked first
         self._compiled: dict[Key, None] = {}  # the one that was used longest ago comes first
+        self._buckets: dict[Key, set[int]] = {}  # capacities whose programs have been compiled
+        self._pinned: set[Key] = set()
         self._freed = False  # whether there may be memory to give back
 
     def is_new(self, key: Key) -> bool:
@@ -55,6 +56,19 @@ class Programs:
         self._compiled.pop(key, None)
         self._compiled[key] = None
 
+    def has_bucket(self, key: Key, capacity: int) -> bool:
+        """Whether the variant's programs of this capacity have been compiled."""
+        return capacity in self._buckets.get(key, ())
+
+    def add_bucket(self, key: Key, capacity: int) -> None:
+        """Notes that the variant's programs of this capacity are compiled, or will be at once."""
+        self._freed = True  # compiling takes more than it leaves
+        self._buckets.setdefault(key, set()).add(capacity)
+
+    def pin(self, key: Key) -> None:
+        """Keeps the variant's programs for ever."""
+        self._pinned.add(key)
+
     def keep(self, used: Collection[Key], busy: Collection[Key]) -> bool:
         """Forgets variants that nobody asks for any more, and drops programs of old ones.
 
@@ -63,11 +77,12 @@ class Programs:
           busy: variants that have requests.
 
         Returns:
-          Whether :func:`return_memory` has something to return.
+          Whether there may be memory to give back to the system.
         """
         self._new = {key: client for key, client in self._new.items() if key in busy}
-        unused = [key for key in self._compiled if key not in used and key not in busy]
-        in_use = {method for method, _ in [*used, *busy]}
+        needed = {*used, *busy, *self._pinned}
+        unused = [key for key in self._compiled if key not in needed]
+        in_use = {method for method, _ in needed}
         spare = max(0, MAX_COMPILED - len(used))
         for key in unused[: max(0, len(unused) - spare)]:
             del self._compiled[key]
@@ -75,14 +90,11 @@ class Programs:
             if method not in in_use:
                 loop.forget(method)
                 self._freed = True
+        self._buckets = {
+            key: capacities
+            for key, capacities in self._buckets.items()
+            if key in self._compiled or key in self._new
+        }
         freed = self._freed
         self._freed = False
         return freed
-
-
-def return_memory() -> None:
-    """Gives freed memory back to the system; glibc keeps what a compilation took."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):  # another C library
-        return

@@ -23,8 +23,9 @@ from infer.serve.admission import Admission
 from infer.serve.app import Server
 from infer.serve.commands import KEY_VARIABLE
 from infer.serve.connections import Connection, connections_within
-from infer.serve.engine_thread import EngineThread
+from infer.serve.engine_thread import EngineThread, Variant
 from infer.serve.log import limit_log
+from infer.serve.memory import limit_memory
 from infer.serve.metrics import PrometheusMetrics
 from infer.serve.schemas import CompletionBody
 from specjax._util.errors import InputError, OptionError
@@ -53,11 +54,15 @@ def serve(args: argparse.Namespace) -> int:
         spec.resolve(dict(args.set))
     _allowed_methods(args.methods)
     limit_log()
+    limit_memory()
     with _listening_socket(args.host, args.port) as listener:
         use_compilation_cache()
         target, draft = load_models(args, spec is None or spec.needs_draft, args.mesh)
         with assembled(args, target, draft, keys) as (server, engine):
-            _decode_one(server.admission, engine)
+            variant = _decode_one(server.admission, engine)
+            if args.warm_up:
+                say("infer.serve", "compiling for all lengths")
+                engine.warm_up(variant)
             _shorten_pauses()
             _answer_requests(server.app(), listener, args, bool(keys))
     return 0
@@ -95,7 +100,7 @@ def assembled(
         max_waiting=args.queue,
         metrics=metrics,
         # Programs that two threads start on several devices could wait for each other.
-        workers=args.max_methods + 1 if target.mesh is None else 1,
+        workers=args.max_methods + 2 if target.mesh is None else 1,
     )
     metrics.watch(engine)
     try:
@@ -142,8 +147,11 @@ def _listening_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _decode_one(admission: Admission, engine: EngineThread) -> None:
+def _decode_one(admission: Admission, engine: EngineThread) -> Variant:
     """Decodes two tokens with the default method, to compile it and to see that it works.
+
+    Returns:
+      The variant of requests that ask for nothing else.
 
     Raises:
       OptionError: decoding failed.
@@ -151,13 +159,14 @@ def _decode_one(admission: Admission, engine: EngineThread) -> None:
     pieces: queue.Queue = queue.Queue()
     token = next(iter(admission.target.eos_ids), 0)
     body = CompletionBody(prompt=[token], max_tokens=2)
-    engine.submit(admission.make_submission(body, lambda number, piece: pieces.put(piece)))
+    submission = admission.make_submission(body, lambda number, piece: pieces.put(piece))
+    engine.submit(submission)
     while True:
         piece = pieces.get()
         if isinstance(piece, Exception):
             raise OptionError(f"method {admission.method} failed: {piece}")
         if piece.row is not None:
-            return
+            return submission.variant
 
 
 def _shorten_pauses() -> None:
@@ -186,14 +195,20 @@ def _answer_requests(
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         say("infer.serve", f"http://{url_host}:{port}")
-        config = http_config(app, args.max_connections, args.drain)
+        config = http_config(app, args.max_connections, args.drain, args.proxy_headers)
         asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def http_config(app: FastAPI, max_connections: int, drain: int) -> uvicorn.Config:
-    """How uvicorn runs the application."""
+def http_config(
+    app: FastAPI, max_connections: int, drain: int, proxy_headers: bool
+) -> uvicorn.Config:
+    """How uvicorn runs the application.
+
+    ``proxy_headers``: a client of 127.0.0.1 is a proxy, which names the real one. Otherwise any
+    local client could name another address with each request, and have all clients' shares.
+    """
     most = connections_within(max_connections)
     return uvicorn.Config(
         app,
@@ -205,6 +220,8 @@ def http_config(app: FastAPI, max_connections: int, drain: int) -> uvicorn.Confi
         log_level="error",
         access_log=False,
         server_header=False,
+        proxy_headers=proxy_headers,
+        forwarded_allow_ips="127.0.0.1",
         backlog=BACKLOG,
         timeout_graceful_shutdown=drain,
     )

@@ -162,8 +162,8 @@ def with_measures(
 def modeled_cost(target_calls: np.ndarray, draft_calls: np.ndarray, c: float | None) -> np.ndarray:
     """c · draft calls + target calls of each row, ``[P]``, in target passes.
 
-    Divided by the row's tokens it is P of Nakshatri et al. 2025, §4: the time if every branch of a
-    lookahead took its own pass.
+    Divided by the row's tokens it is P of Nakshatri et al. 2025, §4.3: the time if every branch of
+    a lookahead took its own pass.
     """
     return (c or 0.0) * draft_calls + target_calls
 

@@ -283,10 +283,12 @@ def _settings(args: argparse.Namespace) -> tuple[TuneSetting, TuneSetting | None
     target, draft = load_models(args, want_draft=True)
     validation_source, test_source = sources(args)
     # Both are read before anything is timed, so that bad lines are reported at once.
-    validation = read_task(args.validation, target, args.chat, reward.parts, validation_source)
+    validation = read_task(
+        args.validation, "FILE", target, args.chat, reward.parts, validation_source
+    )
     test = None
     if args.test:
-        test = read_task(args.test, target, args.chat, reward.parts, test_source)
+        test = read_task(args.test, "--test", target, args.chat, reward.parts, test_source)
     _, c = costs(target, draft, (1,))
 
     def setting(prompts: Sequence[Prompt], batch_size: int) -> TuneSetting:

@@ -50,10 +50,12 @@ def _tune(args: argparse.Namespace, directory: Path) -> int:
     target, draft = load_models(args, want_draft=True)
     validation_source, test_source = sources(args)
     # Both are read before anything is timed, so that a wrong file is reported at once.
-    validation_prompts = read_task(args.validation, target, args.chat, None, validation_source)
+    validation_prompts = read_task(
+        args.validation, "FILE", target, args.chat, None, validation_source
+    )
     test_prompts = []
     if args.test:
-        test_prompts = read_task(args.test, target, args.chat, None, test_source)
+        test_prompts = read_task(args.test, "--test", target, args.chat, None, test_source)
     _, c = costs(target, draft, (1,))
 
     def setting(prompts: list[Prompt], batch_size: int) -> TuneSetting:

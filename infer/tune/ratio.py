@@ -1,4 +1,4 @@
-"""Speculative decoding with the ratio acceptance of CDSL's paper (Nakshatri et al. 2025, §3.2).
+"""Speculative decoding with the ratio acceptance of CDSL's paper (Nakshatri et al. 2025, §3.2.2).
 
 Its draft tokens are the draft model's argmaxes, and it accepts them with u ≤ min(1, p/q). It is
 lossy: that test keeps the target's distribution only for tokens that were sampled from q.

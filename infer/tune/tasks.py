@@ -36,6 +36,7 @@ def stops(args: argparse.Namespace, prompts: Sequence[Prompt]) -> tuple[str, ...
 
 def read_task(
     path: str,
+    option: str,
     target: LM,
     chat: bool,
     rewards: Sequence[Reward] | None,
@@ -44,9 +45,11 @@ def read_task(
     """The prompts of a file; with ``rewards``, prompts that these can score.
 
     Raises:
-      OptionError: the file cannot be read, or a line of it is bad.
+      OptionError: the file cannot be read, or a line of it is bad. The message names it by
+        ``option``, as the command line does.
     """
-    prompts, bad = read_prompts(path, PromptEncoder(target, chat=chat), rewards, source)
+    encoder = PromptEncoder(target, chat=chat)
+    prompts, bad = read_prompts(path, encoder, rewards, source, option=option)
     if bad:
-        raise OptionError(f"{path} line {bad[0].number}: {bad[0].reason}")
+        raise OptionError(f"{option} {path} line {bad[0].number}: {bad[0].reason}")
     return prompts

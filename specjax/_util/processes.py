@@ -6,9 +6,15 @@ every function here returns at once.
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import errno
 import hashlib
 import json
-from collections.abc import Callable
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import jax
@@ -16,33 +22,142 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from specjax._util.errors import InputError
-from specjax._util.program import Place
+from specjax._util.program import BAD_INPUT, Place, say
 
 T = TypeVar("T")
 BY_CLUSTER = "cluster"  # SLURM, Open MPI, Kubernetes and TPU pods tell each process its place
+MEETING_SECONDS = 300.0  # that processes wait for each other by default
+SILENT_SECONDS = 3.0  # before a waiting process says so
 _MESSAGE_BYTES = 512  # of an error that is sent to the other processes
 
 
-def join(where: str) -> None:
+def join(where: str, name: str, timeout: float = MEETING_SECONDS) -> None:
     """Joins the run: ``HOST:PORT,COUNT,INDEX`` with the first process's address, or ``cluster``.
 
     Call it before anything uses a device.
 
+    Args:
+      name: of the program, for its messages.
+      timeout: seconds to wait for the other processes. Then the process says so and ends.
+
     Raises:
-      InputError: another form, or the processes do not find each other.
+      InputError: another form, an address that cannot be used, or processes with different numbers
+        of devices.
     """
     try:
-        if where == BY_CLUSTER:
-            jax.distributed.initialize()
+        place = None if where == BY_CLUSTER else Place.parse(where)
+    except ValueError as error:
+        raise _cannot_join(where, error) from None
+    if place is not None:
+        _check_address(place)
+
+    with _waiting(name, where, timeout):
+        try:
+            if place is None:
+                jax.distributed.initialize(initialization_timeout=_beyond(timeout))
+            else:
+                jax.distributed.initialize(
+                    place.address,
+                    place.count,
+                    place.index,
+                    initialization_timeout=_beyond(timeout),
+                )
+        except (ValueError, RuntimeError) as error:
+            raise _cannot_join(where, error) from None
+        _check_device_counts()
+
+
+def _cannot_join(where: str, error: Exception) -> InputError:
+    first_line = (str(error) or type(error).__name__).splitlines()[0]
+    return InputError(
+        f"--distributed {where}: expected {Place.FORM}, or "
+        f"{BY_CLUSTER} under a cluster manager ({first_line})"
+    )
+
+
+def _check_address(place: Place) -> None:
+    """Refuses a host that does not resolve, and a port of the first process that is taken.
+
+    JAX's runtime would abort, or would join another job that uses the port.
+    """
+    host, _, port = place.address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--distributed {place}: no host {host} is known ({reason})") from None
+    if place.index > 0:
+        return
+
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise InputError(
+                    f"--distributed {place}: port {port} is in use, maybe by another job; "
+                    "give all processes another one"
+                ) from None
+            # The address may be another name of this machine, such as a load balancer's.
+
+
+@contextlib.contextmanager
+def _waiting(name: str, where: str, timeout: float) -> Iterator[None]:
+    """Says for whom the process waits, and ends it after ``timeout`` seconds.
+
+    JAX's runtime says nothing while it waits, and aborts in the end. Nothing has been written yet,
+    so the process may end at once.
+    """
+    met = threading.Event()
+
+    def watch() -> None:
+        if met.wait(min(SILENT_SECONDS, timeout)):
             return
-        place = Place.parse(where)
-        jax.distributed.initialize(place.address, place.count, place.index)
-    except (ValueError, RuntimeError) as error:
-        first_line = (str(error) or type(error).__name__).splitlines()[0]
+        say(name, f"waiting for the other processes of --distributed {where}")
+        if not met.wait(max(0.0, timeout - SILENT_SECONDS)):
+            say(
+                name,
+                f"--distributed {where}: not all processes came within {timeout:g} seconds; start "
+                "every one, with the same address and COUNT",
+            )
+            os._exit(BAD_INPUT)
+
+    watcher = threading.Thread(target=watch, daemon=True, name="meeting")
+    watcher.start()
+    try:
+        yield
+    finally:
+        met.set()
+        watcher.join()
+
+
+def _beyond(timeout: float) -> int:
+    """A later end for JAX's own wait: it would abort the process without a message."""
+    return int(timeout) + 60
+
+
+def _check_device_counts() -> None:
+    """Raises InputError if processes have different numbers of devices: no mesh is even then."""
+    counts = collections.Counter(device.process_index for device in jax.devices())
+    if len(set(counts.values())) > 1:
+        each = ", ".join(str(counts[index]) for index in sorted(counts))
         raise InputError(
-            f"--distributed {where}: expected {Place.FORM}, or "
-            f"{BY_CLUSTER} under a cluster manager ({first_line})"
-        ) from None
+            f"the processes have {each} devices, in their order: give every process as many"
+        )
+
+
+def stop_requested(call: int) -> bool:
+    """Whether a process of the run has got SIGTERM; all processes get the same answer.
+
+    JAX's preemption service takes the signal and names one call at which all processes stop.
+
+    Args:
+      call: the number of this question. Every process must ask equally often.
+    """
+    service = jax.process_count() > 1 and bool(jax.config.values["jax_enable_preemption_service"])
+    return service and multihost_utils.reached_preemption_sync_point(call)
 
 
 def is_main_process() -> bool:

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import io
+import logging
 import os
 import pkgutil
 import re
@@ -31,6 +32,7 @@ from specjax._util.errors import (
 FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
+TERMINATED = 143  # by SIGTERM, as a shell reports it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +130,7 @@ def run(name: str, work: str, args: argparse.Namespace) -> int:
     a full disk, is one line and exit code 1. An interrupt is exit code 130. A reader that closes
     the pipe (``| head``) has what it wanted: that is exit code 0.
     """
+    _report_missing_devices_in_one_line(name)
     try:
         function = pkgutil.resolve_name(work)
         if signal.getsignal(signal.SIGINT) is _leave:
@@ -150,6 +153,21 @@ def run(name: str, work: str, args: argparse.Namespace) -> int:
         return _fail(name, system_error(error))
     except MemoryError:
         return _fail(name, "out of memory: ask for less at a time")
+
+
+def _report_missing_devices_in_one_line(name: str) -> None:
+    """Makes one line of JAX's traceback about a plugin whose driver or device is missing.
+
+    Such a process decodes on the CPU, as with CUDA's plugin and no driver.
+    """
+
+    def shorten(record: logging.LogRecord) -> bool:
+        if record.exc_info and "plugin configuration error" in record.getMessage():
+            say(name, f"JAX uses no GPU or TPU here: {record.exc_info[1]}")
+            return False
+        return True
+
+    logging.getLogger("jax._src.xla_bridge").addFilter(shorten)
 
 
 def require_output() -> None:

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from specjax._util.arguments import COUNT, validate_arguments
 from specjax._util.errors import OptionError
+from specjax._util.platform import compiler_options
 from specjax.core.net import Net
 from specjax.core.types import Inputs
 from specjax.models import KVCache
@@ -31,10 +32,6 @@ ROWS = PartitionSpec(DATA)
 WHOLE = PartitionSpec()
 # If a model is whole on each device, so is its cache. The parts along MODEL are then copies.
 CACHE = PartitionSpec(DATA, MODEL)
-
-# Results are rounded to their dtype everywhere. By default XLA skips the rounding inside a fusion.
-# Then bfloat16 logits would depend on the program that computes them.
-ROUNDED = {"xla_allow_excess_precision": False}
 
 
 @validate_arguments(data=COUNT, model=COUNT)
@@ -162,7 +159,7 @@ def program(function: Callable[..., Any], **jit_options: Any) -> Callable[..., A
     Inside a caller's own jit it becomes a part of that program, with that program's compiler
     options.
     """
-    standalone = jax.jit(spread(function), compiler_options=ROUNDED, **jit_options)
+    standalone = jax.jit(spread(function), compiler_options=compiler_options(), **jit_options)
     # JAX refuses compiler options in a nested jit.
     nested = jax.jit(spread(function), **jit_options)
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from specjax._util.platform import platform
+
 NEVER = -jnp.inf  # the log-probability of what cannot happen
 STREAM = 1 << 16  # indices of one purpose: the purpose is folded in above these bits
 
@@ -134,6 +136,29 @@ def fit_vocabulary(logits: Float[Array, "... v"], vocab: int) -> Float[Array, ".
         return logits[..., :vocab]
     pad = [(0, 0)] * (logits.ndim - 1) + [(0, vocab - width)]
     return jnp.pad(logits, pad, constant_values=NEVER)
+
+
+def top_k(x: Float[Array, "... V"], count: int) -> tuple[Array, Array]:
+    """The ``count`` largest values ``[..., k]``, in order, and their indices int32.
+
+    As ``jax.lax.top_k``, the lowest index first on ties. Where XLA would sort a long row, blocks of
+    it are sorted, and then what is left of them.
+    """
+    block = max(platform().sort_block, 2 * count)
+    if count <= platform().top_k_kernel or x.shape[-1] <= block:
+        return jax.lax.top_k(x, count)
+
+    # Padding is never among the largest: real values of −inf have lower indices.
+    num_blocks = -(-x.shape[-1] // block)  # rounded up
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, num_blocks * block - x.shape[-1])]
+    padded = jnp.pad(x, padding, constant_values=NEVER)
+    blocks = padded.reshape(*x.shape[:-1], num_blocks, block)
+    values, index = jax.lax.top_k(blocks, count)
+    index = index + block * jnp.arange(num_blocks)[:, None]
+
+    left = *x.shape[:-1], num_blocks * count
+    values, chosen = top_k(values.reshape(left), count)
+    return values, jnp.take_along_axis(index.reshape(left), chosen, axis=-1)
 
 
 def residual(p: Float[Array, "... V"], q: Float[Array, "... V"]) -> Float[Array, "... V"]:

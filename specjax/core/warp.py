@@ -19,10 +19,10 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax._util.arguments import validate_fields
 from specjax._util.checks import Check
+from specjax._util.platform import platform
 from specjax.core import probs
 from specjax.core.types import Warp
 
-TOP = 64  # the fast path reads this many of the largest logits
 LEAST = 1e-30  # smallest top_p: far below, float32 makes it 0, which would keep no token
 # The search narrows two bounds around the cut until one logit is left between them. Each turn
 # splits the range into PARTS in one pass over the vocabulary. On a CPU each sum costs a pass, so
@@ -190,7 +190,9 @@ def _kth_largest(x: Float[Array, "R V"], k: Int[Array, "R"]) -> Float[Array, "R"
         return _floor(x, jnp.ones_like, k.astype(jnp.float32), (lowest, highest), rows)
 
     def near(largest):
-        return probs.at_token(largest, jnp.clip(k, 1, TOP) - 1), on & (k <= largest.shape[-1])
+        return probs.at_token(largest, jnp.clip(k, 1, largest.shape[-1]) - 1), on & (
+            k <= largest.shape[-1]
+        )
 
     return jnp.where(on, _near_or_far(x, near, search, on), probs.NEVER)
 
@@ -222,9 +224,10 @@ def _near_or_far(x, near, search, on: Bool[Array, "R"]) -> Float[Array, "R"]:
     returns those of ``rows``, given an upper bound per row. Which of the two a row uses depends on
     that row alone.
     """
-    if jax.default_backend() == "tpu":
+    count = min(platform().largest_logits, x.shape[-1])
+    if count == 0:
         return search(on, jnp.zeros_like(x[:, 0]))
-    largest = jax.lax.top_k(x, min(TOP, x.shape[-1]))[0]
+    largest = jax.lax.top_k(x, count)[0]
     floor, known = near(largest)
     far = on & ~known
 
@@ -247,15 +250,17 @@ def _floor(
     the bounds. For logits that were bfloat16 that takes three or four turns of :data:`PARTS`. A
     row that is done does not change any more.
     """
-    split = _halve if jax.default_backend() == "cpu" else _part
+    split = _halve if platform().halves_search else _part
 
     def more(carry):
         return (carry[0] < PASSES) & jnp.any(carry[-1])
 
     def narrow(carry):
         turn, low, high, open_ = carry  # the floor is above low and at most high
-        least = jnp.min(jnp.where(x > low[:, None], x, jnp.inf), axis=-1)
-        most = jnp.max(jnp.where(x <= high[:, None], x, -jnp.inf), axis=-1)
+        above = jnp.where(x > low[:, None], x, jnp.inf)
+        below = jnp.where(x <= high[:, None], x, -jnp.inf)
+        least, most = _reduce_vocabulary(jnp.max, -jnp.inf, [-above, below]).T
+        least = -least
         found = least >= most
         new_low, new_high = split(x, weight(x), goal, low, high)
         low = jnp.where(open_ & ~found, new_low, low)
@@ -271,10 +276,29 @@ def _floor(
 def _part(x, mass, goal, low, high):
     """The bounds after one pass that sums the weight above each of ``PARTS − 1`` values."""
     at = low[:, None] + (high - low)[:, None] * jnp.arange(1, PARTS) / PARTS
-    above = [jnp.sum(jnp.where(x > v[:, None], mass, 0.0), -1) for v in at.T]
-    higher = jnp.stack(above, -1) >= goal[:, None]
+    above = _reduce_vocabulary(jnp.sum, 0.0, [jnp.where(x > v[:, None], mass, 0.0) for v in at.T])
+    higher = above >= goal[:, None]
     low = jnp.max(jnp.where(higher, at, low[:, None]), axis=-1)
     return low, jnp.min(jnp.where(higher, high[:, None], at), axis=-1)
+
+
+def _reduce_vocabulary(
+    reduce: Callable[..., Array], neutral: float, arrays: Sequence[Float[Array, "R V"]]
+) -> Float[Array, "R n"]:
+    """Each array reduced over the vocabulary; ``neutral`` changes no result."""
+    blocks = platform().vocab_blocks
+    if blocks == 1:
+        return jnp.stack([reduce(x, axis=-1) for x in arrays], axis=-1)
+
+    rows, vocab = arrays[0].shape
+    size = -(-vocab // blocks)  # rounded up
+    padding = ((0, 0), (0, blocks * size - vocab))
+
+    def by_block(x):
+        padded = jnp.pad(x, padding, constant_values=neutral)
+        return reduce(padded.reshape(rows, blocks, size), axis=-1)
+
+    return reduce(jnp.stack([by_block(x) for x in arrays], axis=1), axis=-1)
 
 
 def _halve(x, mass, goal, low, high):

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -154,7 +153,7 @@ class Candidates:
         unwarped one.
         """
         ranked = unwarped_in(inputs.warp.greedy, logits, log_q)
-        score, token = jax.lax.top_k(ranked, self.shape.max_children)
+        score, token = probs.top_k(ranked, self.shape.max_children)
         picks = [(level, rank) for level, nodes in enumerate(self._places) for _, rank in nodes]
         level, rank = np.array(picks).T
         return token[:, level, rank].astype(jnp.int32), score[:, level, rank] > probs.NEVER

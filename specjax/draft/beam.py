@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -245,7 +244,7 @@ class Beam(ModelDrafter):
         # The first step may have fewer continuations than W: the rest is padding with −inf.
         missing = max(0, self.width - ranked.shape[1])
         ranked = jnp.pad(ranked, ((0, 0), (0, missing)), constant_values=probs.NEVER)
-        rank, flat = jax.lax.top_k(ranked, self.width)
+        rank, flat = probs.top_k(ranked, self.width)
         # Padding has indices past the end: they are clamped, and `possible` is False there.
         flat = jnp.minimum(flat, total[0].size - 1)
         return Continuations(

@@ -51,7 +51,7 @@ class Chain(ModelDrafter):
 
     A row's chain ends at its first end-of-sequence token. With ``stop`` it also ends where the
     draft's largest probability, unwarped, is below the setting ``tau1`` (BiLD's fallback, Kim et
-    al. 2023, §3.2). That reads only the prefix, so it is lossless under a lossless rule. The loop
+    al. 2023, §3.3). That reads only the prefix, so it is lossless under a lossless rule. The loop
     of draft passes ends when every row's chain has ended. A setting ``gamma``, if there is one, is
     a smaller γ for this round.
     """

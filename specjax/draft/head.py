@@ -25,7 +25,6 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -257,7 +256,7 @@ class HeadBest(HeadDrafter):
     ) -> TreeCandidates:
         """The candidates, and ``width`` children of each node of the frontier."""
         log_q = unwarped_in(inputs.warp.greedy, logits, warp(logits, inputs.warp))
-        best, drafted = jax.lax.top_k(log_q, self.width)
+        best, drafted = probs.top_k(log_q, self.width)
         rows = drafted.shape[0]
         tokens = self.to_target_ids(inputs, drafted.reshape(rows, -1).astype(jnp.int32))
         score = (frontier.score[..., None] + best).reshape(rows, -1)
@@ -277,7 +276,7 @@ class HeadBest(HeadDrafter):
         # Nothing follows an end of sequence: such a candidate is not expanded.
         level = candidates.tokens[:, first:]
         score = jnp.where(inputs.is_eos(level), probs.NEVER, candidates.score[:, first:])
-        score, chosen = jax.lax.top_k(score, self.width)
+        score, chosen = probs.top_k(score, self.width)
 
         # Children are in the order of their parents, `width` of each.
         parent_index = chosen // self.width
@@ -301,7 +300,7 @@ class HeadBest(HeadDrafter):
         """
         rows = candidates.tokens.shape[0]
         count = self.shape.nodes - 1
-        chosen = jax.lax.top_k(candidates.score[:, 1:], count)[1]
+        chosen = probs.top_k(candidates.score[:, 1:], count)[1]
         chosen = 1 + jnp.sort(chosen, axis=1)  # in their old order: parents before children
 
         # The new number of a kept candidate: how many are kept up to it. The root has 0.

@@ -151,7 +151,7 @@ class Suffix(Drafter):
         is_own = jnp.arange(rows * size) // size == jnp.arange(rows)[:, None]
         newness = jnp.where((length == longest) & (longest > 0), size - age.reshape(-1), 0)
         newness = (newness + is_own * size * (newness > 0)).astype(jnp.float32)  # exact below 2²⁴
-        score, at = jax.lax.top_k(newness, min(MAX_VOTERS, rows * size))
+        score, at = probs.top_k(newness, min(MAX_VOTERS, rows * size))
         following = (at[..., None] % size + 1 + jnp.arange(self.gamma)) % size
         continuations = pool.tokens[(at // size)[..., None], following]
         return continuations, score > 0, score > size
@@ -176,5 +176,7 @@ def _vote(
         chosen = probs.at_token(token, elected)
         return votes & (token == chosen[:, None]), (chosen, votes.any(1))
 
-    _, (chosen, voted) = jax.lax.scan(step, exists, jnp.moveaxis(continuations, 2, 0))
+    # Unrolled, or a GPU's round would not be one CUDA graph: no graph holds the scan's writes.
+    by_place = jnp.moveaxis(continuations, 2, 0)
+    _, (chosen, voted) = jax.lax.scan(step, exists, by_place, unroll=True)
     return chosen.T, voted.T

@@ -156,6 +156,6 @@ class Tree(ModelDrafter):
         nodes = jnp.asarray(self._levels[level], jnp.int32)
         node_keys = jax.vmap(lambda node: probs.draw_keys(keys, Purpose.DRAFT, node), out_axes=1)
         noise = probs.gumbel(node_keys(nodes), vocab, ~inputs.warp.greedy)
-        score, drawn = jax.lax.top_k(log_q + noise, count)
+        score, drawn = probs.top_k(log_q + noise, count)
         possible = score.reshape(rows, -1) > probs.NEVER
         return drawn.reshape(rows, -1).astype(jnp.int32), possible

@@ -20,18 +20,14 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from specjax._util.platform import platform
 from specjax.models.config import ModelConfig
 from specjax.models.quantized_cache import KVBuffer, QuantizedKV, quantize_kv
 
 MIN_CAPACITY = 128
 MIN_CHUNK = 16
-# Largest prefill chunk, in tokens of a row. On a CPU a wider chunk costs a little less per token,
-# but more of the last one is padding. Accelerators need wide ones to be busy.
-MAX_CHUNK_CPU = 128
-MAX_CHUNK = 512
+MAX_CHUNK = 512  # the largest prefill chunk of any platform, in tokens of a row
 MAX_TOKENS = 8192  # of a prefill pass, over all rows
-# Up to this many rows, each row's write is an operation of its own (see `write_rows`).
-UNROLLED_ROWS = 32
 # Cache positions that a ring has beside its window. A pass writes all its tokens before it reads,
 # so its writes must not reach what its first token still sees; and the padding of a prompt's last
 # chunk may be written past the prompt's end. Each takes one pass of the largest size.
@@ -149,10 +145,9 @@ def chunk_size(prompt: int, rows: int = 1, least: int = MIN_CHUNK) -> int:
       rows: how many rows of one device are prefilled in a pass.
       least: the smallest chunk, a power of two.
     """
-    largest = MAX_CHUNK_CPU if jax.default_backend() == "cpu" else MAX_CHUNK
     fits_memory = power_of_two_upto(MAX_TOKENS // rows)
     wanted = max(least, _power_of_two_from(prompt))
-    return max(MIN_CHUNK, min(largest, fits_memory, wanted))
+    return max(MIN_CHUNK, min(platform().prefill_chunk, fits_memory, wanted))
 
 
 def chunk_sizes(largest: int) -> list[int]:
@@ -222,19 +217,19 @@ def write_rows(
     """Writes each row's new entries at its own start, in place under donation.
 
     ``start + N`` may not exceed S: a slice that overflows is shifted, not cut.
-    Up to :data:`UNROLLED_ROWS` rows there is one ``dynamic_update_slice`` per row. Under vmap it
-    would become a scatter, which CPUs run entry by entry. For more rows it is a scatter all the
-    same, because the unrolled program would grow with them.
+    For a few rows there is one ``dynamic_update_slice`` per row (``Platform.unrolled_rows``). Under
+    vmap it would become a scatter, which CPUs run entry by entry. For more rows it is a scatter
+    all the same, because the unrolled program would grow with them.
     """
     new = new.astype(buffer.dtype)
     rows = buffer.shape[0]
-    if rows > UNROLLED_ROWS:
+    if rows > platform().unrolled_rows:
         positions = start[:, None] + jnp.arange(new.shape[2])
         return buffer.at[jnp.arange(rows)[:, None], :, positions].set(
             new.transpose(0, 2, 1, 3), mode="drop", unique_indices=True
         )
 
-    if new.shape[2] == 1 and rows == 1 and jax.default_backend() == "cpu":
+    if new.shape[2] == 1 and rows == 1 and platform().writes_neighbor:
         new, start = _with_neighbor(buffer, new, start)
     zero = jnp.zeros((), start.dtype)
     for row in range(rows):

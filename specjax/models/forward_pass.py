@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models import blocks, sharding
 from specjax.models.adapters import attach_adapters
-from specjax.models.attention import dense, long_cache
+from specjax.models.attention import decode_kernel, dense, long_cache
 from specjax.models.attention.long_sequences import Attend, long_attention
 from specjax.models.blocks import Decoder, Remat
 from specjax.models.cache import KVCache, write
@@ -394,7 +394,15 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
     # Blocks before the window are skipped, except in a ring: there they may hold newer tokens.
     skip_window = None if is_ring else window
 
+    # A chain's mask follows from its positions.
+    chain = visible is None and not is_ring
+    array_mask = None if chain else mask
+
     def attend(q, k, v):
+        if decode_kernel.supports_decode(positions.shape[1], cfg.num_heads, k, transform):
+            return decode_kernel.decode_attention(
+                q, k, v, positions, last_visible, array_mask, window=window, transform=transform
+            )
         if reads_whole:
             assert mask is not None, "a cache that is read whole has a mask"
             return dense.dense_attention(q, k, v, mask, transform, distance)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from specjax._util.platform import platform
 from specjax.models import sharding
 from specjax.models.adapters import LowRank
 from specjax.models.config import RopeConfig
-from specjax.models.quantized import Grouped, Joined, PerOutput, Quantized
+from specjax.models.quantized import Grouped, Joined, PerOutput
 
 # Up to this many rows the layout decides what a product costs on a CPU; beyond that XLA's own
 # choice is as good.
@@ -70,7 +72,7 @@ def _matmul(
     1.35 and 2.13 times.
     """
     rows = math.prod(x.shape[:-1])
-    if jax.default_backend() != "cpu" or rows > NARROW_ROWS:
+    if not platform().weights_first or rows > NARROW_ROWS:
         # On accelerators the layout is the compiler's choice.
         return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
 
@@ -84,7 +86,7 @@ def _matmul(
 
 
 def _by_parts(
-    product: Callable[[Array, Any], Array], x: Float[Array, "... i"], weight: Quantized
+    product: Callable[[Array, Any], Array], x: Float[Array, "... i"], weight: PerOutput | Grouped
 ) -> Float[Array, "... o"]:
     """``product(x, weight)``; on a CPU for a part of the outputs after the other.
 
@@ -92,7 +94,7 @@ def _by_parts(
     activations: without the loop it has all layers' weights wide at the same time.
     """
     outputs, inputs = weight.shape
-    if jax.default_backend() != "cpu" or outputs * inputs < SMALL_ENTRIES:
+    if not platform().dense_groups or outputs * inputs < SMALL_ENTRIES:
         return product(x, weight)
     size = min(-(-outputs // 2), max(1, WIDENED_ENTRIES // inputs))  # at least two: XLA unrolls one
     count = outputs // size
@@ -122,7 +124,7 @@ def _grouped_matmul(x: Float[Array, "... i"], weight: Grouped) -> Float[Array, "
         x = jnp.take(x, weight.order, axis=-1, mode="clip")
     rows = math.prod(x.shape[:-1])
     size = weight.shape[1] // weight.groups
-    if jax.default_backend() == "cpu" or 2 * rows > size:
+    if platform().dense_groups or 2 * rows > size:
         return _matmul(x, weight.dense_in_order(x.dtype))
 
     inputs = x.reshape(rows, weight.groups, size)

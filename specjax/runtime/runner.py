@@ -102,6 +102,26 @@ class BatchRunner:
         )
         jax.block_until_ready(self._state)
 
+    def start_batch_like(self, request: Request) -> None:
+        """Compiles the program with which :meth:`start` would prefill B such requests.
+
+        It prefills nothing: the rows have one token. Afterwards no request has a batch slot.
+        """
+        chunk = self._engine.chunk_size(len(request.tokens), self._size)
+        capacity = self.fixed_capacity or loop.first_capacity(
+            self._method, len(request.tokens), request.budget, chunk
+        )
+        self._state = loop.start(
+            self._method,
+            self.inputs,
+            [request.tokens[:1]] * self._size,
+            np.zeros(self._size, np.int32),
+            stack_keys([request] * self._size),
+            logprobs=self._logprobs,
+            chunk=chunk,
+            capacity=capacity,
+        )
+
     def start_empty(self, example: Request) -> None:
         """A state whose batch slots are all free, with room for the prompt of ``example``."""
         self.set_inputs([example] * self._size)

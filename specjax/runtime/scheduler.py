@@ -37,6 +37,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import jax
 import numpy as np
 
+from specjax._util.platform import platform
 from specjax.core.loop import NO_SLOT
 from specjax.core.warp import Sampling
 from specjax.models.cache import bucket
@@ -194,16 +195,32 @@ class Scheduler:
         waiting = self._peek_waiting(self._size)
         if not waiting:
             return False
-        # One prefill of all batch slots is the fastest, unless half of it is padding or prompts
-        # can share what they have in common.
-        mostly_padding = 2 * len(waiting) <= self._size
+        # One prefill of all batch slots is the fastest, unless too much of it is padding, or
+        # prompts can share what they have in common.
         prompts = [request.tokens for request in waiting]
-        if mostly_padding or self._prefill.prefix_cache.saves_a_third(prompts):
+        apart = self._cheaper_one_by_one([len(prompt) for prompt in prompts])
+        if apart or self._prefill.prefix_cache.saves_a_third(prompts):
             self._prefill_waiting(None)
         else:
             self._waiting = self._waiting[len(waiting) :]
             self._start_batch(waiting)
         return True
+
+    def _cheaper_one_by_one(self, lengths: Sequence[int]) -> bool:
+        """Whether prompts cost less if each is prefilled alone than all together.
+
+        Together every row runs to the longest prompt's end, and so do free slots. Alone every
+        prompt needs passes of its own. A pass costs its tokens and what reading the weights costs.
+        """
+        devices = self._engine.data_parallel_size
+
+        def cost(longest: int, rows: int) -> int:
+            chunk = self._engine.chunk_size(longest, rows)
+            passes = -(-longest // chunk)  # rounded up
+            return passes * (rows // devices * chunk + platform().free_tokens)
+
+        alone = sum(cost(length, devices) for length in lengths) / devices
+        return alone < cost(max(lengths), self._size)
 
     def _start_batch(self, requests: list[Request]) -> None:
         """waiting → running: one prefill of whole prompts for all batch slots."""

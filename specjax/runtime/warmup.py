@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from specjax.core import loop
 from specjax.core.warp import Sampling
-from specjax.models.cache import bucket
+from specjax.models.cache import bucket, chunk_sizes
 from specjax.runtime.engine import Engine, Request
 from specjax.runtime.scheduler import Bounds, Scheduler
 
@@ -28,6 +29,37 @@ def warm_up(
     if len(requests) > size or prefixes:
         scheduler.prefill_chunks(requests[0])
     scheduler.visit_buckets(requests)
+
+
+def warm_up_aside(
+    engine: Engine, size: int, bounds: Bounds, request: Request, *, logprobs: bool, prefixes: int
+) -> None:
+    """Compiles what a request of this length adds to a running batch, in a state of its own.
+
+    A thread may call it while another one decodes with the same engine, which then finds the
+    programs compiled. For the time of the call there is a second state of ``size`` rows.
+
+    Args:
+      size, bounds, logprobs, prefixes: those of the scheduler that decodes.
+      request: its prompt is read, and nothing of it decoded.
+    """
+    scheduler = Warmup(engine, size, Sampling(), bounds, logprobs=logprobs, prefixes=prefixes)
+    scheduler.join_batch(request)
+
+
+def warm_up_all_lengths(
+    engine: Engine, size: int, bounds: Bounds, *, logprobs: bool, prefixes: int
+) -> list[int]:
+    """Compiles what requests of any length within ``bounds`` run, in a state of its own.
+
+    Args:
+      size, bounds, logprobs, prefixes: those of the scheduler that decodes.
+
+    Returns:
+      The capacity buckets for which it has compiled the programs.
+    """
+    scheduler = Warmup(engine, size, Sampling(), bounds, logprobs=logprobs, prefixes=prefixes)
+    return scheduler.visit_all_lengths(bounds)
 
 
 class Warmup(Scheduler):
@@ -77,6 +109,41 @@ class Warmup(Scheduler):
             while self._runner.state.capacity != capacity:
                 self._runner.resize_one_step(capacity)
                 self._run_programs_of_bucket()
+
+    def join_batch(self, request: Request) -> None:
+        """Compiles what runs if the request joins a batch of short ones, or starts a batch."""
+        self._prefill.warm_up(request, self._prefill_chunk(request))
+        short = dataclasses.replace(request, tokens=request.tokens[:1])
+        self._runner.start_empty(short)
+        smallest = self._runner.state.capacity
+        if self._runner.fixed_capacity is None:
+            longest = len(request.tokens) + self._engine.method.round_positions
+            self._runner.resize(bucket(longest))
+        self._run_programs_of_bucket()
+        self._runner.resize(smallest)
+        self._runner.start_batch_like(request)
+
+    def visit_all_lengths(self, bounds: Bounds) -> list[int]:
+        """Compiles what requests of any length run; returns the capacity buckets."""
+        key = jax.random.key(0)
+        capacities = []
+        capacity = 0
+        while capacity < bucket(bounds.total + self._engine.method.round_positions):
+            capacity = bucket(capacity + 1)
+            capacities.append(capacity)
+            longest = capacity - self._engine.method.round_positions
+            tokens = np.zeros(max(1, min(bounds.prompt, longest)), np.int32)
+            self.join_batch(Request(tokens, 1, key))
+        for length in chunk_sizes(self._engine.chunk_size(bounds.prompt, self._size)):
+            self._runner.start_batch_like(Request(tokens[:length], 1, key))
+        longest = Request(tokens, bounds.total - bounds.prompt, key)
+        self._runner.start_empty(Request(tokens[:1], 1, key))
+        self.visit_buckets([Request(tokens[:1], 1, key), longest])
+        return capacities
+
+    def _prefill_chunk(self, request: Request) -> int:
+        """Tokens of the largest chunk in which the request's prompt is prefilled."""
+        return self._engine.chunk_size(len(request.tokens), self._engine.data_parallel_size)
 
     def _run_programs_of_bucket(self) -> None:
         """Fills a batch slot on each device, and runs no round."""

@@ -107,7 +107,7 @@ class BeamSearch(Method):
         candidates, rank, source, ended = self._continue(inputs, state, logits)
 
         # The W best candidates that do not end go on, each with the cache of the beam it continues.
-        order = jax.lax.top_k(jnp.where(ended, LOST, rank), self.beams)[1]
+        order = probs.top_k(jnp.where(ended, LOST, rank), self.beams)[1]
         parent = _gather(source, order)
         cache_row = jnp.arange(parent.shape[0])[:, None] * self.beams + parent
         finished, is_finished, lengths = self._merge(beam, candidates, ended)
@@ -158,7 +158,7 @@ class BeamSearch(Method):
         drawn = draw_joint(keys, total, inputs.warp, whole=self.joint == "raw")
         # Each beam has at most as many ending continuations as there are end-of-sequence ids.
         count = min((1 + inputs.eos_ids.shape[0]) * self.beams, total.shape[1])
-        rank, flat = jax.lax.top_k(drawn, count)
+        rank, flat = probs.top_k(drawn, count)
         source = flat // vocab
         token = (flat % vocab).astype(jnp.int32)
         score = jnp.take_along_axis(total, flat, axis=1)
@@ -193,7 +193,7 @@ class BeamSearch(Method):
             # them does not end.
             scaled = tempered(plain, inputs.warp)
             fewest = min(1 + inputs.eos_ids.shape[0], scaled.shape[-1])
-            largest = jax.lax.top_k(scaled, fewest)[0]
+            largest = probs.top_k(scaled, fewest)[0]
             floor = jnp.take(largest, _draws_per_beam(inputs) - 1, axis=-1, mode="clip")[..., None]
             kept = (truncate(scaled, inputs.warp) > probs.NEVER) | (scaled >= floor)
             sampled = jnp.where(kept, scaled, probs.NEVER)
@@ -211,7 +211,7 @@ class BeamSearch(Method):
         mean = candidates.score / (beam.generated + 1)[:, None]
         offered = candidates.replace(score=jnp.where(closing, mean, LOST))
         both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), beam.finished, offered)
-        order = jax.lax.top_k(both.score, self.beams)[1]
+        order = probs.top_k(both.score, self.beams)[1]
         new = jnp.broadcast_to((beam.generated + 1)[:, None], closing.shape)
         lengths = jnp.concatenate([beam.lengths, new], axis=1)
         flags = jnp.concatenate([beam.is_finished, closing], axis=1)

@@ -41,7 +41,7 @@ class NextTokens(NamedTuple):
 
 def best_candidates(logits: Float[Array, "B V"], count: int) -> NextTokens:
     """The ``count`` largest of float32 logits; they are −inf where a token cannot occur."""
-    log_p, tokens = jax.lax.top_k(probs.log_softmax(logits), count)
+    log_p, tokens = probs.top_k(probs.log_softmax(logits), count)
     return NextTokens(tokens.astype(jnp.int32), log_p > probs.NEVER, log_p)
 
 

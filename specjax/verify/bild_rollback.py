@@ -1,4 +1,4 @@
-"""BiLD's rollback (Kim et al. 2023, §3.3). Lossy: it accepts tokens by a fixed threshold."""
+"""BiLD's rollback policy (Kim et al. 2023, §3.4). Lossy: it accepts tokens by a fixed threshold."""
 
 from __future__ import annotations
 

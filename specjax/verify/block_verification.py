@@ -64,7 +64,8 @@ def _running_weights(ratio):
         weight = jnp.minimum(1.0, weight * ratio)
         return weight, weight
 
-    return jax.lax.scan(step, jnp.ones_like(ratio[:, 0]), ratio.T)[1].T
+    # Unrolled, or a GPU's round would not be one CUDA graph: no graph holds the scan's writes.
+    return jax.lax.scan(step, jnp.ones_like(ratio[:, 0]), ratio.T, unroll=True)[1].T
 
 
 def _prefix_chances(draft, log_p, weight):

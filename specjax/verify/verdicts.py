@@ -6,7 +6,6 @@ V vocabulary.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -126,12 +125,13 @@ def root_path(draft: Draft, node: Int[Array, "B"], depth: Int[Array, "B"]) -> In
     if draft.shape.is_chain:
         return jnp.where(position <= depth[:, None], position, NO_NODE)
 
-    def climb(node, _):
-        parent = probs.at_token(jnp.asarray(draft.parents), node)
-        return jnp.where(node == ROOT, ROOT, parent), node
+    # The nodes from `node` up to the root, which then repeats. No loop on the device: its turns are
+    # few and tiny, and on a GPU each would wait for the one before.
+    upward = [node]
+    for _ in range(draft.shape.depth):
+        parent = probs.at_token(jnp.asarray(draft.parents), upward[-1])
+        upward.append(jnp.where(upward[-1] == ROOT, ROOT, parent))
 
-    # [D+1, B]: the nodes from `node` up to the root, which then repeats.
-    _, upward = jax.lax.scan(climb, node, length=draft.shape.depth + 1)
     steps = depth[:, None] - position
-    downward = jnp.take_along_axis(upward.T, jnp.maximum(steps, 0), axis=1)
+    downward = jnp.take_along_axis(jnp.stack(upward, axis=1), jnp.maximum(steps, 0), axis=1)
     return jnp.where(steps >= 0, downward, NO_NODE).astype(jnp.int32)

@@ -11,12 +11,13 @@ import pytest
 import specjax as sj
 from conftest import tiny_lm
 from specjax._util.errors import OptionError
+from specjax._util.platform import CPU
 from specjax.core import loop
 from specjax.core.round import NARROW, DraftVerify
 from specjax.core.scoring import score
 from specjax.core.types import Draft
 from specjax.draft import Lookup
-from specjax.models.cache import MAX_CHUNK_CPU, MAX_TOKENS, bucket, chunk_size
+from specjax.models.cache import MAX_TOKENS, bucket, chunk_size
 from specjax.registry import Context
 from specjax.runtime.engine import Engine
 from specjax.verify import speculative
@@ -299,7 +300,7 @@ def test_buckets_waste_at_most_a_third_and_hold_whole_prefill_passes():
         chunk = chunk_size(prompt, rows)
         assert chunk == 16 or chunk < 2 * prompt
         assert chunk == 16 or rows * chunk <= MAX_TOKENS
-    assert chunk_size(5000) == chunk_size(5000, 64) == MAX_CHUNK_CPU
+    assert chunk_size(5000) == chunk_size(5000, 64) == CPU.prefill_chunk
     target = tiny_lm(1)
     built, settings = sj.method("autoregressive").build(Context(target, None), {})
     inputs = Engine(target, None, built, settings).inputs(SAMPLING, 1)

@@ -1,11 +1,15 @@
 """Sampling by quantile, residuals and KL at their edges."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specjax._util.platform import GPU
 from specjax.core import probs
 
 
@@ -74,3 +78,18 @@ def test_an_index_that_would_run_into_another_purpose_is_refused():
             probs.draw_keys(keys, probs.Purpose.DRAFT, index)
     with pytest.raises(AssertionError, match="65535"):
         probs.uniforms(keys, probs.Purpose.ACCEPT, np.full((2, 1), probs.STREAM))
+
+
+@pytest.mark.parametrize("count", [17, 20, 40, 300])
+def test_top_k_in_blocks_equals_the_sorted_row(count, monkeypatch):
+    """With ties, values of −inf, and fewer finite values than asked for."""
+    small_blocks = dataclasses.replace(GPU, sort_block=32)
+    monkeypatch.setattr(probs, "platform", lambda: small_blocks)
+    generator = np.random.Generator(np.random.Philox(count))
+    x = generator.integers(0, 50, (2, 3, 1000)).astype(np.float32)
+    x[0, 0, 10:] = -np.inf
+    x[1] = -np.inf
+    values, index = jax.jit(probs.top_k, static_argnums=1)(x, count)
+    order = np.argsort(-x, axis=-1, kind="stable")[..., :count]
+    np.testing.assert_array_equal(index, order)
+    np.testing.assert_array_equal(values, np.take_along_axis(x, order, axis=-1))

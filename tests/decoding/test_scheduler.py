@@ -1,6 +1,7 @@
 """The scheduler: a request in a reused batch slot decodes as if alone, and prefixes are shared."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from specjax.runtime import prefix_cache, scheduler
 from specjax.runtime.engine import Request
 from specjax.runtime.generate import make_engine, make_rows
 from specjax.runtime.prefix_cache import MIN_PREFIX, PrefixCache, common_prefix
+from specjax.runtime.scheduler import Bounds, Scheduler
+from specjax.runtime.warmup import warm_up_all_lengths, warm_up_aside
 
 RNG = np.random.Generator(np.random.Philox(4))
 PROMPTS = [RNG.integers(0, 97, n).tolist() for n in (3, 12, 1, 9, 7, 14, 2, 11, 40)]
@@ -64,6 +67,63 @@ def test_nothing_is_traced_for_a_new_row(target):
     prompts, budgets = [PROMPTS[i % 9] for i in range(24)], [1 + 5 * (i % 7) for i in range(24)]
     sj.generate(target, prompts, max_new_tokens=budgets, batch_size=3, prefixes=0)
     assert num_traces() == before and min(before) > 0
+
+
+LIMITS = Bounds(300, 400)
+
+
+def traces(engine):
+    """How often each program of a method has been traced."""
+    kinds = [loop.empty_state, loop.begin_prefill, loop.prefill_chunks, loop.fill_slots]
+    kinds += [loop.run_rounds, loop.prefill_prompts]
+    counts = {}
+    for kind in kinds:
+        for key, program in kind.made.get(engine.method, {}).items():
+            counts[kind.__name__, key] = program._cache_size()
+    return counts, loop.resize_state._cache_size()
+
+
+def decoded(running, *requests):
+    """The numbers of new tokens, by request."""
+    pieces = running.run(iter(requests), rounds=1)
+    return {piece.index: len(piece.row.tokens[0]) for piece in pieces if piece.row}
+
+
+def a_request(length, budget, number):
+    tokens = RNG.integers(0, 97, length).astype(np.int32)
+    return Request(tokens, budget, jax.random.key(number), number)
+
+
+def test_a_longer_request_compiles_nothing_that_was_compiled_aside(target):
+    """After a warmup in another thread, it joins a running batch, and starts one, untraced."""
+    engine = make_engine(target, None, sj.method("autoregressive"), {})
+    running = Scheduler(engine, 3, SAMPLING, LIMITS, prefixes=2)
+    short = a_request(3, 40, 0)
+    decoded(running, short)
+    before = traces(engine)
+    long = [a_request(230, 3, number) for number in (1, 2)]
+    with ThreadPoolExecutor(1) as other:
+        arguments = (engine, 3, LIMITS, long[0])
+        other.submit(warm_up_aside, *arguments, logprobs=False, prefixes=2).result()
+    warm = traces(engine)
+    assert warm != before
+    assert decoded(running, short, long[0]) == {0: 40, 1: 3}
+    assert decoded(running, *long) == {1: 3, 2: 3}
+    assert traces(engine) == warm
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_a_warmup_for_all_lengths(target):
+    engine = make_engine(target, None, sj.method("lookup"), {})
+    limits = Bounds(260, 300)
+    running = Scheduler(engine, 2, SAMPLING, limits, prefixes=2)
+    found = warm_up_all_lengths(engine, 2, limits, logprobs=False, prefixes=2)
+    assert found == [128, 256, 384]
+    warm = traces(engine)
+    for lengths in ((1, 260), (260, 17), (140,), (60, 9, 250), (30, 2)):
+        requests = [a_request(length, 40, number) for number, length in enumerate(lengths)]
+        assert set(decoded(running, *requests).values()) == {40}
+    assert traces(engine) == warm
 
 
 def test_slots_are_filled_in_place(target):
@@ -135,6 +195,37 @@ def test_a_long_prompt_is_prefilled_in_chunks_between_rounds(target, monkeypatch
             len(events) - events[::-1].index("prefill_chunks"),
         )
         assert events[first:end] == ["prefill_chunks", *between, "prefill_chunks"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "apart"),
+    [
+        ((300, 20, 20, 20), 4, True),  # together, all four would run to the end of the long one
+        ((300, 290, 280, 300), 4, False),
+        ((20, 20, 20, 20), 4, False),
+        ((20,), 4, True),  # three slots would be prefilled for nothing
+    ],
+)
+def test_prompts_of_unequal_lengths_are_prefilled_apart(target, lengths, size, apart):
+    prompts = [RNG.integers(0, 97, n).tolist() for n in lengths]
+    engine = make_engine(target, None, sj.method("autoregressive"), {})
+    rows = make_rows(target, prompts, [{}] * len(prompts), None, 0, 1, [4] * len(prompts))
+    bounds = scheduler.Bounds.of(rows)
+    work = scheduler.Scheduler(engine, size, sj.Sampling(), bounds)
+    started = []
+    work._start_batch = lambda requests: started.append(len(requests))
+    work._prefill_waiting = lambda budget: started.append(0)
+    work._source = iter(rows)
+    work._admit()
+    assert started == [0 if apart else len(lengths)]
+
+
+def test_tokens_do_not_depend_on_how_a_mixed_batch_is_prefilled(target):
+    prompts = [RNG.integers(0, 97, n).tolist() for n in (200, 5, 7, 9)]
+    together = sj.generate(target, prompts, max_new_tokens=12, batch_size=4)
+    for number, prompt in enumerate(prompts):
+        alone = sj.generate(target, [prompt], max_new_tokens=12)
+        np.testing.assert_array_equal(together.tokens[number], alone.tokens[0])
 
 
 def test_samples_of_a_prompt_share_its_prefill(target):

@@ -63,7 +63,7 @@ def _logits(lm, row, at, segments):
 
 
 def two_step(lm, prompt, k, budget):
-    """§11's two passes in plain Python: (tokens, accepted drafts per round)."""
+    """The two passes (Liu et al. 2024, §2.1.1) in plain Python: (tokens, accepted per round)."""
     text, accepted = list(prompt), []
     while len(text) < len(prompt) + budget:
         answers = argmaxes(lm, text + [ADAPTIVE] * k)[len(text) - 1 :]

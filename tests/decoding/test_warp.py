@@ -49,9 +49,9 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=["tpu", "cpu"])
+@pytest.fixture(params=["tpu", "gpu", "cpu"])
 def backend_warp(request, monkeypatch):
-    """``WARP`` traced for a backend: a TPU searches for the cut, others read the 64 largest."""
+    """``WARP`` for a backend: TPUs and GPUs search for the cut, a CPU reads the 64 largest."""
     monkeypatch.setattr(jax, "default_backend", lambda: request.param)
     WARP.clear_cache()
     yield WARP

@@ -107,14 +107,70 @@ def test_report_has_every_case_and_figure(small, short_curve, tmp_path, capsys):
             assert row["options"]["gamma"] == 2 and row["draft_calls"] > 0
         if row["mode"] == "greedy":
             assert row["mismatches"] == []
-    assert list(report["v"]) == ["1", "3", "4"]  # 3 = γ + 1 nodes; v(γ + 1) is always measured
+    assert list(report["v"]) == ["1", "3"]  # 3 = γ + 1 nodes; nothing wider is used
     assert report["v"]["1"] == 1 and np.isfinite(report["c"])
     assert set(report["machine"]) == {"device", "cpu", "cores", "jax", "python"}
-    assert sorted(p.name for p in home.iterdir()) == ["bench.json", "bench.md", "bench.png"]
+    files = ["bench.json", "bench.md", "bench.png", "runs.jsonl"]
+    assert sorted(p.name for p in home.iterdir()) == files
     assert json.loads((home / "bench.json").read_text()) == report
     assert (home / "bench.md").read_text() == markdown(report)
     assert all(0 <= row["pm"]["perplexity"] < row["perplexity"] for row in report["rows"])
     assert {"speedup", "acceptance_rate", "block_efficiency"} <= report["rows"][-1]["pm"].keys()
+
+
+def test_runs_are_shown_and_kept_before_the_next_begins(small, monkeypatch, tmp_path, capsys):
+    """A benchmark that is stopped in its third run has kept two."""
+    real = timed_cases.run_case
+    calls = []
+
+    def stopped(setting, case):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(case)
+        return real(setting, case)
+
+    monkeypatch.setattr(timed_cases, "run_case", stopped)
+    code, out, err = run(capsys, *small, "--repeats", 2, "--greedy-only", "--out", tmp_path / "b")
+    assert (code, out) == (130, "")
+    kept = [json.loads(line) for line in (tmp_path / "b" / "runs.jsonl").read_text().splitlines()]
+    assert [(run["method"], run["repeat"]) for run in kept] == [
+        ("autoregressive", 0),
+        ("speculative", 0),
+    ]
+    assert kept[0]["tokens"] == kept[1]["tokens"]
+    assert sum(kept[0]["stats"]["emitted"]) == sum(map(len, kept[0]["tokens"]))
+    for run_ in kept:
+        shown = f"{run_['label']}, greedy, batch 1, repeat 1 of 2: {run_['tokens_per_second']:.1f}"
+        assert shown in err
+
+
+def test_no_curve_measures_and_predicts_nothing(small, tmp_path, capsys):
+    arguments = ["--repeats", 1, "--greedy-only", "--json", "--no-curve", "--out", tmp_path / "b"]
+    code, out, err = run(capsys, *small, *arguments)
+    report = json.loads(out)
+    assert code == 0 and "cost curve" not in err
+    assert (report["v"], report["c"]) == ({}, None)
+    assert all(row["predicted_speedup"] is None for row in report["rows"])
+    assert "v(T)" not in markdown(report)
+
+
+@pytest.mark.parametrize(
+    ("pass_seconds", "steps", "timings"),
+    [(1e-4, timing.STEPS, timing.TIMINGS), (0.1, timing.FEWEST_STEPS, timing.FEWEST_TIMINGS)],
+)
+def test_a_curve_is_measured_within_its_time(monkeypatch, pass_seconds, steps, timings):
+    clock = [0.0]
+    runs = []
+
+    def run_loop(count):
+        runs.append(count)
+        clock[0] += count * pass_seconds
+
+    monkeypatch.setattr(timing, "_round_loop", lambda models: run_loop)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    seconds = timing.round_seconds([["a"], ["b"]], budget=2.0)
+    assert len(seconds) == timings and np.allclose(seconds, pass_seconds)
+    assert runs[4:] == [steps] * 2 * timings  # after two to compile and two to find out
 
 
 def test_bad_lines_are_skipped_and_the_rest_is_measured(small, short_curve, capsys):
@@ -611,7 +667,7 @@ def test_a_sweep_of_more_values_than_anyone_measures(capsys, sweep):
 
 
 def test_a_report_is_written_if_it_cannot_be_shown(monkeypatch, tmp_path):
-    monkeypatch.setattr(benchmark, "make_report", lambda args: {"skipped": 0})
+    monkeypatch.setattr(benchmark, "make_report", lambda args, directory: {"skipped": 0})
     monkeypatch.setattr(benchmark, "markdown", lambda report: "text")
     written = []
     monkeypatch.setattr(benchmark, "_write", lambda *args: written.append(args))

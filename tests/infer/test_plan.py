@@ -60,7 +60,9 @@ def test_the_plan_counts_what_windows_hold(directory, capsys):
     assert "for the last 1,536 tokens alone" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("memory", "says"), [("1", " rows of 128 tokens"), ("1e-5", "not fit")])
+@pytest.mark.parametrize(
+    ("memory", "says"), [("1", " rows of 128 tokens"), ("H100", "80.00 GiB"), ("1e-5", "not fit")]
+)
 def test_the_program_prints_it(directory, capsys, memory, says):
     arguments = ["--plan", "--target", str(directory), "--draft", str(directory)]
     assert run.main([*arguments, "--memory", memory]) == 0

@@ -14,12 +14,14 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
 from rich.text import Text
 
 import specjax as sj
+from infer.loading import use_compilation_cache
 from infer.prompts import PromptEncoder
 from infer.run import commands as program
 from infer.run import demo, job
@@ -337,9 +339,9 @@ def test_a_part_of_another_job_is_refused(pair, job_file, tmp_path, capsys):
     assert code == 2 and "out.part-1-of-2: was written with seed=0" in err
 
 
-def begin(job, index, port=1):
-    """One of two processes, with four simulated devices."""
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+def begin(job, index, port=1, devices=4):
+    """One of two processes, with simulated devices."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
         [sys.executable, "-m", "infer.run", *job, "--distributed", f"localhost:{port},2,{index}"],
         env=os.environ | {"XLA_FLAGS": flags},
@@ -381,6 +383,71 @@ def test_two_processes_of_four_devices_killed_and_started_again(pair, job_file, 
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "whole", "out"}
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_sigterm_to_one_process_of_a_model_ends_both(pair, job_file, tmp_path, stopped):
+    """Both end with 143 and whole files, and the same command writes the missing rows."""
+    out = tmp_path / "out"
+    job = [*pair, "--prompts", job_file, "--mesh", "model=4", "--batch-size", "1", "--out", out]
+    job += ["--max-new-tokens", "40"]
+    port = free_port()
+    both = [begin(job, index, port) for index in range(2)]
+    while not (out.exists() and out.read_bytes()):
+        assert all(process.poll() is None for process in both)
+        time.sleep(0.002)
+    both[stopped].terminate()
+    asked = time.monotonic()
+    for code, err in ended(both):
+        assert code == 143 and "the rows so far are written" in err
+        assert "Traceback" not in err
+    assert time.monotonic() - asked < 30
+    assert 0 < len(lines(out)) < len(PROMPTS)
+    port = free_port()
+    assert [code for code, _ in ended([begin(job, index, port) for index in range(2)])] == [0, 0]
+    assert len(lines(out)) == len(PROMPTS)
+
+
+@pytest.mark.slow
+def test_processes_with_unequal_devices_are_one_line(pair, job_file, tmp_path):
+    job = [*pair, "--prompts", job_file, "--mesh", "model=4", "--out", tmp_path / "out"]
+    port = free_port()
+    for code, err in ended([begin(job, 0, port, devices=4), begin(job, 1, port, devices=2)]):
+        assert code == 2 and "the processes have 4, 2 devices" in err
+        assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_a_process_that_meets_nobody_says_so_and_ends(pair, job_file, tmp_path):
+    port = free_port()
+    job = [*pair, "--prompts", job_file, "--mesh", "model=4", "--out", tmp_path / "out"]
+    job += ["--meeting-timeout", "5"]
+    for index in range(2):
+        ((code, err),) = ended([begin(job, index, port)])
+        waits, gives_up = err.splitlines()
+        assert code == 2 and not (tmp_path / "out").exists()
+        assert f"waiting for the other processes of --distributed localhost:{port}" in waits
+        assert "not all processes came within 5 seconds" in gives_up
+
+
+def test_an_address_that_cannot_be_used_is_one_line(pair, job_file, tmp_path, capsys):
+    job = [*pair, "--prompts", job_file, "--mesh", "model=2", "--out", tmp_path / "out"]
+    code, _, err = run(capsys, *job, "--distributed", "no-such-host.invalid:1234,2,1")
+    assert code == 2 and "no host no-such-host.invalid is known" in err
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, _, err = run(capsys, *job, "--distributed", f"localhost:{port},2,0")
+    assert code == 2 and f"port {port} is in use" in err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_a_model_spans_two_processes(pair, job_file, tmp_path, capsys):
     """The first process is killed after it has written a row. Then JAX ends the other."""
@@ -390,9 +457,7 @@ def test_a_model_spans_two_processes(pair, job_file, tmp_path, capsys):
     job += [out, "--mesh", "model=4"]
 
     def start(*own):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         return [begin([*job, *more], index, port) for index, more in enumerate(own)]
 
     first, second = start([], [])
@@ -424,6 +489,25 @@ def test_a_mesh_counts_the_devices_of_all_processes(mesh, role, own):
     assert args.mesh == own
     assert vars(args)[role] == Place("localhost:1", 2, 1)
     assert vars(args)[{"split": "span", "span": "split"}[role]] is None
+
+
+@pytest.mark.parametrize(
+    ("of_jax", "of_specjax", "used"),
+    [("jax", None, "jax"), ("jax", "own", "own"), (None, "own", "own")],
+)
+def test_compiled_programs_go_where_the_environment_says(
+    tmp_path, monkeypatch, of_jax, of_specjax, used
+):
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.delenv("SPECJAX_CACHE_DIR", raising=False)
+    if of_specjax:
+        monkeypatch.setenv("SPECJAX_CACHE_DIR", str(tmp_path / of_specjax))
+    try:
+        jax.config.update("jax_compilation_cache_dir", of_jax and str(tmp_path / of_jax))
+        use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / used)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.mark.slow

@@ -74,6 +74,23 @@ def test_a_file_of_another_dtype_or_form_is_not_resumed(
     assert code == 2 and says in one_line(err)
 
 
+def test_rows_of_bfloat16_are_resumed_on_as_many_devices_of_a_model(
+    pair, prompts, tmp_path, capsys
+):
+    """Partial sums are rounded on each device; in float32 the tokens are the same."""
+    for dtype, expected in (("bfloat16", 2), ("float32", 0)):
+        out = tmp_path / f"{dtype}.jsonl"
+        job = [*pair, "--prompts", prompts, "--dtype", dtype, "--out", out]
+        assert run(capsys, *job)[0] == 0
+        rows = out.read_text()
+        assert rows.count('"model_devices": 1') == (len(PROMPTS) if expected else 0)
+        out.write_text(rows.replace('"model_devices": 1', '"model_devices": 2'))
+        code, _, err = run(capsys, *job)
+        assert code == expected
+        if expected:
+            assert "was written with model_devices=2, this job has 1" in one_line(err)
+
+
 def test_a_file_of_other_weights_at_the_same_path_is_not_resumed(
     tiny_pair_dirs, prompts, tmp_path, capsys
 ):

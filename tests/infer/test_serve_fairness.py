@@ -2,13 +2,16 @@
 
 import asyncio
 import concurrent.futures
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from infer.serve import programs
+from infer.serve import app, engine_thread, programs
 from infer.serve.app import client_at
 from infer.serve.engine_thread import VariantQueue
 from infer.serve.fairness import Places, QueueFull, Turns, fits
@@ -17,11 +20,13 @@ from infer.serve.schemas import CompletionBody
 from infer.serve.server import _allowed_methods
 from specjax._util.errors import OptionError
 from specjax.core import loop
+from specjax.runtime.warmup import warm_up_aside
 from specjax.text import chat
 from specjax.text.tokenizer import Tokenizer
 from support.serving import served_models, serving, until
 
 LIMITS = ["--batch-size", "2", "--max-prompt", "600", "--max-output", "400", "--queue", "40"]
+ROOT = Path(__file__).parents[2]
 A, B, C = (f"127.0.0.{i}" for i in (2, 3, 4))
 LOOPS = """{% if loops %}{% for i in range(99999) %}{% for j in range(99999) %}
 {% endfor %}{% endfor %}{% endif %}"""
@@ -99,6 +104,25 @@ def test_places_go_round():
 def test_who_is_one_client():
     assert client_at("10.0.0.1") == "10.0.0.1" != client_at("10.0.0.2")
     assert client_at("2001:db8::1") == client_at("2001:db8::ffff:1") != client_at("2001:db9::1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "address", "client"),
+    [
+        ([], "127.0.0.1", "127.0.0.1"),
+        (["--proxy-headers"], "127.0.0.1", "10.0.0.9"),
+        (["--proxy-headers"], A, A),
+    ],
+)
+def test_only_a_proxy_that_is_asked_for_names_its_clients(
+    models, monkeypatch, arguments, address, client
+):
+    seen = set()
+    monkeypatch.setattr(app, "client_at", lambda address: seen.add(address) or address)
+    with serving(*models, *LIMITS, *arguments) as server:
+        headers = {"X_Forwarded_For": "10.0.0.9"}
+        server.ask("POST", "/tokenize", {"prompt": "a"}, address, **headers)
+    assert seen == {client}
 
 
 # --- texts -------------------------------------------------------------------------------------
@@ -238,6 +262,69 @@ def test_a_new_method_compiles_aside(server, compiling, pool):
     assert ask.result()[0] == 500
 
 
+class CompilingAside:
+    """Compilations for longer prompts, which wait until ``end`` is set."""
+
+    def __init__(self, fails=False):
+        self.calls = 0
+        self.end = threading.Event()
+        self._fails = fails
+
+    def __call__(self, *args, **named):
+        self.calls += 1
+        self.end.wait(60)
+        if self._fails:
+            raise RuntimeError("enough for a test")
+        warm_up_aside(*args, **named)
+
+
+@pytest.mark.parametrize(("length", "fails"), [(200, False), (300, True)])
+def test_a_longer_prompt_compiles_aside(server, pool, monkeypatch, length, fails):
+    """Other requests of its method go on. If that fails, it compiles where it runs."""
+    compiling = CompilingAside(fails)
+    monkeypatch.setattr(engine_thread, "warm_up_aside", compiling)
+    long = {"prompt": [5] * length, "max_tokens": 2, "temperature": 0}
+    ask = pool.submit(server.ask, "POST", "/v1/completions", long)
+    until(lambda: compiling.calls)
+    again = pool.submit(server.ask, "POST", "/v1/completions", long)
+    for _ in range(3):
+        assert server.complete(prompt="a", max_tokens=4)["choices"]
+    assert not ask.done() and not again.done() and server.engine.num_waiting == 2
+    compiling.end.set()
+    texts = {one.result()[1]["choices"][0]["text"] for one in (ask, again)}
+    texts.add(server.complete(**long)["choices"][0]["text"])
+    assert len(texts) == 1 and compiling.calls == 1
+
+
+@pytest.mark.slow
+def test_a_longer_prompt_waits_for_nothing_after_a_warmup(models, monkeypatch):
+    monkeypatch.setattr(engine_thread, "warm_up_aside", lambda *args, **named: pytest.fail())
+    with serving(*models, *LIMITS) as server:
+        server.complete(prompt="a", max_tokens=1)
+        body = CompletionBody(prompt="a")
+        server.engine.warm_up(server.admission.make_submission(body, print).variant)
+        rounds = loop.run_rounds(
+            server.admission.make_submission(body, print).variant.engine.method
+        )
+        before = rounds._cache_size()
+        for length in (600, 1, 200):
+            assert server.complete(prompt=[5] * length, max_tokens=100)["choices"]
+        assert rounds._cache_size() == before
+
+
+def test_a_client_that_leaves_frees_its_longer_prompt(server, monkeypatch):
+    compiling = CompilingAside()
+    monkeypatch.setattr(engine_thread, "warm_up_aside", compiling)
+    body = CompletionBody(prompt=[5] * 450, max_tokens=2)
+    submission = server.admission.make_submission(body, lambda *_: None)
+    server.engine.submit(submission)
+    until(lambda: compiling.calls)
+    server.engine.cancel(submission)
+    until(lambda: not server.engine.num_waiting and not server.engine.num_running)
+    compiling.end.set()
+    assert server.complete(prompt="a", max_tokens=2)["choices"]
+
+
 def test_few_new_methods_wait_to_compile(server, compiling, pool):
     def ask(gamma, address):
         body = {"prompt": "a", "max_tokens": 1, "method": "block", "options": {"gamma": gamma}}
@@ -302,6 +389,27 @@ def test_programs_of_old_methods_are_dropped(monkeypatch):
     with pytest.raises(TooManyNew):
         for i in range(100, 100 + MAX_NEW):
             known.expect((f"method {i}", False), "a")
+
+
+FREED = """
+import time
+from infer.serve import memory
+memory.SECONDS = memory.REGULARLY = 0.1
+memory.limit_memory()
+blocks = [bytes(20_000) for _ in range(10_000)]
+del blocks[::2], blocks[::3]  # what stays is everywhere in the heap
+blocks = blocks[::100]
+ends = time.monotonic() + 20
+while memory._resident() > 100 * 2**20 and time.monotonic() < ends:
+    time.sleep(0.05)
+print(memory._resident() >> 20)
+"""
+
+
+def test_freed_memory_is_given_back():
+    """Although blocks that are in use stand between freed ones; a server's own never ends there."""
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, cwd=ROOT)
+    assert int(done.stdout) < 100, done
 
 
 def test_forgotten_programs_are_made_again(server):

@@ -252,7 +252,8 @@ def test_a_tuned_task_may_use_the_chat_template(pair, task, monkeypatch):
     monkeypatch.setattr(Tokenizer, "apply_chat", lambda self, message, _=None: f"<{message}>")
     args = tune.parser().parse_args([task, "--out", "x", "--chat"])
     target = sj.load(pair[1])
-    first = read_task(task, target, args.chat, rewards.combine(["lexical", "forbidden:x"]).parts)[0]
+    parts = rewards.combine(["lexical", "forbidden:x"]).parts
+    first = read_task(task, "FILE", target, args.chat, parts)[0]
     assert target.tokenizer.decode(first.tokens) == "<def walk(tree):>"
 
 

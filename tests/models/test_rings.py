@@ -10,6 +10,7 @@ import pytest
 
 import specjax as sj
 from conftest import tiny_lm
+from specjax._util.platform import CPU
 from specjax.core import tree
 from specjax.core.tree import NO_PARENT
 from specjax.models import (
@@ -37,7 +38,8 @@ def small(monkeypatch):
 
     def use(spare=RING_SPARE):
         monkeypatch.setattr(cache, "RING_SPARE", spare)
-        monkeypatch.setattr(cache, "MAX_CHUNK_CPU", spare // 2)
+        small_chunks = dataclasses.replace(CPU, prefill_chunk=spare // 2)
+        monkeypatch.setattr(cache, "platform", lambda: small_chunks)
         jax.clear_caches()  # caches are made within programs
 
     yield use

@@ -1,14 +1,31 @@
 """Whatever a command line holds, a program ends with a documented code, and refuses in one line."""
 
+import contextlib
+import dataclasses
 import itertools
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
+from infer.lm_eval.__main__ import main as lm_eval_program
 from infer.serve import server
-from support.command_lines import MAY_BE_EMPTY, PROGRAMS, VALUES, furnish, options, run
+from specjax._util.errors import SpecjaxError
+from support.command_lines import (
+    DEMO_PROGRAMS,
+    MAY_BE_EMPTY,
+    MODELS,
+    PROGRAMS,
+    VALUES,
+    furnish,
+    options,
+    run,
+)
+from train.data.corpus import Document
+from train.demo import continuations, heldout
+from train.demo import models as demo_models
 
 each_program = pytest.mark.parametrize("name", PROGRAMS)
 
@@ -79,6 +96,79 @@ def test_an_override_without_a_value_does_not_count_as_not_given(home, err):
     end = run(PROGRAMS["train.lm"], home, err, ["--set=distill.teacher="])
     assert end.code == 2
     assert "--set 'distill.teacher=': the value is empty; write distill.teacher=''" in end.err
+
+
+@pytest.fixture
+def little_to_do(monkeypatch):
+    """A corpus of some functions, and no training."""
+    body = "def f(x):\n    y = x\n    y += 1\n    y += 2\n    return y\n"
+    documents = [Document(f"stdlib/{number}.py", body) for number in range(20)]
+    for module in (continuations, heldout):
+        monkeypatch.setattr(module, "load_corpus", lambda names: documents)
+    monkeypatch.setattr(demo_models, "call", lambda command: 0)
+
+
+@pytest.mark.parametrize("name", DEMO_PROGRAMS)
+def test_any_argument_of_the_demo_programs_is_used_or_refused_in_one_line(
+    name, home, err, little_to_do
+):
+    program = DEMO_PROGRAMS[name]
+    program = dataclasses.replace(program, progress="train.demo.models: ")
+    before = sorted(home.iterdir())
+    assert run(program, home, err).code == 0
+    faults = {}
+    for option, value in itertools.product([*options(program), "place"], VALUES):
+        changed = []
+        places = []
+        if option == "place":
+            places.append(VALUES[value])
+        else:
+            changed.append(f"{option}={VALUES[value]}")
+        end = run(program, home, err, changed, places)
+        fault = end.fault()
+        if end.code == 2 and end.made:
+            fault = f"made {end.made}"
+        if fault:
+            faults[option, value] = fault
+    assert faults == {} and sorted(home.iterdir()) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("pretrained", "draft", "method", "batch_size", "max_gen_toks", "seed", "dtype"),
+        *("quantize", "gamma", "unknown"),
+    ],
+)
+def test_any_model_argument_of_lm_eval_is_used_or_refused(key, home):
+    from infer.lm_eval.model import Specjax
+
+    given = {"pretrained": f"{home}/0", "draft": f"{home}/1", "method": "speculative"}
+    for value in VALUES.values():
+        with contextlib.suppress(SpecjaxError, OSError):  # each is one line and an exit code
+            Specjax(**(given | {key: value.replace("{home}", str(home))}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("argument", ["--tasks=nosuchtask", "--limit=2 --samples={}"])
+def test_what_lm_eval_refuses_is_one_line(argument, monkeypatch, err):
+    words = ["lm_eval", "run", "--model", "specjax", "--tasks", "nosuchtask", *argument.split()]
+    monkeypatch.setattr(sys, "argv", words)
+    assert lm_eval_program() == 2
+    (line,) = (line for line in err().splitlines() if line.startswith("infer.lm_eval:"))
+    assert line.startswith("infer.lm_eval: lm-eval: ")
+
+
+@pytest.mark.parametrize("method", ["mtad", "cdsl"])
+def test_tuning_names_a_file_as_the_command_line_does(method, home, err):
+    missing = f"{home}/none.jsonl"
+    arguments = (*MODELS, f"--method={method}", "--out=made")
+    program = dataclasses.replace(PROGRAMS["infer.tune"], arguments=arguments)
+    end = run(program, home, err)
+    assert end.code == 2 and f"FILE {missing}: cannot be read" in end.err
+    end = run(program, home, err, [f"--test={missing}"], [f"{home}/prompts.jsonl"])
+    assert end.code == 2 and f"--test {missing}: cannot be read" in end.err
 
 
 @each_program

@@ -265,6 +265,27 @@ def test_threads_that_silence_stderr_give_it_back(capfd, work):
     assert capfd.readouterr().err == "kept"
 
 
+def test_a_plugin_without_its_device_is_one_line():
+    """As JAX logs it where CUDA is installed and the machine has no GPU."""
+    body = """
+import specjax._util.program as program
+def work(args):
+    import logging
+    log = logging.getLogger("jax._src.xla_bridge")
+    try:
+        raise RuntimeError("Unable to load CUDA.")
+    except RuntimeError:
+        log.exception("Jax plugin configuration error: Exception when calling initialize()")
+    log.error("another error")
+    return 0
+program.work = work
+start(lambda: run("infer.run", "specjax._util.program:work", None))
+"""
+    code, said = run_process(body)
+    assert code == 0
+    assert said == "infer.run: JAX uses no GPU or TPU here: Unable to load CUDA.\nanother error\n"
+
+
 def test_a_closed_output_pipe_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)

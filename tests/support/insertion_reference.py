@@ -22,7 +22,7 @@ def some_row(seed, T=96, documents=6, padding=False):
 
 
 def slow_windows(insertion, row, number):
-    """The windows of §12, token by token, from the same random draws."""
+    """The windows of adaptive tokens, token by token, from the same random draws."""
     count = len(row["tokens"])
     key, counter = np.array([insertion.seed, number], np.uint64), np.array([0, 0, 0, 1], np.uint64)
     rng = np.random.Generator(np.random.Philox(key=key, counter=counter))

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax._util.platform import ROUNDED
 from specjax.core import loop, probs
-from specjax.core.mesh import ROUNDED
 from specjax.core.probs import Purpose
 from specjax.core.types import Draft
 from specjax.core.warp import warp

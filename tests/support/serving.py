@@ -94,11 +94,12 @@ def until(holds, seconds=30.0):
 
 
 @contextlib.contextmanager
-def answering(server: Server, max_connections: int = 1024):
+def answering(server: Server, max_connections: int = 1024, proxy_headers: bool = False):
     """The port at which a server answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        running = uvicorn.Server(http_config(server.app(), max_connections, drain=300))
+        config = http_config(server.app(), max_connections, 300, proxy_headers)
+        running = uvicorn.Server(config)
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
         thread.start()
         until(lambda: running.started)
@@ -115,7 +116,7 @@ def serving(target: sj.LM, draft: sj.LM, *arguments: str, keys=()):
     args = parser().parse_args(["--name", "tiny", *arguments])
     with (
         assembled(args, target, draft, keys) as (server, engine),
-        answering(server, args.max_connections) as port,
+        answering(server, args.max_connections, args.proxy_headers) as port,
     ):
         yield Running(target, draft, engine, server.admission, port)
 

@@ -40,6 +40,7 @@ from train.data.corpus import is_held_out
 from train.sdsat import operations
 from train.sdsat import training as sdsat
 from train.sdsat.__main__ import main
+from train.sdsat.ablation import read_variant, write_report
 from train.sdsat.insertion import Insertion, appended_slots
 from train.sdsat.prepare import choose_ids, transforms
 
@@ -330,6 +331,22 @@ def test_the_ablation_keeps_what_is_finished_and_reports_it(start, tmp_path, mon
         run("none", 3) == 2 and "none/export/card.json is not the card" in capsys.readouterr().err
     )
     assert run("nothing", 3) == 2 and "--only nothing" in capsys.readouterr().err
+
+
+def test_the_ablation_reports_runs_with_nothing_held_out(tmp_path, capsys):
+    """Their cards have no held-out figures; the curves of training are still worth a report."""
+    for name, loss in (("none", 2.0), ("improved", 2.5)):
+        card = {"recipe": {}, "clean_tokens_per_step": 8, "steps": 3}
+        card["compute_against_improved"] = 1.0
+        (tmp_path / name / "export").mkdir(parents=True)
+        (tmp_path / name / "export" / "card.json").write_text(json.dumps(card))
+        record = json.dumps({"step": 1, "loss": loss, "clean_loss": loss})
+        (tmp_path / name / "metrics.jsonl").write_text(record + "\n")
+    rows = [read_variant(tmp_path / name) for name in ("none", "improved")]
+    write_report(tmp_path, rows)
+    assert "nothing is held out" in capsys.readouterr().err
+    assert "| improved | 24 |  |  | 1.000 |  |  |  |" in (tmp_path / "ablation.md").read_text()
+    assert rows[1]["training"] == [(1, 2.5)] and (tmp_path / "ablation.png").exists()
 
 
 @pytest.mark.parametrize("loss", ["basic", "isolated"])

@@ -16,6 +16,7 @@ from specjax._util.program import INTERRUPTED
 from specjax.models import ModelConfig, init_params, load_pretrained, logits_of
 from specjax.models.families.head_config import HeadConfig
 from specjax.models.forward_pass import hidden_states
+from specjax.models.head import draft_logits, share_embedding
 from specjax.models.hf.read import load_config
 from support import head_steps
 from support.training import (
@@ -30,7 +31,7 @@ from train.config import HeadRunConfig, from_toml
 from train.data.loader import make_loader
 from train.data.packing import IGNORE
 from train.head.__main__ import main as program
-from train.head.losses import HeadObjective, head_loss
+from train.head.losses import HeadObjective, draft_steps, head_loss
 from train.head.prepare import most_frequent
 
 DEMO = str(ROOT / "configs" / "head_demo.toml")
@@ -131,6 +132,49 @@ def test_tokens_outside_the_draft_vocabulary_and_means_per_step(drop, per_step):
     assert count == 3 + 5 + 7
     mean = (weights * kl / (counts if per_step else count)).sum()
     np.testing.assert_allclose(total / count, mean, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.skipif(find_spec("speculators") is None, reason="needs the speculators extra")
+def test_means_per_step_are_those_of_speculators():
+    """Its own loss of our logits: the same number, and another one without means per step."""
+    import torch
+    from speculators.losses import resolve_loss_config
+    from speculators.models.eagle3.metrics import compute_metrics
+
+    steps = 3
+    decay = 0.7
+    target, frozen, batch = toy()
+    batch = {name: array[1:] for name, array in batch.items()}  # a document and padding
+    batch["labels"][0, 2] = IGNORE  # as a prompt's token
+    cfg = HeadConfig.of(target, np.arange(1, 23, 2), layer_ids=(0, 1), own_embedding=False)
+    params = init_params(cfg, jax.random.key(1))
+    objective = HeadObjective(steps, decay, mean_per_step=True)
+    rows = (batch[name] for name in ("tokens", "positions", "segments"))
+    hidden, states = hidden_states(target, frozen, *rows, aux_layers=(0, 1))
+    teacher = logits_of(target, frozen, hidden)[..., cfg.ids]
+    cfg_of_steps, whole = share_embedding(cfg, params, frozen["embed"])
+    theirs = 0.0
+    for step, states_of_step in enumerate(
+        draft_steps(cfg_of_steps, whole, batch, states, objective)
+    ):
+        # Place i of theirs is the target's place i + 1: their inputs are shifted by one token.
+        loss, _ = compute_metrics(
+            torch.tensor(np.asarray(draft_logits(cfg_of_steps, whole, states_of_step)))[:, :-1],
+            torch.tensor(np.asarray(teacher))[:, 1:],
+            torch.tensor(batch["labels"] != IGNORE)[:, 1:],
+            None,
+            step,
+            decay,
+            resolve_loss_config("kl_div", "eager"),
+        )
+        theirs += float(loss)
+
+    total, count, _ = head_loss(target, cfg, objective)(params, frozen, batch)
+    np.testing.assert_allclose(total / count, theirs, rtol=1e-4)
+    total, count, _ = head_loss(target, cfg, HeadObjective(steps, decay))(params, frozen, batch)
+    assert abs(total / count - theirs) > 0.01 * theirs
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_ids_in_order():

@@ -3,7 +3,7 @@
 python -m train.demo.continuations OUT.jsonl --target DIR [--num N] [--max-new-tokens N]
 
 A draft model drafts along the target's own text, which differs from people's text: it is more
-repetitive. Distilling on it raises the acceptance rate (DistillSpec, Zhou et al. 2024, §4.2). The
+repetitive. Distilling on it raises the acceptance rate (DistillSpec, Zhou et al. 2024). The
 prompts are heads of functions in the training text, cut in the same way as the held-out ones.
 """
 
@@ -11,15 +11,18 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import specjax as sj
+from specjax._util.arguments import COUNT
+from specjax._util.checks import SEED_MAX, Check
 from specjax._util.errors import InputError
 from specjax._util.files import aside
 from specjax._util.program import Parser, run
 from specjax.demo.heldout import parse_functions
 from specjax.lm import LM
+from train.cli import new_file
 from train.data.corpus import Document, is_held_out, load_corpus
 
 NAME = "train.demo.continuations"
@@ -76,21 +79,24 @@ def write(path: Path, texts: Iterable[str]) -> int:
 
 
 def work(args: argparse.Namespace) -> int:
-    heads = training_heads(load_corpus(["stdlib"]), args.seed)[: args.num]
+    count = COUNT.parse("--num", args.num)
+    new_tokens = COUNT.parse("--max-new-tokens", args.max_new_tokens)
+    seed = Check(int, low=0, high=SEED_MAX).parse("--seed", args.seed)
     target = sj.load(args.target)
-    count = write(args.out, continued(target, heads, args.max_new_tokens, args.seed))
-    print(f"{count} continued functions written to {args.out}")
+    heads = training_heads(load_corpus(["stdlib"]), seed)[:count]
+    written = write(args.out, continued(target, heads, new_tokens, seed))
+    print(f"{written} continued functions written to {args.out}")
     return 0
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(NAME, __doc__)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=new_file)
     parser.add_argument("--target", required=True, help="a Hugging Face directory, or demo")
     parser.add_argument("--num", type=int, default=5000, help="documents (default 5000)")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
-    return run(NAME, f"{__name__}:work", parser.parse_args())
+    return run(NAME, f"{__name__}:work", parser.parse_args(argv))
 
 
 if __name__ == "__main__":

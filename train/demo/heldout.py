@@ -9,7 +9,7 @@ import json
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from specjax._util.errors import InputError
 from specjax._util.files import write_text
 from specjax._util.program import Parser, run
 from specjax.demo.heldout import MANIFEST, PROMPT_CHARS, HeldOut, parse_functions
+from train.cli import new_file
 from train.data.corpus import Document, is_held_out, load_corpus
 
 NAME = "train.demo.heldout"
@@ -89,10 +90,10 @@ def work(args: argparse.Namespace) -> int:
     return 0
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(NAME, __doc__)
-    parser.add_argument("out", nargs="?", type=Path, default=MANIFEST)
-    return run(NAME, f"{__name__}:work", parser.parse_args())
+    parser.add_argument("out", nargs="?", type=new_file, default=MANIFEST)
+    return run(NAME, f"{__name__}:work", parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,7 +123,7 @@ class Plan:
 
 
 def work(args: argparse.Namespace) -> int:
-    plan = Plan(args.dir, args.rows, tuple(args.corpora), args.scale)
+    plan = Plan(Path(args.dir), args.rows, tuple(args.corpora), args.scale)
     for stage in plan.stages():
         if stage.product.exists():
             continue
@@ -149,9 +150,9 @@ def call(command: list[str]) -> int:
         return process.wait()
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(NAME, __doc__)
-    parser.add_argument("dir", type=Path, metavar="DIR")
+    parser.add_argument("dir", metavar="DIR")
     parser.add_argument(
         "--rows",
         type=int,
@@ -173,7 +174,7 @@ def main() -> int:
         metavar="F",
         help="share of every stage's steps (default 1); a small one for a trial",
     )
-    return run(NAME, f"{__name__}:work", parser.parse_args())
+    return run(NAME, f"{__name__}:work", parser.parse_args(argv))
 
 
 if __name__ == "__main__":

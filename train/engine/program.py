@@ -27,7 +27,7 @@ def run_training(
       config: the config's dataclass.
     """
     if args.distributed:
-        processes.join(args.distributed)
+        processes.join(args.distributed, name)
     cfg = from_toml(config, args.config, args.set)
     return run_and_print(name, lambda: main(cfg, args.resume, args.dry_run), args.json)
 

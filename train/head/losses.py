@@ -71,9 +71,10 @@ def head_loss(
     q_k is the head's distribution at step k. EAGLE-3 trains with the cross-entropy of p and q_k,
     which is the KL plus the entropy of p and has the same gradient (arXiv 2503.01840, §3.2).
 
-    With ``drop_outside``, as in SafeAILab's code, tokens whose likeliest id is not drafted add 0.
-    They still count in the mean. With ``mean_per_step``, as in speculators' code, step k is a mean
-    over the tokens that add to it. Documents end, so later steps have fewer.
+    With ``drop_outside``, tokens whose likeliest id is not drafted add 0, but count in the mean. So
+    do they in SafeAILab's code (``traineagle3/cnets.py``): its mean is over all places of a batch,
+    with prompts and padding. With ``mean_per_step``, as in speculators' code, step k is a mean over
+    the tokens that add to it. Documents end, so later steps have fewer.
 
     Args:
       target: the target's config; the loss's ``frozen`` argument holds its params.

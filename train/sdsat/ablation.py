@@ -20,15 +20,8 @@ from train.sdsat import training as sdsat
 from train.sdsat.variants import CONTINUED, VARIANTS
 
 CARD = Path("export", "card.json")  # written last: a run that has one is finished
-# The entries of a card that the report shows.
-FIGURES = {
-    "clean_tokens_per_step",
-    "steps",
-    "compute_against_improved",
-    "held_out_clean_loss",
-    "held_out_acceptance",
-    "held_out_accepted",
-}
+# The entries that every card has. Figures of held-out text are missing if nothing is held out.
+FIGURES = {"recipe", "clean_tokens_per_step", "steps", "compute_against_improved"}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,7 +81,7 @@ def _read_card(directory: Path) -> dict[str, Any]:
         card = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         card = None
-    if not isinstance(card, dict) or not FIGURES | {"recipe"} <= card.keys():
+    if not isinstance(card, dict) or not card.keys() >= FIGURES:
         raise InputError(
             f"{path} is not the card of a finished run: remove it, and the run goes on"
         )
@@ -105,9 +98,9 @@ def read_variant(directory: Path) -> dict[str, Any]:
         "variant": directory.name,
         "clean_tokens": card["clean_tokens_per_step"] * card["steps"],
         "compute_against_improved": card["compute_against_improved"],
-        "clean_loss": card["held_out_clean_loss"],
-        "acceptance": card["held_out_acceptance"],
-        "accepted": card["held_out_accepted"],
+        "clean_loss": card.get("held_out_clean_loss"),
+        "acceptance": card.get("held_out_acceptance", []),
+        "accepted": card.get("held_out_accepted"),
         "tokens_per_round": card.get("held_out_decode_tokens_per_round"),
         "training": training,
         "curve": curve,
@@ -120,6 +113,8 @@ def write_report(home: Path, rows: list[dict[str, Any]]) -> None:
     text = markdown(rows)
     write_text(home / "ablation.md", text)
     print(text, end="")
+    if not any(row["curve"] for row in rows):
+        print("nothing is held out: no figure is of text that was not trained on", file=sys.stderr)
     try:
         import matplotlib
     except ImportError:
@@ -144,19 +139,25 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     )
 
     def cells(row: dict[str, Any]) -> list[str]:
-        decoded = row["tokens_per_round"]
+        loss = row["clean_loss"]
+        against = None if loss is None or base is None else loss / base - 1
         return [
             row["variant"],
             f"{row['clean_tokens']:,}",
-            f"{row['clean_loss']:.4f}",
-            "" if base is None else f"{row['clean_loss'] / base - 1:+.2%}",
+            _cell(loss, ".4f"),
+            _cell(against, "+.2%"),
             f"{row['compute_against_improved']:.3f}",
             " ".join(f"{share:.3f}" for share in row["acceptance"]),
-            f"{row['accepted']:.3f}",
-            "" if decoded is None else f"{decoded:.3f}",
+            _cell(row["accepted"], ".3f"),
+            _cell(row["tokens_per_round"], ".3f"),
         ]
 
     return markdown_table(head, [cells(row) for row in rows])
+
+
+def _cell(value: float | None, form: str) -> str:
+    """A figure of the table; empty if there is none."""
+    return "" if value is None else format(value, form)
 
 
 def draw(path: Path, rows: list[dict[str, Any]]) -> None:

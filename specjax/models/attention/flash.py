@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax._util.platform import platform
 from specjax.models.attention.dense import (
     MASKED_SCORE,
     SCALE_ONLY,
@@ -37,11 +38,9 @@ RESULT = "attention"
 UNMASKED = "blocks without a mask"
 MASKED = "blocks with a mask"
 # A block has no more scores than a TPU's vector memory holds. Fewer than 256 tokens are not worth
-# an iteration. More than 512 (1,024 on a TPU) gain nothing: smaller blocks skip more, and fit the
+# an iteration. The largest block depends on the platform: smaller ones skip more, and fit the
 # smaller caches of a CPU.
 BLOCK_SCORES = 1 << 22
-TPU_BLOCK = 1024
-MAX_BLOCK = 512
 MIN_BLOCK = 256
 
 
@@ -68,7 +67,7 @@ class _Static(NamedTuple):
 
 def block_size(rows: int, groups: int) -> int:
     """Tokens of a block, for queries and for keys: a power of two."""
-    block = TPU_BLOCK if jax.default_backend() == "tpu" else MAX_BLOCK
+    block = platform().attention_block
     while block > MIN_BLOCK and rows * groups * block**2 > BLOCK_SCORES:
         block //= 2
     return block

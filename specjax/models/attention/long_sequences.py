@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from specjax._util.platform import platform
 from specjax.models.attention import splash, splash_windows
 from specjax.models.attention.dense import Causal, Isolated, MaskFn, Meta, ScoreTransform
 from specjax.models.attention.flash import block_size, find_blocks, flash_attention
@@ -39,7 +40,7 @@ def long_attention(
       rows: how the rows of a batch are sharded over devices. Each device then runs its own rows,
         and skips the blocks that those do not see.
     """
-    if jax.default_backend() != "tpu" or not splash.supports(mask, transform):
+    if not platform().splash_attention or not splash.supports(mask, transform):
         return _by_blocks(mask, meta, meta, transform, groups, rows)
 
     assert isinstance(mask, Causal), "splash.supports only causal masks"

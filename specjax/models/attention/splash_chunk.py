@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax._util.platform import platform
 from specjax.models.attention import splash
 from specjax.models.attention.dense import SCALE_ONLY, ScoreTransform, in_window
 from specjax.models.attention.splash import BLOCKS, SplashBlocks
@@ -37,8 +38,8 @@ class _PositionMask:
 
 def supports_chunk(tokens: int, transform: ScoreTransform, cache: KVBuffer) -> bool:
     """Whether :func:`chunk_attention` should run a pass of ``tokens`` tokens per row."""
-    wide_on_tpu = jax.default_backend() == "tpu" and tokens % CHUNK_MULTIPLE == 0
-    return wide_on_tpu and not transform.alibi and not isinstance(cache, QuantizedKV)
+    wide = platform().splash_attention and tokens % CHUNK_MULTIPLE == 0
+    return wide and not transform.alibi and not isinstance(cache, QuantizedKV)
 
 
 def chunk_attention(

@@ -17,15 +17,15 @@ import ml_dtypes
 import numpy as np
 
 
-class Parts(NamedTuple):
+class BlockParts(NamedTuple):
     """A weight in parts, outputs first: ``codes [O, I]``, and ``[O, G]`` the others."""
 
     codes: np.ndarray
-    scales: np.ndarray | Parts
-    offsets: np.ndarray | Parts | None = None
+    scales: np.ndarray | BlockParts
+    offsets: np.ndarray | BlockParts | None = None
 
 
-def take_apart(kind: str, data: np.ndarray) -> Parts:
+def take_apart(kind: str, data: np.ndarray) -> BlockParts:
     """The parts of a weight of this kind, from its bytes ``[O, bytes of an output]``."""
     size, unpack = KINDS[kind]
     outputs = data.shape[0]
@@ -33,15 +33,15 @@ def take_apart(kind: str, data: np.ndarray) -> Parts:
     return _flat(parts, outputs)
 
 
-def _flat(parts: Parts, outputs: int) -> Parts:
-    """Parts with one axis after the outputs."""
+def _flat(parts: BlockParts, outputs: int) -> BlockParts:
+    """BlockParts with one axis after the outputs."""
 
-    def flat(part: np.ndarray | Parts | None) -> np.ndarray | Parts | None:
-        if isinstance(part, Parts):
+    def flat(part: np.ndarray | BlockParts | None) -> np.ndarray | BlockParts | None:
+        if isinstance(part, BlockParts):
             return _flat(part, outputs)
         return None if part is None else part.reshape(outputs, -1)
 
-    return Parts(*map(flat, parts))  # pyright: ignore[reportArgumentType]
+    return BlockParts(*map(flat, parts))  # pyright: ignore[reportArgumentType]
 
 
 def _halves(data: np.ndarray) -> np.ndarray:
@@ -68,45 +68,45 @@ def _fifth_bits(data: np.ndarray) -> np.ndarray:
     return bits << 4
 
 
-def _q4_0(blocks: np.ndarray) -> Parts:
+def _q4_0(blocks: np.ndarray) -> BlockParts:
     codes = _halves(blocks[..., 2:]).view(np.int8) - 8
-    return Parts(_as_int4(codes), _half(blocks[..., :2]))
+    return BlockParts(_as_int4(codes), _half(blocks[..., :2]))
 
 
-def _q4_1(blocks: np.ndarray) -> Parts:
+def _q4_1(blocks: np.ndarray) -> BlockParts:
     codes = _as_uint4(_halves(blocks[..., 4:]))
-    return Parts(codes, _half(blocks[..., :2]), _half(blocks[..., 2:4]))
+    return BlockParts(codes, _half(blocks[..., :2]), _half(blocks[..., 2:4]))
 
 
-def _q5_0(blocks: np.ndarray) -> Parts:
+def _q5_0(blocks: np.ndarray) -> BlockParts:
     codes = _halves(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
-    return Parts(codes.view(np.int8) - 16, _half(blocks[..., :2]))
+    return BlockParts(codes.view(np.int8) - 16, _half(blocks[..., :2]))
 
 
-def _q5_1(blocks: np.ndarray) -> Parts:
+def _q5_1(blocks: np.ndarray) -> BlockParts:
     codes = _halves(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
-    return Parts(codes.view(np.int8), _half(blocks[..., :2]), _half(blocks[..., 2:4]))
+    return BlockParts(codes.view(np.int8), _half(blocks[..., :2]), _half(blocks[..., 2:4]))
 
 
-def _q8_0(blocks: np.ndarray) -> Parts:
-    return Parts(blocks[..., 2:].view(np.int8), _half(blocks[..., :2]))
+def _q8_0(blocks: np.ndarray) -> BlockParts:
+    return BlockParts(blocks[..., 2:].view(np.int8), _half(blocks[..., :2]))
 
 
-def _q4_k(blocks: np.ndarray) -> Parts:
+def _q4_k(blocks: np.ndarray) -> BlockParts:
     # Each 32 bytes hold two groups of 32 codes: the low halves, then the high ones.
     codes = _halves(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
-    return Parts(_as_uint4(codes), *_scales_and_offsets(blocks))
+    return BlockParts(_as_uint4(codes), *_scales_and_offsets(blocks))
 
 
-def _q5_k(blocks: np.ndarray) -> Parts:
+def _q5_k(blocks: np.ndarray) -> BlockParts:
     codes = _halves(blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32))
     # Bit g of byte i is the fifth bit of code i of group g.
     bits = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]
     codes = codes.reshape(*blocks.shape[:2], 8, 32) | ((bits & 1) << 4)
-    return Parts(codes.view(np.int8), *_scales_and_offsets(blocks))
+    return BlockParts(codes.view(np.int8), *_scales_and_offsets(blocks))
 
 
-def _scales_and_offsets(blocks: np.ndarray) -> tuple[Parts, Parts]:
+def _scales_and_offsets(blocks: np.ndarray) -> tuple[BlockParts, BlockParts]:
     """Of the eight groups of a block of 256: codes of 6 bits, each kind with a scale."""
     packed = blocks[..., 4:16]
     low = packed[..., :4]
@@ -116,22 +116,22 @@ def _scales_and_offsets(blocks: np.ndarray) -> tuple[Parts, Parts]:
     offsets = np.concatenate([middle & 63, (high >> 4) | (middle >> 6 << 4)], axis=-1)
     scale = _half(blocks[..., :2])
     negative = -_half(blocks[..., 2:4])  # what the file holds is subtracted
-    return Parts(scales.view(np.int8), scale), Parts(offsets.view(np.int8), negative)
+    return BlockParts(scales.view(np.int8), scale), BlockParts(offsets.view(np.int8), negative)
 
 
-def _q6_k(blocks: np.ndarray) -> Parts:
+def _q6_k(blocks: np.ndarray) -> BlockParts:
     shape = blocks.shape[:2]
     # Two halves of 128 codes; in each, 32 bytes hold the upper two bits of four codes each.
     low = _halves(blocks[..., :128].reshape(*shape, 2, 64)).reshape(*shape, 2, 4, 32)
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     upper = blocks[..., 128:192].reshape(*shape, 2, 1, 32) >> shifts
     codes = (low | ((upper & 3) << 4)).view(np.int8) - 32
-    scales = Parts(blocks[..., 192:208].view(np.int8), _half(blocks[..., 208:210]))
-    return Parts(codes, scales)
+    scales = BlockParts(blocks[..., 192:208].view(np.int8), _half(blocks[..., 208:210]))
+    return BlockParts(codes, scales)
 
 
 # The bytes of a block, and the function that takes blocks ``[O, B, bytes]`` apart.
-KINDS: dict[str, tuple[int, Callable[[np.ndarray], Parts]]] = {
+KINDS: dict[str, tuple[int, Callable[[np.ndarray], BlockParts]]] = {
     "Q4_0": (18, _q4_0),
     "Q4_1": (20, _q4_1),
     "Q5_0": (22, _q5_0),

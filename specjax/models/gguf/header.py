@@ -220,9 +220,10 @@ def _read_tensors(
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment={format_value(alignment)} is no power of two")
     start = -(-source.position // alignment) * alignment
-    return {
-        name: _placed(name, *entry, start, source.size, package) for name, entry in entries.items()
-    }
+    tensors = {}
+    for name, (shape, number, offset) in entries.items():
+        tensors[name] = _placed(name, shape, number, start + offset, source.size, package)
+    return tensors
 
 
 def _placed(
@@ -230,7 +231,6 @@ def _placed(
     shape: tuple[int, ...],
     number: int,
     offset: int,
-    start: int,
     file_size: int,
     package: Any,
 ) -> Tensor:
@@ -250,9 +250,9 @@ def _placed(
             f"{block} inputs"
         )
     size = math.prod(shape) // block * block_bytes
-    if start + offset + size > file_size:
+    if offset + size > file_size:
         raise ValueError(
             f"it ends early: tensor {format_value(name)} has {size} bytes from byte "
-            f"{start + offset} on, and the file has {file_size}"
+            f"{offset} on, and the file has {file_size}"
         )
-    return Tensor(shape, kind.name, start + offset, size)
+    return Tensor(shape, kind.name, offset, size)

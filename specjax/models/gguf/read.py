@@ -11,7 +11,7 @@ import functools
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from specjax._util.errors import ModelError, ModelWarning
 from specjax._util.files import open_file
 from specjax.models.blocks import fuse_layer
 from specjax.models.config import ModelConfig
-from specjax.models.gguf.blocks import KINDS, Parts, take_apart
+from specjax.models.gguf.blocks import KINDS, BlockParts, take_apart
 from specjax.models.gguf.config import ARCHITECTURE, config_of
 from specjax.models.gguf.header import Header, Tensor, gguf_package, read_header
 from specjax.models.gguf.names import NAMES, ROPE_FACTORS
@@ -69,12 +69,6 @@ def load_gguf(
     cfg = _config(header)
     if fused and quantize is None:
         _say_widened(header)
-    # A wrong number of layers must not make us build each of them.
-    if cfg.num_layers > len(header.tensors):
-        raise ModelError(
-            f"{path}: its metadata say {cfg.num_layers} layers, and it has "
-            f"{len(header.tensors)} tensors"
-        )
     scheme = None
     if quantize not in (None, NO_SCHEME):
         scheme = parse_scheme(quantize)
@@ -108,11 +102,16 @@ def load_gguf(
                 part = place_part(cfg, part)
             return jax.block_until_ready(part)
 
-        layers = {}
-        for i, layer_places in places.pop("layers").items():
-            layers |= read_part({"layers": {i: layer_places}})["layers"]
-        tables = {name: read_part({name: place})[name] for name, place in places.items()}
-        return cfg, tables | {"layers": layers}
+        return cfg, _in_parts(places, read_part)
+
+
+def _in_parts(places: dict, read_part: Callable[[dict], dict]) -> dict:
+    """All params: one layer or table after the other."""
+    layers = {}
+    for i, layer_places in places.pop("layers").items():
+        layers |= read_part({"layers": {i: layer_places}})["layers"]
+    tables = {name: read_part({name: place})[name] for name, place in places.items()}
+    return tables | {"layers": layers}
 
 
 def is_kept(tensor: Tensor) -> bool:
@@ -144,11 +143,25 @@ def kept_bytes(path: Path, dtype: jnp.dtype) -> int:
 
 
 def _config(header: Header) -> ModelConfig:
+    """The architecture.
+
+    Raises:
+      ModelError: it is not read, or has more layers than the file has tensors.
+    """
+
     def rope_factors() -> np.ndarray:
         with open_file(header.path) as file:
-            return _widened(file, header.tensors[ROPE_FACTORS], jnp.dtype(jnp.float32))
+            factors = _widened(file, header.tensors[ROPE_FACTORS], jnp.dtype(jnp.float32))
+        return np.asarray(factors)
 
-    return config_of(header, rope_factors)
+    cfg = config_of(header, rope_factors)
+    # A wrong number of layers must not make us build each of them.
+    if cfg.num_layers > len(header.tensors):
+        raise ModelError(
+            f"{header.path}: its metadata say {cfg.num_layers} layers, and it has "
+            f"{len(header.tensors)} tensors"
+        )
+    return cfg
 
 
 def _check_tensors(header: Header, places: dict) -> None:
@@ -259,11 +272,11 @@ def _put(first: int, whole: np.ndarray, part: np.ndarray) -> None:
     whole[:, first : first + len(part)] = part.T
 
 
-def _as_grouped(parts: Parts, dtype: jnp.dtype) -> Grouped:
+def _as_grouped(parts: BlockParts, dtype: jnp.dtype) -> Grouped:
     """Codes and scales on the device; scales that are codes themselves give float32."""
 
-    def values(part: np.ndarray | Parts | None) -> Any:
-        if isinstance(part, Parts):
+    def values(part: np.ndarray | BlockParts | None) -> Any:
+        if isinstance(part, BlockParts):
             return _as_grouped(part, jnp.dtype(jnp.float32))
         return None if part is None else on_device(part)
 

@@ -1,0 +1,113 @@
+"""What each kind of device wants of the programs that run on it: this file is the only place.
+
+The results of a program never depend on it, except for rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import jax
+
+# Results are rounded to their dtype everywhere. By default XLA skips the rounding inside a fusion.
+# Then bfloat16 logits would depend on the program that computes them.
+ROUNDED = {"xla_allow_excess_precision": False}
+
+# A CUDA graph then holds a whole loop of rounds, its conditionals included, so that no round waits
+# for the host. XLA's own choice has no loops and no conditionals. XLA drops what the driver cannot
+# do: loops and conditionals need CUDA 12.3. A graph may have any size, because a loop's condition
+# is often a single kernel.
+GRAPHS = {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES,"
+        "WHILE,CONDITIONAL"
+    ),
+    "xla_gpu_graph_min_graph_size": 1,
+}
+# Set a variable to 0 to run a GPU's kernels one by one, as a profiler or a debugger wants them, and
+# to use XLA's kernels alone.
+GRAPHS_VARIABLE = "SPECJAX_GPU_GRAPHS"
+KERNELS_VARIABLE = "SPECJAX_GPU_KERNELS"
+
+
+@dataclasses.dataclass(frozen=True)
+class Platform:
+    """Choices that depend on the kind of device. The defaults are those of an unknown accelerator.
+
+    Attributes:
+      dtype: default dtype of weights and activations.
+      pass_width: default number of tokens per row to which narrow passes are padded.
+      prefill_chunk: the largest prefill chunk, in tokens of a row. On a CPU a wider chunk costs a
+        little less per token, but more of the last one is padding. Accelerators need wide ones.
+      free_tokens: a pass costs as much as so many tokens more than it has: the weights are read.
+      unrolled_rows: up to this many rows, each row's cache write is an operation of its own.
+      writes_neighbor: whether a single cache entry is written together with its neighbor.
+      weights_first: whether narrow products are computed as ``weight @ x.T``.
+      dense_groups: whether weights quantized in groups are made dense before every product.
+      largest_logits: top-k and top-p first look at this many of the largest logits; 0: they
+        search the whole vocabulary at once.
+      top_k_kernel: the most largest values of a long row that a kernel finds without sorting it.
+      sort_block: for more of them, the number of values that are sorted together.
+      vocab_blocks: in how many blocks a sum over the vocabulary is made. XLA for GPUs makes such
+        sums in two kernels: one for all blocks, then one for each sum. With blocks of our own,
+        one second kernel serves several sums.
+      halves_search: whether that search halves its range, rather than splits it into many parts.
+      attention_block: tokens of the largest block of attention to long sequences.
+      splash_attention: whether JAX's splash attention kernels run.
+      decode_kernel: whether narrow passes attend by our Pallas kernel.
+    """
+
+    dtype: str = "bfloat16"
+    pass_width: int = 8  # the rows of a matrix unit's tile
+    prefill_chunk: int = 512
+    free_tokens: int = 256
+    unrolled_rows: int = 32
+    writes_neighbor: bool = False
+    weights_first: bool = False
+    dense_groups: bool = False
+    largest_logits: int = 64
+    top_k_kernel: int = 1 << 30  # any number
+    sort_block: int = 2048
+    vocab_blocks: int = 1
+    halves_search: bool = False
+    attention_block: int = 512
+    splash_attention: bool = False
+    decode_kernel: bool = False
+
+
+CPU = Platform(
+    dtype="float32",
+    pass_width=1,
+    prefill_chunk=128,
+    free_tokens=16,
+    writes_neighbor=True,
+    weights_first=True,
+    dense_groups=True,
+    halves_search=True,
+)
+# Finding the largest logits costs a TPU more than the search.
+TPU = Platform(largest_logits=0, attention_block=1024, splash_attention=True)
+# XLA's kernel for the largest values finds 16 at most. For more it sorts the whole row, and 128,256
+# tokens take 40 kernels. A scatter is one kernel for all rows, and a write per row is one each.
+GPU = Platform(
+    largest_logits=0, unrolled_rows=1, top_k_kernel=16, vocab_blocks=256, decode_kernel=True
+)
+
+PLATFORMS = {"cpu": CPU, "tpu": TPU, "gpu": GPU}
+
+
+def platform() -> Platform:
+    """The choices for JAX's default backend."""
+    chosen = PLATFORMS.get(jax.default_backend(), Platform())
+    if chosen.decode_kernel and os.environ.get(KERNELS_VARIABLE) == "0":
+        return dataclasses.replace(chosen, decode_kernel=False)
+    return chosen
+
+
+def compiler_options() -> dict[str, str | int | bool]:
+    """XLA's options for every program of decoding on JAX's default backend."""
+    on_gpu = jax.default_backend() == "gpu"
+    if on_gpu and os.environ.get(GRAPHS_VARIABLE) != "0":
+        return ROUNDED | GRAPHS
+    return dict(ROUNDED)

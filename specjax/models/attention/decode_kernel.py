@@ -1,0 +1,230 @@
+"""Attention of a narrow pass to its cache on a GPU, by two Pallas kernels.
+
+A narrow pass has few tokens per row and reads a long cache, so memory decides. The kernel reads
+each key and value once, and only up to what the row holds. Chains and trees, short and long caches
+are the same to it: a chain's mask follows from positions, and any other mask is an array.
+
+The blocks of a row's cache are dealt out to ``splits`` programs, or a row's few key heads would
+leave most multiprocessors idle (flash decoding, Dao et al. 2023). Each has an online softmax of its
+own. A second kernel joins them, weighed by their largest scores.
+
+There are no gradients. Axis legend: B rows, N queries, S cache positions, H query heads, K key
+heads, G = H/K, R = G·N, E head size, P splits.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax._util.platform import platform
+from specjax.models.attention.dense import (
+    MASKED_SCORE,
+    SCALE_ONLY,
+    ScoreTransform,
+    group_queries,
+    in_window,
+)
+from specjax.models.quantized_cache import KVBuffer, QuantizedKV
+
+BLOCK = 64  # cache positions that a program reads at a time; a bucket is a multiple of it
+LEAST_QUERIES = 16  # a product on the tensor cores has at least so many rows
+MOST_QUERIES = 128  # more do not fit the registers beside a block's scores
+HEAD_SIZES = (16, 32, 64, 128, 256)  # powers of two
+PROGRAMS = 264  # two for each of an H100's multiprocessors
+
+
+def supports_decode(queries: int, heads: int, cache: KVBuffer, transform: ScoreTransform) -> bool:
+    """Whether :func:`decode_attention` can run a pass.
+
+    Args:
+      queries: tokens per row, its padding included.
+      heads: query heads.
+      cache: keys of a layer.
+    """
+    if not platform().decode_kernel or isinstance(cache, QuantizedKV) or transform.alibi:
+        return False
+    key_heads, capacity, size = cache.shape[1:]
+    fits = heads // key_heads * queries <= MOST_QUERIES
+    return fits and size in HEAD_SIZES and capacity % BLOCK == 0
+
+
+def decode_attention(
+    q: Float[Array, "B N H E"],
+    k: Float[Array, "B K S E"],
+    v: Float[Array, "B K S E"],
+    positions: Int[Array, "B N"],
+    last_visible: Int[Array, "B"],
+    mask: Bool[Array, "B N S"] | None = None,
+    *,
+    window: int | None = None,
+    transform: ScoreTransform = SCALE_ONLY,
+    interpret: bool = False,
+) -> Float[Array, "B N H E"]:
+    """:func:`specjax.models.attention.dense.dense_attention` of a narrow pass.
+
+    Args:
+      positions: of the queries; they make the mask of a chain.
+      last_visible: the last cache position that any query of a row sees.
+      mask: which cache positions each query sees; None for a chain.
+      window: positions that a query of a chain sees, its own included; None: all.
+      interpret: run in Python, on any device.
+    """
+    count = q.shape[1]
+    key_heads, capacity = k.shape[1:3]
+    grouped = group_queries(q, key_heads, transform)
+    rows, _, queries, _ = grouped.shape
+    padding = max(LEAST_QUERIES, 1 << (queries - 1).bit_length()) - queries
+
+    def pad(x, axis):
+        """Padding repeats the last query: its results are cut off again."""
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, padding)
+        return jnp.pad(x, widths, mode="edge")
+
+    groups = queries // count
+    splits = _num_splits(rows * key_heads, capacity // BLOCK)
+    end = jnp.minimum(last_visible // BLOCK + 1, capacity // BLOCK)
+    begin = jnp.zeros_like(end)
+    if window is not None and mask is None:
+        begin = jnp.maximum(positions.min(axis=1) - window + 1, 0) // BLOCK
+    arguments = [pad(grouped, 2), k, v, begin, end]
+    if mask is None:
+        arguments.append(pad(jnp.tile(positions, (1, groups)), 1))
+    else:
+        arguments.append(pad(jnp.tile(mask, (1, groups, 1)), 1).astype(jnp.int8))
+
+    kernel = functools.partial(_attend_kernel, splits, window, transform)
+    partial = _attend(kernel, arguments, splits, interpret)
+    return _join(partial, jax.ShapeDtypeStruct(q.shape, q.dtype), interpret)
+
+
+def _num_splits(programs: int, blocks: int) -> int:
+    """How many programs share the cache of a row and key head: a power of two."""
+    splits = 1
+    while splits * programs < PROGRAMS and 2 * splits <= blocks:
+        splits *= 2
+    return splits
+
+
+def _attend(kernel, arguments: list[Array], splits: int, interpret: bool) -> list[Array]:
+    """Runs the kernel for every row, key head and split.
+
+    Returns weighted values float32 ``[B, K, P, R, E]``, and the largest score and the sum of
+    weights of each, ``[B, K, P, R]``.
+    """
+    q, k, _, _, _, seen = arguments
+    rows, key_heads, queries, size = q.shape
+    of_query = pl.BlockSpec((None, None, queries, size), lambda b, h, p: (b, h, 0, 0))
+    of_cache = pl.BlockSpec((None, None, k.shape[2], size), lambda b, h, p: (b, h, 0, 0))
+    of_row = pl.BlockSpec((None,), lambda b, h, p: (b,))
+    of_seen = pl.BlockSpec((None, *seen.shape[1:]), lambda b, h, p: (b, *(0,) * (seen.ndim - 1)))
+
+    partial = rows, key_heads, splits, queries
+    scalars = pl.BlockSpec((None, None, None, queries), lambda b, h, p: (b, h, p, 0))
+    values = pl.BlockSpec((None, None, None, queries, size), lambda b, h, p: (b, h, p, 0, 0))
+    return pl.pallas_call(
+        kernel,
+        grid=(rows, key_heads, splits),
+        in_specs=[of_query, of_cache, of_cache, of_row, of_row, of_seen],
+        out_specs=[values, scalars, scalars],
+        out_shape=[
+            jax.ShapeDtypeStruct((*partial, size), jnp.float32),
+            jax.ShapeDtypeStruct(partial, jnp.float32),
+            jax.ShapeDtypeStruct(partial, jnp.float32),
+        ],
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="decode_attention",
+    )(*arguments)
+
+
+def _attend_kernel(
+    splits, window, transform, q_ref, k_ref, v_ref, begin_ref, end_ref, seen_ref, *out_refs
+):
+    """One program: the blocks ``begin + split, begin + split + splits, …`` of a row's key head.
+
+    ``seen_ref`` has positions ``[R]``, or a mask ``[R, S]``.
+    """
+    out_ref, highest_ref, total_ref = out_refs
+    q = q_ref[...]
+    first = begin_ref[...] + pl.program_id(2)
+    count = (end_ref[...] - first + splits - 1) // splits
+
+    def visible(start):
+        if len(seen_ref.shape) == 2:
+            return seen_ref[:, pl.ds(start, BLOCK)] != 0
+        distance = seen_ref[...][:, None] - (start + jnp.arange(BLOCK))[None]
+        return in_window(distance, window)
+
+    def add_block(index, carry):
+        out, highest, total = carry
+        start = (first + index * splits) * BLOCK
+        k = k_ref[pl.ds(start, BLOCK), :]
+        scores = transform.apply_softcap(_dot(q, k.T))
+        scores = jnp.where(visible(start), scores, MASKED_SCORE)
+
+        new_highest = jnp.maximum(highest, scores.max(axis=-1))
+        shrink = jnp.exp(highest - new_highest)
+        weights = jnp.exp(scores - new_highest[:, None])
+        v = v_ref[pl.ds(start, BLOCK), :]
+        out = out * shrink[:, None] + _dot(weights.astype(v.dtype), v)
+        return out, new_highest, total * shrink + weights.sum(axis=-1)
+
+    queries = q.shape[0]
+    start = (
+        jnp.zeros(q.shape, jnp.float32),
+        jnp.full((queries,), MASKED_SCORE, jnp.float32),
+        jnp.zeros((queries,), jnp.float32),
+    )
+    out, highest, total = jax.lax.fori_loop(0, count, add_block, start)
+    out_ref[...] = out
+    highest_ref[...] = highest
+    total_ref[...] = total
+
+
+def _dot(x: Float[Array, "m k"], y: Float[Array, "k n"]) -> Float[Array, "m n"]:
+    """The product in float32; numbers of float32 are not rounded before it."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=precision)
+
+
+def _join(
+    partial: list[Array], result: jax.ShapeDtypeStruct, interpret: bool
+) -> Float[Array, "B N H E"]:
+    """The splits' weighted values as one softmax, for each query. Padding is left out."""
+    out = partial[0]
+    rows, count, heads, size = result.shape
+    key_heads, splits = out.shape[1:3]
+    groups = heads // key_heads
+
+    def query_of(b, h, r):
+        """Grouped query r of key head h is the token ``r % N`` of the head's group ``r // N``."""
+        return b, r % count, h * groups + r // count, 0
+
+    scalars = pl.BlockSpec((None, None, splits, None), lambda b, h, r: (b, h, 0, r))
+    values = pl.BlockSpec((None, None, splits, None, size), lambda b, h, r: (b, h, 0, r, 0))
+    return pl.pallas_call(
+        _join_kernel,
+        grid=(rows, key_heads, groups * count),
+        in_specs=[values, scalars, scalars],
+        out_specs=pl.BlockSpec((None, None, None, size), query_of),
+        out_shape=result,
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="decode_attention_join",
+    )(*partial)
+
+
+def _join_kernel(out_ref, highest_ref, total_ref, joined_ref):
+    """One query. A split without blocks has no weight."""
+    highest = highest_ref[...]
+    factor = jnp.exp(highest - highest.max())
+    weight = (total_ref[...] * factor).sum()
+    joined = (out_ref[...] * factor[:, None]).sum(axis=0) / weight
+    joined_ref[...] = joined.astype(joined_ref.dtype)

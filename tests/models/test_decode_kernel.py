@@ -1,0 +1,124 @@
+"""The GPU's kernel for narrow passes, in Pallas' interpreter, against dense attention."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax._util.platform import CPU
+from specjax.models.attention import decode_kernel, dense
+from specjax.models.attention.decode_kernel import decode_attention, supports_decode
+from specjax.models.attention.dense import ScoreTransform
+from specjax.models.quantized_cache import QuantizedKV
+
+# Rows, tokens, query heads, key heads, capacity, head size.
+SHAPES = [(2, 8, 8, 2, 256, 16), (1, 5, 4, 4, 128, 32), (3, 1, 8, 1, 640, 16)]
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+
+def arrays(shape, dtype, seed=0):
+    """Queries, keys, values, and the number of committed tokens of each row."""
+    rows, tokens, heads, key_heads, capacity, size = shape
+    generator = np.random.Generator(np.random.Philox(seed))
+
+    def normal(*dims):
+        return jnp.asarray(generator.normal(size=dims), dtype)
+
+    q = normal(rows, tokens, heads, size)
+    k = normal(rows, key_heads, capacity, size)
+    v = normal(rows, key_heads, capacity, size)
+    base = jnp.asarray(generator.integers(0, capacity - tokens, rows), jnp.int32)
+    return q, k, v, base
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chains_equal_attention_to_the_whole_cache(shape, window, dtype):
+    q, k, v, base = arrays(shape, dtype)
+    count = shape[1]
+    capacity = shape[4]
+    transform = ScoreTransform(softcap=20.0)
+    positions = base[:, None] + jnp.arange(count, dtype=jnp.int32)
+    mask = dense.in_window(dense.chain_distances(positions, capacity), window)
+
+    want = dense.dense_attention(q, k, v, mask, transform)
+    last = base + count - 1
+    got = decode_attention(
+        q, k, v, positions, last, window=window, transform=transform, interpret=True
+    )
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), np.asarray(want, np.float32), atol=TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_trees_equal_attention_to_the_whole_cache(shape):
+    """Each node sees the committed tokens, its ancestors and itself."""
+    q, k, v, base = arrays(shape, "float32", seed=1)
+    rows, count = shape[:2]
+    capacity = shape[4]
+    parents = np.array([-1, 0, 0, 1, 1, 2, 2, 5])[:count]
+    visible = np.eye(count, dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            visible[node] |= visible[parent]
+    depth = visible.sum(1) - 1
+    positions = base[:, None] + jnp.asarray(depth, jnp.int32)
+    tree = jnp.broadcast_to(visible, (rows, count, count))
+    mask = dense.cache_mask(positions, base, tree, count, capacity)
+
+    want = dense.dense_attention(q, k, v, mask)
+    got = decode_attention(q, k, v, positions, base + count - 1, mask, interpret=True)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+    # A sibling in place of the node itself must show.
+    wrong = dense.cache_mask(positions, base, tree[:, ::-1], count, capacity)
+    other = decode_attention(q, k, v, positions, base + count - 1, wrong, interpret=True)
+    assert np.abs(other - want).max() > 1e-2
+
+
+def test_blocks_past_the_last_visible_position_are_not_read():
+    """There the cache may hold anything, NaN included."""
+    q, k, v, _ = arrays((2, 4, 8, 2, 512, 16), "float32")
+    base = jnp.array([10, 100], jnp.int32)
+    positions = base[:, None] + jnp.arange(4, dtype=jnp.int32)
+    block = decode_kernel.BLOCK
+    end = (np.asarray(base) + 3) // block * block + block
+    beyond = np.arange(512) >= end[:, None]
+    broken = jnp.where(beyond[:, None, :, None], jnp.nan, k)
+
+    want = decode_attention(q, k, v, positions, base + 3, interpret=True)
+    got = decode_attention(q, broken, v, positions, base + 3, interpret=True)
+    assert np.isfinite(want).all()
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_result_does_not_depend_on_padding_of_the_pass():
+    """In bfloat16, too: greedy speculative decoding then equals plain decoding."""
+    shape = (2, 8, 8, 2, 256, 16)
+    q, k, v, base = arrays(shape, "bfloat16")
+    positions = base[:, None] + jnp.arange(8, dtype=jnp.int32)
+    alone = jnp.repeat(q[:, :1], 8, axis=1)
+    whole = decode_attention(q, k, v, positions, base + 7, interpret=True)
+    padded = decode_attention(
+        alone, k, v, jnp.repeat(positions[:, :1], 8, axis=1), base, interpret=True
+    )
+    np.testing.assert_array_equal(whole[:, 0], padded[:, 0])
+
+
+def test_what_the_kernel_cannot_do_is_left_to_others(monkeypatch):
+    with_kernel = dataclasses.replace(CPU, decode_kernel=True)
+    cache = jax.ShapeDtypeStruct((1, 2, 256, 64), jnp.bfloat16)
+    plain = ScoreTransform()
+    assert not supports_decode(8, 8, cache, plain)  # on a CPU
+    monkeypatch.setattr(decode_kernel, "platform", lambda: with_kernel)
+    assert supports_decode(8, 8, cache, plain)
+    assert not supports_decode(64, 8, cache, plain)  # a wide pass
+    assert not supports_decode(8, 8, jax.ShapeDtypeStruct((1, 2, 256, 80), jnp.bfloat16), plain)
+    assert not supports_decode(8, 8, jax.ShapeDtypeStruct((1, 2, 100, 64), jnp.bfloat16), plain)
+    assert not supports_decode(8, 8, cache, ScoreTransform(alibi=True))
+    codes = jnp.zeros((1, 2, 256, 64), jnp.int8)
+    assert not supports_decode(8, 8, QuantizedKV(codes, jnp.ones((1, 2, 256, 1))), plain)

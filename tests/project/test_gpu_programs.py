@@ -1,0 +1,67 @@
+"""What XLA makes of rounds for an H100; needs the wheels of the CUDA plugin, and no GPU.
+
+``SPECJAX_CUDA`` names the directory that holds them. Installed beside the other packages, they
+would make JAX look for a GPU.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specjax.registry import METHODS
+
+ROOT = Path(__file__).parents[2]
+WHEELS = Path(os.environ.get("SPECJAX_CUDA", "no-such-directory"))
+pytestmark = [pytest.mark.slow, pytest.mark.gpu_compiler]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def wheels():
+    if not (WHEELS / "jax_plugins" / "xla_cuda12").is_dir():
+        pytest.skip("needs the CUDA plugin's wheels: CONTRIBUTING says where")
+
+
+def measured(*argv):
+    """The rows of the tool's table, as dicts by column."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(WHEELS), *sys.path[1:]]),
+    }
+    command = [sys.executable, "docs/tools/measure_gpu_programs.py", *argv]
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    head, _, *rows = (line[2:].split(" |") for line in run.stdout.splitlines())
+    return [{k.strip(): v.strip() for k, v in zip(head, row, strict=True)} for row in rows]
+
+
+def check_one_graph(rows):
+    for row in rows:
+        assert (row["graph"], row["waits"]) == ("one", "0"), row
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_round_of_every_method_is_one_graph_and_waits_for_nothing(part):
+    names = list(METHODS)[part::4]
+    rows = measured(*names, "--layers", "1", "--batch", "1", "--draws", "sampled")
+    assert [row["method"] for row in rows] == names
+    check_one_graph(rows)
+    # Sorting 128,256 tokens would take some forty kernels.
+    assert all(int(row["sorts"]) < 10 for row in rows)
+
+
+@pytest.mark.parametrize("batch", ["1", "8", "32"])
+def test_a_layer_takes_as_many_kernels_for_any_number_of_rows(batch):
+    (row,) = measured("autoregressive", "--layers", "1", "--batch", batch, "--per-layer")[:1]
+    check_one_graph([row])
+    assert int(row["kernels a layer"]) <= 17
+    assert row["cache copies"] == "0"
+
+
+def test_greedy_rounds_are_one_graph_too():
+    greedy = ("--layers", "1", "--batch", "8", "--draws", "greedy")
+    check_one_graph(measured("speculative", "specinfer", "sdsat", "beam", *greedy))
