@@ -81,15 +81,7 @@ def load_gguf(
     with open_file(path) as file:
 
         def read_param(place: ParameterPlace) -> Any:
-            tensor = header.tensors[place.stored.name]
-            if keep and is_kept(tensor):
-                weight: Any = _grouped(file, tensor, read_dtype)
-            elif _has_offset(header, place.stored.name):
-                # The file holds 1 + weight; only then is it rounded to its dtype.
-                weight = (_widened(file, tensor, jnp.dtype(jnp.float32)) - 1).astype(read_dtype)
-            else:
-                weight = _widened(file, tensor, read_dtype)
-            return _in_our_order(header, cfg, place, weight)
+            return _read_param(file, header, cfg, place, read_dtype, keep)
 
         def read_part(part_places: dict) -> dict:
             """A layer or a table on its devices, before the next is read."""
@@ -103,6 +95,26 @@ def load_gguf(
             return jax.block_until_ready(part)
 
         return cfg, _in_parts(places, read_part)
+
+
+def _read_param(
+    file: Any,
+    header: Header,
+    cfg: ModelConfig,
+    place: ParameterPlace,
+    read_dtype: jnp.dtype,
+    keep: bool,
+) -> Any:
+    """One parameter: with its codes where ``keep`` is set and they have a form, else widened."""
+    tensor = header.tensors[place.stored.name]
+    if keep and is_kept(tensor):
+        weight: Any = _grouped(file, tensor, read_dtype)
+    elif _has_offset(header, place.stored.name):
+        # The file holds 1 + weight; only then is it rounded to its dtype.
+        weight = (_widened(file, tensor, jnp.dtype(jnp.float32)) - 1).astype(read_dtype)
+    else:
+        weight = _widened(file, tensor, read_dtype)
+    return _in_our_order(header, cfg, place, weight)
 
 
 def _in_parts(places: dict, read_part: Callable[[dict], dict]) -> dict:
