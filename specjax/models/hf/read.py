@@ -73,17 +73,7 @@ def load_pretrained(
     """
     directory = Path(directory)
     cfg = load_config(directory)
-    requested = None if quantize in (None, NO_SCHEME) else parse_scheme(quantize)
-    if requested is not None and not fused:
-        raise ModelError(
-            f"quantize={quantize!r} needs fused=True: only the inference layout is quantized"
-        )
-    stored = stored_form(directory)
-    if isinstance(stored, Scheme):
-        _check_scheme(directory, stored, quantize, fused)
-    if isinstance(stored, Quantizer) and quantize is None and not fused:
-        raise _needs_arrays(directory, stored, "to train or to convert it")
-
+    stored, requested = _forms(directory, quantize, fused)
     files = tensor_files(directory, pickles)
     # A config with a wrong number of layers must not make us allocate for each of them.
     if cfg.num_layers > len(files):
@@ -99,26 +89,58 @@ def load_pretrained(
     if isinstance(stored, Scheme):
         return cfg, _read_quantized(directory, cfg, stored, weights, dtype, place_part)
 
-    stored_names = _match_names(directory, cfg, weights, quantized)
     others = None
-    if isinstance(stored, Quantizer):
-        keep = quantize is None
-        others = _QuantizedReader(stored, quantized, keep, _transposed_names(cfg))
+    if stored is not None:
+        others = _QuantizedReader(stored, quantized, quantize is None, _transposed_names(cfg))
+    stored_names = _match_names(directory, cfg, weights, quantized)
+    read, read_rows = _readers(cfg, weights, stored_names, others)
+    params = from_tensors(cfg, read, dtype, fused, place_part, requested, read_rows)
+    if others is not None:
+        others.warn_of_widened(directory, dtype)
+    return cfg, params
+
+
+def _forms(
+    directory: Path, quantize: str | None, fused: bool
+) -> tuple[Scheme | Quantizer | None, Scheme | None]:
+    """How the weights are stored, and the scheme to quantize them by.
+
+    Raises:
+      ModelError: there is no such scheme, or it does not fit what is stored.
+    """
+    requested = None if quantize in (None, NO_SCHEME) else parse_scheme(quantize)
+    if requested is not None and not fused:
+        raise ModelError(
+            f"quantize={quantize!r} needs fused=True: only the inference layout is quantized"
+        )
+    stored = stored_form(directory)
+    if isinstance(stored, Scheme):
+        _check_scheme(directory, stored, quantize, fused)
+    if isinstance(stored, Quantizer) and quantize is None and not fused:
+        raise _needs_arrays(directory, stored, "to train or to convert it")
+    return stored, requested
+
+
+def _readers(
+    cfg: ModelConfig,
+    weights: OpenWeights,
+    stored_names: dict[str, str],
+    others: _QuantizedReader | None,
+) -> tuple[ReadTensor, ReadRows | None]:
+    """What reads a tensor, and what reads rows of a table; None if a table is quantized."""
 
     def read(name: str, shape: tuple[int, ...]) -> Any:
         file_name = stored_names[name]
-        if others is not None and file_name in quantized:
+        if others is not None and file_name in others.parts:
             return others.read(name, file_name, shape)
         return weights.read(file_name, shape)
 
     def read_rows(name: str, shape: tuple[int, ...], first: int, last: int) -> np.ndarray:
         return weights.rows(stored_names[name], shape, first, last)
 
-    in_rows = None if _tables_of(cfg, stored_names) & quantized.keys() else read_rows
-    params = from_tensors(cfg, read, dtype, fused, place_part, requested, in_rows)
-    if others is not None:
-        others.warn_of_widened(directory, dtype)
-    return cfg, params
+    if others is not None and _tables_of(cfg, stored_names) & others.parts.keys():
+        return read, None
+    return read, read_rows
 
 
 def from_tensors(
@@ -142,15 +164,7 @@ def from_tensors(
       scheme: quantize each parameter as it is read; needs ``fused``.
       read_rows: gives rows of a table, which is then read in pieces; None: it is read at once.
     """
-    # Codes are computed from float32 weights, whatever dtype the other params have.
-    read_dtype = dtype if scheme is None else jnp.float32
-
-    def converted(tensor: np.ndarray, axes: tuple[str, ...]) -> Any:
-        """A parameter, quantized if it is to be: parts that are joined later, one by one."""
-        param = jnp.asarray(tensor, read_dtype)
-        if scheme is None:
-            return param
-        return quantize_param(param, axes, scheme, dtype)
+    converted = _converter(dtype, scheme)
 
     def read_param(place: ParameterPlace, axes: tuple[str, ...]) -> Any:
         stored = place.stored
@@ -179,6 +193,18 @@ def from_tensors(
         part = jax.tree.map(read_table, table, axes[name], is_leaf=is_place)
         params[name] = _placed(cfg, {name: part}, place_part)[name]
     return params | {"layers": layers}
+
+
+def _converter(dtype: jnp.dtype, scheme: Scheme | None) -> Callable[[Any, tuple[str, ...]], Any]:
+    """What makes a parameter with these axes of a tensor; it quantizes what is to be quantized."""
+
+    def convert(tensor: np.ndarray, axes: tuple[str, ...]) -> Any:
+        if scheme is None:
+            return jnp.asarray(tensor, dtype)
+        # Codes are computed from float32 weights, whatever dtype the other params have.
+        return quantize_param(jnp.asarray(tensor, jnp.float32), axes, scheme, dtype)
+
+    return convert
 
 
 def in_pieces(read_piece: Callable[[int, int], Any], shape: tuple[int, ...]) -> Any:
