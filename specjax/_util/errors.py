@@ -36,6 +36,10 @@ class ModelError(SpecjaxError):
     """A model directory, configuration or tensor that cannot be used."""
 
 
+class ModelWarning(UserWarning):
+    """A model loads, but not in the form that its files have."""
+
+
 class PairError(SpecjaxError):
     """A drafter, target distribution, rule or model that does not fit the others."""
 

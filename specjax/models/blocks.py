@@ -25,6 +25,7 @@ from specjax.models import sharding
 from specjax.models.attention.flash import RESULT
 from specjax.models.config import ModelConfig, period
 from specjax.models.layers import ACTIVATIONS, NORMS, Linear, rope_table, rotate
+from specjax.models.quantized import join as join_outputs
 from specjax.models.sharding import constrain
 
 # attend(layer, q[B,N,H,E], k[B,N,K,E], v[B,N,K,E]) -> [B,N,H,E]
@@ -317,7 +318,7 @@ def fuse_layer(block: dict) -> dict:
         rest = {name: part for name, part in module.items() if name not in names}
         fused = {}
         for leaf in parts[0]:
-            fused[leaf] = jnp.concatenate([part[leaf] for part in parts])
+            fused[leaf] = join_outputs([part[leaf] for part in parts])
         return rest | {fused_name: fused}
 
     attention = join(block["attention"], ("q", "k", "v"), "qkv")

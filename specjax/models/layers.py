@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +21,19 @@ from specjax._util.platform import platform
 from specjax.models import sharding
 from specjax.models.adapters import LowRank
 from specjax.models.config import RopeConfig
-from specjax.models.quantized import Grouped, PerOutput
+from specjax.models.quantized import Grouped, Joined, PerOutput
 
 # Up to this many rows the layout decides what a product costs on a CPU; beyond that XLA's own
 # choice is as good.
 NARROW_ROWS = 128
+WIDENED_ENTRIES = 1 << 20  # of a quantized weight, at a time on a CPU
+SMALL_ENTRIES = 1 << 16  # of a weight that is widened at once
 
 
 @jax.named_scope("weights")
 def linear(
     x: Float[Array, "... i"],
-    weight: Float[Array, "o i"] | PerOutput | Grouped | LowRank,
+    weight: Float[Array, "o i"] | PerOutput | Grouped | Joined | LowRank,
     bias: Float[Array, "o"] | None = None,
 ) -> Float[Array, "... o"]:
     """``x @ weight.T + bias`` with weights as Hugging Face stores them, ``[out, in]``.
@@ -45,10 +49,11 @@ def linear(
         adapted = y + linear(linear(x, weight.down), weight.up)
         y = jnp.where(gate, adapted, y)
     elif isinstance(weight, PerOutput):
-        y = _matmul(x, weight.codes.astype(x.dtype), jnp.float32) * weight.scales
-        y = y.astype(x.dtype)
+        y = _by_parts(_scaled_matmul, x, weight)
     elif isinstance(weight, Grouped):
-        y = _grouped_matmul(x, weight)
+        y = _by_parts(_grouped_matmul, x, weight)
+    elif isinstance(weight, Joined):
+        y = jnp.concatenate([linear(x, part) for part in weight.parts], axis=-1)
     else:
         y = _matmul(x, weight)
     if bias is None:
@@ -80,21 +85,59 @@ def _matmul(
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def _by_parts(
+    product: Callable[[Array, Any], Array], x: Float[Array, "... i"], weight: PerOutput | Grouped
+) -> Float[Array, "... o"]:
+    """``product(x, weight)``; on a CPU for a part of the outputs after the other.
+
+    A CPU widens the codes before it multiplies. XLA starts early what does not depend on the
+    activations: without the loop it has all layers' weights wide at the same time.
+    """
+    outputs, inputs = weight.shape
+    if not platform().dense_groups or outputs * inputs < SMALL_ENTRIES:
+        return product(x, weight)
+    size = min(-(-outputs // 2), max(1, WIDENED_ENTRIES // inputs))  # at least two: XLA unrolls one
+    count = outputs // size
+    parts = jax.lax.map(lambda i: product(x, weight.part(i * size, size)), jnp.arange(count))
+    y = jnp.moveaxis(parts, 0, -2).reshape(*x.shape[:-1], count * size)
+    rest = outputs - count * size
+    if rest:
+        y = jnp.concatenate([y, product(x, weight.part(count * size, rest))], axis=-1)
+    return y
+
+
+def _scaled_matmul(x: Float[Array, "... i"], weight: PerOutput) -> Float[Array, "... o"]:
+    """A product that is scaled after its float32 sum."""
+    y = _matmul(x, weight.codes.astype(x.dtype), jnp.float32) * weight.scales
+    return y.astype(x.dtype)
+
+
 def _grouped_matmul(x: Float[Array, "... i"], weight: Grouped) -> Float[Array, "... o"]:
     """One product per group of inputs, each scaled after its float32 sum.
+
+    A group's offset multiplies the sum of its inputs.
 
     The sums of all groups exist at once. With more rows than half a group's inputs they would take
     more memory than the dense weight. Then, and always on a CPU, the dense weight is made instead.
     """
+    if weight.order is not None:
+        x = jnp.take(x, weight.order, axis=-1, mode="clip")
     rows = math.prod(x.shape[:-1])
     size = weight.shape[1] // weight.groups
     if platform().dense_groups or 2 * rows > size:
-        return _matmul(x, weight.dense(x.dtype))
+        return _matmul(x, weight.dense_in_order(x.dtype))
 
     inputs = x.reshape(rows, weight.groups, size)
     codes = weight.by_group(x.dtype)
     sums = jnp.einsum("rgi,gio->gro", inputs, codes, preferred_element_type=jnp.float32)
-    y = (sums * weight.scales[:, None]).sum(0).astype(x.dtype)
+    y = (sums * weight.group_scales()[:, None]).sum(0)
+    offsets = weight.group_offsets()
+    if offsets is not None:
+        input_sums = inputs.sum(-1, dtype=jnp.float32)
+        offsets = offsets.astype(jnp.float32)
+        # The result cancels most of the first term, so it needs all of float32's digits.
+        y = y + jnp.matmul(input_sums, offsets, precision=jax.lax.Precision.HIGHEST)
+    y = y.astype(x.dtype)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 

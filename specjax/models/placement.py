@@ -30,7 +30,8 @@ def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
     ``params`` may be a part of the tree.
 
     Raises:
-      ModelError: groups of a quantized weight would be shared by devices.
+      ModelError: groups of a quantized weight would be shared by devices, or its inputs are in an
+        order that no split follows.
     """
 
     def spec(x: Any, axes: tuple[str, ...]) -> Any:
@@ -39,14 +40,22 @@ def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
             return dataclasses.replace(x, codes=whole, scales=PartitionSpec(whole[0]))
         if not isinstance(x, Grouped):
             return whole
-        if whole[1] and x.groups % count:
+        if whole[1] and not x.split_evenly(count):
             raise ModelError(
                 f"{x.groups} groups of {x.shape[1] // x.groups} inputs ({axes[1]}) cannot be "
-                f"split over {AXIS}={count} devices; choose int4:GROUP so that they can, or int8"
+                f"split over {AXIS}={count} devices; choose int4:GROUP so that they can, or int8, "
+                "or keep it whole (split=False, --mesh data=N)"
             )
-        # The codes are [I, O] and the scales [G, O]: the axes are swapped.
+        if whole[1] and x.order is not None:
+            raise ModelError(
+                f"a weight with act-order ({axes[1]}) cannot be split over {AXIS}={count} devices: "
+                "its groups have inputs of all of them; keep it whole (split=False, "
+                "--mesh data=N), or take a checkpoint without act-order"
+            )
+        # The codes are [I, O], scales and offsets [G, O]: the axes are swapped.
         transposed = PartitionSpec(*whole[::-1])
-        return dataclasses.replace(x, codes=transposed, scales=transposed)
+        specs = jax.tree.map(lambda _: transposed, dataclasses.replace(x, order=None))
+        return dataclasses.replace(specs, order=None if x.order is None else PartitionSpec())
 
     return jax.tree.map(spec, params, part_axes(cfg, params), is_leaf=is_quantized)
 
@@ -65,8 +74,20 @@ def place(cfg: ModelConfig, params: dict, mesh: Mesh, split: bool) -> dict:
     split_config(cfg, count)  # raises if it cannot be split
     if "layers" in params:
         params = split_layers(cfg, params, count)
+    params = cut_single_groups(cfg, params, count)
     specs = param_specs(cfg, params, count)
     return put(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+
+
+def cut_single_groups(cfg: ModelConfig, params: dict, count: int) -> dict:
+    """Params whose weights with one group have one per device, where their inputs are split."""
+
+    def cut(x: Any, axes: tuple[str, ...]) -> Any:
+        if isinstance(x, Grouped) and x.groups == 1 and RULES[axes[1]] and x.shape[1] % count == 0:
+            return x.cut(count)
+        return x
+
+    return jax.tree.map(cut, params, part_axes(cfg, params), is_leaf=is_quantized)
 
 
 def put(tree: Any, where: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ MAX_CODE = {"int8": 127, "fp8": 448, "int4": 7}
 CODES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "int4": jnp.int4}
 TABLE_AXIS = "vocab"
 POSITIONS = "positions"
+NO_SCHEME = "none"  # widens what a checkpoint quantized
 
 
 class Scheme(NamedTuple):
@@ -53,6 +54,25 @@ class Scheme(NamedTuple):
         if self.group and axes[0] == TABLE_AXIS:
             return Scheme("int8")
         return self
+
+    def weight_bytes(self, size: int, inputs: int) -> int:
+        """Bytes of a weight with ``size`` entries.
+
+        Raises:
+          ModelError: the groups do not divide the inputs.
+        """
+        _check_groups(self, inputs)
+        if self.group:
+            return size // 2 + 2 * (size // self.group)  # 4 bits, and bfloat16 scales
+        return size + 4 * (size // inputs)  # 8 bits, and float32 scales
+
+
+class StoredForm(Protocol):
+    """How weights are stored: a :class:`Scheme`, or another library's quantizer."""
+
+    def for_axes(self, axes: tuple[str, ...]) -> StoredForm | None: ...
+
+    def weight_bytes(self, size: int, inputs: int) -> int: ...
 
 
 def parse_scheme(text: str) -> Scheme:
@@ -121,24 +141,31 @@ def quantize_params(cfg: ModelConfig, params: dict, scheme: Scheme, dtype: DType
       ModelError: the groups do not divide the inputs of a weight, or a weight is not finite.
     """
 
-    def quantize_param(x: Any, axes: tuple[str, ...]) -> Any:
-        param_scheme = scheme.for_axes(axes)
-        if param_scheme is None:
-            return x.astype(dtype)
-        if is_quantized(x):
-            x = x.dense(jnp.float32)
-        quantized = quantize(x, param_scheme, dtype)
-        # Under a trace, as of `eval_shape`, there are no values to check.
-        is_concrete = not isinstance(quantized.scales, Tracer)
-        if is_concrete and not jnp.isfinite(quantized.scales).all():
-            raise ModelError(f"{scheme}: a weight ({' × '.join(axes)}) has entries not finite")
-        return quantized
-
+    quantize_leaf = functools.partial(quantize_param, scheme=scheme, dtype=dtype)
     axes = part_axes(cfg, params)
-    return jax.tree.map(quantize_param, params, axes, is_leaf=is_quantized)
+    return jax.tree.map(quantize_leaf, params, axes, is_leaf=is_quantized)
 
 
-def param_bytes(cfg: ModelConfig, dtype: DTypeLike, scheme: Scheme | None = None) -> int:
+def quantize_param(x: Any, axes: tuple[str, ...], scheme: Scheme, dtype: DTypeLike) -> Any:
+    """One parameter with these axes: quantized, or cast to ``dtype`` if its kind stays as it is.
+
+    Raises:
+      ModelError: as :func:`quantize_params`.
+    """
+    param_scheme = scheme.for_axes(axes)
+    if param_scheme is None:
+        return x.astype(dtype)
+    if is_quantized(x):
+        x = x.dense(jnp.float32)
+    quantized = quantize(x, param_scheme, dtype)
+    # Under a trace, as of `eval_shape`, there are no values to check.
+    is_concrete = not isinstance(quantized.scales, Tracer)
+    if is_concrete and not jnp.isfinite(quantized.scales).all():
+        raise ModelError(f"{scheme}: a weight ({' × '.join(axes)}) has entries not finite")
+    return quantized
+
+
+def param_bytes(cfg: ModelConfig, dtype: DTypeLike, scheme: StoredForm | None = None) -> int:
     """Bytes of a model's params; of a split model those on one device.
 
     Raises:
@@ -150,10 +177,6 @@ def param_bytes(cfg: ModelConfig, dtype: DTypeLike, scheme: Scheme | None = None
         param_scheme = scheme.for_axes(axes) if scheme else None
         if param_scheme is None:
             return size * jnp.dtype(dtype).itemsize
-        inputs = leaf.shape[1]
-        _check_groups(param_scheme, inputs)
-        if param_scheme.group:
-            return size // 2 + 2 * (size // param_scheme.group)  # 4 bits, and bfloat16 scales
-        return size + 4 * (size // inputs)  # 8 bits, and float32 scales
+        return param_scheme.weight_bytes(size, leaf.shape[1])
 
     return sum(jax.tree.leaves(jax.tree.map(count_bytes, param_shapes(cfg), param_axes(cfg))))

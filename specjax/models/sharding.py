@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from specjax._util.errors import ModelError
 from specjax.models.adapters import ReplacedRows
 from specjax.models.config import ModelConfig
-from specjax.models.quantized import PerOutput
+from specjax.models.quantized import Quantized
 
 AXIS = "model"
 RULES = {  # the mesh axis that a weight's axis is split along; None: each device has all of it
@@ -119,7 +119,7 @@ def own_part(x: Array | np.ndarray, shards: int) -> Array:
 
 
 def look_up(
-    table: Float[Array, "v D"] | PerOutput | ReplacedRows, ids: Int[Array, "B N"], rows: int
+    table: Float[Array, "v D"] | Quantized | ReplacedRows, ids: Int[Array, "B N"], rows: int
 ) -> Float[Array, "B N D"]:
     """The vectors of ``ids`` from a table of ``rows`` rows, of which a device may have a share.
 
@@ -138,13 +138,11 @@ def look_up(
 
 
 def _take_rows(
-    table: Float[Array, "v D"] | PerOutput, ids: Int[Array, "B N"]
+    table: Float[Array, "v D"] | Quantized, ids: Int[Array, "B N"]
 ) -> Float[Array, "B N D"]:
-    if not isinstance(table, PerOutput):
-        return jnp.take(table, ids, axis=0, mode="clip")
-    codes = jnp.take(table.codes, ids, axis=0, mode="clip")
-    scales = jnp.take(table.scales, ids, axis=0, mode="clip")
-    return (codes.astype(jnp.float32) * scales[..., None]).astype(table.dtype)
+    if isinstance(table, Quantized):
+        return table.take(ids)
+    return jnp.take(table, ids, axis=0, mode="clip")
 
 
 def gather_logits(logits: Float[Array, "B N v"], vocab: int) -> Float[Array, "B N V"]:

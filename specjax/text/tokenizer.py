@@ -26,30 +26,17 @@ from specjax._util.errors import (
     silence_stderr,
 )
 from specjax._util.files import check_entries
+from specjax.models.gguf.header import read_header
 from specjax.models.hf.files import read_json, read_text_file
 from specjax.text import chat
+from specjax.text.byte_level import BYTE_OF
+from specjax.text.gguf_tokenizer import TEMPLATE, read_tokenizer
 from specjax.text.incremental_decoder import IncrementalDecoder
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what templates may name
 TRIAL = "a bé"  # encoded once, to see that a tokenizer works
 MAX_ID = 2**24  # tables over the vocabulary have a row for each id
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's token of a single byte
-
-
-def _bytes_by_character() -> dict[str, int]:
-    """The byte that each character of a byte-level token stands for (GPT-2).
-
-    Printable bytes stand for themselves; the others are written as characters from U+0100 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    by_character = {chr(byte): byte for byte in printable}
-    for i, byte in enumerate(others):
-        by_character[chr(0x100 + i)] = byte
-    return by_character
-
-
-_BYTE_OF = _bytes_by_character()
 
 
 def _object_of_texts(*names: str) -> Check:
@@ -126,6 +113,20 @@ class Tokenizer:
         else:
             backend = _backend_from_transformers(directory)
         return cls(backend, template, special, str(directory))
+
+    @classmethod
+    def from_gguf(cls, path: str | Path) -> Tokenizer:
+        """The tokenizer of a GGUF file.
+
+        Raises:
+          ModelError: the file cannot be read, or its tokenizer is not known.
+        """
+        parts = read_tokenizer(read_header(Path(path)))
+        if len(parts.template or "") > chat.MAX_TEMPLATE:
+            raise ModelError(f"{path}: {TEMPLATE} is longer than {chat.MAX_TEMPLATE} characters")
+        with errors_as(f"{path}: not a readable tokenizer"), silence_stderr():
+            backend = _validated(parts.backend)
+        return cls(backend, parts.template, parts.special, str(path))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; with ``add_special_tokens`` also those that the checkpoint puts around a text.
@@ -234,8 +235,8 @@ class Tokenizer:
                 continue
             if BYTE_TOKEN.fullmatch(token) and not byte_level:
                 token_bytes[i] = bytes([int(token[3:5], 16)])
-            elif byte_level and all(character in _BYTE_OF for character in token):
-                token_bytes[i] = bytes(_BYTE_OF[character] for character in token)
+            elif byte_level and all(character in BYTE_OF for character in token):
+                token_bytes[i] = bytes(BYTE_OF[character] for character in token)
             else:
                 token_bytes[i] = token.replace("▁", " ").encode()
         return token_bytes
@@ -266,6 +267,16 @@ class Tokenizer:
             return "extra tokens"
         first_id, first_token = moved[0]
         return f"id {first_id} is {first_token!r} only in the first"
+
+    def to_json(self) -> str:
+        """The text of its ``tokenizer.json``."""
+        return self._backend.to_str()
+
+    def settings(self) -> dict[str, Any]:
+        """Its ``tokenizer_config.json``: special tokens and chat template."""
+        special = {name: token for name, token in self._special.items() if token}
+        template = {"chat_template": self._chat_template} if self._chat_template else {}
+        return {"tokenizer_class": "PreTrainedTokenizerFast"} | special | template
 
     @property
     def chats(self) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,11 @@ from safetensors.numpy import load_file
 
 import specjax as sj
 from infer.quantizing import write_quantized
-from specjax.models import from_hf, load_pretrained, save_pretrained, to_hf
+from specjax.models import from_hf, init_params, load_pretrained, save_pretrained, to_hf
 from specjax.models.families import FAMILIES
 from specjax.models.hf import files, read, write
 from specjax.models.hf.layout import INDEX, WEIGHTS
-from support import variants
+from support import tools, variants
 from support.checkpoints import edit_config, edit_weights, same, shard
 from support.variant_models import build, whole
 
@@ -296,7 +297,9 @@ def test_heads_are_compared_a_few_rows_at_a_time(with_own_head, monkeypatch):
 
     monkeypatch.setattr(files.OpenWeights, "rows", record)
     assert "head" not in load_pretrained(directory)[1]
-    assert max(asked) == 4 and sum(asked) == 2 * 61
+    *compared, loaded = asked
+    assert max(compared) == 4 and sum(compared) == 2 * 61
+    assert loaded == 61
 
 
 @pytest.mark.parametrize("shape", [(60, 32), (61, 31), (61,)])
@@ -360,3 +363,18 @@ def test_transformers_keeps_such_a_head_as_well(name, tmp_path):
     assert not loaded.tie_embeddings
     got = whole(loaded, params, variants.tokens(), "dense")
     np.testing.assert_allclose(got, theirs, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_loading_needs_little_more_memory_than_what_is_kept(tmp_path):
+    """Half of the model is its table, which is larger than anything else that is read at once."""
+    config = variants.config("tied") | {"vocab_size": 200_000, "hidden_size": 256}
+    config |= {"num_hidden_layers": 24, "intermediate_size": 2048}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+    cfg = from_hf(config)
+    save_pretrained(tmp_path, cfg, init_params(cfg, jax.random.key(0)))
+    measure = tools.load("measure_load_memory")
+    for dtype, scheme in (("bfloat16", ""), ("float32", "int8")):
+        _, second = measure.child(tmp_path, dtype, scheme)["ratios"]
+        assert second < 1.15, (dtype, scheme)

@@ -17,7 +17,7 @@ from infer.run.plan import make_plan
 from specjax.models import init_params, load_pretrained, save_pretrained
 from specjax.models.families.head_config import HeadConfig
 from specjax.models.hf.layout import WEIGHTS
-from specjax.models.hf.read import load_config, stored_scheme
+from specjax.models.hf.read import load_config, stored_form
 from specjax.models.layers import linear
 from specjax.models.placement import param_specs
 from specjax.models.quantization import parse_scheme, quantize, quantize_params
@@ -145,7 +145,7 @@ def test_a_checkpoint_loads_as_it_was_quantized(directory, tmp_path, scheme, dty
     assert loaded == cfg and jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    assert str(stored_scheme(out)) == scheme and got["embed"].dtype == dtype
+    assert str(stored_form(out)) == scheme and got["embed"].dtype == dtype
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -175,8 +175,8 @@ def edited(directory, **note):
 
 
 BAD = {
-    "gptq": (lambda d: edited(d, quant_method="gptq", bits=4), "quant_method 'gptq'"),
-    "awq": (lambda d: edited(d, quant_method="awq"), "quant_method 'awq'"),
+    "hqq": (lambda d: edited(d, quant_method="hqq", bits=4), "quant_method 'hqq'"),
+    "awq": (lambda d: edited(d, quant_method="awq"), "is missing"),
     "scheme": (lambda d: edited(d, quant_method="specjax", version=1, scheme="int3"), "'int3'"),
     "version": (lambda d: edited(d, quant_method="specjax", version=2, scheme="int8"), "version"),
     "groups": (

@@ -1,6 +1,8 @@
 """Tokenizers, incremental decoding, chat templates, loading by name."""
 
 import dataclasses
+import fnmatch
+import functools
 import itertools
 import json
 import shutil
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specjax as sj
+from specjax.lm import HUB_FILES, PICKLES, locate
 from specjax.registry.resolve import check_models
 from specjax.text import chat
 from specjax.text.incremental_decoder import IncrementalDecoder
@@ -388,3 +391,66 @@ def test_eos_comes_from_the_tokenizers_config_where_no_other_file_names_it(tmp_p
     (home / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|fim_eot|>"}}')
     (end,) = sj.load(str(home)).eos_ids
     assert sj.load(str(home)).tokenizer.token_name(end) == "<|fim_eot|>"
+
+
+HUB = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "model.safetensors.index.json": b'{"weight_map": {"a": "part-a.safetensors"}}',
+    "part-a.safetensors": b"a",
+    "part-b.safetensors": b"b",
+    "model.safetensors": b"m",
+    "model.fp16.safetensors": b"m",
+    "model-00001-of-00001.safetensors": b"m",
+    "consolidated.safetensors": b"c",
+    "pytorch_model.bin": b"p",
+    "model.gguf": b"g",
+    "original/params.json": b"{}",
+    "onnx/model.onnx": b"o",
+}
+
+
+@pytest.mark.parametrize(
+    "lacks, weights",
+    [
+        ((), {"model.safetensors", "model.safetensors.index.json"}),
+        (("model.safetensors",), {"part-a.safetensors", "model.safetensors.index.json"}),
+        (
+            ("model.safetensors", "model.safetensors.index.json"),
+            {"model-00001-of-00001.safetensors"},
+        ),
+        (
+            (
+                "model.safetensors",
+                "model.safetensors.index.json",
+                "model-00001-of-00001.safetensors",
+            ),
+            {"pytorch_model.bin"},
+        ),
+    ],
+)
+def test_of_a_repository_only_what_is_needed_is_downloaded(monkeypatch, tmp_path, lacks, weights):
+    offered = {name: data for name, data in HUB.items() if name not in lacks}
+    revisions = []
+
+    def snapshot(repository, revision, allow_patterns, ignore_patterns):
+        assert repository == "someone/model"
+        revisions.append(revision)
+        for name, data in offered.items():
+            matches = any(map(functools.partial(fnmatch.fnmatch, name), allow_patterns))
+            if matches and not any(fnmatch.fnmatch(name, p) for p in ignore_patterns):
+                (tmp_path / "c0ffee").mkdir(exist_ok=True)
+                (tmp_path / "c0ffee" / name).write_bytes(data)
+        return str(tmp_path / "c0ffee")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    directory = locate("someone/model@v2", (*HUB_FILES, *PICKLES))
+    found = {path.name for path in directory.iterdir()}
+    assert found == weights | {"config.json", "tokenizer.json"}
+    assert revisions[0] == "v2" and set(revisions[1:]) <= {"c0ffee"}
+
+
+def test_only_ids_have_revisions(tmp_path):
+    for name in ("demo", str(tmp_path), "a/b@c"):
+        with pytest.raises(sj.ModelError, match=r"revision=v2: .* has no revisions"):
+            sj.load(name, revision="v2")

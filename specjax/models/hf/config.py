@@ -22,7 +22,6 @@ from specjax._util.checks import (
     list_of,
     number,
     one_of,
-    quoted,
     require,
     require_all,
     satisfying,
@@ -30,6 +29,8 @@ from specjax._util.checks import (
 )
 from specjax._util.errors import ModelError
 from specjax.models.config import ROPE_KINDS, ModelConfig, RopeConfig, as_ids
+from specjax.models.hf import quantizers
+from specjax.models.hf.quantizers.settings import Quantizer
 
 Config = dict[str, Any]
 
@@ -141,21 +142,20 @@ QUANT_METHOD = "specjax"
 QUANTIZATION = {"version": satisfying("1", lambda x: x == 1), "scheme": TEXT}
 
 
-def quantization(config: Config) -> str | None:
-    """The scheme of a checkpoint's quantized weights; None where they are not quantized.
+def quantization(config: Config) -> str | Quantizer | None:
+    """How a checkpoint's weights are quantized: our scheme, or another library's way.
+
+    None: they are not quantized.
 
     Raises:
-      ModelError: another library quantized them; the message names its method.
+      ModelError: another library quantized them in a way that is not read.
     """
     settings = config.get("quantization_config")
     if settings is None:
         return None
     method = settings.get("quant_method") if type(settings) is dict else settings
     if method != QUANT_METHOD:
-        raise ModelError(
-            f"quantization_config: quant_method {quoted(method)} is not supported; load the "
-            "checkpoint before it was quantized, --quantize quantizes it"
-        )
+        return quantizers.parse(settings)
     for name, value_check in QUANTIZATION.items():
         value = settings.get(name)
         require("config.json: quantization_config.", name, value, value_check, ModelError)

@@ -34,6 +34,19 @@ def directory_digest(directory: Path, patterns: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
+def file_digest(path: Path) -> str:
+    """SHA-256 of a model that is one file, as hex digits.
+
+    Raises:
+      ModelError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with errors_as(f"{path}: cannot be read", ModelError):
+        digest.update(f"{path.stat().st_size}\0".encode())
+        _add_content(digest, path)
+    return digest.hexdigest()
+
+
 def _add_content(digest: hashlib._Hash, path: Path) -> None:
     size = path.stat().st_size
     with open_file(path) as file:

@@ -14,21 +14,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from safetensors import safe_open
 
 from specjax._util.errors import ModelError, errors_as
 from specjax._util.files import open_file, parse_json, read_file
 from specjax.models.hf.kinds import describe_directory
 from specjax.models.hf.layout import INDEX, WEIGHTS
 from specjax.models.hf.pickles import PICKLE, PICKLE_INDEX, Pickle
+from specjax.models.hf.tensor_file import FLOAT_DTYPES, SafetensorsFile
 
 MAX_TEXT_BYTES = 1 << 28  # of a file that is not weights: tokenizers have about 2^25
 POINTER = b"version https://git-lfs"  # the first bytes of what stands for a file in git
-FLOAT_DTYPES = ("F32", "BF16", "F16")  # safetensors' names of the dtypes that weights may have
 
 
 class TensorFile(Protocol):
-    """The part of ``safetensors.safe_open`` that loading uses."""
+    """What loading uses of an open file of weights."""
 
     def keys(self) -> Iterable[str]: ...
 
@@ -266,7 +265,7 @@ def open_tensors(path: Path) -> TensorFile:
         with open_file(path) as file:
             _refuse_pointer(path, file.read(len(POINTER)))
         if not is_pickle:
-            return safe_open(path, framework="np")
+            return SafetensorsFile(path)
     return Pickle(path)
 
 
@@ -317,8 +316,10 @@ def checked_header(
     return header
 
 
-def compare_names(directory: Path, wanted: set[str], stored: set[str]) -> None:
-    """Checks that the files hold exactly the wanted tensors.
+def compare_names(
+    directory: Path, wanted: set[str], stored: set[str], source: str = "config.json describes"
+) -> None:
+    """Checks that the files hold exactly the wanted tensors, which follow from the ``source``.
 
     Raises:
       ModelError: a tensor is missing, or a file holds one that is not wanted.
@@ -330,7 +331,7 @@ def compare_names(directory: Path, wanted: set[str], stored: set[str]) -> None:
     if extra:
         raise ModelError(
             f"{directory}: tensor {extra[0]} belongs to no part of the model that "
-            f"config.json describes{_and_more(extra)}"
+            f"{source}{_and_more(extra)}"
         )
 
 

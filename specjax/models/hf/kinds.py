@@ -34,7 +34,7 @@ _EAGLE3 = re.compile("eagle3|speculator", re.IGNORECASE)
 
 # Directories of other formats, by a file that only they have.
 _FORMATS = {
-    "*.gguf": "weights in llama.cpp's format",
+    "*.gguf": "weights in llama.cpp's format; name the file itself",
     "params.json": "weights in Meta's own format",
     "model_index.json": "a pipeline of diffusers",
 }

@@ -11,7 +11,7 @@ from jax.tree_util import tree_map_with_path
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES
 from specjax.models.forward_pass import param_shapes
-from specjax.models.hf.names import Stored
+from specjax.models.hf.names import Names, Stored
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -26,9 +26,12 @@ class ParameterPlace(NamedTuple):
     shape: tuple[int, ...]
 
 
-def parameter_places(cfg: ModelConfig) -> dict:
-    """The :class:`ParameterPlace` of each parameter: a nested dict like the params."""
-    names = FAMILIES[cfg.family].names
+def parameter_places(cfg: ModelConfig, names: Names | None = None) -> dict:
+    """The :class:`ParameterPlace` of each parameter: a nested dict like the params.
+
+    ``names`` are those of another format; None: the family's own.
+    """
+    names = names or FAMILIES[cfg.family].names
 
     def place(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> ParameterPlace:
         keys = tuple(entry.key for entry in path)

@@ -7,32 +7,42 @@ executed.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
+import math
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection, Container
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax._util.errors import ModelError
+from specjax._util.errors import ModelError, ModelWarning
 from specjax.models.blocks import fuse_layer
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES, MODELS, from_hf
-from specjax.models.forward_pass import param_shapes
+from specjax.models.forward_pass import param_axes, param_shapes
 from specjax.models.hf import codes
 from specjax.models.hf.config import quantization
 from specjax.models.hf.files import OpenWeights, compare_names, read_json, tensor_files
 from specjax.models.hf.kinds import describe_directory
 from specjax.models.hf.layout import DELTA, ParameterPlace, is_place, leaves_of, parameter_places
-from specjax.models.quantization import Scheme, parse_scheme, quantize_params
-from specjax.models.quantized import cast_params
+from specjax.models.hf.quantizers.grouping import group_parts, zero_biases
+from specjax.models.hf.quantizers.parts import StoredParts
+from specjax.models.hf.quantizers.settings import Quantizer
+from specjax.models.quantization import NO_SCHEME, Scheme, parse_scheme, quantize_param
+from specjax.models.quantized import cast_params, is_quantized
 
 LORA = ".lora_"  # in the names of PEFT's updates
-COMPARED_BYTES = 1 << 26  # of a table, as float32, that are compared at a time
-ReadTensor = Callable[[str, tuple[int, ...]], np.ndarray]  # (tensor name, its shape)
+COMPARED_BYTES = 1 << 24  # of a table, as float32, that are compared at a time
+ALIGNMENT = 64  # bytes
+PIECE_BYTES = 1 << 21  # of a table, as float32, that are read at a time
+ReadTensor = Callable[[str, tuple[int, ...]], Any]  # (tensor name, its shape)
+ReadRows = Callable[[str, tuple[int, ...], int, int], np.ndarray]  # (…, first row, last row)
 PlacePart = Callable[[ModelConfig, dict], dict]  # moves a part of the params to its devices
 
 
@@ -54,7 +64,8 @@ def load_pretrained(
         no code in the pickle runs. Needs the torch extra.
       place_part: is given every part of the params as soon as it is read.
       quantize: a scheme (:func:`specjax.models.quantization.parse_scheme`), which needs ``fused``.
-        Each layer and each table is quantized before the next is read.
+        Each weight is quantized before the next is read. ``none`` widens what another library
+        quantized; by default its codes are kept, which needs ``fused``, too.
       only_tables: read no layer: the params are embedding, last norm and output table.
     Returns:
       The config, and the params as a nested dict of arrays.
@@ -64,15 +75,7 @@ def load_pretrained(
     """
     directory = Path(directory)
     cfg = load_config(directory)
-    requested = None if quantize is None else parse_scheme(quantize)
-    if requested is not None and not fused:
-        raise ModelError(
-            f"quantize={quantize!r} needs fused=True: only the inference layout is quantized"
-        )
-    stored = stored_scheme(directory)
-    if stored is not None:
-        _check_scheme(directory, stored, requested, fused)
-
+    stored, requested = _forms(directory, quantize, fused)
     files = tensor_files(directory, pickles)
     # A config with a wrong number of layers must not make us allocate for each of them.
     if cfg.num_layers > len(files):
@@ -81,16 +84,65 @@ def load_pretrained(
             f"{len(files)} tensors"
         )
     weights = OpenWeights.open(files)
-    cfg = _complete(directory, cfg, weights)
-    if stored is not None:
+    quantized: dict[str, StoredParts] = {}
+    if isinstance(stored, Quantizer):
+        weights, quantized = group_parts(weights, stored)
+    cfg = _complete(directory, cfg, weights, quantized)
+    if isinstance(stored, Scheme):
         return cfg, _read_quantized(directory, cfg, stored, weights, dtype, place_part)
 
-    stored_names = _match_names(directory, cfg, weights)
+    others = None
+    if stored is not None:
+        others = _QuantizedReader(stored, quantized, quantize is None, _transposed_names(cfg))
+    stored_names = _match_names(directory, cfg, weights, quantized)
+    read, read_rows = _readers(cfg, weights, stored_names, others)
+    params = from_tensors(cfg, read, dtype, fused, place_part, requested, read_rows, only_tables)
+    if others is not None:
+        others.warn_of_widened(directory, dtype)
+    return cfg, params
 
-    def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        return weights.read(stored_names[name], shape)
 
-    return cfg, from_tensors(cfg, read, dtype, fused, place_part, requested, only_tables)
+def _forms(
+    directory: Path, quantize: str | None, fused: bool
+) -> tuple[Scheme | Quantizer | None, Scheme | None]:
+    """How the weights are stored, and the scheme to quantize them by.
+
+    Raises:
+      ModelError: there is no such scheme, or it does not fit what is stored.
+    """
+    requested = None if quantize in (None, NO_SCHEME) else parse_scheme(quantize)
+    if requested is not None and not fused:
+        raise ModelError(
+            f"quantize={quantize!r} needs fused=True: only the inference layout is quantized"
+        )
+    stored = stored_form(directory)
+    if isinstance(stored, Scheme):
+        _check_scheme(directory, stored, quantize, fused)
+    if isinstance(stored, Quantizer) and quantize is None and not fused:
+        raise _needs_arrays(directory, stored, "to train or to convert it")
+    return stored, requested
+
+
+def _readers(
+    cfg: ModelConfig,
+    weights: OpenWeights,
+    stored_names: dict[str, str],
+    others: _QuantizedReader | None,
+) -> tuple[ReadTensor, ReadRows | None]:
+    """What reads a tensor, and what reads rows of a table; None if a table is quantized."""
+
+    def read(name: str, shape: tuple[int, ...]) -> Any:
+        file_name = stored_names[name]
+        if others is not None and file_name in others.parts:
+            return others.read(name, file_name, shape)
+        return weights.read(file_name, shape)
+
+    def read_rows(name: str, shape: tuple[int, ...], first: int, last: int) -> np.ndarray:
+        return weights.rows(stored_names[name], shape, first, last)
+
+    if others is not None and _tables_of(cfg, stored_names) & others.parts.keys():
+        return read, None
+    return read, read_rows
 
 
 def from_tensors(
@@ -100,46 +152,98 @@ def from_tensors(
     fused: bool = False,
     place_part: PlacePart | None = None,
     scheme: Scheme | None = None,
+    read_rows: ReadRows | None = None,
     only_tables: bool = False,
 ) -> dict:
     """The params, from a function that reads one tensor.
 
     Args:
-      read: gives the tensor of a name, which must have the given shape.
+      read: gives the tensor of a name, which must have the given shape. It may give a quantized
+        weight, ``[out, in]`` even where the shape is ``[in, out]``.
       dtype: of the params.
       fused: join each layer into the inference layout before the next is read, so that the memory
         of its parts is used again.
       place_part: is given one layer or table after the other.
-      scheme: quantize each part as it is read; needs ``fused``.
+      scheme: quantize each parameter as it is read; needs ``fused``.
+      read_rows: gives rows of a table, which is then read in pieces; None: it is read at once.
       only_tables: leave the layers out.
     """
-    # Codes are computed from float32 weights, whatever dtype the other params have.
-    read_dtype = dtype if scheme is None else jnp.float32
+    converted = _converter(dtype, scheme)
 
-    def read_param(place: ParameterPlace) -> jax.Array:
-        tensor = read(place.stored.name, place.stored.shape(place.shape))
-        return jnp.asarray(place.stored.take(tensor), read_dtype)
+    def read_param(place: ParameterPlace, axes: tuple[str, ...]) -> Any:
+        stored = place.stored
+        tensor = read(stored.name, stored.shape(place.shape))
+        if is_quantized(tensor):  # its outputs come first, however the file stores it
+            taken = tensor.by_output(stored._replace(transposed=False).take)
+            return cast_params(dtype, taken)
+        return converted(stored.take(tensor), axes)
 
-    def read_params(places: dict) -> dict:
-        return jax.tree.map(read_param, places, is_leaf=is_place)
-
-    def finish(part: dict) -> dict:
-        if scheme is not None:
-            part = quantize_params(cfg, part, scheme, dtype)
-        return _placed(cfg, part, place_part)
+    def read_table(place: ParameterPlace, axes: tuple[str, ...]) -> Any:
+        if read_rows is None or len(place.shape) < 2:
+            return read_param(place, axes)
+        rows = functools.partial(read_rows, place.stored.name, place.shape)
+        return in_pieces(lambda first, last: converted(rows(first, last), axes), place.shape)
 
     places = parameter_places(cfg)
+    axes = param_axes(cfg)
     layer_places = places.pop("layers")
     layers = {}
     for i in () if only_tables else layer_places:
-        layer = read_params(layer_places[i])
+        layer = jax.tree.map(read_param, layer_places[i], axes["layers"][i], is_leaf=is_place)
         if fused:
             layer = fuse_layer(layer)
-        layers[i] = finish({"layers": {i: layer}})["layers"][i]
+        layers[i] = _placed(cfg, {"layers": {i: layer}}, place_part)["layers"][i]
     params = {}
-    for name, table_places in places.items():
-        params[name] = finish({name: read_params(table_places)})[name]
+    for name, table in places.items():
+        part = jax.tree.map(read_table, table, axes[name], is_leaf=is_place)
+        params[name] = _placed(cfg, {name: part}, place_part)[name]
     return params if only_tables else params | {"layers": layers}
+
+
+def _converter(dtype: jnp.dtype, scheme: Scheme | None) -> Callable[[Any, tuple[str, ...]], Any]:
+    """What makes a parameter with these axes of a tensor; it quantizes what is to be quantized."""
+
+    def convert(tensor: np.ndarray, axes: tuple[str, ...]) -> Any:
+        if scheme is None:
+            return jnp.asarray(tensor, dtype)
+        # Codes are computed from float32 weights, whatever dtype the other params have.
+        return quantize_param(jnp.asarray(tensor, jnp.float32), axes, scheme, dtype)
+
+    return convert
+
+
+def in_pieces(read_piece: Callable[[int, int], Any], shape: tuple[int, ...]) -> Any:
+    """A large table, put together on the host from pieces of rows, in the form that it will have.
+
+    Read at once, the file's form of a table and its float32 copy would exist beside it. In a small
+    model a table is half of all weights.
+
+    Args:
+      read_piece: gives rows ``first`` to ``last`` as on the device: an array, or a quantized
+        weight whose arrays all have the rows first.
+      shape: of the table, ``[rows, size]``.
+    """
+    rows = shape[0]
+    step = max(1, PIECE_BYTES // (4 * shape[1]))
+    if rows <= step:
+        return read_piece(0, rows)
+    table: Any = None
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        piece = jax.tree.map(np.asarray, read_piece(first, last))
+        if table is None:
+            table = jax.tree.map(lambda x: _aligned((rows, *x.shape[1:]), x.dtype), piece)
+        for whole, part in zip(jax.tree.leaves(table), jax.tree.leaves(piece), strict=True):
+            whole[first:last] = part
+    return jax.tree.map(lambda x: jax.device_put(x, may_alias=True), table)
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An empty array that a CPU device can take over without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def _read_quantized(
@@ -173,6 +277,66 @@ def _read_quantized(
     return params | {"layers": layers}
 
 
+@dataclasses.dataclass(frozen=True)
+class _QuantizedReader:
+    """Reads weights that another library quantized.
+
+    Attributes:
+      parts: the stored tensors of each such weight.
+      keep: whether codes are kept where ours has the form; otherwise all weights are widened.
+      transposed: the names of weights that the family stores ``[in, out]``.
+      widened: the names of weights that were to be kept and have no form.
+    """
+
+    quantizer: Quantizer
+    parts: dict[str, StoredParts]
+    keep: bool
+    transposed: set[str]
+    widened: list[str] = dataclasses.field(default_factory=list)
+
+    def read(self, name: str, file_name: str, shape: tuple[int, ...]) -> Any:
+        """A weight: quantized ``[out, in]``, or an array of this shape, as its family stores it.
+
+        Raises:
+          ModelError: its tensors do not fit.
+        """
+        parts = self.parts[file_name]
+        is_transposed = name in self.transposed
+        if is_transposed and not self.quantizer.stores_inputs_first:
+            raise parts.fail(f"{self.quantizer.method} of weights [in, out] is not read")
+        outputs, inputs = shape[::-1] if is_transposed else shape
+        weight = self.quantizer.read(parts, (outputs, inputs))
+        if self.keep and is_quantized(weight):
+            return weight
+        if self.keep:
+            self.widened.append(file_name)
+        elif is_quantized(weight):
+            weight = np.asarray(weight.dense(jnp.float32))
+        return weight.T if is_transposed else weight
+
+    def warn_of_widened(self, directory: Path, dtype: jnp.dtype) -> None:
+        """Warns in one line if weights were widened that were to be kept."""
+        if self.widened:
+            text = (
+                f"{directory}: {len(self.widened)} quantized weights, such as {self.widened[0]}, "
+                f"have a form that is not kept; they are widened to {jnp.dtype(dtype).name}"
+            )
+            warnings.warn(text, ModelWarning, stacklevel=3)
+
+
+def _transposed_names(cfg: ModelConfig) -> set[str]:
+    """The tensors that are stored ``[in, out]``."""
+    places = leaves_of(parameter_places(cfg))
+    return {place.stored.name for place in places if place.stored.transposed}
+
+
+def _tables_of(cfg: ModelConfig, stored_names: dict[str, str]) -> set[str]:
+    """The files' names of the tensors outside of layers."""
+    places = parameter_places(cfg)
+    del places["layers"]
+    return {stored_names[place.stored.name] for place in leaves_of(places)}
+
+
 def _placed(cfg: ModelConfig, part: dict, place_part: PlacePart | None) -> dict:
     """A part of the params on its devices; returns when it has arrived there.
 
@@ -180,7 +344,20 @@ def _placed(cfg: ModelConfig, part: dict, place_part: PlacePart | None) -> dict:
     """
     if place_part is not None:
         part = place_part(cfg, part)
-    return jax.block_until_ready(part)
+    part = jax.block_until_ready(part)
+    _return_memory()
+    return part
+
+
+def _return_memory() -> None:
+    """Gives freed memory back to the system, so that what was read is not kept beside the params.
+
+    glibc keeps it for later requests, which was 30 to 60 MB after a checkpoint. Other C libraries
+    have no such function.
+    """
+    trim = getattr(ctypes.pythonapi, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 # --- the config ------------------------------------------------------------------------------
@@ -192,6 +369,11 @@ def load_config(directory: Path) -> ModelConfig:
     Raises:
       ModelError: there is no config.json, or :func:`specjax.models.families.from_hf` refuses it.
     """
+    if os.path.isfile(directory) and directory.suffix == ".gguf":
+        raise ModelError(
+            f"{directory}: a GGUF file, which only decodes; make a directory of it: "
+            "python -m infer.convert FILE.gguf --out DIR"
+        )
     if os.path.isfile(directory):
         raise ModelError(f"{directory}: is a file: give the directory that it is in")
     if not os.path.isdir(directory):
@@ -210,22 +392,26 @@ def load_config(directory: Path) -> ModelConfig:
         raise ModelError(f"{directory}: {error}") from None
 
 
-def stored_scheme(directory: Path) -> Scheme | None:
-    """The scheme of a quantized checkpoint; None for any other.
+def stored_form(directory: Path) -> Scheme | Quantizer | None:
+    """How the weights of a checkpoint are quantized; None: they are not.
 
     Raises:
-      ModelError: another library quantized it.
+      ModelError: another library quantized them in a way that is not read.
     """
-    scheme = quantization(read_json(directory / "config.json"))
-    return None if scheme is None else parse_scheme(scheme)
+    form = quantization(read_json(directory / "config.json"))
+    return parse_scheme(form) if isinstance(form, str) else form
 
 
-def _check_scheme(directory: Path, stored: Scheme, requested: Scheme | None, fused: bool) -> None:
-    """Refuses a quantized checkpoint where unquantized weights are needed."""
-    if fused and requested in (None, stored):
+def _check_scheme(directory: Path, stored: Scheme, quantize: str | None, fused: bool) -> None:
+    """Refuses a checkpoint of ours where other weights are needed than it has."""
+    if fused and quantize in (None, str(stored)):
         return
-    purpose = f"for {requested}" if requested else "to train or to convert it"
-    raise ModelError(
+    purpose = f"for {quantize}" if quantize else "to train or to convert it"
+    raise _needs_arrays(directory, stored, purpose)
+
+
+def _needs_arrays(directory: Path, stored: Scheme | Quantizer, purpose: str) -> ModelError:
+    return ModelError(
         f"{directory}: its weights are quantized ({stored}); take the unquantized checkpoint "
         f"{purpose}"
     )
@@ -244,10 +430,16 @@ def complete_config(directory: Path) -> ModelConfig:
     if not any(directory.glob("*.safetensors")):
         return cfg
     weights = OpenWeights.open(tensor_files(directory, pickles=False))
-    return _complete(directory, cfg, weights)
+    form = stored_form(directory)
+    quantized: dict[str, StoredParts] = {}
+    if isinstance(form, Quantizer):
+        weights, quantized = group_parts(weights, form)
+    return _complete(directory, cfg, weights, quantized)
 
 
-def _complete(directory: Path, cfg: ModelConfig, weights: OpenWeights) -> ModelConfig:
+def _complete(
+    directory: Path, cfg: ModelConfig, weights: OpenWeights, quantized: Container[str] = ()
+) -> ModelConfig:
     """The config, completed with what only the tensors show (``Family.complete``)."""
     family = FAMILIES[cfg.family]
     stored_names = _present_names(cfg, weights)
@@ -258,12 +450,17 @@ def _complete(directory: Path, cfg: ModelConfig, weights: OpenWeights) -> ModelC
         cfg = family.complete(cfg, readers)
     except ModelError as error:
         raise ModelError(f"{directory}: {error}") from None
-    if cfg.tie_embeddings and _has_own_head(cfg, weights, stored_names):
+    if cfg.tie_embeddings and _has_own_head(cfg, weights, stored_names, quantized):
         cfg = dataclasses.replace(cfg, tie_embeddings=False)
     return cfg
 
 
-def _has_own_head(cfg: ModelConfig, weights: OpenWeights, stored_names: dict[str, str]) -> bool:
+def _has_own_head(
+    cfg: ModelConfig,
+    weights: OpenWeights,
+    stored_names: dict[str, str],
+    quantized: Container[str],
+) -> bool:
     """Whether the files hold a head that differs from the embedding.
 
     Some tied checkpoints repeat the embedding as their head. Others were trained with a head of
@@ -276,6 +473,8 @@ def _has_own_head(cfg: ModelConfig, weights: OpenWeights, stored_names: dict[str
     embedding = stored_names.get(_embedding_name(cfg))
     if head is None or embedding is None:
         return False
+    if head in quantized or embedding in quantized:
+        return True
     shape = param_shapes(cfg)["embed"].shape
     return not _equal_rows((weights, head), (weights, embedding), shape)
 
@@ -331,7 +530,9 @@ def _present_names(cfg: ModelConfig, weights: OpenWeights) -> dict[str, str]:
     return {names.full(name): stored for name, stored in unwrapped.items()}
 
 
-def _match_names(directory: Path, cfg: ModelConfig, weights: OpenWeights) -> dict[str, str]:
+def _match_names(
+    directory: Path, cfg: ModelConfig, weights: OpenWeights, quantized: Collection[str] = ()
+) -> dict[str, str]:
     """The name that the files use for each tensor, by its present name.
 
     Raises:
@@ -361,5 +562,6 @@ def _match_names(directory: Path, cfg: ModelConfig, weights: OpenWeights) -> dic
         )
     used = {stored_names.get(name, name) for name in wanted}
     ignored = {name for name in stored if name.endswith(names.ignored)}
+    ignored |= zero_biases(weights, quantized, used)
     compare_names(directory, used, stored - (ignored - used))
     return stored_names

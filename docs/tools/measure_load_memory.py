@@ -1,0 +1,74 @@
+"""The peak of memory while a model loads: python docs/tools/measure_load_memory.py DIR
+
+Each load is a process of its own, which loads the model twice. The peak (VmHWM) of each load is
+relative to the bytes that are kept, above what the process held before. The first load compiles the
+programs that it needs, about 50 MB whatever the model. It needs Linux.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+FORMS = (("float32", ""), ("bfloat16", ""), ("float32", "int8"), ("float32", "int4"))
+
+
+def main() -> None:
+    """Prints a table, or measures one form in this process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", metavar="DIR")
+    parser.add_argument("dtype", nargs="?")
+    parser.add_argument("scheme", nargs="?", default="")
+    args = parser.parse_args()
+    if args.dtype:
+        print(json.dumps(measured(args.directory, args.dtype, args.scheme)))
+        return
+    print("| dtype | quantize | MiB kept | peak, first load | second |")
+    print("| --- | --- | ---: | ---: | ---: |")
+    for dtype, scheme in FORMS:
+        row = child(args.directory, dtype, scheme)
+        ratios = [f"{ratio:.2f}" for ratio in row["ratios"]]
+        print("|", " | ".join([dtype, scheme, f"{row['kept']:.0f}", *ratios]), "|", flush=True)
+
+
+def child(directory, dtype: str, scheme: str = "") -> dict:
+    """:func:`measured` in a process of its own."""
+    command = [sys.executable, __file__, str(directory), dtype, scheme]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measured(directory: str, dtype: str, scheme: str) -> dict:
+    """MiB kept, and the peaks of two loads relative to that."""
+    import jax
+    import jax.numpy as jnp
+
+    from specjax.models import load_pretrained
+
+    jnp.zeros(1).block_until_ready()
+    kept = 0.0
+    ratios = []
+    for _ in range(2):
+        before = memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        _, params = load_pretrained(directory, jnp.dtype(dtype), True, quantize=scheme or None)
+        sizes = [x.size / 2 if x.dtype == jnp.int4 else x.nbytes for x in jax.tree.leaves(params)]
+        kept = sum(sizes) / 2**20
+        ratios.append((memory("VmHWM") - before) / kept)
+        del params
+        gc.collect()
+        ctypes.pythonapi.malloc_trim(0)  # what was freed is not counted as held before
+    return {"kept": kept, "ratios": ratios}
+
+
+def memory(name: str) -> float:
+    """One of the figures of /proc/self/status, in MiB."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{name}:")[1].split()[0]) / 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""Loads a model from a GGUF file, strictly: every tensor of the model, and no others.
+
+Weights in blocks that :mod:`specjax.models.gguf.blocks` knows keep their codes. Others are widened
+by the gguf package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax._util.errors import ModelError, ModelWarning
+from specjax._util.files import open_file
+from specjax.models.blocks import fuse_layer
+from specjax.models.config import ModelConfig
+from specjax.models.gguf.blocks import KINDS, BlockParts, take_apart
+from specjax.models.gguf.config import ARCHITECTURE, config_of
+from specjax.models.gguf.header import Header, Tensor, gguf_package, read_header
+from specjax.models.gguf.names import NAMES, ROPE_FACTORS
+from specjax.models.hf.files import compare_names
+from specjax.models.hf.layout import ParameterPlace, is_place, leaves_of, parameter_places
+from specjax.models.hf.read import PlacePart
+from specjax.models.quantization import NO_SCHEME, parse_scheme, quantize_params
+from specjax.models.quantized import Grouped, by_output
+
+ALIGNED = 64  # bytes: the start of an array that a CPU device takes over
+LARGE = 1 << 20  # bytes of an array of which no copy is made
+CHUNK_BYTES = 1 << 23  # of a tensor in the file that are taken apart at a time
+FLOATS = ("F32", "F16", "BF16", "F64")
+
+
+def load_config(path: Path) -> ModelConfig:
+    """The architecture of a GGUF file.
+
+    Raises:
+      ModelError: as :func:`~specjax.models.gguf.header.read_header` and
+        :func:`~specjax.models.gguf.config.config_of`.
+    """
+    return _config(read_header(path))
+
+
+def load_gguf(
+    path: Path,
+    dtype: jnp.dtype = jnp.float32,
+    fused: bool = False,
+    place_part: PlacePart | None = None,
+    quantize: str | None = None,
+) -> tuple[ModelConfig, dict]:
+    """Reads a GGUF file, as :func:`specjax.models.hf.read.load_pretrained` reads a directory.
+
+    Args:
+      quantize: None: weights keep their codes where that is exact, in the inference layout.
+        ``none``: all are widened. A scheme: they are widened, and quantized anew.
+    Raises:
+      ModelError: the file is damaged, a tensor is missing, unknown or of another shape, or the
+        architecture is not supported. The message names it.
+    """
+    header = read_header(path)
+    cfg = _config(header)
+    if fused and quantize is None:
+        _say_widened(header)
+    scheme = None
+    if quantize not in (None, NO_SCHEME):
+        scheme = parse_scheme(quantize)
+    places = parameter_places(cfg, NAMES[header.metadata[ARCHITECTURE]])
+    _check_tensors(header, places)
+    keep = fused and quantize is None
+    # Codes are computed from float32 weights, whatever dtype the other params have.
+    read_dtype = jnp.dtype(dtype if scheme is None else jnp.float32)
+
+    with open_file(path) as file:
+
+        def read_param(place: ParameterPlace) -> Any:
+            return _read_param(file, header, cfg, place, read_dtype, keep)
+
+        def read_part(part_places: dict) -> dict:
+            """A layer or a table on its devices, before the next is read."""
+            part = jax.tree.map(read_param, part_places, is_leaf=is_place)
+            if fused and "layers" in part:
+                part = {"layers": {i: fuse_layer(x) for i, x in part["layers"].items()}}
+            if scheme is not None:
+                part = quantize_params(cfg, part, scheme, dtype)
+            if place_part is not None:
+                part = place_part(cfg, part)
+            return jax.block_until_ready(part)
+
+        return cfg, _in_parts(places, read_part)
+
+
+def _read_param(
+    file: Any,
+    header: Header,
+    cfg: ModelConfig,
+    place: ParameterPlace,
+    read_dtype: jnp.dtype,
+    keep: bool,
+) -> Any:
+    """One parameter: with its codes where ``keep`` is set and they have a form, else widened."""
+    tensor = header.tensors[place.stored.name]
+    if keep and is_kept(tensor):
+        weight: Any = _grouped(file, tensor, read_dtype)
+    elif _has_offset(header, place.stored.name):
+        # The file holds 1 + weight; only then is it rounded to its dtype.
+        weight = (_widened(file, tensor, jnp.dtype(jnp.float32)) - 1).astype(read_dtype)
+    else:
+        weight = _widened(file, tensor, read_dtype)
+    return _in_our_order(header, cfg, place, weight)
+
+
+def _in_parts(places: dict, read_part: Callable[[dict], dict]) -> dict:
+    """All params: one layer or table after the other."""
+    layers = {}
+    for i, layer_places in places.pop("layers").items():
+        layers |= read_part({"layers": {i: layer_places}})["layers"]
+    tables = {name: read_part({name: place})[name] for name, place in places.items()}
+    return tables | {"layers": layers}
+
+
+def is_kept(tensor: Tensor) -> bool:
+    """Whether a tensor keeps its codes."""
+    return tensor.kind in KINDS and len(tensor.shape) == 2
+
+
+def _say_widened(header: Header) -> None:
+    """Warns of quantized tensors that do not keep their codes."""
+    kinds = Counter(tensor.kind for tensor in header.tensors.values() if not is_kept(tensor))
+    named = ", ".join(f"{n} of {kind}" for kind, n in sorted(kinds.items()) if kind not in FLOATS)
+    if named:
+        text = f"{header.path}: tensors that are widened, since their form is not kept: {named}"
+        warnings.warn(text, ModelWarning, stacklevel=4)
+
+
+def kept_bytes(path: Path, dtype: jnp.dtype) -> int:
+    """Bytes of the params of a file whose weights keep their codes."""
+    total = 0
+    for tensor in read_header(path).tensors.values():
+        if is_kept(tensor):
+            size, _ = KINDS[tensor.kind]
+            leaves = jax.tree.leaves(take_apart(tensor.kind, np.zeros((1, size), np.uint8)))
+            bits = sum(x.size * (4 if "int4" in x.dtype.name else 8 * x.itemsize) for x in leaves)
+            total += tensor.size // size * bits // 8
+        else:
+            total += int(np.prod(tensor.shape)) * jnp.dtype(dtype).itemsize
+    return total
+
+
+def _config(header: Header) -> ModelConfig:
+    """The architecture.
+
+    Raises:
+      ModelError: it is not read, or has more layers than the file has tensors.
+    """
+
+    def rope_factors() -> np.ndarray:
+        with open_file(header.path) as file:
+            factors = _widened(file, header.tensors[ROPE_FACTORS], jnp.dtype(jnp.float32))
+        return np.asarray(factors)
+
+    cfg = config_of(header, rope_factors)
+    # A wrong number of layers must not make us build each of them.
+    if cfg.num_layers > len(header.tensors):
+        raise ModelError(
+            f"{header.path}: its metadata say {cfg.num_layers} layers, and it has "
+            f"{len(header.tensors)} tensors"
+        )
+    return cfg
+
+
+def _check_tensors(header: Header, places: dict) -> None:
+    """Checks names and shapes of all tensors before the first is read.
+
+    Raises:
+      ModelError: a tensor is missing, belongs to no part of the model, or has another shape.
+    """
+    wanted = leaves_of(places)
+    compare_names(
+        header.path,
+        {place.stored.name for place in wanted},
+        set(header.tensors) - {ROPE_FACTORS},
+        "its metadata describe",
+    )
+    for place in wanted:
+        name = place.stored.name
+        found = header.tensors[name].shape
+        expected = place.stored.shape(place.shape)
+        if found != expected:
+            raise ModelError(
+                f"{header.path}: tensor {name} has shape {list(found)}, its metadata say "
+                f"{list(expected)}"
+            )
+
+
+def _in_our_order(header: Header, cfg: ModelConfig, place: ParameterPlace, weight: Any) -> Any:
+    """A parameter as our families have it, from the tensor of the file."""
+    stored = place.stored
+    if stored.part is not None:
+        weight = by_output(stored.take, weight)
+    architecture = header.metadata[ARCHITECTURE]
+    kind = stored.name.split(".")[-2]
+    if architecture == "llama" and kind in ("attn_q", "attn_k"):
+        heads = cfg.num_heads if kind == "attn_q" else cfg.num_kv_heads
+        return by_output(functools.partial(_unpaired, heads), weight)
+    return weight
+
+
+def _has_offset(header: Header, name: str) -> bool:
+    """Whether a tensor is one of Gemma's norms, whose weights count from one."""
+    is_gemma = header.metadata[ARCHITECTURE].startswith("gemma")
+    return is_gemma and name.endswith("norm.weight")
+
+
+def _unpaired(heads: int, x: Any) -> Any:
+    """Outputs in the order of rotated halves: the file has the two of each pair adjacent."""
+    pairs = x.reshape(heads, -1, 2, *x.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(x.shape)
+
+
+# --- tensors ---------------------------------------------------------------------------------
+
+
+def _chunks(file: Any, tensor: Tensor) -> Iterator[tuple[int, np.ndarray]]:
+    """The bytes of some outputs after the other: their first number, and ``[outputs, bytes]``.
+
+    Raises:
+      ModelError: the file cannot be read, or became shorter.
+    """
+    outputs = 1 if len(tensor.shape) == 1 else tensor.shape[0]
+    width = tensor.size // outputs
+    step = max(1, CHUNK_BYTES // width)
+    for first in range(0, outputs, step):
+        count = min(step, outputs - first)
+        data = os.pread(file.fileno(), count * width, tensor.offset + first * width)
+        if len(data) < count * width:
+            raise ModelError(f"{file.name}: became shorter while it was read")
+        yield first, np.frombuffer(data, np.uint8).reshape(count, width)
+
+
+def _widened(file: Any, tensor: Tensor, dtype: jnp.dtype) -> jax.Array:
+    """A tensor as an array."""
+    package = gguf_package()
+    kind = package.GGMLQuantizationType[tensor.kind]
+    values = aligned((1, *tensor.shape) if len(tensor.shape) == 1 else tensor.shape, dtype)
+    for first, data in _chunks(file, tensor):
+        try:
+            wide = _floats(tensor.kind, data)
+            if wide is None:
+                wide = package.dequantize(data, kind)
+        except NotImplementedError:
+            raise ModelError(f"{file.name}: weights of {tensor.kind} are not supported") from None
+        values[first : first + len(data)] = wide.reshape(len(data), *values.shape[1:])
+    return on_device(values.reshape(tensor.shape))
+
+
+def _floats(kind: str, data: np.ndarray) -> np.ndarray | None:
+    """The numbers of a tensor that is not quantized; None for the others."""
+    dtypes = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": jnp.bfloat16}
+    return data.view(dtypes[kind]) if kind in dtypes else None
+
+
+def _grouped(file: Any, tensor: Tensor, dtype: jnp.dtype) -> Grouped:
+    """A weight with the codes of the file."""
+    outputs = tensor.shape[0]
+    whole: Any = None
+    for first, data in _chunks(file, tensor):
+        parts = take_apart(tensor.kind, data)
+        if whole is None:
+            # Inputs first, as products read them.
+            whole = jax.tree.map(lambda x: aligned((x.shape[1], outputs), x.dtype), parts)
+        jax.tree.map(functools.partial(_put, first), whole, parts)
+    return _as_grouped(whole, dtype)
+
+
+def _put(first: int, whole: np.ndarray, part: np.ndarray) -> None:
+    whole[:, first : first + len(part)] = part.T
+
+
+def _as_grouped(parts: BlockParts, dtype: jnp.dtype) -> Grouped:
+    """Codes and scales on the device; scales that are codes themselves give float32."""
+
+    def values(part: np.ndarray | BlockParts | None) -> Any:
+        if isinstance(part, BlockParts):
+            return _as_grouped(part, jnp.dtype(jnp.float32))
+        return None if part is None else on_device(part)
+
+    codes, scales, offsets = map(values, parts)
+    return Grouped(codes, scales, dtype, offsets)
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array for :func:`on_device`, with entries of any value."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.empty(size + ALIGNED, np.uint8)
+    start = -memory.ctypes.data % ALIGNED
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def on_device(array: np.ndarray) -> jax.Array:
+    """An array on the device; a CPU takes over the memory, so nothing may write to it any more.
+
+    A copy of a table would be half of a small model's memory.
+    """
+    if jax.default_backend() == "cpu" and array.nbytes > LARGE and array.dtype.isnative:
+        with contextlib.suppress(
+            BufferError, TypeError, ValueError
+        ):  # types of 4 bits, for example
+            return jnp.from_dlpack(array)
+    return jnp.asarray(array)

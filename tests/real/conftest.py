@@ -1,0 +1,61 @@
+"""Pretrained models from PyPI; a test is skipped only where their package is not installed."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from real_prompts import prompts_of
+
+import specjax as sj
+from specjax._util.errors import ModelError
+from specjax.models.gguf.packages import packaged_file
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "real.json"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def optimized():
+    """Real models decode for seconds, so all of XLA's passes pay."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def loaded(name: str, **options) -> sj.LM:
+    try:
+        packaged_file(name)
+    except ModelError as error:
+        pytest.skip(str(error))
+    return sj.load(name, dtype="float32", **options)
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The model with its weights widened, which a CPU computes fastest."""
+    return loaded("smollm2", quantize="none")
+
+
+@pytest.fixture(scope="session")
+def gemma3():
+    return loaded("gemma3-270m", quantize="none")
+
+
+@pytest.fixture(scope="session")
+def prompts(smollm2):
+    return prompts_of(smollm2.tokenizer)
+
+
+@pytest.fixture(scope="session")
+def shallow(smollm2):
+    """A draft: the target's first six layers, which sometimes agree with it."""
+    layers = {str(i): smollm2.params["layers"][str(i)] for i in range(6)}
+    config = dataclasses.replace(smollm2.config, num_layers=6)
+    return dataclasses.replace(smollm2, config=config, params=smollm2.params | {"layers": layers})
+
+
+@pytest.fixture(scope="session")
+def golden():
+    """What transformers computed (tests/real/make_golden.py)."""
+    return json.loads(GOLDEN.read_text())
