@@ -51,6 +51,11 @@ def add_models(parser: Parser) -> None:
         metavar="DIR",
         help="of a delta: the model that it was made for, if it is not where the delta says",
     )
+    _add_forms(group)
+
+
+def _add_forms(group: argparse._ArgumentGroup) -> None:
+    """The form of weights, cache and passes."""
     group.add_argument(
         "--dtype",
         metavar="D",

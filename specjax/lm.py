@@ -172,8 +172,7 @@ def load(
         runs. Needs the torch extra.
       base: of a delta: the model that it was made for, instead of the one that it names. Its
         fingerprint decides whether it is that model.
-      revision: of an id on the hub: a branch, a tag or a commit. ``ORGANIZATION/NAME@REVISION``
-        means the same.
+      revision: of a hub id: a branch, tag or commit; ``ORGANIZATION/NAME@REVISION`` is the same.
     Raises:
       ModelError: the directory, id or dtype cannot be used; the message says why.
       OptionError: an argument has a wrong type or is out of range.

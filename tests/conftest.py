@@ -24,6 +24,8 @@ if jax.__version_info__[:2] == (0, 10):  # XLA aborts if it does not know a flag
     flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
+pytest_plugins = ["support.real_models"]  # fixtures
+
 # Drawing examples is slow on a busy machine; that must not fail a test.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

@@ -390,14 +390,13 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
     # Blocks before the window are skipped, except in a ring: there they may hold newer tokens.
     skip_window = None if is_ring else window
 
-    # A chain's mask follows from its positions.
-    chain = visible is None and not is_ring
-    array_mask = None if chain else mask
+    # For the kernel a chain's mask follows from its positions.
+    own_mask = mask if is_ring or visible is not None else None
 
     def attend(q, k, v):
         if decode_kernel.supports_decode(positions.shape[1], cfg.num_heads, k, transform):
             return decode_kernel.decode_attention(
-                q, k, v, positions, last_visible, array_mask, window=window, transform=transform
+                q, k, v, positions, last_visible, own_mask, window=window, transform=transform
             )
         if reads_whole:
             assert mask is not None, "a cache that is read whole has a mask"

@@ -593,7 +593,7 @@ def test_a_metrics_columns_are_in_the_report_once():
     figures = {"exact_match": 0.5, "rouge1": 0.25, "pm": {"rouge1": 0.125}}
     row = {"method": "m", "batch_size": 1} | figures
     asked = {"exact_match": "exact match", "rouge1": "ROUGE-1"}
-    (heads, (cells,)), _ = tables(
+    ((heads, (cells,)),) = tables(
         {"rows": [row], "metrics": asked, "cost": [], "peers": [], "v": {}}
     )
     assert dict(zip(heads, cells, strict=True)) == {

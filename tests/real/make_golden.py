@@ -14,12 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "real")]
-
-from real_prompts import prompts_of  # noqa: E402
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from specjax.lm import read_tokenizer  # noqa: E402
 from specjax.models.gguf.packages import packaged_file  # noqa: E402
+from support.real_prompts import prompts_of  # noqa: E402
 
 NEW_TOKENS = 8
 LOGITS = 64  # of each kept row: every id of a step over the vocabulary

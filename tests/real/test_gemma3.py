@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from real_prompts import prompts_of
 
 import specjax as sj
 from specjax.models import hidden_states, logits_of
 from support.checkpoints import same
+from support.real_prompts import prompts_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.real]
+pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.usefixtures("optimized")]
 
 
 def test_logits_and_tokens_are_transformers(gemma3, golden):

@@ -10,7 +10,7 @@ from specjax.models.quantized import is_quantized
 from support.checkpoints import same
 from support.serving import openai_client, serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.real]
+pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.usefixtures("optimized")]
 TOKENS = 8  # new ones per prompt
 EXACT = ("speculative", "block", "spectr", "specinfer", "tree-match", "lookup", "suffix")
 
@@ -78,11 +78,9 @@ def test_a_quantized_copy_drafts(smollm2, prompts, plain):
 
 
 def test_a_long_prompt_in_pieces_and_a_prefix(smollm2, prompts, plain):
-    """The long prompt twice: in pieces of 256 tokens, then as the prefix of another."""
+    """The long prompt twice: in pieces of 128 tokens, then as another sample's prefix."""
     long = prompts[-1]
-    made = sj.generate(
-        smollm2, [long, long], max_new_tokens=TOKENS, batch_size=1, prefill_chunk=256
-    )
+    made = sj.generate(smollm2, [long, long], max_new_tokens=TOKENS, batch_size=1)
     assert same(made.tokens, [plain[-1]] * 2)
     assert made.cached_tokens[1] > 1000
 

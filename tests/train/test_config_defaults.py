@@ -88,7 +88,7 @@ def test_a_checkpoint_is_continued_with_its_own_tokenizer(start, tmp_path):
 
 
 def test_a_hub_id_names_a_start_and_a_teacher(start, monkeypatch):
-    monkeypatch.setattr("specjax.lm._from_hub", lambda name, files: start)
+    monkeypatch.setattr("specjax.models.hf.hub.download", lambda name, files: start)
     values = {"model": {"init_from": "some/model"}, "data": {"seq_len": 32}}
     cfg = from_dict(LMConfig, values)
     tokenizer = get_tokenizer(cfg, None, start)

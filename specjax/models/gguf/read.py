@@ -6,12 +6,11 @@ by the gguf package.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,18 @@ import numpy as np
 
 from specjax._util.errors import ModelError, ModelWarning
 from specjax._util.files import open_file
-from specjax.models.blocks import fuse_layer
 from specjax.models.config import ModelConfig
 from specjax.models.gguf.blocks import KINDS, BlockParts, take_apart
 from specjax.models.gguf.config import ARCHITECTURE, config_of
 from specjax.models.gguf.header import Header, Tensor, gguf_package, read_header
 from specjax.models.gguf.names import NAMES, ROPE_FACTORS
 from specjax.models.hf.files import compare_names
-from specjax.models.hf.layout import ParameterPlace, is_place, leaves_of, parameter_places
-from specjax.models.hf.read import PlacePart
-from specjax.models.quantization import NO_SCHEME, parse_scheme, quantize_params
+from specjax.models.hf.layout import leaves_of, parameter_places
+from specjax.models.hf.read import PlacePart, from_tensors
+from specjax.models.host_arrays import aligned, on_device
+from specjax.models.quantization import NO_SCHEME, parse_scheme
 from specjax.models.quantized import Grouped, by_output
 
-ALIGNED = 64  # bytes: the start of an array that a CPU device takes over
-LARGE = 1 << 20  # bytes of an array of which no copy is made
 CHUNK_BYTES = 1 << 23  # of a tensor in the file that are taken apart at a time
 FLOATS = ("F32", "F16", "BF16", "F64")
 
@@ -80,50 +77,37 @@ def load_gguf(
 
     with open_file(path) as file:
 
-        def read_param(place: ParameterPlace) -> Any:
-            return _read_param(file, header, cfg, place, read_dtype, keep)
+        def read(name: str, shape: tuple[int, ...]) -> Any:
+            return _in_order(header, cfg, name, _read_tensor(file, header, name, read_dtype, keep))
 
-        def read_part(part_places: dict) -> dict:
-            """A layer or a table on its devices, before the next is read."""
-            part = jax.tree.map(read_param, part_places, is_leaf=is_place)
-            if fused and "layers" in part:
-                part = {"layers": {i: fuse_layer(x) for i, x in part["layers"].items()}}
-            if scheme is not None:
-                part = quantize_params(cfg, part, scheme, dtype)
-            if place_part is not None:
-                part = place_part(cfg, part)
-            return jax.block_until_ready(part)
+        def read_rows(name: str, shape: tuple[int, ...], first: int, last: int) -> np.ndarray:
+            return _widened(file, header.tensors[name], read_dtype, first, last)
 
-        return cfg, _in_parts(places, read_part)
+        tables = [place.stored.name for place in leaves_of(places) if len(place.shape) == 2]
+        is_table_kept = any(keep and is_kept(header.tensors[name]) for name in tables)
+        return cfg, from_tensors(
+            cfg,
+            read,
+            jnp.dtype(dtype),
+            fused,
+            place_part,
+            scheme,
+            None if is_table_kept else read_rows,
+            places=places,
+        )
 
 
-def _read_param(
-    file: Any,
-    header: Header,
-    cfg: ModelConfig,
-    place: ParameterPlace,
-    read_dtype: jnp.dtype,
-    keep: bool,
-) -> Any:
-    """One parameter: with its codes where ``keep`` is set and they have a form, else widened."""
-    tensor = header.tensors[place.stored.name]
+def _read_tensor(
+    file: Any, header: Header, name: str, read_dtype: jnp.dtype, keep: bool
+) -> np.ndarray | Grouped:
+    """A tensor: with its codes where ``keep`` is set and they have a form, else widened."""
+    tensor = header.tensors[name]
     if keep and is_kept(tensor):
-        weight: Any = _grouped(file, tensor, read_dtype)
-    elif _has_offset(header, place.stored.name):
+        return _grouped(file, tensor, read_dtype)
+    if _has_offset(header, name):
         # The file holds 1 + weight; only then is it rounded to its dtype.
-        weight = (_widened(file, tensor, jnp.dtype(jnp.float32)) - 1).astype(read_dtype)
-    else:
-        weight = _widened(file, tensor, read_dtype)
-    return _in_our_order(header, cfg, place, weight)
-
-
-def _in_parts(places: dict, read_part: Callable[[dict], dict]) -> dict:
-    """All params: one layer or table after the other."""
-    layers = {}
-    for i, layer_places in places.pop("layers").items():
-        layers |= read_part({"layers": {i: layer_places}})["layers"]
-    tables = {name: read_part({name: place})[name] for name, place in places.items()}
-    return tables | {"layers": layers}
+        return _widened(file, tensor, jnp.dtype(jnp.float32)) - 1
+    return _widened(file, tensor, read_dtype)
 
 
 def is_kept(tensor: Tensor) -> bool:
@@ -163,8 +147,7 @@ def _config(header: Header) -> ModelConfig:
 
     def rope_factors() -> np.ndarray:
         with open_file(header.path) as file:
-            factors = _widened(file, header.tensors[ROPE_FACTORS], jnp.dtype(jnp.float32))
-        return np.asarray(factors)
+            return _widened(file, header.tensors[ROPE_FACTORS], jnp.dtype(jnp.float32))
 
     cfg = config_of(header, rope_factors)
     # A wrong number of layers must not make us build each of them.
@@ -200,14 +183,10 @@ def _check_tensors(header: Header, places: dict) -> None:
             )
 
 
-def _in_our_order(header: Header, cfg: ModelConfig, place: ParameterPlace, weight: Any) -> Any:
-    """A parameter as our families have it, from the tensor of the file."""
-    stored = place.stored
-    if stored.part is not None:
-        weight = by_output(stored.take, weight)
-    architecture = header.metadata[ARCHITECTURE]
-    kind = stored.name.split(".")[-2]
-    if architecture == "llama" and kind in ("attn_q", "attn_k"):
+def _in_order(header: Header, cfg: ModelConfig, name: str, weight: Any) -> Any:
+    """A tensor with its outputs in the order of Hugging Face's directories."""
+    kind = name.split(".")[-2]
+    if header.metadata[ARCHITECTURE] == "llama" and kind in ("attn_q", "attn_k"):
         heads = cfg.num_heads if kind == "attn_q" else cfg.num_kv_heads
         return by_output(functools.partial(_unpaired, heads), weight)
     return weight
@@ -228,8 +207,12 @@ def _unpaired(heads: int, x: Any) -> Any:
 # --- tensors ---------------------------------------------------------------------------------
 
 
-def _chunks(file: Any, tensor: Tensor) -> Iterator[tuple[int, np.ndarray]]:
-    """The bytes of some outputs after the other: their first number, and ``[outputs, bytes]``.
+def _chunks(
+    file: Any, tensor: Tensor, first: int = 0, last: int | None = None
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The bytes of outputs ``first`` to ``last``, some after the other.
+
+    Yields the number of the first one, counted from ``first``, and bytes ``[outputs, bytes]``.
 
     Raises:
       ModelError: the file cannot be read, or became shorter.
@@ -237,28 +220,34 @@ def _chunks(file: Any, tensor: Tensor) -> Iterator[tuple[int, np.ndarray]]:
     outputs = 1 if len(tensor.shape) == 1 else tensor.shape[0]
     width = tensor.size // outputs
     step = max(1, CHUNK_BYTES // width)
-    for first in range(0, outputs, step):
-        count = min(step, outputs - first)
-        data = os.pread(file.fileno(), count * width, tensor.offset + first * width)
+    end = outputs if last is None else last
+    for begin in range(first, end, step):
+        count = min(step, end - begin)
+        data = os.pread(file.fileno(), count * width, tensor.offset + begin * width)
         if len(data) < count * width:
             raise ModelError(f"{file.name}: became shorter while it was read")
-        yield first, np.frombuffer(data, np.uint8).reshape(count, width)
+        yield begin - first, np.frombuffer(data, np.uint8).reshape(count, width)
 
 
-def _widened(file: Any, tensor: Tensor, dtype: jnp.dtype) -> jax.Array:
-    """A tensor as an array."""
+def _widened(
+    file: Any, tensor: Tensor, dtype: jnp.dtype, first: int = 0, last: int | None = None
+) -> np.ndarray:
+    """A tensor as an array, or rows ``first`` to ``last`` of it."""
     package = gguf_package()
     kind = package.GGMLQuantizationType[tensor.kind]
-    values = aligned((1, *tensor.shape) if len(tensor.shape) == 1 else tensor.shape, dtype)
-    for first, data in _chunks(file, tensor):
+    shape = tensor.shape
+    if last is not None:
+        shape = (last - first, *shape[1:])
+    values = aligned((1, *shape) if len(shape) == 1 else shape, dtype)
+    for begin, data in _chunks(file, tensor, first, last):
         try:
             wide = _floats(tensor.kind, data)
             if wide is None:
                 wide = package.dequantize(data, kind)
         except NotImplementedError:
             raise ModelError(f"{file.name}: weights of {tensor.kind} are not supported") from None
-        values[first : first + len(data)] = wide.reshape(len(data), *values.shape[1:])
-    return on_device(values.reshape(tensor.shape))
+        values[begin : begin + len(data)] = wide.reshape(len(data), *values.shape[1:])
+    return values.reshape(shape)
 
 
 def _floats(kind: str, data: np.ndarray) -> np.ndarray | None:
@@ -294,24 +283,3 @@ def _as_grouped(parts: BlockParts, dtype: jnp.dtype) -> Grouped:
 
     codes, scales, offsets = map(values, parts)
     return Grouped(codes, scales, dtype, offsets)
-
-
-def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array for :func:`on_device`, with entries of any value."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    memory = np.empty(size + ALIGNED, np.uint8)
-    start = -memory.ctypes.data % ALIGNED
-    return memory[start : start + size].view(dtype).reshape(shape)
-
-
-def on_device(array: np.ndarray) -> jax.Array:
-    """An array on the device; a CPU takes over the memory, so nothing may write to it any more.
-
-    A copy of a table would be half of a small model's memory.
-    """
-    if jax.default_backend() == "cpu" and array.nbytes > LARGE and array.dtype.isnative:
-        with contextlib.suppress(
-            BufferError, TypeError, ValueError
-        ):  # types of 4 bits, for example
-            return jnp.from_dlpack(array)
-    return jnp.asarray(array)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Container
@@ -34,13 +33,12 @@ from specjax.models.hf.layout import DELTA, ParameterPlace, is_place, leaves_of,
 from specjax.models.hf.quantizers.grouping import group_parts, zero_biases
 from specjax.models.hf.quantizers.parts import StoredParts
 from specjax.models.hf.quantizers.settings import Quantizer
+from specjax.models.host_arrays import in_pieces
 from specjax.models.quantization import NO_SCHEME, Scheme, parse_scheme, quantize_param
 from specjax.models.quantized import cast_params, is_quantized
 
 LORA = ".lora_"  # in the names of PEFT's updates
 COMPARED_BYTES = 1 << 24  # of a table, as float32, that are compared at a time
-ALIGNMENT = 64  # bytes
-PIECE_BYTES = 1 << 21  # of a table, as float32, that are read at a time
 ReadTensor = Callable[[str, tuple[int, ...]], Any]  # (tensor name, its shape)
 ReadRows = Callable[[str, tuple[int, ...], int, int], np.ndarray]  # (…, first row, last row)
 PlacePart = Callable[[ModelConfig, dict], dict]  # moves a part of the params to its devices
@@ -154,6 +152,7 @@ def from_tensors(
     scheme: Scheme | None = None,
     read_rows: ReadRows | None = None,
     only_tables: bool = False,
+    places: dict | None = None,
 ) -> dict:
     """The params, from a function that reads one tensor.
 
@@ -167,6 +166,7 @@ def from_tensors(
       scheme: quantize each parameter as it is read; needs ``fused``.
       read_rows: gives rows of a table, which is then read in pieces; None: it is read at once.
       only_tables: leave the layers out.
+      places: where each parameter is stored; None: as in Hugging Face's directories.
     """
     converted = _converter(dtype, scheme)
 
@@ -174,8 +174,9 @@ def from_tensors(
         stored = place.stored
         tensor = read(stored.name, stored.shape(place.shape))
         if is_quantized(tensor):  # its outputs come first, however the file stores it
-            taken = tensor.by_output(stored._replace(transposed=False).take)
-            return cast_params(dtype, taken)
+            if stored.part is not None:
+                tensor = tensor.by_output(stored._replace(transposed=False).take)
+            return cast_params(dtype, tensor)
         return converted(stored.take(tensor), axes)
 
     def read_table(place: ParameterPlace, axes: tuple[str, ...]) -> Any:
@@ -184,9 +185,9 @@ def from_tensors(
         rows = functools.partial(read_rows, place.stored.name, place.shape)
         return in_pieces(lambda first, last: converted(rows(first, last), axes), place.shape)
 
-    places = parameter_places(cfg)
+    tables = dict(places or parameter_places(cfg))
+    layer_places = tables.pop("layers")
     axes = param_axes(cfg)
-    layer_places = places.pop("layers")
     layers = {}
     for i in () if only_tables else layer_places:
         layer = jax.tree.map(read_param, layer_places[i], axes["layers"][i], is_leaf=is_place)
@@ -194,7 +195,7 @@ def from_tensors(
             layer = fuse_layer(layer)
         layers[i] = _placed(cfg, {"layers": {i: layer}}, place_part)["layers"][i]
     params = {}
-    for name, table in places.items():
+    for name, table in tables.items():
         part = jax.tree.map(read_table, table, axes[name], is_leaf=is_place)
         params[name] = _placed(cfg, {name: part}, place_part)[name]
     return params if only_tables else params | {"layers": layers}
@@ -210,40 +211,6 @@ def _converter(dtype: jnp.dtype, scheme: Scheme | None) -> Callable[[Any, tuple[
         return quantize_param(jnp.asarray(tensor, jnp.float32), axes, scheme, dtype)
 
     return convert
-
-
-def in_pieces(read_piece: Callable[[int, int], Any], shape: tuple[int, ...]) -> Any:
-    """A large table, put together on the host from pieces of rows, in the form that it will have.
-
-    Read at once, the file's form of a table and its float32 copy would exist beside it. In a small
-    model a table is half of all weights.
-
-    Args:
-      read_piece: gives rows ``first`` to ``last`` as on the device: an array, or a quantized
-        weight whose arrays all have the rows first.
-      shape: of the table, ``[rows, size]``.
-    """
-    rows = shape[0]
-    step = max(1, PIECE_BYTES // (4 * shape[1]))
-    if rows <= step:
-        return read_piece(0, rows)
-    table: Any = None
-    for first in range(0, rows, step):
-        last = min(first + step, rows)
-        piece = jax.tree.map(np.asarray, read_piece(first, last))
-        if table is None:
-            table = jax.tree.map(lambda x: _aligned((rows, *x.shape[1:]), x.dtype), piece)
-        for whole, part in zip(jax.tree.leaves(table), jax.tree.leaves(piece), strict=True):
-            whole[first:last] = part
-    return jax.tree.map(lambda x: jax.device_put(x, may_alias=True), table)
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An empty array that a CPU device can take over without a copy."""
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def _read_quantized(

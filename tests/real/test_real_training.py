@@ -9,7 +9,7 @@ from support.training import ROOT, overrides
 from train.head.__main__ import main as train_head
 from train.sdsat.__main__ import main as train_sdsat
 
-pytestmark = [pytest.mark.slow, pytest.mark.real]
+pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.usefixtures("optimized")]
 SHORT = (
     *("data.corpora=[]", 'data.files=["LICENSE"]', "data.seq_len=64"),
     *("optim.total_steps=10", "optim.batch_size=1", "optim.accumulate=1", "optim.warmup_steps=1"),

@@ -1,4 +1,4 @@
-"""Pretrained models from PyPI; a test is skipped only where their package is not installed."""
+"""Fixtures: pretrained models from PyPI. A test is skipped only where their package is missing."""
 
 import dataclasses
 import json
@@ -6,16 +6,16 @@ from pathlib import Path
 
 import jax
 import pytest
-from real_prompts import prompts_of
 
 import specjax as sj
 from specjax._util.errors import ModelError
 from specjax.models.gguf.packages import packaged_file
+from support.real_prompts import prompts_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "real.json"
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module")
 def optimized():
     """Real models decode for seconds, so all of XLA's passes pay."""
     jax.config.update("jax_disable_most_optimizations", False)
