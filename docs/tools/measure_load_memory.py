@@ -1,4 +1,4 @@
-"""The peak of memory while a model loads: python docs/tools/measure_load_memory.py DIR
+"""The peak of memory while a model loads: python docs/tools/measure_load_memory.py DIR|FILE.gguf
 
 Each load is a process of its own, which loads the model twice. The peak (VmHWM) of each load is
 relative to the bytes that are kept, above what the process held before. The first load compiles the
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 FORMS = (("float32", ""), ("bfloat16", ""), ("float32", "int8"), ("float32", "int4"))
+GGUF_FORMS = (("float32", ""), ("float32", "none"), ("float32", "int8"), ("float32", "int4"))
 
 
 def main() -> None:
@@ -28,7 +29,7 @@ def main() -> None:
         return
     print("| dtype | quantize | MiB kept | peak, first load | second |")
     print("| --- | --- | ---: | ---: | ---: |")
-    for dtype, scheme in FORMS:
+    for dtype, scheme in GGUF_FORMS if args.directory.endswith(".gguf") else FORMS:
         row = child(args.directory, dtype, scheme)
         ratios = [f"{ratio:.2f}" for ratio in row["ratios"]]
         print("|", " | ".join([dtype, scheme, f"{row['kept']:.0f}", *ratios]), "|", flush=True)
@@ -46,7 +47,7 @@ def measured(directory: str, dtype: str, scheme: str) -> dict:
     import jax
     import jax.numpy as jnp
 
-    from specjax.models import load_pretrained
+    from specjax.models.loading import load_params
 
     jnp.zeros(1).block_until_ready()
     kept = 0.0
@@ -54,8 +55,10 @@ def measured(directory: str, dtype: str, scheme: str) -> dict:
     for _ in range(2):
         before = memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        _, params = load_pretrained(directory, jnp.dtype(dtype), True, quantize=scheme or None)
-        sizes = [x.size / 2 if x.dtype == jnp.int4 else x.nbytes for x in jax.tree.leaves(params)]
+        path = Path(directory)
+        _, params = load_params(path, jnp.dtype(dtype), quantize=scheme or None)
+        leaves = jax.tree.leaves(params)
+        sizes = [x.size / 2 if "int4" in x.dtype.name else x.nbytes for x in leaves]
         kept = sum(sizes) / 2**20
         ratios.append((memory("VmHWM") - before) / kept)
         del params

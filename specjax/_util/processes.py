@@ -156,8 +156,13 @@ def stop_requested(call: int) -> bool:
     Args:
       call: the number of this question. Every process must ask equally often.
     """
-    service = jax.process_count() > 1 and bool(jax.config.values["jax_enable_preemption_service"])
-    return service and multihost_utils.reached_preemption_sync_point(call)
+    return has_preemption_service() and multihost_utils.reached_preemption_sync_point(call)
+
+
+def has_preemption_service() -> bool:
+    """Whether this run has several processes that JAX's preemption service connects."""
+    several = jax.process_count() > 1 and jax.distributed.is_initialized()
+    return several and bool(jax.config.values["jax_enable_preemption_service"])
 
 
 def is_main_process() -> bool:

@@ -9,9 +9,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-import jax
-from jax.experimental import multihost_utils
-
 from specjax._util import processes
 from specjax._util.program import INTERRUPTED
 
@@ -41,7 +38,7 @@ class StopRequests:
             return processes.any_process(bool(self.received))
         # True at one call alone.
         self._calls += 1
-        if multihost_utils.reached_preemption_sync_point(self._calls):
+        if processes.stop_requested(self._calls):
             self._stopped = True
         return self._stopped
 
@@ -53,7 +50,7 @@ def noted_signals(say: Callable[[str], None] = lambda text: None) -> Iterator[St
     Args:
       say: is called with a line for the user at the first SIGINT.
     """
-    by_service = _has_preemption_service()
+    by_service = processes.has_preemption_service()
     requests = StopRequests(by_service)
 
     def note(number: int, _: object) -> None:
@@ -102,9 +99,3 @@ def _second_interrupt_ends() -> Iterator[None]:
         writable.close()  # ends the watcher
         watcher.join()
         readable.close()
-
-
-def _has_preemption_service() -> bool:
-    """Whether this run has several processes that JAX's preemption service connects."""
-    several = jax.process_count() > 1 and jax.distributed.is_initialized()
-    return several and bool(jax.config.jax_enable_preemption_service)
