@@ -15,10 +15,12 @@ from specjax import lm
 from specjax._util.checks import format_value
 from specjax._util.errors import ModelError, ModelWarning
 from specjax._util.files import user_cache
+from specjax._util.platform import platform
 from specjax._util.program import say
 from specjax.core.mesh import make_mesh
 from specjax.lm import LM
 from specjax.models.hf.generation import FILE as GENERATION_CONFIG
+from specjax.models.loading import has_others_codes
 
 DEMO_DRAFT = "demo-draft"
 MIN_COMPILE_SECONDS = 0.05  # programs that compile faster are not worth a file
@@ -56,6 +58,7 @@ def load_models(
     )
     bases = bases_of(args, draft)
     target = lm.TARGET.parse("target", load(args.target, base=bases["target"]))
+    _say_slow_codes(args)
     if not target.eos_ids:
         say(
             "infer",
@@ -68,6 +71,19 @@ def load_models(
     base = bases["draft"]
     split = devices is None or lm.can_split(draft, devices, base)
     return target, load(draft, split=split, base=base)
+
+
+def _say_slow_codes(args: argparse.Namespace) -> None:
+    """Says how to decode faster on a CPU, which widens codes for every pass."""
+    if args.quantize is not None or not platform().dense_groups:
+        return
+    path = lm.locate(args.target)
+    if not lm.is_delta(args.target) and has_others_codes(path):
+        say(
+            "infer",
+            f"{args.target} keeps the codes of its weights; a CPU decodes faster with --quantize "
+            "none, which takes more memory",
+        )
 
 
 def bases_of(args: argparse.Namespace, draft: str | None) -> dict[str, str | None]:

@@ -10,6 +10,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.gguf import read as gguf
 from specjax.models.gguf.header import is_gguf
 from specjax.models.hf import read as hf
+from specjax.models.hf.quantizers.settings import Quantizer
 from specjax.models.hf.read import PlacePart
 
 
@@ -22,6 +23,15 @@ def load_config(path: Path) -> ModelConfig:
     if is_gguf(path):
         return gguf.load_config(path)
     return hf.load_config(path)
+
+
+def has_others_codes(path: Path) -> bool:
+    """Whether another library quantized the weights.
+
+    Raises:
+      ModelError: as :func:`load_config`.
+    """
+    return is_gguf(path) or isinstance(hf.stored_form(path), Quantizer)
 
 
 def load_params(

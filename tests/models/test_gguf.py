@@ -14,6 +14,7 @@ import pytest
 
 import specjax as sj
 from infer import convert
+from infer.run import commands as run
 from specjax._util.errors import ModelError, ModelWarning
 from specjax.lm import model_digest
 from specjax.models import from_hf
@@ -28,6 +29,7 @@ from specjax.text import gguf_tokenizer
 from specjax.text.tokenizer import Tokenizer
 from support import gguf_files, variants
 from support.checkpoints import same
+from support.running import run_main
 
 F32 = jnp.dtype("float32")
 FAMILIES = [
@@ -218,6 +220,14 @@ def test_it_becomes_a_directory(file, tmp_path, capsys):
     assert same(made.params, want.params) and made.tokenizer.apply_chat("hi") == "hi!"
     assert made.tokenizer.fingerprint == want.tokenizer.fingerprint
     assert convert.main([str(file)]) == 2  # no --out
+
+
+def test_a_cpu_is_told_how_to_decode_faster(file, capsys):
+    job = ["--target", str(file), "--prompt", "AB", "--max-new-tokens", "2", "--json"]
+    for more, told in (([], True), (["--quantize", "none"], False)):
+        code, _, err = run_main(run.main, capsys, *job, *more)
+        assert code == 0
+        assert ("a CPU decodes faster with --quantize none" in err) == told
 
 
 # --- tokenizers --------------------------------------------------------------------------------
