@@ -42,13 +42,13 @@ def test_logits_are_transformers(smollm2, prompts, golden):
 
 
 @pytest.mark.parametrize(
-    ("method", "batch"), [*((method, 8) for method in EXACT), ("speculative", 1), ("lookup", 1)]
+    ("method", "batch"), [*((method, 8) for method in EXACT), ("speculative", 1)]
 )
 def test_lossless_methods_give_plain_decodings_tokens(
     smollm2, shallow, prompts, plain, method, batch
 ):
-    """All forty prompts by one method, a dozen by the others: each compiles for a minute."""
-    chosen = range(len(prompts)) if (method, batch) == ("speculative", 8) else range(0, 39, 3)
+    """All forty prompts by one method, eight by the others: each compiles for a minute."""
+    chosen = range(len(prompts)) if (method, batch) == ("speculative", 8) else range(0, 39, 5)
     if batch == 1:
         chosen = (0, 22)
     draft = shallow if sj.methods()[method].needs_draft else None
@@ -63,29 +63,20 @@ def test_lossless_methods_give_plain_decodings_tokens(
     assert same(made.tokens, [plain[i] for i in chosen])
 
 
-def test_contrastive_methods_agree_with_each_other(smollm2, shallow, prompts):
-    """Their target distribution is the contrast of two models, so plain decoding is another."""
-    few = prompts[:3] + prompts[20:22]
-    options = {"draft": shallow, "max_new_tokens": TOKENS, "batch_size": 8}
-    wanted = sj.generate(smollm2, few, method="contrastive", **options).tokens
-    for method in ("scd", "tree-scd"):
-        assert same(sj.generate(smollm2, few, method=method, **options).tokens, wanted)
-
-
 def test_a_quantized_copy_drafts(smollm2, prompts, plain):
     made = sj.generate(
-        smollm2, prompts[:4], method="speculative", draft="self:int4", max_new_tokens=TOKENS
+        smollm2, prompts[:2], method="speculative", draft="self:int4", max_new_tokens=TOKENS
     )
-    assert same(made.tokens, plain[:4])
+    assert same(made.tokens, plain[:2])
     assert made.stats["accepted"].sum() > 0.5 * made.stats["tested"].sum()
 
 
 def test_a_long_prompt_in_pieces_and_a_prefix(smollm2, prompts, plain):
-    """The long prompt twice: in pieces of 128 tokens, then as another sample's prefix."""
+    """The long prompt twice, after another: in pieces of 128 tokens, then as a prefix."""
     long = prompts[-1]
-    made = sj.generate(smollm2, [long, long], max_new_tokens=TOKENS, batch_size=1)
-    assert same(made.tokens, [plain[-1]] * 2)
-    assert made.cached_tokens[1] > 1000
+    made = sj.generate(smollm2, [prompts[0], long, long], max_new_tokens=TOKENS, batch_size=2)
+    assert same(made.tokens, [plain[0], plain[-1], plain[-1]])
+    assert made.cached_tokens[2] > 1000
 
 
 def test_the_files_codes_give_the_same_tokens(plain, prompts):
@@ -93,9 +84,8 @@ def test_the_files_codes_give_the_same_tokens(plain, prompts):
     kept = sj.load("smollm2")
     weight = kept.params["layers"]["0"]["mlp"]["down"]["weight"]
     assert is_quantized(weight) and weight.codes.dtype == jnp.uint4
-    made = sj.generate(kept, prompts[:3], max_new_tokens=4)
-    for got, want in zip(made.tokens, plain, strict=False):
-        assert got.tolist() == want[:4].tolist()
+    made = sj.generate(kept, prompts[:1], max_new_tokens=4)
+    assert made.tokens[0].tolist() == plain[0][:4].tolist()
 
 
 def test_a_server_answers_the_openai_client(smollm2, shallow):
