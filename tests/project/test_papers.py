@@ -212,7 +212,7 @@ def small(home, monkeypatch):
     def text(self, said, first=None):
         return whole(self, said, min(first or 24, 24))
 
-    def costs(target, draft, widths=(1,)):
+    def costs(target, draft, widths=(1,), seconds=1.0):
         return dict.fromkeys(widths, 1.0), 0.05 if draft else None
 
     monkeypatch.chdir(home)
