@@ -4,10 +4,9 @@ import random
 
 import pytest
 
-from specjax._util.errors import ModelError
 from specjax.lm import read_tokenizer
-from specjax.models.gguf.packages import packaged_file
 from specjax.text.incremental_decoder import IncrementalDecoder
+from support.real_models import installed_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.real]
 COUNT = 500
@@ -52,10 +51,7 @@ def test_tokens_and_streamed_texts_are_transformers(name):
     pytest.importorskip("torch")  # transformers reads GGUF files with it
     from transformers import AutoTokenizer
 
-    try:
-        path = packaged_file(name)
-    except ModelError as error:
-        pytest.skip(str(error))
+    path = installed_file(name)
     theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     ours = read_tokenizer(path)
     assert ours.eos_id == theirs.eos_token_id

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from tokenizers import Tokenizer
 
 from specjax.models import ModelConfig, init_params, save_pretrained
@@ -65,6 +66,18 @@ def repeatable(directory):
 def small_tokenizer(home: Path) -> Tokenizer:
     """A tokenizer of 400 tokens."""
     return train_tokenizer(code(), 400, home / "tokenizer.json")
+
+
+def random_program(number: int, lines: int = 12) -> str:
+    """A program that shares no eight tokens with another's."""
+    rng = np.random.default_rng(number)
+    return "".join(f"{rng.integers(1 << 60):x} = {rng.integers(1 << 60)}\n" for _ in range(lines))
+
+
+def program_tokenizer(home: Path) -> Tokenizer:
+    """A tokenizer of 300 ids, trained on such a program."""
+    documents = [Document("a", random_program(0, 200))]
+    return train_tokenizer(documents, 300, home / "tokenizer.json")
 
 
 def code() -> list[Document]:

@@ -3,28 +3,21 @@
 import json
 import os
 
-import numpy as np
 import pytest
 
 from specjax._util.errors import InputError
+from support.training import program_tokenizer, random_program
 from train.config import DataSection
 from train.data import corpus
 from train.data.corpus import is_held_out
 from train.data.encoding import Plain
 from train.data.reading import Intake
-from train.data.tokenizer import train_tokenizer
 from train.engine.batches import open_corpus
-
-
-def text(number, lines=12):
-    rng = np.random.default_rng(number)
-    return "".join(f"{rng.integers(1 << 60):x} = {rng.integers(1 << 60)}\n" for _ in range(lines))
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    return train_tokenizer([corpus.Document("a", text(0, 200))], 300, path)
+    return program_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def lossy_folder(home):
@@ -33,10 +26,10 @@ def lossy_folder(home):
     (folder / ".git").mkdir(parents=True)
     names = [f"{i}.py" for i in range(40)]
     for number, name in enumerate(names):
-        (folder / name).write_text(text(number, 100))
+        (folder / name).write_text(random_program(number, 100))
     held_out = next(name for name in names if is_held_out(f"code/{name}"))
-    (folder / ".git" / "config").write_text(text(90))
-    (folder / "records.json").write_text(json.dumps([{"text": text(91)}]))
+    (folder / ".git" / "config").write_text(random_program(90))
+    (folder / "records.json").write_text(json.dumps([{"text": random_program(91)}]))
     (folder / "binary").write_bytes(b"\0\1" * 200)
     (folder / "latin.txt").write_bytes(b"\xe9" * 300)
     (folder / "short.txt").write_text("short")
@@ -44,7 +37,7 @@ def lossy_folder(home):
     (folder / "near.py").write_text((folder / held_out).read_text().replace("= 1", "= 9", 2))
     os.mkfifo(folder / "pipe")
     (home / "elsewhere").mkdir()
-    (home / "elsewhere" / "more.py").write_text(text(92))
+    (home / "elsewhere" / "more.py").write_text(random_program(92))
     (folder / "linked").symlink_to(home / "elsewhere")
     return folder
 
@@ -78,7 +71,7 @@ def test_every_loss_is_counted_and_shown(tokenizer, tmp_path, capsys, where):
 
 @pytest.mark.parametrize("where", ["memory", "shards"])
 def test_short_lines_are_counted_and_shown(tokenizer, tmp_path, capsys, where):
-    rows = [text(i) if i % 10 else "short" for i in range(60)]
+    rows = [random_program(i) if i % 10 else "short" for i in range(60)]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     shards = "" if where == "memory" else str(tmp_path / "shards")
     data = DataSection(corpora=(), files=(str(tmp_path / "x.jsonl"),), shards=shards)
@@ -89,7 +82,7 @@ def test_short_lines_are_counted_and_shown(tokenizer, tmp_path, capsys, where):
 @pytest.mark.parametrize("where", ["memory", "shards"])
 def test_what_is_not_evaluated_is_said(tokenizer, tmp_path, capsys, where):
     """One document alone is trained on, and nothing is held out."""
-    (tmp_path / "one.txt").write_text(text(0, 100))
+    (tmp_path / "one.txt").write_text(random_program(0, 100))
     assert not is_held_out("one.txt")
     shards = "" if where == "memory" else str(tmp_path / "shards")
     data = DataSection(corpora=(), files=(str(tmp_path / "one.txt"),), shards=shards)
@@ -99,8 +92,8 @@ def test_what_is_not_evaluated_is_said(tokenizer, tmp_path, capsys, where):
 
 @pytest.mark.parametrize("where", ["memory", "shards"])
 def test_sources_that_are_not_evaluated_are_named(tokenizer, tmp_path, capsys, where):
-    (tmp_path / "one.txt").write_text(text(0, 100))
-    rows = "".join(json.dumps({"text": text(i + 1)}) + "\n" for i in range(60))
+    (tmp_path / "one.txt").write_text(random_program(0, 100))
+    rows = "".join(json.dumps({"text": random_program(i + 1)}) + "\n" for i in range(60))
     (tmp_path / "x.jsonl").write_text(rows)
     shards = "" if where == "memory" else str(tmp_path / "shards")
     files = (str(tmp_path / "one.txt"), str(tmp_path / "x.jsonl"))

@@ -2,27 +2,20 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from specjax._util.errors import InputError
+from support.training import program_tokenizer, random_program
 from train.config import DataSection
-from train.data.corpus import Document, is_held_out
+from train.data.corpus import is_held_out
 from train.data.encoding import Plain
 from train.data.loader import valid_batches
-from train.data.tokenizer import train_tokenizer
 from train.engine.batches import open_corpus
-
-
-def text(number, lines=12):
-    rng = np.random.default_rng(number)
-    return "".join(f"{rng.integers(1 << 60):x} = {rng.integers(1 << 60)}\n" for _ in range(lines))
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    return train_tokenizer([Document("a", text(0, 200))], 300, path)
+    return program_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def lines(path, texts):
@@ -36,9 +29,10 @@ def documents(source):
 
 @pytest.mark.parametrize("where", ["memory", "shards"])
 def test_own_files_are_evaluated_and_nothing_else(tokenizer, tmp_path, capsys, where):
-    training = [text(i) for i in range(60)]
+    training = [random_program(i) for i in range(60)]
     assert any(is_held_out(f"train.jsonl#{i}") for i in range(1, 61))
-    short, long = [text(i) for i in range(100, 103)], [text(i, 40) for i in range(200, 206)]
+    short = [random_program(i) for i in range(100, 103)]
+    long = [random_program(i, 40) for i in range(200, 206)]
     shown = [*training, short[0], long[0].replace("= 1", "= 9", 2)]  # a copy and a near copy
     data = DataSection(
         files=(lines(tmp_path / "train.jsonl", shown),),
@@ -63,8 +57,8 @@ def test_own_files_are_evaluated_and_nothing_else(tokenizer, tmp_path, capsys, w
 
 
 def test_shards_of_another_choice_are_refused(tokenizer, tmp_path):
-    files = (lines(tmp_path / "train.jsonl", [text(i) for i in range(60)]),)
-    own = (lines(tmp_path / "own.jsonl", [text(i) for i in range(100, 103)]),)
+    files = (lines(tmp_path / "train.jsonl", [random_program(i) for i in range(60)]),)
+    own = (lines(tmp_path / "own.jsonl", [random_program(i) for i in range(100, 103)]),)
     shards = str(tmp_path / "shards")
     open_corpus(DataSection(files=files, eval=own, shards=shards), tokenizer, Plain(), tmp_path)
     with pytest.raises(InputError, match=r"holds own\.jsonl, and data\.eval names nothing"):
@@ -76,10 +70,10 @@ def test_shards_of_another_choice_are_refused(tokenizer, tmp_path):
 
 def test_weights_count_the_sources_that_are_trained_on(tokenizer, tmp_path):
     files = (
-        lines(tmp_path / "a.jsonl", [text(i) for i in range(20)]),
-        lines(tmp_path / "b.jsonl", [text(i) for i in range(30, 50)]),
+        lines(tmp_path / "a.jsonl", [random_program(i) for i in range(20)]),
+        lines(tmp_path / "b.jsonl", [random_program(i) for i in range(30, 50)]),
     )
-    own = (lines(tmp_path / "own.jsonl", [text(i) for i in range(100, 103)]),)
+    own = (lines(tmp_path / "own.jsonl", [random_program(i) for i in range(100, 103)]),)
     data = DataSection(files=files, eval=own, shards=str(tmp_path / "s"), weights=(1.0, 3.0))
     corpus = open_corpus(data, tokenizer, Plain(), tmp_path)
     assert [len(source.lengths) for source in corpus.sources] == [20, 20]

@@ -3,29 +3,22 @@
 import os
 import shutil
 
-import numpy as np
 import pytest
 
 from specjax._util.errors import InputError
+from support.training import program_tokenizer, random_program
 from train.config import DataSection
-from train.data.corpus import Document, load_corpus
+from train.data.corpus import load_corpus
 from train.data.encoding import Plain
 from train.data.in_memory import prepare
 from train.data.shards import sources as shard_sources
 from train.data.shards.building import load_shards, make_shards, recipe_of
 from train.data.shards.files import MANIFEST, SOURCES
-from train.data.tokenizer import train_tokenizer
-
-
-def text(number, lines=12):
-    rng = np.random.default_rng(number)
-    return "".join(f"{rng.integers(1 << 60):x} = {rng.integers(1 << 60)}\n" for _ in range(lines))
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    return train_tokenizer([Document("a", text(0, 200))], 300, path)
+    return program_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
@@ -34,8 +27,8 @@ def data(tmp_path, tokenizer):
     folder = tmp_path / "code"
     folder.mkdir()
     for number in range(12):
-        (folder / f"{number}.py").write_text(text(number))
-    (tmp_path / "one.txt").write_text(text(50))
+        (folder / f"{number}.py").write_text(random_program(number))
+    (tmp_path / "one.txt").write_text(random_program(50))
     files = (str(folder), str(tmp_path / "one.txt"))
     data = DataSection(corpora=(), files=files, shards=str(tmp_path / "shards"))
     load_shards(data, tokenizer, Plain())
@@ -64,7 +57,7 @@ def test_changed_sources_are_refused_by_name(data, tokenizer, tmp_path, change):
         change_bytes(path)
     else:
         path = tmp_path / "code" / "new.py"
-        path.write_text(text(99))
+        path.write_text(random_program(99))
     expected = rf"{path.name} (has changed|is new).*train\.tokens.*another directory"
     for _ in range(2):  # a refusal changes nothing
         with pytest.raises(InputError, match=expected):
@@ -134,6 +127,6 @@ def test_cached_tokens_are_of_the_text_and_not_of_its_time(data, tokenizer, tmp_
     first = tokens()
     path = tmp_path / "code" / "3.py"
     time = path.stat().st_mtime_ns
-    path.write_text(text(77)[: path.stat().st_size])
+    path.write_text(random_program(77)[: path.stat().st_size])
     os.utime(path, ns=(0, time))
     assert tokens() != first

@@ -22,6 +22,8 @@ from support.training import (
     TINY_LM,
     logged,
     overrides,
+    program_tokenizer,
+    random_program,
     save_checkpoint,
     small_tokenizer,
 )
@@ -48,16 +50,9 @@ from train.lm import __main__ as lm
 from train.sdsat import training as sdsat_training
 
 
-def text(number, lines=12):
-    """A program that shares no eight tokens with another's."""
-    rng = np.random.default_rng(number)
-    return "".join(f"{rng.integers(1 << 60):x} = {rng.integers(1 << 60)}\n" for _ in range(lines))
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    return train_tokenizer([Document("a", text(0, 200))], 300, path)
+    return program_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
@@ -66,20 +61,20 @@ def sources(tmp_path_factory):
     home = tmp_path_factory.mktemp("sources")
     (home / "code" / ".git").mkdir(parents=True)
     for number, name in enumerate(("a.java", "b.cpp", "c.rs", "Makefile", "d.py")):
-        (home / "code" / name).write_text(text(number))
-    (home / "code" / ".git" / "config").write_text(text(90))
-    (home / "code" / "data.csv").write_text(text(91))
+        (home / "code" / name).write_text(random_program(number))
+    (home / "code" / ".git" / "config").write_text(random_program(90))
+    (home / "code" / "data.csv").write_text(random_program(91))
     (home / "code" / "e.bin").write_bytes(b"\0\1" * 200)
     (home / "code" / "f.txt").write_bytes(b"\xe9" * 300)
     (home / "code" / "g.txt").write_text("short")
 
     def lines(numbers):
-        return "".join(json.dumps({"content": text(i)}) + "\n" for i in numbers).encode()
+        return "".join(json.dumps({"content": random_program(i)}) + "\n" for i in numbers).encode()
 
     (home / "lines.jsonl").write_bytes(lines(range(100, 160)) + b"\n" + lines(range(160, 180)))
     (home / "packed.jsonl.gz").write_bytes(gzip.compress(lines(range(200, 220))))
     (home / "packed.jsonl.zst").write_bytes(pyarrow.compress(lines(range(300, 320)), "zstd", True))
-    table = pyarrow.table({"content": [text(i) for i in range(400, 430)]})
+    table = pyarrow.table({"content": [random_program(i) for i in range(400, 430)]})
     parquet.write_table(table, home / "rows.parquet", row_group_size=7)
     return home
 
@@ -190,9 +185,11 @@ def test_one_shard_gives_the_rows_of_memory(sources, tokenizer, tmp_path):
 
 
 def test_copies_and_near_copies_of_held_out_text_are_left_out(tokenizer, tmp_path):
-    out, near, other = text(1, 100), text(1, 100).replace("= 1", "= 9", 2), text(2, 100)
+    out = random_program(1, 100)
+    near = random_program(1, 100).replace("= 1", "= 9", 2)
+    other = random_program(2, 100)
     held_out = next(i for i in range(5, 200) if is_held_out(f"x.jsonl#{i}"))
-    rows = [text(1000 + i) for i in range(held_out)]
+    rows = [random_program(1000 + i) for i in range(held_out)]
     rows[0], rows[1], rows[2], rows[3], rows[held_out - 1] = out, near, other, other, out
     assert near != out
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
@@ -261,7 +258,7 @@ def test_other_tokenizers_files_and_writers_are_refused(
     finished_shards, tokenizer, sources, tmp_path
 ):
     data = copied(finished_shards, tmp_path / "shards")
-    other = train_tokenizer([Document("b", text(5, 200))], 280, tmp_path / "t.json")
+    other = train_tokenizer([Document("b", random_program(5, 200))], 280, tmp_path / "t.json")
     with pytest.raises(InputError, match="was made with another tokenizer than now"):
         make_shards(data, recipe_of(data, other, Plain()))
     fewer = data_of(sources, data.shards, "code")
@@ -328,7 +325,7 @@ def test_killed_anywhere_shards_and_losses_are_the_same(tokenizer, tmp_path):
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
     for number, name in enumerate("xyz"):
         seeds = range(1000 * number, 1000 * number + 300)
-        lines = [json.dumps({"content": text(seed, 100)}) for seed in seeds]
+        lines = [json.dumps({"content": random_program(seed, 100)}) for seed in seeds]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
 
     def settings(run):

@@ -88,7 +88,9 @@ def test_exports_keep_what_the_checkpoint_brought(start, tmp_path, monkeypatch, 
 
 @pytest.mark.slow
 def test_transformers_finds_the_end_of_sequence_of_a_new_tokenizer(tmp_path, monkeypatch):
-    transformers = pytest.importorskip("transformers")
+    # Here, because its import takes seconds.
+    import transformers
+
     monkeypatch.chdir(ROOT)
     home = run("train.lm", tmp_path / "run", "''", "tokenizer.vocab_size=300")
     tokenizer = transformers.AutoTokenizer.from_pretrained(home)
