@@ -242,8 +242,8 @@ def test_the_bench(methods, tiny_pair_dirs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("infer.timing.CURVE", (1,))
     measured, reports, measure = [], [], benchmark.measure
 
-    def noted(*args):
-        measured.append(measure(*args))
+    def noted(*args, **named):
+        measured.append(measure(*args, **named))
         return measured[-1]
 
     monkeypatch.setattr(benchmark, "measure", noted)

@@ -87,7 +87,6 @@ def read_header(path: Path) -> Header:
       ModelError: the file cannot be read or is damaged, a tensor has an unknown type, or the gguf
         package is not installed.
     """
-    package = gguf_package()
     try:
         file = open_file(path)
     except OSError as error:
@@ -99,6 +98,7 @@ def read_header(path: Path) -> Header:
         version = source.number("<u4")
         if version not in VERSIONS:
             raise ValueError(f"version {version}; supported: {', '.join(map(str, VERSIONS))}")
+        package = gguf_package()
         tensor_count = source.count(MAX_TENSORS, "tensors")
         key_count = source.count(MAX_KEYS, "keys of metadata")
         metadata = _read_metadata(source, key_count)
