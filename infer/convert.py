@@ -15,13 +15,10 @@ Exit codes: 0 done, 1 the system failed, 2 bad arguments or input.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from infer.cli import path, scheme
 from specjax._util.program import Parser, run, start
-
-GGUF_NAMES = ("smollm2", "gemma3-270m")  # models that packages hold as GGUF files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,10 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.quantize and args.out is None:
         parser.error("--quantize writes a new directory; give --out DIR")
-    work = "infer.quantizing:convert" if args.quantize else "infer.unpickle:convert"
-    if os.fspath(args.directory) in GGUF_NAMES or args.directory.suffix == ".gguf":
-        work = "infer.gguf_directory:convert"
-    return run("infer.convert", work, args)
+    return run("infer.convert", "infer.converting:convert", args)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ programs that it needs, about 50 MB whatever the model. It needs Linux.
 """
 
 import argparse
-import ctypes
 import gc
 import json
 import subprocess
@@ -47,6 +46,7 @@ def measured(directory: str, dtype: str, scheme: str) -> dict:
     import jax
     import jax.numpy as jnp
 
+    from specjax._util.memory import return_memory
     from specjax.models.loading import load_params
 
     jnp.zeros(1).block_until_ready()
@@ -63,7 +63,7 @@ def measured(directory: str, dtype: str, scheme: str) -> dict:
         ratios.append((memory("VmHWM") - before) / kept)
         del params
         gc.collect()
-        ctypes.pythonapi.malloc_trim(0)  # what was freed is not counted as held before
+        return_memory()  # what was freed is not counted as held before
     return {"kept": kept, "ratios": ratios}
 
 

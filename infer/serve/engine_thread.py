@@ -40,8 +40,8 @@ from infer import scoring
 from infer.scoring import PromptScores
 from infer.serve.fairness import QueueFull, Turns, fits
 from infer.serve.log import LOG
-from infer.serve.memory import return_memory
 from infer.serve.programs import Programs
+from specjax._util.memory import return_memory
 from specjax.core.protocols import Method
 from specjax.core.warp import Sampling
 from specjax.models.cache import bucket

@@ -190,9 +190,9 @@ def _kth_largest(x: Float[Array, "R V"], k: Int[Array, "R"]) -> Float[Array, "R"
         return _floor(x, jnp.ones_like, k.astype(jnp.float32), (lowest, highest), rows)
 
     def near(largest):
-        return probs.at_token(largest, jnp.clip(k, 1, largest.shape[-1]) - 1), on & (
-            k <= largest.shape[-1]
-        )
+        count = largest.shape[-1]
+        floor = probs.at_token(largest, jnp.clip(k, 1, count) - 1)
+        return floor, on & (k <= count)
 
     return jnp.where(on, _near_or_far(x, near, search, on), probs.NEVER)
 

@@ -4,7 +4,6 @@ Prints {"predicted", "measured", "by_hand"} in bytes. It runs as a process of it
 step cannot reuse memory that something else has freed.
 """
 
-import ctypes
 import json
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from specjax._util.memory import return_memory
 from train.config import SDSATConfig, from_dict
 from train.engine.loop import make_step
 from train.engine.placement import Placement
@@ -40,7 +40,7 @@ def main() -> None:
     state = jax.eval_shape(parts.optimizer.init, parts.trainable)
     step = step.lower(parts.trainable, state, parts.frozen, parts.batches).compile()
     jax.clear_caches()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return_memory()
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     params, frozen, batches = zeros(parts.trainable), zeros(parts.frozen), zeros(parts.batches)

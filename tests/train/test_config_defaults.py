@@ -121,6 +121,7 @@ def read(tmp_path, cls, text, *overrides):
         (LMConfig, 'tokenizer = {path = "x", vocab_size = 400}', "tokenizer.vocab_size has"),
         (LMConfig, "distill = {alpha = 0.5}", "alpha has no effect without distill.teacher"),
         (LMConfig, "optim = {muon_learning_rate = 0.1}", "optim.muon_learning_rate has no effect"),
+        (LMConfig, "optim = {num_epochs = 2.0, total_steps = 9}", "total_steps has no effect"),
         (SDSATConfig, 'sdsat = {loss = "basic", weight = 2.0}', "sdsat.weight has no effect"),
         (SDSATConfig, "model = {lora_rank = 4}", "lora_rank has no effect with model.train='full'"),
         (HeadRunConfig, "head = {drop_outside = true}", "head.drop_outside has no effect"),

@@ -31,7 +31,13 @@ RULES = (
     NoEffect(("tokenizer.vocab_size",), "tokenizer.path", bool),
     NoEffect(("distill.alpha", "distill.temperature"), "distill.teacher", _is_empty),
     NoEffect(("distill.temperature",), "distill.alpha", _is_empty),
-    NoEffect(("optim.muon_learning_rate",), "optim.optimizer", lambda name: name != "muon"),
+    NoEffect(("optim.total_steps",), "optim.num_epochs", bool),
+    NoEffect(
+        ("optim.muon_learning_rate", "optim.muon_momentum"),
+        "optim.optimizer",
+        lambda name: name != "muon",
+    ),
+    NoEffect(("optim.epsilon",), "optim.optimizer", lambda name: name == "adafactor"),
     NoEffect(
         ("optim.moments", "optim.beta1", "optim.beta2"),
         "optim.optimizer",

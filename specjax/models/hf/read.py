@@ -7,7 +7,6 @@ executed.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import os
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax._util.errors import ModelError, ModelWarning
+from specjax._util.memory import return_memory
 from specjax.models.blocks import fuse_layer
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES, MODELS, from_hf
@@ -307,24 +307,14 @@ def _tables_of(cfg: ModelConfig, stored_names: dict[str, str]) -> set[str]:
 def _placed(cfg: ModelConfig, part: dict, place_part: PlacePart | None) -> dict:
     """A part of the params on its devices; returns when it has arrived there.
 
-    Without waiting, several parts would be in host memory at the same time.
+    Without waiting, several parts would be in host memory at the same time. Freed memory goes back
+    to the system, so that what was read is not kept beside the params.
     """
     if place_part is not None:
         part = place_part(cfg, part)
     part = jax.block_until_ready(part)
-    _return_memory()
+    return_memory()
     return part
-
-
-def _return_memory() -> None:
-    """Gives freed memory back to the system, so that what was read is not kept beside the params.
-
-    glibc keeps it for later requests, which was 30 to 60 MB after a checkpoint. Other C libraries
-    have no such function.
-    """
-    trim = getattr(ctypes.pythonapi, "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 # --- the config ------------------------------------------------------------------------------

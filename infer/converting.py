@@ -1,0 +1,23 @@
+"""Which conversion the arguments of ``infer.convert`` ask for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from infer import gguf_directory, quantizing, unpickle
+from specjax.models.gguf.header import ENDING
+from specjax.models.gguf.packages import PACKAGES
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Converts a GGUF file, quantizes weights or rewrites pickles; returns the exit code.
+
+    Raises:
+      SpecjaxError: as the ``convert`` of the module that does it.
+    """
+    if os.fspath(args.directory) in PACKAGES or args.directory.suffix == ENDING:
+        return gguf_directory.convert(args)
+    if args.quantize:
+        return quantizing.convert(args)
+    return unpickle.convert(args)
