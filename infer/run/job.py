@@ -41,6 +41,7 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # JAX's errors contain it if an allocation
 # Rounds per piece if one model spans several processes. Between pieces they look for SIGTERM, which
 # ends a process of its own at once.
 SPANNING_ROUNDS = 8
+OTHERS_DIED = "start all of them again; the same command goes on after the rows so far"
 STREAM_ROUNDS = 2  # rounds per piece of a streamed completion: often enough to read along
 
 
@@ -59,7 +60,7 @@ def run_job(args: argparse.Namespace) -> int:
         warnings.showwarning = lambda message, *_: say("infer.run", message)
         try:
             if args.span:
-                processes.join(str(args.span), "infer.run", args.meeting_timeout)
+                processes.join(str(args.span), "infer.run", OTHERS_DIED, args.meeting_timeout)
             with contextlib.ExitStack() as stack:
                 # If one process cannot lock its file, all must stop.
                 processes.raise_everywhere(lambda: stack.enter_context(_lock(args)))

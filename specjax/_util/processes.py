@@ -21,8 +21,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from specjax._util import peers
 from specjax._util.errors import InputError
-from specjax._util.program import BAD_INPUT, Place, say
+from specjax._util.program import BAD_INPUT, FAILED, Place, say
 
 T = TypeVar("T")
 BY_CLUSTER = "cluster"  # SLURM, Open MPI, Kubernetes and TPU pods tell each process its place
@@ -31,13 +32,15 @@ SILENT_SECONDS = 3.0  # before a waiting process says so
 _MESSAGE_BYTES = 512  # of an error that is sent to the other processes
 
 
-def join(where: str, name: str, timeout: float = MEETING_SECONDS) -> None:
+def join(where: str, name: str, way_out: str, timeout: float = MEETING_SECONDS) -> None:
     """Joins the run: ``HOST:PORT,COUNT,INDEX`` with the first process's address, or ``cluster``.
 
-    Call it before anything uses a device.
+    Call it before anything uses a device. From then on this process ends with one line and exit
+    code 1 soon after another one has died.
 
     Args:
       name: of the program, for its messages.
+      way_out: what to do after a process has died, for that line.
       timeout: seconds to wait for the other processes. Then the process says so and ends.
 
     Raises:
@@ -65,6 +68,13 @@ def join(where: str, name: str, timeout: float = MEETING_SECONDS) -> None:
         except (ValueError, RuntimeError) as error:
             raise _cannot_join(where, error) from None
         _check_device_counts()
+
+    def end(index: int) -> None:
+        say(name, f"process {index} of {jax.process_count()} has died; {way_out}")
+        os._exit(FAILED)  # the main thread may wait in a collective
+
+    host = None if place is None else place.address.rpartition(":")[0]
+    peers.watch(host, end)
 
 
 def _cannot_join(where: str, error: Exception) -> InputError:

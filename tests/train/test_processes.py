@@ -186,7 +186,7 @@ def test_a_single_process_leads_and_agrees():
 @pytest.mark.parametrize("where", ["localhost", "localhost:1,two,0", "localhost:1,2,2"])
 def test_a_malformed_address_is_one_line(where):
     with pytest.raises(InputError, match=r"expected HOST:PORT,COUNT,INDEX"):
-        join(where, "train")
+        join(where, "train", "start again")
 
 
 def test_large_arrays_are_split_along_their_longest_axis_that_divides():

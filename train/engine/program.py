@@ -20,7 +20,8 @@ from train.engine.loop import TrainingError
 
 # In the errors of a device whose collective lacks a process.
 PEER_GONE = re.compile("gloo|connection|heartbeat|coordination|barrier|peer", re.IGNORECASE)
-OTHERS_GONE = "another process of the run has gone; start all of them again with --resume"
+START_AGAIN = "start all of them again with --resume"
+OTHERS_GONE = f"another process of the run has gone; {START_AGAIN}"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -35,7 +36,7 @@ def run_training(
       config: the config's dataclass.
     """
     if args.distributed:
-        processes.join(args.distributed, name)
+        processes.join(args.distributed, name, START_AGAIN)
     cfg = from_toml(config, args.config, args.set)
     return run_and_print(name, lambda: main(cfg, args.resume, args.dry_run), args.json)
 

@@ -1,0 +1,126 @@
+"""Ends a process soon after another one of its run has died.
+
+JAX's runtime notices a dead process after 100 s without its heartbeats, and then aborts the others
+with a stack trace. Until then they wait in a collective. Here process 0 holds a connection to every
+other process. The system closes a dead process's connections at once, so the others know, say so in
+one line, and end.
+
+A machine that loses its power or its network closes nothing: JAX's heartbeats remain for that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+CONNECT_SECONDS = 20.0  # until the processes that have not connected are watched by JAX alone
+_INDEX = struct.Struct("<i")
+_ENDED = -1  # in place of the index of a dead process: the sender ends in order
+_SECRET_BYTES = 16  # which process 0 hands to the others, so that no stranger can connect
+_ADDRESS_BYTES = 256
+
+
+def watch(host: str | None, lost: Callable[[int], None]) -> None:
+    """Calls ``lost(index)`` in a thread once process ``index`` has died.
+
+    Every process of the run calls this, after it has joined JAX's runtime.
+
+    Args:
+      host: process 0's address, or None for the name that its machine gives itself.
+    """
+    if jax.process_count() == 1:
+        return
+    if jax.process_index() == 0:
+        connections = _accept(jax.process_count() - 1)
+    else:
+        connections = _connect(host)
+    # JAX's runtime waits for the others at its own end, which comes after this.
+    atexit.register(_tell, connections, _ENDED)
+    threading.Thread(target=_watch, args=(connections, lost), name="peers", daemon=True).start()
+
+
+def _accept(count: int) -> dict[int, socket.socket]:
+    """In process 0: the connections of the other processes, by their index."""
+    secret = secrets.token_bytes(_SECRET_BYTES)
+    connections: dict[int, socket.socket] = {}
+    with socket.create_server(("", 0)) as server:
+        _share(server.getsockname()[1], socket.getfqdn(), secret)
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while len(connections) < count and time.monotonic() < deadline:
+            server.settimeout(max(0.01, deadline - time.monotonic()))
+            with contextlib.suppress(OSError):
+                connection, _ = server.accept()
+                connection.settimeout(1.0)
+                greeting = connection.recv(_SECRET_BYTES + _INDEX.size, socket.MSG_WAITALL)
+                if secrets.compare_digest(greeting[:_SECRET_BYTES], secret):
+                    connection.setblocking(True)
+                    connections[_INDEX.unpack(greeting[_SECRET_BYTES:])[0]] = connection
+                else:
+                    connection.close()
+    return connections
+
+
+def _connect(host: str | None) -> dict[int, socket.socket]:
+    """In another process: its connection to process 0, if there is a way to it."""
+    port, name, secret = _share(0, "", bytes(_SECRET_BYTES))
+    try:
+        connection = socket.create_connection((host or name, port), timeout=CONNECT_SECONDS)
+    except OSError:
+        return {}
+    connection.sendall(secret + _INDEX.pack(jax.process_index()))
+    connection.setblocking(True)
+    return {0: connection}
+
+
+def _share(port: int, host: str, secret: bytes) -> tuple[int, str, bytes]:
+    """Process 0's port, host name and secret, in every process."""
+    name = host.encode()[:_ADDRESS_BYTES].ljust(_ADDRESS_BYTES, b"\0")
+    packed = np.frombuffer(struct.pack("<i", port) + secret + name, np.uint8)
+    shared = np.asarray(multihost_utils.broadcast_one_to_all(packed), np.uint8).tobytes()
+    secret_end = 4 + _SECRET_BYTES
+    name = shared[secret_end:].rstrip(b"\0").decode(errors="replace")
+    return struct.unpack("<i", shared[:4])[0], name, shared[4:secret_end]
+
+
+def _watch(connections: dict[int, socket.socket], lost: Callable[[int], None]) -> None:
+    """Waits for a connection that closes without a word, or for process 0's word of one."""
+    with selectors.DefaultSelector() as selector:
+        for index, connection in connections.items():
+            selector.register(connection, selectors.EVENT_READ, index)
+        while selector.get_map():
+            for key, _ in selector.select():
+                word = _received(key.fileobj)
+                if word == _ENDED:
+                    selector.unregister(key.fileobj)
+                    continue
+                gone = key.data if word is None else word
+                _tell(connections, gone)
+                lost(gone)
+                return
+
+
+def _received(connection: socket.socket) -> int | None:
+    """The number that a process sent, or None if its connection has closed."""
+    try:
+        message = connection.recv(_INDEX.size, socket.MSG_WAITALL)
+    except OSError:
+        return None
+    return _INDEX.unpack(message)[0] if len(message) == _INDEX.size else None
+
+
+def _tell(connections: dict[int, socket.socket], number: int) -> None:
+    """Sends a number to all connected processes that still run."""
+    for connection in connections.values():
+        with contextlib.suppress(OSError):
+            connection.sendall(_INDEX.pack(number))
