@@ -210,7 +210,7 @@ class Job:
             "dtype": str(target.dtype),
             "logprobs": args.logprobs,
         }
-        if args.out:
+        if args.out or args.span:
             settings |= _model_digests(args, target, draft)
             # In float32 the tokens do not depend on it. Below, each device's partial sums are
             # rounded, so rows of another split may differ.
@@ -442,7 +442,10 @@ def _reward(args: argparse.Namespace, spec: MethodSpec) -> Combined | None:
 
 
 def _model_digests(args: argparse.Namespace, target: sj.LM, draft: sj.LM | None) -> dict[str, str]:
-    """Digests of the models and of the tokenizer, so that a file is resumed with the same ones."""
+    """Digests of the models and of the tokenizer.
+
+    A file is resumed with the same ones, and processes that share a model have the same ones.
+    """
     digests = {"target_digest": model_digest(args.target, args.base)}
     if draft is not None:
         digests["draft_digest"] = model_digest(draft.source, args.base)

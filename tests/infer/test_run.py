@@ -901,3 +901,12 @@ def test_missing_demo_weights_are_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(lm.EMBEDDED, "demo", tmp_path / "none")
     code, out, err = run(capsys, "--prompt", "x")
     assert (code, out, len(err.strip().splitlines())) == (2, "", 1)
+
+
+def test_processes_that_share_a_model_compare_its_files(pair):
+    """Settings are compared before the first round; the files' digests are among them."""
+    args = program.arguments([*pair, "--prompt", "x"])
+    assert "target_digest" not in job.make_job(args).settings
+    args.span = Place("localhost:1", 2, 1)
+    settings = job.make_job(args).settings
+    assert {"target_digest", "draft_digest", "tokenizer_digest"} <= set(settings)

@@ -79,6 +79,48 @@ def test_a_run_trains_only_the_adapters_and_exports_a_delta(quick, tmp_path, sta
     np.testing.assert_array_equal(out.tokens[0], plain.tokens[0])
 
 
+def test_training_goes_on_from_a_delta(quick, delta, tmp_path, start):
+    """At a rate of nearly zero the new export is the old one, whatever scales the updates."""
+    directory, cfg, adapters = delta
+    rank = read_delta(directory).rank
+    settings = [f"model.init_from={directory}", f"model.lora_rank={rank}", "model.lora_alpha=24.0"]
+    settings += ['model.lora_matrices=["q", "v", "down"]', "run.eval_batches=0"]
+    settings += ["optim.learning_rate=1e-12", "sdsat.window=3"]
+    assert program(*quick(tmp_path / "run", *settings)) == 0
+    export = tmp_path / "run" / "export"
+    note = read_delta(export)
+    assert (export / note.base).samefile(start) and note.adaptive_ids == IDS
+    exported = load_delta(export, note, start, cfg, jnp.dtype("float32"))
+    for a, b in zip(jax.tree.leaves(exported), jax.tree.leaves(adapters), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["model.lora_rank=2"], "model.lora_rank=2, but model.init_from="),
+        (["model.train=full"], "is a delta: set model.train to 'gated-lora'"),
+        (["model.lora_matrices=[]"], "adapts others: set it to ['q', 'v', 'down']"),
+        (["sdsat.distinct=true"], "has the adaptive ids [400]: leave sdsat.ids empty"),
+        (["model.base=demo-draft"], "the weights in"),
+    ],
+)
+def test_a_config_that_does_not_fit_the_delta_is_one_line(
+    quick, delta, tmp_path, capsys, settings, says
+):
+    directory = delta[0]
+    fits = [f"model.init_from={directory}", f"model.lora_rank={read_delta(directory).rank}"]
+    fits += ['model.lora_matrices=["q", "v", "down"]', "sdsat.window=3"]
+    assert program(*quick(tmp_path / "run", *fits, *settings)) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_a_base_for_a_model_that_is_no_delta_is_one_line(quick, tmp_path, capsys):
+    assert program(*quick(tmp_path / "run", "model.base=demo")) == 2
+    assert "is no delta; leave it out" in capsys.readouterr().err
+
+
 def test_the_clean_loss_has_no_gradient_and_no_param_has_one():
     cfg = ModelConfig.llama(
         vocab_size=12,
@@ -163,14 +205,13 @@ def test_another_base_and_a_broken_delta_are_one_line(delta, start, tmp_path):
     refused(rf"no {TENSORS} beside {NOTE}")
 
 
-def test_bad_input_exits_2_with_one_line(quick, delta, tmp_path, capsys):
+def test_bad_input_exits_2_with_one_line(quick, tmp_path, capsys):
     cases = [
         (('model.lora_matrices=["w"]',), "expected one of q, k, v, out, gate, up, down"),
         (("model.lora_matrices=q",), "expected a list of strings"),
         (("model.lora_rank=17",), "the smallest matrix has rank 16 at most"),
         (("model.lora_rank=0",), "model.lora_rank=0"),
         (("optim.optimizer=muon",), "only adamw"),
-        ((f"model.init_from={delta[0]}",), "it holds a delta: name its base"),
     ]
     for number, (settings, says) in enumerate(cases):
         assert program(*quick(tmp_path / f"run{number}", *settings)) == 2, settings

@@ -64,7 +64,8 @@ def fixed_settings(program: str, cfg: Any, model: Any, corpus: str) -> dict[str,
     flat = dict(_flatten(settings))
     for key in MODELS:
         if flat.get(key):
-            flat[DIGEST + key] = model_digest(flat[key])
+            base = flat.get("model.base") if key == "model.init_from" else None
+            flat[DIGEST + key] = model_digest(flat[key], base or None)
     return flat
 
 

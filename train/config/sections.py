@@ -188,7 +188,8 @@ class LMConfig:
 class Tuned:
     """The checkpoint to fine-tune, and which of its parameters are trained."""
 
-    init_from: str = ""  # a Hugging Face directory, or the name of an embedded model
+    init_from: str = ""  # a Hugging Face directory, an embedded model, or a delta to train on
+    base: str = ""  # the model that a delta in init_from is for; empty: the one that it names
     tokenizer: str = ""  # a tokenizer.json; empty: the checkpoint's own
     # gated-lora: low-rank updates at adaptive tokens only, exported as a delta to the checkpoint
     train: Literal["full", "embeddings", "lora", "gated-lora"] = "full"

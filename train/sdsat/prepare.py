@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from specjax._util.errors import InputError
-from specjax.lm import locate
 from specjax.models import ModelConfig, param_shapes
-from specjax.models.hf.read import complete_config
 from specjax.runtime.infill import find_sentinels
 from train.config import Adaptive, SDSATConfig, Tuned
 from train.data.document_ends import checkpoint_ends
@@ -26,7 +23,6 @@ from train.data.packing import Transform
 from train.data.prompts import PROMPT_TOKENS
 from train.data.tokenized import Corpus
 from train.data.tokenizer import id_count, load_tokenizer, tokenizer_file
-from train.engine.starting import require_model
 from train.sdsat.insertion import (
     PROBE_EVERY,
     Insertion,
@@ -37,13 +33,14 @@ from train.sdsat.insertion import (
     probe_slots,
 )
 from train.sdsat.losses import SdsatObjective
+from train.sdsat.starting import Start, find_start
 from train.sdsat.trainable import GATED, LOW_RANK, Tuning, adapted, make_tuning
 
 
 class SdsatSetup(NamedTuple):
     """What a run needs: everything but its weights and its corpus."""
 
-    directory: Path  # of the checkpoint
+    start: Start
     tokenizer: Tokenizer
     model: ModelConfig  # of the result: with adaptive ids, and a vocabulary that holds them
     new_rows: int  # rows that embedding and head grow by
@@ -66,25 +63,28 @@ def prepare_setup(cfg: SDSATConfig) -> SdsatSetup:
     Raises:
       InputError, ModelError: the config does not fit the checkpoint.
     """
-    if not cfg.model.init_from:
-        raise InputError("model.init_from is empty: name a Hugging Face directory to tune")
-    directory = locate(cfg.model.init_from)
-    # The model as it is before tuning.
-    start = complete_config(directory)
-    require_model(start, cfg.model.init_from)
-    tokenizer = load_tokenizer(cfg.model.tokenizer or tokenizer_file(directory))
+    found = find_start(cfg.model)
+    start = found.config  # the model as it is before tuning
+    tokenizer = load_tokenizer(cfg.model.tokenizer or tokenizer_file(found.directory))
     _check(cfg, start, tokenizer)
 
     section = cfg.sdsat
     ids, new_rows = choose_ids(section, start, tokenizer)
+    if found.delta is not None and set(ids) != set(found.delta.adaptive_ids):
+        raise InputError(
+            f"model.init_from={cfg.model.init_from!r} has the adaptive ids "
+            f"{sorted(set(found.delta.adaptive_ids))}: leave sdsat.ids empty, and set "
+            "sdsat.distinct and sdsat.window as they were"
+        )
     if cfg.model.train == GATED:
         new_rows = 0  # the tables stay as they are: the adapters hold the rows of the ids
     if not section.distinct:
         ids = ids * section.window
 
+    earlier = None if found.delta is None else found.adapters
     eos_id, bos_id = checkpoint_ends(cfg.model.init_from, start, tokenizer)
     return SdsatSetup(
-        directory=directory,
+        start=found,
         tokenizer=tokenizer,
         model=dataclasses.replace(start, vocab_size=start.vocab_size + new_rows, adaptive_ids=ids),
         new_rows=new_rows,
@@ -93,7 +93,7 @@ def prepare_setup(cfg: SDSATConfig) -> SdsatSetup:
             eos_id, bos_id, find_sentinels(tokenizer), section.fim_rate, cfg.run.seed
         ),
         objective=_objective(cfg),
-        tuning=make_tuning(cfg.model, ids, cfg.run.seed),
+        tuning=make_tuning(cfg.model, ids, cfg.run.seed, earlier),
     )
 
 

@@ -42,15 +42,26 @@ class Tuning:
         return lambda trainable, frozen, batch: loss(self.merge(trainable, frozen), None, batch)
 
 
-def make_tuning(section: Tuned, adaptive_ids: tuple[int, ...], seed: int) -> Tuning:
-    """The tuning that the config asks for, of a model with these adaptive ids."""
+def make_tuning(
+    section: Tuned,
+    adaptive_ids: tuple[int, ...],
+    seed: int,
+    earlier: Callable[[], dict] | None = None,
+) -> Tuning:
+    """The tuning that the config asks for, of a model with these adaptive ids.
+
+    Args:
+      earlier: returns the adapters that gated updates go on from, instead of new ones.
+    """
     if section.train == "full":
         return Tuning(lambda params: (params, {}), lambda trainable, frozen: trainable)
     if section.train == "embeddings":
         return embeddings()
     # Each distinct id has one row, however many places of the window use it.
-    make = gated_lora if section.train == GATED else lora
-    return make(distinct(adaptive_ids), section, seed)
+    ids = distinct(adaptive_ids)
+    if section.train == GATED:
+        return gated_lora(ids, section, seed, earlier)
+    return lora(ids, section, seed)
 
 
 def embeddings() -> Tuning:
@@ -87,27 +98,42 @@ def lora(ids: tuple[int, ...], section: Tuned, seed: int) -> Tuning:
     return Tuning(split, merge)
 
 
-def gated_lora(ids: tuple[int, ...], section: Tuned, seed: int) -> Tuning:
+def gated_lora(
+    ids: tuple[int, ...],
+    section: Tuned,
+    seed: int,
+    earlier: Callable[[], dict] | None = None,
+) -> Tuning:
     """Trains the same updates, applied at adaptive tokens only (:mod:`specjax.models.adapters`).
 
-    No param changes, so the model's output without adaptive tokens stays the same.
+    No param changes, so the model's output without adaptive tokens stays the same. ``earlier``
+    returns adapters to go on from, as they are exported.
     """
     scale = section.lora_alpha / section.lora_rank
 
     def split(params):
+        if earlier is not None:
+            adapters = earlier()
+            return adapters | {"layers": _times(adapters["layers"], 1 / scale)}, params
         # The mean of all rows, like the adaptive rows of lora.
         embed = jnp.tile(params["embed"].mean(0), (len(ids), 1))
         factors = _first_factors(params["layers"], section, seed)
         return {"embed": embed, "layers": factors}, params
 
     def merge(trainable, frozen):
-        def scaled(path, x):
-            return scale * x if path[-1].key == UP else x
-
-        layers = jax.tree_util.tree_map_with_path(scaled, trainable["layers"])
+        layers = _times(trainable["layers"], scale)
         return frozen | {KEY: trainable | {"layers": layers}}
 
     return Tuning(split, merge, gated=True)
+
+
+def _times(layers: dict, factor: float) -> dict:
+    """The layers' updates, each ``factor`` times as large."""
+
+    def scaled(path, x):
+        return factor * x if path[-1].key == UP else x
+
+    return jax.tree_util.tree_map_with_path(scaled, layers)
 
 
 def adapted(layers: dict, section: Tuned) -> dict[tuple[str, str, str], jax.Array]:

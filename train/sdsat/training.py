@@ -157,14 +157,14 @@ def _export(
     if setup.tuning.gated:
         save = functools.partial(
             save_delta,
-            name_beside(cfg.model.init_from, Path(cfg.run.dir) / "export"),
-            setup.directory,
+            name_beside(setup.start.base_name, Path(cfg.run.dir) / "export"),
+            setup.start.directory,
             setup.model,
             params[KEY],
             cfg.run.export_dtype,
         )
         return export_with(save, cfg.run, outcome, card)
-    copied = small_files(setup.directory, cfg.model.tokenizer)
+    copied = small_files(setup.start.directory, cfg.model.tokenizer)
     return export(cfg.run, setup.model, params, setup.tokenizer, outcome, card, copied)
 
 
@@ -199,7 +199,7 @@ def first_params(setup: SdsatSetup) -> dict:
 
     Gated adapters hold these rows themselves: then the tables stay as they are.
     """
-    start, params = load_pretrained(setup.directory)
+    start, params = load_pretrained(setup.start.directory)
     new_ids = tuple(sorted(set(setup.model.adaptive_ids) - set(start.adaptive_ids)))
     if setup.tuning.gated or not new_ids:
         return params
