@@ -100,9 +100,10 @@ def _watch(connections: dict[int, socket.socket], lost: Callable[[int], None]) -
             selector.register(connection, selectors.EVENT_READ, index)
         while selector.get_map():
             for key, _ in selector.select():
-                word = _received(key.fileobj)
+                connection = connections[key.data]
+                word = _received(connection)
                 if word == _ENDED:
-                    selector.unregister(key.fileobj)
+                    selector.unregister(connection)
                     continue
                 gone = key.data if word is None else word
                 _tell(connections, gone)
