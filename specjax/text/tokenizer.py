@@ -103,11 +103,7 @@ class Tokenizer:
             if os.path.lexists(candidate / "tokenizer.json"):
                 home = candidate
                 break
-        settings_path = home / "tokenizer_config.json"
-        settings = read_json(settings_path)
-        require_all(f"{settings_path}: ", settings, SETTINGS, ModelError)
-        special = {name: _content(settings.get(name)) for name in SPECIAL}
-        template = _template(home, settings)
+        template, special = read_chat_settings(home)
         if os.path.lexists(home / "tokenizer.json"):
             backend = read_backend(home / "tokenizer.json")
         else:
@@ -272,6 +268,11 @@ class Tokenizer:
         """The text of its ``tokenizer.json``."""
         return self._backend.to_str()
 
+    @property
+    def source(self) -> str:
+        """The model that it belongs to."""
+        return self._source
+
     def settings(self) -> dict[str, Any]:
         """Its ``tokenizer_config.json``: special tokens and chat template."""
         special = {name: token for name, token in self._special.items() if token}
@@ -311,6 +312,19 @@ class Tokenizer:
         BOS would change what the model answers.
         """
         return self.encode(self.apply_chat(message, options), add_special_tokens=False)
+
+
+def read_chat_settings(home: Path) -> tuple[str | None, dict[str, str]]:
+    """(the chat template of a directory, the special tokens that it may name).
+
+    Raises:
+      ModelError: a file of them is damaged.
+    """
+    settings_path = home / "tokenizer_config.json"
+    settings = read_json(settings_path)
+    require_all(f"{settings_path}: ", settings, SETTINGS, ModelError)
+    special = {name: _content(settings.get(name)) for name in SPECIAL}
+    return _template(home, settings), special
 
 
 def _decoder_settings(backend: tokenizers.Tokenizer) -> str:

@@ -154,7 +154,8 @@ def _measure(
 ) -> Callable[[dict, dict], Measured] | None:
     """A function of the head's and the target's params that measures decoding."""
     section = cfg.head
-    prompts = held_out_prompts(setup.data, section.decode_prompts)
+    room = setup.target.max_position - section.decode_tokens - section.steps
+    prompts = held_out_prompts(setup.data, section.decode_prompts, room)
     if not prompts:
         return None
 

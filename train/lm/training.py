@@ -107,7 +107,7 @@ def _measure(
     cfg: LMConfig, setup: LmSetup, placement: Placement
 ) -> Callable[[dict, Any], Measured] | None:
     """A function of the params that continues a held-out text, as ``run.sample_tokens`` asks."""
-    prompts = held_out_prompts(setup.data, 1)
+    prompts = held_out_prompts(setup.data, 1, setup.model.max_position - cfg.run.sample_tokens)
     if not cfg.run.sample_tokens or not prompts:
         return None
 

@@ -20,6 +20,7 @@ from specjax.models import ModelConfig, param_shapes
 from specjax.models.hf.read import complete_config
 from specjax.runtime.infill import find_sentinels
 from train.config import Adaptive, SDSATConfig, Tuned
+from train.data.chats import ChatFormat, chat_format
 from train.data.document_ends import checkpoint_ends
 from train.data.fim import CodeLayout
 from train.data.packing import Transform
@@ -49,6 +50,7 @@ class SdsatSetup(NamedTuple):
     new_rows: int  # rows that embedding and head grow by
     insertion: Insertion
     layout: CodeLayout
+    chats: ChatFormat  # how a conversation becomes tokens
     objective: SdsatObjective
     tuning: Tuning
 
@@ -72,7 +74,8 @@ def prepare_setup(cfg: SDSATConfig) -> SdsatSetup:
     # The model as it is before tuning.
     start = complete_config(directory)
     require_model(start, cfg.model.init_from)
-    tokenizer = load_tokenizer(cfg.model.tokenizer or tokenizer_file(directory))
+    file = Path(cfg.model.tokenizer or tokenizer_file(directory))
+    tokenizer = load_tokenizer(file)
     _check(cfg, start, tokenizer)
 
     section = cfg.sdsat
@@ -92,6 +95,7 @@ def prepare_setup(cfg: SDSATConfig) -> SdsatSetup:
         layout=CodeLayout(
             eos_id, bos_id, find_sentinels(tokenizer), section.fim_rate, cfg.run.seed
         ),
+        chats=chat_format(cfg.data, tokenizer, file.parent),
         objective=_objective(cfg),
         tuning=make_tuning(cfg.model, ids, cfg.run.seed),
     )

@@ -95,7 +95,7 @@ def _check_early(cfg: SDSATConfig, resume: bool) -> Placement:
 def read(cfg: SDSATConfig, cache: Path | None) -> tuple[SdsatSetup, Corpus]:
     """Everything that a run needs but its weights; ``cache`` is as for :func:`open_corpus`."""
     setup = prepare_setup(cfg)
-    data = open_corpus(cfg.data, setup.tokenizer, setup.layout, cache)
+    data = open_corpus(cfg.data, setup.tokenizer, setup.layout, cache, chats=setup.chats)
     check_absent(setup, data)
     return setup, data
 
@@ -177,7 +177,8 @@ def _measure(
     params (:func:`train.sdsat.memory.evaluation` counts it).
     """
     section = cfg.sdsat
-    prompts = held_out_prompts(data, section.decode_prompts)
+    room = setup.model.max_position - section.decode_tokens - section.held_out_window
+    prompts = held_out_prompts(data, section.decode_prompts, room)
     if not prompts:
         return None
     decoding = Decoding(prompts, section.decode_tokens, section.held_out_window)
