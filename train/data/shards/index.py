@@ -57,8 +57,8 @@ def write_index(directory: str | Path, plan: dict[str, Any], owners: Sequence[in
     documents["duplicates"] = int((~first).sum())
     documents["near_duplicates"] = int(near.sum())
     conversations = columns["conversation"] & (splits["train"] | splits["held_out"])
-    documents["conversations"] = int(conversations.sum())
     manifest = plan | {
+        "conversations": int(conversations.sum()),
         "tokens": _sums(columns["length"], splits),
         "bytes": _sums(columns["bytes"], splits),
         "documents": documents,

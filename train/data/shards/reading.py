@@ -128,7 +128,7 @@ class Shards:
     @property
     def apart(self) -> bool:
         """As `Corpus` says."""
-        return bool(self.manifest["documents"]["conversations"])
+        return bool(self.manifest["conversations"])
 
     @property
     def fingerprint(self) -> str:
@@ -154,7 +154,7 @@ def inventory_of(manifest: dict[str, Any]) -> Inventory:
         tokens=(tokens["train"], tokens["held_out"]),
         left_out=left_out,
         unevaluated=manifest.get("unevaluated", ()),  # older manifests lack it
-        conversations=documents["conversations"],
+        conversations=manifest["conversations"],
     )
 
 
