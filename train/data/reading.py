@@ -42,6 +42,7 @@ JSON = "json"
 LINES = "lines"
 PARQUET = "parquet"
 HUB = "hub"
+Numbered = tuple[int, Any]  # the number of a record in its file, from 1, and its value
 
 # What is said of conversations, by reason.
 ANSWERS_CUT_OFF = "answers all beyond data.seq_len"
@@ -212,7 +213,7 @@ def read_piece(piece: TextPiece, intake: Intake) -> Iterator[Document]:
     good = 0
     before = {reason: entry["count"] for reason, entry in intake.skipped.items()}
     try:
-        for document in _READERS[kind_of(piece.path)](piece, intake):
+        for document in _documents(piece, intake):
             good += 1
             yield replace(document, held_out=piece.held_out)
     except SpecjaxError as error:  # the content is damaged
@@ -221,6 +222,27 @@ def read_piece(piece: TextPiece, intake: Intake) -> Iterator[Document]:
         raise unreadable(piece.path, error) from None
     if not good and piece.begin == 0 and piece.end is None:
         _require_good(piece, intake, before)
+
+
+def _documents(piece: TextPiece, intake: Intake) -> Iterator[Document]:
+    if kind_of(piece.path) == TEXT:
+        yield from _read_text(piece, intake)
+        return
+    for number, record in records(piece, intake):
+        yield from _record_documents(piece, number, record, intake)
+
+
+def records(piece: TextPiece, intake: Intake) -> Iterator[Numbered]:
+    """The number and the value of each record of a piece, one at a time.
+
+    Raises:
+      InputError: it is a plain text; or it is damaged.
+      OSError: it cannot be read.
+    """
+    kind = kind_of(piece.path)
+    if kind == TEXT:
+        raise InputError(f"{piece.path}: expected records, as in .jsonl, .json or .parquet")
+    yield from _RECORDS[kind](piece, intake)
 
 
 def _require_good(piece: TextPiece, intake: Intake, before: dict[str, int]) -> None:
@@ -324,7 +346,7 @@ def _read_text(piece: TextPiece, intake: Intake) -> Iterator[Document]:
     yield from intake.document(piece.name, content)
 
 
-def _read_json(piece: TextPiece, intake: Intake) -> Iterator[Document]:
+def _read_json(piece: TextPiece, intake: Intake) -> Iterator[Numbered]:
     """Records of a .json file: an array of them, a single one, or one a line."""
     with _opened(piece.path) as file:
         content = file.read(MOST_BYTES).removeprefix(codecs.BOM_UTF8)
@@ -335,12 +357,10 @@ def _read_json(piece: TextPiece, intake: Intake) -> Iterator[Document]:
             if line.strip():
                 yield from _read_record(piece, number, line, intake)
         return
-    records = value if isinstance(value, list) else [value]
-    for number, record in enumerate(records, 1):
-        yield from _record_documents(piece, number, record, intake)
+    yield from enumerate(value if isinstance(value, list) else [value], 1)
 
 
-def _read_lines(piece: TextPiece, intake: Intake) -> Iterator[Document]:
+def _read_lines(piece: TextPiece, intake: Intake) -> Iterator[Numbered]:
     with _opened(piece.path) as file:
         if piece.begin:
             file.seek(piece.begin)
@@ -359,12 +379,12 @@ def _read_lines(piece: TextPiece, intake: Intake) -> Iterator[Document]:
                 return
 
 
-def _read_record(piece: TextPiece, number: int, line: bytes, intake: Intake) -> Iterator[Document]:
+def _read_record(piece: TextPiece, number: int, line: bytes, intake: Intake) -> Iterator[Numbered]:
     try:
         record = parse_json(line)
     except ValueError as error:
         return intake.bad(f"{piece.path} line {number} is {error}")
-    yield from _record_documents(piece, number, record, intake)
+    yield number, record
 
 
 def _record_documents(
@@ -396,7 +416,7 @@ def _text_of(record: Any) -> str | None:
     return None
 
 
-def _read_parquet(piece: TextPiece, intake: Intake) -> Iterator[Document]:
+def _read_parquet(piece: TextPiece, intake: Intake) -> Iterator[Numbered]:
     with _parquet(piece.path) as (file, columns):
         end = piece.end
         if end is None:
@@ -410,18 +430,15 @@ def _read_parquet(piece: TextPiece, intake: Intake) -> Iterator[Document]:
                 batch = next(batches, None)
             if batch is None:
                 return
-            for number, record in enumerate(batch.to_pylist(), start=row):
-                yield from _record_documents(piece, number, record, intake)
+            yield from enumerate(batch.to_pylist(), start=row)
             row += batch.num_rows
 
 
-def _read_hub(piece: TextPiece, intake: Intake) -> Iterator[Document]:
-    for number, record in enumerate(hub_records(piece.path), start=1):
-        yield from _record_documents(piece, number, record, intake)
+def _read_hub(piece: TextPiece, intake: Intake) -> Iterator[Numbered]:
+    yield from enumerate(hub_records(piece.path), start=1)
 
 
-_READERS = {
-    TEXT: _read_text,
+_RECORDS = {
     JSON: _read_json,
     LINES: _read_lines,
     PARQUET: _read_parquet,
