@@ -198,7 +198,14 @@ class ChatFormat:
             raise ValueError(f'"{IDS}" and "{MASK}" must be lists of integers of one length')
         if ids.min() < 0 or ids.max() >= self._text.vocab_size:
             raise ValueError(f'"{IDS}": expected ids from 0 to {self._text.vocab_size - 1}')
-        return ChatRow(self._text.decode_with_special(ids.tolist()), ids, mask != 0)
+        mask = mask != 0
+        if self.train_on == "all":
+            mask = np.ones_like(mask)
+        elif self.train_on == "last" and mask.any():
+            last = len(mask) - int(mask[::-1].argmax())  # where the last answer ends
+            before = np.flatnonzero(~mask[:last])
+            mask[: before[-1] + 1 if len(before) else 0] = False
+        return ChatRow(self._text.decode_with_special(ids.tolist()), ids, mask)
 
     @functools.cached_property
     def _backend(self) -> tokenizers.Tokenizer:
