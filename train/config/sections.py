@@ -134,6 +134,10 @@ class Distill:
     teacher: str = ""  # a Hugging Face directory, a hub id, or an embedded model
     alpha: Fraction = 1.0  # weight of KL(teacher ‖ student); the rest is cross-entropy on the data
     temperature: PositiveFloat = 1.0
+    # Held-out prompts that each evaluation continues greedily, with the teacher as the target.
+    decode_prompts: NotNegativeInt = 0
+    decode_tokens: PositiveInt = 64  # new tokens per prompt
+    decode_length: Annotated[int, whole(1, 64)] = 4  # draft tokens of a round
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import specjax as sj
 from specjax._util import processes
 from specjax.models import ModelConfig, load_pretrained, num_params, param_shapes
 from train.config import HeadRunConfig, fixed_settings, to_dict
@@ -25,11 +26,11 @@ from train.engine.directory import (
     small_files,
     without_local_paths,
 )
+from train.engine.drafting import measure_drafts
 from train.engine.loop import Measured, fit
 from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
 from train.engine.program import run_training
-from train.head.evaluation import measure_decoding
 from train.head.losses import HeadObjective, head_loss
 from train.head.prepare import HeadSetup, prepare_setup
 from train.head.starting import first_params
@@ -160,11 +161,9 @@ def _measure(
         return None
 
     def measure(params: dict, target: dict) -> Measured:
-        figures, written = measure_decoding(
-            setup.target,
-            placement.local_copy(target),
-            setup.head,
-            placement.local_copy(params),
+        figures, written = measure_drafts(
+            sj.from_params(setup.target, placement.local_copy(target)),
+            sj.from_params(setup.head, placement.local_copy(params)),
             prompts,
             section.steps,
             section.decode_tokens,
