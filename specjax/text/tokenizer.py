@@ -280,6 +280,11 @@ class Tokenizer:
         return {"tokenizer_class": "PreTrainedTokenizerFast"} | special | template
 
     @property
+    def template_digest(self) -> str:
+        """:func:`template_digest` of its chat template."""
+        return template_digest(self._chat_template)
+
+    @property
     def chats(self) -> bool:
         """Whether the checkpoint has a chat template."""
         return bool(self._chat_template)
@@ -312,6 +317,11 @@ class Tokenizer:
         BOS would change what the model answers.
         """
         return self.encode(self.apply_chat(message, options), add_special_tokens=False)
+
+
+def template_digest(template: str | None) -> str:
+    """SHA-256 of a chat template, as hex digits; empty where there is none."""
+    return hashlib.sha256(template.encode()).hexdigest() if template else ""
 
 
 def read_chat_settings(home: Path) -> tuple[str | None, dict[str, str]]:

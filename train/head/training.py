@@ -30,7 +30,7 @@ from train.engine.drafting import measure_drafts
 from train.engine.loop import Measured, fit
 from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
-from train.engine.program import run_training
+from train.engine.program import run_training, with_next_command
 from train.head.losses import HeadObjective, head_loss
 from train.head.prepare import HeadSetup, prepare_setup
 from train.head.starting import first_params
@@ -114,7 +114,8 @@ def train(
     home = Path(cfg.run.dir) / "export"
     head = dataclasses.replace(head, verifier=without_local_paths(head.verifier, home))
     copied = small_files(setup.directory, cfg.model.tokenizer)
-    return export(cfg.run, head, params, setup.tokenizer, outcome, card, copied)
+    summary = export(cfg.run, head, params, setup.tokenizer, outcome, card, copied)
+    return with_next_command(summary, cfg.data, cfg.model.init_from)
 
 
 def _objective(cfg: HeadRunConfig) -> HeadObjective:

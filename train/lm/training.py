@@ -29,7 +29,7 @@ from train.engine.loop import Measured, fit
 from train.engine.operations import causal_operations
 from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
-from train.engine.program import run_training
+from train.engine.program import run_training, with_next_command
 from train.lm.losses import data_loss, training_loss
 from train.lm.prepare import LmSetup, prepare_setup
 
@@ -102,7 +102,8 @@ def train(cfg: LMConfig, setup: LmSetup, placement: Placement, resume: bool) -> 
     params = placement.to_host(outcome.params)
     start = cfg.model.init_from
     copied = small_files(locate(start) if start else None, cfg.tokenizer.path)
-    return summary | export(cfg.run, model, params, setup.tokenizer, outcome, card, copied)
+    summary |= export(cfg.run, model, params, setup.tokenizer, outcome, card, copied)
+    return with_next_command(summary, cfg.data, cfg.distill.teacher)
 
 
 def _measure(
