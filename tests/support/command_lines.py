@@ -109,6 +109,16 @@ PROGRAMS = {
         ),
         ("configs/head_demo.toml",),
     ),
+    "train.answers": Program(
+        "train.answers.__main__",
+        (
+            "--target={home}/0",
+            "--max-new-tokens=1",
+            "--own=1",
+            "--chat-template=configs/plain.jinja",
+        ),
+        ("made",),
+    ),
     "train.ablation": Program(
         "train.ablation",
         (*TUNED, "--only=none"),
