@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from specjax._util.program import Place
 from train.answers.__main__ import parser as answers_parser
-from train.answers.job import Job, make_job
+from train.answers.job import AnswerJob, make_job
 from train.answers.openings import OPENINGS
 
 QUESTIONS = 2  # for each batch slot
@@ -54,7 +54,7 @@ def main() -> None:
         )
 
 
-def job_of(args: argparse.Namespace, size: int, home: Path, repeat: int) -> Job:
+def job_of(args: argparse.Namespace, size: int, home: Path, repeat: int) -> AnswerJob:
     """A job of its own questions and output."""
     questions = home / "questions.jsonl"
     prompts = []
@@ -70,7 +70,7 @@ def job_of(args: argparse.Namespace, size: int, home: Path, repeat: int) -> Job:
     return make_job(parsed, Place("", 1, 0))
 
 
-def measure(job: Job) -> float:
+def measure(job: AnswerJob) -> float:
     """Tokens of answers a second."""
     start = time.perf_counter()
     count = job.run()

@@ -99,7 +99,9 @@ def wrong_value(text: str, expected: str) -> argparse.ArgumentTypeError:
 
 
 def checked(
-    kind: Callable[[str], Value], expected: str, fits: Callable[[Value], bool] = lambda value: True
+    kind: Callable[[str], Value],
+    expected: str,
+    fits: Callable[[Value], object] = lambda value: True,
 ) -> Callable[[str], Value]:
     """An argparse type: ``kind`` parses the text, and ``fits`` says if the value is allowed.
 
@@ -148,7 +150,7 @@ def draft(name: str) -> str:
 
 def mesh_axes(text: str) -> dict[str, int]:
     """An argparse type: AXIS=N,…; returns the counts of both axes, ``data`` and ``model``."""
-    counts = dict.fromkeys(MESH_AXES, 1)
+    counts: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
     for part in text.split(","):
         axis, _, count = part.partition("=")
         # At most nine digits: Python refuses to parse very long integers.

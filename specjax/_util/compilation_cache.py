@@ -20,7 +20,7 @@ def use_compilation_cache() -> bool:
     """
     cache = user_cache()
     usual = str(cache / "specjax" / "xla") if cache else ""
-    of_jax = jax.config.jax_compilation_cache_dir
+    of_jax = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     directory = os.environ.get("SPECJAX_CACHE_DIR", of_jax or usual)
     if not directory:
         return True

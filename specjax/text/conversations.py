@@ -101,7 +101,7 @@ def _message(turn: Any, key: str) -> Message:
     content = turn.get("content", turn.get("value"))
     if not isinstance(role, str):
         raise _no_turns(key)
-    message = {"role": ROLES.get(role, role), "content": _text(content, turn, key)}
+    message: Message = {"role": ROLES.get(role, role), "content": _text(content, turn, key)}
     for name in OPTIONAL:
         if turn.get(name) is not None:  # a table has null where a message has no such field
             message[name] = turn[name]

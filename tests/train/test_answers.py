@@ -151,7 +151,7 @@ def test_an_interrupted_job_goes_on(target, questions, tmp_path, monkeypatch):
     words = ("--temperature", "0=1,1=1")
     whole = tmp_path / "whole.jsonl"
     answered(target, questions, whole, *words)
-    original = job.Journal.add
+    original = job.AnswerJournal.add
     calls = [0]
 
     def interrupted(self, *arguments):
@@ -160,7 +160,7 @@ def test_an_interrupted_job_goes_on(target, questions, tmp_path, monkeypatch):
         if calls[0] % 4 == 0:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(job.Journal, "add", interrupted)
+    monkeypatch.setattr(job.AnswerJournal, "add", interrupted)
     broken = tmp_path / "broken.jsonl"
     runs = 0
     while main(command(target, questions, broken, *words)):
@@ -175,7 +175,7 @@ def test_an_interrupted_job_goes_on(target, questions, tmp_path, monkeypatch):
 
 
 def test_other_settings_do_not_go_on(target, questions, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(job.Job, "run", lambda self: 1)
+    monkeypatch.setattr(job.AnswerJob, "run", lambda self: 1)
     out = tmp_path / "out.jsonl"
     assert main(command(target, questions, out)) == 0
     assert main(command(target, questions, out, "--seed", "1")) == 2

@@ -17,7 +17,7 @@ from train.data.corpus import is_held_out, load_corpus, permissive_distributions
 from train.data.in_memory import TokenStream, prepare
 from train.data.loader import make_loader, valid_batches
 from train.data.near_duplicates import NEAR_DUPLICATE
-from train.data.packing import IGNORE, Joined, pack_row
+from train.data.packing import IGNORE, JoinedRows, pack_row
 from train.data.reading import UNKNOWN_RECORD, Document, Intake
 from train.data.tokenizer import EOS_ID, SPECIAL_TOKENS, load_tokenizer, train_tokenizer
 
@@ -239,7 +239,7 @@ def test_a_row_by_hand():
     # Documents [1 2 0], [3 4 5 6 0], [7 0] in the order 1, 0, 2, cut every four tokens.
     stream = np.array([1, 2, 0, 3, 4, 5, 6, 0, 7, 0], np.uint16)
     documents = TokenStream(stream, np.array([0, 3, 8, 10]))
-    joined = Joined.of(documents.lengths, np.array([1, 0, 2]), 4)
+    joined = JoinedRows.of(documents.lengths, np.array([1, 0, 2]), 4)
     assert len(joined) == 3
     pieces = [*map(joined.pieces, range(3)), []]
     rows = [pack_row(documents, pieces_of_row, 4) for pieces_of_row in pieces]

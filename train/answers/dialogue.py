@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from specjax.runtime.infill import leading_ids
 from specjax.text.conversations import ASSISTANT, Conversation, Message
 from specjax.text.tokenizer import Tokenizer
-from train.answers.questions import Question, is_answer
+from train.answers.questions import Asked, is_answer
 from train.data.chats import IDS, MASK, ChatFormat
 
 USER_MARK = "specjax-user-turn"  # stands for what the user says, to find where it begins
@@ -23,7 +23,7 @@ SHORTEST_REPEATED = 16  # tokens at the end of an answer that repeats itself
 LEAST_TIMES = 4  # that it repeats them
 
 
-class Answer(NamedTuple):
+class Written(NamedTuple):
     """What the model has written: token ids with the one that ended it, and why it ended."""
 
     tokens: list[int]
@@ -77,7 +77,7 @@ class Dialogue:
     """
 
     writer: Writer
-    question: Question
+    question: Asked
     messages: list[Message] = dataclasses.field(default_factory=list)
     answers: int = 0
     finish: list[str] = dataclasses.field(default_factory=list)
@@ -121,7 +121,7 @@ class Dialogue:
         self._text = text
         return list(self._ids)
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: Written) -> None:
         """Adds what the model has written after :meth:`prompt`."""
         if self.writes_user():
             self._add_user(answer)
@@ -150,7 +150,7 @@ class Dialogue:
         """Ends the conversation before its next answer."""
         self.ended = reason
 
-    def _add_user(self, answer: Answer) -> None:
+    def _add_user(self, answer: Written) -> None:
         if answer.finish != EOS:
             self.end("the user's turn has no end")
             return

@@ -19,10 +19,10 @@ from specjax._util.parts import locked_output, part_files
 from specjax._util.program import Place, say
 from specjax.core.mesh import make_mesh
 from specjax.runtime.generate import ALL_ROUNDS
-from train.answers.dialogue import Answer, Dialogue, Writer
-from train.answers.journal import Journal
+from train.answers.dialogue import Dialogue, Writer, Written
+from train.answers.journal import AnswerJournal
 from train.answers.openings import OPENINGS, read_openings
-from train.answers.questions import Mixture, Question, file_questions, own_questions
+from train.answers.questions import Asked, Mixture, file_questions, own_questions
 from train.data.chats import ChatFormat, read_template
 from train.data.reading import Intake
 
@@ -49,7 +49,7 @@ def answer(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_job(args: argparse.Namespace, place: Place) -> Job:
+def make_job(args: argparse.Namespace, place: Place) -> AnswerJob:
     """Loads the models and opens what is there already.
 
     Raises:
@@ -77,8 +77,8 @@ def make_job(args: argparse.Namespace, place: Place) -> Job:
         "batch_size": args.batch_size,
         "seed": args.seed,
     }
-    journal = Journal(args.out, _settings(args, target, writer), place)
-    return Job(args, target, writer, arguments, journal, place, Intake(strict=False))
+    journal = AnswerJournal(args.out, _settings(args, target, writer), place)
+    return AnswerJob(args, target, writer, arguments, journal, place, Intake(strict=False))
 
 
 def _chats(args: argparse.Namespace, target: lm.LM) -> ChatFormat:
@@ -108,7 +108,7 @@ def _settings(args: argparse.Namespace, target: lm.LM, writer: Writer) -> dict[s
 
 
 @dataclasses.dataclass
-class Job:
+class AnswerJob:
     """A run of the program.
 
     Attributes:
@@ -121,15 +121,15 @@ class Job:
     target: lm.LM
     writer: Writer
     arguments: dict[str, Any]
-    journal: Journal
+    journal: AnswerJournal
     place: Place
     intake: Intake
 
     def run(self) -> int:
         """Answers all questions of this process; returns how many questions there are in all."""
-        progress = Progress()
+        progress = SpeedLog()
         count = 0
-        block: list[Question] = []
+        block: list[Asked] = []
         for question in self._questions():
             count = question.index + 1
             is_own = question.index % self.place.count == self.place.index
@@ -143,7 +143,7 @@ class Job:
             raise _no_question(self.args.files, self.intake)
         return count
 
-    def _questions(self) -> Iterator[Question]:
+    def _questions(self) -> Iterator[Asked]:
         args = self.args
         mixture = Mixture(args.temperature, args.seed)
         if args.own is None:
@@ -151,7 +151,7 @@ class Job:
         openings = read_openings(args.openings) if args.openings else OPENINGS
         return own_questions(args.own, openings, mixture)
 
-    def _answer_block(self, block: Sequence[Question], progress: Progress) -> None:
+    def _answer_block(self, block: Sequence[Asked], progress: SpeedLog) -> None:
         """Answers some questions: one turn of all of them, then the next."""
         open_ones = [self._resumed(question) for question in block]
         while open_ones := self._without_complete(open_ones):
@@ -167,7 +167,7 @@ class Job:
                     dialogue.add(written)
                     progress.add(len(written.tokens), dialogue.is_complete())
 
-    def _resumed(self, question: Question) -> Dialogue:
+    def _resumed(self, question: Asked) -> Dialogue:
         """A dialogue with the answers that are on disk already."""
         dialogue = Dialogue(self.writer, question)
         for written in self.journal.answers.get(question.index, ()):
@@ -215,7 +215,7 @@ class Job:
 
     def _decode(
         self, batch: Sequence[tuple[Dialogue, list[int]]], temperature: float
-    ) -> Iterator[tuple[Dialogue, Answer]]:
+    ) -> Iterator[tuple[Dialogue, Written]]:
         """Decodes one turn of each dialogue, and yields what was written as it ends."""
         pieces = sj.stream(
             self.target,
@@ -229,7 +229,7 @@ class Job:
         for piece in pieces:
             if piece.row is not None:
                 dialogue, _ = batch[piece.index]
-                yield dialogue, Answer(piece.row.tokens[0].tolist(), piece.row.finish_reasons[0])
+                yield dialogue, Written(piece.row.tokens[0].tolist(), piece.row.finish_reasons[0])
 
 
 def _temperature(dialogue: Dialogue) -> float:
@@ -250,7 +250,7 @@ def _no_question(files: Sequence[str], intake: Intake) -> InputError:
     return InputError(f"{', '.join(files)}: no conversation to answer; {'; '.join(reasons)}")
 
 
-class Progress:
+class SpeedLog:
     """A line on stderr now and then: conversations, tokens and tokens per second."""
 
     def __init__(self):

@@ -20,7 +20,7 @@ from specjax._util.errors import InputError
 from specjax._util.files import append_line, aside, json_line, locked, parse_json
 from specjax._util.parts import file_to_append, part_files, remove_parts
 from specjax._util.program import Place
-from train.answers.dialogue import Answer
+from train.answers.dialogue import Written
 
 SETTINGS = "settings"  # of a part's first line
 INDEX = "index"  # the number of a question
@@ -29,7 +29,7 @@ COUNTS = "counts"  # of its answers
 FINISHED = "answered_with"  # of the output's lines: the settings' digest
 
 
-class Journal:
+class AnswerJournal:
     """The answers that are on disk.
 
     Attributes:
@@ -44,7 +44,7 @@ class Journal:
         self._out = out
         self._settings = settings
         self._file = file_to_append(str(out), place)
-        self.answers: dict[int, list[Answer]] = collections.defaultdict(list)
+        self.answers: dict[int, list[Written]] = collections.defaultdict(list)
         self.complete: set[int] = set()
         self._cut_incomplete_line()
         if not self._file.exists():
@@ -54,9 +54,9 @@ class Journal:
                 self.complete.add(entry[INDEX])
                 self.answers.pop(entry[INDEX], None)
             else:
-                self.answers[entry[INDEX]].append(Answer(entry["tokens"], entry["finish"]))
+                self.answers[entry[INDEX]].append(Written(entry["tokens"], entry["finish"]))
 
-    def add(self, index: int, answer: Answer) -> None:
+    def add(self, index: int, answer: Written) -> None:
         """Notes an answer; returns once it is on disk."""
         self._append({INDEX: index, "tokens": answer.tokens, "finish": answer.finish})
 

@@ -19,7 +19,7 @@ from train.data.reading import Intake, TextPiece, records
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
+class Asked:
     """A conversation to be answered.
 
     Attributes:
@@ -58,7 +58,7 @@ class Mixture:
         return list(self.shares)[bisect.bisect_right(ends, place)]
 
 
-def file_questions(files: Sequence[str], mixture: Mixture, intake: Intake) -> Iterator[Question]:
+def file_questions(files: Sequence[str], mixture: Mixture, intake: Intake) -> Iterator[Asked]:
     """The conversations of files, one at a time; what is none is counted by the intake.
 
     Raises:
@@ -75,7 +75,7 @@ def file_questions(files: Sequence[str], mixture: Mixture, intake: Intake) -> It
 
 def _question(
     piece: TextPiece, number: int, record: Any, index: int, mixture: Mixture, intake: Intake
-) -> Question | None:
+) -> Asked | None:
     """A record as a question; None if it is none."""
     name = f"{piece.name}#{number}"
     try:
@@ -88,7 +88,7 @@ def _question(
     except ValueError as error:
         intake.refuse(str(error), name)
         return None
-    return Question(index, name, turns, conversation.tools, None, mixture.temperature(index))
+    return Asked(index, name, turns, conversation.tools, None, mixture.temperature(index))
 
 
 def _with_answer(record: dict[str, Any]) -> dict[str, Any]:
@@ -123,9 +123,9 @@ def split_turns(messages: Sequence[Message]) -> tuple[tuple[Message, ...], ...]:
     return tuple(turns)
 
 
-def own_questions(count: int, openings: Sequence[str], mixture: Mixture) -> Iterator[Question]:
+def own_questions(count: int, openings: Sequence[str], mixture: Mixture) -> Iterator[Asked]:
     """Questions that the model writes itself, each after an opening."""
     for index in range(count):
         opening = random.Random(f"opening {mixture.seed} {index}").choice(openings)
         temperature = mixture.temperature(index)
-        yield Question(index, f"own#{index}", (), None, opening, temperature)
+        yield Asked(index, f"own#{index}", (), None, opening, temperature)

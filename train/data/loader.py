@@ -11,11 +11,11 @@ import numpy as np
 
 from specjax._util.errors import InputError
 from train.data.packing import (
-    Apart,
     Batch,
-    Joined,
-    Packed,
+    JoinedRows,
+    PackedRows,
     Transform,
+    WholeRows,
     pack_row,
     stack,
     without_answers,
@@ -50,7 +50,7 @@ class _EndlessRows:
     seed: int
     apart: bool  # as of the corpus
     # The latest epoch's number, its rows, and the order in which they are read.
-    epoch: tuple[int, Packed, np.ndarray] | None = None
+    epoch: tuple[int, PackedRows, np.ndarray] | None = None
 
     def __post_init__(self):
         # The same in each epoch: it depends on the documents' lengths alone.
@@ -65,7 +65,7 @@ class _EndlessRows:
         pieces = packed.pieces(int(order[row]))
         return pack_row(self.documents, pieces, self.seq_len, self.apart)
 
-    def _shuffled(self, epoch: int) -> tuple[Packed, np.ndarray]:
+    def _shuffled(self, epoch: int) -> tuple[PackedRows, np.ndarray]:
         """(the epoch's rows, the order in which they are read)."""
         # Read the attribute once: another thread may set it to the next epoch.
         latest = self.epoch
@@ -83,9 +83,9 @@ class _EndlessRows:
         return latest[1:]
 
 
-def pack(documents: Documents, order: np.ndarray, seq_len: int, apart: bool) -> Packed:
+def pack(documents: Documents, order: np.ndarray, seq_len: int, apart: bool) -> PackedRows:
     """The rows of documents in this order."""
-    kind = Apart if apart else Joined
+    kind = WholeRows if apart else JoinedRows
     return kind.of(documents.lengths, order, seq_len)
 
 

@@ -26,7 +26,7 @@ Batch = dict[str, np.ndarray]
 Transform = Callable[[Batch, int], Batch]  # (row, its number in the run) -> row
 
 
-class Piece(NamedTuple):
+class Fragment(NamedTuple):
     """Tokens `begin` to before `end` of a document, in a row of their own positions."""
 
     document: int
@@ -34,18 +34,18 @@ class Piece(NamedTuple):
     end: int
 
 
-class Packed(Protocol):
+class PackedRows(Protocol):
     """The rows of documents in one order."""
 
     def __len__(self) -> int: ...
 
-    def pieces(self, row: int) -> list[Piece]:
+    def pieces(self, row: int) -> list[Fragment]:
         """The pieces that a row is made of, in order."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Joined:
+class JoinedRows:
     """Documents joined end to end, and cut every `T` tokens. The last row may be shorter.
 
     Attributes:
@@ -58,7 +58,7 @@ class Joined:
     T: int
 
     @classmethod
-    def of(cls, lengths: np.ndarray, order: np.ndarray, T: int) -> Joined:
+    def of(cls, lengths: np.ndarray, order: np.ndarray, T: int) -> JoinedRows:
         starts = np.zeros(len(order) + 1, np.int64)
         np.cumsum(lengths[order], out=starts[1:])
         return cls(order, starts, T)
@@ -66,7 +66,7 @@ class Joined:
     def __len__(self) -> int:
         return -(-int(self.starts[-1]) // self.T)
 
-    def pieces(self, row: int) -> list[Piece]:
+    def pieces(self, row: int) -> list[Fragment]:
         begin = row * self.T
         end = min((row + 1) * self.T, int(self.starts[-1]))
         place = int(np.searchsorted(self.starts, begin, side="right")) - 1
@@ -74,14 +74,14 @@ class Joined:
         while begin < end:
             start = int(self.starts[place])
             stop = min(int(self.starts[place + 1]), end)
-            pieces.append(Piece(int(self.order[place]), begin - start, stop - start))
+            pieces.append(Fragment(int(self.order[place]), begin - start, stop - start))
             begin = stop
             place += 1
         return pieces
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Apart:
+class WholeRows:
     """Whole documents in rows of `T` tokens, by best fit; only texts longer than a row are cut.
 
     Attributes:
@@ -95,7 +95,7 @@ class Apart:
     rows: np.ndarray
 
     @classmethod
-    def of(cls, lengths: np.ndarray, order: np.ndarray, T: int) -> Apart:
+    def of(cls, lengths: np.ndarray, order: np.ndarray, T: int) -> WholeRows:
         counts = -(-lengths[order] // T)  # pieces of each document
         documents = np.repeat(order, counts)
         begins = T * (np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts))
@@ -108,14 +108,16 @@ class Apart:
     def __len__(self) -> int:
         return len(self.rows) - 1
 
-    def pieces(self, row: int) -> list[Piece]:
+    def pieces(self, row: int) -> list[Fragment]:
         places = range(int(self.rows[row]), int(self.rows[row + 1]))
         return [
-            Piece(int(self.documents[i]), int(self.begins[i]), int(self.ends[i])) for i in places
+            Fragment(int(self.documents[i]), int(self.begins[i]), int(self.ends[i])) for i in places
         ]
 
 
-def pack_row(documents: Documents, pieces: Sequence[Piece], T: int, apart: bool = False) -> Batch:
+def pack_row(
+    documents: Documents, pieces: Sequence[Fragment], T: int, apart: bool = False
+) -> Batch:
     """A row of pieces of documents, one after the other.
 
     Args:
