@@ -6,9 +6,12 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import hashlib
+import itertools
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import specjax as sj
@@ -18,13 +21,17 @@ from specjax._util.errors import InputError, ModelError
 from specjax._util.parts import locked_output, part_files
 from specjax._util.program import Place, say
 from specjax.core.mesh import make_mesh
+from specjax.registry import method
 from specjax.runtime.generate import ALL_ROUNDS
 from train.answers.dialogue import Dialogue, Writer, Written
 from train.answers.journal import AnswerJournal
 from train.answers.openings import OPENINGS, read_openings
 from train.answers.questions import Asked, Mixture, file_questions, own_questions
 from train.data.chats import ChatFormat, read_template
-from train.data.reading import Intake
+from train.data.corpus import source_files
+from train.data.hub import hub_revision, is_on_hub
+from train.data.reading import Intake, unreadable
+from train.data.shards.files import file_digest
 
 NAME = "train.answers"
 BLOCK = 64  # conversations in memory, for each batch slot
@@ -55,6 +62,7 @@ def make_job(args: argparse.Namespace, place: Place) -> AnswerJob:
     Raises:
       InputError, ModelError: an argument is wrong, or does not fit.
     """
+    _require_lossless(args)
     mesh = make_mesh(**args.mesh) if args.mesh else None
     common = {
         "dtype": args.dtype,
@@ -64,11 +72,13 @@ def make_job(args: argparse.Namespace, place: Place) -> AnswerJob:
         "pickles": args.pickles,
         "mesh": mesh,
     }
-    target = lm.TARGET.parse("target", lm.load(args.target, **common))
+    base = args.base if lm.is_delta(args.target) else None
+    target = lm.TARGET.parse("target", lm.load(args.target, base=base, **common))
     draft: lm.LM | str | None = args.draft
     if draft is not None and not draft.startswith(lm.SELF):
         split = mesh is None or lm.can_split(draft, mesh, args.base)
-        draft = lm.load(draft, split=split, base=args.base, **common)
+        base = args.base if lm.is_delta(draft) else None
+        draft = lm.load(draft, split=split, base=base, **common)
     writer = Writer(_chats(args, target), target.tokenizer, args.repeats == "drop")
     arguments = {
         "draft": draft,
@@ -79,6 +89,17 @@ def make_job(args: argparse.Namespace, place: Place) -> AnswerJob:
     }
     journal = AnswerJournal(args.out, _settings(args, target, writer), place)
     return AnswerJob(args, target, writer, arguments, journal, place, Intake(strict=False))
+
+
+def _require_lossless(args: argparse.Namespace) -> None:
+    """Raises OptionError or InputError if the method is unknown, or changes what is written."""
+    if args.method is None:
+        return
+    if not method(args.method).lossless:
+        raise InputError(
+            f"--method {args.method} changes what the target writes: choose a lossless one "
+            "(python -m infer.run --list-methods)"
+        )
 
 
 def _chats(args: argparse.Namespace, target: lm.LM) -> ChatFormat:
@@ -98,13 +119,32 @@ def _settings(args: argparse.Namespace, target: lm.LM, writer: Writer) -> dict[s
     return {
         "target": lm.model_digest(args.target, args.base),
         "template": writer.chats.fingerprint,
-        "questions": args.files or ["own", args.own, args.openings],
+        "questions": _questions_digest(args),
         "dtype": str(target.dtype),
         "temperature": sorted(args.temperature.items()),
         "max_new_tokens": args.max_new_tokens,
         "seed": args.seed,
         "repeats": args.repeats,
     }
+
+
+def _questions_digest(args: argparse.Namespace) -> str:
+    """What tells whether a job has the questions that it began with."""
+    digest = hashlib.sha256(repr((args.own, args.openings)).encode())
+    for piece in itertools.chain.from_iterable(source_files((), args.files, Intake())):
+        if is_on_hub(piece.path):
+            content = hub_revision(piece.path)
+        else:
+            content = _content_digest(piece.path)
+        digest.update(f"\0{piece.name}\0{content}".encode())
+    return digest.hexdigest()
+
+
+def _content_digest(path: str) -> str:
+    try:
+        return file_digest(Path(path))
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 @dataclasses.dataclass
