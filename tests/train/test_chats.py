@@ -1,13 +1,17 @@
 """Conversations become rows: their formats, their templates, and which tokens are trained."""
 
 import json
+import warnings
 
 import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from specjax._util.errors import InputError
+from specjax import lm
+from specjax._util.errors import InputError, ModelWarning
+from specjax.models.hf.delta import Delta
+from specjax.text.tokenizer import Tokenizer, template_digest
 from support import chats
 from train.config import DataSection
 from train.data.best_fit import best_fit
@@ -17,6 +21,7 @@ from train.data.loader import make_loader, training_rows
 from train.data.packing import ANSWERS, IGNORE
 from train.data.reading import Intake
 from train.engine.batches import open_corpus
+from train.engine.program import with_next_command
 
 
 @pytest.fixture(scope="module")
@@ -252,3 +257,30 @@ def test_best_fit_is_nearly_full_for_any_mix_of_lengths():
     filled = np.bincount(row_of, lengths)
     assert filled.max() <= 2048
     assert filled.sum() / (2048 * len(filled)) >= 0.95
+
+
+def test_what_is_trained_of_token_ids_can_be_chosen_too(tokenizer):
+    record = {"input_ids": [5, 6, 7, 8, 9, 10], "loss_mask": [0, 1, 0, 0, 1, 1]}
+    expected = {"assistant": [0, 1, 0, 0, 1, 1], "last": [0, 0, 0, 0, 1, 1], "all": [1] * 6}
+    for train_on, mask in expected.items():
+        (row,) = chats.chat_format(tokenizer, chats.CHATML, train_on=train_on).rows(record)
+        assert row.mask.astype(int).tolist() == mask
+
+
+def test_adapters_of_another_template_warn(tokenizer):
+    made = Delta("base", "print", (1,), 1, (), template_digest(chats.HEADERS))
+    with pytest.warns(ModelWarning, match="was tuned with another chat template"):
+        lm._warn_of_template("it", made, Tokenizer(tokenizer, chats.CHATML))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lm._warn_of_template("it", made, Tokenizer(tokenizer, chats.HEADERS))
+
+
+def test_a_finished_run_names_the_next_command():
+    data = DataSection(files=("runs/answers.jsonl",))
+    made = with_next_command({"export": "runs/a/export"}, data, "models/smollm2")
+    assert made["next"] == (
+        "python -m infer.bench --target models/smollm2 --draft runs/a/export --methods speculative "
+        "--prompts runs/answers.jsonl --chat"
+    )
+    assert "next" not in with_next_command({"step": 3}, data, "models/smollm2")

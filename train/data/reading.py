@@ -49,6 +49,7 @@ ANSWERS_CUT_OFF = "answers all beyond data.seq_len"
 NOTHING_TRAINED = "no token to train"
 MOST_REASONS = 40  # a template's reasons may hold what a conversation says
 OTHER_REASONS = "refused for other reasons"
+NEEDS_TOKENIZER = "conversations, which need tokenizer.path or model.init_from"
 UNKNOWN_RECORD = (
     "a record of no known form: expected text, content, messages, conversations, prompt and "
     "completion, instruction and output, or input_ids and loss_mask"
@@ -217,10 +218,12 @@ def read_piece(piece: TextPiece, intake: Intake) -> Iterator[Document]:
             good += 1
             yield replace(document, held_out=piece.held_out)
     except SpecjaxError as error:  # the content is damaged
+        if is_on_hub(piece.path):  # the network, which may be there again
+            raise
         intake.bad(str(error))
     except OSError as error:
         raise unreadable(piece.path, error) from None
-    if not good and piece.begin == 0 and piece.end is None:
+    if not good and piece.first == 1 and piece.end is None:
         _require_good(piece, intake, before)
 
 
@@ -402,7 +405,10 @@ def _record_documents(
     text = _text_of(record)
     if text is None:
         start = json.dumps(record, ensure_ascii=False, default=str)[:60]
-        return intake.refuse(UNKNOWN_RECORD, f"{name}: {start}")
+        reason = UNKNOWN_RECORD
+        if intake.chats is None and isinstance(record, dict) and set(RECORD_KEYS) & set(record):
+            reason = NEEDS_TOKENIZER
+        return intake.refuse(reason, f"{name}: {start}")
     yield from intake.document(name, text)
 
 
