@@ -26,7 +26,6 @@ SETTINGS = "settings"  # of a part's first line
 INDEX = "index"  # the number of a question
 LINES = "lines"  # what is written of a complete conversation
 COUNTS = "counts"  # of its answers
-FINISHED = "answered_with"  # of the output's lines: the settings' digest
 
 
 class AnswerJournal:
