@@ -12,6 +12,7 @@ import pytest
 from specjax.models import ModelConfig, hidden_states, init_params
 from specjax.models.families.head_config import HeadConfig
 from support import chats
+from support.training import ROOT, logged, overrides, save_checkpoint
 from train.config import DataSection
 from train.data.encoding import Plain
 from train.data.loader import training_rows
@@ -19,10 +20,13 @@ from train.data.packing import ANSWERS, IGNORE, stack, without_answers
 from train.engine.batches import open_corpus
 from train.engine.loop import make_step
 from train.head import losses as head_losses
+from train.head.__main__ import main as train_head
 from train.head.losses import HeadObjective, head_loss, labels_of_step
 from train.lm import losses as lm_losses
+from train.lm.__main__ import main as train_lm
 from train.lm.losses import data_loss, distillation_loss
 from train.sdsat import losses as sdsat_losses
+from train.sdsat.__main__ import main as train_sdsat
 from train.sdsat.insertion import Insertion, isolated_row, mixed_row
 from train.sdsat.losses import SdsatObjective, sdsat_loss, weigh
 
@@ -197,3 +201,43 @@ def test_accumulated_batches_of_unequal_counts_are_one_large_batch(rows, params,
     assert results[0][1] == pytest.approx(float(results[1][1]), rel=1e-5)
     for one, other in zip(*map(jax.tree.leaves, (results[0][0], results[1][0])), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+SHORT = (
+    *("data.seq_len=160", "optim.total_steps=2", "optim.batch_size=2", "optim.accumulate=1"),
+    *("run.eval_every=2", "run.eval_batches=1", "run.checkpoint_every=2", "run.keep=1"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["head", "sdsat", "lm"])
+def test_the_shipped_configs_train_on_answers(program, tmp_path, capsys):
+    """With a tiny target in place of SmolLM2: evaluations decode, and the next command is named."""
+    home = tmp_path / "target"
+    home.mkdir()
+    tokenizer = chats.chat_tokenizer(home / "tokenizer.json")
+    save_checkpoint(home, tokenizer, max_position=512, num_layers=4)
+    settings = {"eos_token": "<|im_end|>", "chat_template": chats.CHATML}
+    (home / "tokenizer_config.json").write_text(json.dumps(settings))
+    lines = map(json.dumps, map(chats.conversation, range(60)))
+    (tmp_path / "answers.jsonl").write_text("\n".join(lines))
+    own = {
+        "head": (train_head, "head", [f"model.init_from={home}", "head.draft_vocab=0"]),
+        "sdsat": (train_sdsat, "sdsat", [f"model.init_from={home}", "model.lora_rank=4"]),
+        "lm": (
+            train_lm,
+            "distill",
+            [f"distill.teacher={home}", f"tokenizer.path={home / 'tokenizer.json'}"],
+        ),
+    }
+    main, section, sizes = own[program]
+    decoding = (f"{section}.decode_prompts=2", f"{section}.decode_tokens=6")
+    places = (f'data.files=["{tmp_path / "answers.jsonl"}"]', f"run.dir={tmp_path / 'run'}")
+    config = {"head": "chat_head", "sdsat": "chat_sdsat", "lm": "chat_draft"}[program]
+    words = overrides(*SHORT, *sizes, *decoding, *places)
+    assert main([str(ROOT / "configs" / f"{config}.toml"), *words]) == 0
+    printed = capsys.readouterr()
+    assert "next: python -m infer.bench" in printed.out
+    assert "conversations among them: 60" in printed.err
+    (evaluated,) = [record for record in logged(tmp_path / "run") if "valid_loss" in record]
+    assert evaluated["valid_decode_tokens_per_pass"] >= 1
