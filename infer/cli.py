@@ -19,6 +19,7 @@ from specjax._util.command_line import (  # noqa: F401
     MAX_ROWS,
     MESH_AXES,
     REPEATABLE,
+    SELF,
     add_mesh,
     add_models,
     checked,
