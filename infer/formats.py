@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specjax._util.files import parse_json
+from specjax.text.conversations import Message, messages_of
 
 COMMONGEN = """Write one sentence that uses all of the words.
 
@@ -31,7 +32,6 @@ TURN = "\n\n{}: "  # what begins a turn, by its writer
 USER = "Human"
 ASSISTANT = "Assistant"
 WRITERS = {"user": USER, "human": USER, "assistant": ASSISTANT, "gpt": ASSISTANT}
-Message = dict[str, str]
 
 
 def json_objects(data: bytes) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
@@ -100,9 +100,9 @@ def read_case(
         return entry["prompt"], constraints
     if isinstance(entry.get("chosen"), str):
         return before_answer(entry["chosen"]), constraints
-    for key, writer, text in (("messages", "role", "content"), ("conversations", "from", "value")):
+    for key in ("messages", "conversations"):
         if key in entry:
-            return _messages(entry[key], key, writer, text), constraints
+            return _asked(entry[key], key), constraints
     words = constraints.get("lexical")
     if words and ("concepts" in entry or "concept_set" in entry):
         return COMMONGEN.format(words=", ".join(words)), constraints
@@ -143,38 +143,11 @@ def before_answer(text: str) -> str:
     return text[: text.rindex(mark)] + mark
 
 
-def _messages(turns: Any, key: str, writer: str, text: str) -> list[Message]:
-    """Turns as chat messages, without a last answer; ``writer`` and ``text`` are their keys."""
-    if not isinstance(turns, list) or not all(_is_turn(turn, writer, text) for turn in turns):
-        raise ValueError(f'"{key}" must be a list of objects with "{writer}" and "{text}"')
-
-    roles = {"human": "user", "gpt": "assistant"}
-    messages = []
-    for turn in turns:
-        role = roles.get(turn[writer], turn[writer])
-        messages.append({"role": role, "content": _content(turn[text])})
+def _asked(turns: Any, key: str) -> list[Message]:
+    """Turns as chat messages, without a last answer."""
+    messages = messages_of(turns, key)
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
         raise ValueError(f'"{key}" has no turn to answer')
     return messages
-
-
-def _is_turn(turn: Any, writer: str, text: str) -> bool:
-    if not isinstance(turn, dict):
-        return False
-    content = turn.get(text)
-    parts = isinstance(content, list) and all(map(_is_text_part, content))
-    return isinstance(turn.get(writer), str) and (isinstance(content, str) or parts)
-
-
-def _is_text_part(part: Any) -> bool:
-    """Whether it is a part of OpenAI's contents with a text: ``{"type": "text", "text": …}``."""
-    return isinstance(part, dict) and isinstance(part.get("text"), str)
-
-
-def _content(content: str | list[Mapping[str, Any]]) -> str:
-    """A turn's text; its parts, if it has several, one after the other."""
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content)

@@ -13,8 +13,8 @@ import jax
 
 from specjax import lm
 from specjax._util.checks import format_value
+from specjax._util.compilation_cache import use_compilation_cache  # noqa: F401
 from specjax._util.errors import ModelError, ModelWarning
-from specjax._util.files import user_cache
 from specjax._util.platform import platform
 from specjax._util.program import say
 from specjax.core.mesh import make_mesh
@@ -23,7 +23,6 @@ from specjax.models.hf.generation import FILE as GENERATION_CONFIG
 from specjax.models.loading import has_others_codes
 
 DEMO_DRAFT = "demo-draft"
-MIN_COMPILE_SECONDS = 0.05  # programs that compile faster are not worth a file
 
 
 def draft_name(args: argparse.Namespace, want_draft: bool) -> str | None:
@@ -151,25 +150,3 @@ def device_memory() -> int:
     """Bytes of the first device's memory; the machine's memory if the device does not report it."""
     stats = jax.devices()[0].memory_stats() or {}
     return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def use_compilation_cache() -> bool:
-    """Keeps compiled programs on disk for later runs; ``SPECJAX_CACHE_DIR=`` turns it off.
-
-    ``SPECJAX_CACHE_DIR`` names the directory, or JAX's own ``JAX_COMPILATION_CACHE_DIR``.
-
-    Returns whether the cache is empty or off, so that this run must compile.
-    """
-    cache = user_cache()
-    usual = str(cache / "specjax" / "xla") if cache else ""
-    of_jax = jax.config.jax_compilation_cache_dir
-    directory = os.environ.get("SPECJAX_CACHE_DIR", of_jax or usual)
-    if not directory:
-        return True
-    jax.config.update("jax_compilation_cache_dir", directory)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_SECONDS)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    try:
-        return not os.listdir(directory)
-    except OSError:
-        return True

@@ -9,6 +9,7 @@ import hashlib
 import math
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax._util.arguments import FLAG, as_integer_array, instance_of, validate_arguments
 from specjax._util.checks import Check, format_value
-from specjax._util.errors import ModelError, OptionError, PairError
+from specjax._util.errors import ModelError, ModelWarning, OptionError, PairError
 from specjax._util.files import expand_user
 from specjax._util.platform import platform
 from specjax.core.net import FREE_TOKENS, Net
@@ -215,6 +216,7 @@ def _load(
     if delta is not None:
         plain = load_delta(model_directory, delta, directory, config, DTYPES[dtype])
         adapters = fuse_adapters(config, plain)
+        _warn_of_template(name, delta, tokenizer)
     place_part = None
     if mesh is not None:
         adapters = place_adapters(config, adapters, mesh, split)
@@ -234,6 +236,18 @@ def _load(
         adapters=adapters,
         generation_defaults=generation,
     )
+
+
+def _warn_of_template(name: str, delta: Delta, tokenizer: Tokenizer | None) -> None:
+    """Warns if adapters were tuned on conversations of another chat template than the model's."""
+    own = tokenizer.template_digest if tokenizer else ""
+    if delta.chat_template and delta.chat_template != own:
+        warnings.warn(
+            f"{name} was tuned with another chat template than the model has now: it drafts worse "
+            "in chats; take its template, or tune it with this one (data.chat_template)",
+            ModelWarning,
+            stacklevel=2,
+        )
 
 
 @validate_arguments(model=MODEL, mesh=MESH, split=FLAG)

@@ -1,6 +1,8 @@
 """The losses of ``train.head`` beside each other, for the figures of docs/pages/train-head.md.
 
-  python -m train.demo.continuations runs/continuations.jsonl --target demo --num 400
+  python -m train.demo.heads runs/heads.jsonl --num 400
+  python -m train.answers runs/heads.jsonl runs/continuations.jsonl --target demo \
+      --chat-template configs/plain.jinja --max-new-tokens 96 --temperature 0=3,1=1
   python docs/tools/measure_head_losses.py runs/continuations.jsonl
 
 It trains short heads for the embedded target: by default, with ``head.drop_outside`` and with

@@ -1,13 +1,14 @@
 """Kills training programs at random moments, and compares their weights with undisturbed runs'.
 
-python docs/tools/measure_kills.py [--kills 20] [--programs train.lm,train.head] [--out FILE]
+python docs/tools/measure_kills.py [--kills 20] [--programs train.lm,train.answers] [--out FILE]
 
 Each program trains a tiny model. It is killed with SIGKILL ``--kills`` times in all: anywhere, in
 an evaluation, while it saves, and while it exports, in turn. After each kill it is resumed. A run
 that ends before its kill does not count, and starts over. At last it may finish. Its weights and
 its metrics, without times, must equal those of a run that was never killed.
 
-``train.tokens`` has its own measurement: ``measure_tokens.py --kills``.
+``train.answers`` is killed at random moments while the demo's target continues texts. Its file must
+have the same bytes. ``train.tokens`` has its own measurement: ``measure_tokens.py --kills``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,8 @@ COMMON = {
     "run.keep_best": '"loss"',
 }
 TUNED = {"model.init_from": "demo-draft"}
+ANSWERS = "train.answers"
+ANSWERS_WRITTEN = 48  # by a run that is not killed
 PROGRAMS = {
     "train.lm": ("configs/tiny.toml", {"tokenizer.path": "specjax/demo/tokenizer.json"}),
     "train.sdsat": (
@@ -77,17 +81,59 @@ def main() -> int:
         return run_until_killed(phase, call, seed, words)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--programs", default=",".join(PROGRAMS))
+    parser.add_argument("--programs", default=",".join([*PROGRAMS, ANSWERS]))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     report = {}
     for name in args.programs.split(","):
         with tempfile.TemporaryDirectory() as home:
-            report[name] = measure(name, Path(home), args.kills)
+            run = measure_answers if name == ANSWERS else measure
+            report[name] = run(name, Path(home), args.kills)
         print(name, json.dumps(report[name]), flush=True)
     if args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
-    return int(not all(row["weights_equal"] and row["metrics_equal"] for row in report.values()))
+    same = [value for row in report.values() for key, value in row.items() if "equal" in key]
+    return int(not all(same))
+
+
+def measure_answers(name: str, home: Path, kills: int) -> dict[str, Any]:
+    """Kills of ``train.answers``, and whether its file equals that of an undisturbed run."""
+    prompts = [{"prompt": f"def f{i}(x, y):\n    "} for i in range(ANSWERS_WRITTEN)]
+    (home / "in.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+
+    def words(out: str) -> list[str]:
+        options = ["--target", "demo", "--chat-template", "configs/plain.jinja"]
+        options += ["--max-new-tokens", "24", "--batch-size", "4", "--temperature", "0=1,1=1"]
+        return [sys.executable, "-m", name, str(home / "in.jsonl"), str(home / out), *options]
+
+    subprocess.run(words("whole"), check=True, cwd=ROOT, capture_output=True)
+    rng = random.Random(0)
+    killed = 0
+    runs = 0
+    while killed < kills:
+        runs += 1
+        process = subprocess.Popen(words("broken"), cwd=ROOT, stderr=subprocess.DEVNULL)
+        _wait_for_answers(home, process, rng.randint(0, 3), rng.random())
+        process.kill()
+        if process.wait() == -signal.SIGKILL:
+            killed += 1
+        else:  # it was done before
+            (home / "broken").unlink(missing_ok=True)
+    subprocess.run(words("broken"), check=True, cwd=ROOT, capture_output=True)
+    same = (home / "whole").read_bytes() == (home / "broken").read_bytes()
+    return {"kills": killed, "runs": runs, "bytes_equal": same}
+
+
+def _wait_for_answers(home: Path, process: subprocess.Popen, more: int, share: float) -> None:
+    """Waits until ``more`` further lines are in the job's part, and for a share of 0.2 seconds."""
+
+    def count() -> int:
+        return sum(path.read_bytes().count(b"\n") for path in home.glob("broken.part-*"))
+
+    wanted = count() + more
+    while process.poll() is None and count() < wanted:
+        time.sleep(0.01)
+    time.sleep(0.2 * share)
 
 
 def measure(name: str, home: Path, kills: int, **changes: str) -> dict[str, Any]:

@@ -71,7 +71,20 @@ def run_benchmark(args: argparse.Namespace) -> int:
     finally:
         if directory:
             _write(directory, report)
+    if args.chat and not args.json and args.target:
+        say("infer.bench", f"next: {_server_command(args)}")
     return BAD_LINES if report["skipped"] else 0
+
+
+def _server_command(args: argparse.Namespace) -> str:
+    """The command that serves the models with the last of the methods that were measured."""
+    words = ["python -m infer.serve", f"--target {args.target}"]
+    if args.draft:
+        words.append(f"--draft {args.draft}")
+    last = (args.methods or "all").rpartition(",")[2]
+    if last != "all":
+        words.append(f"--method {last}")
+    return " ".join(words)
 
 
 def _show(report: dict[str, Any], as_json: bool) -> None:

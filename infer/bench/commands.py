@@ -20,7 +20,6 @@ from infer.bench.metrics.settings import JUDGE_KEY
 from infer.bench.metrics.table import METRICS
 from infer.cli import (
     REPEATABLE,
-    SEED_MAX,
     add_dataset,
     add_models,
     add_new_tokens,
@@ -34,6 +33,7 @@ from infer.cli import (
     whole,
 )
 from infer.config import add_config, parse_with_config
+from specjax._util.checks import SEED_MAX
 from specjax._util.program import Parser, run
 
 DEFAULT = ("speculative", "block", "lookup")

@@ -23,11 +23,11 @@ from infer.loading import chosen_sampling, load_models, use_compilation_cache
 from infer.prompts import Prompt, PromptEncoder, read_prompts, report, stops_of
 from infer.run.demo import PROMPT
 from infer.run.output import PROMPT_DIGEST, SHOWN_DIGITS, Output, prompt_digest, row_object
-from infer.run.parts import locked_output
 from infer.run.screen import Screen, WaitMessage, printable
 from infer.timing import row_seconds
 from specjax._util import processes
 from specjax._util.errors import OptionError, SpecjaxError
+from specjax._util.parts import locked_output
 from specjax._util.program import TERMINATED, require_output, say
 from specjax.lm import model_digest
 from specjax.registry import MethodSpec, compose, method, usual_rule

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from infer.run.parts import file_to_append, part_files, remove_parts
 from specjax._util.checks import quoted
 from specjax._util.errors import OptionError
 from specjax._util.files import append_line, aside, check_file, json_line, locked, parse_json
+from specjax._util.parts import file_to_append, part_files, remove_parts
 from specjax._util.program import Place
 from specjax.metrics import perplexity, rates, speeds
 from specjax.rewards import Combined
@@ -80,7 +80,7 @@ def row_object(
 class Output:
     """The result file: reads which rows are ``done``, and appends others.
 
-    With a ``place`` it appends to this process's part (:mod:`infer.run.parts`).
+    With a ``place`` it appends to this process's part (:mod:`specjax._util.parts`).
 
     Args:
       settings: what all rows of the file must have been written with.

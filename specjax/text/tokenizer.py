@@ -103,11 +103,7 @@ class Tokenizer:
             if os.path.lexists(candidate / "tokenizer.json"):
                 home = candidate
                 break
-        settings_path = home / "tokenizer_config.json"
-        settings = read_json(settings_path)
-        require_all(f"{settings_path}: ", settings, SETTINGS, ModelError)
-        special = {name: _content(settings.get(name)) for name in SPECIAL}
-        template = _template(home, settings)
+        template, special = read_chat_settings(home)
         if os.path.lexists(home / "tokenizer.json"):
             backend = read_backend(home / "tokenizer.json")
         else:
@@ -272,11 +268,21 @@ class Tokenizer:
         """The text of its ``tokenizer.json``."""
         return self._backend.to_str()
 
+    @property
+    def source(self) -> str:
+        """The model that it belongs to."""
+        return self._source
+
     def settings(self) -> dict[str, Any]:
         """Its ``tokenizer_config.json``: special tokens and chat template."""
         special = {name: token for name, token in self._special.items() if token}
         template = {"chat_template": self._chat_template} if self._chat_template else {}
         return {"tokenizer_class": "PreTrainedTokenizerFast"} | special | template
+
+    @property
+    def template_digest(self) -> str:
+        """:func:`template_digest` of its chat template."""
+        return template_digest(self._chat_template)
 
     @property
     def chats(self) -> bool:
@@ -311,6 +317,24 @@ class Tokenizer:
         BOS would change what the model answers.
         """
         return self.encode(self.apply_chat(message, options), add_special_tokens=False)
+
+
+def template_digest(template: str | None) -> str:
+    """SHA-256 of a chat template, as hex digits; empty where there is none."""
+    return hashlib.sha256(template.encode()).hexdigest() if template else ""
+
+
+def read_chat_settings(home: Path) -> tuple[str | None, dict[str, str]]:
+    """(the chat template of a directory, the special tokens that it may name).
+
+    Raises:
+      ModelError: a file of them is damaged.
+    """
+    settings_path = home / "tokenizer_config.json"
+    settings = read_json(settings_path)
+    require_all(f"{settings_path}: ", settings, SETTINGS, ModelError)
+    special = {name: _content(settings.get(name)) for name in SPECIAL}
+    return _template(home, settings), special
 
 
 def _decoder_settings(backend: tokenizers.Tokenizer) -> str:

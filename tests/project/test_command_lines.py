@@ -24,7 +24,7 @@ from support.command_lines import (
     run,
 )
 from train.data.corpus import Document
-from train.demo import continuations, heldout
+from train.demo import heads, heldout
 from train.demo import models as demo_models
 
 each_program = pytest.mark.parametrize("name", PROGRAMS)
@@ -104,7 +104,7 @@ def little_to_do(monkeypatch):
     """A corpus of some functions, and no training."""
     body = "def f(x):\n    y = x\n    y += 1\n    y += 2\n    return y\n"
     documents = [Document(f"stdlib/{number}.py", body) for number in range(20)]
-    for module in (continuations, heldout):
+    for module in (heads, heldout):
         monkeypatch.setattr(module, "load_corpus", lambda names: documents)
     monkeypatch.setattr(demo_models, "call", lambda command: 0)
 

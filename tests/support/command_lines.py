@@ -109,6 +109,16 @@ PROGRAMS = {
         ),
         ("configs/head_demo.toml",),
     ),
+    "train.answers": Program(
+        "train.answers.__main__",
+        (
+            "--target={home}/0",
+            "--max-new-tokens=1",
+            "--own=1",
+            "--chat-template=configs/plain.jinja",
+        ),
+        ("made",),
+    ),
     "train.ablation": Program(
         "train.ablation",
         (*TUNED, "--only=none"),
@@ -118,11 +128,7 @@ PROGRAMS = {
 }
 # They make the embedded models. Their tests replace the corpus, and the programs that train.
 DEMO_PROGRAMS = {
-    "train.demo.continuations": Program(
-        "train.demo.continuations",
-        ("--target={home}/0", "--num=1", "--max-new-tokens=1"),
-        ("made",),
-    ),
+    "train.demo.heads": Program("train.demo.heads", ("--num=1",), ("made",)),
     "train.demo.heldout": Program("train.demo.heldout", (), ("made",)),
     "train.demo.models": Program("train.demo.models", ("--scale=0.001", "--corpora=a"), ("made",)),
 }

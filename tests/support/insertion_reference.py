@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from train.data.in_memory import TokenStream
-from train.data.packing import pack_row
+from train.data.packing import JoinedRows, pack_row
 
 EOS, ID = 0, 90
 
@@ -18,7 +18,9 @@ def some_row(seed, T=96, documents=6, padding=False):
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     stream[offsets[1:] - 1] = EOS
     row = int(offsets[-1]) // T if padding else 0
-    return pack_row(TokenStream(stream, offsets), np.arange(documents), offsets, row, T)
+    joined = JoinedRows.of(lengths, np.arange(documents), T)
+    pieces = joined.pieces(row) if row < len(joined) else []
+    return pack_row(TokenStream(stream, offsets), pieces, T)
 
 
 def slow_windows(insertion, row, number):

@@ -93,8 +93,7 @@ def save_checkpoint(directory: Path, tokenizer: Tokenizer, **other: Any) -> Path
         hidden_size=16,
         num_heads=2,
         intermediate_size=24,
-        max_position=128,
-        **{"num_layers": 1, "eos_ids": (EOS_ID,)} | other,
+        **{"num_layers": 1, "eos_ids": (EOS_ID,), "max_position": 128} | other,
     )
     save_pretrained(directory, cfg, init_params(cfg, jax.random.key(1)), tokenizer.to_str())
     return directory

@@ -50,7 +50,7 @@ def delta(start, tmp_path):
     """(delta of random adapters on ``start``, config of the base, adapters that are not fused)."""
     cfg, params = load_pretrained(start)
     adapters = tuned(params, IDS[:1], matrices=("q", "v", "down"))[KEY]
-    save_delta(str(start), start, cfg_with_ids(cfg), adapters, "float32", tmp_path / "delta")
+    save_delta(str(start), start, cfg_with_ids(cfg), adapters, "float32", "", tmp_path / "delta")
     return tmp_path / "delta", cfg, adapters
 
 

@@ -89,7 +89,7 @@ def test_overrides_are_toml_values():
 def test_shipped_configs_are_valid():
     for path in sorted((ROOT / "configs").glob("*.toml")):
         kinds = {"sdsat": SDSATConfig, "head": HeadRunConfig}
-        kind = path.stem.partition("_")[0]
+        kind = path.stem.removeprefix("chat_").partition("_")[0]
         from_toml(kinds.get(kind, LMConfig), path)
         name = "ablation" if path.stem == "sdsat_ablation" else kind if kind in kinds else "lm"
         assert f"python -m train.{name} configs/{path.name}" in path.read_text()

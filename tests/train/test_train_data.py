@@ -17,8 +17,8 @@ from train.data.corpus import is_held_out, load_corpus, permissive_distributions
 from train.data.in_memory import TokenStream, prepare
 from train.data.loader import make_loader, valid_batches
 from train.data.near_duplicates import NEAR_DUPLICATE
-from train.data.packing import IGNORE, pack_row
-from train.data.reading import Document, Intake
+from train.data.packing import IGNORE, JoinedRows, pack_row
+from train.data.reading import UNKNOWN_RECORD, Document, Intake
 from train.data.tokenizer import EOS_ID, SPECIAL_TOKENS, load_tokenizer, train_tokenizer
 
 SEQ_LEN, BATCH = 16, 2
@@ -99,8 +99,8 @@ def test_of_two_equal_texts_the_held_out_one_stays(tmp_path):
     ("content", "message"),
     [
         ('{"text": "fine"}\n{"text": \n', r"bad\.jsonl line 2 is not JSON"),
-        ('{"text": "fine"}\n\n[1]\n', r"bad\.jsonl line 3: expected an object .*text or content"),
-        ('{"text": 5}\n', r"bad\.jsonl line 1: expected"),
+        ("\n\n[1]\n", r"no record is good; 1 of them: a record of no .*bad\.jsonl#3: \[1\]"),
+        ('{"text": 5}\n', r"no record is good; 1 of them: a record of no .*bad\.jsonl#1"),
     ],
 )
 def test_a_bad_jsonl_line_is_named(tmp_path, content, message):
@@ -133,10 +133,12 @@ def test_parquet(tmp_path):
 
     read = load("a.parquet", {"content": ["a = 1\n" * 60, "b = 2\n" * 60]})
     assert [d.name for d in read] == ["a.parquet#1", "a.parquet#2"]
-    with pytest.raises(InputError, match=r"b\.parquet has no column text or content: .* body"):
+    with pytest.raises(InputError, match=r"b\.parquet has no column text, content, .* body"):
         load("b.parquet", {"body": ["x"]})
-    with pytest.raises(InputError, match=r"c\.parquet row 2: column text holds None"):
-        load("c.parquet", {"text": ["x", None]})
+    with pytest.raises(
+        InputError, match=r"c\.parquet: no record is good; 2 .*c\.parquet#2: .*null"
+    ):
+        load("c.parquet", {"text": pyarrow.array([None, None], pyarrow.string())})
     (tmp_path / "d.parquet").write_bytes(b"no parquet")
     with pytest.raises(InputError, match=r"d\.parquet is not a readable parquet file"):
         load_corpus([], [str(tmp_path / "d.parquet")])
@@ -236,8 +238,11 @@ def test_the_cache_is_used_and_replaced_if_damaged(documents, tokenizer, prepare
 def test_a_row_by_hand():
     # Documents [1 2 0], [3 4 5 6 0], [7 0] in the order 1, 0, 2, cut every four tokens.
     stream = np.array([1, 2, 0, 3, 4, 5, 6, 0, 7, 0], np.uint16)
-    offsets, order, starts = np.array([0, 3, 8, 10]), np.array([1, 0, 2]), np.array([0, 5, 8, 10])
-    rows = [pack_row(TokenStream(stream, offsets), order, starts, row, 4) for row in range(4)]
+    documents = TokenStream(stream, np.array([0, 3, 8, 10]))
+    joined = JoinedRows.of(documents.lengths, np.array([1, 0, 2]), 4)
+    assert len(joined) == 3
+    pieces = [*map(joined.pieces, range(3)), []]
+    rows = [pack_row(documents, pieces_of_row, 4) for pieces_of_row in pieces]
     by_key = {key: [row[key].tolist() for row in rows] for key in rows[0]}
     no = IGNORE
     assert by_key == {
@@ -404,5 +409,9 @@ def test_a_json_file_is_read_as_records(tmp_path, form, start):
     read = load_corpus([], [str(tmp_path / "a.json")])
     assert [d.text for d in read] == [record["text"] for record in records[:count]]
     (tmp_path / "b.json").write_text(json.dumps([records[0], 5]))
-    with pytest.raises(InputError, match=r"b\.json record 2: expected an object .* got '5'"):
-        load_corpus([], [str(tmp_path / "b.json")])
+    intake = Intake()
+    assert len(load_corpus([], [str(tmp_path / "b.json")], intake)) == 1
+    assert intake.skipped[UNKNOWN_RECORD]["examples"] == ["b.json#2: 5"]
+    (tmp_path / "c.json").write_text("[5]")
+    with pytest.raises(InputError, match=r"c\.json: no record is good; 1 of them: .*#1: 5"):
+        load_corpus([], [str(tmp_path / "c.json")])

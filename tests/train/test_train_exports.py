@@ -130,7 +130,7 @@ def delta(start, tmp_path):
 
     def save(dtype):
         home = tmp_path / "delta"
-        save_delta(name_beside(str(base), home), base, cfg, adapters, dtype, home)
+        save_delta(name_beside(str(base), home), base, cfg, adapters, dtype, "", home)
         return home
 
     return save, base, cfg, adapters

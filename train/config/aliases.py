@@ -17,6 +17,8 @@ SAME = {
     "max_seq_length": "data.seq_len",
     "max_seq_len": "data.seq_len",
     "block_size": "data.seq_len",
+    "chat_template_path": "data.chat_template",
+    "chat_template_kwargs": "data.template_args",
     "optim": "optim.optimizer",
     "max_steps": "optim.total_steps",
     "num_train_epochs": "optim.num_epochs",
@@ -47,6 +49,8 @@ DIFFERENT = {
     "lora_target_modules": "model.lora_matrices names them as q, k, v, out, gate, up and down",
     "lora_dropout": "LoRA has no dropout here",
     "packing": "rows are always packed",
+    "assistant_only_loss": "data.train_on is assistant, last or all",
+    "completion_only_loss": "data.train_on is assistant, last or all",
     "report_to": "set run.tensorboard or run.wandb",
     "save_strategy": "set run.checkpoint_every",
     "eval_strategy": "set run.eval_every",
@@ -54,7 +58,7 @@ DIFFERENT = {
     "fsdp_size": "did you mean mesh.fsdp?",
     "train_file": "data.files is a list of files",
     "validation_file": "data.eval is a list of files",
-    "dataset_name": "data.files is a list of files",
+    "dataset_name": "data.files is a list of files, and of data sets as hf:NAME:SPLIT",
 }
 
 

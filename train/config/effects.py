@@ -30,6 +30,10 @@ RULES = (
     NoEffect((*_SIZES, "tokenizer.vocab_size", "tokenizer.eos"), "model.init_from", bool),
     NoEffect(("tokenizer.vocab_size",), "tokenizer.path", bool),
     NoEffect(("distill.alpha", "distill.temperature"), "distill.teacher", _is_empty),
+    NoEffect(("distill.decode_prompts",), "distill.teacher", _is_empty),
+    NoEffect(
+        ("distill.decode_tokens", "distill.decode_length"), "distill.decode_prompts", _is_empty
+    ),
     NoEffect(("distill.temperature",), "distill.alpha", _is_empty),
     NoEffect(("optim.total_steps",), "optim.num_epochs", bool),
     NoEffect(

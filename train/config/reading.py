@@ -150,6 +150,9 @@ def _read_value(kind: Any, value: Any, name: str) -> Any:
     origin = get_origin(kind)
     if origin in (Union, UnionType):
         return _read_flag_or_word(kind, value, name)
+    if origin is dict:
+        _require(isinstance(value, dict), name, value, "a table, such as {enable_thinking = false}")
+        return value
     if origin is tuple:
         return _read_list(get_args(kind)[0], value, name)
     if origin is Annotated:

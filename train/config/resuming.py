@@ -14,6 +14,7 @@ from train.config.reading import to_dict
 MAY_CHANGE = {
     "data": ("shards",),  # where tokens are stored; the corpus digest tells whether they differ
     "model": ("remat", "scan"),
+    "distill": ("decode_prompts", "decode_tokens", "decode_length"),
     "sdsat": ("probe_length", "decode_prompts", "decode_tokens"),
     # Where states are stored; the corpus digest tells whether the rows differ.
     "head": ("decode_prompts", "decode_tokens", "states"),

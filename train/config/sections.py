@@ -7,7 +7,7 @@ pass; :mod:`train.config.reading` reads both.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from specjax._util.checks import (
     FROM_0,
@@ -69,6 +69,11 @@ class DataSection:
     # The least characters of a document. The default leaves out package stubs and license headers.
     min_chars: NotNegativeInt = 200
     seq_len: Width = 512
+    # Of conversations. The template: a Jinja file; empty: the target's own.
+    chat_template: str = ""
+    # Further variables of the template, such as enable_thinking.
+    template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    train_on: Literal["assistant", "last", "all"] = "assistant"  # all answers, the last, all tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +134,10 @@ class Distill:
     teacher: str = ""  # a Hugging Face directory, a hub id, or an embedded model
     alpha: Fraction = 1.0  # weight of KL(teacher ‖ student); the rest is cross-entropy on the data
     temperature: PositiveFloat = 1.0
+    # Held-out prompts that each evaluation continues greedily, with the teacher as the target.
+    decode_prompts: NotNegativeInt = 0
+    decode_tokens: PositiveInt = 64  # new tokens per prompt
+    decode_length: Annotated[int, whole(1, 64)] = 4  # draft tokens of a round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,12 +175,15 @@ class MeshSection:
     memory_gib: NotNegativeFloat = 0.0  # of one device, for --dry-run; 0: as the device reports
 
 
+DATA = DataSection()
+
+
 @dataclasses.dataclass(frozen=True)
 class LMConfig:
     """The config of ``python -m train.lm``."""
 
     model: Model = Model()
-    data: DataSection = DataSection()
+    data: DataSection = DATA
     tokenizer: TokenizerSection = TokenizerSection()
     optim: Optim = BY_WHAT_IS_TRAINED
     distill: Distill = Distill()
@@ -233,7 +245,7 @@ class SDSATConfig:
     """The config of ``python -m train.sdsat``."""
 
     model: Tuned = Tuned()
-    data: DataSection = DataSection()
+    data: DataSection = DATA
     sdsat: Adaptive = Adaptive()
     optim: Optim = BY_WHAT_IS_TRAINED
     mesh: MeshSection = MeshSection()
@@ -285,7 +297,7 @@ class HeadRunConfig:
     """The config of ``python -m train.head``."""
 
     model: HeadTarget = HeadTarget()
-    data: DataSection = DataSection()
+    data: DataSection = DATA
     head: HeadSection = HeadSection()
     optim: Optim = BY_WHAT_IS_TRAINED
     mesh: MeshSection = MeshSection()

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from specjax._util.errors import InputError
+from train.data.hub import is_on_hub
 from train.data.reading import Document, Intake, TextPiece, read_piece, unreadable
 
 HELD_OUT_ONE_IN = 20  # gives a few hundred held-out functions of the standard library
@@ -58,8 +59,8 @@ def load_corpus(
 
     Args:
       names: any of `"stdlib"` and `"installed"`.
-      files: text files, folders of text, JSON lines and Parquet files with a column `text`
-        or `content`; text and lines may be compressed (.gz, .zst).
+      files: text files, folders of text, JSON lines and Parquet files of texts or conversations,
+        which may be compressed (.gz, .zst), and data sets of the hub (`hf:NAME[:SPLIT]`).
       intake: decides what is skipped, and counts it; by default a bad record is an error.
       evaluation: files and folders like `files` that are held out. Then nothing else is.
 
@@ -88,7 +89,11 @@ def _read_sources(
 
 def source_labels(names: Sequence[str], files: Sequence[str]) -> list[str]:
     """The names of the sources, in order; a file's name stands without its folder."""
-    return [*names, *[os.path.basename(os.path.abspath(file)) for file in files]]
+    return [*names, *[_label(file) for file in files]]
+
+
+def _label(file: str) -> str:
+    return file if is_on_hub(file) else os.path.basename(os.path.abspath(file))
 
 
 def _within_memory(documents: Iterable[Document]) -> Iterator[Document]:
@@ -202,13 +207,13 @@ def source_files(
     for corpus in names:
         sources.append([TextPiece(str(path), name) for name, path in _CORPORA[corpus]()])
     for file in files:
-        sources.append(list(_files_below(Path(file), intake)))
+        sources.append(list(_files_below(file, intake)))
     if not evaluation:
         return sources
 
     sources = [_with_split(pieces, held_out=False) for pieces in sources]
     for file in evaluation:
-        pieces = list(_files_below(Path(file), intake))
+        pieces = list(_files_below(file, intake))
         sources.append(_with_split(pieces, held_out=True))
     return sources
 
@@ -217,11 +222,15 @@ def _with_split(pieces: Sequence[TextPiece], held_out: bool) -> list[TextPiece]:
     return [dataclasses.replace(piece, held_out=held_out) for piece in pieces]
 
 
-def _files_below(root: Path, intake: Intake) -> Iterator[TextPiece]:
-    """A file itself, or the files below a folder, sorted by name.
+def _files_below(file: str, intake: Intake) -> Iterator[TextPiece]:
+    """A file or a data set itself, or the files below a folder, sorted by name.
 
     Links to files are read, links to folders are not: they may lead in a circle.
     """
+    if is_on_hub(file):
+        yield TextPiece(file, file)
+        return
+    root = Path(file)
     try:
         if not root.is_dir():
             yield TextPiece(str(root), root.name)

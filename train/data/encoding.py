@@ -81,17 +81,25 @@ class TextEncoder:
     ) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
         """Yields (some of the documents, the token ids of each), batch by batch.
 
+        Conversations are tokenized already: a layout does not apply to them.
+
         Raises:
           InputError: the tokenizer gives up on a text: a pattern of its file may backtrack
             without end.
         """
         for batch in _batches(documents):
-            parts_of = [self._layout.parts(document) for document in batch]
+            parts_of = [self._parts(document) for document in batch]
             texts = [
                 self._text(part) for parts in parts_of for part in parts if isinstance(part, str)
             ]
             encodings = iter(self._encode(texts, batch))
             yield batch, [self._join(parts, encodings) for parts in parts_of]
+
+    def _parts(self, document: Document) -> Sequence[str | int]:
+        """The texts and ids of a document; a conversation has ids alone."""
+        if document.ids is None:
+            return self._layout.parts(document)
+        return document.ids.tolist()
 
     def _encode(self, texts: list[str], batch: Sequence[Document]) -> list[Encoding]:
         """The encodings of the texts of a batch of documents."""

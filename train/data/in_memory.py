@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import itertools
 import os
@@ -19,12 +20,14 @@ from specjax._util.errors import InputError
 from specjax._util.files import aside
 from train.data.corpus import is_evaluated
 from train.data.encoding import Layout, Plain, TextEncoder, id_type
-from train.data.near_duplicates import BANDS, NEAR_DUPLICATE, any_known, band_keys
+from train.data.near_duplicates import BANDS, NEAR_DUPLICATE, any_known, band_keys, compared_tokens
 from train.data.reading import EXAMPLES, Document
 from train.data.tokenized import HeldOutSource, Inventory, Skipped, weighed, without_held_out
 
-_CACHE_FORMAT = 2
+_CACHE_FORMAT = 3
 _COUNT_CHUNK = 1 << 20  # tokens that np.bincount converts to int64 at a time
+_no_mask = functools.partial(np.zeros, 0, bool)
+_no_conversations = functools.partial(np.zeros, (), np.int64)
 
 
 class TokenStream(NamedTuple):
@@ -33,10 +36,12 @@ class TokenStream(NamedTuple):
     Attributes:
       tokens: the ids of all documents, uint16 or uint32.
       offsets: `[documents + 1]` int64.
+      mask: bool, whether each token is trained; empty: all of them are.
     """
 
     tokens: np.ndarray
     offsets: np.ndarray
+    mask: np.ndarray = np.zeros(0, bool)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -45,6 +50,12 @@ class TokenStream(NamedTuple):
     def read(self, document: int, begin: int, end: int) -> np.ndarray:
         first = self.offsets[document]
         return self.tokens[first + begin : first + end]
+
+    def trained(self, document: int, begin: int, end: int) -> np.ndarray:
+        if not len(self.mask):
+            return np.ones(end - begin, bool)
+        first = self.offsets[document]
+        return self.mask[first + begin : first + end]
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,8 @@ class Prepared:
       valid_ends: `[sources]` where each source's held-out documents end.
       source_names: `[sources]` their names.
       source_tokens: `[sources]` tokens to train on.
+      train_mask, valid_mask: bool, whether each token is trained; empty: all are, as of texts.
+      conversations: `[]` int, how many documents are conversations.
       near_duplicates: names of documents that are left out, because a held-out one is much alike.
       skipped: what was left out before, by reason.
     """
@@ -70,13 +83,16 @@ class Prepared:
     source_names: np.ndarray
     source_tokens: np.ndarray
     near_duplicates: np.ndarray
+    train_mask: np.ndarray = field(default_factory=_no_mask)
+    valid_mask: np.ndarray = field(default_factory=_no_mask)
+    conversations: np.ndarray = field(default_factory=_no_conversations)
     skipped: Skipped = field(default_factory=dict, compare=False)
     weights = (1.0,)
     threads = 0  # rows come from memory: threads would only contend for the interpreter lock
 
     @property
     def sources(self) -> tuple[TokenStream]:
-        return (TokenStream(self.train, self.train_offsets),)
+        return (TokenStream(self.train, self.train_offsets, self.train_mask),)
 
     @property
     def held_out(self) -> list[HeldOutSource]:
@@ -89,7 +105,8 @@ class Prepared:
             strict=True,
         ):
             if end > begin:
-                documents = TokenStream(self.valid, self.valid_offsets[begin : end + 1])
+                offsets = self.valid_offsets[begin : end + 1]
+                documents = TokenStream(self.valid, offsets, self.valid_mask)
                 sources.append(HeldOutSource(name, documents, float(tokens)))
             begin = end
         return weighed(sources)
@@ -109,13 +126,20 @@ class Prepared:
             unevaluated=without_held_out(
                 self.source_names.tolist(), self.source_tokens, self.valid_ends
             ),
+            conversations=int(self.conversations),
         )
+
+    @property
+    def apart(self) -> bool:
+        """As :class:`train.data.tokenized.Corpus` says."""
+        return bool(self.conversations)
 
     @property
     def fingerprint(self) -> str:
         """A digest that changes with any token and any document boundary."""
         digest = hashlib.sha256()
-        for array in (self.train, self.train_offsets, self.valid, self.valid_offsets):
+        arrays = [self.train, self.train_offsets, self.valid, self.valid_offsets]
+        for array in (*arrays, self.train_mask, self.valid_mask):
             digest.update(np.ascontiguousarray(array))
         return digest.hexdigest()
 
@@ -193,6 +217,14 @@ class _Encoded(NamedTuple):
         streams = [np.zeros(0, dtype), *self.streams]
         return np.concatenate(streams), np.cumsum([len(ids) for ids in streams], dtype=np.int64)
 
+    def mask(self, conversations: bool) -> np.ndarray:
+        """Whether each token of all documents is trained; empty without ``conversations``."""
+        masks = [np.zeros(0, bool)]
+        if conversations:
+            for document, ids in zip(self.documents, self.streams, strict=True):
+                masks.append(np.ones(len(ids), bool) if document.mask is None else document.mask)
+        return np.concatenate(masks)
+
 
 def _tokenize(
     documents: Sequence[Document], tokenizer: Tokenizer, layout: Layout, skipped: Skipped
@@ -220,6 +252,8 @@ def _tokenize(
     tokens = collections.Counter()
     for document, ids in zip(training.documents, training.streams, strict=True):
         tokens[document.source] += len(ids)
+    kept = [*training.documents, *held_out.documents]
+    conversations = sum(document.ids is not None for document in kept)
     held_out_counts = collections.Counter(document.source for document in held_out.documents)
     return Prepared(
         train,
@@ -230,6 +264,9 @@ def _tokenize(
         source_names=np.array(names),
         source_tokens=np.array([tokens[name] for name in names]),
         near_duplicates=np.array(left_out, dtype=np.str_),
+        train_mask=training.mask(conversations > 0),
+        valid_mask=held_out.mask(conversations > 0),
+        conversations=np.array(conversations),
         skipped=skipped,
     )
 
@@ -237,9 +274,10 @@ def _tokenize(
 def _encode_all(documents: Sequence[Document], encoder: TextEncoder) -> _Encoded:
     streams: list[np.ndarray] = []
     keys = [np.zeros((0, BANDS), np.uint64)]
-    for _, encoded in encoder(documents):
+    for batch, encoded in encoder(documents):
         streams += encoded
-        keys.append(band_keys(encoded))
+        masks = [document.mask for document in batch]
+        keys.append(band_keys(list(map(compared_tokens, encoded, masks))))
     return _Encoded(list(documents), streams, np.concatenate(keys))
 
 
@@ -250,6 +288,8 @@ def _cache_key(documents: Sequence[Document], tokenizer: Tokenizer, layout: Layo
         about = (document.name, document.source, is_evaluated(document))
         digest.update(repr(about).encode())
         digest.update(hashlib.sha256(document.text.encode()).digest())
+        if document.ids is not None:
+            digest.update(document.ids.tobytes() + document.mask.tobytes())
     return digest.hexdigest()[:32]
 
 

@@ -10,7 +10,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from specjax._util.errors import InputError
-from train.data.packing import Batch, Transform, pack_row, stack
+from train.data.packing import (
+    Batch,
+    JoinedRows,
+    PackedRows,
+    Transform,
+    WholeRows,
+    pack_row,
+    stack,
+    without_answers,
+)
 from train.data.tokenized import Corpus, Documents
 
 _ENDLESS = 1 << 48  # rows; grain requires a length
@@ -39,35 +48,45 @@ class _EndlessRows:
     documents: Documents
     seq_len: int
     seed: int
-    # The latest epoch's number, and the order and starts of its documents.
-    epoch: tuple[int, np.ndarray, np.ndarray] | None = None
+    apart: bool  # as of the corpus
+    # The latest epoch's number, its rows, and the order in which they are read.
+    epoch: tuple[int, PackedRows, np.ndarray] | None = None
 
     def __post_init__(self):
-        # Rounded up: the last row of an epoch may be shorter.
-        self.per_epoch = -(-int(self.documents.lengths.sum()) // self.seq_len)
+        # The same in each epoch: it depends on the documents' lengths alone.
+        self.per_epoch = len(self._shuffled(0)[0])
 
     def __len__(self) -> int:
         return _ENDLESS
 
     def __getitem__(self, index: int) -> Batch:
         epoch, row = divmod(index, self.per_epoch)
-        order, starts = self._shuffled(epoch)
-        return pack_row(self.documents, order, starts, row, self.seq_len)
+        packed, order = self._shuffled(epoch)
+        pieces = packed.pieces(int(order[row]))
+        return pack_row(self.documents, pieces, self.seq_len, self.apart)
 
-    def _shuffled(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(order, starts) of the epoch's documents."""
+    def _shuffled(self, epoch: int) -> tuple[PackedRows, np.ndarray]:
+        """(the epoch's rows, the order in which they are read)."""
         # Read the attribute once: another thread may set it to the next epoch.
         latest = self.epoch
         if latest is None or latest[0] != epoch:
             lengths = self.documents.lengths
             # Philox takes the pair as its key: one stream of numbers per (seed, epoch).
             bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64))
-            order = np.random.Generator(bits).permutation(len(lengths))
-            starts = np.zeros(len(lengths) + 1, np.int64)
-            np.cumsum(lengths[order], out=starts[1:])
-            latest = (epoch, order, starts)
+            rng = np.random.Generator(bits)
+            packed = pack(self.documents, rng.permutation(len(lengths)), self.seq_len, self.apart)
+            order = np.arange(len(packed))
+            if self.apart:  # the rows of the longest conversations come first
+                rng.shuffle(order)
+            latest = (epoch, packed, order)
             self.epoch = latest
         return latest[1:]
+
+
+def pack(documents: Documents, order: np.ndarray, seq_len: int, apart: bool) -> PackedRows:
+    """The rows of documents in this order."""
+    kind = WholeRows if apart else JoinedRows
+    return kind.of(documents.lengths, order, seq_len)
 
 
 def make_loader(
@@ -110,6 +129,7 @@ def make_loader(
     rows = training_rows(corpus, seq_len, seed, process_count)
     if transform:
         rows = rows.map_with_index(lambda number, row: transform(row, number))
+    rows = rows.map(without_answers)
 
     if threads is None:
         threads = corpus.threads
@@ -128,7 +148,7 @@ def training_rows(corpus: Corpus, seq_len: int, seed: int, process_count: int = 
     """
     import grain.python as grain
 
-    sources = [_EndlessRows(documents, seq_len, seed) for documents in corpus.sources]
+    sources = [_EndlessRows(documents, seq_len, seed, corpus.apart) for documents in corpus.sources]
     _require_rows(sources, seq_len, process_count)
     datasets = [grain.MapDataset.source(rows) for rows in sources]
     return grain.MapDataset.mix(datasets, [*corpus.weights])
@@ -175,38 +195,40 @@ def valid_batches(
     _require_positive(seq_len=seq_len, batch_size=batch_size)
     if limit == 0:
         return []
-    most = [
-        -(-int(source.documents.lengths.sum()) // (seq_len * batch_size))
-        for source in corpus.held_out
-    ]
+    packed = []
+    for source in corpus.held_out:
+        order = np.arange(len(source.documents.lengths))
+        packed.append(pack(source.documents, order, seq_len, corpus.apart))
+    most = [-(-len(rows) // batch_size) for rows in packed]
     counts = most if limit is None else share([s.weight for s in corpus.held_out], most, limit)
 
     batches = []
-    for source, count in zip(corpus.held_out, counts, strict=True):
-        rows = _spread_rows(source.documents, seq_len, count * batch_size)
+    for source, rows_of_source, count in zip(corpus.held_out, packed, counts, strict=True):
+        numbers = _spread(len(rows_of_source), count * batch_size)
+        rows = []
+        for number in numbers:
+            # Beyond the last row there is padding.
+            pieces = rows_of_source.pieces(number) if number < len(rows_of_source) else []
+            rows.append(pack_row(source.documents, pieces, seq_len, corpus.apart))
         for first in range(0, len(rows), batch_size):
             batch = rows[first : first + batch_size]
             if transform:
                 number = len(batches) * batch_size
                 batch = [transform(row, number + i) for i, row in enumerate(batch)]
+            batch = [without_answers(row) for row in batch]
             batches.append(ValidBatch(stack(batch), source.name, source.weight))
     return batches
 
 
-def _spread_rows(documents: Documents, seq_len: int, count: int) -> list[Batch]:
-    """`count` packed rows, spread evenly over all rows of the documents.
+def _spread(available: int, count: int) -> list[int]:
+    """`count` row numbers, spread evenly over those `available`.
 
-    If there are fewer rows, all of them in order, then rows of padding.
+    If there are fewer rows, all of them in order, then numbers beyond the last one.
     """
-    starts = np.concatenate([[0], np.cumsum(documents.lengths, dtype=np.int64)])
-    order = np.arange(len(starts) - 1)
-    available = -(-int(starts[-1]) // seq_len)
     if count < available:
         # The middles of `count` equal parts.
-        numbers = (np.arange(count) * 2 + 1) * available // (2 * count)
-    else:
-        numbers = np.arange(count)  # those beyond the last one are padding
-    return [pack_row(documents, order, starts, int(number), seq_len) for number in numbers]
+        return [(2 * i + 1) * available // (2 * count) for i in range(count)]
+    return list(range(count))
 
 
 def share(weights: Sequence[float], most: Sequence[int], total: int) -> list[int]:

@@ -30,6 +30,14 @@ _MIX_1 = np.uint64(0xFF51AFD7ED558CCD)
 _MIX_2 = np.uint64(0xC4CEB9FE1A85EC53)
 
 
+def compared_tokens(ids: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    """The tokens of a document that are compared: of a conversation, what is trained.
+
+    Conversations share a template's system prompt, which says nothing about them.
+    """
+    return ids if mask is None else ids[mask]
+
+
 def band_keys(documents: Sequence[np.ndarray]) -> np.ndarray:
     """`[documents, BANDS]` uint64; two documents that share a band's key are near-duplicates.
 

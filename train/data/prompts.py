@@ -5,22 +5,29 @@ from __future__ import annotations
 import numpy as np
 
 from train.data.loader import share
-from train.data.tokenized import Corpus
+from train.data.tokenized import Corpus, Documents
 
 PROMPT_TOKENS = 64
 
 
-def held_out_prompts(corpus: Corpus, count: int) -> tuple[tuple[int, ...], ...]:
-    """The first :data:`PROMPT_TOKENS` tokens of up to ``count`` held-out documents.
+def held_out_prompts(
+    corpus: Corpus, count: int, longest: int | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """The beginnings of up to ``count`` held-out documents.
 
-    Sources share the prompts by their weights. The documents are longer than a prompt and are
-    spread evenly over those of their source.
+    Of a text that is :data:`PROMPT_TOKENS` tokens, of a conversation what comes before its first
+    answer. Sources share the prompts by their weights. The documents are longer than their prompts
+    and are spread evenly over those of their source.
+
+    Args:
+      longest: tokens of a prompt; conversations with longer ones are left out. None: no limit.
     """
     if not count:
         return ()
     eligible = []
     for source in corpus.held_out:
-        long_enough = np.flatnonzero(source.documents.lengths > PROMPT_TOKENS)
+        lengths = source.documents.lengths
+        long_enough = np.flatnonzero(lengths > (0 if corpus.apart else PROMPT_TOKENS))
         if len(long_enough):
             eligible.append((source, long_enough))
     weights = [source.weight for source, _ in eligible]
@@ -29,7 +36,17 @@ def held_out_prompts(corpus: Corpus, count: int) -> tuple[tuple[int, ...], ...]:
     prompts = []
     for (source, numbers), prompts_of_source in zip(eligible, counts, strict=True):
         spread = np.linspace(0, len(numbers) - 1, prompts_of_source).astype(int)
-        for document in numbers[spread]:
-            tokens = source.documents.read(int(document), 0, PROMPT_TOKENS)
-            prompts.append(tuple(tokens.tolist()))
+        for document in numbers[spread].tolist():
+            end = _prompt_end(source.documents, document)
+            if end > 0 and (longest is None or end <= longest):
+                prompts.append(tuple(source.documents.read(document, 0, end).tolist()))
     return tuple(prompts)
+
+
+def _prompt_end(documents: Documents, document: int) -> int:
+    """Where the prompt of a document ends; 0: it is too short for one."""
+    length = int(documents.lengths[document])
+    first = int(documents.trained(document, 0, length).argmax())
+    if first:
+        return first
+    return PROMPT_TOKENS if length > PROMPT_TOKENS else 0

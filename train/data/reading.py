@@ -1,5 +1,7 @@
 """Files as streams of documents: text, JSON lines and Parquet, compressed or not.
 
+A document is a text, or a conversation that is tokenized already (:mod:`train.data.chats`).
+
 Only a file that is a single document is read into memory whole. A large file is split into pieces
 that can be read independently. A document's name is its line or row in the file, so it does not
 depend on the pieces.
@@ -18,8 +20,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from specjax._util.errors import InputError, SpecjaxError, errors_as
 from specjax._util.files import MOST_BYTES, open_file, open_parquet, parse_json, require_arrow
+from train.data.chats import RECORD_KEYS, ChatFormat, ChatRow, has_answer
+from train.data.hub import hub_records, is_on_hub
+from train.data.tokenized import CUT
 
 LONGEST_LINE = 1 << 28  # bytes
 MIN_CHARS = 200  # shorter documents are often package stubs and license headers
@@ -34,6 +41,19 @@ TEXT = "text"
 JSON = "json"
 LINES = "lines"
 PARQUET = "parquet"
+HUB = "hub"
+Numbered = tuple[int, Any]  # the number of a record in its file, from 1, and its value
+
+# What is said of conversations, by reason.
+ANSWERS_CUT_OFF = "answers all beyond data.seq_len"
+NOTHING_TRAINED = "no token to train"
+MOST_REASONS = 40  # a template's reasons may hold what a conversation says
+OTHER_REASONS = "refused for other reasons"
+NEEDS_TOKENIZER = "conversations, which need tokenizer.path or model.init_from"
+UNKNOWN_RECORD = (
+    "a record of no known form: expected text, content, messages, conversations, prompt and "
+    "completion, instruction and output, or input_ids and loss_mask"
+)
 
 
 @dataclass(frozen=True)
@@ -45,12 +65,16 @@ class Document:
       text: its text.
       source: the name of the corpus or file that it belongs to.
       held_out: whether it is evaluated instead of trained on; None: its name decides.
+      ids, mask: of a conversation: its tokens, and which of them are trained. None: the text is
+        still to be tokenized, and all of it is trained.
     """
 
     name: str
     text: str
     source: str = ""
     held_out: bool | None = None
+    ids: np.ndarray | None = field(default=None, compare=False)
+    mask: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -83,12 +107,14 @@ class Intake:
       strict: a bad record or a damaged file is an error; otherwise it is skipped and counted.
       shortest: the least characters of a document.
       longest: the most characters of a document; None: no limit.
+      chats: turns conversations into tokens; None: they are skipped.
       skipped: reason → the count, and a few names as examples.
     """
 
     strict: bool = True
     shortest: int = MIN_CHARS
     longest: int | None = None
+    chats: ChatFormat | None = None
     skipped: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def skip(self, reason: str, name: str) -> None:
@@ -109,7 +135,41 @@ class Intake:
         for reason, other in skipped.items():
             entry = self.skipped.setdefault(reason, {"count": 0, "examples": []})
             entry["count"] += other["count"]
+            if "refused" in other:
+                entry["refused"] = other["refused"]
             entry["examples"] = [*entry["examples"], *other["examples"]][:EXAMPLES]
+
+    def refuse(self, reason: str, name: str) -> None:
+        """Counts a record that cannot be used; a file of such records alone is an error."""
+        if reason not in self.skipped and len(self.skipped) >= MOST_REASONS:
+            reason = OTHER_REASONS
+        self.skip(reason, name)
+        self.skipped[reason]["refused"] = True
+
+    def conversation(self, name: str, record: dict[str, Any]) -> list[Document] | None:
+        """The documents of a record; None if it is no conversation.
+
+        Raises:
+          ValueError: it is a wrong one, or the template refuses it.
+        """
+        if self.chats is None:
+            return None
+        rows = self.chats.rows(record)
+        if rows is None:
+            return None
+        return list(self._of_rows(name, rows, self.chats))
+
+    def _of_rows(self, name: str, rows: list[ChatRow], chats: ChatFormat) -> Iterator[Document]:
+        for row in rows:
+            cut = chats.cut(row)
+            if not has_answer(row):
+                self.skip(NOTHING_TRAINED, name)
+            elif not has_answer(cut):
+                self.skip(ANSWERS_CUT_OFF, name)
+            else:
+                if len(cut.ids) < len(row.ids):
+                    self.skip(CUT, name)
+                yield Document(name, row.text, ids=cut.ids, mask=cut.mask)
 
     def document(self, name: str, content: bytes | str) -> Iterator[Document]:
         """Yields the document with LF line ends; nothing if it is too short, or not text."""
@@ -128,6 +188,8 @@ class Intake:
 
 def kind_of(path: str | Path) -> str:
     """The file's format: one `TEXT`, `LINES` of JSON, any `JSON`, or rows of `PARQUET`."""
+    if is_on_hub(path):
+        return HUB
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     compressed = suffixes[-1:] in ([".gz"], [".zst"])
     if compressed:
@@ -149,13 +211,56 @@ def read_piece(piece: TextPiece, intake: Intake) -> Iterator[Document]:
     Raises:
       InputError: the file cannot be opened or read; or it is damaged and the intake is strict.
     """
+    good = 0
+    before = {reason: entry["count"] for reason, entry in intake.skipped.items()}
     try:
-        for document in _READERS[kind_of(piece.path)](piece, intake):
+        for document in _documents(piece, intake):
+            good += 1
             yield replace(document, held_out=piece.held_out)
     except SpecjaxError as error:  # the content is damaged
+        if is_on_hub(piece.path):  # the network, which may be there again
+            raise
         intake.bad(str(error))
     except OSError as error:
         raise unreadable(piece.path, error) from None
+    if not good and piece.first == 1 and piece.end is None:
+        _require_good(piece, intake, before)
+
+
+def _documents(piece: TextPiece, intake: Intake) -> Iterator[Document]:
+    if kind_of(piece.path) == TEXT:
+        yield from _read_text(piece, intake)
+        return
+    for number, record in records(piece, intake):
+        yield from _record_documents(piece, number, record, intake)
+
+
+def records(piece: TextPiece, intake: Intake) -> Iterator[Numbered]:
+    """The number and the value of each record of a piece, one at a time.
+
+    Raises:
+      InputError: it is a plain text; or it is damaged.
+      OSError: it cannot be read.
+    """
+    kind = kind_of(piece.path)
+    if kind == TEXT:
+        raise InputError(f"{piece.path}: expected records, as in .jsonl, .json or .parquet")
+    yield from _RECORDS[kind](piece, intake)
+
+
+def _require_good(piece: TextPiece, intake: Intake, before: dict[str, int]) -> None:
+    """Raises InputError if no record of a whole file was good, and one was refused.
+
+    Args:
+      before: the counts of the intake before the file.
+    """
+    for reason, entry in intake.skipped.items():
+        if entry.get("refused") and entry["count"] > before.get(reason, 0):
+            count = entry["count"] - before.get(reason, 0)
+            raise InputError(
+                f"{piece.path}: no record is good; {count} of them: {reason} (such as "
+                f"{entry['examples'][-1]})"
+            )
 
 
 def unreadable(path: str | Path, error: OSError) -> InputError:
@@ -169,6 +274,9 @@ def cut(piece: TextPiece, size: int) -> Iterator[TextPiece]:
     Raises:
       InputError: the file cannot be opened, or a Parquet file's footer is damaged.
     """
+    if is_on_hub(piece.path):
+        yield piece  # streamed in one piece, of unknown size
+        return
     path = Path(piece.path)
     try:
         file_size = path.stat().st_size
@@ -241,7 +349,7 @@ def _read_text(piece: TextPiece, intake: Intake) -> Iterator[Document]:
     yield from intake.document(piece.name, content)
 
 
-def _read_json(piece: TextPiece, intake: Intake) -> Iterator[Document]:
+def _read_json(piece: TextPiece, intake: Intake) -> Iterator[Numbered]:
     """Records of a .json file: an array of them, a single one, or one a line."""
     with _opened(piece.path) as file:
         content = file.read(MOST_BYTES).removeprefix(codecs.BOM_UTF8)
@@ -252,12 +360,10 @@ def _read_json(piece: TextPiece, intake: Intake) -> Iterator[Document]:
             if line.strip():
                 yield from _read_record(piece, number, line, intake)
         return
-    records = value if isinstance(value, list) else [value]
-    for number, record in enumerate(records, 1):
-        yield from _record_document(piece, f"record {number}", number, record, intake)
+    yield from enumerate(value if isinstance(value, list) else [value], 1)
 
 
-def _read_lines(piece: TextPiece, intake: Intake) -> Iterator[Document]:
+def _read_lines(piece: TextPiece, intake: Intake) -> Iterator[Numbered]:
     with _opened(piece.path) as file:
         if piece.begin:
             file.seek(piece.begin)
@@ -276,26 +382,34 @@ def _read_lines(piece: TextPiece, intake: Intake) -> Iterator[Document]:
                 return
 
 
-def _read_record(piece: TextPiece, number: int, line: bytes, intake: Intake) -> Iterator[Document]:
+def _read_record(piece: TextPiece, number: int, line: bytes, intake: Intake) -> Iterator[Numbered]:
     try:
         record = parse_json(line)
     except ValueError as error:
         return intake.bad(f"{piece.path} line {number} is {error}")
-    yield from _record_document(piece, f"line {number}", number, record, intake)
+    yield number, record
 
 
-def _record_document(
-    piece: TextPiece, place: str, number: int, record: Any, intake: Intake
+def _record_documents(
+    piece: TextPiece, number: int, record: Any, intake: Intake
 ) -> Iterator[Document]:
-    """The document of a record; ``place`` is where it stands in the file, for messages."""
+    """The documents of a record: a text, or the rows of a conversation."""
+    name = f"{piece.name}#{number}"
+    try:
+        rows = intake.conversation(name, record) if isinstance(record, dict) else None
+    except ValueError as error:
+        return intake.refuse(str(error), name)
+    if rows is not None:
+        yield from rows
+        return
     text = _text_of(record)
     if text is None:
-        start = json.dumps(record, ensure_ascii=False)[:60]
-        return intake.bad(
-            f"{piece.path} {place}: expected an object with a string field "
-            f"{' or '.join(TEXT_FIELDS)}, got {start!r}"
-        )
-    yield from intake.document(f"{piece.name}#{number}", text)
+        start = json.dumps(record, ensure_ascii=False, default=str)[:60]
+        reason = UNKNOWN_RECORD
+        if intake.chats is None and isinstance(record, dict) and set(RECORD_KEYS) & set(record):
+            reason = NEEDS_TOKENIZER
+        return intake.refuse(reason, f"{name}: {start}")
+    yield from intake.document(name, text)
 
 
 def _text_of(record: Any) -> str | None:
@@ -308,44 +422,48 @@ def _text_of(record: Any) -> str | None:
     return None
 
 
-def _read_parquet(piece: TextPiece, intake: Intake) -> Iterator[Document]:
-    with _parquet(piece.path) as (file, column):
+def _read_parquet(piece: TextPiece, intake: Intake) -> Iterator[Numbered]:
+    with _parquet(piece.path) as (file, columns):
         end = piece.end
         if end is None:
             end = file.metadata.num_row_groups
         groups = list(range(piece.begin, end))
-        # One column and few rows at a time: row groups may be large.
-        batches = file.iter_batches(_PARQUET_ROWS, row_groups=groups, columns=[column])
+        # Few columns and rows at a time: row groups may be large.
+        batches = file.iter_batches(_PARQUET_ROWS, row_groups=groups, columns=columns)
         row = piece.first
         while True:
             with errors_as(f"{piece.path} is not a readable parquet file", InputError):
                 batch = next(batches, None)
             if batch is None:
                 return
-            for number, text in enumerate(batch.column(0).to_pylist(), start=row):
-                if isinstance(text, str):
-                    yield from intake.document(f"{piece.name}#{number}", text)
-                else:
-                    intake.bad(
-                        f"{piece.path} row {number}: column {column} holds {text!r}, not a text"
-                    )
+            yield from enumerate(batch.to_pylist(), start=row)
             row += batch.num_rows
 
 
-_READERS = {TEXT: _read_text, JSON: _read_json, LINES: _read_lines, PARQUET: _read_parquet}
+def _read_hub(piece: TextPiece, intake: Intake) -> Iterator[Numbered]:
+    yield from enumerate(hub_records(piece.path), start=1)
+
+
+_RECORDS = {
+    JSON: _read_json,
+    LINES: _read_lines,
+    PARQUET: _read_parquet,
+    HUB: _read_hub,
+}
 
 
 @contextlib.contextmanager
-def _parquet(path: str) -> Iterator[tuple[Any, str]]:
-    """The open file, and the name of the column that holds the texts."""
+def _parquet(path: str) -> Iterator[tuple[Any, list[str]]]:
+    """The open file, and the names of the columns that hold texts or conversations."""
     with open_parquet(path) as file:
-        columns = [name for name in TEXT_FIELDS if name in file.schema_arrow.names]
+        names = file.schema_arrow.names
+        columns = [name for name in (*TEXT_FIELDS, *RECORD_KEYS) if name in names]
         if not columns:
             raise InputError(
-                f"{path} has no column {' or '.join(TEXT_FIELDS)}: its columns are "
-                f"{', '.join(file.schema_arrow.names)}"
+                f"{path} has no column {', '.join((*TEXT_FIELDS, *RECORD_KEYS))}: its columns are "
+                f"{', '.join(names)}"
             )
-        yield file, columns[0]
+        yield file, columns
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+CUT = "cut to data.seq_len"  # what is said of conversations that are kept in part
+
 
 class Documents(Protocol):
     """Tokenized documents with random access.
@@ -18,6 +20,10 @@ class Documents(Protocol):
 
     def read(self, document: int, begin: int, end: int) -> np.ndarray:
         """Tokens `begin` to before `end` of a document."""
+        ...
+
+    def trained(self, document: int, begin: int, end: int) -> np.ndarray:
+        """bool: which of these tokens are trained; of a text that is all of them."""
         ...
 
 
@@ -47,12 +53,14 @@ class Inventory(NamedTuple):
       tokens: their tokens, likewise.
       left_out: reason → the number of documents, and a few names as examples.
       unevaluated: names of sources without a held-out document.
+      conversations: how many of the documents are conversations.
     """
 
     documents: tuple[int, int]
     tokens: tuple[int, int]
     left_out: Skipped
     unevaluated: Sequence[str] = ()
+    conversations: int = 0
 
     def lines(self) -> list[str]:
         """The lines that a program prints about its corpus."""
@@ -65,10 +73,13 @@ class Inventory(NamedTuple):
         elif self.unevaluated:
             names = ", ".join(self.unevaluated)
             lines.append(f"not evaluated, as nothing of it is held out: {names}")
+        if self.conversations:
+            lines.append(f"conversations among them: {self.conversations:,}")
         for reason, entry in self.left_out.items():
             examples = ", ".join(entry["examples"])
             such_as = f" (such as {examples})" if examples else ""
-            lines.append(f"left out, {reason}: {entry['count']:,}{such_as}")
+            what = reason if reason == CUT else f"left out, {reason}"
+            lines.append(f"{what}: {entry['count']:,}{such_as}")
         return lines
 
 
@@ -80,7 +91,8 @@ class Corpus(Protocol):
       weights: the sampling weight of each source, in rows, relative to the others.
       held_out: the documents that are never trained on, by source.
       inventory: what the corpus is made of, and what was left out.
-      fingerprint: a digest that changes with any token and any document boundary.
+      apart: whether documents are never joined or cut to fill a row, as conversations are not.
+      fingerprint: a digest that changes with any token, mask and document boundary.
       threads: the number of threads that prefetch rows.
     """
 
@@ -95,6 +107,9 @@ class Corpus(Protocol):
 
     @property
     def inventory(self) -> Inventory: ...
+
+    @property
+    def apart(self) -> bool: ...
 
     @property
     def fingerprint(self) -> str: ...

@@ -64,6 +64,11 @@ class Plan:
             raise InputError(f"--scale {self.scale}: expected more than 0, at most 1")
 
     @property
+    def heads(self) -> Path:
+        """The heads of functions that the target continues."""
+        return self.home / "heads.jsonl"
+
+    @property
     def written(self) -> Path:
         """The text that the target writes."""
         return self.home / "continuations.jsonl"
@@ -89,6 +94,7 @@ class Plan:
         return [
             self._training("target", "train.lm", "demo_target", 3200, lm | corpora),
             self._training("draft_1", "train.lm", "demo_draft_1", 1000, distilled | corpora),
+            self._heads(),
             self._continuations(),
             self._training("draft_2", "train.lm", "demo_draft_2", 2000, draft_2),
             self._training("sdsat", "train.sdsat", "sdsat_demo", 370, sdsat),
@@ -116,10 +122,16 @@ class Plan:
             command += ["--set", f"{key}={json.dumps(value)}"]
         return Stage(command, run_dir / "export" / "card.json", run_dir / "metrics.jsonl")
 
-    def _continuations(self) -> Stage:
+    def _heads(self) -> Stage:
         count = max(32, round(FUNCTIONS * self.scale))
-        options = ["--target", self.export("target"), "--num", str(count)]
-        return Stage(["train.demo.continuations", str(self.written), *options], self.written)
+        return Stage(["train.demo.heads", str(self.heads), "--num", str(count)], self.heads)
+
+    def _continuations(self) -> Stage:
+        template = str(ROOT / "configs" / "plain.jinja")
+        options = ["--target", self.export("target"), "--chat-template", template]
+        drawn = ["--max-new-tokens", "96", "--temperature", "0=3,1=1"]
+        command = ["train.answers", str(self.heads), str(self.written), *options, *drawn]
+        return Stage(command, self.written)
 
 
 def work(args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from specjax._util import processes
 from specjax._util.checks import INT32_MAX
 from specjax._util.errors import InputError
 from train.config import DataSection, HeadRunConfig, LMConfig, SDSATConfig
+from train.data.chats import ChatFormat
 from train.data.encoding import Layout
 from train.data.in_memory import prepare
 from train.data.loader import Loader, ValidBatch, make_loader, valid_batches
@@ -34,9 +35,13 @@ class Texts(NamedTuple):
     skipped: Skipped
 
 
-def read_documents(data: DataSection) -> Texts:
-    """The corpus of a config without shards; raises InputError as :func:`load_documents`."""
-    intake = Intake(shortest=data.min_chars)
+def read_documents(data: DataSection, chats: ChatFormat | None = None) -> Texts:
+    """The corpus of a config without shards; raises InputError as :func:`load_documents`.
+
+    Args:
+      chats: turns conversations into tokens; None: they are skipped.
+    """
+    intake = Intake(shortest=data.min_chars, chats=chats)
     texts = load_documents(data, intake)
     return Texts(texts, intake.skipped)
 
@@ -47,6 +52,7 @@ def open_corpus(
     layout: Layout,
     cache: Path | None,
     documents: Texts | None = None,
+    chats: ChatFormat | None = None,
 ) -> Corpus:
     """The tokenized corpus of a config. Of several processes, the first makes missing shards.
 
@@ -56,11 +62,12 @@ def open_corpus(
       cache: a directory that keeps the tokens of a corpus without shards. None: nothing is
         written, and shards must be there.
       documents: the corpus's text, if it is in memory already.
+      chats: turns conversations into tokens; None: they are skipped.
 
     Raises:
       InputError: as :func:`load_shards` and :func:`load_documents`.
     """
-    corpus = _read_corpus(data, tokenizer, layout, cache, documents)
+    corpus = _read_corpus(data, tokenizer, layout, cache, documents, chats)
     if processes.is_main_process():
         for line in corpus.inventory.lines():
             print(line, file=sys.stderr, flush=True)
@@ -73,12 +80,13 @@ def _read_corpus(
     layout: Layout,
     cache: Path | None,
     documents: Texts | None,
+    chats: ChatFormat | None,
 ) -> Corpus:
     if data.shards:
         make = cache is not None and processes.is_main_process()
-        return load_shards(data, tokenizer, layout, make=make)
+        return load_shards(data, tokenizer, layout, make, chats)
     if documents is None:
-        documents = read_documents(data)
+        documents = read_documents(data, chats)
     return prepare(documents.texts, tokenizer, cache, layout, documents.skipped)
 
 

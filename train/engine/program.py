@@ -15,7 +15,7 @@ from rich.table import Table
 
 from specjax._util import processes
 from specjax._util.program import FAILED, say
-from train.config import from_toml
+from train.config import DataSection, from_toml
 from train.engine.loop import TrainingError
 
 # In the errors of a device whose collective lacks a process.
@@ -23,6 +23,8 @@ PEER_GONE = re.compile("gloo|connection|heartbeat|coordination|barrier|peer", re
 START_AGAIN = "start all of them again with --resume"
 OTHERS_GONE = f"another process of the run has gone; {START_AGAIN}"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SELF_DRAFTING = "self"  # in place of a target: the export drafts for itself
+NEXT = "next"  # of a summary: the command to run next
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -83,12 +85,33 @@ def _way_out(error: OSError) -> str:
     return "mend that and --resume"
 
 
+def with_next_command(summary: dict[str, Any], data: DataSection, target: str) -> dict[str, Any]:
+    """The summary of a run with ``next``: the command that measures what it has exported.
+
+    Args:
+      target: the model that the export drafts for, or :data:`SELF_DRAFTING`. Empty: none.
+    """
+    if not target or "export" not in summary:
+        return summary
+    export = summary["export"]
+    if target == SELF_DRAFTING:
+        words = f"--target {export} --methods sdsat"
+    else:
+        words = f"--target {target} --draft {export} --methods speculative"
+    files = [file for file in (*data.eval, *data.files) if file.endswith((".jsonl", ".json"))]
+    if files:
+        words += f" --prompts {files[0]} --chat"
+    return summary | {NEXT: f"python -m infer.bench {words}"}
+
+
 def print_summary(summary: dict[str, Any], as_json: bool) -> None:
     """Prints the figures of a run on stdout: as one JSON object, or as a table."""
     if as_json:
         print(json.dumps(summary))
-    else:
-        _print_table(summary)
+        return
+    _print_table({name: value for name, value in summary.items() if name != NEXT})
+    if NEXT in summary:
+        print(f"next: {summary[NEXT]}")  # in one line, to be copied
 
 
 def _print_table(summary: dict[str, Any]) -> None:

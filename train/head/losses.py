@@ -303,7 +303,10 @@ def attend_to_steps(
 
 
 def labels_of_step(batch: dict, k: int) -> Int[Array, "B T"]:
-    """The labels of the tokens that step k predicts; IGNORE if their document has ended."""
+    """The labels of the tokens that step k predicts; IGNORE if they are not trained.
+
+    So the first drafts of an answer count, which start at the last tokens of its prompt.
+    """
     # Place i trains step k only if all k tokens that it reads are of its document.
     same_document = shifted(batch["segments"], k, PADDING_SEGMENT) == batch["segments"]
     real = same_document & (batch["segments"] != PADDING_SEGMENT)

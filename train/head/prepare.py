@@ -14,6 +14,7 @@ from specjax.models import ModelConfig
 from specjax.models.families.head_config import HeadConfig
 from specjax.models.hf.read import complete_config
 from train.config import HeadRunConfig, HeadSection
+from train.data.chats import ChatFormat, chat_format
 from train.data.document_ends import checkpoint_ends
 from train.data.fim import CodeLayout
 from train.data.prompts import PROMPT_TOKENS
@@ -31,6 +32,7 @@ class TargetFiles(NamedTuple):
     config: ModelConfig
     tokenizer: Tokenizer
     layout: CodeLayout  # how a document becomes tokens
+    chats: ChatFormat  # how a conversation does
 
 
 class HeadSetup(NamedTuple):
@@ -61,7 +63,7 @@ def prepare_setup(cfg: HeadRunConfig, cache: Path | None) -> HeadSetup:
     else:
         start = None
         head = make_head(cfg, files.config, None)
-    data = open_corpus(cfg.data, files.tokenizer, files.layout, cache)
+    data = open_corpus(cfg.data, files.tokenizer, files.layout, cache, chats=files.chats)
     counts = data.counts(files.config.vocab_size)[0]
     if start is None and cfg.head.draft_vocab:
         head = make_head(cfg, files.config, most_frequent(counts, cfg.head.draft_vocab))
@@ -81,10 +83,12 @@ def read_target(cfg: HeadRunConfig) -> TargetFiles:
     directory = locate(cfg.model.init_from)
     target = complete_config(directory)
     require_model(target, cfg.model.init_from)
-    tokenizer = load_tokenizer(cfg.model.tokenizer or tokenizer_file(directory))
+    file = Path(cfg.model.tokenizer or tokenizer_file(directory))
+    tokenizer = load_tokenizer(file)
     _check(cfg, target, tokenizer)
     layout = CodeLayout(*checkpoint_ends(cfg.model.init_from, target, tokenizer))
-    return TargetFiles(directory, target, tokenizer, layout)
+    chats = chat_format(cfg.data, tokenizer, file.parent)
+    return TargetFiles(directory, target, tokenizer, layout, chats)
 
 
 def most_frequent(counts: np.ndarray, size: int) -> np.ndarray:

@@ -24,7 +24,7 @@ from specjax.models.hf.files import open_tensors, read_json
 from specjax.models.hf.write import save_tensors
 from train.config import HeadRunConfig, from_toml
 from train.data.loader import training_rows, valid_batches
-from train.data.packing import Batch, stack
+from train.data.packing import Batch, stack, without_answers
 from train.data.tokenized import train_tokens
 from train.engine.losses import row_arguments
 from train.engine.placement import Placement, host_memory, run_placement
@@ -228,7 +228,7 @@ def _make_reader(cfg: HeadRunConfig, setup: HeadSetup) -> ReadBatch:
     def read(kind: str, first: int) -> Batch:
         if kind == HELD_OUT:
             return held_out[first // batch].rows
-        return stack([training[first + i] for i in range(batch)])
+        return stack([without_answers(training[first + i]) for i in range(batch)])
 
     return read
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import specjax as sj
 from specjax._util import processes
 from specjax.models import ModelConfig, load_pretrained, num_params, param_shapes
 from train.config import HeadRunConfig, fixed_settings, to_dict
@@ -25,11 +26,11 @@ from train.engine.directory import (
     small_files,
     without_local_paths,
 )
+from train.engine.drafting import measure_drafts
 from train.engine.loop import Measured, fit
 from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
-from train.engine.program import run_training
-from train.head.evaluation import measure_decoding
+from train.engine.program import run_training, with_next_command
 from train.head.losses import HeadObjective, head_loss
 from train.head.prepare import HeadSetup, prepare_setup
 from train.head.starting import first_params
@@ -113,7 +114,8 @@ def train(
     home = Path(cfg.run.dir) / "export"
     head = dataclasses.replace(head, verifier=without_local_paths(head.verifier, home))
     copied = small_files(setup.directory, cfg.model.tokenizer)
-    return export(cfg.run, head, params, setup.tokenizer, outcome, card, copied)
+    summary = export(cfg.run, head, params, setup.tokenizer, outcome, card, copied)
+    return with_next_command(summary, cfg.data, cfg.model.init_from)
 
 
 def _objective(cfg: HeadRunConfig) -> HeadObjective:
@@ -154,16 +156,15 @@ def _measure(
 ) -> Callable[[dict, dict], Measured] | None:
     """A function of the head's and the target's params that measures decoding."""
     section = cfg.head
-    prompts = held_out_prompts(setup.data, section.decode_prompts)
+    room = setup.target.max_position - section.decode_tokens - section.steps
+    prompts = held_out_prompts(setup.data, section.decode_prompts, room)
     if not prompts:
         return None
 
     def measure(params: dict, target: dict) -> Measured:
-        figures, written = measure_decoding(
-            setup.target,
-            placement.local_copy(target),
-            setup.head,
-            placement.local_copy(params),
+        figures, written = measure_drafts(
+            sj.from_params(setup.target, placement.local_copy(target)),
+            sj.from_params(setup.head, placement.local_copy(params)),
             prompts,
             section.steps,
             section.decode_tokens,

@@ -13,6 +13,7 @@ from specjax._util.errors import InputError
 from specjax.lm import locate
 from specjax.models import ModelConfig, init_params, load_pretrained
 from train.config import LMConfig, Model
+from train.data.chats import ChatFormat, chat_format
 from train.data.document_ends import DocumentEnds, checkpoint_ends, tokenizer_ends
 from train.data.encoding import Layout, Plain
 from train.data.reading import Document
@@ -38,11 +39,28 @@ def prepare_setup(cfg: LMConfig, directory: Path, cache: Path | None) -> LmSetup
       cache: as for :func:`open_corpus`.
     """
     # With shards the text is never in memory.
-    documents = None if cfg.data.shards else read_documents(cfg.data)
+    chats = chats_of(cfg)
+    documents = None if cfg.data.shards else read_documents(cfg.data, chats)
     tokenizer = get_tokenizer(cfg, documents.texts if documents else None, directory)
     model, first_params = build_model(cfg, tokenizer)
-    data = open_corpus(cfg.data, tokenizer, layout(cfg, model, tokenizer), cache, documents)
+    ends = layout(cfg, model, tokenizer)
+    data = open_corpus(cfg.data, tokenizer, ends, cache, documents, chats)
     return LmSetup(tokenizer, model, first_params, data)
+
+
+def chats_of(cfg: LMConfig) -> ChatFormat | None:
+    """How a conversation becomes tokens; None for a tokenizer that is still to be trained."""
+    file = _tokenizer_file(cfg)
+    return None if file is None else chat_format(cfg.data, load_tokenizer(file), file.parent)
+
+
+def _tokenizer_file(cfg: LMConfig) -> Path | None:
+    """The configured tokenizer, else the checkpoint's; None: it is trained for the run."""
+    if cfg.tokenizer.path:
+        return Path(cfg.tokenizer.path)
+    if cfg.model.init_from:
+        return tokenizer_file(locate(cfg.model.init_from))
+    return None
 
 
 def layout(cfg: LMConfig, model: ModelConfig | None, tokenizer: Tokenizer) -> Layout:
@@ -107,10 +125,9 @@ def get_tokenizer(cfg: LMConfig, documents: list[Document] | None, directory: Pa
     Raises:
       InputError: it cannot be read; or there is none, and the corpus is not in memory.
     """
-    if cfg.tokenizer.path:
-        return load_tokenizer(cfg.tokenizer.path)
-    if cfg.model.init_from:
-        return load_tokenizer(tokenizer_file(locate(cfg.model.init_from)))
+    file = _tokenizer_file(cfg)
+    if file is not None:
+        return load_tokenizer(file)
     if documents is None:
         raise InputError(
             "data.shards needs tokenizer.path: to train a tokenizer, run on a part of the corpus "

@@ -14,6 +14,7 @@ import numpy as np
 import specjax as sj
 from specjax import text
 from specjax._util import processes
+from specjax._util.errors import InputError
 from specjax.lm import locate
 from specjax.models import ModelConfig, num_params
 from specjax.models.hf.read import load_config
@@ -23,11 +24,12 @@ from train.data.prompts import held_out_prompts
 from train.data.tokenized import Corpus, held_out_tokens, train_tokens
 from train.engine.batches import process_batches, text_counts, with_total_steps
 from train.engine.directory import export, lock_directory, small_files
+from train.engine.drafting import measure_drafts
 from train.engine.loop import Measured, fit
 from train.engine.operations import causal_operations
 from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
-from train.engine.program import run_training
+from train.engine.program import run_training, with_next_command
 from train.lm.losses import data_loss, training_loss
 from train.lm.prepare import LmSetup, prepare_setup
 
@@ -100,14 +102,25 @@ def train(cfg: LMConfig, setup: LmSetup, placement: Placement, resume: bool) -> 
     params = placement.to_host(outcome.params)
     start = cfg.model.init_from
     copied = small_files(locate(start) if start else None, cfg.tokenizer.path)
-    return summary | export(cfg.run, model, params, setup.tokenizer, outcome, card, copied)
+    summary |= export(cfg.run, model, params, setup.tokenizer, outcome, card, copied)
+    return with_next_command(summary, cfg.data, cfg.distill.teacher)
 
 
 def _measure(
     cfg: LMConfig, setup: LmSetup, placement: Placement
 ) -> Callable[[dict, Any], Measured] | None:
-    """A function of the params that continues a held-out text, as ``run.sample_tokens`` asks."""
-    prompts = held_out_prompts(setup.data, 1)
+    """A function of the draft's and the teacher's params that decodes held-out prompts.
+
+    With ``distill.decode_prompts`` the draft drafts for its teacher. With ``run.sample_tokens``
+    the model continues a text alone.
+    """
+    if cfg.distill.teacher and cfg.distill.decode_prompts:
+        return _measure_drafts(cfg, setup, placement)
+    if cfg.run.keep_best == "accepted":
+        raise InputError(
+            'run.keep_best="accepted" needs evaluations that decode: set distill.decode_prompts'
+        )
+    prompts = held_out_prompts(setup.data, 1, setup.model.max_position - cfg.run.sample_tokens)
     if not cfg.run.sample_tokens or not prompts:
         return None
 
@@ -115,6 +128,31 @@ def _measure(
         model = sj.from_params(setup.model, placement.local_copy(params))
         out = sj.generate(model, prompts, max_new_tokens=cfg.run.sample_tokens)
         return Measured({}, setup.tokenizer.decode(out.tokens[0].tolist()))
+
+    return measure
+
+
+def _measure_drafts(
+    cfg: LMConfig, setup: LmSetup, placement: Placement
+) -> Callable[[dict, Any], Measured] | None:
+    """A function that measures how well the draft drafts for its teacher."""
+    section = cfg.distill
+    teacher = load_config(locate(section.teacher))
+    context = min(setup.model.max_position, teacher.max_position)
+    room = context - section.decode_tokens - section.decode_length
+    prompts = held_out_prompts(setup.data, section.decode_prompts, room)
+    if not prompts:
+        return None
+
+    def measure(params: dict, frozen: dict) -> Measured:
+        figures, written = measure_drafts(
+            sj.from_params(teacher, placement.local_copy(frozen)),
+            sj.from_params(setup.model, placement.local_copy(params)),
+            prompts,
+            section.decode_length,
+            section.decode_tokens,
+        )
+        return Measured(figures, setup.tokenizer.decode(written))
 
     return measure
 

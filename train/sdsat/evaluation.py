@@ -32,7 +32,7 @@ class Decoding:
     """Held-out prompts, and how far they are continued.
 
     Attributes:
-      prompts: token ids; all prompts have the same length.
+      prompts: token ids.
       new_tokens: N, the most new tokens per prompt.
       length: k, adaptive tokens per round.
     """
@@ -40,6 +40,11 @@ class Decoding:
     prompts: tuple[tuple[int, ...], ...]
     new_tokens: int
     length: int
+
+    @property
+    def row_tokens(self) -> int:
+        """T, tokens of a row that holds the longest prompt, its continuation and one window."""
+        return max(map(len, self.prompts)) + self.new_tokens + self.length
 
 
 def measure_decoding(
@@ -50,8 +55,8 @@ def measure_decoding(
     The figures, by name:
 
     ``decode_acceptance`` `[k]`: the share of rounds whose draft tokens 1..i are all accepted;
-    ``decode_tokens_per_round``: 2 + the mean number of accepted draft tokens. A round is two
-    forward passes.
+    ``decode_tokens_per_round``: 2 + the mean number of accepted draft tokens;
+    ``decode_tokens_per_pass``: half of that, because a round is two forward passes.
     """
     target = sj.from_params(cfg, params)
     out = sj.generate(target, decoding.prompts, max_new_tokens=decoding.new_tokens)
@@ -73,6 +78,7 @@ def measure_decoding(
     figures = {
         "decode_acceptance": acceptance.tolist(),
         "decode_tokens_per_round": CERTAIN + float(acceptance.sum()),
+        "decode_tokens_per_pass": 1 + float(acceptance.sum()) / CERTAIN,
     }
     return figures, out.tokens[0].tolist()
 
@@ -98,7 +104,7 @@ def lay_out_windows(
 
     Windows that reach past the end have labels IGNORE there and are never used.
     """
-    longest = len(prompt) + decoding.new_tokens + decoding.length
+    longest = decoding.row_tokens
     used = len(prompt) + len(new)
     tokens = np.zeros(longest, np.int32)
     tokens[:used] = [*prompt, *new]

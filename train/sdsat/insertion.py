@@ -16,7 +16,7 @@ import dataclasses
 import numpy as np
 
 from specjax._util.errors import InputError
-from train.data.packing import IGNORE, Batch
+from train.data.packing import ANSWERS, IGNORE, Batch
 
 # Blocks of the Philox counter. No random stream of a row overlaps another, or the documents' order.
 _TRAIN_STREAM = 1
@@ -71,7 +71,8 @@ def draw_windows(insertion: Insertion, row: Batch, number: int) -> tuple[np.ndar
     """(starts, lengths) int64 `[W]` of the windows of row `number`, by rising start.
 
     A window starts at a token with probability `rate`. Its length is uniform in {1, …, L}, but it
-    ends before the next document boundary, special token or padding. Windows may overlap.
+    ends before the next document boundary, special token or padding. Windows may overlap. In a
+    conversation they stand where an answer is generated.
     """
     # Both draws are made for every token, so they do not depend on the documents in the row.
     rng = _generator(insertion.seed, number, _TRAIN_STREAM)
@@ -204,9 +205,14 @@ def _continues(row: Batch) -> np.ndarray:
 
 
 def _room(row: Batch, special: tuple[int, ...]) -> np.ndarray:
-    """int64 `[T]`: tokens from here to the next special token, document boundary or padding."""
+    """int64 `[T]`: tokens from here to the next special token, document boundary or padding.
+
+    Of a conversation, only the tokens of answers count.
+    """
     tokens = len(row["tokens"])
     closed = (row["segments"] == 0) | np.isin(row["tokens"], special)
+    if ANSWERS in row:
+        closed |= row[ANSWERS] == 0
     places = np.arange(tokens)
     # The next stop after each place: a minimum from the right, shifted by one.
     stops = np.where(closed | ~_continues(row), places, tokens)

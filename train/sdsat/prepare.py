@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from specjax._util.errors import InputError
 from specjax.models import ModelConfig, param_shapes
 from specjax.runtime.infill import find_sentinels
 from train.config import Adaptive, SDSATConfig, Tuned
+from train.data.chats import ChatFormat, chat_format
 from train.data.document_ends import checkpoint_ends
 from train.data.fim import CodeLayout
 from train.data.packing import Transform
@@ -46,6 +48,7 @@ class SdsatSetup(NamedTuple):
     new_rows: int  # rows that embedding and head grow by
     insertion: Insertion
     layout: CodeLayout
+    chats: ChatFormat  # how a conversation becomes tokens
     objective: SdsatObjective
     tuning: Tuning
 
@@ -65,7 +68,8 @@ def prepare_setup(cfg: SDSATConfig) -> SdsatSetup:
     """
     found = find_start(cfg.model)
     start = found.config  # the model as it is before tuning
-    tokenizer = load_tokenizer(cfg.model.tokenizer or tokenizer_file(found.directory))
+    file = Path(cfg.model.tokenizer or tokenizer_file(found.directory))
+    tokenizer = load_tokenizer(file)
     _check(cfg, start, tokenizer)
 
     section = cfg.sdsat
@@ -92,6 +96,7 @@ def prepare_setup(cfg: SDSATConfig) -> SdsatSetup:
         layout=CodeLayout(
             eos_id, bos_id, find_sentinels(tokenizer), section.fim_rate, cfg.run.seed
         ),
+        chats=chat_format(cfg.data, tokenizer, file.parent),
         objective=_objective(cfg),
         tuning=make_tuning(cfg.model, ids, cfg.run.seed, earlier),
     )

@@ -18,6 +18,7 @@ from specjax.lm import name_beside
 from specjax.models import load_pretrained, num_params, param_shapes
 from specjax.models.adapters import KEY
 from specjax.models.hf.delta import save_delta
+from specjax.text.tokenizer import template_digest
 from train.config import SDSATConfig, fixed_settings, to_dict
 from train.data.prompts import held_out_prompts
 from train.data.tokenized import Corpus, held_out_tokens, train_tokens
@@ -39,7 +40,7 @@ from train.engine.losses import cast
 from train.engine.metrics import require_trackers
 from train.engine.optim import make_optimizer
 from train.engine.placement import Placement, host_memory, run_placement
-from train.engine.program import run_training
+from train.engine.program import SELF_DRAFTING, run_training, with_next_command
 from train.sdsat.dryrun import needed_memory
 from train.sdsat.evaluation import Decoding, measure_decoding
 from train.sdsat.losses import probe_loss, sdsat_loss, weigh
@@ -95,7 +96,7 @@ def _check_early(cfg: SDSATConfig, resume: bool) -> Placement:
 def read(cfg: SDSATConfig, cache: Path | None) -> tuple[SdsatSetup, Corpus]:
     """Everything that a run needs but its weights; ``cache`` is as for :func:`open_corpus`."""
     setup = prepare_setup(cfg)
-    data = open_corpus(cfg.data, setup.tokenizer, setup.layout, cache)
+    data = open_corpus(cfg.data, setup.tokenizer, setup.layout, cache, chats=setup.chats)
     check_absent(setup, data)
     return setup, data
 
@@ -143,7 +144,9 @@ def train(
         recipe=to_dict(cfg),
     )
     params = tuning.merge(placement.to_host(outcome.params), frozen)
-    return _export(cfg, setup, params, outcome, about | {"recipe": to_dict(cfg)})
+    card = about | {"recipe": to_dict(cfg)}
+    summary = _export(cfg, setup, params, outcome, card, data.apart)
+    return with_next_command(summary, cfg.data, SELF_DRAFTING)
 
 
 def _export(
@@ -152,8 +155,14 @@ def _export(
     params: dict,
     outcome: RunResult,
     card: dict[str, Any],
+    has_chats: bool,
 ) -> dict[str, Any]:
-    """Exports the model, or for gated updates a delta to the checkpoint."""
+    """Exports the model, or for gated updates a delta to the checkpoint.
+
+    Args:
+      card: entries for the export's card.
+      has_chats: whether the corpus has conversations.
+    """
     if setup.tuning.gated:
         save = functools.partial(
             save_delta,
@@ -162,6 +171,7 @@ def _export(
             setup.model,
             params[KEY],
             cfg.run.export_dtype,
+            template_digest(setup.chats.template) if has_chats else "",
         )
         return export_with(save, cfg.run, outcome, card)
     copied = small_files(setup.start.directory, cfg.model.tokenizer)
@@ -177,7 +187,8 @@ def _measure(
     params (:func:`train.sdsat.memory.evaluation` counts it).
     """
     section = cfg.sdsat
-    prompts = held_out_prompts(data, section.decode_prompts)
+    room = setup.model.max_position - section.decode_tokens - section.held_out_window
+    prompts = held_out_prompts(data, section.decode_prompts, room)
     if not prompts:
         return None
     decoding = Decoding(prompts, section.decode_tokens, section.held_out_window)

@@ -64,6 +64,8 @@ class Delta:
       adaptive_ids: in the order of their indices in a window, as in :class:`ModelConfig`.
       rank: of every update.
       matrices: the matrices that have an update in each layer, as ``module.name``.
+      chat_template: the digest of the chat template that the adapters were tuned with
+        (:func:`specjax.text.tokenizer.template_digest`); empty: they saw no conversation.
     """
 
     base: str
@@ -71,6 +73,7 @@ class Delta:
     adaptive_ids: tuple[int, ...]
     rank: int
     matrices: tuple[str, ...]
+    chat_template: str = ""
 
 
 def read_delta(directory: Path) -> Delta | None:
@@ -85,17 +88,25 @@ def read_delta(directory: Path) -> Delta | None:
     note = read_json(path)
     for name, check in CHECKS.items():
         require(f"{path}: ", name, note.get(name), check, ModelError)
+    require(f"{path}: ", "chat_template", note.get("chat_template", ""), TEXT, ModelError)
     return Delta(
         base=note["base"],
         fingerprint=note["fingerprint"],
         adaptive_ids=tuple(note["adaptive_ids"]),
         rank=note["rank"],
         matrices=tuple(note["matrices"]),
+        chat_template=note.get("chat_template", ""),
     )
 
 
 def save_delta(
-    base: str, base_directory: Path, cfg: ModelConfig, adapters: dict, dtype: str, directory: Path
+    base: str,
+    base_directory: Path,
+    cfg: ModelConfig,
+    adapters: dict,
+    dtype: str,
+    chat_template: str,
+    directory: Path,
 ) -> None:
     """Writes a delta. ``delta.json`` is written last, so a directory with one is complete.
 
@@ -106,6 +117,7 @@ def save_delta(
       adapters: plain ones, not in the inference layout.
       dtype: of the saved adapters: ``float32``, ``bfloat16``, ``float16`` or ``int8``. The new
         embedding rows of int8 adapters are float16.
+      chat_template: as in :class:`Delta`.
     Raises:
       ModelError: the base's weights cannot be read.
       OSError: the delta cannot be written.
@@ -119,7 +131,8 @@ def save_delta(
         for name, pair in pairs.items():
             matrices[f"{module}.{name}"] = pair
     rank = next(iter(matrices.values()))[DOWN].shape[0]
-    note = Delta(base, fingerprint(base_directory), cfg.adaptive_ids, rank, tuple(matrices))
+    print_of_base = fingerprint(base_directory)
+    note = Delta(base, print_of_base, cfg.adaptive_ids, rank, tuple(matrices), chat_template)
     write_text(directory / NOTE, json.dumps(dataclasses.asdict(note), indent=1) + "\n")
 
 

@@ -17,8 +17,10 @@ from tokenizers import Tokenizer
 from specjax._util.errors import InputError
 from specjax._util.files import locked, write_text
 from train.config import DataSection
+from train.data.chats import ChatFormat
 from train.data.corpus import load_corpus, nothing_to_read, source_files, source_labels
 from train.data.encoding import Layout
+from train.data.hub import is_on_hub
 from train.data.progress import ByteProgress
 from train.data.reading import Document, Intake, TextPiece, cut
 from train.data.shards.files import (
@@ -49,9 +51,11 @@ class _Task(NamedTuple):
     pieces: list[TextPiece]
 
 
-def recipe_of(data: DataSection, tokenizer: Tokenizer, layout: Layout) -> Recipe:
+def recipe_of(
+    data: DataSection, tokenizer: Tokenizer, layout: Layout, chats: ChatFormat | None = None
+) -> Recipe:
     """The recipe of a config's shards."""
-    return Recipe(data.shards, tokenizer.to_str(), layout, data.min_chars)
+    return Recipe(data.shards, tokenizer.to_str(), layout, data.min_chars, chats)
 
 
 def source_names(data: DataSection) -> list[str]:
@@ -89,14 +93,18 @@ def load_documents(data: DataSection, intake: Intake) -> list[Document]:
 
 
 def load_shards(
-    data: DataSection, tokenizer: Tokenizer, layout: Layout, make: bool = True
+    data: DataSection,
+    tokenizer: Tokenizer,
+    layout: Layout,
+    make: bool = True,
+    chats: ChatFormat | None = None,
 ) -> Shards:
     """The shards of a config as a corpus; with `make`, missing shards are made first.
 
     Raises:
       InputError: as `make_shards` and `open_shards`.
     """
-    recipe = recipe_of(data, tokenizer, layout)
+    recipe = recipe_of(data, tokenizer, layout, chats)
     if make:
         make_shards(data, recipe)
     return open_shards(
@@ -255,5 +263,6 @@ def _files_digest(files: Sequence[TextPiece]) -> str:
     """A digest of the files' names and sizes."""
     digest = hashlib.sha256()
     for file in files:
-        digest.update(f"\0{file.name}\0{os.path.getsize(file.path)}".encode())
+        size = 0 if is_on_hub(file.path) else os.path.getsize(file.path)
+        digest.update(f"\0{file.name}\0{size}".encode())
     return digest.hexdigest()

@@ -12,7 +12,7 @@ import numpy as np
 
 from specjax._util.errors import InputError
 
-FORMAT = 2
+FORMAT = 3
 PLAN = "plan.json"
 INDEX = "index.npz"
 MANIFEST = "manifest.json"

@@ -36,7 +36,7 @@ def write_index(directory: str | Path, plan: dict[str, Any], owners: Sequence[in
       owners: the number of each shard's source.
     """
     parts = [_finished_part(directory, number) for number in range(len(owners))]
-    names = ("length", "bytes", "held_out", "digest")
+    names = ("length", "bytes", "held_out", "digest", "conversation")
     columns = {name: np.concatenate([part[name] for part in parts]) for name in names}
 
     held_out = columns["held_out"]
@@ -56,7 +56,9 @@ def write_index(directory: str | Path, plan: dict[str, Any], owners: Sequence[in
     documents = {split: int(chosen.sum()) for split, chosen in splits.items()}
     documents["duplicates"] = int((~first).sum())
     documents["near_duplicates"] = int(near.sum())
+    conversations = columns["conversation"] & (splits["train"] | splits["held_out"])
     manifest = plan | {
+        "conversations": int(conversations.sum()),
         "tokens": _sums(columns["length"], splits),
         "bytes": _sums(columns["bytes"], splits),
         "documents": documents,

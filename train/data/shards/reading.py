@@ -89,12 +89,24 @@ class ShardDocuments:
     _latest: threading.local = field(default_factory=threading.local)
 
     def read(self, document: int, begin: int, end: int) -> np.ndarray:
-        number, ids = getattr(self._latest, "document", (None, None))
+        return np.frombuffer(self._read(document), self.dtype, self._length(document))[begin:end]
+
+    def trained(self, document: int, begin: int, end: int) -> np.ndarray:
+        record = self._read(document)
+        ids_end = self._length(document) * self.dtype.itemsize
+        if len(record) == ids_end:  # a text
+            return np.ones(end - begin, bool)
+        return np.frombuffer(record, bool, offset=ids_end)[begin:end]
+
+    def _length(self, document: int) -> int:
+        return int(self.lengths[document])
+
+    def _read(self, document: int) -> bytes:
+        number, record = getattr(self._latest, "document", (None, b""))
         if number != document:
             record = self.readers.read(int(self.shard[document]), int(self.record[document]))
-            ids = np.frombuffer(record, self.dtype)
-            self._latest.document = (document, ids)
-        return ids[begin:end]
+            self._latest.document = (document, record)
+        return record
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +124,11 @@ class Shards:
     def inventory(self) -> Inventory:
         """As `Corpus` says."""
         return inventory_of(self.manifest)
+
+    @property
+    def apart(self) -> bool:
+        """As `Corpus` says."""
+        return bool(self.manifest["conversations"])
 
     @property
     def fingerprint(self) -> str:
@@ -137,6 +154,7 @@ def inventory_of(manifest: dict[str, Any]) -> Inventory:
         tokens=(tokens["train"], tokens["held_out"]),
         left_out=left_out,
         unevaluated=manifest.get("unevaluated", ()),  # older manifests lack it
+        conversations=manifest["conversations"],
     )
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from specjax._util.errors import InputError
 from specjax._util.files import aside
+from train.data.hub import hub_revision, is_on_hub
 from train.data.progress import ByteProgress
 from train.data.reading import TextPiece, unreadable
 from train.data.shards.files import SOURCES, DamagedError, file_digest
@@ -30,7 +31,8 @@ class SourceFile(NamedTuple):
       name: the same on every machine.
       size: in bytes.
       time: when it was last changed, in nanoseconds.
-      sha256: of its bytes; empty for a pipe, which can be read only once.
+      sha256: of its bytes; of a data set of the hub its commit. Empty if it is not known: a pipe
+        can be read only once.
     """
 
     source: int
@@ -47,7 +49,7 @@ def record_sources(home: Path, sources: Sequence[Sequence[TextPiece]]) -> None:
       InputError: a file cannot be read.
     """
     files = list(_numbered(sources))
-    total = sum(_status(piece).st_size for _, piece in files)
+    total = sum(_size(piece) for _, piece in files)
     with (
         ByteProgress("hashing the sources", total, 0) as progress,
         concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,  # hashing frees the lock
@@ -91,7 +93,7 @@ def check_sources(
             absent.append(file.name)
         checked.append(now or file)
     for (number, _), piece in here.items():
-        if added[number] and os.path.exists(piece.path):
+        if added[number] and (is_on_hub(piece.path) or os.path.exists(piece.path)):
             raise _refusal(home, piece, "is new")
     if checked != noted:
         _write(home, checked)
@@ -106,6 +108,8 @@ def check_sources(
 
 def _compare(home: Path, file: SourceFile, piece: TextPiece) -> SourceFile | None:
     """The file as it is now; None if it is not here. Raises InputError if its content differs."""
+    if is_on_hub(piece.path):
+        return _compare_revision(home, file, piece)
     try:
         status = os.stat(piece.path)
     except FileNotFoundError:
@@ -119,6 +123,16 @@ def _compare(home: Path, file: SourceFile, piece: TextPiece) -> SourceFile | Non
     if status.st_size != file.size or _describe(file.source, piece).sha256 != file.sha256:
         raise _refusal(home, piece, "has changed since it was tokenized")
     return file._replace(time=status.st_mtime_ns)
+
+
+def _compare_revision(home: Path, file: SourceFile, piece: TextPiece) -> SourceFile | None:
+    """As :func:`_compare`, of a data set of the hub."""
+    now = hub_revision(piece.path)
+    if not now and file.sha256:
+        return None
+    if now != file.sha256:
+        raise _refusal(home, piece, "has changed since it was tokenized")
+    return file
 
 
 def _refusal(home: Path, piece: TextPiece, what: str) -> InputError:
@@ -135,7 +149,13 @@ def _numbered(sources: Sequence[Sequence[TextPiece]]) -> Iterator[tuple[int, Tex
             yield number, piece
 
 
+def _size(piece: TextPiece) -> int:
+    return 0 if is_on_hub(piece.path) else _status(piece).st_size
+
+
 def _describe(number: int, piece: TextPiece) -> SourceFile:
+    if is_on_hub(piece.path):
+        return SourceFile(number, piece.name, 0, 0, hub_revision(piece.path))
     status = _status(piece)
     digest = ""
     if stat.S_ISREG(status.st_mode):

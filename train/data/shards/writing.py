@@ -15,9 +15,10 @@ import numpy as np
 
 from specjax._util.errors import SpecjaxError
 from specjax._util.files import aside
+from train.data.chats import ChatFormat
 from train.data.corpus import is_evaluated
 from train.data.encoding import Layout, TextEncoder
-from train.data.near_duplicates import BANDS, band_keys
+from train.data.near_duplicates import BANDS, band_keys, compared_tokens
 from train.data.reading import Document, Intake, TextPiece, read_piece
 from train.data.shards.files import FORMAT, cannot_write, file_digest, part_path, shard_path
 
@@ -33,6 +34,7 @@ class Recipe:
     tokenizer: str  # its tokenizer.json
     layout: Layout
     min_chars: int  # of a document
+    chats: ChatFormat | None = None  # turns conversations into tokens
 
     def identity(self) -> dict[str, Any]:
         """What a shard depends on besides its files."""
@@ -41,6 +43,7 @@ class Recipe:
             "tokenizer": hashlib.sha256(self.tokenizer.encode()).hexdigest(),
             "layout": self.layout.fingerprint,
             "min_chars": self.min_chars,
+            "chat template or row length": self.chats.fingerprint if self.chats else None,
         }
 
     @functools.cached_property
@@ -60,7 +63,9 @@ def make_shard(
     Raises:
       InputError: a file cannot be read, or the shard cannot be written.
     """
-    intake = Intake(strict=False, shortest=recipe.min_chars, longest=LONGEST_DOCUMENT)
+    intake = Intake(
+        strict=False, shortest=recipe.min_chars, longest=LONGEST_DOCUMENT, chats=recipe.chats
+    )
     path = shard_path(recipe.directory, number)
     part = part_path(recipe.directory, number)
     try:
@@ -93,8 +98,8 @@ def _write_records(
     writer = ArrayRecordWriter(str(path), _WRITER_OPTIONS)
     try:
         for batch, streams in encoder(documents):
-            for ids in streams:
-                writer.write(ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes())
+            for document, ids in zip(batch, streams, strict=True):
+                writer.write(_record(document, ids))
             table = _describe(batch, streams)
             tables.append(table)
             counts += _count_ids(streams, table["held_out"], encoder.vocab_size)
@@ -104,6 +109,12 @@ def _write_records(
 
     columns = {name: np.concatenate([table[name] for table in tables]) for name in _NO_DOCUMENTS}
     return columns | {"counts": counts}
+
+
+def _record(document: Document, ids: np.ndarray) -> bytes:
+    """The ids, little-endian; behind those of a conversation, its mask: a byte for each."""
+    record = ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes()
+    return record if document.mask is None else record + document.mask.tobytes()
 
 
 def _count_ids(streams: Sequence[np.ndarray], held_out: np.ndarray, size: int) -> np.ndarray:
@@ -119,12 +130,14 @@ def _describe(
 ) -> dict[str, np.ndarray]:
     """What the index is made of, one row per document."""
     texts = [document.text.encode() for document in documents]
+    masks = [document.mask for document in documents]
     return {
         "length": np.array([len(ids) for ids in streams], np.uint32),
         "bytes": np.array([len(text) for text in texts], np.uint32),
         "held_out": np.array([is_evaluated(document) for document in documents]),
         "digest": np.array([_text_digest(text) for text in texts], np.uint64),
-        "keys": band_keys(streams),
+        "conversation": np.array([document.ids is not None for document in documents]),
+        "keys": band_keys(list(map(compared_tokens, streams, masks))),
     }
 
 
@@ -134,6 +147,7 @@ _NO_DOCUMENTS = {
     "bytes": np.zeros(0, np.uint32),
     "held_out": np.zeros(0, bool),
     "digest": np.zeros(0, np.uint64),
+    "conversation": np.zeros(0, bool),
     "keys": np.zeros((0, BANDS), np.uint64),
 }
 

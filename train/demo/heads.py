@@ -1,33 +1,31 @@
-"""Lets a model continue functions; its draft model is then distilled on the result.
+"""Writes heads of functions of the training text, for a target to continue.
 
-python -m train.demo.continuations OUT.jsonl --target DIR [--num N] [--max-new-tokens N]
+python -m train.demo.heads OUT.jsonl [--num N]
+python -m train.answers OUT.jsonl WRITTEN.jsonl --target DIR --chat-template configs/plain.jinja
 
 A draft model drafts along the target's own text, which differs from people's text: it is more
 repetitive. Distilling on it raises the acceptance rate (DistillSpec, Zhou et al. 2024). The
-prompts are heads of functions in the training text, cut in the same way as the held-out ones.
+heads are cut in the same way as the held-out ones.
 """
 
 import argparse
 import json
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import specjax as sj
 from specjax._util.arguments import COUNT
 from specjax._util.checks import SEED_MAX, Check
 from specjax._util.errors import InputError
 from specjax._util.files import aside
 from specjax._util.program import Parser, run
 from specjax.demo.heldout import parse_functions
-from specjax.lm import LM
 from train.cli import new_file
 from train.data.corpus import Document, is_held_out, load_corpus
 
-NAME = "train.demo.continuations"
+NAME = "train.demo.heads"
 _MIN_BODY_LINES = 3
-_BATCH = 32
 
 
 def training_heads(documents: Iterable[Document], seed: int) -> list[str]:
@@ -47,31 +45,14 @@ def training_heads(documents: Iterable[Document], seed: int) -> list[str]:
     return heads
 
 
-def continued(target: LM, heads: list[str], max_new_tokens: int, seed: int) -> Iterator[str]:
-    """Each head with its continuation: three of four batches greedy, the fourth at T = 1."""
-    # The rows of a batch are padded to the longest: similar lengths waste little.
-    heads = sorted(heads, key=len)
-    for number, first in enumerate(range(0, len(heads), _BATCH)):
-        batch = heads[first : first + _BATCH]
-        out = sj.generate(
-            target,
-            batch,
-            max_new_tokens=max_new_tokens,
-            sampling=sj.Sampling(temperature=float(number % 4 == 3)),
-            seed=seed,
-            indices=range(first, first + len(batch)),
-        )
-        yield from (head + text for head, text in zip(batch, out.text, strict=True))
-
-
-def write(path: Path, texts: Iterable[str]) -> int:
-    """Writes a JSONL file atomically; returns the number of lines."""
+def write(path: Path, heads: Iterable[str]) -> int:
+    """Writes a JSONL file of prompts atomically; returns the number of lines."""
     count = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with aside(path) as scratch, scratch.open("w", encoding="utf-8") as file:
-            for text in texts:
-                file.write(json.dumps({"text": text}) + "\n")
+            for head in heads:
+                file.write(json.dumps({"prompt": head}) + "\n")
                 count += 1
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
@@ -80,21 +61,16 @@ def write(path: Path, texts: Iterable[str]) -> int:
 
 def work(args: argparse.Namespace) -> int:
     count = COUNT.parse("--num", args.num)
-    new_tokens = COUNT.parse("--max-new-tokens", args.max_new_tokens)
     seed = Check(int, low=0, high=SEED_MAX).parse("--seed", args.seed)
-    target = sj.load(args.target)
-    heads = training_heads(load_corpus(["stdlib"]), seed)[:count]
-    written = write(args.out, continued(target, heads, new_tokens, seed))
-    print(f"{written} continued functions written to {args.out}")
+    written = write(args.out, training_heads(load_corpus(["stdlib"]), seed)[:count])
+    print(f"{written} heads of functions written to {args.out}")
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(NAME, __doc__)
     parser.add_argument("out", type=new_file)
-    parser.add_argument("--target", required=True, help="a Hugging Face directory, or demo")
-    parser.add_argument("--num", type=int, default=5000, help="documents (default 5000)")
-    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--num", type=int, default=5000, help="functions (default 5000)")
     parser.add_argument("--seed", type=int, default=0)
     return run(NAME, f"{__name__}:work", parser.parse_args(argv))
 

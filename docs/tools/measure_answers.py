@@ -1,0 +1,101 @@
+"""How fast train.answers writes, relative to the products of its passes alone.
+
+python docs/tools/measure_answers.py MODEL [--batch-size 32,48] [--max-new-tokens 96] [--repeats 3]
+
+The bound is a pass of B rows that multiplies a vector of each row with every weight of the model
+and does nothing else: B tokens in its time. The questions are twice as many as batch slots.
+A first job compiles. Each repeat is a job of its own, with other questions' seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from specjax._util.program import Place
+from train.answers.__main__ import parser as answers_parser
+from train.answers.job import AnswerJob, make_job
+from train.answers.openings import OPENINGS
+
+QUESTIONS = 2  # for each batch slot
+TOPICS = ("the sea", "bread", "a library", "music", "the moon", "bees", "a bridge", "sleep")
+
+
+def main() -> None:
+    """One line of figures per batch size."""
+    commands = argparse.ArgumentParser(description=__doc__)
+    commands.add_argument("model")
+    commands.add_argument("--batch-size", default="32,48")
+    commands.add_argument("--max-new-tokens", default="96")
+    commands.add_argument("--repeats", type=int, default=3)
+    args = commands.parse_args()
+    for size in map(int, args.batch_size.split(",")):
+        with tempfile.TemporaryDirectory() as home:
+            speeds = []
+            for repeat in range(args.repeats + 1):
+                job = job_of(args, size, Path(home), repeat)
+                speed = measure(job)
+                if repeat:  # the first one compiles
+                    speeds.append(speed)
+            bound = products(job.target.params, size)
+        ratios = [speed / bound for speed in speeds]
+        spread = statistics.stdev(ratios) if len(ratios) > 1 else 0.0
+        print(
+            f"batch size {size}: {statistics.mean(ratios):.2f} ± {spread:.2f} of the bound "
+            f"({statistics.mean(speeds):.0f} of {bound:.0f} tokens/s)",
+            flush=True,
+        )
+
+
+def job_of(args: argparse.Namespace, size: int, home: Path, repeat: int) -> AnswerJob:
+    """A job of its own questions and output."""
+    questions = home / "questions.jsonl"
+    prompts = []
+    for number in range(QUESTIONS * size):
+        opening = OPENINGS[number % len(OPENINGS)]
+        prompts.append({"prompt": f"{opening} {TOPICS[number % len(TOPICS)]}"})
+    questions.write_text("\n".join(map(json.dumps, prompts)))
+    words = ["--target", args.model, "--batch-size", str(size), "--seed", str(repeat)]
+    words += ["--max-new-tokens", args.max_new_tokens, "--temperature", "1"]
+    parsed = answers_parser().parse_args([str(questions), str(home / str(repeat)), *words])
+    *parsed.files, out = parsed.paths
+    parsed.out = Path(out)
+    return make_job(parsed, Place("", 1, 0))
+
+
+def measure(job: AnswerJob) -> float:
+    """Tokens of answers a second."""
+    start = time.perf_counter()
+    count = job.run()
+    seconds = time.perf_counter() - start
+    sums = job.journal.join(count)
+    assert sums is not None, "one process answers all"
+    return sums["tokens"] / seconds
+
+
+def products(params: dict, rows: int) -> float:
+    """Tokens a second of passes that are their products alone."""
+    weights = [x for x in jax.tree.leaves(params) if x.ndim == 2]
+    inputs = {x.shape[1]: jnp.ones((rows, x.shape[1]), x.dtype) for x in weights}
+
+    @jax.jit
+    def run(inputs, weights):
+        return [jnp.einsum("ni,oi->no", inputs[w.shape[1]], w).sum() for w in weights]
+
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        jax.block_until_ready(run(inputs, weights))
+        times.append(time.perf_counter() - start)
+    return rows / statistics.median(times[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""train.answers: what a model writes for conversations, whatever interrupts it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tokenizers import Tokenizer
+
+import specjax as sj
+from infer.run.commands import main as infer_run
+from specjax.models import ModelConfig, init_params, save_pretrained
+from support import chats
+from support.training import ROOT
+from train.answers import job
+from train.answers.__main__ import main, mixture
+from train.answers.dialogue import repeats_itself
+from train.answers.questions import Mixture, split_turns
+from train.data.corpus import load_corpus
+from train.data.reading import Intake
+
+OFTEN = 310  # an id that the model writes often, and so becomes its end of a turn
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A random model that ends a turn now and then, with a chat template."""
+    home = tmp_path_factory.mktemp("target")
+    tokenizer = chats.chat_tokenizer(home / "tokenizer.json")
+    end = tokenizer.token_to_id("<|im_end|>")
+    cfg = ModelConfig.llama(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=16,
+        num_heads=2,
+        num_layers=2,
+        intermediate_size=24,
+        max_position=512,
+        tie_embeddings=False,
+        eos_ids=(end,),
+    )
+    # Large weights: what it writes depends on more than the last token.
+    params = init_params(cfg, jax.random.key(0))
+    params = jax.tree.map(lambda x: 6 * x if x.ndim == 2 else x, params)
+    swapped = jnp.array([OFTEN, end])
+    params["head"] = params["head"].at[swapped].set(params["head"][swapped[::-1]])
+    save_pretrained(home, cfg, params, tokenizer.to_str())
+    settings = {"eos_token": "<|im_end|>", "chat_template": chats.CHATML}
+    (home / "tokenizer_config.json").write_text(json.dumps(settings))
+    return home
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("questions") / "in.jsonl"
+    records = [chats.conversation(i) for i in range(9)]
+    records[3] = {"prompt": "only a question"}
+    records[4] = {"nothing": 1}
+    path.write_text("\n".join(map(json.dumps, records)))
+    return path
+
+
+def command(target, *words):
+    sizes = ["--max-new-tokens", "12", "--batch-size", "4"]
+    return [*map(str, words), "--target", str(target), *sizes]
+
+
+def answered(target, questions, out, *words):
+    assert main(command(target, questions, out, *words)) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def greedy(target, questions, tmp_path_factory):
+    out = tmp_path_factory.mktemp("greedy") / "out.jsonl"
+    return answered(target, questions, out), out.read_bytes()
+
+
+def test_the_answers_are_those_of_infer_run(target, questions, greedy, tmp_path):
+    lines, _ = greedy
+    model = sj.load(target)
+    prompts = []
+    for line in lines:
+        ids = line["input_ids"]
+        first = line["loss_mask"].index(1)
+        assert ids[:first] == model.tokenizer.encode_chat(line["messages"][:1])
+        prompts.append({"messages": line["messages"][:1]})
+        run = line["loss_mask"][first:]
+        length = run.index(0) if 0 in run else len(run)
+        line["first answer"] = ids[first : first + length]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    out = tmp_path / "run.jsonl"
+    words = ["--prompts", str(tmp_path / "p.jsonl"), "--out", str(out), "--chat"]
+    assert infer_run([*words, "--target", str(target), "--max-new-tokens", "12"]) == 0
+    theirs = {row["index"]: row["token_ids"] for row in map(json.loads, out.open())}
+    for index, line in enumerate(lines):
+        assert line["first answer"] == theirs[index]
+
+
+def test_rows_are_what_the_model_read_and_wrote(target, greedy):
+    lines, _ = greedy
+    model = sj.load(target)
+    finishes = [reason for line in lines for reason in line["finish_reason"]]
+    assert set(finishes) <= {"eos", "length"} and "length" in finishes
+    for line in lines:
+        assert len(line["input_ids"]) == len(line["loss_mask"])
+        # The last answer is what the model writes after the ids before it.
+        mask = line["loss_mask"]
+        begin = max(i for i in range(len(mask)) if mask[i] and not mask[i - 1])
+        made = sj.generate(model, [line["input_ids"][:begin]], max_new_tokens=12)
+        assert made.tokens[0].tolist() == line["input_ids"][begin:]
+        if line["finish_reason"][-1] == "length":
+            assert line["input_ids"][-1] not in model.eos_ids
+        else:
+            assert line["input_ids"][-1] in model.eos_ids
+
+
+def test_training_reads_what_was_written(target, greedy, tmp_path):
+    lines, content = greedy
+    (tmp_path / "out.jsonl").write_bytes(content)
+    tokenizer = sj.load(target).tokenizer
+    chat = chats.chat_format(Tokenizer.from_str(tokenizer.to_json()), chats.CHATML)
+    documents = load_corpus([], [str(tmp_path / "out.jsonl")], Intake(chats=chat))
+    read = {(tuple(d.ids.tolist()), tuple(d.mask.tolist())) for d in documents}
+    wrote = {(tuple(x["input_ids"]), tuple(map(bool, x["loss_mask"]))) for x in lines}
+    assert read == wrote
+
+
+def test_two_processes_write_the_file_of_one(target, questions, greedy, tmp_path, capsys):
+    for index in (1, 0):
+        words = ("--distributed", f"localhost:1,2,{index}")
+        assert main(command(target, questions, tmp_path / "out.jsonl", *words)) == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == greedy[1]
+    out = capsys.readouterr()
+    assert "this process has done its part" in out.err
+    assert "left out, no conversation: 1 (such as in.jsonl#5)" in out.err
+    assert "next: python -m train.head configs/chat_head.toml" in out.out
+
+
+def test_a_drafter_changes_nothing(target, questions, greedy, tmp_path):
+    words = ("--method", "lookup", "--set", "gamma=3")
+    answered(target, questions, tmp_path / "out.jsonl", *words)
+    assert (tmp_path / "out.jsonl").read_bytes() == greedy[1]
+
+
+def test_an_interrupted_job_goes_on(target, questions, tmp_path, monkeypatch):
+    """It ends after each answer, by an exception in place of a kill, and is started again."""
+    words = ("--temperature", "0=1,1=1")
+    whole = tmp_path / "whole.jsonl"
+    answered(target, questions, whole, *words)
+    original = job.AnswerJournal.add
+    calls = [0]
+
+    def interrupted(self, *arguments):
+        original(self, *arguments)
+        calls[0] += 1
+        if calls[0] % 4 == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(job.AnswerJournal, "add", interrupted)
+    broken = tmp_path / "broken.jsonl"
+    runs = 0
+    while main(command(target, questions, broken, *words)):
+        runs += 1
+        part = next(tmp_path.glob("broken.jsonl.part*"))
+        part.write_bytes(part.read_bytes() + b'{"index": 3, "tok')  # a line that was cut off
+    assert runs >= 2
+    assert broken.read_bytes() == whole.read_bytes()
+    assert not list(tmp_path.glob("*.part*"))
+    temperatures = {json.loads(line)["temperature"] for line in whole.open()}
+    assert temperatures == {0.0, 1.0}
+
+
+def test_other_settings_do_not_go_on(target, questions, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(job.AnswerJob, "run", lambda self: 1)
+    out = tmp_path / "out.jsonl"
+    assert main(command(target, questions, out)) == 0
+    assert main(command(target, questions, out, "--seed", "1")) == 2
+    assert "was written with seed=0, now it is 1" in capsys.readouterr().err
+
+
+def test_the_model_writes_the_questions_itself(target, tmp_path, capsys):
+    openings = tmp_path / "openings.txt"
+    openings.write_text("why\n\nhow does\n")
+    out = tmp_path / "own.jsonl"
+    words = ("--own", "12", "--openings", openings, "--seed", "3")
+    assert main(command(target, out, *words)) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert lines and len(lines) <= 12
+    for line in lines:
+        asked, given = line["messages"]
+        assert asked["role"] == "user" and asked["content"].startswith(("why", "how does"))
+        assert given["role"] == "assistant"
+    assert len({line["messages"][0]["content"] for line in lines}) > len(lines) // 2
+
+
+@pytest.mark.slow
+def test_killed_jobs_write_the_same_bytes(target, questions, greedy, tmp_path):
+    out = tmp_path / "out.jsonl"
+    child = [sys.executable, "-m", "train.answers", *command(target, questions, out)]
+    kills = 0
+    for wanted in (1, 2, 4):  # lines of the part, after which it is killed
+        process = subprocess.Popen(child, cwd=ROOT, env=os.environ, stdout=subprocess.DEVNULL)
+        while process.poll() is None:
+            parts = list(tmp_path.glob("out.jsonl.part*"))
+            if parts and parts[0].read_bytes().count(b"\n") > wanted:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                kills += 1
+    assert kills
+    if not out.exists():
+        assert subprocess.run(child, cwd=ROOT, env=os.environ).returncode == 0
+    assert out.read_bytes() == greedy[1]
+
+
+def test_repeats():
+    assert repeats_itself([7] * 40)
+    assert repeats_itself([1, 2, 3, *[4, 5, 6] * 12])
+    assert not repeats_itself(list(range(40)))
+    assert not repeats_itself([1, 2] * 4)
+
+
+def test_mixtures():
+    assert mixture("0.7") == {0.7: 1.0}
+    shares = Mixture(mixture("0=3,1=1"), seed=0)
+    drawn = [shares.temperature(i) for i in range(2000)]
+    assert abs(drawn.count(0.0) / 2000 - 0.75) < 0.04
+
+
+def test_given_answers_are_dropped_and_tool_calls_stay():
+    turns = split_turns(chats.conversation(2)["messages"])
+    assert [len(turn) for turn in turns] == [1, 1, 1]
+    (turn,) = split_turns(chats_with_tools())
+    assert [message["role"] for message in turn] == ["user", "assistant", "tool"]
+
+
+def chats_with_tools():
+    call = {"function": {"name": "warm", "arguments": {}}}
+    return [
+        {"role": "user", "content": "how warm is it?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "21"},
+        {"role": "assistant", "content": "21 degrees"},
+    ]

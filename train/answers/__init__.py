@@ -1,0 +1,1 @@
+"""Let a target answer conversations, as training data for what drafts for it."""
