@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax._util.errors import ModelError
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,18 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()  # longrope: a factor of each frequency
+    long_factor: tuple[float, ...] = ()
+    max_position: int = 0  # longrope: the tokens that the model reads
+    reversed: bool = False  # rotates the other way round
+
+
+class QueryScale(NamedTuple):
+    """Queries at position p are scaled by ``1 + beta · ln(1 + floor((p + offset) / length))``."""
+
+    beta: float
+    length: int
+    offset: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,20 +85,33 @@ class ModelConfig:
     pad_id: int | None = None
     adaptive_ids: tuple[int, ...] = ()
     qkv_bias: bool = False  # of q, k and v alone
-    qk_norm: bool = False
+    qk_norm: str | None = None  # of each head (head), with weights of its own (heads), or of all
+    qk_norm_kind: str | None = None  # None: as ``norm``
+    qk_norm_after_rope: bool = False
     sliding_layers: tuple[bool, ...] | None = None  # which layers have the window; None: all
-    norm: str = "rms"  # rms, rms+1 (scale = 1 + weight) or layer
-    activation: str = "silu"  # silu, gelu, gelu_tanh or relu
+    norm: str = "rms"  # one of specjax.models.layers.NORMS
+    activation: str = "silu"  # one of specjax.models.layers.ACTIVATIONS
     gated_mlp: bool = True
     rotary_dim: int | None = None  # entries of each head that are rotated; None: all
+    rope_interleaved: bool = False  # adjacent entries are pairs; otherwise the two halves
+    rope_layers: tuple[bool, ...] | None = None  # which layers are rotated; None: all
     local_rope: RopeConfig | None = None  # of sliding layers, if it differs
     alibi: bool = False
     parallel_residual: bool = False  # attention and MLP read the same input
-    norm_before: bool = True  # False: the norms come after attention and MLP
+    shared_norm: bool = False  # … and the same norm of it
+    norm_before: bool = True  # norms of the inputs of attention and MLP
+    norm_after: bool = False  # norms of their outputs; without either the sums are normed
     final_norm: bool = True
+    embed_norm: bool = False
+    embed_scale: float | None = None
+    residual_scale: float = 1.0  # on what attention and MLP add
+    logit_scale: float = 1.0
+    head_bias: bool = False
     embed_size: int | None = None  # of the token embedding, if it is projected to hidden_size
     attention_scale: float | None = None  # on q·k; None: head_dim ** -0.5
     attention_softcap: float | None = None
+    attention_clip: float | None = None  # limits q, k and v to ± this
+    query_scale: QueryScale | None = None  # of layers without a rope; of all, if each has one
     logit_softcap: float | None = None
     # Devices that the model is split over. Heads and MLP columns then count one device's share.
     shards: int = 1
@@ -148,6 +173,29 @@ class ModelConfig:
         if not self.sliding_layers:
             return (self.sliding_window,) * self.num_layers
         return tuple(self.sliding_window if slides else None for slides in self.sliding_layers)
+
+    @property
+    def rotations(self) -> tuple[bool, ...]:
+        """Whether each layer has rotary positions."""
+        return self.rope_layers or (self.rope is not None,) * self.num_layers
+
+    def first_layers(self, count: int) -> ModelConfig:
+        """The config of a model of the first ``count`` layers."""
+
+        def cut(kinds: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
+            return kinds and kinds[:count]
+
+        return dataclasses.replace(
+            self,
+            num_layers=count,
+            sliding_layers=cut(self.sliding_layers),
+            rope_layers=cut(self.rope_layers),
+        )
+
+    def layer(self, index: int) -> ModelConfig:
+        """The config of a model of this layer alone."""
+        del index
+        return dataclasses.replace(self, num_layers=1, sliding_layers=None, rope_layers=None)
 
 
 def period(kinds: Sequence[Any]) -> int:

@@ -57,13 +57,21 @@ def init_params(cfg: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) ->
 def _for_all_layers(cfg: ModelConfig, fused: bool, *extract: Callable) -> dict:
     """``extract`` of each parameter, by default its ``ShapeDtypeStruct``, as a nested dict.
 
-    All layers have parameters of the same shapes, so only one layer is made. The time to make
-    them grows with the square of their number.
+    Of layers with the same parameters only one is made. The time to make them grows with the square
+    of their number.
     """
-    single = dataclasses.replace(cfg, num_layers=1, sliding_layers=None)
-    tree = nnx.to_pure_dict(_abstract_module(single, fused)[1], *extract)
-    layer = tree["layers"]["0"]
-    return tree | {"layers": {str(i): layer for i in range(cfg.num_layers)}}
+    layers = {}
+    tree = {}
+    for i in range(cfg.num_layers):
+        tree = _single_layer(cfg.layer(i), fused, extract)
+        layers[str(i)] = tree["layers"]["0"]
+    return tree | {"layers": layers}
+
+
+@functools.cache
+def _single_layer(cfg: ModelConfig, fused: bool, extract: tuple[Callable, ...]) -> dict:
+    """``extract`` of each parameter of a model of one layer."""
+    return nnx.to_pure_dict(_abstract_module(cfg, fused)[1], *extract)
 
 
 def param_shapes(cfg: ModelConfig) -> dict:
@@ -73,7 +81,11 @@ def param_shapes(cfg: ModelConfig) -> dict:
 
 def param_axes(cfg: ModelConfig, fused: bool = False) -> dict:
     """The names of each parameter's axes: a nested dict of tuples."""
-    return _for_all_layers(cfg, fused, lambda param: param.get_metadata("axes"))
+    return _for_all_layers(cfg, fused, _axes_of)
+
+
+def _axes_of(param: nnx.Param) -> tuple[str, ...]:
+    return param.get_metadata("axes")
 
 
 def part_axes(cfg: ModelConfig, params: dict) -> dict:
@@ -82,7 +94,7 @@ def part_axes(cfg: ModelConfig, params: dict) -> dict:
     ``params`` may be only a part of the tree, such as one layer.
     """
     axes = param_axes(cfg, fused=True)
-    layers = dict.fromkeys(params.get("layers", ()), axes["layers"]["0"])
+    layers = {i: axes["layers"][i] for i in params.get("layers", ())}
     whole = axes | {"layers": layers}
     return {name: whole[name] for name in params}
 
@@ -119,6 +131,8 @@ def logits_of(
     Those ids are only inputs. No distribution that comes from these logits can emit them.
     """
     logits = sharding.gather_logits(linear(hidden, head_matrix(cfg, params)), cfg.vocab_size)
+    if cfg.head_bias:
+        logits = logits + params["head_bias"]
     cap = cfg.logit_softcap
     if cap is not None:
         logits = cap * jnp.tanh(logits / cap)

@@ -33,6 +33,7 @@ RULES = {  # the mesh axis that a weight's axis is split along; None: each devic
     "embedding": None,  # of a row of the tables: the hidden size, or less
     "head": None,  # the entries of one head
     "positions": None,
+    "logits": None,  # what is added to the logits of the whole vocabulary
 }
 
 

@@ -112,8 +112,7 @@ def compile_deep(
 
 def shallow(model: ModelConfig, layers: int) -> ModelConfig:
     """The model with its first ``layers`` blocks only."""
-    slides = model.sliding_layers and model.sliding_layers[:layers]
-    return dataclasses.replace(model, num_layers=layers, sliding_layers=slides)
+    return model.first_layers(layers)
 
 
 def estimate(

@@ -45,17 +45,18 @@ def forms(cfg: ModelConfig, scheme: Scheme) -> dict:
     shapes = param_shapes(cfg)
 
     def quantized(tree: dict) -> dict:
-        layer = fuse_layer(tree["layers"]["0"])
-        fused = tree | {"layers": {"0": layer}}
-        return quantize_params(cfg, fused, scheme, jnp.dtype(jnp.float32))
+        layers = {i: fuse_layer(layer) for i, layer in tree["layers"].items()}
+        return quantize_params(cfg, tree | {"layers": layers}, scheme, jnp.dtype(jnp.float32))
 
     def form(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Form:
         return Form(_name(path), shape.shape, shape.dtype)
 
-    # All layers have the same shapes, so one is evaluated and repeated.
-    single = jax.eval_shape(quantized, shapes | {"layers": {"0": shapes["layers"]["0"]}})
-    layers = dict.fromkeys(shapes["layers"], single["layers"]["0"])
-    return tree_map_with_path(form, single | {"layers": layers})
+    # Of layers with the same shapes one is evaluated and repeated.
+    first = {cfg.layer(int(i)): i for i in reversed(shapes["layers"])}
+    distinct = {i: shapes["layers"][i] for i in first.values()}
+    evaluated = jax.eval_shape(quantized, shapes | {"layers": distinct})
+    layers = {i: evaluated["layers"][first[cfg.layer(int(i))]] for i in shapes["layers"]}
+    return tree_map_with_path(form, evaluated | {"layers": layers})
 
 
 def to_stored(params: dict) -> dict[str, np.ndarray]:
