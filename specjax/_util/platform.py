@@ -56,6 +56,9 @@ class Platform:
       attention_block: tokens of the largest block of attention to long sequences.
       splash_attention: whether JAX's splash attention kernels run.
       decode_kernel: whether narrow passes attend by our Pallas kernel.
+      gathers_experts: whether few tokens gather the weights of their experts. Where a gather is not
+        part of the product that reads it, it costs two more passes over those weights.
+      ragged_products: whether grouped products (``ragged_dot``) read each group's weights alone.
     """
 
     dtype: str = "bfloat16"
@@ -74,6 +77,8 @@ class Platform:
     attention_block: int = 512
     splash_attention: bool = False
     decode_kernel: bool = False
+    gathers_experts: bool = True
+    ragged_products: bool = True
 
 
 CPU = Platform(
@@ -84,6 +89,8 @@ CPU = Platform(
     writes_neighbor=True,
     weights_first=True,
     dense_groups=True,
+    gathers_experts=False,
+    ragged_products=False,
     halves_search=True,
 )
 # Finding the largest logits costs a TPU more than the search.

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from specjax.models import sharding
 from specjax.models.attention.flash import RESULT
 from specjax.models.config import ModelConfig, QueryScale, period
+from specjax.models.experts import Mixture
 from specjax.models.layers import (
     ACTIVATIONS,
     NORMS,
@@ -139,13 +140,16 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """``down(act(gate x) · up x)``, or ``down(act(up x))`` without a gate."""
+    """``down(act(gate x) · up x)``, or ``down(act(up x))`` without a gate.
 
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
+    ``columns`` are the config's by default.
+    """
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool, columns: int | None = None):
         self.cfg = cfg
         self.fused = fused
         d = cfg.hidden_size
-        f = cfg.intermediate_size
+        f = columns or cfg.intermediate_size
         bias = cfg.mlp_bias
         if not cfg.gated_mlp:
             self.up = Linear((f, d), ("columns", "hidden"), bias, cfg.shards, rngs)
@@ -169,6 +173,13 @@ class MLP(nnx.Module):
         return self.down(act(gate) * up)
 
 
+def _make_mlp(cfg: ModelConfig, rngs: nnx.Rngs, fused: bool) -> MLP | Mixture:
+    """A layer's MLP, or its experts; a shared expert is never fused."""
+    if cfg.experts is None:
+        return MLP(cfg, rngs, fused)
+    return Mixture(cfg, rngs, _residual_std(cfg), lambda size: MLP(cfg, rngs, False, size))
+
+
 class Block(nnx.Module):
     """Attention and MLP, each added to the residual stream.
 
@@ -187,7 +198,7 @@ class Block(nnx.Module):
         self.attention = Attention(cfg, rngs, fused)
         self.attention_out_norm = norm(cfg.norm_after)
         self.mlp_norm = norm(before and not cfg.shared_norm)
-        self.mlp = MLP(cfg, rngs, fused)
+        self.mlp = _make_mlp(cfg, rngs, fused)
         self.mlp_out_norm = norm(cfg.norm_after)
 
     def __call__(self, x, table: Table, attend):
@@ -333,7 +344,8 @@ class Decoder(nnx.Module):
         whatever the depth. That costs a stacked copy of the params.
         """
         kinds = [
-            (window, id(table)) for window, table in zip(self.cfg.windows, tables, strict=True)
+            (window, id(table), self.cfg.layer(i))
+            for i, (window, table) in enumerate(zip(self.cfg.windows, tables, strict=True))
         ]
         repeat = period(kinds)
         count = self.cfg.num_layers // repeat * repeat

@@ -53,6 +53,57 @@ class QueryScale(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """The experts of a mixture, and how a token's router chooses among them.
+
+    Attributes:
+      count: experts of a layer.
+      active: how many of them a token chooses.
+      size: columns of an expert.
+      scores: what the router's logits become: ``softmax`` over all experts, or ``sigmoid``.
+      normalized: the chosen experts' scores are divided by their sum.
+      scale: a factor on their results.
+      corrected: the choice, not the factors, follows scores plus a correction of each expert.
+      router_bias: the router's logits have a bias.
+      groups, active_groups, group_best: a token chooses within its best groups of experts, each
+        judged by the sum of its best scores, so many of them.
+      shared_size: columns of the expert that all tokens share; 0: there is none.
+      shared_gate: a gate of its own scales the shared expert.
+      scales_inputs: scores are factors on the experts' inputs, not on their results.
+      biases: the experts' layers have biases.
+      clip: (alpha, limit) of gpt-oss's gate, ``gate · sigmoid(alpha · gate) · (up + 1)`` with both
+        limited; None: the model's activation.
+
+    Raises:
+      ModelError: the numbers do not fit each other.
+    """
+
+    count: int
+    active: int
+    size: int
+    scores: str = "softmax"
+    normalized: bool = False
+    scale: float = 1.0
+    corrected: bool = False
+    router_bias: bool = False
+    groups: int = 1
+    active_groups: int = 1
+    group_best: int = 1
+    shared_size: int = 0
+    shared_gate: bool = False
+    scales_inputs: bool = False
+    biases: bool = False
+    clip: tuple[float, float] | None = None
+
+    def __post_init__(self):
+        if self.count % self.groups:
+            raise ModelError(f"{self.groups} groups must divide {self.count} experts")
+        available = self.count // self.groups * min(self.active_groups, self.groups)
+        if self.active > available:
+            raise ModelError(f"a token cannot choose {self.active} of {available} experts")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Architecture of a decoder-only model: its sizes, and the switches its family may set.
 
@@ -113,6 +164,9 @@ class ModelConfig:
     attention_clip: float | None = None  # limits q, k and v to ± this
     query_scale: QueryScale | None = None  # of layers without a rope; of all, if each has one
     logit_softcap: float | None = None
+    experts: ExpertsConfig | None = None  # in the place of an MLP
+    expert_layers: tuple[bool, ...] | None = None  # which layers have them; None: all
+    skipped_tensors: tuple[str, ...] = ()  # prefixes of a checkpoint's other parts
     # Devices that the model is split over. Heads and MLP columns then count one device's share.
     shards: int = 1
 
@@ -190,12 +244,20 @@ class ModelConfig:
             num_layers=count,
             sliding_layers=cut(self.sliding_layers),
             rope_layers=cut(self.rope_layers),
+            expert_layers=cut(self.expert_layers),
         )
 
     def layer(self, index: int) -> ModelConfig:
         """The config of a model of this layer alone."""
-        del index
-        return dataclasses.replace(self, num_layers=1, sliding_layers=None, rope_layers=None)
+        has_experts = self.expert_layers is None or self.expert_layers[index]
+        return dataclasses.replace(
+            self,
+            num_layers=1,
+            sliding_layers=None,
+            rope_layers=None,
+            experts=self.experts if has_experts else None,
+            expert_layers=None,
+        )
 
 
 def period(kinds: Sequence[Any]) -> int:

@@ -32,6 +32,9 @@ RULES = {  # the mesh axis that a weight's axis is split along; None: each devic
     "hidden": None,
     "embedding": None,  # of a row of the tables: the hidden size, or less
     "head": None,  # the entries of one head
+    "experts": AXIS,
+    "expert_columns": None,
+    "router": None,
     "positions": None,
     "logits": None,  # what is added to the logits of the whole vocabulary
 }
@@ -50,6 +53,15 @@ def split_config(cfg: ModelConfig, count: int) -> ModelConfig:
         "num_kv_heads": cfg.num_kv_heads % count == 0 or count % cfg.num_kv_heads == 0,
         "intermediate_size": cfg.intermediate_size % count == 0,
     }
+    if cfg.experts is not None:
+        if cfg.experts.count % count or cfg.experts.shared_size % count:
+            raise ModelError(
+                f"{cfg.experts.count} experts, and {cfg.experts.shared_size} columns of a shared "
+                f"one, cannot be split over {AXIS}={count} devices; choose a number that divides "
+                "them"
+            )
+    if cfg.qk_norm in ("heads", "all") and cfg.num_kv_heads % count:
+        fits["num_kv_heads"] = False  # their norm's weights have no copies
     for name, fit in fits.items():
         if not fit:
             raise ModelError(

@@ -150,7 +150,43 @@ DENSE: dict[str, dict[str, Any]] = {
     "stablelm-sequential": {"rope_parameters": _PARTLY | {"partial_rotary_factor": 0.25}},
     "starcoder2": {"sliding_window": 5, "use_bias": True},
 }
-ALL = DENSE
+_SOFTMAX = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GROUPED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": _SOFTMAX | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
+    "qwen3_moe": _SOFTMAX | {"norm_topk_prob": True, "attention_bias": True, "head_dim": 16},
+    "qwen3_moe-interleaved": _SOFTMAX | {"decoder_sparse_step": 2, "head_dim": 16},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "attention_bias": True},
+    "granitemoe": DENSE["granite"]
+    | {"num_local_experts": 5, "num_experts_per_tok": 2, "mlp_bias": ...},
+    "glm4_moe": _GROUPED
+    | {
+        "head_dim": 16,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "rope_parameters": _PARTLY | {"partial_rotary_factor": 0.5},
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+ALL = DENSE | MIXTURES
 
 
 def config(name: str) -> dict[str, Any]:

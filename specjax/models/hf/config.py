@@ -54,6 +54,15 @@ KEYS = {
     **_each(whole(), "num_attention_heads n_head num_key_value_heads head_dim"),
     **_each(whole(), "max_position_embeddings n_positions seq_length word_embed_proj_dim"),
     **_each(whole(), "sliding_window query_pre_attn_scalar rotary_dim no_rope_layer_interval"),
+    **_each(whole(), "num_local_experts num_experts num_experts_per_tok moe_intermediate_size"),
+    **_each(whole(), "shared_expert_intermediate_size decoder_sparse_step n_routed_experts n_group"),
+    **_each(whole(), "topk_group moe_num_experts moe_k moe_layer_interval"),
+    **_each(whole(0), "n_shared_experts first_k_dense_replace moe_num_shared_experts"),
+    **_each(whole(0), "num_nextn_predict_layers num_mtp_layers moe_layer_start_index"),
+    "moe_layer_end_index": whole(-1),
+    "mlp_only_layers": list_of(whole(0)),
+    "routed_scaling_factor": POSITIVE,
+    **_each(FLAG, "norm_topk_prob qkv_bias"),
     **_each(whole(), "num_kv_heads ffn_hidden_size num_ln_in_parallel_attn"),
     "sliding_window_pattern": either(whole(), satisfying("a period or letters", _is_letters)),
     **_each(whole(1, MAX_LAYERS), "num_hidden_layers n_layer"),
@@ -259,7 +268,12 @@ def refuse(config: Config, only: Mapping[str, Any]) -> None:
     """
     for name, supported in only.items():
         if config.get(name) not in (None, supported):
-            raise ModelError(f"config.json: {name}={config[name]!r} is not supported")
+            raise unsupported(name, config[name])
+
+
+def unsupported(name: str, value: Any) -> ModelError:
+    """The error for a value that no module of ours supports."""
+    return ModelError(f"config.json: {name}={value!r} is not supported")
 
 
 def size(config: Config, name: str, default: int | None = None) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specjax.models.config import ModelConfig
@@ -32,7 +32,8 @@ class Stored(NamedTuple):
     ``transposed``: the tensor is ``[in, out]``. ``sizes``: the tensor holds several parameters, and
     this is number ``part`` of them. Its rows are then ``[groups, sum(sizes)]``: one group where
     the parameters are stacked, one group per key head where their heads are interleaved.
-    ``count``: the parameter is an array of the tensors ``name.format(0)`` to ``count - 1``.
+    ``stacked``: all this holds for each entry of the first axis, of experts. ``in_row``: the tensor has one more axis,
+    of size 1, in front. ``count``: the parameter is an array of the tensors ``name.format(0)`` to ``count - 1``.
     """
 
     name: str
@@ -40,7 +41,9 @@ class Stored(NamedTuple):
     part: int = 0
     groups: int = 1
     sizes: tuple[int, ...] = ()
+    stacked: bool = False
     count: int = 0
+    in_row: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -53,24 +56,31 @@ class Stored(NamedTuple):
         """A tensor's shape, from the parameter's."""
         if self.count:
             param_shape = param_shape[1:]
-        shape = param_shape
+        if self.in_row:
+            return (1, *param_shape)
+        first = param_shape[: self.stacked]
+        rows, *rest = param_shape[self.stacked :]
         if self.sizes:
-            shape = (self.groups * sum(self.sizes), *param_shape[1:])
-        return shape[::-1] if self.transposed else shape
+            rows = self.groups * sum(self.sizes)
+        single = (rows, *rest)
+        return (*first, *(single[::-1] if self.transposed else single))
 
     def take(self, tensor: Any) -> Any:
         """The parameter, taken out of the whole tensor."""
+        if self.in_row:
+            return tensor[0]
         if self.transposed:
-            tensor = tensor.T
+            tensor = tensor.swapaxes(-1, -2)
         if not self.sizes:
             return tensor
-        rest = tensor.shape[1:]
-        return self._rows(tensor).reshape(-1, *rest)
+        first = tensor.shape[: self.stacked]
+        rest = tensor.shape[self.stacked + 1 :]
+        return self._rows(tensor).reshape(*first, -1, *rest)
 
     def put(self, tensor: Any, value: Any) -> None:
         """Writes the parameter into the whole numpy tensor, in place."""
         if self.transposed:
-            tensor = tensor.T
+            tensor = tensor.swapaxes(-1, -2)
         if not self.sizes:
             tensor[...] = value
             return
@@ -79,9 +89,22 @@ class Stored(NamedTuple):
 
     def _rows(self, tensor: Any) -> Any:
         """The parameter's rows of each group; of a numpy tensor a view."""
+        axis = int(self.stacked)
+        shape = (*tensor.shape[:axis], self.groups, sum(self.sizes), *tensor.shape[axis + 1 :])
         first = sum(self.sizes[: self.part])
-        grouped = tensor.reshape(self.groups, sum(self.sizes), *tensor.shape[1:])
-        return grouped[:, first : first + self.sizes[self.part]]
+        rows = slice(first, first + self.sizes[self.part])
+        grouped = tensor.reshape(shape)
+        return grouped[:, :, rows] if self.stacked else grouped[:, rows]
+
+
+class StackedExperts(NamedTuple):
+    """Weights of all experts in one tensor: ``[E, in, out]`` if ``transposed``.
+
+    ``interleaved``: rows of gate and up alternate; otherwise up follows gate.
+    """
+
+    transposed: bool = False
+    interleaved: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +120,8 @@ class Names:
       interleaved: in that module each key head follows its queries, and its values follow it;
         otherwise q, k and v are stacked.
       fused_gate_up: the module that holds gate and up in one tensor, if there is one.
+      stacked_experts: how a tensor holds all experts' gate and up, and another their down; None:
+        each expert has tensors of its own.
       transposed: weights are stored ``[in, out]``.
       ignored: endings of names of buffers that old checkpoints carry.
       renamed: the present name of each tensor that old checkpoints name otherwise.
@@ -109,6 +134,7 @@ class Names:
     fused_qkv: str | None = None
     interleaved: bool = False
     fused_gate_up: str | None = None
+    stacked_experts: StackedExperts | None = None
     transposed: bool = False
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -139,11 +165,33 @@ class Names:
             name = f"{layer}.{self.fused_gate_up}.{kind}"
             sizes = (cfg.intermediate_size,) * 2
             return Stored(name, transposed, GATE_UP.index(module[-1]), 1, sizes)
-        name = f"{layer}.{self.modules['.'.join(module)]}.{kind}"
+        name = f"{layer}.{self._inner_name(module, kind)}"
+        if "experts" in module and self.stacked_experts is not None:
+            return self._stacked(name, module[-1], kind, cfg)
         if "{}" not in name:
             return Stored(name, transposed)
+        if "experts" in module:
+            assert cfg.experts is not None, "only a mixture has experts"
+            return Stored(name, transposed, count=cfg.experts.count)
         heads = cfg.num_heads if module[-1] == "q_norm" else cfg.num_kv_heads
         return Stored(name, transposed, count=heads)
+
+    def _inner_name(self, module: Sequence[str], kind: str) -> str:
+        """The name inside of its layer; ``modules`` may have one for a single parameter."""
+        key = ".".join(module)
+        single = self.modules.get(f"{key}.{kind}")
+        return single if single is not None else f"{self.modules[key]}.{kind}"
+
+    def _stacked(self, name: str, part: str, kind: str, cfg: ModelConfig) -> Stored:
+        """Where all experts' gate, up or down is stored in one tensor."""
+        assert cfg.experts is not None and self.stacked_experts is not None, "a mixture has both"
+        transposed = self.stacked_experts.transposed and kind == "weight"
+        if part not in GATE_UP:
+            return Stored(name, transposed, stacked=True)
+        groups, rows = 1, cfg.experts.size
+        if self.stacked_experts.interleaved:
+            groups, rows = rows, groups
+        return Stored(name, transposed, GATE_UP.index(part), groups, (rows, rows), True)
 
     def unwrapped(self, stored: Iterable[str]) -> dict[str, str]:
         """The stored name of each tensor, by its name without what wrappers added.

@@ -501,7 +501,8 @@ def _embedding_name(cfg: ModelConfig) -> str:
 def _present_names(cfg: ModelConfig, weights: OpenWeights) -> dict[str, str]:
     """The name that the files use for each tensor, by its present name."""
     names = FAMILIES[cfg.family].names
-    unwrapped = names.unwrapped(sorted(weights.files))
+    own = [name for name in weights.files if not name.startswith(cfg.skipped_tensors)]
+    unwrapped = names.unwrapped(sorted(own))
     return {names.full(name): stored for name, stored in unwrapped.items()}
 
 
@@ -538,6 +539,7 @@ def _match_names(
         )
     used = {stored_names.get(name, name) for name in wanted}
     ignored = {name for name in stored if name.endswith(names.ignored)}
+    ignored |= {name for name in stored if name.startswith(cfg.skipped_tensors)}
     ignored |= zero_biases(weights, quantized, used)
     compare_names(directory, used, stored - (ignored - used))
     return stored_names
