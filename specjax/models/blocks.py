@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,32 +25,21 @@ from specjax.models import sharding
 from specjax.models.attention.flash import RESULT
 from specjax.models.config import ModelConfig, QueryScale, period
 from specjax.models.experts import Mixture
+from specjax.models.latent import LatentAttention, absorb
 from specjax.models.layers import (
     ACTIVATIONS,
     NORMS,
     AllHeadsRMSNorm,
     Linear,
+    Table,
     rope_table,
     rotate,
 )
 from specjax.models.quantized import join as join_outputs
 from specjax.models.sharding import constrain
 
-# attend(layer, q[B,N,H,E], k[B,N,K,E], v[B,N,K,E]) -> [B,N,H,E]
-Attend = Callable[[int, Array, Array, Array], Array]
-
-
-class Table(NamedTuple):
-    """What attention does by position: cos and sin of the rotation, and a factor on queries.
-
-    Each is None where a layer has none.
-    """
-
-    cos: Float[Array, "B N R"] | None = None
-    sin: Float[Array, "B N R"] | None = None
-    query_scale: Float[Array, "B N"] | None = None
-
-
+# attend(layer, q[B,N,H,E], k[B,N,K,E], v[B,N,K,E], sinks[H] or None) -> [B,N,H,E]
+Attend = Callable[[int, Array, Array, Array, Array | None], Array]
 # Whether the backward pass recomputes a block: all of it, or all but the attention of long
 # sequences.
 Remat = bool | Literal["attention"]
@@ -80,15 +69,17 @@ class Attention(nnx.Module):
             self.k = Linear((kv, inputs), ("heads", "hidden"), bias, cfg.shards, rngs)
             self.v = Linear((kv, inputs), ("heads", "hidden"), bias, cfg.shards, rngs)
         self.out = Linear((d, q), ("hidden", "heads"), cfg.attention_bias, cfg.shards, rngs, std)
+        self.sinks = nnx.Param(jnp.zeros((cfg.num_heads,)), axes=("heads",)) if cfg.sinks else None
         if cfg.qk_norm:
             self.q_norm = _head_norm(cfg, cfg.num_heads)
             self.k_norm = _head_norm(cfg, cfg.num_kv_heads)
 
-    def __call__(self, x, table: Table, attend: Callable[[Array, Array, Array], Array]):
+    def __call__(self, x, table: Table, attend: Callable[..., Array]):
         b, n, _ = x.shape
         project = self._project_fused if self.fused else self._project
         q, k, v = project(x, lambda x: x.reshape(b, n, -1, self.cfg.head_dim), table)
-        return self.out(attend(q, k, v).reshape(b, n, -1))
+        sinks = None if self.sinks is None else self.sinks[...]
+        return self.out(attend(q, k, v, sinks).reshape(b, n, -1))
 
     def _project(self, x, split_heads: Callable[[Array], Array], table: Table):
         """q, k and v as three products: training would copy long sequences to join and split."""
@@ -173,6 +164,13 @@ class MLP(nnx.Module):
         return self.down(act(gate) * up)
 
 
+def _make_attention(cfg: ModelConfig, rngs: nnx.Rngs, fused: bool) -> Attention | LatentAttention:
+    """A layer's attention, to keys and values or to latents."""
+    if cfg.latent is None:
+        return Attention(cfg, rngs, fused)
+    return LatentAttention(cfg, rngs, fused, _residual_std(cfg))
+
+
 def _make_mlp(cfg: ModelConfig, rngs: nnx.Rngs, fused: bool) -> MLP | Mixture:
     """A layer's MLP, or its experts; a shared expert is never fused."""
     if cfg.experts is None:
@@ -195,7 +193,7 @@ class Block(nnx.Module):
 
         before = cfg.norm_before or not cfg.norm_after
         self.attention_norm = norm(before)
-        self.attention = Attention(cfg, rngs, fused)
+        self.attention = _make_attention(cfg, rngs, fused)
         self.attention_out_norm = norm(cfg.norm_after)
         self.mlp_norm = norm(before and not cfg.shared_norm)
         self.mlp = _make_mlp(cfg, rngs, fused)
@@ -447,7 +445,11 @@ def fuse_layer(block: dict) -> dict:
             fused[leaf] = join_outputs([part[leaf] for part in parts])
         return rest | {fused_name: fused}
 
-    attention = join(block["attention"], ("q", "k", "v"), "qkv")
+    attention = block["attention"]
+    if "kv_up" in attention:
+        attention = absorb(attention)
+    else:
+        attention = join(attention, ("q", "k", "v"), "qkv")
     mlp = block["mlp"]
     if "gate" in mlp:
         mlp = join(mlp, ("gate", "up"), "gate_up")

@@ -103,6 +103,25 @@ class ExpertsConfig:
             raise ModelError(f"a token cannot choose {self.active} of {available} experts")
 
 
+class LatentConfig(NamedTuple):
+    """The sizes of latent attention (:mod:`specjax.models.latent`).
+
+    ``rank`` is that of the latent, ``query_rank`` that of the queries, if they have one. A head has
+    ``plain`` entries that are not rotated and ``rotated`` ones; its values have ``value`` entries.
+    """
+
+    query_rank: int | None
+    rank: int
+    plain: int
+    rotated: int
+    value: int
+
+    @property
+    def size(self) -> int:
+        """Entries of a token in the cache: its latent, and the key that is rotated."""
+        return self.rank + self.rotated
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Architecture of a decoder-only model: its sizes, and the switches its family may set.
@@ -162,8 +181,10 @@ class ModelConfig:
     attention_scale: float | None = None  # on q·k; None: head_dim ** -0.5
     attention_softcap: float | None = None
     attention_clip: float | None = None  # limits q, k and v to ± this
+    sinks: bool = False  # each head's softmax has one more score, which has no value
     query_scale: QueryScale | None = None  # of layers without a rope; of all, if each has one
     logit_softcap: float | None = None
+    latent: LatentConfig | None = None  # attention to latents; head_dim is a query's
     experts: ExpertsConfig | None = None  # in the place of an MLP
     expert_layers: tuple[bool, ...] | None = None  # which layers have them; None: all
     skipped_tensors: tuple[str, ...] = ()  # prefixes of a checkpoint's other parts
@@ -232,6 +253,16 @@ class ModelConfig:
     def rotations(self) -> tuple[bool, ...]:
         """Whether each layer has rotary positions."""
         return self.rope_layers or (self.rope is not None,) * self.num_layers
+
+    @property
+    def cached_heads(self) -> int:
+        """Heads of a cache's keys."""
+        return 1 if self.latent else self.num_kv_heads
+
+    @property
+    def cached_size(self) -> int:
+        """Entries of a head of a cache's keys."""
+        return self.latent.size if self.latent else self.head_dim
 
     def first_layers(self, count: int) -> ModelConfig:
         """The config of a model of the first ``count`` layers."""

@@ -85,9 +85,7 @@ def choose(
     return ids.astype(jnp.int32), factors * experts.scale
 
 
-def _of_best_groups(
-    experts: ExpertsConfig, preferred: Float[Array, "T E"]
-) -> Float[Array, "T E"]:
+def _of_best_groups(experts: ExpertsConfig, preferred: Float[Array, "T E"]) -> Float[Array, "T E"]:
     """``preferred``, but −inf for experts outside of the token's best groups.
 
     A group counts as its best experts together (arXiv 2412.19437, §2.1.2; DeepSeek-V2 takes one).
@@ -115,9 +113,9 @@ class ExpertLinear(nnx.Module):
         init = nnx.initializers.normal(std)
         weight = init(rngs.params(), (count, *shape), jnp.float32)
         self.weight = nnx.Param(weight, axes=("experts", *axes))
-        self.bias = None
-        if experts.biases:
-            self.bias = nnx.Param(jnp.zeros((count, shape[0])), axes=("experts", axes[0]))
+        zeros = jnp.zeros((count, shape[0]))
+        bias_axes = ("experts", axes[0])
+        self.bias = nnx.Param(zeros, axes=bias_axes) if experts.biases else None
 
     def leaves(self) -> tuple[Any, Any]:
         """The weight and the bias; None where there is none."""
@@ -294,9 +292,7 @@ def _by_blocks(
     rank = jnp.take_along_axis(ranks, own[:, None], axis=1)[:, 0] - 1
     place = (ends - needed)[own] * size + rank
     place = jnp.where(slots < count, place, blocks * size)  # out of range: of another device
-    slot_at = jnp.full(blocks * size, len(slots)).at[place].set(
-        jnp.arange(len(slots)), mode="drop"
-    )
+    slot_at = jnp.full(blocks * size, len(slots)).at[place].set(jnp.arange(len(slots)), mode="drop")
     expert_at = jnp.searchsorted(ends, jnp.arange(blocks), side="right")
 
     @functools.partial(jax.checkpoint, prevent_cse=False)

@@ -32,6 +32,7 @@ from specjax.models.cache import KVCache, write
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES
 from specjax.models.layers import linear
+from specjax.models.quantized_cache import KVBuffer
 
 # From this many tokens on, attention of whole sequences is blockwise: dense scores of 16k tokens
 # would take 16 GB.
@@ -120,7 +121,8 @@ def head_matrix(cfg: ModelConfig, params: dict) -> Float[Array, "V D"]:
 
 def is_fused(params: dict) -> bool:
     """Whether ``params`` are in the inference layout of :func:`specjax.models.blocks.fuse`."""
-    return "qkv" in params["layers"]["0"]["attention"]
+    attention = params["layers"]["0"]["attention"]
+    return "qkv" in attention or "key_up" in attention
 
 
 def logits_of(
@@ -150,7 +152,13 @@ def module_of(cfg: ModelConfig, params: dict) -> Decoder:
 
 
 def _score_transform(cfg: ModelConfig) -> dense.ScoreTransform:
-    return dense.ScoreTransform(cfg.attention_scale, cfg.attention_softcap, cfg.alibi, cfg.shards)
+    return dense.ScoreTransform(
+        scale=cfg.attention_scale,
+        softcap=cfg.attention_softcap,
+        alibi=cfg.alibi,
+        shards=cfg.shards,
+        sinks=cfg.sinks,
+    )
 
 
 class HiddenStates(NamedTuple):
@@ -235,13 +243,15 @@ def _sequence_attention(
         for window, mask in masks.items()
     }
 
-    def attend(layer, q, k, v):
+    def attend(layer, q, k, v, sinks=None):
         if rows is not None and sharding.splits_tokens(rows):
             k = sharding.constrain(k, sharding.whole_rows(rows))
-            v = sharding.constrain(v, sharding.whole_rows(rows))
+            v = v if v is None else sharding.constrain(v, sharding.whole_rows(rows))
         # Heads before tokens in keys and values, as in a cache.
         attend_layer = by_window[windows[layer]]
-        return attend_layer(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+        k = k.transpose(0, 2, 1, 3)
+        v = k if v is None else v.transpose(0, 2, 1, 3)
+        return attend_layer(q, k, v) if sinks is None else attend_layer(q, k, v, sinks)
 
     return attend
 
@@ -253,8 +263,8 @@ def _dense_attention(
     visible = mask(meta, meta)
     distance = dense.distances(meta, meta) if transform.alibi else None
 
-    def attend(q, k, v):
-        return dense.dense_attention(q, k, v, visible, transform, distance)
+    def attend(q, k, v, sinks=None):
+        return dense.dense_attention(q, k, v, visible, transform, distance, sinks)
 
     return attend
 
@@ -365,13 +375,19 @@ class _CacheAttention:
         }
 
     @jax.named_scope("attention")
-    def __call__(self, layer, q, k, v):
+    def __call__(self, layer, q, k, v, sinks=None):
         kind = self._kinds[layer]
+        keys = self._write(self._keys, layer, k)
+        values = keys if v is None else self._write(self._values, layer, v)
+        return self._by_kind[kind](q, keys, values, sinks)
+
+    def _write(self, buffers: list[KVBuffer], layer: int, new: Float[Array, "B N K E"]) -> KVBuffer:
+        """The layer's buffer with its new entries, which is kept in ``buffers``, too."""
         # Only the first N tokens are new: what pads the pass is not written.
-        k, v = (x[:, : self._n].transpose(0, 2, 1, 3) for x in (k, v))
-        self._keys[layer] = write(self._keys[layer], k, self._start, kind.is_ring)
-        self._values[layer] = write(self._values[layer], v, self._start, kind.is_ring)
-        return self._by_kind[kind](q, self._keys[layer], self._values[layer])
+        new = new[:, : self._n].transpose(0, 2, 1, 3)
+        buffer = write(buffers[layer], new, self._start, self._kinds[layer].is_ring)
+        buffers[layer] = buffer
+        return buffer
 
     def cache(self) -> KVCache:
         """The cache with the entries of all layers that have run."""
@@ -407,14 +423,14 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
     # For the kernel a chain's mask follows from its positions.
     own_mask = mask if is_ring or visible is not None else None
 
-    def attend(q, k, v):
+    def attend(q, k, v, sinks):
         if decode_kernel.supports_decode(positions.shape[1], cfg.num_heads, k, transform):
             return decode_kernel.decode_attention(
                 q, k, v, positions, last_visible, own_mask, window=window, transform=transform
             )
         if reads_whole:
             assert mask is not None, "a cache that is read whole has a mask"
-            return dense.dense_attention(q, k, v, mask, transform, distance)
+            return dense.dense_attention(q, k, v, mask, transform, distance, sinks)
         return long_cache.cached_attention(
             q,
             k,
@@ -423,6 +439,7 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
             last_visible,
             mask,
             distance,
+            sinks,
             window=skip_window,
             transform=transform,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -403,6 +403,17 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
     return mscale(1.0)
+
+
+class Table(NamedTuple):
+    """What attention does by position: cos and sin of the rotation, and a factor on queries.
+
+    Each is None where a layer has none.
+    """
+
+    cos: Float[Array, "B N R"] | None = None
+    sin: Float[Array, "B N R"] | None = None
+    query_scale: Float[Array, "B N"] | None = None
 
 
 def rope_table(

@@ -35,6 +35,7 @@ RULES = {  # the mesh axis that a weight's axis is split along; None: each devic
     "experts": AXIS,
     "expert_columns": None,
     "router": None,
+    "latent": None,
     "positions": None,
     "logits": None,  # what is added to the logits of the whole vocabulary
 }

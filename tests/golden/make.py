@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from specjax.models.families import FAMILIES  # noqa: E402
 from specjax.models import save_pretrained  # noqa: E402
+from specjax.models.families import FAMILIES  # noqa: E402
 from support import stack_variants, variants  # noqa: E402
 from support.variant_models import build  # noqa: E402
 

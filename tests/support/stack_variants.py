@@ -177,6 +177,20 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_parameters": _PARTLY | {"partial_rotary_factor": 0.5},
     },
+    "gpt_oss": _SLIDES
+    | {
+        "head_dim": 16,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 0.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
     "ernie4_5_moe": {
         "moe_num_experts": 6,
         "moe_k": 2,
@@ -186,7 +200,45 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
-ALL = DENSE | MIXTURES
+_LATENT = _GROUPED | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+LATENT: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _LATENT
+    | {
+        "topk_method": "group_limited_greedy",
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.7,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "deepseek_v2-lite": _LATENT
+    | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    "deepseek_v3": _LATENT
+    | {
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "deepseek_v3-halves": _LATENT | {"rope_interleave": False, "n_group": 1, "topk_group": 1},
+}
+ALL = DENSE | MIXTURES | LATENT
 
 
 def config(name: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ Axes: B rows of a micro-batch, T tokens of a row.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -36,13 +36,15 @@ class ScoreTransform(NamedTuple):
 
     ``scale``: the factor on it; None: ``E ** -0.5``. ``softcap`` c: ``c · tanh(score / c)``.
     ``alibi``: each head subtracts its slope times the distance from key to query. ``shards``:
-    devices that the heads are split over.
+    devices that the heads are split over. ``sinks``: each head's softmax has one more score, whose
+    value is zero (arXiv 2309.17453, §3; gpt-oss).
     """
 
     scale: float | None = None
     softcap: float | None = None
     alibi: bool = False
     shards: int = 1
+    sinks: bool = False
 
     def query_scale(self, head_size: int) -> float:
         """The factor on ``q·k``."""
@@ -224,6 +226,7 @@ def dense_attention(
     mask: Bool[Array, "B N S"],
     transform: ScoreTransform = SCALE_ONLY,
     distance: Int[Array, "B N S"] | None = None,
+    sinks: Float[Array, "H"] | None = None,
 ) -> Float[Array, "B N H E"]:
     """Softmax attention over the whole key axis; scores and softmax in float32.
 
@@ -232,7 +235,13 @@ def dense_attention(
     """
     n = q.shape[1]
     q = group_queries(q, k.shape[1], transform)
-    weights = jax.nn.softmax(masked_scores(q, k, mask, distance, transform), axis=-1)
+    scores = masked_scores(q, k, mask, distance, transform)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        column = grouped_sinks(sinks, k.shape[1], n)[..., None]
+        column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
     return ungroup_queries(weighted_values(weights, v, q.dtype), n)
 
 
@@ -244,6 +253,11 @@ def group_queries(
     scale = transform.query_scale(e)
     q = q.reshape(b, n, heads, h // heads, e).transpose(0, 2, 3, 1, 4)
     return q.reshape(b, heads, h // heads * n, e) * jnp.asarray(scale, q.dtype)
+
+
+def grouped_sinks(sinks: Float[Array, "H"], heads: int, n: int) -> Float[Array, "K R"]:
+    """float32 sinks of the rows of :func:`group_queries`, for N queries of each head."""
+    return jnp.repeat(sinks.astype(jnp.float32), n).reshape(heads, -1)
 
 
 def ungroup_queries(x: Float[Array, "B K R E"], n: int) -> Float[Array, "B N H E"]:

@@ -19,8 +19,7 @@ class ErnieNames(Names):
 
 NAMES = ErnieNames(
     layer=mixture.NAMES.layer,
-    modules=mixture.MODULES
-    | {"mlp.router.correction": "mlp.moe_statics.e_score_correction_bias"},
+    modules=mixture.MODULES | {"mlp.router.correction": "mlp.moe_statics.e_score_correction_bias"},
 )
 _DEFAULTS = {
     "num_key_value_heads": 4,

@@ -79,7 +79,11 @@ def grouped_experts_to_hf(cfg: ModelConfig) -> dict[str, Any]:
 
 def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
     """The ``config.json`` that transformers reads back as the same model."""
-    return stack.write(cfg, "Glm4Moe", dtype) | grouped_experts_to_hf(cfg) | {
-        "attention_bias": cfg.qkv_bias,
-        "use_qk_norm": cfg.qk_norm is not None,
-    }
+    return (
+        stack.write(cfg, "Glm4Moe", dtype)
+        | grouped_experts_to_hf(cfg)
+        | {
+            "attention_bias": cfg.qkv_bias,
+            "use_qk_norm": cfg.qk_norm is not None,
+        }
+    )

@@ -44,8 +44,12 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
 def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
     """The ``config.json`` that transformers reads back as the same model."""
     assert cfg.experts is not None, "from_hf gives experts to every Granite MoE"
-    return stack.write(cfg, "GraniteMoe", dtype) | multipliers_to_hf(cfg) | {
-        "attention_bias": cfg.attention_bias,
-        "num_local_experts": cfg.experts.count,
-        "num_experts_per_tok": cfg.experts.active,
-    }
+    return (
+        stack.write(cfg, "GraniteMoe", dtype)
+        | multipliers_to_hf(cfg)
+        | {
+            "attention_bias": cfg.attention_bias,
+            "num_local_experts": cfg.experts.count,
+            "num_experts_per_tok": cfg.experts.active,
+        }
+    )
