@@ -89,7 +89,7 @@ class Attention(nnx.Module):
             k = self.k_norm(k)
         q = self._rotated(q, table)
         k = self._rotated(k, table)
-        if self.cfg.qk_norm_after_rope:
+        if self.cfg.qk_norm_after_rope and table.cos is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
         return self._scaled(q, table), k, v
@@ -125,7 +125,7 @@ class Attention(nnx.Module):
         if self._norms_before_rope:
             qk = jnp.concatenate([self.q_norm(qk[:, :, :h]), self.k_norm(qk[:, :, h:])], axis=2)
         qk = self._rotated(qk, table)
-        if self.cfg.qk_norm_after_rope:
+        if self.cfg.qk_norm_after_rope and table.cos is not None:
             qk = jnp.concatenate([self.q_norm(qk[:, :, :h]), self.k_norm(qk[:, :, h:])], axis=2)
         return self._scaled(qk[:, :, :h], table), qk[:, :, h:], qkv[:, :, h + k :]
 

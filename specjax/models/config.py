@@ -157,8 +157,9 @@ class ModelConfig:
     qkv_bias: bool = False  # of q, k and v alone
     qk_norm: str | None = None  # of each head (head), with weights of its own (heads), or of all
     qk_norm_kind: str | None = None  # None: as ``norm``
-    qk_norm_after_rope: bool = False
+    qk_norm_after_rope: bool = False  # then layers without a rope have none
     sliding_layers: tuple[bool, ...] | None = None  # which layers have the window; None: all
+    chunked: bool = False  # windows are chunks: a token sees those of its chunk before it
     norm: str = "rms"  # one of specjax.models.layers.NORMS
     activation: str = "silu"  # one of specjax.models.layers.ACTIVATIONS
     gated_mlp: bool = True

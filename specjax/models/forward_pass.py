@@ -236,7 +236,9 @@ def _sequence_attention(
     make_attention = _dense_attention if backend == "dense" else long_attention
     # In the order of the layers: a set's order may differ between processes, and a program in
     # another order is not found in the cache of compiled programs.
-    masks = {window: dense.windowed(mask_fn, window) for window in dict.fromkeys(windows)}
+    masks = {}
+    for window in dict.fromkeys(windows):
+        masks[window] = dense.windowed(mask_fn, window, cfg.chunked)
     groups = cfg.num_heads // cfg.num_kv_heads
     by_window = {
         window: make_attention(mask, meta, transform, groups, rows)
@@ -408,8 +410,12 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
     mask = None
     distance = None
     reads_whole = long_cache.reads_whole(positions.size * cfg.num_heads, capacity)
-    if is_ring or visible is not None:
-        mask = dense.cache_mask(positions, base, visible, count, capacity, window, tree_positions)
+    # Of a plain chain the mask follows from the positions.
+    has_mask = is_ring or visible is not None or (cfg.chunked and window is not None)
+    if has_mask:
+        mask = dense.cache_mask(
+            positions, base, visible, count, capacity, window, tree_positions, cfg.chunked
+        )
         if cfg.alibi:
             distance = dense.cache_distances(positions, base, count, capacity, tree_positions)
     elif reads_whole:
@@ -420,8 +426,7 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
     # Blocks before the window are skipped, except in a ring: there they may hold newer tokens.
     skip_window = None if is_ring else window
 
-    # For the kernel a chain's mask follows from its positions.
-    own_mask = mask if is_ring or visible is not None else None
+    own_mask = mask if has_mask else None
 
     def attend(q, k, v, sinks):
         if decode_kernel.supports_decode(positions.shape[1], cfg.num_heads, k, transform):

@@ -54,13 +54,13 @@ def split_config(cfg: ModelConfig, count: int) -> ModelConfig:
         "num_kv_heads": cfg.num_kv_heads % count == 0 or count % cfg.num_kv_heads == 0,
         "intermediate_size": cfg.intermediate_size % count == 0,
     }
-    if cfg.experts is not None:
-        if cfg.experts.count % count or cfg.experts.shared_size % count:
-            raise ModelError(
-                f"{cfg.experts.count} experts, and {cfg.experts.shared_size} columns of a shared "
-                f"one, cannot be split over {AXIS}={count} devices; choose a number that divides "
-                "them"
-            )
+    experts = cfg.experts
+    if experts is not None and (experts.count % count or experts.shared_size % count):
+        shared = f", and {experts.shared_size} columns of a shared one," * bool(experts.shared_size)
+        raise ModelError(
+            f"{experts.count} experts{shared} cannot be split over {AXIS}={count} devices; choose "
+            "a number that divides them"
+        )
     if cfg.qk_norm in ("heads", "all") and cfg.num_kv_heads % count:
         fits["num_kv_heads"] = False  # their norm's weights have no copies
     for name, fit in fits.items():

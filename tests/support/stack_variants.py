@@ -238,10 +238,25 @@ LATENT: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3-halves": _LATENT | {"rope_interleave": False, "n_group": 1, "topk_group": 1},
 }
-ALL = DENSE | MIXTURES | LATENT
+CHUNKED: dict[str, dict[str, Any]] = {
+    "llama4_text": {
+        "head_dim": 16,
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_layers": [1],
+        "no_rope_layers": [1, 0],
+        "attention_chunk_size": 5,
+        "floor_scale": 4,
+        "attn_scale": 0.3,
+        "attention_bias": True,
+    },
+}
+ALL = DENSE | MIXTURES | LATENT | CHUNKED
 
 
 def config(name: str) -> dict[str, Any]:
-    """The ``config.json`` of a variant; the name begins with its ``model_type``."""
+    """The ``config.json`` of a variant, whose name is its ``model_type``, perhaps with more."""
     merged = _BASE | {"model_type": name.split("-")[0]} | ALL[name]
     return {key: value for key, value in merged.items() if value is not ...}

@@ -56,7 +56,7 @@ def supports(mask: MaskFn, transform: ScoreTransform) -> bool:
     """Whether the kernel can run attention with this mask and transform."""
     if transform.alibi or transform.sinks:
         return False
-    return isinstance(mask, Causal) and transform.shards == 1
+    return isinstance(mask, Causal) and not mask.chunked and transform.shards == 1
 
 
 def splash_attention(

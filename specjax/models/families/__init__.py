@@ -14,6 +14,7 @@ tests/golden/make.py writes its golden file.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,8 +44,10 @@ from specjax.models.families import (
     helium,
     hunyuan,
     llama,
+    llama4,
     ministral,
     mixtral,
+    multimodal,
     nanochat,
     neox,
     olmo,
@@ -111,6 +114,7 @@ _PLAIN = {
     "granitemoe": (granitemoe, "GraniteMoe"),
     "helium": (helium, "Helium"),
     "hunyuan_v1_dense": (hunyuan, "HunYuanDenseV1"),
+    "llama4_text": (llama4, "Llama4"),
     "ministral": (ministral, "Ministral"),
     "ministral3": (ministral, "Ministral3"),
     "mixtral": (mixtral, "Mixtral"),
@@ -180,11 +184,15 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         names it.
     """
     family = config.get("model_type")
+    if family in multimodal.MODEL_TYPES:
+        kinds.check_architectures(config, multimodal.classes(family))
+        text = from_hf(multimodal.text_config(config))
+        return dataclasses.replace(text, skipped_tensors=multimodal.SKIPPED)
     if head_layouts.is_head(config):
         kinds.check_head(config, CLASSES)
         return head_layouts.from_hf(config)
     if not isinstance(family, str) or family not in MODELS:
-        raise kinds.unsupported_type(config, MODELS)
+        raise kinds.unsupported_type(config, MODELS + multimodal.MODEL_TYPES)
     kinds.check_architectures(config, CLASSES[family])
     hf_config.check(config)
     return FAMILIES[family].from_hf(config)

@@ -36,7 +36,7 @@ Config = dict[str, Any]
 
 MAX_LAYERS = 4096
 MAX_POSITION = 2048  # of most families in transformers, where a config names none
-_LAYER_KINDS = one_of("full_attention", "sliding_attention")
+_LAYER_KINDS = one_of("full_attention", "sliding_attention", "chunked_attention")
 
 
 def _is_letters(value: Any) -> bool:
@@ -62,6 +62,11 @@ KEYS = {
     **_each(whole(0), "n_shared_experts first_k_dense_replace moe_num_shared_experts"),
     **_each(whole(0), "num_nextn_predict_layers num_mtp_layers moe_layer_start_index"),
     **_each(whole(), "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
+    **_each(whole(), "intermediate_size_mlp attention_chunk_size interleave_moe_layer_step"),
+    "floor_scale": whole(),
+    "attn_scale": POSITIVE,
+    "moe_layers": list_of(whole(0)),
+    "attn_temperature_tuning": FLAG,
     "topk_method": TEXT,
     "rope_interleave": FLAG,
     "moe_layer_end_index": whole(-1),
@@ -351,7 +356,7 @@ def sliding_layers(config: Config, default: tuple[bool, ...]) -> tuple[bool, ...
     if types is None:
         slides = default
     else:
-        slides = tuple(kind == "sliding_attention" for kind in types)
+        slides = tuple(kind != "full_attention" for kind in types)
     return None if all(slides) else slides
 
 

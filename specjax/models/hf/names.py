@@ -32,8 +32,9 @@ class Stored(NamedTuple):
     ``transposed``: the tensor is ``[in, out]``. ``sizes``: the tensor holds several parameters, and
     this is number ``part`` of them. Its rows are then ``[groups, sum(sizes)]``: one group where
     the parameters are stacked, one group per key head where their heads are interleaved.
-    ``stacked``: all this holds for each entry of the first axis, of experts. ``in_row``: the tensor has one more axis,
-    of size 1, in front. ``count``: the parameter is an array of the tensors ``name.format(0)`` to ``count - 1``.
+    ``stacked``: all this holds for each entry of the first axis, of experts. ``in_row``: the
+    tensor has one more axis, of size 1, in front. ``count``: the parameter is an array of the
+    tensors ``name.format(0)`` to ``name.format(count - 1)``.
     """
 
     name: str
