@@ -25,6 +25,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.quantized import Quantized
 
 AXIS = "model"
+EXPERTS = "experts"  # the first axis of the weights of experts, each of which has one of its own
 RULES = {  # the mesh axis that a weight's axis is split along; None: each device has all of it
     "vocab": AXIS,
     "heads": AXIS,  # of queries, keys or values, each with its whole size
@@ -32,7 +33,7 @@ RULES = {  # the mesh axis that a weight's axis is split along; None: each devic
     "hidden": None,
     "embedding": None,  # of a row of the tables: the hidden size, or less
     "head": None,  # the entries of one head
-    "experts": AXIS,
+    EXPERTS: AXIS,
     "expert_columns": None,
     "router": None,
     "latent": None,

@@ -1,7 +1,7 @@
 """Falcon: parallel blocks, one or few key heads; q, k and v in one tensor, by key head.
 
-The 40B's architecture has a norm each for attention and MLP, the 7B's one for both. The 1B has ALiBi
-and blocks that are not parallel.
+The 40B's architecture has a norm each for attention and MLP, the 7B's one for both. The 1B has
+ALiBi and blocks that are not parallel.
 """
 
 from __future__ import annotations

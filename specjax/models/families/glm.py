@@ -1,6 +1,6 @@
-"""GLM 4 (``glm``) and GLM 4 0414 (``glm4``): half-rotated heads of adjacent pairs, fused gate and up.
+"""GLM 4 (``glm``) and GLM 4 0414 (``glm4``): half-rotated heads of adjacent pairs.
 
-``glm4`` has norms before and after attention and MLP.
+Gate and up are one tensor. ``glm4`` has norms before and after attention and MLP.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Llama 4, text: attention within chunks, layers without a rope, a shared expert beside routed ones.
+"""Llama 4, text: attention within chunks, layers without a rope, routed and shared experts.
 
 Queries of layers without a rope are scaled by their position.
 """

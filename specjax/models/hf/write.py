@@ -95,8 +95,8 @@ def to_tensors(cfg: ModelConfig, params: dict) -> dict[str, np.ndarray]:
             # Stored as it is: a copy here would be a second copy of the model.
             tensors[stored.name] = value
             continue
-        # A parameter may be several tensors (of experts). Several parameters may share one (q, k and
-        # v), which the first of them makes.
+        # A parameter may be several tensors (of experts). Several parameters may share one (q, k
+        # and v), which the first of them makes.
         parts = value if stored.count else [value]
         for name, part in zip(stored.names, parts, strict=True):
             if name not in tensors:
