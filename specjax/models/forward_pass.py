@@ -106,6 +106,19 @@ def num_params(cfg: ModelConfig) -> int:
     return sum(jax.tree.leaves(jax.tree.map(count, param_shapes(cfg), param_axes(cfg))))
 
 
+def active_params(cfg: ModelConfig) -> int:
+    """Number of parameters that one token uses: of a mixture, its chosen experts' and all others.
+
+    The embedding counts, of which a token reads one row.
+    """
+    inactive = 0
+    for layer in param_shapes(cfg)["layers"].values():
+        if cfg.experts is not None and "experts" in layer["mlp"]:
+            size = sum(leaf.size for leaf in jax.tree.leaves(layer["mlp"]["experts"]))
+            inactive += size // cfg.experts.count * (cfg.experts.count - cfg.experts.active)
+    return num_params(cfg) - inactive
+
+
 def size_per_device(cfg: ModelConfig, leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> int:
     """Elements of a parameter on one device, by its shape in :func:`param_shapes`."""
     # A split config counts heads and columns per device already, but the vocabulary as a whole.

@@ -68,7 +68,7 @@ def test_every_way_computes_every_token(tokens, skewed):
 
 @pytest.mark.slow
 def test_gradients_of_blocks_are_those_of_groups():
-    cfg, leaves, x, ids, factors = inputs(20)
+    cfg, leaves, x, ids, _ = inputs(20)
     slots = ids.reshape(-1)
     count = cfg.experts.count
 
