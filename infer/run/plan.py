@@ -16,8 +16,8 @@ from infer.loading import bases_of, device_memory, draft_name
 from specjax import lm
 from specjax._util.errors import ModelError
 from specjax.models import ModelConfig, num_params
-from specjax.models.forward_pass import active_params
 from specjax.models.cache import ring_capacity, row_bytes
+from specjax.models.forward_pass import active_params
 from specjax.models.gguf.header import is_gguf
 from specjax.models.gguf.read import kept_bytes
 from specjax.models.hf.layout import DTYPES
