@@ -64,7 +64,8 @@ def text_config(config: hf_config.Config) -> hf_config.Config:
     Raises:
       ModelError: its ``text_config`` is no object.
     """
-    require("config.json: ", "text_config", config.get("text_config"), OBJECT, ModelError)
+    if config.get("text_config") is not None:
+        require("config.json: ", "text_config", config["text_config"], OBJECT, ModelError)
     # Older configs of Qwen have no text_config: they are flat.
     inner = config.get("text_config") or config
     shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
