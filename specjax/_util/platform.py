@@ -93,12 +93,19 @@ CPU = Platform(
     ragged_products=False,
     halves_search=True,
 )
-# Finding the largest logits costs a TPU more than the search.
-TPU = Platform(largest_logits=0, attention_block=1024, splash_attention=True)
+# Finding the largest logits costs a TPU more than the search. Before a gather it transposes the
+# weights of all experts.
+TPU = Platform(largest_logits=0, attention_block=1024, splash_attention=True, gathers_experts=False)
 # XLA's kernel for the largest values finds 16 at most. For more it sorts the whole row, and 128,256
 # tokens take 40 kernels. A scatter is one kernel for all rows, and a write per row is one each.
+# A gather of experts is a part of the kernel that multiplies; a grouped product reads all of them.
 GPU = Platform(
-    largest_logits=0, unrolled_rows=1, top_k_kernel=16, vocab_blocks=256, decode_kernel=True
+    largest_logits=0,
+    unrolled_rows=1,
+    top_k_kernel=16,
+    vocab_blocks=256,
+    decode_kernel=True,
+    ragged_products=False,
 )
 
 PLATFORMS = {"cpu": CPU, "tpu": TPU, "gpu": GPU}

@@ -30,7 +30,7 @@ from specjax.models.quantized import is_quantized
 # Slots of a block; more of them share a read of their expert's weights, and more are padding.
 MIN_BLOCK = 4
 MAX_BLOCK = 128
-# Up to this many slots an accelerator gathers the weights of each, rather than group them.
+# Up to this many slots a GPU gathers the weights of each, rather than group them.
 GATHERED_SLOTS = 64
 TINY = 1e-20  # beside a sum that scores are divided by
 
