@@ -95,8 +95,8 @@ DRAFTS = {
 def pass_bytes(cfg: ModelConfig, rows: int, capacity: int, size: int = 2) -> float:
     """Bytes that a pass must read: weights and cache positions, with ``size`` bytes a number.
 
-    The embedding counts only if the head is tied to it. Of a mixture, each row wakes its own experts,
-    which are as distinct as chance makes them.
+    The embedding counts only if the head is tied to it. Of a mixture, each row wakes its own
+    experts, which are as distinct as chance makes them.
     """
     weights = num_params(cfg) - (0 if cfg.tie_embeddings else cfg.vocab_size * cfg.hidden_size)
     if cfg.experts is not None:
