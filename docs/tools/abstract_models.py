@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -43,10 +42,7 @@ def abstract_model(
     """A model of shapes only, in bfloat16 and split over the mesh; ``layers``: so many alone."""
     count = mesh.shape["model"]
     if layers:
-        slides = cfg.sliding_layers and cfg.sliding_layers[:layers]
-        cfg = dataclasses.replace(
-            cfg, num_layers=min(cfg.num_layers, layers), sliding_layers=slides
-        )
+        cfg = cfg.first_layers(min(cfg.num_layers, layers))
 
     def layout(params):
         params = fuse(params)

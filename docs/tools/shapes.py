@@ -6,6 +6,8 @@ The tools compile them, or run them with random weights.
 from __future__ import annotations
 
 from specjax.models import ModelConfig, from_hf, num_params
+from specjax.models.experts import distinct_experts
+from specjax.models.forward_pass import active_params
 
 
 def _llama(hidden: int, layers: int, heads: int, inner: int, tied: bool = False) -> dict:
@@ -69,11 +71,23 @@ CONFIGS = {
     "gemma-2-9b": _gemma2(3584, 42, 16, 8, 14336),
     "gemma-2-2b": _gemma2(2304, 26, 8, 4, 9216),
 }
+CONFIGS["qwen3-30b-a3b"] = CONFIGS["qwen3-8b"] | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
 SHAPES: dict[str, ModelConfig] = {name: from_hf(config) for name, config in CONFIGS.items()}
 DRAFTS = {
     "llama-3-70b": "llama-3-8b",
     "llama-3-8b": "llama-3-1b",
     "qwen3-8b": "qwen3-0.6b",
+    "qwen3-30b-a3b": "qwen3-0.6b",
     "gemma-2-9b": "gemma-2-2b",
 }
 
@@ -81,7 +95,12 @@ DRAFTS = {
 def pass_bytes(cfg: ModelConfig, rows: int, capacity: int, size: int = 2) -> float:
     """Bytes that a pass must read: weights and cache positions, with ``size`` bytes a number.
 
-    The embedding counts only if the head is tied to it.
+    The embedding counts only if the head is tied to it. Of a mixture, each row wakes its own
+    experts, which are as distinct as chance makes them.
     """
     weights = num_params(cfg) - (0 if cfg.tie_embeddings else cfg.vocab_size * cfg.hidden_size)
+    if cfg.experts is not None:
+        inactive = num_params(cfg) - active_params(cfg)
+        asleep = cfg.experts.count - distinct_experts(cfg.experts, rows)
+        weights -= inactive / (cfg.experts.count - cfg.experts.active) * asleep
     return size * (weights + 2 * cfg.num_layers * rows * cfg.num_kv_heads * capacity * cfg.head_dim)

@@ -17,6 +17,7 @@ from specjax import lm
 from specjax._util.errors import ModelError
 from specjax.models import ModelConfig, num_params
 from specjax.models.cache import ring_capacity, row_bytes
+from specjax.models.forward_pass import active_params
 from specjax.models.gguf.header import is_gguf
 from specjax.models.gguf.read import kept_bytes
 from specjax.models.hf.layout import DTYPES
@@ -148,6 +149,7 @@ def model_plan(
         "family": cfg.family,
         "dtype": dtype,
         "parameters": num_params(cfg),
+        "active_parameters": active_params(cfg),
         "quantize": None if scheme is None else str(scheme),
         "weight_bytes": whole,
         "weight_bytes_per_device": per_device,
@@ -188,6 +190,8 @@ def describe(plan: Plan) -> str:
 
 def _describe_model(role: str, model: Plan, several_devices: bool) -> list[str]:
     weights = f"{model['parameters']:,} parameters, {_size(model['weight_bytes'])}"
+    if model["active_parameters"] < model["parameters"]:
+        weights += f", {model['active_parameters']:,} of them for a token"
     cache = f"{_size(model['cache_bytes_per_token_and_row'])} per token and row"
     if several_devices:
         weights += f", {_size(model['weight_bytes_per_device'])} on each device"

@@ -56,6 +56,9 @@ class Platform:
       attention_block: tokens of the largest block of attention to long sequences.
       splash_attention: whether JAX's splash attention kernels run.
       decode_kernel: whether narrow passes attend by our Pallas kernel.
+      gathers_experts: whether few tokens gather the weights of their experts. Where a gather is not
+        part of the product that reads it, it costs two more passes over those weights.
+      ragged_products: whether grouped products (``ragged_dot``) read each group's weights alone.
     """
 
     dtype: str = "bfloat16"
@@ -74,6 +77,8 @@ class Platform:
     attention_block: int = 512
     splash_attention: bool = False
     decode_kernel: bool = False
+    gathers_experts: bool = True
+    ragged_products: bool = True
 
 
 CPU = Platform(
@@ -84,14 +89,23 @@ CPU = Platform(
     writes_neighbor=True,
     weights_first=True,
     dense_groups=True,
+    gathers_experts=False,
+    ragged_products=False,
     halves_search=True,
 )
-# Finding the largest logits costs a TPU more than the search.
-TPU = Platform(largest_logits=0, attention_block=1024, splash_attention=True)
+# Finding the largest logits costs a TPU more than the search. Before a gather it transposes the
+# weights of all experts.
+TPU = Platform(largest_logits=0, attention_block=1024, splash_attention=True, gathers_experts=False)
 # XLA's kernel for the largest values finds 16 at most. For more it sorts the whole row, and 128,256
 # tokens take 40 kernels. A scatter is one kernel for all rows, and a write per row is one each.
+# A gather of experts is a part of the kernel that multiplies; a grouped product reads all of them.
 GPU = Platform(
-    largest_logits=0, unrolled_rows=1, top_k_kernel=16, vocab_blocks=256, decode_kernel=True
+    largest_logits=0,
+    unrolled_rows=1,
+    top_k_kernel=16,
+    vocab_blocks=256,
+    decode_kernel=True,
+    ragged_products=False,
 )
 
 PLATFORMS = {"cpu": CPU, "tpu": TPU, "gpu": GPU}

@@ -23,14 +23,23 @@ from jaxtyping import Array, Float, Int
 
 from specjax.models import sharding
 from specjax.models.attention.flash import RESULT
-from specjax.models.config import ModelConfig, period
-from specjax.models.layers import ACTIVATIONS, NORMS, Linear, rope_table, rotate
+from specjax.models.config import ModelConfig, QueryScale, period
+from specjax.models.experts import Mixture
+from specjax.models.latent import LatentAttention, absorb
+from specjax.models.layers import (
+    ACTIVATIONS,
+    NORMS,
+    AllHeadsRMSNorm,
+    Linear,
+    Table,
+    rope_table,
+    rotate,
+)
 from specjax.models.quantized import join as join_outputs
 from specjax.models.sharding import constrain
 
-# attend(layer, q[B,N,H,E], k[B,N,K,E], v[B,N,K,E]) -> [B,N,H,E]
-Attend = Callable[[int, Array, Array, Array], Array]
-Table = tuple[Array, Array] | None  # cos and sin of rotary positions, if there are any
+# attend(layer, q[B,N,H,E], k[B,N,K,E], v[B,N,K,E], sinks[H] or None) -> [B,N,H,E]
+Attend = Callable[[int, Array, Array, Array, Array | None], Array]
 # Whether the backward pass recomputes a block: all of it, or all but the attention of long
 # sequences.
 Remat = bool | Literal["attention"]
@@ -60,26 +69,48 @@ class Attention(nnx.Module):
             self.k = Linear((kv, inputs), ("heads", "hidden"), bias, cfg.shards, rngs)
             self.v = Linear((kv, inputs), ("heads", "hidden"), bias, cfg.shards, rngs)
         self.out = Linear((d, q), ("hidden", "heads"), cfg.attention_bias, cfg.shards, rngs, std)
+        self.sinks = nnx.Param(jnp.zeros((cfg.num_heads,)), axes=("heads",)) if cfg.sinks else None
         if cfg.qk_norm:
-            self.q_norm = NORMS[cfg.norm](cfg.head_dim, cfg.norm_eps, "head")
-            self.k_norm = NORMS[cfg.norm](cfg.head_dim, cfg.norm_eps, "head")
+            self.q_norm = _head_norm(cfg, cfg.num_heads)
+            self.k_norm = _head_norm(cfg, cfg.num_kv_heads)
 
-    def __call__(self, x, table: Table, attend: Callable[[Array, Array, Array], Array]):
+    def __call__(self, x, table: Table, attend: Callable[..., Array]):
         b, n, _ = x.shape
         project = self._project_fused if self.fused else self._project
         q, k, v = project(x, lambda x: x.reshape(b, n, -1, self.cfg.head_dim), table)
-        return self.out(attend(q, k, v).reshape(b, n, -1))
+        sinks = None if self.sinks is None else self.sinks[...]
+        return self.out(attend(q, k, v, sinks).reshape(b, n, -1))
 
     def _project(self, x, split_heads: Callable[[Array], Array], table: Table):
         """q, k and v as three products: training would copy long sequences to join and split."""
-        q, k, v = (split_heads(linear(x)) for linear in (self.q, self.k, self.v))
-        if self.cfg.qk_norm:
+        q, k, v = (self._clipped(split_heads(linear(x))) for linear in (self.q, self.k, self.v))
+        if self._norms_before_rope:
             q = self.q_norm(q)
             k = self.k_norm(k)
-        if table is not None:
-            q = rotate(q, *table)
-            k = rotate(k, *table)
-        return q, k, v
+        q = self._rotated(q, table)
+        k = self._rotated(k, table)
+        if self.cfg.qk_norm_after_rope and table.cos is not None:
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        return self._scaled(q, table), k, v
+
+    @property
+    def _norms_before_rope(self) -> bool:
+        return self.cfg.qk_norm is not None and not self.cfg.qk_norm_after_rope
+
+    def _clipped(self, x: Float[Array, "B N H E"]) -> Float[Array, "B N H E"]:
+        limit = self.cfg.attention_clip
+        return x if limit is None else jnp.clip(x, -limit, limit)
+
+    def _rotated(self, x: Float[Array, "B N H E"], table: Table) -> Float[Array, "B N H E"]:
+        if table.cos is None or table.sin is None:
+            return x
+        return rotate(x, table.cos, table.sin, self.cfg.rope_interleaved)
+
+    def _scaled(self, q: Float[Array, "B N H E"], table: Table) -> Float[Array, "B N H E"]:
+        if table.query_scale is None:
+            return q
+        return q * table.query_scale[:, :, None, None].astype(q.dtype)
 
     def _project_fused(self, x, split_heads: Callable[[Array], Array], table: Table):
         """q, k and v as one product.
@@ -89,23 +120,27 @@ class Attention(nnx.Module):
         """
         h = self.cfg.num_heads
         k = self.cfg.num_kv_heads
-        qkv = split_heads(self.qkv(x))
+        qkv = self._clipped(split_heads(self.qkv(x)))
         qk = qkv[:, :, : h + k]
-        if self.cfg.qk_norm:
+        if self._norms_before_rope:
             qk = jnp.concatenate([self.q_norm(qk[:, :, :h]), self.k_norm(qk[:, :, h:])], axis=2)
-        if table is not None:
-            qk = rotate(qk, *table)
-        return qk[:, :, :h], qk[:, :, h:], qkv[:, :, h + k :]
+        qk = self._rotated(qk, table)
+        if self.cfg.qk_norm_after_rope and table.cos is not None:
+            qk = jnp.concatenate([self.q_norm(qk[:, :, :h]), self.k_norm(qk[:, :, h:])], axis=2)
+        return self._scaled(qk[:, :, :h], table), qk[:, :, h:], qkv[:, :, h + k :]
 
 
 class MLP(nnx.Module):
-    """``down(act(gate x) · up x)``, or ``down(act(up x))`` without a gate."""
+    """``down(act(gate x) · up x)``, or ``down(act(up x))`` without a gate.
 
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
+    ``columns`` are the config's by default.
+    """
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool, columns: int | None = None):
         self.cfg = cfg
         self.fused = fused
         d = cfg.hidden_size
-        f = cfg.intermediate_size
+        f = columns or cfg.intermediate_size
         bias = cfg.mlp_bias
         if not cfg.gated_mlp:
             self.up = Linear((f, d), ("columns", "hidden"), bias, cfg.shards, rngs)
@@ -129,19 +164,57 @@ class MLP(nnx.Module):
         return self.down(act(gate) * up)
 
 
+def _make_attention(cfg: ModelConfig, rngs: nnx.Rngs, fused: bool) -> Attention | LatentAttention:
+    """A layer's attention, to keys and values or to latents."""
+    if cfg.latent is None:
+        return Attention(cfg, rngs, fused)
+    return LatentAttention(cfg, rngs, fused, _residual_std(cfg))
+
+
+def _make_mlp(cfg: ModelConfig, rngs: nnx.Rngs, fused: bool) -> MLP | Mixture:
+    """A layer's MLP, or its experts; a shared expert is never fused."""
+    if cfg.experts is None:
+        return MLP(cfg, rngs, fused)
+    return Mixture(cfg, rngs, _residual_std(cfg), lambda size: MLP(cfg, rngs, False, size))
+
+
 class Block(nnx.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+    """Attention and MLP, each added to the residual stream.
+
+    The config says what is normed: the inputs of the two, their outputs, both, or else the sums. In
+    a parallel block both read the block's input.
+    """
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
         self.cfg = cfg
-        self.attention_norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps)
-        self.attention = Attention(cfg, rngs, fused)
-        self.mlp_norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps)
-        self.mlp = MLP(cfg, rngs, fused)
+
+        def norm(exists: bool) -> nnx.Module | None:
+            return NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps) if exists else None
+
+        before = cfg.norm_before or not cfg.norm_after
+        self.attention_norm = norm(before)
+        self.attention = _make_attention(cfg, rngs, fused)
+        self.attention_out_norm = norm(cfg.norm_after)
+        self.mlp_norm = norm(before and not cfg.shared_norm)
+        self.mlp = _make_mlp(cfg, rngs, fused)
+        self.mlp_out_norm = norm(cfg.norm_after)
 
     def __call__(self, x, table: Table, attend):
-        x = x + self.attention(self.attention_norm(x), table, attend)
-        return x + self.mlp(self.mlp_norm(x))
+        cfg = self.cfg
+        if not (cfg.norm_before or cfg.norm_after):
+            x = self.attention_norm(x + self.attention(x, table, attend))
+            return self.mlp_norm(x + self.mlp(x))
+
+        inputs = _normed(self.attention_norm, x)
+        attention = _normed(self.attention_out_norm, self.attention(inputs, table, attend))
+        if cfg.parallel_residual:
+            mlp_inputs = inputs if cfg.shared_norm else _normed(self.mlp_norm, x)
+            return x + self._scaled(attention) + self._scaled(self.mlp(mlp_inputs))
+        x = x + self._scaled(attention)
+        return x + self._scaled(_normed(self.mlp_out_norm, self.mlp(_normed(self.mlp_norm, x))))
+
+    def _scaled(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+        return x if self.cfg.residual_scale == 1 else x * self.cfg.residual_scale
 
 
 class Decoder(nnx.Module):
@@ -158,33 +231,62 @@ class Decoder(nnx.Module):
         self.cfg = cfg
         embed_size = cfg.embed_size or cfg.hidden_size
         self.embed = make_table((cfg.vocab_size, embed_size), ("vocab", "embedding"), rngs)
-        blocks = {str(i): self.block(cfg, rngs, fused) for i in range(cfg.num_layers)}
+        if cfg.embed_norm:
+            self.embed_norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps)
+        blocks = {str(i): self.block(cfg.layer(i), rngs, fused) for i in range(cfg.num_layers)}
         self.layers = nnx.Dict(blocks)
         if cfg.final_norm:
             self.norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps)
         if not cfg.tie_embeddings:
             self.head = make_table((cfg.vocab_size, embed_size), ("vocab", "embedding"), rngs)
+        if cfg.head_bias:
+            self.head_bias = nnx.Param(jnp.zeros((cfg.vocab_size,)), axes=("logits",))
 
     def inputs(self, tokens: Int[Array, "B N"], positions: Int[Array, "B N"]):
         """The first block's input ``[B, N, D]``."""
-        return self.embedded(tokens)
+        x = self.embedded(tokens)
+        if self.cfg.embed_scale is not None:
+            # Rounded to the dtype of x first, as in transformers.
+            x = x * jnp.asarray(self.cfg.embed_scale, x.dtype)
+        if self.cfg.embed_norm:
+            x = self.embed_norm(x)
+        return x
 
     def embedded(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N D"]:
         """The tokens' embeddings, not projected."""
         return sharding.look_up(self.embed[...], tokens, self.cfg.vocab_size)
 
     def tables(self, positions: Int[Array, "B N"]) -> list[Table]:
-        """Each layer's rotary table."""
+        """Each layer's table; layers of the same kind share one."""
         cfg = self.cfg
-        if cfg.rope is None:
-            return [None] * cfg.num_layers
-        return [rope_table(cfg.rope, cfg.rotary_dim or cfg.head_dim, positions)] * cfg.num_layers
+        size = cfg.rotary_dim or cfg.head_dim
+        rotated = plain = local = Table()
+        if cfg.rope is not None:
+            rotated = Table(*rope_table(cfg.rope, size, positions, cfg.rope_interleaved))
+        if cfg.query_scale is not None:
+            plain = Table(query_scale=_query_factors(cfg.query_scale, positions))
+        if cfg.rope_layers is None:  # then it is for all layers
+            rotated = rotated._replace(query_scale=plain.query_scale)
+        if cfg.local_rope is not None:
+            local = Table(*rope_table(cfg.local_rope, size, positions, cfg.rope_interleaved))
+
+        tables = []
+        for window, rotates in zip(cfg.windows, cfg.rotations, strict=True):
+            if not rotates:
+                tables.append(plain)
+            elif window is not None and cfg.local_rope is not None:
+                tables.append(local)
+            else:
+                tables.append(rotated)
+        return tables
 
     def outputs(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
         """The output head's input, from the last block's output."""
-        if not self.cfg.final_norm:
-            return x
-        return self.norm(x)
+        if self.cfg.final_norm:
+            x = self.norm(x)
+        if self.cfg.logit_scale != 1:
+            x = x * self.cfg.logit_scale  # here, so that losses with a head of their own see it
+        return x
 
     def __call__(
         self,
@@ -240,7 +342,8 @@ class Decoder(nnx.Module):
         whatever the depth. That costs a stacked copy of the params.
         """
         kinds = [
-            (window, id(table)) for window, table in zip(self.cfg.windows, tables, strict=True)
+            (window, id(table), self.cfg.layer(i))
+            for i, (window, table) in enumerate(zip(self.cfg.windows, tables, strict=True))
         ]
         repeat = period(kinds)
         count = self.cfg.num_layers // repeat * repeat
@@ -266,6 +369,27 @@ class Decoder(nnx.Module):
         periods = (jnp.arange(0, count, repeat), stacked)
         (x, aux_states), _ = jax.lax.scan(run, (x, aux_states), periods)
         return x, aux_states, count
+
+
+def _query_factors(scale: QueryScale, positions: Int[Array, "B N"]) -> Float[Array, "B N"]:
+    """The factors on queries at these positions, float32."""
+    steps = jnp.floor((positions + scale.offset) / scale.length)
+    return 1 + scale.beta * jnp.log1p(steps.astype(jnp.float32))
+
+
+def _head_norm(cfg: ModelConfig, heads: int) -> Callable[[Array], Array]:
+    """The norm of q or k, by the config's ``qk_norm``."""
+    if cfg.qk_norm == "all":
+        return AllHeadsRMSNorm(heads * cfg.head_dim, cfg.norm_eps, cfg.shards)
+    norm = NORMS[cfg.qk_norm_kind or cfg.norm]
+    if cfg.qk_norm == "heads":
+        return norm((heads, cfg.head_dim), cfg.norm_eps)
+    return norm(cfg.head_dim, cfg.norm_eps, "head")
+
+
+def _normed(norm: Callable[[Array], Array] | None, x: Float[Array, "B N D"]):
+    """``x`` normed, or itself where a block has no such norm."""
+    return x if norm is None else norm(x)
 
 
 def _remat_policy(remat: Remat) -> Callable | None:
@@ -321,7 +445,11 @@ def fuse_layer(block: dict) -> dict:
             fused[leaf] = join_outputs([part[leaf] for part in parts])
         return rest | {fused_name: fused}
 
-    attention = join(block["attention"], ("q", "k", "v"), "qkv")
+    attention = block["attention"]
+    if "kv_up" in attention:
+        attention = absorb(attention)
+    else:
+        attention = join(attention, ("q", "k", "v"), "qkv")
     mlp = block["mlp"]
     if "gate" in mlp:
         mlp = join(mlp, ("gate", "up"), "gate_up")

@@ -47,6 +47,8 @@ class KVCache:
     :data:`RING_SPARE`. If it has that many, it is a ring: the token at position p is in cache
     position ``p % ring_sizes[layer]``, and what it overwrites is outside of every window. The ring
     size of other layers is None.
+
+    Of a model with latent attention ``v`` is empty: its latents are keys and values at once.
     """
 
     k: tuple[KVBuffer, ...]
@@ -95,14 +97,14 @@ def init_cache(cfg: ModelConfig, batch: int, capacity: int, dtype: DTypeLike) ->
 
     def empty_buffer(ring_size: int | None) -> KVBuffer:
         positions = min(capacity, ring_size or capacity)
-        shape = (batch, cfg.num_kv_heads, positions, cfg.head_dim)
+        shape = (batch, cfg.cached_heads, positions, cfg.cached_size)
         entries = jnp.zeros(shape, dtype)
         if entries.dtype != jnp.int8:
             return entries
         return QuantizedKV(entries, jnp.zeros((*shape[:3], 1), jnp.float32))
 
     keys = tuple(empty_buffer(size) for size in ring_sizes)
-    values = tuple(empty_buffer(size) for size in ring_sizes)
+    values = () if cfg.latent else tuple(empty_buffer(size) for size in ring_sizes)
     return KVCache(keys, values, ring_sizes)
 
 

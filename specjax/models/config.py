@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax._util.errors import ModelError
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,88 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()  # longrope: a factor of each frequency
+    long_factor: tuple[float, ...] = ()
+    max_position: int = 0  # longrope: the tokens that the model reads
+    reversed: bool = False  # rotates the other way round
+
+
+class QueryScale(NamedTuple):
+    """Queries at position p are scaled by ``1 + beta · ln(1 + floor((p + offset) / length))``."""
+
+    beta: float
+    length: int
+    offset: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """The experts of a mixture, and how a token's router chooses among them.
+
+    Attributes:
+      count: experts of a layer.
+      active: how many of them a token chooses.
+      size: columns of an expert.
+      scores: what the router's logits become: ``softmax`` over all experts, or ``sigmoid``.
+      normalized: the chosen experts' scores are divided by their sum.
+      scale: a factor on their results.
+      corrected: the choice, not the factors, follows scores plus a correction of each expert.
+      router_bias: the router's logits have a bias.
+      groups, active_groups, group_best: a token chooses within its best groups of experts, each
+        judged by the sum of its best scores, so many of them.
+      shared_size: columns of the expert that all tokens share; 0: there is none.
+      shared_gate: a gate of its own scales the shared expert.
+      scales_inputs: scores are factors on the experts' inputs, not on their results.
+      biases: the experts' layers have biases.
+      clip: (alpha, limit) of gpt-oss's gate, ``gate · sigmoid(alpha · gate) · (up + 1)`` with both
+        limited; None: the model's activation.
+
+    Raises:
+      ModelError: the numbers do not fit each other.
+    """
+
+    count: int
+    active: int
+    size: int
+    scores: str = "softmax"
+    normalized: bool = False
+    scale: float = 1.0
+    corrected: bool = False
+    router_bias: bool = False
+    groups: int = 1
+    active_groups: int = 1
+    group_best: int = 1
+    shared_size: int = 0
+    shared_gate: bool = False
+    scales_inputs: bool = False
+    biases: bool = False
+    clip: tuple[float, float] | None = None
+
+    def __post_init__(self):
+        if self.count % self.groups:
+            raise ModelError(f"{self.groups} groups must divide {self.count} experts")
+        available = self.count // self.groups * min(self.active_groups, self.groups)
+        if self.active > available:
+            raise ModelError(f"a token cannot choose {self.active} of {available} experts")
+
+
+class LatentConfig(NamedTuple):
+    """The sizes of latent attention (:mod:`specjax.models.latent`).
+
+    ``rank`` is that of the latent, ``query_rank`` that of the queries, if they have one. A head has
+    ``plain`` entries that are not rotated and ``rotated`` ones; its values have ``value`` entries.
+    """
+
+    query_rank: int | None
+    rank: int
+    plain: int
+    rotated: int
+    value: int
+
+    @property
+    def size(self) -> int:
+        """Entries of a token in the cache: its latent, and the key that is rotated."""
+        return self.rank + self.rotated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,21 +155,40 @@ class ModelConfig:
     pad_id: int | None = None
     adaptive_ids: tuple[int, ...] = ()
     qkv_bias: bool = False  # of q, k and v alone
-    qk_norm: bool = False
+    qk_norm: str | None = None  # of each head (head), with weights of its own (heads), or of all
+    qk_norm_kind: str | None = None  # None: as ``norm``
+    qk_norm_after_rope: bool = False  # then layers without a rope have none
     sliding_layers: tuple[bool, ...] | None = None  # which layers have the window; None: all
-    norm: str = "rms"  # rms, rms+1 (scale = 1 + weight) or layer
-    activation: str = "silu"  # silu, gelu, gelu_tanh or relu
+    chunked: bool = False  # windows are chunks: a token sees those of its chunk before it
+    norm: str = "rms"  # one of specjax.models.layers.NORMS
+    activation: str = "silu"  # one of specjax.models.layers.ACTIVATIONS
     gated_mlp: bool = True
     rotary_dim: int | None = None  # entries of each head that are rotated; None: all
+    rope_interleaved: bool = False  # adjacent entries are pairs; otherwise the two halves
+    rope_layers: tuple[bool, ...] | None = None  # which layers are rotated; None: all
     local_rope: RopeConfig | None = None  # of sliding layers, if it differs
     alibi: bool = False
     parallel_residual: bool = False  # attention and MLP read the same input
-    norm_before: bool = True  # False: the norms come after attention and MLP
+    shared_norm: bool = False  # … and the same norm of it
+    norm_before: bool = True  # norms of the inputs of attention and MLP
+    norm_after: bool = False  # norms of their outputs; without either the sums are normed
     final_norm: bool = True
+    embed_norm: bool = False
+    embed_scale: float | None = None
+    residual_scale: float = 1.0  # on what attention and MLP add
+    logit_scale: float = 1.0
+    head_bias: bool = False
     embed_size: int | None = None  # of the token embedding, if it is projected to hidden_size
     attention_scale: float | None = None  # on q·k; None: head_dim ** -0.5
     attention_softcap: float | None = None
+    attention_clip: float | None = None  # limits q, k and v to ± this
+    sinks: bool = False  # each head's softmax has one more score, which has no value
+    query_scale: QueryScale | None = None  # of layers without a rope; of all, if each has one
     logit_softcap: float | None = None
+    latent: LatentConfig | None = None  # attention to latents; head_dim is a query's
+    experts: ExpertsConfig | None = None  # in the place of an MLP
+    expert_layers: tuple[bool, ...] | None = None  # which layers have them; None: all
+    skipped_tensors: tuple[str, ...] = ()  # prefixes of a checkpoint's other parts
     # Devices that the model is split over. Heads and MLP columns then count one device's share.
     shards: int = 1
 
@@ -148,6 +249,47 @@ class ModelConfig:
         if not self.sliding_layers:
             return (self.sliding_window,) * self.num_layers
         return tuple(self.sliding_window if slides else None for slides in self.sliding_layers)
+
+    @property
+    def rotations(self) -> tuple[bool, ...]:
+        """Whether each layer has rotary positions."""
+        return self.rope_layers or (self.rope is not None,) * self.num_layers
+
+    @property
+    def cached_heads(self) -> int:
+        """Heads of a cache's keys."""
+        return 1 if self.latent else self.num_kv_heads
+
+    @property
+    def cached_size(self) -> int:
+        """Entries of a head of a cache's keys."""
+        return self.latent.size if self.latent else self.head_dim
+
+    def first_layers(self, count: int) -> ModelConfig:
+        """The config of a model of the first ``count`` layers."""
+
+        def cut(kinds: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
+            return kinds and kinds[:count]
+
+        return dataclasses.replace(
+            self,
+            num_layers=count,
+            sliding_layers=cut(self.sliding_layers),
+            rope_layers=cut(self.rope_layers),
+            expert_layers=cut(self.expert_layers),
+        )
+
+    def layer(self, index: int) -> ModelConfig:
+        """The config of a model of this layer alone."""
+        has_experts = self.expert_layers is None or self.expert_layers[index]
+        return dataclasses.replace(
+            self,
+            num_layers=1,
+            sliding_layers=None,
+            rope_layers=None,
+            experts=self.experts if has_experts else None,
+            expert_layers=None,
+        )
 
 
 def period(kinds: Sequence[Any]) -> int:

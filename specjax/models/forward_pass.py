@@ -32,6 +32,7 @@ from specjax.models.cache import KVCache, write
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES
 from specjax.models.layers import linear
+from specjax.models.quantized_cache import KVBuffer
 
 # From this many tokens on, attention of whole sequences is blockwise: dense scores of 16k tokens
 # would take 16 GB.
@@ -57,13 +58,21 @@ def init_params(cfg: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) ->
 def _for_all_layers(cfg: ModelConfig, fused: bool, *extract: Callable) -> dict:
     """``extract`` of each parameter, by default its ``ShapeDtypeStruct``, as a nested dict.
 
-    All layers have parameters of the same shapes, so only one layer is made. The time to make
-    them grows with the square of their number.
+    Of layers with the same parameters only one is made. The time to make them grows with the square
+    of their number.
     """
-    single = dataclasses.replace(cfg, num_layers=1, sliding_layers=None)
-    tree = nnx.to_pure_dict(_abstract_module(single, fused)[1], *extract)
-    layer = tree["layers"]["0"]
-    return tree | {"layers": {str(i): layer for i in range(cfg.num_layers)}}
+    layers = {}
+    tree = {}
+    for i in range(cfg.num_layers):
+        tree = _single_layer(cfg.layer(i), fused, extract)
+        layers[str(i)] = tree["layers"]["0"]
+    return tree | {"layers": layers}
+
+
+@functools.cache
+def _single_layer(cfg: ModelConfig, fused: bool, extract: tuple[Callable, ...]) -> dict:
+    """``extract`` of each parameter of a model of one layer."""
+    return nnx.to_pure_dict(_abstract_module(cfg, fused)[1], *extract)
 
 
 def param_shapes(cfg: ModelConfig) -> dict:
@@ -73,7 +82,11 @@ def param_shapes(cfg: ModelConfig) -> dict:
 
 def param_axes(cfg: ModelConfig, fused: bool = False) -> dict:
     """The names of each parameter's axes: a nested dict of tuples."""
-    return _for_all_layers(cfg, fused, lambda param: param.get_metadata("axes"))
+    return _for_all_layers(cfg, fused, _axes_of)
+
+
+def _axes_of(param: nnx.Param) -> tuple[str, ...]:
+    return param.get_metadata("axes")
 
 
 def part_axes(cfg: ModelConfig, params: dict) -> dict:
@@ -82,7 +95,7 @@ def part_axes(cfg: ModelConfig, params: dict) -> dict:
     ``params`` may be only a part of the tree, such as one layer.
     """
     axes = param_axes(cfg, fused=True)
-    layers = dict.fromkeys(params.get("layers", ()), axes["layers"]["0"])
+    layers = {i: axes["layers"][i] for i in params.get("layers", ())}
     whole = axes | {"layers": layers}
     return {name: whole[name] for name in params}
 
@@ -91,6 +104,19 @@ def num_params(cfg: ModelConfig) -> int:
     """Number of parameters. A tied head counts once; a split model counts one device's share."""
     count = functools.partial(size_per_device, cfg)
     return sum(jax.tree.leaves(jax.tree.map(count, param_shapes(cfg), param_axes(cfg))))
+
+
+def active_params(cfg: ModelConfig) -> int:
+    """Number of parameters that one token uses: of a mixture, its chosen experts' and all others.
+
+    The embedding counts, of which a token reads one row.
+    """
+    inactive = 0
+    for layer in param_shapes(cfg)["layers"].values():
+        if cfg.experts is not None and "experts" in layer["mlp"]:
+            size = sum(leaf.size for leaf in jax.tree.leaves(layer["mlp"]["experts"]))
+            inactive += size // cfg.experts.count * (cfg.experts.count - cfg.experts.active)
+    return num_params(cfg) - inactive
 
 
 def size_per_device(cfg: ModelConfig, leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> int:
@@ -108,7 +134,8 @@ def head_matrix(cfg: ModelConfig, params: dict) -> Float[Array, "V D"]:
 
 def is_fused(params: dict) -> bool:
     """Whether ``params`` are in the inference layout of :func:`specjax.models.blocks.fuse`."""
-    return "qkv" in params["layers"]["0"]["attention"]
+    attention = params["layers"]["0"]["attention"]
+    return "qkv" in attention or "key_up" in attention
 
 
 def logits_of(
@@ -119,6 +146,8 @@ def logits_of(
     Those ids are only inputs. No distribution that comes from these logits can emit them.
     """
     logits = sharding.gather_logits(linear(hidden, head_matrix(cfg, params)), cfg.vocab_size)
+    if cfg.head_bias:
+        logits = logits + params["head_bias"]
     cap = cfg.logit_softcap
     if cap is not None:
         logits = cap * jnp.tanh(logits / cap)
@@ -136,7 +165,13 @@ def module_of(cfg: ModelConfig, params: dict) -> Decoder:
 
 
 def _score_transform(cfg: ModelConfig) -> dense.ScoreTransform:
-    return dense.ScoreTransform(cfg.attention_scale, cfg.attention_softcap, cfg.alibi, cfg.shards)
+    return dense.ScoreTransform(
+        scale=cfg.attention_scale,
+        softcap=cfg.attention_softcap,
+        alibi=cfg.alibi,
+        shards=cfg.shards,
+        sinks=cfg.sinks,
+    )
 
 
 class HiddenStates(NamedTuple):
@@ -214,20 +249,24 @@ def _sequence_attention(
     make_attention = _dense_attention if backend == "dense" else long_attention
     # In the order of the layers: a set's order may differ between processes, and a program in
     # another order is not found in the cache of compiled programs.
-    masks = {window: dense.windowed(mask_fn, window) for window in dict.fromkeys(windows)}
+    masks = {}
+    for window in dict.fromkeys(windows):
+        masks[window] = dense.windowed(mask_fn, window, cfg.chunked)
     groups = cfg.num_heads // cfg.num_kv_heads
     by_window = {
         window: make_attention(mask, meta, transform, groups, rows)
         for window, mask in masks.items()
     }
 
-    def attend(layer, q, k, v):
+    def attend(layer, q, k, v, sinks=None):
         if rows is not None and sharding.splits_tokens(rows):
             k = sharding.constrain(k, sharding.whole_rows(rows))
-            v = sharding.constrain(v, sharding.whole_rows(rows))
+            v = v if v is None else sharding.constrain(v, sharding.whole_rows(rows))
         # Heads before tokens in keys and values, as in a cache.
         attend_layer = by_window[windows[layer]]
-        return attend_layer(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+        k = k.transpose(0, 2, 1, 3)
+        v = k if v is None else v.transpose(0, 2, 1, 3)
+        return attend_layer(q, k, v) if sinks is None else attend_layer(q, k, v, sinks)
 
     return attend
 
@@ -239,8 +278,8 @@ def _dense_attention(
     visible = mask(meta, meta)
     distance = dense.distances(meta, meta) if transform.alibi else None
 
-    def attend(q, k, v):
-        return dense.dense_attention(q, k, v, visible, transform, distance)
+    def attend(q, k, v, sinks=None):
+        return dense.dense_attention(q, k, v, visible, transform, distance, sinks)
 
     return attend
 
@@ -351,13 +390,19 @@ class _CacheAttention:
         }
 
     @jax.named_scope("attention")
-    def __call__(self, layer, q, k, v):
+    def __call__(self, layer, q, k, v, sinks=None):
         kind = self._kinds[layer]
+        keys = self._write(self._keys, layer, k)
+        values = keys if v is None else self._write(self._values, layer, v)
+        return self._by_kind[kind](q, keys, values, sinks)
+
+    def _write(self, buffers: list[KVBuffer], layer: int, new: Float[Array, "B N K E"]) -> KVBuffer:
+        """The layer's buffer with its new entries, which is kept in ``buffers``, too."""
         # Only the first N tokens are new: what pads the pass is not written.
-        k, v = (x[:, : self._n].transpose(0, 2, 1, 3) for x in (k, v))
-        self._keys[layer] = write(self._keys[layer], k, self._start, kind.is_ring)
-        self._values[layer] = write(self._values[layer], v, self._start, kind.is_ring)
-        return self._by_kind[kind](q, self._keys[layer], self._values[layer])
+        new = new[:, : self._n].transpose(0, 2, 1, 3)
+        buffer = write(buffers[layer], new, self._start, self._kinds[layer].is_ring)
+        buffers[layer] = buffer
+        return buffer
 
     def cache(self) -> KVCache:
         """The cache with the entries of all layers that have run."""
@@ -378,8 +423,12 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
     mask = None
     distance = None
     reads_whole = long_cache.reads_whole(positions.size * cfg.num_heads, capacity)
-    if is_ring or visible is not None:
-        mask = dense.cache_mask(positions, base, visible, count, capacity, window, tree_positions)
+    # Of a plain chain the mask follows from the positions.
+    has_mask = is_ring or visible is not None or (cfg.chunked and window is not None)
+    if has_mask:
+        mask = dense.cache_mask(
+            positions, base, visible, count, capacity, window, tree_positions, cfg.chunked
+        )
         if cfg.alibi:
             distance = dense.cache_distances(positions, base, count, capacity, tree_positions)
     elif reads_whole:
@@ -390,17 +439,16 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
     # Blocks before the window are skipped, except in a ring: there they may hold newer tokens.
     skip_window = None if is_ring else window
 
-    # For the kernel a chain's mask follows from its positions.
-    own_mask = mask if is_ring or visible is not None else None
+    own_mask = mask if has_mask else None
 
-    def attend(q, k, v):
+    def attend(q, k, v, sinks):
         if decode_kernel.supports_decode(positions.shape[1], cfg.num_heads, k, transform):
             return decode_kernel.decode_attention(
                 q, k, v, positions, last_visible, own_mask, window=window, transform=transform
             )
         if reads_whole:
             assert mask is not None, "a cache that is read whole has a mask"
-            return dense.dense_attention(q, k, v, mask, transform, distance)
+            return dense.dense_attention(q, k, v, mask, transform, distance, sinks)
         return long_cache.cached_attention(
             q,
             k,
@@ -409,6 +457,7 @@ def _attention_of_kind(cfg: ModelConfig, kind: _LayerKind, queries: _Queries) ->
             last_visible,
             mask,
             distance,
+            sinks,
             window=skip_window,
             transform=transform,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -216,11 +216,14 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        return self.normed(x, self.weight[...].astype(jnp.float32))
+
+    def normed(self, x: Float[Array, "... d"], scale: Float[Array, "d"]) -> Float[Array, "... d"]:
+        """``x``, normed, with this scale and the bias."""
         wide = x.astype(jnp.float32)
         normalized = _rms_normalize(wide - wide.mean(-1, keepdims=True), self.eps)
-        weight = self.weight[...].astype(jnp.float32)
         bias = self.bias[...].astype(jnp.float32)
-        return (normalized * weight + bias).astype(x.dtype)
+        return (normalized * scale + bias).astype(x.dtype)
 
 
 def _rms_normalize(x: Float[Array, "... d"], eps: float) -> Float[Array, "... d"]:
@@ -229,8 +232,85 @@ def _rms_normalize(x: Float[Array, "... d"], eps: float) -> Float[Array, "... d"
     return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
-NORMS = {"rms": RMSNorm, "rms+1": UnitOffsetRMSNorm, "layer": LayerNorm}
+class LayerScaleNorm(nnx.Module):
+    """:class:`LayerNorm` without a bias; ``size`` may be the shape of weights per head (Cohere)."""
+
+    def __init__(self, size: int | tuple[int, int], eps: float, axis: str = "hidden"):
+        shape = size if isinstance(size, tuple) else (size,)
+        axes = ("heads", "head") if isinstance(size, tuple) else (axis,)
+        self.weight = nnx.Param(jnp.ones(shape), axes=axes)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        wide = x.astype(jnp.float32)
+        normalized = _rms_normalize(wide - wide.mean(-1, keepdims=True), self.eps)
+        return (normalized * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class UnitOffsetLayerNorm(LayerNorm):
+    """:class:`LayerNorm` scaled by ``1 + weight`` (Nemotron)."""
+
+    def __init__(self, size: int, eps: float, axis: str = "hidden"):
+        super().__init__(size, eps, axis)
+        self.weight = nnx.Param(jnp.zeros((size,)), axes=(axis,))
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        return self.normed(x, 1 + self.weight[...].astype(jnp.float32))
+
+
+class PlainRMSNorm(nnx.Module):
+    """RMS norm without weights (nanochat)."""
+
+    def __init__(self, size: int, eps: float, axis: str = "hidden"):
+        del size, axis
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        return _rms_normalize(x, self.eps).astype(x.dtype)
+
+
+class PlainLayerNorm(PlainRMSNorm):
+    """Mean and variance norm without weights (OLMo 1)."""
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        wide = x.astype(jnp.float32)
+        centered = wide - wide.mean(-1, keepdims=True)
+        return _rms_normalize(centered, self.eps).astype(x.dtype)
+
+
+class AllHeadsRMSNorm(nnx.Module):
+    """RMS norm over the entries of all heads together, which may be split over devices (OLMo 2)."""
+
+    def __init__(self, size: int, eps: float, shards: int):
+        self.weight = nnx.Param(jnp.ones((size,)), axes=("heads",))
+        self.eps = eps
+        self.shards = shards
+
+    def __call__(self, x: Float[Array, "... H E"]) -> Float[Array, "... H E"]:
+        wide = x.astype(jnp.float32)
+        squares = (wide * wide).mean((-2, -1), keepdims=True)
+        squares = sharding.psum_shards(squares, self.shards) / self.shards
+        normalized = wide * jax.lax.rsqrt(squares + self.eps)
+        weight = self.weight[...].reshape(x.shape[-2:]).astype(jnp.float32)
+        return (normalized * weight).astype(x.dtype)
+
+
+def relu_squared(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """``relu(x)²``."""
+    return jnp.square(jax.nn.relu(x))
+
+
+NORMS = {
+    "rms": RMSNorm,
+    "rms+1": UnitOffsetRMSNorm,
+    "rms-plain": PlainRMSNorm,
+    "layer": LayerNorm,
+    "layer+1": UnitOffsetLayerNorm,
+    "layer-scale": LayerScaleNorm,
+    "layer-plain": PlainLayerNorm,
+}
 ACTIVATIONS = {
+    "relu2": relu_squared,
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
@@ -246,14 +326,36 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     inverse = (1.0 / np.float32(rope.theta) ** exponent).astype(np.float32)
+    if rope.reversed:
+        inverse = -inverse
     if rope.kind == "linear":
         return inverse / np.float32(rope.factor), 1.0
+    if rope.kind == "longrope":
+        return _longrope(rope, inverse)
     if rope.kind == "llama3":
         return _llama3(rope, inverse), 1.0
     if rope.kind == "yarn":
         return _yarn(rope, head_dim, inverse)
     # "dynamic" at the configured length stretches by 1: the default frequencies.
     return inverse, 1.0
+
+
+def _longrope(rope: RopeConfig, inverse: np.ndarray) -> tuple[np.ndarray, float]:
+    """Divides each frequency by a factor of its own (arXiv 2402.13753).
+
+    transformers takes the short factors while a sequence is short and the long ones after that.
+    Cached keys would then have wrong rotations. So the factors follow the model's length: it has
+    the long ones if it reads more tokens than it was trained on.
+    """
+    is_long = rope.max_position > rope.original_max_position
+    factors = rope.long_factor if is_long else rope.short_factor
+    stretched = inverse / np.asarray(factors, np.float32)
+    if rope.attention_factor is not None:
+        return stretched, rope.attention_factor
+    if rope.factor <= 1:
+        return stretched, 1.0
+    length = math.log(rope.original_max_position)
+    return stretched, math.sqrt(1 + math.log(rope.factor) / length)
 
 
 def _llama3(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
@@ -303,31 +405,57 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     return mscale(1.0)
 
 
+class Table(NamedTuple):
+    """What attention does by position: cos and sin of the rotation, and a factor on queries.
+
+    Each is None where a layer has none.
+    """
+
+    cos: Float[Array, "B N R"] | None = None
+    sin: Float[Array, "B N R"] | None = None
+    query_scale: Float[Array, "B N"] | None = None
+
+
 def rope_table(
-    rope: RopeConfig, head_dim: int, positions: Int[Array, "B N"]
+    rope: RopeConfig, head_dim: int, positions: Int[Array, "B N"], interleaved: bool = False
 ) -> tuple[Float[Array, "B N E"], Float[Array, "B N E"]]:
-    """cos and sin of each token's position, float32; all layers share them."""
+    """cos and sin of each token's position, float32; all layers share them.
+
+    ``interleaved``: the entries of a pair are adjacent.
+    """
     inverse, factor = rope_frequencies(rope, head_dim)
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(inverse)
-    angles = jnp.concatenate([angles, angles], axis=-1)
+    if interleaved:
+        angles = jnp.repeat(angles, 2, axis=-1)
+    else:
+        angles = jnp.concatenate([angles, angles], axis=-1)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def rotate(
-    x: Float[Array, "B N H E"], cos: Float[Array, "B N R"], sin: Float[Array, "B N R"]
+    x: Float[Array, "B N H E"],
+    cos: Float[Array, "B N R"],
+    sin: Float[Array, "B N R"],
+    interleaved: bool = False,
 ) -> Float[Array, "B N H E"]:
-    """Rotates the two halves of each head (the pairing of Hugging Face checkpoints).
+    """Rotates pairs of entries of each head: its two halves, or ``interleaved`` adjacent ones.
 
     If the table has R < E entries, only the first R of each head are rotated.
     """
     rotated = cos.shape[-1]
     if rotated < x.shape[-1]:
-        first = rotate(x[..., :rotated], cos, sin)
+        first = rotate(x[..., :rotated], cos, sin, interleaved)
         return jnp.concatenate([first, x[..., rotated:]], axis=-1)
     half = x.shape[-1] // 2
     # The rotation is (x cos − y sin, y cos + x sin). The minus goes into the sine: negating the
     # half of `x` would be one more copy of it.
-    sign = np.where(np.arange(rotated) < half, -1, 1).astype(x.dtype)
+    index = np.arange(rotated)
+    is_first = index % 2 == 0 if interleaved else index < half
+    sign = np.where(is_first, -1, 1).astype(x.dtype)
     cos = cos[:, :, None].astype(x.dtype)
     sin = sin[:, :, None].astype(x.dtype) * sign
-    return x * cos + jnp.roll(x, half, axis=-1) * sin
+    if interleaved:
+        partner = x.reshape(*x.shape[:-1], half, 2)[..., ::-1].reshape(x.shape)
+    else:
+        partner = jnp.roll(x, half, axis=-1)
+    return x * cos + partner * sin

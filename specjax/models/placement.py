@@ -21,7 +21,7 @@ from specjax.models.adapters import DOWN
 from specjax.models.config import ModelConfig
 from specjax.models.forward_pass import param_axes, part_axes
 from specjax.models.quantized import Grouped, PerOutput, by_output, is_quantized
-from specjax.models.sharding import AXIS, RULES, partition, split_config
+from specjax.models.sharding import AXIS, EXPERTS, RULES, partition, split_config
 
 
 def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
@@ -36,6 +36,8 @@ def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
 
     def spec(x: Any, axes: tuple[str, ...]) -> Any:
         whole = partition(axes, x.shape, count)
+        if is_quantized(x) and axes[0] == EXPERTS:
+            return jax.tree.map(lambda _: PartitionSpec(whole[0]), x)
         if isinstance(x, PerOutput):
             return dataclasses.replace(x, codes=whole, scales=PartitionSpec(whole[0]))
         if not isinstance(x, Grouped):
@@ -83,7 +85,9 @@ def cut_single_groups(cfg: ModelConfig, params: dict, count: int) -> dict:
     """Params whose weights with one group have one per device, where their inputs are split."""
 
     def cut(x: Any, axes: tuple[str, ...]) -> Any:
-        if isinstance(x, Grouped) and x.groups == 1 and RULES[axes[1]] and x.shape[1] % count == 0:
+        if not isinstance(x, Grouped) or axes[0] == EXPERTS:
+            return x
+        if x.groups == 1 and RULES[axes[1]] and x.shape[1] % count == 0:
             return x.cut(count)
         return x
 

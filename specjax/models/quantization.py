@@ -24,12 +24,13 @@ from specjax._util.errors import ModelError
 from specjax.models.config import ModelConfig
 from specjax.models.forward_pass import param_axes, param_shapes, part_axes, size_per_device
 from specjax.models.quantized import Grouped, PerOutput, Quantized, is_quantized
+from specjax.models.sharding import EXPERTS
 
 GROUP = 32  # inputs that share a scale, by default
 MAX_CODE = {"int8": 127, "fp8": 448, "int4": 7}
 CODES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "int4": jnp.int4}
 TABLE_AXIS = "vocab"
-POSITIONS = "positions"
+KEPT_TABLES = ("positions", "router")  # by their first axis
 NO_SCHEME = "none"  # widens what a checkpoint quantized
 
 
@@ -49,7 +50,9 @@ class Scheme(NamedTuple):
 
     def for_axes(self, axes: tuple[str, ...]) -> Scheme | None:
         """The scheme of a parameter with these axes; None: it is not quantized."""
-        if len(axes) < 2 or axes[0] == POSITIONS:
+        if len(axes) < 2 or axes[0] in KEPT_TABLES or "head" in axes:
+            return None
+        if axes[0] == EXPERTS and len(axes) == 2:  # their biases
             return None
         if self.group and axes[0] == TABLE_AXIS:
             return Scheme("int8")
@@ -100,8 +103,10 @@ def quantize(weight: Float[Array, "O I"], scheme: Scheme, dtype: DTypeLike) -> Q
     Raises:
       ModelError: the groups do not divide the inputs.
     """
-    _check_groups(scheme, weight.shape[1])
-    return _encode(weight, scheme, jnp.dtype(dtype))
+    _check_groups(scheme, weight.shape[-1])
+    encode = functools.partial(_encode, scheme=scheme, dtype=jnp.dtype(dtype))
+    # Weights of experts [E, O, I] are quantized one by one, with E the first axis of every part.
+    return jax.vmap(encode)(weight) if weight.ndim > 2 else encode(weight)
 
 
 def _check_groups(scheme: Scheme, inputs: int) -> None:
@@ -112,7 +117,7 @@ def _check_groups(scheme: Scheme, inputs: int) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnames=("scheme", "dtype"))
 def _encode(weight: Float[Array, "O I"], scheme: Scheme, dtype: jnp.dtype) -> Quantized:
     code_type = CODES[scheme.kind]
     max_code = MAX_CODE[scheme.kind]
@@ -156,7 +161,7 @@ def quantize_param(x: Any, axes: tuple[str, ...], scheme: Scheme, dtype: DTypeLi
     if param_scheme is None:
         return x.astype(dtype)
     if is_quantized(x):
-        x = x.dense(jnp.float32)
+        x = jax.vmap(lambda w: w.dense(jnp.float32))(x) if len(axes) > 2 else x.dense(jnp.float32)
     quantized = quantize(x, param_scheme, dtype)
     # Under a trace, as of `eval_shape`, there are no values to check.
     is_concrete = not isinstance(quantized.scales, Tracer)
@@ -177,6 +182,6 @@ def param_bytes(cfg: ModelConfig, dtype: DTypeLike, scheme: StoredForm | None = 
         param_scheme = scheme.for_axes(axes) if scheme else None
         if param_scheme is None:
             return size * jnp.dtype(dtype).itemsize
-        return param_scheme.weight_bytes(size, leaf.shape[1])
+        return param_scheme.weight_bytes(size, leaf.shape[-1])
 
     return sum(jax.tree.leaves(jax.tree.map(count_bytes, param_shapes(cfg), param_axes(cfg))))

@@ -25,6 +25,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.quantized import Quantized
 
 AXIS = "model"
+EXPERTS = "experts"  # the first axis of the weights of experts, each of which has one of its own
 RULES = {  # the mesh axis that a weight's axis is split along; None: each device has all of it
     "vocab": AXIS,
     "heads": AXIS,  # of queries, keys or values, each with its whole size
@@ -32,7 +33,12 @@ RULES = {  # the mesh axis that a weight's axis is split along; None: each devic
     "hidden": None,
     "embedding": None,  # of a row of the tables: the hidden size, or less
     "head": None,  # the entries of one head
+    EXPERTS: AXIS,
+    "expert_columns": None,
+    "router": None,
+    "latent": None,
     "positions": None,
+    "logits": None,  # what is added to the logits of the whole vocabulary
 }
 
 
@@ -49,6 +55,15 @@ def split_config(cfg: ModelConfig, count: int) -> ModelConfig:
         "num_kv_heads": cfg.num_kv_heads % count == 0 or count % cfg.num_kv_heads == 0,
         "intermediate_size": cfg.intermediate_size % count == 0,
     }
+    experts = cfg.experts
+    if experts is not None and (experts.count % count or experts.shared_size % count):
+        shared = f", and {experts.shared_size} columns of a shared one," * bool(experts.shared_size)
+        raise ModelError(
+            f"{experts.count} experts{shared} cannot be split over {AXIS}={count} devices; choose "
+            "a number that divides them"
+        )
+    if cfg.qk_norm in ("heads", "all") and cfg.num_kv_heads % count:
+        fits["num_kv_heads"] = False  # their norm's weights have no copies
     for name, fit in fits.items():
         if not fit:
             raise ModelError(

@@ -27,6 +27,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 SAMPLED = sj.Sampling(0.9, top_p=0.9)
 FEW = ("speculative",)  # cdsl runs below
 FAMILIES = ("gpt2", "bloom")
+SPLIT_BY_EXPERT = ("qwen3_moe", "deepseek_v3")
 
 
 def some(names, fast):
@@ -117,7 +118,9 @@ def test_slots_are_reused_on_every_device(target, draft):
     assert sorted(two.cached_tokens)[:2] == [0, 0] and sorted(two.cached_tokens)[2] >= 29
 
 
-@pytest.mark.parametrize("name", some((*variants.FAMILIES, *variants.VARIANTS), FAMILIES))
+@pytest.mark.parametrize(
+    "name", some((*variants.FAMILIES, *variants.VARIANTS, *SPLIT_BY_EXPERT), FAMILIES)
+)
 def test_every_family(name):
     one = pair(name)[0]
     options = {"max_new_tokens": 16, "logprobs": True}

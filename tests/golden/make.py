@@ -1,6 +1,8 @@
 """Writes the golden logits with transformers; needs torch: python tests/golden/make.py [NAME...]"""
 
+import copy
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
+from specjax.models import save_pretrained  # noqa: E402
 from specjax.models.families import FAMILIES  # noqa: E402
-from support import variants  # noqa: E402
+from support import stack_variants, variants  # noqa: E402
+from support.variant_models import build  # noqa: E402
 
 torch.set_num_threads(1)  # waiting for a second thread costs more than these products
 
@@ -30,6 +34,34 @@ def model(name: str):
             made_up = variants.weights(names.full(key), tuple(value.shape), variants.std(name))
             value.copy_(torch.from_numpy(made_up))
     return made
+
+
+def stack_model(name: str):
+    """A variant of support.stack_variants in transformers, from a checkpoint that specjax wrote.
+
+    Its config is the variant's own, not what specjax made of it.
+    """
+    cfg, params, _ = build(name)
+    config = variants.config(name)
+    with tempfile.TemporaryDirectory() as directory:
+        save_pretrained(directory, cfg, params)
+        stored = AutoConfig.for_model(**copy.deepcopy(config))
+        made, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=stored,
+            dtype=torch.float32,
+            output_loading_info=True,
+            attn_implementation="eager",
+        )
+    assert not any(info.values()), info
+    return made.eval()
+
+
+def stack_arrays(name: str) -> dict[str, np.ndarray]:
+    """Expected logits of the last tokens of both rows, and greedy tokens."""
+    made = stack_model(name)
+    last = logits(made, variants.tokens())[:, -variants.LAST :]
+    return {f"{name}/logits": last, f"{name}/greedy": greedy(made)}
 
 
 def logits(made, rows: np.ndarray) -> np.ndarray:
@@ -73,5 +105,15 @@ def arrays(name: str) -> dict[str, np.ndarray]:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or (*variants.VARIANTS, *variants.FAMILIES):
-        np.savez_compressed(HERE / f"{name}.npz", **arrays(name))
+    names = sys.argv[1:] or (*variants.VARIANTS, *variants.FAMILIES, *stack_variants.ALL)
+    stacks = {}
+    if (HERE / "stacks.npz").exists():
+        with np.load(HERE / "stacks.npz") as stored:
+            kept = {key: stored[key] for key in stored if key.split("/")[0] in stack_variants.ALL}
+        stacks |= kept
+    for name in names:
+        if name in stack_variants.ALL:
+            stacks |= stack_arrays(name)
+        else:
+            np.savez_compressed(HERE / f"{name}.npz", **arrays(name))
+    np.savez_compressed(HERE / "stacks.npz", **stacks)

@@ -275,8 +275,8 @@ def test_each_family_knows_its_names_in_transformers(name):
 def test_what_is_no_text_decoder_is_named(directory):
     edit_config(directory, is_encoder_decoder=True)
     assert "encoder-decoder" in refused(directory)
-    edit_config(directory, is_encoder_decoder=False, model_type="gemma3", text_config={})
-    assert "'gemma3'" in refused(directory) and "images" in refused(directory)
+    edit_config(directory, is_encoder_decoder=False, model_type="idefics", text_config={})
+    assert "'idefics'" in refused(directory) and "images" in refused(directory)
     edit_config(directory, model_type="medusa", text_config=..., architectures=["MedusaModel"])
     assert "Medusa" in refused(directory)
 

@@ -353,7 +353,7 @@ def test_transformers_keeps_such_a_head_as_well(name, tmp_path):
     cfg, params, _ = build(name)
     save_pretrained(tmp_path, cfg, params)
     names = FAMILIES[cfg.family].names
-    table = names.stored(("embed",), cfg.num_heads).name
+    table = names.stored(("embed",), cfg).name
     # Rolled by one id, so that its logits are of the usual size.
     edit_weights(tmp_path, lambda t: t.update({names.head: np.roll(t[table], 1, axis=0)}))
     made = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()

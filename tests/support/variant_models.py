@@ -31,10 +31,16 @@ def pair(name):
     """A model that never ends, and its first layer as a draft that often agrees."""
     cfg, params, _ = build(name)
     cfg = dataclasses.replace(cfg, eos_ids=())
-    slides = cfg.sliding_layers and cfg.sliding_layers[:1]
-    small = dataclasses.replace(cfg, num_layers=1, sliding_layers=slides)
+    small = cfg.first_layers(1)
     layer = params | {"layers": {"0": params["layers"]["0"]}}
     return sj.from_params(cfg, params), sj.from_params(small, layer)
+
+
+@functools.cache
+def golden_stacks():
+    """The arrays that tests/golden/make.py wrote of the variants in support.stack_variants."""
+    with np.load(GOLDEN / "stacks.npz") as stored:
+        return dict(stored)
 
 
 @functools.cache

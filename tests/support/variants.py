@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from support import stack_variants
+
 BASE = {
     "model_type": "llama",
     "vocab_size": 61,
@@ -188,6 +190,8 @@ FIRST = {config["model_type"]: name for name, config in reversed(FAMILIES.items(
 
 def config(name: str) -> dict[str, Any]:
     """The ``config.json`` of a variant."""
+    if name in stack_variants.ALL:
+        return stack_variants.config(name)
     return FAMILIES[name] if name in FAMILIES else BASE | VARIANTS[name]
 
 
@@ -214,6 +218,7 @@ def tokens(rows: int = 2, length: int = 20) -> np.ndarray:
     return np.random.Generator(np.random.Philox(9)).integers(3, 61, (rows, length)).astype(np.int32)
 
 
+LAST = 4  # tokens of a row whose logits short golden files have
 GREEDY_PROMPT, GREEDY_TOKENS = 8, 64  # tokens of a row before greedy decoding, and after
 
 # Draft trees, one per row, each below its own number of committed tokens: parents of 7 nodes,

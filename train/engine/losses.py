@@ -28,7 +28,7 @@ HEAD = "head"  # the name scope of a chunk's operations in a compiled program
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["softcap", "rows"]
+    jax.tree_util.register_dataclass, data_fields=["table", "bias"], meta_fields=["softcap", "rows"]
 )
 @dataclasses.dataclass(frozen=True)
 class OutputHead:
@@ -36,6 +36,7 @@ class OutputHead:
 
     Attributes:
       table: the output embedding.
+      bias: on the logits; None: there is none.
       softcap: logits are capped at ± this value; None: not capped.
       rows: the sharding of a batch's rows; None: on one device.
     """
@@ -43,15 +44,19 @@ class OutputHead:
     table: Float[Array, "V D"]
     softcap: float | None = None
     rows: NamedSharding | None = None
+    bias: Float[Array, "V"] | None = None
 
     @classmethod
     def of(cls, cfg: ModelConfig, params: dict, rows: NamedSharding | None = None) -> OutputHead:
         """The output layer of a model with these params."""
-        return cls(head_matrix(cfg, params), cfg.logit_softcap, rows)
+        table = head_matrix(cfg, params)
+        return cls(table, cfg.logit_softcap, rows, params.get("head_bias"))
 
     def logits(self, hidden: Float[Array, "n D"]) -> Float[Array, "n V"]:
         """float32 logits, whatever dtype the hidden states have."""
         out = jnp.einsum("nd,vd->nv", hidden, self.table, preferred_element_type=jnp.float32)
+        if self.bias is not None:
+            out = out + self.bias
         if self.softcap is None:
             return out
         return self.softcap * jnp.tanh(out / self.softcap)

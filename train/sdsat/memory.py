@@ -9,7 +9,6 @@ Axes: B rows of a micro-batch, T tokens of a row.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -112,8 +111,7 @@ def compile_deep(
 
 def shallow(model: ModelConfig, layers: int) -> ModelConfig:
     """The model with its first ``layers`` blocks only."""
-    slides = model.sliding_layers and model.sliding_layers[:layers]
-    return dataclasses.replace(model, num_layers=layers, sliding_layers=slides)
+    return model.first_layers(layers)
 
 
 def estimate(

@@ -47,7 +47,9 @@ def supports_decode(queries: int, heads: int, cache: KVBuffer, transform: ScoreT
       heads: query heads.
       cache: keys of a layer.
     """
-    if not platform().decode_kernel or isinstance(cache, QuantizedKV) or transform.alibi:
+    if not platform().decode_kernel or isinstance(cache, QuantizedKV):
+        return False
+    if transform.alibi or transform.sinks:
         return False
     key_heads, capacity, size = cache.shape[1:]
     fits = heads // key_heads * queries <= MOST_QUERIES

@@ -36,13 +36,15 @@ class ScoreTransform(NamedTuple):
 
     ``scale``: the factor on it; None: ``E ** -0.5``. ``softcap`` c: ``c · tanh(score / c)``.
     ``alibi``: each head subtracts its slope times the distance from key to query. ``shards``:
-    devices that the heads are split over.
+    devices that the heads are split over. ``sinks``: each head's softmax has one more score, whose
+    value is zero (arXiv 2309.17453, §3; gpt-oss).
     """
 
     scale: float | None = None
     softcap: float | None = None
     alibi: bool = False
     shards: int = 1
+    sinks: bool = False
 
     def query_scale(self, head_size: int) -> float:
         """The factor on ``q·k``."""
@@ -92,15 +94,17 @@ class Causal:
     """A query sees the keys of its segment at or before its position; nothing sees padding.
 
     Metadata: ``segment`` int32 (0: padding) and ``position`` int32. ``window``: how many positions
-    a query sees, its own included.
+    a query sees, its own included. ``chunked``: a query sees its own chunk of so many positions.
     """
 
     window: int | None = None
+    chunked: bool = False
 
     def __call__(self, query: Meta, key: Meta) -> Bool[Array, "B N S"]:
         same_segment = query["segment"][:, :, None] == key["segment"][:, None, :]
         allowed = same_segment & (key["segment"] != PADDING_SEGMENT)[:, None, :]
-        return allowed & in_window(distances(query, key), self.window)
+        limit = window_limit(query["position"], self.window, self.chunked)
+        return allowed & in_window(distances(query, key), limit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,13 +133,30 @@ class Isolated(Causal):
 causal_mask = Causal()
 
 
-def windowed(mask_fn: MaskFn, window: int | None) -> MaskFn:
-    """Any ``mask_fn``, limited to ``window`` positions, the query's own included."""
+def windowed(mask_fn: MaskFn, window: int | None, chunked: bool = False) -> MaskFn:
+    """Any ``mask_fn``, limited to ``window`` positions, the query's own included.
+
+    ``chunked``: to the query's chunk of so many positions.
+    """
     if window is None:
         return mask_fn
     if isinstance(mask_fn, Causal) and mask_fn.window is None:
-        return dataclasses.replace(mask_fn, window=window)
-    return lambda query, key: mask_fn(query, key) & (distances(query, key) < window)
+        return dataclasses.replace(mask_fn, window=window, chunked=chunked)
+
+    def limited(query: Meta, key: Meta) -> Bool[Array, "B N S"]:
+        limit = window_limit(query["position"], window, chunked)
+        return mask_fn(query, key) & (distances(query, key) < limit)
+
+    return limited
+
+
+def window_limit(
+    positions: Int[Array, "B N"], window: int | None, chunked: bool
+) -> Int[Array, "B N 1"] | int | None:
+    """How many positions a token sees, its own included; None: all before it."""
+    if window is None or not chunked:
+        return window
+    return (positions % window + 1)[:, :, None]
 
 
 def distances(query: Meta, key: Meta) -> Int[Array, "B N S"]:
@@ -148,7 +169,9 @@ def chain_distances(positions: Int[Array, "B N"], capacity: int) -> Int[Array, "
     return positions[:, :, None] - jnp.arange(capacity, dtype=jnp.int32)
 
 
-def in_window(distance: Int[Array, "..."], window: int | None) -> Bool[Array, "..."]:
+def in_window(
+    distance: Int[Array, "..."], window: Int[Array, "..."] | int | None
+) -> Bool[Array, "..."]:
     """Whether a token sees keys so many positions before it, causally within a window."""
     if window is None:
         return distance >= 0
@@ -163,6 +186,7 @@ def cache_mask(
     capacity: int,
     window: int | None = None,
     tree_positions: Int[Array, "B T"] | None = None,
+    chunked: bool = False,
 ) -> Bool[Array, "B N S"]:
     """Which cache positions each new token sees.
 
@@ -176,6 +200,7 @@ def cache_mask(
         and itself. None, a chain: j ≤ i.
       window: how many token positions a token sees. In a tree these are not cache positions.
       tree_positions: int32, of the T tokens; ``positions`` by default.
+      chunked: a token sees its own chunk of ``window`` positions.
     """
     offset = _offset_from_base(base, capacity)
     # At the other cache positions the index is out of range: it is clipped, and `where` below
@@ -189,7 +214,8 @@ def cache_mask(
     mask = jnp.where((offset < count)[:, None, :], new_mask, committed[:, None, :])
     if window is None:
         return mask
-    return mask & (cache_distances(positions, base, count, capacity, tree_positions) < window)
+    limit = window_limit(positions, window, chunked)
+    return mask & (cache_distances(positions, base, count, capacity, tree_positions) < limit)
 
 
 def _offset_from_base(base: Int[Array, "B"], capacity: int) -> Int[Array, "B S"]:
@@ -224,6 +250,7 @@ def dense_attention(
     mask: Bool[Array, "B N S"],
     transform: ScoreTransform = SCALE_ONLY,
     distance: Int[Array, "B N S"] | None = None,
+    sinks: Float[Array, "H"] | None = None,
 ) -> Float[Array, "B N H E"]:
     """Softmax attention over the whole key axis; scores and softmax in float32.
 
@@ -232,7 +259,13 @@ def dense_attention(
     """
     n = q.shape[1]
     q = group_queries(q, k.shape[1], transform)
-    weights = jax.nn.softmax(masked_scores(q, k, mask, distance, transform), axis=-1)
+    scores = masked_scores(q, k, mask, distance, transform)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        column = grouped_sinks(sinks, k.shape[1], n)[..., None]
+        column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
     return ungroup_queries(weighted_values(weights, v, q.dtype), n)
 
 
@@ -244,6 +277,11 @@ def group_queries(
     scale = transform.query_scale(e)
     q = q.reshape(b, n, heads, h // heads, e).transpose(0, 2, 3, 1, 4)
     return q.reshape(b, heads, h // heads * n, e) * jnp.asarray(scale, q.dtype)
+
+
+def grouped_sinks(sinks: Float[Array, "H"], heads: int, n: int) -> Float[Array, "K R"]:
+    """float32 sinks of the rows of :func:`group_queries`, for N queries of each head."""
+    return jnp.repeat(sinks.astype(jnp.float32), n).reshape(heads, -1)
 
 
 def ungroup_queries(x: Float[Array, "B K R E"], n: int) -> Float[Array, "B N H E"]:

@@ -106,6 +106,7 @@ def flash_attention(
     key: Meta,
     mask: MaskFn,
     blocks: FlashBlocks | None = None,
+    sinks: Float[Array, "H"] | None = None,
     *,
     transform: ScoreTransform = SCALE_ONLY,
     block: int | None = None,
@@ -118,6 +119,7 @@ def flash_attention(
     Args:
       query, key: metadata of the N queries and of the S keys.
       blocks: :func:`find_blocks` of the same arguments and ``block``; made here by default.
+      sinks: one more score of each head, for a transform that has them.
       block: tokens of a block; :func:`block_size` by default.
     """
     heads = k.shape[1]
@@ -130,7 +132,9 @@ def flash_attention(
     # Key heads lead, for `lax.map` over them.
     q = group_queries(q, heads, transform).reshape(b, heads, h // heads, n, e)
     q, k, v = (jnp.moveaxis(_pad(x, -2, block), 1, 0) for x in (q, k, v))
-    out = _flash(_Static(mask, transform, block), q, k, v, metas, blocks)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(heads, -1)
+    out = _flash(_Static(mask, transform, block), q, k, v, sinks, metas, blocks)
     out = jnp.moveaxis(out, 0, 1)[:, :, :, :n]
     return ungroup_queries(out.reshape(b, heads, -1, e), n)
 
@@ -140,11 +144,12 @@ def _without_lse(
     q: Float[Array, "K B G N E"],
     k: Float[Array, "K B S E"],
     v: Float[Array, "K B S E"],
+    sinks: Float[Array, "K G"] | None,
     metas: tuple[Meta, Meta],
     blocks: FlashBlocks,
 ) -> Float[Array, "K B G N E"]:
     """The result of :func:`_forward` alone: the function that gets a custom gradient."""
-    return _forward(static, q, k, v, metas, blocks)[0]
+    return _forward(static, q, k, v, sinks, metas, blocks)[0]
 
 
 _flash = jax.custom_vjp(_without_lse, nondiff_argnums=(0,))
@@ -157,9 +162,10 @@ class _Head(NamedTuple):
     k: Float[Array, "B S E"]
     v: Float[Array, "B S E"]
     slopes: Float[Array, "G"] | None
+    sinks: Float[Array, "G"] | None
 
 
-def _forward(static: _Static, q, k, v, metas: tuple[Meta, Meta], blocks: FlashBlocks):
+def _forward(static: _Static, q, k, v, sinks, metas: tuple[Meta, Meta], blocks: FlashBlocks):
     """The result, and each query's logsumexp ``[K, B, G, N]``, 0 where it sees nothing."""
 
     def run_head(head: _Head):
@@ -169,7 +175,7 @@ def _forward(static: _Static, q, k, v, metas: tuple[Meta, Meta], blocks: FlashBl
         out, lse = jax.lax.map(run_queries, jnp.arange(len(blocks.seen)))
         return _join_blocks(out, 2), _join_blocks(lse, 2)
 
-    return jax.lax.map(run_head, _Head(q, k, v, _slopes(static.transform, q)))
+    return jax.lax.map(run_head, _Head(q, k, v, _slopes(static.transform, q), sinks))
 
 
 def _forward_queries(
@@ -199,7 +205,11 @@ def _forward_queries(
     # It starts above every masked score, so that those weigh nothing even where a query has seen
     # no key yet.
     top = jnp.full(queries.shape[:-1], MASKED_SCORE / 2, jnp.float32)
-    state = (top, jnp.zeros_like(top), jnp.zeros(queries.shape, jnp.float32))
+    total = jnp.zeros_like(top)
+    if head.sinks is not None:  # scores of weight 1, relative to themselves, and of value zero
+        top = jnp.broadcast_to(head.sinks[:, None], top.shape)
+        total = jnp.ones_like(top)
+    state = (top, total, jnp.zeros(queries.shape, jnp.float32))
     top, total, out = _visit_blocks(blocks, i, visit, state)
     sees_any = total > 0
     total = jnp.where(sees_any, total, 1.0)
@@ -207,10 +217,11 @@ def _forward_queries(
     return (out / total[..., None]).astype(head.v.dtype), lse
 
 
-def _forward_for_grad(static: _Static, q, k, v, metas, blocks):
+def _forward_for_grad(static: _Static, q, k, v, sinks, metas, blocks):
     """:func:`_forward`, and what :func:`_backward` reads."""
-    out, lse = (checkpoint_name(x, RESULT) for x in _forward(static, q, k, v, metas, blocks))
-    return out, (q, k, v, metas, blocks, out, lse)
+    results = _forward(static, q, k, v, sinks, metas, blocks)
+    out, lse = (checkpoint_name(x, RESULT) for x in results)
+    return out, (q, k, v, sinks, metas, blocks, out, lse)
 
 
 class _HeadGrads(NamedTuple):
@@ -229,11 +240,11 @@ class _HeadGrads(NamedTuple):
 
 
 def _backward(static: _Static, kept, d_out):
-    """The gradients of q, k and v; the metadata and the tables have none.
+    """The gradients of q, k, v and the sinks; the metadata and the tables have none.
 
     The scores are computed again, a block at a time: five products per block.
     """
-    q, k, v, metas, blocks, out, lse = kept
+    q, k, v, sinks, metas, blocks, out, lse = kept
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
 
     def run_head(head: _HeadGrads):
@@ -248,7 +259,11 @@ def _backward(static: _Static, kept, d_out):
     slopes = _slopes(static.transform, q)
     heads = _HeadGrads(q, k, v, d_out.astype(v.dtype), delta, lse, slopes)
     d_q, d_k, d_v = jax.lax.map(run_head, heads)
-    return d_q, d_k, d_v, None, None
+    d_sinks = None
+    if sinks is not None:  # a sink's weight only takes from the others
+        weights = jnp.exp(sinks[:, None, :, None] - lse)
+        d_sinks = -jnp.sum(weights * delta, axis=(1, 3))
+    return d_q, d_k, d_v, d_sinks, None, None
 
 
 def _backward_queries(

@@ -31,6 +31,7 @@ from specjax.models.attention.dense import (
     ScoreTransform,
     chain_distances,
     group_queries,
+    grouped_sinks,
     in_window,
     masked_scores,
     ungroup_queries,
@@ -102,6 +103,7 @@ def cached_attention(
     last_visible: Int[Array, "B"],
     mask: Bool[Array, "B N S"] | None = None,
     distance: Int[Array, "B N S"] | None = None,
+    sinks: Float[Array, "H"] | None = None,
     *,
     window: int | None = None,
     transform: ScoreTransform = SCALE_ONLY,
@@ -126,7 +128,7 @@ def cached_attention(
 
     shared, block = choose_blocks(rows, h * n, k.shape[2])
     begin, end = _block_range(positions, last_visible, k.shape[2], window, block)
-    reader = _make_reader(q, k, v, positions, mask, distance, window, transform, block)
+    reader = _make_reader(q, k, v, positions, mask, distance, sinks, window, transform, block)
     if rows == 1 or shared:
         state = _visit_shared(reader, begin, end)
         return ungroup_queries(_mean(state, size).astype(q.dtype), n)
@@ -170,6 +172,7 @@ class _BlockReader:
     whole: Int[Array, "B"]
     mask: Bool[Array, "B N S"] | None
     distance: Int[Array, "B N S"] | None
+    sinks: Float[Array, "K R"] | None
     window: int | None
     transform: ScoreTransform
     tokens: int
@@ -227,6 +230,7 @@ def _make_reader(
     positions: Int[Array, "B N"],
     mask: Bool[Array, "B N S"] | None,
     distance: Int[Array, "B N S"] | None,
+    sinks: Float[Array, "H"] | None,
     window: int | None,
     transform: ScoreTransform,
     block: int,
@@ -246,6 +250,7 @@ def _make_reader(
         whole=(positions.min(axis=1) + 1) // block,
         mask=mask,
         distance=distance,
+        sinks=None if sinks is None else grouped_sinks(sinks, heads, n),
         window=window,
         transform=transform,
         tokens=n,
@@ -257,7 +262,7 @@ def _make_reader(
 def _visit_range(reader: _BlockReader, row, count: int, begin, end) -> SoftmaxState:
     """The state after ``count`` rows from ``row`` on have seen the blocks ``begin`` to ``end``."""
     queries = jax.lax.dynamic_slice_in_dim(reader.q, row, count)
-    state = _softmax_start(queries, reader.sum_columns)
+    state = _softmax_start(queries, reader.sum_columns, reader.sinks)
     visit = functools.partial(reader.visit, row, count)
     if reader.has_whole_blocks:
         whole = jax.lax.dynamic_slice_in_dim(reader.whole, row, count).min()
@@ -315,8 +320,14 @@ def _row_major(buffers: tuple[KVBuffer, KVBuffer]) -> tuple[KVBuffer, KVBuffer]:
     return jax.tree.map(lambda x: with_layout_constraint(x, ROW_MAJOR), buffers)
 
 
-def _softmax_start(q: Float[Array, "B K R E"], sum_columns: int) -> SoftmaxState:
+def _softmax_start(
+    q: Float[Array, "B K R E"], sum_columns: int, sinks: Float[Array, "K R"] | None
+) -> SoftmaxState:
     """The online softmax before the first block."""
+    if sinks is not None:  # scores of weight 1, relative to themselves, and of value zero
+        top = jnp.broadcast_to(sinks, q.shape[:-1])
+        out = jnp.zeros((*q.shape[:-1], q.shape[-1] + sum_columns), jnp.float32)
+        return top, out.at[..., q.shape[-1] :].set(1.0)
     # It starts above every masked score, so that those weigh nothing even where a query has seen
     # no key yet.
     top = jnp.full(q.shape[:-1], MASKED_SCORE / 2, jnp.float32)

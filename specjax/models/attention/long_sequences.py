@@ -109,9 +109,11 @@ def _by_blocks(
     def make_table(query, key):
         return jax.tree.map(lambda x: x[None], find_blocks(mask, query, key, block))
 
-    def run(q, k, v, query, key, blocks):
+    def run(q, k, v, sinks, query, key, blocks):
         blocks = jax.tree.map(lambda x: x[0], blocks)
-        return flash_attention(q, k, v, query, key, mask, blocks, transform=transform, block=block)
+        return flash_attention(
+            q, k, v, query, key, mask, blocks, sinks, transform=transform, block=block
+        )
 
     if rows is not None:
         of_queries = PartitionSpec(*rows.spec)
@@ -121,11 +123,19 @@ def _by_blocks(
         make_table = mapped(make_table, in_specs=(of_queries, of_keys), out_specs=of_device)
         run = mapped(
             run,
-            in_specs=(of_queries, of_keys, of_keys, of_queries, of_keys, of_device),
+            in_specs=(
+                of_queries,
+                of_keys,
+                of_keys,
+                PartitionSpec(),
+                of_queries,
+                of_keys,
+                of_device,
+            ),
             out_specs=of_queries,
         )
     blocks = make_table(query, key)
-    return lambda q, k, v: run(q, k, v, query, key, blocks)
+    return lambda q, k, v, sinks=None: run(q, k, v, sinks, query, key, blocks)
 
 
 def _map_rows(run: Callable, rows: NamedSharding | None) -> Callable:

@@ -54,7 +54,9 @@ BLOCKS = SplashBlocks(queries=1024, keys=1024, backward=2048, product=512)
 
 def supports(mask: MaskFn, transform: ScoreTransform) -> bool:
     """Whether the kernel can run attention with this mask and transform."""
-    return isinstance(mask, Causal) and not transform.alibi and transform.shards == 1
+    if transform.alibi or transform.sinks:
+        return False
+    return isinstance(mask, Causal) and not mask.chunked and transform.shards == 1
 
 
 def splash_attention(

@@ -36,10 +36,14 @@ class _PositionMask:
         return in_window(position - key, self.window)
 
 
+LARGEST_HEAD = 256  # latents are larger, and the kernel keeps whole blocks of them
+
+
 def supports_chunk(tokens: int, transform: ScoreTransform, cache: KVBuffer) -> bool:
     """Whether :func:`chunk_attention` should run a pass of ``tokens`` tokens per row."""
     wide = platform().splash_attention and tokens % CHUNK_MULTIPLE == 0
-    return wide and not transform.alibi and not isinstance(cache, QuantizedKV)
+    supported = not transform.alibi and not transform.sinks and cache.shape[-1] <= LARGEST_HEAD
+    return wide and supported and not isinstance(cache, QuantizedKV)
 
 
 def chunk_attention(

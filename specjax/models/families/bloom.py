@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flax import nnx
-
-from specjax.models.blocks import Decoder
 from specjax.models.config import ModelConfig
 from specjax.models.hf import config as hf_config
 from specjax.models.hf.names import Names
-from specjax.models.layers import NORMS
 
 NAMES = Names(
     layer="transformer.h",
@@ -39,17 +35,6 @@ _COMMON_KEYS = {
 }
 
 
-class Bloom(Decoder):
-    """A stack of pre-norm blocks; the embedding is normed first."""
-
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool = False):
-        super().__init__(cfg, rngs, fused)
-        self.embed_norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps)
-
-    def inputs(self, tokens, positions):
-        return self.embed_norm(super().inputs(tokens, positions))
-
-
 def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a BLOOM ``config.json``.
 
@@ -65,6 +50,7 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
         max_position=hf_config.size(config, "seq_length", 2048),
         rope=None,
         alibi=True,
+        embed_norm=True,
         norm_eps=hf_config.positive(config, "layer_norm_epsilon", 1e-5),
         activation="gelu_tanh",
         attention_bias=True,

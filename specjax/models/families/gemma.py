@@ -8,17 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
-from flax import nnx
-
-from specjax._util.checks import OBJECT, require_all
-from specjax._util.errors import ModelError
-from specjax.models.blocks import Block, Decoder, Table
 from specjax.models.config import ModelConfig, RopeConfig
 from specjax.models.families.qwen import NAMES as QWEN
 from specjax.models.hf import config as hf_config
 from specjax.models.hf.names import Names
-from specjax.models.layers import NORMS, rope_table
 
 NAMES = Names(
     layer=QWEN.layer,
@@ -52,42 +45,6 @@ _GEMMA2_DEFAULTS = _DEFAULTS | {
 _GEMMA3_DEFAULTS = _DEFAULTS | {"max_position_embeddings": 131072}
 
 
-class GemmaBlock(Block):
-    """Attention and MLP, each between two norms."""
-
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool):
-        super().__init__(cfg, rngs, fused)
-        self.attention_out_norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps)
-        self.mlp_out_norm = NORMS[cfg.norm](cfg.hidden_size, cfg.norm_eps)
-
-    def __call__(self, x, table: Table, attend):
-        out = self.attention(self.attention_norm(x), table, attend)
-        x = x + self.attention_out_norm(out)
-        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
-
-
-class Gemma(Decoder):
-    """Embeddings are multiplied by the root of their size; sliding layers may have another rope."""
-
-    block = GemmaBlock
-
-    def inputs(self, tokens, positions):
-        x = super().inputs(tokens, positions)
-        # Rounded to the dtype of x first, as in transformers.
-        return x * jnp.asarray(self.cfg.hidden_size**0.5, x.dtype)
-
-    def tables(self, positions) -> list[Table]:
-        cfg = self.cfg
-        tables = super().tables(positions)
-        if cfg.local_rope is None:
-            return tables
-        local = rope_table(cfg.local_rope, cfg.head_dim, positions)
-        for layer, window in enumerate(cfg.windows):
-            if window is not None:
-                tables[layer] = local
-        return tables
-
-
 def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a Gemma 2 or 3 text ``config.json``."""
     is_gemma3 = config["model_type"] == "gemma3_text"
@@ -96,7 +53,9 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
         config = _GEMMA3_DEFAULTS | config
         hf_config.refuse(config, {"attn_logit_softcapping": None})
         period = hf_config.size(config, "sliding_window_pattern", 6)
-        rope, local_rope = _gemma3_ropes(config)
+        local_theta = hf_config.positive(config, "rope_local_base_freq", LOCAL_THETA)
+        config, local_rope = hf_config.split_ropes(config, local_theta)
+        rope = hf_config.rope_from_hf(config, GLOBAL_THETA)
     else:
         config = _GEMMA2_DEFAULTS | config
         period = 2
@@ -114,12 +73,14 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
         rope=rope,
         local_rope=local_rope,
         norm="rms+1",
+        norm_after=True,
+        embed_scale=fields["hidden_size"] ** 0.5,
         norm_eps=hf_config.positive(config, "rms_norm_eps", 1e-6),
         activation=hf_config.activation(
             config, "hidden_activation", "gelu_pytorch_tanh", ("gelu_tanh", "gelu", "silu")
         ),
         attention_bias=hf_config.flag(config, "attention_bias", False),
-        qk_norm=is_gemma3,
+        qk_norm="head" if is_gemma3 else None,
         sliding_window=hf_config.size(config, "sliding_window"),
         sliding_layers=hf_config.sliding_layers(config, sliding),
         attention_scale=hf_config.size(config, "query_pre_attn_scalar") ** -0.5,
@@ -133,38 +94,6 @@ def _context(config: hf_config.Config, rope: RopeConfig, is_gemma3: bool) -> int
     if is_gemma3 and rope.kind == "linear":
         return hf_config.size(config, "max_position_embeddings")
     return hf_config.context(config, rope)
-
-
-def _gemma3_ropes(config: hf_config.Config) -> tuple[RopeConfig, RopeConfig]:
-    """Gemma 3's ropes, of layers with full attention and with a sliding window.
-
-    Old configs describe the first under ``rope_theta`` and ``rope_scaling``; new ones have
-    ``rope_parameters`` for each type of layer.
-
-    Raises:
-      ModelError: a setting is wrong, or the rope of the sliding layers is scaled.
-    """
-    by_layer_type = config.get("rope_parameters")
-    if not by_layer_type:
-        theta = hf_config.positive(config, "rope_local_base_freq", LOCAL_THETA)
-        return hf_config.rope_from_hf(config, GLOBAL_THETA), RopeConfig(theta=theta)
-
-    known = {"full_attention": OBJECT, "sliding_attention": OBJECT}
-    require_all("config.json: rope_parameters.", by_layer_type, known, ModelError)
-    unknown = sorted(set(by_layer_type) - set(known))
-    if unknown:
-        raise ModelError(f"config.json: rope_parameters must be per layer type, got {unknown[0]!r}")
-
-    def rope_of(layer_type: str, theta: float) -> RopeConfig:
-        parameters = by_layer_type.get(layer_type)
-        own = config | {"rope_parameters": parameters, "rope_scaling": None}
-        return hf_config.rope_from_hf(own, theta)
-
-    full = rope_of("full_attention", GLOBAL_THETA)
-    local = rope_of("sliding_attention", LOCAL_THETA)
-    if local.kind != "default":
-        raise ModelError(f"rope_type {local.kind!r} is not supported for sliding layers")
-    return full, local
 
 
 def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ NAMES = Names(
 )
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 # GPT-2's names of common config keys.
-_COMMON_KEYS = {
+COMMON_KEYS = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -62,7 +62,7 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
     ``reorder_and_upcast_attn`` is ignored: it asks for float32 scores, and ours always are.
     """
     defaults = {"bos_token_id": 50256, "eos_token_id": 50256}
-    config = defaults | hf_config.renamed(config, _COMMON_KEYS)
+    config = defaults | hf_config.renamed(config, COMMON_KEYS)
     hf_config.refuse(config, {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False})
     fields = hf_config.gpt_like(config, tied=True)
     return ModelConfig(
@@ -85,5 +85,5 @@ def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
         "layer_norm_epsilon": cfg.norm_eps,
         "activation_function": hf_config.activation_to_hf(cfg.activation),
     }
-    own_keys = {common: own for own, common in _COMMON_KEYS.items()}
+    own_keys = {common: own for own, common in COMMON_KEYS.items()}
     return hf_config.renamed(out, own_keys)

@@ -49,10 +49,10 @@ LAYER_FAMILIES: dict[str, ModuleType] = {
 class HeadNames(Names):
     """The tensor names of both layouts; the present names are speculators'."""
 
-    def stored(self, path: Path, heads: int) -> Stored:
+    def stored(self, path: Path, cfg: ModelConfig) -> Stored:
         if path[0] == "fc_norm":
             return Stored(".".join(path))
-        return super().stored(path, heads)
+        return super().stored(path, cfg)
 
     def full(self, name: str) -> str:
         name = name.removeprefix("model.")

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specjax._util.errors import ModelError
-from specjax.models.blocks import Block, Decoder, Table
-from specjax.models.config import ModelConfig, RopeConfig
+from specjax.models.config import ModelConfig
 from specjax.models.hf import config as hf_config
 from specjax.models.hf.names import Names
 
@@ -35,32 +33,12 @@ NAMES = Names(
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 
 
-class NeoXBlock(Block):
-    """Attention and MLP both read the block's input; one after the other if the config says so."""
-
-    def __call__(self, x, table: Table, attend):
-        if not self.cfg.parallel_residual:
-            return super().__call__(x, table, attend)
-        attention = self.attention(self.attention_norm(x), table, attend)
-        return x + attention + self.mlp(self.mlp_norm(x))
-
-
-class NeoX(Decoder):
-    """A stack of :class:`NeoXBlock`."""
-
-    block = NeoXBlock
-
-
 def from_hf(config: hf_config.Config) -> ModelConfig:
     """The :class:`ModelConfig` of a GPT-NeoX ``config.json``."""
     config = {"bos_token_id": 0, "eos_token_id": 2} | config
     fields = hf_config.gpt_like(config)
-    rope, fraction = _rope(config)
-    rotary_dim = int(fields["head_dim"] * fraction)
-    if not rotary_dim:
-        raise ModelError(
-            f"rotary_pct={fraction} of head_dim={fields['head_dim']} rotates no dimension"
-        )
+    theta = hf_config.positive(config, "rotary_emb_base", 10000.0)
+    rope, rotary_dim = hf_config.partial_rope(config, fields["head_dim"], 0.25, "rotary_pct", theta)
     return ModelConfig(
         **fields,
         intermediate_size=hf_config.size(config, "intermediate_size"),
@@ -73,20 +51,6 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
         mlp_bias=True,
         parallel_residual=hf_config.flag(config, "use_parallel_residual", True),
     )
-
-
-def _rope(config: hf_config.Config) -> tuple[RopeConfig, float]:
-    """The rope, and the fraction of each head that it rotates.
-
-    Old configs have ``rotary_pct``, new ones ``partial_rotary_factor`` among the rope's settings.
-    """
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    fraction = scaling.pop("partial_rotary_factor", None)
-    if not fraction:
-        fraction = hf_config.positive(config, "rotary_pct", 0.25)
-    config = config | {"rope_parameters": scaling, "rope_scaling": None}
-    theta = hf_config.positive(config, "rotary_emb_base", 10000.0)
-    return hf_config.rope_from_hf(config, theta), fraction
 
 
 def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from flax import nnx
 
-from specjax.models.blocks import Block, Decoder, Table, make_table
+from specjax.models.blocks import Decoder, make_table
 from specjax.models.config import ModelConfig
 from specjax.models.hf import config as hf_config
 from specjax.models.hf.names import Names
@@ -38,20 +38,8 @@ ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 POSITION_OFFSET = 2  # rows 0 and 1 of the position table were for padding in training
 
 
-class OPTBlock(Block):
-    """A pre-norm block, or a post-norm one where ``norm_before`` is off."""
-
-    def __call__(self, x, table: Table, attend):
-        if self.cfg.norm_before:
-            return super().__call__(x, table, attend)
-        x = self.attention_norm(x + self.attention(x, table, attend))
-        return self.mlp_norm(x + self.mlp(x))
-
-
 class OPT(Decoder):
     """Tokens and positions have an embedding table each; the tokens' one may be projected."""
-
-    block = OPTBlock
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, fused: bool = False):
         super().__init__(cfg, rngs, fused)

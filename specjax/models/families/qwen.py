@@ -34,7 +34,7 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
         **fields,
         num_kv_heads=hf_config.size(config, "num_key_value_heads", fields["num_heads"]),
         qkv_bias=not is_qwen3,
-        qk_norm=is_qwen3,
+        qk_norm="head" if is_qwen3 else None,
         attention_bias=is_qwen3 and hf_config.flag(config, "attention_bias", False),
         sliding_window=window,
         sliding_layers=sliding_layers,

@@ -45,17 +45,18 @@ def forms(cfg: ModelConfig, scheme: Scheme) -> dict:
     shapes = param_shapes(cfg)
 
     def quantized(tree: dict) -> dict:
-        layer = fuse_layer(tree["layers"]["0"])
-        fused = tree | {"layers": {"0": layer}}
-        return quantize_params(cfg, fused, scheme, jnp.dtype(jnp.float32))
+        layers = {i: fuse_layer(layer) for i, layer in tree["layers"].items()}
+        return quantize_params(cfg, tree | {"layers": layers}, scheme, jnp.dtype(jnp.float32))
 
     def form(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Form:
         return Form(_name(path), shape.shape, shape.dtype)
 
-    # All layers have the same shapes, so one is evaluated and repeated.
-    single = jax.eval_shape(quantized, shapes | {"layers": {"0": shapes["layers"]["0"]}})
-    layers = dict.fromkeys(shapes["layers"], single["layers"]["0"])
-    return tree_map_with_path(form, single | {"layers": layers})
+    # Of layers with the same shapes one is evaluated and repeated.
+    first = {cfg.layer(int(i)): i for i in reversed(shapes["layers"])}
+    distinct = {i: shapes["layers"][i] for i in first.values()}
+    evaluated = jax.eval_shape(quantized, shapes | {"layers": distinct})
+    layers = {i: evaluated["layers"][first[cfg.layer(int(i))]] for i in shapes["layers"]}
+    return tree_map_with_path(form, evaluated | {"layers": layers})
 
 
 def to_stored(params: dict) -> dict[str, np.ndarray]:
@@ -65,9 +66,10 @@ def to_stored(params: dict) -> dict[str, np.ndarray]:
 
 def stored_shape(form: Form) -> tuple[int, ...]:
     """The shape of a tensor in the file."""
-    if form.dtype == jnp.int4:
-        return form.shape[0] // 2, *form.shape[1:]
-    return form.shape
+    if form.dtype != jnp.int4:
+        return form.shape
+    *experts, inputs, outputs = form.shape  # see `Grouped`
+    return *experts, inputs // 2, outputs
 
 
 def stored_dtype(form: Form) -> str:
@@ -84,14 +86,15 @@ def from_stored(value: np.ndarray, form: Form) -> np.ndarray:
     # Shifting a signed byte to the right repeats its sign bit, so negative codes stay negative.
     low = signed << 4 >> 4
     high = signed >> 4
-    return np.stack([low, high], axis=1).reshape(form.shape).astype(form.dtype)
+    return np.stack([low, high], axis=-2).reshape(form.shape).astype(form.dtype)
 
 
 def _stored(value: np.ndarray) -> np.ndarray:
     """The tensor in the file, from the param."""
     if value.dtype == jnp.int4:
-        pairs = value.astype(np.uint8).reshape(-1, 2, *value.shape[1:])
-        return (pairs[:, 0] & 15) | (pairs[:, 1] << 4)
+        *experts, inputs, outputs = value.shape
+        pairs = value.astype(np.uint8).reshape(*experts, inputs // 2, 2, outputs)
+        return (pairs[..., 0, :] & 15) | (pairs[..., 1, :] << 4)
     if value.dtype == jnp.float8_e4m3fn:
         return value.view(np.uint8)
     return value

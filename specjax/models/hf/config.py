@@ -36,7 +36,12 @@ Config = dict[str, Any]
 
 MAX_LAYERS = 4096
 MAX_POSITION = 2048  # of most families in transformers, where a config names none
-_LAYER_KINDS = one_of("full_attention", "sliding_attention")
+_LAYER_KINDS = one_of("full_attention", "sliding_attention", "chunked_attention")
+
+
+def _is_letters(value: Any) -> bool:
+    """Whether it is EXAONE's pattern of layers: L for local, G for global."""
+    return type(value) is str and bool(value) and not set(value) - set("LG")
 
 
 def _each(check: Check, names: str) -> dict[str, Check]:
@@ -48,16 +53,42 @@ KEYS = {
     **_each(whole(), "vocab_size hidden_size n_embd n_embed intermediate_size n_inner ffn_dim"),
     **_each(whole(), "num_attention_heads n_head num_key_value_heads head_dim"),
     **_each(whole(), "max_position_embeddings n_positions seq_length word_embed_proj_dim"),
-    **_each(whole(), "sliding_window sliding_window_pattern query_pre_attn_scalar"),
+    **_each(whole(), "sliding_window query_pre_attn_scalar rotary_dim no_rope_layer_interval"),
+    **_each(whole(), "num_local_experts num_experts num_experts_per_tok moe_intermediate_size"),
+    **_each(
+        whole(), "shared_expert_intermediate_size decoder_sparse_step n_routed_experts n_group"
+    ),
+    **_each(whole(), "topk_group moe_num_experts moe_k moe_layer_interval"),
+    **_each(whole(0), "n_shared_experts first_k_dense_replace moe_num_shared_experts"),
+    **_each(whole(0), "num_nextn_predict_layers num_mtp_layers moe_layer_start_index"),
+    **_each(whole(), "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
+    **_each(whole(), "intermediate_size_mlp attention_chunk_size interleave_moe_layer_step"),
+    "floor_scale": whole(),
+    "attn_scale": POSITIVE,
+    "moe_layers": list_of(whole(0)),
+    "attn_temperature_tuning": FLAG,
+    "topk_method": TEXT,
+    "rope_interleave": FLAG,
+    "moe_layer_end_index": whole(-1),
+    "mlp_only_layers": list_of(whole(0)),
+    **_each(POSITIVE, "routed_scaling_factor swiglu_alpha swiglu_limit"),
+    **_each(FLAG, "norm_topk_prob qkv_bias"),
+    **_each(whole(), "num_kv_heads ffn_hidden_size num_ln_in_parallel_attn"),
+    "sliding_window_pattern": either(whole(), satisfying("a period or letters", _is_letters)),
     **_each(whole(1, MAX_LAYERS), "num_hidden_layers n_layer"),
-    **_each(POSITIVE, "rms_norm_eps layer_norm_eps layer_norm_epsilon"),
+    **_each(POSITIVE, "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps"),
+    **_each(POSITIVE, "embedding_multiplier attention_multiplier residual_multiplier"),
+    **_each(POSITIVE, "logits_scaling logit_scale clip_qkv"),
     **_each(POSITIVE, "rope_theta rotary_emb_base rope_local_base_freq"),
     **_each(POSITIVE, "attn_logit_softcapping final_logit_softcapping"),
     **_each(FLAG, "tie_word_embeddings attention_bias mlp_bias use_sliding_window enable_bias"),
     **_each(FLAG, "do_layer_norm_before _remove_final_layer_norm use_parallel_residual"),
-    **_each(TEXT, "hidden_act hidden_activation activation_function"),
+    **_each(FLAG, "use_bias bias use_qkv_bias attention_out_bias qk_layernorm use_qk_norm alibi"),
+    **_each(FLAG, "new_decoder_architecture multi_query parallel_attn"),
+    **_each(TEXT, "hidden_act hidden_activation activation_function activation"),
     **_each(OBJECT, "rope_scaling rope_parameters"),
-    "rotary_pct": number(0, 1, above=True),
+    **_each(number(0, 1, above=True), "rotary_pct partial_rotary_factor"),
+    "no_rope_layers": list_of(whole(0, 1)),
     "original_max_position_embeddings": whole(),
     "max_window_layers": whole(0),
     "layer_types": list_of(_LAYER_KINDS),
@@ -68,6 +99,10 @@ ROPE = {  # of rope_scaling and rope_parameters
     **_each(POSITIVE, "beta_fast beta_slow attention_factor"),
     **_each(FROM_0, "mscale mscale_all_dim"),
     "original_max_position_embeddings": whole(),
+    **_each(list_of(POSITIVE), "short_factor long_factor"),
+    **_each(POSITIVE, "alpha"),
+    "llama_4_scaling_beta": FROM_0,
+    "max_position_embeddings": whole(),
     "truncate": FLAG,
     "finetuned": FLAG,  # a note in checkpoints of YaRN's authors
     "partial_rotary_factor": number(0, 1, above=True),
@@ -131,6 +166,7 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 _REFUSED = {
     "num_local_experts": "mixture-of-experts checkpoint",
@@ -242,7 +278,12 @@ def refuse(config: Config, only: Mapping[str, Any]) -> None:
     """
     for name, supported in only.items():
         if config.get(name) not in (None, supported):
-            raise ModelError(f"config.json: {name}={config[name]!r} is not supported")
+            raise unsupported(name, config[name])
+
+
+def unsupported(name: str, value: Any) -> ModelError:
+    """The error for a value that no module of ours supports."""
+    return ModelError(f"config.json: {name}={value!r} is not supported")
 
 
 def size(config: Config, name: str, default: int | None = None) -> int:
@@ -315,7 +356,7 @@ def sliding_layers(config: Config, default: tuple[bool, ...]) -> tuple[bool, ...
     if types is None:
         slides = default
     else:
-        slides = tuple(kind == "sliding_attention" for kind in types)
+        slides = tuple(kind != "full_attention" for kind in types)
     return None if all(slides) else slides
 
 
@@ -328,7 +369,8 @@ def _rope_fields() -> dict[str, str]:
     """The field of :class:`RopeConfig` for each rope setting of Hugging Face's."""
     renamed_fields = {"original_max_position": "original_max_position_embeddings"}
     names = [field.name for field in dataclasses.fields(RopeConfig)]
-    settings = [name for name in names if name not in ("theta", "kind")]
+    not_settings = ("theta", "kind", "max_position", "reversed")
+    settings = [name for name in names if name not in not_settings]
     return {renamed_fields.get(name, name): name for name in settings}
 
 
@@ -361,6 +403,8 @@ def rope_from_hf(
         raise ModelError(f"rope setting {unknown[0]!r} is not supported for rope_type {kind!r}")
 
     fields = {_ROPE_FIELDS[name]: value for name, value in scaling.items() if value is not None}
+    if kind == "longrope":
+        fields = _longrope_fields(config, fields, max_position)
     if kind in ("llama3", "yarn"):
         fields = _with_trained_length(config, kind, fields, max_position)
     if kind != "default" and "factor" not in fields:
@@ -368,6 +412,89 @@ def rope_from_hf(
     rope = RopeConfig(theta=float(theta), kind=kind, **fields)
     _check_rope(rope)
     return rope
+
+
+def split_ropes(config: Config, local_theta: float) -> tuple[Config, RopeConfig]:
+    """The config with the rope of layers with full attention alone, and that of sliding layers.
+
+    New configs have ``rope_parameters`` for each type of layer. Old ones describe the first rope
+    under ``rope_theta`` and ``rope_scaling``; the second one is then a default one, with the base
+    ``local_theta``.
+
+    Raises:
+      ModelError: a setting is wrong, or the rope of the sliding layers is scaled.
+    """
+    by_layer_type = config.get("rope_parameters")
+    if not by_layer_type:
+        return config, RopeConfig(theta=local_theta)
+
+    known = {"full_attention": OBJECT, "sliding_attention": OBJECT}
+    require_all("config.json: rope_parameters.", by_layer_type, known, ModelError)
+    unknown = sorted(set(by_layer_type) - set(known))
+    if unknown:
+        raise ModelError(f"config.json: rope_parameters must be per layer type, got {unknown[0]!r}")
+
+    def only(layer_type: str) -> Config:
+        return config | {"rope_parameters": by_layer_type.get(layer_type), "rope_scaling": None}
+
+    local = rope_from_hf(only("sliding_attention"), local_theta)
+    if local.kind != "default":
+        raise ModelError(f"rope_type {local.kind!r} is not supported for sliding layers")
+    return only("full_attention"), local
+
+
+def ropes_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+    """The inverse of :func:`split_ropes`: ``rope_parameters`` for each type of layer."""
+    by_layer_type = {"full_attention": cfg.rope, "sliding_attention": cfg.local_rope}
+    parameters = {}
+    for layer_type, rope in by_layer_type.items():
+        assert rope is not None, "such a model has both ropes"
+        scaling = rope_to_hf(rope) or {"rope_type": "default"}
+        parameters[layer_type] = scaling | {"rope_theta": rope.theta}
+    return {"rope_parameters": parameters, "rope_scaling": None}
+
+
+def partial_rope(
+    config: Config,
+    head_size: int,
+    fraction: float = 1.0,
+    name: str = "partial_rotary_factor",
+    theta: float = 10000.0,
+    max_position: int = MAX_POSITION,
+) -> tuple[RopeConfig, int]:
+    """The rope, and how many entries of each head it rotates.
+
+    Old configs have the fraction under ``name``, new ones as ``partial_rotary_factor`` among the
+    rope's settings; ``fraction`` holds where neither gives it.
+
+    Raises:
+      ModelError: as :func:`rope_from_hf`, or nothing is rotated.
+    """
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    inside = scaling.pop("partial_rotary_factor", None)
+    fraction = inside or positive(config, name, fraction)
+    config = config | {"rope_parameters": scaling, "rope_scaling": None}
+    rotary_dim = int(head_size * fraction)
+    if not rotary_dim:
+        raise ModelError(f"{name}={fraction} of head_dim={head_size} rotates no dimension")
+    return rope_from_hf(config, theta, max_position), rotary_dim
+
+
+def _longrope_fields(config: Config, fields: dict[str, Any], max_position: int) -> dict[str, Any]:
+    """The fields of a longrope, completed from the lengths in the config.
+
+    Raises:
+      ModelError: it lacks a list of factors.
+    """
+    fields = _with_trained_length(config, "longrope", fields, max_position)
+    configured = size(config, "max_position_embeddings", max_position)
+    fields["max_position"] = configured
+    fields.setdefault("factor", configured / fields["original_max_position"])
+    for name in ("short_factor", "long_factor"):
+        if name not in fields:
+            raise ModelError(f"rope_type 'longrope' lacks its {name!r}")
+        fields[name] = tuple(fields[name])
+    return fields
 
 
 def _with_trained_length(
@@ -438,8 +565,11 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
     llama3_only = [name for name in _ROPE_FIELDS if name.endswith("_freq_factor")]
     if rope.kind == "llama3":
         names = ["factor", *llama3_only, "original_max_position_embeddings"]
+    elif rope.kind == "longrope":
+        names = ["factor", "attention_factor", "short_factor", "long_factor"]
     elif rope.kind == "yarn":
-        names = [name for name in _ROPE_FIELDS if name not in llama3_only]
+        others = (*llama3_only, "short_factor", "long_factor")
+        names = [name for name in _ROPE_FIELDS if name not in others]
     else:
         names = ["factor"]
 
@@ -447,5 +577,5 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
     for name in names:
         value = getattr(rope, _ROPE_FIELDS[name])
         if value is not None:
-            scaling[name] = value
+            scaling[name] = list(value) if isinstance(value, tuple) else value
     return scaling

@@ -35,7 +35,7 @@ def parameter_places(cfg: ModelConfig, names: Names | None = None) -> dict:
 
     def place(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> ParameterPlace:
         keys = tuple(entry.key for entry in path)
-        return ParameterPlace(names.stored(keys, cfg.num_heads), shape.shape)
+        return ParameterPlace(names.stored(keys, cfg), shape.shape)
 
     return tree_map_with_path(place, param_shapes(cfg))
 

@@ -172,9 +172,17 @@ def from_tensors(
 
     def read_param(place: ParameterPlace, axes: tuple[str, ...]) -> Any:
         stored = place.stored
-        tensor = read(stored.name, stored.shape(place.shape))
+        if stored.count:
+            single = ParameterPlace(stored._replace(count=0), place.shape[1:])
+            each = [read_one(name, single, axes[1:]) for name in stored.names]
+            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+        return read_one(stored.name, place, axes)
+
+    def read_one(name: str, place: ParameterPlace, axes: tuple[str, ...]) -> Any:
+        stored = place.stored
+        tensor = read(name, stored.shape(place.shape))
         if is_quantized(tensor):  # its outputs come first, however the file stores it
-            if stored.part is not None:
+            if stored.sizes:
                 tensor = tensor.by_output(stored._replace(transposed=False).take)
             return cast_params(dtype, tensor)
         return converted(stored.take(tensor), axes)
@@ -294,7 +302,7 @@ class _QuantizedReader:
 def _transposed_names(cfg: ModelConfig) -> set[str]:
     """The tensors that are stored ``[in, out]``."""
     places = leaves_of(parameter_places(cfg))
-    return {place.stored.name for place in places if place.stored.transposed}
+    return {name for place in places if place.stored.transposed for name in place.stored.names}
 
 
 def _tables_of(cfg: ModelConfig, stored_names: dict[str, str]) -> set[str]:
@@ -477,13 +485,14 @@ def _equal_rows(
 
 
 def _embedding_name(cfg: ModelConfig) -> str:
-    return FAMILIES[cfg.family].names.stored(("embed",), cfg.num_heads).name
+    return FAMILIES[cfg.family].names.stored(("embed",), cfg).name
 
 
 def _present_names(cfg: ModelConfig, weights: OpenWeights) -> dict[str, str]:
     """The name that the files use for each tensor, by its present name."""
     names = FAMILIES[cfg.family].names
-    unwrapped = names.unwrapped(sorted(weights.files))
+    own = [name for name in weights.files if not name.startswith(cfg.skipped_tensors)]
+    unwrapped = names.unwrapped(sorted(own))
     return {names.full(name): stored for name, stored in unwrapped.items()}
 
 
@@ -496,7 +505,8 @@ def _match_names(
       ModelError: a tensor of the model is missing, or the files hold one that it lacks.
     """
     names = FAMILIES[cfg.family].names
-    wanted = {place.stored.name for place in leaves_of(parameter_places(cfg))}
+    places = leaves_of(parameter_places(cfg))
+    wanted = {name for place in places for name in place.stored.names}
     stored = set(weights.files)
     stored_names = _present_names(cfg, weights)
     if cfg.tie_embeddings and names.head in stored_names:
@@ -519,6 +529,7 @@ def _match_names(
         )
     used = {stored_names.get(name, name) for name in wanted}
     ignored = {name for name in stored if name.endswith(names.ignored)}
+    ignored |= {name for name in stored if name.startswith(cfg.skipped_tensors)}
     ignored |= zero_biases(weights, quantized, used)
     compare_names(directory, used, stored - (ignored - used))
     return stored_names

@@ -95,10 +95,13 @@ def to_tensors(cfg: ModelConfig, params: dict) -> dict[str, np.ndarray]:
             # Stored as it is: a copy here would be a second copy of the model.
             tensors[stored.name] = value
             continue
-        # Several parameters may share one tensor (q, k and v): the first one makes it.
-        if stored.name not in tensors:
-            tensors[stored.name] = np.empty(stored.shape(place.shape), value.dtype)
-        stored.put(tensors[stored.name], value)
+        # A parameter may be several tensors (of experts). Several parameters may share one (q, k
+        # and v), which the first of them makes.
+        parts = value if stored.count else [value]
+        for name, part in zip(stored.names, parts, strict=True):
+            if name not in tensors:
+                tensors[name] = np.empty(stored.shape(place.shape), value.dtype)
+            stored.put(tensors[name], part)
     return tensors | FAMILIES[cfg.family].buffers(cfg)
 
 

@@ -1,0 +1,329 @@
+"""A mixture of experts in the place of an MLP: a router, the chosen experts, perhaps a shared one.
+
+Each token is computed by the few experts that its router chooses. A pass reads the weights of the
+experts that some token chose, and of no other. Shapes are static and no token is dropped.
+
+Split over devices, each has a share of the experts, and computes what the tokens choose of those;
+the devices' results are summed.
+
+Axis legend: B rows, N tokens, T = B·N, D hidden size, E experts, k experts of a token, F columns
+of an expert, S = T·k slots, b slots of a block.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from specjax._util.platform import platform
+from specjax.models import sharding
+from specjax.models.config import ExpertsConfig, ModelConfig
+from specjax.models.layers import ACTIVATIONS, linear
+from specjax.models.quantized import is_quantized
+
+# Slots of a block; more of them share a read of their expert's weights, and more are padding.
+MIN_BLOCK = 4
+MAX_BLOCK = 128
+# Up to this many slots a GPU gathers the weights of each, rather than group them.
+GATHERED_SLOTS = 64
+TINY = 1e-20  # beside a sum that scores are divided by
+
+
+class Router(nnx.Module):
+    """Which experts a token chooses, and with what weights."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        experts = _experts_of(cfg)
+        self.experts = experts
+        shape = (experts.count, cfg.hidden_size)
+        init = nnx.initializers.normal(0.02)
+        self.weight = nnx.Param(init(rngs.params(), shape, jnp.float32), axes=("router", "hidden"))
+        zeros = jnp.zeros((experts.count,))
+        self.bias = nnx.Param(zeros, axes=("router",)) if experts.router_bias else None
+        self.correction = nnx.Param(zeros, axes=("router",)) if experts.corrected else None
+
+    def __call__(self, x: Float[Array, "T D"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+        """The chosen experts of each token, and the float32 factors of their results."""
+        return choose(self.experts, self.logits(x), self._correction())
+
+    def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T E"]:
+        """float32 scores of all experts, before they are made probabilities."""
+        logits = linear(x.astype(jnp.float32), self.weight[...].astype(jnp.float32))
+        return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
+
+    def _correction(self) -> Float[Array, "E"] | None:
+        return None if self.correction is None else self.correction[...].astype(jnp.float32)
+
+
+def choose(
+    experts: ExpertsConfig,
+    logits: Float[Array, "T E"],
+    correction: Float[Array, "E"] | None = None,
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+    """The experts of each token by its router's logits, and the factors of their results.
+
+    Args:
+      correction: is added to the scores where experts are chosen, and not in their factors
+        (auxiliary-loss-free balancing, arXiv 2408.15664).
+    """
+    scores = jax.nn.sigmoid(logits)
+    if experts.scores == "softmax":
+        scores = jax.nn.softmax(logits, axis=-1)
+    preferred = scores if correction is None else scores + correction
+    if experts.groups > 1:
+        preferred = _of_best_groups(experts, preferred)
+    ids = jax.lax.top_k(preferred, experts.active)[1]
+    factors = jnp.take_along_axis(scores, ids, axis=-1)
+    if experts.normalized:
+        factors = factors / (factors.sum(-1, keepdims=True) + TINY)
+    return ids.astype(jnp.int32), factors * experts.scale
+
+
+def _of_best_groups(experts: ExpertsConfig, preferred: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    """``preferred``, but −inf for experts outside of the token's best groups.
+
+    A group counts as its best experts together (arXiv 2412.19437, §2.1.2; DeepSeek-V2 takes one).
+    """
+    grouped = preferred.reshape(len(preferred), experts.groups, -1)
+    best = jax.lax.top_k(grouped, experts.group_best)[0].sum(-1)
+    chosen = jax.lax.top_k(best, experts.active_groups)[1]
+    is_chosen = (jnp.arange(experts.groups) == chosen[..., None]).any(1)
+    return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(preferred.shape)
+
+
+class ExpertLinear(nnx.Module):
+    """The weights ``[E, out, in]`` of one layer of all experts; a device has its share of E."""
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        shape: tuple[int, int],
+        axes: tuple[str, str],
+        rngs: nnx.Rngs,
+        std: float = 0.02,
+    ):
+        experts = _experts_of(cfg)
+        count = experts.count // cfg.shards
+        init = nnx.initializers.normal(std)
+        weight = init(rngs.params(), (count, *shape), jnp.float32)
+        self.weight = nnx.Param(weight, axes=("experts", *axes))
+        zeros = jnp.zeros((count, shape[0]))
+        bias_axes = ("experts", axes[0])
+        self.bias = nnx.Param(zeros, axes=bias_axes) if experts.biases else None
+
+    def leaves(self) -> tuple[Any, Any]:
+        """The weight and the bias; None where there is none."""
+        return self.weight[...], None if self.bias is None else self.bias[...]
+
+
+class ExpertMLP(nnx.Module):
+    """All experts: gated MLPs without adapters."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, std: float):
+        d = cfg.hidden_size
+        f = _experts_of(cfg).size
+        self.gate = ExpertLinear(cfg, (f, d), ("expert_columns", "hidden"), rngs)
+        self.up = ExpertLinear(cfg, (f, d), ("expert_columns", "hidden"), rngs)
+        self.down = ExpertLinear(cfg, (d, f), ("hidden", "expert_columns"), rngs, std)
+
+    def leaves(self) -> dict[str, tuple[Any, Any]]:
+        """Weights and biases by layer, with the experts along their first axis."""
+        return {"gate": self.gate.leaves(), "up": self.up.leaves(), "down": self.down.leaves()}
+
+
+class Mixture(nnx.Module):
+    """The chosen experts' results by the router's factors, and the shared expert's.
+
+    ``shared`` makes an MLP of a config; :mod:`specjax.models.blocks` passes it in.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        rngs: nnx.Rngs,
+        std: float,
+        shared: Callable[[int], nnx.Module],
+    ):
+        experts = _experts_of(cfg)
+        self.cfg = cfg
+        self.router = Router(cfg, rngs)
+        self.experts = ExpertMLP(cfg, rngs, std)
+        if experts.shared_size:
+            self.shared = shared(experts.shared_size // cfg.shards)
+        if experts.shared_gate:
+            init = nnx.initializers.normal(0.02)
+            gate = init(rngs.params(), (1, cfg.hidden_size), jnp.float32)
+            self.shared_gate = nnx.Param(gate, axes=("router", "hidden"))
+
+    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+        experts = _experts_of(self.cfg)
+        flat = x.reshape(-1, x.shape[-1])
+        ids, factors = self.router(flat)
+        run = functools.partial(_expert, self.cfg)
+        out = expert_sum(run, self.experts.leaves(), flat, ids, factors, self.cfg)
+        out = sharding.psum_shards(out, self.cfg.shards).reshape(x.shape)
+        if not experts.shared_size:
+            return out
+        shared = self.shared(x)
+        if experts.shared_gate:
+            shared = shared * jax.nn.sigmoid(linear(x, self.shared_gate[...]))
+        return out + shared
+
+
+def _experts_of(cfg: ModelConfig) -> ExpertsConfig:
+    assert cfg.experts is not None, "only a mixture has experts"
+    return cfg.experts
+
+
+def _expert(cfg: ModelConfig, leaves: dict, x: Float[Array, "b D"]) -> Float[Array, "b D"]:
+    """One expert's MLP."""
+    return _gated_mlp(cfg, lambda name, x: linear(x, *leaves[name]), x)
+
+
+def _gated_mlp(
+    cfg: ModelConfig, product: Callable[[str, Array], Array], x: Float[Array, "b D"]
+) -> Float[Array, "b D"]:
+    """An expert's MLP by a function that multiplies with its layer of a name."""
+    experts = _experts_of(cfg)
+    gate = product("gate", x)
+    up = product("up", x)
+    if experts.clip is None:
+        return product("down", ACTIVATIONS[cfg.activation](gate) * up)
+    alpha, limit = experts.clip
+    gate = jnp.minimum(gate, limit)
+    up = jnp.clip(up, -limit, limit)
+    return product("down", gate * jax.nn.sigmoid(alpha * gate) * (up + 1))
+
+
+def expert_sum(
+    run: Callable[[Any, Array], Array],
+    leaves: Any,
+    x: Float[Array, "T D"],
+    ids: Int[Array, "T k"],
+    factors: Float[Array, "T k"],
+    cfg: ModelConfig,
+) -> Float[Array, "T D"]:
+    """The sum of ``factor · run(expert, token)`` over the experts that each token chose.
+
+    Of a split model it is the sum over this device's experts.
+
+    Args:
+      run: one expert's result for some tokens, from its leaves.
+      leaves: weights of all experts of this device, along their first axis.
+    """
+    experts = _experts_of(cfg)
+    count = experts.count // cfg.shards
+    slots = ids.reshape(-1)
+    if cfg.shards > 1:
+        slots = slots - jax.lax.axis_index(sharding.AXIS) * count
+    is_own = (slots >= 0) & (slots < count)
+    slots = jnp.where(is_own, slots, count)
+    inputs = jnp.repeat(x, experts.active, axis=0)
+    weights = jnp.where(is_own, factors.reshape(-1), 0).astype(x.dtype)[:, None]
+    if experts.scales_inputs:
+        inputs = inputs * weights
+
+    plain = not any(map(is_quantized, jax.tree.leaves(leaves, is_leaf=is_quantized)))
+    if platform().gathers_experts and len(slots) <= min(count, GATHERED_SLOTS):
+        out = _by_gather(run, leaves, inputs, slots)
+    elif platform().ragged_products and plain:
+        out = _by_groups(cfg, leaves, inputs, slots, count)
+    else:
+        out = _by_blocks(run, leaves, inputs, slots, count)
+    out = out * (is_own.astype(x.dtype)[:, None] if experts.scales_inputs else weights)
+    return out.reshape(*ids.shape, -1).sum(1)
+
+
+def _by_gather(
+    run: Callable, leaves: Any, inputs: Float[Array, "S D"], slots: Int[Array, "S"]
+) -> Float[Array, "S D"]:
+    """Each slot with its own expert's weights, which are gathered; for few slots."""
+    chosen = jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=0, mode="clip"), leaves)
+    return jax.vmap(run)(chosen, inputs[:, None])[:, 0]
+
+
+def _by_groups(
+    cfg: ModelConfig,
+    leaves: dict,
+    inputs: Float[Array, "S D"],
+    slots: Int[Array, "S"],
+    count: int,
+) -> Float[Array, "S D"]:
+    """Slots sorted by expert, and one grouped product for each layer of the MLP."""
+    order = jnp.argsort(slots)
+    sizes = jnp.bincount(slots, length=count).astype(jnp.int32)
+    numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
+    sorted_slots = jnp.minimum(slots[order], count - 1)
+
+    def product(name: str, x: Array) -> Array:
+        weight, bias = leaves[name]
+        y = jax.lax.ragged_dot_general(x, weight, sizes, numbers)
+        return y if bias is None else y + bias[sorted_slots]
+
+    out = _gated_mlp(cfg, product, inputs[order])
+    return jnp.zeros_like(out).at[order].set(out, unique_indices=True)
+
+
+def _by_blocks(
+    run: Callable,
+    leaves: Any,
+    inputs: Float[Array, "S D"],
+    slots: Int[Array, "S"],
+    count: int,
+) -> Float[Array, "S D"]:
+    """Slots in blocks of the same expert, one block after the other.
+
+    An expert's last block is padded. There are at most S/b blocks that are full and one more for
+    each expert; those that are left over are skipped.
+    """
+    size = _block_size(len(slots), count)
+    blocks = min(len(slots), len(slots) // size + min(count, len(slots)))
+    is_chosen = slots[:, None] == jnp.arange(count)
+    ranks = jnp.cumsum(is_chosen, axis=0)  # of a slot among those of its expert, from 1 on
+    needed = -(-ranks[-1] // size)
+    ends = jnp.cumsum(needed)
+    own = jnp.minimum(slots, count - 1)
+    rank = jnp.take_along_axis(ranks, own[:, None], axis=1)[:, 0] - 1
+    place = (ends - needed)[own] * size + rank
+    place = jnp.where(slots < count, place, blocks * size)  # out of range: of another device
+    slot_at = jnp.full(blocks * size, len(slots)).at[place].set(jnp.arange(len(slots)), mode="drop")
+    expert_at = jnp.searchsorted(ends, jnp.arange(blocks), side="right")
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def run_block(expert: Array, indices: Array) -> Array:
+        own_leaves = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), leaves
+        )
+        block = jnp.take(inputs, indices, axis=0, mode="clip")
+        return run(own_leaves, block).astype(inputs.dtype)
+
+    def step(carry: None, block: tuple[Array, Array, Array]) -> tuple[None, Array]:
+        number, expert, indices = block
+        nothing = functools.partial(jnp.zeros_like, shape=(size, inputs.shape[1]))
+        out = jax.lax.cond(
+            number < ends[-1],
+            lambda: run_block(expert, indices),
+            lambda: nothing(inputs),
+        )
+        return carry, out
+
+    per_block = (jnp.arange(blocks), jnp.minimum(expert_at, count - 1), slot_at.reshape(-1, size))
+    out = jax.lax.scan(step, None, per_block)[1].reshape(-1, inputs.shape[1])
+    return jnp.take(out, jnp.minimum(place, blocks * size - 1), axis=0)
+
+
+def _block_size(slots: int, count: int) -> int:
+    """About as many slots as an expert has on average, a power of two."""
+    average = max(1, slots // count)
+    return max(MIN_BLOCK, min(MAX_BLOCK, 1 << (average - 1).bit_length()))
+
+
+def distinct_experts(experts: ExpertsConfig, tokens: int) -> float:
+    """How many experts so many tokens wake, if each chooses alike and apart from the others."""
+    return experts.count * (1 - (1 - experts.active / experts.count) ** tokens)

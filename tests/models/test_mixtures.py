@@ -1,0 +1,192 @@
+"""Experts and latents: every way to compute them, quantized, split, and what a defect changes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax as sj
+from specjax.models import experts, from_hf, init_params, load_pretrained, num_params
+from specjax.models.config import ExpertsConfig
+from specjax.models.experts import choose
+from specjax.models.hf.write import save_quantized
+from specjax.models.quantization import param_bytes, parse_scheme, quantize_params
+from specjax.models.sharding import split_config
+from support import stack_variants, variants
+from support.variant_models import build, close, golden_stacks, whole
+
+MIXTURE = "qwen3_moe"
+LATENT = "deepseek_v3"
+
+
+def naive(cfg, leaves, x, ids, factors):
+    """Each token with each of its experts, one by one."""
+    out = np.zeros_like(x)
+    for token, (chosen, weights) in enumerate(zip(ids, factors, strict=True)):
+        for expert, weight in zip(chosen, weights, strict=True):
+            own = jax.tree.map(lambda leaf, e=expert: leaf[e], leaves)
+            out[token] += weight * np.asarray(experts._expert(cfg, own, x[token][None]))[0]
+    return out
+
+
+def inputs(tokens, skewed=False):
+    """A mixture's config, leaves, tokens, and the experts and factors of each."""
+    cfg, params, _ = build(MIXTURE)
+    tree = params["layers"]["0"]["mlp"]["experts"]
+    leaves = {name: (layer["weight"], None) for name, layer in tree.items()}
+    rng = np.random.default_rng(tokens)
+    x = rng.standard_normal((tokens, cfg.hidden_size)).astype(np.float32)
+    logits = rng.standard_normal((tokens, cfg.experts.count)).astype(np.float32)
+    if skewed:  # all tokens choose the same two experts
+        logits[:] = np.arange(cfg.experts.count)
+    ids, factors = choose(cfg.experts, jnp.asarray(logits))
+    return cfg, leaves, x, ids, factors
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40, 300])
+@pytest.mark.parametrize("skewed", [False, True])
+def test_every_way_computes_every_token(tokens, skewed):
+    """Groups of very different sizes: no token is dropped, whatever the experts' shares."""
+    cfg, leaves, x, ids, factors = inputs(tokens, skewed)
+    want = naive(cfg, leaves, x, np.asarray(ids), np.asarray(factors))
+    slots = ids.reshape(-1)
+    rows = jnp.repeat(x, cfg.experts.active, axis=0)
+    run = functools.partial(experts._expert, cfg)
+    count = cfg.experts.count
+    ways = {
+        "blocks": experts._by_blocks(run, leaves, rows, slots, count),
+        "gathered": experts._by_gather(run, leaves, rows, slots),
+        "groups": experts._by_groups(cfg, leaves, rows, slots, count),
+    }
+    for name, out in ways.items():
+        got = (np.asarray(out).reshape(*ids.shape, -1) * np.asarray(factors)[..., None]).sum(1)
+        np.testing.assert_allclose(got, want, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.slow
+def test_gradients_of_blocks_are_those_of_groups():
+    cfg, leaves, x, ids, _ = inputs(20)
+    slots = ids.reshape(-1)
+    count = cfg.experts.count
+
+    def loss(way, leaves, x):
+        rows = jnp.repeat(x, cfg.experts.active, axis=0)
+        return jnp.sum(way(leaves, rows) ** 2)
+
+    def blocks(leaves, rows):
+        return experts._by_blocks(
+            functools.partial(experts._expert, cfg), leaves, rows, slots, count
+        )
+
+    def groups(leaves, rows):
+        return experts._by_groups(cfg, leaves, rows, slots, count)
+
+    found = [jax.grad(functools.partial(loss, way), (0, 1))(leaves, x) for way in (blocks, groups)]
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(b).max())
+
+
+def test_groups_limit_the_choice_and_corrections_stay_out_of_the_factors():
+    """Hand-computed: 4 experts in 2 groups, of which one is chosen by its two best scores."""
+    config = ExpertsConfig(
+        count=4,
+        active=1,
+        size=8,
+        scores="sigmoid",
+        corrected=True,
+        groups=2,
+        active_groups=1,
+        group_best=2,
+    )
+    logits = jnp.asarray([[2.0, -9.0, 1.0, 1.0]])
+    ids, factors = choose(config, logits, jnp.zeros(4))
+    assert ids.tolist() == [[2]]  # the first group has the best expert, the second the best two
+    np.testing.assert_allclose(factors, [[1 / (1 + np.exp(-1.0))]], rtol=1e-6)
+    ids, factors = choose(config, logits, jnp.asarray([0.0, 0.0, 0.0, 0.1]))
+    assert ids.tolist() == [[3]]
+    np.testing.assert_allclose(factors, [[1 / (1 + np.exp(-1.0))]], rtol=1e-6)
+
+
+def last_logits(name, cfg, params):
+    return np.asarray(whole(cfg, params, variants.tokens(), "dense"))[:, -variants.LAST :]
+
+
+def set_leaf(params, layer, path, change):
+    """The params with ``change`` of one leaf of a layer."""
+    copy = jax.tree.map(lambda x: x, params)
+    node = copy["layers"][layer]
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = change(node[path[-1]])
+    return copy
+
+
+MUTANTS = {
+    "an expert of a neighbor": (
+        MIXTURE,
+        ("mlp", "experts", "down", "weight"),
+        lambda x: jnp.roll(x, 1, axis=0),
+    ),
+    "sinks left out": ("gpt_oss", ("attention", "sinks"), lambda x: jnp.full_like(x, -1e30)),
+    "the latent's rotated part dropped": (
+        LATENT,
+        ("attention", "kv_down", "weight"),
+        lambda x: x.at[stack_variants.LATENT[LATENT]["kv_lora_rank"] :].set(0),
+    ),
+    "a correction dropped": (LATENT, ("mlp", "router", "correction"), jnp.zeros_like),
+    "a shared expert dropped": (LATENT, ("mlp", "shared", "down", "weight"), jnp.zeros_like),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_defect_changes_the_logits(mutant):
+    """The golden logits would not pass with one of these."""
+    name, path, change = MUTANTS[mutant]
+    cfg, _, fused = build(name)
+    want = golden_stacks()[f"{name}/logits"]
+    close(last_logits(name, cfg, fused), want)
+    assert np.abs(last_logits(name, cfg, set_leaf(fused, "1", path, change)) - want).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", [MIXTURE, LATENT])
+@pytest.mark.parametrize("scheme", ["int8", "int4:4"])
+def test_quantized(name, scheme, tmp_path):
+    """Experts are quantized one by one, and the checkpoint gives the same logits back."""
+    cfg, _, fused = build(name)
+    parsed = parse_scheme(scheme)
+    quantized = quantize_params(cfg, fused, parsed, jnp.float32)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(quantized))
+    assert size < 0.6 * sum(leaf.nbytes for leaf in jax.tree.leaves(fused))
+    got = last_logits(name, cfg, quantized)
+    bound = 0.3 if scheme == "int8" else 3.0
+    assert np.abs(got - golden_stacks()[f"{name}/logits"]).max() < bound
+    save_quantized(tmp_path, cfg, variants.config(name), quantized, parsed)
+    read, loaded = load_pretrained(tmp_path, fused=True)
+    np.testing.assert_array_equal(last_logits(name, read, loaded), got)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "too_many"),
+    [("mixtral", {"num_local_experts": 6}, 4), (LATENT, {"num_attention_heads": 16}, 16)],
+)
+def test_sizes_of_a_split_model(name, changes, too_many):
+    cfg = from_hf(variants.config(name) | changes)
+    share = split_config(cfg, 2)
+    assert num_params(share) < 0.75 * num_params(cfg)
+    assert param_bytes(share, jnp.float32) == 4 * num_params(share)
+    with pytest.raises(sj.ModelError, match="experts") as error:
+        split_config(cfg, too_many)
+    assert "\n" not in str(error.value)
+
+
+def test_initial_params_have_the_shapes_of_all_kinds_of_layers():
+    cfg = from_hf(variants.config(LATENT))
+    params = init_params(cfg, jax.random.key(0))
+    assert (
+        "experts" not in params["layers"]["0"]["mlp"] and "experts" in params["layers"]["1"]["mlp"]
+    )
+    hidden = dataclasses.replace(cfg, adaptive_ids=())
+    assert np.isfinite(whole(hidden, params, variants.tokens(), "dense")).all()
