@@ -22,7 +22,7 @@ from infer.serve.schemas import Body, ChatBody, CompletionBody, Message
 from specjax._util.checks import SEED_MAX, format_value
 from specjax._util.errors import OptionError
 from specjax.core import loop
-from specjax.core.warp import Sampling
+from specjax.core.sampling import Sampling
 from specjax.lm import LM
 from specjax.models.cache import bucket
 from specjax.registry import MethodSpec, method

@@ -62,6 +62,11 @@ class DraftVerify(Method):
         return self.drafter.shape.depth
 
     @property
+    def follows_paths(self) -> bool:
+        # A rule that reads the unwarped target could accept what the settings ban.
+        return self.target.follows_paths and "raw_log_p" not in self.rule.extras
+
+    @property
     def passes(self) -> tuple[int, ...]:
         """Tokens per row of each target pass of a round: nodes and probes."""
         return (self.drafter.shape.nodes + self.drafter.num_probes,)

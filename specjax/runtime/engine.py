@@ -15,8 +15,8 @@ from jaxtyping import Array, Key
 
 from specjax.core.mesh import DATA
 from specjax.core.protocols import Method
+from specjax.core.sampling import Sampling, stacked
 from specjax.core.types import Inputs
-from specjax.core.warp import Sampling, stacked
 from specjax.draft.auto_length import COSTS, AutoLength
 from specjax.lm import LM
 from specjax.models.cache import ring_capacity

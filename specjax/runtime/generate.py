@@ -23,7 +23,7 @@ from specjax._util.checks import Check
 from specjax._util.errors import OptionError, PairError
 from specjax.core.mesh import round_up
 from specjax.core.protocols import Drafter, Method, Rule, TargetDist
-from specjax.core.warp import Sampling
+from specjax.core.sampling import Sampling
 from specjax.lm import LM, MODEL, TARGET, attach, own_draft
 from specjax.registry import Context, MethodSpec, bind, choose
 from specjax.rewards import PRODUCT, Judge, combine

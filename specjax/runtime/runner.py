@@ -18,8 +18,8 @@ from jaxtyping import Bool
 
 from specjax.core import loop
 from specjax.core.loop import NO_SLOT
+from specjax.core.sampling import Sampling
 from specjax.core.types import DecodeState, Inputs
-from specjax.core.warp import Sampling
 from specjax.draft.auto_length import COSTS, AutoLength
 from specjax.models.cache import bucket, bucket_below
 from specjax.runtime.engine import Engine, Request, stack_keys
