@@ -92,7 +92,7 @@ class Admission:
 
         max_tokens = _max_tokens(body)
         budgets = [self._budget(variant.engine, len(prompt), max_tokens) for prompt in prompts]
-        seed = body.folded_seed
+        seed = body.whole_seed
         if seed is None:
             seed = secrets.randbelow(SEED_MAX + 1)
         submission = Submission(

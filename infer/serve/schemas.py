@@ -24,7 +24,6 @@ from pydantic_core import PydanticCustomError
 
 from infer.serve.field_errors import MARK, UNSUPPORTED_TYPE, describe
 from infer.serve.refusals import naming
-from specjax._util.checks import SEED_MAX
 from specjax._util.errors import OptionError
 from specjax._util.files import parse_json
 
@@ -38,7 +37,6 @@ MAX_COMPLETION_ALTERNATIVES = 5
 MAX_CHAT_ALTERNATIVES = 20
 # Characters of a stop string. A stream delays text that may be the beginning of one.
 MAX_STOP_LENGTH = 256
-SEED_PRIME = 2**32 - 5  # the largest prime that fits into a key's 32 bits
 
 
 def _neutral(*values: Any) -> Any:
@@ -198,11 +196,9 @@ class Body(_Unsupported):
         return tuple(self.stop or ())
 
     @property
-    def folded_seed(self) -> int | None:
-        """The seed in 32 bits, which keys are made of; seeds that fit are not changed."""
-        if self.seed is None or 0 <= self.seed <= SEED_MAX:
-            return self.seed
-        return self.seed % 2**64 % SEED_PRIME  # -1 is the largest of 64 bits
+    def whole_seed(self) -> int | None:
+        """The seed from 0 on; −1 is the largest of 64 bits."""
+        return None if self.seed is None else self.seed % 2**64
 
 
 class CompletionBody(Body):

@@ -19,7 +19,7 @@ from jaxtyping import Int
 from specjax._util.arguments import validate_fields
 from specjax._util.checks import INT32_MAX, LARGEST, Check
 from specjax._util.errors import OptionError
-from specjax.core.types import NO_TOKEN, Cutoffs, PathSettings, Warp
+from specjax.core.types import NO_TOKEN, Cutoffs, Inputs, PathSettings, Warp
 
 LEAST = 1e-30  # smallest top_p: far below, float32 makes it 0, which would keep no token
 # Lists of ids are padded to these lengths, so that usual requests share a program. A longer list is
@@ -227,6 +227,12 @@ def stacked(rows: Sequence[Sampling], like: Warp | None = None) -> Warp:
         cutoffs,
         path,
     )
+
+
+def with_path_settings(inputs: Inputs) -> Inputs:
+    """Inputs of rows that have no settings of paths, with arrays for them that change nothing."""
+    rows = [_DEFAULT] * inputs.warp.temperature.shape[0]
+    return inputs.replace(warp=inputs.warp.replace(path=_path_settings(rows)))
 
 
 def _path_settings(rows: Sequence[Sampling]) -> PathSettings:

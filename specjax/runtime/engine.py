@@ -47,13 +47,20 @@ class Engine:
             inputs = inputs.replace(reward=self.judge.rows(cases))
         return inputs
 
-    def inputs_for(self, requests: Sequence[Request], sampling: Sampling) -> Inputs:
-        """What rounds of these requests read; ``sampling`` is for those without their own."""
+    def inputs_for(
+        self, requests: Sequence[Request], sampling: Sampling, like: Inputs | None = None
+    ) -> Inputs:
+        """What rounds of these requests read; ``sampling`` is for those without their own.
+
+        It has the kinds of sampling settings that ``like`` has, used or not: the program for them
+        is compiled already.
+        """
         cases = [request.request_id for request in requests]
         inputs = self.inputs(sampling, len(requests), cases)
         if not any(request.sampling for request in requests):
             return inputs
-        warp = stacked([request.sampling or sampling for request in requests])
+        rows = [request.sampling or sampling for request in requests]
+        warp = stacked(rows, None if like is None else like.warp)
         return inputs.replace(warp=warp)
 
     def inputs_depend_on(self, requests: Sequence[Request]) -> bool:

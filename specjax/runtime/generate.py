@@ -19,9 +19,10 @@ from specjax._util.arguments import (
     instance_of,
     validate_arguments,
 )
-from specjax._util.checks import Check
+from specjax._util.checks import SEED_MAX, Check
 from specjax._util.errors import OptionError, PairError
 from specjax.core.mesh import round_up
+from specjax.core.probs import seed_key
 from specjax.core.protocols import Drafter, Method, Rule, TargetDist
 from specjax.core.sampling import Sampling
 from specjax.lm import LM, MODEL, TARGET, attach, own_draft
@@ -69,7 +70,7 @@ CHECKED = validate_arguments(
     sampling=Check(
         instance_of(Sampling), expected="a specjax.Sampling, as Sampling(0.8)", optional=True
     ),
-    seed=Check(int, low=0, high=2**32 - 1),  # jax.random.key drops or refuses what is above
+    seed=Check(int, low=0, high=SEED_MAX),
     num_samples=Check(int, low=1, high=MOST_SAMPLES),
     stop=Check(as_texts, fits=all, expected="texts, none of them empty", optional=True),
     logprobs=FLAG,
@@ -216,6 +217,7 @@ def stream(
         compiles.
     """
     sampling = sampling or Sampling()
+    sampling.check_vocabulary(target.config.vocab_size)
     options = options or {}
     if isinstance(draft, str):
         draft = own_draft(target, draft)
@@ -359,7 +361,7 @@ def make_rows(
     """
     if indices is None:
         indices = range(len(prompts))
-    root_key = jax.random.key(seed)
+    root_key = seed_key(seed)
     rows: list[Request] = []
     for index, tokens, constraint, budget in zip(
         indices, prompts, constraints, budgets, strict=True

@@ -18,7 +18,7 @@ from jaxtyping import Bool
 
 from specjax.core import loop
 from specjax.core.loop import NO_SLOT
-from specjax.core.sampling import Sampling
+from specjax.core.sampling import Sampling, with_path_settings
 from specjax.core.types import DecodeState, Inputs
 from specjax.draft.auto_length import COSTS, AutoLength
 from specjax.models.cache import bucket, bucket_below
@@ -140,7 +140,22 @@ class BatchRunner:
         numbers = np.array(slots, np.int32)
         local = np.where(numbers == NO_SLOT, numbers, numbers % slots_per_device)
         fill = loop.fill_slots(self._method)
-        self._state = fill(prefill.inputs, self.state, prefill.state, local)
+        inputs, prefilled = self._with_same_counts(prefill)
+        self._state = fill(inputs, self.state, prefilled, local)
+
+    def _with_same_counts(self, prefill: Prefill) -> tuple[Inputs, DecodeState]:
+        """The prefilled state, with counts if and only if the batch has them, and its inputs.
+
+        A batch has counts from the first request on whose settings need them.
+        """
+        inputs, prefilled = prefill.inputs, prefill.state
+        if prefilled.counts is not None and self.state.counts is None:
+            self._inputs = with_path_settings(self.inputs)
+            self._state = loop.with_counts(self.inputs, self.state)
+        if prefilled.counts is None and self.state.counts is not None:
+            inputs = with_path_settings(inputs)
+            prefilled = loop.with_counts(inputs, prefilled)
+        return inputs, prefilled
 
     def set_inputs(self, requests: Sequence[Request | None]) -> None:
         """Sets what rounds read for the requests of all batch slots; None: the slot is free."""
@@ -149,7 +164,7 @@ class BatchRunner:
         rows = [request or example for request in requests]
         if self._inputs is not None and not self._engine.inputs_depend_on(rows):
             return
-        self._inputs = self._engine.inputs_for(rows, self._sampling)
+        self._inputs = self._engine.inputs_for(rows, self._sampling, self._inputs)
         if self._costs:
             self._set_costs()
 

@@ -132,6 +132,7 @@ class MTJD(Method):
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Raises OptionError if top-k asks for more blocks than there are beams."""
+        super().check_sampling(sampling)
         searched = self.joint == "raw" and self.block > 1 and not self.exact
         if searched and sampling.temperature > 0 and sampling.top_k > self.beam_width:
             raise OptionError(

@@ -29,8 +29,8 @@ class Contrastive(TargetDist):
 
     Li et al. 2023; with speculative drafts, Yuan et al. 2024 (SCD). The amateur's raw logits come
     with the draft. With ``own_passes`` the amateur scores every node itself and has its own KV
-    cache. Settings are ``alpha`` and ``beta``, see :func:`contrast`. The run's sampling settings act
-    on the result.
+    cache. Settings are ``alpha`` and ``beta``, see :func:`contrast`. The run's sampling settings
+    act on the result.
     """
 
     variant: str = IMPROVED
