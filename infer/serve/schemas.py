@@ -30,6 +30,8 @@ from specjax._util.files import parse_json
 MAX_CHOICES = 128  # completions of a prompt
 MAX_PROMPTS = 128  # of a request
 MAX_STOPS = 16
+MAX_BIASES = 1024
+MAX_WORDS = 128
 MAX_MESSAGES = 4096  # of a chat
 MAX_OPTIONS = 64
 # Alternatives to a token, as OpenAI limits them.
@@ -110,6 +112,7 @@ Stop = Annotated[
     _one_of_kinds("expected a text or a list of texts", _text_or_list),
 ]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]  # OpenAI's range
 Ids = Annotated[list[Id], Tag(f"{MARK}ids")]
 Prompt = Annotated[
     Annotated[str, Tag(f"{MARK}text")] | Ids,
@@ -138,20 +141,11 @@ class StreamOptions(_Strict):
 class _Unsupported(_Strict):
     """Fields of OpenAI and vLLM that pass with values that ask for nothing."""
 
-    frequency_penalty: _neutral(0) = None
-    presence_penalty: _neutral(0) = None
-    repetition_penalty: _neutral(1) = None
     length_penalty: _neutral(1) = None
-    min_p: _neutral(0) = None
-    min_tokens: _neutral(0) = None
-    logit_bias: _neutral({}) = None
-    ignore_eos: _neutral(False) = None
     use_beam_search: _neutral(False) = None
     include_stop_str_in_output: _neutral(False) = None
     skip_special_tokens: _neutral(True) = None
     spaces_between_special_tokens: _neutral(True) = None
-    stop_token_ids: _neutral([]) = None
-    bad_words: _neutral([]) = None
     response_format: _neutral({"type": "text"}) = None
     tools: _neutral([]) = None
     functions: _neutral([]) = None
@@ -170,13 +164,39 @@ class _Unsupported(_Strict):
     prompt_cache_retention: str | None = None
 
 
-class Body(_Unsupported):
+class SamplingFields(_Strict):
+    """How tokens are drawn, by vLLM's names; :class:`specjax.Sampling` says what they do."""
+
+    temperature: float | None = Field(None, ge=0, le=1e38)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)  # 0 and vLLM's -1: off
+    min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, gt=0, le=1)
+    epsilon_cutoff: float | None = Field(None, ge=0, lt=1)
+    eta_cutoff: float | None = Field(None, ge=0, lt=1)
+    top_n_sigma: float | None = Field(None, ge=0, le=1e30)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=1e30)
+    no_repeat_ngram_size: int | None = Field(None, ge=0, lt=2**31)
+    dry_multiplier: float | None = Field(None, ge=0, le=1e30)
+    dry_base: float | None = Field(None, ge=1, le=1e30)
+    dry_allowed_length: int | None = Field(None, ge=0, lt=2**31)
+    dry_sequence_breakers: Annotated[list[Id], Field(max_length=MAX_STOPS)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    allowed_token_ids: Annotated[list[Id], Field(min_length=1)] | None = None
+    suppress_tokens: Annotated[list[Id], Field(max_length=MAX_BIASES)] | None = None
+    bad_words: Annotated[list[StopText], Field(max_length=MAX_WORDS)] | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[Id], Field(max_length=MAX_STOPS)] | None = None
+
+
+class Body(SamplingFields, _Unsupported):
     """The fields of both kinds of request."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=1e38)
-    top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Stop | None = None
@@ -185,7 +205,6 @@ class Body(_Unsupported):
     # Ours. ``origins``: say for each text whether the draft or the target wrote it.
     method: str | None = None
     options: Annotated[dict[str, Setting], Field(max_length=MAX_OPTIONS)] | None = None
-    top_k: int | None = Field(None, ge=-1, lt=2**31)  # 0 and vLLM's -1: off
     origins: bool | None = None
 
     @property
@@ -360,7 +379,6 @@ UNSUPPORTED = frozenset(
         "logits_processors",
         "prompt_logprobs",
         "truncate_prompt_tokens",
-        "allowed_token_ids",
         "mm_processor_kwargs",
         "return_tokens_as_token_ids",
         "prompt_embeds",

@@ -31,6 +31,7 @@ USUAL_WORD_LENGTH = 8
 
 _CUTOFFS = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_n_sigma")
 _WARP = ("temperature", "top_k", "top_p")
+TRUNCATION = ("top_k", "top_p", *_CUTOFFS)  # what has no effect on greedy decoding
 
 
 def _ids(value: Any) -> tuple[int, ...]:
@@ -69,7 +70,7 @@ _FROM_0 = Check(float, low=0, high=LARGEST)
 _SHARE = Check(float, low=0, below=1)
 _WHOLE = Check(int, low=0, high=INT32_MAX)
 _IDS = Check(_ids, expected="token ids")
-_CHECKS = {
+CHECKS = {  # of every field of Sampling
     "temperature": Check(float, low=0, high=1e38),  # what float32 holds
     "top_k": _WHOLE,
     "top_p": Check(float, above=0, high=1),
@@ -163,7 +164,7 @@ class Sampling:
     exponential_decay_length_penalty: tuple[int, float] | None = None
 
     def __post_init__(self):
-        validate_fields(self, **_CHECKS)
+        validate_fields(self, **CHECKS)
 
     @property
     def has_cutoffs(self) -> bool:
@@ -173,8 +174,14 @@ class Sampling:
     @property
     def path_settings(self) -> tuple[str, ...]:
         """The settings in use that need a row's tokens, its own logit biases or its own ends."""
-        others = (name for name in _CHECKS if name not in (*_CUTOFFS, *_WARP, *_DRY_DETAILS))
+        others = (name for name in CHECKS if name not in (*_CUTOFFS, *_WARP, *_DRY_DETAILS))
         return tuple(name for name in others if self._differs((name,)))
+
+    @property
+    def as_given(self) -> dict[str, Any]:
+        """Temperature, top-k, top-p, and every other setting that is not at its default."""
+        others = (name for name in CHECKS if name not in _WARP and self._differs((name,)))
+        return {name: getattr(self, name) for name in (*_WARP, *others)}
 
     def _differs(self, names: Iterable[str]) -> bool:
         return any(getattr(self, name) != getattr(_DEFAULT, name) for name in names)
