@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from specjax._util.errors import OptionError
 from specjax.core.sampling import CHECKS
+from specjax.text.grammar import LARK, SCHEMA
 from specjax.text.tokenizer import Tokenizer
 
 
@@ -23,6 +25,18 @@ def _list(text: str) -> list[str]:
 def _biases(text: str) -> list[list[str]]:
     """``ID:BIAS,…`` as pairs."""
     return [part.split(":") for part in _list(text)]
+
+
+def _read_grammar(text: str) -> str:
+    """A grammar with the contents of its file, where it names one."""
+    for form in (SCHEMA, LARK):
+        if text.startswith(form):
+            path = Path(text.removeprefix(form))
+            try:
+                return form + path.read_text()
+            except OSError as error:
+                raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
+    return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +67,11 @@ SETTINGS = {
     "suppress_tokens": Setting("ID,…", "tokens that are never written", _list),
     "min_tokens": Setting("N", "no end of sequence before N new tokens"),
     "stop_token_ids": Setting("ID,…", "further tokens that end a completion", _list),
+    "grammar": Setting(
+        "GRAMMAR",
+        "what the text must be: json, schema:FILE, regex:EXPRESSION or lark:FILE",
+        _read_grammar,
+    ),
     "exponential_decay_length_penalty": Setting(
         "START,X", "after START tokens ends of sequence become likelier, by X per token", _list
     ),

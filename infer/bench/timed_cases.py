@@ -136,7 +136,7 @@ def warm_up(setting: BenchSetting, case: Case) -> None:
     target = setting.target
     greedy = case.mode == "greedy"
     engine = make_engine(target, setting.draft, METHODS[case.method], case.options, greedy)
-    engine.method.check_sampling(case.sampling)
+    engine.check_sampling(case.sampling)
 
     # A warmup draws no tokens that anybody sees, so all requests may share a key.
     key = seed_key(setting.seed)

@@ -88,7 +88,8 @@ class Admission:
         sampling = self._sampling(body)
         self._check_scoring(body)
         variant = self._variant(body, sampling.temperature == 0)
-        variant.engine.method.check_sampling(sampling)
+        with naming(body.grammar[0]):
+            variant.engine.check_sampling(sampling)
         prompts = self._prompts(body)
 
         max_tokens = _max_tokens(body)
@@ -130,7 +131,11 @@ class Admission:
                     value = word_ids(value, self.target.tokenizer)
                 Sampling(**{name: value}).check_vocabulary(self.target.config.vocab_size)
             given[name] = value
-        return dataclasses.replace(self.sampling, **given)
+        field, grammar = body.grammar
+        with naming(field):
+            if grammar:
+                given["grammar"] = grammar
+            return dataclasses.replace(self.sampling, **given)
 
     def check_model(self, name: str | None) -> None:
         """Refuses the name of another model.

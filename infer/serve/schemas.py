@@ -8,6 +8,8 @@ like ``store`` or ``metadata`` passes with every value of its type, since it cha
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -26,6 +28,7 @@ from infer.serve.field_errors import MARK, UNSUPPORTED_TYPE, describe
 from infer.serve.refusals import naming
 from specjax._util.errors import OptionError
 from specjax._util.files import parse_json
+from specjax.text.grammar import JSON, LARK, REGEX, SCHEMA
 
 MAX_CHOICES = 128  # completions of a prompt
 MAX_PROMPTS = 128  # of a request
@@ -146,7 +149,6 @@ class _Unsupported(_Strict):
     include_stop_str_in_output: _neutral(False) = None
     skip_special_tokens: _neutral(True) = None
     spaces_between_special_tokens: _neutral(True) = None
-    response_format: _neutral({"type": "text"}) = None
     tools: _neutral([]) = None
     functions: _neutral([]) = None
     tool_choice: _neutral("none", "auto") = None
@@ -192,8 +194,70 @@ class SamplingFields(_Strict):
     stop_token_ids: Annotated[list[Id], Field(max_length=MAX_STOPS)] | None = None
 
 
+class SchemaFormat(_Strict):
+    """The ``json_schema`` of a response format; ``strict`` always holds here."""
+
+    name: str
+    json_schema: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """OpenAI's: any text, a JSON object, or what fits a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+    @property
+    def grammar(self) -> str:
+        """The grammar, as :class:`specjax.Sampling` takes it; empty if every text fits."""
+        if self.type == "text":
+            return ""
+        if self.type == "json_object":
+            return JSON
+        if self.json_schema is None:
+            raise OptionError("response_format.json_schema is missing")
+        return SCHEMA + json.dumps(self.json_schema.json_schema)
+
+
+class StructuredOutputs(_Strict):
+    """vLLM's: exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[StopText], Field(min_length=1)] | None = None
+    grammar_: str | None = Field(None, alias="grammar")
+
+    @property
+    def grammar(self) -> str:
+        """As :attr:`ResponseFormat.grammar`."""
+        forms = []
+        if self.json_ is not None:
+            schema = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
+            forms.append(SCHEMA + schema)
+        if self.json_object:
+            forms.append(JSON)
+        if self.regex is not None:
+            forms.append(REGEX + self.regex)
+        if self.choice is not None:
+            forms.append(REGEX + "|".join(map(re.escape, self.choice)))
+        if self.grammar_ is not None:
+            forms.append(LARK + self.grammar_)
+        if len(forms) != 1:
+            raise OptionError(
+                f"structured_outputs: {len(forms)} kinds; expected one of json, json_object, "
+                "regex, choice or grammar"
+            )
+        return forms[0]
+
+
 class Body(SamplingFields, _Unsupported):
     """The fields of both kinds of request."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -206,6 +270,21 @@ class Body(SamplingFields, _Unsupported):
     method: str | None = None
     options: Annotated[dict[str, Setting], Field(max_length=MAX_OPTIONS)] | None = None
     origins: bool | None = None
+
+    @property
+    def grammar(self) -> tuple[str, str]:
+        """The field that asks for a grammar, and the grammar; both empty if none does.
+
+        Raises:
+          OptionError: the field is not complete, or both are given.
+        """
+        asked = [name for name in ("response_format", "structured_outputs") if getattr(self, name)]
+        if not asked:
+            return "", ""
+        with naming(asked[0]):
+            if len(asked) > 1:
+                raise OptionError("response_format and structured_outputs: expected one of them")
+            return asked[0], getattr(self, asked[0]).grammar
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -375,7 +454,6 @@ UNSUPPORTED = frozenset(
         "guided_regex",
         "guided_choice",
         "guided_grammar",
-        "structured_outputs",
         "logits_processors",
         "prompt_logprobs",
         "truncate_prompt_tokens",

@@ -98,7 +98,12 @@ class DraftVerify(Method):
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         keys = probs.round_keys(state.keys, state.stats.rounds)
-        proposal = self.propose(inputs, state, keys)
+        return self.conclude(inputs, state, keys, self.propose(inputs, state, keys))
+
+    def conclude(
+        self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"], proposal: Proposal
+    ) -> DecodeState:
+        """The round from its draft on: verified, committed, counted."""
         verified = self._verify(inputs, state, keys, proposal.draft)
         draft = proposal.draft.replace(aux_states=verified.aux_states)
         verdict = verified.verdict

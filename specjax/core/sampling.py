@@ -94,6 +94,7 @@ CHECKS = {  # of every field of Sampling
     "min_tokens": _WHOLE,
     "ignore_eos": Check(bool),
     "stop_token_ids": _IDS,
+    "grammar": Check(check_grammar, expected=f"a grammar: {EXPECTED}"),
     "exponential_decay_length_penalty": Check(
         _decay,
         expected="a number of tokens and a factor above 0, such as (64, 1.05)",
@@ -133,6 +134,8 @@ class Sampling:
       stop_token_ids: further tokens that end a row.
       exponential_decay_length_penalty: ``(start, factor)``: after ``start`` new tokens the logit of
         the end of sequence grows by ``|logit| · (factor^n − 1)``.
+      grammar: what the new text must be: ``json``, ``schema:SCHEMA``, ``regex:EXPRESSION`` or
+        ``lark:GRAMMAR`` (:mod:`specjax.text.grammar`); empty is off.
 
     Raises:
       OptionError: a value is out of its range.
@@ -162,6 +165,7 @@ class Sampling:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     exponential_decay_length_penalty: tuple[int, float] | None = None
+    grammar: str = ""
 
     def __post_init__(self):
         validate_fields(self, **CHECKS)
@@ -174,7 +178,9 @@ class Sampling:
     @property
     def path_settings(self) -> tuple[str, ...]:
         """The settings in use that need a row's tokens, its own logit biases or its own ends."""
-        others = (name for name in CHECKS if name not in (*_CUTOFFS, *_WARP, *_DRY_DETAILS))
+        others = (
+            name for name in CHECKS if name not in (*_CUTOFFS, *_WARP, *_DRY_DETAILS, "grammar")
+        )
         return tuple(name for name in others if self._differs((name,)))
 
     @property

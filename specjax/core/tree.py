@@ -28,6 +28,7 @@ def cut_chain(draft: Draft, nodes: int) -> Draft:
         log_q=first(draft.log_q, nodes - 1) if nodes > 1 else None,
         logits=first(draft.logits),
         token_log_q=first(draft.token_log_q),
+        allowed=first(draft.allowed),
         shape=TreeShape.chain(nodes - 1),
         q_row=draft.q_row[:nodes],
     )

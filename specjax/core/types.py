@@ -2,7 +2,7 @@
 
 Axis legend: B rows, N draft nodes (node 0 is the root), P probe nodes, M rows of draft
 distributions, D draft depth, γ draft length, S cache positions, V vocabulary, L auxiliary layers,
-E end-of-sequence ids. In ``aux_states`` D is the size of a hidden state.
+W words of 32 bits, E end-of-sequence ids. In ``aux_states`` D is the size of a hidden state.
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ class Draft(struct.PyTreeNode):
     # Inputs of the target's auxiliary layers at every node. The verifying pass adds them.
     aux_states: Float[Array, "B N L D"] | None = None
     probes: Probes | None = None
+    # Under grammars: the tokens that may follow each node, a bit each, 32 to a word.
+    allowed: Int[Array, "B N W"] | None = None
     shape: TreeShape = struct.field(pytree_node=False, default=TreeShape(1, 0, 0))
     q_row: tuple[int, ...] = struct.field(pytree_node=False, default=())
     sampling: str = struct.field(pytree_node=False, default=IID)

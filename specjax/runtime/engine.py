@@ -21,6 +21,8 @@ from specjax.draft.auto_length import COSTS, AutoLength
 from specjax.lm import LM
 from specjax.models.cache import ring_capacity
 from specjax.rewards import Judge
+from specjax.runtime.grammar_rounds import check_method
+from specjax.text.grammar import Matcher, make_matcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,28 @@ class Engine:
         rows = [request.sampling or sampling for request in requests]
         warp = stacked(rows, None if like is None else like.warp)
         return inputs.replace(warp=warp)
+
+    def matcher(self, sampling: Sampling) -> Matcher:
+        """The grammar of a sampling, at its beginning.
+
+        Raises:
+          OptionError, PairError: the grammar cannot be used with this model and method.
+        """
+        check_method(self.method)
+        target = self.target
+        eos_ids = (*target.eos_ids, *sampling.stop_token_ids)
+        return make_matcher(sampling.grammar, target.tokenizer, target.config.vocab_size, eos_ids)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Refuses a sampling that the method or the model cannot have.
+
+        Raises:
+          OptionError, PairError: one line says why.
+        """
+        sampling.check_vocabulary(self.target.config.vocab_size)
+        self.method.check_sampling(sampling)
+        if sampling.grammar:
+            self.matcher(sampling)
 
     def inputs_depend_on(self, requests: Sequence[Request]) -> bool:
         """Whether :meth:`inputs_for` differs from request to request.

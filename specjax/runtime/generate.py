@@ -217,7 +217,6 @@ def stream(
         compiles.
     """
     sampling = sampling or Sampling()
-    sampling.check_vocabulary(target.config.vocab_size)
     options = options or {}
     if isinstance(draft, str):
         draft = own_draft(target, draft)
@@ -247,7 +246,7 @@ def stream(
         per_row = [constraint for constraint in constraints for _ in range(num_samples)]
         judge = _judge(target, per_row, chosen, reward, options)
     engine = make_engine(target, draft, chosen, options, sampling.temperature == 0, judge)
-    engine.method.check_sampling(sampling)
+    engine.check_sampling(sampling)
 
     rows = make_rows(target, prompt_ids, constraints, indices, seed, num_samples, budgets)
     if engine.draft:

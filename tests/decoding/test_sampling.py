@@ -22,15 +22,15 @@ from specjax.registry import Context
 from specjax.runtime.engine import Engine
 from support.processors import transformers_arguments, transformers_list
 
-VOCAB, ENDS = 40, (3, 7)
+VOCAB, ENDS = 40, (5, 29)
 SETTINGS = {
     "repetition": {"repetition_penalty": 1.4},
     "repetition below 1": {"repetition_penalty": 0.8},
     "ngrams": {"no_repeat_ngram_size": 3},
     "1-grams": {"no_repeat_ngram_size": 1},
-    "bad words": {"bad_words": ((35,), (38,), (1, 2), (31, 12), (9, 8, 4, 6))},
-    "biases": {"logit_bias": {4: 1.5, 9: -2.0}},
-    "suppressed": {"suppress_tokens": (1, 2, 3, 4)},
+    "bad words": {"bad_words": ((30,), (3, 3), (36, 36, 22), (22, 21), (9, 8, 4, 6))},
+    "biases": {"logit_bias": {36: 1.5, 3: -2.0}},
+    "suppressed": {"suppress_tokens": (3, 36, 22, 5)},
     "minimum length": {"min_tokens": 30},
     "length decay": {"exponential_decay_length_penalty": (4, 1.2)},
 }

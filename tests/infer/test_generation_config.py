@@ -24,6 +24,7 @@ QWEN = {  # Qwen2.5-7B-Instruct's
 }
 GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
 PENALTY = {"repetition_penalty": 1.05}
+TEMPERED = GREEDY | PENALTY | {"temperature": 0.7}
 OWN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8} | PENALTY
 
 
