@@ -20,6 +20,7 @@ from specjax._util.arguments import validate_fields
 from specjax._util.checks import INT32_MAX, LARGEST, Check
 from specjax._util.errors import OptionError
 from specjax.core.types import NO_TOKEN, Cutoffs, Inputs, PathSettings, Warp
+from specjax.text.grammar import EXPECTED, check_grammar
 
 LEAST = 1e-30  # smallest top_p: far below, float32 makes it 0, which would keep no token
 # Lists of ids are padded to these lengths, so that usual requests share a program. A longer list is

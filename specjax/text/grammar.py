@@ -26,6 +26,9 @@ SCHEMA = "schema:"
 REGEX = "regex:"
 LARK = "lark:"
 EXPECTED = f"{JSON}, {SCHEMA}SCHEMA, {REGEX}EXPRESSION or {LARK}GRAMMAR"
+# JSON is spaced as Python writes it. With free spacing, a model may write spaces without end. The
+# schema's "x-guidance" can say otherwise.
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_LENGTH = 2**20  # characters of a grammar
 
 
@@ -118,14 +121,14 @@ def _source(guide: Any, text: str) -> str:
     matcher = guide.LLMatcher
     if text == JSON:
         # Any object, as OpenAI's json_object: not any value.
-        return matcher.grammar_from_json_schema({"type": "object"})
+        return matcher.grammar_from_json_schema({"type": "object"}, defaults=SPACING)
     if text.startswith(REGEX):
         return matcher.grammar_from_regex(text.removeprefix(REGEX))
     if text.startswith(LARK):
         return matcher.grammar_from_lark(text.removeprefix(LARK))
     try:
         schema = parse_json(text.removeprefix(SCHEMA).encode())
-        return matcher.grammar_from_json_schema(json.dumps(schema))
+        return matcher.grammar_from_json_schema(json.dumps(schema), defaults=SPACING)
     except ValueError as error:
         raise OptionError(f"grammar: the schema is no JSON schema: {one_line(error)}") from None
 
