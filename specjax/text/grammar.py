@@ -72,8 +72,16 @@ class Matcher:
             self._matcher.rollback(count)
 
     def fill(self, bits: np.ndarray) -> None:
-        """Writes the tokens that may follow into ``bits``, int32 ``[W]``, one bit each."""
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        """Writes the tokens that may follow into ``bits``, int32 ``[W]``, one bit each.
+
+        A grammar that has become too complex to follow lets the text end.
+        """
+        if not self._matcher.is_error():
+            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._matcher.is_error():
+            bits[:] = 0
+            for end in self._ends:
+                bits.view(np.uint32)[end // 32] |= np.uint32(1 << end % 32)
 
     def forced(self) -> list[int]:
         """The tokens of the only text that may follow, as the tokenizer would split it."""
@@ -100,11 +108,11 @@ def make_matcher(
 def _compiled(text: str, tokenizer: Tokenizer, vocab: int, eos_ids: tuple[int, ...]) -> Matcher:
     guide = _llguidance()
     made = guide.LLMatcher(_tokens_of(tokenizer, vocab, eos_ids), _source(guide, text))
-    if made.is_error():
-        raise OptionError(f"grammar: {one_line(made.get_error())}")
     matcher = Matcher(made, frozenset(eos_ids))
     bits = np.zeros(-(-vocab // 32), np.int32)
     matcher.fill(bits)
+    if made.is_error():
+        raise OptionError(f"grammar: {one_line(made.get_error())}")
     if not bits.any():
         raise PairError("grammar: the tokenizer has no token that may begin it")
     return matcher

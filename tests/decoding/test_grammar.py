@@ -95,7 +95,7 @@ def test_a_grammar_that_cannot_be_met_is_one_line(grammar, message):
 
 
 def test_methods_and_models_without_grammars_say_so():
-    target, draft = tiny_pair()
+    target, _ = tiny_pair()
     json_object = sj.Sampling(grammar="json")
     with pytest.raises(sj.PairError, match="grammar: needs a target with a tokenizer"):
         sj.generate(target, [PROMPT], sampling=json_object)
