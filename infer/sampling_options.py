@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax._util.errors import OptionError
-from specjax.core.sampling import CHECKS
-from specjax.text.grammar import LARK, SCHEMA
+from specjax._util.sampling_checks import CHECKS, LARK, SCHEMA
 from specjax.text.tokenizer import Tokenizer
 
 

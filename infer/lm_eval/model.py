@@ -23,7 +23,8 @@ from specjax import lm
 from specjax._util.arguments import COUNT
 from specjax._util.checks import SEED_MAX, Check
 from specjax._util.errors import InputError, OptionError
-from specjax.core.sampling import CHECKS, Sampling
+from specjax._util.sampling_checks import CHECKS
+from specjax.core.sampling import Sampling
 from specjax.registry import method as method_named
 from specjax.runtime.generate import generate, make_engine
 

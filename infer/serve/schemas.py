@@ -28,7 +28,7 @@ from infer.serve.field_errors import MARK, UNSUPPORTED_TYPE, describe
 from infer.serve.refusals import naming
 from specjax._util.errors import OptionError
 from specjax._util.files import parse_json
-from specjax.text.grammar import JSON, LARK, REGEX, SCHEMA
+from specjax._util.sampling_checks import JSON, LARK, REGEX, SCHEMA
 
 MAX_CHOICES = 128  # completions of a prompt
 MAX_PROMPTS = 128  # of a request

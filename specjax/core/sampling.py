@@ -9,7 +9,7 @@ Axis legend: B rows, K ids of a list, W banned words, L tokens of a word.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,10 +17,9 @@ import numpy as np
 from jaxtyping import Int
 
 from specjax._util.arguments import validate_fields
-from specjax._util.checks import INT32_MAX, LARGEST, Check
 from specjax._util.errors import OptionError
+from specjax._util.sampling_checks import CHECKS
 from specjax.core.types import NO_TOKEN, Cutoffs, Inputs, PathSettings, Warp
-from specjax.text.grammar import EXPECTED, check_grammar
 
 LEAST = 1e-30  # smallest top_p: far below, float32 makes it 0, which would keep no token
 # Lists of ids are padded to these lengths, so that usual requests share a program. A longer list is
@@ -33,75 +32,6 @@ USUAL_WORD_LENGTH = 8
 _CUTOFFS = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_n_sigma")
 _WARP = ("temperature", "top_k", "top_p")
 TRUNCATION = ("top_k", "top_p", *_CUTOFFS)  # what has no effect on greedy decoding
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    """Token ids as a tuple."""
-    if isinstance(value, (str, bytes, Mapping)):
-        raise TypeError
-    return tuple(_ID.convert(token) for token in value)
-
-
-def _words(value: Any) -> tuple[tuple[int, ...], ...]:
-    """Token ids of several words."""
-    if isinstance(value, (str, bytes, Mapping)):
-        raise TypeError
-    words = tuple(_ids(word) for word in value)
-    if not all(words):
-        raise ValueError
-    return words
-
-
-def _bias(value: Any) -> tuple[tuple[int, float], ...]:
-    """Pairs of a token id and its bias, from a mapping or from pairs, in the order of ids."""
-    pairs: Iterable = value.items() if isinstance(value, Mapping) else value
-    return tuple(sorted((_ID.convert(token), _BIAS.convert(bias)) for token, bias in pairs))
-
-
-def _decay(value: Any) -> tuple[int, float]:
-    """The first token that a length decay acts on, and its factor."""
-    start, factor = value
-    return Check(int, low=0, high=INT32_MAX).convert(start), _ABOVE_0.convert(factor)
-
-
-_ID = Check(int, low=0, high=INT32_MAX)
-_BIAS = Check(float, low=-LARGEST, high=LARGEST)
-_ABOVE_0 = Check(float, above=0, high=LARGEST)
-_FROM_0 = Check(float, low=0, high=LARGEST)
-_SHARE = Check(float, low=0, below=1)
-_WHOLE = Check(int, low=0, high=INT32_MAX)
-_IDS = Check(_ids, expected="token ids")
-CHECKS = {  # of every field of Sampling
-    "temperature": Check(float, low=0, high=1e38),  # what float32 holds
-    "top_k": _WHOLE,
-    "top_p": Check(float, above=0, high=1),
-    "min_p": Check(float, low=0, high=1),
-    "typical_p": Check(float, above=0, high=1),
-    "epsilon_cutoff": _SHARE,
-    "eta_cutoff": _SHARE,
-    "top_n_sigma": _FROM_0,
-    "repetition_penalty": _ABOVE_0,
-    "presence_penalty": _BIAS,
-    "frequency_penalty": _BIAS,
-    "no_repeat_ngram_size": _WHOLE,
-    "dry_multiplier": _FROM_0,
-    "dry_base": Check(float, low=1, high=LARGEST),
-    "dry_allowed_length": _WHOLE,
-    "dry_sequence_breakers": _IDS,
-    "bad_words": Check(_words, expected="words, each a sequence of token ids"),
-    "logit_bias": Check(_bias, expected="a bias per token id, such as {42: -1.5}"),
-    "allowed_token_ids": dataclasses.replace(_IDS, optional=True, fits=bool),
-    "suppress_tokens": _IDS,
-    "min_tokens": _WHOLE,
-    "ignore_eos": Check(bool),
-    "stop_token_ids": _IDS,
-    "grammar": Check(check_grammar, expected=f"a grammar: {EXPECTED}"),
-    "exponential_decay_length_penalty": Check(
-        _decay,
-        expected="a number of tokens and a factor above 0, such as (64, 1.05)",
-        optional=True,
-    ),
-}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,31 +19,12 @@ import numpy as np
 
 from specjax._util.errors import OptionError, PairError, one_line
 from specjax._util.files import parse_json
+from specjax._util.sampling_checks import JSON, LARK, REGEX, SCHEMA
 from specjax.text.tokenizer import Tokenizer
 
-JSON = "json"
-SCHEMA = "schema:"
-REGEX = "regex:"
-LARK = "lark:"
-EXPECTED = f"{JSON}, {SCHEMA}SCHEMA, {REGEX}EXPRESSION or {LARK}GRAMMAR"
 # JSON is spaced as Python writes it. With free spacing, a model may write spaces without end. The
 # schema's "x-guidance" can say otherwise.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-MAX_LENGTH = 2**20  # characters of a grammar
-
-
-def check_grammar(text: str) -> str:
-    """The text of a grammar, if it has one of the forms; the grammar itself is not read.
-
-    Raises:
-      ValueError: it has another form, or is too long.
-    """
-    if not isinstance(text, str):
-        raise TypeError
-    known = text in ("", JSON) or text.startswith((SCHEMA, REGEX, LARK))
-    if not known or len(text) > MAX_LENGTH:
-        raise ValueError
-    return text
 
 
 class Matcher:

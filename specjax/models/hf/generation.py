@@ -12,7 +12,7 @@ from typing import Any
 
 from specjax._util.checks import FLAG, FROM_0, number, require, require_all, whole
 from specjax._util.errors import ModelError
-from specjax.core.sampling import CHECKS
+from specjax._util.sampling_checks import CHECKS
 from specjax.models.config import as_ids
 from specjax.models.hf.config import token_ids
 from specjax.models.hf.files import read_json
