@@ -123,14 +123,19 @@ def torch_tokens(model, given):
     return out[:, PROMPTS.shape[1] :].tolist()
 
 
+@pytest.fixture(scope="module")
+def plain(torch_model):
+    """What transformers generates without any setting."""
+    return torch_tokens(torch_model, {})
+
+
 @pytest.mark.parametrize("name", [*SETTINGS, "everything"])
-def test_greedy_tokens_are_those_of_transformers(name, torch_model):
+def test_greedy_tokens_are_those_of_transformers(name, torch_model, plain):
     """Rows of different settings share a batch and a program."""
     given = SETTINGS.get(name, EVERYTHING)
     first = [*SETTINGS, "everything"].index(name) * len(PROMPTS)
     ours = greedy_rows()[first : first + len(PROMPTS)]
     theirs = torch_tokens(torch_model, given)
-    plain = torch_tokens(torch_model, {})
     for got, want in zip(ours, theirs, strict=True):
         assert got == want[: len(got)]
     assert theirs != plain, "the setting changes nothing here"
