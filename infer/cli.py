@@ -117,8 +117,8 @@ def add_generation_config(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--ignore-generation-config",
         action="store_true",
-        help="take no temperature, top-k and top-p from the model's generation_config.json; its "
-        "ends of sequence always count",
+        help="take no sampling settings from the model's generation_config.json; its ends of "
+        "sequence always count",
     )
 
 

@@ -18,6 +18,7 @@ from specjax._util.errors import ModelError, ModelWarning
 from specjax._util.platform import platform
 from specjax._util.program import say
 from specjax.core.mesh import make_mesh
+from specjax.core.sampling import TRUNCATION
 from specjax.lm import LM
 from specjax.models.hf.generation import FILE as GENERATION_CONFIG
 from specjax.models.loading import has_others_codes
@@ -121,8 +122,8 @@ def _load_and_say(name: str, **options: Any) -> LM:
 
 
 def chosen_sampling(
-    program: str, args: argparse.Namespace, target: LM, given: Mapping[str, float | None]
-) -> dict[str, float]:
+    program: str, args: argparse.Namespace, target: LM, given: Mapping[str, Any]
+) -> dict[str, Any]:
     """Arguments of ``sj.Sampling``: those ``given``, and the model's own where there is None.
 
     One line on stderr says what is taken from the model's generation_config.json, and what of it
@@ -133,8 +134,11 @@ def chosen_sampling(
         return chosen
     own = target.generation_defaults
     taken = {}
-    if chosen.get("temperature") != 0:  # nothing else has an effect on greedy decoding
-        taken = {name: value for name, value in own.sampling.items() if name not in chosen}
+    for name, value in own.sampling.items():
+        # Truncation has no effect on greedy decoding.
+        has_effect = name not in TRUNCATION or chosen.get("temperature") != 0
+        if name not in chosen and has_effect:
+            taken[name] = value
     parts = []
     for verb, settings in (("takes", taken), ("does not take", own.not_taken)):
         if settings:

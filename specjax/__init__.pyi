@@ -20,6 +20,7 @@ from .core.protocols import TargetDist as TargetDist
 from .core.protocols import rule as rule
 from .core.round import DraftVerify as DraftVerify
 from .core.round import draft_verify as draft_verify
+from .core.sampling import Sampling as Sampling
 from .core.stepping import init_state as init_state
 from .core.stepping import run_rounds as run_rounds
 from .core.stepping import step as step
@@ -29,7 +30,6 @@ from .core.types import Inputs as Inputs
 from .core.types import Stats as Stats
 from .core.types import TreeShape as TreeShape
 from .core.types import Verdict as Verdict
-from .core.warp import Sampling as Sampling
 from .lm import LM as LM
 from .lm import from_params as from_params
 from .lm import load as load

@@ -29,7 +29,8 @@ from specjax._util.checks import Check
 from specjax._util.errors import OptionError
 from specjax.core.mesh import replicated
 from specjax.core.net import Net
-from specjax.core.warp import Sampling, warp
+from specjax.core.sampling import Sampling
+from specjax.core.warp import warp
 from specjax.lm import LM
 
 NextLaw = Callable[[np.ndarray], np.ndarray]  # prefixes [N, n] → probabilities [N, V]

@@ -23,7 +23,7 @@ from shapes import SHAPES
 from tpu_cycles import cycles
 
 from infer.cli import whole
-from specjax.core.warp import COUNTING, SEARCHING
+from specjax.core.floor import COUNTING, SEARCHING
 from specjax.draft.model_drafter import DRAFTING
 from specjax.models.families.head_config import HeadConfig
 from specjax.models.quantization import parse_scheme

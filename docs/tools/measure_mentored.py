@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core import probs
-from specjax.core.warp import Sampling, warp
+from specjax.core.sampling import Sampling
+from specjax.core.warp import warp
 from specjax.models import ModelConfig, forward, fuse, init_cache, init_params, logits_of
 from specjax.verify.mentored_decoding import mentor_levels
 

@@ -43,7 +43,7 @@ from tpu_kernels import FORWARD, Kernel, parse_call, schedules
 
 import specjax as sj
 from infer.cli import mesh_axes, setting, whole
-from specjax.core.warp import COUNTING, SEARCHING
+from specjax.core.floor import COUNTING, SEARCHING
 from specjax.draft.model_drafter import DRAFTING
 from specjax.models import ModelConfig
 from specjax.models.attention import splash_chunk

@@ -14,8 +14,10 @@ from typing import Any
 import specjax as sj
 from infer.bench.commands import DEFAULT
 from infer.cli import check_grid
+from infer.sampling_options import given_settings
 from specjax._util.errors import OptionError
 from specjax.registry import METHODS, MethodSpec, method
+from specjax.text.tokenizer import Tokenizer
 
 PLAIN = "autoregressive"  # plain decoding, which speedups are relative to
 
@@ -41,7 +43,9 @@ class Case:
         return "greedy" if self.sampling.temperature == 0 else "sampled"
 
 
-def make_cases(args: argparse.Namespace, has_draft: bool) -> list[Case]:
+def make_cases(
+    args: argparse.Namespace, has_draft: bool, tokenizer: Tokenizer | None = None
+) -> list[Case]:
     """Every method × sampling × batch size; plain decoding always comes first.
 
     Raises:
@@ -52,11 +56,12 @@ def make_cases(args: argparse.Namespace, has_draft: bool) -> list[Case]:
     sweeps = dict(args.sweep)
     _check_options(specs, settings, sweeps)
 
+    settings_given = given_settings(args, tokenizer)
     samplings = []
     if not args.sampled_only:
-        samplings.append(sj.Sampling())
+        samplings.append(sj.Sampling(**settings_given))
     if not args.greedy_only:
-        samplings.append(sj.Sampling(args.temperature, args.top_k, args.top_p))
+        samplings.append(sj.Sampling(args.temperature, args.top_k, args.top_p, **settings_given))
 
     runs = []
     for spec in specs:

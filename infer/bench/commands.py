@@ -33,6 +33,7 @@ from infer.cli import (
     whole,
 )
 from infer.config import add_config, parse_with_config
+from infer.sampling_options import add_settings
 from specjax._util.checks import SEED_MAX
 from specjax._util.program import Parser, run
 
@@ -147,6 +148,7 @@ def _add_methods(out: Parser) -> None:
     text = "decode B prompts at a time; several sizes are compared (default: %(default)s)"
     out.add_argument("--batch-size", type=batch_sizes, default="1", metavar="B[,B…]", help=text)
     add_sampling(out)
+    add_settings(out)
     out.set_defaults(temperature=0.8, top_p=0.9)
     modes = out.add_mutually_exclusive_group()
     modes.add_argument("--greedy-only", action="store_true", help="leave out the sampled rows")

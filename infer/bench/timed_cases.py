@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 
 import specjax as sj
@@ -24,6 +23,7 @@ from infer.programs import make_room
 from infer.rescoring import Prompts
 from infer.timing import row_seconds
 from infer.uncertainty import Speed
+from specjax.core.probs import seed_key
 from specjax.registry import METHODS
 from specjax.runtime import warmup
 from specjax.runtime.engine import Request
@@ -136,10 +136,10 @@ def warm_up(setting: BenchSetting, case: Case) -> None:
     target = setting.target
     greedy = case.mode == "greedy"
     engine = make_engine(target, setting.draft, METHODS[case.method], case.options, greedy)
-    engine.method.check_sampling(case.sampling)
+    engine.check_sampling(case.sampling)
 
     # A warmup draws no tokens that anybody sees, so all requests may share a key.
-    key = jax.random.key(setting.seed)
+    key = seed_key(setting.seed)
     requests = []
     for prompt in map(np.array, setting.prompts):
         most = target.config.max_position - len(prompt)

@@ -23,7 +23,8 @@ from specjax import lm
 from specjax._util.arguments import COUNT
 from specjax._util.checks import SEED_MAX, Check
 from specjax._util.errors import InputError, OptionError
-from specjax.core.warp import Sampling
+from specjax._util.sampling_checks import CHECKS
+from specjax.core.sampling import Sampling
 from specjax.registry import method as method_named
 from specjax.runtime.generate import generate, make_engine
 
@@ -256,8 +257,9 @@ def read_request(
     budgets = [unread.pop(key) for key in MAX_TOKENS_KEYS if key in unread]
     do_sample = unread.pop("do_sample", None)
     sampling = {name: unread.pop(name, default) for name, default in SAMPLING.items()}
+    sampling |= {name: unread.pop(name) for name in CHECKS if name in unread}
     if do_sample is False:
-        sampling = SAMPLING
+        sampling |= SAMPLING
     elif do_sample and "temperature" not in kwargs:
         sampling["temperature"] = 1.0
     if unread:

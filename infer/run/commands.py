@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from infer import cli
 from infer.run import demo
+from infer.sampling_options import add_settings
 from specjax._util.program import Parser, run
 
 # Memory of one device in GiB (vendors' data sheets).
@@ -67,7 +68,9 @@ def parser() -> Parser:
     _add_method(out.add_argument_group("method"))
     _add_prompts(out.add_argument_group("prompts"))
     _add_decoding(out.add_argument_group("decoding"))
-    cli.add_sampling(out.add_argument_group("sampling"), of_model=True)
+    sampling = out.add_argument_group("sampling")
+    cli.add_sampling(sampling, of_model=True)
+    add_settings(sampling)
     _add_plan(out.add_argument_group("plan"))
     _add_output(out.add_argument_group("output"))
     return out

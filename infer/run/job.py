@@ -24,6 +24,7 @@ from infer.prompts import Prompt, PromptEncoder, read_prompts, report, stops_of
 from infer.run.demo import PROMPT
 from infer.run.output import PROMPT_DIGEST, SHOWN_DIGITS, Output, prompt_digest, row_object
 from infer.run.screen import Screen, WaitMessage, printable
+from infer.sampling_options import given_settings
 from infer.timing import row_seconds
 from specjax._util import processes
 from specjax._util.errors import OptionError, SpecjaxError
@@ -201,7 +202,7 @@ class Job:
             "method": spec.name,
             "seed": args.seed,
             "options": options,
-            "sampling": dataclasses.asdict(sampling),
+            "sampling": sampling.as_given,
             "max_new_tokens": args.max_new_tokens,
             "target": args.target,
             "draft": draft.source if draft else None,
@@ -424,6 +425,7 @@ def _sampling(args: argparse.Namespace, spec: MethodSpec, target: sj.LM) -> sj.S
     Guided methods are greedy: for them the model's own does not count.
     """
     given = {name: vars(args)[name] for name in ("temperature", "top_k", "top_p")}
+    given |= given_settings(args, target.tokenizer)
     if spec.needs_reward and given["temperature"] is None:
         given["temperature"] = 0.0
     return sj.Sampling(**chosen_sampling("infer.run", args, target, given))

@@ -15,14 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from infer.sampling_options import word_ids
 from infer.scoring import check_scorable
 from infer.serve.engine_thread import Submission, Variant
 from infer.serve.refusals import NoSuchModel, TooLong, naming
-from infer.serve.schemas import Body, ChatBody, CompletionBody, Message
+from infer.serve.schemas import Body, ChatBody, CompletionBody, Message, SamplingFields
 from specjax._util.checks import SEED_MAX, format_value
 from specjax._util.errors import OptionError
 from specjax.core import loop
-from specjax.core.warp import Sampling
+from specjax.core.sampling import Sampling
 from specjax.lm import LM
 from specjax.models.cache import bucket
 from specjax.registry import MethodSpec, method
@@ -87,12 +88,16 @@ class Admission:
         sampling = self._sampling(body)
         self._check_scoring(body)
         variant = self._variant(body, sampling.temperature == 0)
-        variant.engine.method.check_sampling(sampling)
+        with naming(body.grammar[0]):
+            variant.engine.check_sampling(sampling)
         prompts = self._prompts(body)
 
         max_tokens = _max_tokens(body)
+        if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
+            with naming("min_tokens"):
+                raise OptionError(f"min_tokens={body.min_tokens}: at most max_tokens={max_tokens}")
         budgets = [self._budget(variant.engine, len(prompt), max_tokens) for prompt in prompts]
-        seed = body.folded_seed
+        seed = body.whole_seed
         if seed is None:
             seed = secrets.randbelow(SEED_MAX + 1)
         submission = Submission(
@@ -114,11 +119,23 @@ class Admission:
 
     def _sampling(self, body: Body) -> Sampling:
         """A request's sampling: its own values, else the server's."""
-        values = {"temperature": body.temperature, "top_k": body.top_k, "top_p": body.top_p}
-        given = {name: value for name, value in values.items() if value is not None}
-        if "top_k" in given:
-            given["top_k"] = max(given["top_k"], 0)  # −1 is off, too
-        return dataclasses.replace(self.sampling, **given)
+        given = {}
+        for name in SamplingFields.model_fields:
+            value = getattr(body, name)
+            if value is None:
+                continue
+            with naming(name):
+                if name == "top_k":
+                    value = max(value, 0)  # −1 is off, too
+                if name == "bad_words":
+                    value = word_ids(value, self.target.tokenizer)
+                Sampling(**{name: value}).check_vocabulary(self.target.config.vocab_size)
+            given[name] = value
+        field, grammar = body.grammar
+        with naming(field):
+            if grammar:
+                given["grammar"] = grammar
+            return dataclasses.replace(self.sampling, **given)
 
     def check_model(self, name: str | None) -> None:
         """Refuses the name of another model.

@@ -43,7 +43,7 @@ from infer.serve.log import LOG
 from infer.serve.programs import Programs
 from specjax._util.memory import return_memory
 from specjax.core.protocols import Method
-from specjax.core.warp import Sampling
+from specjax.core.sampling import Sampling
 from specjax.models.cache import bucket
 from specjax.runtime.engine import Engine, Request
 from specjax.runtime.generate import make_rows

@@ -8,6 +8,8 @@ like ``store`` or ``metadata`` passes with every value of its type, since it cha
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -24,13 +26,15 @@ from pydantic_core import PydanticCustomError
 
 from infer.serve.field_errors import MARK, UNSUPPORTED_TYPE, describe
 from infer.serve.refusals import naming
-from specjax._util.checks import SEED_MAX
 from specjax._util.errors import OptionError
 from specjax._util.files import parse_json
+from specjax._util.sampling_checks import JSON, LARK, REGEX, SCHEMA
 
 MAX_CHOICES = 128  # completions of a prompt
 MAX_PROMPTS = 128  # of a request
 MAX_STOPS = 16
+MAX_BIASES = 1024
+MAX_WORDS = 128
 MAX_MESSAGES = 4096  # of a chat
 MAX_OPTIONS = 64
 # Alternatives to a token, as OpenAI limits them.
@@ -38,7 +42,6 @@ MAX_COMPLETION_ALTERNATIVES = 5
 MAX_CHAT_ALTERNATIVES = 20
 # Characters of a stop string. A stream delays text that may be the beginning of one.
 MAX_STOP_LENGTH = 256
-SEED_PRIME = 2**32 - 5  # the largest prime that fits into a key's 32 bits
 
 
 def _neutral(*values: Any) -> Any:
@@ -112,6 +115,7 @@ Stop = Annotated[
     _one_of_kinds("expected a text or a list of texts", _text_or_list),
 ]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]  # OpenAI's range
 Ids = Annotated[list[Id], Tag(f"{MARK}ids")]
 Prompt = Annotated[
     Annotated[str, Tag(f"{MARK}text")] | Ids,
@@ -140,21 +144,11 @@ class StreamOptions(_Strict):
 class _Unsupported(_Strict):
     """Fields of OpenAI and vLLM that pass with values that ask for nothing."""
 
-    frequency_penalty: _neutral(0) = None
-    presence_penalty: _neutral(0) = None
-    repetition_penalty: _neutral(1) = None
     length_penalty: _neutral(1) = None
-    min_p: _neutral(0) = None
-    min_tokens: _neutral(0) = None
-    logit_bias: _neutral({}) = None
-    ignore_eos: _neutral(False) = None
     use_beam_search: _neutral(False) = None
     include_stop_str_in_output: _neutral(False) = None
     skip_special_tokens: _neutral(True) = None
     spaces_between_special_tokens: _neutral(True) = None
-    stop_token_ids: _neutral([]) = None
-    bad_words: _neutral([]) = None
-    response_format: _neutral({"type": "text"}) = None
     tools: _neutral([]) = None
     functions: _neutral([]) = None
     tool_choice: _neutral("none", "auto") = None
@@ -172,13 +166,101 @@ class _Unsupported(_Strict):
     prompt_cache_retention: str | None = None
 
 
-class Body(_Unsupported):
+class SamplingFields(_Strict):
+    """How tokens are drawn, by vLLM's names; :class:`specjax.Sampling` says what they do."""
+
+    temperature: float | None = Field(None, ge=0, le=1e38)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)  # 0 and vLLM's -1: off
+    min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, gt=0, le=1)
+    epsilon_cutoff: float | None = Field(None, ge=0, lt=1)
+    eta_cutoff: float | None = Field(None, ge=0, lt=1)
+    top_n_sigma: float | None = Field(None, ge=0, le=1e30)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=1e30)
+    no_repeat_ngram_size: int | None = Field(None, ge=0, lt=2**31)
+    dry_multiplier: float | None = Field(None, ge=0, le=1e30)
+    dry_base: float | None = Field(None, ge=1, le=1e30)
+    dry_allowed_length: int | None = Field(None, ge=0, lt=2**31)
+    dry_sequence_breakers: Annotated[list[Id], Field(max_length=MAX_STOPS)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    allowed_token_ids: Annotated[list[Id], Field(min_length=1)] | None = None
+    suppress_tokens: Annotated[list[Id], Field(max_length=MAX_BIASES)] | None = None
+    bad_words: Annotated[list[StopText], Field(max_length=MAX_WORDS)] | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[Id], Field(max_length=MAX_STOPS)] | None = None
+
+
+class SchemaFormat(_Strict):
+    """The ``json_schema`` of a response format; ``strict`` always holds here."""
+
+    name: str
+    json_schema: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """OpenAI's: any text, a JSON object, or what fits a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+    @property
+    def grammar(self) -> str:
+        """The grammar, as :class:`specjax.Sampling` takes it; empty if every text fits."""
+        if self.type == "text":
+            return ""
+        if self.type == "json_object":
+            return JSON
+        if self.json_schema is None:
+            raise OptionError("response_format.json_schema is missing")
+        return SCHEMA + json.dumps(self.json_schema.json_schema)
+
+
+class StructuredOutputs(_Strict):
+    """vLLM's: exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[StopText], Field(min_length=1)] | None = None
+    grammar_: str | None = Field(None, alias="grammar")
+
+    @property
+    def grammar(self) -> str:
+        """As :attr:`ResponseFormat.grammar`."""
+        forms = []
+        if self.json_ is not None:
+            schema = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
+            forms.append(SCHEMA + schema)
+        if self.json_object:
+            forms.append(JSON)
+        if self.regex is not None:
+            forms.append(REGEX + self.regex)
+        if self.choice is not None:
+            forms.append(REGEX + "|".join(map(re.escape, self.choice)))
+        if self.grammar_ is not None:
+            forms.append(LARK + self.grammar_)
+        if len(forms) != 1:
+            raise OptionError(
+                f"structured_outputs: {len(forms)} kinds; expected one of json, json_object, "
+                "regex, choice or grammar"
+            )
+        return forms[0]
+
+
+class Body(SamplingFields, _Unsupported):
     """The fields of both kinds of request."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=1e38)
-    top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Stop | None = None
@@ -187,8 +269,22 @@ class Body(_Unsupported):
     # Ours. ``origins``: say for each text whether the draft or the target wrote it.
     method: str | None = None
     options: Annotated[dict[str, Setting], Field(max_length=MAX_OPTIONS)] | None = None
-    top_k: int | None = Field(None, ge=-1, lt=2**31)  # 0 and vLLM's -1: off
     origins: bool | None = None
+
+    @property
+    def grammar(self) -> tuple[str, str]:
+        """The field that asks for a grammar, and the grammar; both empty if none does.
+
+        Raises:
+          OptionError: the field is not complete, or both are given.
+        """
+        asked = [name for name in ("response_format", "structured_outputs") if getattr(self, name)]
+        if not asked:
+            return "", ""
+        with naming(asked[0]):
+            if len(asked) > 1:
+                raise OptionError("response_format and structured_outputs: expected one of them")
+            return asked[0], getattr(self, asked[0]).grammar
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -198,11 +294,9 @@ class Body(_Unsupported):
         return tuple(self.stop or ())
 
     @property
-    def folded_seed(self) -> int | None:
-        """The seed in 32 bits, which keys are made of; seeds that fit are not changed."""
-        if self.seed is None or 0 <= self.seed <= SEED_MAX:
-            return self.seed
-        return self.seed % 2**64 % SEED_PRIME  # -1 is the largest of 64 bits
+    def whole_seed(self) -> int | None:
+        """The seed from 0 on; −1 is the largest of 64 bits."""
+        return None if self.seed is None else self.seed % 2**64
 
 
 class CompletionBody(Body):
@@ -360,11 +454,9 @@ UNSUPPORTED = frozenset(
         "guided_regex",
         "guided_choice",
         "guided_grammar",
-        "structured_outputs",
         "logits_processors",
         "prompt_logprobs",
         "truncate_prompt_tokens",
-        "allowed_token_ids",
         "mm_processor_kwargs",
         "return_tokens_as_token_ids",
         "prompt_embeds",

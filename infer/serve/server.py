@@ -30,7 +30,7 @@ from infer.serve.metrics import PrometheusMetrics
 from infer.serve.schemas import CompletionBody
 from specjax._util.errors import InputError, OptionError
 from specjax._util.program import say
-from specjax.core.warp import Sampling
+from specjax.core.sampling import Sampling
 from specjax.lm import LM
 from specjax.registry import method
 from specjax.runtime.generate import num_slots

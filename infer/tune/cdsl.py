@@ -36,7 +36,7 @@ from infer.tune.report import SOFT, draw_thresholds, markdown
 from infer.tune.tasks import read_task, sources, stops
 from specjax._util.errors import OptionError
 from specjax._util.files import locked, write_text
-from specjax.core.warp import Sampling
+from specjax.core.sampling import Sampling
 from specjax.registry import method
 from specjax.rewards import PRODUCT, Combined, combine
 from specjax.search.cdsl import HARD, RATIO

@@ -23,7 +23,7 @@ from infer.tune.report import markdown_lossy
 from infer.tune.tasks import read_task, sources, stops
 from specjax._util.errors import OptionError
 from specjax._util.files import locked, write_text
-from specjax.core.warp import Sampling
+from specjax.core.sampling import Sampling
 from specjax.registry import METHODS, method
 
 LOWER_IS_BETTER = ("perplexity", "perplexity_of_rows")

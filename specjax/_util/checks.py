@@ -20,7 +20,7 @@ import numpy as np
 from specjax._util.errors import OptionError, SpecjaxError
 
 INT32_MAX = 2**31 - 1  # counts become int32 arrays
-SEED_MAX = 2**32 - 1  # jax.random.key drops or refuses what is above
+SEED_MAX = 2**64 - 1  # what a key holds
 LARGEST = 1e30  # float32 holds it, and its reciprocal
 SHOWN_CHARACTERS = 60  # of a value in a message
 

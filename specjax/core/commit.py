@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.core import probs, tree
+from specjax.core.path_logits import count_new
 from specjax.core.types import (
     FROM_DRAFT,
     FROM_TARGET,
@@ -69,6 +70,7 @@ def finish_round(
         logprobs=logprobs,
         length=state.length + emitted,
         finish=finish,
+        counts=count_new(state.counts, verdict.tokens, emitted),
         stats=count_round(state, emitted, cost, outcome),
     )
 

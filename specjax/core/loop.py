@@ -26,6 +26,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Key
 
 from specjax.core.mesh import is_cache, program
+from specjax.core.path_logits import begin_counts
 from specjax.core.protocols import Method
 from specjax.core.types import RUNNING, STOP_LENGTH, STOP_TEXT, DecodeState, Inputs, Stats
 from specjax.models.cache import bucket, resize
@@ -157,6 +158,8 @@ def begin_prefill(method: Method, logprobs: bool):
                 return jax.tree.map(jnp.copy, old)
             return new
 
+        # The requests may differ in whether they have counts; those of the new one stay.
+        prefix = prefix.replace(counts=state.counts)
         return jax.tree.map(take_cache, state, prefix, is_leaf=is_cache)
 
     return program(begin)
@@ -259,7 +262,13 @@ def _new_state(method, logprobs, inputs, tokens, length, max_length, keys) -> De
         method_state=(),
         stats=stats,
     )
-    return method.init(inputs, state)
+    return method.init(inputs, state.replace(counts=begin_counts(inputs, state)))
+
+
+@program
+def with_counts(inputs: Inputs, state: DecodeState) -> DecodeState:
+    """The state with counts of its tokens, for requests whose settings need them."""
+    return state.replace(counts=begin_counts(inputs, state))
 
 
 def _prefill_chunk(

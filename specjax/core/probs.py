@@ -33,6 +33,19 @@ class Purpose(enum.IntEnum):
     PLACE = 4
 
 
+def seed_key(seed: int) -> Key[Array, ""]:
+    """The key of a seed of up to 64 bits; below 2³² it is ``jax.random.key(seed)``.
+
+    Without 64-bit types, ``jax.random.key`` drops the upper bits or refuses them.
+    """
+    key = jax.random.key(seed % 2**32)
+    if seed < 2**32:
+        return key
+    # The two words of a Threefry key: jax.random.key(seed) with 64-bit types has the same.
+    words = np.array([seed >> 32, seed % 2**32], np.uint32)
+    return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(key))
+
+
 def round_keys(keys: Key[Array, "B"], rounds: Int[Array, "B"]) -> Key[Array, "B"]:
     """Each row's key of one round: ``fold_in(row key, round)``. It depends on no other row."""
     return jax.vmap(jax.random.fold_in)(keys, rounds)

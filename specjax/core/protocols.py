@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax._util.arguments import FLAG, TEXTS, validate_fields
 from specjax._util.errors import OptionError, PairError
+from specjax.core.sampling import Sampling
 from specjax.core.types import SAMPLINGS, DecodeState, Draft, Inputs, TreeShape, Verdict
-from specjax.core.warp import Sampling
 
 
 class Proposal(NamedTuple):
@@ -128,6 +128,8 @@ class TargetDist(Protocol):
     needs_draft: bool = False  # whether it runs the draft model
     needs_draft_logits: bool = False  # whether it reads the drafter's raw logits at every node
     draft_calls: int = 0  # draft-model calls that one round adds
+    # Whether it applies the settings of a row's path (:func:`specjax.target.node_law`).
+    follows_paths: bool = False
 
     def standalone(self) -> TargetDist:
         """The same distribution for drafters that give no logits."""
@@ -296,10 +298,16 @@ class Method(Protocol):
     # Beam search: tokens are final only at the end, so all cache positions are needed at once.
     needs_full_length: bool = False
     host_driven: bool = False  # the host drives its rounds, because the reward needs text
+    # Whether its target applies the settings that read a row's tokens, such as penalties.
+    follows_paths: bool = False
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Raises OptionError if the method cannot draw with these settings."""
-        return
+        if sampling.path_settings and not self.follows_paths:
+            raise OptionError(
+                f"{', '.join(sampling.path_settings)}: method {type(self).__name__} has none of "
+                "this; leave it out, or take a method with a drafter and a lossless rule"
+            )
 
     def init(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         """The state with what the method keeps, its caches empty."""

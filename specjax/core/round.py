@@ -62,6 +62,11 @@ class DraftVerify(Method):
         return self.drafter.shape.depth
 
     @property
+    def follows_paths(self) -> bool:
+        # A rule that reads the unwarped target could accept what the settings ban.
+        return self.target.follows_paths and "raw_log_p" not in self.rule.extras
+
+    @property
     def passes(self) -> tuple[int, ...]:
         """Tokens per row of each target pass of a round: nodes and probes."""
         return (self.drafter.shape.nodes + self.drafter.num_probes,)
@@ -93,7 +98,12 @@ class DraftVerify(Method):
 
     def step(self, inputs: Inputs, state: DecodeState) -> DecodeState:
         keys = probs.round_keys(state.keys, state.stats.rounds)
-        proposal = self.propose(inputs, state, keys)
+        return self.conclude(inputs, state, keys, self.propose(inputs, state, keys))
+
+    def conclude(
+        self, inputs: Inputs, state: DecodeState, keys: Key[Array, "B"], proposal: Proposal
+    ) -> DecodeState:
+        """The round from its draft on: verified, committed, counted."""
         verified = self._verify(inputs, state, keys, proposal.draft)
         draft = proposal.draft.replace(aux_states=verified.aux_states)
         verdict = verified.verdict

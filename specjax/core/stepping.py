@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax._util.errors import OptionError
-from specjax.core import loop
+from specjax.core import loop, probs
 from specjax.core.mesh import program
 from specjax.core.protocols import Method
 from specjax.core.types import DecodeState, Inputs
@@ -67,7 +67,7 @@ def init_state(
             "with at least one token id; give Inputs.of(..., batch=number of prompts)"
         )
     # The keys that generate gives to the first sample of each prompt.
-    root = jax.random.key(seed)
+    root = probs.seed_key(seed)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(root, jnp.arange(batch))
     longest = max(map(len, rows))
     chunk = inputs.target.chunk_size(longest, batch)

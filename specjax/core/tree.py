@@ -1,6 +1,6 @@
 """Draft trees as parent arrays: depth, ancestor bits, a chain cut shorter.
 
-Axis legend: B rows, N nodes (node 0 is the root; parents come before children).
+Axis legend: B rows, D depth, N nodes (node 0 is the root; parents come before children).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from specjax.core.types import NO_PARENT, Draft, TreeShape
+from specjax.core.types import NO_PARENT, NO_TOKEN, Draft, TreeShape
 
 
 def cut_chain(draft: Draft, nodes: int) -> Draft:
@@ -28,6 +28,7 @@ def cut_chain(draft: Draft, nodes: int) -> Draft:
         log_q=first(draft.log_q, nodes - 1) if nodes > 1 else None,
         logits=first(draft.logits),
         token_log_q=first(draft.token_log_q),
+        allowed=first(draft.allowed),
         shape=TreeShape.chain(nodes - 1),
         q_row=draft.q_row[:nodes],
     )
@@ -55,6 +56,16 @@ def ancestors(
         bits = jnp.einsum("bij,bjk->bik", bits, bits, preferred_element_type=jnp.int32) > 0
         reach *= 2
     return bits
+
+
+def paths(
+    tokens: Int[Array, "B N"], parents: Int[Array | np.ndarray, "B N"], depth: int
+) -> Int[Array, "B N D"]:
+    """The tokens below the root on the way to each node, its own included, then NO_TOKEN."""
+    bits = ancestors(parents, depth)
+    at_depth = depths(bits)[:, None, None, :] == np.arange(1, depth + 1)[:, None]
+    on_way = bits[:, :, None, :] & at_depth
+    return jnp.max(jnp.where(on_way, tokens[:, None, None, :], NO_TOKEN), axis=-1)
 
 
 def depths(bits: Bool[Array | np.ndarray, "B N N"]) -> Int[Array | np.ndarray, "B N"]:

@@ -2,7 +2,7 @@
 
 Axis legend: B rows, N draft nodes (node 0 is the root), P probe nodes, M rows of draft
 distributions, D draft depth, γ draft length, S cache positions, V vocabulary, L auxiliary layers,
-E end-of-sequence ids. In ``aux_states`` D is the size of a hidden state.
+W words of 32 bits, E end-of-sequence ids. In ``aux_states`` D is the size of a hidden state.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ ROOT = 0  # node 0: the row's last committed token
 NO_PARENT = 2**30  # parent of the root: positive and out of range, so gathers can drop it
 NO_NODE = 2**30  # path entries past the accepted depth
 NO_EOS = -1  # pads Inputs.eos_ids: no token has this id
+NO_TOKEN = -1  # pads lists of token ids, and paths past a node's depth
 
 # How the tokens of a draft were sampled. Each rule lists those that it accepts.
 POINT_MASS = "point_mass"  # one certain token per node: lookup, argmax drafts
@@ -94,6 +95,8 @@ class Draft(struct.PyTreeNode):
     # Inputs of the target's auxiliary layers at every node. The verifying pass adds them.
     aux_states: Float[Array, "B N L D"] | None = None
     probes: Probes | None = None
+    # Under grammars: the tokens that may follow each node, a bit each, 32 to a word.
+    allowed: Int[Array, "B N W"] | None = None
     shape: TreeShape = struct.field(pytree_node=False, default=TreeShape(1, 0, 0))
     q_row: tuple[int, ...] = struct.field(pytree_node=False, default=())
     sampling: str = struct.field(pytree_node=False, default=IID)
@@ -195,6 +198,7 @@ class DecodeState(struct.PyTreeNode):
     drafter_state: Any  # of the drafter
     method_state: Any  # of the method itself; () if it keeps nothing
     stats: Stats
+    counts: TokenCounts | None = None  # None: no row has settings that need them
 
     @property
     def done(self) -> Bool[Array, "B"]:
@@ -207,12 +211,58 @@ class DecodeState(struct.PyTreeNode):
         return self.tokens.shape[1]
 
 
+class Cutoffs(struct.PyTreeNode):
+    """Truncations beside top-k and top-p, one value per row; :mod:`specjax.core.cutoffs`."""
+
+    min_p: Float[Array, "B"]  # 0 is off
+    typical_p: Float[Array, "B"]  # 1 is off
+    epsilon_cutoff: Float[Array, "B"]  # 0 is off
+    eta_cutoff: Float[Array, "B"]  # 0 is off
+    top_n_sigma: Float[Array, "B"]  # 0 is off
+
+
+class PathSettings(struct.PyTreeNode):
+    """Settings that read a row's tokens, or differ by token; :mod:`specjax.core.path_logits`.
+
+    Lists of ids are padded with NO_TOKEN.
+    """
+
+    repetition_penalty: Float[Array, "B"]  # 1 is off
+    presence_penalty: Float[Array, "B"]  # 0 is off
+    frequency_penalty: Float[Array, "B"]  # 0 is off
+    no_repeat_ngram_size: Int[Array, "B"]  # 0 is off
+    dry_multiplier: Float[Array, "B"]  # 0 is off
+    dry_base: Float[Array, "B"]
+    dry_allowed_length: Int[Array, "B"]
+    dry_breakers: Int[Array, "B K"]
+    bad_words: Int[Array, "B W L"]  # each ends at the last place
+    bias_ids: Int[Array, "B K"]
+    biases: Float[Array, "B K"]  # −inf bans a token
+    only_biased: Bool[Array, "B"]  # whether all other tokens are banned
+    min_tokens: Int[Array, "B"]  # 0 is off
+    ignore_eos: Bool[Array, "B"]
+    stop_ids: Int[Array, "B K"]
+    decay_start: Int[Array, "B"]
+    decay_factor: Float[Array, "B"]  # 1 is off
+
+
+class TokenCounts(struct.PyTreeNode):
+    """What :class:`PathSettings` need of each row between rounds. The prompt never changes."""
+
+    bias: Float[Array, "B V"]
+    ends: Bool[Array, "B V"]  # which tokens end the row
+    in_prompt: Bool[Array, "B V"]
+    generated: Int[Array, "B V"]  # how often each token is among the new ones
+
+
 class Warp(struct.PyTreeNode):
     """Sampling settings as arrays, one per row: changing them never recompiles."""
 
     temperature: Float[Array, "B"]  # 0 is greedy
     top_k: Int[Array, "B"]  # 0 is off
     top_p: Float[Array, "B"]  # 1 is off
+    cutoffs: Cutoffs | None = None  # None: no row has any
+    path: PathSettings | None = None  # None: no row has any
 
     @property
     def greedy(self) -> Bool[Array, "B"]:
@@ -283,6 +333,12 @@ class Inputs(struct.PyTreeNode):
             mesh=target.mesh,
         )
 
-    def is_eos(self, tokens: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Whether each token ends a sequence."""
-        return jnp.any(tokens[..., None] == self.eos_ids, axis=-1)
+    def is_eos(self, tokens: Int[Array, "B *n"]) -> Bool[Array, "B *n"]:
+        """Whether each token ends its row."""
+        ends = jnp.any(tokens[..., None] == self.eos_ids, axis=-1)
+        path = self.warp.path
+        if path is None:
+            return ends
+        rows = tokens.shape[0], *(1,) * (tokens.ndim - 1)
+        stops = jnp.any(tokens[..., None] == path.stop_ids.reshape(*rows, -1), axis=-1)
+        return (ends & ~path.ignore_eos.reshape(rows)) | (stops & (tokens != NO_TOKEN))

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax._util.arguments import validate_fields
 from specjax._util.checks import Check
 from specjax.core import probs
+from specjax.core.path_logits import path_logits
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Drafter, Proposal
 from specjax.core.types import (
@@ -108,6 +109,7 @@ class Candidates:
     def draft(
         self,
         inputs: Inputs,
+        state: DecodeState,
         keys: Key[Array, "B"],
         root: Int[Array, "B"],
         logits: Float[Array, "B k V"],
@@ -115,8 +117,13 @@ class Candidates:
     ) -> Draft:
         """The draft below ``root``; rows that are not ``live`` have no draft.
 
-        ``keys`` are the round's keys. ``logits`` are the raw ones at the k adaptive tokens.
+        ``keys`` are the round's keys. ``logits`` are the raw ones at the k adaptive tokens. They do
+        not know the tokens drafted before them, so settings that read a row's tokens see only the
+        committed ones.
         """
+        if inputs.warp.path is not None:
+            no_paths = jnp.zeros((*logits.shape[:2], 0), jnp.int32)
+            logits = path_logits(inputs, state, logits, no_paths)
         log_q = warp(logits, inputs.warp)
         if self.form == CHAIN:
             nodes = jnp.broadcast_to(jnp.arange(1, self.k + 1), logits.shape[:2])
@@ -204,7 +211,7 @@ class VerifyPass(Drafter):
 
     def propose(self, inputs, state, keys) -> Proposal:
         root = probs.at_token(state.tokens, state.length - 1)
-        draft = self.candidates.draft(inputs, keys, root, state.drafter_state, ~state.done)
+        draft = self.candidates.draft(inputs, state, keys, root, state.drafter_state, ~state.done)
         return Proposal(draft, state.drafter_state)
 
 
@@ -241,7 +248,7 @@ class SinglePass(Drafter):
     def propose(self, inputs, state, keys) -> Proposal:
         logits, known = state.drafter_state
         root = probs.at_token(state.tokens, state.length - 1)
-        draft = self.candidates.draft(inputs, keys, root, logits, known & ~state.done)
+        draft = self.candidates.draft(inputs, state, keys, root, logits, known & ~state.done)
         probes = probe_groups(self.adaptive, self.groups, root.shape[0], self.shape.nodes)
         return Proposal(draft.replace(probes=probes), state.drafter_state)
 

@@ -21,7 +21,15 @@ from specjax._util.errors import PairError
 from specjax.core import probs
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Proposal
-from specjax.core.types import DETERMINISTIC, IID, Draft, Inputs, TreeShape
+from specjax.core.types import (
+    DETERMINISTIC,
+    IID,
+    NO_TOKEN,
+    DecodeState,
+    Draft,
+    Inputs,
+    TreeShape,
+)
 from specjax.core.warp import warp
 from specjax.draft.model_drafter import ModelDrafter, draw_chain, last_two
 
@@ -40,6 +48,8 @@ class ChainRecord(NamedTuple):
     valid: Bool[Array, "B γ"]
     log_q: Float[Array, "P B V"]
     logits: Float[Array, "P B V"] | None  # raw, where a target distribution asks for them
+    # The tokens so far, then NO_TOKEN, where the rows have settings that read them.
+    path: Int[Array, "B γ"] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +112,7 @@ class Chain(ModelDrafter):
             valid=jnp.zeros((rows, self.gamma), bool),
             log_q=jnp.full((passes, rows, vocab), probs.NEVER, jnp.float32),
             logits=jnp.zeros((passes, rows, vocab)) if self.keep_logits else None,
+            path=None if inputs.warp.path is None else jnp.full((rows, self.gamma), NO_TOKEN),
         )
         chain = draw_chain(
             first,
@@ -109,7 +120,7 @@ class Chain(ModelDrafter):
             last_two(state),
             self.can_draft(state),
             self.gamma,
-            functools.partial(self._draw, inputs, keys),
+            functools.partial(self._draw, inputs, state, keys),
             record,
             passes,
         )
@@ -132,6 +143,7 @@ class Chain(ModelDrafter):
     def _draw(
         self,
         inputs: Inputs,
+        state: DecodeState,
         keys: Key[Array, "B"],
         step: Int[Array, ""],
         logits: Float[Array, "B V"],
@@ -143,9 +155,12 @@ class Chain(ModelDrafter):
         The extra pass, which only gives the logits after the last token, comes here, too. What it
         writes to ``valid`` is dropped, and its ``log_q`` is not used.
         """
-        log_q = probs.log_softmax(logits)
         if self.draft_warp:
-            log_q = warp(logits[:, None], inputs.warp)[:, 0]
+            paths = None if record.path is None else record.path[:, None]
+            followed = self.with_path_settings(inputs, state, logits[:, None], paths)
+            log_q = warp(followed, inputs.warp)[:, 0]
+        else:
+            log_q = probs.log_softmax(logits)
         gamma = inputs.settings.get("gamma", self.gamma)
         drawn = active & (step < gamma)
         if self.stop == STOPS_BEFORE:
@@ -170,7 +185,10 @@ class Chain(ModelDrafter):
         all_logits = record.logits
         if all_logits is not None:
             all_logits = jax.lax.dynamic_update_index_in_dim(all_logits, logits, step, 0)
-        return token, active, ChainRecord(valid, all_log_q, all_logits)
+        path = record.path
+        if path is not None:
+            path = path.at[:, step].set(token, mode="drop")
+        return token, active, ChainRecord(valid, all_log_q, all_logits, path)
 
     def _is_sure(self, inputs: Inputs, logits: Float[Array, "B V"]) -> Bool[Array, "B"]:
         """Whether the draft's largest probability, at temperature 1, reaches ``tau1``."""

@@ -33,7 +33,16 @@ from specjax._util.arguments import COUNT, validate_fields
 from specjax.core import probs
 from specjax.core.net import Net
 from specjax.core.protocols import Proposal
-from specjax.core.types import DETERMINISTIC, NO_PARENT, ROOT, DecodeState, Draft, Inputs, TreeShape
+from specjax.core.types import (
+    DETERMINISTIC,
+    NO_PARENT,
+    NO_TOKEN,
+    ROOT,
+    DecodeState,
+    Draft,
+    Inputs,
+    TreeShape,
+)
 from specjax.core.warp import warp
 from specjax.draft.chain import Chain
 from specjax.draft.model_drafter import ModelDrafter, draft_net, unwarped_in
@@ -141,6 +150,10 @@ class HeadDrafter(ModelDrafter):
         pad = [(0, 0)] * (rows.ndim - 1) + [(0, 1)]
         return jnp.pad(rows, pad, constant_values=probs.NEVER)[..., column]
 
+    def to_draft_vocab(self, inputs: Inputs, rows: Float[Array, "... V"]) -> Float[Array, "... v"]:
+        ids = head_config(draft_net(inputs)).ids
+        return rows if ids is None else rows[..., np.asarray(ids)]
+
     def update(self, inputs, state, carried, draft, verdict, probe_logits) -> HeadState:
         """Reads the emitted tokens with features of the nodes before them."""
         # Emitted token i follows path node i. Path entries past the accepted depth are clipped:
@@ -184,6 +197,7 @@ class Frontier(NamedTuple):
     """The candidates of one level that the head reads, to be expanded next."""
 
     node: Int[Array, "B n"]  # their numbers among the candidates
+    paths: Int[Array, "B n D"] | None  # the tokens down to each; None where no setting reads them
     score: Float[Array, "B n"]
     ancestors: Bool[Array, "B F F"]  # of all nodes that the head has read; the root is the first
 
@@ -232,14 +246,18 @@ class HeadBest(HeadDrafter):
         # In a row that does not draft, −inf at the root makes every candidate impossible.
         score = jnp.where(drafts, 0.0, probs.NEVER)[:, None]
         candidates = TreeCandidates(root[:, None], zero + NO_PARENT, score, score)
-        frontier = Frontier(zero + ROOT, score, jnp.ones((rows, 1, 1), bool))
+        paths = None
+        if inputs.warp.path is not None:
+            paths = jnp.full((rows, 1, self.depth), NO_TOKEN)
+        frontier = Frontier(zero + ROOT, paths, score, jnp.ones((rows, 1, 1), bool))
         for level in range(self.depth):
             first = candidates.tokens.shape[1]
+            logits = self.with_path_settings(inputs, state, logits, frontier.paths)
             candidates = self._expand(inputs, candidates, frontier, logits)
             # The last level's nodes are candidates only: nothing is drafted after them.
             if level + 1 < self.depth:
                 tokens, parent_index, frontier = self._next_frontier(
-                    inputs, candidates, frontier, first
+                    inputs, candidates, frontier, first, level
                 )
                 logits, carry = self.level_logits(
                     inputs, state, carry, tokens, frontier.ancestors, parent_index
@@ -266,12 +284,17 @@ class HeadBest(HeadDrafter):
         return TreeCandidates(*joined)
 
     def _next_frontier(
-        self, inputs: Inputs, candidates: TreeCandidates, frontier: Frontier, first: int
+        self,
+        inputs: Inputs,
+        candidates: TreeCandidates,
+        frontier: Frontier,
+        first: int,
+        depth: int,
     ) -> tuple[Int[Array, "B n"], Int[Array, "B n"], Frontier]:
         """The ``width`` best candidates of the newest level, which begins at ``first``.
 
-        Returns their tokens, the index of each one's parent in the old frontier, and the new
-        frontier.
+        ``depth`` is that of the old frontier. Returns their tokens, the index of each one's parent
+        in the old frontier, and the new frontier.
         """
         # Nothing follows an end of sequence: such a candidate is not expanded.
         level = candidates.tokens[:, first:]
@@ -290,7 +313,10 @@ class HeadBest(HeadDrafter):
         of_parent = _gather_nodes(widened, num_read - num_parents + parent_index)
         ancestors = jnp.append(widened, of_parent | is_self, axis=1)
         tokens = jnp.take_along_axis(level, chosen, axis=1)
-        return tokens, parent_index, Frontier(first + chosen, score, ancestors)
+        paths = frontier.paths
+        if paths is not None:
+            paths = _gather_nodes(paths, parent_index).at[:, :, depth].set(tokens)
+        return tokens, parent_index, Frontier(first + chosen, paths, score, ancestors)
 
     def _rerank(self, candidates: TreeCandidates) -> Draft:
         """The ``budget`` best candidates as a draft.

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.core import probs
 from specjax.core.net import Net
+from specjax.core.path_logits import path_logits, unless_empty
 from specjax.core.protocols import Drafter
 from specjax.core.types import DecodeState, Inputs
 from specjax.models import KVCache
@@ -79,6 +80,27 @@ class ModelDrafter(Drafter):
     def to_target_ids(self, inputs: Inputs, drafted: Int[Array, "..."]) -> Int[Array, "..."]:
         """Drafted ids as ids of the target."""
         return drafted
+
+    def to_draft_vocab(self, inputs: Inputs, rows: Float[Array, "... V"]) -> Float[Array, "... v"]:
+        """Logits over the target's ids at those that it can draft."""
+        return rows
+
+    def with_path_settings(
+        self,
+        inputs: Inputs,
+        state: DecodeState,
+        logits: Float[Array, "B n v"],
+        paths: Int[Array, "B n D"] | None,
+    ) -> Float[Array, "B n v"]:
+        """The draft's logits under the settings that the target has at the same nodes.
+
+        ``paths``: as :func:`specjax.core.path_logits.path_logits` reads them; None where no row
+        has such settings.
+        """
+        if paths is None:
+            return logits
+        changed = path_logits(inputs, state, self.to_target_vocab(inputs, logits), paths)
+        return unless_empty(self.to_draft_vocab(inputs, changed), logits)
 
     def to_target_vocab(self, inputs: Inputs, rows: Float[Array, "... v"]) -> Float[Array, "... V"]:
         """Logits or log-probabilities over the target's ids; −inf at those it cannot draft."""

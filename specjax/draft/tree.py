@@ -92,6 +92,8 @@ class Tree(ModelDrafter):
         log_qs = []
         calls = jnp.ones((rows,), jnp.int32)
         for level, count in enumerate(self.branching):
+            paths = self._paths(inputs, tokens, parents, level)
+            logits = self.with_path_settings(inputs, state, logits, paths)
             log_q = self._child_log_q(inputs, logits)
             drawn, possible = self._children(inputs, keys, log_q, level, count)
             children = self.to_target_ids(inputs, drawn)
@@ -122,6 +124,15 @@ class Tree(ModelDrafter):
             sampling=self.sampling,
         )
         return Proposal(draft, carry, calls, jnp.int32(len(self.branching)))
+
+    def _paths(
+        self, inputs, tokens: Int[Array, "B n"], parents: Int[np.ndarray, "B N"], level: int
+    ) -> Int[Array, "B n D"] | None:
+        """The tokens down to each node of the newest level; None where no setting reads them."""
+        if inputs.warp.path is None:
+            return None
+        so_far = parents[:, : tokens.shape[1]]
+        return tree.paths(tokens, so_far, self.shape.depth)[:, self._levels[level].start :]
 
     def update(self, inputs, state, carried, draft, verdict, probe_logits):
         return commit_path(carried, state.length - 1, verdict.path)

@@ -15,12 +15,14 @@ from jaxtyping import Array, Key
 
 from specjax.core.mesh import DATA
 from specjax.core.protocols import Method
+from specjax.core.sampling import Sampling, stacked
 from specjax.core.types import Inputs
-from specjax.core.warp import Sampling, stacked
 from specjax.draft.auto_length import COSTS, AutoLength
 from specjax.lm import LM
 from specjax.models.cache import ring_capacity
 from specjax.rewards import Judge
+from specjax.runtime.grammar_rounds import check_method
+from specjax.text.grammar import Matcher, make_matcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +49,43 @@ class Engine:
             inputs = inputs.replace(reward=self.judge.rows(cases))
         return inputs
 
-    def inputs_for(self, requests: Sequence[Request], sampling: Sampling) -> Inputs:
-        """What rounds of these requests read; ``sampling`` is for those without their own."""
+    def inputs_for(
+        self, requests: Sequence[Request], sampling: Sampling, like: Inputs | None = None
+    ) -> Inputs:
+        """What rounds of these requests read; ``sampling`` is for those without their own.
+
+        It has the kinds of sampling settings that ``like`` has, used or not: the program for them
+        is compiled already.
+        """
         cases = [request.request_id for request in requests]
         inputs = self.inputs(sampling, len(requests), cases)
         if not any(request.sampling for request in requests):
             return inputs
-        warp = stacked([request.sampling or sampling for request in requests])
+        rows = [request.sampling or sampling for request in requests]
+        warp = stacked(rows, None if like is None else like.warp)
         return inputs.replace(warp=warp)
+
+    def matcher(self, sampling: Sampling) -> Matcher:
+        """The grammar of a sampling, at its beginning.
+
+        Raises:
+          OptionError, PairError: the grammar cannot be used with this model and method.
+        """
+        check_method(self.method)
+        target = self.target
+        eos_ids = (*target.eos_ids, *sampling.stop_token_ids)
+        return make_matcher(sampling.grammar, target.tokenizer, target.config.vocab_size, eos_ids)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Refuses a sampling that the method or the model cannot have.
+
+        Raises:
+          OptionError, PairError: one line says why.
+        """
+        sampling.check_vocabulary(self.target.config.vocab_size)
+        self.method.check_sampling(sampling)
+        if sampling.grammar:
+            self.matcher(sampling)
 
     def inputs_depend_on(self, requests: Sequence[Request]) -> bool:
         """Whether :meth:`inputs_for` differs from request to request.

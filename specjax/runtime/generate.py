@@ -19,11 +19,12 @@ from specjax._util.arguments import (
     instance_of,
     validate_arguments,
 )
-from specjax._util.checks import Check
+from specjax._util.checks import SEED_MAX, Check
 from specjax._util.errors import OptionError, PairError
 from specjax.core.mesh import round_up
+from specjax.core.probs import seed_key
 from specjax.core.protocols import Drafter, Method, Rule, TargetDist
-from specjax.core.warp import Sampling
+from specjax.core.sampling import Sampling
 from specjax.lm import LM, MODEL, TARGET, attach, own_draft
 from specjax.registry import Context, MethodSpec, bind, choose
 from specjax.rewards import PRODUCT, Judge, combine
@@ -69,7 +70,7 @@ CHECKED = validate_arguments(
     sampling=Check(
         instance_of(Sampling), expected="a specjax.Sampling, as Sampling(0.8)", optional=True
     ),
-    seed=Check(int, low=0, high=2**32 - 1),  # jax.random.key drops or refuses what is above
+    seed=Check(int, low=0, high=SEED_MAX),
     num_samples=Check(int, low=1, high=MOST_SAMPLES),
     stop=Check(as_texts, fits=all, expected="texts, none of them empty", optional=True),
     logprobs=FLAG,
@@ -245,7 +246,7 @@ def stream(
         per_row = [constraint for constraint in constraints for _ in range(num_samples)]
         judge = _judge(target, per_row, chosen, reward, options)
     engine = make_engine(target, draft, chosen, options, sampling.temperature == 0, judge)
-    engine.method.check_sampling(sampling)
+    engine.check_sampling(sampling)
 
     rows = make_rows(target, prompt_ids, constraints, indices, seed, num_samples, budgets)
     if engine.draft:
@@ -359,7 +360,7 @@ def make_rows(
     """
     if indices is None:
         indices = range(len(prompts))
-    root_key = jax.random.key(seed)
+    root_key = seed_key(seed)
     rows: list[Request] = []
     for index, tokens, constraint, budget in zip(
         indices, prompts, constraints, budgets, strict=True

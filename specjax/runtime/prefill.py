@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from specjax.core import loop
+from specjax.core.sampling import Sampling
 from specjax.core.types import DecodeState, Inputs
-from specjax.core.warp import Sampling
 from specjax.models.cache import chunk_sizes
 from specjax.runtime.engine import Engine, Request, stack_keys
 from specjax.runtime.prefix_cache import PrefixCache

@@ -18,11 +18,13 @@ from jaxtyping import Bool
 
 from specjax.core import loop
 from specjax.core.loop import NO_SLOT
+from specjax.core.round import DraftVerify
+from specjax.core.sampling import Sampling, with_path_settings
 from specjax.core.types import DecodeState, Inputs
-from specjax.core.warp import Sampling
 from specjax.draft.auto_length import COSTS, AutoLength
 from specjax.models.cache import bucket, bucket_below
 from specjax.runtime.engine import Engine, Request, stack_keys
+from specjax.runtime.grammar_rounds import Place, advance_with_grammars
 from specjax.runtime.prefill import Prefill
 from specjax.runtime.round_costs import round_costs
 from specjax.search.drivers import HostDriven, advance_on_host
@@ -59,6 +61,8 @@ class BatchRunner:
         self._state: DecodeState | None = None  # None until the first request runs
         self._inputs: Inputs | None = None  # what rounds read; None until the first request runs
         self._capacities_run: set[int] = set()  # buckets whose rounds have been compiled
+        # Places in grammars, by the request's identity.
+        self._places: dict[int, Place] = {}
         # Relative seconds of a round per draft form, if the draft length follows costs. None:
         # not measured yet; empty: the method has fixed lengths.
         self._costs: float | tuple[float, ...] | None = ()
@@ -140,7 +144,22 @@ class BatchRunner:
         numbers = np.array(slots, np.int32)
         local = np.where(numbers == NO_SLOT, numbers, numbers % slots_per_device)
         fill = loop.fill_slots(self._method)
-        self._state = fill(prefill.inputs, self.state, prefill.state, local)
+        inputs, prefilled = self._with_same_counts(prefill)
+        self._state = fill(inputs, self.state, prefilled, local)
+
+    def _with_same_counts(self, prefill: Prefill) -> tuple[Inputs, DecodeState]:
+        """The prefilled state, with counts if and only if the batch has them, and its inputs.
+
+        A batch has counts from the first request on whose settings need them.
+        """
+        inputs, prefilled = prefill.inputs, prefill.state
+        if prefilled.counts is not None and self.state.counts is None:
+            self._inputs = with_path_settings(self.inputs)
+            self._state = loop.with_counts(self.inputs, self.state)
+        if prefilled.counts is None and self.state.counts is not None:
+            inputs = with_path_settings(inputs)
+            prefilled = loop.with_counts(inputs, prefilled)
+        return inputs, prefilled
 
     def set_inputs(self, requests: Sequence[Request | None]) -> None:
         """Sets what rounds read for the requests of all batch slots; None: the slot is free."""
@@ -149,7 +168,7 @@ class BatchRunner:
         rows = [request or example for request in requests]
         if self._inputs is not None and not self._engine.inputs_depend_on(rows):
             return
-        self._inputs = self._engine.inputs_for(rows, self._sampling)
+        self._inputs = self._engine.inputs_for(rows, self._sampling, self._inputs)
         if self._costs:
             self._set_costs()
 
@@ -203,11 +222,34 @@ class BatchRunner:
         self._capacities_run.add(self.state.capacity)
         if self._costs is None:
             self._measure_costs()
+        places = self._grammar_places(requests)
         if self._method.host_driven:
             self._run_on_host(rounds, seen, requests)
+        elif any(places):
+            assert isinstance(self._method, DraftVerify), "check_method refuses others"
+            self._state = advance_with_grammars(
+                self._method, self.inputs, self.state, rounds, seen, places
+            )
         else:
             run = loop.run_rounds(self._method)
             self._state = run(self.inputs, self.state, np.int32(rounds), seen)
+
+    def _grammar_places(self, requests: Sequence[Request | None]) -> list[Place | None]:
+        """Where each running request is in its grammar; None: it has none."""
+        places: dict[int, Place] = {}
+        by_slot: list[Place | None] = []
+        for request in requests:
+            place = None
+            if request is not None:
+                sampling = request.sampling or self._sampling
+                place = self._places.get(id(request))
+                if place is None and sampling.grammar:
+                    place = Place(self._engine.matcher(sampling), len(request.tokens))
+            if place is not None:
+                places[id(request)] = place
+            by_slot.append(place)
+        self._places = places  # those of requests that have ended are dropped
+        return by_slot
 
     def _measure_costs(self) -> None:
         assert isinstance(self._method, AutoLength), "other methods have no costs"

@@ -39,7 +39,7 @@ import numpy as np
 
 from specjax._util.platform import platform
 from specjax.core.loop import NO_SLOT
-from specjax.core.warp import Sampling
+from specjax.core.sampling import Sampling
 from specjax.models.cache import bucket
 from specjax.runtime.detokenizer import Detokenizer
 from specjax.runtime.engine import Engine, Request

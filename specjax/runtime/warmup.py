@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from specjax.core import loop
-from specjax.core.warp import Sampling
+from specjax.core.sampling import Sampling
 from specjax.models.cache import bucket, chunk_sizes
 from specjax.runtime.engine import Engine, Request
 from specjax.runtime.scheduler import Bounds, Scheduler

@@ -20,9 +20,10 @@ from specjax.core import probs
 from specjax.core.commit import Cost, finish_round, path_logprobs
 from specjax.core.probs import Purpose
 from specjax.core.protocols import Method
+from specjax.core.sampling import Sampling
 from specjax.core.scoring import score
 from specjax.core.types import DecodeState, Inputs, Verdict
-from specjax.core.warp import Sampling, reweigh_draws, warp, warp_joint
+from specjax.core.warp import reweigh_draws, warp, warp_joint
 from specjax.draft.beam import JOINTS, Beam, Beams, Continuations
 from specjax.draft.model_drafter import unwarped_in
 from specjax.models.cache import commit_path
@@ -131,6 +132,7 @@ class MTJD(Method):
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Raises OptionError if top-k asks for more blocks than there are beams."""
+        super().check_sampling(sampling)
         searched = self.joint == "raw" and self.block > 1 and not self.exact
         if searched and sampling.temperature > 0 and sampling.top_k > self.beam_width:
             raise OptionError(

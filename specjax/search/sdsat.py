@@ -47,6 +47,10 @@ class TwoStep(Method):
         return self._second.depth
 
     @property
+    def follows_paths(self) -> bool:
+        return self._second.follows_paths
+
+    @property
     def passes(self) -> tuple[int, ...]:
         """Tokens per row of each target pass of a round."""
         return self._first.passes + self._second.passes

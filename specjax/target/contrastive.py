@@ -15,8 +15,8 @@ from specjax._util.checks import Check
 from specjax.core import probs
 from specjax.core.protocols import TargetDist
 from specjax.core.scoring import score
-from specjax.core.warp import warp
 from specjax.models.cache import commit_path
+from specjax.target.node_law import node_law
 
 ORIGINAL = "original"
 IMPROVED = "improved"
@@ -29,13 +29,14 @@ class Contrastive(TargetDist):
 
     Li et al. 2023; with speculative drafts, Yuan et al. 2024 (SCD). The amateur's raw logits come
     with the draft. With ``own_passes`` the amateur scores every node itself and has its own KV
-    cache. Settings are ``alpha`` and ``beta``, see :func:`contrast`. The run's temperature, top-k
-    and top-p act on the result.
+    cache. Settings are ``alpha`` and ``beta``, see :func:`contrast`. The run's sampling settings
+    act on the result.
     """
 
     variant: str = IMPROVED
     own_passes: bool = False
     needs_draft = True
+    follows_paths = True
     settings = ("alpha", "beta")
 
     def __post_init__(self):
@@ -74,7 +75,7 @@ class Contrastive(TargetDist):
         alpha = inputs.settings["alpha"]
         beta = inputs.settings["beta"]
         scores = contrast(logits, amateur_logits, alpha, beta, self.variant)
-        return warp(scores, inputs.warp), cache
+        return node_law(inputs, state, draft, scores), cache
 
     def commit(self, inputs, state, carried, draft, verdict):
         # A chain's nodes are already at their cache positions; those of a tree must be moved.

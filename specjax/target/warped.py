@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from specjax.core.protocols import TargetDist
-from specjax.core.warp import warp
+from specjax.target.node_law import node_law
 
 
 @dataclasses.dataclass(frozen=True)
 class Warped(TargetDist):
-    """The target model's distribution under the run's temperature, top-k and top-p."""
+    """The target model's distribution under the run's sampling settings."""
+
+    follows_paths = True
 
     def log_p(self, inputs, state, draft, logits):
-        return warp(logits, inputs.warp), state.target_state
+        return node_law(inputs, state, draft, logits), state.target_state

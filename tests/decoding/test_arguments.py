@@ -50,7 +50,7 @@ WRONG_ARGUMENTS = [
     *cases("prompts", [[[1]]], [1, [2]], [[98]], [[-1]], [[2**40]], [[1] * 512], [{"role": "x"}]),
     *cases("prompts", np.ones(3), np.ones((2, 3), bool), np.ones((1, 1, 1), int), np.int32(7)),
     *cases("prompts", jnp.ones(3), np.zeros((0, 3), int), "w1 \ud800", object),
-    *cases("seed", "abc", 1.5, None, -1, 2**32, True, [1], 10**5000, float("nan"), "1" * 5000),
+    *cases("seed", "abc", 1.5, None, -1, 2**64, True, [1], 10**5000, float("nan"), "1" * 5000),
     *cases("batch_size", 0, -1, 1.5, "two", True, [2], np.array([2]), float("inf")),
     *cases("max_new_tokens", 0, -1, None, 2.5, "many", float("inf"), float("nan"), {}, 3j),
     *cases("num_samples", 0, -1, 1.5, 10**9, "x", None),

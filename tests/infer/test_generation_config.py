@@ -23,7 +23,9 @@ QWEN = {  # Qwen2.5-7B-Instruct's
     "transformers_version": "4.37.0",
 }
 GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
-OWN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+PENALTY = {"repetition_penalty": 1.05}
+TEMPERED = GREEDY | PENALTY | {"temperature": 0.7}
+OWN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8} | PENALTY
 
 
 @pytest.fixture
@@ -50,8 +52,8 @@ def completion(capsys, home, *argv):
 
 
 LINE = (
-    "infer.run: generation_config.json of {}: takes temperature=0.7, top_k=20, top_p=0.8; does not "
-    "take repetition_penalty=1.05 (--ignore-generation-config: nothing)\n"
+    "infer.run: generation_config.json of {}: takes temperature=0.7, top_k=20, top_p=0.8, "
+    "repetition_penalty=1.05 (--ignore-generation-config: nothing)\n"
 )
 
 
@@ -63,16 +65,20 @@ def test_a_run_takes_it_and_says_so_in_one_line(directory, capsys):
 @pytest.mark.parametrize(
     ("argv", "sampling", "says"),
     [
-        (["--temperature", "0.9"], OWN | {"temperature": 0.9}, "takes top_k=20, top_p=0.8;"),
-        (["--top-k", "0", "--top-p", "1"], GREEDY | {"temperature": 0.7}, "takes temperature=0.7;"),
-        (["--temperature", "0"], GREEDY, ": does not take repetition_penalty"),
+        (["--temperature", "0.9"], OWN | {"temperature": 0.9}, "takes top_k=20, top_p=0.8, rep"),
+        (
+            ["--top-k", "0", "--top-p", "1"],
+            GREEDY | {"temperature": 0.7} | PENALTY,
+            "takes temperature=0.7, rep",
+        ),
+        (["--temperature", "0"], GREEDY | PENALTY, ": takes repetition_penalty=1.05 ("),
+        (["--repetition-penalty", "1.2"], OWN | {"repetition_penalty": 1.2}, "top_p=0.8 ("),
         (["--ignore-generation-config"], GREEDY, ""),
         (
             ["--ignore-generation-config", "--temperature", "1"],
             GREEDY | {"temperature": 1.0},
             "",
         ),
-        (["--method", "cdlh", "--reward", "length:3"], GREEDY, ": does not take repetition"),
     ],
 )
 def test_what_the_user_gives_counts(directory, capsys, argv, sampling, says):
@@ -92,8 +98,8 @@ def test_what_the_user_gives_counts(directory, capsys, argv, sampling, says):
         ({"repetition_penalty": 1.0, "num_beams": 1, "min_p": 0, "bad_words_ids": None}, {}, ""),
         (
             {"num_beams": 4, "max_new_tokens": 512, "suppress_tokens": [3]},
-            {},
-            "does not take num_beams=4, max_new_tokens=512, suppress_tokens=[3] (",
+            {"suppress_tokens": [3]},
+            "takes suppress_tokens=[3]; does not take num_beams=4, max_new_tokens=512 (",
         ),
     ],
 )
@@ -129,8 +135,9 @@ def test_a_wrong_value_is_one_line(directory, capsys, settings):
 
 def test_the_library_shows_it_and_decodes_as_it_is_told(directory):
     model = sj.load(directory(QWEN))
-    assert sj.Sampling(**model.generation_defaults.sampling) == sj.Sampling(0.7, 20, 0.8)
-    assert model.generation_defaults.not_taken == {"repetition_penalty": 1.05}
+    own = sj.Sampling(**model.generation_defaults.sampling)
+    assert own == sj.Sampling(0.7, 20, 0.8, repetition_penalty=1.05)
+    assert not model.generation_defaults.not_taken
     plain = sj.load(directory({}))
     assert not plain.generation_defaults.sampling and not plain.generation_defaults.not_taken
     prompt = [[5, 6, 7]]
@@ -140,7 +147,11 @@ def test_the_library_shows_it_and_decodes_as_it_is_told(directory):
 
 
 @pytest.mark.parametrize(
-    ("argv", "default"), [([], sj.Sampling(0.7, 20, 0.8)), (["--ignore-generation-config"], None)]
+    ("argv", "default"),
+    [
+        ([], sj.Sampling(0.7, 20, 0.8, repetition_penalty=1.05)),
+        (["--ignore-generation-config"], None),
+    ],
 )
 def test_a_server_takes_it_for_requests_that_say_nothing(directory, capsys, argv, default):
     home = directory(QWEN)
@@ -151,9 +162,9 @@ def test_a_server_takes_it_for_requests_that_say_nothing(directory, capsys, argv
             "" if argv else LINE.format(home).replace("run", "serve")
         )
         assert admission._sampling(CompletionBody(prompt="a")) == (default or sj.Sampling(1.0))
-        body = CompletionBody(prompt="a", temperature=0.2, top_k=0)
+        body = CompletionBody(prompt="a", temperature=0.2, top_k=0, repetition_penalty=1)
         assert admission._sampling(body) == sj.Sampling(0.2, 0, 0.8 if default else 1.0)
-        body = CompletionBody(prompt="a", temperature=0, top_p=0.5)
+        body = CompletionBody(prompt="a", temperature=0, top_p=0.5, repetition_penalty=1)
         assert admission._sampling(body) == sj.Sampling(0.0, 20 if default else 0, 0.5)
 
 
