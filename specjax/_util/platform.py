@@ -29,6 +29,7 @@ GRAPHS = {
 # to use XLA's kernels alone.
 GRAPHS_VARIABLE = "SPECJAX_GPU_GRAPHS"
 KERNELS_VARIABLE = "SPECJAX_GPU_KERNELS"
+CPU_KERNELS_VARIABLE = "SPECJAX_CPU_KERNELS"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Platform:
       attention_block: tokens of the largest block of attention to long sequences.
       splash_attention: whether JAX's splash attention kernels run.
       decode_kernel: whether narrow passes attend by our Pallas kernel.
+      kernel_rows: products of up to this many rows are computed by our kernel for CPUs.
+      kernel_group_rows: the same with weights in groups, which XLA would widen first.
     """
 
     dtype: str = "bfloat16"
@@ -74,6 +77,8 @@ class Platform:
     attention_block: int = 512
     splash_attention: bool = False
     decode_kernel: bool = False
+    kernel_rows: int = 0
+    kernel_group_rows: int = 0
 
 
 CPU = Platform(
@@ -85,6 +90,8 @@ CPU = Platform(
     weights_first=True,
     dense_groups=True,
     halves_search=True,
+    kernel_rows=16,
+    kernel_group_rows=128,
 )
 # Finding the largest logits costs a TPU more than the search.
 TPU = Platform(largest_logits=0, attention_block=1024, splash_attention=True)
@@ -102,7 +109,14 @@ def platform() -> Platform:
     chosen = PLATFORMS.get(jax.default_backend(), Platform())
     if chosen.decode_kernel and os.environ.get(KERNELS_VARIABLE) == "0":
         return dataclasses.replace(chosen, decode_kernel=False)
+    if chosen.kernel_rows and not _has_cpu_kernels():
+        return dataclasses.replace(chosen, kernel_rows=0, kernel_group_rows=0)
     return chosen
+
+
+def _has_cpu_kernels() -> bool:
+    """Whether our kernel for CPUs may run: XLA does not split its calls over devices."""
+    return os.environ.get(CPU_KERNELS_VARIABLE) != "0" and jax.device_count() == 1
 
 
 def compiler_options() -> dict[str, str | int | bool]:
