@@ -20,6 +20,7 @@ from specjax._util.program import say
 from specjax.core.mesh import make_mesh
 from specjax.core.sampling import TRUNCATION
 from specjax.lm import LM
+from specjax.models.cpu_kernels import narrow_product
 from specjax.models.hf.generation import FILE as GENERATION_CONFIG
 from specjax.models.loading import has_others_codes
 
@@ -74,15 +75,18 @@ def load_models(
 
 
 def _say_slow_codes(args: argparse.Namespace) -> None:
-    """Says how to decode faster on a CPU, which widens codes for every pass."""
+    """Says how to decode faster on a CPU without our kernel, where XLA widens all codes."""
     if args.quantize is not None or not platform().dense_groups:
+        return
+    problem = narrow_product.problem()
+    if problem is None:
         return
     path = lm.locate(args.target)
     if not lm.is_delta(args.target) and has_others_codes(path):
         say(
             "infer",
-            f"{args.target} keeps the codes of its weights; a CPU decodes faster with --quantize "
-            "none, which takes more memory",
+            f"{args.target} keeps the codes of its weights; without our kernel ({problem}) a CPU "
+            "decodes faster with --quantize none, which takes more memory",
         )
 
 

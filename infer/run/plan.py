@@ -15,8 +15,10 @@ from infer.cli import SELF, mesh_text
 from infer.loading import bases_of, device_memory, draft_name
 from specjax import lm
 from specjax._util.errors import ModelError
+from specjax._util.platform import platform
 from specjax.models import ModelConfig, num_params
 from specjax.models.cache import ring_capacity, row_bytes
+from specjax.models.cpu_kernels import narrow_product
 from specjax.models.forward_pass import active_params
 from specjax.models.gguf.header import is_gguf
 from specjax.models.gguf.read import kept_bytes
@@ -144,6 +146,7 @@ def model_plan(
     else:
         whole = param_bytes(cfg, DTYPES[dtype], scheme)
         per_device = param_bytes(share, DTYPES[dtype], scheme)
+    has_codes = whole < param_bytes(cfg, DTYPES[dtype])
     return {
         "model": name,
         "family": cfg.family,
@@ -153,12 +156,24 @@ def model_plan(
         "quantize": None if scheme is None else str(scheme),
         "weight_bytes": whole,
         "weight_bytes_per_device": per_device,
+        "codes_on_cpu": codes_on_cpu() if has_codes else None,
         "cache_bytes_per_token_and_row": row_bytes(cfg, 1, cached),
         "cache_bytes_per_device_token_and_row": row_bytes(share, 1, cached),
         "sliding_layers": sliding_layers(cfg),
         "max_position": cfg.max_position,
         "rope_type": cfg.rope.kind if cfg.rope else None,
     }
+
+
+def codes_on_cpu() -> str | None:
+    """What a CPU does with the codes of quantized weights; None on other devices."""
+    wants = platform()
+    if not wants.dense_groups:
+        return None
+    problem = narrow_product.problem()
+    if problem is None:
+        return f"read as they are by passes of up to {wants.kernel_rows} tokens"
+    return f"widened for every pass, which is slower than --quantize none ({problem})"
 
 
 def sliding_layers(cfg: ModelConfig) -> Plan | None:
@@ -206,12 +221,10 @@ def _describe_model(role: str, model: Plan, several_devices: bool) -> list[str]:
     if model["rope_type"] == "dynamic":
         context += "; rope_type dynamic stretches nothing here, yarn and linear do"
     kinds = ", ".join(filter(None, (model["family"], model["dtype"], model["quantize"])))
-    return [
-        f"{role}: {model['model']} ({kinds})",
-        f"  {weights}",
-        f"  cache: {cache}",
-        f"  context: {context}",
-    ]
+    lines = [f"{role}: {model['model']} ({kinds})", f"  {weights}"]
+    if model["codes_on_cpu"]:
+        lines.append(f"  codes: {model['codes_on_cpu']}")
+    return [*lines, f"  cache: {cache}", f"  context: {context}"]
 
 
 def _size(count: float) -> str:

@@ -29,6 +29,7 @@ GRAPHS = {
 # to use XLA's kernels alone.
 GRAPHS_VARIABLE = "SPECJAX_GPU_GRAPHS"
 KERNELS_VARIABLE = "SPECJAX_GPU_KERNELS"
+CPU_KERNELS_VARIABLE = "SPECJAX_CPU_KERNELS"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Platform:
       gathers_experts: whether few tokens gather the weights of their experts. Where a gather is not
         part of the product that reads it, it costs two more passes over those weights.
       ragged_products: whether grouped products (``ragged_dot``) read each group's weights alone.
+      kernel_rows: products of up to this many rows are computed by our kernel for CPUs.
+      kernel_group_rows: the same with weights in groups, which XLA would widen first.
     """
 
     dtype: str = "bfloat16"
@@ -79,6 +82,8 @@ class Platform:
     decode_kernel: bool = False
     gathers_experts: bool = True
     ragged_products: bool = True
+    kernel_rows: int = 0
+    kernel_group_rows: int = 0
 
 
 CPU = Platform(
@@ -92,6 +97,8 @@ CPU = Platform(
     gathers_experts=False,
     ragged_products=False,
     halves_search=True,
+    kernel_rows=16,
+    kernel_group_rows=128,
 )
 # Finding the largest logits costs a TPU more than the search. Before a gather it transposes the
 # weights of all experts.
@@ -116,7 +123,14 @@ def platform() -> Platform:
     chosen = PLATFORMS.get(jax.default_backend(), Platform())
     if chosen.decode_kernel and os.environ.get(KERNELS_VARIABLE) == "0":
         return dataclasses.replace(chosen, decode_kernel=False)
+    if chosen.kernel_rows and not _has_cpu_kernels():
+        return dataclasses.replace(chosen, kernel_rows=0, kernel_group_rows=0)
     return chosen
+
+
+def _has_cpu_kernels() -> bool:
+    """Whether our kernel for CPUs may run: XLA does not split its calls over devices."""
+    return os.environ.get(CPU_KERNELS_VARIABLE) != "0" and jax.device_count() == 1
 
 
 def compiler_options() -> dict[str, str | int | bool]:

@@ -21,6 +21,7 @@ from specjax._util.platform import platform
 from specjax.models import sharding
 from specjax.models.adapters import LowRank
 from specjax.models.config import RopeConfig
+from specjax.models.cpu_kernels import narrow_product
 from specjax.models.quantized import Grouped, Joined, PerOutput
 
 # Up to this many rows the layout decides what a product costs on a CPU; beyond that XLA's own
@@ -48,17 +49,26 @@ def linear(
         gate = weight.gate[..., None]
         adapted = y + linear(linear(x, weight.down), weight.up)
         y = jnp.where(gate, adapted, y)
-    elif isinstance(weight, PerOutput):
-        y = _by_parts(_scaled_matmul, x, weight)
-    elif isinstance(weight, Grouped):
-        y = _by_parts(_grouped_matmul, x, weight)
     elif isinstance(weight, Joined):
         y = jnp.concatenate([linear(x, part) for part in weight.parts], axis=-1)
+    elif narrow_product.supports(x, weight):
+        y = narrow_product.multiply(x, weight, by_xla=_product)
     else:
-        y = _matmul(x, weight)
+        y = _product(x, weight)
     if bias is None:
         return y
     return y + bias
+
+
+def _product(
+    x: Float[Array, "... i"], weight: Float[Array, "o i"] | PerOutput | Grouped
+) -> Float[Array, "... o"]:
+    """``x @ weight.T`` by XLA."""
+    if isinstance(weight, PerOutput):
+        return _by_parts(_scaled_matmul, x, weight)
+    if isinstance(weight, Grouped):
+        return _by_parts(_grouped_matmul, x, weight)
+    return _matmul(x, weight)
 
 
 def _matmul(
