@@ -202,8 +202,8 @@ class Block(nnx.Module):
     def __call__(self, x, table: Table, attend):
         cfg = self.cfg
         if not (cfg.norm_before or cfg.norm_after):
-            x = self.attention_norm(x + self.attention(x, table, attend))
-            return self.mlp_norm(x + self.mlp(x))
+            x = _normed(self.attention_norm, x + self.attention(x, table, attend))
+            return _normed(self.mlp_norm, x + self.mlp(x))
 
         inputs = _normed(self.attention_norm, x)
         attention = _normed(self.attention_out_norm, self.attention(inputs, table, attend))

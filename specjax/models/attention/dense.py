@@ -103,6 +103,8 @@ class Causal:
     def __call__(self, query: Meta, key: Meta) -> Bool[Array, "B N S"]:
         same_segment = query["segment"][:, :, None] == key["segment"][:, None, :]
         allowed = same_segment & (key["segment"] != PADDING_SEGMENT)[:, None, :]
+        if self.window is None:
+            return allowed & in_window(distances(query, key), None)
         limit = window_limit(query["position"], self.window, self.chunked)
         return allowed & in_window(distances(query, key), limit)
 
@@ -151,10 +153,10 @@ def windowed(mask_fn: MaskFn, window: int | None, chunked: bool = False) -> Mask
 
 
 def window_limit(
-    positions: Int[Array, "B N"], window: int | None, chunked: bool
-) -> Int[Array, "B N 1"] | int | None:
-    """How many positions a token sees, its own included; None: all before it."""
-    if window is None or not chunked:
+    positions: Int[Array, "B N"], window: int, chunked: bool
+) -> Int[Array, "B N 1"] | int:
+    """How many positions a token sees, its own included."""
+    if not chunked:
         return window
     return (positions % window + 1)[:, :, None]
 

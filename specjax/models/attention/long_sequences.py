@@ -23,8 +23,9 @@ from specjax.models.attention.dense import Causal, Isolated, MaskFn, Meta, Score
 from specjax.models.attention.flash import block_size, find_blocks, flash_attention
 from specjax.models.sharding import axes_of, splits_tokens
 
-# attend(q[B,N,H,E], k[B,K,N,E], v[B,K,N,E]) -> [B,N,H,E]
-Attend = Callable[[Array, Array, Array], Float[Array, "B N H E"]]
+# attend(q[B,N,H,E], k[B,K,N,E], v[B,K,N,E], sinks[H]) -> [B,N,H,E]; models without sinks leave
+# them out.
+Attend = Callable[..., Float[Array, "B N H E"]]
 
 
 def long_attention(

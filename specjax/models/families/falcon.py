@@ -56,17 +56,18 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
     config = {"bos_token_id": 11, "eos_token_id": 11} | config
     fields = hf_config.gpt_like(config, tied=True)
     is_new = hf_config.flag(config, "new_decoder_architecture", False)
-    heads = fields["num_heads"]
+    heads: int = fields["num_heads"]
     if is_new:
         heads = hf_config.size(config, "num_kv_heads", heads)
     elif hf_config.flag(config, "multi_query", True):
         heads = 1
+    fields["num_kv_heads"] = heads
     parallel = is_new or hf_config.flag(config, "parallel_attn", True)
     norms = hf_config.size(config, "num_ln_in_parallel_attn", 2 if is_new else 1)
     bias = hf_config.flag(config, "bias", False)
     rope = hf_config.rope_from_hf(config)
     return ModelConfig(
-        **fields | {"num_kv_heads": heads},
+        **fields,
         intermediate_size=hf_config.size(config, "ffn_hidden_size", 4 * fields["hidden_size"]),
         max_position=hf_config.context(config, rope),
         rope=rope,

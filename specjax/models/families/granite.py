@@ -22,7 +22,7 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
     )
 
 
-def multipliers(config: hf_config.Config) -> dict[str, float]:
+def multipliers(config: hf_config.Config) -> dict[str, Any]:
     """The fields of Granite's multipliers."""
     return {
         "embed_scale": hf_config.positive(config, "embedding_multiplier", 1.0),

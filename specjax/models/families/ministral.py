@@ -47,7 +47,8 @@ def to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
     """The ``config.json`` that transformers reads back as the same model."""
     if cfg.family == "ministral":
         return stack.write(cfg, "Ministral", dtype) | stack.sliding_to_hf(cfg)
-    out = stack.write(cfg, "Ministral3", dtype) | {"sliding_window": cfg.sliding_window}
+    out: dict[str, Any] = stack.write(cfg, "Ministral3", dtype)
+    out["sliding_window"] = cfg.sliding_window
     if cfg.query_scale is not None:
         out["rope_scaling"] |= {BETA: cfg.query_scale.beta}
     return out

@@ -26,8 +26,7 @@ def from_hf(config: hf_config.Config) -> ModelConfig:
     config = dict(config)
     for name in ("rope_scaling", "rope_parameters"):
         rope = config.get(name)
-        kind = rope and (rope.get("rope_type") or rope.get("type"))
-        if kind in ("su", "yarn"):
+        if rope and (rope.get("rope_type") or rope.get("type")) in ("su", "yarn"):
             config[name] = rope | {"type": "longrope", "rope_type": "longrope"}
     fields = stack.read(config, defaults=_DEFAULTS)
     everywhere = (True,) * fields["num_layers"]
