@@ -42,7 +42,7 @@ class RowMatcher(Protocol):
     def forced(self) -> list[int]: ...
 
 
-class Place:
+class GrammarProgress:
     """A row's matcher, and how many of the row's tokens it has read, the prompt included."""
 
     def __init__(self, matcher: RowMatcher, length: int):
@@ -71,7 +71,7 @@ def advance_with_grammars(
     state: DecodeState,
     rounds: int,
     seen: np.ndarray,
-    places: Sequence[Place | None],
+    places: Sequence[GrammarProgress | None],
 ) -> DecodeState:
     """Up to ``rounds`` rounds, as :func:`specjax.core.loop.run_rounds`.
 
@@ -97,7 +97,7 @@ def advance_with_grammars(
 
 
 def masks(
-    places: Sequence[Place | None],
+    places: Sequence[GrammarProgress | None],
     tokens: Int[np.ndarray, "B N"],
     parents: Int[np.ndarray, "B N"],
     valid: np.ndarray,
@@ -133,7 +133,9 @@ def _fill_below(
             matcher.back(1)
 
 
-def _read_new(places: Sequence[Place | None], tokens: np.ndarray, length: np.ndarray) -> None:
+def _read_new(
+    places: Sequence[GrammarProgress | None], tokens: np.ndarray, length: np.ndarray
+) -> None:
     """Moves each row's matcher by the tokens of the round before."""
     for row, place in enumerate(places):
         if place is not None:
@@ -142,7 +144,9 @@ def _read_new(places: Sequence[Place | None], tokens: np.ndarray, length: np.nda
             place.length = int(length[row])
 
 
-def _forced(method: DraftVerify, places: Sequence[Place | None]) -> Int[np.ndarray, "B D"]:
+def _forced(
+    method: DraftVerify, places: Sequence[GrammarProgress | None]
+) -> Int[np.ndarray, "B D"]:
     """The tokens that each row's grammar forces, then −1; none where drafts are trees."""
     forced = np.full((len(places), method.depth), -1, np.int32)
     drafter = method.drafter

@@ -24,7 +24,7 @@ from specjax.core.types import DecodeState, Inputs
 from specjax.draft.auto_length import COSTS, AutoLength
 from specjax.models.cache import bucket, bucket_below
 from specjax.runtime.engine import Engine, Request, stack_keys
-from specjax.runtime.grammar_rounds import Place, advance_with_grammars
+from specjax.runtime.grammar_rounds import GrammarProgress, advance_with_grammars
 from specjax.runtime.prefill import Prefill
 from specjax.runtime.round_costs import round_costs
 from specjax.search.drivers import HostDriven, advance_on_host
@@ -62,7 +62,7 @@ class BatchRunner:
         self._inputs: Inputs | None = None  # what rounds read; None until the first request runs
         self._capacities_run: set[int] = set()  # buckets whose rounds have been compiled
         # Places in grammars, by the request's identity.
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, GrammarProgress] = {}
         # Relative seconds of a round per draft form, if the draft length follows costs. None:
         # not measured yet; empty: the method has fixed lengths.
         self._costs: float | tuple[float, ...] | None = ()
@@ -234,17 +234,17 @@ class BatchRunner:
             run = loop.run_rounds(self._method)
             self._state = run(self.inputs, self.state, np.int32(rounds), seen)
 
-    def _grammar_places(self, requests: Sequence[Request | None]) -> list[Place | None]:
+    def _grammar_places(self, requests: Sequence[Request | None]) -> list[GrammarProgress | None]:
         """Where each running request is in its grammar; None: it has none."""
-        places: dict[int, Place] = {}
-        by_slot: list[Place | None] = []
+        places: dict[int, GrammarProgress] = {}
+        by_slot: list[GrammarProgress | None] = []
         for request in requests:
             place = None
             if request is not None:
                 sampling = request.sampling or self._sampling
                 place = self._places.get(id(request))
                 if place is None and sampling.grammar:
-                    place = Place(self._engine.matcher(sampling), len(request.tokens))
+                    place = GrammarProgress(self._engine.matcher(sampling), len(request.tokens))
             if place is not None:
                 places[id(request)] = place
             by_slot.append(place)

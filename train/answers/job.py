@@ -26,7 +26,7 @@ from specjax.runtime.generate import ALL_ROUNDS
 from train.answers.dialogue import Dialogue, Writer, Written
 from train.answers.journal import AnswerJournal
 from train.answers.openings import OPENINGS, read_openings
-from train.answers.questions import Asked, Mixture, file_questions, own_questions
+from train.answers.questions import Asked, TemperatureChoice, file_questions, own_questions
 from train.data.chats import ChatFormat, read_template
 from train.data.corpus import source_files
 from train.data.hub import hub_revision, is_on_hub
@@ -185,7 +185,7 @@ class AnswerJob:
 
     def _questions(self) -> Iterator[Asked]:
         args = self.args
-        mixture = Mixture(args.temperature, args.seed)
+        mixture = TemperatureChoice(args.temperature, args.seed)
         if args.own is None:
             return file_questions(args.files, mixture, self.intake)
         openings = read_openings(args.openings) if args.openings else OPENINGS

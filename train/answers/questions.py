@@ -40,7 +40,7 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture:
+class TemperatureChoice:
     """Temperatures, and how often each is drawn.
 
     Attributes:
@@ -58,7 +58,9 @@ class Mixture:
         return list(self.shares)[bisect.bisect_right(ends, place)]
 
 
-def file_questions(files: Sequence[str], mixture: Mixture, intake: Intake) -> Iterator[Asked]:
+def file_questions(
+    files: Sequence[str], mixture: TemperatureChoice, intake: Intake
+) -> Iterator[Asked]:
     """The conversations of files, one at a time; what is none is counted by the intake.
 
     Raises:
@@ -74,7 +76,12 @@ def file_questions(files: Sequence[str], mixture: Mixture, intake: Intake) -> It
 
 
 def _question(
-    piece: TextPiece, number: int, record: Any, index: int, mixture: Mixture, intake: Intake
+    piece: TextPiece,
+    number: int,
+    record: Any,
+    index: int,
+    mixture: TemperatureChoice,
+    intake: Intake,
 ) -> Asked | None:
     """A record as a question; None if it is none."""
     name = f"{piece.name}#{number}"
@@ -123,7 +130,9 @@ def split_turns(messages: Sequence[Message]) -> tuple[tuple[Message, ...], ...]:
     return tuple(turns)
 
 
-def own_questions(count: int, openings: Sequence[str], mixture: Mixture) -> Iterator[Asked]:
+def own_questions(
+    count: int, openings: Sequence[str], mixture: TemperatureChoice
+) -> Iterator[Asked]:
     """Questions that the model writes itself, each after an opening."""
     for index in range(count):
         opening = random.Random(f"opening {mixture.seed} {index}").choice(openings)
