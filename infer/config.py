@@ -15,15 +15,18 @@ from typing import Any
 from specjax._util.errors import one_line
 from specjax._util.files import read_file
 from specjax._util.program import Parser
+from specjax._util.shipped import ListConfigs, config_path
 
 
 def add_config(commands: Parser) -> None:
-    """Adds ``--config``, which :func:`parse_with_config` reads."""
+    """Adds ``--config``, which :func:`parse_with_config` reads, and ``--list-configs``."""
     commands.add_argument(
         "--config",
         metavar="FILE.toml",
-        help="read options by name from this file; options of the command line override them",
+        help="read options by name from this file, or from a config that comes with specjax; "
+        "options of the command line override them",
     )
+    commands.add_argument("--list-configs", action=ListConfigs, const="papers")
 
 
 def parse_with_config(commands: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -40,7 +43,7 @@ def parse_with_config(commands: Parser, argv: Sequence[str] | None) -> argparse.
 
     arguments: list[str] = []
     try:
-        for name, value in tomllib.loads(read_file(path).decode()).items():
+        for name, value in tomllib.loads(read_file(config_path(path)).decode()).items():
             arguments += _arguments(commands, name, value)
     except OSError as error:
         commands.error(f"--config {path}: cannot be read ({error.strerror})")
@@ -57,7 +60,7 @@ def _arguments(commands: Parser, name: str, value: Any) -> list[str]:
     """
     option = f"--{name.replace('_', '-')}"
     action = commands._option_string_actions.get(option)  # argparse has no public name for it
-    if action is None or option == "--config":
+    if action is None or option in ("--config", "--list-configs"):
         raise ValueError(f"there is no option {name}")
     if action.nargs == 0:
         if not isinstance(value, bool):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from specjax._util.errors import system_error
 from specjax._util.program import Parser, Place, any_text, name_or_path
+from specjax._util.shipped import ListConfigs
 
 
 def new_file(text: str) -> Path:
@@ -30,7 +31,9 @@ def new_file(text: str) -> Path:
 def config_parser(name: str, doc: str) -> Parser:
     """A parser for a config file and its overrides; ``name`` is what follows ``python -m``."""
     parser = Parser(name, doc)
-    parser.add_argument("config", metavar="CONFIG.toml")
+    text = "a config file, or the name of one that comes with specjax"
+    parser.add_argument("config", metavar="CONFIG.toml", help=text)
+    parser.add_argument("--list-configs", action=ListConfigs)
     parser.add_argument(
         "--set",
         action="append",

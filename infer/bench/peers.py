@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from infer.bench.timed_cases import Result
 from infer.rescoring import Prompts, mismatches
 from infer.uncertainty import speed_ratio
 from specjax._util.errors import OptionError
+from specjax._util.program import module_command
 from specjax.lm import LM
 
 # Modes of the peer, and our method that each is compared with.
@@ -50,7 +50,7 @@ class TransformersPeer:
 
     def __enter__(self) -> TransformersPeer:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "infer.bench.peer_transformers"],
+            module_command("infer.bench.peer_transformers"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

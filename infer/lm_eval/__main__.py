@@ -19,7 +19,7 @@ NAME = "infer.lm_eval"
 def main() -> int:
     """Runs the program; returns the exit code."""
     if importlib.util.find_spec("lm_eval") is None:
-        say(NAME, "it needs lm-eval: pip install 'specjax[lm-eval]'")
+        say(NAME, 'it needs lm-eval: pip install "specjax[lm-eval]"')
         return BAD_INPUT
     return run(NAME, "infer.lm_eval.model:evaluate", None)
 

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = commands.parse_args(argv)
     for name in REQUIRED:
         if importlib.util.find_spec(name) is None:
-            commands.error(f"{name} is not installed: pip install -c constraints.txt -e '.[serve]'")
+            commands.error(f'{name} is not installed: pip install "specjax[serve]"')
     return run("infer.serve", "infer.serve.server:serve", args)
 
 

@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from specjax._util.errors import (
@@ -28,6 +29,7 @@ from specjax._util.errors import (
     system_error,
 )
 
+COMMAND = "specjax"  # starts every program, as `specjax run` (specjax/__main__.py)
 # Exit codes.
 FAILED = 1
 BAD_INPUT = 2
@@ -68,13 +70,16 @@ class Parser(argparse.ArgumentParser):
     """An argument parser with ``--version``, whose errors are one line that names the way out.
 
     An argument without a ``type`` of its own is a :func:`name_or_path`. ``name`` is what follows
-    ``python -m``, and ``doc`` is the program's docstring.
+    ``python -m``, and ``doc`` is the program's docstring. The help names the program as it was
+    called: ``specjax run``, or ``python -m infer.run``.
     """
 
     def __init__(self, name: str, doc: str):
+        module = f"python -m {name}"
+        called = sys.argv[0] if sys.argv[0].startswith(f"{COMMAND} ") else module
         super().__init__(
-            prog=f"python -m {name}",
-            description=doc,
+            prog=called,
+            description=doc.replace(module, called),
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -180,6 +185,20 @@ def require_output() -> None:
         raise InputError(
             "standard output is closed, so the result would be lost: open it, or give --out"
         )
+
+
+def module_command(module: str) -> list[str]:
+    """The command that runs a module of ours as a program, as ``python -m`` does.
+
+    Unlike ``python -m`` it does not search the working directory, where a file ``train.py`` or
+    ``infer.py`` would be imported in place of our package.
+    """
+    root = str(Path(__file__).parents[2])
+    code = (
+        f"import runpy, sys; sys.path.append({root!r}); "
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+    return [sys.executable, "-P", "-c", code]
 
 
 def start(main: Callable[[], int]) -> NoReturn:

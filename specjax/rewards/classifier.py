@@ -44,7 +44,7 @@ class Classifier(OfText):
             import torch  # noqa: F401
         except ImportError:
             raise OptionError(
-                "reward classifier needs torch: pip install 'specjax[torch]'"
+                'reward classifier needs torch: pip install "specjax[torch]"'
             ) from None
 
     @functools.cached_property

@@ -192,7 +192,7 @@ class Lexical:
             return
         warnings.warn(
             f"reward {self.name}: only regular inflections count, 'ran' is no form of 'run'; for "
-            "irregular ones: pip install 'specjax[words]'",
+            'irregular ones: pip install "specjax[words]"',
             RewardWarning,
             stacklevel=2,
         )

@@ -14,7 +14,7 @@ from specjax.core.warp import warp
 from specjax.registry import Context
 from specjax.runtime.engine import Engine, Request
 from specjax.runtime.generate import make_engine
-from specjax.runtime.grammar_rounds import Place, advance_with_grammars, masks
+from specjax.runtime.grammar_rounds import GrammarProgress, advance_with_grammars, masks
 from specjax.runtime.scheduler import Bounds, Scheduler
 from specjax.text.grammar import make_matcher
 from support import laws
@@ -113,7 +113,7 @@ def test_masks_are_those_of_each_node():
     opening, closing, bracket = (tokenizer.token_to_id(text) for text in ("{", "}", "["))
     tokens = np.array([[7, opening, bracket, opening]])
     parents = np.array([[2**30, 0, 0, 2]])
-    bits = masks([Place(matcher, 1)], tokens, parents, np.ones((1, 4), bool), vocab)
+    bits = masks([GrammarProgress(matcher, 1)], tokens, parents, np.ones((1, 4), bool), vocab)
     allowed = np.unpackbits(bits.view(np.uint8), axis=-1, bitorder="little")[0]
     assert [row[opening] for row in allowed] == [1, 0, 1, 0]
     assert [row[closing] for row in allowed] == [0, 1, 0, 1]
@@ -179,7 +179,7 @@ def masked_counts(name, options):
         keys = jax.random.split(jax.random.key(seed), ROWS)
         prompts = [np.array(PROMPT)] * ROWS
         state = loop.start(method, inputs, prompts, budget, keys, chunk=4, capacity=32)
-        places = [Place(Follows(), len(PROMPT)) for _ in range(ROWS)]
+        places = [GrammarProgress(Follows(), len(PROMPT)) for _ in range(ROWS)]
         for _ in range(LENGTH):
             seen = np.asarray(state.done)
             state = advance_with_grammars(method, inputs, state, 1, seen, places)

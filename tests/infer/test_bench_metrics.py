@@ -584,7 +584,7 @@ MISSING = {"rouge": "rouge_score", "mauve:x": "mauve", "coherence:{home}": "torc
 def test_a_missing_extra_is_one_line(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, MISSING[name], None)
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    with pytest.raises(OptionError, match=rf"needs {MISSING[name]}: pip install 'specjax\[") as no:
+    with pytest.raises(OptionError, match=rf"needs {MISSING[name]}: pip install \"specjax\[") as no:
         make_metric(name.format(home=tmp_path))
     assert "\n" not in str(no.value)
 

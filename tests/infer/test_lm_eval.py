@@ -92,7 +92,7 @@ def test_without_lm_eval_it_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main() == 2
     assert capsys.readouterr().err == (
-        "infer.lm_eval: it needs lm-eval: pip install 'specjax[lm-eval]'\n"
+        'infer.lm_eval: it needs lm-eval: pip install "specjax[lm-eval]"\n'
     )
 
 

@@ -189,7 +189,9 @@ def test_importing_the_library_loads_no_jax():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("program", ["infer.run", "infer.bench", "infer.tune", "infer.serve"])
+@pytest.mark.parametrize(
+    "program", ["specjax", "infer.run", "infer.bench", "infer.tune", "infer.serve"]
+)
 def test_help_is_there_at_once(program):
     def seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -103,7 +103,10 @@ def test_two_processes_give_the_losses_of_one_device(start, tmp_path):
 
 
 # Settings of other programs, by name: {0} is the random model's directory, {1} the run's.
-FAST = ("run.log_every=1", "run.eval_every=3", "run.eval_batches=2", 'data.files=["specjax"]')
+FAST = (
+    *("run.log_every=1", "run.eval_every=3", "run.eval_batches=2"),
+    *("data.corpora=[]", 'data.files=["specjax"]'),
+)
 OTHERS = {
     "train.lm": (
         *("model.init_from=''", "model.remat=true", "tokenizer.path={0}/tokenizer.json"),

@@ -248,8 +248,11 @@ def test_bad_input_exits_2_with_one_line(quick, tmp_path, start, capsys):
         (("sdsat.ids=[3]", "sdsat.fim_rate=0.5"), "3 is '<|fim_middle|>'"),
         (("data.seq_len=256",), "longer than the model's context (128)"),
         ((f"model.init_from={plain}", "sdsat.fim_rate=0.5"), "no fill-in-the-middle sentinels"),
-        ((f'data.files=["{tmp_path}/empty"]',), "the corpus is empty"),
-        ((f'data.files=["{tmp_path}/{held_out_file}"]',), "is left for training"),
+        (("data.corpora=[]", f'data.files=["{tmp_path}/empty"]'), "the corpus is empty"),
+        (
+            ("data.corpora=[]", f'data.files=["{tmp_path}/{held_out_file}"]'),
+            "is left for training",
+        ),
         (("sdsat.windw=3",), "did you mean sdsat.window"),
         (("sdsat.ids=[1.5]",), "sdsat.ids=1.5: expected int"),
         (("model.init_from=/no/model",), "/no/model"),

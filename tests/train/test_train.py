@@ -424,6 +424,7 @@ def test_architecture_and_corpus_are_compared_too(uninterrupted, tmp_path, capsy
         *overrides(
             f"model.init_from={start}",
             f"tokenizer.path={start}/tokenizer.json",
+            "data.corpora=[]",
             f'data.files=["{text}"]',
         ),
     ]

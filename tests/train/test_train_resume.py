@@ -580,7 +580,7 @@ def test_a_run_reports_to_weights_and_biases_and_resumes_there(tmp_path, monkeyp
 
 def test_a_missing_client_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match=r'run.wandb="own" needs wandb: pip install specjax'):
+    with pytest.raises(InputError, match=r'run.wandb="own" needs wandb: pip install "specjax'):
         train(tmp_path, wandb="own")
 
 

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from specjax._util.checks import Check, quoted
 from specjax._util.errors import InputError, errors_as
 from specjax._util.files import read_file
+from specjax._util.shipped import config_path
 from train.config.aliases import hint, renamed
 from train.config.effects import keys_without_effect
 from train.config.sections import Name, PositiveFloat
@@ -51,13 +52,15 @@ def from_toml(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> 
 def read_toml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The values of a TOML file and ``section.key=value`` overrides, unchecked.
 
+    Where there is no such file, ``path`` may name a config that comes with specjax.
+
     Raises:
       InputError: the file is missing or not valid TOML, or an override has another form.
     """
     try:
-        text = read_file(path)
+        text = read_file(config_path(path))
     except (FileNotFoundError, IsADirectoryError):
-        raise InputError(f"{path}: no such config file; configs/ holds examples") from None
+        raise InputError(f"{path}: no such config file; see --list-configs") from None
     except OSError as error:
         raise InputError(f"cannot read the config {path}: {error.strerror}") from None
 

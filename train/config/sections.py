@@ -59,7 +59,7 @@ class Model:
 class DataSection:
     """The corpus, and how it is cut into rows."""
 
-    corpora: tuple[Name, ...] = ()  # stdlib, installed: source code that is on this machine
+    corpora: tuple[Name, ...] = ()  # stdlib, installed, specjax: sources on this machine
     files: tuple[Name, ...] = ()
     shards: str = ""  # a directory for tokenized shards; empty: the whole corpus is in memory
     weights: tuple[PositiveFloat, ...] = ()  # sampling weight of each corpus, then of each file

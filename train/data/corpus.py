@@ -1,4 +1,4 @@
-"""Training text: the interpreter's standard library, installed packages, or the user's files.
+"""Training text: sources of the standard library, of packages or of specjax; the user's files.
 
 Every source yields `Document`s with a stable name. The name alone decides whether a document is
 held out. So the split stays the same when the corpus is reordered, grows, or changes its text.
@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
+import specjax
 from specjax._util.errors import InputError
 from train.data.hub import is_on_hub
 from train.data.reading import Document, Intake, TextPiece, read_piece, unreadable
@@ -58,7 +59,7 @@ def load_corpus(
     """Documents of the named corpora and of `files`, sorted by name, without exact duplicates.
 
     Args:
-      names: any of `"stdlib"` and `"installed"`.
+      names: any of `"stdlib"`, `"installed"` and `"specjax"`.
       files: text files, folders of text, JSON lines and Parquet files of texts or conversations,
         which may be compressed (.gz, .zst), and data sets of the hub (`hf:NAME[:SPLIT]`).
       intake: decides what is skipped, and counts it; by default a bad record is an error.
@@ -182,7 +183,13 @@ def _is_installed_source(path: PurePosixPath) -> bool:
     )
 
 
-_CORPORA = {"stdlib": stdlib_files, "installed": _installed_files}
+def _own_files() -> list[tuple[str, Path]]:
+    """The sources of specjax's library: a corpus for trials that every installation has."""
+    root = Path(specjax.__file__).parent
+    return [(f"specjax/{path.relative_to(root).as_posix()}", path) for path in root.rglob("*.py")]
+
+
+_CORPORA = {"stdlib": stdlib_files, "installed": _installed_files, "specjax": _own_files}
 
 
 def source_files(

@@ -95,7 +95,7 @@ def require_trackers(run: Run) -> None:
         value = getattr(run, option)
         if value and importlib.util.find_spec(package) is None:
             raise InputError(
-                f"run.{option}={json.dumps(value)} needs {package}: pip install specjax[{extra}]"
+                f'run.{option}={json.dumps(value)} needs {package}: pip install "specjax[{extra}]"'
             )
 
 

@@ -26,7 +26,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
 from specjax._util.errors import InputError, SpecjaxError
-from specjax._util.program import BAD_INPUT, Parser
+from specjax._util.program import BAD_INPUT, Parser, module_command
 from specjax.models import ModelConfig, param_shapes
 from train.config import SDSATConfig, from_dict, to_dict
 from train.engine.optim import make_optimizer
@@ -199,7 +199,7 @@ def _compile_in_a_process(cfg: SDSATConfig, devices: int) -> dict[str, Any]:
         mesh = dataclasses.replace(cfg.mesh, topology="", devices=devices)
         cfg = dataclasses.replace(cfg, mesh=mesh)
     done = subprocess.run(
-        [sys.executable, "-m", "train.sdsat.dryrun"],
+        module_command("train.sdsat.dryrun"),
         input=json.dumps(to_dict(cfg)),
         capture_output=True,
         text=True,

@@ -92,7 +92,7 @@ def library(module: str, metric: str, extra: str = "eval") -> ModuleType:
     except ImportError:
         package = module.partition(".")[0]
         raise OptionError(
-            f"--metric {metric} needs {package}: pip install 'specjax[{extra}]'"
+            f'--metric {metric} needs {package}: pip install "specjax[{extra}]"'
         ) from None
 
 

@@ -31,7 +31,7 @@ def read_pickle(path: Path) -> dict[str, Any]:
     try:
         import torch
     except ImportError:
-        raise ModelError(f"{path}: pickles need torch: pip install 'specjax[torch]'") from None
+        raise ModelError(f'{path}: pickles need torch: pip install "specjax[torch]"') from None
     # A damaged file can make the unpickler raise anything.
     with errors_as(f"{path}: not a readable pickle of tensors"), warnings.catch_warnings():
         warnings.simplefilter("ignore")

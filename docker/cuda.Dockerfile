@@ -1,0 +1,19 @@
+# specjax on NVIDIA GPUs, from a wheel of this checkout. JAX's packages bring CUDA; the host needs
+# the driver and the NVIDIA container toolkit:
+#   docker build -f docker/cuda.Dockerfile -t specjax:cuda .
+#   docker run --rm --gpus all specjax:cuda run
+FROM python:3.11-slim AS build
+WORKDIR /src
+COPY . .
+RUN pip install --no-cache-dir hatchling hatch-fancy-pypi-readme
+RUN python -m hatchling build -t wheel -d /dist
+
+FROM python:3.11-slim
+COPY constraints.txt /tmp/constraints.txt
+COPY --from=build /dist /dist
+RUN pip install --no-cache-dir -c /tmp/constraints.txt "$(ls /dist/*.whl)[serve,gguf,cuda12]"
+RUN useradd --create-home specjax
+USER specjax
+WORKDIR /home/specjax
+ENTRYPOINT ["specjax"]
+CMD ["--help"]
