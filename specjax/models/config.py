@@ -280,11 +280,13 @@ class ModelConfig:
         )
 
     def layer(self, index: int) -> ModelConfig:
-        """The config of a model of this layer alone."""
+        """The config by which one layer is made, equal for layers of the same parameters.
+
+        It keeps the number of all layers, which scales the initial weights.
+        """
         has_experts = self.expert_layers is None or self.expert_layers[index]
         return dataclasses.replace(
             self,
-            num_layers=1,
             sliding_layers=None,
             rope_layers=None,
             experts=self.experts if has_experts else None,

@@ -64,7 +64,8 @@ def _for_all_layers(cfg: ModelConfig, fused: bool, *extract: Callable) -> dict:
     layers = {}
     tree = {}
     for i in range(cfg.num_layers):
-        tree = _single_layer(cfg.layer(i), fused, extract)
+        single = dataclasses.replace(cfg.layer(i), num_layers=1)
+        tree = _single_layer(single, fused, extract)
         layers[str(i)] = tree["layers"]["0"]
     return tree | {"layers": layers}
 
