@@ -396,5 +396,5 @@ def test_every_weight_names_axes_that_the_rules_know(name):
         split = {path[-2].key for path, s in jax.tree.leaves_with_path(specs["layers"]) if any(s)}
         parts = {"qkv", "gate_up"} if layout else {"q", "k", "v", "gate", "up"}
         assert {"out", "down"} <= split <= {"out", "down", "up", *parts}
-    part = param_specs(cfg, {"layers": {"": fused["layers"]["1"]}}, 2)
-    assert specs["layers"]["1"] == part["layers"][""]
+    part = param_specs(cfg, {"layers": {"1": fused["layers"]["1"]}}, 2)
+    assert specs["layers"]["1"] == part["layers"]["1"]
