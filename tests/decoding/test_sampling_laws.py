@@ -114,10 +114,8 @@ def sdsat(single):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("autoregressive", {}),
         ("block", {"gamma": 2}),
         ("speculative", {"gamma": 2, "draft_warp": False}),
-        ("specinfer", {"branching": (2, 2)}),
         ("specinfer", {"branching": (2, 2), "replacement": True}),
         ("tree-match", {"branching": (3, 1)}),
         ("lookup", {"gamma": 2}),

@@ -194,9 +194,9 @@ def test_masks_are_made_in_the_order_of_the_layers(monkeypatch, sliding_first):
     made = []
     windowed, of_kind = dense.windowed, forward_pass._attention_of_kind
 
-    def record_window(mask, window):
+    def record_window(mask, window, chunked):
         made.append(window)
-        return windowed(mask, window)
+        return windowed(mask, window, chunked)
 
     def record_kind(cfg, kind, queries):
         made.append(kind.window)
