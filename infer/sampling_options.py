@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from specjax._util.command_line import checked
 from specjax._util.errors import OptionError
 from specjax._util.sampling_checks import CHECKS, LARK, SCHEMA
 from specjax.text.tokenizer import Tokenizer
 
 
 def _list(text: str) -> list[str]:
-    return [part for part in text.split(",") if part]
+    return text.split(",")
 
 
 def _biases(text: str) -> list[list[str]]:
@@ -95,6 +96,7 @@ def add_settings(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--bad-words",
         action="append",
+        type=checked(str, "a text that is not empty", str.strip),
         metavar="TEXT",
         help="never write this text; repeatable",
     )
@@ -133,6 +135,8 @@ def _parser(name: str, setting: Setting) -> Callable[[str], Any]:
 
     def parse(text: str) -> Any:
         try:
+            if not text:
+                raise ValueError
             return CHECKS[name].convert(setting.split(text))
         except (ValueError, TypeError, KeyError, OverflowError):
             expected = CHECKS[name].description

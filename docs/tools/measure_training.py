@@ -25,7 +25,6 @@ import functools
 import itertools
 import re
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -144,12 +143,13 @@ def step_setup(cfg: SDSATConfig, layers: int | None = None) -> SdsatSetup:
     model = dataclasses.replace(model, vocab_size=model.vocab_size + 1, adaptive_ids=ids)
     how = cfg.model.compute_dtype, cfg.model.remat, cfg.model.scan
     return SdsatSetup(
-        directory=Path(),
+        start=None,
         tokenizer=None,
         model=shallow(model, layers) if layers else model,
         new_rows=1,
         insertion=Insertion(ids, rate=cfg.sdsat.start_rate),
         layout=None,
+        chats=None,
         objective=SdsatObjective(cfg.sdsat.loss, cfg.sdsat.window, 0.0, cfg.sdsat.weight, *how),
         tuning=make_tuning(Tuned(), ids, 0),
     )

@@ -224,7 +224,7 @@ def test_only_allowed_tokens_are_left_and_bans_of_everything_are_dropped():
 def test_ends_of_each_row():
     rows = [sj.Sampling(), sj.Sampling(ignore_eos=True), sj.Sampling(stop_token_ids=(9,))]
     inputs = Inputs.of(pair()[0], None, sj.Sampling(), 3).replace(warp=stacked(rows))
-    ends = inputs.is_eos(jnp.tile(jnp.array([3, 9, 11]), (3, 1)))
+    ends = inputs.is_eos(jnp.tile(jnp.array([5, 9, 11]), (3, 1)))
     assert ends.tolist() == [
         [True, False, False],
         [False, False, False],

@@ -728,7 +728,7 @@ ARGUMENTS = (
     "--max-new-tokens 0",
     f"--max-new-tokens {10**12}",
     "--seed -1",
-    f"--seed {2**32}",
+    f"--seed {2**64}",
     f"--seed {LONG}",
     "--temperature nan",
     "--temperature inf",

@@ -13,7 +13,6 @@ from specjax._util.checks import (
     FROM_0,
     INT32_MAX,
     POSITIVE,
-    SEED_MAX,
     number,
     satisfying,
     whole,
@@ -29,7 +28,7 @@ Fraction = Annotated[float, number(0, 1)]
 Layers = Annotated[int, whole(1, 4096)]
 Width = Annotated[int, whole(1, 2**20)]
 Vocabulary = Annotated[int, whole(261, 2**20)]  # 256 bytes and train.data.tokenizer's special ids
-Seed = Annotated[int, whole(0, SEED_MAX)]
+Seed = Annotated[int, whole(0, 2**32 - 1)]  # NumPy and JAX take it
 # A text that must not be empty. Where a plain str may be, its comment says what that means.
 Name = Annotated[str, satisfying("a text that is not empty", bool)]
 Matrix = Literal["q", "k", "v", "out", "gate", "up", "down"]
