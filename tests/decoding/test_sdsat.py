@@ -168,7 +168,8 @@ def offered(lm, k):
     inputs = Engine(lm, None, None, {}).inputs(sj.Sampling(temperature=1.0), 1)
     logits = jnp.broadcast_to(-jnp.arange(float(V)), (1, k, V))
     candidates = Candidates(k, "tree")
-    draft = candidates.draft(inputs, None, jnp.zeros(1, jnp.int32), logits, jnp.ones(1, bool))
+    root = jnp.zeros(1, jnp.int32)
+    draft = candidates.draft(inputs, None, None, root, logits, jnp.ones(1, bool))
     assert draft.valid.all() and draft.shape == (len(candidates.parents), k, 4)
     paths = [""]
     for token, parent in zip(draft.tokens[0, 1:].tolist(), candidates.parents[1:], strict=True):

@@ -198,8 +198,8 @@ def draft_steps(
     def step(params, features, tokens, positions, past):
         entries: list[KeysValues] = []
 
-        # The head has one layer, so attend is called one time.
-        def attend(layer, q, k, v):
+        # The head has one layer, so attend is called one time. It has no sinks.
+        def attend(layer, q, k, v, sinks):
             entries.append((k, v))
             return attend_steps(q, (*past, (k, v)))
 
