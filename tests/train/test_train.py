@@ -411,6 +411,8 @@ def another(value):
     """A value of the same type."""
     if isinstance(value, bool):
         return not value
+    if isinstance(value, dict):
+        return value | {"7": 1}
     return (*value, "7") if isinstance(value, tuple) else value + type(value)(1)
 
 
