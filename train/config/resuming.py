@@ -91,9 +91,9 @@ def require_same(began: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every leaf of nested dicts."""
+    """(dotted name, value) of every leaf of nested dicts; an empty dict is a leaf."""
     for key, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
