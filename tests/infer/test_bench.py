@@ -641,7 +641,7 @@ def test_random_target_is_what_a_peer_loads(monkeypatch):
         (["--run-tests"], "--prompts"),
         (["--unsafe"], "--run-tests"),
         (["--sampled-only", "--temperature", "0"], "--sampled-only"),
-        (["--seed", 2**32 - 2, "--repeats", "3"], "--seed 4294967294"),
+        (["--seed", 2**64 - 2, "--repeats", "3"], "--seed 18446744073709551614"),
         (["--mesh", "data=4096"], "needs 4096 devices"),
         (["--mesh", "model=4096"], "needs 4096 devices"),
         (["--chat"], "no chat template"),

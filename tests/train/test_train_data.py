@@ -110,7 +110,9 @@ def test_a_bad_jsonl_line_is_named(tmp_path, content, message):
 
 
 def test_bad_sources_are_named(tmp_path):
-    with pytest.raises(InputError, match="unknown corpus 'wiki': expected one of installed, stdl"):
+    with pytest.raises(
+        InputError, match="unknown corpus 'wiki': expected one of installed, specjax, stdl"
+    ):
         load_corpus(["wiki"])
     with pytest.raises(InputError, match=r"cannot read .*none\.txt: No such file"):
         load_corpus([], [str(tmp_path / "none.txt")])
