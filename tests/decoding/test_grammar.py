@@ -69,8 +69,8 @@ def test_every_text_is_of_its_grammar_and_forced_tokens_are_drafted():
     ("method", "options", "temperature"),
     [
         ("lookup", {"gamma": 6}, 1.0),
-        ("speculative", {"gamma": 3}, 0.0),
-        ("specinfer", {"branching": (2, 2)}, 1.0),
+        pytest.param("speculative", {"gamma": 3}, 0.0, marks=pytest.mark.sweep),
+        pytest.param("specinfer", {"branching": (2, 2)}, 1.0, marks=pytest.mark.sweep),
     ],
     ids=str,
 )
@@ -196,10 +196,10 @@ def masked_counts(name, options):
     ("name", "options"),
     [
         ("speculative", {"gamma": 2}),
-        ("block", {"gamma": 2}),
         ("specinfer", {"branching": (2, 2)}),
-        ("lookup", {"gamma": 2}),
-        ("tree-match", {"branching": (2, 1)}),
+        pytest.param("block", {"gamma": 2}, marks=pytest.mark.sweep),
+        pytest.param("lookup", {"gamma": 2}, marks=pytest.mark.sweep),
+        pytest.param("tree-match", {"branching": (2, 1)}, marks=pytest.mark.sweep),
     ],
     ids=str,
 )

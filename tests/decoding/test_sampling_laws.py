@@ -115,10 +115,11 @@ def sdsat(single):
     ("name", "options"),
     [
         ("block", {"gamma": 2}),
-        ("speculative", {"gamma": 2, "draft_warp": False}),
         ("specinfer", {"branching": (2, 2), "replacement": True}),
-        ("tree-match", {"branching": (3, 1)}),
-        ("lookup", {"gamma": 2}),
+        pytest.param("speculative", {"gamma": 2, "draft_warp": False}, marks=pytest.mark.sweep),
+        pytest.param("specinfer", {"branching": (2, 2)}, marks=pytest.mark.sweep),
+        pytest.param("tree-match", {"branching": (3, 1)}, marks=pytest.mark.sweep),
+        pytest.param("lookup", {"gamma": 2}, marks=pytest.mark.sweep),
     ],
     ids=str,
 )
@@ -127,7 +128,7 @@ def test_every_rule_has_the_law(name, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("single", [True, pytest.param(False, marks=pytest.mark.sweep)])
 def test_sdsat_has_the_law(single):
     assert p_value(*sdsat(single)) > laws.ALPHA
 
@@ -178,7 +179,15 @@ def reads_sibling(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutate", [keeps_refused, counts_prompt, ends_early, reads_sibling])
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        keeps_refused,
+        reads_sibling,
+        pytest.param(counts_prompt, marks=pytest.mark.sweep),
+        pytest.param(ends_early, marks=pytest.mark.sweep),
+    ],
+)
 def test_mutant_is_caught(mutate, monkeypatch):
     mutate(monkeypatch)
     method, settings = built("specinfer", {"branching": (2, 2)})

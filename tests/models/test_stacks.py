@@ -32,11 +32,16 @@ METHODS = {
 }
 
 
-@pytest.fixture(params=stack_variants.ALL)
-def name(request):
-    return request.param
+# These have unusual parts: experts, latents, sinks, chunks, norms on other places.
+UNUSUAL = ("qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "olmo2")
+SWEPT = [
+    name if name in UNUSUAL else pytest.param(name, marks=pytest.mark.sweep)
+    for name in stack_variants.ALL
+]
+each_swept = pytest.mark.parametrize("name", SWEPT)
 
 
+@pytest.mark.parametrize("name", stack_variants.ALL)
 def test_logits(name):
     cfg, _, fused = build(name)
     want = golden_stacks()[f"{name}/logits"]
@@ -46,6 +51,7 @@ def test_logits(name):
 
 
 @pytest.mark.slow
+@each_swept
 def test_prefill_then_steps(name):
     """A cache that was used before, filled in two chunks and then token by token."""
     cfg, _, fused = build(name)
@@ -64,15 +70,9 @@ def test_prefill_then_steps(name):
             close(np.asarray(logits_of(cfg, fused, out.hidden))[:, 0], want[:, start - first])
 
 
-# Every variant decodes with ``lookup``, whose tokens are also plain decoding's. These have unusual
-# parts: experts, latents, sinks, chunks, norms on other places.
-DECODED_BY_ALL = ("qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "olmo2")
-DECODED = [(name, "lookup") for name in stack_variants.ALL]
-DECODED += [(name, method) for name in DECODED_BY_ALL for method in METHODS if method != "lookup"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "method"), DECODED)
+@pytest.mark.parametrize("method", METHODS)
+@each_swept
 def test_greedy_tokens(name, method):
     target, draft = pair(name)
     out = sj.generate(
@@ -89,6 +89,7 @@ def test_greedy_tokens(name, method):
 
 @pytest.mark.slow
 @pytest.mark.torch
+@each_swept
 def test_checkpoints_both_ways(name, tmp_path):
     """transformers loads what we save, by the config that we write; we load what it saves."""
     torch = pytest.importorskip("torch")
@@ -113,7 +114,9 @@ def test_checkpoints_both_ways(name, tmp_path):
     assert dataclasses.replace(read, bos_id=1, eos_ids=(2,), pad_id=cfg.pad_id) == cfg
 
 
+@pytest.mark.slow
 @pytest.mark.torch
+@each_swept
 def test_golden_files_are_what_transformers_gives(name):
     pytest.importorskip("torch")
     from golden import make
