@@ -6,9 +6,11 @@ takes 300 MB for a moment, and each text of 1 MB takes several.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+from collections.abc import Iterator
 
 from specjax._util.memory import limit_heaps, return_memory
 
@@ -19,22 +21,28 @@ REGULARLY = 10.0  # seconds until memory is given back although the process has 
 STATM = "/proc/self/statm"
 
 
-def limit_memory() -> None:
-    """Lets all threads share two heaps, and gives freed memory back from time to time.
+@contextlib.contextmanager
+def limited_memory() -> Iterator[None]:
+    """Lets all threads share two heaps; in the block, freed memory is given back now and then.
 
-    To be called before other threads start.
+    To be entered before other threads start. After the block nothing is given back any more: that
+    takes long in a process with much memory, and all its threads wait.
     """
     limit_heaps(HEAPS)
+    ended = threading.Event()
     if os.path.exists(STATM):
-        threading.Thread(target=_watch, name="memory", daemon=True).start()
+        threading.Thread(target=_watch, args=(ended,), name="memory", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
-def _watch() -> None:
+def _watch(ended: threading.Event) -> None:
     """Gives freed memory back when the process has grown, and regularly."""
     low = _resident()
     last = time.monotonic()
-    while True:
-        time.sleep(SECONDS)
+    while not ended.wait(SECONDS):
         if _resident() > low + GROWTH or time.monotonic() > last + REGULARLY:
             return_memory()
             low = _resident()

@@ -395,14 +395,14 @@ FREED = """
 import time
 from infer.serve import memory
 memory.SECONDS = memory.REGULARLY = 0.1
-memory.limit_memory()
-blocks = [bytes(20_000) for _ in range(10_000)]
-del blocks[::2], blocks[::3]  # what stays is everywhere in the heap
-blocks = blocks[::100]
-ends = time.monotonic() + 20
-while memory._resident() > 100 * 2**20 and time.monotonic() < ends:
-    time.sleep(0.05)
-print(memory._resident() >> 20)
+with memory.limited_memory():
+    blocks = [bytes(20_000) for _ in range(10_000)]
+    del blocks[::2], blocks[::3]  # what stays is everywhere in the heap
+    blocks = blocks[::100]
+    ends = time.monotonic() + 20
+    while memory._resident() > 100 * 2**20 and time.monotonic() < ends:
+        time.sleep(0.05)
+    print(memory._resident() >> 20)
 """
 
 

@@ -42,6 +42,9 @@ COMPARED_BYTES = 1 << 24  # of a table, as float32, that are compared at a time
 ReadTensor = Callable[[str, tuple[int, ...]], Any]  # (tensor name, its shape)
 ReadRows = Callable[[str, tuple[int, ...], int, int], np.ndarray]  # (…, first row, last row)
 PlacePart = Callable[[ModelConfig, dict], dict]  # moves a part of the params to its devices
+# Bytes of a part of the params after which freed memory goes back. That takes a tenth of a second
+# for each gigabyte that the process has.
+LARGE_PART = 1 << 20
 
 
 def load_pretrained(
@@ -315,13 +318,14 @@ def _tables_of(cfg: ModelConfig, stored_names: dict[str, str]) -> set[str]:
 def _placed(cfg: ModelConfig, part: dict, place_part: PlacePart | None) -> dict:
     """A part of the params on its devices; returns when it has arrived there.
 
-    Without waiting, several parts would be in host memory at the same time. Freed memory goes back
-    to the system, so that what was read is not kept beside the params.
+    Without waiting, several parts would be in host memory at the same time. After a large part,
+    freed memory goes back to the system, so that what was read is not kept beside the params.
     """
     if place_part is not None:
         part = place_part(cfg, part)
     part = jax.block_until_ready(part)
-    return_memory()
+    if sum(leaf.nbytes for leaf in jax.tree.leaves(part)) >= LARGE_PART:
+        return_memory()
     return part
 
 
