@@ -10,12 +10,14 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specjax._util.command_line import checked
 from specjax._util.errors import OptionError
 from specjax._util.sampling_checks import CHECKS, LARK, SCHEMA
-from specjax.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # a tokenizer loads JAX, and arguments are parsed before that
+    from specjax.text.tokenizer import Tokenizer
 
 
 def _list(text: str) -> list[str]:

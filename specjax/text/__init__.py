@@ -1,5 +1,10 @@
-"""Text in and out: tokenizers and chat templates."""
+"""Text in and out: tokenizers and chat templates.
 
-from specjax.text.tokenizer import IncrementalDecoder, Tokenizer
+Names are imported when they are first used: programs read conversations before they load JAX.
+"""
 
-__all__ = ["IncrementalDecoder", "Tokenizer"]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__, submod_attrs={"tokenizer": ["IncrementalDecoder", "Tokenizer"]}
+)
