@@ -19,6 +19,7 @@ import pytest
 
 from specjax._util.program import Parser
 
+ROOT = Path(__file__).parents[2]
 # What no path, name, number or list of numbers may be. Programs may accept some as a text.
 VALUES = {
     "empty": "",
@@ -115,7 +116,7 @@ PROGRAMS = {
             "--target={home}/0",
             "--max-new-tokens=1",
             "--own=1",
-            "--chat-template=configs/plain.jinja",
+            f"--chat-template={ROOT}/configs/plain.jinja",
         ),
         ("made",),
     ),
