@@ -28,6 +28,7 @@ TOLERANCE = {"bfloat16": 5e-3}
 @pytest.fixture(autouse=True)
 def small_products(monkeypatch):
     """The kernel computes small products, too; a test is skipped where there is no compiler."""
+    monkeypatch.setenv("SPECJAX_CPU_KERNELS", "1")
     monkeypatch.setattr(narrow_product, "LEAST_ENTRIES", 0)
     if building.kernels().problem:
         pytest.skip(building.kernels().problem)
@@ -148,12 +149,12 @@ def test_wide_products_and_other_codes_are_xlas(rows):
     assert not narrow_product.supports(x.astype(jnp.float16), weight.astype(jnp.float16))
 
 
-def test_the_kernel_can_be_switched_off(monkeypatch):
+def test_the_kernel_is_switched_on_for_one_device(monkeypatch):
     assert platform().kernel_rows
     with monkeypatch.context() as patch:
         patch.setattr(jax, "device_count", lambda: 2)  # XLA would not split the calls
         assert not platform().kernel_rows
-    monkeypatch.setenv("SPECJAX_CPU_KERNELS", "0")
+    monkeypatch.delenv("SPECJAX_CPU_KERNELS")
     assert not platform().kernel_rows
     assert not platform().kernel_group_rows
 
