@@ -4,8 +4,8 @@ A pass reads all weights once, whatever the number of its tokens. The table has 
 pass over one token, and what 2, 4, 8 and 16 tokens cost relative to it. Passes run in a loop, as in
 decoding, with 256 positions in the cache. Widths are measured by turns, and the median counts.
 Each form is a process of its own. `SPECJAX_CPU_KERNELS=1` measures our kernel, else XLA's
-products. The peak (VmHWM) is that of a process that loads the model and decodes 32 tokens after a prompt of 256. It
-needs Linux.
+products. The peak (VmHWM) is that of a process that loads the model and decodes 32 tokens after a
+prompt of 256. It needs Linux.
 """
 
 from __future__ import annotations

@@ -461,11 +461,9 @@ def test_a_model_spans_two_processes(pair, job_file, tmp_path, capsys):
         return [begin([*job, *more], index, port) for index, more in enumerate(own)]
 
     for killed in (1, 0):
+        out.unlink(missing_ok=True)
         both = start([], [])
-        size = out.stat().st_size if out.exists() else 0
-        while not (out.exists() and out.stat().st_size > size):
-            time.sleep(0.002)
-        both[killed].kill()
+        kill_when_written(both[killed], out)
         died = time.monotonic()
         ((code, err),) = ended([both[1 - killed]])
         assert code != 0 and time.monotonic() - died < 30
