@@ -265,10 +265,16 @@ def _new_state(method, logprobs, inputs, tokens, length, max_length, keys) -> De
     return method.init(inputs, state.replace(counts=begin_counts(inputs, state)))
 
 
-@program
 def with_counts(inputs: Inputs, state: DecodeState) -> DecodeState:
     """The state with counts of its tokens, for requests whose settings need them."""
-    return state.replace(counts=begin_counts(inputs, state))
+    return _adding_counts()(inputs, state)
+
+
+@functools.cache
+def _adding_counts():
+    # Made at the first call: options of programs depend on the device, and devices that several
+    # processes share do not exist before the processes have met.
+    return program(lambda inputs, state: state.replace(counts=begin_counts(inputs, state)))
 
 
 def _prefill_chunk(

@@ -361,7 +361,7 @@ def kill_when_written(process, path):
     while process.poll() is None and not (path.exists() and path.read_bytes()):
         time.sleep(0.002)
     process.kill()
-    assert process.wait() == -signal.SIGKILL and path.read_bytes()
+    assert process.wait() == -signal.SIGKILL and path.read_bytes(), process.stderr.read()
 
 
 @pytest.mark.slow

@@ -204,3 +204,13 @@ def test_help_is_there_at_once(program):
 
     # Processor time, the lowest of three, because other work on the machine slows a run.
     assert min(seconds() for _ in range(3)) < HELP_SECONDS
+
+
+@pytest.mark.parametrize("module", ["infer.run.job", "train.sdsat.training", "train.answers.job"])
+def test_no_import_uses_a_device(module):
+    """Processes that share devices must meet before."""
+    code = f"import {module}; from jax._src import xla_bridge as bridge; "
+    code += "print(bridge.backends_are_initialized())"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "False"
