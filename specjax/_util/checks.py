@@ -15,8 +15,6 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from specjax._util.errors import OptionError, SpecjaxError
 
 INT32_MAX = 2**31 - 1  # counts become int32 arrays
@@ -141,7 +139,10 @@ class Check:
 
 def _is_no_number(value: Any) -> bool:
     """Whether Python might convert it to a number though it means none: True, bytes, an array."""
-    return isinstance(value, (bool, np.bool_, bytes)) or bool(getattr(value, "ndim", 0))
+    if isinstance(value, (bool, bytes)) or getattr(value, "ndim", 0):
+        return True
+    # NumPy's bool. NumPy is not imported for it: that takes a third of what --help takes.
+    return str(getattr(value, "dtype", "")) == "bool"
 
 
 def _format_bound(bound: float) -> str:
