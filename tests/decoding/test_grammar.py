@@ -20,8 +20,6 @@ from specjax.text.grammar import make_matcher
 from support import laws
 from support.schemas import validate, written_schemas
 
-llguidance = pytest.importorskip("llguidance")
-
 
 @functools.cache
 def demo():

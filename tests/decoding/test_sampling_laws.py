@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from test_laws import PROMPT, V, tiny_pair
 
 import specjax as sj
@@ -20,7 +19,9 @@ from specjax.registry import Context
 from specjax.runtime.engine import Engine
 from specjax.search.sdsat import TwoStep
 from support import laws
-from support.processors import transformers_list
+
+torch = pytest.importorskip("torch")  # transformers' processors need it, and the law is theirs
+pytestmark = pytest.mark.torch
 
 LENGTH, STOP, MINIMUM = 4, 2, 2
 GIVEN = {
@@ -38,6 +39,8 @@ SAMPLING = sj.Sampling(
 
 def next_p(prefixes):
     """p of the next token after the prompt and each prefix; a row that has ended repeats STOP."""
+    from support.processors import transformers_list
+
     target, _ = tiny_pair()
     tokens = np.concatenate([np.tile(PROMPT, (len(prefixes), 1)), prefixes], 1)
     at = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
