@@ -19,7 +19,7 @@ from support.training import ROOT
 from train.answers import job
 from train.answers.__main__ import main, mixture
 from train.answers.dialogue import repeats_itself
-from train.answers.questions import Mixture, split_turns
+from train.answers.questions import TemperatureChoice, split_turns
 from train.data.corpus import load_corpus
 from train.data.reading import Intake
 
@@ -225,7 +225,7 @@ def test_repeats():
 
 def test_mixtures():
     assert mixture("0.7") == {0.7: 1.0}
-    shares = Mixture(mixture("0=3,1=1"), seed=0)
+    shares = TemperatureChoice(mixture("0=3,1=1"), seed=0)
     drawn = [shares.temperature(i) for i in range(2000)]
     assert abs(drawn.count(0.0) / 2000 - 0.75) < 0.04
 
