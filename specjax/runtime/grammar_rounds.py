@@ -1,13 +1,13 @@
 """Rounds under grammars: the device drafts, the host says what may follow, the device verifies.
 
 Each round has one exchange. The host gets the tokens of the draft and of the round before. It
-returns, for every node of the draft, a bit per token that may follow, and the tokens that each
-grammar forces. Masked logits are the target's logits: so a lossless rule stays lossless for the
-target under the grammar.
+returns the draft, with the tokens that a grammar forces in place of a row's own, and a bit for each
+token that may follow a node. Masked logits are the target's logits: so a lossless rule stays
+lossless for the target under the grammar.
 
-Forced tokens replace a row's draft where they are: they are known before, so q is a point mass.
+Forced tokens are known before, so their q is a point mass.
 
-Axis legend: B rows, N nodes, D most forced tokens, W = ⌈V/32⌉ words of 32 bits, V vocabulary.
+Axis legend: B rows, N nodes, D depth of the draft, W = ⌈V/32⌉ words of 32 bits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from specjax._util.errors import OptionError
 from specjax.core import probs
@@ -60,8 +60,7 @@ def check_method(method: Method) -> None:
         raise OptionError("grammar: drafts of automatic length have none; give gamma or branching")
     if not isinstance(method, DraftVerify) or not method.follows_paths:
         raise OptionError(
-            f"grammar: method {type(method).__name__} has none; take a method with a drafter and a "
-            "lossless rule"
+            "grammar: this method has none; take one with a drafter and a lossless rule"
         )
 
 
@@ -81,18 +80,18 @@ def advance_with_grammars(
     """
     propose, conclude = _programs(method)
     for _ in range(rounds):
-        length, done, tokens = jax.device_get((state.length, state.done, state.tokens))
+        proposal, recent = propose(inputs, state)
+        draft = proposal.draft
+        asked = state.length, state.done, recent, draft.tokens, draft.parents, draft.valid
+        length, done, recent, tokens, parents, valid = jax.device_get(asked)
         full = int(length.max()) + method.round_positions > state.capacity
         if full or done.all() or (done & ~seen).any():
             break
         live = [None if ended else place for place, ended in zip(places, done, strict=True)]
-        _read_new(live, tokens, length)
-        forced = _forced(method, live)
-        proposal = propose(inputs, state, forced)
-        draft = proposal.draft
-        nodes = jax.device_get((draft.tokens, draft.parents, draft.valid))
-        allowed = masks(live, *nodes, inputs.target.vocab)
-        state = conclude(inputs, state, proposal, allowed)
+        _read_new(live, recent, length)
+        tokens, valid, is_forced = _with_forced(method, live, tokens, valid)
+        allowed = masks(live, tokens, parents, valid, inputs.target.vocab)
+        state = conclude(inputs, state, proposal, tokens, valid, is_forced, allowed)
     return state
 
 
@@ -134,61 +133,66 @@ def _fill_below(
 
 
 def _read_new(
-    places: Sequence[GrammarProgress | None], tokens: np.ndarray, length: np.ndarray
+    places: Sequence[GrammarProgress | None],
+    recent: Int[np.ndarray, "B D+1"],
+    length: Int[np.ndarray, "B"],
 ) -> None:
-    """Moves each row's matcher by the tokens of the round before."""
+    """Moves each row's matcher by the tokens of the round before, the last of ``recent``."""
     for row, place in enumerate(places):
         if place is not None:
-            for token in tokens[row, place.length : length[row]]:
+            new = int(length[row]) - place.length
+            for token in recent[row, recent.shape[1] - new :]:
                 place.matcher.advance(int(token))
             place.length = int(length[row])
 
 
-def _forced(
-    method: DraftVerify, places: Sequence[GrammarProgress | None]
-) -> Int[np.ndarray, "B D"]:
-    """The tokens that each row's grammar forces, then −1; none where drafts are trees."""
-    forced = np.full((len(places), method.depth), -1, np.int32)
+def _with_forced(
+    method: DraftVerify,
+    places: Sequence[GrammarProgress | None],
+    tokens: Int[np.ndarray, "B N"],
+    valid: Bool[np.ndarray, "B N"],
+) -> tuple[Int[np.ndarray, "B N"], Bool[np.ndarray, "B N"], Bool[np.ndarray, "B"]]:
+    """The draft's tokens and valid nodes, and the rows whose grammar forces tokens.
+
+    These rows have the forced tokens as their draft. Where drafts are trees there are none.
+    """
+    is_forced = np.zeros(len(places), bool)
     drafter = method.drafter
     if not drafter.shape.is_chain or drafter.sampling not in (IID, POINT_MASS):
-        return forced
+        return tokens, valid, is_forced
+    tokens = tokens.copy()
+    valid = valid.copy()
     for row, place in enumerate(places):
-        if place is not None:
-            found = place.matcher.forced()[: method.depth]
-            forced[row, : len(found)] = found
-    return forced
+        if place is None:
+            continue
+        found = place.matcher.forced()[: method.depth]
+        if found:
+            is_forced[row] = True
+            tokens[row, 1 : 1 + len(found)] = found
+            valid[row, 1:] = (np.arange(method.depth) < len(found)) & valid[row, 0]
+    return tokens, valid, is_forced
 
 
 @functools.cache
 def _programs(method: DraftVerify) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The two programs of a round: until the draft is known, and from the masks on."""
 
-    def propose(inputs: Inputs, state: DecodeState, forced: Int[Array, "B D"]) -> Proposal:
+    def propose(inputs: Inputs, state: DecodeState) -> tuple[Proposal, Int[Array, "B D+1"]]:
+        """The draft, and each row's last tokens, as many as a round can write."""
         keys = probs.round_keys(state.keys, state.stats.rounds)
-        proposal = method.propose(inputs, state, keys)
-        return proposal._replace(draft=_with_forced(proposal.draft, forced, inputs.target.vocab))
+        at = state.length[:, None] + jnp.arange(-method.depth - 1, 0)
+        recent = jnp.take_along_axis(state.tokens, jnp.maximum(at, 0), axis=1)
+        return method.propose(inputs, state, keys), recent
 
-    def conclude(inputs: Inputs, state: DecodeState, proposal: Proposal, allowed) -> DecodeState:
+    def conclude(
+        inputs: Inputs, state: DecodeState, proposal: Proposal, tokens, valid, is_forced, allowed
+    ) -> DecodeState:
         keys = probs.round_keys(state.keys, state.stats.rounds)
-        proposal = proposal._replace(draft=proposal.draft.replace(allowed=allowed))
-        return method.conclude(inputs, state, keys, proposal)
+        draft = proposal.draft.replace(tokens=tokens, valid=valid, allowed=allowed)
+        if draft.log_q is not None and draft.shape.is_chain:
+            certain = probs.one_hot_log(tokens[:, 1:], inputs.target.vocab)
+            log_q = jnp.where(is_forced[:, None, None], certain, draft.log_q)
+            draft = draft.replace(log_q=log_q)
+        return method.conclude(inputs, state, keys, proposal._replace(draft=draft))
 
     return program(propose), program(conclude, donate_argnums=1)
-
-
-def _with_forced(draft, forced: Int[Array, "B D"], vocab: int):
-    """The draft, in rows with forced tokens replaced by them."""
-    if not draft.shape.is_chain or not draft.shape.depth:
-        return draft
-    is_forced = forced >= 0
-    any_forced = is_forced[:, :1]
-    tokens = jnp.where(any_forced, jnp.maximum(forced, 0), draft.tokens[:, 1:])
-    valid = jnp.where(any_forced, is_forced & draft.valid[:, :1], draft.valid[:, 1:])
-    log_q = draft.log_q
-    if log_q is not None:
-        log_q = jnp.where(any_forced[..., None], probs.one_hot_log(tokens, vocab), log_q)
-    return draft.replace(
-        tokens=draft.tokens.at[:, 1:].set(tokens),
-        valid=draft.valid.at[:, 1:].set(valid),
-        log_q=log_q,
-    )
