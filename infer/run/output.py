@@ -17,7 +17,16 @@ from typing import Any
 
 from specjax._util.checks import quoted
 from specjax._util.errors import OptionError
-from specjax._util.files import append_line, aside, check_file, json_line, locked, parse_json
+from specjax._util.files import (
+    append_line,
+    aside,
+    check_file,
+    complete_bytes,
+    cut_incomplete_line,
+    json_line,
+    locked,
+    parse_json,
+)
 from specjax._util.parts import file_to_append, part_files, remove_parts
 from specjax._util.program import Place
 from specjax.metrics import perplexity, rates, speeds
@@ -110,7 +119,7 @@ class Output:
             self.done: set[RowKey] = {key for key, _ in self._stored_rows()}
             self._check_last_line()
             self._file.open("ab").close()
-            self._cut_incomplete_line()
+            cut_incomplete_line(self._file)
             self._seen = _identity(self._file)
         except OSError as error:
             raise OptionError(f"--out {path}: cannot be written ({error.strerror})") from None
@@ -128,7 +137,7 @@ class Output:
     def _rows_in(self, file: Path) -> Iterator[tuple[RowKey, bytes]]:
         """The key and line of every complete line of a file."""
         data = file.read_bytes()
-        for number, line in enumerate(data[: _complete_bytes(data)].splitlines(), 1):
+        for number, line in enumerate(data[: complete_bytes(data)].splitlines(), 1):
             try:
                 entry = parse_json(line)
                 key = int(entry["index"]), int(entry["sample"])
@@ -178,21 +187,12 @@ class Output:
         """Raises OptionError if a last line without its end cannot be a row that was cut off."""
         with contextlib.suppress(FileNotFoundError):
             data = self._file.read_bytes()
-            torn = data[_complete_bytes(data) :]
+            torn = data[complete_bytes(data) :]
             if torn and not _may_be_row(torn):
                 raise OptionError(
                     f"--out {self._path}: its last line is no result of this program; choose "
                     "another file"
                 )
-
-    def _cut_incomplete_line(self) -> None:
-        """Cuts off a last line without its end, which a killed process may have left."""
-        with contextlib.suppress(FileNotFoundError), self._file.open("r+b") as file:
-            data = file.read()
-            complete = _complete_bytes(data)
-            if complete < len(data):
-                file.truncate(complete)
-                os.fsync(file.fileno())
 
     def append(self, entry: dict[str, Any]) -> None:
         """Writes one row and returns once it is on disk.
@@ -285,8 +285,3 @@ def _may_be_cut_row(text: str) -> bool:
         return text[len(BEFORE_ID)] in '"-'
     following = text[end:]
     return following.startswith(AFTER_ID) or AFTER_ID.startswith(following)
-
-
-def _complete_bytes(data: bytes) -> int:
-    """The number of bytes up to the end of the last complete line."""
-    return data.rfind(b"\n") + 1

@@ -189,6 +189,21 @@ def append_line(path: str | os.PathLike, line: str) -> None:
         os.fsync(file.fileno())
 
 
+def complete_bytes(data: bytes) -> int:
+    """The number of bytes up to the end of the last complete line."""
+    return data.rfind(b"\n") + 1
+
+
+def cut_incomplete_line(path: Path) -> None:
+    """Cuts off a last line without its end, which a killed process may have left."""
+    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+        data = file.read()
+        complete = complete_bytes(data)
+        if complete < len(data):
+            file.truncate(complete)
+            os.fsync(file.fileno())
+
+
 # Not the filelock package: it leaves its lock files behind, and where a file system has no flock it
 # falls back to a file that a killed process leaves locked. We would still have to write down who
 # holds the lock.

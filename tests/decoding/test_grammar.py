@@ -155,12 +155,8 @@ SAMPLING = sj.Sampling(1.1, presence_penalty=0.3)
 def masked_law():
     def next_p(prefixes):
         target, _ = tiny_pair()
-        tokens = np.concatenate([np.tile(PROMPT, (len(prefixes), 1)), prefixes], 1)
-        at = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
-        logits = laws.logits_jit(
-            target.config, target.params, tokens.astype(np.int32), at, np.ones_like(tokens), "dense"
-        )
-        logits = np.array(logits[:, -1], np.float32)
+        tokens = laws.texts_after(PROMPT, prefixes)
+        logits = np.array(laws.logits_of_texts(target, tokens)[:, -1], np.float32)
         logits -= 0.3 * (prefixes[:, :, None] == np.arange(V)).any(1)
         for row, last in zip(logits, tokens[:, -1], strict=True):
             row[[token for token in range(V) if token not in FOLLOW[last]]] = -np.inf

@@ -42,12 +42,9 @@ def next_p(prefixes):
     from support.processors import transformers_list
 
     target, _ = tiny_pair()
-    tokens = np.concatenate([np.tile(PROMPT, (len(prefixes), 1)), prefixes], 1)
-    at = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
-    logits = laws.logits_jit(
-        target.config, target.params, tokens.astype(np.int32), at, np.ones_like(tokens), "dense"
-    )
-    logits = torch.tensor(np.array(logits[:, -1], np.float32))
+    texts = laws.texts_after(PROMPT, prefixes)
+    logits = torch.tensor(np.array(laws.logits_of_texts(target, texts)[:, -1], np.float32))
+    tokens = texts.astype(np.int64)
     counts = torch.tensor((prefixes[:, :, None] == np.arange(V)).sum(1))
     processors = transformers_list(GIVEN, (STOP,), len(PROMPT))
     # Presence and frequency act after the repetition penalty, which is the first of the list.

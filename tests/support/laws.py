@@ -126,10 +126,20 @@ def continuations(lm, length: int) -> np.ndarray:
 def continuation_logits(lm, prompt, length: int):
     """Every continuation of ``length`` tokens, and the logits before each of its tokens."""
     grid = continuations(lm, length)
-    tokens = np.concatenate([np.tile(prompt, (len(grid), 1)), grid], 1).astype(np.int32)
-    at = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
-    logits = logits_jit(lm.config, lm.params, tokens, at, np.ones_like(tokens), "dense")
+    logits = logits_of_texts(lm, texts_after(prompt, grid))
     return grid, logits[:, len(prompt) - 1 : -1].astype(jnp.float32)
+
+
+def texts_after(prompt, continuations) -> np.ndarray:
+    """The prompt before each continuation, int32 ``[n, tokens]``."""
+    prompts = np.tile(prompt, (len(continuations), 1))
+    return np.concatenate([prompts, continuations], 1).astype(np.int32)
+
+
+def logits_of_texts(lm, texts) -> jax.Array:
+    """The logits after each token of each text, without a cache."""
+    at = np.tile(np.arange(texts.shape[1]), (len(texts), 1))
+    return logits_jit(lm.config, lm.params, texts, at, np.ones_like(texts), "dense")
 
 
 def continuation_passes(lm, prompt, length: int):
