@@ -18,7 +18,7 @@ from support import chats
 from support.training import ROOT
 from train.answers import job
 from train.answers.__main__ import main, mixture
-from train.answers.dialogue import repeats_itself
+from train.answers.dialogue import Written, repeats_itself
 from train.answers.questions import TemperatureChoice, split_turns
 from train.data.corpus import load_corpus
 from train.data.reading import Intake
@@ -175,7 +175,12 @@ def test_an_interrupted_job_goes_on(target, questions, tmp_path, monkeypatch):
 
 
 def test_other_settings_do_not_go_on(target, questions, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(job.AnswerJob, "run", lambda self: 1)
+    def run(self):
+        """One answer of a conversation that goes on."""
+        self.journal.add(0, Written([3], "stop"))
+        return 1
+
+    monkeypatch.setattr(job.AnswerJob, "run", run)
     out = tmp_path / "out.jsonl"
     assert main(command(target, questions, out)) == 0
     assert main(command(target, questions, out, "--seed", "1")) == 2

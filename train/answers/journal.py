@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from specjax._util.errors import InputError
-from specjax._util.files import append_line, aside, json_line, locked, parse_json
+from specjax._util.files import (
+    append_line,
+    aside,
+    cut_incomplete_line,
+    json_line,
+    locked,
+    parse_json,
+)
 from specjax._util.parts import file_to_append, part_files, remove_parts
 from specjax._util.program import Place
 from train.answers.dialogue import Written
@@ -45,9 +52,7 @@ class AnswerJournal:
         self._file = file_to_append(str(out), place)
         self.answers: dict[int, list[Written]] = collections.defaultdict(list)
         self.complete: set[int] = set()
-        self._cut_incomplete_line()
-        if not self._file.exists():
-            self._append({SETTINGS: dict(settings)})
+        cut_incomplete_line(self._file)
         for entry in self._entries():
             if LINES in entry:
                 self.complete.add(entry[INDEX])
@@ -93,8 +98,12 @@ class AnswerJournal:
         return dict(sums)
 
     def _append(self, entry: dict[str, Any]) -> None:
+        lines = [entry]
+        # The settings come with the first answer, so that a refused job leaves no file behind.
+        if not self._file.exists() or not self._file.stat().st_size:
+            lines.insert(0, {SETTINGS: dict(self._settings)})
         try:
-            append_line(self._file, json.dumps(entry))
+            append_line(self._file, "\n".join(map(json.dumps, lines)))
         except OSError as error:
             raise InputError(
                 f"{self._out}: cannot be written ({error.strerror}); its answers stay, and the "
@@ -129,14 +138,3 @@ class AnswerJournal:
                     f"{path} was written with {name}={stored.get(name)!r}, now it is {value!r}: "
                     "set it back, or choose another OUT"
                 )
-
-    def _cut_incomplete_line(self) -> None:
-        """Cuts off a last line without its end, which a killed process may have left."""
-        with contextlib.suppress(FileNotFoundError), self._file.open("r+b") as file:
-            data = file.read()
-            complete = data.rfind(b"\n") + 1
-            if complete < len(data):
-                file.truncate(complete)
-                os.fsync(file.fileno())
-        if self._file.exists() and not self._file.stat().st_size:
-            self._file.unlink()
