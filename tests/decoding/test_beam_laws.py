@@ -230,7 +230,9 @@ def test_the_law_of_transformers_is_the_one_enumerated(sampling, tmp_path):
         max_new_tokens=LENGTH,
         eos_token_id=END,
         pad_token_id=PAD,
-        **dataclasses.asdict(SAMPLINGS[sampling]),
+        temperature=SAMPLINGS[sampling].temperature,
+        top_k=SAMPLINGS[sampling].top_k,
+        top_p=SAMPLINGS[sampling].top_p,
     )[:, len(PROMPT) :].numpy()
     counts = counted([np.where(out == PAD, -1, out)])
     for name, rule in RULES.items():
