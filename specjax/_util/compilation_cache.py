@@ -6,7 +6,7 @@ import os
 
 import jax
 
-from specjax._util.files import user_cache
+from specjax._util.files import CACHE_VARIABLE, user_cache
 
 MIN_COMPILE_SECONDS = 0.05  # programs that compile faster are not worth a file
 
@@ -21,7 +21,7 @@ def use_compilation_cache() -> bool:
     cache = user_cache()
     usual = str(cache / "specjax" / "xla") if cache else ""
     of_jax = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    directory = os.environ.get("SPECJAX_CACHE_DIR", of_jax or usual)
+    directory = os.environ.get(CACHE_VARIABLE, of_jax or usual)
     if not directory:
         return True
     jax.config.update("jax_compilation_cache_dir", directory)

@@ -21,6 +21,7 @@ try:
 except ImportError:  # Windows: there the user must keep two writers apart
     fcntl = None
 
+CACHE_VARIABLE = "SPECJAX_CACHE_DIR"  # names the directory of compiled programs
 MOST_BYTES = 1 << 32  # of a file that is read at once
 # JSON allows these characters. They would break a line, or are not valid UTF-8.
 _UNSAFE_CHARACTERS = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
@@ -39,6 +40,21 @@ def user_cache() -> Path | None:
     """The user's cache directory, which may not exist yet; None for a user without a home."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return None if base.startswith("~") else Path(base)
+
+
+def program_cache(name: str) -> Path | None:
+    """The directory ``name`` beside the compiled programs, which may not exist yet.
+
+    It is in ``SPECJAX_CACHE_DIR``, or in the user's cache directory. None: the variable is empty,
+    which turns all of it off, or the user has no home.
+    """
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen) / name
+    cache = user_cache()
+    if chosen == "" or cache is None:
+        return None
+    return cache / "specjax" / name
 
 
 def open_file(path: str | os.PathLike, pipes: bool = False) -> BinaryIO:

@@ -1,8 +1,9 @@
-"""Measures what a round costs at each draft length: once per shape, on the host.
+"""Measures what a round costs at each draft length: once per shape and machine, on the host.
 
 :mod:`specjax.draft.auto_length` chooses the draft length by these costs. The rounds that are timed
 run in the program that decodes. If all draft forms but one have an infinite cost, it takes that
-one. So nothing is compiled for the measurement.
+one. So nothing is compiled for the measurement. Costs are kept on disk
+(:mod:`specjax.runtime.kept_costs`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from specjax.core.loop import run_rounds
 from specjax.core.mesh import is_cache
 from specjax.core.types import NO_EOS, RUNNING, DecodeState, Inputs
 from specjax.draft.auto_length import COSTS, AutoLength
+from specjax.runtime.kept_costs import costs_name, keep_costs, read_costs
 
 ROUNDS = 4  # timed at a time: after a pause the first is slower
 REPEATS = 8  # the fastest one counts: whatever else the machine does only ever adds time
+LEAST_REPEATS = 2
+SECONDS = 2.0  # after which no further repeat begins
 PERIOD = 16  # of the repeating text that is decoded, so that drafts by lookup find matches
 
 # By method, models and shapes, as compiled programs are kept.
@@ -41,14 +45,42 @@ def round_costs(
     sampled = bool((inputs.warp.temperature > 0).any())
     key = (method, jax.tree.structure(inputs), state.length.shape, params.dtype, sampled)
     if key not in _MEASURED:
+        kept = _kept_name(method, inputs, state, sampled)
+        costs = _agreed(inputs, read_costs(kept, len(method.forms)), len(method.forms))
+        if costs is not None:
+            _MEASURED[key] = costs
+            return costs, state
         saved = _copy_without_caches(state)
         measured, state = _measure(method, inputs, state)
-        if inputs.mesh is not None and inputs.mesh.is_multi_process:
-            # All processes must take the same lengths, or they would wait for each other forever.
-            measured = tuple(broadcast_from_main(np.array(measured, np.float32)).tolist())
+        measured = _agreed(inputs, measured, len(method.forms))
+        assert measured is not None
+        keep_costs(kept, measured)
         _MEASURED[key] = measured
         state = _with_caches_of(saved, state)
     return _MEASURED[key], state
+
+
+def _kept_name(method: AutoLength, inputs: Inputs, state: DecodeState, sampled: bool) -> str:
+    """The name of the costs on disk: that of the method, the models' shapes and the slots."""
+    models = (inputs.target, inputs.draft)
+    shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(models)]
+    configs = str(jax.tree.structure(models))
+    return costs_name(method, configs, shapes, state.tokens.shape, str(inputs.mesh), sampled)
+
+
+def _agreed(
+    inputs: Inputs, costs: tuple[float, ...] | None, count: int
+) -> tuple[float, ...] | None:
+    """The costs of the main process, in all processes of a mesh.
+
+    All must take the same lengths, and measure if one does, or they would wait for each other
+    forever.
+    """
+    if inputs.mesh is None or not inputs.mesh.is_multi_process:
+        return costs
+    sent = np.array(costs or (np.nan,) * count, np.float32)
+    agreed = broadcast_from_main(sent)
+    return None if np.isnan(agreed).any() else tuple(agreed.tolist())
 
 
 def _measure(
@@ -63,7 +95,10 @@ def _measure(
     fastest_rounds = [1] * len(method.forms)  # of that run
 
     # The forms take turns, so that a slow second of the machine does not hit one form alone.
-    for _ in range(REPEATS):
+    began = time.perf_counter()
+    for turn in range(REPEATS):
+        if turn >= LEAST_REPEATS and time.perf_counter() - began > SECONDS:
+            break
         for i in range(len(method.forms)):
             costs = np.where(np.arange(len(method.forms)) == i, 1, np.inf).astype(np.float32)
             settings = inputs.settings | {COSTS: jnp.asarray(costs)}

@@ -28,7 +28,7 @@ from specjax.draft.auto_length import (
     AutoLengthTree,
 )
 from specjax.registry import Context
-from specjax.runtime import round_costs
+from specjax.runtime import kept_costs, round_costs
 from specjax.runtime.engine import Engine
 from specjax.runtime.generate import make_engine
 from support import laws
@@ -244,6 +244,38 @@ def test_costs_are_measured_once_per_shape(target, draft):
     assert measured() == first
     for (method, *_), cost in first.items():
         assert len(cost) == len(method.forms) and cost[0] == 1 and list(cost) == sorted(cost)
+
+
+def test_costs_are_kept_on_disk(target, draft, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECJAX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(round_costs, "_MEASURED", {})
+    turns = []
+    measure = round_costs._measure
+    monkeypatch.setattr(round_costs, "_measure", lambda *args: turns.append(1) or measure(*args))
+
+    def decode(slots):
+        round_costs._MEASURED.clear()  # as in another process
+        sj.generate(
+            target,
+            PROMPTS[:2],
+            method="speculative",
+            draft=draft,
+            options={"gamma": "auto"},
+            max_new_tokens=4,
+            batch_size=slots,
+        )
+        return next(iter(round_costs._MEASURED.values()))
+
+    first = decode(2)
+    assert decode(2) == first and len(turns) == 1
+    (file,) = (tmp_path / kept_costs.NAME).iterdir()
+    decode(1)
+    assert len(turns) == 2, "another number of slots has other costs"
+    for damaged in ("[1.0, 2.0]", "[0.0, 1, 1, 1, 1, 1]", "{", "[NaN, 1.0, 1.0, 1.0, 1.0, 1.0]"):
+        turns.clear()
+        file.write_text(damaged)
+        decode(2)
+        assert len(turns) == 1, damaged
 
 
 def test_what_cannot_be_sized_is_refused():

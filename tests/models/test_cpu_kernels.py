@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import specjax as sj
+from specjax._util.files import program_cache
 from specjax._util.platform import CPU, platform
 from specjax.models import layers
 from specjax.models.cpu_kernels import building, narrow_product
@@ -29,7 +30,6 @@ TOLERANCE = {"bfloat16": 5e-3}
 @pytest.fixture(autouse=True)
 def small_products(monkeypatch):
     """The kernel computes small products, too. Only where no compiler is installed it cannot."""
-    monkeypatch.setenv("SPECJAX_CPU_KERNELS", "1")
     monkeypatch.setattr(narrow_product, "LEAST_ENTRIES", 0)
     if not any(map(shutil.which, building.COMPILERS)):
         pytest.skip(f"none of {', '.join(building.COMPILERS)} is installed")
@@ -151,12 +151,12 @@ def test_wide_products_and_other_codes_are_xlas(rows):
     assert not narrow_product.supports(x.astype(jnp.float16), weight.astype(jnp.float16))
 
 
-def test_the_kernel_is_switched_on_for_one_device(monkeypatch):
+def test_the_kernel_is_for_one_device(monkeypatch):
     assert platform().kernel_rows
     with monkeypatch.context() as patch:
         patch.setattr(jax, "device_count", lambda: 2)  # XLA would not split the calls
         assert not platform().kernel_rows
-    monkeypatch.delenv("SPECJAX_CPU_KERNELS")
+    monkeypatch.setenv("SPECJAX_CPU_KERNELS", "0")
     assert not platform().kernel_rows
     assert not platform().kernel_group_rows
 
@@ -231,7 +231,7 @@ def test_without_a_cache_directory_products_are_xlas(fresh, monkeypatch):
 
 def test_two_processes_may_compile_it_at_once(tmp_path):
     """Both see no library, compile at the same time, and load a whole one."""
-    compiled = next(building._directory().glob("product-*.so"))
+    compiled = next(program_cache("kernels").glob("product-*.so"))
     log = tmp_path / "log"
     write_compiler(
         tmp_path,

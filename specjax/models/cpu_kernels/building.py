@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import jax
 
-from specjax._util.files import aside, read_file, user_cache
+from specjax._util.files import CACHE_VARIABLE, aside, program_cache, read_file
 
 SOURCE = Path(__file__).with_name("product.cc")
 COMPILERS = ("c++", "g++", "clang++")
@@ -34,7 +34,6 @@ OPTIONS = (
     "-fvisibility=hidden",
 )
 FUNCTIONS = {"dense": "SpecjaxDenseProduct", "grouped": "SpecjaxGroupedProduct"}
-CACHE_VARIABLE = "SPECJAX_CACHE_DIR"
 SECONDS = 120  # that a compiler may take
 _LOCK = threading.Lock()
 
@@ -62,13 +61,15 @@ def _kernels() -> Kernels:
 
 
 def _library() -> Path:
-    """The compiled library.
+    """The compiled library, beside XLA's compiled programs.
 
     Raises:
-      RuntimeError: there is no compiler, or it fails.
+      RuntimeError: there is no compiler, it fails, or there is no directory for its output.
       OSError: the library cannot be written.
     """
-    directory = _directory()
+    directory = program_cache("kernels")
+    if directory is None:
+        raise RuntimeError(f"no directory to keep it in: {CACHE_VARIABLE} names one")
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise RuntimeError(f"no C++ compiler: none of {', '.join(COMPILERS)} is installed")
@@ -82,21 +83,6 @@ def _library() -> Path:
     if path.stat().st_uid != os.getuid():
         raise RuntimeError(f"{path} belongs to another user")
     return path
-
-
-def _directory() -> Path:
-    """Where compiled kernels are kept: beside XLA's compiled programs.
-
-    Raises:
-      RuntimeError: the user keeps no compiled programs, or has no home.
-    """
-    chosen = os.environ.get(CACHE_VARIABLE)
-    cache = user_cache()
-    if chosen:
-        return Path(chosen) / "kernels"
-    if chosen == "" or cache is None:
-        raise RuntimeError(f"no directory to keep it in: {CACHE_VARIABLE} names one")
-    return cache / "specjax" / "kernels"
 
 
 def _digest(command: list[str]) -> str:
