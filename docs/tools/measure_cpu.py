@@ -2,10 +2,10 @@
 
 A pass reads all weights once, whatever the number of its tokens. The table has milliseconds of a
 pass over one token, and what 2, 4, 8 and 16 tokens cost relative to it. Passes run in a loop, as in
-decoding, with 256 positions in the cache. Widths are measured by turns, and the median counts.
-Each form is a process of its own. `SPECJAX_CPU_KERNELS=1` measures our kernel, else XLA's
-products. The peak (VmHWM) is that of a process that loads the model and decodes 32 tokens after a
-prompt of 256. It needs Linux.
+decoding, with 256 positions in the cache. Widths are measured by turns. Each turn gives a ratio;
+± is twice the standard error of their mean. Each form is a process of its own. With
+`SPECJAX_CPU_KERNELS=0` it measures XLA's products. The peak (VmHWM) is that of a process that loads
+the model and decodes 32 tokens after a prompt of 256. It needs Linux.
 """
 
 from __future__ import annotations
@@ -44,11 +44,18 @@ def main() -> None:
     print(f"| weights | ms | {relative} | peak, MiB |")
     print("| --- |" + " ---: |" * (len(WIDTHS) + 1))
     for form in args.forms:
-        times = child(args.model, form, args.seconds, "time")
-        first = times[0]
-        ratios = [f"{seconds / first:.2f}" for seconds in times[1:]]
+        first, *wider = child(args.model, form, args.seconds, "time")
+        ratios = " | ".join(mean_ratio(times, first) for times in wider)
         memory = child(args.model, form, args.seconds, "memory")
-        print(f"| {form} | {first * 1e3:.1f} | {' | '.join(ratios)} | {memory:.0f} |", flush=True)
+        milliseconds = statistics.median(first) * 1e3
+        print(f"| {form} | {milliseconds:.1f} | {ratios} | {memory:.0f} |", flush=True)
+
+
+def mean_ratio(times: list[float], to: list[float]) -> str:
+    """The mean of the turns' ratios, and twice its standard error."""
+    ratios = [seconds / one for seconds, one in zip(times, to, strict=True)]
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5
+    return f"{statistics.mean(ratios):.2f} ± {2 * error:.2f}"
 
 
 def child(model: str, form: str, seconds: float, measure: str):
@@ -93,8 +100,8 @@ def in_blocks(model):
     return dataclasses.replace(model, params=jax.tree.map(quantized, model.params))
 
 
-def pass_times(name: str, form: str, seconds: float) -> list[float]:
-    """Median seconds of a pass over each of ``WIDTHS`` tokens."""
+def pass_times(name: str, form: str, seconds: float) -> list[list[float]]:
+    """Seconds of a pass over each of ``WIDTHS`` tokens, turn by turn."""
     import functools
 
     import jax
@@ -125,7 +132,7 @@ def pass_times(name: str, form: str, seconds: float) -> list[float]:
             begin = time.perf_counter()
             passes(net, cache, tokens).block_until_ready()
             times[width].append((time.perf_counter() - begin) / PASSES)
-    return [statistics.median(times[width]) for width in WIDTHS]
+    return list(times.values())
 
 
 def peak(name: str, form: str, _: float) -> float:

@@ -2,7 +2,8 @@
 
 The weights are random and have SmolLM2-135M's shapes. The table has milliseconds of all products
 of a pass over one token, and what more tokens cost relative to it. Widths are measured by turns,
-and the lower quartile counts. `SPECJAX_CPU_KERNELS=1` measures our kernel, else XLA's products.
+and the lower quartile counts. With `SPECJAX_CPU_KERNELS=0` these
+are XLA's products, else our kernel's.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ GRAPHS = {
     "xla_gpu_graph_min_graph_size": 1,
 }
 # Set a variable to 0 to run a GPU's kernels one by one, as a profiler or a debugger wants them, and
-# to use XLA's kernels alone.
+# to use XLA's kernels alone, on a GPU or on a CPU.
 GRAPHS_VARIABLE = "SPECJAX_GPU_GRAPHS"
 KERNELS_VARIABLE = "SPECJAX_GPU_KERNELS"
 CPU_KERNELS_VARIABLE = "SPECJAX_CPU_KERNELS"
@@ -129,11 +129,8 @@ def platform() -> Platform:
 
 
 def _has_cpu_kernels() -> bool:
-    """Whether our kernel for CPUs is asked for and may run: XLA does not split its calls.
-
-    It is not the default until whole models have been measured with it.
-    """
-    return os.environ.get(CPU_KERNELS_VARIABLE) == "1" and jax.device_count() == 1
+    """Whether our kernel for CPUs may run: on one device, because XLA does not split its calls."""
+    return os.environ.get(CPU_KERNELS_VARIABLE) != "0" and jax.device_count() == 1
 
 
 def compiler_options() -> dict[str, str | int | bool]:

@@ -226,7 +226,7 @@ def test_it_becomes_a_directory(file, tmp_path, capsys):
 
 
 def test_a_cpu_without_a_kernel_is_told_how_to_decode_faster(file, capsys, monkeypatch):
-    monkeypatch.delenv("SPECJAX_CPU_KERNELS", raising=False)
+    monkeypatch.setenv("SPECJAX_CPU_KERNELS", "0")
     job = ["--target", str(file), "--prompt", "AB", "--max-new-tokens", "2", "--json"]
     for more, told in (([], True), (["--quantize", "none"], False)):
         code, _, err = run_main(run.main, capsys, *job, *more)

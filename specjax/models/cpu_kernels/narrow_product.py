@@ -32,7 +32,7 @@ Weight = Array | PerOutput | Grouped
 def problem() -> str | None:
     """Why XLA computes all products, in a few words; None: the kernel computes narrow ones."""
     if not platform().kernel_rows:
-        return f"{CPU_KERNELS_VARIABLE} is not 1, or there are several devices, or no CPU"
+        return f"{CPU_KERNELS_VARIABLE} is 0, or there are several devices, or no CPU"
     return kernels().problem
 
 
