@@ -82,7 +82,16 @@ class IncrementalDecoder:
         return text
 
     def _push_words(self, ids: list[int]) -> str:
-        self._pending += ids
+        """Adds tokens that are no bytes; how they are grouped does not change what it returns."""
+        if not self._pending:
+            self._pending = ids
+            if not self._pending_text().endswith(REPLACEMENT):
+                return self._end_words()
+            self._pending = []
+        return "".join(map(self._push_word, ids))
+
+    def _push_word(self, token_id: int) -> str:
+        self._pending.append(token_id)
         text = self._pending_text()
         # Only the last character can still change: an incomplete one is a single replacement.
         stable = text[: len(text) - text.endswith(REPLACEMENT)]

@@ -117,6 +117,18 @@ def test_pieces_of_byte_tokens(backends, ids):
     assert in_pieces(tokenizer, ids, range(len(ids))) == tokenizer.decode(ids)
 
 
+def test_a_long_run_of_incomplete_characters_comes_alike_however_it_is_grouped(backends):
+    tokenizer = Tokenizer(backends[0])
+    token = tokenizer.token_bytes().index(b"\x90")
+    word = tokenizer.encode("a")
+    together = IncrementalDecoder(tokenizer)
+    alone = IncrementalDecoder(tokenizer)
+    for number in range(60):
+        ids = (word if number % 20 == 0 else []) + [token] * 5
+        assert together.push(ids) == "".join(alone.push([i]) for i in ids), number
+    assert together.flush() == alone.flush()
+
+
 def test_an_incomplete_character_is_held_back(backends):
     tokenizer = Tokenizer(backends[0])
     ids = tokenizer.encode("a\U0001f40d")
