@@ -268,6 +268,7 @@ DRAFTERS: dict[str, PartSpec] = {
                 high=64,
             ),
         },
+        needs_tuned=True,
         needs_context=True,
     ),
     "beam": PartSpec(

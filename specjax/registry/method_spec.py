@@ -20,6 +20,10 @@ from specjax.registry.targets import TARGET_DISTS
 from specjax.search import TwoStep
 from specjax.target import Contrastive
 
+# Drafters whose head can be the amateur of contrastive decoding: it scores only chains.
+AMATEUR_HEADS = ("chain", "head")
+DRAFT_WORDS = {MODEL: "a draft model", HEAD: "a head"}
+
 # Options that the decode loop reads as float32 arrays, by name.
 Settings = dict[str, float | tuple[float, ...]]
 
@@ -95,6 +99,23 @@ class MethodSpec:
     @property
     def needs_reward(self) -> bool:
         return any(part.needs_reward for part in self.parts)
+
+    @property
+    def needs(self) -> str:
+        """What the method needs beside a target, in words: "nothing", or "a draft model"."""
+        drafting = [part for part in self.parts if part.needs_draft]
+        wanted = []
+        if any(part.needs_tuned for part in self.parts):
+            wanted.append("a target tuned with SDSAT")
+        if drafting:
+            # Every part runs the same draft model, so all of them must be able to.
+            kinds = [k for k in MODEL_OR_HEAD if all(k in part.draft_kinds for part in drafting)]
+            if self.target_dist == "contrastive" and self.drafter not in AMATEUR_HEADS:
+                kinds = [MODEL]
+            wanted.append(" or ".join(DRAFT_WORDS[kind] for kind in kinds))
+        if self.needs_reward:
+            wanted.append("a reward")
+        return " and ".join(wanted) or "nothing"
 
     def resolve(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The value of every option: the one given, else a preset's, else the default.

@@ -53,6 +53,7 @@ class PartSpec:
     options: Mapping[str, Option] = dataclasses.field(default_factory=dict)
     needs_draft: bool = False
     needs_reward: bool = False
+    needs_tuned: bool = False  # a target with adaptive tokens, tuned by SDSAT
     needs_context: bool = False
     draft_kinds: tuple[str, ...] = (MODEL,)
 

@@ -2,6 +2,7 @@
 
 import re
 
+from specjax.registry import METHODS
 from support.tools import DOCS, load
 
 LARGEST = 60_000  # bytes of a figure
@@ -10,6 +11,25 @@ LARGEST = 60_000  # bytes of a figure
 def test_methods_page_is_current():
     module = load("make_methods")
     assert module.PAGE.read_text(encoding="utf-8") == module.make_page()
+
+
+def test_page_of_choice_is_current():
+    module = load("make_choose")
+    assert module.PAGE.read_text(encoding="utf-8") == module.make_page()
+
+
+def test_what_methods_need_in_words_is_what_they_refuse_without():
+    module = load("make_methods")
+    model = module._tiny()
+    drafts = {"nothing": None, "a draft model": model, "a head": module._tiny_head(model)}
+    for spec in METHODS.values():
+        fits = {words for words, draft in drafts.items() if not module._refusal(spec, model, draft)}
+        wanted = spec.needs.removesuffix(" and a reward").split(" or ")
+        if spec.needs in ("nothing", "a reward"):
+            wanted = list(drafts)
+        if spec.needs == "a target tuned with SDSAT":
+            wanted = []
+        assert fits == set(wanted), spec.name
 
 
 def test_links_between_files_lead_somewhere():
