@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (the tables of the page have a row a line)
 """Writes docs/choose.md from the table of methods and the overview's figures.
 
 python docs/tools/make_choose.py
