@@ -27,6 +27,7 @@ from infer.serve.bodies import CLIENT_LEFT, Bodies
 from infer.serve.engine_thread import Closed, EngineThread, Submission
 from infer.serve.fairness import QueueFull, Workers
 from infer.serve.guard import RequestGuard
+from infer.serve.method_list import method_list
 from infer.serve.metrics import PrometheusMetrics
 from infer.serve.openapi import schema_of
 from infer.serve.programs import TooManyNew
@@ -123,6 +124,7 @@ class Server:
         self._texts = Workers(TEXT_THREADS, "text")
         self._chats = Workers(MAX_CHILDREN, "chat")
         self._folders = _folders(admission)
+        self._methods = method_list(admission)
 
     def app(self) -> FastAPI:
         """The FastAPI application, with all routes and error handlers."""
@@ -137,6 +139,7 @@ class Server:
         add("/detokenize", self._detokenize, methods=["POST"], dependencies=with_key)
         add("/v1/models", self._list_models, methods=READ, dependencies=with_key)
         add("/v1/models/{name:path}", self._show_model, methods=READ, dependencies=with_key)
+        add("/v1/methods", self._list_methods, methods=READ, dependencies=with_key)
         add("/version", self._version, methods=READ, dependencies=with_key)
         add("/metrics", self._show_metrics, methods=READ, dependencies=with_key)
         add("/openapi.json", self._openapi, methods=READ)
@@ -172,6 +175,14 @@ class Server:
     async def _show_model(self, name: str) -> Response:
         self.admission.check_model(name)
         return json_response(self._model())
+
+    async def _list_methods(self) -> Response:
+        chats = self.admission.target.tokenizer.chats
+        methods = [
+            {**one, "refused": one["refused"] and public(one["refused"], self._folders)}
+            for one in self._methods
+        ]
+        return json_response({"object": "list", "data": methods, "chats": chats})
 
     async def _version(self) -> Response:
         return json_response({"version": metadata.version("specjax")})

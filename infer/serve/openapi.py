@@ -161,6 +161,33 @@ class ModelList(BaseModel):
     data: list[ModelAnswer]
 
 
+class MethodOption(BaseModel):
+    """An option of a method."""
+
+    name: str
+    default: str
+    help: str
+
+
+class MethodAnswer(BaseModel):
+    """A method, and why the loaded models cannot run it, if they cannot."""
+
+    name: str
+    summary: str
+    needs: str
+    lossless: bool
+    options: list[MethodOption]
+    refused: str | None
+
+
+class MethodList(BaseModel):
+    """The answer to ``/v1/methods``."""
+
+    object: Literal["list"]
+    data: list[MethodAnswer]
+    chats: bool  # whether the model has a chat template
+
+
 class TokenizeAnswer(BaseModel):
     """The answer to ``/tokenize``."""
 
@@ -197,6 +224,7 @@ WITH_BODY = {
 WITHOUT_BODY = {
     "/v1/models": ModelList,
     "/v1/models/{name}": ModelAnswer,
+    "/v1/methods": MethodList,
     "/version": VersionAnswer,
     "/health": HealthAnswer,
 }

@@ -31,6 +31,7 @@ make_page = load("make_page")
 
 TEXT = "import jax\n\n\ndef step("
 CODE = "from __future__"
+PATHS = {"v1/models", "v1/methods", "v1/completions", "v1/chat/completions"}
 LIMITS = ["--batch-size", "4", "--max-prompt", "600", "--max-output", "400", "--queue", "40"]
 
 
@@ -667,7 +668,7 @@ def test_the_page_loads_nothing_else(server):
     assert not re.findall(r"\b(?:src|href)=|@import|url\(|//\w+\.", page)
     asked = set(re.findall(r'\bat\("([\w-]+)"\)', page))
     assert asked and asked <= set(re.findall(r'\bid="([\w-]+)"', page))
-    assert set(re.findall(r'fetch\("([^"]+)"', page)) == {"v1/models", "v1/completions"}
+    assert set(re.findall(r'fetch\("([^"]+)"', page)) == PATHS
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs node")
@@ -703,6 +704,7 @@ def test_the_page_in_a_browser(server):
     async def use():
         async with make_page.opened(server.url + "/") as page:
             await page.until("document.readyState === 'complete' && at('model').textContent")
+            await page.evaluate("at('mode').value = 'text'")
             await page.evaluate(f"at('prompt').value = {json.dumps(TEXT)}; at('tokens').value = 24")
             await page.evaluate("at('run').click()")
             await page.until(make_page.DONE)
