@@ -671,17 +671,31 @@ def test_the_page_loads_nothing_else(server):
     assert set(re.findall(r'fetch\("([^"]+)"', page)) == PATHS
 
 
-@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
-def test_the_page_s_script(server, tmp_path):
-    """Runs the script against the server, with a stub of the browser's document."""
+def run_script(server, tmp_path, mode):
+    """What the page's script shows of ``TEXT``, run with a stub of the browser's document."""
     script = re.search("<script>(.*)</script>", server.ask("GET", "/")[1].decode(), re.S)[1]
     support = Path(__file__).parents[1] / "support" / "page.js"
     file = tmp_path / "page.js"
     file.write_text(support.read_text().replace("SCRIPT;", script))
-    command = ["node", str(file), server.url, TEXT]
+    command = ["node", str(file), server.url, TEXT, mode]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
-    shown = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
+def test_the_page_s_script_sends_chats_through_the_template(server, tmp_path):
+    """A turn is asked of the chat's endpoint, and its answer is shown in the authors' colors."""
+    shown = run_script(server, tmp_path, "chat")
+    assert not shown["error"] and shown["text"][0] == [f"user: {TEXT}\n", "prompt"]
+    written = "".join(text for text, author in shown["text"] if author != "prompt")
+    assert written and shown["same"] == "the same"
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
+def test_the_page_s_script(server, tmp_path):
+    """It shows what generate gives, and the counters."""
+    shown = run_script(server, tmp_path, "text")
     assert not shown["error"]
     out = generated(server, max_new_tokens=24, options={"gamma": 4})
     written = [[text, author] for text, author in shown["text"] if author != "prompt"]

@@ -1,5 +1,5 @@
 // As much of a browser's document as the server's page uses; prints what the page then shows.
-const [, , server, prompt] = process.argv;
+const [, , server, prompt, mode] = process.argv;
 const elements = {};
 
 function element() {
@@ -21,7 +21,7 @@ globalThis.fetch = (path, options) => fetched(server + "/" + path, options);
 
 SCRIPT;
 
-const values = { prompt, mode: "text", tokens: "24", temperature: "0", seed: "0" };
+const values = { prompt, mode, tokens: "24", temperature: "0", seed: "0" };
 for (const [id, value] of Object.entries(values))
   Object.assign(at(id), { value, valueAsNumber: Number(value) });
 start().then(() => {
