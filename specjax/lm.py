@@ -23,6 +23,7 @@ from specjax._util.checks import Check, format_value
 from specjax._util.errors import ModelError, ModelWarning, OptionError, PairError
 from specjax._util.files import expand_user
 from specjax._util.platform import platform
+from specjax.core.mesh import with_both_axes
 from specjax.core.net import FREE_TOKENS, Net
 from specjax.demo import tuned
 from specjax.models import ModelConfig, fuse
@@ -121,7 +122,7 @@ TARGET = dataclasses.replace(
     fits=lambda model: not model.is_head,
     expected=f"{MODEL.expected}; a head on hidden states can only draft: give it as the draft",
 )
-MESH = Check(instance_of(Mesh), expected="a mesh, as specjax.make_mesh gives")
+MESH = Check(instance_of(Mesh), expected="a mesh, as specjax.make_mesh or jax.make_mesh gives")
 
 
 @validate_arguments(
@@ -166,7 +167,8 @@ def load(
       pass_width: tokens per row that short passes are padded to, 1 to 128. None: 8 on
         accelerators, where padding is free, and 1 on CPUs. As long as a draft and its root have
         no more tokens than this, greedy output in bfloat16 equals plain decoding's.
-      mesh: load onto several devices (:func:`specjax.make_mesh`), layer by layer.
+      mesh: load onto several devices, layer by layer: what :func:`specjax.make_mesh` gives, or any
+        mesh with axes ``data``, ``model`` or both.
       split: each device of the mesh gets a share of the weights. False: each gets a whole copy.
         Draft and target must be on the same mesh; each may be split or whole.
       pickles: read ``pytorch_model*.bin`` where there are no safetensors. No code in the pickle
@@ -182,6 +184,7 @@ def load(
     if revision is not None:
         name = hub.with_revision(name, revision)
     base = None if base is None else str(base)
+    mesh = None if mesh is None else with_both_axes(mesh)
     model = _load(name, resolve_dtype(dtype), pickles, mesh, split, quantize, base)
     pass_width = resolve_pass_width(pass_width)
     return dataclasses.replace(model, pass_width=pass_width, cache_dtype=cache_dtype)
@@ -256,7 +259,9 @@ def on_mesh(model: LM, mesh: Mesh, split: bool = True) -> LM:
 
     Raises:
       ModelError: it is on a mesh already, or cannot be split.
+      OptionError: the mesh has other axes.
     """
+    mesh = with_both_axes(mesh)
     if model.mesh is not None:
         raise ModelError(f"{model.source} is on a mesh already; load it again")
     config = _device_config(model.config, mesh, split)

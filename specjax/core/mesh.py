@@ -28,6 +28,7 @@ from specjax.models.sharding import AXIS as MODEL
 
 DATA = "data"
 AXES = (DATA, MODEL)
+AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 ROWS = PartitionSpec(DATA)
 WHOLE = PartitionSpec()
 # If a model is whole on each device, so is its cache. The parts along MODEL are then copies.
@@ -47,10 +48,7 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
     wanted = data * model
     num_processes = jax.process_count()
     if num_processes > 1 and data > 1:
-        raise OptionError(
-            f"mesh data={data},model={model} of {num_processes} processes: rows cannot be split "
-            "over processes that have joined; let each decode its own, and ask for data=1"
-        )
+        raise _rows_over_processes(data, model, num_processes)
 
     per_process = -(-wanted // num_processes)  # rounded up
     available = [[] for _ in range(num_processes)]
@@ -67,8 +65,58 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
             f"mesh data={data},model={model} needs {wanted} devices{equal_numbers}, and "
             f"there are {counts} ({available[0][0].platform}); ask for fewer"
         )
-    axis_types = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh((data, model), AXES, axis_types=axis_types, devices=devices)
+    return jax.make_mesh((data, model), AXES, axis_types=AXIS_TYPES, devices=devices)
+
+
+def with_both_axes(mesh: Mesh) -> Mesh:
+    """Any mesh with axes ``data`` and ``model`` in the form that :func:`make_mesh` gives.
+
+    Their order does not matter, nor whether they are explicit, as :func:`jax.make_mesh` makes them.
+    An axis that is missing has one device, and other axes of one device are dropped.
+
+    Raises:
+      OptionError: another axis has several devices, rows would be split over processes, or
+        ``jax.set_mesh`` has set another mesh.
+    """
+    sizes = {name: size for name, size in mesh.shape.items() if name in AXES or size > 1}
+    if not set(sizes) <= set(AXES):
+        shape = ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+        raise OptionError(
+            f"mesh {shape}: expected axes named {DATA}, for rows, and {MODEL}, for heads; give "
+            f"jax.sharding.Mesh(devices, {AXES}) the devices in such an array"
+        )
+    if mesh.is_multi_process and sizes.get(DATA, 1) > 1:
+        raise _rows_over_processes(sizes[DATA], sizes.get(MODEL, 1), jax.process_count())
+    # Axes of one device can be anywhere, so only the order of the others matters.
+    in_order = sorted(sizes, key=AXES.index)
+    devices = mesh.devices.reshape(tuple(sizes.values()))
+    devices = devices.transpose([list(sizes).index(name) for name in in_order])
+    shape = [sizes.get(name, 1) for name in AXES]
+    usual = Mesh(devices.reshape(shape), AXES, axis_types=AXIS_TYPES)
+    check_context(usual)
+    return usual
+
+
+def check_context(mesh: Mesh | None) -> None:
+    """Refuses another mesh that ``jax.set_mesh`` has set, in which no operation of ours can run.
+
+    Raises:
+      OptionError: there is one.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    if mesh is None or context.empty or context == mesh.abstract_mesh:
+        return
+    raise OptionError(
+        f"jax.set_mesh has set another mesh than the model's, {context.axis_sizes} with axes "
+        f"{context.axis_names}: load and decode outside of it, or under jax.set_mesh(model.mesh)"
+    )
+
+
+def _rows_over_processes(data: int, model: int, num_processes: int) -> OptionError:
+    return OptionError(
+        f"mesh data={data},model={model} of {num_processes} processes: rows cannot be split "
+        "over processes that have joined; let each decode its own, and ask for data=1"
+    )
 
 
 def round_up(rows: int, mesh: Mesh) -> int:

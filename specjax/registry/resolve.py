@@ -8,6 +8,7 @@ from typing import Any
 from specjax._util.arguments import METHOD
 from specjax._util.checks import Check
 from specjax._util.errors import OptionError, PairError
+from specjax.core.mesh import check_context
 from specjax.core.protocols import Drafter, Method, Rule, TargetDist
 from specjax.core.round import DraftVerify
 from specjax.lm import LM
@@ -66,6 +67,7 @@ def bind(
     Raises:
       OptionError, PairError: a value, a model or a reward that does not fit.
     """
+    check_context(context.target.mesh)
     if context.draft is not None:
         check_models(context.target, context.draft)
     if not isinstance(chosen, MethodSpec):

@@ -269,6 +269,54 @@ def test_the_bench(methods, tiny_pair_dirs, tmp_path, monkeypatch, capsys):
     assert all(report["v"]["1"] == 1 and report["c"] is not None for report in reports)
 
 
+ANY_MESH = {
+    "explicit axes": lambda: jax.make_mesh((2, 2), ("data", "model")),
+    "the other order": lambda: jax.make_mesh((2, 2), ("model", "data")),
+    "one axis": lambda: jax.make_mesh((4,), ("model",)),
+    "a third axis": lambda: jax.make_mesh((1, 2, 1), ("stage", "data", "replica")),
+}
+
+
+@pytest.mark.parametrize("axes", some(ANY_MESH, ("explicit axes",)))
+def test_any_mesh_of_our_axes(axes, target, draft):
+    mesh = ANY_MESH[axes]()
+    usual = sj.make_mesh(data=mesh.shape.get("data", 1), model=mesh.shape.get("model", 1))
+    many = sj.on_mesh(target, mesh), sj.on_mesh(draft, usual)
+    assert dict(many[0].mesh.shape) == dict(usual.shape)
+    options = {"method": "speculative", "max_new_tokens": 6, "sampling": SAMPLED}
+    if axes == "the other order":  # the same devices in other places
+        many = many[0], sj.on_mesh(draft, mesh)
+    one = sj.generate(target, PROMPTS, draft=draft, **options)
+    same(one, sj.generate(many[0], PROMPTS, draft=many[1], **options))
+
+
+def test_another_mesh_that_is_set_is_refused(target):
+    other = jax.make_mesh((2, 2), ("data", "model"))  # of explicit axes
+    (many,) = spread((target,), data=2, model=2)
+    refusals = [
+        lambda: sj.on_mesh(target, other),
+        lambda: sj.generate(many, PROMPTS, max_new_tokens=2),
+    ]
+    for refused in refusals:
+        with jax.set_mesh(other), pytest.raises(sj.OptionError, match="set another mesh"):
+            refused()
+    one = sj.generate(target, PROMPTS, max_new_tokens=2)
+    with jax.set_mesh(many.mesh):
+        same(one, sj.generate(many, PROMPTS, max_new_tokens=2))
+
+
+@pytest.mark.parametrize("axes", ["x", "model,x", "data,x,model"])
+def test_a_mesh_of_other_axes_is_refused(axes, target, tiny_pair_dirs):
+    names = tuple(axes.split(","))
+    mesh = jax.make_mesh((2,) * len(names), names)
+    expected = rf"mesh {names[0]}=2.*x=2.*: expected axes named data.* and model"
+    if names == ("x",):
+        expected = "mesh x=2: expected axes named data"
+    for load in (lambda: sj.on_mesh(target, mesh), lambda: sj.load(tiny_pair_dirs[0], mesh=mesh)):
+        with pytest.raises(sj.OptionError, match=expected):
+            load()
+
+
 def test_models_on_different_devices_are_refused(target, draft):
     mesh = sj.make_mesh(model=2)
     with pytest.raises(sj.PairError, match="the same mesh"):
