@@ -461,6 +461,24 @@ def test_dry_run_prints_one_object_and_writes_nothing(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_dry_run_counts_what_each_device_holds(tmp_path, capsys):
+    sizes = "model.hidden_size=256", "optim.batch_size=8", "optim.accumulate=1"
+    settings = overrides("mesh.devices=8", *sizes)
+    plans = []
+    for fsdp in (1, 4):
+        argv = [*quick(tmp_path / "run"), *settings, *overrides(f"mesh.fsdp={fsdp}")]
+        assert program(*argv, "--dry-run", "--json") == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    whole, shared = (plan["state_megabytes_per_device"] for plan in plans)
+    assert whole == plans[0]["state_megabytes"] and plans[0]["devices"] == 8
+    assert shared == pytest.approx(whole / 4, rel=0.05)  # norms are not shared
+
+    assert program(*argv, *overrides("optim.batch_size=6"), "--dry-run") == 2
+    assert "optim.batch_size=6 rows do not divide among 8 devices" in one_error_line(capsys)
+    assert program(*argv, *overrides("mesh.fsdp=3"), "--dry-run") == 2
+    assert "mesh.fsdp=3 does not divide the 8 devices" in one_error_line(capsys)
+
+
 def test_distillation_runs_from_a_teacher(uninterrupted, tmp_path, capsys):
     teacher = uninterrupted / "export"
     shared = (f"distill.teacher={teacher}", f"tokenizer.path={teacher}/tokenizer.json")

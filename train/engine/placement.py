@@ -131,6 +131,23 @@ def make_placement(
     if devices is None:
         devices = jax.devices()
     count = len(devices)
+    _check_division(count, fsdp, rows, sequence)
+    if count == 1:
+        return Placement()
+    axes = AXES
+    shape = (count // sequence // fsdp, fsdp)
+    if sequence > 1:
+        axes = (*AXES, SEQUENCE)
+        shape = (*shape, sequence)
+    # Explicit axes, which jax.make_mesh may default to, would need a sharding in every operation.
+    auto = (AxisType.Auto,) * len(axes)
+    mesh = jax.make_mesh(shape, axes, axis_types=auto, devices=devices)
+    _require_own_rows(mesh, sequence)
+    return Placement(mesh)
+
+
+def _check_division(count: int, fsdp: int, rows: int, sequence: int) -> None:
+    """Raises InputError if ``count`` devices cannot share the params and rows so."""
     if count % (fsdp * sequence):
         asked = f"mesh.fsdp={fsdp}"
         if sequence > 1:
@@ -143,18 +160,6 @@ def make_placement(
             f"optim.batch_size={rows} rows do not divide among {whom}: "
             "raise it, and lower optim.accumulate to match"
         )
-    if count == 1:
-        return Placement()
-    axes = AXES
-    shape = (groups // fsdp, fsdp)
-    if sequence > 1:
-        axes = (*AXES, SEQUENCE)
-        shape = (*shape, sequence)
-    # Explicit axes, which jax.make_mesh may default to, would need a sharding in every operation.
-    auto = (AxisType.Auto,) * len(axes)
-    mesh = jax.make_mesh(shape, axes, axis_types=auto, devices=devices)
-    _require_own_rows(mesh, sequence)
-    return Placement(mesh)
 
 
 def _require_own_rows(mesh: Mesh, sequence: int) -> None:
@@ -180,6 +185,44 @@ def run_placement(section: MeshSection, rows: int) -> Placement:
             "machine that has them, or set mesh.devices=0 to use all that are there"
         )
     return make_placement(section.fsdp, rows, sequence=section.sequence)
+
+
+def planned_devices(section: MeshSection, rows: int) -> int:
+    """The number of devices that ``--dry-run`` plans for, which may not be here.
+
+    Raises:
+      InputError: the topology has another form; or as :func:`make_placement`.
+    """
+    count = device_count(section)
+    _check_division(count, section.fsdp, rows, section.sequence)
+    return count
+
+
+def device_count(section: MeshSection) -> int:
+    """The number of devices: of the topology, or as the config says, or those that are here.
+
+    Raises:
+      InputError: the topology has another form.
+    """
+    if not section.topology:
+        return section.devices or jax.device_count()
+    _, _, sizes = section.topology.partition(":")
+    try:
+        return math.prod(int(size) for size in sizes.split("x"))
+    except ValueError:
+        raise InputError(
+            f"mesh.topology={section.topology!r}: expected KIND:AxB or KIND:AxBxC, e.g. v5e:2x4"
+        ) from None
+
+
+def bytes_per_device(tree: Any, fsdp: int) -> int:
+    """Bytes of one device's share of arrays, or of their shapes, that ``fsdp`` devices share."""
+
+    def share(x: Any) -> int:
+        size = math.prod(x.shape) * x.dtype.itemsize
+        return size // fsdp if any(shared_axis(x.shape, fsdp)) else size
+
+    return sum(map(share, jax.tree.leaves(tree)))
 
 
 def shared_axis(shape: tuple[int, ...], devices: int) -> PartitionSpec:

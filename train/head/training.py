@@ -29,7 +29,7 @@ from train.engine.directory import (
 from train.engine.drafting import measure_drafts
 from train.engine.loop import Measured, fit
 from train.engine.optim import make_optimizer
-from train.engine.placement import Placement, host_memory, run_placement
+from train.engine.placement import Placement, host_memory, planned_devices, run_placement
 from train.engine.program import run_training, with_next_command
 from train.head.losses import HeadObjective, head_loss
 from train.head.prepare import HeadSetup, prepare_setup
@@ -203,5 +203,6 @@ def plan(cfg: HeadRunConfig, setup: HeadSetup, states: StoredStates | None) -> d
         "held_out_tokens": held_out_tokens(setup.data),
         "epochs": round(tokens * cfg.optim.total_steps / max(1, train_tokens(setup.data)), 2),
         "state_megabytes_per_copy": round(state / 1e6, 1),
+        "devices": planned_devices(cfg.mesh, cfg.optim.batch_size),
         "export_megabytes": round(export_bytes / 1e6, 2),
     }

@@ -16,7 +16,7 @@ from specjax import text
 from specjax._util import processes
 from specjax._util.errors import InputError
 from specjax.lm import locate
-from specjax.models import ModelConfig, num_params
+from specjax.models import ModelConfig, num_params, param_shapes
 from specjax.models.hf.read import load_config
 from train.config import LMConfig, fixed_settings, to_dict
 from train.data.corpus import permissive_distributions
@@ -28,7 +28,13 @@ from train.engine.drafting import measure_drafts
 from train.engine.loop import Measured, fit
 from train.engine.operations import causal_operations
 from train.engine.optim import make_optimizer
-from train.engine.placement import Placement, host_memory, run_placement
+from train.engine.placement import (
+    Placement,
+    bytes_per_device,
+    host_memory,
+    planned_devices,
+    run_placement,
+)
 from train.engine.program import run_training, with_next_command
 from train.lm.losses import data_loss, training_loss
 from train.lm.prepare import LmSetup, prepare_setup
@@ -58,6 +64,7 @@ def main(cfg: LMConfig, resume: bool, dry_run: bool) -> dict[str, Any]:
 
 def _dry_run(cfg: LMConfig) -> dict[str, Any]:
     """The plan. Nothing stays on the disk, and shards must be there."""
+    planned_devices(cfg.mesh, cfg.optim.batch_size)
     with tempfile.TemporaryDirectory() as scratch:
         setup = prepare_setup(cfg, Path(scratch), None)
     return plan(with_total_steps(cfg, setup.data), setup.model, setup.data)
@@ -178,6 +185,7 @@ def useful_operations(cfg: LMConfig, model: ModelConfig) -> float:
 def plan(cfg: LMConfig, model: ModelConfig, data: Corpus) -> dict[str, Any]:
     """What the run will do, in numbers."""
     tokens = cfg.optim.batch_size * cfg.optim.accumulate * cfg.data.seq_len
+    devices = planned_devices(cfg.mesh, cfg.optim.batch_size)
     epoch = train_tokens(data)
     return {
         "parameters": num_params(model),
@@ -189,4 +197,8 @@ def plan(cfg: LMConfig, model: ModelConfig, data: Corpus) -> dict[str, Any]:
         "epochs": round(tokens * cfg.optim.total_steps / max(1, epoch), 2),
         # Params, gradients and two moments, each of four bytes.
         "state_megabytes": round(16 * num_params(model) / 1e6, 1),
+        "devices": devices,
+        "state_megabytes_per_device": round(
+            4 * bytes_per_device(param_shapes(model), cfg.mesh.fsdp) / 1e6, 1
+        ),
     }

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import math
 import os
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from specjax._util.program import BAD_INPUT, Parser, module_command
 from specjax.models import ModelConfig, param_shapes
 from train.config import SDSATConfig, from_dict, to_dict
 from train.engine.optim import make_optimizer
-from train.engine.placement import make_placement
+from train.engine.placement import device_count, make_placement
 from train.sdsat import memory
 from train.sdsat.losses import sdsat_loss, weigh
 from train.sdsat.memory import GIB, Compiled, Parts
@@ -46,7 +45,7 @@ def needed_memory(cfg: SDSATConfig, setup: SdsatSetup) -> dict[str, Any]:
     Raises:
       InputError: the rows, or the copies of the params, do not divide among the devices.
     """
-    devices = device_count(cfg)
+    devices = device_count(cfg.mesh)
     if cfg.mesh.topology or devices != jax.device_count():
         compiled = _compile_in_a_process(cfg, devices)
     else:
@@ -97,23 +96,6 @@ def lighter(cfg: SDSATConfig, model: ModelConfig, devices: int) -> list[str]:
         'model.train="gated-lora"': full,
     }
     return [*(setting for setting, unused in possible.items() if unused), "more devices"]
-
-
-def device_count(cfg: SDSATConfig) -> int:
-    """The number of devices: of the topology, or as the config says, or those that are here.
-
-    Raises:
-      InputError: the topology has another form.
-    """
-    if not cfg.mesh.topology:
-        return cfg.mesh.devices or jax.device_count()
-    _, _, sizes = cfg.mesh.topology.partition(":")
-    try:
-        return math.prod(int(size) for size in sizes.split("x"))
-    except ValueError:
-        raise InputError(
-            f"mesh.topology={cfg.mesh.topology!r}: expected KIND:AxB or KIND:AxBxC, e.g. v5e:2x4"
-        ) from None
 
 
 def step_parts(

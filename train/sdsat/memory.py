@@ -9,7 +9,6 @@ Axes: B rows of a micro-batch, T tokens of a row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from specjax.models.config import period
 from specjax.models.forward_pass import BLOCKWISE_FROM
 from train.engine.loop import LossFn, make_step
 from train.engine.losses import CHUNK
-from train.engine.placement import Placement, shared_axis
+from train.engine.placement import Placement, bytes_per_device
 
 GIB = 2**30
 DEEPEST = 4  # blocks; deeper models are extrapolated
@@ -127,9 +126,9 @@ def estimate(
         ``attention`` also the attention outputs of long sequences.
     """
     item = jnp.dtype(dtype).itemsize
-    trained = _shared(parts.trainable, fsdp)
-    state = _shared(jax.eval_shape(parts.optimizer.init, parts.trainable), fsdp)
-    frozen = _shared(parts.frozen, fsdp)
+    trained = bytes_per_device(parts.trainable, fsdp)
+    state = bytes_per_device(jax.eval_shape(parts.optimizer.init, parts.trainable), fsdp)
+    frozen = bytes_per_device(parts.frozen, fsdp)
     # The params in the dtype of the forward pass, beside the float32 ones.
     copied = 0 if dtype == "float32" else (trained + frozen) * item // 4
     _, rows, length = parts.batches["tokens"].shape
@@ -159,19 +158,9 @@ def evaluation(model: ModelConfig, parts: Parts, fsdp: int, dtype: str) -> int:
     Besides its share of the training state, it holds the whole model in the dtype of the forward
     pass, and a second time in the layout of decoding.
     """
-    state = _shared(parts.trainable, fsdp) + _shared(parts.frozen, fsdp)
-    state += _shared(jax.eval_shape(parts.optimizer.init, parts.trainable), fsdp)
+    state = bytes_per_device(parts.trainable, fsdp) + bytes_per_device(parts.frozen, fsdp)
+    state += bytes_per_device(jax.eval_shape(parts.optimizer.init, parts.trainable), fsdp)
     return state + 2 * num_params(model) * jnp.dtype(dtype).itemsize
-
-
-def _shared(tree: Any, fsdp: int) -> int:
-    """Bytes of one device's share of the tree."""
-
-    def share(x) -> int:
-        size = math.prod(x.shape) * x.dtype.itemsize
-        return size // fsdp if any(shared_axis(x.shape, fsdp)) else size
-
-    return sum(map(share, jax.tree.leaves(tree)))
 
 
 def _gathered(model: ModelConfig) -> int:
