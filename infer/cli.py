@@ -44,7 +44,7 @@ NEW_TOKENS = 128  # the default of --max-new-tokens
 
 
 def add_prompting(group: argparse._ActionsContainer) -> None:
-    """Adds ``--chat --truncate --mesh`` to a parser or an argument group."""
+    """Adds ``--chat --truncate --mesh --draft-whole`` to a parser or an argument group."""
     add_chat(group)
     group.add_argument(
         "--truncate",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -40,25 +40,26 @@ def load_models(
 ) -> tuple[LM, LM | None]:
     """The target, and the draft or None.
 
-    On a mesh the target is split. A draft that cannot be split is whole on each device.
+    On a mesh the target is split. A draft that cannot be split is whole on each device, and a line
+    on stderr says so. With ``--draft-whole`` it always is.
 
     Raises:
       ModelError: one of them cannot be loaded.
       OptionError: the mesh needs more devices than there are.
     """
     draft = draft_name(args, want_draft)
-    devices = make_mesh(**mesh) if mesh else None
-    load = functools.partial(
-        _load_and_say,
-        dtype=args.dtype,
-        pickles=args.pickles,
-        mesh=devices,
-        pass_width=args.pass_width,
-        quantize=args.quantize,
-        cache_dtype=args.cache_dtype,
-    )
+    options = {
+        "dtype": args.dtype,
+        "pickles": args.pickles,
+        "mesh": make_mesh(**mesh) if mesh else None,
+        "pass_width": args.pass_width,
+        "quantize": args.quantize,
+        "cache_dtype": args.cache_dtype,
+    }
     bases = bases_of(args, draft)
-    target = lm.TARGET.parse("target", load(args.target, base=bases["target"]))
+    with _saying_warnings():
+        target = lm.load(args.target, base=bases["target"], **options)
+    target = lm.TARGET.parse("target", target)
     _say_slow_codes(args)
     if not target.eos_ids:
         say(
@@ -67,11 +68,9 @@ def load_models(
         )
     if draft is None:
         return target, None
-    if draft.startswith(lm.SELF):
-        return target, lm.own_draft(target, draft)
-    base = bases["draft"]
-    split = devices is None or lm.can_split(draft, devices, base)
-    return target, load(draft, split=split, base=base)
+    base = bases["target" if draft.startswith(lm.SELF) else "draft"]
+    with _saying_warnings():
+        return target, lm.load_draft(draft, target, whole=args.draft_whole, base=base, **options)
 
 
 def _say_slow_codes(args: argparse.Namespace) -> None:
@@ -110,11 +109,12 @@ def bases_of(args: argparse.Namespace, draft: str | None) -> dict[str, str | Non
     return bases
 
 
-def _load_and_say(name: str, **options: Any) -> LM:
-    """:func:`specjax.load`; what the library warns of becomes one line each on stderr."""
+@contextlib.contextmanager
+def _saying_warnings() -> Iterator[None]:
+    """Makes one line on stderr of each thing that the library warns of inside."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ModelWarning)
-        model = lm.load(name, **options)
+        yield
     for warning in caught:
         if issubclass(warning.category, ModelWarning):
             say("infer", warning.message)
@@ -122,7 +122,6 @@ def _load_and_say(name: str, **options: Any) -> LM:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-    return model
 
 
 def chosen_sampling(

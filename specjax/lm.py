@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax._util.arguments import FLAG, as_integer_array, instance_of, validate_arguments
 from specjax._util.checks import Check, format_value
-from specjax._util.errors import ModelError, ModelWarning, OptionError, PairError
+from specjax._util.errors import ModelError, ModelWarning, OptionError, PairError, SplitError
 from specjax._util.files import expand_user
 from specjax._util.platform import platform
 from specjax.core.mesh import with_both_axes
@@ -310,6 +310,38 @@ def own_draft(target: LM, name: str) -> LM:
     return dataclasses.replace(quantize(target, name.removeprefix(SELF)), source=name)
 
 
+def load_draft(
+    name: str, target: LM, *, whole: bool = False, base: str | None = None, **options: Any
+) -> LM:
+    """The draft model of that name, on the target's devices.
+
+    If they cannot share it, it is whole on each of them, and a :class:`ModelWarning` says so.
+
+    Args:
+      name: as :func:`load` takes it, or ``self:SCHEME``.
+      whole: it is whole on each device, even if they can share it.
+      base: that of :func:`load`, for the draft; of ``self:SCHEME`` for the target.
+      options: of :func:`load`, those that the target was loaded with.
+
+    Raises:
+      ModelError: it cannot be loaded.
+    """
+    is_copy = name.startswith(SELF)
+    if not whole or target.mesh is None:
+        try:
+            if is_copy:
+                return own_draft(target, name)
+            return load(name, base=base, **options)
+        except SplitError as error:
+            warnings.warn(f"{name} is whole on each device: {error}", ModelWarning, stacklevel=2)
+    if not is_copy:
+        return load(name, split=False, base=base, **options)
+    # A share of each weight is not enough for a whole copy, so the files are read again.
+    options["quantize"] = name.removeprefix(SELF)
+    copy = load(target.source, split=False, base=base, **options)
+    return dataclasses.replace(copy, source=name)
+
+
 def attach(head: LM, target: LM) -> LM:
     """A head completed from its target: with the layers to read, and an embedding if it has none.
 
@@ -367,22 +399,6 @@ def read_tokenizer(path: Path) -> Tokenizer:
     if is_gguf(path):
         return Tokenizer.from_gguf(path)
     return Tokenizer.from_directory(path)
-
-
-def can_split(path_or_id: str | Path, mesh: Mesh, base: str | None = None) -> bool:
-    """Whether the devices of a mesh can share a model's attention heads and MLP columns evenly.
-
-    ``base`` is that of :func:`load`.
-
-    Raises:
-      ModelError: the model has no usable config.
-    """
-    config = load_config(base_of(str(path_or_id), ("config.json",), base))
-    try:
-        split_config(config, mesh.shape[AXIS])
-    except ModelError:
-        return False
-    return True
 
 
 def _device_config(config: ModelConfig, mesh: Mesh | None, split: bool) -> ModelConfig:

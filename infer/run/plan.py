@@ -14,7 +14,7 @@ from typing import Any
 from infer.cli import SELF, mesh_text
 from infer.loading import bases_of, device_memory, draft_name
 from specjax import lm
-from specjax._util.errors import ModelError
+from specjax._util.errors import SplitError
 from specjax._util.platform import platform
 from specjax.models import ModelConfig, num_params
 from specjax.models.cache import ring_capacity, row_bytes
@@ -25,6 +25,7 @@ from specjax.models.gguf.read import kept_bytes
 from specjax.models.hf.layout import DTYPES
 from specjax.models.hf.read import stored_form
 from specjax.models.loading import load_config
+from specjax.models.placement import check_split
 from specjax.models.quantization import NO_SCHEME, param_bytes, parse_scheme
 from specjax.models.sharding import split_config
 
@@ -48,7 +49,16 @@ def print_plan(args: argparse.Namespace) -> int:
 
     memory = int(args.memory * 2**30) if args.memory else device_memory()
     bases_of(args, draft)  # refuses --base without a delta
-    plan = make_plan(names, args.dtype, memory, args.mesh, schemes, args.cache_dtype, args.base)
+    plan = make_plan(
+        names,
+        args.dtype,
+        memory,
+        args.mesh,
+        schemes,
+        args.cache_dtype,
+        args.base,
+        args.draft_whole,
+    )
     text = json.dumps(plan) if args.json else describe(plan)
     print(text)
     return 0
@@ -62,6 +72,7 @@ def make_plan(
     schemes: Mapping[str, str | None] | None = None,
     cache_dtype: str | None = None,
     base: str | None = None,
+    draft_whole: bool = False,
 ) -> Plan:
     """The sizes of models in bytes, and the largest batches that fit, in rows.
 
@@ -73,6 +84,7 @@ def make_plan(
       schemes: by role, how the weights will be quantized.
       cache_dtype: of keys and values; None: as ``dtype``.
       base: of models that are deltas, as :func:`specjax.load` takes it.
+      draft_whole: the draft is whole on each device, even if they can share it.
 
     Raises:
       ModelError: a model or its config cannot be used, or the target cannot be split.
@@ -82,7 +94,9 @@ def make_plan(
     models = {}
     for role, name in names.items():
         scheme = schemes.get(role)
-        models[role] = model_plan(name, dtype, mesh["model"], role, scheme, cache_dtype, base)
+        may_be_whole = role == "draft"
+        devices = 1 if may_be_whole and draft_whole else mesh["model"]
+        models[role] = model_plan(name, dtype, devices, may_be_whole, scheme, cache_dtype, base)
 
     weights = sum(model["weight_bytes_per_device"] for model in models.values())
     free = int(memory * (1 - HEADROOM)) - weights
@@ -117,14 +131,15 @@ def model_plan(
     name: str,
     dtype: str | None,
     devices: int = 1,
-    role: str = "target",
+    may_be_whole: bool = False,
     quantize: str | None = None,
     cache_dtype: str | None = None,
     base: str | None = None,
 ) -> Plan:
     """One model's parameters, bytes of weights, and bytes of KV cache per token and row.
 
-    The model is split over ``devices``. A draft that cannot be split is whole on each of them.
+    The model is split over ``devices``. If they cannot share it, it is whole on each of them, or
+    refused where it may not be.
     """
     dtype = lm.resolve_dtype(dtype)
     directory = lm.base_of(name, ("config.json",), base)
@@ -133,12 +148,17 @@ def model_plan(
     if quantize not in (None, NO_SCHEME):
         scheme = parse_scheme(quantize)
     cached = cache_dtype or DTYPES[dtype]
+    if scheme is not None:
+        param_bytes(cfg, DTYPES[dtype], scheme)  # raises if the groups do not divide its weights
+    share = cfg
+    why_whole = None
     try:
+        check_split(cfg, devices, scheme)
         share = split_config(cfg, devices)
-    except ModelError:
-        if role == "target":
+    except SplitError as error:
+        if not may_be_whole:
             raise
-        share = cfg
+        why_whole = str(error)
 
     if is_gguf(directory) and quantize is None:
         whole = kept_bytes(directory, DTYPES[dtype])
@@ -156,6 +176,7 @@ def model_plan(
         "quantize": None if scheme is None else str(scheme),
         "weight_bytes": whole,
         "weight_bytes_per_device": per_device,
+        "why_whole_on_each_device": why_whole,
         "codes_on_cpu": codes_on_cpu() if has_codes else None,
         "cache_bytes_per_token_and_row": row_bytes(cfg, 1, cached),
         "cache_bytes_per_device_token_and_row": row_bytes(share, 1, cached),
@@ -222,6 +243,8 @@ def _describe_model(role: str, model: Plan, several_devices: bool) -> list[str]:
         context += "; rope_type dynamic stretches nothing here, yarn and linear do"
     kinds = ", ".join(filter(None, (model["family"], model["dtype"], model["quantize"])))
     lines = [f"{role}: {model['model']} ({kinds})", f"  {weights}"]
+    if model["why_whole_on_each_device"]:
+        lines.append(f"  whole on each device: {model['why_whole_on_each_device']}")
     if model["codes_on_cpu"]:
         lines.append(f"  codes: {model['codes_on_cpu']}")
     return [*lines, f"  cache: {cache}", f"  context: {context}"]

@@ -84,12 +84,18 @@ def _add_forms(group: argparse._ArgumentGroup) -> None:
 
 
 def add_mesh(group: argparse._ActionsContainer) -> None:
-    """Adds ``--mesh`` to a parser or an argument group."""
+    """Adds ``--mesh --draft-whole`` to a parser or an argument group."""
     group.add_argument(
         "--mesh",
         type=mesh_axes,
         metavar="AXIS=N,...",
         help="use several devices: data=N splits the batch, model=N splits the models",
+    )
+    group.add_argument(
+        "--draft-whole",
+        action="store_true",
+        help="each device of --mesh has the whole draft: no sums between devices, more memory "
+        "(default: only where it cannot be split)",
     )
 
 

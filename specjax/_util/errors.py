@@ -36,6 +36,10 @@ class ModelError(SpecjaxError):
     """A model directory, configuration or tensor that cannot be used."""
 
 
+class SplitError(ModelError):
+    """A model that so many devices cannot share. It can be whole on each of them."""
+
+
 class ModelWarning(UserWarning):
     """A model loads, but not in the form that its files have."""
 

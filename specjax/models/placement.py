@@ -16,10 +16,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from specjax._util.errors import ModelError
+from specjax._util.errors import SplitError
 from specjax.models.adapters import DOWN
 from specjax.models.config import ModelConfig
-from specjax.models.forward_pass import param_axes, part_axes
+from specjax.models.forward_pass import param_axes, param_shapes, part_axes
+from specjax.models.quantization import StoredForm
 from specjax.models.quantized import Grouped, PerOutput, by_output, is_quantized
 from specjax.models.sharding import AXIS, EXPERTS, RULES, partition, split_config
 
@@ -30,7 +31,7 @@ def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
     ``params`` may be a part of the tree.
 
     Raises:
-      ModelError: groups of a quantized weight would be shared by devices, or its inputs are in an
+      SplitError: groups of a quantized weight would be shared by devices, or its inputs are in an
         order that no split follows.
     """
 
@@ -43,13 +44,9 @@ def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
         if not isinstance(x, Grouped):
             return whole
         if whole[1] and not x.split_evenly(count):
-            raise ModelError(
-                f"{x.groups} groups of {x.shape[1] // x.groups} inputs ({axes[1]}) cannot be "
-                f"split over {AXIS}={count} devices; choose int4:GROUP so that they can, or int8, "
-                "or keep it whole (split=False, --mesh data=N)"
-            )
+            raise _groups_are_shared(x.groups, x.shape[1], axes, count)
         if whole[1] and x.order is not None:
-            raise ModelError(
+            raise SplitError(
                 f"a weight with act-order ({axes[1]}) cannot be split over {AXIS}={count} devices: "
                 "its groups have inputs of all of them; keep it whole (split=False, "
                 "--mesh data=N), or take a checkpoint without act-order"
@@ -62,13 +59,46 @@ def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
     return jax.tree.map(spec, params, part_axes(cfg, params), is_leaf=is_quantized)
 
 
+def check_split(cfg: ModelConfig, count: int, form: StoredForm | None = None) -> None:
+    """Checks that ``count`` devices can share a model whose weights are stored in this form.
+
+    It needs no weights. What a file alone shows, such as act-order, is found when it loads.
+
+    Raises:
+      SplitError: they cannot.
+    """
+    split_config(cfg, count)
+    if form is None:
+        return
+
+    def check(leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> None:
+        own_form = form.for_axes(axes)
+        if own_form is None or not own_form.group or axes[0] == EXPERTS or not RULES[axes[1]]:
+            return
+        inputs = leaf.shape[1]
+        groups = inputs // own_form.group
+        # A single group becomes one per device (`cut_single_groups`).
+        if groups != 1 and groups % count:
+            raise _groups_are_shared(groups, inputs, axes, count)
+
+    jax.tree.map(check, param_shapes(cfg), param_axes(cfg))
+
+
+def _groups_are_shared(groups: int, inputs: int, axes: tuple[str, ...], count: int) -> SplitError:
+    return SplitError(
+        f"{groups} groups of {inputs // groups} inputs ({axes[1]}) cannot be split over "
+        f"{AXIS}={count} devices; choose int4:GROUP so that they can, or int8, or keep it whole "
+        "(split=False, --mesh data=N)"
+    )
+
+
 def place(cfg: ModelConfig, params: dict, mesh: Mesh, split: bool) -> dict:
     """Params in the inference layout on a mesh: each device gets its share, or a whole copy.
 
     ``params`` may be a part of the tree; ``cfg`` is the whole model's.
 
     Raises:
-      ModelError: the model cannot be split.
+      SplitError: the model cannot be split.
     """
     if not split:
         return put(params, NamedSharding(mesh, PartitionSpec()))

@@ -58,6 +58,15 @@ class Scheme(NamedTuple):
             return Scheme("int8")
         return self
 
+    def of_share(self, inputs: int) -> Scheme:
+        """The scheme of one device's share, which has so many inputs: at most one group of them.
+
+        Where a whole row is one group, each device has a group of its own.
+        """
+        if self.group and self.group > inputs:
+            return self._replace(group=inputs)
+        return self
+
     def weight_bytes(self, size: int, inputs: int) -> int:
         """Bytes of a weight with ``size`` entries.
 
@@ -72,6 +81,9 @@ class Scheme(NamedTuple):
 
 class StoredForm(Protocol):
     """How weights are stored: a :class:`Scheme`, or another library's quantizer."""
+
+    @property
+    def group(self) -> int | None: ...
 
     def for_axes(self, axes: tuple[str, ...]) -> StoredForm | None: ...
 
@@ -182,6 +194,8 @@ def param_bytes(cfg: ModelConfig, dtype: DTypeLike, scheme: StoredForm | None = 
         param_scheme = scheme.for_axes(axes) if scheme else None
         if param_scheme is None:
             return size * jnp.dtype(dtype).itemsize
+        if isinstance(param_scheme, Scheme) and cfg.shards > 1:
+            param_scheme = param_scheme.of_share(leaf.shape[-1])
         return param_scheme.weight_bytes(size, leaf.shape[-1])
 
     return sum(jax.tree.leaves(jax.tree.map(count_bytes, param_shapes(cfg), param_axes(cfg))))

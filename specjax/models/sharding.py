@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from specjax._util.errors import ModelError
+from specjax._util.errors import SplitError
 from specjax.models.adapters import ReplacedRows
 from specjax.models.config import ModelConfig
 from specjax.models.quantized import Quantized
@@ -48,7 +48,7 @@ def split_config(cfg: ModelConfig, count: int) -> ModelConfig:
     If there are fewer key heads than devices, several devices have the same one.
 
     Raises:
-      ModelError: ``count`` does not divide the heads or the columns.
+      SplitError: ``count`` does not divide the heads or the columns.
     """
     fits = {
         "num_heads": cfg.num_heads % count == 0,
@@ -58,7 +58,7 @@ def split_config(cfg: ModelConfig, count: int) -> ModelConfig:
     experts = cfg.experts
     if experts is not None and (experts.count % count or experts.shared_size % count):
         shared = f", and {experts.shared_size} columns of a shared one," * bool(experts.shared_size)
-        raise ModelError(
+        raise SplitError(
             f"{experts.count} experts{shared} cannot be split over {AXIS}={count} devices; choose "
             "a number that divides them"
         )
@@ -66,7 +66,7 @@ def split_config(cfg: ModelConfig, count: int) -> ModelConfig:
         fits["num_kv_heads"] = False  # their norm's weights have no copies
     for name, fit in fits.items():
         if not fit:
-            raise ModelError(
+            raise SplitError(
                 f"{name}={getattr(cfg, name)} cannot be split over {AXIS}={count} "
                 "devices; choose a number that divides it"
             )

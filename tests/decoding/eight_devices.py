@@ -15,6 +15,8 @@ from conftest import tiny_lm
 from infer.bench import benchmark
 from infer.bench import commands as bench
 from infer.run import commands as run
+from specjax import lm
+from specjax._util.errors import ModelWarning
 from specjax.core import loop
 from specjax.registry import Context
 from specjax.runtime.engine import Engine
@@ -145,6 +147,26 @@ def test_a_draft_may_be_whole_on_each_device(target, draft):
     many = sj.on_mesh(target, mesh), sj.on_mesh(draft, mesh, split=False)
     options = {"method": "speculative", "max_new_tokens": 20, "sampling": SAMPLED}
     same(*(sj.generate(p, PROMPTS, draft=q, **options) for p, q in ((target, draft), many)))
+
+
+@pytest.mark.slow
+def test_a_draft_that_cannot_be_split_is_whole(tiny_pair_dirs):
+    """Six groups of 8 columns cannot be split over four devices; that is said, and decodes."""
+    name = "self:int4:8"
+    options = {"method": "speculative", "max_new_tokens": 12, "sampling": SAMPLED}
+    one = sj.load(tiny_pair_dirs[0])
+    expected = sj.generate(one, ["def f(x):"], draft=name, **options)
+    mesh = sj.make_mesh(model=4)
+    many = sj.load(tiny_pair_dirs[0], mesh=mesh)
+    with pytest.warns(ModelWarning, match=f"{name} is whole on each device: 6 groups of 8"):
+        draft = lm.load_draft(name, many, mesh=mesh)
+    assert draft.config.shards == 1
+    same(expected, sj.generate(many, ["def f(x):"], draft=draft, **options))
+    asked = lm.load_draft(tiny_pair_dirs[1], many, whole=True, mesh=mesh)
+    assert (
+        asked.config.shards == 1
+        and lm.load_draft(tiny_pair_dirs[1], many, mesh=mesh).config.shards == 4
+    )
 
 
 def test_a_host_driven_reward(tiny_pair_dirs):

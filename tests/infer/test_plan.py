@@ -46,6 +46,30 @@ def test_the_plan_counts_what_loading_and_caching_take(directory):
     assert list(rows) == [128] and rows[128] == (int(0.9 * 2**20) - weights) // (cache // 3)
 
 
+def test_the_plan_of_groups_that_devices_cannot_share(tiny_pair_dirs, capsys):
+    """It says what loading says, of the model's own sizes: 48 columns in 6 groups of 8."""
+    target, draft = tiny_pair_dirs
+    plan = ["--plan", "--memory", "1", "--mesh", "model=4", "--target", target]
+    error = "6 groups of 8 inputs (columns) cannot be split over model=4 devices"
+    assert run.main([*plan, "--quantize", "int4:8"]) == 2
+    assert error in capsys.readouterr().err
+
+    sizes = {}
+    for name in (draft, "self:int4:8", "self:int4:4"):
+        for option in ([], ["--draft-whole"]):
+            assert run.main([*plan, "--draft", name, "--json", *option]) == 0
+            model = json.loads(capsys.readouterr().out)["draft"]
+            sizes[name, *option] = model["weight_bytes_per_device"]
+            assert (model["why_whole_on_each_device"] is not None) == (
+                name == "self:int4:8" and not option
+            )
+            assert not option or sizes[name, *option] == model["weight_bytes"]
+    assert sizes["self:int4:8",] == sizes["self:int4:8", "--draft-whole"]
+    assert sizes["self:int4:4",] < sizes["self:int4:4", "--draft-whole"]
+    assert run.main([*plan, "--draft", "self:int4:8"]) == 0
+    assert f"whole on each device: {error}" in capsys.readouterr().out
+
+
 def test_the_plan_counts_what_windows_hold(directory, capsys):
     config = directory / "config.json"
     long = json.loads(config.read_text()) | {"max_position_embeddings": 32768}

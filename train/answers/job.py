@@ -74,11 +74,11 @@ def make_job(args: argparse.Namespace, place: Place) -> AnswerJob:
     }
     base = args.base if lm.is_delta(args.target) else None
     target = lm.TARGET.parse("target", lm.load(args.target, base=base, **common))
-    draft: lm.LM | str | None = args.draft
-    if draft is not None and not draft.startswith(lm.SELF):
-        split = mesh is None or lm.can_split(draft, mesh, args.base)
-        base = args.base if lm.is_delta(draft) else None
-        draft = lm.load(draft, split=split, base=base, **common)
+    draft = None
+    if args.draft is not None:
+        named = args.target if args.draft.startswith(lm.SELF) else args.draft
+        base = args.base if lm.is_delta(named) else None
+        draft = lm.load_draft(args.draft, target, whole=args.draft_whole, base=base, **common)
     writer = Writer(_chats(args, target), target.tokenizer, args.repeats == "drop")
     arguments = {
         "draft": draft,
