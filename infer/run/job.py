@@ -61,7 +61,8 @@ def run_job(args: argparse.Namespace) -> int:
         warnings.showwarning = lambda message, *_: say("infer.run", message)
         try:
             if args.span:
-                processes.join(str(args.span), "infer.run", OTHERS_DIED, args.meeting_timeout)
+                job = f"--out {args.out}"
+                processes.join(str(args.span), "infer.run", OTHERS_DIED, job, args.meeting_timeout)
             with contextlib.ExitStack() as stack:
                 # If one process cannot lock its file, all must stop.
                 processes.raise_everywhere(lambda: stack.enter_context(_lock(args)))

@@ -14,7 +14,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, TypeVar, cast
 
 import jax
@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 
 from specjax._util import peers
 from specjax._util.errors import InputError
+from specjax._util.meeting import Meeting
 from specjax._util.program import BAD_INPUT, FAILED, Place, say
 
 T = TypeVar("T")
@@ -32,7 +33,9 @@ SILENT_SECONDS = 3.0  # before a waiting process says so
 _MESSAGE_BYTES = 512  # of an error that is sent to the other processes
 
 
-def join(where: str, name: str, way_out: str, timeout: float = MEETING_SECONDS) -> None:
+def join(
+    where: str, name: str, way_out: str, job: str = "", timeout: float = MEETING_SECONDS
+) -> None:
     """Joins the run: ``HOST:PORT,COUNT,INDEX`` with the first process's address, or ``cluster``.
 
     Call it before anything uses a device. From then on this process ends with one line and exit
@@ -41,11 +44,13 @@ def join(where: str, name: str, way_out: str, timeout: float = MEETING_SECONDS) 
     Args:
       name: of the program, for its messages.
       way_out: what to do after a process has died, for that line.
+      job: what tells this job from others that may use the same port. It is the same in every
+        process of the job.
       timeout: seconds to wait for the other processes. Then the process says so and ends.
 
     Raises:
-      InputError: another form, an address that cannot be used, or processes with different numbers
-        of devices.
+      InputError: another form, an address that cannot be used or is another job's, or processes
+        with different numbers of devices.
     """
     try:
         place = None if where == BY_CLUSTER else Place.parse(where)
@@ -54,7 +59,12 @@ def join(where: str, name: str, way_out: str, timeout: float = MEETING_SECONDS) 
     if place is not None:
         _check_address(place)
 
-    with _waiting(name, where, timeout):
+    missing: set[int] = set()
+    with _waiting(name, where, timeout, missing):
+        if place is not None:
+            if place.index == 0:
+                missing.update(range(1, place.count))
+            Meeting(place, f"{name} {job}".strip()).wait(missing.discard)
         try:
             if place is None:
                 jax.distributed.initialize(initialization_timeout=_beyond(timeout))
@@ -88,7 +98,7 @@ def _cannot_join(where: str, error: Exception) -> InputError:
 def _check_address(place: Place) -> None:
     """Refuses a host that does not resolve, and a port of the first process that is taken.
 
-    JAX's runtime would abort, or would join another job that uses the port.
+    JAX's runtime would abort.
     """
     host, _, port = place.address.rpartition(":")
     try:
@@ -114,8 +124,10 @@ def _check_address(place: Place) -> None:
 
 
 @contextlib.contextmanager
-def _waiting(name: str, where: str, timeout: float) -> Iterator[None]:
+def _waiting(name: str, where: str, timeout: float, missing: Set[int]) -> Iterator[None]:
     """Says for whom the process waits, and ends it after ``timeout`` seconds.
+
+    ``missing`` are the processes that have not come, in the first one; the others know of none.
 
     JAX's runtime says nothing while it waits, and aborts in the end. Nothing has been written yet,
     so the process may end at once.
@@ -125,7 +137,10 @@ def _waiting(name: str, where: str, timeout: float) -> Iterator[None]:
     def watch() -> None:
         if met.wait(min(SILENT_SECONDS, timeout)):
             return
-        say(name, f"waiting for the other processes of --distributed {where}")
+        whom = "the other processes"
+        if missing:
+            whom = f"process {', '.join(map(str, sorted(missing)))}"
+        say(name, f"waiting for {whom} of --distributed {where}")
         if not met.wait(max(0.0, timeout - SILENT_SECONDS)):
             say(
                 name,

@@ -431,7 +431,8 @@ def test_a_process_that_meets_nobody_says_so_and_ends(pair, job_file, tmp_path):
         ((code, err),) = ended([begin(job, index, port)])
         waits, gives_up = err.splitlines()
         assert code == 2 and not (tmp_path / "out").exists()
-        assert f"waiting for the other processes of --distributed localhost:{port}" in waits
+        whom = "process 1" if index == 0 else "the other processes"
+        assert f"waiting for {whom} of --distributed localhost:{port}" in waits
         assert "not all processes came within 5 seconds" in gives_up
 
 

@@ -38,7 +38,9 @@ def run_training(
       config: the config's dataclass.
     """
     if args.distributed:
-        processes.join(args.distributed, name, START_AGAIN)
+        directory = [setting for setting in args.set if setting.startswith("run.dir=")]
+        job = " ".join([str(args.config), *directory])
+        processes.join(args.distributed, name, START_AGAIN, job)
     cfg = from_toml(config, args.config, args.set)
     return run_and_print(name, lambda: main(cfg, args.resume, args.dry_run), args.json)
 

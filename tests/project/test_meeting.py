@@ -1,0 +1,98 @@
+"""Processes of one job meet at a port; those of another job stay outside."""
+
+import socket
+import threading
+
+import pytest
+
+from specjax._util.errors import InputError
+from specjax._util.meeting import Meeting
+from specjax._util.program import Place
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def begin(port, index, job="one", count=2, grace=0.3):
+    """A process's wait, in a thread; returns the thread and a list for its error."""
+    errors = []
+
+    def wait():
+        try:
+            Meeting(Place(f"localhost:{port}", count, index), job, grace).wait()
+        except InputError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+def end(*begun):
+    """The error of each, or None."""
+    for thread, _ in begun:
+        thread.join(20)
+        assert not thread.is_alive()
+    return [errors[0] if errors else None for _, errors in begun]
+
+
+def test_the_processes_of_a_job_meet_in_any_order(port):
+    late = [begin(port, index, count=3) for index in (2, 1)]
+    assert all(thread.is_alive() for thread, _ in late)
+    assert end(begin(port, 0, count=3), *late) == [None] * 3
+    assert end(begin(port, 1), begin(port, 0)) == [None] * 2  # the port is free again
+
+
+@pytest.mark.parametrize(
+    ("stranger", "reason"),
+    [
+        ({"job": "two"}, "another job meets there (one)"),
+        ({"count": 4}, "the job there has COUNT 3"),
+        ({"index": 2}, "there is a process 2 already"),
+    ],
+)
+def test_a_process_that_does_not_belong_there_is_refused(port, stranger, reason):
+    first, other = begin(port, 0, count=3), begin(port, 2, count=3)
+    while not socket_answers(port):
+        pass
+    other[0].join(0.5)
+    (error,) = end(begin(port, **({"index": 1, "count": 3} | stranger)))
+    assert reason in error and "another port" in error
+    assert end(begin(port, 1, count=3), first, other) == [None] * 3
+
+
+def socket_answers(port):
+    try:
+        socket.create_connection(("localhost", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_process_that_left_may_come_again(port):
+    first = begin(port, 0, count=3)
+    while not socket_answers(port):
+        pass
+    with socket.create_connection(("localhost", port)) as killed:
+        killed.sendall(b'specjax {"job": "one", "count": 3, "index": 1}\n')
+    assert end(first, begin(port, 1, count=3), begin(port, 2, count=3)) == [None] * 3
+
+
+def test_a_port_where_nobody_meets_is_refused(port):
+    """Such as that of a run that has begun, or of another program."""
+    with socket.create_server(("localhost", port)) as server:
+
+        def answer():
+            while True:
+                try:
+                    server.accept()[0].close()
+                except OSError:
+                    return
+
+        threading.Thread(target=answer, daemon=True).start()
+        (error,) = end(begin(port, 1))
+        assert "the job runs already, or another program is there" in error
