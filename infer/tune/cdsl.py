@@ -280,7 +280,7 @@ def _options_of_cdlh(options: dict[str, Any]) -> dict[str, Any]:
 def _settings(args: argparse.Namespace) -> tuple[TuneSetting, TuneSetting | None]:
     """What the candidates share on the validation task, and on the test task if there is one."""
     reward = combine(args.reward or ["lexical"], dict(args.set).get("combine") == PRODUCT)
-    target, draft = load_models(args, want_draft=True)
+    target, draft = load_models(args, want_draft=True, mesh=args.mesh)
     validation_source, test_source = sources(args)
     # Both are read before anything is timed, so that bad lines are reported at once.
     validation = read_task(

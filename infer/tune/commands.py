@@ -32,6 +32,7 @@ from infer.cli import (
     REPEATABLE,
     add_chat,
     add_dataset,
+    add_mesh,
     add_models,
     add_stop,
     checked,
@@ -132,6 +133,7 @@ def parser() -> Parser:
     out = Parser("infer.tune", __doc__)
     add_config(out)
     add_models(out)
+    add_mesh(out)
     _add_files(out)
     _add_method(out)
     _add_cdsl(out)

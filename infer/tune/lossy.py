@@ -47,7 +47,7 @@ def _tune(args: argparse.Namespace, directory: Path) -> int:
     for point in points:
         # Wrong options are reported before models load.
         method(args.method).resolve(options | point)
-    target, draft = load_models(args, want_draft=True)
+    target, draft = load_models(args, want_draft=True, mesh=args.mesh)
     validation_source, test_source = sources(args)
     # Both are read before anything is timed, so that a wrong file is reported at once.
     validation_prompts = read_task(

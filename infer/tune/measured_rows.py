@@ -21,6 +21,8 @@ SHARED = (
     "chat",
     "stop",
     "max_new_tokens",
+    "mesh",
+    "draft_whole",
     "seed",
     "method",
     "dataset",
