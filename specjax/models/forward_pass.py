@@ -123,8 +123,9 @@ def active_params(cfg: ModelConfig) -> int:
 def size_per_device(cfg: ModelConfig, leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> int:
     """Elements of a parameter on one device, by its shape in :func:`param_shapes`."""
     # A split config counts heads and columns per device already, but the vocabulary as a whole.
-    if "vocab" in axes and any(sharding.partition(axes, leaf.shape, cfg.shards)):
-        return leaf.size // cfg.shards
+    if axes[0] == sharding.VOCABULARY:
+        rows = -(-leaf.shape[0] // cfg.shards)  # padded, so that all have as many
+        return leaf.size // leaf.shape[0] * rows
     return leaf.size
 
 

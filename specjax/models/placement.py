@@ -22,7 +22,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.forward_pass import param_axes, param_shapes, part_axes
 from specjax.models.quantization import StoredForm
 from specjax.models.quantized import Grouped, PerOutput, by_output, is_quantized
-from specjax.models.sharding import AXIS, EXPERTS, RULES, partition, split_config
+from specjax.models.sharding import AXIS, EXPERTS, RULES, VOCABULARY, partition, split_config
 
 
 def param_specs(cfg: ModelConfig, params: dict, count: int) -> dict:
@@ -106,9 +106,25 @@ def place(cfg: ModelConfig, params: dict, mesh: Mesh, split: bool) -> dict:
     split_config(cfg, count)  # raises if it cannot be split
     if "layers" in params:
         params = split_layers(cfg, params, count)
-    params = cut_single_groups(cfg, params, count)
+    params = cut_single_groups(cfg, pad_vocabulary(cfg, params, count), count)
     specs = param_specs(cfg, params, count)
     return put(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+
+
+def pad_vocabulary(cfg: ModelConfig, params: dict, count: int) -> dict:
+    """Params whose tables have rows of zeros at the end, so that ``count`` divides their rows.
+
+    Only the params of a mesh have them. :func:`specjax.models.sharding.gather_logits` drops their
+    logits, and :func:`specjax.models.sharding.look_up` never reads them.
+    """
+
+    def pad(x: Any, axes: tuple[str, ...]) -> Any:
+        missing = -x.shape[0] % count
+        if axes[0] != VOCABULARY or not missing:
+            return x
+        return by_output(lambda rows: jnp.pad(rows, ((0, missing), *[(0, 0)] * (rows.ndim - 1))), x)
+
+    return jax.tree.map(pad, params, part_axes(cfg, params), is_leaf=is_quantized)
 
 
 def cut_single_groups(cfg: ModelConfig, params: dict, count: int) -> dict:

@@ -2,7 +2,7 @@
 
 Attention heads and MLP columns are split along a mesh axis. A block sums its partial products
 twice, after attention and after the MLP (Megatron-LM, arXiv 1909.08053, §3). Embedding and head are
-split by vocabulary, if the number of devices divides it. Each weight names its axes where it is
+split by vocabulary, padded to a multiple of the devices. Each weight names its axes where it is
 created; :data:`RULES` says what becomes of each axis. The functions that a module calls run inside
 ``shard_map``, and do nothing for a model that is not split (``cfg.shards == 1``).
 
@@ -26,8 +26,9 @@ from specjax.models.quantized import Quantized
 
 AXIS = "model"
 EXPERTS = "experts"  # the first axis of the weights of experts, each of which has one of its own
+VOCABULARY = "vocab"  # the first axis of tables: embedding and head
 RULES = {  # the mesh axis that a weight's axis is split along; None: each device has all of it
-    "vocab": AXIS,
+    VOCABULARY: AXIS,
     "heads": AXIS,  # of queries, keys or values, each with its whole size
     "columns": AXIS,  # of the MLP
     "hidden": None,
@@ -82,11 +83,11 @@ def split_config(cfg: ModelConfig, count: int) -> ModelConfig:
 def partition(axes: tuple[str, ...], shape: tuple[int, ...], count: int) -> PartitionSpec:
     """How a weight is split over ``count`` devices.
 
-    A vocabulary that ``count`` does not divide is not split.
+    A table whose rows ``count`` does not divide is not split: on a mesh they are padded before.
     """
     spec = []
     for axis, size in zip(axes, shape, strict=True):
-        if axis == "vocab" and size % count:
+        if axis == VOCABULARY and size % count:
             spec.append(None)
         else:
             spec.append(RULES[axis])
@@ -161,10 +162,13 @@ def _take_rows(
 
 
 def gather_logits(logits: Float[Array, "B N v"], vocab: int) -> Float[Array, "B N V"]:
-    """The logits of the whole vocabulary on every device, from each device's share."""
+    """The logits of the whole vocabulary on every device, from each device's share.
+
+    Those of rows that only pad the table are dropped, so no token of them can be drawn.
+    """
     if logits.shape[-1] == vocab:
         return logits
     # Gathered along a new first axis: along the vocabulary, TPUs would choose a layout with the
     # tokens innermost, and pad those to 128.
     shares = jax.lax.all_gather(logits, AXIS)
-    return jnp.moveaxis(shares, 0, -2).reshape(*logits.shape[:-1], vocab)
+    return jnp.moveaxis(shares, 0, -2).reshape(*logits.shape[:-1], -1)[..., :vocab]

@@ -54,8 +54,8 @@ def spread(models, **axes):
 
 @pytest.mark.parametrize("name", some(sj.methods(), FEW))
 def test_every_method(name, target, draft):
-    # With model=4, two devices share a key head. Tables of 98 rows are split over two devices, but
-    # not over four, so a tree and beams also run on two. Other tests below run chains on two.
+    # With model=4, two devices share a key head, and tables of 98 rows are padded. A tree and beams
+    # also run on two devices, where neither is so. Other tests below run chains on two.
     shares = (2, 4) if name in ("specinfer", "beam") else (4,)
     many = [spread((target, draft), data=2, model=n) for n in shares]
     spec = sj.method(name)
@@ -225,6 +225,23 @@ def test_each_device_holds_its_share_of_a_loaded_model(tiny_pair_dirs):
     for path, leaf in jax.tree_util.tree_leaves_with_path(many.params["layers"]):
         share = leaf.nbytes // (1 if "norm" in str(path) else 4)
         assert {s.data.nbytes for s in leaf.addressable_shards} == {share}, path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", (2, 4))
+def test_tables_of_any_size_are_split(count):
+    """Neither two nor four devices divide 61 rows. What pads them is never drawn."""
+    one = tiny_lm(3, vocab=60)
+    (many,) = spread((one,), model=count)
+    table = many.params["embed"]
+    assert table.shape[0] == -(-61 // count) * count and many.net.vocab == 61
+    assert {s.data.shape[0] for s in table.addressable_shards} == {table.shape[0] // count}
+    assert not np.asarray(table[61:]).any()
+    (small,) = spread((sj.quantize(one, "int8"),), model=count)
+    assert small.params["embed"].shape == table.shape
+    for method, sampling in (("autoregressive", sj.Sampling()), ("sdsat", sj.Sampling(1.5))):
+        options = {"method": method, "max_new_tokens": 24, "sampling": sampling, "logprobs": True}
+        same(*(sj.generate(model, [[5, 6], [7]], **options) for model in (one, many)))
 
 
 def test_the_program(tiny_pair_dirs, tmp_path):
