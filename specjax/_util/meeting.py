@@ -72,12 +72,12 @@ class Meeting:
                     continue
                 guest.settimeout(None)  # with a timeout, MSG_DONTWAIT would wait
                 guests = {index: other for index, other in guests.items() if _is_there(other)}
-                index = message.get("index")
                 problem = self._problem(message, guests)
                 if problem:
                     _send(guest, {"refused": problem})
                     guest.close()
                     continue
+                index = int(message["index"])
                 guests[index] = guest
                 came(index)
             for guest in guests.values():
