@@ -19,7 +19,9 @@ from infer.sampling_options import word_ids
 from infer.scoring import check_scorable
 from infer.serve.engine_thread import Submission, Variant
 from infer.serve.refusals import NoSuchModel, TooLong, naming
-from infer.serve.schemas import Body, ChatBody, CompletionBody, Message, SamplingFields
+from infer.serve.schemas import Body, ChatBody, CompletionBody, Message, SamplingFields, Tool
+from infer.serve.tools.families import find_family
+from infer.serve.tools.requests import check_tools, grammar_of_calls
 from specjax._util.checks import SEED_MAX, format_value
 from specjax._util.errors import OptionError
 from specjax.core import loop
@@ -49,6 +51,7 @@ class Admission:
       memory: bytes that the batch slots of one method may need.
       max_rows: completions of one request.
       methods: what requests may name, with no options that compile anew; None: any method.
+      tool_family: how the model writes calls of tools; None: in a form that is not known.
     """
 
     target: LM
@@ -63,6 +66,7 @@ class Admission:
     memory: int
     max_rows: int
     methods: Sequence[str] | None = None
+    tool_family: str | None = None
 
     @property
     def bounds(self) -> Bounds:
@@ -88,7 +92,7 @@ class Admission:
         sampling = self._sampling(body)
         self._check_scoring(body)
         variant = self._variant(body, sampling.temperature == 0)
-        with naming(body.grammar[0]):
+        with naming(self._grammar(body)[0]):
             variant.engine.check_sampling(sampling)
         prompts = self._prompts(body)
 
@@ -131,11 +135,22 @@ class Admission:
                     value = word_ids(value, self.target.tokenizer)
                 Sampling(**{name: value}).check_vocabulary(self.target.config.vocab_size)
             given[name] = value
-        field, grammar = body.grammar
+        field, grammar = self._grammar(body)
         with naming(field):
             if grammar:
                 given["grammar"] = grammar
             return dataclasses.replace(self.sampling, **given)
+
+    def _grammar(self, body: Body) -> tuple[str, str]:
+        """The field that asks for a grammar, and the grammar; both empty if none does."""
+        if not isinstance(body, ChatBody):
+            return body.grammar
+        check_tools(body)
+        if not body.offered_tools:
+            return body.grammar
+        with naming("tools"):
+            family = find_family(self.tool_family)
+            return "tools", grammar_of_calls(body, family, self.target.tokenizer)
 
     def check_model(self, name: str | None) -> None:
         """Refuses the name of another model.
@@ -165,7 +180,7 @@ class Admission:
     def _prompts(self, body: Body) -> list[np.ndarray]:
         if isinstance(body, ChatBody):
             with naming("messages"):
-                text = self.chat_text(body.messages, body.chat_template_kwargs)
+                text = self.chat_text(body.messages, body.offered_tools, body.chat_template_kwargs)
                 return [self._encode(self.text_ids(text, "messages", False), "messages")]
         assert isinstance(body, CompletionBody)  # the only other kind
         if body.best_of not in (None, body.n or 1):
@@ -176,12 +191,20 @@ class Admission:
         with naming("prompt"):
             return [self._encode(prompt, "prompt") for prompt in body.prompts]
 
-    def chat_text(self, messages: Sequence[Message], options: Mapping[str, Any] | None) -> str:
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        options: Mapping[str, Any] | None,
+    ) -> str:
         """The prompt of a conversation, through the model's chat template."""
         tokenizer = self.target.tokenizer
         if not tokenizer.chats:
             raise OptionError("this model has no chat template: use /v1/completions")
-        return tokenizer.apply_chat([message.plain() for message in messages], options)
+        variables = dict(options or {})
+        if tools:
+            variables["tools"] = [tool.plain() for tool in tools]
+        return tokenizer.apply_chat([message.plain() for message in messages], variables)
 
     def text_ids(self, text: str, field: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text.

@@ -18,6 +18,8 @@ from infer.scoring import PromptScores
 from infer.serve.engine_thread import Submission
 from infer.serve.logprobs import LOWEST_LOGPROB, Alternative, Object, RowLogprobs
 from infer.serve.schemas import Body, ChatBody
+from infer.serve.tools.families import find_family
+from infer.serve.tools.reading import AnswerReader
 from specjax.core.types import FROM_DRAFT
 from specjax.metrics import rates, ratio
 from specjax.runtime.output import Generation, Piece
@@ -30,7 +32,9 @@ COUNTERS = ("drafted", "tested", "accepted", "emitted", "rounds", "target_calls"
 class Answer:
     """The answer to one request, built from pieces as they come."""
 
-    def __init__(self, submission: Submission, body: Body, model: str):
+    def __init__(
+        self, submission: Submission, body: Body, model: str, tool_family: str | None = None
+    ):
         self._submission = submission
         self._body = body
         self._model = model
@@ -51,6 +55,13 @@ class Answer:
             self._authors = [Authors(self._tokenizer, prompt) for prompt in prompts]
         self._origins: list[list] = [[] for _ in range(size)]
         self._begun: set[int] = set()  # rows that have sent a chunk
+        self._readers: list[AnswerReader] | None = None  # by row, of calls of tools
+        if isinstance(body, ChatBody) and body.offered_tools:
+            family = find_family(tool_family)
+            self._readers = [
+                AnswerReader(self._tokenizer, family, submission.prompt_of(number), body)
+                for number in range(size)
+            ]
 
         self._echo = not self._chat and bool(body.echo)
         # With max_tokens=0 one token is decoded all the same, and not shown.
@@ -85,11 +96,9 @@ class Answer:
         # Only a ScoredPiece has scores.
         self._scores[number] = getattr(piece, "scores", None)
 
-        if not (piece.text or piece.finish_reason or piece.logprobs is not None):
+        delta = self._delta(number, piece)
+        if not (delta or piece.finish_reason or piece.logprobs is not None):
             return None
-        text = piece.text
-        if self._hide_completion:
-            text = ""
         shown = None
         if self._scores[number] is not None:
             shown = self._scored_logprobs(number)
@@ -100,7 +109,8 @@ class Answer:
                 [[]] * len(piece.tokens),
                 last=piece.finish_reason is not None,
             )
-        choice = self._choice(number, self._delta(number, text), shown, piece.finish_reason)
+        content = self._chunk_content(number, delta)
+        choice = self._choice(number, content, shown, piece.finish_reason)
         if origins is not None:
             choice["origins"] = origins
         chunk = self._response([choice], chunk=True)
@@ -135,17 +145,24 @@ class Answer:
             "choices": choices,
         }
 
-    def _delta(self, number: int, text: str) -> Object:
+    def _delta(self, number: int, piece: Piece) -> Object:
+        """What a piece adds to a message: text, and calls where there are tools."""
+        if self._readers:
+            return self._readers[number].add(piece)
+        return {"content": piece.text} if piece.text else {}
+
+    def _chunk_content(self, number: int, delta: Object) -> Object:
         """The text of a chunk. A row's first one names the role in a chat, or has the echo."""
         first = number not in self._begun
         self._begun.add(number)
-        if not self._chat:
-            if first and self._echo:
-                text = self._prompt_text(number) + text
-            return {"text": text}
-        if first:
-            return {"delta": {"role": "assistant", "content": text}}
-        return {"delta": {"content": text}}
+        if self._chat:
+            role = {"role": "assistant"} if first else {}
+            text = {} if "tool_calls" in delta else {"content": ""}
+            return {"delta": role | text | delta}
+        text = "" if self._hide_completion else delta.get("content", "")
+        if first and self._echo:
+            text = self._prompt_text(number) + text
+        return {"text": text}
 
     def _full_choice(self, number: int) -> Object:
         row = self._rows[number]
@@ -159,6 +176,8 @@ class Answer:
         content = {"text": text}
         if self._chat:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        if self._readers:
+            content["message"] |= self._readers[number].message()
         shown = None
         if self._scores[number] is not None:
             shown = self._scored_logprobs(number)
@@ -181,7 +200,10 @@ class Answer:
     ) -> Object:
         if self._hide_completion and reason is not None:
             reason = "length"
-        rest = {"logprobs": logprobs, "finish_reason": REASONS.get(reason)}
+        shown = REASONS.get(reason)
+        if shown == "stop" and self._readers and self._readers[number].has_calls:
+            shown = "tool_calls"
+        rest = {"logprobs": logprobs, "finish_reason": shown}
         return {"index": number} | content | rest
 
     def _prompt_text(self, number: int) -> str:

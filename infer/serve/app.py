@@ -231,7 +231,7 @@ class Server:
         body, submission = await workers.run(
             client, self._prepare, kind, data, output.on_output, client
         )
-        answer = Answer(submission, body, self.admission.name)
+        answer = Answer(submission, body, self.admission.name, self.admission.tool_family)
         self._submit(submission)
 
         def cancel() -> None:

@@ -15,6 +15,7 @@ from argparse import _ArgumentGroup
 from collections.abc import Sequence
 
 from infer import cli
+from infer.serve.tools.families import FAMILIES
 from specjax._util.program import Parser, run
 
 KEY_VARIABLE = "SPECJAX_API_KEY"
@@ -61,6 +62,11 @@ def _add_decoding(group: _ArgumentGroup) -> None:
         metavar="NAMES",
         help="methods that requests may name, separated by commas, with only such options as "
         "compile nothing new (default: all, with any options; --methods none: the default alone)",
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        choices=sorted(FAMILIES),
+        help="how the model writes calls of tools (default: as its chat template says)",
     )
     group.add_argument(
         "--batch-size",

@@ -37,6 +37,7 @@ EXPECTED = {
     "too_short": "at least {min_length} entry",
     "too_long": "at most {max_length} entries",
     "literal_error": "one of {expected}",
+    "string_pattern_mismatch": "a text that fits {pattern}",
 }
 
 

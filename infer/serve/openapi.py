@@ -111,12 +111,28 @@ class ChatLogprobs(BaseModel):
     content: list[ChatTokenWithTop]
 
 
+class AnswerFunction(BaseModel):
+    """The function of a call, and its arguments as a text of JSON."""
+
+    name: str
+    arguments: str
+
+
+class AnswerCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: AnswerFunction
+
+
 class AnswerMessage(BaseModel):
     """What the model says."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[AnswerCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -125,7 +141,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     origins: list[list[str]] | None = None
 
 

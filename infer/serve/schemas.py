@@ -29,6 +29,7 @@ from infer.serve.refusals import naming
 from specjax._util.errors import OptionError
 from specjax._util.files import parse_json
 from specjax._util.sampling_checks import JSON, LARK, REGEX, SCHEMA
+from specjax.text.conversations import with_object
 
 MAX_CHOICES = 128  # completions of a prompt
 MAX_PROMPTS = 128  # of a request
@@ -36,6 +37,7 @@ MAX_STOPS = 16
 MAX_BIASES = 1024
 MAX_WORDS = 128
 MAX_MESSAGES = 4096  # of a chat
+MAX_TOOLS = 128  # of a request, as OpenAI limits them; and calls of a message
 MAX_OPTIONS = 64
 # Alternatives to a token, as OpenAI limits them.
 MAX_COMPLETION_ALTERNATIVES = 5
@@ -149,9 +151,7 @@ class _Unsupported(_Strict):
     include_stop_str_in_output: _neutral(False) = None
     skip_special_tokens: _neutral(True) = None
     spaces_between_special_tokens: _neutral(True) = None
-    tools: _neutral([]) = None
     functions: _neutral([]) = None
-    tool_choice: _neutral("none", "auto") = None
     function_call: _neutral("none", "auto") = None
     modalities: _neutral(["text"]) = None
     priority: _neutral(0) = None
@@ -308,6 +308,8 @@ class CompletionBody(Body):
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1)
     suffix: _neutral("") = None
+    tools: _neutral([]) = None
+    tool_choice: _neutral("none", "auto") = None
     add_special_tokens: _neutral(True) = None
 
     @property
@@ -365,6 +367,31 @@ Content = Annotated[
 ]
 
 
+class CalledFunction(_Strict):
+    """A function that was called; ``arguments`` is a text of JSON."""
+
+    name: str
+    arguments: str
+    parsed_arguments: Any = None  # what OpenAI's client adds
+
+
+class Call(_Strict):
+    """A call in a message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # where a client has put it together from a stream
+
+    def plain(self) -> dict[str, Any]:
+        """The call as chat templates read it, with its arguments as an object."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        call = {"type": self.type, "function": function}
+        if self.id:
+            call["id"] = self.id
+        return with_object(call)
+
+
 class Message(_Strict):
     """A message, such as this server has answered: clients send those back as they came."""
 
@@ -375,30 +402,88 @@ class Message(_Strict):
     reasoning_content: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
-    tool_calls: _neutral([]) = None
+    tool_calls: Annotated[list[Call], Field(max_length=MAX_TOOLS)] | None = None
+    parsed: Any = None  # what OpenAI's client adds
     function_call: _neutral() = None
     audio: _neutral() = None
 
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, Any]:
         """The message as chat templates read it, with its content as one text."""
         text = self.content
         if isinstance(text, list):
             text = "".join(part.content for part in text)
-        message = {"role": self.role, "content": text or self.refusal or ""}
+        message: dict[str, Any] = {"role": self.role, "content": text or self.refusal or ""}
         for field in ("name", "tool_call_id", "reasoning_content"):
             value = getattr(self, field)
             if value:
                 message[field] = value
+        if self.tool_calls:
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
         return message
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
+class Function(_Strict):
+    """A function that the model may call; ``parameters`` is the JSON schema of its arguments."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    """A tool of a request."""
+
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """The tool as chat templates read it; they know no ``strict``."""
+        function: dict[str, Any] = {"name": self.function.name}
+        if self.function.description is not None:
+            function["description"] = self.function.description
+        if self.function.parameters is not None:
+            function["parameters"] = self.function.parameters
+        return {"type": self.type, "function": function}
+
+
+class FunctionName(_Strict):
+    """Names one of the request's functions."""
+
+    name: str
+
+
+class NamedTool(_Strict):
+    """A tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+def _choice_kind(value: Any) -> str | None:
+    """The tag of a text or an object, None of anything else."""
+    if isinstance(value, dict):
+        return f"{MARK}named"
+    return f"{MARK}mode" if isinstance(value, str) else None
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(f"{MARK}mode")]
+    | Annotated[NamedTool, Tag(f"{MARK}named")],
+    _one_of_kinds("expected 'none', 'auto', 'required' or a function's name", _choice_kind),
+]
+
+
 class ChatBody(Body):
     """``/v1/chat/completions``."""
 
     messages: Messages
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_CHAT_ALTERNATIVES)
@@ -407,6 +492,13 @@ class ChatBody(Body):
     add_generation_prompt: _neutral(True) = None
     continue_final_message: _neutral(False) = None
     add_special_tokens: _neutral(False) = None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        if self.tool_choice == "none":
+            return []
+        return self.tools or []
 
     @property
     def wants_logprobs(self) -> bool:
@@ -424,6 +516,7 @@ class TokenizeBody(_Strict):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None  # default: true of a text, false of a chat
     add_generation_prompt: _neutral(True) = None

@@ -28,6 +28,7 @@ from infer.serve.log import limit_log
 from infer.serve.memory import limited_memory
 from infer.serve.metrics import PrometheusMetrics
 from infer.serve.schemas import CompletionBody
+from infer.serve.tools.families import family_name
 from specjax._util.errors import InputError, OptionError
 from specjax._util.program import say
 from specjax.core.sampling import Sampling
@@ -89,6 +90,7 @@ def assembled(
         memory=int(device_memory() * BATCH_MEMORY) // args.max_methods,
         max_rows=max(1, args.queue // 2),  # what one client may have waiting
         methods=_allowed_methods(args.methods),
+        tool_family=args.tool_call_parser or family_name(target.tokenizer.chat_template),
     )
     metrics = PrometheusMetrics()
     engine = EngineThread(

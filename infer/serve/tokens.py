@@ -30,7 +30,7 @@ def tokenize(admission: Admission, data: bytes) -> dict[str, Any]:
     else:
         field = "messages"
         with naming(field):
-            text = admission.chat_text(body.messages, body.chat_template_kwargs)
+            text = admission.chat_text(body.messages, body.tools or (), body.chat_template_kwargs)
         special = bool(body.add_special_tokens)  # a template writes them itself
     with naming(field):
         tokens = admission.text_ids(text, field, special)

@@ -106,7 +106,7 @@ def _message(turn: Any, key: str) -> Message:
         if turn.get(name) is not None:  # a table has null where a message has no such field
             message[name] = turn[name]
     if "tool_calls" in message:
-        message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+        message["tool_calls"] = [with_object(call) for call in message["tool_calls"]]
     return message
 
 
@@ -126,7 +126,7 @@ def _text(content: Any, turn: Mapping[str, Any], key: str) -> str:
     return "".join(texts)
 
 
-def _tool_call(call: Any) -> Any:
+def with_object(call: Any) -> Any:
     """A call whose arguments are an object, as templates expect; OpenAI writes them as JSON."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):

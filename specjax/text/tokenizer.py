@@ -285,6 +285,11 @@ class Tokenizer:
         return template_digest(self._chat_template)
 
     @property
+    def chat_template(self) -> str | None:
+        """The checkpoint's chat template, in Jinja; None: it has none."""
+        return self._chat_template
+
+    @property
     def chats(self) -> bool:
         """Whether the checkpoint has a chat template."""
         return bool(self._chat_template)

@@ -225,8 +225,8 @@ def test_errors_name_their_field(server, body, param, message):
         ),
         (
             [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
-            "messages[0].tool_calls",
-            "not supported",
+            "messages[0].tool_calls[0].function",
+            "is missing",
         ),
     ],
 )

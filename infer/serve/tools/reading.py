@@ -1,0 +1,73 @@
+"""Reads the calls in one answer, of its tokens and text as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from infer.serve.schemas import ChatBody
+from infer.serve.tools.families import Family
+from infer.serve.tools.parser import Object, ToolCalls
+from specjax.runtime.output import Piece
+from specjax.text.incremental_decoder import IncrementalDecoder
+from specjax.text.tokenizer import Tokenizer
+
+
+class AnswerReader:
+    """The text and the calls of one row of a request with tools."""
+
+    def __init__(self, tokenizer: Tokenizer, family: Family, prompt: np.ndarray, body: ChatBody):
+        self._text = MarkedText(tokenizer, family, prompt.tolist())
+        self._calls = ToolCalls(family, 1 if body.parallel_tool_calls is False else None)
+
+    @property
+    def has_calls(self) -> bool:
+        return bool(self._calls.calls)
+
+    def add(self, piece: Piece) -> Object:
+        """What a piece adds to the message, as OpenAI's ``delta`` has it."""
+        return self._calls.push(self._text.add(piece), last=piece.finish_reason is not None)
+
+    def message(self) -> Object:
+        """``content`` and ``tool_calls`` of the whole message."""
+        calls = self._calls
+        if not calls.calls:
+            return {"content": calls.content}
+        return {"content": calls.content or None, "tool_calls": calls.calls}
+
+
+class MarkedText:
+    """One row's text with the special tokens of a family, which have no text of their own.
+
+    Text can lag behind tokens: what may be the beginning of a stop string is not shown yet.
+
+    Args:
+      prompt: the ids before the row's own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, family: Family, prompt: Sequence[int]):
+        ids = {tokenizer.special_token(text): text for text in family.tokens}
+        self._marks = {i: text for i, text in ids.items() if i is not None}
+        self._decoder = IncrementalDecoder(tokenizer, prompt)
+        self._decoded = 0  # characters of the tokens so far
+        self._shown = 0  # characters of the pieces so far
+        self._waiting: list[tuple[int, str]] = []  # marks, and the characters before each
+
+    def add(self, piece: Piece) -> str:
+        """The piece's text with the marks in it."""
+        if not self._marks:
+            return piece.text
+        for token in piece.tokens.tolist():
+            self._decoded += len(self._decoder.push([token]))
+            if token in self._marks:
+                self._waiting.append((self._decoded, self._marks[token]))
+        parts = []
+        text = piece.text
+        while self._waiting and self._waiting[0][0] <= self._shown + len(text):
+            at, mark = self._waiting.pop(0)
+            parts += [text[: at - self._shown], mark]
+            text = text[at - self._shown :]
+            self._shown = at
+        self._shown += len(text)
+        return "".join([*parts, text])

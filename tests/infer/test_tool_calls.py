@@ -1,0 +1,256 @@
+"""Calls of tools: what the parser reads of each family's text, however it is cut, and grammars."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken
+
+import specjax as sj
+from infer.serve.tools.families import FAMILIES, family_name, find_family
+from infer.serve.tools.grammars import CallGrammar
+from infer.serve.tools.parser import ToolCalls
+from specjax.text.grammar import make_matcher
+from specjax.text.tokenizer import Tokenizer
+
+A = ("get_weather", '{"city": "Ulm", "days": 2}')
+B = ("add", '{"a": {"x": "}\\"{"}, "b": [1, {}]}')
+HERMES = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+# Family, text, the calls in it, and the text outside of them.
+CASES = {
+    "hermes": ("hermes", HERMES.format(*A), [A], ""),
+    "hermes, two": (
+        "hermes",
+        f"Let me see.\n{HERMES.format(*A)}\n{HERMES.format(*B)}",
+        [A, B],
+        "Let me see.",
+    ),
+    "hermes, text between": (
+        "hermes",
+        f"One {HERMES.format(*A)} two {HERMES.format(*B)} three",
+        [A, B],
+        "One two three",
+    ),
+    "hermes, arguments first": (
+        "hermes",
+        f'<tool_call>{{"arguments": {A[1]}, "name": "{A[0]}"}}</tool_call>',
+        [A],
+        "",
+    ),
+    "hermes, further fields": (
+        "hermes",
+        f'<tool_call>{{"id": 7, "name": "{A[0]}", "arguments": {A[1]}, "more": {{}}}}</tool_call>',
+        [A],
+        "",
+    ),
+    "hermes, a list": (
+        "hermes",
+        f'<tool_call>[{{"name": "{A[0]}", "arguments": {A[1]}}}]</tool_call>',
+        [A],
+        "",
+    ),
+    "hermes, arguments as text": (
+        "hermes",
+        f'<tool_call>{{"name": "{A[0]}", "arguments": {json.dumps(A[1])}}}</tool_call>',
+        [A],
+        "",
+    ),
+    "hermes, without arguments": (
+        "hermes",
+        '<tool_call>{"name": "f"}</tool_call>',
+        [("f", "{}")],
+        "",
+    ),
+    "hermes, no end": ("hermes", HERMES.format(*A).removesuffix("call>"), [A], ""),
+    "hermes, cut off": (
+        "hermes",
+        '<tool_call>\n{"name": "f", "arguments": {"a": "b',
+        [("f", '{"a": "b')],
+        "",
+    ),
+    "text alone": ("hermes", " 1 < 2 and <tool \n", [], " 1 < 2 and <tool \n"),
+    "no object": ("hermes", "a\n<tool_call>b</tool_call>c", [], "a\n<tool_call>b</tool_call>c"),
+    "no name": ("hermes", '<tool_call>{"a": 1}</tool_call>', [], '<tool_call>{"a": 1}</tool_call>'),
+    "no JSON": ("hermes", "<tool_call>{f: 1} more", [], "<tool_call>{f: 1} more"),
+    "empty": ("hermes", "", [], ""),
+    "llama": ("llama3_json", f'{{"name": "{A[0]}", "parameters": {A[1]}}}', [A], ""),
+    "llama, marked": (
+        "llama3_json",
+        f'<|python_tag|>{{"name": "{A[0]}", "parameters": {A[1]}}}',
+        [A],
+        "",
+    ),
+    "llama, two": (
+        "llama3_json",
+        f' {{"name": "{A[0]}", "parameters": {A[1]}}}; {{"name": "{B[0]}", "parameters": {B[1]}}}',
+        [A, B],
+        "",
+    ),
+    "llama, an answer of JSON": ("llama3_json", '{"a": {"name": 1}}', [], '{"a": {"name": 1}}'),
+    "llama, JSON later": ("llama3_json", 'so {"name": "f"}', [], 'so {"name": "f"}'),
+    "mistral": (
+        "mistral",
+        f'[TOOL_CALLS] [{{"name": "{A[0]}", "arguments": {A[1]}}}, '
+        f'{{"name": "{B[0]}", "arguments": {B[1]}}}]',
+        [A, B],
+        "",
+    ),
+    "mistral, names first": (
+        "mistral_args",
+        f"Look: [TOOL_CALLS]{A[0]}[ARGS]{A[1]}[TOOL_CALLS]{B[0]}[CALL_ID]a1b2[ARGS] {B[1]}",
+        [A, B],
+        "Look:",
+    ),
+    "mistral, no name": ("mistral_args", "[TOOL_CALLS]a b", [], "[TOOL_CALLS]a b"),
+}
+
+
+def parsed(family, pieces, most=None):
+    """The text and calls, whole and put together of the deltas as OpenAI's clients do."""
+    reader = ToolCalls(FAMILIES[family], most)
+    content = ""
+    calls = []
+    for number, piece in enumerate(pieces):
+        delta = reader.push(piece, last=number == len(pieces) - 1)
+        content += delta.get("content", "")
+        for part in delta.get("tool_calls", ()):
+            assert part["index"] in (len(calls) - 1, len(calls))
+            if part["index"] == len(calls):
+                assert part["type"] == "function" and part["id"]
+                calls.append([part["function"]["name"], ""])
+            calls[part["index"]][1] += part["function"]["arguments"]
+    whole = [(call["function"]["name"], call["function"]["arguments"]) for call in reader.calls]
+    assert (reader.content, whole) == (content, [tuple(call) for call in calls])
+    return content, whole
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls_of_a_text_however_it_is_cut(name):
+    family, text, calls, content = CASES[name]
+    wanted = (content, calls)
+    assert parsed(family, [text]) == wanted
+    assert parsed(family, [*text, ""]) == wanted
+    for first in range(len(text)):
+        for second in range(first, len(text) + 1, 3):
+            assert parsed(family, [text[:first], text[first:second], text[second:]]) == wanted
+
+
+def test_arguments_come_while_they_are_written():
+    reader = ToolCalls(FAMILIES["hermes"])
+    begin = '<tool_call>\n{"name": "f", "arguments": '
+    assert reader.push(begin) == {}
+    (first,) = reader.push('{"a')["tool_calls"]
+    assert first["function"] == {"name": "f", "arguments": '{"a'}
+    assert reader.push('": 1')["tool_calls"] == [{"index": 0, "function": {"arguments": '": 1'}}]
+    assert reader.push("}}")["tool_calls"] == [{"index": 0, "function": {"arguments": "}"}}]
+    assert reader.push("\n</tool_call>", last=True) == {}
+
+
+def test_one_call_at_most():
+    family, text, calls, _ = CASES["hermes, two"]
+    for pieces in ([text], [*text]):
+        assert parsed(family, pieces, most=1) == ("Let me see.", calls[:1])
+
+
+def test_mistral_s_ids_have_nine_letters_and_digits():
+    new_id = FAMILIES["mistral"].new_id()
+    assert len(new_id) == 9 and new_id.isalnum()
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{% if tools %}<tool_call>{{ tools }}{% endif %}", "hermes"),
+        ("{% if tools %}<tool_call><function=f>{% endif %}", None),
+        ("{% if tools %}<tool_call>f<arg_key>a{% endif %}", None),
+        ("{% if tools %}[TOOL_CALLS] [{{ tools }}]{% endif %}", "mistral"),
+        ("{% if tools %}[TOOL_CALLS]f[ARGS]{{ tools }}{% endif %}", "mistral_args"),
+        ('{% if tools %}{"name": "f", "parameters": {}}{% endif %}', "llama3_json"),
+        ("<tool_call>", None),
+        (None, None),
+    ],
+)
+def test_the_template_tells_the_family(template, name):
+    assert family_name(template) == name
+
+
+def test_a_family_that_is_not_known_is_one_line():
+    with pytest.raises(sj.OptionError, match="--tool-call-parser names one of hermes, ") as caught:
+        find_family(None)
+    assert "\n" not in str(caught.value)
+
+
+# --- grammars ----------------------------------------------------------------------------------
+
+SCHEMAS = {
+    "get_weather": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/days"}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+        "$defs": {"days": {"type": "integer"}},
+    },
+    "now": None,
+}
+NOW = ("now", "{}")
+
+
+def written(family, calls):
+    """Calls as the family writes them, by its parts."""
+    heads = [family.head.replace("NAME", name) + arguments for name, arguments in calls]
+    return family.before + family.between.join(head + family.tail for head in heads) + family.end
+
+
+def may_end(matcher, vocab):
+    bits = np.zeros(-(-vocab // 32), np.int32)
+    matcher.fill(bits)
+    return bool(bits[0] & 1)
+
+
+def fits(grammar, tokenizer, text):
+    """Whether a grammar allows a text, and then its end."""
+    matcher = make_matcher(grammar, tokenizer, tokenizer.vocab_size, (0,))
+    return all(map(matcher.advance, tokenizer.encode(text, False))) and may_end(
+        matcher, tokenizer.vocab_size
+    )
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["texts", "tokens"])
+def tokenizer(request):
+    """The demo's, without the families' tokens or with them."""
+    backend = sj.load("demo").tokenizer._backend
+    backend = type(backend).from_str(backend.to_str())
+    if request.param:
+        tokens = {token for family in FAMILIES.values() for token in family.tokens}
+        backend.add_tokens([AddedToken(token, special="[" in token) for token in sorted(tokens)])
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_grammars_allow_calls_that_fit_and_no_others(name, tokenizer):
+    family = FAMILIES[name]
+    marker = "" if family.bare else family.marker
+    grammar = CallGrammar(family, SCHEMAS, tokenizer.token_to_id, parallel=True)
+    single = CallGrammar(family, SCHEMAS, tokenizer.token_to_id, parallel=False)
+
+    def allowed(text):
+        return [
+            fits(form, tokenizer, text)
+            for form in (
+                grammar.required(),
+                single.required(),
+                grammar.optional(),
+                grammar.or_answer({"type": "boolean"}),
+            )
+        ]
+
+    assert allowed(marker + written(family, [A])) == [True, True, True, True]
+    assert allowed(marker + written(family, [A, NOW])) == [True, False, True, True]
+    assert allowed(marker + written(family, [("get_weather", '{"city": 1}')])) == [False] * 4
+    assert allowed(marker + written(family, [("other", "{}")])) == [False] * 4
+    assert allowed(marker + written(family, [("now", '{"a": 1}')])) == [False] * 4
+    assert allowed("Some text.") == [False, False, True, False]
+    assert allowed("true") == [False, False, True, True]
+    if not family.bare:
+        assert allowed("So: " + marker + written(family, [A])) == [False, False, True, False]
+    assert parsed(name, [marker + written(family, [A, NOW])]) == ("", [A, NOW])
