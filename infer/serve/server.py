@@ -90,7 +90,7 @@ def assembled(
         memory=int(device_memory() * BATCH_MEMORY) // args.max_methods,
         max_rows=max(1, args.queue // 2),  # what one client may have waiting
         methods=_allowed_methods(args.methods),
-        tool_family=args.tool_call_parser or family_name(target.tokenizer.chat_template),
+        tool_family=args.tool_call_parser or family_name(target.tokenizer.tool_template),
     )
     metrics = PrometheusMetrics()
     engine = EngineThread(

@@ -48,6 +48,7 @@ def _object_of_texts(*names: str) -> Check:
     return satisfying(f"an object with {' and '.join(names)}", holds)
 
 
+TOOL_USE = "tool_use"  # transformers' name of the template for tools
 # What tokenizer_config.json may hold.
 SETTINGS = dict.fromkeys(SPECIAL, either(TEXT, _object_of_texts("content"))) | {
     "chat_template": either(TEXT, list_of(_object_of_texts("name", "template")))
@@ -62,6 +63,7 @@ class Tokenizer:
       chat_template: in Jinja; None: the model has none.
       special: the special tokens that the template may name, such as ``bos_token``.
       source: the model that it belongs to; errors name it.
+      tool_template: of chats with tools; None: as others.
     """
 
     def __init__(
@@ -70,10 +72,12 @@ class Tokenizer:
         chat_template: str | None = None,
         special: dict[str, str] | None = None,
         source: str = "this model",
+        tool_template: str | None = None,
     ):
         self._backend = backend
         self._source = source
         self._chat_template = chat_template
+        self._tool_template = tool_template or chat_template
         self._special = special or {}
 
         vocab = backend.get_vocab(with_added_tokens=True)
@@ -108,7 +112,7 @@ class Tokenizer:
             backend = read_backend(home / "tokenizer.json")
         else:
             backend = _backend_from_transformers(directory)
-        return cls(backend, template, special, str(directory))
+        return cls(backend, template, special, str(directory), read_tool_template(home))
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> Tokenizer:
@@ -285,9 +289,9 @@ class Tokenizer:
         return template_digest(self._chat_template)
 
     @property
-    def chat_template(self) -> str | None:
-        """The checkpoint's chat template, in Jinja; None: it has none."""
-        return self._chat_template
+    def tool_template(self) -> str | None:
+        """The checkpoint's chat template where there are tools, in Jinja; None: it has none."""
+        return self._tool_template
 
     @property
     def chats(self) -> bool:
@@ -301,7 +305,7 @@ class Tokenizer:
 
         Args:
           message: what the user says, or a list of messages with ``role`` and ``content``.
-          options: further variables of the template.
+          options: further variables of the template. With ``tools`` it is the one for tools.
         Raises:
           ModelError: the model has no chat template, or the template fails.
         """
@@ -311,7 +315,10 @@ class Tokenizer:
             messages = [{"role": "user", "content": message}]
         else:
             messages = message
-        return chat.render(self._chat_template, messages, self._special, self._source, options)
+        template = self._chat_template
+        if options and options.get("tools"):
+            template = self._tool_template or template
+        return chat.render(template, messages, self._special, self._source, options)
 
     def encode_chat(
         self, message: str | list[dict[str, str]], options: Mapping[str, Any] | None = None
@@ -335,11 +342,31 @@ def read_chat_settings(home: Path) -> tuple[str | None, dict[str, str]]:
     Raises:
       ModelError: a file of them is damaged.
     """
-    settings_path = home / "tokenizer_config.json"
-    settings = read_json(settings_path)
-    require_all(f"{settings_path}: ", settings, SETTINGS, ModelError)
+    settings = _read_settings(home)
     special = {name: _content(settings.get(name)) for name in SPECIAL}
     return _template(home, settings), special
+
+
+def read_tool_template(home: Path) -> str | None:
+    """The chat template that a directory has for tools alone; None: it has none.
+
+    Raises:
+      ModelError: it is damaged.
+    """
+    path = home / "additional_chat_templates" / f"{TOOL_USE}.jinja"
+    if os.path.lexists(path):
+        return _read_template(path)
+    template = _read_settings(home).get("chat_template")
+    if not isinstance(template, list):
+        return None
+    return _by_name(template).get(TOOL_USE)
+
+
+def _read_settings(home: Path) -> dict[str, Any]:
+    path = home / "tokenizer_config.json"
+    settings = read_json(path)
+    require_all(f"{path}: ", settings, SETTINGS, ModelError)
+    return settings
 
 
 def _decoder_settings(backend: tokenizers.Tokenizer) -> str:
@@ -400,16 +427,23 @@ def _template(home: Path, settings: dict) -> str | None:
     """The chat template: a file of its own, a setting, or the default of several named ones."""
     path = home / "chat_template.jinja"
     if os.path.lexists(path):
-        with errors_as(f"{path}: not a readable text"):
-            template = read_text_file(path).decode()
-        if len(template) > chat.MAX_TEMPLATE:
-            raise ModelError(f"{path}: longer than {chat.MAX_TEMPLATE} characters")
-        return template
+        return _read_template(path)
     template = settings.get("chat_template")
     if not isinstance(template, list):
         return template
-    by_name = {entry["name"]: entry["template"] for entry in template}
-    return by_name.get("default")
+    return _by_name(template).get("default")
+
+
+def _read_template(path: Path) -> str:
+    with errors_as(f"{path}: not a readable text"):
+        template = read_text_file(path).decode()
+    if len(template) > chat.MAX_TEMPLATE:
+        raise ModelError(f"{path}: longer than {chat.MAX_TEMPLATE} characters")
+    return template
+
+
+def _by_name(templates: list[dict[str, str]]) -> dict[str, str]:
+    return {entry["name"]: entry["template"] for entry in templates}
 
 
 def _content(token: str | dict | None) -> str:

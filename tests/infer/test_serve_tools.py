@@ -235,7 +235,9 @@ SPECIAL = ("<s>", "</s>", "<go>", "[TOOL_CALLS]")
 def calling():
     """A server of a model that answers each chat with a text and a call, in Mistral's form."""
     tokenizer = strip_tokenizer(*PIECES, special=SPECIAL)
-    tokenizer._chat_template = "{% if tools %}[TOOL_CALLS]{% endif %}{{ messages[0].content }}<go>"
+    tokenizer._chat_template = tokenizer._tool_template = (
+        "{% if tools %}[TOOL_CALLS]{% endif %}{{ messages[0].content }}<go>"
+    )
     ids = ids_of(tokenizer, "<go>", "Go:", "[TOOL_CALLS]", *PIECES[1:])
     with serving(writer(tokenizer, ids, 1), None, "--max-output", "40") as running:
         yield running

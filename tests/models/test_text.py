@@ -221,6 +221,22 @@ def test_chat_templates_render_as_in_transformers(backends, tmp_path, template, 
     assert Tokenizer.from_directory(tmp_path).apply_chat(messages) == want
 
 
+@pytest.mark.parametrize("where", ["setting", "file"])
+def test_tools_have_the_template_that_is_made_for_them(backends, tmp_path, where):
+    backends[0].save(str(tmp_path / "tokenizer.json"))
+    named = [{"name": "default", "template": "plain"}]
+    if where == "setting":
+        named.append({"name": "tool_use", "template": "{{ tools | length }} tools"})
+    else:
+        home = tmp_path / "additional_chat_templates"
+        home.mkdir()
+        (home / "tool_use.jinja").write_text("{{ tools | length }} tools")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer.apply_chat("hi", {"tools": [{}, {}]}) == "2 tools"
+    assert tokenizer.apply_chat("hi", {"tools": []}) == tokenizer.apply_chat("hi") == "plain"
+
+
 REACHING = {
     "attributes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "by name": "{{ (''|attr('__class__')).mro() }}",
