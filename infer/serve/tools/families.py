@@ -26,7 +26,7 @@ def _short_id() -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
+class ToolFamily:
     """How one family of templates writes calls.
 
     Attributes:
@@ -56,7 +56,7 @@ class Family:
 
 FAMILIES = {
     # Hermes, Qwen 2.5 and 3, SmolLM3 and others.
-    "hermes": Family(
+    "hermes": ToolFamily(
         marker="<tool_call>",
         before="\n",
         head='{"name": "NAME", "arguments": ',
@@ -66,7 +66,7 @@ FAMILIES = {
         tokens=("<tool_call>", "</tool_call>"),
     ),
     # Llama 3.1 to 3.3.
-    "llama3_json": Family(
+    "llama3_json": ToolFamily(
         marker="<|python_tag|>",
         before="",
         head='{"name": "NAME", "parameters": ',
@@ -77,7 +77,7 @@ FAMILIES = {
         bare=True,
     ),
     # Mistral's models, up to Small 3.1 and Large 2.
-    "mistral": Family(
+    "mistral": ToolFamily(
         marker="[TOOL_CALLS]",
         before="[",
         head='{"name": "NAME", "arguments": ',
@@ -88,7 +88,7 @@ FAMILIES = {
         new_id=_short_id,
     ),
     # Mistral's models since Small 3.2.
-    "mistral_args": Family(
+    "mistral_args": ToolFamily(
         marker="[TOOL_CALLS]",
         before="",
         head="NAME[ARGS]",
@@ -118,7 +118,7 @@ def family_name(template: str | None) -> str | None:
     return None
 
 
-def find_family(name: str | None) -> Family:
+def find_family(name: str | None) -> ToolFamily:
     """The family of a name.
 
     Raises:

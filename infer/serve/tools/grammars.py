@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from infer.serve.tools.families import Family
+from infer.serve.tools.families import ToolFamily
 from specjax._util.sampling_checks import LARK
 from specjax.text.grammar import SPACING
 
@@ -28,7 +28,7 @@ class CallGrammar:
 
     def __init__(
         self,
-        family: Family,
+        family: ToolFamily,
         functions: Mapping[str, Schema | None],
         token_of: Callable[[str], int | None],
         parallel: bool,

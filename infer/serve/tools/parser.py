@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from infer.serve.tools.families import Family
+from infer.serve.tools.families import ToolFamily
 from infer.serve.tools.json_object import JsonObject
 
 Object = dict[str, Any]
@@ -39,7 +39,7 @@ class ToolCalls:
       calls: as OpenAI has them in a message.
     """
 
-    def __init__(self, family: Family, most: int | None = None):
+    def __init__(self, family: ToolFamily, most: int | None = None):
         self._family = family
         self._most = most
         self.content = ""

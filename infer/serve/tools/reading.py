@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from infer.serve.schemas import ChatBody
-from infer.serve.tools.families import Family
+from infer.serve.tools.families import ToolFamily
 from infer.serve.tools.parser import Object, ToolCalls
 from specjax.runtime.output import Piece
 from specjax.text.incremental_decoder import IncrementalDecoder
@@ -17,7 +17,7 @@ from specjax.text.tokenizer import Tokenizer
 class AnswerReader:
     """The text and the calls of one row of a request with tools."""
 
-    def __init__(self, tokenizer: Tokenizer, family: Family, prompt: np.ndarray, body: ChatBody):
+    def __init__(self, tokenizer: Tokenizer, family: ToolFamily, prompt: np.ndarray, body: ChatBody):
         self._text = MarkedText(tokenizer, family, prompt.tolist())
         self._calls = ToolCalls(family, 1 if body.parallel_tool_calls is False else None)
 
@@ -46,7 +46,7 @@ class MarkedText:
       prompt: the ids before the row's own.
     """
 
-    def __init__(self, tokenizer: Tokenizer, family: Family, prompt: Sequence[int]):
+    def __init__(self, tokenizer: Tokenizer, family: ToolFamily, prompt: Sequence[int]):
         ids = {tokenizer.special_token(text): text for text in family.tokens}
         self._marks = {i: text for i, text in ids.items() if i is not None}
         self._decoder = IncrementalDecoder(tokenizer, prompt)

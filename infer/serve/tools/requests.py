@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from infer.serve.refusals import naming
 from infer.serve.schemas import ChatBody, NamedTool
-from infer.serve.tools.families import Family
+from infer.serve.tools.families import ToolFamily
 from infer.serve.tools.grammars import ANY_OBJECT, CallGrammar
 from specjax._util.errors import OptionError
 from specjax.text.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ def check_tools(body: ChatBody) -> None:
             )
 
 
-def grammar_of_calls(body: ChatBody, family: Family, tokenizer: Tokenizer) -> str:
+def grammar_of_calls(body: ChatBody, family: ToolFamily, tokenizer: Tokenizer) -> str:
     """What the answer must follow, as :class:`specjax.Sampling` takes it; empty: nothing.
 
     Calls that are required or named fit their schemas. Where the model may choose, those of
